@@ -1,0 +1,1 @@
+"""DAF: train any PyTorch model inside a byte budget."""

@@ -1,0 +1,77 @@
+"""The kernel contract: what every backend computes, to the byte.
+
+``reference`` states each operation readably in NumPy and is the oracle;
+``cpu`` runs the native kernels. A backend is correct when its bytes equal the
+oracle's. The arithmetic is spelled out in ``docs/format.md``.
+
+Layout, shared by every codec (*unified layout*): a tensor of ``count``
+elements in memory order is padded to whole blocks of 256. A ``b``-bit code is
+``b`` planes, most significant first; a plane is ``words_per_plane(count)``
+little-endian 32-bit words, and bit ``k`` of word ``w`` of a plane is that
+plane's bit of element ``32 * w + k``. Planes of one tensor follow each other
+in memory. Headers are an array of their own: per block two bf16 numbers.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+FORMAT_VERSION = 1
+BLOCK_ELEMENTS = 256
+HEADER_BYTES_PER_BLOCK = 4
+ROTATED_BITS = (1, 2, 3, 4)
+MINMAX_BITS = (1, 2, 3, 4, 5, 6, 7, 8)
+
+
+class ElementType(IntEnum):
+    """What one element of an uncoded tensor is; the numbers are part of the native interface."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    FLOAT16 = 2
+
+
+class Predicate(IntEnum):
+    """Which elements set their bit in a mask.
+
+    ``INSIDE``: ``not (x <= low or x >= high)``; NaN sets the bit; a NaN bound is no bound.
+    ``ABOVE``: ``x > low``; NaN leaves the bit clear.
+    """
+
+    INSIDE = 0
+    ABOVE = 1
+
+
+class ChannelAffine(NamedTuple):
+    """``value * scale[c] + shift[c]``, two roundings in fp32, with ``c = (i // inner) % channels``.
+
+    ``i`` is the element's place in memory order, so ``inner`` is 1 for
+    channels-last memory and height * width for contiguous NCHW. ``scale`` and
+    ``shift`` are addresses of ``channels`` float32 numbers.
+    """
+
+    channels: int
+    inner: int
+    scale_pointer: int
+    shift_pointer: int
+
+
+def block_count(count: int) -> int:
+    """Blocks of 256 elements that hold ``count`` elements."""
+    return -(-count // BLOCK_ELEMENTS)
+
+
+def words_per_plane(count: int) -> int:
+    """32-bit words in one plane of a tensor of ``count`` elements."""
+    return block_count(count) * (BLOCK_ELEMENTS // 32)
+
+
+def plane_bytes(count: int, bits: int) -> int:
+    """Bytes of all ``bits`` planes of a tensor of ``count`` elements."""
+    return 4 * bits * words_per_plane(count)
+
+
+def header_bytes(count: int) -> int:
+    """Bytes of the header array of a tensor of ``count`` elements."""
+    return HEADER_BYTES_PER_BLOCK * block_count(count)

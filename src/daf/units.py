@@ -1,0 +1,70 @@
+"""Bytes in and out: ``"512MB"`` to 512_000_000 and back.
+
+MB is 10**6 and MiB is 2**20, everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from daf.errors import UnitError
+
+_MULTIPLIERS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
+_DISPLAY = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
+
+
+def parse_bytes(text: str | int) -> int:
+    """Read a byte count.
+
+    Args:
+        text: an integer number of bytes, or a number with one of the units
+            B, KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (powers of
+            1024), in any case: ``"512MB"``, ``"1.5 GiB"``, ``700_000_000``.
+
+    Returns:
+        Whole bytes, rounded down.
+
+    Raises:
+        UnitError: the text is no number, the unit is unknown, or the count is not positive.
+    """
+    if isinstance(text, bool) or not isinstance(text, (int, str)):
+        raise UnitError(f"asked for {text!r} bytes; give an int or a text such as '512MB'")
+    if isinstance(text, int):
+        return _positive(text, text)
+    match = _PATTERN.fullmatch(text)
+    if match is None:
+        raise UnitError(f"cannot read {text!r} as bytes; try '512MB' or '1.5GiB'")
+    number, unit = match.groups()
+    if unit.upper() not in _MULTIPLIERS:
+        known = "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"
+        raise UnitError(f"unknown unit {unit!r} in {text!r}; known units: {known}")
+    return _positive(float(number) * _MULTIPLIERS[unit.upper()], text)
+
+
+def _positive(count: float, text: str | int) -> int:
+    if not math.isfinite(count) or count < 1:
+        raise UnitError(f"asked for {text!r}: a byte count must be at least one byte and finite")
+    return int(count)
+
+
+def format_bytes(count: int) -> str:
+    """Write bytes for people: three significant digits in powers of 1000 (``"74.3 MB"``)."""
+    for name, size in _DISPLAY:
+        if abs(count) >= size:
+            value = count / size
+            decimals = max(0, 2 - int(math.log10(abs(value))))
+            return f"{value:.{decimals}f} {name}"
+    return f"{count} B"

@@ -1,0 +1,102 @@
+"""Imports point one way: a file imports only from rows beneath its own, and never in a circle."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[1] / "src"
+
+# From the top of the design's picture to its bottom; the first match wins.
+ROWS = (
+    ("daf.cli", 7),
+    ("daf.integrations", 7),
+    ("daf.__main__", 8),
+    ("daf.bench", 7),
+    ("daf.training", 7),
+    ("daf.report", 6),
+    ("daf.session", 5),
+    ("daf.profiler", 4),
+    ("daf.planner", 4),
+    ("daf.governor", 4),
+    ("daf.execution", 3),
+    ("daf.store", 2),
+    ("daf.memory", 2),
+    ("daf.kernels", 1),
+    ("daf.plan", 0),
+    ("daf.errors", 0),
+    ("daf.units", 0),
+    ("daf._native", 0),
+)
+FACADE = "daf"
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_modules(path: Path, known: set[str]) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            base = node.module or ""
+            found |= {
+                full if (full := f"{base}.{alias.name}") in known else base for alias in node.names
+            }
+    return {name for name in found if name == FACADE or name.startswith("daf.")}
+
+
+def import_graph() -> dict[str, set[str]]:
+    paths = {module_name(path): path for path in SOURCE.rglob("*.py")}
+    known = set(paths)
+    return {name: imported_modules(path, known) - {name} for name, path in paths.items()}
+
+
+def row(name: str) -> int:
+    for prefix, rank in ROWS:
+        if name == prefix or name.startswith(prefix + "."):
+            return rank
+    raise AssertionError(f"{name} has no row; add it to ROWS where the design puts it")
+
+
+def test_no_import_points_upward() -> None:
+    graph = import_graph()
+    assert len(graph) > 5
+    upward = [
+        f"{name} -> {target}"
+        for name, targets in graph.items()
+        if name != FACADE
+        for target in targets
+        if target == FACADE or row(target) > row(name)
+    ]
+    assert upward == []
+
+
+def test_no_import_is_circular() -> None:
+    graph = import_graph()
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, " -> ".join((*trail, name))
+        if name in done:
+            return
+        for target in graph.get(name, ()):
+            visit(target, (*trail, name))
+        done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def test_a_package_s_own_facade_is_not_imported_from_within() -> None:
+    inside = {
+        f"{name} -> {target}"
+        for name, targets in import_graph().items()
+        for target in targets
+        if target == FACADE and name != "daf.__main__"
+    }
+    assert inside == set()
