@@ -103,7 +103,7 @@ def exact_policy() -> Policy:
 
 
 def coded_policy(bits: int) -> Policy:
-    """``bits`` per element wherever a lossy code is sound, more where it must be (design, section 4).
+    """``bits`` per element wherever a lossy code is sound, more where it must be.
 
     Raises:
         ValueError: ``bits`` is not in 1 … 8.
@@ -139,11 +139,68 @@ class CaptureStats:
 
 
 @dataclass(frozen=True, slots=True)
+class Measurement:
+    """One measured step of ``examples`` examples under one policy (bytes)."""
+
+    examples: int
+    peak_bytes: int
+    plain_bytes: int
+    held_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What a few small measured steps told about a model, a loss and a batch (bytes).
+
+    ``measurements`` holds, per policy name, steps at growing batch sizes.
+    ``optimizer_bytes`` is the optimizer state that does not exist yet.
+    ``split_refusal`` says why the batch must not be split, or is empty.
+    """
+
+    floor_bytes: int
+    resident_bytes: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    batch_size: int
+    measurements: Mapping[str, tuple[Measurement, ...]]
+    split_refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """What one training step does; made by the planner, carried out by execution."""
+    """What one training step does; made by the planner, carried out by execution.
+
+    ``return_freed_blocks`` asks for glibc thresholds that give memory back at once.
+    """
 
     policy: Policy
     micro_batch: int
     predicted_peak_bytes: int
-    mmap_threshold_bytes: int | None = None
+    return_freed_blocks: bool = True
     reason: str = ""
+
+
+def policy_named(name: str) -> Policy:
+    """The policy that ``Policy.name`` names: ``"plain"``, ``"exact"`` or ``"<n>-bit"``.
+
+    Raises:
+        ValueError: there is no such policy.
+    """
+    if name == "plain":
+        return plain_policy()
+    if name == "exact":
+        return exact_policy()
+    width, _, suffix = name.partition("-")
+    if suffix != "bit" or not width.isdigit():
+        raise ValueError(f"no policy is named {name!r}; there are plain, exact, 1-bit ... 8-bit")
+    return coded_policy(int(width))
+
+
+def policy_for(bits: int | str) -> Policy:
+    """The policy for a user's ``bits``: 1 … 8, ``"exact"`` or ``"plain"``.
+
+    Raises:
+        ValueError: neither a width nor one of those words.
+    """
+    return coded_policy(bits) if isinstance(bits, int) else policy_named(bits)

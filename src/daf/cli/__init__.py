@@ -1,0 +1,1 @@
+"""The command line: train, plan, bench, doctor."""

@@ -1,0 +1,1 @@
+"""Carrying a plan out: capture of saved tensors, micro-batches, checks."""

@@ -1,0 +1,1 @@
+"""The process's memory: measuring it, and what glibc does with freed blocks."""

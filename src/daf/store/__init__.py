@@ -1,0 +1,1 @@
+"""Where saved activations live: codes and the buffers that hold them."""

@@ -1,0 +1,139 @@
+"""Cutting a batch along its first dimension, and joining the gradients of the pieces.
+
+A batch is any nest of tensors: tuples, lists, mappings, dataclasses. A tensor
+is cut when its first dimension is the batch's; everything else is handed to
+every piece as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from daf.errors import DataError
+
+LossFunction = Callable[[nn.Module, Any], Any]
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _tensors(value)
+    elif isinstance(batch, (tuple, list)):
+        for value in batch:
+            yield from _tensors(value)
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        for field in dataclasses.fields(batch):
+            yield from _tensors(getattr(batch, field.name))
+
+
+def batch_size(batch: Any) -> int:
+    """Examples in a batch: the first dimension of the first tensor that has one.
+
+    Raises:
+        DataError: no tensor with a first dimension was found.
+    """
+    for tensor in _tensors(batch):
+        if tensor.dim() > 0:
+            return tensor.shape[0]
+    raise DataError(
+        f"asked for the size of a batch, found {type(batch).__name__} without a tensor that has a "
+        "first dimension; give tensors, or a tuple, list, mapping or dataclass of them"
+    )
+
+
+def batch_slice(batch: Any, start: int, stop: int) -> Any:
+    """Examples ``start`` to ``stop`` of a batch, in the batch's own structure; tensors are views."""
+    size = batch_size(batch)
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value[start:stop] if value.dim() > 0 and value.shape[0] == size else value
+        if isinstance(value, Mapping):
+            return _like_mapping(value, {key: cut(item) for key, item in value.items()})
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(cut, value))
+        if isinstance(value, (tuple, list)):
+            return type(value)(cut(item) for item in value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            names = [field.name for field in dataclasses.fields(value) if field.init]
+            return dataclasses.replace(value, **{name: cut(getattr(value, name)) for name in names})
+        return value
+
+    return cut(batch)
+
+
+def _like_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    return items if type(original) is dict else type(original)(items)  # type: ignore[call-arg]
+
+
+def pieces(batch: Any, micro_batch: int) -> list[Any]:
+    """The batch as consecutive pieces of ``micro_batch`` examples, the last one shorter."""
+    size = batch_size(batch)
+    if micro_batch >= size:
+        return [batch]
+    starts = range(0, size, micro_batch)
+    return [batch_slice(batch, start, min(start + micro_batch, size)) for start in starts]
+
+
+def split_refusal(model: nn.Module) -> str:
+    """Why splitting a batch would change the result: layers with batch statistics; else empty."""
+    for name, module in model.named_modules():
+        uses_batch = module.training or getattr(module, "running_mean", None) is None
+        if isinstance(module, _BatchNorm) and uses_batch:
+            return f"{type(module).__name__} {name!r} takes its statistics from the whole batch"
+    return ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WeightedLoss:
+    """A piece's loss as sum and weight; ``exact_weight`` is False for a plain mean."""
+
+    total: Tensor
+    weight: float
+    is_sum: bool
+
+    @property
+    def mean(self) -> Tensor:
+        """The piece's mean loss."""
+        return self.total / self.weight if self.is_sum else self.total
+
+
+def read_loss(result: Any, examples: int) -> WeightedLoss:
+    """Understand what ``loss_fn`` returned: a scalar mean, or ``(sum, weight)``.
+
+    Raises:
+        DataError: neither, or a tensor that is not a scalar.
+    """
+    if isinstance(result, tuple) and len(result) == 2:
+        total, weight = result
+        loss = WeightedLoss(total, float(weight), is_sum=True)
+    else:
+        loss = WeightedLoss(result, float(examples), is_sum=False)
+    if not isinstance(loss.total, Tensor) or loss.total.numel() != 1:
+        raise DataError(
+            f"loss_fn must return a scalar tensor (the mean) or (sum, weight); it returned "
+            f"{_describe(result)}"
+        )
+    return loss
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"{type(value).__name__}: {value!r:.80}"
+
+
+def scale_gradients(parameters: list[nn.Parameter], factor: float) -> None:
+    """Multiply every gradient that exists by ``factor``, in place."""
+    with torch.no_grad():
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)

@@ -1,0 +1,65 @@
+"""Where a loss stopped being finite: the first module whose output is not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def _float_tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        if value.is_floating_point() or value.is_complex():
+            yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _float_tensors(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _float_tensors(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _float_tensors(getattr(value, field.name))
+
+
+def is_finite(value: Any) -> bool:
+    """Whether every floating-point tensor in a nest holds only finite numbers."""
+    return all(bool(torch.isfinite(tensor).all()) for tensor in _float_tensors(value))
+
+
+def first_nonfinite(model: nn.Module, batch: Any, run: Callable[[], Any]) -> str:
+    """Run the forward pass once more and name where the first non-finite value appears.
+
+    Args:
+        model: the model; only forward hooks are added, and removed again.
+        batch: the batch that ``run`` uses.
+        run: calls the model as the failed step did.
+
+    Returns:
+        Words for an error message: a parameter, the batch, a module, or the loss function.
+    """
+    for name, parameter in model.named_parameters():
+        if not is_finite(parameter):
+            return f"parameter {name!r}"
+    if not is_finite(batch):
+        return "the batch itself"
+    found: list[str] = []
+
+    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, _inputs: Any, output: Any) -> None:
+            if not found and not is_finite(output):
+                found.append(f"the output of module {name or '<model>'!r} ({type(module).__name__})")
+
+        return hook
+
+    handles = [module.register_forward_hook(watch(name)) for name, module in model.named_modules()]
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else "the loss function (every module's output is finite)"

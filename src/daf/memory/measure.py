@@ -1,0 +1,118 @@
+"""How much memory this process holds now, and the most it held (design, section 1).
+
+On Linux the resident size is ``VmRSS`` and the peak ``VmHWM`` of
+``/proc/self/status``, reset through ``/proc/self/clear_refs``. Elsewhere the
+resident size comes from psutil and the peak is the largest value sampled, so
+it can miss what happens between two samples; ``peak_is_exact`` says which.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+import torch
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFERENCES = Path("/proc/self/clear_refs")
+_RESET_PEAK_COMMAND = "5"  # proc(5): reset the peak resident set size
+
+
+def _status_bytes(field: str) -> int:
+    prefix = field + ":"
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith(prefix):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"{_STATUS} has no field {field}")
+
+
+def resident_bytes() -> int:
+    """Bytes of this process that are in memory now."""
+    if _STATUS.exists():
+        return _status_bytes("VmRSS")
+    return int(psutil.Process().memory_info().rss)
+
+
+def peak_is_exact() -> bool:
+    """Whether the operating system itself keeps a high-water mark that we can reset."""
+    return _STATUS.exists() and _CLEAR_REFERENCES.exists()
+
+
+def peak_bytes() -> int:
+    """The most bytes held since ``reset_peak`` (Linux); elsewhere the resident size now."""
+    if _STATUS.exists():
+        return _status_bytes("VmHWM")
+    return resident_bytes()
+
+
+def reset_peak() -> bool:
+    """Start a new high-water mark; False where the system does not let us."""
+    try:
+        _CLEAR_REFERENCES.write_text(_RESET_PEAK_COMMAND)
+    except OSError:
+        return False
+    return True
+
+
+def warm_up() -> None:
+    """Run one operation of each heavy kind, so that the floor holds torch's thread pool and code.
+
+    Part of the floor's definition (design, section 1): the same for every contestant.
+    """
+    images = torch.ones(2, 8, 16, 16, requires_grad=True)
+    weight = torch.ones(8, 8, 3, 3, requires_grad=True)
+    convolved = torch.nn.functional.conv2d(images, weight, padding=1)
+    (convolved.flatten(1) @ torch.ones(8 * 16 * 16, 4)).sum().backward()
+
+
+class MemoryTimeline:
+    """Samples the resident size on a thread while it is entered.
+
+    ``samples`` holds (seconds since entry, resident bytes); ``marks`` holds
+    (seconds, label) that the caller set. ``peak_bytes`` is the largest sample.
+    """
+
+    def __init__(self, interval_ms: float = 50.0) -> None:
+        self.samples: list[tuple[float, int]] = []
+        self.marks: list[tuple[float, str]] = []
+        self._interval_s = interval_ms / 1000.0
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._start_s = 0.0
+
+    def __enter__(self) -> MemoryTimeline:
+        self._start_s = time.perf_counter()
+        self._stopped.clear()
+        self._thread = threading.Thread(target=self._sample, name="daf-memory", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._record()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest sample, 0 before the first."""
+        return max((size for _, size in self.samples), default=0)
+
+    def mark(self, label: str) -> None:
+        """Write a label beside the samples at this moment."""
+        self.marks.append((time.perf_counter() - self._start_s, label))
+
+    def _record(self) -> None:
+        self.samples.append((time.perf_counter() - self._start_s, resident_bytes()))
+
+    def _sample(self) -> None:
+        while not self._stopped.wait(self._interval_s):
+            self._record()

@@ -1,0 +1,71 @@
+"""The measured sizes follow what the process really holds."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from daf.memory import allocator, measure
+
+BLOCK_BYTES = 64 * 1024 * 1024
+SLACK_BYTES = 6 * 1024 * 1024
+
+needs_peak = pytest.mark.skipif(
+    not measure.peak_is_exact(), reason="this system keeps no resettable high-water mark"
+)
+needs_glibc = pytest.mark.skipif(
+    not allocator.return_free_memory(), reason="the C library is not glibc"
+)
+
+
+def hold(count_bytes: int) -> torch.Tensor:
+    return torch.ones(count_bytes, dtype=torch.uint8)
+
+
+def test_resident_size_grows_by_what_is_held() -> None:
+    before = measure.resident_bytes()
+    block = hold(BLOCK_BYTES)
+    assert abs(measure.resident_bytes() - before - block.nbytes) < SLACK_BYTES
+
+
+@needs_peak
+def test_peak_remembers_what_was_freed_and_forgets_on_reset() -> None:
+    measure.reset_peak()
+    before = measure.resident_bytes()
+    block = hold(BLOCK_BYTES)
+    del block
+    assert measure.peak_bytes() - before > BLOCK_BYTES - SLACK_BYTES
+    assert measure.reset_peak()
+    assert measure.peak_bytes() - measure.resident_bytes() < SLACK_BYTES
+
+
+def test_timeline_sees_a_block_that_lived_for_a_while() -> None:
+    with measure.MemoryTimeline(interval_ms=5) as timeline:
+        before = measure.resident_bytes()
+        block = hold(BLOCK_BYTES)
+        timeline.mark("held")
+        time.sleep(0.1)
+        del block
+    assert timeline.peak_bytes - before > BLOCK_BYTES - SLACK_BYTES
+    assert [label for _, label in timeline.marks] == ["held"]
+    seconds = [second for second, _ in timeline.samples]
+    assert seconds == sorted(seconds)
+
+
+@needs_glibc
+@needs_peak
+def test_freed_blocks_return_at_once_while_entered() -> None:
+    with allocator.ReturnFreedBlocks() as settings:
+        assert settings.active
+        blocks = [hold(1024 * 1024) for _ in range(64)]
+        held = measure.resident_bytes()
+        # Every second one: a heap could not give these back.
+        del blocks[::2]
+        assert held - measure.resident_bytes() > 32 * 1024 * 1024 - SLACK_BYTES
+    assert not settings.active
+
+
+def test_warm_up_runs_a_backward() -> None:
+    measure.warm_up()
