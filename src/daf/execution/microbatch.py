@@ -50,7 +50,7 @@ def batch_size(batch: Any) -> int:
 
 
 def batch_slice(batch: Any, start: int, stop: int) -> Any:
-    """Examples ``start`` to ``stop`` of a batch, in the batch's own structure; tensors are views."""
+    """Examples ``start`` to ``stop``, in the batch's own structure; tensors are views."""
     size = batch_size(batch)
 
     def cut(value: Any) -> Any:

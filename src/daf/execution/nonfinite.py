@@ -51,7 +51,9 @@ def first_nonfinite(model: nn.Module, batch: Any, run: Callable[[], Any]) -> str
     def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, _inputs: Any, output: Any) -> None:
             if not found and not is_finite(output):
-                found.append(f"the output of module {name or '<model>'!r} ({type(module).__name__})")
+                found.append(
+                    f"the output of module {name or '<model>'!r} ({type(module).__name__})"
+                )
 
         return hook
 

@@ -1,0 +1,169 @@
+"""(Profile, budget) to Plan: a pure function, no torch, no device.
+
+The peak of a step is modelled, per policy, as a straight line through two
+measured small steps: ``peak(n) = fixed + slope * n``. A step's peak is the
+largest of several such lines (design, section 2), so the line through small
+sizes can lie below it at large ones; ``MARGIN`` and the measured first step
+(``relax``) answer for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from daf.errors import BudgetError
+from daf.plan import Measurement, Plan, Profile, policy_named
+from daf.units import format_bytes
+
+LADDER = ("plain", "exact", "8-bit", "4-bit", "3-bit", "2-bit", "1-bit")
+"""Policies from what changes least to what holds least."""
+
+MARGIN_FRACTION = 0.03
+MARGIN_BYTES = 4 * 2**20
+# Below this many examples a processor is under-used, so lossy codes come before smaller pieces.
+SMALLEST_EFFICIENT_PIECE = 8
+# Plain PyTorch under glibc's defaults held up to 1.4 times what it holds when freed blocks are
+# returned at once (design, section 2: 1400 against 1008 MiB); with more room than that, speed wins.
+DEFAULT_ALLOCATOR_GROWTH = 1.5
+
+
+def predict_peak(profile: Profile, policy_name: str, micro_batch: int) -> int:
+    """The process's peak (bytes) in a step of ``micro_batch`` examples, margin included."""
+    points = profile.measurements[policy_name]
+    peak = _line(points, micro_batch) + profile.optimizer_bytes
+    above_floor = max(0.0, peak - profile.floor_bytes)
+    return int(peak + MARGIN_FRACTION * above_floor + MARGIN_BYTES)
+
+
+def _line(points: tuple[Measurement, ...], examples: int) -> float:
+    first, last = points[0], points[-1]
+    if first.examples == last.examples:
+        return last.peak_bytes * max(1.0, examples / last.examples)
+    slope = (last.peak_bytes - first.peak_bytes) / (last.examples - first.examples)
+    # Noise can make a flat line fall; more examples never need less.
+    return last.peak_bytes + max(0.0, slope) * (examples - last.examples)
+
+
+def predict_saved(profile: Profile, policy_name: str, micro_batch: int) -> int:
+    """Bytes that saved tensors will hold at most, in proportion to the largest measured step."""
+    largest = profile.measurements[policy_name][-1]
+    return int(largest.held_bytes * micro_batch / largest.examples)
+
+
+def _piece_sizes(profile: Profile) -> list[int]:
+    if profile.split_refusal:
+        return [profile.batch_size]
+    sizes = [profile.batch_size]
+    while sizes[-1] > 1:
+        sizes.append(-(-sizes[-1] // 2))
+    return sizes
+
+
+def _candidates(profile: Profile, names: tuple[str, ...]) -> Iterator[tuple[str, int]]:
+    """What to try, best first: whole batch exactly, exactly in pieces, coded, coded in pieces."""
+    exact = [name for name in names if name in ("plain", "exact")]
+    lossy = [name for name in names if name not in exact]
+    sizes = _piece_sizes(profile)
+    efficient = [size for size in sizes if size == sizes[0] or size >= SMALLEST_EFFICIENT_PIECE]
+    yield from ((name, size) for size in efficient for name in exact)
+    yield from ((name, size) for size in efficient for name in lossy)
+    yield from ((name, size) for size in sizes if size not in efficient for name in names)
+
+
+def least_budget(profile: Profile, names: tuple[str, ...] = LADDER) -> int:
+    """The least budget (bytes) under which any plan fits."""
+    return min(predict_peak(profile, name, size) for name, size in _candidates(profile, names))
+
+
+def make_plan(profile: Profile, budget_bytes: int, names: tuple[str, ...] = LADDER) -> Plan:
+    """The first candidate whose predicted peak is within the budget.
+
+    Args:
+        profile: what was measured; ``measurements`` must hold every name.
+        budget_bytes: the whole process's budget, floor included.
+        names: policies allowed, in order of preference.
+
+    Raises:
+        BudgetError: none fits; ``least_bytes`` is the least budget that would do.
+    """
+    for name, size in _candidates(profile, names):
+        predicted = predict_peak(profile, name, size)
+        if predicted <= budget_bytes:
+            return _plan(profile, name, size, predicted, budget_bytes)
+    raise BudgetError(
+        refusal(profile, budget_bytes, least_budget(profile, names)), least_budget(profile, names)
+    )
+
+
+def _plan(profile: Profile, name: str, size: int, predicted: int, budget_bytes: int) -> Plan:
+    roomy = name == "plain" and predicted * DEFAULT_ALLOCATOR_GROWTH <= budget_bytes
+    pieces = "the whole batch" if size == profile.batch_size else f"pieces of {size}"
+    reason = (
+        f"{name} with {pieces} is predicted to peak at {format_bytes(predicted)}, "
+        f"within {format_bytes(budget_bytes)}"
+    )
+    return Plan(policy_named(name), size, predicted, not roomy, reason)
+
+
+def refusal(profile: Profile, budget_bytes: int, least_bytes: int) -> str:
+    """Why a budget cannot hold the job, and what to try."""
+    held = profile.parameter_bytes + profile.gradient_bytes + profile.optimizer_bytes
+    advice = "a smaller batch or a smaller model"
+    if profile.split_refusal:
+        advice += f" (the batch is not split because {profile.split_refusal})"
+    return (
+        f"asked for a budget of {format_bytes(budget_bytes)}; this job needs at least "
+        f"{format_bytes(least_bytes)}: {format_bytes(profile.floor_bytes)} before the model "
+        f"exists, {format_bytes(held)} of parameters, gradients and optimizer state, and the rest for a "
+        f"batch of {profile.batch_size}; try budget={least_bytes}, {advice}"
+    )
+
+
+def tightest_first(plan: Plan, profile: Profile, names: tuple[str, ...] = LADDER) -> Plan:
+    """The plan for the first full-size step: the policy that holds least, at the plan's size."""
+    name = min(names, key=lambda each: predict_peak(profile, each, plan.micro_batch))
+    predicted = predict_peak(profile, name, plan.micro_batch)
+    if predicted >= plan.predicted_peak_bytes:
+        return plan
+    return replace(plan, policy=policy_named(name), predicted_peak_bytes=predicted)
+
+
+def correct(plan: Plan, profile: Profile, first: Plan, measured_peak_bytes: int) -> int:
+    """The plan's peak (bytes) as seen from the measured first step.
+
+    The error of the first step's prediction, if it was too low, is added in
+    proportion to how much more the plan holds above the floor.
+    """
+    missed = measured_peak_bytes - first.predicted_peak_bytes
+    if missed <= 0:
+        return plan.predicted_peak_bytes
+    above = max(1, first.predicted_peak_bytes - profile.floor_bytes)
+    growth = max(1.0, (plan.predicted_peak_bytes - profile.floor_bytes) / above)
+    return int(plan.predicted_peak_bytes + missed * growth)
+
+
+def settle(
+    plan: Plan,
+    profile: Profile,
+    first: Plan,
+    measured_peak_bytes: int,
+    budget_bytes: int,
+    names: tuple[str, ...] = LADDER,
+) -> Plan:
+    """The plan to go on with after the measured first step.
+
+    Raises:
+        BudgetError: the first step itself passed the budget and nothing tighter exists.
+    """
+    for name, size in _candidates(profile, names):
+        predicted = predict_peak(profile, name, size)
+        candidate = _plan(profile, name, size, predicted, budget_bytes)
+        not_before = predicted > plan.predicted_peak_bytes
+        if (
+            not not_before
+            and correct(candidate, profile, first, measured_peak_bytes) <= budget_bytes
+        ):
+            return candidate
+    least = correct(first, profile, first, measured_peak_bytes)
+    raise BudgetError(refusal(profile, budget_bytes, least), least)

@@ -1,0 +1,375 @@
+"""One training step inside a byte budget: profile, plan, execute, adapt.
+
+The only place where planner and execution meet. ``Session`` measures a few
+small steps, lets the planner choose, runs the first full-size step under the
+tightest plan, measures that, and goes on with the loosest plan that fits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from daf import governor, planner
+from daf.errors import BudgetError, NonFiniteLossError, PlatformError
+from daf.execution.capture import Capture
+from daf.execution.microbatch import (
+    LossFunction,
+    WeightedLoss,
+    batch_size,
+    pieces,
+    read_loss,
+    scale_gradients,
+)
+from daf.execution.nonfinite import first_nonfinite
+from daf.memory import allocator, measure
+from daf.plan import Plan, Policy, Profile, plain_policy, policy_for, policy_named
+from daf.profiler import Profiler, gradient_bytes, parameter_bytes
+from daf.units import format_bytes, parse_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one step did. ``peak_bytes`` is the process's peak during the step."""
+
+    loss: float
+    step_ms: float
+    peak_bytes: int
+    saved_bytes: int
+    micro_batch: int
+
+
+class Session:
+    """Trains a model within a budget of bytes that bounds the whole process.
+
+    Args:
+        model: any ``nn.Module`` on the CPU (a GPU model is trained without a budget).
+        optimizer: any ``torch.optim.Optimizer`` over its parameters.
+        budget: bytes as ``"700MB"`` or an int, the process's floor included;
+            None trains without a limit.
+        bits: fixes the policy (1 … 8, ``"exact"``, ``"plain"``); None lets the
+            planner choose. Without a budget None means ``"plain"``.
+        seed: names the run in the codes' random rotations.
+        floor_bytes: the process before the model existed; by default the
+            resident size now, less the model.
+        allow_batchnorm_split: permit micro-batches although batch statistics
+            then change.
+
+    Raises:
+        UnitError: the budget cannot be read.
+        PlatformError: a budget was given for a model on a GPU.
+        ValueError: ``bits`` names no policy.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        budget: str | int | None,
+        *,
+        bits: int | str | None = None,
+        seed: int = 0,
+        floor_bytes: int | None = None,
+        allow_batchnorm_split: bool = False,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.budget_bytes = None if budget is None else _effective_budget(budget)
+        self.floor_bytes = floor_bytes or measure.resident_bytes() - parameter_bytes(model)
+        self.settings: list[str] = []
+        self.plan: Plan | None = None
+        self.predicted_peak_bytes: int | None = None
+        self.saved_bytes_plain = 0
+        self.saved_bytes_peak = 0
+        self._names = planner.LADDER if bits is None else (policy_for(bits).name,)
+        self._fixed_policy = plain_policy() if bits is None else policy_for(bits)
+        self._seed = seed
+        self._allow_split = allow_batchnorm_split
+        self._capture = Capture(model)
+        self._profile: Profile | None = None
+        self._first: Plan | None = None
+        self._step_index = 0
+        self._peak_bytes = 0
+        self._resources = ExitStack()
+        if self.budget_bytes is not None:
+            _refuse_gpu(model)
+        measure.reset_peak()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Undo what was set in the process (see ``settings``)."""
+        self._resources.close()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The process's highest memory since the session began (bytes)."""
+        return max(self._peak_bytes, measure.peak_bytes())
+
+    @property
+    def profile(self) -> Profile | None:
+        """What was measured before planning; None before ``prepare`` or without a budget."""
+        return self._profile
+
+    def prepare(
+        self,
+        batch: Any,
+        loss_fn: LossFunction,
+        on_progress: Callable[[str], None] = lambda _: None,
+    ) -> Plan:
+        """Profile on this batch and plan; the model, its gradients and random states stay as found.
+
+        Raises:
+            BudgetError: no plan fits; ``least_bytes`` is the least budget that would.
+        """
+        if self.plan is not None:
+            return self.plan
+        if self.budget_bytes is None:
+            self.plan = Plan(
+                self._fixed_policy,
+                batch_size(batch),
+                predicted_peak_bytes=0,
+                return_freed_blocks=False,
+                reason="no budget was given",
+            )
+            return self.plan
+        self._refuse_if_parameters_alone_are_too_much()
+        self._return_freed_blocks()
+        self._profile = self._measure_profile(batch, loss_fn, on_progress)
+        plan = planner.make_plan(self._profile, self.budget_bytes, self._names)
+        self.predicted_peak_bytes = plan.predicted_peak_bytes
+        self._adopt(plan)
+        self._first = planner.tightest_first(plan, self._profile, self._names)
+        return plan
+
+    def step(self, batch: Any, loss_fn: LossFunction) -> StepReport:
+        """One training step: gradient of the mean loss over the batch, then the optimizer.
+
+        Args:
+            batch: any nest of tensors whose first dimension is the batch's.
+            loss_fn: ``loss_fn(model, batch)`` returns a scalar mean loss, or ``(sum, weight)``.
+
+        Raises:
+            BudgetError: the budget cannot hold the step.
+            NonFiniteLossError: the loss is inf or NaN; parameters and buffers are untouched.
+        """
+        plan = self.plan or self.prepare(batch, loss_fn)
+        running = self._first or plan
+        self._begin_peak()
+        start_s = time.perf_counter()
+        loss = self._forward_backward(batch, loss_fn, running)
+        self.optimizer.step()
+        step_ms = 1000 * (time.perf_counter() - start_s)
+        peak = self._end_peak()
+        self._count_saved(batch)
+        self._step_index += 1
+        if self._first is not None:
+            self._settle(peak)
+        return StepReport(
+            loss, step_ms, peak, self._capture.stats.held_peak_bytes, running.micro_batch
+        )
+
+    def explain(self) -> list[dict[str, Any]]:
+        """One row per site of the last captured step: site, need, treatment, bytes."""
+        return [row.as_dict() for row in self._capture.sites()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to go on as this one would have (JSON-able)."""
+        return {
+            "plan": None if self.plan is None else _plan_state(self.plan),
+            "first": None if self._first is None else _plan_state(self._first),
+            "seed": self._seed,
+            "step_index": self._step_index,
+            "predicted_peak_bytes": self.predicted_peak_bytes,
+            "peak_bytes": self.peak_bytes,
+            "saved_bytes_plain": self.saved_bytes_plain,
+            "saved_bytes_peak": self.saved_bytes_peak,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state_dict``: nothing is measured or planned again."""
+        self.plan = None if state["plan"] is None else _plan_from_state(state["plan"])
+        self._seed = state["seed"]
+        self._step_index = state["step_index"]
+        self.predicted_peak_bytes = state["predicted_peak_bytes"]
+        self._peak_bytes = state["peak_bytes"]
+        self.saved_bytes_plain = state["saved_bytes_plain"]
+        self.saved_bytes_peak = state["saved_bytes_peak"]
+        if self.plan is not None and self.plan.return_freed_blocks:
+            self._return_freed_blocks()
+
+    def _measure_profile(
+        self, batch: Any, loss_fn: LossFunction, on_progress: Callable[[str], None]
+    ) -> Profile:
+        profiler = Profiler(self.model, self.optimizer, self._capture, self.floor_bytes)
+        policies = tuple(policy_named(name) for name in self._names)
+        return profiler.profile(
+            batch, loss_fn, policies, allow_split=self._allow_split, on_progress=on_progress
+        )
+
+    def _refuse_if_parameters_alone_are_too_much(self) -> None:
+        assert self.budget_bytes is not None
+        least = measure.resident_bytes() + gradient_bytes(self.model)
+        if least > self.budget_bytes:
+            raise BudgetError(
+                f"asked for a budget of {format_bytes(self.budget_bytes)}; the process with its "
+                f"model and gradients alone takes {format_bytes(least)}, before any batch; "
+                f"try a budget well above that, or a smaller model",
+                least,
+            )
+
+    def _return_freed_blocks(self) -> None:
+        settings = self._resources.enter_context(allocator.ReturnFreedBlocks())
+        if settings.active:
+            size = format_bytes(allocator.RETURN_BLOCKS_FROM_BYTES)
+            self.settings.append(f"glibc returns freed blocks of {size} and more at once")
+
+    def _adopt(self, plan: Plan) -> None:
+        self.plan = plan
+        if not plan.return_freed_blocks and self.settings:
+            self._resources.close()
+            self.settings.clear()
+
+    def _forward_backward(self, batch: Any, loss_fn: LossFunction, plan: Plan) -> float:
+        self.optimizer.zero_grad(set_to_none=True)
+        parts = pieces(batch, plan.micro_batch)
+        total, weight, is_sum = 0.0, 0.0, False
+        for index, part in enumerate(parts):
+            loss = self._piece_forward(part, loss_fn, plan.policy, index)
+            is_sum = loss.is_sum
+            self._piece_backward(loss, only=len(parts) == 1, examples=batch_size(batch))
+            total += loss.mean.item() * loss.weight
+            weight += loss.weight
+            del loss
+        if is_sum and len(parts) > 1:
+            scale_gradients(list(self.model.parameters()), 1.0 / weight)
+        return total / weight
+
+    def _piece_forward(
+        self, part: Any, loss_fn: LossFunction, policy: Policy, index: int
+    ) -> WeightedLoss:
+        before = _Before(self.model)
+        capture = self._capture.step(
+            policy, seed=self._seed, step_index=self._step_index, micro_index=index, batch=part
+        )
+        with capture:
+            loss = read_loss(loss_fn(self.model, part), batch_size(part))
+        if not torch.isfinite(loss.mean):
+            self._refuse_nonfinite(part, loss_fn, loss, before)
+        return loss
+
+    @staticmethod
+    def _piece_backward(loss: WeightedLoss, *, only: bool, examples: int) -> None:
+        if only:
+            scaled = loss.mean
+        elif loss.is_sum:
+            scaled = loss.total
+        else:
+            scaled = loss.total * (loss.weight / examples)
+        scaled.backward()  # type: ignore[no-untyped-call]
+
+    def _refuse_nonfinite(
+        self, part: Any, loss_fn: LossFunction, loss: WeightedLoss, before: _Before
+    ) -> None:
+        value = loss.mean.item()
+        before.restore()
+        where = first_nonfinite(self.model, part, lambda: loss_fn(self.model, part))
+        before.restore()
+        self.optimizer.zero_grad(set_to_none=True)
+        raise NonFiniteLossError(
+            f"the loss became {value} at step {self._step_index}; it began in {where}; parameters "
+            f"are those from before this step; try a lower learning rate, more bits, or check the "
+            f"data"
+        )
+
+    def _begin_peak(self) -> None:
+        self._peak_bytes = self.peak_bytes
+        measure.reset_peak()
+
+    def _end_peak(self) -> int:
+        peak = measure.peak_bytes()
+        self._peak_bytes = max(self._peak_bytes, peak)
+        return peak
+
+    def _count_saved(self, batch: Any) -> None:
+        stats = self._capture.stats
+        part = self.plan.micro_batch if self.plan else 1
+        pieces_of_plain = max(1.0, batch_size(batch) / part)
+        plain = int(stats.plain_peak_bytes * pieces_of_plain)
+        self.saved_bytes_plain = max(self.saved_bytes_plain, plain)
+        # The first step ran under a tighter plan, so it says nothing of this plan's peak.
+        self.saved_bytes_peak = max(self.saved_bytes_peak, stats.held_peak_bytes)
+
+    def _settle(self, measured_peak_bytes: int) -> None:
+        assert self.plan
+        assert self._first
+        assert self._profile
+        assert self.budget_bytes
+        settled = planner.settle(
+            self.plan,
+            self._profile,
+            self._first,
+            measured_peak_bytes,
+            self.budget_bytes,
+            self._names,
+        )
+        self._first = None
+        self._adopt(settled)
+
+
+class _Before:
+    """Buffers and random state from before a forward pass, to be put back if it went wrong."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        self._random_state = torch.get_rng_state()
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+        torch.set_rng_state(self._random_state)
+
+
+def _effective_budget(budget: str | int) -> int:
+    return governor.todays_budget(parse_bytes(budget))[0]
+
+
+def _refuse_gpu(model: nn.Module) -> None:
+    device = next((each.device for each in model.parameters()), torch.device("cpu"))
+    if device.type != "cpu":
+        raise PlatformError(
+            f"asked for a budget for a model on {device}; budgets bound the process's own memory; "
+            "move the model to the CPU, or pass budget=None"
+        )
+
+
+def _plan_state(plan: Plan) -> dict[str, Any]:
+    return {
+        "policy": plan.policy.name,
+        "micro_batch": plan.micro_batch,
+        "predicted_peak_bytes": plan.predicted_peak_bytes,
+        "return_freed_blocks": plan.return_freed_blocks,
+        "reason": plan.reason,
+    }
+
+
+def _plan_from_state(state: dict[str, Any]) -> Plan:
+    rest = {name: value for name, value in state.items() if name != "policy"}
+    return Plan(policy_named(state["policy"]), **rest)
