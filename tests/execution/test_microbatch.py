@@ -1,0 +1,92 @@
+"""Batches of any structure are cut by clear rules, and the pieces' gradients join exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from daf.errors import DataError
+from daf.execution import microbatch
+
+
+class Named(NamedTuple):
+    images: Tensor
+    scale: float
+
+
+@dataclasses.dataclass
+class Holder:
+    tokens: Tensor
+    name: str
+
+
+@given(size=st.integers(1, 17), piece=st.integers(1, 20))
+def test_pieces_cover_the_batch_in_order(size: int, piece: int) -> None:
+    batch = {"x": torch.arange(size), "y": [torch.arange(size) * 2, torch.zeros(())]}
+    parts = microbatch.pieces(batch, piece)
+    assert torch.equal(torch.cat([part["x"] for part in parts]), batch["x"])
+    assert torch.equal(torch.cat([part["y"][0] for part in parts]), batch["y"][0])
+    assert [microbatch.batch_size(part) for part in parts[:-1]] == [piece] * (len(parts) - 1)
+    assert all(part["y"][1] is batch["y"][1] for part in parts)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        Named(torch.arange(6), 0.5),
+        Holder(torch.arange(6), "text"),
+        OrderedDict(a=torch.arange(6), b=3),
+        (torch.arange(6), None),
+        [torch.arange(6)],
+    ],
+    ids=lambda batch: type(batch).__name__,
+)
+def test_structure_is_kept_and_tensors_are_views(batch: Any) -> None:
+    part = microbatch.batch_slice(batch, 2, 5)
+    assert type(part) is type(batch)
+    (cut,) = microbatch._tensors(part)
+    (whole,) = microbatch._tensors(batch)
+    assert cut.tolist() == [2, 3, 4]
+    assert cut.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+def test_what_does_not_share_the_first_dimension_is_not_cut() -> None:
+    table = torch.zeros(9, 2)
+    part = microbatch.batch_slice((torch.arange(6), table), 0, 2)
+    assert part[1] is table
+
+
+def test_a_batch_without_a_tensor_is_an_error() -> None:
+    with pytest.raises(DataError, match="found dict without a tensor"):
+        microbatch.batch_size({"a": 1})
+
+
+@pytest.mark.parametrize("result", [torch.zeros(3), 0.5, (1.0, 2.0, 3.0), None])
+def test_a_loss_that_is_no_scalar_is_an_error(result: Any) -> None:
+    with pytest.raises(DataError, match="must return a scalar tensor"):
+        microbatch.read_loss(result, 4)
+
+
+def test_batch_statistics_refuse_to_be_split_and_say_where() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    assert "BatchNorm1d '1'" in microbatch.split_refusal(model)
+    model.eval()
+    assert microbatch.split_refusal(model) == ""
+    assert microbatch.split_refusal(nn.Sequential(nn.LayerNorm(4), nn.GroupNorm(2, 4))) == ""
+    untracked = nn.BatchNorm1d(4, track_running_stats=False).eval()
+    assert "BatchNorm1d" in microbatch.split_refusal(untracked)
+
+
+def test_scaling_leaves_missing_gradients_alone() -> None:
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    first.grad = torch.full((2,), 6.0)
+    microbatch.scale_gradients([first, second], 0.5)
+    assert first.grad.tolist() == [3.0, 3.0]
+    assert second.grad is None
