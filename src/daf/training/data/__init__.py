@@ -1,0 +1,63 @@
+"""Data by name: ``digits``, ``cifar10:PATH``, ``images:FOLDER``, ``text:FILE``."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from daf.errors import DataError, UnknownNameError
+from daf.training.data.cifar import load_cifar10
+from daf.training.data.contents import ImageData, TextData
+from daf.training.data.digits import load_digits
+from daf.training.data.folder import DEFAULT_SIZE, load_folder
+from daf.training.data.text import DEFAULT_CONTEXT, load_text
+
+DATA_FORMS = ("digits", "cifar10:FILE.npz", "cifar10:FOLDER", "images:FOLDER", "text:FILE")
+_KINDS = ("digits", "cifar10", "images", "text")
+
+
+def load_data(
+    name: str, *, image_size: int | None = None, context: int | None = None
+) -> ImageData | TextData:
+    """Read the data set called ``name`` into memory.
+
+    Args:
+        name: one of ``DATA_FORMS``.
+        image_size: pixels per side of a batch's images; None: the data's own.
+        context: bytes per window of text; None: 128.
+
+    Raises:
+        UnknownNameError: no such kind of data.
+        DataError: the data are missing, damaged, or cannot be given in that size.
+    """
+    kind, _, place = name.partition(":")
+    if kind not in _KINDS:
+        raise UnknownNameError(_unknown(name, kind))
+    if kind != "digits" and not place:
+        raise DataError(f"asked for {name!r} without saying where; give {_forms(kind)}")
+    if kind == "digits" and place:
+        raise DataError(f"asked for {name!r}; 'digits' come from scikit-learn and take no path")
+    if kind == "text":
+        return _text(name, place, image_size, context)
+    if context is not None:
+        raise DataError(f"asked for {name!r} with --context {context}; only text has a context")
+    if kind == "images":
+        return load_folder(Path(place), image_size or DEFAULT_SIZE)
+    images = load_cifar10(Path(place)) if kind == "cifar10" else load_digits()
+    return images.at_size(image_size) if image_size is not None else images
+
+
+def _text(name: str, place: str, image_size: int | None, context: int | None) -> TextData:
+    if image_size is not None:
+        raise DataError(f"asked for {name!r} with --image-size {image_size}; text has no images")
+    return load_text(Path(place), DEFAULT_CONTEXT if context is None else context)
+
+
+def _unknown(name: str, kind: str) -> str:
+    near = difflib.get_close_matches(kind.lower(), _KINDS, 1, cutoff=0.4)
+    hint = f"did you mean {_forms(near[0])}? " if near else ""
+    return f"unknown data {name!r}; {hint}Known: {', '.join(DATA_FORMS)}"
+
+
+def _forms(kind: str) -> str:
+    return " or ".join(form for form in DATA_FORMS if form.partition(":")[0] == kind)

@@ -1,0 +1,73 @@
+"""scikit-learn's handwritten digits, read from its package without importing it.
+
+1,797 grey images of 8x8 pixels with values 0 to 16 (UCI *Optical Recognition
+of Handwritten Digits*, test part). Importing scikit-learn would bring scipy
+and some 60 MB into the process.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from daf.errors import DataError
+from daf.training.data.contents import (
+    ImageData,
+    LabelledImages,
+    Normalisation,
+    checked_images,
+    split_apart,
+)
+
+_SIZE = 8
+_REPEAT = 4  # to 32x32, the size that the CIFAR networks read
+_TEST_FRACTION = 0.2
+_NORMALISATION = Normalisation((0.305,), (0.376,), "mean and deviation over all 1,797 images / 16")
+
+
+def load_digits() -> ImageData:
+    """The digits, a fifth of them (always the same) kept for testing.
+
+    Raises:
+        DataError: scikit-learn is missing, or its file is damaged.
+    """
+    table = _read(_packaged_file())
+    images = table[:, :-1].reshape(-1, _SIZE, _SIZE, 1)
+    both = checked_images("digits", images, table[:, -1], 10)
+    train, test = split_apart(len(both), _TEST_FRACTION)
+    return ImageData(
+        name="digits",
+        train=LabelledImages(both.images[train], both.labels[train]),
+        test=LabelledImages(both.images[test], both.labels[test]),
+        classes=tuple("0123456789"),
+        full_scale=16,
+        normalisation=_NORMALISATION,
+        repeat=_REPEAT,
+    )
+
+
+def _packaged_file() -> Path:
+    package = importlib.util.find_spec("sklearn")
+    if package is None or not package.submodule_search_locations:
+        raise DataError(
+            "asked for 'digits', which come with scikit-learn, but that is not installed; "
+            "try: pip install scikit-learn, or name other data such as cifar10:FILE.npz"
+        )
+    return Path(package.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
+
+
+def _read(path: Path) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
+    try:
+        with gzip.open(path, "rt") as lines:
+            table = np.loadtxt(lines, delimiter=",", dtype=np.uint8, ndmin=2)
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        raise DataError(
+            f"cannot read scikit-learn's digits at {path}: {error}; try reinstalling scikit-learn"
+        ) from error
+    if table.shape[1] != _SIZE * _SIZE + 1:
+        raise DataError(f"{path}: expected 65 columns, found {table.shape[1]}")
+    return table

@@ -1,0 +1,40 @@
+"""Language models over bytes, built from ``transformers`` configurations (the extra of that name).
+
+The shapes are the published ones; the vocabulary is the data's (256 bytes and
+one mask symbol), so the parameter counts are smaller than with word pieces.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+
+
+def bert_small(vocabulary: int = 257, context: int = 128) -> nn.Module:
+    """BERT-small: 4 layers, 512 wide, 8 heads (Turc et al., arXiv 1908.08962, table 1)."""
+    config = BertConfig(
+        vocab_size=vocabulary,
+        hidden_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        intermediate_size=2048,
+        max_position_embeddings=context,
+    )
+    model: nn.Module = BertForMaskedLM(config)
+    return model
+
+
+def gpt2(vocabulary: int = 257, context: int = 128) -> nn.Module:
+    """GPT-2's smallest shape: 12 layers, 768 wide, 12 heads (Radford et al., 2019)."""
+    config = GPT2Config(
+        vocab_size=vocabulary,
+        n_positions=context,
+        n_layer=12,
+        n_embd=768,
+        n_head=12,
+        use_cache=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model: nn.Module = GPT2LMHeadModel(config)
+    return model

@@ -1,0 +1,80 @@
+"""Pairs a model's goal with data into a task."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from daf.errors import DataError
+from daf.training.data.contents import ImageData, TextData
+from daf.training.models import Goal
+from daf.training.tasks.images import Classification, Denoising
+from daf.training.tasks.task import Task
+from daf.training.tasks.text import CausalLanguage, MaskedLanguage
+
+_IMAGE_GOALS = (Goal.CLASSIFY, Goal.DENOISE)
+
+
+def settle_goal(model_name: str, goal: Goal | None, data: ImageData | TextData) -> Goal:
+    """The goal of training ``model_name`` on ``data``; where it has none, the data's customary one.
+
+    Raises:
+        DataError: the model reads images and the data are text, or the reverse.
+    """
+    has_images = isinstance(data, ImageData)
+    if goal is None:
+        return Goal.CLASSIFY if has_images else Goal.CAUSAL
+    if (goal in _IMAGE_GOALS) != has_images:
+        wanted = "images: try digits or cifar10:FILE.npz"
+        if not goal_reads_images(goal):
+            wanted = "text: try text:FILE"
+        held = "images" if has_images else "text"
+        raise DataError(
+            f"model {model_name!r} with the goal {goal.value!r} reads {wanted} "
+            f"({data.name!r} holds {held})"
+        )
+    return goal
+
+
+def goal_reads_images(goal: Goal) -> bool:
+    """Whether a model with this goal reads images rather than text."""
+    return goal in _IMAGE_GOALS
+
+
+def make_task(
+    goal: Goal,
+    data: ImageData | TextData,
+    model: nn.Module,
+    *,
+    memory_format: torch.memory_format = torch.channels_last,
+    augment: bool | None = None,
+) -> Task:
+    """The task of ``goal`` on ``data``.
+
+    Args:
+        goal: what ``settle_goal`` returned for these data.
+        data: what to train and test on.
+        model: tells how many channels it reads.
+        memory_format: of image batches.
+        augment: crop and flip training images; None: where that is customary for the data.
+
+    Raises:
+        DataError: the model cannot read images with this many channels.
+    """
+    if isinstance(data, TextData):
+        return MaskedLanguage(data) if goal is Goal.MASKED else CausalLanguage(data)
+    kind = Denoising if goal is Goal.DENOISE else Classification
+    return kind(
+        data,
+        input_channels(model, data.channels),
+        memory_format,
+        augment=data.augment if augment is None else augment,
+    )
+
+
+def input_channels(model: nn.Module, otherwise: int) -> int:
+    """The channels that the model's first convolution reads; ``otherwise`` if it has none."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            return module.in_channels
+    return otherwise
