@@ -1,0 +1,30 @@
+"""The process behind a ``Contestant``: builds its workload and obeys one-word commands."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from daf.bench.contestant import Entry
+from daf.bench.workload import Workload
+
+
+def serve(workload: Workload) -> None:
+    """Answer ``ready``, ``step`` and ``facts`` until standard input ends."""
+    for line in sys.stdin:
+        print(json.dumps(_answer(workload, line.strip())), flush=True)
+
+
+def _answer(workload: Workload, command: str) -> dict[str, Any]:
+    if command == "step":
+        return workload.step()
+    if command == "facts":
+        return workload.facts()
+    if command == "ready":
+        return {}
+    raise ValueError(f"unknown command {command!r}; there are ready, step and facts")
+
+
+if __name__ == "__main__":
+    serve(Workload(Entry(**json.loads(sys.argv[1]))))

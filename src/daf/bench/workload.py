@@ -1,0 +1,100 @@
+"""A contestant's work: the same model, data order and optimizer for everybody."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from daf.bench.contestant import Entry
+from daf.memory import measure
+from daf.session import Session
+from daf.training.batches import Batch, BatchOrder
+from daf.training.data import load_data
+from daf.training.models import find_model
+from daf.training.tasks import make_task, settle_goal
+
+MEMORY_FORMATS = {
+    "channels_last": torch.channels_last,
+    "contiguous": torch.contiguous_format,
+}
+
+
+class Workload:
+    """Builds what an ``Entry`` names and runs its steps; every random choice follows the seed."""
+
+    def __init__(self, entry: Entry) -> None:
+        recipe = find_model(entry.model)
+        data = load_data(entry.data)
+        goal = settle_goal(entry.model, recipe.goal, data)
+        measure.warm_up()
+        self.floor_bytes = measure.resident_bytes()
+        torch.manual_seed(entry.seed)
+        memory_format = MEMORY_FORMATS[entry.memory_format]
+        self.model = recipe.build(data.facts).to(memory_format=memory_format)
+        self.task = make_task(goal, data, self.model, memory_format=memory_format)
+        self.order = BatchOrder(self.task.train_examples, entry.batch_size, entry.seed)
+        self.optimizer = torch.optim.SGD(
+            self.model.parameters(), lr=entry.learning_rate, momentum=0.9, weight_decay=5e-4
+        )
+        self._entry = entry
+        self._step_index = 0
+        self._session = self._start_session()
+
+    def step(self) -> dict[str, float]:
+        """One training step: its mean loss and its time, data loading left out."""
+        batch = self._next_batch()
+        start_s = time.perf_counter()
+        loss = self._run(batch)
+        return {"loss": loss, "step_ms": 1000 * (time.perf_counter() - start_s)}
+
+    def facts(self) -> dict[str, Any]:
+        """Bytes so far, in ``summary.json``'s names."""
+        session = self._session
+        return {
+            "floor_bytes": self.floor_bytes,
+            "peak_bytes": session.peak_bytes if session else measure.peak_bytes(),
+            "saved_bytes_plain": session.saved_bytes_plain if session else None,
+            "saved_bytes_peak": session.saved_bytes_peak if session else None,
+        }
+
+    def _start_session(self) -> Session | None:
+        if self._entry.bits is None:
+            return None
+        return Session(
+            self.model,
+            self.optimizer,
+            None,
+            bits=self._entry.bits,
+            seed=self._entry.seed,
+            floor_bytes=self.floor_bytes,
+        )
+
+    def _next_batch(self) -> Batch:
+        generator = np.random.default_rng([self._entry.seed, self._step_index])
+        batch = self.task.train_batch(self.order.indices(self._step_index), generator)
+        self._step_index += 1
+        return batch
+
+    def _run(self, batch: Batch) -> float:
+        if self._session is not None:
+            return self._session.step(batch, self.task.loss).loss
+        return plain_step(self.model, self.optimizer, batch, self.task.loss)
+
+
+def plain_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    loss_fn: Callable[[nn.Module, Batch], Any],
+) -> float:
+    """The loop that everybody writes: the side of a comparison without DAF."""
+    optimizer.zero_grad(set_to_none=True)
+    loss: torch.Tensor = loss_fn(model, batch)
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    return loss.item()
