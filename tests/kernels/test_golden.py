@@ -1,0 +1,110 @@
+"""The bytes of format 1, pinned. A change here needs a new format number."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from daf.kernels import FORMAT_VERSION, ElementType, Predicate, reference, tables
+from daf.kernels.philox import philox_words
+
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "format_1.json").read_text())
+KEY = 0x0123456789ABCDEF
+INPUTS = ("smooth", "wild", "mixed", "broken")
+COUNTS = (1, 31, 255, 256, 257, 4096, 10_007)
+AFFINE = reference.Affine(
+    np.array([0.5, -2.0, 1.0625], np.float32), np.array([0.0, 0.3, -7.0], np.float32), 5
+)
+
+
+def small_digests(cases) -> dict[str, str]:
+    """Every operation over every kind of input, one hash for each pair."""
+    found: dict[str, list[np.ndarray]] = {}
+    for kind in INPUTS:
+        for count in COUNTS:
+            for element_type in ElementType:
+                source = cases.as_type(getattr(cases, kind)(count, 3), element_type)
+                for name, arrays in operations(source, element_type):
+                    found.setdefault(f"{name} {kind} {element_type.name}", []).extend(arrays)
+    return {name: cases.digest(*arrays) for name, arrays in found.items()}
+
+
+def operations(source, element_type):
+    target = reference.Target(len(source), element_type)
+    for bits in range(1, 5):
+        for rounds in (1, 2):
+            code = reference.encode_rotated(source, bits, rounds, KEY)
+            yield f"rotated-{bits}-{rounds}", code
+            for kept in range(1, bits + 1):
+                part = reference.Code(code.planes[:kept], code.headers)
+                back = reference.decode_rotated(part, target, bits, rounds, KEY)
+                yield f"rotated-{bits}-{rounds}-back-{kept}", [back]
+    for bits in range(1, 9):
+        code = reference.encode_minmax(source, bits, KEY)
+        yield f"minmax-{bits}", code
+        yield f"minmax-{bits}-back", [reference.decode_minmax(code, target, bits)]
+    words = reference.encode_mask(source, Predicate.INSIDE, 0.0, 6.0)
+    yield "mask", [words, reference.encode_mask(source, Predicate.ABOVE, 0.25, 0.0)]
+    after = reference.Target(len(source), element_type, accumulate_onto=source, mask=words)
+    code = reference.encode_rotated(source, 2, 1, KEY, AFFINE)
+    yield "rotated-affine", [*code, reference.decode_rotated(code, after, 2, 1, KEY, AFFINE)]
+    code = reference.encode_minmax(source, 4, KEY, AFFINE)
+    yield "minmax-affine", [*code, reference.decode_minmax(code, after, 4, AFFINE)]
+
+
+def large_digests(cases, count: int = 2**25) -> dict[str, str]:
+    """One tensor of 32 M elements: rare coincidences that small tests miss."""
+    source, target = cases.smooth(count, 11), reference.Target(count)
+    code = reference.encode_rotated(source, 4, 1, KEY)
+    found = {"rotated-4-1": cases.digest(*code)}
+    found["rotated-4-1-back"] = cases.digest(reference.decode_rotated(code, target, 4, 1, KEY))
+    code = reference.encode_rotated(source, 2, 2, KEY)
+    found["rotated-2-2"] = cases.digest(*code)
+    code = reference.encode_minmax(source, 8, KEY)
+    found["minmax-8"] = cases.digest(*code)
+    found["minmax-8-back"] = cases.digest(reference.decode_minmax(code, target, 8))
+    return found
+
+
+def table_patterns() -> dict[str, list[int]]:
+    """Bit patterns of every table of ``rotated``."""
+    found = {}
+    for bits in range(1, 5):
+        found[f"thresholds-{bits}"] = tables.rotated_thresholds(bits)
+        for kept in range(1, bits + 1):
+            found[f"levels-{bits}-{kept}"] = tables.rotated_levels(bits, kept)
+    return {name: table.view(np.uint32).tolist() for name, table in found.items()}
+
+
+def test_format_number() -> None:
+    assert GOLDEN["format"] == FORMAT_VERSION
+
+
+def test_tables() -> None:
+    assert table_patterns() == GOLDEN["tables"]
+
+
+def test_small_cases(cases) -> None:
+    assert small_digests(cases) == GOLDEN["small"]
+
+
+@pytest.mark.slow
+def test_32_million_elements(cases) -> None:
+    assert large_digests(cases) == GOLDEN["large"]
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        (0, 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        (2**64 - 1, 2**64 - 1, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    ],
+)
+def test_philox_gives_the_numbers_its_authors_publish(counter, key, words) -> None:
+    """Known answers of Random123 (kat_vectors, philox4x32 10)."""
+    upper = np.uint64(counter & 0xFFFFFFFF)
+    blocks = np.array([counter], np.uint64)
+    assert tuple(philox_words(key, blocks, np.array([upper]), int(upper))[0, 0]) == words
