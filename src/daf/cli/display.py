@@ -1,0 +1,151 @@
+"""What people see of a run: a live panel on a terminal, plain lines elsewhere, a closing table."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from daf.plan import Plan
+from daf.training.observer import Observer, StepRecord
+from daf.training.run_folder import RunFolder
+from daf.units import format_bytes
+
+_LINE_EVERY_S = 10.0
+_FRAMES_PER_S = 8
+_BAR_WIDTH = 32
+
+
+def make_display(*, quiet: bool) -> Observer:
+    """Nothing for programs, a live panel for terminals, lines for log files."""
+    if quiet:
+        return Observer()
+    return LiveDisplay() if sys.stdout.isatty() else LineDisplay()
+
+
+class LineDisplay(Observer):
+    """A line now and then."""
+
+    def __init__(self) -> None:
+        self._total_steps = 0
+        self._budget_bytes: int | None = None
+        self._said_s = float("-inf")
+
+    def begin(self, total_steps: int, first_step: int, budget_bytes: int | None) -> None:
+        """Say where training begins."""
+        self._total_steps, self._budget_bytes = total_steps, budget_bytes
+        if first_step:
+            self.note(f"resumed after step {first_step}")
+
+    def note(self, text: str) -> None:
+        """Print the line."""
+        print(text, flush=True)
+
+    def planned(self, plan: Plan) -> None:
+        """Print the plan's reason."""
+        self.note(f"plan: {plan.reason}")
+
+    def stepped(self, record: StepRecord) -> None:
+        """Print the first step, the last one, and one every ten seconds."""
+        now_s = time.monotonic()
+        if now_s - self._said_s < _LINE_EVERY_S and record.step != self._total_steps:
+            return
+        self._said_s = now_s
+        self.note(
+            f"step {record.step}/{self._total_steps}  {_progress_text(record)}  "
+            f"memory {_memory_text(record, self._budget_bytes)}"
+        )
+
+    def evaluated(self, epoch: int, metric_name: str, metric: float) -> None:
+        """Print the metric."""
+        self.note(f"epoch {epoch}: {metric_name} {metric:.4g}")
+
+
+class LiveDisplay(LineDisplay):
+    """A panel that is redrawn in place; notes scroll by above it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._console = Console()
+        self._live = Live(console=self._console, auto_refresh=False, transient=True)
+
+    def begin(self, total_steps: int, first_step: int, budget_bytes: int | None) -> None:
+        """Open the panel."""
+        super().begin(total_steps, first_step, budget_bytes)
+        self._live.start()
+
+    def note(self, text: str) -> None:
+        """Print above the panel."""
+        self._console.print(text, highlight=False, markup=False)
+
+    def profiling(self, policy_name: str) -> None:
+        """Say what is measured."""
+        self._console.print(f"measuring {policy_name} …", style="dim")
+
+    def stepped(self, record: StepRecord) -> None:
+        """Redraw the panel, a few times a second at most."""
+        now_s = time.monotonic()
+        if now_s - self._said_s >= 1 / _FRAMES_PER_S or record.step == self._total_steps:
+            self._said_s = now_s
+            self._live.update(self._panel(record), refresh=True)
+
+    def end(self) -> None:
+        """Take the panel away."""
+        self._live.stop()
+
+    def _panel(self, record: StepRecord) -> Table:
+        grid = Table.grid(padding=(0, 2))
+        steps = ProgressBar(self._total_steps, record.step, width=_BAR_WIDTH)
+        epoch = f"step {record.step}/{self._total_steps} · epoch {record.epoch}"
+        grid.add_row("progress", steps, epoch)
+        budget = self._budget_bytes
+        bar = ProgressBar(budget or record.peak_bytes, record.resident_bytes, width=_BAR_WIDTH)
+        grid.add_row("memory", bar, _memory_text(record, budget))
+        grid.add_row("training", _progress_text(record))
+        return grid
+
+
+def _progress_text(record: StepRecord) -> str:
+    accuracy = record.accuracy_percent
+    right = "" if accuracy is None else f"  accuracy {accuracy:.1f} %"
+    return f"loss {record.loss:.4f}{right}  {record.examples_per_s:.0f} examples/s"
+
+
+def _memory_text(record: StepRecord, budget_bytes: int | None) -> str:
+    of_budget = "" if budget_bytes is None else f" of {format_bytes(budget_bytes)}"
+    return f"{format_bytes(record.peak_bytes)} at its peak{of_budget}"
+
+
+def show_summary(summary: dict[str, Any], folder: RunFolder) -> None:
+    """Print the run's figures as a table."""
+    table = Table.grid(padding=(0, 2))
+    for name, value in _summary_rows(summary):
+        table.add_row(name, value)
+    console = Console()
+    console.print(table)
+    console.print(f"run folder: {folder.path}", highlight=False, markup=False)
+
+
+def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    def size(name: str) -> str:
+        return format_bytes(summary[name]) if summary[name] is not None else "none"
+
+    rows = [
+        ("budget", size("budget_bytes")),
+        ("peak", f"{size('peak_bytes')} (predicted {size('predicted_peak_bytes')})"),
+        ("floor", size("floor_bytes")),
+        ("saved for backward", f"{size('saved_bytes_peak')} (plain {size('saved_bytes_plain')})"),
+        ("plan", f"{summary['policy']}, pieces of {summary['micro_batch']}"),
+    ]
+    if summary["step_ms_median"] is not None:
+        rate = f"{summary['examples_per_s']:.0f} examples/s"
+        rows.append(("step", f"{summary['step_ms_median']:.0f} ms ({rate})"))
+        rows.append(("loss", f"{summary['loss']:.4f}"))
+    if summary["metric"] is not None:
+        rows.append((summary["metric_name"], f"{summary['metric']:.4g}"))
+    return rows

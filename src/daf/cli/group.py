@@ -1,0 +1,58 @@
+"""The command group that turns DAF's errors into one clear line and an exit code."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from daf.errors import BudgetError, DafError, NonFiniteLossError
+from daf.units import format_bytes
+
+EXIT_REFUSED = 2
+EXIT_NON_FINITE = 3
+EXIT_INTERRUPTED = 130  # what a shell reports for SIGINT
+
+
+class DafGroup(TyperGroup):
+    """Runs a command; an error from DAF's tree goes to stderr without a traceback.
+
+    With ``--json`` among the arguments stdout gets ``{"error": {...}}`` as well.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Remember whether a program is listening."""
+        ctx.meta[_JSON_KEY] = "--json" in args
+        rest: list[str] = super().parse_args(ctx, args)
+        return rest
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was asked for."""
+        try:
+            return super().invoke(ctx)
+        except DafError as error:
+            _report(error, as_json=bool(ctx.meta.get(_JSON_KEY)))
+            raise typer.Exit(_exit_code(error)) from error
+
+
+_JSON_KEY = "daf.json"
+
+
+def _exit_code(error: DafError) -> int:
+    return EXIT_NON_FINITE if isinstance(error, NonFiniteLossError) else EXIT_REFUSED
+
+
+def _report(error: DafError, *, as_json: bool) -> None:
+    least = error.least_bytes if isinstance(error, BudgetError) else None
+    text = str(error)
+    if least is not None:
+        text += f"\nThe least budget that could: {format_bytes(least)} (--budget {least})"
+    print(f"daf: {text}", file=sys.stderr)
+    if as_json:
+        facts: dict[str, Any] = {"kind": type(error).__name__, "message": str(error)}
+        if least is not None:
+            facts["least_bytes"] = least
+        print(json.dumps({"error": facts}))

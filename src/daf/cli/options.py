@@ -1,0 +1,83 @@
+"""The options that ``daf train`` and ``daf plan`` share, and how their texts are read."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from daf.errors import UnknownNameError
+from daf.training.data import DATA_FORMS
+from daf.training.models import MODEL_NAMES, Goal
+from daf.training.settings import MEMORY_FORMATS, OPTIMIZERS
+from daf.units import parse_bytes
+
+Model = Annotated[
+    str | None, typer.Argument(help=f"{', '.join(MODEL_NAMES)}, or package.module:factory.")
+]
+Data = Annotated[str, typer.Argument(help=f"{', '.join(DATA_FORMS)}.")]
+Budget = Annotated[
+    str | None,
+    typer.Option(help="Bytes for the whole process, such as 700MB; 'none' trains plainly."),
+]
+BatchSize = Annotated[int, typer.Option(min=1, help="Examples per step.")]
+Seed = Annotated[int, typer.Option(min=0, help="Of weights, order, augmentation and codes.")]
+Optimizer = Annotated[
+    str | None, typer.Option(help=f"{' or '.join(OPTIMIZERS)}; by default sgd for images.")
+]
+LearningRate = Annotated[
+    float | None, typer.Option("--lr", min=0.0, help="By default 0.05 (sgd) or 0.0003 (adamw).")
+]
+Momentum = Annotated[float, typer.Option(min=0.0, help="Of sgd.")]
+WeightDecay = Annotated[
+    float | None, typer.Option(min=0.0, help="By default 0.0005 (sgd) or 0.01 (adamw).")
+]
+MemoryFormat = Annotated[
+    str, typer.Option(help=f"Of images and their models: {' or '.join(MEMORY_FORMATS)}.")
+]
+Threads = Annotated[
+    int | None, typer.Option(min=1, help="Compute threads; 1 repeats a run bit for bit.")
+]
+Bits = Annotated[
+    str | None,
+    typer.Option(help="Fix the plan: 1 to 8 bits, 'exact' or 'plain'; by default it is chosen."),
+]
+AllowSplit = Annotated[
+    bool, typer.Option(help="Allow smaller batches inside a step though batch norm sees them.")
+]
+GoalOption = Annotated[
+    Goal | None, typer.Option(help="What to train for, where the model does not say it.")
+]
+Augment = Annotated[
+    bool | None,
+    typer.Option("--augment/--no-augment", help="Crop and flip images; by default for cifar10."),
+]
+ImageSize = Annotated[
+    int | None, typer.Option(min=1, help="Pixels per side; by default the data's own.")
+]
+Context = Annotated[int | None, typer.Option(min=1, help="Bytes per window of text (128).")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+_NO_BUDGET = "none"
+
+
+def read_budget(text: str) -> int | None:
+    """Bytes of a ``--budget``; None for ``none``.
+
+    Raises:
+        UnitError: the text is neither.
+    """
+    return None if text.strip().lower() == _NO_BUDGET else parse_bytes(text)
+
+
+def read_bits(text: str | None) -> int | str | None:
+    """A ``--bits``: a width from 1 to 8, ``exact``, ``plain``, or None for the planner's choice.
+
+    Raises:
+        UnknownNameError: it is none of these.
+    """
+    if text is None or text in ("exact", "plain"):
+        return text
+    if not text.isdigit() or not 1 <= int(text) <= 8:
+        raise UnknownNameError(f"unknown --bits {text!r}; known: 1 to 8, exact, plain")
+    return int(text)

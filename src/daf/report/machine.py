@@ -1,0 +1,128 @@
+"""What this machine offers a training run, and what of DAF's means work on it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from daf.governor import read_limits
+from daf.memory import measure
+from daf.memory.allocator import ReturnFreedBlocks
+
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+_SELF_CGROUPS = Path("/proc/self/cgroup")
+
+
+def survey() -> dict[str, Any]:
+    """Everything ``daf doctor`` says, as plain values; sizes are bytes, None is *no limit*."""
+    return {
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "processor": _processor(),
+        "memory": _memory(),
+        "torch": _torch(),
+        "gpus": _gpus(),
+        "works": _works(),
+    }
+
+
+def _processor() -> dict[str, Any]:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "architecture": platform.machine(),
+        "instruction_sets": instruction_sets(),
+        "physical_cores": psutil.cpu_count(logical=False),
+        "logical_cores": psutil.cpu_count(),
+        "usable_cores": usable,
+    }
+
+
+def instruction_sets() -> list[str] | None:
+    """The instruction sets that the native kernels can use here; None where they do not load."""
+    try:
+        kernels = importlib.import_module("daf.kernels.cpu")
+    except ImportError:
+        return None
+    return list(kernels.instruction_sets())
+
+
+def _memory() -> dict[str, Any]:
+    limits = read_limits()
+    return {
+        "total_bytes": limits.total_bytes,
+        "available_bytes": limits.available_bytes,
+        "cgroup_limit_bytes": limits.cgroup_limit_bytes,
+        "address_space_limit_bytes": _address_space_limit(),
+        "huge_pages": _huge_pages(),
+    }
+
+
+def _address_space_limit() -> int | None:
+    if sys.platform == "win32":
+        return None
+    import resource  # Unix only
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _huge_pages() -> str | None:
+    """``always``, ``madvise`` or ``never``: the word in brackets; None where there are none."""
+    try:
+        text = _HUGE_PAGES.read_text()
+    except OSError:
+        return None
+    return text.partition("[")[2].partition("]")[0]
+
+
+def _torch() -> dict[str, Any]:
+    return {
+        "version": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "instruction_set": torch.backends.cpu.get_cpu_capability(),
+        "onednn": torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
+    }
+
+
+def _gpus() -> list[dict[str, Any]]:
+    if not torch.cuda.is_available():
+        return []
+    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return [{"name": each.name, "memory_bytes": each.total_memory} for each in found]
+
+
+def _works() -> dict[str, bool]:
+    with ReturnFreedBlocks() as blocks:
+        returns_blocks = blocks.active
+    return {
+        "native_kernels": instruction_sets() is not None,
+        "exact_peak": measure.peak_is_exact(),
+        "peak_reset": measure.reset_peak(),
+        "allocator_thresholds": returns_blocks,
+        "memory_cgroups": any(os.access(folder, os.W_OK) for folder in _memory_cgroups()),
+    }
+
+
+def _memory_cgroups() -> list[Path]:
+    """The folders of this process's memory cgroup, where a limited group could be made."""
+    try:
+        lines = _SELF_CGROUPS.read_text().splitlines()
+    except OSError:
+        return []
+    folders = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            folders.append(_CGROUP_ROOT / "memory" / path.lstrip("/"))
+        elif controllers == "":
+            group = _CGROUP_ROOT / path.lstrip("/")
+            folders += [group] if (group / "memory.max").exists() else []
+    return folders

@@ -1,0 +1,93 @@
+"""Files that are either wholly the new one or still the old one, and streams that only grow."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+from daf.errors import RunFolderError
+
+_TEMPORARY_SUFFIX = ".part"
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Write ``path`` through a temporary file that takes its name once it is safely on disk.
+
+    Raises:
+        RunFolderError: the disk is full or the file cannot be written; the old
+            file, if there was one, is untouched and the temporary one is gone.
+    """
+    temporary = path.with_name(path.name + _TEMPORARY_SUFFIX)
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise write_error(path, error) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    if os.name != "posix":  # elsewhere a folder cannot be opened
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_error(path: Path, error: OSError) -> RunFolderError:
+    """What to say when ``path`` could not be written: why, what is kept, what to try."""
+    kept = f"{path} is still the version from before" if path.exists() else f"{path} was not made"
+    if error.errno == errno.ENOSPC:
+        return RunFolderError(f"the disk is full: cannot write {path}; {kept}; free some space")
+    return RunFolderError(f"cannot write {path}: {error.strerror or error}; {kept}")
+
+
+class GrowingFile:
+    """Lines appended one by one; each reaches the system before ``append`` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise write_error(path, error) from error
+
+    def append(self, lines: str) -> None:
+        """Append text that ends in a newline.
+
+        Raises:
+            RunFolderError: the disk is full; lines before this one are kept.
+        """
+        rest = memoryview(lines.encode())
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            raise RunFolderError(
+                f"cannot write {self._path}: {error.strerror or error}; its lines so far and the "
+                "last checkpoint are kept; free some space, then --resume"
+            ) from error
+
+    def __enter__(self) -> GrowingFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()

@@ -1,0 +1,115 @@
+"""A checkpoint: one file that holds everything a run needs to go on to the same result.
+
+One safetensors file, so that replacing it is one atomic act: the model's
+tensors under ``model/``, all other tensors under ``state/``, and the rest as
+JSON in the file's metadata.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from daf.errors import RunFolderError
+from daf.training.atomic import replacing
+from daf.training.plain_state import from_plain, to_plain
+from daf.training.tensor_file import read_tensors, write_tensors
+
+FORMAT = "daf-checkpoint-1"
+_MODEL = "model/"
+
+
+def write_checkpoint(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+) -> None:
+    """Write model, optimizer, random states and ``state`` to ``path``, atomically.
+
+    Raises:
+        RunFolderError: the disk is full (the old file is kept), or ``state``
+            holds something that is neither plain Python nor a tensor.
+    """
+    whole = {"run": state, "optimizer": optimizer.state_dict(), "random": _random_states()}
+    plain, tensors = to_plain(whole)
+    named = {_MODEL + name: tensor for name, tensor in model.state_dict().items()}
+    metadata = {"format": FORMAT, "state": json.dumps(plain)}
+    with replacing(path) as file:
+        write_tensors(file, named | tensors, metadata)
+
+
+def read_checkpoint(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """Restore model, optimizer and random states from ``path``; return ``state``.
+
+    Raises:
+        RunFolderError: the file is missing or damaged, or belongs to another model.
+    """
+    tensors, whole = _read(path)
+    try:
+        _load_model(model, tensors)
+        _load_optimizer(optimizer, whole["optimizer"])
+        _set_random_states(whole["random"])
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise RunFolderError(f"{path} does not fit this model: {error}") from error
+    state: dict[str, Any] = whole["run"]
+    return state
+
+
+def load_model(path: Path, model: nn.Module) -> int:
+    """Restore only the model from ``path``; return the step it is from.
+
+    Raises:
+        RunFolderError: as ``read_checkpoint``.
+    """
+    tensors, whole = _read(path)
+    _load_model(model, tensors)
+    return int(whole["run"]["step"])
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors, metadata = read_tensors(path)
+    if metadata.get("format") != FORMAT:
+        raise RunFolderError(
+            f"{path} is of format {metadata.get('format')!r}; this version reads {FORMAT!r}"
+        )
+    return tensors, from_plain(json.loads(metadata["state"]), tensors)
+
+
+def _load_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    start = len(_MODEL)
+    model.load_state_dict(
+        {name[start:]: tensor for name, tensor in tensors.items() if name.startswith(_MODEL)}
+    )
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    for index, values in state["state"].items():
+        parameter = parameters[index]
+        for name, value in values.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                # In the parameter's own layout, or every later step pays for the difference.
+                values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+    optimizer.load_state_dict(state)
+
+
+def _random_states() -> dict[str, Any]:
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": [name, keys.tolist(), *rest],  # type: ignore[union-attr]
+        "torch": torch.get_rng_state(),
+    }
+
+
+def _set_random_states(states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, np.array(keys, np.uint32), *rest))
+    torch.set_rng_state(states["torch"])

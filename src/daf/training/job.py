@@ -1,0 +1,123 @@
+"""From settings to a model, its data and a session, in the order that keeps the floor honest.
+
+Code and data are loaded and one operation of each kind is run; then the floor
+is read; only then the model is built (design, section 1).
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from daf.memory import measure
+from daf.session import Session
+from daf.training.batches import Batch, BatchOrder, Indices
+from daf.training.data import load_data
+from daf.training.models import Goal, find_model
+from daf.training.settings import MEMORY_FORMATS, OPTIMIZERS, TrainSettings, checked_choice
+from daf.training.tasks import goal_reads_images, make_task, settle_goal
+from daf.training.tasks.task import Task
+
+_LEARNING_RATES = {"sgd": 0.05, "adamw": 3e-4}
+_WEIGHT_DECAYS = {"sgd": 5e-4, "adamw": 0.01}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Everything a run trains with; ``session`` is to be closed by whoever asked for the job."""
+
+    settings: TrainSettings
+    goal: Goal
+    optimizer_name: str
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    task: Task
+    order: BatchOrder
+    session: Session
+
+    def train_batch(self, step: int) -> Batch:
+        """The batch of a step, the same in whatever process it is asked for."""
+        generator = np.random.default_rng([self.settings.seed, 1 + step])
+        return self.task.train_batch(self.order.indices(step), generator)
+
+    def test_indices(self, size: int) -> Iterator[Indices]:
+        """All test examples in order, ``size`` at a time."""
+        for start in range(0, self.task.test_examples, size):
+            stop = min(start + size, self.task.test_examples)
+            yield np.arange(start, stop, dtype=np.int64)
+
+
+def make_job(settings: TrainSettings) -> Job:
+    """Load, read the floor, then build.
+
+    Raises:
+        UnknownNameError: a model, data set, optimizer or memory format is not known.
+        DataError: the data are missing or damaged, or do not fit the model.
+    """
+    checked_choice("optimizer", settings.optimizer or OPTIMIZERS[0], OPTIMIZERS)
+    checked_choice("memory format", settings.memory_format, MEMORY_FORMATS)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    recipe = find_model(settings.model)
+    data = load_data(settings.data, image_size=settings.image_size, context=settings.context)
+    goal = settle_goal(recipe.name, settings.goal or recipe.goal, data)
+    optimizer_name = settings.optimizer or ("sgd" if goal_reads_images(goal) else "adamw")
+    floor_bytes = _floor_bytes()
+
+    _seed_everything(settings.seed)
+    model = recipe.build(data.facts)
+    memory_format = _memory_format(settings, goal)
+    model.to(memory_format=memory_format)  # type: ignore[call-overload]
+    task = make_task(goal, data, model, memory_format=memory_format, augment=settings.augment)
+    optimizer = make_optimizer(optimizer_name, list(model.parameters()), settings)
+    order = BatchOrder(task.train_examples, settings.batch_size, settings.seed)
+    session = Session(
+        model,
+        optimizer,
+        settings.budget_bytes,
+        bits=settings.bits,
+        seed=settings.seed,
+        floor_bytes=floor_bytes,
+        allow_batchnorm_split=settings.allow_batchnorm_split,
+    )
+    return Job(settings, goal, optimizer_name, model, optimizer, task, order, session)
+
+
+def make_optimizer(
+    name: str, parameters: list[nn.Parameter], settings: TrainSettings
+) -> torch.optim.Optimizer:
+    """The optimizer called ``name``, with the settings' numbers or its customary ones."""
+    rate = settings.learning_rate
+    rate = _LEARNING_RATES[name] if rate is None else rate
+    decay = settings.weight_decay
+    decay = _WEIGHT_DECAYS[name] if decay is None else decay
+    if name == "sgd":
+        return torch.optim.SGD(parameters, rate, momentum=settings.momentum, weight_decay=decay)
+    return torch.optim.AdamW(parameters, rate, weight_decay=decay)
+
+
+def _floor_bytes() -> int:
+    measure.warm_up()
+    # The first optimizer of a process imports torch's compiler, some 70 MB that are no model's.
+    scalar = nn.Parameter(torch.zeros(()))
+    scalar.grad = torch.ones(())
+    torch.optim.SGD([scalar], 0.1, momentum=0.9).step()
+    gc.collect()
+    return measure.resident_bytes()
+
+
+def _seed_everything(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+def _memory_format(settings: TrainSettings, goal: Goal) -> torch.memory_format:
+    channels_last = settings.memory_format == "channels_last" and goal_reads_images(goal)
+    return torch.channels_last if channels_last else torch.contiguous_format

@@ -1,0 +1,230 @@
+"""A run from its first step, or its checkpoint, to its summary."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from daf.errors import NonFiniteLossError
+from daf.memory import measure
+from daf.training.checkpoint import load_model, read_checkpoint, write_checkpoint
+from daf.training.interrupt import InterruptWatch
+from daf.training.job import Job, make_job
+from daf.training.memory_log import MemoryLog
+from daf.training.observer import Observer, StepRecord
+from daf.training.run_folder import RunFolder
+from daf.training.settings import TrainSettings
+from daf.training.summary import summarize
+
+
+def train(
+    settings: TrainSettings, out: Path, observer: Observer, *, resume: bool = False
+) -> dict[str, Any]:
+    """Train as ``settings`` say and leave the run in ``out``; return its summary.
+
+    A first SIGINT or SIGTERM stops after the step in progress, leaves a
+    checkpoint, and the summary says ``"finished": False``.
+
+    Raises:
+        BudgetError: the budget cannot hold the job; nothing is left in ``out``.
+        NonFiniteLossError: the last good weights are in ``out``.
+        RunFolderError: ``out`` cannot be written, or is not what ``resume`` needs.
+        KeyboardInterrupt: a second signal, or a first one before there was anything to keep.
+    """
+    folder = RunFolder(out)
+    if not resume:
+        folder.claim()
+    try:
+        with InterruptWatch() as watch:
+            job = make_job(settings)
+            with job.session, MemoryLog(settings.memory_interval_ms) as memory:
+                run = _Run(job, folder, observer, watch, memory)
+                run.restore() if resume else run.prepare()
+                return run.carry_out()
+    finally:
+        observer.end()
+        folder.give_up()
+
+
+class _Run:
+    def __init__(
+        self,
+        job: Job,
+        folder: RunFolder,
+        observer: Observer,
+        watch: InterruptWatch,
+        memory: MemoryLog,
+    ) -> None:
+        self._job = job
+        self._folder = folder
+        self._observer = observer
+        self._watch = watch
+        self._memory = memory
+        self._step = 0
+        self._evaluations: list[dict[str, Any]] = []
+        all_steps = job.order.steps_per_epoch * job.settings.epochs
+        limit = job.settings.max_steps
+        self._total_steps = all_steps if limit is None else min(all_steps, limit)
+
+    def prepare(self) -> None:
+        """Plan a new run and leave a checkpoint of its beginning."""
+        self._memory.mark("profile")
+        plan = self._job.session.prepare(
+            self._job.train_batch(0), self._job.task.loss, self._profiling
+        )
+        self._observer.planned(plan)
+        self._folder.begin(self._job.settings)
+        self._checkpoint()
+
+    def _profiling(self, policy_name: str) -> None:
+        if self._watch.requested:
+            raise KeyboardInterrupt
+        self._observer.profiling(policy_name)
+
+    def restore(self) -> None:
+        """Go on from the folder's checkpoint; nothing is measured or planned again."""
+        state = read_checkpoint(self._folder.checkpoint, self._job.model, self._job.optimizer)
+        self._job.session.load_state_dict(state["session"])
+        self._step = state["step"]
+        self._evaluations = state["evaluations"]
+        self._folder.keep_metrics_until(self._step)
+        if self._job.session.plan is not None:
+            self._observer.planned(self._job.session.plan)
+
+    def carry_out(self) -> dict[str, Any]:
+        """Train until the last step or a signal; write weights and summary."""
+        self._tell_the_conditions()
+        self._memory.write_to(self._folder)
+        self._memory.mark("train")
+        self._job.model.train()
+        try:
+            self._steps_and_evaluations()
+            return self._finish()
+        except NonFiniteLossError as error:
+            raise NonFiniteLossError(f"{error}; {self._keep_good_weights()}") from error
+
+    def _tell_the_conditions(self) -> None:
+        for setting in self._job.session.settings:
+            self._observer.note(f"while this runs: {setting}")
+        if self._job.order.left_out_per_epoch:
+            self._observer.note(
+                f"each epoch leaves out {self._job.order.left_out_per_epoch} examples, others each "
+                "time, so that every batch is whole"
+            )
+        self._observer.begin(self._total_steps, self._step, self._job.session.budget_bytes)
+
+    def _steps_and_evaluations(self) -> None:
+        while not self._watch.requested:
+            if self._evaluation_is_due():
+                self._evaluate()
+            elif self._step < self._total_steps:
+                self._train_step()
+            else:
+                return
+
+    def _train_step(self) -> None:
+        start_s = time.perf_counter()
+        batch = self._job.train_batch(self._step)
+        self._job.task.tally.take_percent()
+        report = self._job.session.step(batch, self._job.task.loss)
+        elapsed_s = time.perf_counter() - start_s
+        record = StepRecord(
+            step=self._step + 1,
+            epoch=self._step // self._job.order.steps_per_epoch + 1,
+            loss=report.loss,
+            step_ms=report.step_ms,
+            examples_per_s=self._job.settings.batch_size / elapsed_s,
+            resident_bytes=measure.resident_bytes(),
+            peak_bytes=report.peak_bytes,
+            accuracy_percent=self._job.task.tally.take_percent(),
+        )
+        self._step += 1
+        self._log(record)
+
+    def _log(self, record: StepRecord) -> None:
+        with self._folder.open_metrics() as metrics:
+            metrics.append(json.dumps(record.as_dict()) + "\n")
+        self._observer.stepped(record)
+        self._memory.flush_if_old()
+        every = self._job.settings.checkpoint_every
+        if every is not None and self._step % every == 0:
+            self._checkpoint()
+
+    def _evaluation_is_due(self) -> bool:
+        ends_epoch = self._step % self._job.order.steps_per_epoch == 0
+        done = bool(self._evaluations) and self._evaluations[-1]["step"] == self._step
+        return self._step > 0 and not done and (ends_epoch or self._step == self._total_steps)
+
+    def _evaluate(self) -> None:
+        self._memory.mark("evaluate")
+        metric = self._metric()
+        if metric is None:
+            return
+        epoch = -(-self._step // self._job.order.steps_per_epoch)
+        self._evaluations.append({"step": self._step, "epoch": epoch, "metric": metric})
+        self._observer.evaluated(epoch, self._job.task.metric_name, metric)
+        self._checkpoint()
+        self._memory.mark("train")
+
+    def _metric(self) -> float | None:
+        """The metric over all test examples; None if a signal came first."""
+        plan = self._job.session.plan
+        size = plan.micro_batch if plan else self._job.settings.batch_size
+        total = weight = 0.0
+        self._job.model.eval()
+        try:
+            for indices in self._job.test_indices(size):
+                if self._watch.requested:
+                    return None
+                with torch.no_grad():
+                    batch = self._job.task.test_batch(indices)
+                    added, added_weight = self._job.task.score(self._job.model, batch)
+                total, weight = total + added, weight + added_weight
+        finally:
+            self._job.model.train()
+        return self._job.task.metric(total / weight)
+
+    def _checkpoint(self) -> None:
+        if not _is_finite(self._job.model):
+            raise NonFiniteLossError(
+                f"the weights became inf or NaN at or before step {self._step} while the loss was "
+                "still finite; try a lower learning rate"
+            )
+        state = {
+            "step": self._step,
+            "evaluations": self._evaluations,
+            "session": self._job.session.state_dict(),
+        }
+        write_checkpoint(self._folder.checkpoint, self._job.model, self._job.optimizer, state)
+
+    def _keep_good_weights(self) -> str:
+        """After a non-finite loss: write the last weights that are finite, say which they are."""
+        if _is_finite(self._job.model):
+            self._folder.write_weights(self._job.model)
+            return f"{self._folder.weights} holds the weights from before that step"
+        step = load_model(self._folder.checkpoint, self._job.model)
+        self._folder.write_weights(self._job.model)
+        return (
+            f"the weights were not finite any more, so {self._folder.weights} holds those of the "
+            f"last checkpoint, after step {step}"
+        )
+
+    def _finish(self) -> dict[str, Any]:
+        finished = self._step >= self._total_steps and not self._evaluation_is_due()
+        if not finished:
+            self._checkpoint()
+        self._folder.write_weights(self._job.model)
+        summary = summarize(
+            self._job, self._folder.read_metrics(), self._evaluations, finished=finished
+        )
+        self._folder.write_summary(summary)
+        return summary
+
+
+def _is_finite(model: nn.Module) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in model.state_dict().values())

@@ -1,0 +1,84 @@
+"""The process's memory over time, drained to a file so that the log itself stays small."""
+
+from __future__ import annotations
+
+import json
+import time
+from types import TracebackType
+from typing import TypeVar
+
+from daf.memory.measure import MemoryTimeline
+from daf.training.run_folder import RunFolder, read_lines
+
+_FLUSH_EVERY_S = 1.0
+_Value = TypeVar("_Value")
+
+
+class MemoryLog:
+    """Samples memory while entered; lines go to ``memory.jsonl`` once ``write_to`` was called.
+
+    A line is ``{"seconds", "resident_bytes"}`` or ``{"seconds", "mark"}``.
+    Seconds count over all processes of a run: a resumed one goes on where the
+    last one ended.
+    """
+
+    def __init__(self, interval_ms: float) -> None:
+        self._timeline = MemoryTimeline(interval_ms)
+        self._folder: RunFolder | None = None
+        self._offset_s = 0.0
+        self._flushed_s = time.monotonic()
+
+    def __enter__(self) -> MemoryLog:
+        self._timeline.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._timeline.__exit__(kind, value, trace)
+        if kind is None:  # otherwise a full disk here would hide what really happened
+            self.flush()
+
+    def mark(self, label: str) -> None:
+        """Write a label beside the samples at this moment."""
+        self._timeline.mark(label)
+
+    def write_to(self, folder: RunFolder) -> None:
+        """Keep the log in ``folder`` from now on, what was sampled so far included."""
+        self._folder = folder
+        self._offset_s = max((line["seconds"] for line in read_lines(folder.memory)), default=0.0)
+
+    def flush_if_old(self) -> None:
+        """Flush if the last time is more than a second ago."""
+        if time.monotonic() - self._flushed_s > _FLUSH_EVERY_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Move what was sampled from memory to the file.
+
+        Raises:
+            RunFolderError: the disk is full.
+        """
+        self._flushed_s = time.monotonic()
+        if self._folder is None:
+            return
+        lines = [
+            json.dumps({"seconds": round(self._offset_s + at, 3), key: value})
+            for key, values in (
+                ("mark", _drained(self._timeline.marks)),
+                ("resident_bytes", _drained(self._timeline.samples)),
+            )
+            for at, value in values
+        ]
+        with self._folder.open_memory() as file:
+            file.append("".join(line + "\n" for line in lines))
+
+
+def _drained(values: list[_Value]) -> list[_Value]:
+    taken = values[:]
+    # The sampling thread may have appended since the copy was made.
+    del values[: len(taken)]
+    return taken

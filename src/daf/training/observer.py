@@ -1,0 +1,51 @@
+"""What a run tells whoever watches it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from daf.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One finished step. ``step`` and ``epoch`` count from 1; bytes are the whole process's."""
+
+    step: int
+    epoch: int
+    loss: float
+    step_ms: float
+    examples_per_s: float
+    resident_bytes: int
+    peak_bytes: int
+    accuracy_percent: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The record as a line of ``metrics.jsonl``."""
+        return asdict(self)
+
+
+class Observer:
+    """Hears of everything and shows nothing; displays override what they show."""
+
+    def begin(self, total_steps: int, first_step: int, budget_bytes: int | None) -> None:
+        """Training is about to begin at ``first_step`` (0: from the start)."""
+
+    def note(self, text: str) -> None:
+        """Something worth a line happened."""
+
+    def profiling(self, policy_name: str) -> None:
+        """The profiler measures this policy now."""
+
+    def planned(self, plan: Plan) -> None:
+        """This is how the run will train."""
+
+    def stepped(self, record: StepRecord) -> None:
+        """A step is done."""
+
+    def evaluated(self, epoch: int, metric_name: str, metric: float) -> None:
+        """The test examples were scored after ``epoch``."""
+
+    def end(self) -> None:
+        """Nothing more will be shown."""

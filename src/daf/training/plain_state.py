@@ -1,0 +1,65 @@
+"""Nested Python state as JSON and named tensors, and back: what pickle is used for, without code.
+
+Dicts with any simple keys, lists, tuples, numbers (floats to the last bit),
+texts, None and tensors survive; anything else is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from daf.errors import RunFolderError
+
+_PREFIX = "state/"
+
+
+def to_plain(value: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Split ``value`` into what JSON can hold and the tensors it names.
+
+    Raises:
+        RunFolderError: something in it is of another type.
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def convert(item: Any) -> Any:
+        if item is None or type(item) in (bool, int, float, str):
+            return item
+        if isinstance(item, Tensor):
+            name = f"{_PREFIX}{len(tensors)}"
+            tensors[name] = item
+            return {"tensor": name}
+        if type(item) in (list, tuple):
+            return {type(item).__name__: [convert(each) for each in item]}
+        if isinstance(item, dict):
+            return {"dict": [[convert(key), convert(each)] for key, each in item.items()]}
+        raise RunFolderError(f"a checkpoint cannot hold a {type(item).__name__}: {item!r:.80}")
+
+    return convert(value), tensors
+
+
+def from_plain(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Put together what ``to_plain`` took apart; tensors are copies of their own.
+
+    Raises:
+        RunFolderError: ``plain`` is not what ``to_plain`` writes.
+    """
+
+    def restore(item: Any) -> Any:
+        if not isinstance(item, dict):
+            return item
+        kind, content = next(iter(item.items()))
+        if kind == "tensor":
+            return torch.clone(tensors[content])
+        if kind == "dict":
+            return {restore(key): restore(each) for key, each in content}
+        items = [restore(each) for each in content]
+        return tuple(items) if kind == "tuple" else items
+
+    try:
+        return restore(plain)
+    except (KeyError, TypeError, ValueError, StopIteration) as error:
+        raise RunFolderError(f"a checkpoint's state is damaged: {error!r}") from error

@@ -1,0 +1,136 @@
+"""A run's folder: settings, metrics, memory, weights, checkpoint, summary.
+
+=====================  ==========================================================
+``run.json``           the settings the run was begun with
+``metrics.jsonl``      one line a step
+``memory.jsonl``       the process's resident bytes over time, and marks
+``checkpoint/``        ``state.safetensors``: all that ``--resume`` needs
+``model.safetensors``  the weights alone
+``summary.json``       the run in numbers
+``memory.png``         ``memory.jsonl`` as a picture
+=====================  ==========================================================
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from daf.errors import RunFolderError
+from daf.training.atomic import GrowingFile, replacing, write_error
+from daf.training.settings import TrainSettings
+from daf.training.tensor_file import write_tensors
+
+
+class RunFolder:
+    """The files of one run, by name."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.settings = path / "run.json"
+        self.metrics = path / "metrics.jsonl"
+        self.memory = path / "memory.jsonl"
+        self.checkpoint = path / "checkpoint" / "state.safetensors"
+        self.weights = path / "model.safetensors"
+        self.summary = path / "summary.json"
+        self.picture = path / "memory.png"
+
+    def claim(self) -> None:
+        """Make the folder for a new run.
+
+        Raises:
+            RunFolderError: something is in it already, or it cannot be made.
+        """
+        if self.checkpoint.exists() or self.settings.exists():
+            raise RunFolderError(
+                f"{self.path} already holds a run; --resume continues it, or name another --out"
+            )
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            occupied = any(self.path.iterdir())
+        except OSError as error:
+            raise RunFolderError(
+                f"cannot make the folder {self.path}: {error.strerror}; name another --out"
+            ) from error
+        if occupied:
+            raise RunFolderError(
+                f"{self.path} is not empty and holds no run; name another --out, or empty it"
+            )
+
+    def give_up(self) -> None:
+        """Remove the folder if a claimed run left nothing in it."""
+        if self.path.is_dir() and not any(self.path.iterdir()):
+            self.path.rmdir()
+
+    def begin(self, settings: TrainSettings) -> None:
+        """Write the settings of a run that is about to make its first step."""
+        try:
+            self.checkpoint.parent.mkdir(exist_ok=True)
+        except OSError as error:
+            raise write_error(self.checkpoint.parent, error) from error
+        _write_json(self.settings, settings.as_json())
+
+    def read_settings(self) -> TrainSettings:
+        """The settings that the run here was begun with.
+
+        Raises:
+            RunFolderError: no run was begun here, or its settings are damaged.
+        """
+        if not self.settings.exists():
+            raise RunFolderError(
+                f"asked to resume {self.path}, but it holds no run; begin one without --resume"
+            )
+        try:
+            value = json.loads(self.settings.read_text())
+        except (OSError, ValueError) as error:
+            raise RunFolderError(f"cannot read {self.settings}: {error}") from error
+        return TrainSettings.from_json(value)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write ``summary.json``, atomically."""
+        _write_json(self.summary, summary)
+
+    def write_weights(self, model: nn.Module) -> None:
+        """Write ``model.safetensors``, atomically."""
+        with replacing(self.weights) as file:
+            write_tensors(file, model.state_dict(), {"format": "pt"})
+
+    def read_metrics(self) -> Iterator[dict[str, Any]]:
+        """The lines of ``metrics.jsonl``; a last line cut short by a crash ends them."""
+        return read_lines(self.metrics)
+
+    def keep_metrics_until(self, step: int) -> None:
+        """Drop what a crashed process logged after the checkpoint of ``step``."""
+        lines = [
+            json.dumps(line) + "\n" for line in self.read_metrics() if int(line["step"]) <= step
+        ]
+        with replacing(self.metrics) as file:
+            file.write("".join(lines).encode())
+
+    def open_metrics(self) -> GrowingFile:
+        """``metrics.jsonl``, to append to."""
+        return GrowingFile(self.metrics)
+
+    def open_memory(self) -> GrowingFile:
+        """``memory.jsonl``, to append to."""
+        return GrowingFile(self.memory)
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a file, one a line, up to the first damaged one."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            if not line.endswith("\n"):
+                return
+            yield json.loads(line)
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    with replacing(path) as file:
+        file.write((json.dumps(value, indent=2) + "\n").encode())

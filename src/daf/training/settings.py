@@ -1,0 +1,96 @@
+"""What a run was asked to do: one immutable value, kept in the run's folder."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from daf.errors import RunFolderError, UnknownNameError
+from daf.training.models import Goal
+
+OPTIMIZERS = ("sgd", "adamw")
+MEMORY_FORMATS = ("channels_last", "contiguous")
+# What may differ when a run is resumed, because no step already done depends on it.
+_MAY_CHANGE = frozenset({"epochs", "max_steps", "checkpoint_every", "memory_interval_ms"})
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSettings:
+    """Everything that decides a run's result, and how often its memory is sampled.
+
+    ``budget_bytes`` None trains plainly. ``bits`` is a width, ``"exact"``,
+    ``"plain"`` or None (the planner chooses). ``optimizer``, ``learning_rate``,
+    ``weight_decay``, ``augment``, ``goal``, ``image_size`` and ``context`` None:
+    customary for the model and data. ``max_steps`` None: all steps of
+    ``epochs``. ``checkpoint_every`` is in steps; None: at the end of an epoch.
+    """
+
+    model: str
+    data: str = "digits"
+    budget_bytes: int | None = None
+    batch_size: int = 128
+    epochs: int = 1
+    max_steps: int | None = None
+    seed: int = 0
+    optimizer: str | None = None
+    learning_rate: float | None = None
+    momentum: float = 0.9
+    weight_decay: float | None = None
+    memory_format: str = "channels_last"
+    threads: int | None = None
+    bits: int | str | None = None
+    allow_batchnorm_split: bool = False
+    goal: Goal | None = None
+    augment: bool | None = None
+    image_size: int | None = None
+    context: int | None = None
+    checkpoint_every: int | None = None
+    memory_interval_ms: float = 50.0
+
+    def as_json(self) -> dict[str, Any]:
+        """The settings as what JSON can hold."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> TrainSettings:
+        """The settings that ``as_json`` wrote.
+
+        Raises:
+            RunFolderError: a name is unknown or missing (another version wrote it).
+        """
+        goal = value.get("goal")
+        try:
+            return TrainSettings(**{**value, "goal": None if goal is None else Goal(goal)})
+        except (TypeError, ValueError) as error:
+            raise RunFolderError(
+                f"the run's settings are not ones this version knows ({error}); "
+                "resume with the version that began the run"
+            ) from error
+
+    def resumed_with(self, asked: Mapping[str, Any]) -> TrainSettings:
+        """These settings, lengthened as ``asked`` (settings given again) says.
+
+        Raises:
+            RunFolderError: ``asked`` contradicts something that finished steps depend on.
+        """
+        for name, value in asked.items():
+            found = getattr(self, name)
+            if value != found and name not in _MAY_CHANGE:
+                raise RunFolderError(
+                    f"asked to resume with {name} = {value!r}, but the run was begun with "
+                    f"{found!r}; leave it out to resume, or begin another run with another --out"
+                )
+        return dataclasses.replace(self, **{k: v for k, v in asked.items() if k in _MAY_CHANGE})
+
+
+def checked_choice(what: str, value: str, known: tuple[str, ...]) -> str:
+    """``value`` if it is one of ``known``.
+
+    Raises:
+        UnknownNameError: it is not.
+    """
+    if value not in known:
+        raise UnknownNameError(f"unknown {what} {value!r}; known: {', '.join(known)}")
+    return value

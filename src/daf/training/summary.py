@@ -1,0 +1,91 @@
+"""A run in numbers: ``summary.json``."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+from collections.abc import Iterable
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from daf.training.job import Job
+
+_LOSS_WINDOW_STEPS = 50
+
+
+def summarize(
+    job: Job,
+    metrics: Iterable[dict[str, Any]],
+    evaluations: list[dict[str, Any]],
+    *,
+    finished: bool,
+) -> dict[str, Any]:
+    """The summary of a run; speed and loss come from its whole log, resumed parts included.
+
+    ``loss`` is the mean over the last epoch's steps, at most 50 of them;
+    ``step_ms_median`` and ``examples_per_s`` are medians over all steps.
+    """
+    steps = [(line["loss"], line["step_ms"], line["examples_per_s"]) for line in metrics]
+    window = min(_LOSS_WINDOW_STEPS, job.order.steps_per_epoch)
+    recent = [loss for loss, _, _ in steps[-window:]]
+    return {
+        **_memory(job),
+        "step_ms_median": statistics.median(ms for _, ms, _ in steps) if steps else None,
+        "examples_per_s": statistics.median(rate for _, _, rate in steps) if steps else None,
+        "loss": statistics.fmean(recent) if recent else None,
+        "metric": evaluations[-1]["metric"] if evaluations else None,
+        "metric_name": job.task.metric_name,
+        "finished": finished,
+        "steps": len(steps),
+        "evaluations": evaluations,
+        **_what_was_trained(job),
+        "versions": versions(),
+    }
+
+
+def _memory(job: Job) -> dict[str, Any]:
+    session = job.session
+    plan = session.plan
+    return {
+        "budget_bytes": session.budget_bytes,
+        "floor_bytes": session.floor_bytes,
+        "peak_bytes": session.peak_bytes,
+        "predicted_peak_bytes": session.predicted_peak_bytes,
+        "saved_bytes_plain": session.saved_bytes_plain,
+        "saved_bytes_peak": session.saved_bytes_peak,
+        "micro_batch": plan.micro_batch if plan else None,
+        "policy": plan.policy.name if plan else None,
+        "plan_reason": plan.reason if plan else None,
+        "process_settings": list(session.settings),
+    }
+
+
+def _what_was_trained(job: Job) -> dict[str, Any]:
+    group = job.optimizer.param_groups[0]
+    return {
+        "model": job.settings.model,
+        "parameters": sum(parameter.numel() for parameter in job.model.parameters()),
+        "data": job.settings.data,
+        "goal": job.goal.value,
+        "batch_size": job.settings.batch_size,
+        "epochs": job.settings.epochs,
+        "steps_per_epoch": job.order.steps_per_epoch,
+        "left_out_per_epoch": job.order.left_out_per_epoch,
+        "optimizer": job.optimizer_name,
+        "learning_rate": group["lr"],
+        "weight_decay": group["weight_decay"],
+        "seed": job.settings.seed,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of everything that a result can depend on."""
+    return {
+        "daf": metadata.version("daf-train"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": metadata.version("numpy"),
+    }
