@@ -21,6 +21,8 @@ _BUDGET = "#c0392b"
 _PREDICTED = "#d98c1f"
 _SHADES = {"profile": "#f1ead9", "evaluate": "#e9eef3"}
 _SHADE_NAMES = {"profile": "measuring", "evaluate": "testing"}
+_NAMED_FROM = 0.09  # of the picture's width
+_LABEL_HEIGHT = 0.055  # of the picture's height
 _MB = 1e6
 
 
@@ -31,6 +33,17 @@ class Memory:
     seconds: Sequence[float]
     megabytes: Sequence[float]
     marks: Sequence[tuple[float, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A horizontal line and its name."""
+
+    megabytes: float
+    words: str
+    colour: str
+    style: str
+    width: float
 
 
 def read_memory(path: Path) -> Memory:
@@ -81,8 +94,10 @@ def draw(run: Path) -> Path:
     _shade_phases(axes, memory)
     axes.fill_between(memory.seconds, memory.megabytes, color=_MEMORY, alpha=0.18, linewidth=0)
     axes.plot(memory.seconds, memory.megabytes, color=_MEMORY, linewidth=1.2)
-    _draw_levels(axes, summary)
-    _dress(axes, memory, summary)
+    levels = levels_of(summary)
+    top = 1.12 * max(*(level.megabytes for level in levels), *memory.megabytes)
+    _draw_levels(axes, levels, top)
+    _dress(axes, memory, top, title(summary))
     path = run / "memory.png"
     figure.savefig(path)
     pyplot.close(figure)
@@ -91,36 +106,66 @@ def draw(run: Path) -> Path:
 
 def _shade_phases(axes: Any, memory: Memory) -> None:
     ends = [at for at, _ in memory.marks[1:]] + [memory.seconds[-1]]
-    named: set[str] = set()
+    wide_enough = _NAMED_FROM * memory.seconds[-1]
     for (start, label), end in zip(memory.marks, ends, strict=True):
         if label in _SHADES:
-            name = None if label in named else _SHADE_NAMES[label]
-            axes.axvspan(start, end, color=_SHADES[label], linewidth=0, label=name)
-            named.add(label)
+            axes.axvspan(start, end, color=_SHADES[label], linewidth=0, zorder=0)
+        if label in _SHADES and end - start > wide_enough:
+            place = (start + end) / 2, 0.97
+            across = axes.get_xaxis_transform()  # x in seconds, y from 0 to 1
+            name = _SHADE_NAMES[label]
+            axes.text(*place, name, transform=across, ha="center", va="top", color=_QUIET)
 
 
-def _draw_levels(axes: Any, summary: Mapping[str, Any]) -> None:
-    levels = (
-        ("budget_bytes", "budget", _BUDGET, "-", 1.8),
-        ("predicted_peak_bytes", "predicted peak", _PREDICTED, "--", 1.4),
+def _draw_levels(axes: Any, levels: Sequence[Level], top: float) -> None:
+    """Draw a line per level, and its name beside its right end."""
+    for level, place in zip(levels, spread([each.megabytes for each in levels], top), strict=True):
+        axes.axhline(
+            level.megabytes, color=level.colour, linestyle=level.style, linewidth=level.width
+        )
+        axes.text(
+            *(1.012, place / top),
+            f"{level.words}  {level.megabytes:,.0f} MB",
+            transform=axes.transAxes,
+            va="center",
+            color=level.colour,
+            fontweight="bold",
+            fontsize=9.5,
+        )
+
+
+def levels_of(summary: Mapping[str, Any]) -> list[Level]:
+    """The levels that a run has, lowest first."""
+    kinds = (
+        ("floor_bytes", "floor", _QUIET, "-", 1.2),
         ("peak_bytes", "measured peak", _MEMORY, ":", 1.6),
-        ("floor_bytes", "floor: before the model exists", _QUIET, "-", 1.2),
+        ("predicted_peak_bytes", "predicted peak", _PREDICTED, "--", 1.4),
+        ("budget_bytes", "budget", _BUDGET, "-", 1.8),
     )
-    for name, words, colour, style, width in levels:
-        size = summary.get(name)
-        if size is not None:
-            label = f"{words}, {size / _MB:,.0f} MB"
-            axes.axhline(size / _MB, color=colour, linestyle=style, linewidth=width, label=label)
+    found = [
+        Level(summary[name] / _MB, words, colour, style, width)
+        for name, words, colour, style, width in kinds
+        if summary.get(name) is not None
+    ]
+    return sorted(found, key=lambda level: level.megabytes)
 
 
-def _dress(axes: Any, memory: Memory, summary: Mapping[str, Any]) -> None:
-    axes.set_title(title(summary), loc="left", color=_INK, fontsize=12, fontweight="bold", pad=12)
+def spread(heights: Sequence[float], top: float) -> list[float]:
+    """Places for labels at rising ``heights``, moved up where they would overlap."""
+    places: list[float] = []
+    for height in heights:
+        lowest = places[-1] + _LABEL_HEIGHT * top if places else 0.0
+        places.append(max(height, lowest))
+    return places
+
+
+def _dress(axes: Any, memory: Memory, top: float, heading: str) -> None:
+    axes.set_title(heading, loc="left", color=_INK, fontsize=12, fontweight="bold", pad=12)
     axes.set_xlabel("seconds", color=_INK)
     axes.set_ylabel("memory of the whole process (MB)", color=_INK)
-    levels = [summary.get(name) or 0 for name in ("budget_bytes", "peak_bytes", "floor_bytes")]
-    highest = max(max(levels) / _MB, *memory.megabytes)
-    axes.set_ylim(0, 1.12 * highest)
-    axes.set_xlim(memory.seconds[0], max(memory.seconds[-1], memory.seconds[0] + 0.1))
+    axes.set_ylim(0, top)
+    axes.set_xlim(0, max(memory.seconds[-1], 0.1))
+    axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.grid(axis="y", color="#dfe4e8", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.tick_params(colors=_QUIET, labelcolor=_INK)
@@ -128,7 +173,6 @@ def _dress(axes: Any, memory: Memory, summary: Mapping[str, Any]) -> None:
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
         axes.spines[side].set_color(_QUIET)
-    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, labelcolor=_INK)
 
 
 def _be_killed_first() -> None:
