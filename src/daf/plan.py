@@ -128,14 +128,42 @@ def _value(bits: int) -> Treatment:
 class CaptureStats:
     """What the saved tensors of one step cost (bytes).
 
-    ``plain_bytes``: what autograd would have held, deduplicated by storage,
-    without parameters, buffers and the caller's batch. ``held_bytes``: what is
-    held instead, headers and padding included. Peaks are over the step.
+    ``plain``: what autograd would hold, deduplicated by storage, without
+    parameters, buffers and the caller's batch. ``held``: what is held
+    instead, headers and padding included. Peaks are over the step.
     """
 
+    plain_bytes: int
     plain_peak_bytes: int
+    held_bytes: int
     held_peak_bytes: int
     sites: int
+
+
+@dataclass(frozen=True, slots=True)
+class SiteReport:
+    """What was done at one site in the last step (bytes; each byte is told at one site only).
+
+    ``treatment`` is what was really done, which is *keep* where the policy's
+    own treatment could not be applied soundly.
+    """
+
+    site: Site
+    need: Need
+    treatment: Treatment
+    plain_bytes: int
+    held_bytes: int
+
+    def as_dict(self) -> dict[str, str | int]:
+        """One row of plain values, for tables and JSON."""
+        return {
+            "site": str(self.site),
+            "need": self.need.value,
+            "method": self.treatment.method.value,
+            "bits": self.treatment.bits,
+            "plain_bytes": self.plain_bytes,
+            "held_bytes": self.held_bytes,
+        }
 
 
 @dataclass(frozen=True, slots=True)
