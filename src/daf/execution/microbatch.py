@@ -20,18 +20,19 @@ from daf.errors import DataError
 LossFunction = Callable[[nn.Module, Any], Any]
 
 
-def _tensors(batch: Any) -> Iterator[Tensor]:
+def tensors_in_batch(batch: Any) -> Iterator[Tensor]:
+    """Every tensor in a nest, in order."""
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, Mapping):
         for value in batch.values():
-            yield from _tensors(value)
+            yield from tensors_in_batch(value)
     elif isinstance(batch, (tuple, list)):
         for value in batch:
-            yield from _tensors(value)
+            yield from tensors_in_batch(value)
     elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         for field in dataclasses.fields(batch):
-            yield from _tensors(getattr(batch, field.name))
+            yield from tensors_in_batch(getattr(batch, field.name))
 
 
 def batch_size(batch: Any) -> int:
@@ -40,7 +41,7 @@ def batch_size(batch: Any) -> int:
     Raises:
         DataError: no tensor with a first dimension was found.
     """
-    for tensor in _tensors(batch):
+    for tensor in tensors_in_batch(batch):
         if tensor.dim() > 0:
             return tensor.shape[0]
     raise DataError(
