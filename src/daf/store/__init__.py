@@ -1,1 +1,1 @@
-"""Where saved activations live: codes and the buffers that hold them."""
+"""Where codes live: buffers, and the codecs that fill and read them."""

@@ -1,0 +1,158 @@
+"""Who holds which bytes: the ledger, what autograd would have held, and what is held instead.
+
+Every byte is tied to an object and leaves the ledger when its last reference
+is dropped, so the account is exact at any moment of forward and backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Iterator
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
+
+Found = TypeVar("Found", bound=object)
+
+
+class Ledger:
+    """Bytes now and at peak: plain's and ours."""
+
+    def __init__(self) -> None:
+        self.plain_bytes = 0
+        self.plain_peak_bytes = 0
+        self.held_bytes = 0
+        self.held_peak_bytes = 0
+
+    def add_plain(self, count: int) -> None:
+        """Autograd would have begun to hold ``count`` bytes (negative: to let go of them)."""
+        self.plain_bytes += count
+        self.plain_peak_bytes = max(self.plain_peak_bytes, self.plain_bytes)
+
+    def add_held(self, count: int) -> None:
+        """We begin to hold ``count`` bytes (negative: let go of them)."""
+        self.held_bytes += count
+        self.held_peak_bytes = max(self.held_peak_bytes, self.held_bytes)
+
+    def reset_peaks(self) -> None:
+        """Start the peaks anew from what is alive now."""
+        self.plain_peak_bytes = self.plain_bytes
+        self.held_peak_bytes = self.held_bytes
+
+
+class Holding:
+    """Bytes of ours in the ledger for as long as this object lives."""
+
+    __slots__ = ("__weakref__", "_ledger", "nbytes")
+
+    def __init__(self, ledger: Ledger, nbytes: int) -> None:
+        self._ledger = ledger
+        self.nbytes = nbytes
+        ledger.add_held(nbytes)
+
+    def __del__(self) -> None:
+        self._ledger.add_held(-self.nbytes)
+
+
+class Source:
+    """A storage from which tensors were saved; alive while one of these saves is.
+
+    The weak reference to the storage keeps its address from being given to
+    another one, so an equal address means the same storage. ``remember`` and
+    ``recall`` find what is already held of it; the key must tell version,
+    geometry and treatment apart.
+    """
+
+    __slots__ = ("__weakref__", "_held", "_ledger", "_storage", "nbytes")
+
+    def __init__(self, ledger: Ledger, storage: torch.UntypedStorage) -> None:
+        self._ledger = ledger
+        self._storage = _weak(storage)
+        self._held: dict[Hashable, weakref.ref[object]] = {}
+        self.nbytes = storage.nbytes()
+        ledger.add_plain(self.nbytes)
+
+    def remember(self, key: Hashable, held: object) -> None:
+        """``held`` stands for the content that ``key`` describes, as long as it lives."""
+        self._held[key] = weakref.ref(held)
+
+    def recall(self, key: Hashable, kind: type[Found]) -> Found | None:
+        """What stands for the content that ``key`` describes, if it is alive."""
+        reference = self._held.get(key)
+        found = reference() if reference is not None else None
+        return found if isinstance(found, kind) else None
+
+    def __del__(self) -> None:
+        self._ledger.add_plain(-self.nbytes)
+
+
+class Sources:
+    """The sources alive now, found by storage; storages named external are nobody's."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._alive: dict[int, weakref.ref[Source]] = {}
+        self._external: dict[int, StorageWeakRef] = {}
+
+    def set_external(self, tensors: Iterator[Tensor]) -> None:
+        """Parameters, buffers and the caller's batch: never coded, never counted."""
+        self._external = {}
+        self.add_external(tensors)
+
+    def add_external(self, tensors: Iterator[Tensor]) -> None:
+        """More external tensors."""
+        for tensor in tensors:
+            for part in strided_parts(tensor):
+                storage = part.untyped_storage()
+                self._external[storage._cdata] = _weak(storage)
+
+    def is_external(self, tensor: Tensor) -> bool:
+        """Does a strided tensor lie in a parameter, a buffer or the caller's batch?"""
+        return tensor.untyped_storage()._cdata in self._external
+
+    def of(self, tensor: Tensor) -> Source:
+        """The source of a strided tensor."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        reference = self._alive.get(address)
+        source = reference() if reference is not None else None
+        if source is not None:
+            return source
+        source = Source(self._ledger, storage)
+        self._alive[address] = weakref.ref(source)
+        return source
+
+    def forget(self) -> None:
+        """Drop what is remembered beyond the bytes themselves; called when a step begins."""
+        self._alive = {
+            address: reference
+            for address, reference in self._alive.items()
+            if reference() is not None
+        }
+        self._external = {}
+
+
+def _weak(storage: torch.UntypedStorage) -> StorageWeakRef:
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+def strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The strided tensors that a tensor consists of: itself, or a sparse one's indices and values.
+
+    Empty where the memory cannot be seen (an opaque layout, a parameter not yet materialised).
+    """
+    if is_lazy(tensor):
+        return ()
+    layout = tensor.layout
+    if layout is torch.strided:
+        return (tensor,)
+    if layout is torch.sparse_coo:
+        return (tensor._indices(), tensor._values())
+    if layout in (torch.sparse_csr, torch.sparse_bsr):
+        return (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    if layout in (torch.sparse_csc, torch.sparse_bsc):
+        return (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    return ()

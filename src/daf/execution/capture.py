@@ -1,0 +1,349 @@
+"""Capture: autograd holds codes instead of saved tensors.
+
+In anybody's loop (a ``with`` statement around the forward pass and the loss;
+backward may run inside or after it)::
+
+    with daf.compress(model, bits=2):
+        loss = loss_fn(model(x), y)
+    loss.backward()
+
+For a session, which names its policy, step and micro-batch::
+
+    capture = Capture(model)
+    with capture.step(policy, seed=0, step_index=7, micro_index=0, batch=batch):
+        loss = ...
+    loss.backward()
+    capture.stats      # CaptureStats: plain and held bytes, now and at peak over the step
+    capture.sites()    # SiteReport for every site of the step
+
+How it works: ``saved_tensors_hooks`` shows every tensor that autograd saves,
+and a function mode shows when the operator that saves it returns. By then the
+autograd node exists, and its name and slots say what its backward will read
+(``rules``); the policy turns that need into a treatment (``treatments``).
+Tensors saved outside any known operator (custom ``autograd.Function``) are
+kept as they are, integers and booleans packed without loss.
+
+Tensors on devices other than the CPU are kept by reference: there is no kernel
+for them yet. ``torch.func`` transforms do not work under saved-tensor hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from daf.execution.accounting import Ledger, Source, Sources, strided_parts
+from daf.execution.held import Held, Kept, Saved, unpack
+from daf.execution.microbatch import tensors_in_batch
+from daf.execution.operator_mode import OperatorMode
+from daf.execution.provenance import ADDITIONS, FOLLOWED, Operands, Provenance
+from daf.execution.rules import name_saves, need_of, parameter_behind
+from daf.execution.sites import SiteRecord, SiteTracker, mix_key
+from daf.execution.treatments import Call, Job, Treater, is_integer, is_treatable
+from daf.plan import KEEP, CaptureStats, Need, Policy, Site, SiteReport, Treatment, policy_for
+from daf.store.buffers import PlainStore, Store
+
+_OUTSIDE_CALL = Call(None, (), {}, None, None)
+_CUSTOM = "autograd.Function"
+_NOISY = ("dropout", "attention", "lstm", "gru", "rnn")
+_HOOKS_REFUSED = "saved tensor hooks"
+
+
+class Capture:
+    """Replaces what autograd saves while one model runs; one thread at a time."""
+
+    def __init__(self, model: nn.Module, store: Store | None = None) -> None:
+        """Prepare for ``model``; codes go to ``store`` (a :class:`PlainStore` if none is given)."""
+        self._model = model
+        self._ledger = Ledger()
+        self._sources = Sources(self._ledger)
+        self._tracker = SiteTracker(model)
+        self._provenance = Provenance()
+        self._treater = Treater(store or PlainStore(), self._ledger, self._provenance)
+
+    @contextmanager
+    def step(
+        self,
+        policy: Policy,
+        seed: int,
+        step_index: int,
+        micro_index: int = 0,
+        batch: Any = None,
+    ) -> Iterator[Capture]:
+        """Capture what is saved inside; codes outlive the ``with``, hooks do not.
+
+        Args:
+            policy: what to do with each kind of site.
+            seed: of the run; with the two indices and the site it fixes every code.
+            step_index: which training step.
+            micro_index: which part of the step's batch; 0 begins the account anew.
+            batch: the caller's own tensors (any nest of them): never coded, never counted.
+
+        Raises:
+            CodecError: the policy asks for a treatment that is unsound at a site.
+        """
+        if micro_index == 0:
+            self._ledger.reset_peaks()
+            self._tracker.begin_step()
+        self._sources.forget()
+        self._sources.set_external(self._own_tensors(batch))
+        running = _Running(self, policy, (seed, step_index, micro_index))
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(self._tracker.following())
+                stack.enter_context(self._watching_inputs())
+                stack.enter_context(OperatorMode(running))
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(running.pack, unpack))
+                yield self
+        except RuntimeError as error:
+            if _HOOKS_REFUSED in str(error):
+                error.add_note(
+                    "daf: torch.func transforms and saved-tensor hooks exclude each other; "
+                    "move the transform outside the captured part"
+                )
+            raise
+        finally:
+            self._provenance.clear()
+
+    @property
+    def stats(self) -> CaptureStats:
+        """Bytes that plain PyTorch would hold and that are held, now and at peak over the step."""
+        ledger = self._ledger
+        return CaptureStats(
+            plain_bytes=ledger.plain_bytes,
+            plain_peak_bytes=ledger.plain_peak_bytes,
+            held_bytes=ledger.held_bytes,
+            held_peak_bytes=ledger.held_peak_bytes,
+            sites=sum(1 for _ in self._tracker.reports()),
+        )
+
+    def sites(self) -> tuple[SiteReport, ...]:
+        """What was done at every site since the step began."""
+        return tuple(self._tracker.reports())
+
+    def _own_tensors(self, batch: Any) -> Iterator[Tensor]:
+        yield from self._model.parameters()
+        yield from self._model.buffers()
+        yield from tensors_in_batch(batch)
+
+    @contextmanager
+    def _watching_inputs(self) -> Iterator[None]:
+        """What the model is called with belongs to the caller."""
+
+        def note(_model: nn.Module, inputs: Any, keywords: Any) -> None:
+            self._sources.add_external(_without_graph((inputs, keywords)))
+
+        handle = self._model.register_forward_pre_hook(note, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+def _without_graph(batch: Any) -> Iterator[Tensor]:
+    return (tensor for tensor in tensors_in_batch(batch) if tensor.grad_fn is None)
+
+
+class _Open(NamedTuple):
+    """An operator that has begun: the state before it, and what is known of its arguments."""
+
+    outer: list[Saved] | None
+    first_sequence_number: int
+    operands: Operands | None
+
+
+class _Running:
+    """One ``with`` of a capture: packs what is saved and settles it when its operator returns."""
+
+    def __init__(self, capture: Capture, policy: Policy, key_parts: tuple[int, ...]) -> None:
+        self._sources = capture._sources
+        self._ledger = capture._ledger
+        self._tracker = capture._tracker
+        self._provenance = capture._provenance
+        self._treater = capture._treater
+        self._policy = policy
+        self._key = mix_key(*key_parts)
+        self._pending: list[Saved] | None = None  # None: no operator is running
+
+    # --- hooks ------------------------------------------------------------------------------
+
+    def pack(self, tensor: Tensor) -> Saved:
+        """The hook that autograd calls for every tensor it saves."""
+        if self._pending is not None:
+            saved = Saved(tensor)
+            self._pending.append(saved)
+            return saved
+        with torch._C.DisableTorchFunction():
+            saved = Saved(tensor)
+            self._settle([saved], _CUSTOM, _OUTSIDE_CALL)
+            return saved
+
+    def begin(self, operator: Callable[..., Any], arguments: tuple[Any, ...]) -> _Open:
+        """An operator is about to run."""
+        operands = None
+        if operator in FOLLOWED and self._policy.rederive:
+            operands = self._provenance.operands(arguments)
+        opened = _Open(self._pending, torch._C._autograd._get_sequence_nr(), operands)
+        self._pending = []
+        return opened
+
+    def end(
+        self,
+        opened: _Open,
+        operator: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        keywords: Mapping[str, Any],
+        result: Any,
+    ) -> None:
+        """It returned: settle what it saved."""
+        pending, self._pending = self._pending, opened.outer
+        if pending:
+            name_saves(result, opened.first_sequence_number)
+            call = Call(operator, arguments, keywords, result, opened.operands)
+            self._settle(pending, getattr(operator, "__name__", type(operator).__name__), call)
+        elif opened.operands is not None and operator in ADDITIONS and not keywords:
+            self._provenance.learn_sum(arguments, result, opened.operands)
+
+    def abandon(self, opened: _Open) -> None:
+        """It raised: what it saved is dropped."""
+        for saved in self._pending or ():
+            saved.tensor = None
+        self._pending = opened.outer
+
+    # --- settling ---------------------------------------------------------------------------
+
+    def _settle(self, pending: list[Saved], operator: str, call: Call) -> None:
+        needs = [self._need(saved, operator, call) for saved in pending]
+        path, count = self._tracker.next_call(operator)
+        for place, (saved, need) in enumerate(zip(pending, needs, strict=True)):
+            assert saved.tensor is not None
+            if self._is_constant(saved.tensor):
+                site = str(Site(path, operator, count, place))
+                saved.settle(Kept(saved.tensor, saved.version, site))
+            else:
+                record = self._tracker.record(path, operator, count, place)
+                self._settle_one(saved, need, record, call)
+
+    def _need(self, saved: Saved, operator: str, call: Call) -> Need:
+        tensor = saved.tensor
+        assert tensor is not None
+        need = need_of(saved, self._is_constant)
+        if need is Need.EXACT and is_integer(tensor):
+            return Need.INTEGER
+        if need is Need.LINEAR and _may_be_noise(tensor, operator, call):
+            return Need.TWO_VALUED
+        return need
+
+    def _settle_one(self, saved: Saved, need: Need, record: SiteRecord, call: Call) -> None:
+        tensor = saved.tensor
+        assert tensor is not None
+        record.need = need
+        plain_before, held_before = self._ledger.plain_bytes, self._ledger.held_bytes
+        sources = tuple(self._sources.of(part) for part in strided_parts(tensor))
+        held, record.treatment = self._hold(saved, tensor, need, record, sources, call)
+        record.plain_bytes += self._ledger.plain_bytes - plain_before
+        record.held_bytes += self._ledger.held_bytes - held_before
+        saved.settle(held, sources)
+
+    def _hold(
+        self,
+        saved: Saved,
+        tensor: Tensor,
+        need: Need,
+        record: SiteRecord,
+        sources: tuple[Source, ...],
+        call: Call,
+    ) -> tuple[Held, Treatment]:
+        site = str(record.site)
+        treatment = self._policy.treatment(need, record.site)
+        if not is_treatable(tensor):
+            return self._treater.keep(tensor, saved.version, site, sources), KEEP
+        key = mix_key(self._key, record.name_hash, record.uses)
+        job = Job(saved, tensor, need, treatment, sources[0], call, site, key)
+        return self._treater.treat(job, rederive=self._policy.rederive)
+
+    def _is_constant(self, tensor: Tensor) -> bool:
+        """Is this a parameter, a buffer, the caller's batch, or a view or cast copy of one?"""
+        if tensor.layout is not torch.strided:
+            parts = strided_parts(tensor)
+            return bool(parts) and all(map(self._sources.is_external, parts))
+        if self._sources.is_external(tensor):
+            return True
+        leaf = parameter_behind(tensor)
+        return leaf is not None and leaf is not tensor and self._is_constant(leaf)
+
+
+def _may_be_noise(tensor: Tensor, operator: str, call: Call) -> bool:
+    """Is this a factor that a dropping operator made itself?"""
+    return (
+        not tensor.requires_grad
+        and any(word in operator for word in _NOISY)
+        and all(tensor is not argument for argument in call.arguments)
+    )
+
+
+class compress:  # noqa: N801 - used as a statement, like torch.no_grad
+    """Hold what autograd saves inside the ``with`` as codes; see the module for an example.
+
+    One object may be entered once for every step. ``stats`` and ``sites()``
+    tell what the last step cost. Every entry takes fresh seeds: they follow from
+    ``seed``, how often the object was entered, and how often the parameters
+    were updated.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        bits: int | str = 2,
+        *,
+        seed: int = 0,
+        policy: Policy | None = None,
+    ) -> None:
+        """Prepare for ``model``.
+
+        Args:
+            model: whose parameters and buffers are left alone, and whose module paths name sites.
+            bits: 1 to 8 bits for every element wherever a lossy code is sound, ``"exact"``
+                for gradients that equal plain PyTorch's bit for bit, ``"plain"`` to only count.
+            seed: of the run.
+            policy: instead of ``bits``, a treatment for every kind of site.
+
+        Raises:
+            ValueError: ``bits`` is none of these.
+        """
+        self._policy = policy or policy_for(bits)
+        self._model = model
+        self._capture = Capture(model)
+        self._seed = seed
+        self._entries = 0
+        self._open: list[AbstractContextManager[Capture]] = []
+
+    def __enter__(self) -> Self:
+        step_index = mix_key(self._entries, sum(p._version for p in self._model.parameters()))
+        self._entries += 1
+        step = self._capture.step(self._policy, self._seed, step_index)
+        step.__enter__()
+        self._open.append(step)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None:
+        return self._open.pop().__exit__(kind, error, trace)
+
+    @property
+    def stats(self) -> CaptureStats:
+        """Bytes that plain PyTorch would hold and that are held, now and at peak over the step."""
+        return self._capture.stats
+
+    def sites(self) -> tuple[SiteReport, ...]:
+        """What was done at every site of the last step."""
+        return self._capture.sites()

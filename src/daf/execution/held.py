@@ -1,0 +1,273 @@
+"""What autograd holds instead of a saved tensor, and how the tensor comes back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from daf.errors import SavedTensorError
+from daf.execution.accounting import Holding, Ledger, Source
+from daf.plan import Need
+from daf.store.codec import Channels, DerivativeCode, IntegerCode, MaskCode, ValueCode
+from daf.store.layout import Layout
+
+
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+Content = TypeVar("Content", bound=_Sized)
+
+
+class Stored(Holding, Generic[Content]):
+    """Something with bytes, counted once however many hold it."""
+
+    __slots__ = ("content",)
+
+    def __init__(self, ledger: Ledger, content: Content) -> None:
+        super().__init__(ledger, content.nbytes)
+        self.content = content
+
+
+class Term(NamedTuple):
+    """One step of a recipe: add ``channels(code)`` to the sum so far, then zero by ``mask``."""
+
+    code: Stored[ValueCode]
+    channels: Stored[Channels] | None = None
+    mask: Stored[MaskCode] | None = None
+
+
+Recipe = tuple[Term, ...]
+
+
+class Held(ABC):
+    """Stands for one saved tensor."""
+
+    __slots__ = ("__weakref__", "recipe")
+
+    def __init__(self) -> None:
+        # How to compute the *result* of the operator that saved this, where that is known.
+        self.recipe: Recipe | None = None
+
+    @abstractmethod
+    def restore(self) -> Tensor:
+        """The tensor for backward; may be called any number of times."""
+
+
+class Kept(Held):
+    """The tensor itself, without its graph; refuses if it was changed in place since.
+
+    ``holdings`` count its storages; there are none where someone else's memory is borrowed.
+    """
+
+    __slots__ = ("_holdings", "_site", "_tensor", "_version")
+
+    def __init__(
+        self, tensor: Tensor, version: int, site: str, holdings: tuple[Holding, ...] = ()
+    ) -> None:
+        super().__init__()
+        self._tensor = tensor.detach()
+        self._version = version
+        self._site = site
+        self._holdings = holdings
+
+    def restore(self) -> Tensor:
+        """The tensor as it was saved.
+
+        Raises:
+            SavedTensorError: it was changed in place since.
+        """
+        now = self._tensor._version
+        if now != self._version:
+            raise SavedTensorError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: {self._tensor.dtype} {list(self._tensor.shape)} saved at "
+                f"{self._site} is at version {now}; expected version {self._version} instead. "
+                "Do not change it in place between forward and backward, or clone it before"
+            )
+        return self._tensor
+
+
+class Shape(Held):
+    """Geometry only; the content is never read."""
+
+    __slots__ = ("_layout",)
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__()
+        self._layout = layout
+
+    def restore(self) -> Tensor:
+        """A tensor of the right geometry with undefined content."""
+        return self._layout.empty()
+
+
+class TwoValues(Held):
+    """A mask and the two values that its bits stand for."""
+
+    __slots__ = ("_layout", "_off", "_on", "mask")
+
+    def __init__(self, mask: Stored[MaskCode], layout: Layout, off: float, on: float) -> None:
+        super().__init__()
+        self.mask = mask
+        self._layout = layout
+        self._off = off
+        self._on = on
+
+    def restore(self) -> Tensor:
+        """A tensor of the two values."""
+        out = self._layout.empty()
+        self.mask.content.decode(out, self._off, self._on)
+        return out
+
+
+class Rederived(Held):
+    """The sum that a recipe describes; a tensor with a code of its own has one term."""
+
+    __slots__ = ("_layout",)
+
+    def __init__(self, recipe: Recipe, layout: Layout) -> None:
+        super().__init__()
+        self.recipe: Recipe = recipe
+        self._layout = layout
+
+    def restore(self) -> Tensor:
+        """Decode every term onto the sum of those before it."""
+        out = self._layout.empty()
+        for place, term in enumerate(self.recipe):
+            term.code.content.decode(
+                out,
+                term.channels.content if term.channels else None,
+                term.mask.content if term.mask else None,
+                accumulate=place > 0,
+            )
+        return out
+
+
+class NormInput(Held):
+    """Input of a normalisation, coded as ``(x - mean) * inverse_deviation``.
+
+    ``mean`` and ``inverse_deviation`` are the operator's own saved statistics.
+    """
+
+    __slots__ = ("_code", "_inner", "_inverse_deviation", "_layout", "_mean")
+
+    def __init__(
+        self,
+        code: Stored[ValueCode],
+        layout: Layout,
+        mean: Tensor,
+        inverse_deviation: Tensor,
+        inner: int,
+    ) -> None:
+        super().__init__()
+        self._code = code
+        self._layout = layout
+        self._mean = mean
+        self._inverse_deviation = inverse_deviation
+        self._inner = inner
+
+    def restore(self) -> Tensor:
+        """Undo the normalisation."""
+        out = self._layout.empty()
+        deviation = self._inverse_deviation.reciprocal()
+        self._code.content.decode(out, Channels(deviation, self._mean, self._inner))
+        return out
+
+
+class Derivative(Held):
+    """Per element one of a few representative inputs, at which h' is the coded level."""
+
+    __slots__ = ("_code", "_layout", "_representatives")
+
+    def __init__(
+        self, code: Stored[DerivativeCode], layout: Layout, representatives: Tensor
+    ) -> None:
+        super().__init__()
+        self._code = code
+        self._layout = layout
+        self._representatives = representatives
+
+    def restore(self) -> Tensor:
+        """The representatives."""
+        out = self._layout.empty()
+        self._code.content.decode(out, self._representatives)
+        return out
+
+
+class Integers(Held):
+    """Packed integers or booleans; lossless."""
+
+    __slots__ = ("_code", "_layout")
+
+    def __init__(self, code: Stored[IntegerCode], layout: Layout) -> None:
+        super().__init__()
+        self._code = code
+        self._layout = layout
+
+    def restore(self) -> Tensor:
+        """The integers."""
+        out = self._layout.empty()
+        self._code.content.decode(out)
+        return out
+
+
+class Saved:
+    """What pack gives to autograd for one tensor.
+
+    ``tensor``, ``version``, ``node``, ``slot`` and ``need`` are there only from
+    pack until the operator returns; from then on ``held`` stands for the tensor.
+    ``sources`` keep plain's bytes in the ledger for as long as autograd holds this.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "held",
+        "need",
+        "node",
+        "slot",
+        "sources",
+        "tensor",
+        "version",
+    )
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor
+        self.version: int = tensor._version
+        self.node: Any = None
+        self.slot = ""
+        self.need = Need.EXACT
+        self.held: Held | None = None
+        self.sources: tuple[Source, ...] = ()
+
+    def settle(self, held: Held, sources: tuple[Source, ...] = ()) -> None:
+        """From now on ``held`` stands for the tensor."""
+        self.held = held
+        self.sources = sources
+        self.tensor = None
+        self.node = None
+
+    def restore(self) -> Tensor:
+        """The tensor for backward.
+
+        Raises:
+            SavedTensorError: it was changed in place since, or its operator raised.
+        """
+        if self.held is not None:
+            return self.held.restore()
+        if self.tensor is not None:  # an operator that looks at its own saves before it returns
+            return self.tensor.detach()
+        raise SavedTensorError(
+            "asked for a saved tensor whose operator raised an error before it returned; "
+            "run the forward pass again"
+        )
+
+
+def unpack(saved: Saved) -> Tensor:
+    """The hook that autograd calls in backward."""
+    with torch.no_grad():
+        return saved.restore()

@@ -1,0 +1,106 @@
+"""Max-pooling indices as places in the window: a few bits instead of an int64.
+
+PyTorch saves, for every output, the flat place of the maximum in the input
+plane. The window that the output looks at is known, so the place inside it is
+enough, and it has only as many values as the window has elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from daf.execution.held import Held, Stored
+from daf.store.codec import IntegerCode
+from daf.store.layout import Layout
+
+
+class Windows(NamedTuple):
+    """The windows of a max-pooling operator, one entry for each spatial dimension."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    input_size: tuple[int, ...]
+
+    @property
+    def bits(self) -> int:
+        """Bits that tell the elements of a window apart."""
+        return max(1, (math.prod(self.kernel) - 1).bit_length())
+
+    def offsets(self, indices: Tensor) -> Tensor:
+        """(…, *output) int64 flat indices to int32 places in the window, row by row."""
+        rest = indices.to(torch.int32)
+        place = torch.zeros_like(rest)
+        scale = 1
+        for axis in reversed(range(len(self.kernel))):
+            size = self.input_size[axis]
+            coordinate = rest.remainder(size) if axis else rest
+            rest = rest.div(size, rounding_mode="floor") if axis else rest
+            coordinate = coordinate - self._starts(indices.shape, axis)
+            place += coordinate.div_(self.dilation[axis], rounding_mode="floor").mul_(scale)
+            scale *= self.kernel[axis]
+        return place
+
+    def indices(self, offsets: Tensor) -> Tensor:
+        """The inverse of :meth:`offsets`."""
+        rest = offsets
+        flat = torch.zeros_like(offsets, dtype=torch.int64)
+        scale = 1
+        for axis in reversed(range(len(self.kernel))):
+            size = self.kernel[axis]
+            step = rest.remainder(size) if axis else rest
+            rest = rest.div(size, rounding_mode="floor") if axis else rest
+            coordinate = step.mul(self.dilation[axis]).add_(self._starts(offsets.shape, axis))
+            flat += coordinate.mul_(scale)
+            scale *= self.input_size[axis]
+        return flat
+
+    def _starts(self, shape: Sequence[int], axis: int) -> Tensor:
+        """Where each output's window begins along one spatial axis, shaped to broadcast."""
+        place = axis - len(self.kernel)
+        starts = torch.arange(shape[place], dtype=torch.int32)
+        starts = starts * self.stride[axis] - self.padding[axis]
+        return starts.reshape(-1, *[1] * (-place - 1))
+
+
+def windows_of(node: Any, input_shape: Sequence[int]) -> Windows:
+    """The windows of a ``MaxPool2DWithIndices`` or ``MaxPool3DWithIndices`` node."""
+    axes = 3 if "3D" in node.name() else 2
+
+    def spread(values: Sequence[int]) -> tuple[int, ...]:
+        return tuple(values) if len(values) == axes else tuple(values) * axes
+
+    kernel = spread(node._saved_kernel_size)
+    return Windows(
+        kernel,
+        spread(node._saved_stride) or kernel,
+        spread(node._saved_padding),
+        spread(node._saved_dilation),
+        tuple(input_shape[-axes:]),
+    )
+
+
+class WindowPlaces(Held):
+    """Pooling indices held as places in the window; lossless."""
+
+    __slots__ = ("_code", "_layout", "_windows")
+
+    def __init__(self, code: Stored[IntegerCode], layout: Layout, windows: Windows) -> None:
+        super().__init__()
+        self._code = code
+        self._layout = layout
+        self._windows = windows
+
+    def restore(self) -> Tensor:
+        """The int64 indices."""
+        offsets = self._layout._replace(dtype=torch.int32).empty()
+        self._code.content.decode(offsets)
+        out = self._layout.empty()
+        out.copy_(self._windows.indices(offsets))
+        return out

@@ -1,0 +1,155 @@
+"""Which results can be computed from codes that are held anyway.
+
+Autograd's nodes never change once made, so what is known is kept per node (by
+sequence number and output): "this node's result is gamma times that code plus beta", "is
+that, masked". Sums are followed through the graph on demand. Only weak
+references are kept: a code lives as long as some saved tensor needs it.
+
+A result that was changed in place without autograd's knowledge is recognised
+by its version and not trusted.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from daf.execution.held import Held, Recipe, Stored
+from daf.execution.rules import ALIASES
+from daf.store.codec import MaskCode
+from daf.store.layout import is_dense
+
+MOST_TERMS = 4  # decoding a recipe costs one pass for each term
+_MOST_ADDITIONS = 3
+
+ADDITIONS = frozenset(
+    {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__}
+)
+_RELUS = frozenset({F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_})
+FOLLOWED = ADDITIONS | _RELUS
+
+
+class _Value(NamedTuple):
+    """One output of the autograd node with this sequence number."""
+
+    sequence_number: int
+    output: int
+
+
+class _Known(NamedTuple):
+    """A node's result: its version when it was made, and what holds its recipe (None: a sum)."""
+
+    version: int
+    held: weakref.ref[Held] | None
+
+
+class Operands(NamedTuple):
+    """What an addition or ReLU was given: geometry, and whether nothing was changed behind us."""
+
+    stride: tuple[int, ...]
+    trusted: bool
+
+
+class Provenance:
+    """What is known of the results of one forward pass."""
+
+    def __init__(self) -> None:
+        self._known: dict[_Value, _Known] = {}
+
+    def clear(self) -> None:
+        """Forget everything: the forward pass is over."""
+        self._known.clear()
+
+    def learn(self, result: Tensor, held: Held) -> None:
+        """``held.recipe`` computes ``result``."""
+        node, output = _maker(result.grad_fn, result.output_nr)
+        if node is not None:
+            value = _Value(node._sequence_nr(), output)
+            self._known[value] = _Known(result._version, weakref.ref(held))
+
+    def operands(self, arguments: Sequence[Any]) -> Operands:
+        """Look at an addition's or ReLU's tensors before it runs."""
+        tensors = [argument for argument in arguments[:2] if isinstance(argument, Tensor)]
+        first = tensors[0]
+        trusted = is_dense(first) and all(
+            other.stride() == first.stride() and other.shape == first.shape for other in tensors
+        )
+        return Operands(first.stride(), trusted and all(map(self._is_unchanged, tensors)))
+
+    def learn_sum(self, arguments: Sequence[Any], result: Tensor, operands: Operands) -> None:
+        """``result`` is the sum of two tensors of one geometry."""
+        node: Any = result.grad_fn
+        if (
+            operands.trusted
+            and node is not None
+            and node.name() == "AddBackward0"
+            and node._saved_alpha == 1
+            and len(arguments) == 2
+            and isinstance(arguments[1], Tensor)
+            and result.stride() == operands.stride
+        ):
+            self._known[_Value(node._sequence_nr(), 0)] = _Known(result._version, None)
+
+    def recipe(self, tensor: Tensor, version: int) -> Recipe | None:
+        """How to compute a saved tensor from codes, or None."""
+        known = self._find(tensor.grad_fn, tensor.output_nr)
+        if known is None or known.version != version:
+            return None
+        found = self._resolve((tensor.grad_fn, tensor.output_nr), _MOST_ADDITIONS)
+        count = tensor.numel()
+        if found is None or any(term.code.content.count != count for term in found):
+            return None
+        return found
+
+    def masked(self, node: Any, operands: Operands, mask: Stored[MaskCode]) -> Recipe | None:
+        """The recipe of a ReLU's result, if that of its input is known."""
+        if not operands.trusted:
+            return None
+        found = self._resolve(node.next_functions[0], _MOST_ADDITIONS)
+        if found is None:
+            return None
+        return (*found[:-1], found[-1]._replace(mask=mask)) if found[-1].mask is None else None
+
+    def _is_unchanged(self, tensor: Tensor) -> bool:
+        known = self._find(tensor.grad_fn, tensor.output_nr)
+        return known is None or known.version == tensor._version
+
+    def _find(self, node: Any, output: int) -> _Known | None:
+        node, output = _maker(node, output)
+        return self._known.get(_Value(node._sequence_nr(), output)) if node is not None else None
+
+    def _resolve(self, edge: tuple[Any, int], additions: int) -> Recipe | None:
+        known = self._find(*edge)
+        if known is None:
+            return None
+        if known.held is not None:
+            held = known.held()
+            return held.recipe if held is not None else None
+        if additions == 0:
+            return None
+        terms = _maker(*edge)[0].next_functions[:2]
+        first, second = (self._resolve(below, additions - 1) for below in terms)
+        return _sum(first, second) if first and second else None
+
+
+def _maker(node: Any, output: int) -> tuple[Any, int]:
+    """The node and output that made this memory: views are looked through."""
+    while node is not None and node.name() in ALIASES:
+        node, output = node.next_functions[0]
+    return node, output
+
+
+def _sum(first: Recipe, second: Recipe) -> Recipe | None:
+    """One chain for both: the part that is appended must have no mask, which would zero both."""
+    if len(first) + len(second) > MOST_TERMS:
+        return None
+    if all(term.mask is None for term in second):
+        return first + second
+    if all(term.mask is None for term in first):
+        return second + first
+    return None

@@ -1,0 +1,135 @@
+"""Where in the model an operator runs: module paths, call counts, stable names and seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+from threading import get_ident
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as global_hooks
+
+from daf.plan import Need, Site, SiteReport, Treatment
+
+OUTSIDE = "<outside>"  # the module path of operators that run in no module, such as a loss function
+_WORD = 2**64
+
+
+class SiteRecord:
+    """What happened at one site since the step began (bytes)."""
+
+    __slots__ = ("held_bytes", "name_hash", "need", "plain_bytes", "site", "treatment", "uses")
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.name_hash = int.from_bytes(blake2b(str(site).encode(), digest_size=8).digest())
+        self.clear()
+
+    def clear(self) -> None:
+        """A new step begins."""
+        self.uses = 0
+        self.plain_bytes = 0
+        self.held_bytes = 0
+        self.need = Need.EXACT
+        self.treatment: Treatment | None = None
+
+    def report(self) -> SiteReport:
+        """As data."""
+        assert self.treatment is not None
+        return SiteReport(self.site, self.need, self.treatment, self.plain_bytes, self.held_bytes)
+
+
+class _Frame:
+    """One running module call."""
+
+    __slots__ = ("calls", "module", "path")
+
+    def __init__(self, module: nn.Module | None, path: str) -> None:
+        self.module = module
+        self.path = path
+        self.calls: dict[str, int] = {}
+
+
+class SiteTracker:
+    """Follows the module calls of one thread and names what runs inside them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._model = model  # keeps the ids above valid
+        self._frames = [_Frame(None, OUTSIDE)]
+        self._records: dict[tuple[str, str, int, int], SiteRecord] = {}
+        self._thread = 0
+
+    def begin_step(self) -> None:
+        """Forget the bytes and uses of the step before."""
+        for record in self._records.values():
+            record.clear()
+
+    def reports(self) -> Iterator[SiteReport]:
+        """Every site used since the step began, in order of first use ever."""
+        return (record.report() for record in self._records.values() if record.uses)
+
+    def next_call(self, operator: str) -> tuple[str, int]:
+        """The current module's path, and how many calls of ``operator`` came before in it."""
+        frame = self._frames[-1]
+        count = frame.calls.get(operator, 0)
+        frame.calls[operator] = count + 1
+        return frame.path, count
+
+    def record(self, path: str, operator: str, call: int, save: int) -> SiteRecord:
+        """The record of one site, marked as used once more."""
+        key = (path, operator, call, save)
+        found = self._records.get(key)
+        if found is None:
+            found = self._records[key] = SiteRecord(Site(*key))
+        found.uses += 1
+        return found
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Follow this thread's module calls; hooks are removed at the end, whatever happens."""
+        outer_frames, outer_thread = self._frames, self._thread
+        self._frames, self._thread = [_Frame(None, OUTSIDE)], get_ident()
+        enter = global_hooks.register_module_forward_pre_hook(self._enter)
+        leave = global_hooks.register_module_forward_hook(self._leave, always_call=True)
+        try:
+            yield
+        finally:
+            enter.remove()
+            leave.remove()
+            self._frames, self._thread = outer_frames, outer_thread
+
+    def _enter(self, module: nn.Module, _inputs: Any) -> None:
+        if get_ident() == self._thread:
+            self._frames.append(_Frame(module, self._path(module)))
+
+    def _leave(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
+        """Return to the caller's frame; frames of calls that never left go with it."""
+        if get_ident() != self._thread:
+            return
+        for depth in range(len(self._frames) - 1, 0, -1):
+            if self._frames[depth].module is module:
+                del self._frames[depth:]
+                return
+
+    def _path(self, module: nn.Module) -> str:
+        known: str | None = self._paths.get(id(module))
+        if known is not None:
+            return known
+        return f"{self._frames[-1].path}/<{type(module).__name__}>"
+
+
+def mix_key(*parts: int) -> int:
+    """A 64-bit key from integers: the same for the same ones, on every machine.
+
+    Every part passes through splitmix64's finaliser (Steele et al., OOPSLA 2014).
+    """
+    key = 0
+    for part in parts:
+        key = (key + part + 0x9E3779B97F4A7C15) % _WORD
+        key = (key ^ (key >> 30)) * 0xBF58476D1CE4E5B9 % _WORD
+        key = (key ^ (key >> 27)) * 0x94D049BB133111EB % _WORD
+        key ^= key >> 31
+    return key

@@ -1,0 +1,136 @@
+"""Derivative codes for smooth activations, in terms of the tensor that PyTorch saves.
+
+PyTorch's own backward reads the saved tensor and computes h'. So an interval is
+represented by a saved value at which h' *is* the interval's level; it exists
+wherever h' is continuous on the interval, by the mean value theorem, because
+the level is the mean of h' there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from daf.kernels.tables import derivative_table
+
+_Function = Callable[[Tensor], Tensor]
+_RANGE = 100.0  # weighted range of inputs, as in the tables' source
+_SAVES_RESULT = frozenset({"SigmoidBackward0", "TanhBackward0"})
+
+
+class SmoothCode(NamedTuple):
+    """Borders between intervals of the saved tensor, and a saved value for each interval."""
+
+    borders: Tensor  # (2**bits - 1,) float32, ascending
+    representatives: Tensor  # (2**bits,) float32
+
+
+def smooth_code(node: Any, bits: int) -> SmoothCode | None:
+    """The code for an activation's node; None where no sound one exists."""
+    name = node.name()
+    with (
+        torch._C.DisableTorchFunction(),
+        torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+        torch.autocast("cpu", enabled=False),
+        torch.enable_grad(),
+    ):
+        return _code(name, _parameters(node), bits)
+
+
+def _parameters(node: Any) -> tuple[Any, ...]:
+    name = node.name()
+    if name == "GeluBackward0":
+        return (node._saved_approximate,)
+    if name == "SoftplusBackward0":
+        return (float(node._saved_beta), float(node._saved_threshold))
+    if name == "EluBackward0":
+        return (
+            float(node._saved_alpha),
+            float(node._saved_scale),
+            float(node._saved_input_scale),
+        )
+    if name == "CeluBackward0":
+        return (float(node._saved_alpha),)
+    return ()
+
+
+def _activation(name: str, parameters: tuple[Any, ...]) -> _Function:
+    plain: dict[str, _Function] = {
+        "SiluBackward0": F.silu,
+        "MishBackward0": F.mish,
+        "HardswishBackward0": F.hardswish,
+        "SigmoidBackward0": torch.sigmoid,
+        "TanhBackward0": torch.tanh,
+    }
+    if name in plain:
+        return plain[name]
+    if name == "GeluBackward0":
+        return lambda x: F.gelu(x, approximate=parameters[0])
+    if name == "SoftplusBackward0":
+        return lambda x: F.softplus(x, *parameters)
+    if name == "CeluBackward0":
+        return lambda x: F.celu(x, *parameters)
+    return lambda x: torch.ops.aten.elu(x, *parameters)
+
+
+@cache
+def _code(name: str, parameters: tuple[Any, ...], bits: int) -> SmoothCode | None:
+    function = _activation(name, parameters)
+
+    def activation(x: NDArray[np.float64]) -> NDArray[np.float64]:
+        values: NDArray[np.float64] = function(torch.from_numpy(np.ascontiguousarray(x))).numpy()
+        return values
+
+    found = derivative_table(activation, bits, -_RANGE, _RANGE)
+    borders, levels = (torch.from_numpy(part.astype(np.float64)) for part in found)
+    ends = torch.cat([torch.tensor([-_RANGE]), borders, torch.tensor([_RANGE])])
+    inputs = _where_derivative_is(function, levels, ends)
+    if inputs is None:
+        return None
+    if name in _SAVES_RESULT:
+        borders, inputs = function(borders), function(inputs)
+    return SmoothCode(borders.float(), inputs.float())
+
+
+def _where_derivative_is(function: _Function, levels: Tensor, ends: Tensor) -> Tensor | None:
+    """In each interval an input at which the derivative is the level; None if one lacks it."""
+    found = []
+    for level, low, high in zip(levels, ends[:-1], ends[1:], strict=True):
+        grid = torch.linspace(float(low), float(high), 200_001, dtype=torch.float64)
+        gap = _derivative(function, grid) - level
+        best = int(gap.abs().argmin())
+        left, right = max(best - 1, 0), min(best + 1, len(grid) - 1)
+        if gap[left] * gap[right] < 0:
+            root = _bisect(function, level, grid[left], grid[right])
+        elif abs(gap[best]) < 1e-6:
+            root = grid[best]
+        else:
+            return None
+        if abs(_derivative(function, root) - level) > 1e-4:
+            return None  # the derivative jumps over the level
+        found.append(root)
+    return torch.stack(found)
+
+
+def _bisect(function: _Function, level: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    rising = _derivative(function, high) > level
+    for _ in range(60):
+        middle = 0.5 * (low + high)
+        if (_derivative(function, middle) > level) == rising:
+            high = middle
+        else:
+            low = middle
+    return 0.5 * (low + high)
+
+
+def _derivative(function: _Function, x: Tensor) -> Tensor:
+    x = x.detach().clone().requires_grad_()
+    (slope,) = torch.autograd.grad(function(x).sum(), x)
+    return slope

@@ -1,0 +1,325 @@
+"""Carrying out a treatment: a saved tensor and a method in, what is held instead out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from daf.errors import CodecError
+from daf.execution.accounting import Holding, Ledger, Source
+from daf.execution.held import (
+    Derivative,
+    Held,
+    Integers,
+    Kept,
+    NormInput,
+    Rederived,
+    Saved,
+    Shape,
+    Stored,
+    Term,
+    TwoValues,
+)
+from daf.execution.normalisation import normalisation_of
+from daf.execution.pooling import WindowPlaces, windows_of
+from daf.execution.provenance import Operands, Provenance
+from daf.execution.rules import saved_in, sign_rule, tensors_in
+from daf.execution.smooth import smooth_code
+from daf.kernels import Predicate
+from daf.plan import KEEP, Method, Need, Treatment
+from daf.store.buffers import Store
+from daf.store.codec import (
+    DerivativeCode,
+    IntegerCode,
+    MaskCode,
+    ValueCode,
+    is_codable,
+)
+from daf.store.layout import is_dense, layout_of, overlaps
+
+SMALL_BYTES = 4096  # smaller tensors are kept: their codes' headers and our objects cost as much
+_REDERIVED = Treatment(Method.REDERIVE)
+_INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+_VALUE_METHODS = frozenset({Method.KEEP, Method.ROTATED, Method.MINMAX})
+SOUND: Mapping[Need, frozenset[Method]] = {
+    Need.LINEAR: _VALUE_METHODS,
+    Need.NORM: _VALUE_METHODS,
+    Need.PRODUCT: _VALUE_METHODS,
+    Need.PROBABILITY: _VALUE_METHODS,
+    Need.SMOOTH: frozenset({Method.KEEP, Method.DERIVATIVE}),
+    Need.SIGN: frozenset({Method.KEEP, Method.MASK}),
+    Need.TWO_VALUED: frozenset({Method.KEEP, Method.MASK}),
+    Need.INTEGER: frozenset({Method.KEEP, Method.PACK}),
+    Need.SHAPE: frozenset({Method.KEEP, Method.DROP}),
+    Need.EXACT: frozenset({Method.KEEP}),
+}
+
+
+class Call(NamedTuple):
+    """The operator call that saves: its function, what it was given, what it returned."""
+
+    operator: Any
+    arguments: Sequence[Any]
+    keywords: Mapping[str, Any]
+    result: Any
+    operands: Operands | None
+
+
+class Job(NamedTuple):
+    """One saved tensor to treat."""
+
+    saved: Saved
+    tensor: Tensor
+    need: Need
+    treatment: Treatment
+    source: Source
+    call: Call
+    site: str
+    key: int
+
+
+def is_treatable(tensor: Tensor) -> bool:
+    """Can anything but keeping be done? (A plain strided CPU tensor that is not small.)"""
+    return (
+        tensor.layout is torch.strided
+        and tensor.nbytes >= SMALL_BYTES
+        and tensor.device.type == "cpu"
+        and type(tensor) in (Tensor, torch.nn.Parameter)
+        and not tensor.is_complex()
+        and not tensor.is_quantized
+        and not tensor.is_neg()
+    )
+
+
+def is_integer(tensor: Tensor) -> bool:
+    """Is this a tensor of booleans or integers that can be packed?"""
+    return tensor.dtype in _INTEGERS
+
+
+class Treater:
+    """Turns saved tensors into what is held instead, sharing whatever is already held."""
+
+    def __init__(self, store: Store, ledger: Ledger, provenance: Provenance) -> None:
+        self._store = store
+        self._ledger = ledger
+        self._provenance = provenance
+
+    def treat(self, job: Job, *, rederive: bool) -> tuple[Held, Treatment]:
+        """What to hold, and the treatment that it really is.
+
+        Raises:
+            CodecError: the treatment is unsound for the tensor's need.
+        """
+        method = job.treatment.method
+        if method not in SOUND[job.need]:
+            allowed = ", ".join(sorted(SOUND[job.need]))
+            raise CodecError(
+                f"asked for {method} at {job.site}, whose backward needs {job.need}; "
+                f"sound there: {allowed}"
+            )
+        held = self._try(job, rederive) if method is not Method.KEEP else None
+        if held is None:
+            return self.keep(job.tensor, job.saved.version, job.site, (job.source,)), KEEP
+        return held, _REDERIVED if _is_borrowed(held) else job.treatment
+
+    def keep(self, tensor: Tensor, version: int, site: str, sources: tuple[Source, ...]) -> Held:
+        """Hold the tensor itself; each storage it consists of is counted once."""
+        return Kept(tensor, version, site, tuple(map(self._kept, sources)))
+
+    def _kept(self, source: Source) -> Holding:
+        holding = source.recall("kept", Holding)
+        if holding is None:
+            holding = Holding(self._ledger, source.nbytes)
+            source.remember("kept", holding)
+        return holding
+
+    def _try(self, job: Job, rederive: bool) -> Held | None:
+        if job.tensor._version != job.saved.version:
+            return None  # changed in place within its operator: keeping reports it in backward
+        if job.need is Need.SHAPE:
+            return Shape(layout_of(job.tensor)) if is_dense(job.tensor) else None
+        if job.source.recall("kept", Holding) is not None and job.need is not Need.NORM:
+            return None  # the storage stays alive anyway
+        if job.need is Need.INTEGER:
+            return self._pack(job)
+        if not is_codable(job.tensor.dtype) or overlaps(job.tensor):
+            return None
+        if job.need is Need.SIGN:
+            return self._sign(job, rederive)
+        if job.need is Need.TWO_VALUED:
+            return self._two_values(job)
+        if job.need is Need.SMOOTH:
+            return self._derivative(job)
+        return self._values(job, rederive)
+
+    # --- lossless ---------------------------------------------------------------------------
+
+    def _pack(self, job: Job) -> Held | None:
+        if not is_dense(job.tensor):
+            return None
+        if job.saved.slot == "result1" and "MaxPool" in job.saved.node.name():
+            return self._window_places(job)
+        key = self._content_key(job, "integers")
+        code = job.source.recall(key, Stored)
+        if code is None:
+            packed = self._packed(job.tensor)
+            if packed is None:
+                return None
+            code = Stored(self._ledger, packed)
+            job.source.remember(key, code)
+        return Integers(code, layout_of(job.tensor))
+
+    def _packed(self, tensor: Tensor) -> IntegerCode | None:
+        if tensor.dtype is torch.bool:
+            return IntegerCode(self._store, tensor, 1, 0)
+        signed = tensor.view(torch.int8) if tensor.dtype is torch.uint8 else tensor
+        low, high = (int(bound) for bound in torch.aminmax(signed))
+        bits = max(1, (high - low).bit_length())
+        if bits >= 8 * tensor.element_size():
+            return None
+        return IntegerCode(self._store, tensor, bits, low)
+
+    def _window_places(self, job: Job) -> Held | None:
+        pooled = saved_in(job.saved.node, "self")
+        if pooled is None:
+            return None
+        windows = windows_of(job.saved.node, _shape_of(pooled))
+        places = windows.offsets(job.tensor)
+        code = Stored(self._ledger, IntegerCode(self._store, places, windows.bits, 0))
+        return WindowPlaces(code, layout_of(job.tensor), windows)
+
+    def _sign(self, job: Job, rederive: bool) -> Held | None:
+        rule = sign_rule(job.saved.node, job.tensor.dtype)
+        if rule is None or not is_dense(job.tensor):
+            return None
+        key = self._content_key(job, "mask", rule.predicate, rule.low, rule.high)
+        mask = job.source.recall(key, Stored)
+        if mask is None:
+            code = MaskCode(self._store, job.tensor, rule.predicate, rule.low, rule.high)
+            mask = Stored(self._ledger, code)
+            job.source.remember(key, mask)
+        held = TwoValues(mask, layout_of(job.tensor), rule.off_value, rule.on_value)
+        if rederive and job.call.operands is not None and job.saved.slot == "result":
+            self._learn_relu(job, held)
+        return held
+
+    def _learn_relu(self, job: Job, held: TwoValues) -> None:
+        assert job.call.operands is not None
+        if job.tensor.stride() != job.call.operands.stride:
+            return
+        held.recipe = self._provenance.masked(job.saved.node, job.call.operands, held.mask)
+        if held.recipe is not None:
+            self._provenance.learn(job.tensor, held)
+
+    def _two_values(self, job: Job) -> Held | None:
+        """Dropout's noise, if it really takes two values."""
+        if not is_dense(job.tensor):
+            return None
+        low, high = (float(bound) for bound in torch.aminmax(job.tensor))
+        if not low < high:
+            return None
+        code = MaskCode(self._store, job.tensor, Predicate.ABOVE, low)
+        layout = layout_of(job.tensor)
+        again = layout.empty()
+        code.decode(again, low, high)
+        if not torch.equal(again, job.tensor):
+            return None
+        return TwoValues(Stored(self._ledger, code), layout, low, high)
+
+    # --- lossy ------------------------------------------------------------------------------
+
+    def _derivative(self, job: Job) -> Held | None:
+        table = smooth_code(job.saved.node, job.treatment.bits)
+        if table is None:
+            return None
+        dense = _dense(job.tensor)
+        code = DerivativeCode.encode(self._store, dense, job.treatment.bits, table.borders)
+        if code is None:
+            return None
+        stored = Stored(self._ledger, code)
+        return Derivative(stored, layout_of(dense), table.representatives)
+
+    def _values(self, job: Job, rederive: bool) -> Held | None:
+        held: Held | None
+        if job.need is Need.NORM and is_dense(job.tensor):
+            held = self._normalised(job, rederive)
+        else:
+            held = self._rederived(job) if rederive else None
+        if held is not None:
+            return held
+        dense = _dense(job.tensor)
+        key = self._content_key(job, job.treatment)
+        code = job.source.recall(key, Stored)
+        if code is None:
+            value = ValueCode(self._store, dense, job.treatment, job.key)
+            code = Stored(self._ledger, value)
+            job.source.remember(key, code)
+        held = Rederived((Term(code),), layout_of(dense))
+        if rederive and dense is job.tensor and not _is_result(job):
+            self._provenance.learn(job.tensor, held)
+        return held
+
+    def _rederived(self, job: Job) -> Held | None:
+        """From codes held anyway, if they are at least as wide as the plan asks for here."""
+        recipe = self._provenance.recipe(job.tensor, job.saved.version)
+        if recipe is None or not is_dense(job.tensor):
+            return None
+        if any(term.code.content.treatment.bits < job.treatment.bits for term in recipe):
+            return None
+        return Rederived(recipe, layout_of(job.tensor))
+
+    def _normalised(self, job: Job, rederive: bool) -> Held | None:
+        node = job.saved.node
+        call = job.call
+        done = normalisation_of(node, job.tensor, call.operator, call.arguments, call.keywords)
+        if done is None:
+            return None
+        code = Stored(
+            self._ledger,
+            ValueCode(self._store, job.tensor, job.treatment, job.key, done.forward()),
+        )
+        held = NormInput(code, layout_of(job.tensor), done.mean, done.inverse_deviation, done.inner)
+        result = _first_result(call.result)
+        if rederive and result is not None and result.stride() == job.tensor.stride():
+            channels = Stored(self._ledger, done.result) if done.result is not None else None
+            if channels is not None or done.plain:
+                held.recipe = (Term(code, channels),)
+                self._provenance.learn(result, held)
+        return held
+
+    @staticmethod
+    def _content_key(job: Job, *kind: Any) -> tuple[Any, ...]:
+        """Tells apart what is coded: dense tensors in memory order, whatever their shape."""
+        tensor = job.tensor
+        geometry = () if is_dense(tensor) else (tuple(tensor.shape), tensor.stride())
+        place = (tensor.storage_offset(), tensor.numel(), tensor.dtype, job.saved.version)
+        return (*kind, *place, geometry)
+
+
+def _is_borrowed(held: Held) -> bool:
+    """Does this hold only codes that others made?"""
+    if not isinstance(held, Rederived):
+        return False
+    return len(held.recipe) > 1 or held.recipe[0][1:] != (None, None)
+
+
+def _is_result(job: Job) -> bool:
+    return any(job.tensor.data_ptr() == out.data_ptr() for out in tensors_in(job.call.result))
+
+
+def _first_result(result: Any) -> Tensor | None:
+    return next(iter(tensors_in(result)), None)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """The tensor, or where there are gaps in its memory a copy without them, in the same order."""
+    return tensor if is_dense(tensor) else tensor.detach().clone()
+
+
+def _shape_of(saved: Saved) -> tuple[int, ...]:
+    if saved.tensor is not None:
+        return tuple(saved.tensor.shape)
+    return tuple(saved.restore().shape)

@@ -1,0 +1,62 @@
+"""The geometry of a tensor: what must be restored around decoded content."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Layout(NamedTuple):
+    """Shape, stride (elements), dtype and device of a dense tensor.
+
+    A decoded tensor has a storage of its own and begins at its first element.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self) -> Tensor:
+        """A tensor of this geometry; content undefined and, for large ones, not yet paged in."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+
+def layout_of(tensor: Tensor) -> Layout:
+    """The geometry of a strided tensor."""
+    return Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Do the elements fill one unbroken piece of memory, each place once?
+
+    True for every permutation of a contiguous tensor (channels-last, transposed);
+    strides of dimensions of size 1 do not matter.
+    """
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def overlaps(tensor: Tensor) -> bool:
+    """May two elements share one place in memory (an expanded or self-overlapping view)?
+
+    Errs on the side of yes, as PyTorch's own check does.
+    """
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
