@@ -39,6 +39,17 @@ _CLASSES = (
 _KEYS = ("x_train", "y_train", "x_test", "y_test")
 _TRAIN_FILES = tuple(f"data_batch_{number}" for number in range(1, 6))
 _TEST_FILE = "test_batch"
+# What the unpickler raises for bytes that are no pickle, or half of one.
+_UNREADABLE = (
+    OSError,
+    EOFError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    pickle.UnpicklingError,
+)
 
 
 def load_cifar10(path: Path) -> ImageData:
@@ -78,7 +89,8 @@ def _named(
 
 def _from_npz(path: Path) -> tuple[LabelledImages, LabelledImages, tuple[str, ...]]:
     try:
-        with np.load(path, allow_pickle=False) as file:
+        # Opened here, because numpy leaves a file that it cannot read open.
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             missing = [key for key in _KEYS if key not in file]
             if missing:
                 raise DataError(
@@ -114,7 +126,7 @@ def _read_batch(path: Path) -> LabelledImages:
     except FileNotFoundError as error:
         needed = ", ".join((*_TRAIN_FILES, _TEST_FILE))
         raise DataError(f"{path} is missing; a CIFAR-10 folder holds {needed}") from error
-    except (OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
+    except _UNREADABLE as error:
         raise DataError(
             f"{path} is not a whole CIFAR-10 batch ({error}); fetch it again"
         ) from error
@@ -145,7 +157,14 @@ def _allowed(module: str, name: str) -> Callable[..., Any]:
     known: dict[tuple[str, str], Callable[..., Any]] = {
         ("numpy", "ndarray"): np.ndarray,
         ("numpy", "dtype"): np.dtype,
+        ("_codecs", "encode"): _encode_latin1,  # how Python 3 writes bytes for Python 2
     }
     if (module, name) not in known:
         raise pickle.UnpicklingError(f"it asks to run {module}.{name}, which no image data needs")
     return known[module, name]
+
+
+def _encode_latin1(text: str, encoding: str) -> bytes:
+    if encoding != "latin1":
+        raise pickle.UnpicklingError(f"it asks for the codec {encoding!r}")
+    return text.encode("latin1")

@@ -47,7 +47,10 @@ class Recipe:
             UnknownNameError: the factory needs arguments that data do not tell, or
                 returns no module.
         """
-        named = inspect.signature(self.factory).parameters
+        try:
+            named = inspect.signature(self.factory).parameters
+        except ValueError as error:
+            raise UnknownNameError(f"{self.name!r} does not tell its arguments: {error}") from error
         missing = [
             name
             for name, parameter in named.items()
