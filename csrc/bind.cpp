@@ -1,3 +1,203 @@
-#include <nanobind/nanobind.h>
+// Python's way in: raw addresses, no Python objects touched while a kernel runs.
+//
+// daf/kernels/cpu.py is the only caller and has checked every argument; what is checked again
+// here is only what would otherwise read or write outside the caller's memory.
 
-NB_MODULE(_native, module) { module.attr("FORMAT_VERSION") = 1; }
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+
+#include "dispatch.h"
+#include "threads.h"
+
+namespace nb = nanobind;
+
+namespace daf {
+namespace {
+
+// Larger results than this leave the caches before anybody reads them.
+constexpr uint64_t stream_from_bytes = 8 << 20;
+
+template <class T>
+T* at(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// (channels, inner, scale, shift), or an empty tuple for none.
+Affine make_affine(const nb::tuple& fields) {
+  if (fields.size() == 0) return {};
+  return {nb::cast<uint64_t>(fields[0]), nb::cast<uint64_t>(fields[1]),
+          at<const float>(nb::cast<uintptr_t>(fields[2])),
+          at<const float>(nb::cast<uintptr_t>(fields[3]))};
+}
+
+Source make_source(uintptr_t address, int type, uint64_t count, const Affine& affine) {
+  return {at<const void>(address), ElementType(type), count, affine};
+}
+
+Target make_target(uintptr_t address, int type, uint64_t count, const Affine& affine, uintptr_t mask,
+                   bool accumulate) {
+  const bool stream = !accumulate && count * 4 >= stream_from_bytes;
+  return {at<void>(address), ElementType(type), count, affine, at<const uint32_t>(mask), accumulate,
+          stream};
+}
+
+Target plain_target(uintptr_t address, int type, uint64_t count) {
+  return make_target(address, type, count, {}, 0, false);
+}
+
+const KernelTable& table_named(const std::string& name) {
+  const KernelTable* table = name.empty() ? available_tables().front() : find_table(name);
+  if (!table) throw nb::value_error("no such instruction set on this processor");
+  return *table;
+}
+
+template <class Job>
+struct Call {
+  const Job& job;
+  Kernel<Job> kernel;
+};
+
+template <class Job>
+bool run(const Job& job, Kernel<Job> kernel, uint64_t count, int threads) {
+  const Call<Job> call{job, kernel};
+  const nb::gil_scoped_release release;
+  return run_ranges(
+      [](const void* opaque, size_t first, size_t last) {
+        const auto& here = *static_cast<const Call<Job>*>(opaque);
+        return here.kernel(here.job, first, last);
+      },
+      &call, block_count(count), threads);
+}
+
+void encode_rotated(const std::string& set, uintptr_t source, int type, uint64_t count, int bits,
+                    int rounds, uint64_t key, uintptr_t planes, uintptr_t headers,
+                    uintptr_t thresholds, uintptr_t levels, int threads, const nb::tuple& affine) {
+  const EncodeRotated job{make_source(source, type, count, make_affine(affine)),
+                          bits,
+                          rounds,
+                          key,
+                          at<uint32_t>(planes),
+                          at<uint16_t>(headers),
+                          at<const float>(thresholds),
+                          at<const float>(levels)};
+  run(job, table_named(set).encode_rotated, count, threads);
+}
+
+void decode_rotated(const std::string& set, uintptr_t planes, uintptr_t headers, uint64_t count,
+                    int kept_bits, int rounds, uint64_t key, uintptr_t levels,
+                    uintptr_t destination, int type, int threads, const nb::tuple& affine, uintptr_t mask,
+                    bool accumulate) {
+  const DecodeRotated job{make_target(destination, type, count, make_affine(affine), mask, accumulate),
+                          kept_bits,
+                          rounds,
+                          key,
+                          at<const uint32_t>(planes),
+                          at<const uint16_t>(headers),
+                          at<const float>(levels)};
+  run(job, table_named(set).decode_rotated, count, threads);
+}
+
+void encode_minmax(const std::string& set, uintptr_t source, int type, uint64_t count, int bits,
+                   uint64_t key, uintptr_t planes, uintptr_t headers, int threads,
+                   const nb::tuple& affine) {
+  const EncodeMinmax job{make_source(source, type, count, make_affine(affine)), bits, key, at<uint32_t>(planes),
+                         at<uint16_t>(headers)};
+  run(job, table_named(set).encode_minmax, count, threads);
+}
+
+void decode_minmax(const std::string& set, uintptr_t planes, uintptr_t headers, uint64_t count,
+                   int bits, uintptr_t destination, int type, int threads, const nb::tuple& affine,
+                   uintptr_t mask, bool accumulate) {
+  const DecodeMinmax job{make_target(destination, type, count, make_affine(affine), mask, accumulate), bits,
+                         at<const uint32_t>(planes), at<const uint16_t>(headers)};
+  run(job, table_named(set).decode_minmax, count, threads);
+}
+
+void encode_mask(const std::string& set, uintptr_t source, int type, uint64_t count, int predicate,
+                 float low, float high, uintptr_t words, int threads) {
+  const EncodeMask job{make_source(source, type, count, {}), Predicate(predicate), low, high,
+                       at<uint32_t>(words)};
+  run(job, table_named(set).encode_mask, count, threads);
+}
+
+void decode_mask(const std::string& set, uintptr_t words, uint64_t count, float off_value,
+                 float on_value, uintptr_t destination, int type, int threads) {
+  const DecodeMask job{plain_target(destination, type, count), at<const uint32_t>(words), off_value,
+                       on_value};
+  run(job, table_named(set).decode_mask, count, threads);
+}
+
+bool encode_derivative(const std::string& set, uintptr_t source, int type, uint64_t count, int bits,
+                       uintptr_t borders, uintptr_t planes, int threads) {
+  const EncodeDerivative job{make_source(source, type, count, {}), bits,
+                             at<const float>(borders), at<uint32_t>(planes)};
+  return run(job, table_named(set).encode_derivative, count, threads);
+}
+
+void decode_derivative(const std::string& set, uintptr_t planes, uint64_t count, int bits,
+                       uintptr_t levels, uintptr_t destination, int type, int threads) {
+  const DecodeDerivative job{plain_target(destination, type, count), bits, at<const float>(levels),
+                             at<const uint32_t>(planes)};
+  run(job, table_named(set).decode_derivative, count, threads);
+}
+
+bool encode_integers(const std::string& set, uintptr_t source, int item_bytes, uint64_t count,
+                     int bits, uint64_t base, uintptr_t planes, int threads) {
+  const EncodeIntegers job{at<const void>(source), item_bytes, count, bits, base,
+                           at<uint32_t>(planes)};
+  return run(job, table_named(set).encode_integers, count, threads);
+}
+
+void decode_integers(const std::string& set, uintptr_t planes, uint64_t count, int bits,
+                     uint64_t base, uintptr_t destination, int item_bytes, int threads) {
+  const DecodeIntegers job{at<const uint32_t>(planes), count,      bits, base,
+                           at<void>(destination),      item_bytes};
+  run(job, table_named(set).decode_integers, count, threads);
+}
+
+// The yardstick of the benchmarks: the C library's copy, split as the kernels are.
+struct CopyJob {
+  const char* source;
+  char* destination;
+  uint64_t bytes;
+};
+
+bool copy_range(const CopyJob& job, size_t first, size_t last) {
+  const uint64_t from = first * block_elements;
+  const uint64_t to = last * block_elements < job.bytes ? last * block_elements : job.bytes;
+  std::memcpy(job.destination + from, job.source + from, to - from);
+  return true;
+}
+
+void copy(uintptr_t source, uintptr_t destination, uint64_t bytes, int threads) {
+  const CopyJob job{at<const char>(source), at<char>(destination), bytes};
+  run(job, copy_range, bytes, threads);
+}
+
+std::vector<std::string> instruction_sets() {
+  std::vector<std::string> names;
+  for (const KernelTable* table : available_tables()) names.emplace_back(table->name);
+  return names;
+}
+
+}  // namespace
+}  // namespace daf
+
+NB_MODULE(_native, module) {
+  module.attr("FORMAT_VERSION") = 1;
+  module.def("instruction_sets", &daf::instruction_sets);
+  module.def("encode_rotated", &daf::encode_rotated);
+  module.def("decode_rotated", &daf::decode_rotated);
+  module.def("encode_minmax", &daf::encode_minmax);
+  module.def("decode_minmax", &daf::decode_minmax);
+  module.def("encode_mask", &daf::encode_mask);
+  module.def("decode_mask", &daf::decode_mask);
+  module.def("encode_derivative", &daf::encode_derivative);
+  module.def("decode_derivative", &daf::decode_derivative);
+  module.def("encode_integers", &daf::encode_integers);
+  module.def("decode_integers", &daf::decode_integers);
+  module.def("copy", &daf::copy);
+}

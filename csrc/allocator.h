@@ -1,0 +1,79 @@
+// The processor's memory as an account: what PyTorch's CPU tensors and oneDNN's scratch hold is
+// counted, bounded by a limit and recycled. One per process; off until installed.
+//
+// Linux on x86-64 and aarch64; elsewhere `install` says why not and nothing else does anything.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "allocator_account.h"
+
+namespace daf::allocator {
+
+// Asked for `needed_bytes` that the limit does not leave; returns how many it freed (0: none, the
+// allocation fails). Called on the thread that allocates, with no lock of ours held.
+using Reclaim = uint64_t (*)(void* context, uint64_t needed_bytes);
+
+struct Settings {
+  uint64_t cap_bytes = no_limit;    // the most that may lie recycled
+  uint64_t limit_bytes = no_limit;  // the most that the account may hold
+};
+
+// "" where this system can redirect allocations, else why it cannot.
+std::string unsupported_reason();
+
+// Redirects the allocations of the libraries in `directories`. Returns "" or what was found
+// instead. Nests: as many `remove` undo as many `install`.
+std::string install(const std::vector<std::string>& directories);
+// Returns how many of our large blocks survive. They stay valid; while there are any, `free`
+// stays redirected, so that whoever frees them reaches the right owner.
+uint64_t remove();
+bool is_installed();
+// Redirects libraries that were loaded since; cheap when there are none.
+void refresh();
+
+void set_cap(uint64_t bytes);
+void set_limit(uint64_t bytes);
+Settings settings();
+void set_reclaim(Reclaim reclaim, void* context);
+
+// The pool's bytes, in the same account: false (and nothing charged) where the limit leaves no
+// room even after the recycled blocks are given back. Never calls the reclaim hook.
+bool charge_external(uint64_t bytes);
+void discharge_external(uint64_t bytes);
+
+// Gives recycled blocks back to the system: all, or at least `bytes`; returns how much.
+uint64_t trim(uint64_t bytes);
+
+Account& account();
+// Names what follows in the statistics by phase; "" ends it. False where there are 15 already.
+bool set_phase(const std::string& name);
+// What this thread's next allocations are recorded under; 0 is nothing.
+void set_label(uint32_t label);
+
+struct LiveBlock {
+  uint64_t address, bytes, held_bytes, order;
+  uint32_t label;
+};
+std::vector<LiveBlock> live_blocks();
+
+struct Event {
+  int64_t time_ns;
+  uint64_t address;
+  int64_t bytes;  // negative: freed
+  uint32_t label;
+};
+void record_events(size_t capacity);
+std::vector<Event> recorded_events(uint64_t* dropped);
+
+// Where all large blocks lie: [first, first + second). Zeros before the first installation.
+std::pair<uint64_t, uint64_t> address_range();
+
+// Direct entry points; what the redirected functions do. Also how tests drive the allocator.
+int allocate(void** pointer, size_t alignment, size_t bytes);
+void release(void* pointer);
+
+}  // namespace daf::allocator

@@ -1,0 +1,114 @@
+// The one account that the limit bounds, and its statistics. Everything is an atomic counter, so
+// that a small allocation costs two additions and no lock.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <string>
+
+namespace daf {
+
+constexpr uint64_t no_limit = ~uint64_t(0);
+
+inline void raise_to(std::atomic<uint64_t>& peak, uint64_t value) {
+  uint64_t seen = peak.load(std::memory_order_relaxed);
+  while (seen < value && !peak.compare_exchange_weak(seen, value, std::memory_order_relaxed)) {
+  }
+}
+
+// A number of bytes or blocks and the most it has been.
+class Gauge {
+ public:
+  uint64_t add(uint64_t amount) {
+    const uint64_t now = current_.fetch_add(amount, std::memory_order_relaxed) + amount;
+    raise_to(peak_, now);
+    return now;
+  }
+  void subtract(uint64_t amount) { current_.fetch_sub(amount, std::memory_order_relaxed); }
+  // Adds only if the sum stays within `bound`; false (and nothing added) otherwise.
+  bool add_within(uint64_t amount, uint64_t bound) {
+    uint64_t seen = current();
+    do {
+      if (seen > bound || amount > bound - seen) return false;
+    } while (!current_.compare_exchange_weak(seen, seen + amount, std::memory_order_relaxed));
+    raise_to(peak_, seen + amount);
+    return true;
+  }
+  uint64_t current() const { return current_.load(std::memory_order_relaxed); }
+  uint64_t peak() const { return peak_.load(std::memory_order_relaxed); }
+  void reset_peak() { peak_.store(current(), std::memory_order_relaxed); }
+
+ private:
+  std::atomic<uint64_t> current_{0};
+  std::atomic<uint64_t> peak_{0};
+};
+
+class Counter {
+ public:
+  void add(uint64_t amount = 1) { value_.fetch_add(amount, std::memory_order_relaxed); }
+  uint64_t value() const { return value_.load(std::memory_order_relaxed); }
+
+ private:
+  std::atomic<uint64_t> value_{0};
+};
+
+// What happened while one phase (forward, backward, ...) was current.
+struct Phase {
+  char name[32] = "";
+  std::atomic<uint64_t> live_peak{0};
+  std::atomic<uint64_t> held_peak{0};
+  Counter allocations;
+  Counter fresh_bytes;
+  Counter returned_bytes;
+};
+
+constexpr int phase_limit = 16;
+
+struct Account {
+  // Bytes asked for and not yet freed: all tensors and scratch of the redirected libraries.
+  Gauge live;
+  // What the process holds for them: whole pages of large blocks (live and recycled), usable
+  // sizes of small ones, and the bytes charged from outside (the pool). Bounded by `limit`.
+  Gauge held;
+  Gauge recycled;   // part of held: freed, kept for reuse
+  Gauge small;      // part of held: blocks that glibc serves
+  Gauge external;   // part of held: charged by the pool
+  std::atomic<uint64_t> limit{no_limit};
+
+  Counter allocations;        // of 1 MiB and more
+  Counter small_allocations;
+  Counter frees;              // of 1 MiB and more
+  Counter hits;               // served from one recycled block, without a system call
+  Counter assembled;          // served by moving pages of several recycled blocks
+  Counter moved_bytes;        // pages moved for those
+  Counter fresh_bytes;        // taken from the system
+  Counter returned_bytes;     // given back to the system
+  Counter returned_blocks;
+  Counter emptied;            // times the limit made recycled blocks go
+  Counter reclaims;           // times the pool was asked for bytes
+  Counter refusals;           // allocations that failed at the limit
+
+  Phase phases[phase_limit];
+  std::atomic<int> phase_count{1};
+  std::atomic<int> phase{0};
+
+  Phase& current_phase() { return phases[phase.load(std::memory_order_relaxed)]; }
+
+  void note_peaks() {
+    Phase& now = current_phase();
+    raise_to(now.live_peak, live.current());
+    raise_to(now.held_peak, held.current());
+  }
+  void reset_peaks() {
+    for (Gauge* gauge : {&live, &held, &recycled, &small, &external}) gauge->reset_peak();
+    for (int index = 0; index < phase_count.load(); ++index) {
+      phases[index].live_peak.store(0);
+      phases[index].held_peak.store(0);
+    }
+    note_peaks();
+  }
+};
+
+}  // namespace daf

@@ -1,0 +1,308 @@
+#include "allocator_heap.h"
+
+#ifdef __linux__
+
+#include <sys/mman.h>
+
+#include <cstdio>
+#include <cstdlib>
+
+namespace daf {
+namespace {
+
+constexpr uint64_t reuse_excess_divisor = 4;  // a reused block is at most 25 % too large
+
+bool close_enough(uint64_t found_bytes, uint64_t wanted_bytes) {
+  return found_bytes - wanted_bytes <= wanted_bytes / reuse_excess_divisor;
+}
+
+void* map_table(uint64_t bytes) {
+  constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+  void* found = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
+  return found == MAP_FAILED ? nullptr : found;
+}
+
+}  // namespace
+
+// The table is as sparse as the range: only the pages that are used become resident.
+BlockHeap::BlockHeap(uint64_t range_bytes, Account& account)
+    : account_(account), range_(range_bytes) {
+  if (usable()) blocks_ = static_cast<Block*>(map_table(range_.slots() * sizeof(Block)));
+}
+
+BlockHeap::~BlockHeap() {
+  if (blocks_) munmap(blocks_, range_.slots() * sizeof(Block));
+}
+
+void BlockHeap::open() {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  open_ = blocks_ != nullptr;
+}
+
+void BlockHeap::close() {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  open_ = false;
+  shed_locked(no_limit);
+}
+
+bool BlockHeap::is_open() {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  return open_;
+}
+
+Served BlockHeap::allocate(uint64_t bytes, uint32_t label, void** pointer, uint64_t* over_bytes) {
+  const uint64_t page = range_.page_bytes();
+  const uint64_t held_bytes = (bytes + page - 1) / page * page;
+  const std::lock_guard<std::mutex> guard(mutex_);
+  if (!open_) return Served::no_memory;
+  uint32_t slot;
+  if (reuse(held_bytes, &slot)) {
+    account_.hits.add();
+  } else {
+    if (!fits_before_limit(held_bytes, over_bytes)) return Served::over_limit;
+    if (!assemble(held_bytes, &slot)) {
+      // The limit, where another thread took what was left of it; otherwise the system refused.
+      return fits_before_limit(held_bytes, over_bytes) ? Served::no_memory : Served::over_limit;
+    }
+  }
+  make_live(slot, bytes, label);
+  *pointer = range_.address(slot);
+  return Served::yes;
+}
+
+// Whether the block would fit if everything recycled were given back.
+bool BlockHeap::fits_before_limit(uint64_t bytes, uint64_t* over_bytes) const {
+  const uint64_t needed = account_.held.current() - account_.recycled.current() + bytes;
+  const uint64_t limit = account_.limit.load();
+  *over_bytes = needed > limit ? needed - limit : 0;
+  return needed <= limit;
+}
+
+// Takes a recycled block, or the first slots of one, out of the index; sets its held bytes.
+bool BlockHeap::reuse(uint64_t held_bytes, uint32_t* slot) {
+  const auto found = by_size_.lower_bound({held_bytes, 0, 0});
+  if (found == by_size_.end()) return false;
+  const uint64_t found_bytes = std::get<0>(*found);
+  const uint32_t count = slots_for(held_bytes);
+  const uint64_t whole_bytes = count * slot_bytes;
+  const bool splits = found_bytes >= whole_bytes + large_from_bytes;
+  if (!close_enough(splits ? whole_bytes : found_bytes, held_bytes)) return false;
+  *slot = std::get<2>(*found);
+  if (splits) {
+    keep_first(*slot, count);
+  } else {
+    remove_recycled(*slot);
+  }
+  return true;
+}
+
+// Splits the first `count` slots off a recycled block; the rest stays recycled, as old as it was.
+void BlockHeap::keep_first(uint32_t slot, uint32_t count) {
+  const uint64_t first_bytes = count * slot_bytes;
+  const Block whole = blocks_[slot];
+  remove_recycled(slot);
+  insert_recycled(slot + count, whole.held_bytes - first_bytes, whole.stamp);
+  blocks_[slot].held_bytes = first_bytes;
+}
+
+// A new range of slots: pages of recycled blocks first, the system's for the rest.
+bool BlockHeap::assemble(uint64_t held_bytes, uint32_t* slot) {
+  const uint32_t count = slots_for(held_bytes);
+  if (!range_.take(count, slot)) return false;
+  if (*slot + count > highest_slot_) highest_slot_ = *slot + count;
+  if (fill(*slot, held_bytes)) return true;
+  range_.give_back(*slot, count);
+  return false;
+}
+
+bool BlockHeap::fill(uint32_t slot, uint64_t held_bytes) {
+  if (!range_.commit(slot, held_bytes)) return false;
+  const uint32_t gathered = gather_pages(slot, static_cast<uint32_t>(held_bytes / slot_bytes));
+  const uint64_t gathered_bytes = gathered * slot_bytes;
+  if (!charge(held_bytes - gathered_bytes)) {
+    // Another thread's small blocks took what was left. What was gathered leaves the account,
+    // and the caller gives the slots back.
+    account_.held.subtract(gathered_bytes);
+    account_.returned_bytes.add(gathered_bytes);
+    return false;
+  }
+  if (gathered) account_.assembled.add();
+  account_.moved_bytes.add(gathered_bytes);
+  account_.fresh_bytes.add(held_bytes - gathered_bytes);
+  account_.current_phase().fresh_bytes.add(held_bytes - gathered_bytes);
+  blocks_[slot].held_bytes = held_bytes;
+  return true;
+}
+
+// Moves pages of recycled blocks, the oldest first, into the whole slots of a new block.
+uint32_t BlockHeap::gather_pages(uint32_t slot, uint32_t wanted) {
+  uint32_t gathered = 0;
+  while (gathered < wanted && !by_age_.empty()) {
+    const uint32_t moved = move_from_oldest(slot + gathered, wanted - gathered);
+    if (moved == 0) break;
+    gathered += moved;
+  }
+  return gathered;
+}
+
+// Moves up to `wanted` slots out of the oldest block that has whole slots; returns how many.
+uint32_t BlockHeap::move_from_oldest(uint32_t to, uint32_t wanted) {
+  for (const auto& [stamp, from] : by_age_) {
+    const auto whole = static_cast<uint32_t>(blocks_[from].held_bytes / slot_bytes);
+    if (whole == 0) continue;
+    const uint32_t count = range_.move_pages(from, to, whole < wanted ? whole : wanted);
+    if (count == 0) return 0;
+    drop_first(from, count);
+    range_.give_back(from, count);
+    return count;
+  }
+  return 0;
+}
+
+// The first slots leave a recycled block; a rest too short to be reused goes to the system.
+void BlockHeap::drop_first(uint32_t slot, uint32_t count) {
+  const Block whole = blocks_[slot];
+  const uint64_t rest_bytes = whole.held_bytes - count * slot_bytes;
+  remove_recycled(slot);
+  if (rest_bytes >= large_from_bytes) {
+    insert_recycled(slot + count, rest_bytes, whole.stamp);
+  } else if (rest_bytes > 0) {
+    return_slots(slot + count, 1, rest_bytes);
+  }
+}
+
+// Enters fresh bytes into the account, giving recycled ones back where the limit asks for it.
+bool BlockHeap::charge(uint64_t bytes) {
+  const uint64_t limit = account_.limit.load();
+  for (;;) {
+    if (account_.held.add_within(bytes, limit)) return true;
+    const uint64_t held = account_.held.current();
+    const uint64_t over = held + bytes > limit ? held + bytes - limit : 0;
+    if (shed_locked(over) == 0) return false;
+    account_.emptied.add();
+  }
+}
+
+void BlockHeap::make_live(uint32_t slot, uint64_t bytes, uint32_t label) {
+  Block& block = blocks_[slot];
+  block.bytes = bytes;
+  block.label = label;
+  block.state = State::live;
+  block.stamp = ++clock_;
+  ++live_count_;
+  account_.live.add(bytes);
+  account_.allocations.add();
+  account_.current_phase().allocations.add();
+  account_.note_peaks();
+}
+
+BlockHeap::Block& BlockHeap::live_block(const void* pointer) {
+  const uint32_t slot = range_.slot_of(pointer);
+  Block& block = blocks_[slot];
+  if (block.state != State::live || range_.address(slot) != pointer) {
+    std::fprintf(stderr, "daf: %p is freed twice, or is not the start of a block\n", pointer);
+    std::abort();
+  }
+  return block;
+}
+
+uint64_t BlockHeap::release(void* pointer) {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  Block& block = live_block(pointer);
+  const uint64_t bytes = block.bytes;
+  --live_count_;
+  account_.live.subtract(bytes);
+  account_.frees.add();
+  insert_recycled(range_.slot_of(pointer), block.held_bytes, ++clock_);
+  const uint64_t keep_bytes = open_ ? cap_bytes_ : 0;
+  const uint64_t recycled = account_.recycled.current();
+  if (recycled > keep_bytes) shed_locked(recycled - keep_bytes);
+  return bytes;
+}
+
+uint64_t BlockHeap::usable_bytes(const void* pointer) {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  return live_block(pointer).held_bytes;
+}
+
+void BlockHeap::insert_recycled(uint32_t slot, uint64_t held_bytes, uint64_t stamp) {
+  Block& block = blocks_[slot];
+  block.state = State::recycled;
+  block.held_bytes = held_bytes;
+  block.stamp = stamp;
+  by_size_.emplace(held_bytes, ~stamp, slot);
+  by_age_.emplace(stamp, slot);
+  account_.recycled.add(held_bytes);
+}
+
+void BlockHeap::remove_recycled(uint32_t slot) {
+  Block& block = blocks_[slot];
+  by_size_.erase({block.held_bytes, ~block.stamp, slot});
+  by_age_.erase({block.stamp, slot});
+  block.state = State::unused;
+  account_.recycled.subtract(block.held_bytes);
+}
+
+void BlockHeap::set_cap(uint64_t bytes) {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  cap_bytes_ = bytes;
+  const uint64_t recycled = account_.recycled.current();
+  if (recycled > bytes) shed_locked(recycled - bytes);
+}
+
+uint64_t BlockHeap::shed(uint64_t bytes) {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  return shed_locked(bytes);
+}
+
+uint64_t BlockHeap::shed_locked(uint64_t bytes) {
+  uint64_t shed = 0;
+  while (shed < bytes && !by_age_.empty()) shed += shed_oldest(bytes - shed);
+  return shed;
+}
+
+// The whole of the oldest block, or as many of its first slots as are asked for.
+uint64_t BlockHeap::shed_oldest(uint64_t bytes) {
+  const uint32_t slot = by_age_.begin()->second;
+  const Block whole = blocks_[slot];
+  const uint32_t count = bytes < whole.held_bytes ? slots_for(bytes) : slots_for(whole.held_bytes);
+  remove_recycled(slot);
+  uint64_t first_bytes = count * slot_bytes;
+  if (first_bytes + large_from_bytes > whole.held_bytes) {
+    first_bytes = whole.held_bytes;
+  } else {
+    insert_recycled(slot + count, whole.held_bytes - first_bytes, whole.stamp);
+  }
+  return_slots(slot, slots_for(first_bytes), first_bytes);
+  return first_bytes;
+}
+
+void BlockHeap::return_slots(uint32_t slot, uint32_t count, uint64_t held_bytes) {
+  range_.give_back(slot, count);
+  account_.held.subtract(held_bytes);
+  account_.returned_bytes.add(held_bytes);
+  account_.returned_blocks.add();
+  account_.current_phase().returned_bytes.add(held_bytes);
+}
+
+std::vector<LiveBlock> BlockHeap::live_blocks() {
+  std::vector<LiveBlock> found;
+  const std::lock_guard<std::mutex> guard(mutex_);
+  found.reserve(live_count_);
+  for (uint32_t slot = 0; slot < highest_slot_; ++slot) {
+    const Block& block = blocks_[slot];
+    if (block.state != State::live) continue;
+    found.push_back({reinterpret_cast<uintptr_t>(range_.address(slot)), block.bytes,
+                     block.held_bytes, block.stamp, block.label});
+  }
+  return found;
+}
+
+uint64_t BlockHeap::live_count() {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  return live_count_;
+}
+
+}  // namespace daf
+
+#endif  // __linux__

@@ -1,0 +1,143 @@
+// What a kernel is asked to do: plain values, filled by bind.cpp, read by every instruction set.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace daf {
+
+constexpr size_t block_elements = 256;
+constexpr size_t words_per_block = 8;
+constexpr uint16_t non_finite_header = 0x7FC0;
+
+enum class ElementType : int { float32 = 0, bfloat16 = 1, float16 = 2 };
+enum class Predicate : int { inside = 0, above = 1 };
+
+inline size_t element_bytes(ElementType type) { return type == ElementType::float32 ? 4 : 2; }
+
+// value * scale[c] + shift[c], c = (i / inner) % channels; none where channels is 0.
+struct Affine {
+  uint64_t channels = 0;
+  uint64_t inner = 1;
+  const float* scale = nullptr;
+  const float* shift = nullptr;
+};
+
+struct Source {
+  const void* data = nullptr;
+  ElementType type = ElementType::float32;
+  uint64_t count = 0;
+  Affine affine;
+};
+
+struct Target {
+  void* data = nullptr;
+  ElementType type = ElementType::float32;
+  uint64_t count = 0;
+  Affine affine;
+  const uint32_t* mask = nullptr;
+  bool accumulate = false;
+  bool stream = false;  // write around the caches
+};
+
+struct EncodeRotated {
+  Source source;
+  int bits, rounds;
+  uint64_t key;
+  uint32_t* planes;
+  uint16_t* headers;
+  const float* thresholds;  // 2^(bits-1) - 1 positive ones
+  const float* levels;      // 2^bits, ascending
+};
+
+struct DecodeRotated {
+  Target target;
+  int kept_bits, rounds;
+  uint64_t key;
+  const uint32_t* planes;
+  const uint16_t* headers;
+  const float* levels;  // 2^kept_bits, ascending
+};
+
+struct EncodeMinmax {
+  Source source;
+  int bits;
+  uint64_t key;
+  uint32_t* planes;
+  uint16_t* headers;
+};
+
+struct DecodeMinmax {
+  Target target;
+  int bits;
+  const uint32_t* planes;
+  const uint16_t* headers;
+};
+
+struct EncodeMask {
+  Source source;
+  Predicate predicate;
+  float low, high;
+  uint32_t* words;
+};
+
+struct DecodeMask {
+  Target target;
+  const uint32_t* words;
+  float off_value, on_value;
+};
+
+struct EncodeDerivative {
+  Source source;
+  int bits;
+  const float* borders;  // 2^bits - 1, ascending
+  uint32_t* planes;
+};
+
+struct DecodeDerivative {
+  Target target;
+  int bits;
+  const float* levels;  // 2^bits
+  const uint32_t* planes;
+};
+
+struct EncodeIntegers {
+  const void* source;
+  int item_bytes;
+  uint64_t count;
+  int bits;
+  uint64_t base;
+  uint32_t* planes;
+};
+
+struct DecodeIntegers {
+  const uint32_t* planes;
+  uint64_t count;
+  int bits;
+  uint64_t base;
+  void* destination;
+  int item_bytes;
+};
+
+// One entry for each operation and instruction set: does blocks [first, last) and says
+// whether they could be done (derivative: all finite; integers: all fit).
+template <class Job>
+using Kernel = bool (*)(const Job&, size_t first, size_t last);
+
+struct KernelTable {
+  const char* name;
+  Kernel<EncodeRotated> encode_rotated;
+  Kernel<DecodeRotated> decode_rotated;
+  Kernel<EncodeMinmax> encode_minmax;
+  Kernel<DecodeMinmax> decode_minmax;
+  Kernel<EncodeMask> encode_mask;
+  Kernel<DecodeMask> decode_mask;
+  Kernel<EncodeDerivative> encode_derivative;
+  Kernel<DecodeDerivative> decode_derivative;
+  Kernel<EncodeIntegers> encode_integers;
+  Kernel<DecodeIntegers> decode_integers;
+};
+
+inline size_t block_count(uint64_t count) { return (count + block_elements - 1) / block_elements; }
+
+}  // namespace daf

@@ -1,0 +1,8 @@
+#include "vector_avx2.h"
+
+#include "table.h"
+
+namespace daf {
+extern const KernelTable avx2_kernels;
+const KernelTable avx2_kernels = make_table("avx2");
+}  // namespace daf

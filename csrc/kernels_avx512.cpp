@@ -1,0 +1,8 @@
+#include "vector_avx512.h"
+
+#include "table.h"
+
+namespace daf {
+extern const KernelTable avx512_kernels;
+const KernelTable avx512_kernels = make_table("avx512");
+}  // namespace daf

@@ -1,0 +1,8 @@
+#include "vector_portable.h"
+
+#include "table.h"
+
+namespace daf {
+extern const KernelTable portable_kernels;
+const KernelTable portable_kernels = make_table("portable");
+}  // namespace daf

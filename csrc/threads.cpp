@@ -1,0 +1,153 @@
+#include "threads.h"
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+#if defined(__unix__) || defined(__APPLE__)
+#include <pthread.h>
+#endif
+#if defined(__x86_64__) || defined(_M_X64)
+#include <xmmintrin.h>
+#endif
+
+namespace daf {
+namespace {
+
+constexpr size_t piece_blocks = 128;  // 128 KiB of float32: about the second-level cache's share
+constexpr size_t least_blocks_per_thread = 2 * piece_blocks;
+
+// The format knows neither flushed denormals nor other roundings, whatever mode the caller set.
+class DefaultFloatMode {
+ public:
+#if defined(__x86_64__) || defined(_M_X64)
+  DefaultFloatMode() : before_(_mm_getcsr()) { _mm_setcsr(0x1F80); }
+  ~DefaultFloatMode() { _mm_setcsr(before_); }
+
+ private:
+  unsigned before_;
+#else
+  DefaultFloatMode() {}
+#endif
+};
+
+// One call of run_ranges: pieces are taken from `next` until none is left.
+struct Work {
+  RangeFunction function;
+  const void* job;
+  size_t blocks;
+  std::atomic<size_t> next{0};
+  std::atomic<bool> good{true};
+  int busy = 0;  // helpers inside; guarded by the pool's mutex
+
+  void take_pieces() {
+    const DefaultFloatMode mode;
+    for (;;) {
+      const size_t first = next.fetch_add(piece_blocks, std::memory_order_relaxed);
+      if (first >= blocks) return;
+      const size_t last = first + piece_blocks < blocks ? first + piece_blocks : blocks;
+      if (!function(job, first, last)) good.store(false, std::memory_order_relaxed);
+    }
+  }
+};
+
+// Sleeping helpers that join whatever work is offered. Never destroyed: helpers outlive main.
+class Pool {
+ public:
+  void run(Work& work, int helpers) {
+    offer(work, helpers);
+    work.take_pieces();
+    withdraw(work);
+  }
+
+ private:
+  void offer(Work& work, int helpers) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    while (size_ < helpers && add_helper()) {
+    }
+    for (int i = 0; i < helpers && i < size_; ++i) {
+      offers_.push_back(&work);
+      offered_.notify_one();
+    }
+  }
+
+  // Takes back the offers nobody followed, then waits for those who did.
+  void withdraw(Work& work) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (auto offer = offers_.begin(); offer != offers_.end();)
+      offer = *offer == &work ? offers_.erase(offer) : offer + 1;
+    finished_.wait(lock, [&] { return work.busy == 0; });
+  }
+
+  // False where the system gives no more threads: the work is then done by fewer.
+  bool add_helper() {
+    try {
+      std::thread([this] { help(); }).detach();
+    } catch (const std::system_error&) {
+      return false;
+    }
+    ++size_;
+    return true;
+  }
+
+  void help() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      offered_.wait(lock, [&] { return !offers_.empty(); });
+      Work& work = *offers_.front();
+      offers_.pop_front();
+      ++work.busy;
+      lock.unlock();
+      work.take_pieces();
+      lock.lock();
+      if (--work.busy == 0) finished_.notify_all();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable offered_, finished_;
+  std::deque<Work*> offers_;
+  int size_ = 0;
+};
+
+std::atomic<Pool*> pool{nullptr};
+
+// A child process inherits no helpers, and perhaps a locked mutex: it starts with a pool of
+// its own and leaves the parent's alone.
+void forget_pool() { pool.store(nullptr); }
+
+Pool& shared_pool() {
+  static const bool registered = [] {
+#if defined(__unix__) || defined(__APPLE__)
+    pthread_atfork(nullptr, nullptr, forget_pool);
+#endif
+    return true;
+  }();
+  (void)registered;
+  Pool* current = pool.load();
+  if (current) return *current;
+  Pool* fresh = new Pool;
+  if (pool.compare_exchange_strong(current, fresh)) return *fresh;
+  delete fresh;
+  return *current;
+}
+
+}  // namespace
+
+bool run_ranges(RangeFunction function, const void* job, size_t blocks, int threads) {
+  Work work{function, job, blocks};
+  const size_t useful = blocks / least_blocks_per_thread;
+  const size_t allowed = threads < 1 ? 1 : size_t(threads);
+  const int helpers = int((useful < allowed ? useful : allowed)) - 1;
+  if (helpers < 1) {
+    const DefaultFloatMode mode;
+    return blocks == 0 || function(job, 0, blocks);
+  }
+  shared_pool().run(work, helpers);
+  return work.good;
+}
+
+}  // namespace daf

@@ -1,0 +1,254 @@
+// Sixteen lanes in two AVX2 registers (AVX2, FMA, F16C). Meanings: vector_portable.h.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#define DAF_INLINE static inline __attribute__((always_inline))
+#define DAF_MEMBER_INLINE inline __attribute__((always_inline))
+#define DAF_NEVER_INLINE __attribute__((noinline))
+#define DAF_UNROLLED _Pragma("GCC unroll 16")
+
+namespace {
+
+struct Vector {
+  static constexpr int lanes = 16;
+  struct F {
+    __m256 low, high;
+  };
+  struct I {
+    __m256i low, high;
+  };
+  struct M {
+    __m256i low, high;  // all ones where set
+  };
+
+  // Memory.
+  DAF_INLINE F load(const float* from) {
+    return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)};
+  }
+  DAF_INLINE I load(const uint32_t* from) { return {load_eight(from), load_eight(from + 8)}; }
+  DAF_INLINE void store(float* to, F x) {
+    _mm256_storeu_ps(to, x.low);
+    _mm256_storeu_ps(to + 8, x.high);
+  }
+  DAF_INLINE void store(uint32_t* to, I x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), x.low);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 8), x.high);
+  }
+  DAF_INLINE void stream(float* to, F x) {
+    _mm256_stream_ps(to, x.low);
+    _mm256_stream_ps(to + 8, x.high);
+  }
+  DAF_INLINE void stream_fence() { _mm_sfence(); }
+  DAF_INLINE F load_bfloat16(const uint16_t* from) {
+    return as_float(shift_left<16>({_mm256_cvtepu16_epi32(load_halves(from)),
+                                    _mm256_cvtepu16_epi32(load_halves(from + 8))}));
+  }
+  DAF_INLINE void store_bfloat16(uint16_t* to, F x) {
+    const I bits = as_integer(x);
+    const I odd = bit_and(shift_right<16>(bits), set_integer(1));
+    const I rounded =
+        shift_right<16>(add_integer(add_integer(bits, set_integer(0x7FFF)), odd));
+    const __m256i packed = _mm256_packus_epi32(rounded.low, rounded.high);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
+                        _mm256_permute4x64_epi64(packed, _MM_SHUFFLE(3, 1, 2, 0)));
+  }
+  DAF_INLINE F load_float16(const uint16_t* from) {
+    return {_mm256_cvtph_ps(load_halves(from)), _mm256_cvtph_ps(load_halves(from + 8))};
+  }
+  DAF_INLINE void store_float16(uint16_t* to, F x) {
+    store_halves(to, _mm256_cvtps_ph(x.low, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    store_halves(to + 8, _mm256_cvtps_ph(x.high, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+
+  // Arithmetic.
+  DAF_INLINE F set(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+  DAF_INLINE F add(F a, F b) {
+    return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)};
+  }
+  DAF_INLINE F subtract(F a, F b) {
+    return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)};
+  }
+  DAF_INLINE F multiply(F a, F b) {
+    return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)};
+  }
+  DAF_INLINE F least(F a, F b) {
+    return {_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)};
+  }
+  DAF_INLINE F greatest(F a, F b) {
+    return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)};
+  }
+  DAF_INLINE F absolute(F a) { return as_float(bit_and(as_integer(a), set_integer(0x7FFFFFFF))); }
+  DAF_INLINE F flip(F a, M signs) {
+    const I sign = bit_and({signs.low, signs.high}, set_integer(0x80000000));
+    return as_float(bit_xor(as_integer(a), sign));
+  }
+  // A product with ±1 is exact, so the fused operation rounds once, as the sum itself would.
+  template <int stride>
+  DAF_INLINE F butterfly(F a) {
+    if constexpr (stride == 8)
+      return {_mm256_add_ps(a.low, a.high), _mm256_sub_ps(a.low, a.high)};
+    else
+      return {butterfly_eight<stride>(a.low), butterfly_eight<stride>(a.high)};
+  }
+  DAF_INLINE float tree_sum(F a) {
+    const __m256 eight = _mm256_add_ps(a.low, a.high);
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+  }
+  DAF_INLINE float reduce_least(F a) {
+    const __m256 eight = _mm256_min_ps(a.low, a.high);
+    const __m128 four = _mm_min_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_min_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_min_ss(two, _mm_movehdup_ps(two)));
+  }
+  DAF_INLINE float reduce_greatest(F a) {
+    const __m256 eight = _mm256_max_ps(a.low, a.high);
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+  }
+
+  // Comparison and choice.
+  DAF_INLINE M greater(F a, F b) { return compare<_CMP_GT_OQ>(a, b); }
+  DAF_INLINE M less_equal(F a, F b) { return compare<_CMP_LE_OQ>(a, b); }
+  DAF_INLINE M unordered(F a) { return compare<_CMP_UNORD_Q>(a, a); }
+  DAF_INLINE M mask_from(uint16_t bits) {
+    const __m256i all = _mm256_set1_epi32(bits);
+    const __m256i low = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    const __m256i high = _mm256_slli_epi32(low, 8);
+    return {_mm256_cmpeq_epi32(_mm256_and_si256(all, low), low),
+            _mm256_cmpeq_epi32(_mm256_and_si256(all, high), high)};
+  }
+  DAF_INLINE uint16_t mask_bits(M m) { return sign_bits({m.low, m.high}); }
+  DAF_INLINE M same(M a, M b) {
+    return {_mm256_cmpeq_epi32(a.low, b.low), _mm256_cmpeq_epi32(a.high, b.high)};
+  }
+  DAF_INLINE M either(M a, M b) {
+    return {_mm256_or_si256(a.low, b.low), _mm256_or_si256(a.high, b.high)};
+  }
+  DAF_INLINE F select(M m, F yes, F no) {
+    return {_mm256_blendv_ps(no.low, yes.low, _mm256_castsi256_ps(m.low)),
+            _mm256_blendv_ps(no.high, yes.high, _mm256_castsi256_ps(m.high))};
+  }
+
+  // Integers.
+  DAF_INLINE I as_integer(F a) {
+    return {_mm256_castps_si256(a.low), _mm256_castps_si256(a.high)};
+  }
+  DAF_INLINE F as_float(I a) { return {_mm256_castsi256_ps(a.low), _mm256_castsi256_ps(a.high)}; }
+  DAF_INLINE I set_integer(uint32_t x) {
+    return {_mm256_set1_epi32(int(x)), _mm256_set1_epi32(int(x))};
+  }
+  DAF_INLINE I bit_and(I a, I b) {
+    return {_mm256_and_si256(a.low, b.low), _mm256_and_si256(a.high, b.high)};
+  }
+  DAF_INLINE I bit_or(I a, I b) {
+    return {_mm256_or_si256(a.low, b.low), _mm256_or_si256(a.high, b.high)};
+  }
+  DAF_INLINE I bit_xor(I a, I b) {
+    return {_mm256_xor_si256(a.low, b.low), _mm256_xor_si256(a.high, b.high)};
+  }
+  DAF_INLINE I add_integer(I a, I b) {
+    return {_mm256_add_epi32(a.low, b.low), _mm256_add_epi32(a.high, b.high)};
+  }
+  DAF_INLINE I least_integer(I a, I b) {
+    return {_mm256_min_epu32(a.low, b.low), _mm256_min_epu32(a.high, b.high)};
+  }
+  DAF_INLINE I greatest_integer(I a, I b) {
+    return {_mm256_max_epu32(a.low, b.low), _mm256_max_epu32(a.high, b.high)};
+  }
+  DAF_INLINE uint32_t reduce_greatest(I a) {
+    const __m256i eight = _mm256_max_epu32(a.low, a.high);
+    const __m128i four =
+        _mm_max_epu32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    const __m128i two = _mm_max_epu32(four, _mm_shuffle_epi32(four, _MM_SHUFFLE(1, 0, 3, 2)));
+    const __m128i one = _mm_max_epu32(two, _mm_shuffle_epi32(two, _MM_SHUFFLE(2, 3, 0, 1)));
+    return uint32_t(_mm_cvtsi128_si32(one));
+  }
+  template <int places>
+  DAF_INLINE I shift_left(I a) {
+    return {_mm256_slli_epi32(a.low, places), _mm256_slli_epi32(a.high, places)};
+  }
+  template <int places>
+  DAF_INLINE I shift_right(I a) {
+    return {_mm256_srli_epi32(a.low, places), _mm256_srli_epi32(a.high, places)};
+  }
+  DAF_INLINE I truncate(F a) {
+    return {_mm256_cvttps_epi32(a.low), _mm256_cvttps_epi32(a.high)};
+  }
+  DAF_INLINE F to_float(I a) { return {_mm256_cvtepi32_ps(a.low), _mm256_cvtepi32_ps(a.high)}; }
+  DAF_INLINE I add_where(I a, M m, uint32_t value) {
+    return bit_or(a, bit_and({m.low, m.high}, set_integer(value)));
+  }
+  DAF_INLINE M any_bit(I a, uint32_t value) {
+    const I bit = set_integer(value), found = bit_and(a, bit);
+    return {_mm256_cmpeq_epi32(found.low, bit.low), _mm256_cmpeq_epi32(found.high, bit.high)};
+  }
+  DAF_INLINE F lookup(const float* table, I index) {
+    const F halves = load(table);
+    return {lookup_eight(halves, index.low), lookup_eight(halves, index.high)};
+  }
+
+  // 64-bit lanes, for the generator.
+  DAF_INLINE I multiply_wide(I a, uint32_t factor) {
+    const I other = set_integer(factor);
+    return {_mm256_mul_epu32(a.low, other.low), _mm256_mul_epu32(a.high, other.high)};
+  }
+  DAF_INLINE I high_words(I a) {
+    return {_mm256_srli_epi64(a.low, 32), _mm256_srli_epi64(a.high, 32)};
+  }
+  DAF_INLINE I exclusive_or(I a, I b, uint32_t c) {
+    return bit_xor(bit_xor(a, b), set_integer(c));
+  }
+  DAF_INLINE I pack_pairs(I low, I high) {
+    return {_mm256_blend_epi32(low.low, _mm256_slli_epi64(high.low, 32), 0xAA),
+            _mm256_blend_epi32(low.high, _mm256_slli_epi64(high.high, 32), 0xAA)};
+  }
+
+ private:
+  DAF_INLINE __m256i load_eight(const uint32_t* from) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  }
+  DAF_INLINE __m128i load_halves(const uint16_t* from) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  }
+  DAF_INLINE void store_halves(uint16_t* to, __m128i x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), x);
+  }
+  template <int stride>
+  DAF_INLINE __m256 butterfly_eight(__m256 a) {
+    if constexpr (stride == 1) {
+      const __m256 signs = _mm256_setr_ps(1, -1, 1, -1, 1, -1, 1, -1);
+      return _mm256_fmadd_ps(a, signs, _mm256_permute_ps(a, _MM_SHUFFLE(2, 3, 0, 1)));
+    } else if constexpr (stride == 2) {
+      const __m256 signs = _mm256_setr_ps(1, 1, -1, -1, 1, 1, -1, -1);
+      return _mm256_fmadd_ps(a, signs, _mm256_permute_ps(a, _MM_SHUFFLE(1, 0, 3, 2)));
+    } else {
+      const __m256 signs = _mm256_setr_ps(1, 1, 1, 1, -1, -1, -1, -1);
+      return _mm256_fmadd_ps(a, signs, _mm256_permute2f128_ps(a, a, 1));
+    }
+  }
+  template <int predicate>
+  DAF_INLINE M compare(F a, F b) {
+    return {_mm256_castps_si256(_mm256_cmp_ps(a.low, b.low, predicate)),
+            _mm256_castps_si256(_mm256_cmp_ps(a.high, b.high, predicate))};
+  }
+  DAF_INLINE uint16_t sign_bits(I a) {
+    const int low = _mm256_movemask_ps(_mm256_castsi256_ps(a.low));
+    const int high = _mm256_movemask_ps(_mm256_castsi256_ps(a.high));
+    return uint16_t(low | high << 8);
+  }
+  // The permutation reads three bits of the index, the blend the fourth.
+  DAF_INLINE __m256 lookup_eight(F table, __m256i index) {
+    const __m256 fourth = _mm256_castsi256_ps(_mm256_slli_epi32(index, 28));
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table.low, index),
+                            _mm256_permutevar8x32_ps(table.high, index), fourth);
+  }
+};
+
+}  // namespace

@@ -1,0 +1,145 @@
+// Sixteen lanes in one AVX-512 register (F, BW, DQ, VL). Meanings: vector_portable.h.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#define DAF_INLINE static inline __attribute__((always_inline))
+#define DAF_MEMBER_INLINE inline __attribute__((always_inline))
+#define DAF_NEVER_INLINE __attribute__((noinline))
+#define DAF_UNROLLED _Pragma("GCC unroll 16")
+
+namespace {
+
+struct Vector {
+  static constexpr int lanes = 16;
+  using F = __m512;
+  using I = __m512i;
+  using M = __mmask16;
+
+  // Memory.
+  DAF_INLINE F load(const float* from) { return _mm512_loadu_ps(from); }
+  DAF_INLINE I load(const uint32_t* from) { return _mm512_loadu_si512(from); }
+  DAF_INLINE void store(float* to, F x) { _mm512_storeu_ps(to, x); }
+  DAF_INLINE void store(uint32_t* to, I x) { _mm512_storeu_si512(to, x); }
+  DAF_INLINE void stream(float* to, F x) { _mm512_stream_ps(to, x); }
+  DAF_INLINE void stream_fence() { _mm_sfence(); }
+  DAF_INLINE F load_bfloat16(const uint16_t* from) {
+    const I wide = _mm512_cvtepu16_epi32(load_halves(from));
+    return as_float(_mm512_slli_epi32(wide, 16));
+  }
+  DAF_INLINE void store_bfloat16(uint16_t* to, F x) {
+    const I bits = as_integer(x);
+    const I odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const I rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd);
+    store_halves(to, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+  }
+  DAF_INLINE F load_float16(const uint16_t* from) { return _mm512_cvtph_ps(load_halves(from)); }
+  DAF_INLINE void store_float16(uint16_t* to, F x) {
+    store_halves(to, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+
+  // Arithmetic.
+  DAF_INLINE F set(float x) { return _mm512_set1_ps(x); }
+  DAF_INLINE F add(F a, F b) { return _mm512_add_ps(a, b); }
+  DAF_INLINE F subtract(F a, F b) { return _mm512_sub_ps(a, b); }
+  DAF_INLINE F multiply(F a, F b) { return _mm512_mul_ps(a, b); }
+  DAF_INLINE F least(F a, F b) { return _mm512_min_ps(a, b); }
+  DAF_INLINE F greatest(F a, F b) { return _mm512_max_ps(a, b); }
+  DAF_INLINE F absolute(F a) { return _mm512_abs_ps(a); }
+  DAF_INLINE F flip(F a, M signs) {
+    const I sign = _mm512_set1_epi32(int(0x80000000));
+    return as_float(_mm512_mask_xor_epi32(as_integer(a), signs, as_integer(a), sign));
+  }
+  // A product with ±1 is exact, so the fused operation rounds once, as the sum itself would.
+  template <int stride>
+  DAF_INLINE F butterfly(F a) {
+    return _mm512_fmadd_ps(a, alternating<stride>(), swapped<stride>(a));
+  }
+  DAF_INLINE float tree_sum(F a) {
+    const __m256 eight =
+        _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+  }
+  DAF_INLINE float reduce_least(F a) { return _mm512_reduce_min_ps(a); }
+  DAF_INLINE float reduce_greatest(F a) { return _mm512_reduce_max_ps(a); }
+
+  // Comparison and choice.
+  DAF_INLINE M greater(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+  DAF_INLINE M less_equal(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_LE_OQ); }
+  DAF_INLINE M unordered(F a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q); }
+  DAF_INLINE M mask_from(uint16_t bits) { return bits; }
+  DAF_INLINE uint16_t mask_bits(M m) { return m; }
+  DAF_INLINE M same(M a, M b) { return _kxnor_mask16(a, b); }
+  DAF_INLINE M either(M a, M b) { return _kor_mask16(a, b); }
+  DAF_INLINE F select(M m, F yes, F no) { return _mm512_mask_blend_ps(m, no, yes); }
+
+  // Integers.
+  DAF_INLINE I as_integer(F a) { return _mm512_castps_si512(a); }
+  DAF_INLINE F as_float(I a) { return _mm512_castsi512_ps(a); }
+  DAF_INLINE I set_integer(uint32_t x) { return _mm512_set1_epi32(int(x)); }
+  DAF_INLINE I bit_and(I a, I b) { return _mm512_and_si512(a, b); }
+  DAF_INLINE I bit_or(I a, I b) { return _mm512_or_si512(a, b); }
+  DAF_INLINE I bit_xor(I a, I b) { return _mm512_xor_si512(a, b); }
+  DAF_INLINE I add_integer(I a, I b) { return _mm512_add_epi32(a, b); }
+  DAF_INLINE I least_integer(I a, I b) { return _mm512_min_epu32(a, b); }
+  DAF_INLINE I greatest_integer(I a, I b) { return _mm512_max_epu32(a, b); }
+  DAF_INLINE uint32_t reduce_greatest(I a) { return _mm512_reduce_max_epu32(a); }
+  template <int places>
+  DAF_INLINE I shift_left(I a) {
+    return _mm512_slli_epi32(a, places);
+  }
+  template <int places>
+  DAF_INLINE I shift_right(I a) {
+    return _mm512_srli_epi32(a, places);
+  }
+  DAF_INLINE I truncate(F a) { return _mm512_cvttps_epi32(a); }
+  DAF_INLINE F to_float(I a) { return _mm512_cvtepi32_ps(a); }
+  DAF_INLINE I add_where(I a, M m, uint32_t value) {
+    return _mm512_mask_or_epi32(a, m, a, set_integer(value));
+  }
+  DAF_INLINE M any_bit(I a, uint32_t value) {
+    return _mm512_test_epi32_mask(a, set_integer(value));
+  }
+  DAF_INLINE F lookup(const float* table, I index) {
+    return _mm512_permutexvar_ps(index, _mm512_loadu_ps(table));
+  }
+
+  // 64-bit lanes, for the generator.
+  DAF_INLINE I multiply_wide(I a, uint32_t factor) {
+    return _mm512_mul_epu32(a, set_integer(factor));
+  }
+  DAF_INLINE I high_words(I a) { return _mm512_srli_epi64(a, 32); }
+  DAF_INLINE I exclusive_or(I a, I b, uint32_t c) {
+    return _mm512_ternarylogic_epi32(a, b, set_integer(c), 0x96);
+  }
+  DAF_INLINE I pack_pairs(I low, I high) {
+    return _mm512_mask_shuffle_epi32(low, 0xAAAA, high, _MM_PERM_CCAA);
+  }
+
+ private:
+  DAF_INLINE __m256i load_halves(const uint16_t* from) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  }
+  DAF_INLINE void store_halves(uint16_t* to, __m256i x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), x);
+  }
+  template <int stride>
+  DAF_INLINE F swapped(F a) {
+    if constexpr (stride == 1) return _mm512_permute_ps(a, _MM_SHUFFLE(2, 3, 0, 1));
+    if constexpr (stride == 2) return _mm512_permute_ps(a, _MM_SHUFFLE(1, 0, 3, 2));
+    if constexpr (stride == 4) return _mm512_shuffle_f32x4(a, a, _MM_SHUFFLE(2, 3, 0, 1));
+    if constexpr (stride == 8) return _mm512_shuffle_f32x4(a, a, _MM_SHUFFLE(1, 0, 3, 2));
+  }
+  template <int stride>
+  DAF_INLINE F alternating() {
+    constexpr unsigned odd = stride == 1 ? 0xAAAA : stride == 2 ? 0xCCCC : stride == 4 ? 0xF0F0 : 0xFF00;
+    return _mm512_mask_blend_ps(odd, _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
+  }
+};
+
+}  // namespace

@@ -1,0 +1,259 @@
+// Sixteen lanes in plain C++: the fallback for every processor, and the meaning of each
+// operation that the other vector_*.h files provide.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#define DAF_INLINE static inline
+#define DAF_MEMBER_INLINE inline
+#define DAF_NEVER_INLINE
+#define DAF_UNROLLED  // blocks stay in memory here: unrolling sixteen lanes sixteen times helps nobody
+
+namespace {
+
+struct Vector {
+  static constexpr int lanes = 16;
+  struct F {
+    float lane[16];
+  };
+  struct I {
+    uint32_t lane[16];
+  };
+  struct M {
+    uint16_t bits;
+  };
+
+  template <class Each>
+  DAF_INLINE F each(Each&& value) {
+    F result;
+    for (int i = 0; i < lanes; ++i) result.lane[i] = value(i);
+    return result;
+  }
+  template <class Each>
+  DAF_INLINE I each_integer(Each&& value) {
+    I result;
+    for (int i = 0; i < lanes; ++i) result.lane[i] = value(i);
+    return result;
+  }
+  template <class Each>
+  DAF_INLINE M each_bit(Each&& value) {
+    unsigned bits = 0;
+    for (int i = 0; i < lanes; ++i) bits |= unsigned(bool(value(i))) << i;
+    return {uint16_t(bits)};
+  }
+
+  // Memory.
+  DAF_INLINE F load(const float* from) {
+    F result;
+    std::memcpy(result.lane, from, sizeof result);
+    return result;
+  }
+  DAF_INLINE I load(const uint32_t* from) {
+    I result;
+    std::memcpy(result.lane, from, sizeof result);
+    return result;
+  }
+  DAF_INLINE void store(uint32_t* to, I x) { std::memcpy(to, x.lane, sizeof x); }
+  DAF_INLINE void store(float* to, F x) { std::memcpy(to, x.lane, sizeof x); }
+  DAF_INLINE void stream(float* to, F x) { store(to, x); }
+  DAF_INLINE F load_bfloat16(const uint16_t* from) {
+    return as_float(each_integer([&](int i) { return uint32_t(from[i]) << 16; }));
+  }
+  DAF_INLINE void store_bfloat16(uint16_t* to, F x) {
+    const I bits = as_integer(x);
+    for (int i = 0; i < lanes; ++i) {
+      const uint32_t u = bits.lane[i];
+      to[i] = uint16_t((u + 0x7FFF + ((u >> 16) & 1)) >> 16);
+    }
+  }
+  DAF_INLINE F load_float16(const uint16_t* from) {
+    return each([&](int i) { return widen_half(from[i]); });
+  }
+  DAF_INLINE void store_float16(uint16_t* to, F x) {
+    for (int i = 0; i < lanes; ++i) to[i] = narrow_half(x.lane[i]);
+  }
+  DAF_INLINE void stream_fence() {}
+
+  // Arithmetic.
+  DAF_INLINE F set(float x) {
+    return each([&](int) { return x; });
+  }
+  DAF_INLINE F add(F a, F b) {
+    return each([&](int i) { return a.lane[i] + b.lane[i]; });
+  }
+  DAF_INLINE F subtract(F a, F b) {
+    return each([&](int i) { return a.lane[i] - b.lane[i]; });
+  }
+  DAF_INLINE F multiply(F a, F b) {
+    return each([&](int i) { return a.lane[i] * b.lane[i]; });
+  }
+  DAF_INLINE F least(F a, F b) {
+    return each([&](int i) { return a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]; });
+  }
+  DAF_INLINE F greatest(F a, F b) {
+    return each([&](int i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; });
+  }
+  DAF_INLINE F absolute(F a) { return as_float(bit_and(as_integer(a), set_integer(0x7FFFFFFF))); }
+  DAF_INLINE F flip(F a, M signs) {
+    return select(signs, as_float(bit_xor(as_integer(a), set_integer(0x80000000))), a);
+  }
+  // Lanes i and i ^ stride become their sum and their difference.
+  template <int stride>
+  DAF_INLINE F butterfly(F a) {
+    return each([&](int i) {
+      return i & stride ? a.lane[i ^ stride] - a.lane[i] : a.lane[i] + a.lane[i ^ stride];
+    });
+  }
+  DAF_INLINE float tree_sum(F a) {
+    for (int width = 8; width > 0; width /= 2)
+      for (int i = 0; i < width; ++i) a.lane[i] += a.lane[i + width];
+    return a.lane[0];
+  }
+  DAF_INLINE float reduce_least(F a) {
+    float result = a.lane[0];
+    for (int i = 1; i < lanes; ++i) result = a.lane[i] < result ? a.lane[i] : result;
+    return result;
+  }
+  DAF_INLINE float reduce_greatest(F a) {
+    float result = a.lane[0];
+    for (int i = 1; i < lanes; ++i) result = a.lane[i] > result ? a.lane[i] : result;
+    return result;
+  }
+
+  // Comparison and choice.
+  DAF_INLINE M greater(F a, F b) {
+    return each_bit([&](int i) { return a.lane[i] > b.lane[i]; });
+  }
+  DAF_INLINE M less_equal(F a, F b) {
+    return each_bit([&](int i) { return a.lane[i] <= b.lane[i]; });
+  }
+  DAF_INLINE M unordered(F a) {
+    return each_bit([&](int i) { return a.lane[i] != a.lane[i]; });
+  }
+  DAF_INLINE M mask_from(uint16_t bits) { return {bits}; }
+  DAF_INLINE uint16_t mask_bits(M m) { return m.bits; }
+  DAF_INLINE M same(M a, M b) { return {uint16_t(~(a.bits ^ b.bits))}; }
+  DAF_INLINE M either(M a, M b) { return {uint16_t(a.bits | b.bits)}; }
+  DAF_INLINE F select(M m, F yes, F no) {
+    return each([&](int i) { return m.bits >> i & 1 ? yes.lane[i] : no.lane[i]; });
+  }
+
+  // Integers.
+  DAF_INLINE I as_integer(F a) {
+    I result;
+    std::memcpy(result.lane, a.lane, sizeof result);
+    return result;
+  }
+  DAF_INLINE F as_float(I a) {
+    F result;
+    std::memcpy(result.lane, a.lane, sizeof result);
+    return result;
+  }
+  DAF_INLINE I set_integer(uint32_t x) {
+    return each_integer([&](int) { return x; });
+  }
+  DAF_INLINE I bit_and(I a, I b) {
+    return each_integer([&](int i) { return a.lane[i] & b.lane[i]; });
+  }
+  DAF_INLINE I bit_or(I a, I b) {
+    return each_integer([&](int i) { return a.lane[i] | b.lane[i]; });
+  }
+  DAF_INLINE I bit_xor(I a, I b) {
+    return each_integer([&](int i) { return a.lane[i] ^ b.lane[i]; });
+  }
+  DAF_INLINE I add_integer(I a, I b) {
+    return each_integer([&](int i) { return a.lane[i] + b.lane[i]; });
+  }
+  DAF_INLINE I least_integer(I a, I b) {
+    return each_integer([&](int i) { return a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]; });
+  }
+  DAF_INLINE I greatest_integer(I a, I b) {
+    return each_integer([&](int i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; });
+  }
+  DAF_INLINE uint32_t reduce_greatest(I a) {
+    uint32_t result = 0;
+    for (int i = 0; i < lanes; ++i) result = a.lane[i] > result ? a.lane[i] : result;
+    return result;
+  }
+  template <int places>
+  DAF_INLINE I shift_left(I a) {
+    return each_integer([&](int i) { return a.lane[i] << places; });
+  }
+  template <int places>
+  DAF_INLINE I shift_right(I a) {
+    return each_integer([&](int i) { return a.lane[i] >> places; });
+  }
+  // Both for numbers in [0, 2^31).
+  DAF_INLINE I truncate(F a) {
+    return each_integer([&](int i) { return uint32_t(int32_t(a.lane[i])); });
+  }
+  DAF_INLINE F to_float(I a) {
+    return each([&](int i) { return float(int32_t(a.lane[i])); });
+  }
+  // a, with `value` (bits that a has not) added where the mask is set.
+  DAF_INLINE I add_where(I a, M m, uint32_t value) {
+    return each_integer([&](int i) { return a.lane[i] | (m.bits >> i & 1 ? value : 0); });
+  }
+  DAF_INLINE M any_bit(I a, uint32_t value) {
+    return each_bit([&](int i) { return (a.lane[i] & value) != 0; });
+  }
+  // table holds 16 floats; indices are below 16.
+  DAF_INLINE F lookup(const float* table, I index) {
+    return each([&](int i) { return table[index.lane[i]]; });
+  }
+
+  // 64-bit lanes, for the generator: products of the low words, high words, packing of pairs.
+  DAF_INLINE I multiply_wide(I a, uint32_t factor) {
+    I result;
+    for (int i = 0; i < lanes; i += 2) {
+      const uint64_t product = uint64_t(a.lane[i]) * factor;
+      result.lane[i] = uint32_t(product);
+      result.lane[i + 1] = uint32_t(product >> 32);
+    }
+    return result;
+  }
+  DAF_INLINE I high_words(I a) {
+    return each_integer([&](int i) { return i & 1 ? 0 : a.lane[i + 1]; });
+  }
+  DAF_INLINE I exclusive_or(I a, I b, uint32_t c) {
+    return bit_xor(bit_xor(a, b), set_integer(c));
+  }
+  DAF_INLINE I pack_pairs(I low, I high) {
+    return each_integer([&](int i) { return i & 1 ? high.lane[i - 1] : low.lane[i]; });
+  }
+
+ private:
+  DAF_INLINE float widen_half(uint16_t half) {
+    const uint32_t sign = uint32_t(half & 0x8000) << 16, rest = half & 0x7FFF;
+    uint32_t bits = (rest << 13) + 0x38000000;  // rebias the exponent
+    if (rest >= 0x7C00) bits = (rest << 13) | 0x7F800000;
+    float result;
+    if (rest < 0x0400) {
+      result = float(rest) * 0x1p-24f;
+      std::memcpy(&bits, &result, 4);
+    }
+    bits |= sign;
+    std::memcpy(&result, &bits, 4);
+    return result;
+  }
+  // Nearest even; NaN to the canonical one.
+  DAF_INLINE uint16_t narrow_half(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    const uint16_t sign = uint16_t(bits >> 16 & 0x8000);
+    bits &= 0x7FFFFFFF;
+    if (bits > 0x7F800000) return 0x7E00;
+    if (bits >= 0x477FF000) return uint16_t(sign | 0x7C00);
+    if (bits >= 0x38800000)
+      return uint16_t(sign | ((bits - 0x38000000 + 0xFFF + (bits >> 13 & 1)) >> 13));
+    // Below the least normal: adding 1/2 puts the last place of fp16 into fp32's last place.
+    float magnitude;
+    std::memcpy(&magnitude, &bits, 4);
+    magnitude += 0.5f;
+    std::memcpy(&bits, &magnitude, 4);
+    return uint16_t(sign | (bits - 0x3F000000));
+  }
+};
+
+}  // namespace
