@@ -1,0 +1,130 @@
+"""Runs of the command line, in this process or in one of their own, on tiny models."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from daf.cli import app
+
+# A module of factories; what goes wrong in it does so at full batches only, never while profiling.
+TINY_MODELS = '''
+import atexit, os, signal, sys
+from pathlib import Path
+import torch
+from torch import nn
+
+FULL_BATCH = 32
+
+
+class Tiny(nn.Module):
+    def __init__(self, classes, trouble_at=lambda step: False, trouble=None):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3, stride=4)
+        self.norm = nn.BatchNorm2d(4)
+        self.head = nn.Linear(4 * 8 * 8, classes)
+        self.trouble_at, self.trouble, self.steps = trouble_at, trouble, 0
+
+    def forward(self, x):
+        x = torch.relu(self.norm(self.conv(x)))
+        if self.training and len(x) == FULL_BATCH:
+            self.steps += 1
+            if self.trouble_at(self.steps):
+                x = self.trouble(x)
+        return self.head(nn.functional.dropout(x.flatten(1), 0.2, self.training))
+
+
+def classifier(classes):
+    return Tiny(classes)
+
+
+def explodes(classes):
+    return Tiny(classes, lambda step: step >= 3, lambda x: x * float("inf"))
+
+
+def interrupts(classes):
+    """Where the environment asks for it, interrupts its own process in the midst of a step."""
+    def interrupt(x):
+        os.kill(os.getpid(), signal.SIGINT)
+        return x
+    at_step = int(os.environ.get("INTERRUPT_AT_STEP", "0"))
+    return Tiny(classes, lambda step: step == at_step, interrupt)
+
+
+def interrupts_twice(classes):
+    def interrupt(x):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+        return x
+    return Tiny(classes, lambda step: step == 2, interrupt)
+
+
+def lists_modules(classes):
+    atexit.register(lambda: Path("modules.txt").write_text(chr(10).join(sys.modules)))
+    return Tiny(classes)
+'''
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current directory, with ``tiny_models.py`` in it."""
+    (tmp_path / "tiny_models.py").write_text(TINY_MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "200")
+    sys.modules.pop("tiny_models", None)
+    threads = torch.get_num_threads()
+    yield tmp_path
+    torch.set_num_threads(threads)
+    sys.modules.pop("tiny_models", None)
+
+
+@pytest.fixture
+def daf(workplace: Path) -> Callable[..., Ran]:
+    """Run the command line in this process."""
+
+    def run(*arguments: str) -> Ran:
+        result = CliRunner().invoke(app, arguments)
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return Ran(result.exit_code, result.stdout, result.stderr)
+
+    return run
+
+
+@pytest.fixture
+def daf_process(workplace: Path) -> Callable[..., Ran]:
+    """Run the command line in a process of its own, as a user does."""
+
+    def run(*arguments: str, **environment: str) -> Ran:
+        done = subprocess.run(
+            [sys.executable, "-m", "daf", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env=os.environ | environment,
+        )
+        return Ran(done.returncode, done.stdout, done.stderr)
+
+    return run

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from importlib import metadata
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from rich.console import Console
+
+from daf.cli.display import LiveDisplay
+from daf.training.observer import StepRecord
+
+Daf = Callable[..., Any]
+SMALL = ("--batch-size", "32", "--threads", "1")
+
+
+def test_a_plan_s_account_adds_up_and_leaves_nothing_behind(daf: Daf, workplace: Path) -> None:
+    ran = daf("plan", "tiny_models:classifier", "--budget", "2GB", *SMALL, "--json")
+    assert ran.code == 0, ran.err
+    account = dict(ran.json["account"])
+    predicted = account.pop("predicted_peak")
+    assert sum(account.values()) == predicted <= 2 * 10**9
+    numbers = 4 * 9 + 4 + 8 + 256 * 10 + 10  # convolution, norm, linear
+    assert account["gradients"] == 4 * numbers
+    assert account["optimizer_state"] == 4 * numbers  # momentum
+    assert account["parameters"] == 4 * (numbers + 8) + 8  # running statistics and their count
+    assert not (workplace / "runs").exists()
+
+
+def test_a_plan_refuses_as_training_does_and_its_least_budget_holds(daf: Daf) -> None:
+    asked = ("tiny_models:classifier", *SMALL, "--json")
+    refusal = daf("plan", *asked, "--budget", "20MB")
+    assert refusal.code == 2
+    assert refusal.json["error"]["kind"] == "BudgetError"
+    # 10 % more, since two measurements of one process differ a little.
+    enough = str(int(1.1 * refusal.json["error"]["least_bytes"]))
+    least = daf("plan", *asked, "--budget", enough)
+    assert least.code == 0 or least.json["error"]["least_bytes"] > int(enough)
+
+
+def test_a_plan_is_printed_for_people(daf: Daf) -> None:
+    ran = daf("plan", "tiny_models:classifier", "--budget", "2GB", *SMALL)
+    for expected in ("plan:", "floor", "optimizer state", "predicted peak", "2.00 GB"):
+        assert expected in ran.out
+
+
+def test_doctor_says_what_the_machine_is(daf: Daf) -> None:
+    facts = daf("doctor", "--json").json
+    assert facts["memory"]["total_bytes"] == psutil.virtual_memory().total
+    assert facts["processor"]["logical_cores"] == os.cpu_count()
+    assert facts["torch"]["version"] == torch.__version__
+    assert facts["torch"]["threads"] == torch.get_num_threads()
+    assert all(isinstance(works, bool) for works in facts["works"].values())
+    people = daf("doctor").out
+    for expected in ("instruction sets", "cores", torch.__version__, "mallopt", "clear_refs"):
+        assert expected in people
+
+
+def test_version(daf: Daf) -> None:
+    assert daf("--version").out.strip() == metadata.version("daf-train")
+
+
+def test_the_live_panel_shows_progress_and_memory_against_the_budget() -> None:
+    screen = StringIO()
+    display = LiveDisplay(Console(file=screen, force_terminal=True, width=120))
+    display.begin(10, 0, 800_000_000)
+    display.stepped(StepRecord(10, 2, 0.1234, 50.0, 640.0, 500_000_000, 600_000_000, 87.5))
+    display.end()
+    for expected in ("step 10/10", "loss 0.1234", "87.5 %", "640 examples/s", "600 MB", "800 MB"):
+        assert expected in screen.getvalue()

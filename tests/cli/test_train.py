@@ -1,0 +1,297 @@
+"""``daf train`` from the outside: what it prints, returns and leaves behind."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+SPECIFIED_KEYS = {
+    *("budget_bytes", "floor_bytes", "peak_bytes", "predicted_peak_bytes"),
+    *("saved_bytes_plain", "saved_bytes_peak", "micro_batch"),
+    *("step_ms_median", "examples_per_s", "loss", "metric"),
+}
+UNWANTED_IN_TRAINING = {"matplotlib", "scipy", "sklearn", "transformers", "PIL", "pandas"}
+Daf = Callable[..., Any]
+
+
+def options(model: str, out: str = "run", **more: object) -> list[str]:
+    """The arguments of a short run on digits with batches of 32 on one thread."""
+    settings = {"budget": "none", "batch-size": 32, "max-steps": 4, "threads": 1} | {
+        name.replace("_", "-"): value for name, value in more.items()
+    }
+    pairs = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
+    return ["train", model, *pairs, "--out", out]
+
+
+def lines(path: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def test_a_run_within_a_budget_leaves_everything_it_promises(daf_process: Daf) -> None:
+    ran = daf_process(*options("tiny_models:lists_modules", budget="1GB", max_steps=3), "--json")
+    assert ran.code == 0, ran.err
+    summary = ran.json
+    assert summary == json.loads(Path("run/summary.json").read_text())
+    assert set(summary) >= SPECIFIED_KEYS
+    assert None not in [summary[key] for key in SPECIFIED_KEYS]
+    assert summary["floor_bytes"] < summary["peak_bytes"] <= summary["budget_bytes"] == 10**9
+    assert 0 < summary["predicted_peak_bytes"] <= 10**9
+    assert summary["metric_name"] == "test_accuracy_percent"
+    assert summary["finished"]
+
+    steps = lines("run/metrics.jsonl")
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert summary["loss"] == pytest.approx(sum(line["loss"] for line in steps) / 3)
+    assert summary["step_ms_median"] == sorted(line["step_ms"] for line in steps)[1]
+    assert max(line["peak_bytes"] for line in steps) <= summary["peak_bytes"]
+    samples = [line["resident_bytes"] for line in lines("run/memory.jsonl") if "mark" not in line]
+    assert samples
+    # The summary is written while the process still lives, and a little after it is sampled.
+    assert max(samples) <= summary["peak_bytes"] + 2**20
+
+    weights = load_file("run/model.safetensors")
+    assert (
+        sum(t.numel() for n, t in weights.items() if "running" not in n and "num" not in n)
+        == (summary["parameters"])
+    )
+    assert Path("run/memory.png").read_bytes().startswith(b"\x89PNG")
+    modules = {name.partition(".")[0] for name in Path("modules.txt").read_text().split()}
+    assert modules & UNWANTED_IN_TRAINING == set()
+    assert not list(Path("run").rglob("*.part"))
+
+
+@pytest.mark.parametrize("budget", ["none", "1GB"])
+def test_an_interrupted_run_goes_on_to_the_same_result_bit_for_bit(
+    daf_process: Daf, budget: str
+) -> None:
+    fixed = {"budget": budget, "max_steps": 7, "epochs": 2, "momentum": 0.8}
+    if budget != "none":
+        fixed["bits"] = 2
+    whole = daf_process(*options("tiny_models:interrupts", "whole", **fixed), "--json")
+    assert whole.code == 0, whole.err
+
+    first = daf_process(*options("tiny_models:interrupts", "cut", **fixed), INTERRUPT_AT_STEP="4")
+    assert first.code == 130, first.err
+    assert "stopped after step 4" in first.err
+    begun = json.loads(Path("cut/summary.json").read_text())
+    assert not begun["finished"]
+    advice = first.err.strip().splitlines()[-1].rpartition("daf ")[2].split()
+    assert advice == ["train", "--resume", "--out", "cut"]
+
+    second = daf_process(*advice, "--json")
+    assert second.code == 0, second.err
+    assert second.json["finished"]
+    assert [line["step"] for line in lines("cut/metrics.jsonl")] == list(range(1, 8))
+    for name in ("loss", "metric", "micro_batch", "policy"):
+        assert second.json[name] == whole.json[name]
+    assert second.json["predicted_peak_bytes"] == begun["predicted_peak_bytes"]
+    losses = [[line["loss"] for line in lines(f"{run}/metrics.jsonl")] for run in ("whole", "cut")]
+    assert losses[0] == losses[1]
+    same = (
+        Path("cut/model.safetensors").read_bytes() == Path("whole/model.safetensors").read_bytes()
+    )
+    assert same
+
+
+def test_a_finished_run_can_be_lengthened_to_the_same_result(daf: Daf) -> None:
+    assert daf(*options("tiny_models:classifier", "whole", max_steps=6), "--json").code == 0
+    assert daf(*options("tiny_models:classifier", "short", max_steps=3), "--json").code == 0
+    longer = daf("train", "--resume", "--out", "short", "--max-steps", "6", "--json")
+    assert longer.json["steps"] == 6
+    # An evaluation in between leaves no trace in what is learned.
+    assert len(longer.json["evaluations"]) == 2
+    ours, theirs = (Path(run, "model.safetensors").read_bytes() for run in ("short", "whole"))
+    assert ours == theirs
+
+
+def test_a_second_ctrl_c_abandons_the_step_and_keeps_the_checkpoint(daf: Daf) -> None:
+    ran = daf(*options("tiny_models:interrupts_twice", checkpoint_every=1))
+    assert ran.code == 130
+    assert "abandoned" in ran.err
+    assert "daf train --resume --out run" in ran.err
+    assert [line["step"] for line in lines("run/metrics.jsonl")] == [1]
+
+
+def test_training_learns_and_repeats_itself(daf: Daf) -> None:
+    runs = [
+        daf(*options("tiny_models:classifier", name, max_steps=80, epochs=2, lr=0.1), "--json").json
+        for name in ("a", "b")
+    ]
+    assert runs[0]["metric"] > 70
+    assert runs[0]["loss"] < 1.2
+    assert (runs[0]["loss"], runs[0]["metric"]) == (runs[1]["loss"], runs[1]["metric"])
+    other = daf(*options("tiny_models:classifier", "c", max_steps=80, epochs=2, seed=1), "--json")
+    assert other.json["loss"] != runs[0]["loss"]
+
+
+def test_every_kind_of_task_trains(daf: Daf, workplace: Path) -> None:
+    (workplace / "t.txt").write_bytes(bytes(range(256)) * 40)
+    (workplace / "small_models.py").write_text(
+        "from torch import nn\n"
+        "def bytes_model(vocabulary):\n"
+        "    return nn.Sequential(nn.Embedding(vocabulary, 16), nn.Linear(16, vocabulary))\n"
+        "def image_model(channels):\n"
+        "    return nn.Conv2d(channels, channels, 3, padding=1)\n"
+    )
+    text = ("text:t.txt", "--context", "16", "--max-steps", "30", "--json", "--lr", "0.05")
+    causal = daf(*options("small_models:bytes_model", "c"), *text).json
+    masked = daf(*options("small_models:bytes_model", "m"), "--goal", "masked", *text).json
+    noise = daf(*options("small_models:image_model", "n"), "--goal", "denoise", "--json").json
+    assert (causal["metric_name"], causal["optimizer"]) == ("test_perplexity", "adamw")
+    assert causal["metric"] < 30  # of 257: the next byte follows from the last one
+    assert masked["metric_name"] == "test_masked_loss"
+    assert noise["metric_name"] == "test_mean_squared_error"
+
+
+def test_lines_say_what_goes_on_where_there_is_no_terminal(daf: Daf) -> None:
+    ran = daf(*options("tiny_models:classifier", budget="2GB"))
+    assert ran.code == 0
+    for expected in ("plan:", "step 4/4", "examples/s", "of 2.00 GB", "test_accuracy_percent"):
+        assert expected in ran.out
+
+
+# Bad input: one clear line on stderr, exit code 2, nothing left behind.
+
+
+def refused(ran: Any, *words: str, code: int = 2) -> str:
+    assert ran.code == code, ran.out
+    assert "Traceback" not in ran.err
+    for word in words:
+        assert word in ran.err
+    return str(ran.err)
+
+
+def test_an_impossible_budget_is_refused_with_the_least_that_could(daf: Daf) -> None:
+    ran = daf(*options("tiny_models:classifier", budget="20MB"), "--json")
+    refused(ran, "asked for a budget of 20.0 MB", "The least budget that could")
+    assert ran.json["error"]["kind"] == "BudgetError"
+    assert ran.json["error"]["least_bytes"] > 20e6
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize("budget", ["700XB", "lots", "-5MB", "0"])
+def test_a_budget_that_cannot_be_read_is_refused(daf: Daf, budget: str) -> None:
+    ran = daf(*options("tiny_models:classifier", budget=budget), "--json")
+    refused(ran, budget)
+    assert ran.json["error"]["kind"] == "UnitError"
+
+
+def test_an_unknown_unit_is_named(daf: Daf) -> None:
+    refused(daf(*options("resnet18", budget="700XB")), "unknown unit 'XB'", "MiB")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["resnet81"], "'resnet18'"),
+        (["resnet18", "digts"], "digits"),
+        (["tiny_models:clasifier"], "'classifier'"),
+        (["resnet18", "--optimizer", "adam"], "adamw"),
+        (["resnet18", "--memory-format", "nhwc"], "channels_last"),
+        (["resnet18", "--bits", "9"], "1 to 8, exact, plain"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_known_ones(
+    daf: Daf, arguments: list[str], meant: str
+) -> None:
+    ran = daf("train", *arguments, "--budget", "none", "--out", "run")
+    refused(ran, meant)
+    assert "unknown" in ran.err or "no factory" in ran.err
+    assert not Path("run").exists()
+
+
+def test_missing_and_truncated_data_are_refused(daf: Daf) -> None:
+    Path("short.npz").write_bytes(b"PK\x03\x04 and no more")
+    for data, words in (("cifar10:gone.npz", "no such file"), ("cifar10:short.npz", "truncated")):
+        refused(daf("train", "resnet20", data, "--budget", "none", "--out", "run"), data[8:], words)
+    assert not Path("run").exists()
+
+
+def test_a_run_folder_is_not_overwritten(daf: Daf) -> None:
+    daf(*options("tiny_models:classifier", max_steps=1), "--json")
+    before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    refused(daf(*options("tiny_models:classifier")), "already holds a run", "--resume", "--out")
+    assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
+
+
+def test_resuming_what_is_not_there_or_with_other_settings_is_refused(daf: Daf) -> None:
+    refused(daf("train", "--resume", "--out", "nowhere"), "holds no run")
+    daf(*options("tiny_models:classifier", max_steps=1), "--json")
+    refused(daf("train", "--resume", "--out", "run", "--seed", "7"), "seed = 7", "was begun with 0")
+
+
+def test_a_damaged_checkpoint_is_refused(daf: Daf) -> None:
+    daf(*options("tiny_models:classifier", max_steps=1), "--json")
+    checkpoint = Path("run/checkpoint/state.safetensors")
+    checkpoint.write_bytes(checkpoint.read_bytes()[:-50])
+    refused(daf("train", "--resume", "--out", "run"), "cannot read", "state.safetensors")
+
+
+def test_a_non_finite_loss_stops_and_keeps_the_weights_from_before_it(daf: Daf) -> None:
+    ran = daf(*options("tiny_models:explodes", budget="2GB", bits="exact"), "--json")
+    refused(ran, "loss became", "head", "model.safetensors", code=3)
+    assert ran.json["error"]["kind"] == "NonFiniteLossError"
+    good = daf(*options("tiny_models:classifier", "good", max_steps=2, budget="2GB", bits="exact"))
+    assert good.code == 0
+    ours, theirs = (Path(run, "model.safetensors").read_bytes() for run in ("run", "good"))
+    assert ours == theirs
+
+
+def test_weights_that_are_not_finite_never_replace_good_ones(daf: Daf) -> None:
+    ran = daf(*options("tiny_models:classifier", max_steps=60, epochs=2, lr=1e38), "--json")
+    refused(ran, "inf or NaN" if "weights became" in ran.err else "loss became", code=3)
+    kept = load_file("run/model.safetensors")
+    assert all(bool(tensor.isfinite().all()) for tensor in kept.values())
+
+
+def full_disk_from_write(number: int) -> Callable[[int], None]:
+    done = 0
+
+    def fsync(_: int) -> None:
+        nonlocal done
+        done += 1
+        if done >= number:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    return fsync
+
+
+def test_a_full_disk_stops_the_run_and_keeps_what_was_written(
+    daf: Daf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        # Settings and the first checkpoint are synced with their folders: four in all.
+        patched.setattr(os, "fsync", full_disk_from_write(6))
+        ran = daf(*options("tiny_models:classifier", checkpoint_every=1))
+    refused(ran, "disk is full", "state.safetensors is still the version from before")
+    assert not list(Path("run").rglob("*.part"))
+    again = daf("train", "--resume", "--out", "run", "--json")
+    assert again.json["finished"]
+    assert [line["step"] for line in lines("run/metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_a_batch_larger_than_the_data_is_refused(daf: Daf) -> None:
+    refused(
+        daf(*options("tiny_models:classifier", batch_size=5000)), "there are 1438", "--batch-size"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "missing"),
+    [
+        (["train"], "MODEL"),
+        (["train", "resnet18"], "--budget"),
+        (["train", "--resume"], "--out"),
+    ],
+)
+def test_what_is_missing_is_said(daf: Daf, arguments: list[str], missing: str) -> None:
+    ran = daf(*arguments)
+    assert ran.code == 2
+    assert missing in ran.err

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from daf.report.child import draw_memory_picture
+from daf.report.memory_picture import levels_of, read_memory, spread, title
+
+SUMMARY = {
+    "model": "resnet18",
+    "data": "cifar10:somewhere.npz",
+    "budget_bytes": 600_000_000,
+    "peak_bytes": 550_000_000,
+    "predicted_peak_bytes": 560_000_000,
+    "floor_bytes": 300_000_000,
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "summary.json").write_text(json.dumps(SUMMARY))
+    lines: list[dict[str, Any]] = [
+        {"seconds": 0.0, "mark": "profile"},
+        {"seconds": 2.0, "mark": "train"},
+        *({"seconds": i / 10, "resident_bytes": 300_000_000 + i * 5_000_000} for i in range(50)),
+        {"seconds": 4.0, "mark": "evaluate"},
+    ]
+    (tmp_path / "memory.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path
+
+
+def test_the_title_says_how_the_budget_was_kept() -> None:
+    assert title(SUMMARY) == "resnet18 on cifar10 stayed 50 MB below its budget of 600 MB"
+    passed = title(SUMMARY | {"peak_bytes": 607_000_000})
+    assert passed == "resnet18 on cifar10 passed its budget of 600 MB by 7 MB"
+    plain = title(SUMMARY | {"budget_bytes": None})
+    assert plain == "resnet18 on cifar10, trained plainly, peaked at 550 MB"
+
+
+def test_levels_are_those_that_the_run_has_lowest_first() -> None:
+    assert [level.megabytes for level in levels_of(SUMMARY)] == [300, 550, 560, 600]
+    plain = SUMMARY | {"budget_bytes": None, "predicted_peak_bytes": None}
+    assert [level.words for level in levels_of(plain)] == ["floor", "measured peak"]
+
+
+def test_labels_never_overlap_and_move_only_where_they_must() -> None:
+    places = spread([300, 550, 560, 600], 700)
+    gaps = [after - before for before, after in itertools.pairwise(places)]
+    assert min(gaps) >= 0.055 * 700 - 1e-9
+    assert places[:2] == [300, 550]
+    assert spread([100, 300, 600], 700) == [100, 300, 600]
+
+
+def test_samples_and_marks_come_in_order(run: Path) -> None:
+    memory = read_memory(run / "memory.jsonl")
+    assert memory.megabytes[10] == 350
+    assert [label for _, label in memory.marks] == ["profile", "train", "evaluate"]
+
+
+def test_the_picture_is_drawn_without_torch(run: Path) -> None:
+    script = Path(sys.modules[draw_memory_picture.__module__].__file__ or "").with_name(
+        "memory_picture.py"
+    )
+    check = (
+        "import runpy, sys; sys.argv = ['x', sys.argv[1]]\n"
+        f"try: runpy.run_path({str(script)!r}, run_name='__main__')\n"
+        "except SystemExit as done: print(done.code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", check, str(run)], capture_output=True, text=True)
+    assert done.stdout.split()[-2:] == ["0", "False"], done.stderr
+    assert (run / "memory.png").stat().st_size > 20_000
+
+
+def test_the_picture_has_the_levels_in_it(run: Path) -> None:
+    assert draw_memory_picture(run) == ""
+    pixels = np.asarray(Image.open(run / "memory.png").convert("RGB")).reshape(-1, 3)
+    colours = {tuple(pixel) for pixel in np.unique(pixels, axis=0).tolist()}
+    for colour in ((0xC0, 0x39, 0x2B), (0xD9, 0x8C, 0x1F), (0x2A, 0x78, 0xB8)):
+        assert colour in colours
+
+
+def test_what_went_wrong_with_a_picture_is_told(tmp_path: Path) -> None:
+    assert "summary.json" in draw_memory_picture(tmp_path)
+    (tmp_path / "summary.json").write_text(json.dumps(SUMMARY))
+    (tmp_path / "memory.jsonl").write_text("")
+    assert "holds no sample" in draw_memory_picture(tmp_path)
