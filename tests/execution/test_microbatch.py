@@ -51,8 +51,8 @@ def test_pieces_cover_the_batch_in_order(size: int, piece: int) -> None:
 def test_structure_is_kept_and_tensors_are_views(batch: Any) -> None:
     part = microbatch.batch_slice(batch, 2, 5)
     assert type(part) is type(batch)
-    (cut,) = microbatch._tensors(part)
-    (whole,) = microbatch._tensors(batch)
+    (cut,) = microbatch.tensors_in_batch(part)
+    (whole,) = microbatch.tensors_in_batch(batch)
     assert cut.tolist() == [2, 3, 4]
     assert cut.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 

@@ -223,7 +223,7 @@ class _Running:
         for place, (saved, need) in enumerate(zip(pending, needs, strict=True)):
             assert saved.tensor is not None
             if self._is_constant(saved.tensor):
-                site = str(Site(path, operator, count, place))
+                site = Site(path, operator, count, place)
                 saved.settle(Kept(saved.tensor, saved.version, site))
             else:
                 record = self._tracker.record(path, operator, count, place)
@@ -259,7 +259,7 @@ class _Running:
         sources: tuple[Source, ...],
         call: Call,
     ) -> tuple[Held, Treatment]:
-        site = str(record.site)
+        site = record.site
         treatment = self._policy.treatment(need, record.site)
         if not is_treatable(tensor):
             return self._treater.keep(tensor, saved.version, site, sources), KEEP

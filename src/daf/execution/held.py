@@ -10,7 +10,7 @@ from torch import Tensor
 
 from daf.errors import SavedTensorError
 from daf.execution.accounting import Holding, Ledger, Source
-from daf.plan import Need
+from daf.plan import Need, Site
 from daf.store.codec import Channels, DerivativeCode, IntegerCode, MaskCode, ValueCode
 from daf.store.layout import Layout
 
@@ -67,7 +67,7 @@ class Kept(Held):
     __slots__ = ("_holdings", "_site", "_tensor", "_version")
 
     def __init__(
-        self, tensor: Tensor, version: int, site: str, holdings: tuple[Holding, ...] = ()
+        self, tensor: Tensor, version: int, site: Site, holdings: tuple[Holding, ...] = ()
     ) -> None:
         super().__init__()
         self._tensor = tensor.detach()

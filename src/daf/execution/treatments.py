@@ -29,7 +29,7 @@ from daf.execution.provenance import Operands, Provenance
 from daf.execution.rules import saved_in, sign_rule, tensors_in
 from daf.execution.smooth import smooth_code
 from daf.kernels import Predicate
-from daf.plan import KEEP, Method, Need, Treatment
+from daf.plan import KEEP, Method, Need, Site, Treatment
 from daf.store.buffers import Store
 from daf.store.codec import (
     DerivativeCode,
@@ -77,7 +77,7 @@ class Job(NamedTuple):
     treatment: Treatment
     source: Source
     call: Call
-    site: str
+    site: Site
     key: int
 
 
@@ -125,7 +125,7 @@ class Treater:
             return self.keep(job.tensor, job.saved.version, job.site, (job.source,)), KEEP
         return held, _REDERIVED if _is_borrowed(held) else job.treatment
 
-    def keep(self, tensor: Tensor, version: int, site: str, sources: tuple[Source, ...]) -> Held:
+    def keep(self, tensor: Tensor, version: int, site: Site, sources: tuple[Source, ...]) -> Held:
         """Hold the tensor itself; each storage it consists of is counted once."""
         return Kept(tensor, version, site, tuple(map(self._kept, sources)))
 

@@ -1,0 +1,117 @@
+"""Judging exactness: the same forward and backward, plain and captured, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from daf.execution.capture import compress
+from daf.execution.microbatch import tensors_in_batch
+from daf.plan import SiteReport
+
+Case = Callable[[], tuple[nn.Module, tuple[Any, ...]]]
+
+
+class Outcome(NamedTuple):
+    """Everything that a step computed: outputs, gradients of inputs and parameters, buffers."""
+
+    tensors: dict[str, Tensor]
+    sites: tuple[SiteReport, ...]
+
+
+class Behind(nn.Module):
+    """A module behind copies of its inputs, which are activations and not the caller's own."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.inner(*(t.clone() if isinstance(t, Tensor) else t for t in inputs))
+
+
+def outcome(case: Case, bits: int | str | None, dtype: torch.dtype = torch.float32) -> Outcome:
+    """One forward and backward; ``bits`` None: plain PyTorch."""
+    torch.manual_seed(3)
+    module, inputs = case()
+    module = Behind(module).to(dtype).train()
+    inputs = _require_gradients(inputs, dtype)
+    if bits is None:
+        outputs = _outputs(module(*inputs))
+        _backward(outputs)
+        return Outcome(_everything(module, inputs, outputs), ())
+    capture = compress(module, bits)
+    with capture:
+        outputs = _outputs(module(*inputs))
+    _backward(outputs)
+    assert capture.stats.plain_bytes == 0, "something outlived backward"
+    assert capture.stats.held_bytes == 0, "something outlived backward"
+    return Outcome(_everything(module, inputs, outputs), capture.sites())
+
+
+def assert_exact(case: Case, dtype: torch.dtype = torch.float32) -> Outcome:
+    """Captured with lossless treatments only, everything equals plain PyTorch's, bit for bit."""
+    plain, again = outcome(case, None, dtype), outcome(case, None, dtype)
+    repeats = all(same_bits(tensor, again.tensors[name]) for name, tensor in plain.tensors.items())
+    assert repeats, "plain PyTorch does not repeat itself here; nothing can be judged"
+    exact = outcome(case, "exact", dtype)
+    assert plain.tensors.keys() == exact.tensors.keys()
+    for name, tensor in plain.tensors.items():
+        assert same_bits(tensor, exact.tensors[name]), name
+    return exact
+
+
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    """Equal shape, stride and bits; NaN equals NaN."""
+    if first.layout is not torch.strided:
+        return bool(torch.equal(first.to_dense(), second.to_dense()))
+    return (
+        first.stride() == second.stride()
+        and first.dtype == second.dtype
+        and torch.equal(torch.isnan(first), torch.isnan(second))
+        and torch.equal(torch.nan_to_num(first), torch.nan_to_num(second))
+        and torch.equal(torch.signbit(first.real), torch.signbit(second.real))
+    )
+
+
+def _require_gradients(inputs: Any, dtype: torch.dtype) -> Any:
+    """Leaves that want gradients, so that nothing is skipped for want of one."""
+
+    def ready(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value.to(dtype).detach().requires_grad_(value.requires_grad)
+        if isinstance(value, tuple):
+            return tuple(map(ready, value))
+        return value
+
+    return ready(inputs)
+
+
+def _outputs(result: Any) -> list[Tensor]:
+    tensors = (tensor for tensor in tensors_in_batch(result))
+    return [t for t in tensors if t.requires_grad and (t.is_floating_point() or t.is_complex())]
+
+
+def _backward(outputs: list[Tensor]) -> None:
+    gradients = [torch.randn_like(tensor.detach()) for tensor in outputs]
+    torch.autograd.backward(outputs, gradients)
+
+
+def _everything(module: nn.Module, inputs: Any, outputs: list[Tensor]) -> dict[str, Tensor]:
+    return dict(_named(module, inputs, outputs))
+
+
+def _named(module: nn.Module, inputs: Any, outputs: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for place, tensor in enumerate(outputs):
+        yield f"output {place}", tensor.detach()
+    for place, tensor in enumerate(tensors_in_batch(inputs)):
+        if tensor.grad is not None:
+            yield f"gradient of input {place}", tensor.grad
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            yield f"gradient of {name}", parameter.grad
+    for name, buffer in module.named_buffers():
+        yield f"buffer {name}", buffer
