@@ -31,6 +31,21 @@ def test_a_plan_s_account_adds_up_and_leaves_nothing_behind(daf: Daf, workplace:
     assert not (workplace / "runs").exists()
 
 
+def test_a_plan_s_sites_are_treated_as_the_policy_says(daf: Daf) -> None:
+    asked = ("plan", "tiny_models:classifier", "--budget", "2GB", *SMALL, "--json")
+    coded = daf(*asked, "--bits", "2").json
+    plain = daf(*asked, "--bits", "plain").json
+    rows = {row["site"]: row for row in coded["sites"]}
+    convolved = 4 * 32 * 4 * 8 * 8  # bytes of a batch of 32 after the convolution
+    norm = rows["norm:batch_norm#0[0]"]
+    assert (norm["method"], norm["bits"], norm["plain_bytes"]) == ("rotated", 2, convolved)
+    assert convolved / 16 <= norm["held_bytes"] < convolved / 12
+    relu = rows["<model>:relu#0[0]"]
+    assert (relu["method"], relu["held_bytes"]) == ("mask", convolved // 32)
+    assert {row["method"] for row in plain["sites"]} == {"keep"}
+    assert sum(row["held_bytes"] for row in plain["sites"]) == plain["account"]["saved"]
+
+
 def test_a_plan_refuses_as_training_does_and_its_least_budget_holds(daf: Daf) -> None:
     asked = ("tiny_models:classifier", *SMALL, "--json")
     refusal = daf("plan", *asked, "--budget", "20MB")
@@ -44,7 +59,7 @@ def test_a_plan_refuses_as_training_does_and_its_least_budget_holds(daf: Daf) ->
 
 def test_a_plan_is_printed_for_people(daf: Daf) -> None:
     ran = daf("plan", "tiny_models:classifier", "--budget", "2GB", *SMALL)
-    for expected in ("plan:", "floor", "optimizer state", "predicted peak", "2.00 GB"):
+    for expected in ("plan:", "relu#0[0]", "floor", "optimizer state", "predicted peak", "2.00 GB"):
         assert expected in ran.out
 
 

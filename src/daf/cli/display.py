@@ -69,9 +69,9 @@ class LineDisplay(Observer):
 class LiveDisplay(LineDisplay):
     """A panel that is redrawn in place; notes scroll by above it."""
 
-    def __init__(self) -> None:
+    def __init__(self, console: Console | None = None) -> None:
         super().__init__()
-        self._console = Console()
+        self._console = console or Console()
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
 
     def begin(self, total_steps: int, first_step: int, budget_bytes: int | None) -> None:

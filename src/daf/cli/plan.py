@@ -12,8 +12,8 @@ from rich.table import Table
 
 from daf.cli import options
 from daf.cli.train import asked_settings
-from daf.planner import predict_saved
-from daf.training.job import Job, make_job
+from daf.training.job import make_job
+from daf.training.outline import outline_of
 from daf.training.settings import TrainSettings
 from daf.units import format_bytes
 
@@ -38,44 +38,11 @@ def plan_command(
     """Measure a few small steps of MODEL on DATA and say how it would train within --budget."""
     job = make_job(TrainSettings(**asked_settings(ctx)))
     with job.session:
-        job.session.prepare(job.train_batch(0), job.task.loss)
-        outline = outline_of(job)
+        outline = outline_of(job, job.train_batch(0))
     if as_json:
         print(json.dumps(outline))
     else:
         _show(outline)
-
-
-def outline_of(job: Job) -> dict[str, Any]:
-    """A prepared job's plan: the account (bytes), the policy and its reason, one row per site."""
-    session = job.session
-    assert session.plan is not None
-    return {
-        "budget_bytes": session.budget_bytes,
-        "account": _account(job),
-        "policy": session.plan.policy.name,
-        "micro_batch": session.plan.micro_batch,
-        "reason": session.plan.reason,
-        "process_settings": list(session.settings),
-        "sites": session.explain(),
-    }
-
-
-def _account(job: Job) -> dict[str, int] | None:
-    """The terms of the predicted peak; None without a budget, where nothing was measured."""
-    session = job.session
-    profile, plan = session.profile, session.plan
-    if profile is None or plan is None:
-        return None
-    known = {
-        "floor": profile.floor_bytes,
-        "parameters": profile.parameter_bytes,
-        "gradients": profile.gradient_bytes,
-        "optimizer_state": profile.optimizer_bytes,
-        "saved": predict_saved(profile, plan.policy.name, plan.micro_batch),
-    }
-    rest = plan.predicted_peak_bytes - sum(known.values())
-    return known | {"transient_and_slack": rest, "predicted_peak": plan.predicted_peak_bytes}
 
 
 def _show(outline: dict[str, Any]) -> None:
@@ -91,8 +58,9 @@ def _show(outline: dict[str, Any]) -> None:
 
 
 def _site_table(sites: list[dict[str, Any]]) -> Table:
-    table = Table("site", "need", "treatment", "plain", "held", title="saved tensors, as measured")
+    table = Table("saved tensor", "need", "treatment", "plain", "held")
     for row in sites:
         sizes = format_bytes(row["plain_bytes"]), format_bytes(row["held_bytes"])
-        table.add_row(str(row["site"]), str(row["need"]), str(row["treatment"]), *sizes)
+        treatment = f"{row['method']} {row['bits'] or ''}".strip()
+        table.add_row(row["site"], row["need"], treatment, *sizes)
     return table

@@ -1,0 +1,54 @@
+"""What a prepared job's plan means in bytes: the account, and every saved tensor's treatment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from daf.execution.capture import Capture
+from daf.execution.microbatch import batch_slice
+from daf.plan import Plan
+from daf.planner import predict_saved
+from daf.profiler import undisturbed
+from daf.training.batches import Batch
+from daf.training.job import Job
+
+
+def outline_of(job: Job, batch: Batch) -> dict[str, Any]:
+    """Prepare a job on ``batch`` and tell its plan: account (bytes), policy, one row per site."""
+    session = job.session
+    plan = session.prepare(batch, job.task.loss)
+    return {
+        "budget_bytes": session.budget_bytes,
+        "account": account_of(job, plan),
+        "policy": plan.policy.name,
+        "micro_batch": plan.micro_batch,
+        "reason": plan.reason,
+        "process_settings": list(session.settings),
+        "sites": sites_of(job, plan, batch),
+    }
+
+
+def account_of(job: Job, plan: Plan) -> dict[str, int] | None:
+    """The terms of the predicted peak (bytes); None without a budget, where nothing is measured."""
+    profile = job.session.profile
+    if profile is None:
+        return None
+    known = {
+        "floor": profile.floor_bytes,
+        "parameters": profile.parameter_bytes,
+        "gradients": profile.gradient_bytes,
+        "optimizer_state": profile.optimizer_bytes,
+        "saved": predict_saved(profile, plan.policy.name, plan.micro_batch),
+    }
+    rest = plan.predicted_peak_bytes - sum(known.values())
+    return known | {"transient_and_slack": rest, "predicted_peak": plan.predicted_peak_bytes}
+
+
+def sites_of(job: Job, plan: Plan, batch: Batch) -> list[dict[str, str | int]]:
+    """One row per saved tensor (bytes), from a forward pass over one piece under the plan."""
+    part = batch_slice(batch, 0, plan.micro_batch)
+    capture = Capture(job.model)
+    with undisturbed(job.model):
+        with capture.step(plan.policy, seed=0, step_index=0, batch=part):
+            job.task.loss(job.model, part)
+        return [report.as_dict() for report in capture.sites()]
