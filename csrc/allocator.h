@@ -7,9 +7,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "allocator_account.h"
+#include "allocator_events.h"
+#include "allocator_heap.h"
 
 namespace daf::allocator {
 
@@ -25,13 +28,15 @@ struct Settings {
 // "" where this system can redirect allocations, else why it cannot.
 std::string unsupported_reason();
 
-// Redirects the allocations of the libraries in `directories`. Returns "" or what was found
-// instead. Nests: as many `remove` undo as many `install`.
-std::string install(const std::vector<std::string>& directories);
+// Redirects the allocations of PyTorch's libraries. Returns "" or what was found instead. Nests:
+// as many `remove` undo as many `install`.
+std::string install();
 // Returns how many of our large blocks survive. They stay valid; while there are any, `free`
 // stays redirected, so that whoever frees them reaches the right owner.
 uint64_t remove();
 bool is_installed();
+uint64_t surviving_blocks();
+uint64_t small_blocks();
 // Redirects libraries that were loaded since; cheap when there are none.
 void refresh();
 
@@ -49,30 +54,21 @@ void discharge_external(uint64_t bytes);
 uint64_t trim(uint64_t bytes);
 
 Account& account();
-// Names what follows in the statistics by phase; "" ends it. False where there are 15 already.
+// Names what follows in the statistics by phase; "" ends it. False where there are 15 phases
+// already, or the name has more than 31 characters.
 bool set_phase(const std::string& name);
 // What this thread's next allocations are recorded under; 0 is nothing.
 void set_label(uint32_t label);
 
-struct LiveBlock {
-  uint64_t address, bytes, held_bytes, order;
-  uint32_t label;
-};
 std::vector<LiveBlock> live_blocks();
 
-struct Event {
-  int64_t time_ns;
-  uint64_t address;
-  int64_t bytes;  // negative: freed
-  uint32_t label;
-};
 void record_events(size_t capacity);
 std::vector<Event> recorded_events(uint64_t* dropped);
 
 // Where all large blocks lie: [first, first + second). Zeros before the first installation.
 std::pair<uint64_t, uint64_t> address_range();
 
-// Direct entry points; what the redirected functions do. Also how tests drive the allocator.
+// What the redirected posix_memalign and free do.
 int allocate(void** pointer, size_t alignment, size_t bytes);
 void release(void* pointer);
 

@@ -72,23 +72,23 @@ struct Account {
   // What the process holds for them: whole pages of large blocks (live and recycled), usable
   // sizes of small ones, and the bytes charged from outside (the pool). Bounded by `limit`.
   Gauge held;
-  Gauge recycled;   // part of held: freed, kept for reuse
-  Gauge small;      // part of held: blocks that glibc serves
-  Gauge external;   // part of held: charged by the pool
+  Gauge recycled;  // part of held: freed, kept for reuse
+  Gauge small;     // part of held: blocks that glibc serves
+  Gauge external;  // part of held: charged by the pool
   std::atomic<uint64_t> limit{no_limit};
 
-  Counter allocations;        // of 1 MiB and more
+  Counter allocations;  // of 1 MiB and more
   Counter small_allocations;
-  Counter frees;              // of 1 MiB and more
-  Counter hits;               // served from one recycled block, without a system call
-  Counter assembled;          // served by moving pages of several recycled blocks
-  Counter moved_bytes;        // pages moved for those
-  Counter fresh_bytes;        // taken from the system
-  Counter returned_bytes;     // given back to the system
+  Counter frees;           // of 1 MiB and more
+  Counter hits;            // served from one recycled block, without a system call
+  Counter assembled;       // served by moving pages of several recycled blocks
+  Counter moved_bytes;     // pages moved for those
+  Counter fresh_bytes;     // taken from the system
+  Counter returned_bytes;  // given back to the system
   Counter returned_blocks;
-  Counter emptied;            // times the limit made recycled blocks go
-  Counter reclaims;           // times the pool was asked for bytes
-  Counter refusals;           // allocations that failed at the limit
+  Counter emptied;   // times the limit made recycled blocks go
+  Counter reclaims;  // times the pool was asked for bytes
+  Counter refusals;  // allocations that failed at the limit
 
   Phase phases[phase_limit];
   std::atomic<int> phase_count{1};

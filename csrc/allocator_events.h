@@ -1,9 +1,8 @@
 // A record of who asked for what and when: off unless started, and then bounded.
 #pragma once
 
-#include <time.h>
-
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <mutex>
 #include <utility>
@@ -12,10 +11,10 @@
 namespace daf {
 
 struct Event {
-  int64_t time_ns;    // CLOCK_MONOTONIC, which Python's time.monotonic_ns reads too
+  int64_t time_ns;  // the steady clock, which Python's time.monotonic_ns reads too
   uint64_t address;
-  int64_t bytes;      // negative: freed
-  uint32_t label;     // what the thread that asked had set
+  int64_t bytes;   // -1: freed
+  uint32_t label;  // what the thread that asked had set
 };
 
 class EventRecorder {
@@ -38,16 +37,15 @@ class EventRecorder {
 
   void note(const void* pointer, int64_t bytes, uint32_t label) {
     if (!is_on()) return;
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    const int64_t time_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
     const std::lock_guard<std::mutex> guard(mutex_);
     if (!on_.load()) return;
     if (events_.size() == events_.capacity()) {
       ++dropped_;
       return;
     }
-    events_.push_back({now.tv_sec * 1000000000ll + now.tv_nsec,
-                       reinterpret_cast<uintptr_t>(pointer), bytes, label});
+    events_.push_back({time_ns, reinterpret_cast<uintptr_t>(pointer), bytes, label});
   }
 
   void lock() { mutex_.lock(); }

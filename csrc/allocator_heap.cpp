@@ -24,10 +24,13 @@ void* map_table(uint64_t bytes) {
 
 }  // namespace
 
-// The table is as sparse as the range: only the pages that are used become resident.
-BlockHeap::BlockHeap(uint64_t range_bytes, Account& account)
-    : account_(account), range_(range_bytes) {
-  if (usable()) blocks_ = static_cast<Block*>(map_table(range_.slots() * sizeof(Block)));
+bool BlockHeap::reserve(uint64_t range_bytes) {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  if (blocks_) return true;
+  if (!range_.reserve(range_bytes)) return false;
+  // The table is as sparse as the range: only what is used becomes resident.
+  blocks_ = static_cast<Block*>(map_table(range_.slots() * sizeof(Block)));
+  return blocks_ != nullptr;
 }
 
 BlockHeap::~BlockHeap() {
@@ -147,7 +150,8 @@ uint32_t BlockHeap::gather_pages(uint32_t slot, uint32_t wanted) {
 
 // Moves up to `wanted` slots out of the oldest block that has whole slots; returns how many.
 uint32_t BlockHeap::move_from_oldest(uint32_t to, uint32_t wanted) {
-  for (const auto& [stamp, from] : by_age_) {
+  for (const auto& aged : by_age_) {
+    const uint32_t from = aged.second;  // a copy: the entry goes away below
     const auto whole = static_cast<uint32_t>(blocks_[from].held_bytes / slot_bytes);
     if (whole == 0) continue;
     const uint32_t count = range_.move_pages(from, to, whole < wanted ? whole : wanted);

@@ -15,6 +15,7 @@
 #include <mutex>
 #include <set>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "allocator_account.h"
@@ -36,10 +37,15 @@ enum class Served { yes, no_memory, over_limit };
 
 class BlockHeap {
  public:
-  BlockHeap(uint64_t range_bytes, Account& account);
+  explicit BlockHeap(Account& account) : account_(account) {}
   ~BlockHeap();
 
-  bool usable() const { return range_.slots() != 0; }
+  // Once, before the heap is opened. False where the system grants no address space.
+  bool reserve(uint64_t range_bytes);
+  // Where all blocks lie: first address and bytes.
+  std::pair<uintptr_t, uint64_t> address_range() const {
+    return {range_.first(), range_.slots() * slot_bytes};
+  }
   bool owns(const void* pointer) const { return range_.contains(pointer); }
 
   // While closed nothing is handed out, and what is freed goes straight back to the system.

@@ -17,24 +17,26 @@ namespace {
 
 constexpr uint64_t least_range_bytes = 1ull << 30;
 
-void* reserve(void* where, uint64_t bytes, int extra_flags) {
+void* map_reserved(void* where, uint64_t bytes, int extra_flags) {
   return mmap(where, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | extra_flags,
               -1, 0);
 }
 
 }  // namespace
 
-AddressRange::AddressRange(uint64_t wanted_bytes) : page_bytes_(uint64_t(sysconf(_SC_PAGESIZE))) {
+bool AddressRange::reserve(uint64_t wanted_bytes) {
+  page_bytes_ = uint64_t(sysconf(_SC_PAGESIZE));
   for (uint64_t bytes = wanted_bytes; bytes >= least_range_bytes; bytes /= 2) {
-    void* found = reserve(nullptr, bytes + slot_bytes, 0);
+    void* found = map_reserved(nullptr, bytes + slot_bytes, 0);
     if (found == MAP_FAILED) continue;
     reserved_base_ = reinterpret_cast<uintptr_t>(found);
     reserved_bytes_ = bytes + slot_bytes;
     base_ = (reserved_base_ + slot_bytes - 1) / slot_bytes * slot_bytes;
     bytes_ = bytes / slot_bytes * slot_bytes;
     free_runs_[0] = slots();
-    return;
+    return true;
   }
+  return false;
 }
 
 AddressRange::~AddressRange() {
@@ -83,7 +85,7 @@ uint32_t AddressRange::move_pages(uint32_t from, uint32_t to, uint32_t count) {
 
 void AddressRange::give_back(uint32_t first, uint32_t count) {
   const uint64_t bytes = count * slot_bytes;
-  if (reserve(address(first), bytes, MAP_FIXED) == MAP_FAILED) {
+  if (map_reserved(address(first), bytes, MAP_FIXED) == MAP_FAILED) {
     // Out of mappings (vm.max_map_count): the pages at least can go.
     madvise(address(first), bytes, MADV_DONTNEED);
   }

@@ -19,12 +19,14 @@ constexpr uint64_t slot_bytes = 2 << 20;
 
 class AddressRange {
  public:
-  // Reserves `wanted_bytes`, or half, a quarter, ... of it where the system grants no more.
-  // After a failure `slots()` is 0.
-  explicit AddressRange(uint64_t wanted_bytes);
+  AddressRange() = default;
   AddressRange(const AddressRange&) = delete;
   AddressRange& operator=(const AddressRange&) = delete;
   ~AddressRange();
+
+  // Reserves `wanted_bytes`, or half, a quarter, ... of it where the system grants no more;
+  // false where it grants less than 1 GiB. Before that the range is empty.
+  bool reserve(uint64_t wanted_bytes);
 
   bool contains(const void* pointer) const {
     return reinterpret_cast<uintptr_t>(pointer) - base_ < bytes_;
@@ -36,6 +38,7 @@ class AddressRange {
   void* address(uint32_t slot) const {
     return reinterpret_cast<void*>(base_ + uint64_t(slot) * slot_bytes);
   }
+  uintptr_t first() const { return base_; }
   uint64_t page_bytes() const { return page_bytes_; }
 
   // The first run of `count` free slots; false where there is none.

@@ -52,7 +52,11 @@ class SmallShard {
     return found;
   }
 
-  void clear() {
+  template <class Visit>
+  void clear(Visit visit) {
+    for (uint64_t index = 0; index < capacity_; ++index) {
+      if (entries_[index].address) visit(entries_[index]);
+    }
     std::free(entries_);
     entries_ = nullptr;
     capacity_ = count_ = 0;
@@ -77,8 +81,7 @@ class SmallShard {
   bool grow() {
     SmallShard larger;
     larger.capacity_ = capacity_ ? 2 * capacity_ : 64;
-    larger.entries_ =
-        static_cast<SmallBlock*>(std::calloc(larger.capacity_, sizeof(SmallBlock)));
+    larger.entries_ = static_cast<SmallBlock*>(std::calloc(larger.capacity_, sizeof(SmallBlock)));
     if (!larger.entries_) return false;
     for (uint64_t index = 0; index < capacity_; ++index) {
       if (entries_[index].address) larger.insert(entries_[index]);
@@ -96,12 +99,26 @@ class SmallShard {
 
 class SmallBlocks {
  public:
+  void open() { set_open(true); }
+  // Forgets every block, telling `visit` each.
+  template <class Visit>
+  void close(Visit visit) {
+    set_open(false);
+    for (SmallShard& shard : shards_) {
+      const std::lock_guard<std::mutex> lock(shard.mutex());
+      shard.clear(visit);
+    }
+  }
+
+  // False while closed, or where there is no memory to note it.
   bool insert(SmallBlock block) {
     SmallShard& shard = shard_of(block.address);
     const std::lock_guard<std::mutex> lock(shard.mutex());
-    return shard.insert(block);
+    return open_ && shard.insert(block);
   }
-  SmallBlock remove(uint64_t address) {
+  SmallBlock remove(const void* pointer) {
+    const auto address = reinterpret_cast<uintptr_t>(pointer);
+    if (address % small_alignment != 0 || address == 0) return {};
     SmallShard& shard = shard_of(address);
     const std::lock_guard<std::mutex> lock(shard.mutex());
     return shard.remove(address);
@@ -114,24 +131,26 @@ class SmallBlocks {
     }
     return sum;
   }
-  void clear() {
-    for (SmallShard& shard : shards_) {
-      const std::lock_guard<std::mutex> lock(shard.mutex());
-      shard.clear();
-    }
-  }
+
   // Around fork, so that the child finds no lock held by a thread that it does not have.
-  void lock_all() {
+  void lock() {
     for (SmallShard& shard : shards_) shard.mutex().lock();
   }
-  void unlock_all() {
+  void unlock() {
     for (SmallShard& shard : shards_) shard.mutex().unlock();
   }
 
  private:
   static constexpr uint64_t shard_count = 16;
   SmallShard& shard_of(uint64_t address) { return shards_[(address >> 12) % shard_count]; }
+  void set_open(bool open) {
+    lock();
+    open_ = open;
+    unlock();
+  }
+
   SmallShard shards_[shard_count];
+  bool open_ = false;  // read under any shard's lock, written under all
 };
 
 }  // namespace daf

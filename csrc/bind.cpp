@@ -9,6 +9,7 @@
 
 #include <cstring>
 
+#include "allocator_bind.h"
 #include "dispatch.h"
 #include "threads.h"
 
@@ -187,7 +188,7 @@ std::vector<std::string> instruction_sets() {
 }  // namespace daf
 
 NB_MODULE(_native, module) {
-  module.attr("FORMAT_VERSION") = 1;
+  module.attr("FORMAT_VERSION") = 2;
   module.def("instruction_sets", &daf::instruction_sets);
   module.def("encode_rotated", &daf::encode_rotated);
   module.def("decode_rotated", &daf::decode_rotated);
@@ -200,4 +201,5 @@ NB_MODULE(_native, module) {
   module.def("encode_integers", &daf::encode_integers);
   module.def("decode_integers", &daf::decode_integers);
   module.def("copy", &daf::copy);
+  daf::bind_allocator(module);
 }

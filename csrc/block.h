@@ -156,16 +156,21 @@ class Reader {
     return left < block_elements ? size_t(left) : block_elements;
   }
 
-  // The common case inline; the others through memory, in one copy for all kernels.
-  DAF_MEMBER_INLINE void read(Block& block, size_t index) {
-    if (source_.type == ElementType::float32 && !rows_.used() && valid(index) == block_elements) {
-      const float* from = static_cast<const float*>(source_.data) + index * block_elements;
-      DAF_EACH_VECTOR block.x[t] = V::load(from + V::lanes * t);
-    } else {
-      Block other;
-      read_any(other, index);
-      block = other;
-    }
+  // The block's 256 values: in the source itself where they lie there as they are, else in
+  // `room` (256 floats).
+  const float* fetch(size_t index, float* room) {
+    if (source_.type == ElementType::float32 && !rows_.used() && valid(index) == block_elements)
+      return static_cast<const float*>(source_.data) + index * block_elements;
+    Block block;
+    read_any(block, index);
+    DAF_EACH_VECTOR V::store(room + V::lanes * t, block.x[t]);
+    return room;
+  }
+
+  void read(Block& block, size_t index) {
+    alignas(64) float room[block_elements];
+    const float* from = fetch(index, room);
+    DAF_EACH_VECTOR block.x[t] = V::load(from + V::lanes * t);
   }
 
  private:
@@ -190,6 +195,23 @@ class Reader {
   const Source source_;
   AffineRows rows_;
   alignas(64) char tail_[block_elements * 4];
+};
+
+// Blocks are encoded in batches, stage by stage: while one block waits for its sum, its root or
+// its quotient, the same stage of the next ones runs.
+constexpr size_t batch_blocks = 8;
+
+struct Batch {
+  const float* rows[batch_blocks];
+  alignas(64) float room[batch_blocks][block_elements];
+
+  DAF_MEMBER_INLINE void load(Block& block, size_t i) const {
+    DAF_EACH_VECTOR block.x[t] = V::load(rows[i] + V::lanes * t);
+  }
+  DAF_MEMBER_INLINE void keep(const Block& block, size_t i) {
+    DAF_EACH_VECTOR V::store(room[i] + V::lanes * t, block.x[t]);
+    rows[i] = room[i];
+  }
 };
 
 // --- out ---------------------------------------------------------------------------------------
@@ -334,11 +356,11 @@ struct Prescale {
 };
 
 DAF_INLINE Prescale prescale_of(const Block& block) {
-  const auto magnitude = V::set_integer(0x7FFFFFFF);
-  auto greatest = V::bit_and(V::as_integer(block.x[0]), magnitude);
+  // Twice the bit pattern drops the sign and keeps the order.
+  auto greatest = V::shift_left<1>(V::as_integer(block.x[0]));
   DAF_UNROLLED for (int t = 1; t < block_vectors; ++t)
-    greatest = V::greatest_integer(greatest, V::bit_and(V::as_integer(block.x[t]), magnitude));
-  const uint32_t bits = V::reduce_greatest(greatest);
+    greatest = V::greatest_integer(greatest, V::shift_left<1>(V::as_integer(block.x[t])));
+  const uint32_t bits = V::reduce_greatest(greatest) >> 1;
   uint32_t exponent = bits >> 23;
   if (exponent < 1) exponent = 1;
   if (exponent > 253) exponent = 253;
@@ -370,19 +392,35 @@ DAF_INLINE uint16_t load_half(const uint16_t* from) {
 
 DAF_INLINE void store_half(uint16_t* to, uint16_t value) { std::memcpy(to, &value, 2); }
 
-// Codes of vector t of a block, from `bits` planes.
+template <int bits, int plane>
+DAF_INLINE void read_plane(const uint16_t* const (&rows)[bits], int q, V::Bytes& bytes) {
+  uint64_t word;
+  std::memcpy(&word, rows[plane] + 4 * q, 8);
+  bytes = V::add_bit_to_bytes<bits - 1 - plane>(bytes, word);
+  if constexpr (plane + 1 < bits) read_plane<bits, plane + 1>(rows, q, bytes);
+}
+
+template <int bits, int plane>
+DAF_INLINE void write_plane(uint16_t* const (&rows)[bits], int q, V::Bytes bytes) {
+  const uint64_t word = V::bit_of_bytes<bits - 1 - plane>(bytes);
+  std::memcpy(rows[plane] + 4 * q, &word, 8);
+  if constexpr (plane + 1 < bits) write_plane<bits, plane + 1>(rows, q, bytes);
+}
+
+// Codes of vectors 4 q … 4 q + 3 of a block.
 template <int bits>
-DAF_INLINE V::I read_codes(const uint16_t* const (&rows)[bits], int t) {
-  auto codes = V::set_integer(0);
-  DAF_UNROLLED for (int plane = 0; plane < bits; ++plane)
-    codes = V::add_where(codes, V::mask_from(load_half(rows[plane] + t)), 1u << (bits - 1 - plane));
-  return codes;
+DAF_INLINE void read_codes(const uint16_t* const (&rows)[bits], int q, V::I (&codes)[4]) {
+  auto bytes = V::no_bytes();
+  read_plane<bits, 0>(rows, q, bytes);
+  codes[0] = V::widen_bytes<0>(bytes);
+  codes[1] = V::widen_bytes<1>(bytes);
+  codes[2] = V::widen_bytes<2>(bytes);
+  codes[3] = V::widen_bytes<3>(bytes);
 }
 
 template <int bits>
-DAF_INLINE void write_codes(uint16_t* const (&rows)[bits], int t, V::I codes) {
-  DAF_UNROLLED for (int plane = 0; plane < bits; ++plane)
-    store_half(rows[plane] + t, V::mask_bits(V::any_bit(codes, 1u << (bits - 1 - plane))));
+DAF_INLINE void write_codes(uint16_t* const (&rows)[bits], int q, const V::I (&codes)[4]) {
+  write_plane<bits, 0>(rows, q, V::pack_bytes(codes));
 }
 
 template <int bits, class Half, class Word>

@@ -40,7 +40,7 @@ DAF_INLINE Range range_of_valid(Block block, size_t valid) {
 }
 
 struct Grid {
-  float origin, reciprocal;  // both for prescaled values
+  float prescale, origin, reciprocal;  // the latter for prescaled values
   bool finite;
 };
 
@@ -52,50 +52,65 @@ DAF_INLINE Grid make_grid(Range range, const Prescale& prescale, float last, uin
   if (header[1] == 0 && ideal > 0.0f) header[1] = 1;
   const float step = widen_bfloat16(header[1]) * prescale.factor;
   const bool finite = is_finite_bfloat16(header[0]) && is_finite_bfloat16(header[1]);
-  return {origin, header[1] == 0 ? 0.0f : 1.0f / step, finite};
+  return {prescale.factor, origin, header[1] == 0 ? 0.0f : 1.0f / step,
+          finite && prescale.finite};
 }
 
 template <int bits>
-DAF_INLINE void write_minmax_codes(const Block& block, size_t valid, float factor, Grid grid,
-                                   uint64_t key, uint64_t index, uint16_t* const (&rows)[bits]) {
-  const auto prescale = V::set(factor), origin = V::set(grid.origin);
+DAF_INLINE void write_minmax_codes(const Block& block, size_t valid, Grid grid,
+                                   const PhiloxKeys& keys, uint64_t index,
+                                   uint16_t* const (&rows)[bits]) {
+  const auto prescale = V::set(grid.prescale), origin = V::set(grid.origin);
   const auto reciprocal = V::set(grid.reciprocal);
   const auto last = V::set_integer((1u << bits) - 1), minus_one = V::set_integer(~0u);
-  Block position;
-  DAF_UNROLLED for (int group = 0; group < 4; ++group) {
-    V::F offset[4];
-    dither(key, index, group, offset);
-    DAF_UNROLLED for (int i = 0; i < 4; ++i) {
-      const auto centred = V::subtract(V::multiply(block.x[4 * group + i], prescale), origin);
-      position.x[4 * group + i] = V::add(V::multiply(centred, reciprocal), offset[i]);
+  DAF_UNROLLED for (int group = 0; group < 2; ++group) {
+    V::F offset[8];
+    dither(keys, index, group, offset);
+    DAF_UNROLLED for (int q = 0; q < 2; ++q) {
+      V::I codes[4];
+      DAF_UNROLLED for (int i = 0; i < 4; ++i) {
+        const int t = 8 * group + 4 * q + i;
+        const auto centred = V::subtract(V::multiply(block.x[t], prescale), origin);
+        auto position = V::add(V::multiply(centred, reciprocal), offset[4 * q + i]);
+        if (valid < block_elements)
+          position = V::select(V::mask_from(real_lanes(valid, t)), position, V::set(1.0f));
+        codes[i] = V::least_integer(V::add_integer(V::truncate(position), minus_one), last);
+      }
+      write_codes<bits>(rows, 2 * group + q, codes);
     }
-  }
-  if (valid < block_elements) fill_padding(position, valid, 1.0f);
-  DAF_EACH_VECTOR {
-    const auto code = V::add_integer(V::truncate(position.x[t]), minus_one);
-    write_codes<bits>(rows, t, V::least_integer(code, last));
   }
 }
 
 template <int bits>
 bool encode_minmax_range(const EncodeMinmax& job, size_t first, size_t last) {
   const size_t blocks = block_count(job.source.count);
+  const PhiloxKeys keys(job.key);
   Reader reader(job.source);
-  for (size_t index = first; index < last; ++index) {
-    Block block;
-    uint16_t* rows[bits];
-    uint16_t* header = job.headers + 2 * index;
-    const size_t valid = reader.valid(index);
-    plane_rows(rows, job.planes, blocks, index);
-    reader.read(block, index);
-    const Prescale prescale = prescale_of(block);
-    const Grid grid =
-        make_grid(range_of_valid(block, valid), prescale, float((1 << bits) - 1), header);
-    if (prescale.finite && grid.finite) {
-      write_minmax_codes<bits>(block, valid, prescale.factor, grid, job.key, index, rows);
-    } else {
-      clear_planes(job.planes, blocks, bits, index);
-      mark_non_finite(header);
+  Batch batch;
+  Grid grids[batch_blocks];
+  for (size_t start = first; start < last; start += batch_blocks) {
+    const size_t size = last - start < batch_blocks ? last - start : batch_blocks;
+    for (size_t i = 0; i < size; ++i) {
+      Block block;
+      batch.rows[i] = reader.fetch(start + i, batch.room[i]);
+      batch.load(block, i);
+      const Prescale prescale = prescale_of(block);
+      const Range range = range_of_valid(block, reader.valid(start + i));
+      uint16_t* header = job.headers + 2 * (start + i);
+      grids[i] = make_grid(range, prescale, float((1 << bits) - 1), header);
+    }
+    for (size_t i = 0; i < size; ++i) {
+      const size_t index = start + i;
+      Block block;
+      uint16_t* rows[bits];
+      if (grids[i].finite) {
+        plane_rows(rows, job.planes, blocks, index);
+        batch.load(block, i);
+        write_minmax_codes<bits>(block, reader.valid(index), grids[i], keys, index, rows);
+      } else {
+        clear_planes(job.planes, blocks, bits, index);
+        mark_non_finite(job.headers + 2 * index);
+      }
     }
   }
   return true;
@@ -113,9 +128,11 @@ bool decode_minmax_range(const DecodeMinmax& job, size_t first, size_t last) {
     if (is_finite_bfloat16(header[0]) && is_finite_bfloat16(header[1])) {
       const auto least = V::set(widen_bfloat16(header[0]));
       const auto step = V::set(widen_bfloat16(header[1]));
-      DAF_EACH_VECTOR {
-        const auto code = V::to_float(read_codes<bits>(rows, t));
-        block.x[t] = V::add(least, V::multiply(code, step));
+      DAF_UNROLLED for (int q = 0; q < 4; ++q) {
+        V::I codes[4];
+        read_codes<bits>(rows, q, codes);
+        DAF_UNROLLED for (int i = 0; i < 4; ++i)
+          block.x[4 * q + i] = V::add(least, V::multiply(V::to_float(codes[i]), step));
       }
     } else {
       fill_with_nan(block);

@@ -14,24 +14,33 @@ struct PhiloxState {
   Vector::I word[4];
 };
 
-DAF_INLINE void philox_rounds(PhiloxState& state, uint64_t key) {
-  uint32_t low = uint32_t(key), high = uint32_t(key >> 32);
-  for (int round = 0; round < 10; ++round) {
+struct PhiloxKeys {
+  uint32_t low[10], high[10];
+
+  explicit PhiloxKeys(uint64_t key) {
+    for (uint32_t round = 0; round < 10; ++round) {
+      low[round] = uint32_t(key) + round * 0x9E3779B9u;
+      high[round] = uint32_t(key >> 32) + round * 0xBB67AE85u;
+    }
+  }
+};
+
+DAF_INLINE void philox_rounds(PhiloxState& state, const PhiloxKeys& keys) {
+  DAF_UNROLLED for (int round = 0; round < 10; ++round) {
     const auto first = Vector::multiply_wide(state.word[0], 0xD2511F53u);
     const auto second = Vector::multiply_wide(state.word[2], 0xCD9E8D57u);
-    state.word[0] = Vector::exclusive_or(Vector::high_words(second), state.word[1], low);
+    const auto third = Vector::high_words(second), fourth = Vector::high_words(first);
+    state.word[0] = Vector::exclusive_or(third, state.word[1], keys.low[round]);
     state.word[1] = second;
-    state.word[2] = Vector::exclusive_or(Vector::high_words(first), state.word[3], high);
+    state.word[2] = Vector::exclusive_or(fourth, state.word[3], keys.high[round]);
     state.word[3] = first;
-    low += 0x9E3779B9u;
-    high += 0xBB67AE85u;
   }
 }
 
 // The patterns of signs of consecutive blocks, made eight calls at a time.
 class Signs {
  public:
-  Signs(uint64_t key, int rounds) : key_(key), calls_(2 * rounds) {}
+  Signs(uint64_t key, int rounds) : keys_(key), calls_(2 * rounds) {}
 
   // 16 halfwords for each round: element i of the block is bit i % 16 of halfword i / 16.
   const uint16_t* of_block(uint64_t block) {
@@ -50,7 +59,7 @@ class Signs {
     }
     PhiloxState state = {{Vector::load(low), Vector::load(high), Vector::load(call),
                           Vector::set_integer(sign_stream)}};
-    philox_rounds(state, key_);
+    philox_rounds(state, keys_);
     alignas(64) uint64_t pairs[2][8];
     for (int half = 0; half < 2; ++half)
       Vector::store(reinterpret_cast<uint32_t*>(pairs[half]),
@@ -62,26 +71,33 @@ class Signs {
     first_ = block;
   }
 
-  uint64_t key_, first_ = ~uint64_t{0};
+  const PhiloxKeys keys_;
+  uint64_t first_ = ~uint64_t{0};
   unsigned calls_;
   alignas(64) uint16_t halves_[64];
 };
 
-// Dither of elements 64 g … 64 g + 63 of a block, as four vectors of numbers in (1, 2).
-DAF_INLINE void dither(uint64_t key, uint64_t block, uint32_t group, Vector::F (&result)[4]) {
+// The upper 23 bits of every word behind the leading one of a number in [1, 2).
+DAF_INLINE Vector::F one_and_fraction(Vector::I words) {
+  const auto one = Vector::set_integer(0x3F800000);
+  return Vector::as_float(Vector::bit_or(Vector::shift_right<9>(words), one));
+}
+
+// Dither of elements 128 g … 128 g + 127 of a block, as eight vectors of numbers in [1, 2).
+DAF_INLINE void dither(const PhiloxKeys& keys, uint64_t block, uint32_t group,
+                       Vector::F (&result)[8]) {
   alignas(64) uint32_t call[16];
   for (uint32_t lane = 0; lane < 16; ++lane) call[lane] = 8 * group + lane / 2;
   PhiloxState state = {{Vector::set_integer(uint32_t(block)),
                         Vector::set_integer(uint32_t(block >> 32)), Vector::load(call),
                         Vector::set_integer(dither_stream)}};
-  philox_rounds(state, key);
-  const auto bits = Vector::set_integer(0x007FFF80), base = Vector::set_integer(0x3F800040);
-  for (int pair = 0; pair < 2; ++pair) {
+  philox_rounds(state, keys);
+  DAF_UNROLLED for (int pair = 0; pair < 2; ++pair) {
     const auto words = Vector::pack_pairs(state.word[2 * pair], state.word[2 * pair + 1]);
-    const auto low = Vector::bit_and(Vector::shift_left<7>(words), bits);
-    const auto high = Vector::bit_and(Vector::shift_right<9>(words), bits);
-    result[2 * pair] = Vector::as_float(Vector::bit_or(low, base));
-    result[2 * pair + 1] = Vector::as_float(Vector::bit_or(high, base));
+    result[4 * pair] = one_and_fraction(words);
+    result[4 * pair + 1] = one_and_fraction(Vector::rotate_left<8>(words));
+    result[4 * pair + 2] = one_and_fraction(Vector::rotate_left<16>(words));
+    result[4 * pair + 3] = one_and_fraction(Vector::rotate_left<24>(words));
   }
 }
 

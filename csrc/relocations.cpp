@@ -21,24 +21,24 @@ constexpr uint32_t jump_slot_type = ~0u, global_type = ~0u;
 
 // What the dynamic section of one library points to.
 struct Dynamic {
-  const ElfW(Sym)* symbols = nullptr;
+  const ElfW(Sym) * symbols = nullptr;
   const char* names = nullptr;
   const uint32_t* gnu_hash = nullptr;
-  const ElfW(Rela)* calls = nullptr;
-  const ElfW(Rela)* data = nullptr;
+  const ElfW(Rela) * calls = nullptr;
+  const ElfW(Rela) * data = nullptr;
   uint64_t calls_count = 0, data_count = 0, relative_count = 0;
 };
 
-const ElfW(Dyn)* dynamic_section(const dl_phdr_info& info) {
+const ElfW(Dyn) * dynamic_section(const dl_phdr_info& info) {
   for (int index = 0; index < info.dlpi_phnum; ++index) {
-    const ElfW(Phdr)& header = info.dlpi_phdr[index];
+    const ElfW(Phdr) & header = info.dlpi_phdr[index];
     if (header.p_type != PT_DYNAMIC) continue;
     return reinterpret_cast<const ElfW(Dyn)*>(info.dlpi_addr + header.p_vaddr);
   }
   return nullptr;
 }
 
-Dynamic read_dynamic(const dl_phdr_info& info, const ElfW(Dyn)* entry) {
+Dynamic read_dynamic(const dl_phdr_info& info, const ElfW(Dyn) * entry) {
   Dynamic found;
   bool with_addends = true;
   for (; entry->d_tag != DT_NULL; ++entry) {
@@ -62,7 +62,7 @@ Dynamic read_dynamic(const dl_phdr_info& info, const ElfW(Dyn)* entry) {
   return found;
 }
 
-uint32_t highest_symbol(const ElfW(Rela)* entry, uint64_t count) {
+uint32_t highest_symbol(const ElfW(Rela) * entry, uint64_t count) {
   uint32_t highest = 0;
   for (uint64_t index = 0; entry && index < count; ++index) {
     const auto symbol = uint32_t(ELF64_R_SYM(entry[index].r_info));
@@ -84,9 +84,9 @@ uint32_t imported_end(const Dynamic& dynamic) {
 bool is_left_alone(const char* path) {
   const char* slash = std::strrchr(path, '/');
   const char* name = slash ? slash + 1 : path;
-  constexpr const char* prefixes[] = {"libc.so",  "libc-",  "ld-",    "ld64", "libdl",
-                                      "libpthread", "libasan", "libtsan", "libubsan", "liblsan",
-                                      "libmemray", "linux-vdso"};
+  constexpr const char* prefixes[] = {"libc.so",  "libc-",      "ld-",       "ld64",
+                                      "libdl",    "libpthread", "libasan",   "libtsan",
+                                      "libubsan", "liblsan",    "libmemray", "linux-vdso"};
   for (const char* prefix : prefixes) {
     if (std::strncmp(name, prefix, std::strlen(prefix)) == 0) return true;
   }
@@ -96,7 +96,7 @@ bool is_left_alone(const char* path) {
 bool contains(const dl_phdr_info& info, const void* address) {
   const auto wanted = reinterpret_cast<uintptr_t>(address);
   for (int index = 0; index < info.dlpi_phnum; ++index) {
-    const ElfW(Phdr)& header = info.dlpi_phdr[index];
+    const ElfW(Phdr) & header = info.dlpi_phdr[index];
     const uintptr_t first = info.dlpi_addr + header.p_vaddr;
     if (header.p_type == PT_LOAD && wanted - first < header.p_memsz) return true;
   }
@@ -177,7 +177,7 @@ Relocations::Library Relocations::scan(const dl_phdr_info& info) const {
   collect(dynamic.data, dynamic.relative_count, dynamic.data_count);
   const auto page = uintptr_t(sysconf(_SC_PAGESIZE));
   for (int index = 0; index < info.dlpi_phnum; ++index) {
-    const ElfW(Phdr)& header = info.dlpi_phdr[index];
+    const ElfW(Phdr) & header = info.dlpi_phdr[index];
     if (header.p_type != PT_GNU_RELRO) continue;
     // The linker protects whole pages only, both ends rounded down.
     library.protected_first = (info.dlpi_addr + header.p_vaddr) & ~(page - 1);

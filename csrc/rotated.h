@@ -70,28 +70,51 @@ DAF_INLINE float norm_of(const Block& block) {
   return std::sqrt(tree_sum(squares));
 }
 
-enum class Outcome { coded, flat, non_finite };
+// What the stages of a batch hand on, one entry for each block.
+struct RotatedState {
+  Prescale prescale[batch_blocks];
+  float mean[batch_blocks];  // rounded and prescaled
+  float norm[batch_blocks];
+};
 
-template <int bits>
-DAF_INLINE Outcome encode_rotated_block(Block& block, size_t valid, const uint16_t* signs,
-                                        int rounds, const RotatedTables<bits>& tables,
-                                        uint16_t* const (&rows)[bits], uint16_t* header) {
-  const Prescale prescale = prescale_of(block);
-  if (!prescale.finite) return Outcome::non_finite;
+// Stage 2 of a block: the header's mean, from its prescaled sum.
+DAF_INLINE void find_mean(Block& block, size_t valid, const Prescale& prescale, float& mean,
+                          uint16_t* header) {
   multiply_all(block, prescale.factor);
-  Block copy = block;
-  header[0] = bfloat16_nearest(tree_sum(copy) / float(valid) * prescale.inverse);
-  if (!is_finite_bfloat16(header[0])) return Outcome::non_finite;
-  const auto mean = V::set(widen_bfloat16(header[0]) * prescale.factor);
-  DAF_EACH_VECTOR block.x[t] = V::subtract(block.x[t], mean);
+  header[0] = bfloat16_nearest(tree_sum(block) / float(valid) * prescale.inverse);
+  mean = widen_bfloat16(header[0]) * prescale.factor;
+}
+
+// Stage 3: centred and rotated; returns its norm.
+DAF_INLINE float centre_and_rotate(Block& block, size_t valid, float factor, float mean,
+                                   const uint16_t* signs, int rounds) {
+  const auto prescale = V::set(factor), middle = V::set(mean);
+  DAF_EACH_VECTOR block.x[t] = V::subtract(V::multiply(block.x[t], prescale), middle);
   if (valid < block_elements) fill_padding(block, valid, 0.0f);
   const float norm = norm_of(block);
-  if (norm == 0.0f) return Outcome::flat;
   rotate(block, signs, rounds);
+  return norm;
+}
+
+// Stage 4: the codes, and the header's scale.
+template <int bits>
+DAF_INLINE void quantize_block(Block& block, float norm, float unscale,
+                               const RotatedTables<bits>& tables, uint16_t* const (&rows)[bits],
+                               uint16_t* header) {
   multiply_all(block, 1.0f / norm);
   DAF_EACH_VECTOR block.x[t] = quantize<bits>(block.x[t], tables, rows, t);
-  header[1] = bfloat16_nearest(norm / tree_sum(block) * prescale.inverse);
-  return is_finite_bfloat16(header[1]) ? Outcome::coded : Outcome::non_finite;
+  header[1] = bfloat16_nearest(norm / tree_sum(block) * unscale);
+}
+
+// A block of equal values has no scale, a broken one no codes.
+DAF_INLINE void finish_block(const EncodeRotated& job, size_t blocks, size_t index, bool finite,
+                             float norm) {
+  uint16_t* header = job.headers + 2 * index;
+  if (norm == 0.0f) header[1] = 0;
+  finite = finite && is_finite_bfloat16(header[0]) && is_finite_bfloat16(header[1]);
+  if (finite && norm != 0.0f) return;
+  clear_planes(job.planes, blocks, job.bits, index);
+  if (!finite) mark_non_finite(header);
 }
 
 template <int bits>
@@ -100,20 +123,53 @@ bool encode_rotated_range(const EncodeRotated& job, size_t first, size_t last) {
   const RotatedTables<bits> tables(job.thresholds, job.levels);
   Reader reader(job.source);
   Signs signs(job.key, job.rounds);
-  for (size_t index = first; index < last; ++index) {
+  Batch batch;
+  RotatedState state;
+  for (size_t start = first; start < last; start += batch_blocks) {
+    const size_t size = last - start < batch_blocks ? last - start : batch_blocks;
     Block block;
-    uint16_t* rows[bits];
-    uint16_t* header = job.headers + 2 * index;
-    plane_rows(rows, job.planes, blocks, index);
-    reader.read(block, index);
-    const Outcome outcome = encode_rotated_block<bits>(
-        block, reader.valid(index), signs.of_block(index), job.rounds, tables, rows, header);
-    if (outcome == Outcome::coded) continue;
-    clear_planes(job.planes, blocks, bits, index);
-    header[1] = 0;
-    if (outcome == Outcome::non_finite) mark_non_finite(header);
+    for (size_t i = 0; i < size; ++i) {
+      batch.rows[i] = reader.fetch(start + i, batch.room[i]);
+      batch.load(block, i);
+      state.prescale[i] = prescale_of(block);
+    }
+    for (size_t i = 0; i < size; ++i) {
+      batch.load(block, i);
+      find_mean(block, reader.valid(start + i), state.prescale[i], state.mean[i],
+                job.headers + 2 * (start + i));
+    }
+    for (size_t i = 0; i < size; ++i) {
+      batch.load(block, i);
+      state.norm[i] = centre_and_rotate(block, reader.valid(start + i), state.prescale[i].factor,
+                                        state.mean[i], signs.of_block(start + i), job.rounds);
+      batch.keep(block, i);
+    }
+    for (size_t i = 0; i < size; ++i) {
+      const size_t index = start + i;
+      uint16_t* rows[bits];
+      plane_rows(rows, job.planes, blocks, index);
+      batch.load(block, i);
+      quantize_block<bits>(block, state.norm[i], state.prescale[i].inverse, tables, rows,
+                           job.headers + 2 * index);
+      finish_block(job, blocks, index, state.prescale[i].finite, state.norm[i]);
+    }
   }
   return true;
+}
+
+template <int kept_bits>
+DAF_INLINE void read_levels(Block& block, const uint16_t* const (&rows)[kept_bits],
+                            const float* levels) {
+  if constexpr (kept_bits == 1) {
+    const auto low = V::set(levels[0]), high = V::set(levels[1]);
+    DAF_EACH_VECTOR block.x[t] = V::select(V::mask_from(load_half(rows[0] + t)), high, low);
+  } else {
+    DAF_UNROLLED for (int q = 0; q < 4; ++q) {
+      V::I codes[4];
+      read_codes<kept_bits>(rows, q, codes);
+      DAF_UNROLLED for (int i = 0; i < 4; ++i) block.x[4 * q + i] = V::lookup(levels, codes[i]);
+    }
+  }
 }
 
 template <int kept_bits>
@@ -129,7 +185,7 @@ bool decode_rotated_range(const DecodeRotated& job, size_t first, size_t last) {
     const uint16_t* header = job.headers + 2 * index;
     plane_rows(rows, job.planes, blocks, index);
     if (is_finite_bfloat16(header[0]) && is_finite_bfloat16(header[1])) {
-      DAF_EACH_VECTOR block.x[t] = V::lookup(levels, read_codes<kept_bits>(rows, t));
+      read_levels<kept_bits>(block, rows, levels);
       rotate_back(block, signs.of_block(index), job.rounds);
       const auto mean = V::set(widen_bfloat16(header[0]));
       const auto scale = V::set(widen_bfloat16(header[1]));

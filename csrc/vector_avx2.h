@@ -194,6 +194,37 @@ struct Vector {
     return {lookup_eight(halves, index.low), lookup_eight(halves, index.high)};
   }
 
+  template <int places>
+  DAF_INLINE I rotate_left(I a) {
+    if constexpr (places == 0) return a;
+    return bit_or(shift_left<places>(a), shift_right<32 - places>(a));
+  }
+
+  // Bytes: 64 small codes at once.
+  using Bytes = I;
+  DAF_INLINE Bytes pack_bytes(const I (&quarters)[4]) {
+    return {pack_bytes(quarters[0], quarters[1]), pack_bytes(quarters[2], quarters[3])};
+  }
+  template <int quarter>
+  DAF_INLINE I widen_bytes(Bytes bytes) {
+    const __m256i half = quarter < 2 ? bytes.low : bytes.high;
+    const __m128i here = _mm256_extracti128_si256(half, quarter % 2);
+    return {_mm256_cvtepu8_epi32(here), _mm256_cvtepu8_epi32(_mm_srli_si128(here, 8))};
+  }
+  template <int bit>
+  DAF_INLINE uint64_t bit_of_bytes(Bytes bytes) {
+    const uint32_t low = uint32_t(_mm256_movemask_epi8(_mm256_slli_epi16(bytes.low, 7 - bit)));
+    const uint32_t high = uint32_t(_mm256_movemask_epi8(_mm256_slli_epi16(bytes.high, 7 - bit)));
+    return uint64_t(high) << 32 | low;
+  }
+  DAF_INLINE Bytes no_bytes() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+  template <int bit>
+  DAF_INLINE Bytes add_bit_to_bytes(Bytes bytes, uint64_t bits) {
+    const I chosen = {spread_bits(uint32_t(bits)), spread_bits(uint32_t(bits >> 32))};
+    const __m256i value = _mm256_set1_epi8(char(1 << bit));
+    return bit_or(bytes, bit_and(chosen, {value, value}));
+  }
+
   // 64-bit lanes, for the generator.
   DAF_INLINE I multiply_wide(I a, uint32_t factor) {
     const I other = set_integer(factor);
@@ -242,6 +273,20 @@ struct Vector {
     const int low = _mm256_movemask_ps(_mm256_castsi256_ps(a.low));
     const int high = _mm256_movemask_ps(_mm256_castsi256_ps(a.high));
     return uint16_t(low | high << 8);
+  }
+  DAF_INLINE __m256i pack_bytes(I a, I b) {
+    const __m256i first = _mm256_packus_epi32(a.low, a.high);
+    const __m256i second = _mm256_packus_epi32(b.low, b.high);
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    return _mm256_permutevar8x32_epi32(_mm256_packus_epi16(first, second), order);
+  }
+  // Every one of 32 bits to a byte of ones or zeros.
+  DAF_INLINE __m256i spread_bits(uint32_t bits) {
+    const __m256i source = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202,
+                                              0x0303030303030303);
+    const __m256i each = _mm256_set1_epi64x(int64_t(0x8040201008040201));
+    const __m256i bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(int(bits)), source);
+    return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, each), each);
   }
   // The permutation reads three bits of the index, the blend the fourth.
   DAF_INLINE __m256 lookup_eight(F table, __m256i index) {

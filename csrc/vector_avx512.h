@@ -109,6 +109,34 @@ struct Vector {
     return _mm512_permutexvar_ps(index, _mm512_loadu_ps(table));
   }
 
+  template <int places>
+  DAF_INLINE I rotate_left(I a) {
+    return _mm512_rol_epi32(a, places);
+  }
+
+  // Bytes: 64 small codes at once.
+  using Bytes = __m512i;
+  DAF_INLINE Bytes pack_bytes(const I (&quarters)[4]) {
+    const I low = _mm512_packus_epi32(quarters[0], quarters[1]);
+    const I high = _mm512_packus_epi32(quarters[2], quarters[3]);
+    const I order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    return _mm512_permutexvar_epi32(order, _mm512_packus_epi16(low, high));
+  }
+  template <int quarter>
+  DAF_INLINE I widen_bytes(Bytes bytes) {
+    return _mm512_cvtepu8_epi32(_mm512_extracti32x4_epi32(bytes, quarter));
+  }
+  template <int bit>
+  DAF_INLINE uint64_t bit_of_bytes(Bytes bytes) {
+    return _mm512_test_epi8_mask(bytes, _mm512_set1_epi8(char(1 << bit)));
+  }
+  DAF_INLINE Bytes no_bytes() { return _mm512_setzero_si512(); }
+  template <int bit>
+  DAF_INLINE Bytes add_bit_to_bytes(Bytes bytes, uint64_t bits) {
+    const I value = _mm512_or_si512(bytes, _mm512_set1_epi8(char(1 << bit)));
+    return _mm512_mask_mov_epi8(bytes, bits, value);
+  }
+
   // 64-bit lanes, for the generator.
   DAF_INLINE I multiply_wide(I a, uint32_t factor) {
     return _mm512_mul_epu32(a, set_integer(factor));

@@ -203,6 +203,38 @@ struct Vector {
     return each([&](int i) { return table[index.lane[i]]; });
   }
 
+  template <int places>
+  DAF_INLINE I rotate_left(I a) {
+    if (places == 0) return a;
+    return bit_or(shift_left<places % 32>(a), shift_right<(32 - places) % 32>(a));
+  }
+
+  // Bytes: 64 small codes at once; element 16 q + i of them is lane i of vector q.
+  struct Bytes {
+    uint8_t lane[64];
+  };
+  DAF_INLINE Bytes pack_bytes(const I (&quarters)[4]) {
+    Bytes result;
+    for (int i = 0; i < 64; ++i) result.lane[i] = uint8_t(quarters[i / 16].lane[i % 16]);
+    return result;
+  }
+  template <int quarter>
+  DAF_INLINE I widen_bytes(const Bytes& bytes) {
+    return each_integer([&](int i) { return uint32_t(bytes.lane[16 * quarter + i]); });
+  }
+  template <int bit>
+  DAF_INLINE uint64_t bit_of_bytes(const Bytes& bytes) {
+    uint64_t bits = 0;
+    for (int i = 0; i < 64; ++i) bits |= uint64_t(bytes.lane[i] >> bit & 1) << i;
+    return bits;
+  }
+  DAF_INLINE Bytes no_bytes() { return {}; }
+  template <int bit>
+  DAF_INLINE Bytes add_bit_to_bytes(Bytes bytes, uint64_t bits) {
+    for (int i = 0; i < 64; ++i) bytes.lane[i] |= uint8_t((bits >> i & 1) << bit);
+    return bytes;
+  }
+
   // 64-bit lanes, for the generator: products of the low words, high words, packing of pairs.
   DAF_INLINE I multiply_wide(I a, uint32_t factor) {
     I result;

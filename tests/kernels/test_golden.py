@@ -1,4 +1,4 @@
-"""The bytes of format 1, pinned. A change here needs a new format number."""
+"""The bytes of the format, pinned. A change here needs a new format number."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 from daf.kernels import FORMAT_VERSION, ElementType, Predicate, reference, tables
 from daf.kernels.philox import philox_words
 
-GOLDEN = json.loads((Path(__file__).parent / "golden" / "format_1.json").read_text())
+GOLDEN = json.loads(
+    (Path(__file__).parent / "golden" / f"format_{FORMAT_VERSION}.json").read_text()
+)
 KEY = 0x0123456789ABCDEF
 INPUTS = ("smooth", "wild", "mixed", "broken")
 COUNTS = (1, 31, 255, 256, 257, 4096, 10_007)

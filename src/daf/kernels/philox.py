@@ -60,11 +60,12 @@ def sign_bits(key: int, blocks: NDArray[np.uint64], turn: int) -> NDArray[np.boo
 
 
 def dither(key: int, blocks: NDArray[np.uint64]) -> NDArray[np.float32]:
-    """(n, 256) numbers in (1, 2): one plus the uniform offset of stochastic rounding."""
-    words = philox_words(key, blocks, np.arange(32, dtype=np.uint64), DITHER_STREAM)
+    """(n, 256) numbers in [1, 2): one plus the uniform offset of stochastic rounding."""
+    words = philox_words(key, blocks, np.arange(16, dtype=np.uint64), DITHER_STREAM)
     element = np.arange(256)
     vector, lane = element // 16, element % 16
-    chosen = words[:, 8 * (vector // 4) + lane // 2, 2 * ((vector // 2) % 2) + lane % 2]
-    half = (chosen >> (16 * (vector % 2)).astype(np.uint32)) & np.uint32(0xFFFF)
-    pattern: NDArray[np.uint32] = np.uint32(0x3F800040) | (half << np.uint32(7))
+    chosen = words[:, 8 * (vector // 8) + lane // 2, 2 * ((vector // 4) % 2) + lane % 2]
+    turn = (8 * (vector % 4)).astype(np.uint32)
+    turned = (chosen << turn) | (chosen >> ((np.uint32(32) - turn) % np.uint32(32)))
+    pattern: NDArray[np.uint32] = np.uint32(0x3F800000) | (turned >> np.uint32(9))
     return pattern.view(np.float32)

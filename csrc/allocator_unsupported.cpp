@@ -1,0 +1,46 @@
+// Where allocations cannot be redirected: says so, and is otherwise an empty account.
+#include "allocator.h"
+
+#if !defined(__linux__) || !(defined(__x86_64__) || defined(__aarch64__))
+
+namespace daf {
+
+BlockHeap::~BlockHeap() = default;
+AddressRange::~AddressRange() = default;
+
+namespace allocator {
+
+std::string unsupported_reason() {
+  return "allocations are redirected on Linux (x86-64, aarch64) only";
+}
+std::string install() { return unsupported_reason(); }
+uint64_t remove() { return 0; }
+bool is_installed() { return false; }
+uint64_t surviving_blocks() { return 0; }
+uint64_t small_blocks() { return 0; }
+void refresh() {}
+void set_cap(uint64_t) {}
+void set_limit(uint64_t) {}
+Settings settings() { return {}; }
+void set_reclaim(Reclaim, void*) {}
+bool charge_external(uint64_t) { return true; }
+void discharge_external(uint64_t) {}
+uint64_t trim(uint64_t) { return 0; }
+Account& account() {
+  static auto* const only = new Account;
+  return *only;
+}
+bool set_phase(const std::string&) { return true; }
+void set_label(uint32_t) {}
+std::vector<LiveBlock> live_blocks() { return {}; }
+void record_events(size_t) {}
+std::vector<Event> recorded_events(uint64_t* dropped) {
+  *dropped = 0;
+  return {};
+}
+std::pair<uint64_t, uint64_t> address_range() { return {0, 0}; }
+
+}  // namespace allocator
+}  // namespace daf
+
+#endif
