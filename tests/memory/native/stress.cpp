@@ -1,0 +1,355 @@
+// A million random operations from several threads against a model.
+//
+// Usage: stress OPERATIONS SEED. The threads allocate, free each other's blocks, change cap and
+// limit, trim, and install and remove; at every pause the statistics must equal the model's.
+// Ends with 0 and "ok", or with a message and 1. Built with sanitizers by test_recycling_native.py.
+
+#include <unistd.h>
+#include <sys/wait.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "allocator.h"
+
+extern "C" int fake_allocate(void** pointer, size_t alignment, size_t bytes);
+extern "C" void* fake_aligned(size_t alignment, size_t bytes);
+extern "C" void fake_free(void* pointer);
+extern "C" void* fake_realloc(void* pointer, size_t bytes);
+extern "C" void other_free(void* pointer);
+extern "C" void* other_malloc(size_t bytes);
+
+namespace {
+
+using namespace daf;
+
+constexpr int thread_count = 4;
+constexpr uint64_t mib = 1 << 20;
+
+void require(bool holds, const char* what, uint64_t found = 0, uint64_t expected = 0) {
+  if (holds) return;
+  std::fprintf(stderr, "failed: %s (found %llu, expected %llu)\n", what,
+               static_cast<unsigned long long>(found), static_cast<unsigned long long>(expected));
+  std::_Exit(1);
+}
+
+struct Held {
+  char* pointer;
+  uint64_t bytes;
+  uint64_t stamp;
+};
+
+// The model: every living block by value, exchanged between threads.
+class Model {
+ public:
+  void put(Held block) {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    blocks_.push_back(block);
+    live_bytes_ += block.bytes;
+  }
+  bool take(uint64_t choice, Held* block) {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    if (blocks_.empty()) return false;
+    std::swap(blocks_[choice % blocks_.size()], blocks_.back());
+    *block = blocks_.back();
+    blocks_.pop_back();
+    live_bytes_ -= block->bytes;
+    return true;
+  }
+  std::vector<Held>& blocks() { return blocks_; }
+  uint64_t live_bytes() const { return live_bytes_; }
+
+ private:
+  std::mutex mutex_;
+  std::vector<Held> blocks_;
+  std::atomic<uint64_t> live_bytes_{0};
+};
+
+// A few words spread over the block, its ends included: enough to notice any overlap.
+template <class Visit>
+void each_word(const Held& block, Visit visit) {
+  constexpr uint64_t stride = mib;
+  for (uint64_t at = 0; at + 16 <= block.bytes; at += stride) visit(block.pointer + at);
+  visit(block.pointer + (block.bytes - 8));
+}
+
+void write_stamp(const Held& block) {
+  each_word(block, [&](char* at) { std::memcpy(at, &block.stamp, 8); });
+}
+
+void check_stamp(const Held& block) {
+  each_word(block, [&](char* at) {
+    uint64_t found;
+    std::memcpy(&found, at, 8);
+    require(found == block.stamp, "a block was overwritten", found, block.stamp);
+  });
+}
+
+class Pause {
+ public:
+  // Every thread waits here; the last one checks while the others stand still.
+  template <class Check>
+  void wait(Check check) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const int round = round_;
+    if (++waiting_ == thread_count) {
+      check();
+      waiting_ = 0;
+      ++round_;
+      all_.notify_all();
+    } else {
+      all_.wait(lock, [&] { return round_ != round; });
+    }
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable all_;
+  int waiting_ = 0;
+  int round_ = 0;
+};
+
+Model model;
+Pause pause_point;
+std::atomic<uint64_t> next_stamp{1};
+
+uint64_t random_bytes(std::mt19937_64& random) {
+  const uint64_t kind = random() % 100;
+  if (kind < 60) return 16 + random() % 4096;
+  if (kind < 80) return 16 + random() % (mib - 16);
+  if (kind < 97) return mib + random() % (3 * mib);
+  return mib + random() % (16 * mib);
+}
+
+void allocate_one(std::mt19937_64& random) {
+  Held block{nullptr, random_bytes(random), next_stamp++};
+  void* pointer = nullptr;
+  if (random() % 8 == 0) {
+    pointer = fake_aligned(64, block.bytes / 64 * 64 + 64);
+    block.bytes = block.bytes / 64 * 64 + 64;
+  } else if (fake_allocate(&pointer, 64, block.bytes) != 0) {
+    pointer = nullptr;
+  }
+  if (!pointer) return;  // at the limit; `check` tells whether that could be
+  require(reinterpret_cast<uintptr_t>(pointer) % 64 == 0, "alignment");
+  block.pointer = static_cast<char*>(pointer);
+  write_stamp(block);
+  model.put(block);
+}
+
+void free_one(std::mt19937_64& random) {
+  Held block;
+  if (!model.take(random(), &block)) return;
+  check_stamp(block);
+  // Large blocks may end anywhere; small ones in the library that counts them.
+  if (block.bytes >= mib && random() % 4 == 0) {
+    other_free(block.pointer);
+  } else {
+    fake_free(block.pointer);
+  }
+}
+
+void disturb(std::mt19937_64& random) {
+  switch (random() % 6) {
+    case 0: allocator::set_cap(random() % (256 * mib)); break;
+    case 1: allocator::set_cap(no_limit); break;
+    case 2: allocator::trim(random() % (64 * mib)); break;
+    case 3: allocator::set_limit(128 * mib + random() % (512 * mib)); break;
+    case 4: allocator::set_limit(no_limit); break;
+    case 5: other_free(other_malloc(random() % 10000)); break;
+  }
+}
+
+void check_account() {
+  Account& account = allocator::account();
+  require(account.live.current() == model.live_bytes(), "live bytes", account.live.current(),
+          model.live_bytes());
+  uint64_t large = 0, large_held = 0, small_held = 0;
+  for (const Held& block : model.blocks()) {
+    if (block.bytes >= mib) {
+      ++large;
+    } else {
+      small_held += (block.bytes + 8 + 15) / 16 * 16;
+    }
+  }
+  const std::vector<LiveBlock> living = allocator::live_blocks();
+  require(living.size() == large, "number of large blocks", living.size(), large);
+  for (const LiveBlock& block : living) {
+    require(block.held_bytes >= block.bytes, "a block shorter than asked");
+    large_held += block.held_bytes;
+  }
+  const uint64_t held = large_held + small_held + account.recycled.current();
+  require(account.small.current() == small_held, "small bytes", account.small.current(),
+          small_held);
+  require(account.held.current() == held, "held bytes", account.held.current(), held);
+  const allocator::Settings settings = allocator::settings();
+  require(account.recycled.current() <= settings.cap_bytes, "recycled above its cap",
+          account.recycled.current(), settings.cap_bytes);
+  if (account.recycled.current() > 0) {
+    require(held <= settings.limit_bytes, "recycled blocks kept above the limit", held,
+            settings.limit_bytes);
+  }
+}
+
+void work(uint64_t operations, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  constexpr uint64_t pauses = 20;
+  for (uint64_t pause = 0; pause < pauses; ++pause) {
+    for (uint64_t index = 0; index < operations / pauses; ++index) {
+      const uint64_t kind = random() % 1000;
+      const bool many = model.live_bytes() > 200 * mib;
+      if (kind < 3) {
+        disturb(random);
+      } else if (kind < (many ? 450 : 520)) {
+        allocate_one(random);
+      } else {
+        free_one(random);
+      }
+    }
+    pause_point.wait(check_account);
+  }
+}
+
+void run_threads(uint64_t operations, uint64_t seed) {
+  std::vector<std::thread> threads;
+  for (int index = 0; index < thread_count; ++index) {
+    threads.emplace_back(work, operations / thread_count, seed + uint64_t(index));
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+void free_all() {
+  Held block;
+  while (model.take(0, &block)) {
+    check_stamp(block);
+    fake_free(block.pointer);
+  }
+}
+
+// Threads allocate without pause while one installs and removes.
+void install_and_remove(int times) {
+  std::atomic<bool> stop{false};
+  std::vector<std::thread> threads;
+  for (int index = 0; index < thread_count - 1; ++index) {
+    threads.emplace_back([&stop, index] {
+      std::mt19937_64 random(uint64_t(1000 + index));
+      while (!stop) {
+        if (random() % 2) {
+          allocate_one(random);
+        } else {
+          free_one(random);
+        }
+      }
+    });
+  }
+  for (int index = 0; index < times; ++index) {
+    allocator::remove();
+    if (index % 3 == 0) allocator::refresh();
+    require(allocator::install().empty(), "installing again");
+  }
+  stop = true;
+  for (std::thread& thread : threads) thread.join();
+}
+
+void limit_holds() {
+  allocator::set_cap(no_limit);
+  allocator::trim(no_limit);
+  allocator::set_limit(allocator::account().held.current() + 8 * mib);
+  void* first = nullptr;
+  void* second = nullptr;
+  require(fake_allocate(&first, 64, 6 * mib) == 0, "6 of 8 MiB");
+  require(fake_allocate(&second, 64, 3 * mib) == ENOMEM, "9 of 8 MiB must fail");
+  require(!allocator::charge_external(3 * mib), "the pool is under the same limit");
+  require(allocator::charge_external(mib), "7 of 8 MiB");
+  require(fake_allocate(&second, 64, 3 * mib / 2) == ENOMEM, "8.5 of 8 MiB must fail");
+  fake_free(first);  // 6 MiB recycled, 1 MiB in the pool
+  require(fake_allocate(&second, 64, 7 * mib) == 0, "recycled blocks make room");
+  fake_free(second);
+  allocator::discharge_external(mib);
+  allocator::set_limit(no_limit);
+}
+
+void fork_works() {
+  void* shared = nullptr;
+  require(fake_allocate(&shared, 64, 4 * mib) == 0, "before fork");
+  std::memset(shared, 7, 4 * mib);
+  std::atomic<bool> stop{false};
+  std::thread busy([&stop] {
+    std::mt19937_64 random(5);
+    while (!stop) {
+      allocate_one(random);
+      free_one(random);
+    }
+  });
+  for (int index = 0; index < 10; ++index) {
+    const pid_t child = fork();
+    if (child == 0) {
+      void* own = nullptr;
+      const bool good = fake_allocate(&own, 64, 5 * mib) == 0 &&
+                        static_cast<char*>(shared)[3 * mib] == 7;
+      if (own) std::memset(own, 1, 5 * mib);
+      fake_free(own);
+      fake_free(shared);
+      _exit(good ? 0 : 1);
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    require(WIFEXITED(status) && WEXITSTATUS(status) == 0, "a forked child", uint64_t(status));
+  }
+  stop = true;
+  busy.join();
+  require(static_cast<char*>(shared)[mib] == 7, "the parent's block after the fork");
+  fake_free(shared);
+}
+
+void grow_by_realloc() {
+  void* pointer = nullptr;
+  require(fake_allocate(&pointer, 64, 2 * mib) == 0, "before realloc");
+  static_cast<char*>(pointer)[2 * mib - 1] = 9;
+  pointer = fake_realloc(pointer, 3 * mib);
+  require(pointer && static_cast<char*>(pointer)[2 * mib - 1] == 9, "realloc moves the content");
+  other_free(pointer);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const uint64_t operations = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 1000000;
+  const uint64_t seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
+  const bool with_fork = argc <= 3 || std::strcmp(argv[3], "nofork") != 0;
+  void* before = nullptr;
+  require(fake_allocate(&before, 64, 3 * mib) == 0, "before installation");
+  const std::string problem = allocator::install();
+  if (!problem.empty()) {
+    std::fprintf(stderr, "%s\n", problem.c_str());
+    return 1;
+  }
+  fake_free(before);
+  run_threads(operations, seed);
+  free_all();
+  allocator::set_limit(no_limit);
+  check_account();
+  limit_holds();
+  grow_by_realloc();
+  if (with_fork) fork_works();
+  free_all();
+  check_account();
+  install_and_remove(100);
+  allocator::remove();
+  free_all();
+  require(allocator::surviving_blocks() == 0, "survivors", allocator::surviving_blocks());
+  require(allocator::account().held.current() == 0, "held at the end",
+          allocator::account().held.current());
+  allocator::refresh();
+  std::puts("ok");
+  return 0;
+}
