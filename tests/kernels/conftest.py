@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from daf.kernels import ElementType
+from daf.kernels import FORMAT_VERSION, ElementType
 from daf.kernels.elements import element_dtype, narrow
 from daf.kernels.philox import philox_words
 
@@ -87,3 +89,11 @@ class Cases:
 @pytest.fixture(scope="session")
 def cases() -> Cases:
     return Cases()
+
+
+@pytest.fixture(scope="session")
+def golden() -> dict[str, Any]:
+    """The pinned bytes (as hashes) of the present format."""
+    path = Path(__file__).parent / "golden" / f"format_{FORMAT_VERSION}.json"
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found

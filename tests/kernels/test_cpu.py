@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from daf.errors import KernelError
 from daf.kernels import (
     ChannelAffine,
     ElementType,
+    Predicate,
     block_count,
     cpu,
     reference,
@@ -195,3 +197,168 @@ def test_nothing_happens_to_an_empty_tensor(instruction_set) -> None:
     assert cpu.encode_derivative(
         0, ElementType.FLOAT32, 0, 1, address(np.zeros(1, np.float32)), 0, 1
     )
+
+
+@pytest.mark.parametrize("channels_inner", AFFINES)
+def test_affine_accumulate_and_mask_equal_the_oracle(cases, instruction_set, channels_inner):
+    affine = make_affine(cases, *channels_inner)
+    for element_type in TYPES:
+        for kind, count in (("smooth", 5000), ("mixed", 700), ("broken", 1024)):
+            source = cases.as_type(getattr(cases, kind)(count, 8), element_type)
+            check_options(cases, source, element_type, affine)
+
+
+def check_options(cases, source, element_type, affine) -> None:
+    native, dtype, count = Native(), cases.dtype(element_type), len(source)
+    mask = reference.encode_mask(source, Predicate.ABOVE, 0.1, 0.0)
+    rotated = reference.encode_rotated(source, 3, 1, KEY, affine)
+    minmax = reference.encode_minmax(source, 4, KEY, affine)
+    same_code(native.encode_rotated(source, element_type, 3, 1, KEY, affine), rotated)
+    same_code(native.encode_minmax(source, element_type, 4, KEY, affine), minmax)
+    for onto in (None, cases.as_type(cases.mixed(count, 2), element_type)):
+        for chosen in (None, mask):
+            for after in (None, affine):
+                target = reference.Target(count, element_type, onto, chosen)
+                same_bytes(
+                    native.decode_rotated(rotated, target, dtype, 3, 1, KEY, after),
+                    reference.decode_rotated(rotated, target, 3, 1, KEY, after),
+                )
+                same_bytes(
+                    native.decode_minmax(minmax, target, dtype, 4, after),
+                    reference.decode_minmax(minmax, target, 4, after),
+                )
+
+
+def test_a_broken_block_decodes_to_nan_except_where_masked_off(cases, instruction_set) -> None:
+    source, affine = cases.broken(2560), make_affine(cases, 10, 256)
+    onto, mask = np.ones(2560, np.float32), reference.encode_mask(source, Predicate.ABOVE, 0.0, 0.0)
+    target = reference.Target(2560, ElementType.FLOAT32, onto, mask)
+    code = Native().encode_rotated(source, ElementType.FLOAT32, 2, 1, KEY)
+    found = Native().decode_rotated(code, target, np.float32, 2, 1, KEY, affine)
+    chosen = reference.from_planes(mask).reshape(-1) == 1
+    broken = ~np.isfinite(source).reshape(10, 256).all(axis=1).repeat(256)
+    assert broken.sum() == 3 * 256
+    assert np.isnan(found[broken & chosen]).all()
+    assert not np.isnan(found[~broken | ~chosen]).any()
+    assert (found[~chosen].view(np.uint32) == 0).all()
+
+
+@pytest.mark.parametrize("offset", [1, 4, 20, 63])
+def test_misaligned_memory(cases, instruction_set, offset) -> None:
+    source = cases.smooth(3000)
+    room = np.zeros(12_000 + 64, np.uint8)
+    moved = room[offset : offset + 12_000]
+    moved[:] = source.view(np.uint8)
+    planes, headers = np.zeros(4 * 96 * 2 + 64, np.uint8), np.zeros(48 + 64, np.uint8)
+    at = (address(planes) + offset, address(headers) + offset)
+    cpu.encode_rotated(address(moved), ElementType.FLOAT32, 3000, 2, 1, KEY, *at, 1)
+    expected = reference.encode_rotated(source, 2, 1, KEY)
+    same_bytes(planes[offset : offset + 768], expected.planes.reshape(-1).view(np.uint8))
+    cpu.decode_rotated(*at, 3000, 2, 2, 1, KEY, address(moved), ElementType.FLOAT32, 1)
+    back = reference.decode_rotated(expected, reference.Target(3000), 2, 1, KEY)
+    same_bytes(moved, back.view(np.uint8))
+
+
+BOUNDS = ((0.0, np.inf), (0.0, 6.0), (-1.0, 1.0), (np.nan, 0.5), (-np.inf, np.nan), (0.1, -0.1))
+
+
+@pytest.mark.parametrize("element_type", TYPES)
+@pytest.mark.parametrize("kind", INPUTS)
+def test_masks_equal_the_oracle(cases, instruction_set, kind, element_type) -> None:
+    for count in (*range(1, 300, 7), 2049):
+        source = cases.as_type(getattr(cases, kind)(count, count), element_type)
+        words = poisoned(words_per_plane(count), np.uint32)
+        for predicate in Predicate:
+            for low, high in BOUNDS:
+                cpu.encode_mask(
+                    *(address(source), element_type, count, predicate, low, high),
+                    *(address(words), 1),
+                )
+                found = opened(words, words_per_plane(count), np.uint32)
+                same_bytes(found, reference.encode_mask(source, predicate, low, high)[0])
+        back = poisoned(count, source.dtype)
+        cpu.decode_mask(address(words), count, -0.1, 1 / 0.9, address(back), element_type, 1)
+        expected = reference.decode_mask(found[None], count, -0.1, 1 / 0.9, element_type)
+        same_bytes(opened(back, count, source.dtype), expected)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_derivative_codes_equal_the_oracle(cases, instruction_set, bits) -> None:
+    borders = np.sort(cases.gaussian(2**bits - 1, bits))
+    levels = cases.gaussian(2**bits, bits + 20)
+    for element_type in TYPES:
+        for count in (1, 255, 256, 1000):
+            source = cases.as_type(cases.gaussian(count, count), element_type)
+            source[: min(count, len(borders))] = cases.as_type(borders[:count], element_type)
+            words = bits * words_per_plane(count)
+            planes = poisoned(words, np.uint32)
+            assert cpu.encode_derivative(
+                *(address(source), element_type, count, bits, address(borders)),
+                *(address(planes), 1),
+            )
+            found = opened(planes, words, np.uint32).reshape(bits, -1)
+            same_bytes(found, reference.encode_derivative(source, bits, borders))
+            back = poisoned(count, source.dtype)
+            cpu.decode_derivative(
+                *(address(planes), count, bits, address(levels), address(back)),
+                *(element_type, 1),
+            )
+            expected = reference.decode_derivative(found, count, levels, element_type)
+            same_bytes(opened(back, count, source.dtype), expected)
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_derivative_codes_refuse_what_is_not_finite(cases, instruction_set, value) -> None:
+    borders = np.zeros(1, np.float32)
+    for place in (0, 700, 999):
+        source = cases.smooth(1000)
+        source[place] = value
+        planes = np.zeros(words_per_plane(1000), np.uint32)
+        at = (address(source), ElementType.FLOAT32, 1000, 1, address(borders), address(planes))
+        assert cpu.encode_derivative(*at, 1) is False
+        assert reference.encode_derivative(source, 1, borders) is None
+
+
+@pytest.mark.parametrize("item_bytes", [1, 2, 4, 8])
+def test_integers_come_back_exactly(cases, instruction_set, item_bytes) -> None:
+    dtype = np.dtype(f"i{item_bytes}")
+    rng = np.random.default_rng(item_bytes)
+    for bits in {1, 3, 7, 8, 15, 16, 31, 32, 33, 63, 64}:
+        if bits > 8 * item_bytes:
+            continue
+        base = int(np.iinfo(dtype).min) if bits == 8 * item_bytes else -(2 ** (bits - 1))
+        for count in (1, 256, 777):
+            source = rng.integers(base, base + 2**bits - 1, count, dtype, endpoint=True)
+            words = bits * words_per_plane(count)
+            planes, back = poisoned(words, np.uint32), poisoned(count, dtype)
+            cpu.encode_integers(address(source), item_bytes, count, bits, base, address(planes), 1)
+            found = opened(planes, words, np.uint32).reshape(bits, -1)
+            same_bytes(found, reference.encode_integers(source, bits, base))
+            cpu.decode_integers(address(planes), count, bits, base, address(back), item_bytes, 1)
+            same_bytes(opened(back, count, dtype), source)
+            same_bytes(reference.decode_integers(found, count, base, item_bytes), source)
+
+
+def test_integers_that_do_not_fit_are_refused(instruction_set) -> None:
+    source, planes = np.array([0, 3, 8], np.int64), np.zeros(24, np.uint32)
+    for base, bits in ((0, 3), (1, 4)):
+        with pytest.raises(KernelError, match="more bits"):
+            cpu.encode_integers(address(source), 8, 3, bits, base, address(planes), 1)
+        with pytest.raises(KernelError, match="more bits"):
+            reference.encode_integers(source, bits, base)
+
+
+@pytest.mark.slow
+def test_32_million_elements(cases, instruction_set, golden) -> None:
+    source, native = cases.smooth(2**25, 11), Native(threads=2)
+    target, key = reference.Target(2**25), 0x0123456789ABCDEF
+    code = native.encode_rotated(source, ElementType.FLOAT32, 4, 1, key)
+    assert cases.digest(*code) == golden["large"]["rotated-4-1"]
+    back = native.decode_rotated(code, target, np.float32, 4, 1, key)
+    assert cases.digest(back) == golden["large"]["rotated-4-1-back"]
+    code = native.encode_rotated(source, ElementType.FLOAT32, 2, 2, key)
+    assert cases.digest(*code) == golden["large"]["rotated-2-2"]
+    code = native.encode_minmax(source, ElementType.FLOAT32, 8, key)
+    assert cases.digest(*code) == golden["large"]["minmax-8"]
+    back = native.decode_minmax(code, target, np.float32, 8)
+    assert cases.digest(back) == golden["large"]["minmax-8-back"]

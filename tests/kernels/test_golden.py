@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from daf.kernels import FORMAT_VERSION, ElementType, Predicate, reference, tables
 from daf.kernels.philox import philox_words
 
-GOLDEN = json.loads(
-    (Path(__file__).parent / "golden" / f"format_{FORMAT_VERSION}.json").read_text()
-)
 KEY = 0x0123456789ABCDEF
 INPUTS = ("smooth", "wild", "mixed", "broken")
 COUNTS = (1, 31, 255, 256, 257, 4096, 10_007)
@@ -81,21 +75,21 @@ def table_patterns() -> dict[str, list[int]]:
     return {name: table.view(np.uint32).tolist() for name, table in found.items()}
 
 
-def test_format_number() -> None:
-    assert GOLDEN["format"] == FORMAT_VERSION
+def test_format_number(golden) -> None:
+    assert golden["format"] == FORMAT_VERSION
 
 
-def test_tables() -> None:
-    assert table_patterns() == GOLDEN["tables"]
+def test_tables(golden) -> None:
+    assert table_patterns() == golden["tables"]
 
 
-def test_small_cases(cases) -> None:
-    assert small_digests(cases) == GOLDEN["small"]
+def test_small_cases(cases, golden) -> None:
+    assert small_digests(cases) == golden["small"]
 
 
 @pytest.mark.slow
-def test_32_million_elements(cases) -> None:
-    assert large_digests(cases) == GOLDEN["large"]
+def test_32_million_elements(cases, golden) -> None:
+    assert large_digests(cases) == golden["large"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,76 @@
+"""Threads change the speed, never the bytes; forks and concurrent callers are safe."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from daf.kernels import ElementType, block_count, cpu, words_per_plane
+
+COUNT = 1_000_003
+KEY = 99
+
+
+def encoded(source: np.ndarray, threads: int, key: int = KEY) -> bytes:
+    planes = np.zeros(2 * words_per_plane(len(source)), np.uint32)
+    headers = np.zeros(2 * block_count(len(source)), np.uint16)
+    at = (planes.ctypes.data, headers.ctypes.data)
+    kind = ElementType.FLOAT32
+    cpu.encode_rotated(source.ctypes.data, kind, len(source), 2, 1, key, *at, threads)
+    back = np.zeros_like(source)
+    cpu.decode_rotated(*at, len(source), 2, 2, 1, key, back.ctypes.data, kind, threads)
+    return planes.tobytes() + headers.tobytes() + back.tobytes()
+
+
+@pytest.fixture(scope="module")
+def source(cases) -> np.ndarray:
+    return cases.smooth(COUNT)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 8, 1000])
+def test_bytes_do_not_depend_on_threads(source, threads) -> None:
+    assert encoded(source, threads) == encoded(source, 1)
+
+
+def test_concurrent_callers(source) -> None:
+    expected = {key: encoded(source, 1, key) for key in range(6)}
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda job: encoded(source, 1 + job % 3, job % 6), range(24)))
+    assert all(bytes_ == expected[job % 6] for job, bytes_ in enumerate(found))
+
+
+def test_a_refusal_by_one_thread_is_everybody_s(source) -> None:
+    broken, borders = source.copy(), np.zeros(1, np.float32)
+    planes = np.zeros(words_per_plane(COUNT), np.uint32)
+    broken[-1] = np.nan
+    for data, coded in ((source, True), (broken, False)):
+        at = (data.ctypes.data, ElementType.FLOAT32, COUNT, 1, borders.ctypes.data)
+        assert cpu.encode_derivative(*at, planes.ctypes.data, 3) is coded
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_has_threads_of_its_own(source) -> None:
+    expected = encoded(source, 3)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if encoded(source, 3) == expected else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert encoded(source, 3) == expected
+
+
+def test_flushed_denormals_of_the_caller_change_nothing(cases) -> None:
+    values = cases.wild(600_000) * np.float32(2.0**-100)
+    expected = encoded(values, 1)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush denormals")
+    try:
+        assert encoded(values, 1) == expected
+        assert encoded(values, 3) == expected
+        assert float(torch.tensor(1e-40) + 0) == 0, "the caller's own mode must come back"
+    finally:
+        torch.set_flush_denormal(False)
