@@ -1,0 +1,188 @@
+"""What the codes are for: the design's error table, and no bias.
+
+The oracle is measured; the native kernels equal it byte for byte. Errors are
+relative to the energy left after the block mean.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from daf.kernels import block_count, reference, tables
+from daf.kernels.reference import Code, Target
+
+ROTATED_ERROR = {1: 0.567, 2: 0.131, 3: 0.035, 4: 0.0094}
+MINMAX_ERROR = {1: 7.0, 2: 0.60, 3: 0.11, 4: 0.024}
+COUNT = 256 * 1200
+
+
+def gaussian(count: int) -> np.ndarray:
+    return np.random.default_rng(1).standard_normal(count, dtype=np.float32)
+
+
+def relu(count: int) -> np.ndarray:
+    return np.maximum(gaussian(count), 0)
+
+
+def laplace(count: int) -> np.ndarray:
+    return np.random.default_rng(2).laplace(size=count).astype(np.float32)
+
+
+def outliers(count: int, sigmas: float) -> np.ndarray:
+    """One huge value in every block."""
+    values = gaussian(count)
+    values[np.arange(block_count(count)) * 256 + 77] = sigmas
+    return values
+
+
+def energy(values: np.ndarray) -> float:
+    blocks = values.reshape(-1, 256).astype(np.float64)
+    return float(((blocks - blocks.mean(axis=1, keepdims=True)) ** 2).mean())
+
+
+def relative_error(found: np.ndarray, values: np.ndarray) -> float:
+    return float(((found.astype(np.float64) - values) ** 2).mean() / energy(values))
+
+
+def rotated_back(values, bits, kept=None, rounds=1, key=5) -> np.ndarray:
+    code = reference.encode_rotated(values, bits, rounds, key)
+    part = Code(code.planes[: kept or bits], code.headers)
+    return reference.decode_rotated(part, Target(len(values)), bits, rounds, key)
+
+
+def minmax_back(values, bits, key=5) -> np.ndarray:
+    code = reference.encode_minmax(values, bits, key)
+    return reference.decode_minmax(code, Target(len(values)), bits)
+
+
+@pytest.mark.parametrize("make", [gaussian, relu, laplace])
+@pytest.mark.parametrize("bits", ROTATED_ERROR)
+def test_rotated_error_is_the_design_s(make, bits) -> None:
+    values = make(COUNT)
+    assert relative_error(rotated_back(values, bits), values) == pytest.approx(
+        ROTATED_ERROR[bits], rel=0.02
+    )
+
+
+@pytest.mark.parametrize("sigmas", [30.0, 100.0])
+@pytest.mark.parametrize("bits", ROTATED_ERROR)
+def test_two_rounds_give_the_table_on_outliers(bits, sigmas) -> None:
+    values = outliers(COUNT, sigmas)
+    found = relative_error(rotated_back(values, bits, rounds=2), values)
+    assert found == pytest.approx(ROTATED_ERROR[bits], rel=0.02)
+
+
+def test_one_round_does_not() -> None:
+    """After one round an outlier of 100 sigma makes every coefficient about +-1: a threshold."""
+    values = outliers(COUNT, 100.0)
+    found = relative_error(rotated_back(values, 2, rounds=1), values)
+    assert found > 1.1 * ROTATED_ERROR[2]
+
+
+@pytest.mark.parametrize("bits", MINMAX_ERROR)
+def test_minmax_error_is_the_design_s(bits) -> None:
+    values = gaussian(COUNT)
+    assert relative_error(minmax_back(values, bits), values) == pytest.approx(
+        MINMAX_ERROR[bits], rel=0.05
+    )
+
+
+@pytest.mark.parametrize(("bits", "kept"), [(b, k) for b in (1, 2, 3, 4) for k in range(1, b + 1)])
+def test_rotated_is_unbiased_from_any_number_of_planes(bits, kept) -> None:
+    """Averaging 32 seeds divides the error by 32; a shrunken result would not let it."""
+    values = gaussian(256 * 200)
+    seeds = [rotated_back(values, bits, kept, key=key) for key in range(32)]
+    single = np.mean([relative_error(found, values) for found in seeds])
+    assert single == pytest.approx(tables.rotated_error(bits, kept), rel=0.03)
+    averaged = relative_error(np.mean(seeds, axis=0, dtype=np.float64), values)
+    assert averaged * 32 == pytest.approx(single, rel=0.05)
+
+
+@pytest.mark.parametrize(("bits", "kept"), [(b, k) for b in (1, 2, 3, 4) for k in range(1, b + 1)])
+def test_the_gain_is_one(bits, kept) -> None:
+    values = gaussian(COUNT)
+    gain = np.dot(rotated_back(values, bits, kept), values) / np.dot(values, values)
+    assert gain == pytest.approx(1.0, abs=0.005)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_minmax_is_unbiased(bits) -> None:
+    values = gaussian(256 * 200) * 3 + 1
+    seeds = [minmax_back(values, bits, key) for key in range(32)]
+    single = np.mean([relative_error(found, values) for found in seeds])
+    averaged = relative_error(np.mean(seeds, axis=0, dtype=np.float64), values)
+    assert averaged * 32 == pytest.approx(single, rel=0.05)
+
+
+def test_minmax_errors_of_neighbours_are_uncorrelated() -> None:
+    """Four elements share a random word; their rounding must not show it."""
+    values = gaussian(256 * 2000)
+    error = (minmax_back(values, 2) - values).reshape(-1, 16, 16)
+    for distance in (1, 2, 3, 4):
+        pairs = (error[:, distance:] * error[:, :-distance]).mean() / (error**2).mean()
+        assert abs(pairs) < 0.01, distance
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_zeros_of_minmax_stay_zero(bits) -> None:
+    values = relu(256 * 50)
+    assert (minmax_back(values, bits)[values == 0] == 0).all()
+
+
+def test_denormal_blocks_are_rounded_without_bias() -> None:
+    values = (np.arange(512) % 256 * 2.0**-140).astype(np.float32)
+    seeds = [minmax_back(values, 3, key) for key in range(400)]
+    averaged = np.mean(seeds, axis=0, dtype=np.float64) * 2.0**140
+    assert np.abs(averaged - np.arange(512) % 256).mean() < 4
+
+
+def test_lloyd_max_levels_are_the_published_ones() -> None:
+    """J. Max, "Quantizing for minimum distortion", IRE Trans. IT, 1960, table I."""
+    assert tables.lloyd_max(1)[1] == pytest.approx((0.7979,), abs=1e-4)
+    assert tables.lloyd_max(2)[0] == pytest.approx((0.9816,), abs=1e-4)
+    assert tables.lloyd_max(2)[1] == pytest.approx((0.4528, 1.510), abs=5e-4)
+    assert tables.lloyd_max(3)[1] == pytest.approx((0.2451, 0.7560, 1.344, 2.152), abs=5e-4)
+    expected = (0.1284, 0.3881, 0.6568, 0.9424, 1.256, 1.618, 2.069, 2.733)
+    assert tables.lloyd_max(4)[1] == pytest.approx(expected, abs=5e-4)
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    return 0.5 * x * (1 + np.array([math.erf(value / math.sqrt(2)) for value in x]))
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+@pytest.mark.parametrize(
+    ("activation", "border", "levels"),
+    [
+        (gelu, 0.4536, (-0.00148, 0.32506, 0.67495, 1.00148)),
+        (silu, 0.7433, (-0.00241, 0.3223, 0.6777, 1.0024)),
+    ],
+)
+def test_derivative_tables_are_the_published_ones(activation, border, levels) -> None:
+    """Novikov et al., "Few-bit backward", ICML 2023 (fewbit's own tables)."""
+    borders, found = tables.derivative_table(activation, 2)
+    assert borders == pytest.approx((-border, 0, border), abs=1e-4)
+    assert found == pytest.approx(levels, abs=1e-4)
+
+
+@pytest.mark.parametrize("activation", [gelu, silu, np.tanh])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_no_small_move_of_a_border_improves_a_derivative_table(activation, bits) -> None:
+    borders = tables.derivative_table(activation, bits)[0].astype(np.float64)
+    best = explained(activation, borders)
+    for index in range(len(borders)):
+        for move in (-1e-2, -1e-3, 1e-3, 1e-2):
+            moved = borders.copy()
+            moved[index] += move
+            assert explained(activation, moved) < best + 1e-9
+
+
+def explained(activation, borders: np.ndarray) -> float:
+    ends = np.concatenate([[-100.0], borders, [100.0]])
+    return float((np.diff(activation(ends)) ** 2 / np.diff(ends)).sum())
