@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from types import FunctionType, MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -34,8 +35,8 @@ class OperatorMode(TorchFunctionMode):
     """Tells a listener of every operator that is called while this mode is on top.
 
     Python composites such as ``F.multi_head_attention_forward`` are one
-    operator: what they call inside is not told. ``Tensor.backward`` is none:
-    what backward recomputes (checkpointing) is told operator by operator.
+    operator: what they call inside is not told. Backward passes are none: what
+    they recompute (checkpointing) is told operator by operator.
     """
 
     def __init__(self, listener: Listener) -> None:
@@ -51,9 +52,10 @@ class OperatorMode(TorchFunctionMode):
     ) -> Any:
         """Run one operator and tell the listener; PyTorch calls this."""
         keywords = kwargs or {}
-        if func is Tensor.backward:
+        backward_pass = _BACKWARD_PASSES.get(func)
+        if backward_pass is not None:
             with self:
-                return _backward(*args, **keywords)
+                return backward_pass(*args, **keywords)
         listener = self._listener
         state = listener.begin(func, args)
         try:
@@ -65,12 +67,34 @@ class OperatorMode(TorchFunctionMode):
         return result
 
 
-def _backward(
+def _without_dispatch(function: Any) -> Callable[..., Any]:
+    """A Python function of PyTorch that does not look for function modes, which would never end."""
+    own = {**function.__globals__, "has_torch_function": lambda _tensors: False}
+    copy = FunctionType(
+        function.__code__, own, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+_backward = _without_dispatch(torch.autograd.backward)
+
+
+def _tensor_backward(
     tensor: Tensor,
     gradient: Any = None,
     retain_graph: bool | None = None,
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """``Tensor.backward`` without its own look for function modes, which would never end."""
-    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+    """What ``Tensor.backward`` does."""
+    _backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+_BACKWARD_PASSES: Mapping[Any, Callable[..., Any]] = MappingProxyType(
+    {
+        Tensor.backward: _tensor_backward,
+        torch.autograd.backward: _backward,
+        torch.autograd.grad: _without_dispatch(torch.autograd.grad),
+    }
+)
