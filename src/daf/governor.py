@@ -28,6 +28,15 @@ def read_limits() -> Limits:
     return Limits(cgroup_limit_bytes(), int(memory.available), int(memory.total))
 
 
+def headroom_bytes() -> int:
+    """How much more this process may take now: free memory, or what its cgroup leaves it."""
+    limits = read_limits()
+    if limits.cgroup_limit_bytes is None:
+        return limits.available_bytes
+    used = int(psutil.Process().memory_info().rss)
+    return min(limits.available_bytes, limits.cgroup_limit_bytes - used)
+
+
 def cgroup_limit_bytes() -> int | None:
     """The least limit set on this process's memory cgroup or one above it; None without one."""
     limits = [limit for path in _limit_files() if (limit := _read_limit(path)) is not None]

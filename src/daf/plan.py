@@ -176,11 +176,22 @@ class Measurement:
     held_bytes: int
 
 
+def proportional_peak(point: Measurement, examples: int, fixed_bytes: int) -> float:
+    """The peak (bytes) at ``examples`` if everything above ``fixed_bytes`` were per example.
+
+    ``fixed_bytes`` is the model with its gradients. Pessimistic for larger
+    batches, since workspaces and parts of the account do not grow.
+    """
+    above = max(0, point.peak_bytes - fixed_bytes)
+    return point.peak_bytes + above * (max(1.0, examples / point.examples) - 1.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Profile:
     """What a few small measured steps told about a model, a loss and a batch (bytes).
 
-    ``measurements`` holds, per policy name, steps at growing batch sizes.
+    ``measurements`` holds, per policy name, steps at growing batch sizes; policies that
+    could not be measured within the budget are missing.
     ``optimizer_bytes`` is the optimizer state that does not exist yet.
     ``split_refusal`` says why the batch must not be split, or is empty.
     """

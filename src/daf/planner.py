@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from daf.errors import BudgetError
-from daf.plan import Measurement, Plan, Profile, policy_named
+from daf.plan import Measurement, Plan, Profile, policy_named, proportional_peak
 from daf.units import format_bytes
 
 LADDER = ("plain", "exact", "8-bit", "4-bit", "3-bit", "2-bit", "1-bit")
@@ -23,23 +23,26 @@ MARGIN_FRACTION = 0.03
 MARGIN_BYTES = 4 * 2**20
 # Below this many examples a processor is under-used, so lossy codes come before smaller pieces.
 SMALLEST_EFFICIENT_PIECE = 8
-# Plain PyTorch under glibc's defaults held up to 1.4 times what it holds when freed blocks are
-# returned at once (design, section 2: 1400 against 1008 MiB); with more room than that, speed wins.
-DEFAULT_ALLOCATOR_GROWTH = 1.5
+# What plain PyTorch holds above the floor under glibc's defaults, over what it holds when freed
+# blocks are returned at once: 1.3 measured on ResNet-18, rounded up. With half as much again to spare, the
+# defaults are left alone, because returning blocks costs time (design, section 2).
+DEFAULT_ALLOCATOR_GROWTH = 1.35
+ROOM_FOR_DEFAULT_ALLOCATOR = 1.5
 
 
 def predict_peak(profile: Profile, policy_name: str, micro_batch: int) -> int:
     """The process's peak (bytes) in a step of ``micro_batch`` examples, margin included."""
     points = profile.measurements[policy_name]
-    peak = _line(points, micro_batch) + profile.optimizer_bytes
+    fixed = profile.resident_bytes + profile.gradient_bytes
+    peak = _line(points, micro_batch, fixed) + profile.optimizer_bytes
     above_floor = max(0.0, peak - profile.floor_bytes)
     return int(peak + MARGIN_FRACTION * above_floor + MARGIN_BYTES)
 
 
-def _line(points: tuple[Measurement, ...], examples: int) -> float:
+def _line(points: tuple[Measurement, ...], examples: int, fixed_bytes: int) -> float:
     first, last = points[0], points[-1]
     if first.examples == last.examples:
-        return last.peak_bytes * max(1.0, examples / last.examples)
+        return proportional_peak(last, examples, fixed_bytes)
     slope = (last.peak_bytes - first.peak_bytes) / (last.examples - first.examples)
     # Noise can make a flat line fall; more examples never need less.
     return last.peak_bytes + max(0.0, slope) * (examples - last.examples)
@@ -62,13 +65,14 @@ def _piece_sizes(profile: Profile) -> list[int]:
 
 def _candidates(profile: Profile, names: tuple[str, ...]) -> Iterator[tuple[str, int]]:
     """What to try, best first: whole batch exactly, exactly in pieces, coded, coded in pieces."""
-    exact = [name for name in names if name in ("plain", "exact")]
-    lossy = [name for name in names if name not in exact]
+    measured = [name for name in names if name in profile.measurements]
+    exact = [name for name in measured if name in ("plain", "exact")]
+    lossy = [name for name in measured if name not in exact]
     sizes = _piece_sizes(profile)
     efficient = [size for size in sizes if size == sizes[0] or size >= SMALLEST_EFFICIENT_PIECE]
     yield from ((name, size) for size in efficient for name in exact)
     yield from ((name, size) for size in efficient for name in lossy)
-    yield from ((name, size) for size in sizes if size not in efficient for name in names)
+    yield from ((name, size) for size in sizes if size not in efficient for name in measured)
 
 
 def least_budget(profile: Profile, names: tuple[str, ...] = LADDER) -> int:
@@ -80,9 +84,9 @@ def make_plan(profile: Profile, budget_bytes: int, names: tuple[str, ...] = LADD
     """The first candidate whose predicted peak is within the budget.
 
     Args:
-        profile: what was measured; ``measurements`` must hold every name.
+        profile: what was measured.
         budget_bytes: the whole process's budget, floor included.
-        names: policies allowed, in order of preference.
+        names: policies allowed, in order of preference; those not measured are passed over.
 
     Raises:
         BudgetError: none fits; ``least_bytes`` is the least budget that would do.
@@ -97,7 +101,11 @@ def make_plan(profile: Profile, budget_bytes: int, names: tuple[str, ...] = LADD
 
 
 def _plan(profile: Profile, name: str, size: int, predicted: int, budget_bytes: int) -> Plan:
-    roomy = name == "plain" and predicted * DEFAULT_ALLOCATOR_GROWTH <= budget_bytes
+    above_floor = predicted - profile.floor_bytes
+    spacious = profile.floor_bytes + int(above_floor * ROOM_FOR_DEFAULT_ALLOCATOR)
+    roomy = name == "plain" and size == profile.batch_size and spacious <= budget_bytes
+    if roomy:
+        predicted = profile.floor_bytes + int(above_floor * DEFAULT_ALLOCATOR_GROWTH)
     pieces = "the whole batch" if size == profile.batch_size else f"pieces of {size}"
     reason = (
         f"{name} with {pieces} is predicted to peak at {format_bytes(predicted)}, "
@@ -121,8 +129,14 @@ def refusal(profile: Profile, budget_bytes: int, least_bytes: int) -> str:
 
 
 def tightest_first(plan: Plan, profile: Profile, names: tuple[str, ...] = LADDER) -> Plan:
-    """The plan for the first full-size step: the policy that holds least, at the plan's size."""
-    name = min(names, key=lambda each: predict_peak(profile, each, plan.micro_batch))
+    """The plan for the first full-size step: the policy that holds least, at the plan's size.
+
+    A plan with room for the default allocator needs no such care.
+    """
+    if not plan.return_freed_blocks:
+        return plan
+    measured = [each for each in names if each in profile.measurements]
+    name = min(measured, key=lambda each: predict_peak(profile, each, plan.micro_batch))
     predicted = predict_peak(profile, name, plan.micro_batch)
     if predicted >= plan.predicted_peak_bytes:
         return plan

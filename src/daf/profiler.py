@@ -8,6 +8,7 @@ as they were, so training starts as if it had not been profiled.
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -25,7 +26,7 @@ from daf.execution.microbatch import (
     split_refusal,
 )
 from daf.memory import allocator, measure
-from daf.plan import Measurement, Policy, Profile
+from daf.plan import Measurement, Policy, Profile, proportional_peak
 
 PROBE_ELEMENTS = 4096
 
@@ -136,25 +137,59 @@ class Profiler:
         batch: Any,
         loss_fn: LossFunction,
         policies: tuple[Policy, ...],
+        budget_bytes: int,
         *,
         allow_split: bool,
         on_progress: Callable[[str], None] = lambda _: None,
     ) -> Profile:
-        """Measure every policy at the sizes of ``probe_sizes``; under a second for small models."""
+        """Measure policies at the sizes of ``probe_sizes``, tightest first; seconds at most.
+
+        No step is measured that is expected to pass the budget, so policies may be
+        left out. The tightest policy is an exception where the batch must stay
+        whole: if its small steps do not fit, the job does not, and they only serve
+        to name the least budget that would.
+
+        Args:
+            batch: the real batch; its first examples are used.
+            loss_fn: the user's own.
+            policies: from what holds most to what holds least.
+            budget_bytes: of the whole process.
+            allow_split: the user permits micro-batches in any case.
+            on_progress: told each policy's name as its turn comes.
+        """
         sizes = probe_sizes(batch_size(batch))
+        refusal = "" if allow_split else split_refusal(self._model)
+        measurements: dict[str, tuple[Measurement, ...]] = {}
         with undisturbed(self._model):
             # Once unmeasured: code pages, thread pools and kernels' own buffers come to stay.
-            self._measure(batch, loss_fn, policies[-1], sizes[0])
-            measurements = {}
-            for policy in policies:
+            tightest = self._measure(batch, loss_fn, policies[-1], sizes[0])
+            limit = sys.maxsize if refusal else budget_bytes
+            for policy in reversed(policies):
+                if measurements and tightest.peak_bytes + tightest.plain_bytes > budget_bytes:
+                    break
                 on_progress(policy.name)
-                measurements[policy.name] = tuple(
-                    self._measure(batch, loss_fn, policy, size) for size in sizes
-                )
-        return self.outline(batch, measurements, allow_split=allow_split)
+                measurements[policy.name] = self._points(batch, loss_fn, policy, sizes, limit)
+                limit = budget_bytes
+        return self.outline(batch, measurements, refusal)
+
+    def _points(
+        self,
+        batch: Any,
+        loss_fn: LossFunction,
+        policy: Policy,
+        sizes: tuple[int, ...],
+        limit_bytes: int,
+    ) -> tuple[Measurement, ...]:
+        fixed = measure.resident_bytes() + gradient_bytes(self._model)
+        points: list[Measurement] = []
+        for size in sizes:
+            if points and proportional_peak(points[-1], size, fixed) > limit_bytes:
+                break
+            points.append(self._measure(batch, loss_fn, policy, size))
+        return tuple(points)
 
     def outline(
-        self, batch: Any, measurements: dict[str, tuple[Measurement, ...]], *, allow_split: bool
+        self, batch: Any, measurements: dict[str, tuple[Measurement, ...]], refusal: str
     ) -> Profile:
         """The Profile's fixed terms around given measurements."""
         return Profile(
@@ -165,7 +200,7 @@ class Profiler:
             optimizer_bytes=optimizer_bytes_to_come(self._optimizer),
             batch_size=batch_size(batch),
             measurements=measurements,
-            split_refusal="" if allow_split else split_refusal(self._model),
+            split_refusal=refusal,
         )
 
     def _measure(

@@ -34,6 +34,9 @@ from daf.plan import Plan, Policy, Profile, plain_policy, policy_for, policy_nam
 from daf.profiler import Profiler, gradient_bytes, parameter_bytes
 from daf.units import format_bytes, parse_bytes
 
+# A measured small step needs the gradients and about as much again in workspaces and activations.
+ROOM_TO_MEASURE = 4
+
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
@@ -116,6 +119,7 @@ class Session:
     def close(self) -> None:
         """Undo what was set in the process (see ``settings``)."""
         self._resources.close()
+        self.settings.clear()
 
     @property
     def peak_bytes(self) -> int:
@@ -149,13 +153,14 @@ class Session:
                 reason="no budget was given",
             )
             return self.plan
-        self._refuse_if_parameters_alone_are_too_much()
+        self._refuse_without_room_to_measure()
         self._return_freed_blocks()
         self._profile = self._measure_profile(batch, loss_fn, on_progress)
         plan = planner.make_plan(self._profile, self.budget_bytes, self._names)
         self.predicted_peak_bytes = plan.predicted_peak_bytes
         self._adopt(plan)
-        self._first = planner.tightest_first(plan, self._profile, self._names)
+        if plan.return_freed_blocks:
+            self._first = planner.tightest_first(plan, self._profile, self._names)
         return plan
 
     def step(self, batch: Any, loss_fn: LossFunction) -> StepReport:
@@ -187,7 +192,7 @@ class Session:
 
     def explain(self) -> list[dict[str, Any]]:
         """One row per site of the last captured step: site, need, treatment, bytes."""
-        return [row.as_dict() for row in self._capture.sites()]
+        return [report.as_dict() for report in self._capture.sites()]
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to go on as this one would have (JSON-able)."""
@@ -219,18 +224,27 @@ class Session:
     ) -> Profile:
         profiler = Profiler(self.model, self.optimizer, self._capture, self.floor_bytes)
         policies = tuple(policy_named(name) for name in self._names)
+        assert self.budget_bytes is not None
         return profiler.profile(
-            batch, loss_fn, policies, allow_split=self._allow_split, on_progress=on_progress
+            batch,
+            loss_fn,
+            policies,
+            self.budget_bytes,
+            allow_split=self._allow_split,
+            on_progress=on_progress,
         )
 
-    def _refuse_if_parameters_alone_are_too_much(self) -> None:
+    def _refuse_without_room_to_measure(self) -> None:
+        """A hopeless budget is still measured, to name the least one, if the machine has room."""
         assert self.budget_bytes is not None
-        least = measure.resident_bytes() + gradient_bytes(self.model)
-        if least > self.budget_bytes:
+        gradients = gradient_bytes(self.model)
+        least = measure.resident_bytes() + gradients
+        if least > self.budget_bytes and governor.headroom_bytes() < ROOM_TO_MEASURE * gradients:
             raise BudgetError(
                 f"asked for a budget of {format_bytes(self.budget_bytes)}; the process with its "
-                f"model and gradients alone takes {format_bytes(least)}, before any batch; "
-                f"try a budget well above that, or a smaller model",
+                f"model and gradients alone takes {format_bytes(least)}, before any batch, and "
+                "there is no room here to measure more; try a budget well above that, or a "
+                "smaller model",
                 least,
             )
 
@@ -243,8 +257,7 @@ class Session:
     def _adopt(self, plan: Plan) -> None:
         self.plan = plan
         if not plan.return_freed_blocks and self.settings:
-            self._resources.close()
-            self.settings.clear()
+            self.close()
 
     def _forward_backward(self, batch: Any, loss_fn: LossFunction, plan: Plan) -> float:
         self.optimizer.zero_grad(set_to_none=True)

@@ -1,0 +1,348 @@
+"""A session trains as plain PyTorch does, within its budget, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from daf.errors import BudgetError, NonFiniteLossError, UnitError
+from daf.execution.capture import Capture
+from daf.memory import measure
+from daf.plan import coded_policy, plain_policy
+from daf.profiler import Profiler, optimizer_bytes_to_come, probe_sizes, undisturbed
+from daf.session import Session
+
+Batch = tuple[Tensor, Tensor]
+
+needs_peak = pytest.mark.skipif(
+    not measure.peak_is_exact(), reason="this system keeps no resettable high-water mark"
+)
+
+
+def convolutional() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, 10),
+    )
+
+
+def images(count: int = 12, size: int = 32) -> Batch:
+    torch.manual_seed(1)
+    return torch.randn(count, 3, size, size), torch.randint(0, 10, (count,))
+
+
+def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def plain_steps(model: nn.Module, batch: Batch, count: int) -> list[float]:
+    optimizer, losses = sgd(model), []
+    for _ in range(count):
+        optimizer.zero_grad()
+        loss = cross_entropy(model, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("bits", [None, "plain", "exact"])
+def test_exact_policies_train_bit_for_bit_as_plain_pytorch(bits: str | None) -> None:
+    ours, theirs, batch = convolutional(), convolutional(), images()
+    session = Session(ours, sgd(ours), None, bits=bits)
+    losses = [session.step(batch, cross_entropy).loss for _ in range(3)]
+    assert losses == plain_steps(theirs, batch, 3)
+    for name, value in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], value), name
+
+
+def test_lossy_policy_saves_bytes_and_learns_as_plain_does() -> None:
+    model, twin, batch = convolutional(), convolutional(), images()
+    session = Session(model, sgd(model), None, bits=2)
+    losses = [session.step(batch, cross_entropy).loss for _ in range(30)]
+    plain = plain_steps(twin, batch, 30)
+    assert losses[0] == plain[0]
+    assert abs(losses[-1] - plain[-1]) < 0.1 * (plain[0] - plain[-1])
+    assert session.saved_bytes_plain > 12 * session.saved_bytes_peak
+
+
+class Sequence(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(20, 16)
+        self.body = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 20))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.body(self.embedding(tokens))
+
+
+def token_loss(model: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    scores, targets = model(tokens[:, :-1]), tokens[:, 1:]
+    weight = (targets != 0).sum()
+    return F.cross_entropy(scores.transpose(1, 2), targets, ignore_index=0, reduction="sum"), weight
+
+
+def mean_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    scores, targets = model(tokens[:, :-1]), tokens[:, 1:]
+    return F.cross_entropy(scores.transpose(1, 2), targets)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3, 4, 7])
+@pytest.mark.parametrize("loss_fn", [token_loss, mean_token_loss])
+def test_pieces_join_to_the_gradient_of_the_whole_batch(micro_batch: int, loss_fn: Any) -> None:
+    torch.manual_seed(2)
+    tokens = torch.randint(0, 20, (7, 9))
+    whole, split = Sequence().double(), Sequence().double()
+    one = Session(whole, torch.optim.SGD(whole.parameters(), lr=0.0), None)
+    other = Session(split, torch.optim.SGD(split.parameters(), lr=0.0), None)
+    one.step(tokens, loss_fn)
+    other.plan = _with_pieces(other, tokens, loss_fn, micro_batch)
+    report = other.step(tokens, loss_fn)
+    assert report.micro_batch == micro_batch
+    for mine, theirs in zip(split.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-12)
+
+
+def _with_pieces(session: Session, batch: Any, loss_fn: Any, micro_batch: int) -> Any:
+    return replace(session.prepare(batch, loss_fn), micro_batch=micro_batch)
+
+
+def test_preparing_leaves_the_model_and_the_random_states_as_found() -> None:
+    model, batch = convolutional(), images()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    random_state = torch.get_rng_state()
+    session = Session(model, sgd(model), "8GB")
+    session.prepare(batch, cross_entropy)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert torch.equal(random_state, torch.get_rng_state())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not session.optimizer.state
+    session.close()
+
+
+def test_undisturbed_restores_even_after_an_error() -> None:
+    model = convolutional()
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    kept = model[0].weight.grad
+    mean = model[1].running_mean.clone()
+
+    def fail() -> None:
+        with undisturbed(model):
+            model(images()[0]).sum().backward()
+            raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fail()
+    assert model[0].weight.grad is kept
+    assert torch.equal(model[1].running_mean, mean)
+
+
+@pytest.mark.parametrize(
+    ("make", "numbers_per_parameter"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), 0),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 1),
+        (lambda p: torch.optim.AdamW(p, lr=0.1), 2),
+        (lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True), 3),
+    ],
+)
+def test_optimizer_state_to_come_is_what_the_first_step_makes(
+    make: Any, numbers_per_parameter: int
+) -> None:
+    model = nn.Linear(100, 100)
+    optimizer = make(model.parameters())
+    expected = optimizer_bytes_to_come(optimizer)
+    size = sum(each.nbytes for each in model.parameters())
+    assert expected == pytest.approx(numbers_per_parameter * size, rel=0.01, abs=64)
+    model(torch.ones(1, 100)).sum().backward()
+    optimizer.step()
+    assert optimizer_bytes_to_come(optimizer) == 0
+
+
+def test_an_impossible_budget_is_refused_before_training() -> None:
+    model = convolutional()
+    session = Session(model, sgd(model), "10MB")
+    with pytest.raises(BudgetError, match=r"asked for a budget of 10\.0 MB") as caught:
+        session.step(images(), cross_entropy)
+    assert caught.value.least_bytes is not None
+    assert caught.value.least_bytes > 50_000_000
+    assert not session.optimizer.state
+
+
+def test_an_unknown_unit_is_refused() -> None:
+    model = convolutional()
+    with pytest.raises(UnitError, match="unknown unit 'XB'"):
+        Session(model, sgd(model), "700XB")
+
+
+class Poisoned(nn.Module):
+    """Finite until told; then the second layer divides by zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.bad = False
+
+    def forward(self, values: Tensor) -> Tensor:
+        hidden = self.first(values)
+        return self.norm(hidden / 0.0 if self.bad else hidden)
+
+
+def test_a_nonfinite_loss_stops_before_anything_is_touched() -> None:
+    torch.manual_seed(0)
+    model = Poisoned()
+    session = Session(model, sgd(model), None)
+    batch = torch.randn(6, 4)
+
+    def loss_fn(module: nn.Module, values: Tensor) -> Tensor:
+        return module(values).square().mean()
+
+    session.step(batch, loss_fn)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    random_state = torch.get_rng_state()
+    model.bad = True
+    with pytest.raises(
+        NonFiniteLossError, match=r"at step 1; it began in .*'norm' \(BatchNorm1d\)"
+    ):
+        session.step(batch, loss_fn)
+    for name, value in model.state_dict().items():
+        assert torch.equal(before[name], value), name
+    assert torch.equal(random_state, torch.get_rng_state())
+    model.bad = False
+    assert math.isfinite(session.step(batch, loss_fn).loss)
+
+
+def test_a_resumed_session_goes_on_as_the_first_would_have() -> None:
+    batch = images()
+    model, twin = convolutional(), convolutional()
+    session = Session(model, sgd(model), None, bits=2, seed=7)
+    straight = [session.step(batch, cross_entropy).loss for _ in range(4)]
+
+    first = Session(twin, sgd(twin), None, bits=2, seed=7)
+    begun = [first.step(batch, cross_entropy).loss for _ in range(2)]
+    state = json.loads(json.dumps(first.state_dict()))
+    second = Session(twin, first.optimizer, None, bits=2)
+    second.load_state_dict(state)
+    assert begun + [second.step(batch, cross_entropy).loss for _ in range(2)] == straight
+
+
+def test_the_profile_grows_with_the_batch_and_shrinks_with_the_bits() -> None:
+    model, batch = convolutional(), images(32)
+    session = Session(model, sgd(model), "8GB")
+    session.prepare(batch, cross_entropy)
+    profile = session.profile
+    assert profile is not None
+    assert "BatchNorm2d" in profile.split_refusal
+    for points in profile.measurements.values():
+        assert [point.examples for point in points] == list(probe_sizes(32)) == [4, 8]
+        assert points[1].held_bytes > 1.5 * points[0].held_bytes
+    held = [profile.measurements[name][-1].held_bytes for name in ("plain", "4-bit", "1-bit")]
+    assert held[0] > 4 * held[1] > 4 * held[2]
+    session.close()
+
+
+def test_what_is_set_is_stated_and_undone() -> None:
+    model, batch = convolutional(), images()
+    with Session(model, sgd(model), measure.resident_bytes() + 60_000_000) as session:
+        session.step(batch, cross_entropy)
+        stated = list(session.settings)
+    assert all("glibc" in line for line in stated)
+    assert session.settings == []
+
+
+def run_in_fresh_process(body: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(body)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+BUDGETED = """
+import json, torch, torch.nn.functional as F
+from daf.errors import BudgetError
+from daf.memory import measure
+from daf.session import Session
+from daf.training.models import find_model
+
+recipe = find_model("resnet18")
+measure.warm_up()
+floor = measure.resident_bytes()
+torch.manual_seed(0)
+model = recipe.build({{"classes": 10, "channels": 3, "image_size": 32}})
+model = model.to(memory_format=torch.channels_last)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+batch = (
+    torch.randn(48, 3, 32, 32).contiguous(memory_format=torch.channels_last),
+    torch.randint(0, 10, (48,)),
+)
+loss_fn = lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])
+budget = {budget}
+try:
+    with Session(model, optimizer, budget, floor_bytes=floor) as session:
+        for _ in range(3):
+            session.step(batch, loss_fn)
+        answer = dict(peak=session.peak_bytes, predicted=session.predicted_peak_bytes,
+                      policy=session.plan.policy.name)
+except BudgetError as error:
+    answer = dict(least=error.least_bytes)
+print(json.dumps(answer | dict(floor=floor)))
+"""
+
+
+@needs_peak
+@pytest.mark.slow
+def test_the_process_stays_below_its_budget_and_the_least_budget_works() -> None:
+    refused = run_in_fresh_process(BUDGETED.format(budget="floor + 100_000_000"))
+    least = refused["least"]
+    # The least depends on a floor that varies by a few MB from process to process.
+    held = run_in_fresh_process(BUDGETED.format(budget=least + 8_000_000))
+    assert held["peak"] <= least + 8_000_000
+    assert held["policy"] != "plain"
+    assert abs(held["predicted"] - held["peak"]) <= 0.25 * (held["peak"] - held["floor"])
+
+
+@needs_peak
+def test_peak_covers_profiling_and_steps() -> None:
+    model, batch = convolutional(), images()
+    with Session(model, sgd(model), "8GB") as session:
+        report = session.step(batch, cross_entropy)
+        assert session.peak_bytes >= report.peak_bytes >= measure.resident_bytes() - 64 * 2**20
+        assert session.predicted_peak_bytes is not None
+
+
+def test_profiler_measures_every_policy_asked_for() -> None:
+    model, batch = convolutional(), images()
+    profiler = Profiler(model, sgd(model), Capture(model), floor_bytes=0)
+    found = profiler.profile(
+        batch, cross_entropy, (plain_policy(), coded_policy(4)), 8 * 10**9, allow_split=True
+    )
+    assert list(found.measurements) == ["4-bit", "plain"]
+    assert found.split_refusal == ""
+    plain, coded = (found.measurements[name][-1] for name in ("plain", "4-bit"))
+    assert plain.plain_bytes == coded.plain_bytes == plain.held_bytes > 4 * coded.held_bytes
