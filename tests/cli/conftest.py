@@ -69,9 +69,18 @@ def interrupts_twice(classes):
     return Tiny(classes, lambda step: step == 2, interrupt)
 
 
-def lists_modules(classes):
-    atexit.register(lambda: Path("modules.txt").write_text(chr(10).join(sys.modules)))
-    return Tiny(classes)
+def tells_of_itself(classes):
+    """Leaves the modules that were imported, and the sizes of the test batches it saw."""
+    model = Tiny(classes)
+    sizes = set()
+    model.register_forward_pre_hook(lambda _, x: None if model.training else sizes.add(len(x[0])))
+
+    def tell():
+        Path("modules.txt").write_text(chr(10).join(sys.modules))
+        Path("test_batches.txt").write_text(" ".join(map(str, sorted(sizes))))
+
+    atexit.register(tell)
+    return model
 '''
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
 
@@ -35,7 +36,7 @@ def lines(path: str) -> list[dict[str, Any]]:
 
 
 def test_a_run_within_a_budget_leaves_everything_it_promises(daf_process: Daf) -> None:
-    ran = daf_process(*options("tiny_models:lists_modules", budget="1GB", max_steps=3), "--json")
+    ran = daf_process(*options("tiny_models:tells_of_itself", budget="1GB", max_steps=3), "--json")
     assert ran.code == 0, ran.err
     summary = ran.json
     assert summary == json.loads(Path("run/summary.json").read_text())
@@ -64,6 +65,7 @@ def test_a_run_within_a_budget_leaves_everything_it_promises(daf_process: Daf) -
     assert Path("run/memory.png").read_bytes().startswith(b"\x89PNG")
     modules = {name.partition(".")[0] for name in Path("modules.txt").read_text().split()}
     assert modules & UNWANTED_IN_TRAINING == set()
+    assert Path("test_batches.txt").read_text() == f"{359 % 16} 16"  # half a training batch
     assert not list(Path("run").rglob("*.part"))
 
 
@@ -150,8 +152,21 @@ def test_every_kind_of_task_trains(daf: Daf, workplace: Path) -> None:
     assert noise["metric_name"] == "test_mean_squared_error"
 
 
+def test_cifar10_trains_with_its_augmentation_and_without(daf: Daf) -> None:
+    generator = np.random.default_rng(0)
+    images = generator.integers(0, 256, (40, 32, 32, 3), np.uint8)
+    labels = np.arange(40) % 10
+    np.savez("c.npz", x_train=images, y_train=labels, x_test=images[:8], y_test=labels[:8])
+    short = ("--max-steps", "2", "--batch-size", "8", "--json")
+    losses = [
+        daf(*options("resnet20", name), "cifar10:c.npz", *short, *more).json["loss"]
+        for name, more in (("a", ()), ("b", ("--augment",)), ("c", ("--no-augment",)))
+    ]
+    assert losses[0] == losses[1] != losses[2]
+
+
 def test_lines_say_what_goes_on_where_there_is_no_terminal(daf: Daf) -> None:
-    ran = daf(*options("tiny_models:classifier", budget="2GB"))
+    ran = daf(*options("tiny_models:classifier", budget="2GB", bits="exact"))
     assert ran.code == 0
     for expected in ("plan:", "step 4/4", "examples/s", "of 2.00 GB", "test_accuracy_percent"):
         assert expected in ran.out

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from daf.errors import DataError
 from daf.training.data import load_data
 from daf.training.data.contents import MASK_SYMBOL, VOCABULARY, ImageData, TextData
 from daf.training.tasks.images import Classification, Denoising
@@ -141,5 +142,5 @@ def test_a_training_batch_depends_on_its_generator_alone(digits: ImageData) -> N
 
 
 def test_an_output_without_scores_is_refused() -> None:
-    with pytest.raises(TypeError, match="found dict"):
+    with pytest.raises(DataError, match="found dict"):
         scores_of({})

@@ -173,12 +173,11 @@ class _Run:
 
     def _metric(self) -> float | None:
         """The metric over all test examples; None if a signal came first."""
-        plan = self._job.session.plan
-        size = plan.micro_batch if plan else self._job.settings.batch_size
         total = weight = 0.0
+        self._job.optimizer.zero_grad()  # the next step makes its own; their room is wanted here
         self._job.model.eval()
         try:
-            for indices in self._job.test_indices(size):
+            for indices in self._job.test_indices(self._evaluation_size()):
                 if self._watch.requested:
                     return None
                 with torch.no_grad():
@@ -188,6 +187,15 @@ class _Run:
         finally:
             self._job.model.train()
         return self._job.task.metric(total / weight)
+
+    def _evaluation_size(self) -> int:
+        """Test examples at a time: half a training piece, whose outputs are kept by reference.
+
+        A forward pass alone holds several whole outputs at once where a coded
+        one holds codes, so at the piece's full size it could pass the budget.
+        """
+        plan = self._job.session.plan
+        return max(1, (plan.micro_batch if plan else self._job.settings.batch_size) // 2)
 
     def _checkpoint(self) -> None:
         if not _is_finite(self._job.model):

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 from torch import Tensor, nn
 
+from daf.errors import DataError
 from daf.training.batches import Batch, Indices
 
 Loss = Tensor | tuple[Tensor, Tensor]
@@ -71,10 +72,14 @@ class Task(ABC):
 
 
 def scores_of(output: Tensor | object) -> Tensor:
-    """The scores in a model's output: a tensor, or something with ``logits`` (transformers)."""
+    """The scores in a model's output: a tensor, or something with ``logits`` (transformers).
+
+    Raises:
+        DataError: it is neither.
+    """
     found = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(found, Tensor):
-        raise TypeError(
+        raise DataError(
             f"expected the model to return a tensor or an object with 'logits', "
             f"found {type(output).__name__}"
         )
