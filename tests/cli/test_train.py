@@ -251,7 +251,7 @@ def test_a_damaged_checkpoint_is_refused(daf: Daf) -> None:
 
 def test_a_non_finite_loss_stops_and_keeps_the_weights_from_before_it(daf: Daf) -> None:
     ran = daf(*options("tiny_models:explodes", budget="2GB", bits="exact"), "--json")
-    refused(ran, "loss became", "head", "model.safetensors", code=3)
+    refused(ran, "loss became", "head", "model.safetensors holds the weights after 2", code=3)
     assert ran.json["error"]["kind"] == "NonFiniteLossError"
     good = daf(*options("tiny_models:classifier", "good", max_steps=2, budget="2GB", bits="exact"))
     assert good.code == 0

@@ -151,12 +151,19 @@ def levels_of(summary: Mapping[str, Any]) -> list[Level]:
 
 
 def spread(heights: Sequence[float], top: float) -> list[float]:
-    """Places for labels at rising ``heights``, moved up where they would overlap."""
-    places: list[float] = []
+    """Places for labels at rising ``heights``: where they would overlap, around their middle."""
+    gap = _LABEL_HEIGHT * top
+    groups: list[list[float]] = []
     for height in heights:
-        lowest = places[-1] + _LABEL_HEIGHT * top if places else 0.0
-        places.append(max(height, lowest))
-    return places
+        groups.append([height])
+        while len(groups) > 1 and _places(groups[-1], gap)[0] < _places(groups[-2], gap)[-1] + gap:
+            groups[-2:] = [groups[-2] + groups[-1]]
+    return [place for group in groups for place in _places(group, gap)]
+
+
+def _places(group: Sequence[float], gap: float) -> list[float]:
+    lowest = sum(group) / len(group) - gap * (len(group) - 1) / 2
+    return [lowest + gap * i for i in range(len(group))]
 
 
 def _dress(axes: Any, memory: Memory, top: float, heading: str) -> None:

@@ -214,7 +214,7 @@ class _Run:
         """After a non-finite loss: write the last weights that are finite, say which they are."""
         if _is_finite(self._job.model):
             self._folder.write_weights(self._job.model)
-            return f"{self._folder.weights} holds the weights from before that step"
+            return f"{self._folder.weights} holds the weights after {self._step} whole steps"
         step = load_model(self._folder.checkpoint, self._job.model)
         self._folder.write_weights(self._job.model)
         return (
