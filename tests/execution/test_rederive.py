@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from daf.execution import rules
 from daf.execution.capture import Capture, compress
 from daf.plan import Method, coded_policy
 
@@ -97,6 +98,18 @@ def test_more_bits_come_closer(layout: torch.memory_format) -> None:
         pairs = zip(coded, exact, strict=True)
         errors.append(sum((a - b).square().sum().item() for a, b in pairs))
     assert all(later < 0.5 * earlier for earlier, later in itertools.pairwise(errors))
+
+
+def test_older_versions_that_hide_packed_data_give_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = resnet(8)
+    x, y = torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
+    (stats, sites), _ = step(model, x, y, 2)
+    monkeypatch.setattr(rules, "shows_packed_data", lambda _raw: False)
+    (again, same), _ = step(model, x, y, 2)
+    assert again == stats
+    assert same == sites
 
 
 class Restored:

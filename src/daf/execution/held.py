@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -267,7 +269,25 @@ class Saved:
         )
 
 
+_asked: ContextVar[list[Saved] | None] = ContextVar("asked", default=None)
+
+
 def unpack(saved: Saved) -> Tensor:
     """The hook that autograd calls in backward."""
+    asked = _asked.get()
+    if asked is not None:
+        asked.append(saved)
+        return torch.empty(0)
     with torch.no_grad():
         return saved.restore()
+
+
+def asked_for(read: Callable[[], object]) -> Saved | None:
+    """Which save ``read`` makes autograd unpack, without decoding it."""
+    asked: list[Saved] = []
+    token = _asked.set(asked)
+    try:
+        read()
+    finally:
+        _asked.reset(token)
+    return asked[0] if asked else None

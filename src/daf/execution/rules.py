@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from daf.execution.held import Saved
+from daf.execution.held import Saved, asked_for
 from daf.kernels import Predicate
 from daf.plan import Need
 
@@ -124,8 +124,17 @@ def tensors_in(result: Any) -> Iterable[Tensor]:
 def saved_in(node: Any, slot: str) -> Saved | None:
     """What our pack gave for one slot of a node, if the slot is filled and ours."""
     raw = getattr(node, "_raw_saved_" + slot, None)
-    data = getattr(raw, "data", None)
+    if raw is None:
+        return None
+    if not shows_packed_data(raw):
+        return asked_for(lambda: getattr(node, "_saved_" + slot))
+    data = raw.data
     return data if isinstance(data, Saved) else None
+
+
+def shows_packed_data(raw: Any) -> bool:
+    """Can autograd's raw saved tensor be asked what pack returned? (Not in every version.)"""
+    return hasattr(raw, "data")
 
 
 def name_saves(result: Any, first_sequence_number: int) -> None:
