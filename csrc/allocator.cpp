@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <unordered_map>
 
 #include "allocator_small.h"
 #include "relocations.h"
@@ -73,6 +74,8 @@ struct State {
   Settings settings;
   Reclaim reclaim = nullptr;
   void* reclaim_context = nullptr;
+  std::unordered_map<std::string, uint32_t> label_numbers{{"", 0}};
+  std::vector<std::string> label_texts{""};
 
   void lock() {
     install_mutex.lock();
@@ -374,6 +377,19 @@ bool set_phase(const std::string& name) {
   account.phase.store(index);
   account.note_peaks();
   return true;
+}
+
+uint32_t intern_label(const std::string& text) {
+  State& now = state();
+  const std::lock_guard<std::mutex> guard(now.settings_mutex);
+  const auto [found, is_new] = now.label_numbers.emplace(text, uint32_t(now.label_texts.size()));
+  if (is_new) now.label_texts.push_back(text);
+  return found->second;
+}
+
+std::string label_text(uint32_t label) {
+  const std::lock_guard<std::mutex> guard(state().settings_mutex);
+  return label < state().label_texts.size() ? state().label_texts[label] : std::string();
 }
 
 void set_label(uint32_t label) { current_label = label; }

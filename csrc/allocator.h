@@ -57,7 +57,9 @@ Account& account();
 // Names what follows in the statistics by phase; "" ends it. False where there are 15 phases
 // already, or the name has more than 31 characters.
 bool set_phase(const std::string& name);
-// What this thread's next allocations are recorded under; 0 is nothing.
+// Numbers for texts, and back; 0 is "". What this thread's next allocations are recorded under.
+uint32_t intern_label(const std::string& text);
+std::string label_text(uint32_t label);
 void set_label(uint32_t label);
 
 std::vector<LiveBlock> live_blocks();

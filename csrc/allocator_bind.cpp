@@ -30,11 +30,12 @@ uint64_t call_python_hook(void*, uint64_t needed_bytes) {
   return 0;
 }
 
-void set_reclaim(nb::object hook) {
+// Returns the hook before this one.
+nb::object set_reclaim(nb::object hook) {
   PyObject* const before = python_hook;
   python_hook = hook.is_none() ? nullptr : hook.release().ptr();
   allocator::set_reclaim(python_hook ? call_python_hook : nullptr, nullptr);
-  Py_XDECREF(before);
+  return before ? nb::steal(before) : nb::none();
 }
 
 std::string install() {
@@ -163,6 +164,8 @@ void bind_allocator(nb::module_& parent) {
   module.def("phases", &phases);
   module.def("set_phase", &allocator::set_phase);
   module.def("reset_peaks", [] { allocator::account().reset_peaks(); });
+  module.def("intern_label", &allocator::intern_label);
+  module.def("label_text", &allocator::label_text);
   module.def("set_label", &allocator::set_label);
   module.def("live_blocks", &live_blocks);
   module.def("record_events", &allocator::record_events);

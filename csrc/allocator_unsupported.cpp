@@ -31,6 +31,8 @@ Account& account() {
   return *only;
 }
 bool set_phase(const std::string&) { return true; }
+uint32_t intern_label(const std::string&) { return 0; }
+std::string label_text(uint32_t) { return ""; }
 void set_label(uint32_t) {}
 std::vector<LiveBlock> live_blocks() { return {}; }
 void record_events(size_t) {}

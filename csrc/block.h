@@ -167,6 +167,13 @@ class Reader {
     return room;
   }
 
+  // Asks for a block of the next batch while this one is worked on; any index will do.
+  DAF_MEMBER_INLINE void expect(size_t index) const {
+    const size_t bytes = block_elements * element_bytes(source_.type);
+    const char* from = static_cast<const char*>(source_.data) + index * bytes;
+    for (size_t line = 0; line < bytes; line += 64) V::prefetch(from + line);
+  }
+
   void read(Block& block, size_t index) {
     alignas(64) float room[block_elements];
     const float* from = fetch(index, room);
@@ -309,12 +316,13 @@ class Writer {
 
 // --- whole-block arithmetic --------------------------------------------------------------------
 
-// Halving strides 128 … 1; leaves the block in ruins.
-DAF_INLINE float tree_sum(Block& block) {
-  DAF_UNROLLED for (int width = block_vectors / 2; width > 0; width /= 2) {
-    DAF_UNROLLED for (int t = 0; t < width; ++t) block.x[t] = V::add(block.x[t], block.x[t + width]);
-  }
-  return V::tree_sum(block.x[0]);
+// The sum of leaf(0) … leaf(15) by halving strides. Depth first: few vectors are alive at once.
+template <int width = 1, class Leaf>
+DAF_INLINE V::F fold(Leaf&& leaf, int t = 0) {
+  if constexpr (width == block_vectors)
+    return leaf(t);
+  else
+    return V::add(fold<2 * width>(leaf, t), fold<2 * width>(leaf, t + width));
 }
 
 template <int stride>
@@ -355,11 +363,13 @@ struct Prescale {
   bool finite;
 };
 
-DAF_INLINE Prescale prescale_of(const Block& block) {
+DAF_INLINE Prescale prescale_of(const float* row) {
   // Twice the bit pattern drops the sign and keeps the order.
-  auto greatest = V::shift_left<1>(V::as_integer(block.x[0]));
-  DAF_UNROLLED for (int t = 1; t < block_vectors; ++t)
-    greatest = V::greatest_integer(greatest, V::shift_left<1>(V::as_integer(block.x[t])));
+  auto greatest = V::set_integer(0);
+  DAF_EACH_VECTOR {
+    const auto bits = V::as_integer(V::load(row + V::lanes * t));
+    greatest = V::greatest_integer(greatest, V::shift_left<1>(bits));
+  }
   const uint32_t bits = V::reduce_greatest(greatest) >> 1;
   uint32_t exponent = bits >> 23;
   if (exponent < 1) exponent = 1;

@@ -20,23 +20,21 @@ struct Range {
   float low, high;
 };
 
-DAF_INLINE Range range_of(const Block& block) {
-  auto low = block.x[0], high = block.x[0];
-  DAF_UNROLLED for (int t = 1; t < block_vectors; ++t) {
-    low = V::least(low, block.x[t]);
-    high = V::greatest(high, block.x[t]);
+DAF_INLINE Range range_of(const float* row) {
+  auto low = V::load(row), high = low;
+  DAF_EACH_VECTOR {
+    const auto x = V::load(row + V::lanes * t);
+    low = V::least(low, x);
+    high = V::greatest(high, x);
   }
   return {V::reduce_least(low) + 0.0f, V::reduce_greatest(high) + 0.0f};
 }
 
-// Padding takes the first element's value, which changes neither end of the range.
-DAF_INLINE Range range_of_valid(Block block, size_t valid) {
-  if (valid < block_elements) {
-    alignas(64) float first[V::lanes];
-    V::store(first, block.x[0]);
-    fill_padding(block, valid, first[0]);
-  }
-  return range_of(block);
+// Padding repeats the first element, which changes neither end of the range.
+DAF_NEVER_INLINE Range range_of_tail(const float* row, size_t valid) {
+  alignas(64) float copy[block_elements];
+  for (size_t i = 0; i < block_elements; ++i) copy[i] = row[i < valid ? i : 0];
+  return range_of(copy);
 }
 
 struct Grid {
@@ -56,29 +54,36 @@ DAF_INLINE Grid make_grid(Range range, const Prescale& prescale, float last, uin
           finite && prescale.finite};
 }
 
-template <int bits>
-DAF_INLINE void write_minmax_codes(const Block& block, size_t valid, Grid grid,
+template <int bits, bool whole>
+DAF_INLINE void write_minmax_codes(const float* row, size_t valid, Grid grid,
                                    const PhiloxKeys& keys, uint64_t index,
                                    uint16_t* const (&rows)[bits]) {
   const auto prescale = V::set(grid.prescale), origin = V::set(grid.origin);
   const auto reciprocal = V::set(grid.reciprocal);
   const auto last = V::set_integer((1u << bits) - 1), minus_one = V::set_integer(~0u);
+  V::F offset[2][8];
+  dither(keys, index, offset);
   DAF_UNROLLED for (int group = 0; group < 2; ++group) {
-    V::F offset[8];
-    dither(keys, index, group, offset);
     DAF_UNROLLED for (int q = 0; q < 2; ++q) {
       V::I codes[4];
       DAF_UNROLLED for (int i = 0; i < 4; ++i) {
         const int t = 8 * group + 4 * q + i;
-        const auto centred = V::subtract(V::multiply(block.x[t], prescale), origin);
-        auto position = V::add(V::multiply(centred, reciprocal), offset[4 * q + i]);
-        if (valid < block_elements)
+        const auto centred = V::subtract(V::multiply(V::load(row + V::lanes * t), prescale), origin);
+        auto position = V::add(V::multiply(centred, reciprocal), offset[group][4 * q + i]);
+        if (!whole)
           position = V::select(V::mask_from(real_lanes(valid, t)), position, V::set(1.0f));
         codes[i] = V::least_integer(V::add_integer(V::truncate(position), minus_one), last);
       }
       write_codes<bits>(rows, 2 * group + q, codes);
     }
   }
+}
+
+template <int bits>
+DAF_NEVER_INLINE void write_minmax_tail(const float* row, size_t valid, const Grid& grid,
+                                        const PhiloxKeys& keys, uint64_t index,
+                                        uint16_t* const (&rows)[bits]) {
+  write_minmax_codes<bits, false>(row, valid, grid, keys, index, rows);
 }
 
 template <int bits>
@@ -91,22 +96,25 @@ bool encode_minmax_range(const EncodeMinmax& job, size_t first, size_t last) {
   for (size_t start = first; start < last; start += batch_blocks) {
     const size_t size = last - start < batch_blocks ? last - start : batch_blocks;
     for (size_t i = 0; i < size; ++i) {
-      Block block;
       batch.rows[i] = reader.fetch(start + i, batch.room[i]);
-      batch.load(block, i);
-      const Prescale prescale = prescale_of(block);
-      const Range range = range_of_valid(block, reader.valid(start + i));
+      const Prescale prescale = prescale_of(batch.rows[i]);
+      const size_t valid = reader.valid(start + i);
+      const Range range = valid == block_elements ? range_of(batch.rows[i])
+                                                  : range_of_tail(batch.rows[i], valid);
       uint16_t* header = job.headers + 2 * (start + i);
       grids[i] = make_grid(range, prescale, float((1 << bits) - 1), header);
     }
     for (size_t i = 0; i < size; ++i) {
       const size_t index = start + i;
-      Block block;
       uint16_t* rows[bits];
       if (grids[i].finite) {
+        const size_t valid = reader.valid(index);
         plane_rows(rows, job.planes, blocks, index);
-        batch.load(block, i);
-        write_minmax_codes<bits>(block, reader.valid(index), grids[i], keys, index, rows);
+        reader.expect(index + batch_blocks);
+        if (valid == block_elements)
+          write_minmax_codes<bits, true>(batch.rows[i], valid, grids[i], keys, index, rows);
+        else
+          write_minmax_tail<bits>(batch.rows[i], valid, grids[i], keys, index, rows);
       } else {
         clear_planes(job.planes, blocks, bits, index);
         mark_non_finite(job.headers + 2 * index);

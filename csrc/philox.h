@@ -40,41 +40,46 @@ DAF_INLINE void philox_rounds(PhiloxState& state, const PhiloxKeys& keys) {
 // The patterns of signs of consecutive blocks, made eight calls at a time.
 class Signs {
  public:
-  Signs(uint64_t key, int rounds) : keys_(key), calls_(2 * rounds) {}
+  Signs(uint64_t key, int rounds) : keys_(key), call_bits_(rounds), blocks_(8 >> rounds) {
+    for (unsigned lane = 0; lane < 8; ++lane) {
+      offset_[2 * lane] = lane >> call_bits_;
+      call_[2 * lane] = lane & ((1u << call_bits_) - 1);
+    }
+  }
 
   // 16 halfwords for each round: element i of the block is bit i % 16 of halfword i / 16.
-  const uint16_t* of_block(uint64_t block) {
-    if (block < first_ || block >= first_ + 8 / calls_) refill(block);
-    return halves_ + (block - first_) * calls_ * 8;
+  DAF_MEMBER_INLINE const uint16_t* of_block(uint64_t block) {
+    const uint64_t first = block & ~uint64_t(blocks_ - 1);
+    if (first != first_) refill(first);
+    return reinterpret_cast<const uint16_t*>(words_) + ((block - first) << call_bits_) * 8;
   }
 
  private:
-  void refill(uint64_t block) {
-    alignas(64) uint32_t low[16] = {}, high[16] = {}, call[16] = {};
-    for (unsigned lane = 0; lane < 8; ++lane) {
-      const uint64_t of_lane = block + lane / calls_;
-      low[2 * lane] = uint32_t(of_lane);
-      high[2 * lane] = uint32_t(of_lane >> 32);
-      call[2 * lane] = lane % calls_;
-    }
-    PhiloxState state = {{Vector::load(low), Vector::load(high), Vector::load(call),
-                          Vector::set_integer(sign_stream)}};
+  // `first` is a multiple of the blocks made at a time, so adding the offset carries nowhere.
+  DAF_NEVER_INLINE void refill(uint64_t first) {
+    PhiloxState state = {
+        {Vector::add_integer(Vector::set_integer(uint32_t(first)), Vector::load(offset_)),
+         Vector::set_integer(uint32_t(first >> 32)), Vector::load(call_),
+         Vector::set_integer(sign_stream)}};
     philox_rounds(state, keys_);
     alignas(64) uint64_t pairs[2][8];
     for (int half = 0; half < 2; ++half)
       Vector::store(reinterpret_cast<uint32_t*>(pairs[half]),
                     Vector::pack_pairs(state.word[2 * half], state.word[2 * half + 1]));
-    for (unsigned lane = 0; lane < 8; ++lane) {
-      std::memcpy(halves_ + 8 * lane, &pairs[0][lane], 8);
-      std::memcpy(halves_ + 8 * lane + 4, &pairs[1][lane], 8);
+    for (int lane = 0; lane < 8; ++lane) {
+      words_[2 * lane] = pairs[0][lane];
+      words_[2 * lane + 1] = pairs[1][lane];
     }
-    first_ = block;
+    first_ = first;
   }
 
   const PhiloxKeys keys_;
+  int call_bits_;
+  uint32_t blocks_;
   uint64_t first_ = ~uint64_t{0};
-  unsigned calls_;
-  alignas(64) uint16_t halves_[64];
+  alignas(64) uint32_t offset_[16] = {};
+  alignas(64) uint32_t call_[16] = {};
+  alignas(64) uint64_t words_[16];
 };
 
 // The upper 23 bits of every word behind the leading one of a number in [1, 2).
@@ -83,21 +88,24 @@ DAF_INLINE Vector::F one_and_fraction(Vector::I words) {
   return Vector::as_float(Vector::bit_or(Vector::shift_right<9>(words), one));
 }
 
-// Dither of elements 128 g … 128 g + 127 of a block, as eight vectors of numbers in [1, 2).
-DAF_INLINE void dither(const PhiloxKeys& keys, uint64_t block, uint32_t group,
-                       Vector::F (&result)[8]) {
-  alignas(64) uint32_t call[16];
-  for (uint32_t lane = 0; lane < 16; ++lane) call[lane] = 8 * group + lane / 2;
-  PhiloxState state = {{Vector::set_integer(uint32_t(block)),
-                        Vector::set_integer(uint32_t(block >> 32)), Vector::load(call),
-                        Vector::set_integer(dither_stream)}};
-  philox_rounds(state, keys);
-  DAF_UNROLLED for (int pair = 0; pair < 2; ++pair) {
-    const auto words = Vector::pack_pairs(state.word[2 * pair], state.word[2 * pair + 1]);
-    result[4 * pair] = one_and_fraction(words);
-    result[4 * pair + 1] = one_and_fraction(Vector::rotate_left<8>(words));
-    result[4 * pair + 2] = one_and_fraction(Vector::rotate_left<16>(words));
-    result[4 * pair + 3] = one_and_fraction(Vector::rotate_left<24>(words));
+// Dither of a block: sixteen vectors of numbers in [1, 2), eight from each of two states.
+DAF_INLINE void dither(const PhiloxKeys& keys, uint64_t block, Vector::F (&result)[2][8]) {
+  alignas(64) static constexpr uint32_t calls[2][16] = {
+      {0, 0, 1, 0, 2, 0, 3, 0, 4, 0, 5, 0, 6, 0, 7, 0},
+      {8, 0, 9, 0, 10, 0, 11, 0, 12, 0, 13, 0, 14, 0, 15, 0}};
+  DAF_UNROLLED for (int group = 0; group < 2; ++group) {
+    PhiloxState state = {{Vector::set_integer(uint32_t(block)),
+                          Vector::set_integer(uint32_t(block >> 32)), Vector::load(calls[group]),
+                          Vector::set_integer(dither_stream)}};
+    philox_rounds(state, keys);
+    DAF_UNROLLED for (int pair = 0; pair < 2; ++pair) {
+      const auto words = Vector::pack_pairs(state.word[2 * pair], state.word[2 * pair + 1]);
+      auto* four = result[group] + 4 * pair;
+      four[0] = one_and_fraction(words);
+      four[1] = one_and_fraction(Vector::rotate_left<8>(words));
+      four[2] = one_and_fraction(Vector::rotate_left<16>(words));
+      four[3] = one_and_fraction(Vector::rotate_left<24>(words));
+    }
   }
 }
 

@@ -9,39 +9,68 @@ namespace {
 template <int bits>
 struct RotatedTables {
   static constexpr int half = 1 << (bits - 1);
-  // For the search: at step s the threshold that the s bits found so far select.
-  alignas(64) float search[bits][16] = {};
-  alignas(64) float positive_levels[16];
+  alignas(64) float thresholds[half];  // the positive ones, ascending
+  alignas(64) float levels[16];        // the positive ones, repeated
 
-  RotatedTables(const float* thresholds, const float* levels) {
-    for (int step = 0; step < bits - 1; ++step)
-      for (int found = 0; found < 16; ++found) {
-        const int known = found & ((1 << step) - 1);
-        const int width = half >> step;
-        search[step][found] = thresholds[known * width + width / 2 - 1];
-      }
-    for (int i = 0; i < 16; ++i) positive_levels[i] = levels[half + (i & (half - 1))];
+  RotatedTables(const float* positive_thresholds, const float* ascending_levels) {
+    for (int i = 0; i < half - 1; ++i) thresholds[i] = positive_thresholds[i];
+    for (int i = 0; i < 16; ++i) levels[i] = ascending_levels[half + (i & (half - 1))];
   }
 };
+
+// The threshold that decides the next bit of a magnitude's cell, given the bits found so far:
+// the middle one of the `width` cells from `first` on.
+template <int found, int bits>
+DAF_INLINE V::F next_threshold(const RotatedTables<bits>& tables, const V::M* above, int first,
+                               int width) {
+  if constexpr (found == 0) {
+    return V::set(tables.thresholds[first + width / 2 - 1]);
+  } else {
+    return V::select(above[0],
+                     next_threshold<found - 1>(tables, above + 1, first + width / 2, width / 2),
+                     next_threshold<found - 1>(tables, above + 1, first, width / 2));
+  }
+}
+
+// One bit of every magnitude's cell, stored as it is; complement_planes makes it a code's bit.
+template <int step, int bits>
+DAF_INLINE V::I find_cell(V::F magnitude, V::I cell, const RotatedTables<bits>& tables,
+                          V::M* above, uint16_t* const (&rows)[bits], int t) {
+  if constexpr (step < bits - 1) {
+    const auto threshold = next_threshold<step>(tables, above, 0, tables.half);
+    above[step] = V::greater(magnitude, threshold);
+    store_half(rows[step + 1] + t, V::mask_bits(above[step]));
+    cell = V::add_where(cell, above[step], 1u << (bits - 2 - step));
+    return find_cell<step + 1>(magnitude, cell, tables, above, rows, t);
+  }
+  return cell;
+}
 
 // Quantizes vector t: writes its bit of every plane, returns |c| * level.
 template <int bits>
 DAF_INLINE V::F quantize(V::F c, const RotatedTables<bits>& tables, uint16_t* const (&rows)[bits],
                          int t) {
-  const auto positive = V::greater(c, V::set(0.0f));
-  store_half(rows[0] + t, V::mask_bits(positive));
+  V::M above[bits];
   const auto magnitude = V::absolute(c);
-  auto cell = V::set_integer(0);
-  DAF_UNROLLED for (int step = 0; step < bits - 1; ++step) {
-    const auto threshold =
-        step == 0 ? V::set(tables.search[0][0]) : V::lookup(tables.search[step], cell);
-    const auto above = V::greater(magnitude, threshold);
-    store_half(rows[step + 1] + t, V::mask_bits(V::same(positive, above)));
-    cell = V::add_where(V::shift_left<1>(cell), above, 1);
+  store_half(rows[0] + t, V::mask_bits(V::greater(c, V::set(0.0f))));
+  const auto cell = find_cell<0>(magnitude, V::set_integer(0), tables, above, rows, t);
+  if constexpr (bits == 1) return V::multiply(magnitude, V::set(tables.levels[0]));
+  if constexpr (bits == 2)
+    return V::multiply(magnitude,
+                       V::select(above[0], V::set(tables.levels[1]), V::set(tables.levels[0])));
+  return V::multiply(magnitude, V::lookup(tables.levels, cell));
+}
+
+// Codes ascend with c: below zero the bits of the cell are turned round.
+template <int bits>
+DAF_INLINE void complement_planes(uint16_t* const (&rows)[bits]) {
+  uint32_t positive[words_per_block], cell[words_per_block];
+  std::memcpy(positive, rows[0], sizeof positive);
+  for (int plane = 1; plane < bits; ++plane) {
+    std::memcpy(cell, rows[plane], sizeof cell);
+    for (size_t i = 0; i < words_per_block; ++i) cell[i] = ~(cell[i] ^ positive[i]);
+    std::memcpy(rows[plane], cell, sizeof cell);
   }
-  const auto level =
-      bits == 1 ? V::set(tables.positive_levels[0]) : V::lookup(tables.positive_levels, cell);
-  return V::multiply(magnitude, level);
 }
 
 DAF_INLINE void rotate(Block& block, const uint16_t* signs, int rounds) {
@@ -65,9 +94,7 @@ DAF_INLINE void rotate_back(Block& block, const uint16_t* signs, int rounds) {
 }
 
 DAF_INLINE float norm_of(const Block& block) {
-  Block squares;
-  DAF_EACH_VECTOR squares.x[t] = V::multiply(block.x[t], block.x[t]);
-  return std::sqrt(tree_sum(squares));
+  return std::sqrt(V::tree_sum(fold([&](int t) { return V::multiply(block.x[t], block.x[t]); })));
 }
 
 // What the stages of a batch hand on, one entry for each block.
@@ -78,11 +105,13 @@ struct RotatedState {
 };
 
 // Stage 2 of a block: the header's mean, from its prescaled sum.
-DAF_INLINE void find_mean(Block& block, size_t valid, const Prescale& prescale, float& mean,
-                          uint16_t* header) {
-  multiply_all(block, prescale.factor);
-  header[0] = bfloat16_nearest(tree_sum(block) / float(valid) * prescale.inverse);
-  mean = widen_bfloat16(header[0]) * prescale.factor;
+DAF_INLINE float find_mean(const float* row, size_t valid, const Prescale& prescale,
+                           uint16_t* header) {
+  const auto factor = V::set(prescale.factor);
+  const float sum = V::tree_sum(
+      fold([&](int t) { return V::multiply(V::load(row + V::lanes * t), factor); }));
+  header[0] = bfloat16_nearest(sum / float(valid) * prescale.inverse);
+  return widen_bfloat16(header[0]) * prescale.factor;
 }
 
 // Stage 3: centred and rotated; returns its norm.
@@ -98,12 +127,15 @@ DAF_INLINE float centre_and_rotate(Block& block, size_t valid, float factor, flo
 
 // Stage 4: the codes, and the header's scale.
 template <int bits>
-DAF_INLINE void quantize_block(Block& block, float norm, float unscale,
+DAF_INLINE void quantize_block(const float* row, float norm, float unscale,
                                const RotatedTables<bits>& tables, uint16_t* const (&rows)[bits],
                                uint16_t* header) {
-  multiply_all(block, 1.0f / norm);
-  DAF_EACH_VECTOR block.x[t] = quantize<bits>(block.x[t], tables, rows, t);
-  header[1] = bfloat16_nearest(norm / tree_sum(block) * unscale);
+  const auto reciprocal = V::set(1.0f / norm);
+  const float product = V::tree_sum(fold([&](int t) {
+    const auto unit = V::multiply(V::load(row + V::lanes * t), reciprocal);
+    return quantize<bits>(unit, tables, rows, t);
+  }));
+  header[1] = bfloat16_nearest(norm / product * unscale);
 }
 
 // A block of equal values has no scale, a broken one no codes.
@@ -127,18 +159,17 @@ bool encode_rotated_range(const EncodeRotated& job, size_t first, size_t last) {
   RotatedState state;
   for (size_t start = first; start < last; start += batch_blocks) {
     const size_t size = last - start < batch_blocks ? last - start : batch_blocks;
-    Block block;
     for (size_t i = 0; i < size; ++i) {
       batch.rows[i] = reader.fetch(start + i, batch.room[i]);
-      batch.load(block, i);
-      state.prescale[i] = prescale_of(block);
+      state.prescale[i] = prescale_of(batch.rows[i]);
     }
     for (size_t i = 0; i < size; ++i) {
-      batch.load(block, i);
-      find_mean(block, reader.valid(start + i), state.prescale[i], state.mean[i],
-                job.headers + 2 * (start + i));
+      state.mean[i] = find_mean(batch.rows[i], reader.valid(start + i), state.prescale[i],
+                                job.headers + 2 * (start + i));
     }
     for (size_t i = 0; i < size; ++i) {
+      Block block;
+      reader.expect(start + batch_blocks + i);
       batch.load(block, i);
       state.norm[i] = centre_and_rotate(block, reader.valid(start + i), state.prescale[i].factor,
                                         state.mean[i], signs.of_block(start + i), job.rounds);
@@ -148,9 +179,14 @@ bool encode_rotated_range(const EncodeRotated& job, size_t first, size_t last) {
       const size_t index = start + i;
       uint16_t* rows[bits];
       plane_rows(rows, job.planes, blocks, index);
-      batch.load(block, i);
-      quantize_block<bits>(block, state.norm[i], state.prescale[i].inverse, tables, rows,
+      quantize_block<bits>(batch.rows[i], state.norm[i], state.prescale[i].inverse, tables, rows,
                            job.headers + 2 * index);
+    }
+    for (size_t i = 0; i < size; ++i) {
+      const size_t index = start + i;
+      uint16_t* rows[bits];
+      plane_rows(rows, job.planes, blocks, index);
+      complement_planes<bits>(rows);
       finish_block(job, blocks, index, state.prescale[i].finite, state.norm[i]);
     }
   }

@@ -73,12 +73,12 @@ inline bool encode_derivative_range(const EncodeDerivative& job, size_t first, s
   const BorderTree tree(job.borders, job.bits);
   Reader reader(job.source);
   for (size_t index = first; index < last; ++index) {
-    Block block;
-    reader.read(block, index);
-    if (!prescale_of(block).finite) return false;
+    alignas(64) float room[block_elements];
+    const float* values = reader.fetch(index, room);
+    if (!prescale_of(values).finite) return false;
     const size_t valid = reader.valid(index);
     for (int t = 0; t < block_vectors; ++t) {
-      const auto codes = count_below(block.x[t], tree);
+      const auto codes = count_below(V::load(values + V::lanes * t), tree);
       const uint16_t real = real_lanes(valid, t);
       for (int bit = 0; bit < job.bits; ++bit) {
         uint16_t* row = plane_block(job.planes, blocks, job.bits - 1 - bit, index);

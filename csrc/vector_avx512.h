@@ -41,6 +41,8 @@ struct Vector {
     store_halves(to, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }
 
+  DAF_INLINE void prefetch(const void* from) { _mm_prefetch(reinterpret_cast<const char*>(from), _MM_HINT_T0); }
+
   // Arithmetic.
   DAF_INLINE F set(float x) { return _mm512_set1_ps(x); }
   DAF_INLINE F add(F a, F b) { return _mm512_add_ps(a, b); }

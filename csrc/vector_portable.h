@@ -75,6 +75,8 @@ struct Vector {
   }
   DAF_INLINE void stream_fence() {}
 
+  DAF_INLINE void prefetch(const void* from) { (void)from; }
+
   // Arithmetic.
   DAF_INLINE F set(float x) {
     return each([&](int) { return x; });
