@@ -24,8 +24,8 @@ MARGIN_BYTES = 4 * 2**20
 # Below this many examples a processor is under-used, so lossy codes come before smaller pieces.
 SMALLEST_EFFICIENT_PIECE = 8
 # What plain PyTorch holds above the floor under glibc's defaults, over what it holds when freed
-# blocks are returned at once: 1.3 measured on ResNet-18, rounded up. With half as much again to spare, the
-# defaults are left alone, because returning blocks costs time (design, section 2).
+# blocks are returned at once: 1.3 measured on ResNet-18, rounded up. With half as much again to
+# spare, the defaults are left alone, because returning blocks costs time (design, section 2).
 DEFAULT_ALLOCATOR_GROWTH = 1.35
 ROOM_FOR_DEFAULT_ALLOCATOR = 1.5
 
@@ -152,7 +152,8 @@ def correct(plan: Plan, profile: Profile, first: Plan, measured_peak_bytes: int)
     missed = measured_peak_bytes - first.predicted_peak_bytes
     if missed <= 0:
         return plan.predicted_peak_bytes
-    above = max(1, first.predicted_peak_bytes - profile.floor_bytes)
+    # A model so small that its peak is lost in the floor would make the proportion meaningless.
+    above = max(MARGIN_BYTES, first.predicted_peak_bytes - profile.floor_bytes)
     growth = max(1.0, (plan.predicted_peak_bytes - profile.floor_bytes) / above)
     return int(plan.predicted_peak_bytes + missed * growth)
 

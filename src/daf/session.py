@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
 
@@ -30,7 +30,15 @@ from daf.execution.microbatch import (
 )
 from daf.execution.nonfinite import first_nonfinite
 from daf.memory import allocator, measure
-from daf.plan import Plan, Policy, Profile, plain_policy, policy_for, policy_named
+from daf.plan import (
+    Measurement,
+    Plan,
+    Policy,
+    Profile,
+    plain_policy,
+    policy_for,
+    policy_named,
+)
 from daf.profiler import Profiler, gradient_bytes, parameter_bytes
 from daf.units import format_bytes, parse_bytes
 
@@ -199,6 +207,7 @@ class Session:
         return {
             "plan": None if self.plan is None else _plan_state(self.plan),
             "first": None if self._first is None else _plan_state(self._first),
+            "profile": None if self._profile is None else asdict(self._profile),
             "seed": self._seed,
             "step_index": self._step_index,
             "predicted_peak_bytes": self.predicted_peak_bytes,
@@ -209,7 +218,9 @@ class Session:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state_dict``: nothing is measured or planned again."""
-        self.plan = None if state["plan"] is None else _plan_from_state(state["plan"])
+        self.plan = _plan_from_state(state["plan"])
+        self._first = _plan_from_state(state["first"])
+        self._profile = _profile_from_state(state["profile"])
         self._seed = state["seed"]
         self._step_index = state["step_index"]
         self.predicted_peak_bytes = state["predicted_peak_bytes"]
@@ -383,6 +394,18 @@ def _plan_state(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _plan_from_state(state: dict[str, Any]) -> Plan:
+def _plan_from_state(state: dict[str, Any] | None) -> Plan | None:
+    if state is None:
+        return None
     rest = {name: value for name, value in state.items() if name != "policy"}
     return Plan(policy_named(state["policy"]), **rest)
+
+
+def _profile_from_state(state: dict[str, Any] | None) -> Profile | None:
+    if state is None:
+        return None
+    measurements = {
+        name: tuple(Measurement(**point) for point in points)
+        for name, points in state["measurements"].items()
+    }
+    return Profile(**(state | {"measurements": measurements}))

@@ -250,6 +250,19 @@ def test_a_resumed_session_goes_on_as_the_first_would_have() -> None:
     assert begun + [second.step(batch, cross_entropy).loss for _ in range(2)] == straight
 
 
+def test_a_session_resumed_before_its_first_step_still_measures_that_step() -> None:
+    model, batch = convolutional(), images()
+    with Session(model, sgd(model), measure.resident_bytes() + 200_000_000, bits=2) as session:
+        session.prepare(batch, cross_entropy)
+        session._first = replace(session.plan, policy=coded_policy(1))
+        state = json.loads(json.dumps(session.state_dict()))
+    with Session(model, sgd(model), measure.resident_bytes() + 200_000_000, bits=2) as resumed:
+        resumed.load_state_dict(state)
+        assert resumed._first == session._first
+        assert resumed.profile == session.profile
+        assert resumed.plan == session.plan
+
+
 def test_the_profile_grows_with_the_batch_and_shrinks_with_the_bits() -> None:
     model, batch = convolutional(), images(32)
     session = Session(model, sgd(model), "8GB")

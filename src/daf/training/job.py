@@ -6,7 +6,6 @@ is read; only then the model is built (design, section 1).
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -104,11 +103,6 @@ def make_optimizer(
 
 def _floor_bytes() -> int:
     measure.warm_up()
-    # The first optimizer of a process imports torch's compiler, some 70 MB that are no model's.
-    scalar = nn.Parameter(torch.zeros(()))
-    scalar.grad = torch.ones(())
-    torch.optim.SGD([scalar], 0.1, momentum=0.9).step()
-    gc.collect()
     return measure.resident_bytes()
 
 
