@@ -4,8 +4,8 @@
 // limit, trim, and install and remove; at every pause the statistics must equal the model's.
 // Ends with 0 and "ok", or with a message and 1. Built with sanitizers by test_recycling_native.py.
 
-#include <unistd.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -124,10 +124,10 @@ std::atomic<uint64_t> next_stamp{1};
 
 uint64_t random_bytes(std::mt19937_64& random) {
   const uint64_t kind = random() % 100;
-  if (kind < 60) return 16 + random() % 4096;
-  if (kind < 80) return 16 + random() % (mib - 16);
-  if (kind < 97) return mib + random() % (3 * mib);
-  return mib + random() % (16 * mib);
+  if (kind < 70) return 16 + random() % 4096;
+  if (kind < 92) return 16 + random() % (mib - 16);
+  if (kind < 99) return mib + random() % (2 * mib);
+  return mib + random() % (12 * mib);
 }
 
 void allocate_one(std::mt19937_64& random) {
@@ -207,7 +207,7 @@ void work(uint64_t operations, uint64_t seed) {
     for (uint64_t index = 0; index < operations / pauses; ++index) {
       const uint64_t kind = random() % 1000;
       const bool many = model.live_bytes() > 200 * mib;
-      if (kind < 3) {
+      if (kind < 1) {
         disturb(random);
       } else if (kind < (many ? 450 : 520)) {
         allocate_one(random);
@@ -294,8 +294,8 @@ void fork_works() {
     const pid_t child = fork();
     if (child == 0) {
       void* own = nullptr;
-      const bool good = fake_allocate(&own, 64, 5 * mib) == 0 &&
-                        static_cast<char*>(shared)[3 * mib] == 7;
+      const bool good =
+          fake_allocate(&own, 64, 5 * mib) == 0 && static_cast<char*>(shared)[3 * mib] == 7;
       if (own) std::memset(own, 1, 5 * mib);
       fake_free(own);
       fake_free(shared);

@@ -1,0 +1,210 @@
+"""Who asked for memory and when: a recorder, as ``torch.cuda.memory._record_memory_history``.
+
+While it is entered, every allocation that PyTorch makes for a tensor, and
+oneDNN for its scratch, is written down with the module and the operator that
+asked, in backward too. Costs tens of microseconds per operator; off otherwise.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from daf._native import allocator as native
+from daf.memory.statistics import join_label, split_label
+
+BEFORE = "(before recording)"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEvent:
+    """One allocation (``bytes`` > 0) or free (``bytes`` < 0) and what is live after it.
+
+    ``time_s`` counts from the start of recording; ``live_bytes`` covers what was
+    born while recording and the large blocks that were live before.
+    """
+
+    time_s: float
+    address: int
+    bytes: int
+    live_bytes: int
+    module: str
+    operator: str
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Bytes that one (module, operator) held at a moment, in how many blocks."""
+
+    module: str
+    operator: str
+    bytes: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    bytes: int
+    label: str
+
+
+class History:
+    """Records allocations with their askers while it is entered (an allocator must be too).
+
+    Args:
+        model: gives modules their full paths; without it they carry class names.
+        capacity: events kept; later ones are only counted in ``dropped``.
+    """
+
+    def __init__(self, model: nn.Module | None = None, *, capacity: int = 1_000_000) -> None:
+        self.events: list[MemoryEvent] = []
+        self.dropped = 0
+        self._names = {} if model is None else {m: n for n, m in model.named_modules()}
+        self._capacity = capacity
+        self._resources = ExitStack()
+        self._start_ns = 0
+        self._before: dict[int, _Live] = {}
+
+    def __enter__(self) -> History:
+        self._before = {
+            address: _Live(size, join_label(BEFORE, ""))
+            for address, size, _, _, _ in native.live_blocks()
+        }
+        native.record_events(self._capacity)
+        self._start_ns = time.monotonic_ns()
+        self._resources.callback(self._stop)
+        asker = _Asker(self._names)
+        for hook in (
+            register_module_forward_pre_hook(asker.enter),
+            register_module_forward_hook(asker.leave, always_call=True),
+        ):
+            self._resources.callback(hook.remove)
+        self._resources.enter_context(_LabelOperators(asker))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._resources.close()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was live while recording."""
+        return max((event.live_bytes for event in self.events), default=0)
+
+    def at_peak(self) -> list[Holder]:
+        """Who held what when most was live, the largest first."""
+        if not self.events:
+            return []
+        last = max(range(len(self.events)), key=lambda index: self.events[index].live_bytes)
+        live = dict(self._before)
+        for event in self.events[: last + 1]:
+            if event.bytes > 0:
+                live[event.address] = _Live(event.bytes, join_label(event.module, event.operator))
+            else:
+                live.pop(event.address, None)
+        return _holders(live)
+
+    def _stop(self) -> None:
+        recorded, self.dropped = native.recorded_events()
+        self.events = list(self._resolve(recorded))
+
+    def _resolve(self, recorded: list[tuple[int, int, int, int]]) -> Iterator[MemoryEvent]:
+        live = dict(self._before)
+        total = sum(block.bytes for block in live.values())
+        for time_ns, address, size, label in recorded:
+            seconds = (time_ns - self._start_ns) / 1e9
+            gone = live.pop(address, None)
+            total -= gone.bytes if gone else 0
+            if size > 0:
+                text = native.label_text(label)
+                live[address] = _Live(size, text)
+                total += size
+                yield MemoryEvent(seconds, address, size, total, *split_label(text))
+            elif gone:  # otherwise a small block from before
+                yield MemoryEvent(seconds, address, -gone.bytes, total, *split_label(gone.label))
+
+
+def _holders(live: dict[int, _Live]) -> list[Holder]:
+    sizes: dict[str, list[int]] = defaultdict(list)
+    for block in live.values():
+        sizes[block.label].append(block.bytes)
+    found = [Holder(*split_label(text), sum(each), len(each)) for text, each in sizes.items()]
+    return sorted(found, key=lambda holder: -holder.bytes)
+
+
+class _Asker:
+    """Which module is at work: by its forward call, or by the autograd node that runs.
+
+    Every autograd node carries the sequence number of the moment it was made,
+    so that in backward the number tells which forward call made it.
+    """
+
+    def __init__(self, names: dict[nn.Module, str]) -> None:
+        self._names = names
+        self._stack: list[str] = []
+        self._numbers: list[int] = []
+        self._paths: list[str] = []
+
+    def enter(self, module: nn.Module, _inputs: object) -> None:
+        self._stack.append(self._names.get(module, type(module).__name__))
+        self._mark()
+
+    def leave(self, _module: nn.Module, _inputs: object, _output: object) -> None:
+        if self._stack:
+            self._stack.pop()
+        self._mark()
+
+    def module(self) -> str:
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            return self._current()
+        number = node._sequence_nr()
+        place = bisect_right(self._numbers, number) - 1
+        return f"{self._paths[place]} (backward)" if place >= 0 else "(backward)"
+
+    def _current(self) -> str:
+        return self._stack[-1] if self._stack else ""
+
+    def _mark(self) -> None:
+        self._numbers.append(torch._C._autograd._get_sequence_nr())
+        self._paths.append(self._current())
+
+
+class _LabelOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Labels this thread's allocations with the operator that is running."""
+
+    def __init__(self, asker: _Asker) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._asker = asker
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        label = native.intern_label(join_label(self._asker.module(), str(func)))
+        native.set_label(label)
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            native.set_label(0)

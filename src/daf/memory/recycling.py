@@ -1,0 +1,162 @@
+"""The CPU allocator that knows its budget, put under PyTorch while it is entered.
+
+Blocks of 1 MiB and more that PyTorch frees are kept and reused instead of
+going back to the kernel, where each would cost its page faults again; all
+bytes are one account with a hard limit, and passing it is PyTorch's own
+``RuntimeError`` instead of a kill. How: docs/allocator.md.
+
+    with RecyclingAllocator(limit_bytes=10**9) as allocator:
+        train()
+        allocator.cap_bytes = 64 * 2**20  # acts at once
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable
+from types import TracebackType
+
+from daf._native import allocator as native
+from daf.errors import PlatformError
+from daf.memory import measure
+
+ReclaimHook = Callable[[int], int]
+
+
+def unsupported_reason() -> str | None:
+    """Why this system cannot redirect PyTorch's allocations; None where it can."""
+    return native.unsupported_reason() or None
+
+
+class RecyclingAllocator:
+    """Recycles, counts and bounds PyTorch's CPU memory while it is entered.
+
+    One account serves the whole process; entering a second one inside changes
+    cap, limit and hook until it is left. Leaving is safe at any time: blocks
+    that survive stay valid and are freed by their right owner.
+
+    Args:
+        cap_bytes: the most that freed blocks may hold; None is no cap (what is
+            recycled is then bounded by the limit, and by the peak of what was live).
+        limit_bytes: the most that live, recycled and charged bytes may hold
+            together; None is no limit. An allocation that would pass it
+            empties what is recycled, then calls ``reclaim``, then fails as
+            PyTorch's ``RuntimeError`` ("can't allocate memory").
+        reclaim: called with the bytes that are missing, on the thread that
+            allocates; frees what it can and returns how many bytes that was.
+
+    Raises:
+        PlatformError: on entering, where allocations cannot be redirected.
+        ValueError: a negative cap or limit.
+    """
+
+    def __init__(
+        self,
+        *,
+        cap_bytes: int | None = None,
+        limit_bytes: int | None = None,
+        reclaim: ReclaimHook | None = None,
+    ) -> None:
+        self._cap_bytes = _checked("cap", cap_bytes)
+        self._limit_bytes = _checked("limit", limit_bytes)
+        self._reclaim = reclaim
+        self._before: tuple[int | None, int | None] = (None, None)
+        self._hook_before: ReclaimHook | None = None
+        self.active = False
+
+    def __enter__(self) -> RecyclingAllocator:
+        problem = native.unsupported_reason() or native.install()
+        if problem:
+            raise PlatformError(
+                f"asked to recycle PyTorch's CPU memory; found: {problem}; "
+                "without it, train as before or use daf.memory.allocator.ReturnFreedBlocks"
+            )
+        self.active = True
+        self._before = native.settings()
+        self._set(self._cap_bytes, self._limit_bytes)
+        if self._reclaim is not None:
+            self._hook_before = native.set_reclaim(self._reclaim)
+            # A thread that allocates while the interpreter ends must not call into it.
+            atexit.register(_clear_hook)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self.active:
+            return
+        self.active = False
+        if self._reclaim is not None:
+            native.set_reclaim(self._hook_before)
+        self._set(*self._before)
+        native.remove()
+
+    @property
+    def cap_bytes(self) -> int | None:
+        """The most that freed blocks may hold; setting it acts at once."""
+        return self._cap_bytes
+
+    @cap_bytes.setter
+    def cap_bytes(self, value: int | None) -> None:
+        self._cap_bytes = _checked("cap", value)
+        if self.active:
+            native.set_cap(value)
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """The most that the account may hold; setting it gives recycled bytes back at once.
+
+        Below what is live now, nothing is taken away; only new allocations fail.
+        """
+        return self._limit_bytes
+
+    @limit_bytes.setter
+    def limit_bytes(self, value: int | None) -> None:
+        self._limit_bytes = _checked("limit", value)
+        if self.active:
+            native.set_limit(value)
+
+    def refresh(self) -> None:
+        """Redirect libraries that were loaded since; about a microsecond when there are none."""
+        native.refresh()
+
+    @staticmethod
+    def trim(wanted_bytes: int | None = None) -> int:
+        """Give recycled blocks back to the system, at least this many bytes or all of them.
+
+        Returns:
+            The bytes given back.
+        """
+        return int(native.trim(wanted_bytes))
+
+    @staticmethod
+    def _set(cap_bytes: int | None, limit_bytes: int | None) -> None:
+        native.set_cap(cap_bytes)
+        native.set_limit(limit_bytes)
+
+
+def limit_for_process(budget_bytes: int, spare_bytes: int = 0) -> int:
+    """The account's limit under which the whole process stays within ``budget_bytes``.
+
+    What the process holds now beside the account (interpreter, libraries,
+    data) is taken off, and ``spare_bytes`` for what those may still grow.
+
+    Returns:
+        Bytes for ``limit_bytes``; 0 where the rest alone is above the budget.
+    """
+    held_bytes: int = native.statistics()["held_bytes.current"]
+    other_bytes = measure.resident_bytes() - held_bytes
+    return max(0, budget_bytes - other_bytes - spare_bytes)
+
+
+def _checked(what: str, count: int | None) -> int | None:
+    if count is not None and count < 0:
+        raise ValueError(f"asked for a {what} of {count} bytes; give 0 or more, or None for none")
+    return count
+
+
+def _clear_hook() -> None:
+    native.set_reclaim(None)

@@ -1,0 +1,163 @@
+"""What the allocator holds and did, in the manner of ``torch.cuda.memory_stats``.
+
+Everything here reads the one account of the process (docs/allocator.md);
+before an allocator is entered all counts are 0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from daf._native import allocator as native
+from daf.errors import PlatformError
+
+_SMAPS = Path("/proc/self/smaps")
+_SMAPS_ROLLUP = Path("/proc/self/smaps_rollup")
+_MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) ")
+
+
+def stats() -> dict[str, int | None]:
+    """All counters of the process's account.
+
+    Bytes, each with ``.current`` and ``.peak`` (since ``reset_peaks``):
+    ``live_bytes`` (asked for and not yet freed), ``held_bytes`` (what the
+    limit bounds: whole pages of large blocks, live and recycled, plus small
+    blocks as glibc rounds them, plus ``external_bytes``), ``recycled_bytes``,
+    ``small_bytes`` (blocks below 1 MiB), ``external_bytes`` (charged by the pool).
+
+    Counts since the process began: ``allocations``, ``frees`` and ``hits`` of
+    blocks of 1 MiB and more, ``assembled`` (served by moving pages of recycled
+    blocks) and ``moved_bytes``, ``small_allocations``, ``fresh_bytes`` (from
+    the system), ``returned_bytes`` and ``returned_blocks`` (to the system),
+    ``emptied_for_limit``, ``reclaims``, ``refusals`` (allocations that failed).
+
+    ``live_blocks.large`` and ``.small``, ``cap_bytes`` and ``limit_bytes``
+    (None: none), and per phase (see ``phase``) ``phase.NAME.live_bytes.peak``,
+    ``.held_bytes.peak``, ``.allocations``, ``.fresh_bytes``, ``.returned_bytes``.
+    """
+    found: dict[str, int | None] = dict(native.statistics())
+    found["cap_bytes"], found["limit_bytes"] = native.settings()
+    for name, fields in native.phases().items():
+        found |= {f"phase.{name}.{field}": value for field, value in fields.items()}
+    return found
+
+
+def reset_peaks() -> None:
+    """Every ``.peak``, the phases' too, starts again from what is held now."""
+    native.reset_peaks()
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Count what happens inside under ``phase.NAME`` as well; phases do not nest.
+
+    Raises:
+        ValueError: a name of more than 31 characters, an empty one, or a 16th name.
+    """
+    if not name or not native.set_phase(name):
+        raise ValueError(f"phase {name!r}: give 1 to 31 characters, and at most 15 different names")
+    try:
+        yield
+    finally:
+        native.set_phase("")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One live block of 1 MiB or more; ``held_bytes`` are its whole pages.
+
+    ``module`` and ``operator`` are "" unless a ``History`` was recording when
+    it was born. ``order`` counts up with every block born.
+    """
+
+    address: int
+    bytes: int
+    held_bytes: int
+    order: int
+    module: str
+    operator: str
+
+
+def snapshot() -> dict[str, Any]:
+    """The statistics and every live block of 1 MiB and more, the oldest first.
+
+    Returns:
+        ``{"statistics": stats(), "blocks": [Block, ...]}``.
+    """
+    blocks = [
+        Block(address, size, held, order, *split_label(native.label_text(label)))
+        for address, size, held, order, label in native.live_blocks()
+    ]
+    return {"statistics": stats(), "blocks": sorted(blocks, key=lambda block: block.order)}
+
+
+def join_label(module: str, operator: str) -> str:
+    """One text for the allocator's table of labels."""
+    return f"{module}\n{operator}"
+
+
+def split_label(text: str) -> tuple[str, str]:
+    """``join_label`` undone: (module, operator)."""
+    module, _, operator = text.partition("\n")
+    return module, operator
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """The account beside what the kernel says, all in bytes at one moment.
+
+    ``range_resident_bytes`` are the pages of our address range that are in
+    memory; they equal ``large_bytes`` once every live block has been written
+    to. ``other_bytes`` is all the process holds beside the account: the
+    interpreter, libraries, data and glibc's free memory.
+    """
+
+    resident_bytes: int
+    range_resident_bytes: int
+    held_bytes: int
+    large_bytes: int
+
+    @property
+    def other_bytes(self) -> int:
+        """What is not PyTorch's: resident less held."""
+        return self.resident_bytes - self.held_bytes
+
+
+def audit() -> Audit:
+    """Compare the account with ``/proc/self/smaps`` and ``smaps_rollup``; takes milliseconds.
+
+    Raises:
+        PlatformError: this system has no such files.
+    """
+    if not _SMAPS_ROLLUP.exists():
+        raise PlatformError(f"asked to audit the account; found no {_SMAPS_ROLLUP}; needs Linux")
+    counts = native.statistics()
+    held = counts["held_bytes.current"]
+    large = held - counts["small_bytes.current"] - counts["external_bytes.current"]
+    return Audit(_rollup_bytes(), _range_bytes(*native.address_range()), held, large)
+
+
+def _rollup_bytes() -> int:
+    lines = _SMAPS_ROLLUP.read_text().splitlines()
+    return sum(_kib(line) for line in lines if line.startswith("Rss:"))
+
+
+def _range_bytes(first: int, size: int) -> int:
+    total, inside = 0, False
+    with _SMAPS.open() as lines:
+        for line in lines:
+            mapping = _MAPPING.match(line)
+            if mapping:
+                inside = first <= int(mapping[1], 16) < first + size
+            elif inside and line.startswith("Rss:"):
+                total += _kib(line)
+    return total
+
+
+def _kib(line: str) -> int:
+    return int(line.split()[1]) * 1024

@@ -1,0 +1,58 @@
+"""A million random operations against a model, built with the compiler's sanitizers."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent / "native"
+SOURCES = Path(__file__).parents[2] / "csrc"
+CORE = ("allocator.cpp", "allocator_heap.cpp", "allocator_range.cpp", "relocations.cpp")
+MACHINES = ("x86_64", "aarch64")
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() not in MACHINES or shutil.which("c++") is None,
+    reason="needs Linux on x86-64 or aarch64 and a C++ compiler",
+)
+
+
+def build(folder: Path, options: list[str]) -> Path:
+    compiler = ["c++", "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", *options, f"-I{SOURCES}"]
+    shared = [*compiler, "-fPIC", "-shared"]
+    # Named as PyTorch's library, so that its slots are the ones that are redirected.
+    library = folder / "libc10.so"
+    subprocess.run([*shared, HERE / "fake_torch.cpp", "-o", library], check=True)
+    other = folder / "libother.so"
+    subprocess.run([*shared, HERE / "other_library.cpp", "-o", other], check=True)
+    program = folder / "stress"
+    sources = [HERE / "stress.cpp", *(SOURCES / name for name in CORE), library, other]
+    link = [f"-Wl,-rpath,{folder}", "-lpthread", "-ldl"]
+    subprocess.run([*compiler, *sources, *link, "-o", program], check=True)
+    return program
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(["-fsanitize=address,undefined", "-fno-sanitize-recover=all"], id="address"),
+        pytest.param(["-fsanitize=thread"], id="thread"),
+    ],
+)
+def test_a_million_operations_agree_with_the_model(tmp_path: Path, options: list[str]) -> None:
+    try:
+        program = build(tmp_path, options)
+    except subprocess.CalledProcessError:
+        pytest.skip(f"this compiler cannot build with {options[0]}")
+    environment = dict(os.environ, TSAN_OPTIONS="halt_on_error=1", ASAN_OPTIONS="detect_leaks=0")
+    environment.pop("LD_PRELOAD", None)
+    done = subprocess.run(
+        [program, "1000000", "7"], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr[-4000:]

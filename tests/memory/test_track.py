@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from daf._native import allocator as native
+from torch import nn
+
+from daf.errors import UnitError
+from daf.memory.history import History
+from daf.memory.recycling import unsupported_reason
+from daf.memory.statistics import phase, reset_peaks, snapshot, stats
+from daf.memory.tracking import track
+
+MIB = 2**20
+
+pytestmark = pytest.mark.skipif(unsupported_reason() is not None, reason=str(unsupported_reason()))
+
+
+def number(name: str) -> int:
+    value = stats()[name]
+    assert value is not None
+    return value
+
+
+class Doubler(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * 2).exp()
+
+
+def test_track_reports_the_exact_peak() -> None:
+    gc.collect()
+    with track() as tracking:
+        start = number("live_bytes.current")
+        first = torch.zeros(3 * MIB)
+        second = torch.zeros(MIB)
+        del second
+        third = torch.zeros(MIB // 2)
+    assert tracking.peak_bytes - start == 16 * MIB
+    assert tracking.statistics["live_bytes.current"] == start + 14 * MIB
+    del first, third
+    assert tracking.peak_bytes - start == 16 * MIB
+
+
+def test_track_can_bound_and_an_error_inside_leaves_nothing_installed() -> None:
+    with pytest.raises(RuntimeError, match="can't allocate memory"), track(limit="8MiB"):
+        torch.empty(4 * MIB)
+    assert not native.is_installed()
+    with pytest.raises(UnitError), track(limit="8 quarts"):
+        pass
+
+
+def test_phases_have_their_own_peaks_and_counts() -> None:
+    gc.collect()
+    with track():
+        with phase("test forward"):
+            kept = torch.zeros(2 * MIB)
+        with phase("test backward"):
+            torch.zeros(MIB)
+        found = stats()
+    allocations = [found[f"phase.test {name}.allocations"] for name in ("forward", "backward")]
+    assert allocations == [1, 1]
+    peaks = [found[f"phase.test {name}.live_bytes.peak"] for name in ("forward", "backward")]
+    assert peaks[0] is not None
+    assert peaks[1] == peaks[0] + 4 * MIB
+    del kept
+    reset_peaks()
+    assert stats()["phase.test forward.live_bytes.peak"] == 0
+    with pytest.raises(ValueError, match="characters"), phase("x" * 32):
+        pass
+
+
+def test_the_history_names_module_and_operator_forward_and_backward() -> None:
+    gc.collect()
+    model = nn.Sequential(nn.Linear(512, 1024), Doubler(), nn.Linear(1024, 512))
+    inputs = torch.ones(1024, 512)
+    with track(history=True, model=model) as tracking:
+        model(inputs).sum().backward()
+    assert tracking.history is not None
+    born = [event for event in tracking.history.events if event.bytes >= 4 * MIB]
+    named = {(event.module, event.operator.split(".")[1], event.bytes) for event in born}
+    assert {
+        ("0", "addmm", 4 * MIB),
+        ("1", "mul", 4 * MIB),
+        ("1", "exp", 4 * MIB),
+        ("2 (backward)", "mm", 4 * MIB),
+        ("1 (backward)", "mul", 4 * MIB),
+    } <= named
+    model.zero_grad(set_to_none=True)
+
+
+def test_the_history_adds_up_and_says_who_holds_what_at_the_peak() -> None:
+    gc.collect()
+    with track() as tracking:
+        before = torch.zeros(MIB)
+        with History() as history:
+            first = torch.zeros(2 * MIB)
+            second = torch.ones(MIB)
+            del second
+            third = torch.full((MIB // 2,), 2.0)
+            del before
+    live = 4 * MIB
+    changes = [event for event in history.events if abs(event.bytes) >= MIB]
+    assert [event.bytes // MIB for event in changes] == [8, 4, -4, 2, -4]
+    for event in changes:
+        live += event.bytes
+        assert event.live_bytes == live
+    assert history.peak_bytes == tracking.peak_bytes == 16 * MIB
+    held = {(holder.module, holder.operator): holder.bytes for holder in history.at_peak()}
+    assert held[("(before recording)", "")] == 4 * MIB
+    assert sum(held.values()) == 16 * MIB
+    assert history.dropped == 0
+    del first, third
+
+
+def test_a_full_history_counts_what_it_drops() -> None:
+    with track(), History(capacity=4) as history:
+        for _ in range(10):
+            torch.zeros(100)
+    assert len(history.events) == 4
+    assert history.dropped == 16
+
+
+def test_a_snapshot_lists_every_large_block_with_its_asker() -> None:
+    gc.collect()
+    with track(history=True):
+        kept = [torch.zeros(MIB), torch.ones(2 * MIB).mul(3)]
+        blocks = snapshot()["blocks"]
+        assert [block.bytes for block in blocks] == [4 * MIB, 8 * MIB]
+        assert blocks[0].address == kept[0].data_ptr()
+        assert blocks[1].operator == "aten.mul.Tensor"
+        del kept
+        assert snapshot()["blocks"] == []
