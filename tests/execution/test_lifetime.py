@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 
@@ -10,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from daf.errors import CodecError
 from daf.execution.accounting import Ledger, Sources
 from daf.execution.capture import Capture, compress
-from daf.plan import policy_for
+from daf.plan import Method, Need, Policy, Treatment, policy_for
 from daf.store.buffers import PlainStore
 
 pytestmark = pytest.mark.usefixtures("code_everything")
@@ -63,6 +65,23 @@ def test_a_graph_dropped_without_backward_gives_everything_back(bits: int | str)
         assert capture.stats.held_bytes > 0
         del loss
         assert capture.stats.held_bytes == capture.stats.plain_bytes == store.live_bytes == 0
+    finally:
+        gc.enable()
+
+
+def test_a_policy_that_raises_leaves_no_cycle() -> None:
+    model = network()
+    seen: list[weakref.ref[Tensor]] = []
+    model[1].register_forward_hook(lambda *call: seen.append(weakref.ref(call[2])))
+    policy = Policy("unsound", {Need.SIGN: Treatment(Method.ROTATED, 2)})
+    capture = compress(model, policy=policy)
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(CodecError), capture:
+            model(torch.randn(2, 3, 8, 8))
+        assert [reference() for reference in seen] == [None]
+        assert capture.stats.held_bytes == capture.stats.plain_bytes == 0
     finally:
         gc.enable()
 

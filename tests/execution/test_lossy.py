@@ -220,6 +220,18 @@ def test_a_tensor_that_is_kept_anyway_is_not_coded_too() -> None:
     loss.backward()
 
 
+@pytest.mark.parametrize(
+    ("exponent", "need"), [(2, Need.LINEAR), (3, Need.PRODUCT), (4, Need.EXACT), (0.5, Need.EXACT)]
+)
+def test_powers_need_what_their_derivative_reads(exponent: float, need: Need) -> None:
+    capture = compress(nn.Identity(), 2)
+    with capture:
+        loss = (torch.rand(64, 64, requires_grad=True) * 1).pow(exponent).sum()
+    (report,) = capture.sites()
+    assert report.need is need
+    loss.backward()
+
+
 def test_double_precision_is_kept() -> None:
     model = nn.Linear(64, 64).double()
     capture = compress(model, 2)
@@ -227,3 +239,39 @@ def test_double_precision_is_kept() -> None:
         loss = model(torch.randn(BATCH, 64, dtype=torch.float64, requires_grad=True) * 1).sum()
     assert {report.treatment.method for report in capture.sites()} == {Method.KEEP}
     loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("norm", "shape"),
+    [
+        (lambda: nn.LayerNorm(256), (64, 256)),
+        (lambda: nn.BatchNorm2d(16), (8, 16, 16, 16)),
+        (lambda: nn.GroupNorm(4, 16), (8, 16, 16, 16)),
+    ],
+    ids=["layer", "batch", "group"],
+)
+def test_the_bias_behind_a_norm_is_small(
+    norm: Callable[[], nn.Module], shape: tuple[int, ...]
+) -> None:
+    """The normalised value y enters twice (g - y mean(g y)), so its code is not quite unbiased.
+
+    Measured with a gradient that has y's direction in it: squared bias below
+    0.0003 of the gradient's square, where a single draw's error is 0.13.
+    """
+    model, x, draws = norm(), torch.randn(shape), 32
+    gradient = torch.randn(shape) + model(x).detach()
+
+    def slope(bits: int | str, seed: int) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        with Capture(model).step(policy_for(bits), seed, 0):
+            out = model(leaf * 1)
+        out.backward(gradient)
+        assert leaf.grad is not None
+        return leaf.grad
+
+    exact = slope("plain", 0)
+    samples = torch.stack([slope(2, seed) for seed in range(draws)])
+    single = sum(relative_error(sample, exact) for sample in samples) / draws
+    bias = relative_error(samples.mean(0), exact) - single / draws
+    assert 0.05 < single < 0.2
+    assert abs(bias) < 0.002

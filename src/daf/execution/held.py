@@ -250,6 +250,10 @@ class Saved:
         """From now on ``held`` stands for the tensor."""
         self.held = held
         self.sources = sources
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget an unsettled tensor; with its graph it would be a cycle that nothing frees."""
         self.tensor = None
         self.node = None
 

@@ -46,7 +46,7 @@ NEEDS: Mapping[str, Mapping[str, Need]] = {
     "ConvolutionOverrideableBackward0": _INPUT,
     "ConvTbcBackward0": {"self": Need.LINEAR},
     "MulBackward0": {"self": Need.LINEAR, "other": Need.LINEAR},
-    "PowBackward0": {"self": Need.LINEAR},  # exponent 2 only: see need_of
+    "PowBackward0": {"self": Need.LINEAR},  # exponents 2 and 3 only: see need_of
     "NativeBatchNormBackward0": _NORM,
     "NativeLayerNormBackward0": _NORM,
     "NativeGroupNormBackward0": _NORM,
@@ -168,8 +168,8 @@ def need_of(saved: Saved, is_constant: Callable[[Tensor], bool]) -> Need:
     name = node.name()
     if need is Need.PRODUCT and name in PRODUCT_SLOTS:
         return _product_need(saved, PRODUCT_SLOTS[name], is_constant)
-    if name == "PowBackward0" and node._saved_exponent != 2:
-        return Need.EXACT
+    if name == "PowBackward0":
+        return {2: Need.LINEAR, 3: Need.PRODUCT}.get(node._saved_exponent, Need.EXACT)
     if name == "NativeBatchNormBackward0" and not node._saved_training:
         return Need.LINEAR
     return need

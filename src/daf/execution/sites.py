@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as global_hooks
 
-from daf.plan import Need, Site, SiteReport, Treatment
+from daf.plan import KEEP, Need, Site, SiteReport
 
 OUTSIDE = "<outside>"  # the module path of operators that run in no module, such as a loss function
 _WORD = 2**64
@@ -33,11 +33,10 @@ class SiteRecord:
         self.plain_bytes = 0
         self.held_bytes = 0
         self.need = Need.EXACT
-        self.treatment: Treatment | None = None
+        self.treatment = KEEP
 
     def report(self) -> SiteReport:
         """As data."""
-        assert self.treatment is not None
         return SiteReport(self.site, self.need, self.treatment, self.plain_bytes, self.held_bytes)
 
 
