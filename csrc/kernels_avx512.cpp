@@ -1,3 +1,4 @@
+// The vectors come first: everything in table.h is written in them.
 #include "vector_avx512.h"
 
 #include "table.h"

@@ -1,7 +1,7 @@
 // The `minmax` codec: docs/format.md, section 5. Include after a vector_*.h.
 #pragma once
 
-#include "block.h"
+#include "block_io.h"
 #include "philox.h"
 
 namespace {
@@ -50,8 +50,7 @@ DAF_INLINE Grid make_grid(Range range, const Prescale& prescale, float last, uin
   if (header[1] == 0 && ideal > 0.0f) header[1] = 1;
   const float step = widen_bfloat16(header[1]) * prescale.factor;
   const bool finite = is_finite_bfloat16(header[0]) && is_finite_bfloat16(header[1]);
-  return {prescale.factor, origin, header[1] == 0 ? 0.0f : 1.0f / step,
-          finite && prescale.finite};
+  return {prescale.factor, origin, header[1] == 0 ? 0.0f : 1.0f / step, finite && prescale.finite};
 }
 
 template <int bits, bool whole>
@@ -68,7 +67,8 @@ DAF_INLINE void write_minmax_codes(const float* row, size_t valid, Grid grid,
       V::I codes[4];
       DAF_UNROLLED for (int i = 0; i < 4; ++i) {
         const int t = 8 * group + 4 * q + i;
-        const auto centred = V::subtract(V::multiply(V::load(row + V::lanes * t), prescale), origin);
+        const auto centred =
+            V::subtract(V::multiply(V::load(row + V::lanes * t), prescale), origin);
         auto position = V::add(V::multiply(centred, reciprocal), offset[group][4 * q + i]);
         if (!whole)
           position = V::select(V::mask_from(real_lanes(valid, t)), position, V::set(1.0f));
@@ -99,8 +99,8 @@ bool encode_minmax_range(const EncodeMinmax& job, size_t first, size_t last) {
       batch.rows[i] = reader.fetch(start + i, batch.room[i]);
       const Prescale prescale = prescale_of(batch.rows[i]);
       const size_t valid = reader.valid(start + i);
-      const Range range = valid == block_elements ? range_of(batch.rows[i])
-                                                  : range_of_tail(batch.rows[i], valid);
+      const Range range =
+          valid == block_elements ? range_of(batch.rows[i]) : range_of_tail(batch.rows[i], valid);
       uint16_t* header = job.headers + 2 * (start + i);
       grids[i] = make_grid(range, prescale, float((1 << bits) - 1), header);
     }
@@ -139,8 +139,8 @@ bool decode_minmax_range(const DecodeMinmax& job, size_t first, size_t last) {
       DAF_UNROLLED for (int q = 0; q < 4; ++q) {
         V::I codes[4];
         read_codes<bits>(rows, q, codes);
-        DAF_UNROLLED for (int i = 0; i < 4; ++i)
-          block.x[4 * q + i] = V::add(least, V::multiply(V::to_float(codes[i]), step));
+        DAF_UNROLLED for (int i = 0; i < 4; ++i) block.x[4 * q + i] =
+            V::add(least, V::multiply(V::to_float(codes[i]), step));
       }
     } else {
       fill_with_nan(block);

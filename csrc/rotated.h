@@ -1,7 +1,7 @@
 // The `rotated` codec: docs/format.md, section 4. Include after a vector_*.h.
 #pragma once
 
-#include "block.h"
+#include "block_io.h"
 #include "philox.h"
 
 namespace {
@@ -34,8 +34,8 @@ DAF_INLINE V::F next_threshold(const RotatedTables<bits>& tables, const V::M* ab
 
 // One bit of every magnitude's cell, stored as it is; complement_planes makes it a code's bit.
 template <int step, int bits>
-DAF_INLINE V::I find_cell(V::F magnitude, V::I cell, const RotatedTables<bits>& tables,
-                          V::M* above, uint16_t* const (&rows)[bits], int t) {
+DAF_INLINE V::I find_cell(V::F magnitude, V::I cell, const RotatedTables<bits>& tables, V::M* above,
+                          uint16_t* const (&rows)[bits], int t) {
   if constexpr (step < bits - 1) {
     const auto threshold = next_threshold<step>(tables, above, 0, tables.half);
     above[step] = V::greater(magnitude, threshold);
@@ -108,8 +108,8 @@ struct RotatedState {
 DAF_INLINE float find_mean(const float* row, size_t valid, const Prescale& prescale,
                            uint16_t* header) {
   const auto factor = V::set(prescale.factor);
-  const float sum = V::tree_sum(
-      fold([&](int t) { return V::multiply(V::load(row + V::lanes * t), factor); }));
+  const float sum =
+      V::tree_sum(fold([&](int t) { return V::multiply(V::load(row + V::lanes * t), factor); }));
   header[0] = bfloat16_nearest(sum / float(valid) * prescale.inverse);
   return widen_bfloat16(header[0]) * prescale.factor;
 }

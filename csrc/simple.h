@@ -2,7 +2,7 @@
 // Include after a vector_*.h.
 #pragma once
 
-#include "block.h"
+#include "block_io.h"
 
 namespace {
 
@@ -153,8 +153,8 @@ bool encode_integers_of(const EncodeIntegers& job, size_t first, size_t last) {
     for (int bit = 0; bit < job.bits; ++bit) {
       uint16_t* row = plane_block(job.planes, blocks, job.bits - 1 - bit, index);
       const uint32_t* half = bit < 32 ? halves.low : halves.high;
-      DAF_EACH_VECTOR store_half(row + t, V::mask_bits(V::any_bit(V::load(half + V::lanes * t),
-                                                                  1u << bit % 32)));
+      DAF_EACH_VECTOR store_half(
+          row + t, V::mask_bits(V::any_bit(V::load(half + V::lanes * t), 1u << bit % 32)));
     }
   }
   return true;

@@ -20,7 +20,7 @@ inline bool decode_rotated_any(const DecodeRotated& job, size_t first, size_t la
 }
 
 #define DAF_BY_EIGHT_WIDTHS(name) \
-  { name<1>, name<2>, name<3>, name<4>, name<5>, name<6>, name<7>, name<8> }
+  {name<1>, name<2>, name<3>, name<4>, name<5>, name<6>, name<7>, name<8>}
 
 inline bool encode_minmax_any(const EncodeMinmax& job, size_t first, size_t last) {
   constexpr Kernel<EncodeMinmax> by_bits[] = DAF_BY_EIGHT_WIDTHS(encode_minmax_range);

@@ -44,14 +44,13 @@ struct Vector {
   }
   DAF_INLINE void stream_fence() { _mm_sfence(); }
   DAF_INLINE F load_bfloat16(const uint16_t* from) {
-    return as_float(shift_left<16>({_mm256_cvtepu16_epi32(load_halves(from)),
-                                    _mm256_cvtepu16_epi32(load_halves(from + 8))}));
+    return as_float(shift_left<16>(
+        {_mm256_cvtepu16_epi32(load_halves(from)), _mm256_cvtepu16_epi32(load_halves(from + 8))}));
   }
   DAF_INLINE void store_bfloat16(uint16_t* to, F x) {
     const I bits = as_integer(x);
     const I odd = bit_and(shift_right<16>(bits), set_integer(1));
-    const I rounded =
-        shift_right<16>(add_integer(add_integer(bits, set_integer(0x7FFF)), odd));
+    const I rounded = shift_right<16>(add_integer(add_integer(bits, set_integer(0x7FFF)), odd));
     const __m256i packed = _mm256_packus_epi32(rounded.low, rounded.high);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
                         _mm256_permute4x64_epi64(packed, _MM_SHUFFLE(3, 1, 2, 0)));
@@ -64,7 +63,9 @@ struct Vector {
     store_halves(to + 8, _mm256_cvtps_ph(x.high, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }
 
-  DAF_INLINE void prefetch(const void* from) { _mm_prefetch(reinterpret_cast<const char*>(from), _MM_HINT_T0); }
+  DAF_INLINE void prefetch(const void* from) {
+    _mm_prefetch(reinterpret_cast<const char*>(from), _MM_HINT_T0);
+  }
 
   // Arithmetic.
   DAF_INLINE F set(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
@@ -139,9 +140,7 @@ struct Vector {
   }
 
   // Integers.
-  DAF_INLINE I as_integer(F a) {
-    return {_mm256_castps_si256(a.low), _mm256_castps_si256(a.high)};
-  }
+  DAF_INLINE I as_integer(F a) { return {_mm256_castps_si256(a.low), _mm256_castps_si256(a.high)}; }
   DAF_INLINE F as_float(I a) { return {_mm256_castsi256_ps(a.low), _mm256_castsi256_ps(a.high)}; }
   DAF_INLINE I set_integer(uint32_t x) {
     return {_mm256_set1_epi32(int(x)), _mm256_set1_epi32(int(x))};
@@ -180,9 +179,7 @@ struct Vector {
   DAF_INLINE I shift_right(I a) {
     return {_mm256_srli_epi32(a.low, places), _mm256_srli_epi32(a.high, places)};
   }
-  DAF_INLINE I truncate(F a) {
-    return {_mm256_cvttps_epi32(a.low), _mm256_cvttps_epi32(a.high)};
-  }
+  DAF_INLINE I truncate(F a) { return {_mm256_cvttps_epi32(a.low), _mm256_cvttps_epi32(a.high)}; }
   DAF_INLINE F to_float(I a) { return {_mm256_cvtepi32_ps(a.low), _mm256_cvtepi32_ps(a.high)}; }
   DAF_INLINE I add_where(I a, M m, uint32_t value) {
     return bit_or(a, bit_and({m.low, m.high}, set_integer(value)));
@@ -235,9 +232,7 @@ struct Vector {
   DAF_INLINE I high_words(I a) {
     return {_mm256_srli_epi64(a.low, 32), _mm256_srli_epi64(a.high, 32)};
   }
-  DAF_INLINE I exclusive_or(I a, I b, uint32_t c) {
-    return bit_xor(bit_xor(a, b), set_integer(c));
-  }
+  DAF_INLINE I exclusive_or(I a, I b, uint32_t c) { return bit_xor(bit_xor(a, b), set_integer(c)); }
   DAF_INLINE I pack_pairs(I low, I high) {
     return {_mm256_blend_epi32(low.low, _mm256_slli_epi64(high.low, 32), 0xAA),
             _mm256_blend_epi32(low.high, _mm256_slli_epi64(high.high, 32), 0xAA)};
@@ -284,8 +279,8 @@ struct Vector {
   }
   // Every one of 32 bits to a byte of ones or zeros.
   DAF_INLINE __m256i spread_bits(uint32_t bits) {
-    const __m256i source = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202,
-                                              0x0303030303030303);
+    const __m256i source =
+        _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
     const __m256i each = _mm256_set1_epi64x(int64_t(0x8040201008040201));
     const __m256i bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(int(bits)), source);
     return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, each), each);

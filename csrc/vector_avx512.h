@@ -41,7 +41,9 @@ struct Vector {
     store_halves(to, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }
 
-  DAF_INLINE void prefetch(const void* from) { _mm_prefetch(reinterpret_cast<const char*>(from), _MM_HINT_T0); }
+  DAF_INLINE void prefetch(const void* from) {
+    _mm_prefetch(reinterpret_cast<const char*>(from), _MM_HINT_T0);
+  }
 
   // Arithmetic.
   DAF_INLINE F set(float x) { return _mm512_set1_ps(x); }
@@ -61,8 +63,7 @@ struct Vector {
     return _mm512_fmadd_ps(a, alternating<stride>(), swapped<stride>(a));
   }
   DAF_INLINE float tree_sum(F a) {
-    const __m256 eight =
-        _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
     const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
     const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
@@ -167,7 +168,10 @@ struct Vector {
   }
   template <int stride>
   DAF_INLINE F alternating() {
-    constexpr unsigned odd = stride == 1 ? 0xAAAA : stride == 2 ? 0xCCCC : stride == 4 ? 0xF0F0 : 0xFF00;
+    constexpr unsigned odd = stride == 1   ? 0xAAAA
+                             : stride == 2 ? 0xCCCC
+                             : stride == 4 ? 0xF0F0
+                                           : 0xFF00;
     return _mm512_mask_blend_ps(odd, _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
   }
 };

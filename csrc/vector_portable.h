@@ -8,7 +8,8 @@
 #define DAF_INLINE static inline
 #define DAF_MEMBER_INLINE inline
 #define DAF_NEVER_INLINE
-#define DAF_UNROLLED  // blocks stay in memory here: unrolling sixteen lanes sixteen times helps nobody
+// Blocks stay in memory here: unrolling sixteen lanes sixteen times helps nobody.
+#define DAF_UNROLLED
 
 namespace {
 
@@ -250,9 +251,7 @@ struct Vector {
   DAF_INLINE I high_words(I a) {
     return each_integer([&](int i) { return i & 1 ? 0 : a.lane[i + 1]; });
   }
-  DAF_INLINE I exclusive_or(I a, I b, uint32_t c) {
-    return bit_xor(bit_xor(a, b), set_integer(c));
-  }
+  DAF_INLINE I exclusive_or(I a, I b, uint32_t c) { return bit_xor(bit_xor(a, b), set_integer(c)); }
   DAF_INLINE I pack_pairs(I low, I high) {
     return each_integer([&](int i) { return i & 1 ? high.lane[i - 1] : low.lane[i]; });
   }
