@@ -187,6 +187,8 @@ class Session:
         self._begin_peak()
         start_s = time.perf_counter()
         loss = self._forward_backward(batch, loss_fn, running)
+        if running.return_freed_blocks:
+            self._capture.release_scratch()
         self.optimizer.step()
         step_ms = 1000 * (time.perf_counter() - start_s)
         peak = self._end_peak()

@@ -44,7 +44,7 @@ import torch
 from torch import Tensor, nn
 
 from daf.execution.accounting import Ledger, Source, Sources, strided_parts
-from daf.execution.held import Held, Kept, Saved, unpack
+from daf.execution.held import Held, Kept, Saved, unpacker
 from daf.execution.microbatch import tensors_in_batch
 from daf.execution.operator_mode import OperatorMode
 from daf.execution.provenance import ADDITIONS, FOLLOWED, Operands, Provenance
@@ -53,6 +53,7 @@ from daf.execution.sites import SiteRecord, SiteTracker, mix_key
 from daf.execution.treatments import Call, Job, Treater, is_integer, is_treatable
 from daf.plan import KEEP, CaptureStats, Need, Policy, Site, SiteReport, Treatment, policy_for
 from daf.store.buffers import PlainStore, Store
+from daf.store.scratch import Scratch
 
 _OUTSIDE_CALL = Call(None, (), {}, None, None)
 _CUSTOM = "autograd.Function"
@@ -71,6 +72,8 @@ class Capture:
         self._tracker = SiteTracker(model)
         self._provenance = Provenance()
         self._treater = Treater(store or PlainStore(), self._ledger, self._provenance)
+        self._scratch = Scratch()
+        self._unpack = unpacker(self._scratch)
 
     @contextmanager
     def step(
@@ -104,7 +107,8 @@ class Capture:
                 stack.enter_context(self._tracker.following())
                 stack.enter_context(self._watching_inputs())
                 stack.enter_context(OperatorMode(running))
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(running.pack, unpack))
+                hooks = torch.autograd.graph.saved_tensors_hooks(running.pack, self._unpack)
+                stack.enter_context(hooks)
                 yield self
         except RuntimeError as error:
             if _HOOKS_REFUSED in str(error):
@@ -115,6 +119,10 @@ class Capture:
             raise
         finally:
             self._provenance.clear()
+
+    def release_scratch(self) -> None:
+        """Give back the memory that decoded tensors lived in (it is kept for the next step)."""
+        self._scratch.release()
 
     @property
     def stats(self) -> CaptureStats:

@@ -15,6 +15,7 @@ from daf.execution.accounting import Holding, Ledger, Source
 from daf.plan import Need, Site
 from daf.store.codec import Channels, DerivativeCode, IntegerCode, MaskCode, ValueCode
 from daf.store.layout import Layout
+from daf.store.scratch import Scratch
 
 
 class _Sized(Protocol):
@@ -56,8 +57,8 @@ class Held(ABC):
         self.recipe: Recipe | None = None
 
     @abstractmethod
-    def restore(self) -> Tensor:
-        """The tensor for backward; may be called any number of times."""
+    def restore(self, scratch: Scratch) -> Tensor:
+        """The tensor for backward, on ``scratch``'s memory; may be called any number of times."""
 
 
 class Kept(Held):
@@ -77,7 +78,7 @@ class Kept(Held):
         self._site = site
         self._holdings = holdings
 
-    def restore(self) -> Tensor:
+    def restore(self, scratch: Scratch) -> Tensor:  # noqa: ARG002
         """The tensor as it was saved.
 
         Raises:
@@ -103,9 +104,9 @@ class Shape(Held):
         super().__init__()
         self._layout = layout
 
-    def restore(self) -> Tensor:
+    def restore(self, scratch: Scratch) -> Tensor:
         """A tensor of the right geometry with undefined content."""
-        return self._layout.empty()
+        return scratch.empty(self._layout)
 
 
 class TwoValues(Held):
@@ -120,9 +121,9 @@ class TwoValues(Held):
         self._off = off
         self._on = on
 
-    def restore(self) -> Tensor:
+    def restore(self, scratch: Scratch) -> Tensor:
         """A tensor of the two values."""
-        out = self._layout.empty()
+        out = scratch.empty(self._layout)
         self.mask.content.decode(out, self._off, self._on)
         return out
 
@@ -137,9 +138,9 @@ class Rederived(Held):
         self.recipe: Recipe = recipe
         self._layout = layout
 
-    def restore(self) -> Tensor:
+    def restore(self, scratch: Scratch) -> Tensor:
         """Decode every term onto the sum of those before it."""
-        out = self._layout.empty()
+        out = scratch.empty(self._layout)
         for place, term in enumerate(self.recipe):
             term.code.content.decode(
                 out,
@@ -173,9 +174,9 @@ class NormInput(Held):
         self._inverse_deviation = inverse_deviation
         self._inner = inner
 
-    def restore(self) -> Tensor:
+    def restore(self, scratch: Scratch) -> Tensor:
         """Undo the normalisation."""
-        out = self._layout.empty()
+        out = scratch.empty(self._layout)
         deviation = self._inverse_deviation.reciprocal()
         self._code.content.decode(out, Channels(deviation, self._mean, self._inner))
         return out
@@ -194,9 +195,9 @@ class Derivative(Held):
         self._layout = layout
         self._representatives = representatives
 
-    def restore(self) -> Tensor:
+    def restore(self, scratch: Scratch) -> Tensor:
         """The representatives."""
-        out = self._layout.empty()
+        out = scratch.empty(self._layout)
         self._code.content.decode(out, self._representatives)
         return out
 
@@ -211,9 +212,9 @@ class Integers(Held):
         self._code = code
         self._layout = layout
 
-    def restore(self) -> Tensor:
+    def restore(self, scratch: Scratch) -> Tensor:
         """The integers."""
-        out = self._layout.empty()
+        out = scratch.empty(self._layout)
         self._code.content.decode(out)
         return out
 
@@ -257,14 +258,14 @@ class Saved:
         self.tensor = None
         self.node = None
 
-    def restore(self) -> Tensor:
+    def restore(self, scratch: Scratch) -> Tensor:
         """The tensor for backward.
 
         Raises:
             SavedTensorError: it was changed in place since, or its operator raised.
         """
         if self.held is not None:
-            return self.held.restore()
+            return self.held.restore(scratch)
         if self.tensor is not None:  # an operator that looks at its own saves before it returns
             return self.tensor.detach()
         raise SavedTensorError(
@@ -276,14 +277,18 @@ class Saved:
 _asked: ContextVar[list[Saved] | None] = ContextVar("asked", default=None)
 
 
-def unpack(saved: Saved) -> Tensor:
-    """The hook that autograd calls in backward."""
-    asked = _asked.get()
-    if asked is not None:
-        asked.append(saved)
-        return torch.empty(0)
-    with torch.no_grad():
-        return saved.restore()
+def unpacker(scratch: Scratch) -> Callable[[Saved], Tensor]:
+    """The hook that autograd calls in backward; decoded tensors live on ``scratch``'s memory."""
+
+    def unpack(saved: Saved) -> Tensor:
+        asked = _asked.get()
+        if asked is not None:
+            asked.append(saved)
+            return torch.empty(0)
+        with torch.no_grad():
+            return saved.restore(scratch)
+
+    return unpack
 
 
 def asked_for(read: Callable[[], object]) -> Saved | None:

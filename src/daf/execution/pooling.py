@@ -17,6 +17,7 @@ from torch import Tensor
 from daf.execution.held import Held, Stored
 from daf.store.codec import IntegerCode
 from daf.store.layout import Layout
+from daf.store.scratch import Scratch
 
 
 class Windows(NamedTuple):
@@ -97,10 +98,10 @@ class WindowPlaces(Held):
         self._layout = layout
         self._windows = windows
 
-    def restore(self) -> Tensor:
+    def restore(self, scratch: Scratch) -> Tensor:
         """The int64 indices."""
-        offsets = self._layout._replace(dtype=torch.int32).empty()
+        offsets = scratch.empty(self._layout._replace(dtype=torch.int32))
         self._code.content.decode(offsets)
-        out = self._layout.empty()
+        out = scratch.empty(self._layout)
         out.copy_(self._windows.indices(offsets))
         return out

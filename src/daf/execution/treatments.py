@@ -39,6 +39,7 @@ from daf.store.codec import (
     is_codable,
 )
 from daf.store.layout import is_dense, layout_of, overlaps
+from daf.store.scratch import Scratch
 
 SMALL_BYTES = 4096  # smaller tensors are kept: their codes' headers and our objects cost as much
 _REDERIVED = Treatment(Method.REDERIVE)
@@ -322,4 +323,4 @@ def _dense(tensor: Tensor) -> Tensor:
 def _shape_of(saved: Saved) -> tuple[int, ...]:
     if saved.tensor is not None:
         return tuple(saved.tensor.shape)
-    return tuple(saved.restore().shape)
+    return tuple(saved.restore(Scratch()).shape)
