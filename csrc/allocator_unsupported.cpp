@@ -3,12 +3,7 @@
 
 #if !defined(__linux__) || !(defined(__x86_64__) || defined(__aarch64__))
 
-namespace daf {
-
-BlockHeap::~BlockHeap() = default;
-AddressRange::~AddressRange() = default;
-
-namespace allocator {
+namespace daf::allocator {
 
 std::string unsupported_reason() {
   return "allocations are redirected on Linux (x86-64, aarch64) only";
@@ -42,7 +37,6 @@ std::vector<Event> recorded_events(uint64_t* dropped) {
 }
 std::pair<uint64_t, uint64_t> address_range() { return {0, 0}; }
 
-}  // namespace allocator
-}  // namespace daf
+}  // namespace daf::allocator
 
 #endif

@@ -30,8 +30,13 @@ class Entry:
     seed: int = 0
     bits: int | str | None = None
     memory_format: str = "channels_last"
-    learning_rate: float = 0.1
+    learning_rate: float = 0.05
     return_freed_blocks: bool = False
+    # DAF's own allocator, with this cap on what it recycles (None: no cap).
+    recycle: bool = False
+    recycle_cap_bytes: int | None = None
+    # Another allocator's shared library, put before the C library's.
+    preload: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,7 @@ class Contestant:
         return self.steps[-1]
 
     def facts(self) -> dict[str, Any]:
-        """floor_bytes, peak_bytes, saved_bytes_plain, saved_bytes_peak so far."""
+        """floor_bytes, peak_bytes, saved_bytes_plain, saved_bytes_peak so far, and the account."""
         return self._ask("facts")
 
     def close(self) -> None:
@@ -109,6 +114,8 @@ def _environment(entry: Entry) -> Mapping[str, str]:
     if entry.return_freed_blocks:
         # The same thresholds that a session with a budget sets (memory/allocator.py).
         environment["MALLOC_MMAP_THRESHOLD_"] = environment["MALLOC_TRIM_THRESHOLD_"] = "131072"
+    if entry.preload is not None:
+        environment["LD_PRELOAD"] = entry.preload
     return environment
 
 

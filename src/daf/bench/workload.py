@@ -12,6 +12,8 @@ from torch import nn
 
 from daf.bench.contestant import Entry
 from daf.memory import measure
+from daf.memory.recycling import RecyclingAllocator
+from daf.memory.statistics import audit, stats
 from daf.session import Session
 from daf.training.batches import Batch, BatchOrder
 from daf.training.data import load_data
@@ -33,9 +35,13 @@ class Workload:
         goal = settle_goal(entry.model, recipe.goal, data)
         measure.warm_up()
         self.floor_bytes = measure.resident_bytes()
+        if entry.recycle:
+            # Until the process ends: nothing of the workload outlives it.
+            RecyclingAllocator(cap_bytes=entry.recycle_cap_bytes).__enter__()
         torch.manual_seed(entry.seed)
         memory_format = MEMORY_FORMATS[entry.memory_format]
-        self.model = recipe.build(data.facts).to(memory_format=memory_format)
+        self.model = recipe.build(data.facts)
+        self.model.to(memory_format=memory_format)  # type: ignore[call-overload]
         self.task = make_task(goal, data, self.model, memory_format=memory_format)
         self.order = BatchOrder(self.task.train_examples, entry.batch_size, entry.seed)
         self.optimizer = torch.optim.SGD(
@@ -60,6 +66,18 @@ class Workload:
             "peak_bytes": session.peak_bytes if session else measure.peak_bytes(),
             "saved_bytes_plain": session.saved_bytes_plain if session else None,
             "saved_bytes_peak": session.saved_bytes_peak if session else None,
+            **(self._account() if self._entry.recycle else {}),
+        }
+
+    @staticmethod
+    def _account() -> dict[str, Any]:
+        found, counts = audit(), stats()
+        return {
+            "resident_bytes": found.resident_bytes,
+            "held_bytes": found.held_bytes,
+            "other_bytes": found.other_bytes,
+            "live_peak_bytes": counts["live_bytes.peak"],
+            "held_peak_bytes": counts["held_bytes.peak"],
         }
 
     def _start_session(self) -> Session | None:

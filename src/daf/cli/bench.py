@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from daf.bench import allocator as allocator_bench
 from daf.bench import main_job
 from daf.bench.result import BenchResult
+from daf.report.allocator_picture import draw_trade
 
 app = typer.Typer(help="Measure DAF against what a user would pick instead.")
 
@@ -36,6 +39,32 @@ def main_command(
     job = main_job.quick_job(name) if quick else main_job.MainJob(name)
     with Console(stderr=True).status("starting") as status:
         result = main_job.run(job, on_progress=status.update)
+    show(result, as_json=as_json)
+
+
+@app.command("allocator")
+def allocator_command(
+    images: Annotated[
+        str | None,
+        typer.Option(help="Images; by default CIFAR-10 if the measuring data is there."),
+    ] = None,
+    text: Annotated[
+        str | None,
+        typer.Option(help="A text for the BERT-small, as text:FILE; without it, images only."),
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw step time against peak into this PNG file.")
+    ] = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare the recycling allocator at several caps with glibc and others, interleaved."""
+    name = images or main_job.default_data()
+    job = allocator_bench.quick_job(name) if quick else allocator_bench.full_job(name, text)
+    with Console(stderr=True).status("starting") as status:
+        result = allocator_bench.run(job, on_progress=status.update)
+    if picture is not None:
+        draw_trade(result.rows, picture)
     show(result, as_json=as_json)
 
 

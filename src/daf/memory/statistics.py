@@ -21,7 +21,7 @@ _SMAPS_ROLLUP = Path("/proc/self/smaps_rollup")
 _MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) ")
 
 
-def stats() -> dict[str, int | None]:
+def stats() -> dict[str, int]:
     """All counters of the process's account.
 
     Bytes, each with ``.current`` and ``.peak`` (since ``reset_peaks``):
@@ -36,12 +36,13 @@ def stats() -> dict[str, int | None]:
     the system), ``returned_bytes`` and ``returned_blocks`` (to the system),
     ``emptied_for_limit``, ``reclaims``, ``refusals`` (allocations that failed).
 
-    ``live_blocks.large`` and ``.small``, ``cap_bytes`` and ``limit_bytes``
-    (None: none), and per phase (see ``phase``) ``phase.NAME.live_bytes.peak``,
+    ``live_blocks.large`` and ``.small``; ``cap_bytes`` and ``limit_bytes``
+    where there are any; and per phase (see ``phase``) ``phase.NAME.live_bytes.peak``,
     ``.held_bytes.peak``, ``.allocations``, ``.fresh_bytes``, ``.returned_bytes``.
     """
-    found: dict[str, int | None] = dict(native.statistics())
-    found["cap_bytes"], found["limit_bytes"] = native.settings()
+    found: dict[str, int] = dict(native.statistics())
+    settings = zip(("cap_bytes", "limit_bytes"), native.settings(), strict=True)
+    found |= {name: value for name, value in settings if value is not None}
     for name, fields in native.phases().items():
         found |= {f"phase.{name}.{field}": value for field, value in fields.items()}
     return found

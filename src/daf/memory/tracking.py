@@ -23,13 +23,13 @@ from daf.units import parse_bytes
 class Tracking:
     """What ``track`` saw: ``statistics`` once the block is left, ``history`` where it was asked."""
 
-    statistics: dict[str, int | None] = field(default_factory=dict)
+    statistics: dict[str, int] = field(default_factory=dict)
     history: History | None = None
 
     @property
     def peak_bytes(self) -> int:
         """The most bytes of tensors that were live at once."""
-        return (self.statistics or stats())["live_bytes.peak"] or 0
+        return (self.statistics or stats())["live_bytes.peak"]
 
 
 @contextmanager
