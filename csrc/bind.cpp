@@ -11,6 +11,7 @@
 
 #include "allocator_bind.h"
 #include "dispatch.h"
+#include "pool_bind.h"
 #include "threads.h"
 
 namespace nb = nanobind;
@@ -202,4 +203,5 @@ NB_MODULE(_native, module) {
   module.def("decode_integers", &daf::decode_integers);
   module.def("copy", &daf::copy);
   daf::bind_allocator(module);
+  daf::bind_pool(module);
 }

@@ -25,7 +25,7 @@ struct Free {
 };
 
 uint64_t blocks_of(uint64_t count) {
-  return count / block_elements + (count % block_elements != 0);
+  return count / elements_per_block + (count % elements_per_block != 0);
 }
 
 bool is_power_of_two(uint64_t value) { return value && !(value & (value - 1)); }
@@ -67,6 +67,7 @@ Pool::Pool(const Options& options)
       tensors_(most_slots),
       tree_(most_slots) {
   evictions_.reserve(most_evictions_logged);
+  note_peaks();
 }
 
 Pool::~Pool() {

@@ -18,12 +18,13 @@
 #include "pool_growth.h"
 #include "pool_region.h"
 #include "pool_tree.h"
+#include "pool_view.h"
 
 namespace daf::paging {
 
 constexpr uint64_t no_cap = ~uint64_t(0);
+constexpr uint64_t elements_per_block = 256;
 constexpr uint32_t no_page = ~uint32_t(0);
-constexpr uint64_t block_elements = 256, block_plane_bytes = 32, block_header_bytes = 4;
 constexpr int most_bits = 64;
 
 // A handle that is not alive here, a pin too few or too many, a request that means nothing.
@@ -51,32 +52,6 @@ struct Request {
   bool headers;              // 4 bytes for every block of 256 elements
   const double* importance;  // of each plane, most significant first
   uint64_t tag;              // the caller's own name for it, told in evictions
-};
-
-// Where a pinned tensor lies, run by run; what the kernels read and write through.
-struct View {
-  uint8_t* region;
-  uint64_t page_bytes;
-  const uint32_t* table;  // [plane][run], then the pages of the headers
-  uint64_t count, runs, full_runs;
-  int bits, kept;
-
-  // Blocks in a whole run.
-  uint64_t run_blocks() const { return page_bytes / block_plane_bytes; }
-  // Runs from full_runs on have lost one plane more than those before.
-  int kept_bits(uint64_t run) const { return run < full_runs ? kept : kept - 1; }
-  uint32_t* plane(int plane, uint64_t run) const {
-    return reinterpret_cast<uint32_t*>(page(table[plane * runs + run]));
-  }
-  // The headers of eight runs share a page.
-  uint16_t* headers(uint64_t run) const {
-    const uint64_t offset = run * run_blocks() * block_header_bytes;
-    uint8_t* start = page(table[bits * runs + offset / page_bytes]);
-    return reinterpret_cast<uint16_t*>(start + offset % page_bytes);
-  }
-
- private:
-  uint8_t* page(uint32_t index) const { return region + index * page_bytes; }
 };
 
 struct GivenUp {
@@ -112,10 +87,10 @@ class Pool {
   ~Pool();
 
   // The handle of a new tensor, pinned once so that it can be written in peace. Throws FullError,
-  // MisuseError, std::bad_alloc; nothing is given up then.
+  // MisuseError, std::bad_alloc; nothing has been given up then. (Except with pages smaller than
+  // the system's: those may lie so that giving some up frees no memory.)
   uint64_t allocate(const Request& request);
-  // `bytes` at consecutive addresses, never given up. (With pages smaller than the system's,
-  // pages may have been given up when it throws.)
+  // `bytes` at consecutive addresses, never given up.
   uint64_t allocate_span(uint64_t bytes, uint64_t tag);
   // Refused while pinned.
   void release(uint64_t handle);

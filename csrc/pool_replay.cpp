@@ -23,7 +23,7 @@ constexpr uint64_t paper_increment_bytes = 100'000'000;
 constexpr uint64_t reserve_bytes = uint64_t(1) << 36;
 
 uint64_t code_bytes(const Operation& operation) {
-  const uint64_t blocks = (operation.count + block_elements - 1) / block_elements;
+  const uint64_t blocks = (operation.count + elements_per_block - 1) / elements_per_block;
   return blocks * (operation.bits * block_plane_bytes + block_header_bytes);
 }
 

@@ -33,6 +33,10 @@ class BudgetError(DafError, MemoryError):
         self.least_bytes = least_bytes
 
 
+class PoolFullError(DafError, MemoryError):
+    """The paged pool cannot hold what was asked, even after giving up all that it may."""
+
+
 class NonFiniteLossError(DafError, FloatingPointError):
     """The loss became inf or NaN; the parameters are those from before that step."""
 

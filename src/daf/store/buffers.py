@@ -22,8 +22,13 @@ class Buffer(Protocol):
 class Store(Protocol):
     """Gives out buffers and knows how many bytes of them are alive."""
 
-    live_bytes: int
-    peak_bytes: int
+    @property
+    def live_bytes(self) -> int:
+        """Bytes held for buffers now."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most held since the last ``reset_peak``."""
 
     def allocate(self, nbytes: int) -> Buffer:
         """A buffer of at least ``nbytes`` bytes, content undefined."""

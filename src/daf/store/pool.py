@@ -1,0 +1,352 @@
+"""The paged pool: planes in fixed pages under one cap, the least important of which go first.
+
+``csrc/pool.h`` does the work; ``docs/pool.md`` explains and draws it. A
+:class:`PagedStore` is a :class:`daf.store.buffers.Store` (buffers that stay
+whole at one address) that also holds tensors plane by plane
+(:meth:`PagedStore.allocate_planes`): those lose planes, least significant
+first, when room is needed or the cap is lowered.
+
+Kernels read and write pages directly, through ``paging::View``
+(``csrc/pool_view.h``), whose eight fields :attr:`PlaneView.fields` hands over.
+What they must offer, run by run over whole tensors::
+
+    encode_rotated_pages(source, element_type, fields, rounds, key, threads, affine)
+    decode_rotated_pages(fields, rounds, key, destination, element_type, threads,
+                         affine, mask_fields, accumulate)
+    encode_minmax_pages(source, element_type, fields, key, threads, affine)
+    decode_minmax_pages(fields, destination, element_type, threads,
+                        affine, mask_fields, accumulate)
+    encode_mask_pages(source, element_type, fields, predicate, low, high, threads)
+    decode_mask_pages(fields, off_value, on_value, destination, element_type, threads)
+    (derivative and integers likewise: ``planes, count, bits`` become ``fields``)
+
+each of them a loop over runs around what the existing kernels do to one range
+of blocks, given for run ``r`` of a view ``v``::
+
+    first_block = r * v.run_blocks()        # counter of the random numbers; place in the tensor
+    blocks      = min(v.run_blocks(), block_count(v.count) - first_block)
+    kept_bits   = v.kept_bits(r)            # picks the table rotated_levels(v.bits, kept_bits)
+    planes[p]   = v.plane(p, r)             # p < kept_bits; block i of the run: + 8 * i words
+    headers     = v.headers(r)              # block i of the run: + 2 * i halfwords
+
+Elements are those from ``256 * first_block`` on in source, destination,
+affine and mask (``mask_fields``: the view of a mask of equal count in a pool of
+equal pages, run by run beside the values).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import daf._native as _native
+from daf.errors import KernelError, PoolFullError
+from daf.kernels import header_bytes, plane_bytes
+from daf.kernels.tables import rotated_error
+from daf.store.buffers import Buffer
+from daf.store.pool_view import EvictedPlane, GivenUp, PlaneView, PoolStatistics
+
+# DAF, arXiv 2507.07149: the pool grows by 100 MB at a time.
+PAPER_INCREMENT_BYTES = 100_000_000
+DEFAULT_PAGE_BYTES = 4096
+_PAGE_SIZES = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+_ADDRESS_SPACE_BYTES = 2**38
+
+Observer = Callable[[dict[str, Any]], None]
+
+
+class PlaneTensor:
+    """One tensor's planes (and headers) in the pool, until the last reference is dropped.
+
+    It begins open: pinned, so that a kernel can fill it through ``view``.
+    From :meth:`seal` on its planes may be given up, except inside :meth:`pinned`.
+    """
+
+    def __init__(self, store: PagedStore, handle: int) -> None:
+        self._store = store
+        self.handle = handle
+        self._released = False
+        self._open_view: PlaneView | None = PlaneView(store.native.pin(handle))
+        store.native.unpin(handle)  # allocation itself pinned it once
+
+    @property
+    def view(self) -> PlaneView:
+        """Where to write.
+
+        Raises:
+            KernelError: the tensor is sealed already.
+        """
+        if self._open_view is None:
+            raise KernelError("asked to write into a sealed tensor; allocate another one")
+        return self._open_view
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pages it has now."""
+        return int(_call(self._store.native.live_bytes, self.handle))
+
+    def seal(self) -> None:
+        """Writing is done; from now on planes may be given up."""
+        self.view.end()
+        self._open_view = None
+        _call(self._store.native.unpin, self.handle)
+        self._store.note({"op": "seal", "id": self.handle})
+
+    @contextmanager
+    def pinned(self) -> Iterator[PlaneView]:
+        """Read what is still there; nothing of it goes while inside."""
+        view = PlaneView(_call(self._store.native.pin, self.handle))
+        try:
+            yield view
+        finally:
+            view.end()
+            _call(self._store.native.unpin, self.handle)
+
+    def set_importance(self, importance: Sequence[float]) -> None:
+        """Another importance for each plane, most significant first."""
+        _call(self._store.native.set_importance, self.handle, list(importance))
+        event = {"op": "importance", "id": self.handle, "importance": list(importance)}
+        self._store.note(event)
+
+    def release(self) -> None:
+        """Give the pages back now.
+
+        Raises:
+            KernelError: they were given back before, or somebody reads them.
+        """
+        if self._open_view is not None:
+            self.seal()
+        _call(self._store.native.release, self.handle)
+        self._released = True
+        self._store.note({"op": "free", "id": self.handle})
+
+    def __del__(self) -> None:
+        if not getattr(self, "_released", True):
+            self.release()
+
+
+class _Span:
+    """A buffer of the Store interface."""
+
+    def __init__(self, store: PagedStore, handle: int) -> None:
+        self._store = store
+        self._handle = handle
+        self.nbytes = int(store.native.live_bytes(handle))
+        self.pointer = int(store.native.span_address(handle))
+
+    def __del__(self) -> None:
+        self._store.native.release(self._handle)
+        self._store.note({"op": "free", "id": self._handle})
+
+
+class PagedStore:
+    """A store of fixed pages in one contiguous region, under a cap that may move at any time."""
+
+    def __init__(
+        self,
+        cap_bytes: int | None = None,
+        *,
+        page_bytes: int = DEFAULT_PAGE_BYTES,
+        increment_bytes: int | None = None,
+        poison: bool = False,
+        observer: Observer | None = None,
+    ) -> None:
+        """Reserve addresses; memory follows as it is needed.
+
+        Args:
+            cap_bytes: the most to hold, page tables and records included; None: no cap.
+            page_bytes: a power of two from 32 up; see :func:`choose_page_bytes`.
+            increment_bytes: grow by whole steps of this size, as the paper does; None: by
+                demand, fragmentation and headroom.
+            poison: fill pages that fall free with 0xDB, for tests.
+            observer: called with every operation, as a dictionary of plain values
+                (``daf.store.trace`` writes them to a file).
+
+        Raises:
+            KernelError: the page size or the increment means nothing.
+            PoolFullError: the system grants no addresses.
+        """
+        _check_bytes("cap", cap_bytes)
+        if increment_bytes is not None and increment_bytes < 1:
+            raise KernelError(f"asked to grow by {increment_bytes} bytes; give at least one page")
+        self.page_bytes = page_bytes
+        self._observer = observer
+        self.native = _call(
+            _native.pool.Pool,
+            _ADDRESS_SPACE_BYTES,
+            page_bytes,
+            cap_bytes,
+            increment_bytes or 0,
+            False,
+            poison,
+        )
+
+    # --- Store ------------------------------------------------------------------------------
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes held: pages with and without content, page tables, records."""
+        return self.statistics().held_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most held since the last ``reset_peak``."""
+        return self.statistics().held_peak_bytes
+
+    def reset_peak(self) -> None:
+        """Start the peaks anew from what is held now."""
+        self.native.reset_peaks()
+
+    def allocate(self, nbytes: int) -> Buffer:
+        """At least ``nbytes`` bytes at one address, never given up, content undefined.
+
+        Raises:
+            PoolFullError: they are not there, even if all planes that may go went.
+        """
+        _check_bytes("buffer", nbytes)
+        handle = _call(self.native.allocate_span, nbytes, 0)
+        self.note({"op": "span", "id": handle, "bytes": nbytes})
+        return _Span(self, handle)
+
+    # --- planes -----------------------------------------------------------------------------
+
+    def allocate_planes(
+        self,
+        count: int,
+        bits: int,
+        *,
+        minimum_bits: int | None = None,
+        importance: Sequence[float] | None = None,
+        headers: bool = True,
+        tag: int = 0,
+    ) -> PlaneTensor:
+        """Pages for ``bits`` planes of ``count`` elements, open for writing.
+
+        Args:
+            count: elements.
+            bits: planes, 1 to 64.
+            minimum_bits: planes that are never given up; None: all of them.
+            importance: harm per byte of losing each plane, most significant first; None:
+                :func:`plane_importance` of weight 1 (``rotated`` codes), 0 for others' planes.
+            headers: two bf16 numbers for every block; never given up.
+            tag: the caller's name for it (64 bits), told in :meth:`take_evictions`.
+
+        Raises:
+            KernelError: a number is out of its range.
+            PoolFullError: the pages are not there, even if all planes that may go went;
+                nothing has gone then.
+        """
+        _check_bytes("tensor", count)
+        minimum = bits if minimum_bits is None else minimum_bits
+        if importance is None:
+            importance = plane_importance(count, bits) if bits <= 4 else [0.0] * bits
+        values = [float(value) for value in importance]
+        handle = _call(self.native.allocate, count, bits, minimum, headers, values, tag)
+        event = {"op": "planes", "id": handle, "count": count, "bits": bits, "minimum": minimum}
+        self.note(event | {"importance": values, "headers": headers, "tag": tag})
+        return PlaneTensor(self, handle)
+
+    def take_evictions(self) -> tuple[tuple[EvictedPlane, ...], int]:
+        """What was given up since the last call, oldest first; and how many entries were lost.
+
+        The pool remembers 1,024 entries (a plane of a tensor each); beyond that it only counts.
+        """
+        entries, lost = self.native.take_evictions()
+        return tuple(EvictedPlane(*entry) for entry in entries), lost
+
+    # --- cap --------------------------------------------------------------------------------
+
+    def set_cap(self, cap_bytes: int | None) -> GivenUp:
+        """Another cap, from this moment on; what is above it goes at once."""
+        _check_bytes("cap", cap_bytes)
+        given = GivenUp(*_call(self.native.set_cap, cap_bytes))
+        self.note({"op": "cap", "bytes": cap_bytes})
+        return given
+
+    def evict(self, nbytes: int) -> GivenUp:
+        """Give up at least ``nbytes`` bytes of pages, or all that may be."""
+        _check_bytes("room", nbytes)
+        given = GivenUp(*_call(self.native.evict, nbytes))
+        self.note({"op": "evict", "bytes": nbytes})
+        return given
+
+    def trim(self) -> int:
+        """Give all free pages back to the system; returns bytes."""
+        self.note({"op": "trim"})
+        return int(self.native.trim())
+
+    def statistics(self) -> PoolStatistics:
+        """The account at this moment."""
+        return PoolStatistics(**self.native.statistics())
+
+    def resident_bytes(self) -> int:
+        """Bytes of the region that are in memory, as the system sees it (Linux)."""
+        return int(self.native.resident_bytes())
+
+    def note(self, event: dict[str, Any]) -> None:
+        """Tell the observer, if there is one."""
+        if self._observer is not None:
+            self._observer(event)
+
+
+# --- choices --------------------------------------------------------------------------------
+
+
+def plane_importance(count: int, bits: int, weight: float = 1.0) -> list[float]:
+    """Harm per byte of losing each plane of a ``rotated`` code, most significant first.
+
+    ``weight`` (the site's: how much relative error there harms the gradient)
+    times the relative mean-square error that the plane removes, over its bytes
+    (design, section 6). Without its first plane a code is worth its mean: error 1.
+    """
+    errors = [1.0, *(rotated_error(bits, kept) for kept in range(1, bits + 1))]
+    size = max(1, plane_bytes(count, 1))
+    return [weight * max(0.0, before - after) / size for before, after in pairwise(errors)]
+
+
+def choose_page_bytes(tensors: Sequence[tuple[int, int]], waste: float = 0.01) -> int:
+    """The largest page whose padding and page tables stay below ``waste`` of the payload.
+
+    ``tensors`` are the (elements, bits) that are alive together. Small pages
+    waste less, large ones cost fewer operations; 512 bytes to 64 KiB are tried,
+    and the least wasteful is taken where none is good enough.
+    """
+    if not tensors:
+        return DEFAULT_PAGE_BYTES
+    lost = {size: sum(_lost(size, *tensor) for tensor in tensors) for size in _PAGE_SIZES}
+    payload = sum(plane_bytes(*tensor) + header_bytes(tensor[0]) for tensor in tensors)
+    good = [size for size in _PAGE_SIZES if lost[size] <= waste * payload]
+    return max(good, default=min(lost, key=lost.__getitem__))
+
+
+def _lost(page_bytes: int, count: int, bits: int) -> int:
+    plane, headers = plane_bytes(count, 1), header_bytes(count)
+    pages = bits * -(-plane // page_bytes) + -(-headers // page_bytes)
+    return pages * (page_bytes + 4) - bits * plane - headers
+
+
+# --- errors ---------------------------------------------------------------------------------
+
+
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call into the native pool; its errors become DAF's."""
+    try:
+        return function(*arguments)
+    except _native.pool.FullError as error:
+        raise PoolFullError(
+            f"{error}; raise the cap, let more planes be given up, or use a smaller micro-batch"
+        ) from error
+    except MemoryError as error:
+        raise PoolFullError(
+            "asked the system for memory or addresses for the pool, and it refused; "
+            "lower the cap, or free memory"
+        ) from error
+    except (_native.pool.MisuseError, TypeError) as error:
+        raise KernelError(str(error)) from error
+
+
+def _check_bytes(what: str, value: int | None) -> None:
+    if value is not None and not 0 <= value < 2**63:
+        raise KernelError(f"asked for a {what} of {value}; sizes are 0 or more")

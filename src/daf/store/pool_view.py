@@ -1,0 +1,128 @@
+"""What the paged pool tells and shows: its account, what it gave up, where pages are."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from daf.errors import KernelError
+
+_BITS_PER_BYTE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatistics:
+    """The pool's account (bytes, pages, counts since the pool began).
+
+    ``payload`` are planes and headers that are there, ``wasted`` what lies
+    behind their ends in the last page of a row, ``free`` pages that have memory
+    and no content, ``metadata`` page tables, records, tree and bitmaps.
+    """
+
+    payload_bytes: int
+    wasted_bytes: int
+    free_bytes: int
+    metadata_bytes: int
+    cap_bytes: int | None
+    live_peak_bytes: int
+    held_peak_bytes: int
+    evictable_pages: int
+    live_pages: int
+    live_tensors: int
+    evicted_pages: int
+    evicted_payload_bytes: int
+    grown_bytes: int
+    growths: int
+    returned_bytes: int
+
+    @property
+    def live_bytes(self) -> int:
+        """Pages in use."""
+        return self.payload_bytes + self.wasted_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """All that the pool holds; what the cap bounds."""
+        return self.live_bytes + self.free_bytes + self.metadata_bytes
+
+
+class GivenUp(NamedTuple):
+    """What a lowered cap, or a demand for room, cost.
+
+    ``over_bytes`` are still held above the cap: pinned, or never to be given up.
+    """
+
+    pages: int
+    payload_bytes: int
+    returned_bytes: int
+    over_bytes: int
+
+
+class EvictedPlane(NamedTuple):
+    """``pages`` of one plane (0 is the most significant) of the tensor named ``tag`` are gone."""
+
+    tag: int
+    handle: int
+    plane: int
+    pages: int
+
+
+class PlaneView:
+    """Where a pinned tensor's pages are; valid until it is unpinned.
+
+    ``fields`` are the native view: region address, page bytes, page table
+    address, elements, runs, runs that keep ``kept`` planes, planes, kept planes.
+    """
+
+    def __init__(self, fields: tuple[int, ...]) -> None:
+        self._fields: tuple[int, ...] | None = fields
+
+    @property
+    def fields(self) -> tuple[int, ...]:
+        """What native kernels take.
+
+        Raises:
+            KernelError: the tensor is no longer pinned.
+        """
+        if self._fields is None:
+            raise KernelError("asked for pages that are no longer pinned; pin the tensor again")
+        return self._fields
+
+    @property
+    def runs(self) -> int:
+        """Runs of elements; all but the last are of ``run_elements``."""
+        return self.fields[4]
+
+    @property
+    def run_elements(self) -> int:
+        """Elements of a whole run: one bit of each fills a page."""
+        return self.fields[1] * _BITS_PER_BYTE
+
+    def kept_bits(self, run: int) -> int:
+        """How many planes this run still has."""
+        full_runs, kept = self.fields[5], self.fields[7]
+        return kept if self._checked(run) < full_runs else kept - 1
+
+    def planes(self, run: int) -> tuple[int, ...]:
+        """Addresses of this run's planes, most significant first."""
+        return tuple(self._page(plane * self.runs + run) for plane in range(self.kept_bits(run)))
+
+    def headers(self, run: int) -> int:
+        """Address of this run's first header (only of tensors that have headers)."""
+        _, page_bytes, *_, bits, _ = self.fields
+        offset = self._checked(run) * page_bytes // 8
+        return self._page(bits * self.runs + offset // page_bytes) + offset % page_bytes
+
+    def _checked(self, run: int) -> int:
+        if not 0 <= run < self.runs:
+            raise KernelError(f"asked for run {run}; this tensor has {self.runs}")
+        return run
+
+    def _page(self, entry: int) -> int:
+        region, page_bytes, table, *_ = self.fields
+        return region + page_bytes * ctypes.c_uint32.from_address(table + 4 * entry).value
+
+    def end(self) -> None:
+        """The tensor is no longer pinned."""
+        self._fields = None

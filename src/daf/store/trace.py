@@ -1,0 +1,195 @@
+"""Traces of what a store was really asked for: recorded while training, played back elsewhere.
+
+A trace is a file of JSON lines, one operation each, in the order they came::
+
+    {"op":"planes","id":7,"count":65536,"bits":4,"minimum":1,"importance":[...],"headers":true,"tag":0}
+    {"op":"span","id":8,"bytes":8192}      a buffer of the plain Store interface
+    {"op":"seal","id":7}                   written; planes may go from here on
+    {"op":"importance","id":7,"importance":[...]}
+    {"op":"free","id":8}
+    {"op":"evict","bytes":4096}  {"op":"cap","bytes":1000000}  {"op":"trim"}
+    {"op":"mark","label":"step 3"}         the caller's own note
+
+What the pool gives up by itself follows from these, so it is not written; a
+player sees the same on an equal pool. Record from one training process: with
+several threads the order of lines is only nearly that of the operations.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from daf.errors import DataError
+from daf.store.buffers import Buffer, Store
+from daf.store.pool import PagedStore, PlaneTensor
+
+Event = dict[str, Any]
+
+
+class TraceWriter:
+    """Writes operations to a file; give it to a :class:`PagedStore` as ``observer``."""
+
+    def __init__(self, path: Path | str) -> None:
+        """Begin a new file.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - closed by close()
+        self._lock = threading.Lock()
+
+    def __call__(self, event: Event) -> None:
+        """Write one operation; after ``close`` nothing more is written."""
+        line = json.dumps(event, separators=(",", ":")) + "\n"
+        with self._lock:
+            if not self._file.closed:
+                self._file.write(line)
+
+    def mark(self, label: str) -> None:
+        """Write a note of the caller's own, such as where a step begins."""
+        self({"op": "mark", "label": label})
+
+    def close(self) -> None:
+        """Finish the file."""
+        with self._lock:
+            self._file.close()
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class RecordedStore:
+    """Any store, with its buffers' lives written down."""
+
+    def __init__(self, store: Store, writer: TraceWriter) -> None:
+        self._store = store
+        self._writer = writer
+        self._next_id = 1
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes held for buffers now."""
+        return self._store.live_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most held since the last ``reset_peak``."""
+        return self._store.peak_bytes
+
+    def reset_peak(self) -> None:
+        """Start the peak anew from what is alive now."""
+        self._store.reset_peak()
+
+    def allocate(self, nbytes: int) -> Buffer:
+        """A buffer of the store behind."""
+        buffer = self._store.allocate(nbytes)
+        identity, self._next_id = self._next_id, self._next_id + 1
+        self._writer({"op": "span", "id": identity, "bytes": nbytes})
+        return _RecordedBuffer(buffer, self._writer, identity)
+
+
+class _RecordedBuffer:
+    def __init__(self, buffer: Buffer, writer: TraceWriter, identity: int) -> None:
+        self._buffer: Buffer | None = buffer
+        self._writer = writer
+        self._identity = identity
+        self.pointer = buffer.pointer
+        self.nbytes = buffer.nbytes
+
+    def __del__(self) -> None:
+        self._buffer = None  # first, so that the line follows the deed
+        self._writer({"op": "free", "id": self._identity})
+
+
+def read_trace(path: Path | str) -> Iterator[Event]:
+    """The operations of a trace, one by one.
+
+    Raises:
+        DataError: a line is no operation.
+        OSError: the file cannot be read.
+    """
+    with Path(path).open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            yield _read_line(line, f"{path}, line {number}")
+
+
+def _read_line(line: str, place: str) -> Event:
+    try:
+        event = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{place}: no JSON ({error}); record the trace again") from error
+    if not isinstance(event, dict) or not isinstance(event.get("op"), str):
+        raise DataError(f'{place}: found {line[:60]!r}, which is no {{"op": ...}}')
+    return event
+
+
+class Player:
+    """Does to a pool what a trace says; the tensors live as long as the trace lets them."""
+
+    def __init__(self, store: PagedStore) -> None:
+        self._store = store
+        self._planes: dict[int, PlaneTensor] = {}
+        self._buffers: dict[int, Buffer] = {}
+
+    def play(self, events: Iterable[Event]) -> Iterator[Event]:
+        """Do one operation after the other; yields each when it is done.
+
+        Raises:
+            DataError: an operation is unknown, or speaks of a tensor that is not alive.
+            PoolFullError: this pool is smaller than the one recorded.
+        """
+        for event in events:
+            try:
+                self._do(event)
+            except KeyError as error:
+                raise DataError(f"found {event}: {error} is missing, or is not alive") from error
+            yield event
+
+    def _do(self, event: Event) -> None:
+        match event["op"]:
+            case "planes":
+                self._planes[event["id"]] = self._store.allocate_planes(
+                    event["count"],
+                    event["bits"],
+                    minimum_bits=event["minimum"],
+                    importance=event["importance"],
+                    headers=event["headers"],
+                    tag=event["tag"],
+                )
+            case "span":
+                self._buffers[event["id"]] = self._store.allocate(event["bytes"])
+            case "seal":
+                self._planes[event["id"]].seal()
+            case "importance":
+                self._planes[event["id"]].set_importance(event["importance"])
+            case "free":
+                self._free(event["id"])
+            case "evict":
+                self._store.evict(event["bytes"])
+            case "cap":
+                self._store.set_cap(event["bytes"])
+            case "trim":
+                self._store.trim()
+            case "mark":
+                pass
+            case unknown:
+                raise DataError(f"found the operation {unknown!r}, which no trace has")
+
+    def _free(self, identity: int) -> None:
+        if identity in self._planes:
+            self._planes.pop(identity).release()
+        else:
+            del self._buffers[identity]

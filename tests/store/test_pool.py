@@ -1,0 +1,450 @@
+"""The pool's Python face: where bytes lie, what is given up, and every misuse as an error."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import math
+import sys
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from daf import _native
+from daf.errors import DafError, KernelError, PoolFullError
+from daf.kernels import header_bytes, plane_bytes
+from daf.kernels.tables import rotated_error
+from daf.store.buffers import Store
+from daf.store.pool import PagedStore, PlaneTensor, choose_page_bytes, plane_importance
+from daf.store.pool_view import PlaneView
+
+PAGE = 4096
+RUN = 8 * PAGE
+ALL = 2**60
+
+
+def paged(store: PagedStore, runs: int = 4, bits: int = 4, **options: object) -> PlaneTensor:
+    """A sealed tensor of whole runs, one plane of which always stays."""
+    tensor = store.allocate_planes(runs * RUN, bits, **{"minimum_bits": 1, **options})
+    tensor.seal()
+    return tensor
+
+
+def kept(tensor: PlaneTensor) -> list[int]:
+    with tensor.pinned() as view:
+        return [view.kept_bits(run) for run in range(view.runs)]
+
+
+def read(address: int, nbytes: int) -> bytes:
+    return ctypes.string_at(address, nbytes)
+
+
+# --- where bytes lie --------------------------------------------------------------------------
+
+
+def test_every_page_and_header_has_a_place_of_its_own() -> None:
+    store = PagedStore()
+    tensors = [store.allocate_planes(5 * RUN + 1000, 3) for _ in range(4)]
+    pieces = []
+    for tensor in tensors:
+        view = tensor.view
+        assert view.runs == 6
+        assert view.run_elements == RUN
+        for run in range(view.runs):
+            assert len(view.planes(run)) == 3
+            pieces += [(address, PAGE) for address in view.planes(run)]
+            pieces.append((view.headers(run), PAGE // 8))
+    pieces.sort()
+    for (first, size), (second, _) in pairwise(pieces):
+        assert first + size <= second
+    for index, (address, size) in enumerate(pieces):
+        ctypes.memset(address, index % 251, size)
+    for index, (address, size) in enumerate(pieces):
+        assert read(address, size) == bytes([index % 251]) * size
+
+
+def test_headers_of_consecutive_runs_are_one_array() -> None:
+    tensor = PagedStore().allocate_planes(8 * RUN, 1)
+    view = tensor.view
+    starts = [view.headers(run) for run in range(8)]
+    assert np.diff(starts).tolist() == [RUN // 256 * 4] * 7
+
+
+@pytest.mark.parametrize("page_bytes", [32, 64, 512, 4096, 65536])
+def test_account_of_one_tensor(page_bytes: int) -> None:
+    store = PagedStore(page_bytes=page_bytes)
+    count, bits = 70_001, 3
+    tensor = store.allocate_planes(count, bits)
+    now = store.statistics()
+    assert now.payload_bytes == plane_bytes(count, bits) + header_bytes(count)
+    plane_pages = math.ceil(plane_bytes(count, 1) / page_bytes)
+    header_pages = math.ceil(header_bytes(count) / page_bytes)
+    assert now.live_pages == bits * plane_pages + header_pages
+    assert now.wasted_bytes == now.live_pages * page_bytes - now.payload_bytes
+    assert tensor.nbytes == now.live_pages * page_bytes
+    assert now.held_bytes == store.live_bytes == store.peak_bytes
+    assert now.held_bytes >= now.live_bytes + 4 * now.live_pages  # a page table entry each
+    del tensor
+    assert store.statistics().live_pages == 0
+
+
+def test_memory_arrives_when_it_is_written_and_leaves_when_it_is_free() -> None:
+    store = PagedStore()
+    tensor = store.allocate_planes(64 * RUN, 1, headers=False)
+    assert store.resident_bytes() == 0
+    for run in range(64):
+        ctypes.memset(tensor.view.planes(run)[0], 1, PAGE)
+    assert store.resident_bytes() == 64 * PAGE
+    tensor.release()
+    assert store.resident_bytes() <= store.statistics().free_bytes <= 8 * PAGE
+    store.trim()
+    assert store.resident_bytes() == store.statistics().free_bytes == 0
+
+
+def test_pool_is_a_store() -> None:
+    store: Store = PagedStore(poison=True)
+    buffers = [store.allocate(size) for size in (1, 5000, 100_000, 0, 12_288)]
+    for index, buffer in enumerate(buffers):
+        assert buffer.pointer % 64 == 0
+        ctypes.memset(buffer.pointer, index + 1, buffer.nbytes)
+    for index, buffer in enumerate(buffers):
+        assert read(buffer.pointer, buffer.nbytes) == bytes([index + 1]) * buffer.nbytes
+    assert [buffer.nbytes for buffer in buffers] == [4096, 8192, 102_400, 0, 12_288]
+    peak = store.peak_bytes
+    assert peak >= sum(buffer.nbytes for buffer in buffers)
+    del buffers, buffer
+    assert store.live_bytes < peak == store.peak_bytes
+    store.reset_peak()
+    assert store.peak_bytes == store.live_bytes
+
+
+def test_a_span_fills_the_lowest_gap_that_is_long_enough() -> None:
+    store = PagedStore()
+    buffers = [store.allocate(PAGE) for _ in range(8)]
+    first = buffers[0].pointer
+    assert [buffer.pointer - first for buffer in buffers] == [PAGE * i for i in range(8)]
+    del buffers[4:6], buffers[1]
+    assert store.allocate(2 * PAGE).pointer == first + 4 * PAGE
+    assert store.allocate(PAGE).pointer == first + PAGE
+    assert store.allocate(3 * PAGE).pointer == first + 8 * PAGE
+
+
+def test_freed_pages_are_poisoned_under_test() -> None:
+    store = PagedStore(poison=True, increment_bytes=10**6)
+    tensor = store.allocate_planes(RUN, 1, headers=False)
+    address = tensor.view.planes(0)[0]
+    ctypes.memset(address, 7, PAGE)
+    tensor.release()
+    assert read(address, PAGE) == b"\xdb" * PAGE
+
+
+# --- what is given up -------------------------------------------------------------------------
+
+
+def test_the_least_important_plane_goes_first_page_by_page() -> None:
+    store = PagedStore()
+    dear = paged(store, importance=[8.0, 4.0, 2.0, 1.0])
+    cheap = paged(store, importance=[0.8, 0.4, 3.0, 0.5])
+    assert store.evict(1).pages == 1
+    assert kept(cheap) == [4, 4, 4, 3]
+    store.evict(4 * PAGE)
+    assert kept(cheap) == [3, 3, 3, 3]
+    assert kept(dear) == [4, 4, 4, 3]
+    store.evict(5 * PAGE)
+    assert kept(dear) == [3, 3, 2, 2]  # 2.0 is now less than cheap's 3.0
+    assert kept(cheap) == [3, 3, 3, 3]
+    store.evict(ALL)
+    assert kept(dear) == kept(cheap) == [1, 1, 1, 1]
+    assert store.evict(PAGE).pages == 0
+
+
+def test_equal_importance_goes_in_the_order_of_sealing() -> None:
+    store = PagedStore()
+    tensors = [paged(store, importance=[1.0] * 4, tag=tag) for tag in range(3)]
+    store.evict(12 * PAGE)
+    assert [entry.tag for entry in store.take_evictions()[0]] == [0, 1, 2]
+    assert [kept(tensor) for tensor in tensors] == [[3] * 4] * 3
+
+
+def test_evictions_are_told_once() -> None:
+    store = PagedStore()
+    tensor = paged(store, importance=[4.0, 3.0, 2.0, 1.0], tag=2**63 + 5)
+    store.evict(6 * PAGE)
+    entries, lost = store.take_evictions()
+    assert lost == 0
+    handle = tensor.handle
+    assert entries == ((2**63 + 5, handle, 3, 4), (2**63 + 5, handle, 2, 2))
+    assert store.take_evictions() == ((), 0)
+
+
+def test_entries_beyond_the_log_are_counted() -> None:
+    store = PagedStore()
+    tensors = [paged(store, runs=1, bits=2) for _ in range(1030)]
+    store.evict(ALL)
+    entries, lost = store.take_evictions()
+    assert (len(entries), lost) == (1024, 6)
+    assert store.statistics().evicted_pages == len(tensors)
+
+
+def test_new_tensors_push_out_the_least_important_planes_but_no_more_than_needed() -> None:
+    store = PagedStore(cap_bytes=1_000_000)
+    tensors = []
+    while store.statistics().evicted_pages == 0:
+        tensors.append(paged(store, importance=[9.0, 3.0, 2.0, float(len(tensors))]))
+    now = store.statistics()
+    assert now.held_bytes <= 1_000_000 < now.held_bytes + PAGE
+    assert kept(tensors[0])[-1] == 3
+    assert kept(tensors[-1]) == [4] * 4
+
+
+def test_lowering_the_cap_evicts_at_once_and_says_what_went() -> None:
+    store = PagedStore()
+    tensors = [paged(store, runs=16) for _ in range(10)]
+    before = store.statistics()
+    given = store.set_cap(before.held_bytes // 2)
+    after = store.statistics()
+    assert after.held_bytes <= before.held_bytes // 2 < after.held_bytes + PAGE
+    assert given.pages == before.live_pages - after.live_pages
+    assert given.payload_bytes == before.payload_bytes - after.payload_bytes
+    assert given.returned_bytes == after.returned_bytes > 0
+    assert given.over_bytes == 0
+    assert all(min(kept(tensor)) >= 1 for tensor in tensors)
+
+
+def test_pinned_planes_stay_and_go_when_unpinned() -> None:
+    store = PagedStore()
+    tensor = paged(store, runs=16)
+    with tensor.pinned() as view:
+        given = store.set_cap(store.live_bytes // 2)
+        assert given.pages == 0
+        assert given.over_bytes > 0
+        assert {view.kept_bits(run) for run in range(16)} == {4}
+    assert store.statistics().held_bytes <= store.statistics().cap_bytes
+    assert min(kept(tensor)) < 4
+
+
+def test_planes_being_written_stay() -> None:
+    store = PagedStore()
+    tensor = store.allocate_planes(4 * RUN, 4, minimum_bits=1)
+    assert store.evict(ALL).pages == 0
+    tensor.seal()
+    assert store.evict(ALL).pages == 12
+
+
+def test_headers_minimum_planes_and_spans_are_never_given_up() -> None:
+    store = PagedStore()
+    tensor = store.allocate_planes(4 * RUN, 4, minimum_bits=2)
+    buffer = store.allocate(3 * PAGE)
+    for run in range(4):
+        ctypes.memset(tensor.view.headers(run), run + 1, RUN // 64)
+    tensor.seal()
+    store.set_cap(0)
+    assert kept(tensor) == [2] * 4
+    with tensor.pinned() as view:
+        assert [read(view.headers(run), RUN // 64)[-1] for run in range(4)] == [1, 2, 3, 4]
+    assert store.statistics().live_pages == 2 * 4 + 1 + buffer.nbytes // PAGE
+
+
+def test_importance_can_change() -> None:
+    store = PagedStore()
+    first, second = paged(store, importance=[1.0] * 4), paged(store, importance=[2.0] * 4)
+    first.set_importance([3.0] * 4)
+    store.evict(PAGE)
+    assert (kept(first), kept(second)) == ([4] * 4, [4, 4, 4, 3])
+
+
+def test_default_importance_prefers_what_removes_little_error() -> None:
+    values = plane_importance(2**20, 4, weight=3.0)
+    errors = [1.0] + [rotated_error(4, bits) for bits in (1, 2, 3, 4)]
+    assert values == pytest.approx([3.0 * (high - low) / 2**17 for high, low in pairwise(errors)])
+    assert sorted(values[1:], reverse=True) == values[1:]
+    assert errors[1:] == pytest.approx([0.567, 0.131, 0.035, 0.0094], rel=0.12)
+
+
+# --- growth -----------------------------------------------------------------------------------
+
+
+def test_the_fixed_increment_takes_whole_steps_and_refuses_less() -> None:
+    increment = 256 * PAGE
+    store = PagedStore(increment_bytes=increment)
+    tensor = paged(store, runs=1)
+    assert store.statistics().grown_bytes == increment
+    more = paged(store, runs=100)
+    assert store.statistics().grown_bytes == 2 * increment
+    assert (tensor.nbytes, more.nbytes) == (5 * PAGE, (400 + 13) * PAGE)
+    tight = PagedStore(increment_bytes=increment, cap_bytes=2 * increment - PAGE)
+    with pytest.raises(PoolFullError):
+        paged(tight, runs=100)
+
+
+def test_adaptive_growth_holds_little_more_than_it_uses() -> None:
+    store, tensors = PagedStore(), []
+    for _ in range(200):
+        tensors.append(paged(store, runs=16))
+        now = store.statistics()
+        assert now.free_bytes <= max(now.live_bytes // 64, 8 * PAGE)
+    while tensors:
+        tensors.pop()
+        now = store.statistics()
+        assert now.free_bytes <= max(now.live_bytes // 64, 8 * PAGE)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "expected"),
+    [([(2**20, 4)] * 3, 16384), ([(40_000, 2)], 1024), ([], 4096), ([(2**26, 2)], 65536)],
+)
+def test_page_size_fits_the_tensors(tensors: list[tuple[int, int]], expected: int) -> None:
+    chosen = choose_page_bytes(tensors)
+    assert chosen == expected
+    store = PagedStore(page_bytes=chosen)
+    held = [store.allocate_planes(count, bits) for count, bits in tensors]
+    now = store.statistics()
+    if len(held) > 1:
+        assert now.wasted_bytes + 4 * now.live_pages <= 0.01 * now.payload_bytes
+
+
+# --- misuse -----------------------------------------------------------------------------------
+
+
+def test_what_cannot_fit_is_refused_and_nothing_is_given_up() -> None:
+    store = PagedStore(cap_bytes=600_000)
+    tensor = paged(store, runs=16)
+    with pytest.raises(PoolFullError, match=r"asked for 1\d{6} bytes.*cap 600000.*raise the cap"):
+        store.allocate(1_000_000)
+    with pytest.raises(MemoryError):
+        store.allocate_planes(64 * RUN, 4)
+    assert kept(tensor) == [4] * 16
+    assert issubclass(PoolFullError, DafError)
+
+
+def test_double_free_and_use_after_free() -> None:
+    store = PagedStore()
+    tensor = paged(store)
+    tensor.release()
+    for misuse in (
+        tensor.release,
+        lambda: tensor.nbytes,
+        lambda: tensor.set_importance([0.0] * 4),
+        lambda: tensor.pinned().__enter__(),
+    ):
+        with pytest.raises(KernelError, match="not alive here"):
+            misuse()
+
+
+def test_a_handle_reused_slot_does_not_revive_an_old_handle() -> None:
+    store = PagedStore()
+    old = paged(store)
+    old.release()
+    new = paged(store)
+    assert old.handle != new.handle
+    with pytest.raises(KernelError):
+        old.release()
+    assert kept(new) == [4] * 4
+
+
+def test_foreign_and_invented_handles() -> None:
+    mine, other = PagedStore(), PagedStore()
+    tensor, twin = paged(mine), paged(other)
+    assert tensor.handle % 2**24 == twin.handle % 2**24  # the same slot in both pools
+    for handle in (tensor.handle, 0, 1, 2**64 - 1):
+        for name in ("release", "pin", "unpin", "live_bytes", "span_address"):
+            with pytest.raises(_native.pool.MisuseError, match="not alive here"):
+                getattr(other.native, name)(handle)
+    assert other.native.is_sound()
+
+
+def test_views_end_with_their_pin() -> None:
+    store = PagedStore()
+    tensor = store.allocate_planes(RUN, 2)
+    view = tensor.view
+    tensor.seal()
+    with tensor.pinned() as second:
+        assert second.planes(0)
+    for ended in (view, second):
+        with pytest.raises(KernelError, match="no longer pinned"):
+            ended.planes(0)
+    with pytest.raises(KernelError, match="sealed"):
+        _ = tensor.view
+
+
+def test_release_while_somebody_reads_is_refused() -> None:
+    tensor = paged(PagedStore())
+    with tensor.pinned() as view:
+        with pytest.raises(KernelError, match="pinned"):
+            tensor.release()
+        assert view.planes(0)
+    tensor.release()
+
+
+def test_runs_that_do_not_exist() -> None:
+    tensor = PagedStore().allocate_planes(RUN, 2)
+    view = tensor.view
+    for run in (-1, 1):
+        with pytest.raises(KernelError, match="has 1"):
+            view.planes(run)
+        with pytest.raises(KernelError, match="has 1"):
+            view.headers(run)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bits": 0},
+        {"bits": 65},
+        {"bits": 4, "minimum_bits": 0},
+        {"bits": 4, "minimum_bits": 5},
+        {"bits": 2, "importance": [1.0]},
+        {"bits": 2, "importance": [1.0, math.nan]},
+        {"bits": 2, "importance": [1.0, math.inf]},
+        {"bits": 2, "importance": [1.0, -1.0]},
+        {"bits": 2, "tag": -1},
+    ],
+)
+def test_requests_that_mean_nothing(options: dict[str, object]) -> None:
+    store = PagedStore()
+    bits = options.pop("bits")
+    with pytest.raises(KernelError):
+        store.allocate_planes(1000, bits, **{"importance": [0.0] * 70, **options})
+    assert store.statistics().live_tensors == 0
+
+
+@pytest.mark.parametrize(
+    "options", [{"page_bytes": 48}, {"page_bytes": 16}, {"cap_bytes": -1}, {"increment_bytes": 0}]
+)
+def test_pools_that_mean_nothing(options: dict[str, int]) -> None:
+    with pytest.raises(KernelError, match="asked"):
+        PagedStore(**options)
+
+
+def test_empty_tensors() -> None:
+    store = PagedStore()
+    tensor = store.allocate_planes(0, 4, minimum_bits=1)
+    tensor.seal()
+    assert (tensor.nbytes, kept(tensor)) == (0, [])
+    assert store.evict(ALL).pages == 0
+
+
+def test_too_large_to_exist() -> None:
+    store = PagedStore()
+    with pytest.raises(PoolFullError):
+        store.allocate_planes(2**62, 4)
+    with pytest.raises(PoolFullError):
+        store.allocate(2**61)
+    assert store.native.is_sound()
+
+
+def test_dropped_references_free_even_after_an_exception() -> None:
+    store = PagedStore()
+
+    def fails() -> None:
+        tensor = store.allocate_planes(RUN, 2)
+        view: PlaneView = tensor.view
+        assert view.runs == 1
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        fails()
+    sys.exc_info()
+    gc.collect()
+    assert store.statistics().live_tensors == 0
