@@ -23,6 +23,7 @@ from daf.execution.capture import Capture
 from daf.execution.microbatch import (
     LossFunction,
     WeightedLoss,
+    batch_bytes,
     batch_size,
     pieces,
     read_loss,
@@ -107,6 +108,7 @@ class Session:
         self._profile: Profile | None = None
         self._first: Plan | None = None
         self._step_index = 0
+        self._planned_for_bytes = 0
         self._peak_bytes = 0
         self._resources = ExitStack()
         if self.budget_bytes is not None:
@@ -162,6 +164,7 @@ class Session:
             )
             return self.plan
         self._refuse_without_room_to_measure()
+        self._planned_for_bytes = batch_bytes(batch)
         self._return_freed_blocks()
         self._profile = self._measure_profile(batch, loss_fn, on_progress)
         plan = planner.make_plan(self._profile, self.budget_bytes, self._names)
@@ -174,6 +177,8 @@ class Session:
     def step(self, batch: Any, loss_fn: LossFunction) -> StepReport:
         """One training step: gradient of the mean loss over the batch, then the optimizer.
 
+        A batch with more bytes than any before it is profiled and planned for anew.
+
         Args:
             batch: any nest of tensors whose first dimension is the batch's.
             loss_fn: ``loss_fn(model, batch)`` returns a scalar mean loss, or ``(sum, weight)``.
@@ -182,6 +187,8 @@ class Session:
             BudgetError: the budget cannot hold the step.
             NonFiniteLossError: the loss is inf or NaN; parameters and buffers are untouched.
         """
+        if self.budget_bytes is not None and batch_bytes(batch) > self._planned_for_bytes:
+            self.plan = self._first = None
         plan = self.plan or self.prepare(batch, loss_fn)
         running = self._first or plan
         self._begin_peak()
@@ -212,6 +219,7 @@ class Session:
             "profile": None if self._profile is None else asdict(self._profile),
             "seed": self._seed,
             "step_index": self._step_index,
+            "planned_for_bytes": self._planned_for_bytes,
             "predicted_peak_bytes": self.predicted_peak_bytes,
             "peak_bytes": self.peak_bytes,
             "saved_bytes_plain": self.saved_bytes_plain,
@@ -225,6 +233,7 @@ class Session:
         self._profile = _profile_from_state(state["profile"])
         self._seed = state["seed"]
         self._step_index = state["step_index"]
+        self._planned_for_bytes = state["planned_for_bytes"]
         self.predicted_peak_bytes = state["predicted_peak_bytes"]
         self._peak_bytes = state["peak_bytes"]
         self.saved_bytes_plain = state["saved_bytes_plain"]
@@ -262,6 +271,8 @@ class Session:
             )
 
     def _return_freed_blocks(self) -> None:
+        if self.settings:
+            return
         settings = self._resources.enter_context(allocator.ReturnFreedBlocks())
         if settings.active:
             size = format_bytes(allocator.RETURN_BLOCKS_FROM_BYTES)

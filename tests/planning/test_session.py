@@ -263,6 +263,20 @@ def test_a_session_resumed_before_its_first_step_still_measures_that_step() -> N
         assert resumed.plan == session.plan
 
 
+def test_a_larger_batch_is_planned_for_anew_and_a_smaller_one_is_not() -> None:
+    model = convolutional()
+    with Session(model, sgd(model), "8GB", bits=4) as session:
+        session.step(images(8), cross_entropy)
+        small = session.profile
+        session.step(images(6), cross_entropy)
+        assert session.profile is small
+        session.step(images(16), cross_entropy)
+        assert session.profile is not None
+        assert session.profile.batch_size == 16
+        assert session.plan is not None
+        assert session.plan.micro_batch == 16
+
+
 def test_the_profile_grows_with_the_batch_and_shrinks_with_the_bits() -> None:
     model, batch = convolutional(), images(32)
     session = Session(model, sgd(model), "8GB")

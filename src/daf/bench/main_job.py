@@ -142,11 +142,12 @@ def compare_seed(
         }
         for each, loss, fact in zip(both, losses, facts, strict=True)
     ]
-    timed = [[step.step_ms for step in each.steps[WARM_UP_STEPS:]] for each in both]
+    plain_ms, ours_ms = ([step.step_ms for step in each.steps[WARM_UP_STEPS:]] for each in both)
     saved = facts[1]
     return SeedComparison(
         rows,
-        *timed,
+        plain_ms,
+        ours_ms,
         saved_ratio=saved["saved_bytes_plain"] / saved["saved_bytes_peak"],
         loss_ratio=losses[1] / losses[0],
     )

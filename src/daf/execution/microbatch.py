@@ -50,6 +50,11 @@ def batch_size(batch: Any) -> int:
     )
 
 
+def batch_bytes(batch: Any) -> int:
+    """Bytes of all tensors in a batch."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in_batch(batch))
+
+
 def batch_slice(batch: Any, start: int, stop: int) -> Any:
     """Examples ``start`` to ``stop``, in the batch's own structure; tensors are views."""
     size = batch_size(batch)

@@ -68,7 +68,7 @@ def warm_up() -> None:
     images = torch.ones(2, 8, 16, 16, requires_grad=True)
     weight = torch.ones(8, 8, 3, 3, requires_grad=True)
     convolved = torch.nn.functional.conv2d(images, weight, padding=1)
-    (convolved.flatten(1) @ torch.ones(8 * 16 * 16, 4)).sum().backward()
+    (convolved.flatten(1) @ torch.ones(8 * 16 * 16, 4)).sum().backward()  # type: ignore[no-untyped-call]
     torch.optim.SGD([weight], lr=0.1, momentum=0.9).step()
     gc.collect()
 

@@ -43,7 +43,7 @@ class Scratch:
         tensor = torch.empty(0, dtype=layout.dtype)
         with self._lock:
             block = self._idle_block(nbytes) or self._new_block(nbytes)
-            return tensor.set_(block, 0, layout.shape, layout.stride)  # type: ignore[call-overload, no-any-return]
+            return tensor.set_(block, 0, layout.shape, layout.stride)
 
     def release(self) -> None:
         """Let go of every block; those in use live on with their tensors."""
@@ -57,11 +57,11 @@ class Scratch:
         """A new block; it takes the place of the smallest, since larger ones serve more tensors."""
         if len(self._blocks) == MOST_BLOCKS:
             self._blocks.remove(min(self._blocks, key=torch.UntypedStorage.nbytes))
-        block = torch.UntypedStorage(nbytes)
+        block = torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
         self._blocks.append(block)
         return block
 
 
 def _is_idle(block: torch.UntypedStorage) -> bool:
     """Is ours the only reference? Every tensor and view on the block counts as one more."""
-    return int(torch._C._storage_Use_Count(block._cdata)) == 1  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(block._cdata)) == 1
