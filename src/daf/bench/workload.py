@@ -112,7 +112,9 @@ def plain_step(
 ) -> float:
     """The loop that everybody writes: the side of a comparison without DAF."""
     optimizer.zero_grad(set_to_none=True)
-    loss: torch.Tensor = loss_fn(model, batch)
+    found = loss_fn(model, batch)
+    # A sum with its weight, or the mean itself (the design's section 2).
+    loss: torch.Tensor = found[0] / found[1] if isinstance(found, tuple) else found
     loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     return loss.item()
