@@ -193,7 +193,8 @@ class Profile:
     ``measurements`` holds, per policy name, steps at growing batch sizes; policies that
     could not be measured within the budget are missing.
     ``optimizer_bytes`` is the optimizer state that does not exist yet.
-    ``split_refusal`` says why the batch must not be split, or is empty.
+    ``split_refusal`` says why the batch must not be split, or is empty. ``recycles``:
+    freed blocks are recycled under a hard limit (``memory.keeper``).
     """
 
     floor_bytes: int
@@ -204,13 +205,15 @@ class Profile:
     batch_size: int
     measurements: Mapping[str, tuple[Measurement, ...]]
     split_refusal: str = ""
+    recycles: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What one training step does; made by the planner, carried out by execution.
 
-    ``return_freed_blocks`` asks for glibc thresholds that give memory back at once.
+    ``return_freed_blocks`` asks for the settings of ``memory.keeper``, which hold
+    little more than what is alive; without it the system's allocator is left alone.
     """
 
     policy: Policy

@@ -103,7 +103,9 @@ def make_plan(profile: Profile, budget_bytes: int, names: tuple[str, ...] = LADD
 def _plan(profile: Profile, name: str, size: int, predicted: int, budget_bytes: int) -> Plan:
     above_floor = predicted - profile.floor_bytes
     spacious = profile.floor_bytes + int(above_floor * ROOM_FOR_DEFAULT_ALLOCATOR)
-    roomy = name == "plain" and size == profile.batch_size and spacious <= budget_bytes
+    whole = name == "plain" and size == profile.batch_size
+    # Recycling is faster than glibc's defaults as well as smaller, so it is never given up.
+    roomy = whole and spacious <= budget_bytes and not profile.recycles
     if roomy:
         predicted = profile.floor_bytes + int(above_floor * DEFAULT_ALLOCATOR_GROWTH)
     pieces = "the whole batch" if size == profile.batch_size else f"pieces of {size}"
@@ -141,6 +143,20 @@ def tightest_first(plan: Plan, profile: Profile, names: tuple[str, ...] = LADDER
     if predicted >= plan.predicted_peak_bytes:
         return plan
     return replace(plan, policy=policy_named(name), predicted_peak_bytes=predicted)
+
+
+def tighter(
+    plan: Plan, profile: Profile, budget_bytes: int, names: tuple[str, ...] = LADDER
+) -> Plan | None:
+    """The next candidate that is predicted to hold less than ``plan`` does; None if there is none.
+
+    For a step that was refused memory although its plan was predicted to fit.
+    """
+    for name, size in _candidates(profile, names):
+        predicted = predict_peak(profile, name, size)
+        if predicted < plan.predicted_peak_bytes:
+            return _plan(profile, name, size, predicted, budget_bytes)
+    return None
 
 
 def correct(plan: Plan, profile: Profile, first: Plan, measured_peak_bytes: int) -> int:

@@ -25,7 +25,8 @@ from daf.execution.microbatch import (
     read_loss,
     split_refusal,
 )
-from daf.memory import allocator, measure
+from daf.memory import measure
+from daf.memory.keeper import MemoryKeeper
 from daf.plan import Measurement, Policy, Profile, proportional_peak
 
 PROBE_ELEMENTS = 4096
@@ -117,6 +118,7 @@ class Profiler:
         model: trained model, as it will be trained.
         optimizer: its optimizer; never stepped here.
         capture: the capture that training will use.
+        keeper: what the session set in the process.
         floor_bytes: the process before the model existed.
     """
 
@@ -125,11 +127,13 @@ class Profiler:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         capture: Capture,
+        keeper: MemoryKeeper,
         floor_bytes: int,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._capture = capture
+        self._keeper = keeper
         self._floor_bytes = floor_bytes
 
     def profile(
@@ -201,13 +205,15 @@ class Profiler:
             batch_size=batch_size(batch),
             measurements=measurements,
             split_refusal=refusal,
+            recycles=self._keeper.recycles,
         )
 
     def _measure(
         self, batch: Any, loss_fn: LossFunction, policy: Policy, examples: int
     ) -> Measurement:
         part = batch_slice(batch, 0, examples)
-        allocator.return_free_memory()
+        self._capture.release_scratch()
+        self._keeper.flush()
         measure.reset_peak()
         with self._capture.step(policy, seed=0, step_index=0, batch=part):
             loss = read_loss(loss_fn(self._model, part), examples)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
@@ -30,7 +29,8 @@ from daf.execution.microbatch import (
     scale_gradients,
 )
 from daf.execution.nonfinite import first_nonfinite
-from daf.memory import allocator, measure
+from daf.memory import measure
+from daf.memory.keeper import MemoryKeeper
 from daf.plan import (
     Measurement,
     Plan,
@@ -95,7 +95,6 @@ class Session:
         self.optimizer = optimizer
         self.budget_bytes = None if budget is None else _effective_budget(budget)
         self.floor_bytes = floor_bytes or measure.resident_bytes() - parameter_bytes(model)
-        self.settings: list[str] = []
         self.plan: Plan | None = None
         self.predicted_peak_bytes: int | None = None
         self.saved_bytes_plain = 0
@@ -110,7 +109,7 @@ class Session:
         self._step_index = 0
         self._planned_for_bytes = 0
         self._peak_bytes = 0
-        self._resources = ExitStack()
+        self._keeper = MemoryKeeper()
         if self.budget_bytes is not None:
             _refuse_gpu(model)
         measure.reset_peak()
@@ -128,8 +127,12 @@ class Session:
 
     def close(self) -> None:
         """Undo what was set in the process (see ``settings``)."""
-        self._resources.close()
-        self.settings.clear()
+        self._keeper.close()
+
+    @property
+    def settings(self) -> list[str]:
+        """What was set in the process for the budget's sake, in words; ``close`` undoes it."""
+        return self._keeper.settings
 
     @property
     def peak_bytes(self) -> int:
@@ -165,7 +168,7 @@ class Session:
             return self.plan
         self._refuse_without_room_to_measure()
         self._planned_for_bytes = batch_bytes(batch)
-        self._return_freed_blocks()
+        self._keeper.open()
         self._profile = self._measure_profile(batch, loss_fn, on_progress)
         plan = planner.make_plan(self._profile, self.budget_bytes, self._names)
         self.predicted_peak_bytes = plan.predicted_peak_bytes
@@ -193,10 +196,11 @@ class Session:
         running = self._first or plan
         self._begin_peak()
         start_s = time.perf_counter()
-        loss = self._forward_backward(batch, loss_fn, running)
+        loss, running = self._within_budget(batch, loss_fn, running)
         if running.return_freed_blocks:
             self._capture.release_scratch()
-        self.optimizer.step()
+        with self._keeper.unbounded():
+            self.optimizer.step()
         step_ms = 1000 * (time.perf_counter() - start_s)
         peak = self._end_peak()
         self._count_saved(batch)
@@ -239,12 +243,14 @@ class Session:
         self.saved_bytes_plain = state["saved_bytes_plain"]
         self.saved_bytes_peak = state["saved_bytes_peak"]
         if self.plan is not None and self.plan.return_freed_blocks:
-            self._return_freed_blocks()
+            self._keeper.open()
 
     def _measure_profile(
         self, batch: Any, loss_fn: LossFunction, on_progress: Callable[[str], None]
     ) -> Profile:
-        profiler = Profiler(self.model, self.optimizer, self._capture, self.floor_bytes)
+        profiler = Profiler(
+            self.model, self.optimizer, self._capture, self._keeper, self.floor_bytes
+        )
         policies = tuple(policy_named(name) for name in self._names)
         assert self.budget_bytes is not None
         return profiler.profile(
@@ -270,18 +276,42 @@ class Session:
                 least,
             )
 
-    def _return_freed_blocks(self) -> None:
-        if self.settings:
-            return
-        settings = self._resources.enter_context(allocator.ReturnFreedBlocks())
-        if settings.active:
-            size = format_bytes(allocator.RETURN_BLOCKS_FROM_BYTES)
-            self.settings.append(f"glibc returns freed blocks of {size} and more at once")
-
     def _adopt(self, plan: Plan) -> None:
         self.plan = plan
-        if not plan.return_freed_blocks and self.settings:
-            self.close()
+        if not plan.return_freed_blocks:
+            self._keeper.close()
+
+    def _within_budget(self, batch: Any, loss_fn: LossFunction, plan: Plan) -> tuple[float, Plan]:
+        """The gradient under this plan, or under a tighter one if an allocation was refused."""
+        before = _Before(self.model)
+        while True:
+            refusals = self._keeper.refusals()
+            if self.budget_bytes is not None:
+                self._keeper.bound(plan.predicted_peak_bytes, self.budget_bytes)
+            try:
+                return self._forward_backward(batch, loss_fn, plan), plan
+            except RuntimeError as error:
+                if self._keeper.refusals() == refusals:
+                    raise
+                self.optimizer.zero_grad(set_to_none=True)
+                self._capture.release_scratch()
+                before.restore()
+                plan = self._tighten(plan, error)
+
+    def _tighten(self, plan: Plan, error: RuntimeError) -> Plan:
+        """The next tighter plan, adopted; parameters are untouched and the step can be retried."""
+        assert self._profile is not None
+        assert self.budget_bytes is not None
+        tighter = planner.tighter(plan, self._profile, self.budget_bytes, self._names)
+        if tighter is None:
+            least = planner.least_budget(self._profile, self._names)
+            missed = max(least, self.budget_bytes + plan.predicted_peak_bytes // 10)
+            raise BudgetError(
+                planner.refusal(self._profile, self.budget_bytes, missed), missed
+            ) from error
+        self._first = None
+        self._adopt(tighter)
+        return tighter
 
     def _forward_backward(self, batch: Any, loss_fn: LossFunction, plan: Plan) -> float:
         self.optimizer.zero_grad(set_to_none=True)

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from daf.errors import BudgetError, NonFiniteLossError, UnitError
 from daf.execution.capture import Capture
 from daf.memory import measure
+from daf.memory.keeper import MemoryKeeper
+from daf.memory.recycling import unsupported_reason
 from daf.plan import coded_policy, plain_policy
 from daf.profiler import Profiler, optimizer_bytes_to_come, probe_sizes, undisturbed
 from daf.session import Session
@@ -263,6 +265,43 @@ def test_a_session_resumed_before_its_first_step_still_measures_that_step() -> N
         assert resumed.plan == session.plan
 
 
+@pytest.mark.skipif(unsupported_reason() is not None, reason=str(unsupported_reason()))
+def test_a_step_that_is_refused_memory_is_retried_under_a_tighter_plan() -> None:
+    batch = images(64, 64)
+    model, twin = convolutional(), convolutional()
+    with Session(model, sgd(model), "8GB") as session:
+        session.prepare(batch, cross_entropy)
+        session._first = None
+        assert session.plan is not None
+        assert session.plan.policy.name == "plain"
+        # As if other memory had grown since: plain no longer fits, codes do.
+        session.budget_bytes = measure.resident_bytes() + 80_000_000
+        report = session.step(batch, cross_entropy)
+        assert session.plan.policy.name not in ("plain", "exact")
+        assert session.peak_bytes <= session.budget_bytes
+    # One step's statistics, not two; and the loss that plain would have had.
+    assert report.loss == plain_steps(twin, batch, 1)[0]
+    assert torch.equal(model[1].running_mean, twin[1].running_mean)
+    assert int(model[1].num_batches_tracked) == 1
+
+
+@pytest.mark.skipif(unsupported_reason() is not None, reason=str(unsupported_reason()))
+def test_a_step_that_nothing_can_hold_leaves_the_parameters_alone() -> None:
+    model, batch = convolutional(), images(64, 64)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with Session(model, sgd(model), "8GB") as session:
+        session.prepare(batch, cross_entropy)
+        session._first = None
+        session.budget_bytes = measure.resident_bytes() + 20_000_000
+        with pytest.raises(BudgetError) as caught:
+            session.step(batch, cross_entropy)
+        assert caught.value.least_bytes is not None
+        assert caught.value.least_bytes > session.budget_bytes
+        assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+        session.budget_bytes = measure.resident_bytes() + 400_000_000
+        assert math.isfinite(session.step(batch, cross_entropy).loss)
+
+
 def test_a_larger_batch_is_planned_for_anew_and_a_smaller_one_is_not() -> None:
     model = convolutional()
     with Session(model, sgd(model), "8GB", bits=4) as session:
@@ -297,7 +336,7 @@ def test_what_is_set_is_stated_and_undone() -> None:
     with Session(model, sgd(model), measure.resident_bytes() + 60_000_000) as session:
         session.step(batch, cross_entropy)
         stated = list(session.settings)
-    assert all("glibc" in line for line in stated)
+    assert any("glibc" in line for line in stated)
     assert session.settings == []
 
 
@@ -314,6 +353,7 @@ BUDGETED = """
 import json, torch, torch.nn.functional as F
 from daf.errors import BudgetError
 from daf.memory import measure
+from daf.memory.keeper import MemoryKeeper
 from daf.session import Session
 from daf.training.models import find_model
 
@@ -365,7 +405,7 @@ def test_peak_covers_profiling_and_steps() -> None:
 
 def test_profiler_measures_every_policy_asked_for() -> None:
     model, batch = convolutional(), images()
-    profiler = Profiler(model, sgd(model), Capture(model), floor_bytes=0)
+    profiler = Profiler(model, sgd(model), Capture(model), MemoryKeeper(), floor_bytes=0)
     found = profiler.profile(
         batch, cross_entropy, (plain_policy(), coded_policy(4)), 8 * 10**9, allow_split=True
     )

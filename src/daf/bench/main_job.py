@@ -22,6 +22,7 @@ from typing import Any
 from daf.bench.contestant import Contestant, Entry, contestants
 from daf.bench.result import BenchResult, median_ratio
 from daf.memory import cgroup
+from daf.memory.recycling import unsupported_reason
 
 SHARED_CIFAR = "cifar10_10k_2k.npz"
 WARM_UP_STEPS = 3
@@ -156,10 +157,16 @@ def compare_seed(
 def same_allocator_row(
     job: MainJob, memory_format: str, on_progress: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Plain PyTorch under the allocator thresholds that a budget sets."""
-    entry = _entry(job, "plain", memory_format=memory_format, return_freed_blocks=True)
+    """Plain PyTorch under the allocator settings that a budget makes (memory/keeper.py)."""
+    entry = _entry(
+        job,
+        "plain",
+        memory_format=memory_format,
+        return_freed_blocks=True,
+        recycle=unsupported_reason() is None,
+    )
     with contestants([entry]) as (plain,):
-        _interleave([plain], job.format_steps, on_progress, "plain, freed blocks returned")
+        _interleave([plain], job.format_steps, on_progress, "plain, our allocator settings")
         return {
             "part": "same allocator",
             "contestant": "plain",

@@ -60,8 +60,9 @@ class _TensorBuffer:
     __slots__ = ("_bytes", "_store", "nbytes", "pointer")
 
     def __init__(self, store: PlainStore, nbytes: int) -> None:
-        self._bytes = torch.empty(nbytes, dtype=torch.uint8)
         self._store = store
+        self.nbytes = 0  # until there are any: the allocation may be refused
+        self._bytes = torch.empty(nbytes, dtype=torch.uint8)
         self.nbytes = nbytes
         self.pointer = self._bytes.data_ptr()
 

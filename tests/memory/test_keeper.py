@@ -1,0 +1,86 @@
+"""Under a budget an allocation beyond it is refused, and everything set is undone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from daf.memory import measure
+from daf.memory.keeper import MemoryKeeper
+from daf.memory.recycling import unsupported_reason
+
+MIB = 2**20
+REASON = unsupported_reason()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+
+@pytest.fixture
+def keeper() -> MemoryKeeper:
+    made = MemoryKeeper()
+    made.open()
+    yield made
+    made.close()
+
+
+def hold(count_mib: int) -> torch.Tensor:
+    return torch.ones(count_mib * MIB, dtype=torch.uint8)
+
+
+def whole(block: torch.Tensor) -> bool:
+    """Is every byte what was written? (Looked at without allocating.)"""
+    return set(memoryview(block.numpy()[:: 1 << 12])) == {1} and block[-1].item() == 1
+
+
+def test_beyond_the_budget_an_allocation_is_refused_and_counted(keeper: MemoryKeeper) -> None:
+    budget = measure.resident_bytes() + 100 * MIB
+    keeper.bound(budget, budget)
+    assert whole(hold(64))
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        hold(128)
+    assert keeper.refusals() >= 1
+    assert whole(hold(64))
+
+
+def test_beyond_what_was_expected_freed_blocks_go_first_and_nothing_is_refused(
+    keeper: MemoryKeeper,
+) -> None:
+    resident = measure.resident_bytes()
+    keeper.bound(resident + 100 * MIB, resident + 400 * MIB)
+    refusals = keeper.refusals()
+    for size in (40, 60, 30, 70, 50):
+        hold(size)
+        assert measure.resident_bytes() < resident + 100 * MIB
+    assert whole(hold(200))
+    assert keeper.refusals() == refusals
+
+
+def test_what_must_not_fail_half_way_is_not_bounded(keeper: MemoryKeeper) -> None:
+    budget = measure.resident_bytes() + 50 * MIB
+    keeper.bound(budget, budget)
+    with keeper.unbounded():
+        held = hold(100)
+    assert whole(held)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        hold(100)
+
+
+def test_flush_gives_recycled_blocks_back(keeper: MemoryKeeper) -> None:
+    hold(100)
+    before = measure.resident_bytes()
+    keeper.flush()
+    assert before - measure.resident_bytes() > 90 * MIB
+
+
+def test_closing_undoes_everything_and_survivors_stay_valid() -> None:
+    keeper = MemoryKeeper()
+    keeper.open()
+    stated = list(keeper.settings)
+    survivor = hold(16)
+    budget = measure.resident_bytes() + 20 * MIB
+    keeper.bound(budget, budget)
+    keeper.close()
+    assert any("recycled" in line for line in stated)
+    assert keeper.settings == []
+    assert not keeper.recycles
+    assert whole(hold(100))
+    assert whole(survivor)
