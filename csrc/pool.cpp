@@ -13,7 +13,7 @@ namespace {
 // A handle is a serial number that no other allocation of this process ever has, and the slot
 // where to look: so a handle of another pool, or of a tensor released before, is never found.
 constexpr uint64_t slot_bits = 24, most_slots = uint64_t(1) << slot_bits;
-constexpr size_t most_evictions_logged = 1024;
+constexpr size_t most_evictions_logged = 256;
 
 uint64_t next_serial() {
   static std::atomic<uint64_t> serial{0};
@@ -295,7 +295,7 @@ void Pool::leave_tree(const Tensor& tensor) {
 
 GivenUp Pool::set_cap(uint64_t bytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const Statistics before = count_up();
+  const GivenUp before = given_up();
   cap_bytes_ = bytes;
   shrink_to_cap();
   return since(before);
@@ -303,7 +303,7 @@ GivenUp Pool::set_cap(uint64_t bytes) {
 
 GivenUp Pool::evict(uint64_t bytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const Statistics before = count_up();
+  const GivenUp before = given_up();
   const uint64_t pages = bytes / page_bytes_ + (bytes % page_bytes_ != 0);
   evict_pages(std::min(pages, evictable_pages_));
   return_surplus();
@@ -315,14 +315,15 @@ uint64_t Pool::trim() {
   return return_groups(empty_groups().count()) * group_bytes_;
 }
 
-GivenUp Pool::since(const Statistics& before) const {
-  const Statistics now = count_up();
-  GivenUp given;
-  given.pages = now.evicted_pages - before.evicted_pages;
-  given.payload_bytes = now.evicted_payload_bytes - before.evicted_payload_bytes;
-  given.returned_bytes = now.returned_bytes - before.returned_bytes;
-  given.over_bytes = now.held_bytes() > cap_bytes_ ? now.held_bytes() - cap_bytes_ : 0;
-  return given;
+GivenUp Pool::given_up() const {
+  return {evicted_pages_, evicted_payload_, returned_ * group_bytes_, 0};
+}
+
+GivenUp Pool::since(const GivenUp& before) const {
+  const GivenUp now = given_up();
+  const uint64_t held = held_bytes();
+  return {now.pages - before.pages, now.payload_bytes - before.payload_bytes,
+          now.returned_bytes - before.returned_bytes, held > cap_bytes_ ? held - cap_bytes_ : 0};
 }
 
 void Pool::evict_pages(uint64_t pages) {
@@ -365,8 +366,8 @@ void Pool::log_eviction(const Tensor& tensor, uint32_t plane) {
 
 std::vector<Eviction> Pool::take_evictions(uint64_t* lost) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  std::vector<Eviction> taken(evictions_);
-  evictions_.clear();
+  const std::vector<Eviction> taken(evictions_);
+  evictions_.clear();  // keeps its memory
   *lost = evictions_lost_;
   evictions_lost_ = 0;
   return taken;

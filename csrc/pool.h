@@ -55,9 +55,9 @@ struct Request {
 };
 
 struct GivenUp {
-  uint64_t pages = 0, payload_bytes = 0;
-  uint64_t returned_bytes = 0;  // to the system
-  uint64_t over_bytes = 0;      // still held above the cap: pinned, or never to be given up
+  uint64_t pages, payload_bytes;
+  uint64_t returned_bytes;  // to the system
+  uint64_t over_bytes;      // still held above the cap: pinned, or never to be given up
 };
 
 struct Eviction {
@@ -176,7 +176,8 @@ class Pool {
   void evict_page();
   void evict_pages(uint64_t pages);
   void log_eviction(const Tensor& tensor, uint32_t plane);
-  GivenUp since(const Statistics& before) const;
+  GivenUp given_up() const;
+  GivenUp since(const GivenUp& before) const;
   Statistics count_up() const;
   void note_peaks();
 

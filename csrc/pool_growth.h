@@ -30,32 +30,32 @@ class Growth {
 
   // How many groups to add where `missing` are needed; missing <= headroom.
   //
-  // Adaptive: a few allocations ahead (demand), yet not more than a 128th of what lives, so that
+  // Adaptive: a few allocations ahead (demand), yet not more than a 256th of what lives, so that
   // the pool never holds much more than it uses; nothing beyond the need where enough lies free
   // already but in pieces (fragmentation); and at most an eighth of what the cap leaves
   // (headroom), so that the last bytes before eviction are taken in small steps.
   uint64_t step(uint64_t missing, const Supply& supply) const {
     if (increment_)
       return std::min((missing + increment_ - 1) / increment_ * increment_, supply.headroom);
-    const bool in_pieces = supply.empty > supply.live / 128;
+    const bool in_pieces = supply.empty > supply.live / 256;
     const uint64_t ahead =
-        in_pieces ? 0 : std::min({uint64_t(4 * demand_), supply.live / 128, supply.headroom / 8});
+        in_pieces ? 0 : std::min({uint64_t(4 * demand_), supply.live / 256, supply.headroom / 8});
     return std::min(std::max(missing, ahead), supply.headroom);
   }
 
   // How many of the empty groups to give back now.
   //
-  // Adaptive: none until a 64th of what lives is empty (or a few groups, where little lives),
-  // then all but a 128th: so that a page is not given back and taken again at every turn.
+  // Adaptive: none until a 128th of what lives is empty (or a few groups, where little lives),
+  // then all but a 256th: so that a page is not given back and taken again at every turn.
   // Fixed: whole increments, keeping one.
   uint64_t surplus(const Supply& supply) const {
     if (increment_) {
       const uint64_t whole = supply.empty / increment_;
       return whole > 1 ? (whole - 1) * increment_ : 0;
     }
-    const uint64_t least = 4;
-    const uint64_t most_kept = std::max(supply.live / 64, 2 * least);
-    return supply.empty <= most_kept ? 0 : supply.empty - std::max(supply.live / 128, least);
+    const uint64_t few = 2;
+    const uint64_t most_kept = std::max(supply.live / 128, 2 * few);
+    return supply.empty <= most_kept ? 0 : supply.empty - std::max(supply.live / 256, few);
   }
 
  private:

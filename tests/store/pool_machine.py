@@ -176,10 +176,10 @@ class Machine:
         self.compare()
 
     def check_surplus(self) -> None:
-        """No more than a 64th of what lives is kept empty."""
+        """No more than a 128th of what lives is kept empty."""
         if self.page_bytes >= SYSTEM_PAGE:
             live = self.model.live_pages
-            assert self.account["free_bytes"] <= max(live // 64, 8) * self.page_bytes
+            assert self.account["free_bytes"] <= max(live // 128, 4) * self.page_bytes
 
     def check_deeply(self) -> None:
         assert self.pool.is_sound()

@@ -11,6 +11,8 @@ from rich.table import Table
 
 from daf.bench import allocator as allocator_bench
 from daf.bench import main_job
+from daf.bench import pool as pool_bench
+from daf.bench.pool_picture import draw_times
 from daf.bench.result import BenchResult
 from daf.report.allocator_picture import draw_trade
 
@@ -65,6 +67,23 @@ def allocator_command(
         result = allocator_bench.run(job, on_progress=status.update)
     if picture is not None:
         draw_trade(result.rows, picture)
+    show(result, as_json=as_json)
+
+
+@app.command("pool")
+def pool_command(
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw time against live pages into this PNG file.")
+    ] = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Time the paged pool, and compare what it wastes with malloc, best fit and fixed growth."""
+    job = pool_bench.quick_job() if quick else pool_bench.PoolJob()
+    with Console(stderr=True).status("starting") as status:
+        result = pool_bench.run(job, on_progress=status.update)
+    if picture is not None:
+        draw_times(result.rows, picture)
     show(result, as_json=as_json)
 
 

@@ -251,7 +251,7 @@ class PagedStore:
     def take_evictions(self) -> tuple[tuple[EvictedPlane, ...], int]:
         """What was given up since the last call, oldest first; and how many entries were lost.
 
-        The pool remembers 1,024 entries (a plane of a tensor each); beyond that it only counts.
+        The pool remembers 256 entries (a plane of a tensor each); beyond that it only counts.
         """
         entries, lost = self.native.take_evictions()
         return tuple(EvictedPlane(*entry) for entry in entries), lost

@@ -1,0 +1,94 @@
+"""The pool's benchmark: every contestant plays the same trace, and the figures come from it."""
+
+from __future__ import annotations
+
+import json
+import platform
+from pathlib import Path
+
+import daf._native as _native
+import numpy as np
+import pytest
+
+from daf.bench import pool as bench
+from daf.bench.pool_picture import draw_times
+from daf.bench.pool_trace import ALLOCATE, MARK, RELEASE, Operations, Shape, make_operations, play
+from daf.kernels import header_bytes, plane_bytes
+
+GLIBC = platform.libc_ver()[0] == "glibc"
+CONTESTANTS = ["adaptive", "fixed", "fixed-cut", "best-fit"] + GLIBC * ["malloc", "malloc-return"]
+SHAPE = Shape(6, least_tensors=5, most_tensors=9, most_count=2**19, survivors=0.2)
+
+
+def payloads(operations: Operations) -> list[int]:
+    """Bytes alive after each operation, added up by hand."""
+    alive: dict[int, int] = {}
+    out = []
+    for operation in operations:
+        name, count = int(operation["id"]), int(operation["count"])
+        if operation["action"] == ALLOCATE:
+            assert name not in alive
+            alive[name] = plane_bytes(count, int(operation["bits"])) + header_bytes(count)
+        elif operation["action"] == RELEASE:
+            del alive[name]
+        out.append(sum(alive.values()))
+    return out
+
+
+def test_traces_are_made_of_whole_lives() -> None:
+    operations, tensors = make_operations(SHAPE)
+    alive = payloads(operations)
+    assert (operations["action"] == MARK).sum() == 6
+    assert 0 < alive[-1] < max(alive) / 2  # most is freed in the end, some survives
+    assert len(tensors) in range(5, 10)
+    assert {bits for _, bits in tensors} <= {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("contestant", CONTESTANTS)
+def test_every_contestant_holds_what_lives(contestant: str) -> None:
+    operations, _ = make_operations(SHAPE)
+    samples, seconds = play(contestant, 1024, None, operations)
+    assert samples["payload_bytes"].tolist() == payloads(operations)
+    marks = operations["action"] == MARK
+    assert (samples["held_bytes"] >= samples["payload_bytes"])[marks].all()
+    assert (samples["resident_bytes"][marks] >= 0.9 * samples["payload_bytes"][marks]).all()
+    assert (samples["evicted_pages"] == 0).all()
+    assert seconds > 0
+
+
+def test_pools_stay_below_a_cap_by_evicting() -> None:
+    shape = Shape(6, least_tensors=5, most_tensors=9, most_count=2**19, minimum_bits=1)
+    operations, _ = make_operations(shape)
+    free, _ = play("adaptive", 1024, None, operations)
+    cap = int(0.8 * free["held_bytes"].max())
+    samples, _ = play("adaptive", 1024, cap, operations)
+    assert samples["held_bytes"].max() <= cap
+    assert samples["evicted_pages"][-1] > 0
+    assert (np.diff(samples["evicted_pages"].astype(int)) >= 0).all()
+
+
+def test_an_unknown_contestant_is_refused() -> None:
+    operations, _ = make_operations(Shape(1))
+    with pytest.raises(_native.pool.MisuseError, match="there are adaptive"):
+        _native.pool.replay("buddy", 1024, None, operations.ctypes.data, 0, 0)
+
+
+@pytest.mark.skipif(not GLIBC, reason="compares with glibc's malloc")
+def test_the_whole_benchmark_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "_TIMED_PAGES", (100, 1000))
+    job = bench.PoolJob(3, stress_iterations=4, growth_iterations=2, halvings=1, halved_bytes=10**7)
+    result = bench.run(job)
+    content = json.loads(result.as_json())
+    assert set(content["figures"]) >= {
+        "op_us_at_1e6",
+        "effective_over_theoretical_worst",
+        "evictions_vs_fixed_increment",
+        "cap_halved_ms",
+    }
+    assert {row["part"] for row in content["rows"]} == {"time", "stress", "growth", "halving"}
+    halved = next(row for row in result.rows if row["part"] == "halving")
+    assert halved["held_after_bytes"] <= halved["held_bytes"] // 2
+    assert halved["over_bytes"] == 0
+    assert halved["predicted_relative_error"] > halved["relative_error_before"]
+    draw_times(result.rows, tmp_path / "times.png")
+    assert (tmp_path / "times.png").read_bytes().startswith(b"\x89PNG")
