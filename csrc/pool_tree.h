@@ -1,11 +1,13 @@
 // A red–black tree of slots ordered by importance; equal ones in the order they came.
 //
 // Cormen, Leiserson, Rivest and Stein, "Introduction to Algorithms", chapter 13, with links that
-// are 32-bit places in one array: a node is 24 bytes and moves with nobody. The least one is kept
-// at hand. Insert and erase are O(log n), least is O(1).
+// are places in one array: a node is 16 bytes, four to a cache line, and moves with nobody. What
+// insert costs is the lower levels' cache misses, so small nodes are what makes it fast. The
+// least node is kept at hand. Insert and erase are O(log n), least is O(1).
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "pool_array.h"
 
@@ -24,17 +26,22 @@ class ImportanceTree {
   bool empty() const { return root_ == nil; }
   uint32_t least() const { return least_ - 1; }
 
+  // Importance is 0 or more; numbers closer than a millionth of themselves count as equal.
   void insert(uint32_t slot, double importance) {
-    const uint32_t fresh = slot + 1;
+    const uint32_t fresh = slot + 1, key = key_of(importance);
     uint32_t parent = nil;
     bool is_left = false, is_least = true;
     for (uint32_t at = root_; at != nil;) {
       parent = at;
-      is_left = importance < nodes_[at].importance;
+      is_left = key < nodes_[at].key;
       is_least = is_least && is_left;
       at = is_left ? nodes_[at].left : nodes_[at].right;
     }
-    nodes_[fresh] = {importance, nil, nil, parent, true};
+    Node& node = nodes_[fresh];
+    node.key = key;
+    node.left = node.right = nil;
+    node.parent = parent;
+    node.red = true;
     if (parent == nil) {
       root_ = fresh;
     } else {
@@ -72,10 +79,18 @@ class ImportanceTree {
 
  private:
   struct Node {
-    double importance;
-    uint32_t left, right, parent;
-    bool red;
+    uint32_t key, left, right;
+    uint32_t parent : 31, red : 1;
   };
+
+  // The upper half of a number's bits: numbers from 0 up are ordered as their bits are.
+  static uint32_t key_of(double importance) {
+    const double positive = importance + 0.0;  // -0 becomes 0
+    uint64_t bits;
+    std::memcpy(&bits, &positive, sizeof bits);
+    return uint32_t(bits >> 32);
+  }
+
   // Stands for every missing child; its parent is written while a node is erased.
   static constexpr uint32_t nil = 0;
 
@@ -196,8 +211,8 @@ class ImportanceTree {
       if (child == nil) continue;
       if (nodes_[child].parent != at || (node.red && nodes_[child].red)) return -1;
     }
-    if (node.left != nil && nodes_[node.left].importance > node.importance) return -1;
-    if (node.right != nil && nodes_[node.right].importance < node.importance) return -1;
+    if (node.left != nil && nodes_[node.left].key > node.key) return -1;
+    if (node.right != nil && nodes_[node.right].key < node.key) return -1;
     const int left = black_height(node.left), right = black_height(node.right);
     return left < 0 || left != right ? -1 : left + !node.red;
   }

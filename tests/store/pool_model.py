@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import struct
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
+
+
+def order_key(importance: float) -> int:
+    """Importance is compared to about one part in a million: by the upper half of its bits."""
+    return int(struct.unpack("<Q", struct.pack("<d", importance))[0]) >> 32
 
 
 def ceil_divide(value: int, unit: int) -> int:
@@ -20,7 +26,7 @@ class ModelTensor:
     page_bytes: int
     pins: int = 1
     kept_by_run: list[int] = field(default_factory=list)
-    key: tuple[float, int] | None = None
+    key: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         blocks = ceil_divide(self.count, 256)
@@ -57,7 +63,7 @@ class PoolModel:
         self.page_bytes = page_bytes
         self.tensors: dict[int, ModelTensor] = {}
         self.spans: dict[int, int] = {}
-        self.order: list[tuple[float, int, int]] = []
+        self.order: list[tuple[int, int, int]] = []
         self.entered = 0
         self.evicted_pages = 0
         self.evicted_payload = 0
@@ -70,7 +76,8 @@ class PoolModel:
         if tensor.pins or not tensor.spare:
             return
         self.entered += 1
-        tensor.key = (tensor.importance[max(tensor.kept_by_run) - 1], self.entered)
+        least = tensor.importance[max(tensor.kept_by_run) - 1]
+        tensor.key = (order_key(least), self.entered)
         insort(self.order, (*tensor.key, handle))
         self.spare += tensor.spare
 

@@ -12,7 +12,7 @@ _COLOURS = {"insert": "#1b6ca8", "evict": "#c8553d", "free": "#588157"}
 
 
 def draw_times(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw the ``time`` rows as a PNG: dots are medians, lines the best a + b log n."""
+    """Draw the ``time`` rows as a PNG: dots are medians; dashed, log n through the first dot."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # heavy, and wanted only here
     from matplotlib.figure import Figure
 
@@ -32,11 +32,9 @@ def _draw_panel(panel: Any, subject: str, rows: Sequence[Mapping[str, Any]]) -> 
         own = [row for row in rows if row["operation"] == operation]
         live = np.array([row["live"] for row in own], float)
         micros = np.array([row["us_per_page"] for row in own])
-        slope, start = np.polyfit(np.log2(live), micros, 1)
-        smooth = np.geomspace(live.min(), live.max(), 50)
-        panel.plot(smooth, start + slope * np.log2(smooth), color=colour, linewidth=1)
-        label = f"{operation}: {1e3 * slope:+.0f} ns per doubling"
-        panel.plot(live, micros, "o", color=colour, label=label)
+        panel.plot(live, micros, "o-", color=colour, linewidth=1, markersize=4, label=operation)
+        logarithm = micros[0] * np.log(live) / np.log(live[0])
+        panel.plot(live, logarithm, "--", color=colour, linewidth=0.8, alpha=0.6)
     panel.set_xscale("log")
     panel.set_ylim(bottom=0)
     panel.set_title(subject)

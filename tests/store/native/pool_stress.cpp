@@ -1,0 +1,144 @@
+// Random operations on one pool from several threads, every page's content checked.
+//
+// Usage: pool_stress OPERATIONS SEED. Each thread writes its own byte into all that it allocates
+// and must find it in whatever planes are left, while others evict, move the cap and misuse
+// handles. Ends with 0 and "ok", or with a message and 1. Built with sanitizers by
+// test_pool_native.py.
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "pool.h"
+
+using namespace daf::paging;
+
+namespace {
+
+constexpr int threads = 3;
+std::atomic<bool> good{true};
+
+void expect(bool condition, const char* what) {
+  if (!condition && good.exchange(false)) std::fprintf(stderr, "%s\n", what);
+}
+
+template <class Work>
+void for_each_page(const View& view, Work work) {
+  for (uint64_t run = 0; run < view.runs; ++run)
+    for (int plane = 0; plane < view.kept_bits(run); ++plane)
+      work(reinterpret_cast<uint8_t*>(view.plane(plane, run)));
+}
+
+class Worker {
+ public:
+  Worker(Pool& pool, uint64_t seed, uint8_t mark) : pool_(pool), random_(seed), mark_(mark) {}
+
+  void work(int operations) {
+    for (int i = 0; i < operations && good; ++i) {
+      try {
+        step();
+      } catch (const FullError&) {
+      }
+    }
+    for (const uint64_t handle : tensors_) pool_.release(handle);
+    for (const uint64_t handle : spans_) pool_.release(handle);
+  }
+
+ private:
+  void step() {
+    const uint64_t choice = random_() % 20;
+    if (choice < 7 || tensors_.empty()) return allocate();
+    if (choice < 12) return release();
+    if (choice < 16) return check(any());
+    if (choice < 18) return span();
+    if (choice < 19) return press();
+    misuse();
+  }
+
+  uint64_t any() { return tensors_[random_() % tensors_.size()]; }
+
+  void allocate() {
+    const int bits = 1 + int(random_() % 8), minimum = 1 + int(random_() % bits);
+    double importance[8];
+    for (double& each : importance) each = double(random_() % 5);
+    const uint64_t count = random_() % 100000;
+    const uint64_t handle =
+        pool_.allocate({count, bits, minimum, random_() % 2 == 0, importance, mark_});
+    for_each_page(pool_.pin(handle),
+                  [&](uint8_t* page) { std::memset(page, mark_, pool_.page_bytes()); });
+    pool_.unpin(handle);
+    pool_.unpin(handle);
+    tensors_.push_back(handle);
+  }
+
+  void release() {
+    std::swap(tensors_[random_() % tensors_.size()], tensors_.back());
+    check(tensors_.back());
+    pool_.release(tensors_.back());
+    tensors_.pop_back();
+  }
+
+  void check(uint64_t handle) {
+    for_each_page(pool_.pin(handle), [&](uint8_t* page) {
+      expect(page[0] == mark_ && page[pool_.page_bytes() - 1] == mark_, "a page changed owner");
+    });
+    pool_.unpin(handle);
+  }
+
+  void span() {
+    if (spans_.size() > 5) {
+      pool_.release(spans_.back());
+      return spans_.pop_back();
+    }
+    const uint64_t bytes = random_() % 50000, handle = pool_.allocate_span(bytes, 0);
+    std::memset(pool_.span_address(handle), mark_, bytes);
+    spans_.push_back(handle);
+  }
+
+  void press() {
+    pool_.set_cap(random_() % 8 ? 300000 + random_() % 1000000 : no_cap);
+    pool_.evict(random_() % 20000);
+    pool_.trim();
+  }
+
+  void misuse() {
+    const uint64_t foreign = any() + (uint64_t(1) << 50);
+    try {
+      pool_.release(foreign);
+      expect(false, "a handle that nobody was given was released");
+    } catch (const MisuseError&) {
+    }
+  }
+
+  Pool& pool_;
+  std::mt19937_64 random_;
+  uint8_t mark_;
+  std::vector<uint64_t> tensors_, spans_;
+};
+
+void stress(uint64_t page_bytes, int operations, uint64_t seed) {
+  Pool pool({uint64_t(1) << 32, page_bytes, no_cap, 0, false, true});
+  std::vector<std::thread> running;
+  for (int i = 1; i <= threads; ++i)
+    running.emplace_back(
+        [&pool, operations, seed, i] { Worker(pool, seed + i, uint8_t(i)).work(operations); });
+  for (std::thread& each : running) each.join();
+  pool.set_cap(no_cap);
+  expect(pool.is_sound(), "the parts of the pool disagree");
+  expect(pool.statistics().live_pages == 0, "pages are left");
+  expect(pool.statistics().evicted_pages > 0, "nothing was ever evicted");
+}
+
+}  // namespace
+
+int main(int, char** arguments) {
+  const int operations = std::atoi(arguments[1]) / (3 * threads);
+  for (const uint64_t page_bytes : {256, 4096, 16384})
+    stress(page_bytes, operations, std::strtoull(arguments[2], nullptr, 10));
+  if (good) std::puts("ok");
+  return good ? 0 : 1;
+}
