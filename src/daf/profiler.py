@@ -25,7 +25,7 @@ from daf.execution.microbatch import (
     read_loss,
     split_refusal,
 )
-from daf.memory import measure
+from daf.memory import compiler, measure
 from daf.memory.keeper import MemoryKeeper
 from daf.plan import Measurement, Policy, Profile, proportional_peak
 
@@ -80,7 +80,7 @@ def _state_ratio(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> flo
     settings = {name: group[name] for name in optimizer.defaults if name in group}
     try:
         trial = type(optimizer)([probe], **settings)
-        trial.step()
+        compiler.step(trial)
     except (TypeError, ValueError, RuntimeError):
         return 2.0
     return _state_bytes(trial.state[probe]) / probe.nbytes
@@ -196,6 +196,7 @@ class Profiler:
         self, batch: Any, measurements: dict[str, tuple[Measurement, ...]], refusal: str
     ) -> Profile:
         """The Profile's fixed terms around given measurements."""
+        self._keeper.flush()
         return Profile(
             floor_bytes=self._floor_bytes,
             resident_bytes=measure.resident_bytes(),

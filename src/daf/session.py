@@ -29,7 +29,7 @@ from daf.execution.microbatch import (
     scale_gradients,
 )
 from daf.execution.nonfinite import first_nonfinite
-from daf.memory import measure
+from daf.memory import compiler, measure
 from daf.memory.keeper import MemoryKeeper
 from daf.plan import (
     Measurement,
@@ -200,7 +200,7 @@ class Session:
         if running.return_freed_blocks:
             self._capture.release_scratch()
         with self._keeper.unbounded():
-            self.optimizer.step()
+            compiler.step(self.optimizer)
         step_ms = 1000 * (time.perf_counter() - start_s)
         peak = self._end_peak()
         self._count_saved(batch)

@@ -8,7 +8,6 @@ it can miss what happens between two samples; ``peak_is_exact`` says which.
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from pathlib import Path
@@ -62,15 +61,11 @@ def warm_up() -> None:
     """Run one operation of each heavy kind, so that the floor holds torch's thread pool and code.
 
     Part of the floor's definition (design, section 1): the same for every contestant.
-    The optimizer's step is among them because the first one in a process imports
-    torch's compiler, some 70 MB that are no model's.
     """
     images = torch.ones(2, 8, 16, 16, requires_grad=True)
     weight = torch.ones(8, 8, 3, 3, requires_grad=True)
     convolved = torch.nn.functional.conv2d(images, weight, padding=1)
     (convolved.flatten(1) @ torch.ones(8 * 16 * 16, 4)).sum().backward()  # type: ignore[no-untyped-call]
-    torch.optim.SGD([weight], lr=0.1, momentum=0.9).step()
-    gc.collect()
 
 
 class MemoryTimeline:

@@ -17,7 +17,7 @@ from daf.store.layout import Layout
 
 # Below this, the system allocator itself keeps and reuses blocks.
 SMALLEST_BLOCK_BYTES = 1 << 20
-MOST_BLOCKS = 2
+MOST_BLOCKS = 1
 
 
 class Scratch:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from daf.memory import measure
+from daf.memory import compiler, measure
 from daf.session import Session
 from daf.training.batches import Batch, BatchOrder, Indices
 from daf.training.data import load_data
@@ -74,6 +74,7 @@ def make_job(settings: TrainSettings) -> Job:
     memory_format = _memory_format(settings, goal)
     model.to(memory_format=memory_format)  # type: ignore[call-overload]
     task = make_task(goal, data, model, memory_format=memory_format, augment=settings.augment)
+    compiler.keep_out()
     optimizer = make_optimizer(optimizer_name, list(model.parameters()), settings)
     order = BatchOrder(task.train_examples, settings.batch_size, settings.seed)
     session = Session(
