@@ -39,11 +39,11 @@ Source make_source(uintptr_t address, int type, uint64_t count, const Affine& af
   return {at<const void>(address), ElementType(type), count, affine};
 }
 
-Target make_target(uintptr_t address, int type, uint64_t count, const Affine& affine, uintptr_t mask,
-                   bool accumulate) {
+Target make_target(uintptr_t address, int type, uint64_t count, const Affine& affine,
+                   uintptr_t mask, bool accumulate) {
   const bool stream = !accumulate && count * 4 >= stream_from_bytes;
-  return {at<void>(address), ElementType(type), count, affine, at<const uint32_t>(mask), accumulate,
-          stream};
+  return {at<void>(address),        ElementType(type), count, affine,
+          at<const uint32_t>(mask), accumulate,        stream};
 }
 
 Target plain_target(uintptr_t address, int type, uint64_t count) {
@@ -90,31 +90,33 @@ void encode_rotated(const std::string& set, uintptr_t source, int type, uint64_t
 
 void decode_rotated(const std::string& set, uintptr_t planes, uintptr_t headers, uint64_t count,
                     int kept_bits, int rounds, uint64_t key, uintptr_t levels,
-                    uintptr_t destination, int type, int threads, const nb::tuple& affine, uintptr_t mask,
-                    bool accumulate) {
-  const DecodeRotated job{make_target(destination, type, count, make_affine(affine), mask, accumulate),
-                          kept_bits,
-                          rounds,
-                          key,
-                          at<const uint32_t>(planes),
-                          at<const uint16_t>(headers),
-                          at<const float>(levels)};
+                    uintptr_t destination, int type, int threads, const nb::tuple& affine,
+                    uintptr_t mask, bool accumulate) {
+  const DecodeRotated job{
+      make_target(destination, type, count, make_affine(affine), mask, accumulate),
+      kept_bits,
+      rounds,
+      key,
+      at<const uint32_t>(planes),
+      at<const uint16_t>(headers),
+      at<const float>(levels)};
   run(job, table_named(set).decode_rotated, count, threads);
 }
 
 void encode_minmax(const std::string& set, uintptr_t source, int type, uint64_t count, int bits,
                    uint64_t key, uintptr_t planes, uintptr_t headers, int threads,
                    const nb::tuple& affine) {
-  const EncodeMinmax job{make_source(source, type, count, make_affine(affine)), bits, key, at<uint32_t>(planes),
-                         at<uint16_t>(headers)};
+  const EncodeMinmax job{make_source(source, type, count, make_affine(affine)), bits, key,
+                         at<uint32_t>(planes), at<uint16_t>(headers)};
   run(job, table_named(set).encode_minmax, count, threads);
 }
 
 void decode_minmax(const std::string& set, uintptr_t planes, uintptr_t headers, uint64_t count,
                    int bits, uintptr_t destination, int type, int threads, const nb::tuple& affine,
                    uintptr_t mask, bool accumulate) {
-  const DecodeMinmax job{make_target(destination, type, count, make_affine(affine), mask, accumulate), bits,
-                         at<const uint32_t>(planes), at<const uint16_t>(headers)};
+  const DecodeMinmax job{
+      make_target(destination, type, count, make_affine(affine), mask, accumulate), bits,
+      at<const uint32_t>(planes), at<const uint16_t>(headers)};
   run(job, table_named(set).decode_minmax, count, threads);
 }
 
@@ -134,8 +136,8 @@ void decode_mask(const std::string& set, uintptr_t words, uint64_t count, float 
 
 bool encode_derivative(const std::string& set, uintptr_t source, int type, uint64_t count, int bits,
                        uintptr_t borders, uintptr_t planes, int threads) {
-  const EncodeDerivative job{make_source(source, type, count, {}), bits,
-                             at<const float>(borders), at<uint32_t>(planes)};
+  const EncodeDerivative job{make_source(source, type, count, {}), bits, at<const float>(borders),
+                             at<uint32_t>(planes)};
   return run(job, table_named(set).encode_derivative, count, threads);
 }
 
@@ -155,7 +157,7 @@ bool encode_integers(const std::string& set, uintptr_t source, int item_bytes, u
 
 void decode_integers(const std::string& set, uintptr_t planes, uint64_t count, int bits,
                      uint64_t base, uintptr_t destination, int item_bytes, int threads) {
-  const DecodeIntegers job{at<const uint32_t>(planes), count,      bits, base,
+  const DecodeIntegers job{at<const uint32_t>(planes), count,     bits, base,
                            at<void>(destination),      item_bytes};
   run(job, table_named(set).decode_integers, count, threads);
 }
