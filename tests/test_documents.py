@@ -1,0 +1,41 @@
+"""The documents say what the committed results say, and point at files that exist."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
+
+
+def renderer() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("render", ROOT / "benchmarks" / "render.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_readme_s_figures_are_those_of_the_results() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert renderer().rendered(text) == text
+
+
+def test_a_changed_result_would_be_noticed() -> None:
+    text = (ROOT / "README.md").read_text()
+    altered = re.sub(r"1/(\d+\.\d)", "1/99.9", text)
+    assert altered != text
+    assert renderer().rendered(altered) == text
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text())
+    missing = [target for target in targets if not (document.parent / target).exists()]
+    assert missing == []
