@@ -1,4 +1,4 @@
-"""Write the figures of ``benchmarks/results/*.json`` into the README; nothing there is typed by hand.
+"""Write the figures of ``benchmarks/results/*.json`` into the README; none is typed by hand.
 
 python benchmarks/render.py            # rewrite
 python benchmarks/render.py --check    # fail if the README does not say what the results say
