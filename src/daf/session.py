@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -169,7 +169,8 @@ class Session:
         self._refuse_without_room_to_measure()
         self._planned_for_bytes = batch_bytes(batch)
         self._keeper.open()
-        self._profile = self._measure_profile(batch, loss_fn, on_progress)
+        with self._keeper.unbounded():
+            self._profile = self._measure_profile(batch, loss_fn, on_progress)
         plan = planner.make_plan(self._profile, self.budget_bytes, self._names)
         self.predicted_peak_bytes = plan.predicted_peak_bytes
         self._adopt(plan)
@@ -289,7 +290,7 @@ class Session:
             if self.budget_bytes is not None:
                 self._keeper.bound(plan.predicted_peak_bytes, self.budget_bytes)
             try:
-                return self._forward_backward(batch, loss_fn, plan), plan
+                return self._forward_backward(batch, loss_fn, plan, before), plan
             except RuntimeError as error:
                 if self._keeper.refusals() == refusals:
                     raise
@@ -313,12 +314,16 @@ class Session:
         self._adopt(tighter)
         return tighter
 
-    def _forward_backward(self, batch: Any, loss_fn: LossFunction, plan: Plan) -> float:
+    def _forward_backward(
+        self, batch: Any, loss_fn: LossFunction, plan: Plan, before: _Before
+    ) -> float:
         self.optimizer.zero_grad(set_to_none=True)
         parts = pieces(batch, plan.micro_batch)
         total, weight, is_sum = 0.0, 0.0, False
         for index, part in enumerate(parts):
             loss = self._piece_forward(part, loss_fn, plan.policy, index)
+            if not torch.isfinite(loss.mean):
+                self._refuse_nonfinite(part, loss_fn, loss.mean.item(), before)
             is_sum = loss.is_sum
             self._piece_backward(loss, only=len(parts) == 1, examples=batch_size(batch))
             total += loss.mean.item() * loss.weight
@@ -331,15 +336,11 @@ class Session:
     def _piece_forward(
         self, part: Any, loss_fn: LossFunction, policy: Policy, index: int
     ) -> WeightedLoss:
-        before = _Before(self.model)
         capture = self._capture.step(
             policy, seed=self._seed, step_index=self._step_index, micro_index=index, batch=part
         )
         with capture:
-            loss = read_loss(loss_fn(self.model, part), batch_size(part))
-        if not torch.isfinite(loss.mean):
-            self._refuse_nonfinite(part, loss_fn, loss, before)
-        return loss
+            return read_loss(loss_fn(self.model, part), batch_size(part))
 
     @staticmethod
     def _piece_backward(loss: WeightedLoss, *, only: bool, examples: int) -> None:
@@ -352,9 +353,8 @@ class Session:
         scaled.backward()  # type: ignore[no-untyped-call]
 
     def _refuse_nonfinite(
-        self, part: Any, loss_fn: LossFunction, loss: WeightedLoss, before: _Before
-    ) -> None:
-        value = loss.mean.item()
+        self, part: Any, loss_fn: LossFunction, value: float, before: _Before
+    ) -> NoReturn:
         before.restore()
         where = first_nonfinite(self.model, part, lambda: loss_fn(self.model, part))
         before.restore()

@@ -83,8 +83,10 @@ def run(job: MainJob, on_progress: Callable[[str], None] = lambda _: None) -> Be
 
 
 def _notes(job: MainJob) -> tuple[str, ...]:
+    kind, _, place = job.data.partition(":")
+    data = f"{kind}:{Path(place).name}" if place else kind
     return (
-        f"{job.model}, {job.data}, batch {job.batch_size}, {job.bits} bits, {job.steps} steps",
+        f"{job.model}, {data}, batch {job.batch_size}, {job.bits} bits, {job.steps} steps",
         "loss_ratio: the worst seed's mean loss over the last steps, ours over plain's",
         "peaks are whole-process high-water marks (VmHWM), floor included",
     )
