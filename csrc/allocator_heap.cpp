@@ -62,11 +62,13 @@ Served BlockHeap::allocate(uint64_t bytes, uint32_t label, void** pointer, uint6
   if (reuse(held_bytes, &slot)) {
     account_.hits.add();
   } else {
-    if (!fits_before_limit(held_bytes, over_bytes)) return Served::over_limit;
-    if (!assemble(held_bytes, &slot)) {
-      // The limit, where another thread took what was left of it; otherwise the system refused.
-      return fits_before_limit(held_bytes, over_bytes) ? Served::no_memory : Served::over_limit;
-    }
+    Served served;
+    do {
+      if (!fits_before_limit(held_bytes, over_bytes)) return Served::over_limit;
+      served = assemble(held_bytes, &slot);
+      // Over the limit after all: another thread's small blocks took what was left. Look again.
+    } while (served == Served::over_limit);
+    if (served == Served::no_memory) return served;
   }
   make_live(slot, bytes, label);
   *pointer = range_.address(slot);
@@ -109,17 +111,17 @@ void BlockHeap::keep_first(uint32_t slot, uint32_t count) {
 }
 
 // A new range of slots: pages of recycled blocks first, the system's for the rest.
-bool BlockHeap::assemble(uint64_t held_bytes, uint32_t* slot) {
+Served BlockHeap::assemble(uint64_t held_bytes, uint32_t* slot) {
   const uint32_t count = slots_for(held_bytes);
-  if (!range_.take(count, slot)) return false;
+  if (!range_.take(count, slot)) return Served::no_memory;
   if (*slot + count > highest_slot_) highest_slot_ = *slot + count;
-  if (fill(*slot, held_bytes)) return true;
-  range_.give_back(*slot, count);
-  return false;
+  const Served served = fill(*slot, held_bytes);
+  if (served != Served::yes) range_.give_back(*slot, count);
+  return served;
 }
 
-bool BlockHeap::fill(uint32_t slot, uint64_t held_bytes) {
-  if (!range_.commit(slot, held_bytes)) return false;
+Served BlockHeap::fill(uint32_t slot, uint64_t held_bytes) {
+  if (!range_.commit(slot, held_bytes)) return Served::no_memory;
   const uint32_t gathered = gather_pages(slot, static_cast<uint32_t>(held_bytes / slot_bytes));
   const uint64_t gathered_bytes = gathered * slot_bytes;
   if (!charge(held_bytes - gathered_bytes)) {
@@ -127,14 +129,14 @@ bool BlockHeap::fill(uint32_t slot, uint64_t held_bytes) {
     // and the caller gives the slots back.
     account_.held.subtract(gathered_bytes);
     account_.returned_bytes.add(gathered_bytes);
-    return false;
+    return Served::over_limit;
   }
   if (gathered) account_.assembled.add();
   account_.moved_bytes.add(gathered_bytes);
   account_.fresh_bytes.add(held_bytes - gathered_bytes);
   account_.current_phase().fresh_bytes.add(held_bytes - gathered_bytes);
   blocks_[slot].held_bytes = held_bytes;
-  return true;
+  return Served::yes;
 }
 
 // Moves pages of recycled blocks, the oldest first, into the whole slots of a new block.
@@ -177,11 +179,12 @@ void BlockHeap::drop_first(uint32_t slot, uint32_t count) {
 
 // Enters fresh bytes into the account, giving recycled ones back where the limit asks for it.
 bool BlockHeap::charge(uint64_t bytes) {
-  const uint64_t limit = account_.limit.load();
   for (;;) {
+    const uint64_t limit = account_.limit.load();
     if (account_.held.add_within(bytes, limit)) return true;
     const uint64_t held = account_.held.current();
     const uint64_t over = held + bytes > limit ? held + bytes - limit : 0;
+    if (over == 0) continue;  // another thread freed something in between
     if (shed_locked(over) == 0) return false;
     account_.emptied.add();
   }

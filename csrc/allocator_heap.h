@@ -93,8 +93,8 @@ class BlockHeap {
   }
   bool fits_before_limit(uint64_t bytes, uint64_t* over_bytes) const;
   bool reuse(uint64_t held_bytes, uint32_t* slot);
-  bool assemble(uint64_t held_bytes, uint32_t* slot);
-  bool fill(uint32_t slot, uint64_t held_bytes);
+  Served assemble(uint64_t held_bytes, uint32_t* slot);
+  Served fill(uint32_t slot, uint64_t held_bytes);
   uint32_t gather_pages(uint32_t slot, uint32_t wanted);
   uint32_t move_from_oldest(uint32_t to, uint32_t wanted);
   bool charge(uint64_t bytes);
