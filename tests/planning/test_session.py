@@ -46,6 +46,15 @@ def convolutional() -> nn.Sequential:
     )
 
 
+def deep() -> nn.Sequential:
+    """Saves 200 MB for 64 images of 64 pixels, in tensors of 17 MB."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for channels in (3, 16, 16, 16, 16, 16):
+        layers += [nn.Conv2d(channels, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+
+
 def images(count: int = 12, size: int = 32) -> Batch:
     torch.manual_seed(1)
     return torch.randn(count, 3, size, size), torch.randint(0, 10, (count,))
@@ -268,14 +277,14 @@ def test_a_session_resumed_before_its_first_step_still_measures_that_step() -> N
 @pytest.mark.skipif(unsupported_reason() is not None, reason=str(unsupported_reason()))
 def test_a_step_that_is_refused_memory_is_retried_under_a_tighter_plan() -> None:
     batch = images(64, 64)
-    model, twin = convolutional(), convolutional()
+    model, twin = deep(), deep()
     with Session(model, sgd(model), "8GB") as session:
         session.prepare(batch, cross_entropy)
         session._first = None
         assert session.plan is not None
         assert session.plan.policy.name == "plain"
         # As if other memory had grown since: plain no longer fits, codes do.
-        session.budget_bytes = measure.resident_bytes() + 95_000_000
+        session.budget_bytes = measure.resident_bytes() + 135_000_000
         report = session.step(batch, cross_entropy)
         assert session.plan.policy.name not in ("plain", "exact")
         assert session.peak_bytes <= session.budget_bytes
