@@ -52,11 +52,11 @@ def ended(row: dict[str, Any]) -> str:
 
 
 def rendered(text: str) -> str:
-    """The README with its figures replaced by those of the results."""
+    """The README with its figures replaced by those of the results; without results, by none."""
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2]
-    table = main_figures(json.loads(MAIN.read_text()))
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+    table = main_figures(json.loads(MAIN.read_text())) + "\n" if MAIN.exists() else ""
+    return f"{before}{BEGIN}\n{table}{END}{after}"
 
 
 def run(check: bool) -> int:
