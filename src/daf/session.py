@@ -171,7 +171,11 @@ class Session:
         self._keeper.open()
         with self._keeper.unbounded():
             self._profile = self._measure_profile(batch, loss_fn, on_progress)
-        plan = planner.make_plan(self._profile, self.budget_bytes, self._names)
+        try:
+            plan = planner.make_plan(self._profile, self.budget_bytes, self._names)
+        except BudgetError:
+            self._keeper.close()
+            raise
         self.predicted_peak_bytes = plan.predicted_peak_bytes
         self._adopt(plan)
         if plan.return_freed_blocks:
@@ -305,10 +309,10 @@ class Session:
         assert self.budget_bytes is not None
         tighter = planner.tighter(plan, self._profile, self.budget_bytes, self._names)
         if tighter is None:
-            least = planner.least_budget(self._profile, self._names)
-            missed = max(least, self.budget_bytes + plan.predicted_peak_bytes // 10)
+            missing = self.budget_bytes + self._keeper.missing_bytes
+            least = max(planner.least_budget(self._profile, self._names), missing)
             raise BudgetError(
-                planner.refusal(self._profile, self.budget_bytes, missed), missed
+                planner.refusal(self._profile, self.budget_bytes, least), least
             ) from error
         self._first = None
         self._adopt(tighter)

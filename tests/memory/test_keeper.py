@@ -42,6 +42,7 @@ def test_beyond_the_budget_an_allocation_is_refused_and_counted(keeper: MemoryKe
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         hold(128)
     assert keeper.refusals() >= 1
+    assert 28 * MIB <= keeper.missing_bytes <= 128 * MIB
     assert whole(hold(64))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -68,5 +70,23 @@ def test_freed_blocks_return_at_once_while_entered() -> None:
     assert not settings.active
 
 
-def test_warm_up_runs_a_backward() -> None:
+def test_after_the_warm_up_a_first_convolution_brings_little_more_into_the_process() -> None:
+    program = """
+import sys, torch
+from daf.memory import measure
+if sys.argv[1] == "warm":
     measure.warm_up()
+before = measure.resident_bytes()
+images = torch.ones(2, 8, 16, 16, requires_grad=True)
+torch.nn.functional.conv2d(images, torch.ones(8, 8, 3, 3), padding=1).sum().backward()
+print(measure.resident_bytes() - before)
+"""
+    cold, warm = (
+        int(
+            subprocess.run(
+                [sys.executable, "-c", program, how], capture_output=True, check=True
+            ).stdout
+        )
+        for how in ("cold", "warm")
+    )
+    assert warm < cold / 4

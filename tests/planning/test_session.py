@@ -201,6 +201,7 @@ def test_an_impossible_budget_is_refused_before_training() -> None:
     assert caught.value.least_bytes is not None
     assert caught.value.least_bytes > 50_000_000
     assert not session.optimizer.state
+    assert session.settings == []
 
 
 def test_an_unknown_unit_is_refused() -> None:

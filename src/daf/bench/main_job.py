@@ -45,7 +45,7 @@ class MainJob:
 
 
 def quick_job(data: str) -> MainJob:
-    """The same in about two minutes: too few steps for the loss to mean much."""
+    """The same in a few minutes: too few steps for the loss to mean much."""
     return MainJob(data, seeds=(0,), steps=12, loss_from_step=6, format_steps=4, budget_steps=3)
 
 

@@ -30,6 +30,8 @@ class MemoryKeeper:
         self._resources = ExitStack()
         self._recycling: RecyclingAllocator | None = None
         self._hard_limit_bytes = 0
+        # How far beyond the limit the allocation lay that was refused last.
+        self.missing_bytes = 0
 
     @property
     def recycles(self) -> bool:
@@ -98,6 +100,7 @@ class MemoryKeeper:
         recycling = self._recycling
         limit = None if recycling is None else recycling.limit_bytes
         if recycling is None or limit is None or limit >= self._hard_limit_bytes:
+            self.missing_bytes = missing_bytes
             return 0
         recycling.limit_bytes = self._hard_limit_bytes
         return missing_bytes
