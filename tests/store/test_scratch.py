@@ -20,12 +20,18 @@ def floats(count: int) -> Layout:
 def test_a_block_is_used_again_after_its_tensor_and_all_views_are_gone() -> None:
     scratch = Scratch()
     first = scratch.empty(floats(ELEMENTS))
-    address, view = first.data_ptr(), first[5:]
+    view = first[5:]
+    storage = first.untyped_storage()
     del first
     second = scratch.empty(floats(ELEMENTS))
-    assert second.data_ptr() != address
-    del view
+    assert second.untyped_storage().data_ptr() != storage.data_ptr()
+    # The newer of two equal blocks is the one kept; both are alive, so neither address is stale.
+    address, tail = second.data_ptr(), second[7:]
+    del second, view
+    assert scratch.empty(floats(ELEMENTS)).data_ptr() != address
+    address = scratch.empty(floats(ELEMENTS)).data_ptr()
     assert scratch.empty(floats(ELEMENTS)).data_ptr() == address
+    assert tail.data_ptr() != address
 
 
 def test_a_graph_that_saves_the_tensor_keeps_its_block() -> None:
