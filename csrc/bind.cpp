@@ -83,13 +83,13 @@ void encode_rotated(const std::string& set, uintptr_t source, int type, uint64_t
                           key,
                           at<uint32_t>(planes),
                           at<uint16_t>(headers),
-                          at<const float>(thresholds),
-                          at<const float>(levels)};
+                          at<const int8_t>(thresholds),
+                          at<const int8_t>(levels)};
   run(job, table_named(set).encode_rotated, count, threads);
 }
 
 void decode_rotated(const std::string& set, uintptr_t planes, uintptr_t headers, uint64_t count,
-                    int kept_bits, int rounds, uint64_t key, uintptr_t levels,
+                    int kept_bits, int rounds, uint64_t key, uintptr_t levels, float level_factor,
                     uintptr_t destination, int type, int threads, const nb::tuple& affine,
                     uintptr_t mask, bool accumulate) {
   const DecodeRotated job{
@@ -99,7 +99,8 @@ void decode_rotated(const std::string& set, uintptr_t planes, uintptr_t headers,
       key,
       at<const uint32_t>(planes),
       at<const uint16_t>(headers),
-      at<const float>(levels)};
+      at<const int8_t>(levels),
+      level_factor};
   run(job, table_named(set).decode_rotated, count, threads);
 }
 
@@ -191,7 +192,7 @@ std::vector<std::string> instruction_sets() {
 }  // namespace daf
 
 NB_MODULE(_native, module) {
-  module.attr("FORMAT_VERSION") = 2;
+  module.attr("FORMAT_VERSION") = 3;
   module.def("instruction_sets", &daf::instruction_sets);
   module.def("encode_rotated", &daf::encode_rotated);
   module.def("decode_rotated", &daf::decode_rotated);

@@ -54,52 +54,29 @@ DAF_INLINE V::F fold(Leaf&& leaf, int t = 0) {
     return V::add(fold<2 * width>(leaf, t), fold<2 * width>(leaf, t + width));
 }
 
-template <int stride>
-DAF_INLINE void butterflies_across(Block& block) {
-  DAF_EACH_VECTOR if (!(t & stride)) {
-    const auto low = block.x[t], high = block.x[t + stride];
-    block.x[t] = V::add(low, high);
-    block.x[t + stride] = V::subtract(low, high);
-  }
-}
-
-// Walsh–Hadamard transform, natural order, not normalised.
-DAF_INLINE void hadamard(Block& block) {
-  DAF_EACH_VECTOR {
-    auto x = V::butterfly<1>(block.x[t]);
-    x = V::butterfly<2>(x);
-    x = V::butterfly<4>(x);
-    block.x[t] = V::butterfly<8>(x);
-  }
-  butterflies_across<1>(block);
-  butterflies_across<2>(block);
-  butterflies_across<4>(block);
-  butterflies_across<8>(block);
-}
-
-DAF_INLINE void flip_signs(Block& block, const uint16_t* signs) {
-  DAF_EACH_VECTOR block.x[t] = V::flip(block.x[t], V::mask_from(signs[t]));
-}
-
 DAF_INLINE void multiply_all(Block& block, float factor) {
   const auto everywhere = V::set(factor);
   DAF_EACH_VECTOR block.x[t] = V::multiply(block.x[t], everywhere);
 }
 
-// The power of two that brings a block near 1, and its inverse.
-struct Prescale {
-  float factor, inverse;
-  bool finite;
-};
-
-DAF_INLINE Prescale prescale_of(const float* row) {
+DAF_INLINE bool all_finite(const float* row) {
   // Twice the bit pattern drops the sign and keeps the order.
   auto greatest = V::set_integer(0);
   DAF_EACH_VECTOR {
     const auto bits = V::as_integer(V::load(row + V::lanes * t));
     greatest = V::greatest_integer(greatest, V::shift_left<1>(bits));
   }
-  const uint32_t bits = V::reduce_greatest(greatest) >> 1;
+  return V::reduce_greatest(greatest) < 0xFF000000;
+}
+
+// The power of two that brings a block near 1, and its inverse.
+struct Prescale {
+  float factor = 1.0f, inverse = 1.0f;
+  bool finite = true;
+};
+
+DAF_INLINE Prescale prescale_for(float greatest_magnitude) {
+  const uint32_t bits = to_bits(greatest_magnitude);
   uint32_t exponent = bits >> 23;
   if (exponent < 1) exponent = 1;
   if (exponent > 253) exponent = 253;
@@ -157,11 +134,6 @@ DAF_INLINE void read_codes(const uint16_t* const (&rows)[bits], int q, V::I (&co
   codes[3] = V::widen_bytes<3>(bytes);
 }
 
-template <int bits>
-DAF_INLINE void write_codes(uint16_t* const (&rows)[bits], int q, const V::I (&codes)[4]) {
-  write_plane<bits, 0>(rows, q, V::pack_bytes(codes));
-}
-
 template <int bits, class Half, class Word>
 DAF_INLINE void plane_rows(Half* (&rows)[bits], Word* planes, size_t blocks, size_t index) {
   for (int plane = 0; plane < bits; ++plane)
@@ -187,12 +159,18 @@ struct Batch {
   const float* rows[batch_blocks];
   alignas(64) float room[batch_blocks][block_elements];
 
-  DAF_MEMBER_INLINE void load(Block& block, size_t i) const {
+  // Row i becomes its product with a power of two.
+  DAF_NEVER_INLINE void scale(size_t i, float factor) {
+    Block block;
     DAF_EACH_VECTOR block.x[t] = V::load(rows[i] + V::lanes * t);
-  }
-  DAF_MEMBER_INLINE void keep(const Block& block, size_t i) {
+    multiply_all(block, factor);
     DAF_EACH_VECTOR V::store(room[i] + V::lanes * t, block.x[t]);
     rows[i] = room[i];
+  }
+
+  // Row i, which lies in its room, gets another padding.
+  void pad(size_t i, size_t valid, float filling) {
+    for (size_t place = valid; place < block_elements; ++place) room[i][place] = filling;
   }
 };
 

@@ -180,7 +180,7 @@ DAF_INLINE void store_elements(const Block& block, void* to, ElementType type) {
 }
 
 DAF_INLINE V::F canonical(V::F x) {
-  return V::select(V::unordered(x), V::as_float(V::set_integer(0x7FC00000)), x);
+  return V::select(V::unordered(x, x), V::as_float(V::set_integer(0x7FC00000)), x);
 }
 
 // Writes blocks of a target: affine, accumulate, mask, rounding (docs/format.md, section 7).

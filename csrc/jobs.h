@@ -46,8 +46,8 @@ struct EncodeRotated {
   uint64_t key;
   uint32_t* planes;
   uint16_t* headers;
-  const float* thresholds;  // 2^(bits-1) - 1 positive ones
-  const float* levels;      // 2^bits, ascending
+  const int8_t* thresholds;  // [bits][16]: of each step, by the cell found so far
+  const int8_t* levels;      // [16], by cell
 };
 
 struct DecodeRotated {
@@ -56,7 +56,8 @@ struct DecodeRotated {
   uint64_t key;
   const uint32_t* planes;
   const uint16_t* headers;
-  const float* levels;  // 2^kept_bits, ascending
+  const int8_t* levels;  // [16], by cell
+  float level_factor;    // of one level, in units of the header's scale
 };
 
 struct EncodeMinmax {

@@ -16,18 +16,25 @@ DAF_INLINE uint16_t bfloat16_ceiling(float value) {
   return uint16_t((to_bits(value) + 0xFFFFu) >> 16);
 }
 
+// Blocks whose greatest magnitude lies between these need no prescaling.
+constexpr float least_ordinary_magnitude = 0x1p-30f, greatest_ordinary_magnitude = 0x1p30f;
+
 struct Range {
   float low, high;
+  bool ordered;  // no NaN among them
 };
 
 DAF_INLINE Range range_of(const float* row) {
   auto low = V::load(row), high = low;
-  DAF_EACH_VECTOR {
-    const auto x = V::load(row + V::lanes * t);
-    low = V::least(low, x);
-    high = V::greatest(high, x);
+  auto unordered = V::mask_from(0);
+  DAF_UNROLLED for (int t = 0; t < block_vectors; t += 2) {
+    const auto x = V::load(row + V::lanes * t), y = V::load(row + V::lanes * (t + 1));
+    low = V::least(low, V::least(x, y));
+    high = V::greatest(high, V::greatest(x, y));
+    unordered = V::either(unordered, V::unordered(x, y));
   }
-  return {V::reduce_least(low) + 0.0f, V::reduce_greatest(high) + 0.0f};
+  return {V::reduce_least(low) + 0.0f, V::reduce_greatest(high) + 0.0f,
+          V::mask_bits(unordered) == 0};
 }
 
 // Padding repeats the first element, which changes neither end of the range.
@@ -38,11 +45,15 @@ DAF_NEVER_INLINE Range range_of_tail(const float* row, size_t valid) {
 }
 
 struct Grid {
-  float prescale, origin, reciprocal;  // the latter for prescaled values
+  float prescale, origin, reciprocal;  // the latter two for prescaled values
   bool finite;
 };
 
-DAF_INLINE Grid make_grid(Range range, const Prescale& prescale, float last, uint16_t* header) {
+DAF_INLINE Grid make_grid(Range range, float last, uint16_t* header) {
+  const float greatest = std::fmax(std::fabs(range.low), std::fabs(range.high));
+  const bool ordinary =
+      greatest >= least_ordinary_magnitude && greatest <= greatest_ordinary_magnitude;
+  const Prescale prescale = ordinary ? Prescale{} : prescale_for(greatest);
   header[0] = bfloat16_floor(range.low);
   const float origin = widen_bfloat16(header[0]) * prescale.factor;
   const float ideal = (range.high * prescale.factor - origin) / last;
@@ -50,31 +61,42 @@ DAF_INLINE Grid make_grid(Range range, const Prescale& prescale, float last, uin
   if (header[1] == 0 && ideal > 0.0f) header[1] = 1;
   const float step = widen_bfloat16(header[1]) * prescale.factor;
   const bool finite = is_finite_bfloat16(header[0]) && is_finite_bfloat16(header[1]);
-  return {prescale.factor, origin, header[1] == 0 ? 0.0f : 1.0f / step, finite && prescale.finite};
+  return {prescale.factor, origin, header[1] == 0 ? 0.0f : 1.0f / step,
+          finite && prescale.finite && range.ordered};
+}
+
+// Four vectors of positions on the grid, counted from one on, to codes.
+template <int bits>
+DAF_INLINE V::Bytes codes_of(const V::I (&positions)[4]) {
+  if constexpr (bits < 8)
+    return V::least_bytes(V::subtract_bytes(V::pack_bytes(positions), V::set_bytes(1)),
+                          V::set_bytes((1 << bits) - 1));
+  // 256, one beyond the last position, fits no byte.
+  V::I codes[4];
+  DAF_UNROLLED for (int i = 0; i < 4; ++i) codes[i] =
+      V::least_integer(V::add_integer(positions[i], V::set_integer(~0u)), V::set_integer(255));
+  return V::pack_bytes(codes);
 }
 
 template <int bits, bool whole>
 DAF_INLINE void write_minmax_codes(const float* row, size_t valid, Grid grid,
                                    const PhiloxKeys& keys, uint64_t index,
                                    uint16_t* const (&rows)[bits]) {
-  const auto prescale = V::set(grid.prescale), origin = V::set(grid.origin);
-  const auto reciprocal = V::set(grid.reciprocal);
-  const auto last = V::set_integer((1u << bits) - 1), minus_one = V::set_integer(~0u);
+  const auto origin = V::set(grid.origin), reciprocal = V::set(grid.reciprocal);
   V::F offset[2][8];
   dither(keys, index, offset);
   DAF_UNROLLED for (int group = 0; group < 2; ++group) {
     DAF_UNROLLED for (int q = 0; q < 2; ++q) {
-      V::I codes[4];
+      V::I positions[4];
       DAF_UNROLLED for (int i = 0; i < 4; ++i) {
         const int t = 8 * group + 4 * q + i;
-        const auto centred =
-            V::subtract(V::multiply(V::load(row + V::lanes * t), prescale), origin);
+        const auto centred = V::subtract(V::load(row + V::lanes * t), origin);
         auto position = V::add(V::multiply(centred, reciprocal), offset[group][4 * q + i]);
         if (!whole)
           position = V::select(V::mask_from(real_lanes(valid, t)), position, V::set(1.0f));
-        codes[i] = V::least_integer(V::add_integer(V::truncate(position), minus_one), last);
+        positions[i] = V::truncate(position);
       }
-      write_codes<bits>(rows, 2 * group + q, codes);
+      write_plane<bits, 0>(rows, 2 * group + q, codes_of<bits>(positions));
     }
   }
 }
@@ -97,12 +119,12 @@ bool encode_minmax_range(const EncodeMinmax& job, size_t first, size_t last) {
     const size_t size = last - start < batch_blocks ? last - start : batch_blocks;
     for (size_t i = 0; i < size; ++i) {
       batch.rows[i] = reader.fetch(start + i, batch.room[i]);
-      const Prescale prescale = prescale_of(batch.rows[i]);
       const size_t valid = reader.valid(start + i);
       const Range range =
           valid == block_elements ? range_of(batch.rows[i]) : range_of_tail(batch.rows[i], valid);
       uint16_t* header = job.headers + 2 * (start + i);
-      grids[i] = make_grid(range, prescale, float((1 << bits) - 1), header);
+      grids[i] = make_grid(range, float((1 << bits) - 1), header);
+      if (grids[i].prescale != 1.0f) batch.scale(i, grids[i].prescale);
     }
     for (size_t i = 0; i < size; ++i) {
       const size_t index = start + i;

@@ -47,11 +47,11 @@ class Signs {
     }
   }
 
-  // 16 halfwords for each round: element i of the block is bit i % 16 of halfword i / 16.
-  DAF_MEMBER_INLINE const uint16_t* of_block(uint64_t block) {
+  // Eight words for each round.
+  DAF_MEMBER_INLINE const uint32_t* of_block(uint64_t block) {
     const uint64_t first = block & ~uint64_t(blocks_ - 1);
     if (first != first_) refill(first);
-    return reinterpret_cast<const uint16_t*>(words_) + ((block - first) << call_bits_) * 8;
+    return reinterpret_cast<const uint32_t*>(words_) + ((block - first) << call_bits_) * 4;
   }
 
  private:
@@ -82,10 +82,9 @@ class Signs {
   alignas(64) uint64_t words_[16];
 };
 
-// The upper 23 bits of every word behind the leading one of a number in [1, 2).
+// The lower 23 bits of every word behind the leading one of a number in [1, 2).
 DAF_INLINE Vector::F one_and_fraction(Vector::I words) {
-  const auto one = Vector::set_integer(0x3F800000);
-  return Vector::as_float(Vector::bit_or(Vector::shift_right<9>(words), one));
+  return Vector::as_float(Vector::bit_and_or(words, 0x007FFFFF, 0x3F800000));
 }
 
 // Dither of a block: sixteen vectors of numbers in [1, 2), eight from each of two states.

@@ -75,7 +75,7 @@ inline bool encode_derivative_range(const EncodeDerivative& job, size_t first, s
   for (size_t index = first; index < last; ++index) {
     alignas(64) float room[block_elements];
     const float* values = reader.fetch(index, room);
-    if (!prescale_of(values).finite) return false;
+    if (!all_finite(values)) return false;
     const size_t valid = reader.valid(index);
     for (int t = 0; t < block_vectors; ++t) {
       const auto codes = count_below(V::load(values + V::lanes * t), tree);

@@ -85,18 +85,7 @@ struct Vector {
     return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)};
   }
   DAF_INLINE F absolute(F a) { return as_float(bit_and(as_integer(a), set_integer(0x7FFFFFFF))); }
-  DAF_INLINE F flip(F a, M signs) {
-    const I sign = bit_and({signs.low, signs.high}, set_integer(0x80000000));
-    return as_float(bit_xor(as_integer(a), sign));
-  }
-  // A product with ±1 is exact, so the fused operation rounds once, as the sum itself would.
-  template <int stride>
-  DAF_INLINE F butterfly(F a) {
-    if constexpr (stride == 8)
-      return {_mm256_add_ps(a.low, a.high), _mm256_sub_ps(a.low, a.high)};
-    else
-      return {butterfly_eight<stride>(a.low), butterfly_eight<stride>(a.high)};
-  }
+  DAF_INLINE F greatest_magnitude(F a, F b) { return greatest(a, absolute(b)); }
   DAF_INLINE float tree_sum(F a) {
     const __m256 eight = _mm256_add_ps(a.low, a.high);
     const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
@@ -119,7 +108,7 @@ struct Vector {
   // Comparison and choice.
   DAF_INLINE M greater(F a, F b) { return compare<_CMP_GT_OQ>(a, b); }
   DAF_INLINE M less_equal(F a, F b) { return compare<_CMP_LE_OQ>(a, b); }
-  DAF_INLINE M unordered(F a) { return compare<_CMP_UNORD_Q>(a, a); }
+  DAF_INLINE M unordered(F a, F b) { return compare<_CMP_UNORD_Q>(a, b); }
   DAF_INLINE M mask_from(uint16_t bits) {
     const __m256i all = _mm256_set1_epi32(bits);
     const __m256i low = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
@@ -147,6 +136,9 @@ struct Vector {
   }
   DAF_INLINE I bit_and(I a, I b) {
     return {_mm256_and_si256(a.low, b.low), _mm256_and_si256(a.high, b.high)};
+  }
+  DAF_INLINE I bit_and_or(I a, uint32_t mask, uint32_t more) {
+    return bit_or(bit_and(a, set_integer(mask)), set_integer(more));
   }
   DAF_INLINE I bit_or(I a, I b) {
     return {_mm256_or_si256(a.low, b.low), _mm256_or_si256(a.high, b.high)};
@@ -180,6 +172,7 @@ struct Vector {
     return {_mm256_srli_epi32(a.low, places), _mm256_srli_epi32(a.high, places)};
   }
   DAF_INLINE I truncate(F a) { return {_mm256_cvttps_epi32(a.low), _mm256_cvttps_epi32(a.high)}; }
+  DAF_INLINE I round(F a) { return {_mm256_cvtps_epi32(a.low), _mm256_cvtps_epi32(a.high)}; }
   DAF_INLINE F to_float(I a) { return {_mm256_cvtepi32_ps(a.low), _mm256_cvtepi32_ps(a.high)}; }
   DAF_INLINE I add_where(I a, M m, uint32_t value) {
     return bit_or(a, bit_and({m.low, m.high}, set_integer(value)));
@@ -224,13 +217,115 @@ struct Vector {
     return bit_or(bytes, bit_and(chosen, {value, value}));
   }
 
+  DAF_INLINE Bytes set_bytes(int8_t x) { return {_mm256_set1_epi8(x), _mm256_set1_epi8(x)}; }
+  DAF_INLINE Bytes load_table(const int8_t* sixteen) {
+    const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(sixteen));
+    return {_mm256_broadcastsi128_si256(table), _mm256_broadcastsi128_si256(table)};
+  }
+  DAF_INLINE Bytes lookup_bytes(Bytes table, Bytes index) {
+    return {_mm256_shuffle_epi8(table.low, index.low), _mm256_shuffle_epi8(table.low, index.high)};
+  }
+  DAF_INLINE Bytes subtract_bytes(Bytes a, Bytes b) {
+    return {_mm256_sub_epi8(a.low, b.low), _mm256_sub_epi8(a.high, b.high)};
+  }
+  DAF_INLINE Bytes least_bytes(Bytes a, Bytes b) {
+    return {_mm256_min_epu8(a.low, b.low), _mm256_min_epu8(a.high, b.high)};
+  }
+  template <int value>
+  DAF_INLINE uint64_t add_where_greater(Bytes& sums, Bytes a, Bytes b) {
+    const __m256i low = _mm256_cmpgt_epi8(a.low, b.low), high = _mm256_cmpgt_epi8(a.high, b.high);
+    const Bytes all = set_bytes(value);
+    sums = {_mm256_add_epi8(sums.low, _mm256_and_si256(low, all.low)),
+            _mm256_add_epi8(sums.high, _mm256_and_si256(high, all.low))};
+    return uint64_t(uint32_t(_mm256_movemask_epi8(high))) << 32 |
+           uint32_t(_mm256_movemask_epi8(low));
+  }
+
+  // Shorts: a block of 256 numbers.
+  struct Shorts {
+    __m256i x[16];
+  };
+  template <int t>
+  DAF_INLINE void put_shorts(Shorts& shorts, I low, I high) {
+    shorts.x[2 * t] = in_order(_mm256_packs_epi32(low.low, low.high));
+    shorts.x[2 * t + 1] = in_order(_mm256_packs_epi32(high.low, high.high));
+  }
+  template <int q>
+  DAF_INLINE void put_bytes(Shorts& shorts, Bytes bytes) {
+    shorts.x[4 * q] = _mm256_cvtepi8_epi16(_mm256_castsi256_si128(bytes.low));
+    shorts.x[4 * q + 1] = _mm256_cvtepi8_epi16(_mm256_extracti128_si256(bytes.low, 1));
+    shorts.x[4 * q + 2] = _mm256_cvtepi8_epi16(_mm256_castsi256_si128(bytes.high));
+    shorts.x[4 * q + 3] = _mm256_cvtepi8_epi16(_mm256_extracti128_si256(bytes.high, 1));
+  }
+  template <int t>
+  DAF_INLINE F shorts_to_float(const Shorts& shorts) {
+    const __m256i x = shorts.x[t];
+    return to_float({_mm256_cvtepi16_epi32(_mm256_castsi256_si128(x)),
+                     _mm256_cvtepi16_epi32(_mm256_extracti128_si256(x, 1))});
+  }
+  template <int16_t multiplier, int q>
+  DAF_INLINE Bytes narrow_shorts(const Shorts& shorts) {
+    const __m256i factor = _mm256_set1_epi16(multiplier);
+    __m256i x[4];
+    DAF_UNROLLED for (int t = 0; t < 4; ++t) x[t] = _mm256_mulhi_epi16(shorts.x[4 * q + t], factor);
+    return {in_order(_mm256_packs_epi16(x[0], x[1])), in_order(_mm256_packs_epi16(x[2], x[3]))};
+  }
+  // Number 2 i of 32 turns with bit i of its word, number 2 i + 1 with bit 16 + i.
+  DAF_INLINE void flip_shorts(Shorts& shorts, const uint32_t* signs) {
+    const __m256i first = _mm256_setr_epi32(0x00010001, 0x00020002, 0x00040004, 0x00080008,
+                                            0x00100010, 0x00200020, 0x00400040, 0x00800080);
+    const __m256i second = _mm256_slli_epi16(first, 8);
+    DAF_UNROLLED for (int t = 0; t < 8; ++t) {
+      const __m256i word = _mm256_set1_epi32(int(signs[t]));
+      shorts.x[2 * t] = flip_where_set(shorts.x[2 * t], word, first);
+      shorts.x[2 * t + 1] = flip_where_set(shorts.x[2 * t + 1], word, second);
+    }
+  }
+  template <int places>
+  DAF_INLINE void shift_shorts(Shorts& shorts) {
+    const __m256i half = _mm256_set1_epi16(1 << (places - 1));
+    DAF_UNROLLED for (int t = 0; t < 16; ++t) shorts.x[t] =
+        _mm256_srai_epi16(_mm256_add_epi16(shorts.x[t], half), places);
+  }
+  // Bits of an index: four of the vector, one of the 128-bit lane, three within. Each call of
+  // lanes_and_vector exchanges (vector 2, lane), each call of within_and_vector turns
+  // (vector 1, within) round by one place; after two and four every bit is home again.
+  DAF_INLINE void hadamard_shorts(Shorts& shorts) {
+    __m256i* x = shorts.x;
+    DAF_UNROLLED for (int t = 0; t < 16; t += 4) hadamard_of_four(x + t);
+    DAF_UNROLLED for (int t = 0; t < 4; ++t) {
+      sum_and_difference(x[t], x[t + 4]);
+      sum_and_difference(x[t + 8], x[t + 12]);
+      sum_and_difference(x[t], x[t + 8]);
+      sum_and_difference(x[t + 4], x[t + 12]);
+    }
+  }
+  // sums + the products of shorts 64 q … 64 q + 63 with as many bytes, however they are spread.
+  template <int q>
+  DAF_INLINE I add_products(I sums, const Shorts& shorts, Bytes bytes) {
+    Shorts wide;
+    put_bytes<q>(wide, bytes);
+    __m256i products[4];
+    DAF_UNROLLED for (int t = 0; t < 4; ++t) products[t] =
+        _mm256_madd_epi16(shorts.x[4 * q + t], wide.x[4 * q + t]);
+    return add_integer(add_integer(sums, {products[0], products[1]}), {products[2], products[3]});
+  }
+  DAF_INLINE int32_t reduce_add(I a) {
+    const __m256i eight = _mm256_add_epi32(a.low, a.high);
+    const __m128i four =
+        _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, _MM_SHUFFLE(1, 0, 3, 2)));
+    return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, _MM_SHUFFLE(2, 3, 0, 1))));
+  }
+
   // 64-bit lanes, for the generator.
   DAF_INLINE I multiply_wide(I a, uint32_t factor) {
     const I other = set_integer(factor);
     return {_mm256_mul_epu32(a.low, other.low), _mm256_mul_epu32(a.high, other.high)};
   }
   DAF_INLINE I high_words(I a) {
-    return {_mm256_srli_epi64(a.low, 32), _mm256_srli_epi64(a.high, 32)};
+    return {_mm256_shuffle_epi32(a.low, _MM_SHUFFLE(3, 3, 1, 1)),
+            _mm256_shuffle_epi32(a.high, _MM_SHUFFLE(3, 3, 1, 1))};
   }
   DAF_INLINE I exclusive_or(I a, I b, uint32_t c) { return bit_xor(bit_xor(a, b), set_integer(c)); }
   DAF_INLINE I pack_pairs(I low, I high) {
@@ -248,17 +343,40 @@ struct Vector {
   DAF_INLINE void store_halves(uint16_t* to, __m128i x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), x);
   }
-  template <int stride>
-  DAF_INLINE __m256 butterfly_eight(__m256 a) {
-    if constexpr (stride == 1) {
-      const __m256 signs = _mm256_setr_ps(1, -1, 1, -1, 1, -1, 1, -1);
-      return _mm256_fmadd_ps(a, signs, _mm256_permute_ps(a, _MM_SHUFFLE(2, 3, 0, 1)));
-    } else if constexpr (stride == 2) {
-      const __m256 signs = _mm256_setr_ps(1, 1, -1, -1, 1, 1, -1, -1);
-      return _mm256_fmadd_ps(a, signs, _mm256_permute_ps(a, _MM_SHUFFLE(1, 0, 3, 2)));
-    } else {
-      const __m256 signs = _mm256_setr_ps(1, 1, 1, 1, -1, -1, -1, -1);
-      return _mm256_fmadd_ps(a, signs, _mm256_permute2f128_ps(a, a, 1));
+  // Undoes what packing does to the 64-bit quarters.
+  DAF_INLINE __m256i in_order(__m256i packed) {
+    return _mm256_permute4x64_epi64(packed, _MM_SHUFFLE(3, 1, 2, 0));
+  }
+  DAF_INLINE __m256i flip_where_set(__m256i x, __m256i word, __m256i bit) {
+    const __m256i negative = _mm256_cmpeq_epi16(_mm256_and_si256(word, bit), bit);
+    return _mm256_sub_epi16(_mm256_xor_si256(x, negative), negative);
+  }
+  DAF_INLINE void sum_and_difference(__m256i& a, __m256i& b) {
+    const __m256i sum = _mm256_add_epi16(a, b), difference = _mm256_sub_epi16(a, b);
+    a = sum;
+    b = difference;
+  }
+  DAF_INLINE void within_and_vector(__m256i& a, __m256i& b) {
+    const __m256i low = _mm256_unpacklo_epi16(a, b), high = _mm256_unpackhi_epi16(a, b);
+    a = low;
+    b = high;
+    sum_and_difference(a, b);
+  }
+  DAF_INLINE void lanes_and_vector(__m256i& a, __m256i& b) {
+    const __m256i low = _mm256_permute2x128_si256(a, b, 0x20);
+    const __m256i high = _mm256_permute2x128_si256(a, b, 0x31);
+    a = low;
+    b = high;
+    sum_and_difference(a, b);
+  }
+  DAF_INLINE void hadamard_of_four(__m256i* x) {
+    DAF_UNROLLED for (int turn = 0; turn < 4; ++turn) {
+      within_and_vector(x[0], x[1]);
+      within_and_vector(x[2], x[3]);
+    }
+    DAF_UNROLLED for (int turn = 0; turn < 2; ++turn) {
+      lanes_and_vector(x[0], x[2]);
+      lanes_and_vector(x[1], x[3]);
     }
   }
   template <int predicate>

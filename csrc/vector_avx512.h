@@ -52,15 +52,9 @@ struct Vector {
   DAF_INLINE F multiply(F a, F b) { return _mm512_mul_ps(a, b); }
   DAF_INLINE F least(F a, F b) { return _mm512_min_ps(a, b); }
   DAF_INLINE F greatest(F a, F b) { return _mm512_max_ps(a, b); }
-  DAF_INLINE F absolute(F a) { return _mm512_abs_ps(a); }
-  DAF_INLINE F flip(F a, M signs) {
-    const I sign = _mm512_set1_epi32(int(0x80000000));
-    return as_float(_mm512_mask_xor_epi32(as_integer(a), signs, as_integer(a), sign));
-  }
-  // A product with ±1 is exact, so the fused operation rounds once, as the sum itself would.
-  template <int stride>
-  DAF_INLINE F butterfly(F a) {
-    return _mm512_fmadd_ps(a, alternating<stride>(), swapped<stride>(a));
+  DAF_INLINE F greatest_magnitude(F a, F b) {
+    constexpr int greater_magnitude = 3, sign_cleared = 2 << 2;
+    return _mm512_range_ps(a, b, greater_magnitude | sign_cleared);
   }
   DAF_INLINE float tree_sum(F a) {
     const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
@@ -74,7 +68,7 @@ struct Vector {
   // Comparison and choice.
   DAF_INLINE M greater(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
   DAF_INLINE M less_equal(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_LE_OQ); }
-  DAF_INLINE M unordered(F a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q); }
+  DAF_INLINE M unordered(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q); }
   DAF_INLINE M mask_from(uint16_t bits) { return bits; }
   DAF_INLINE uint16_t mask_bits(M m) { return m; }
   DAF_INLINE M same(M a, M b) { return _kxnor_mask16(a, b); }
@@ -86,6 +80,9 @@ struct Vector {
   DAF_INLINE F as_float(I a) { return _mm512_castsi512_ps(a); }
   DAF_INLINE I set_integer(uint32_t x) { return _mm512_set1_epi32(int(x)); }
   DAF_INLINE I bit_and(I a, I b) { return _mm512_and_si512(a, b); }
+  DAF_INLINE I bit_and_or(I a, uint32_t mask, uint32_t more) {
+    return _mm512_ternarylogic_epi32(a, set_integer(mask), set_integer(more), 0xEA);
+  }
   DAF_INLINE I bit_or(I a, I b) { return _mm512_or_si512(a, b); }
   DAF_INLINE I bit_xor(I a, I b) { return _mm512_xor_si512(a, b); }
   DAF_INLINE I add_integer(I a, I b) { return _mm512_add_epi32(a, b); }
@@ -101,6 +98,7 @@ struct Vector {
     return _mm512_srli_epi32(a, places);
   }
   DAF_INLINE I truncate(F a) { return _mm512_cvttps_epi32(a); }
+  DAF_INLINE I round(F a) { return _mm512_cvtps_epi32(a); }
   DAF_INLINE F to_float(I a) { return _mm512_cvtepi32_ps(a); }
   DAF_INLINE I add_where(I a, M m, uint32_t value) {
     return _mm512_mask_or_epi32(a, m, a, set_integer(value));
@@ -140,11 +138,96 @@ struct Vector {
     return _mm512_mask_mov_epi8(bytes, bits, value);
   }
 
+  DAF_INLINE Bytes set_bytes(int8_t x) { return _mm512_set1_epi8(x); }
+  DAF_INLINE Bytes load_table(const int8_t* sixteen) {
+    return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(sixteen)));
+  }
+  DAF_INLINE Bytes lookup_bytes(Bytes table, Bytes index) {
+    return _mm512_shuffle_epi8(table, index);
+  }
+  DAF_INLINE Bytes subtract_bytes(Bytes a, Bytes b) { return _mm512_sub_epi8(a, b); }
+  DAF_INLINE Bytes least_bytes(Bytes a, Bytes b) { return _mm512_min_epu8(a, b); }
+  template <int value>
+  DAF_INLINE uint64_t add_where_greater(Bytes& sums, Bytes a, Bytes b) {
+    const __mmask64 greater = _mm512_cmpgt_epi8_mask(a, b);
+    sums = _mm512_mask_add_epi8(sums, greater, sums, _mm512_set1_epi8(value));
+    return greater;
+  }
+
+  // Shorts: a block of 256 numbers.
+  struct Shorts {
+    __m512i x[8];
+  };
+  template <int t>
+  DAF_INLINE void put_shorts(Shorts& shorts, I low, I high) {
+    const I order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    shorts.x[t] = _mm512_permutexvar_epi64(order, _mm512_packs_epi32(low, high));
+  }
+  template <int q>
+  DAF_INLINE void put_bytes(Shorts& shorts, Bytes bytes) {
+    shorts.x[2 * q] = _mm512_cvtepi8_epi16(_mm512_castsi512_si256(bytes));
+    shorts.x[2 * q + 1] = _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(bytes, 1));
+  }
+  template <int t>
+  DAF_INLINE F shorts_to_float(const Shorts& shorts) {
+    const __m256i half = _mm512_extracti64x4_epi64(shorts.x[t / 2], t % 2);
+    return _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(half));
+  }
+  template <int16_t multiplier, int q>
+  DAF_INLINE Bytes narrow_shorts(const Shorts& shorts) {
+    const I factor = _mm512_set1_epi16(multiplier);
+    const I low = _mm512_mulhi_epi16(shorts.x[2 * q], factor);
+    const I high = _mm512_mulhi_epi16(shorts.x[2 * q + 1], factor);
+    const I order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    return _mm512_permutexvar_epi64(order, _mm512_packs_epi16(low, high));
+  }
+  // Number 2 i of 32 turns with bit i of its word, number 2 i + 1 with bit 16 + i.
+  DAF_INLINE void flip_shorts(Shorts& shorts, const uint32_t* signs) {
+    const I bit =
+        _mm512_set_epi32(int(0x80008000), 0x40004000, 0x20002000, 0x10001000, 0x08000800,
+                         0x04000400, 0x02000200, 0x01000100, 0x00800080, 0x00400040, 0x00200020,
+                         0x00100010, 0x00080008, 0x00040004, 0x00020002, 0x00010001);
+    DAF_UNROLLED for (int t = 0; t < 8; ++t) {
+      const __mmask32 negative = _mm512_test_epi16_mask(set_integer(signs[t]), bit);
+      shorts.x[t] =
+          _mm512_mask_sub_epi16(shorts.x[t], negative, _mm512_setzero_si512(), shorts.x[t]);
+    }
+  }
+  template <int places>
+  DAF_INLINE void shift_shorts(Shorts& shorts) {
+    const I half = _mm512_set1_epi16(1 << (places - 1));
+    DAF_UNROLLED for (int t = 0; t < 8; ++t) shorts.x[t] =
+        _mm512_srai_epi16(_mm512_add_epi16(shorts.x[t], half), places);
+  }
+  // Bits of an index: three of the vector, two of the 128-bit lane, three within. Each call of
+  // lanes_and_vector turns (vector 2, lane) round by one place, each call of within_and_vector
+  // (vector 1, within); after three and four every bit has been transformed and is home again.
+  DAF_INLINE void hadamard_shorts(Shorts& shorts) {
+    I* x = shorts.x;
+    DAF_UNROLLED for (int turn = 0; turn < 4; ++turn) {
+      DAF_UNROLLED for (int t = 0; t < 8; t += 2) within_and_vector(x[t], x[t + 1]);
+    }
+    DAF_UNROLLED for (int turn = 0; turn < 3; ++turn) {
+      DAF_UNROLLED for (int t = 0; t < 8; ++t) if (!(t & 2)) lanes_and_vector(x[t], x[t + 2]);
+    }
+    DAF_UNROLLED for (int t = 0; t < 4; ++t) sum_and_difference(x[t], x[t + 4]);
+  }
+  // sums + the products of shorts 64 q … 64 q + 63 with as many bytes, however they are spread.
+  template <int q>
+  DAF_INLINE I add_products(I sums, const Shorts& shorts, Bytes bytes) {
+    Shorts wide;
+    put_bytes<q>(wide, bytes);
+    const I low = _mm512_madd_epi16(shorts.x[2 * q], wide.x[2 * q]);
+    const I high = _mm512_madd_epi16(shorts.x[2 * q + 1], wide.x[2 * q + 1]);
+    return _mm512_add_epi32(sums, _mm512_add_epi32(low, high));
+  }
+  DAF_INLINE int32_t reduce_add(I a) { return _mm512_reduce_add_epi32(a); }
+
   // 64-bit lanes, for the generator.
   DAF_INLINE I multiply_wide(I a, uint32_t factor) {
     return _mm512_mul_epu32(a, set_integer(factor));
   }
-  DAF_INLINE I high_words(I a) { return _mm512_srli_epi64(a, 32); }
+  DAF_INLINE I high_words(I a) { return _mm512_shuffle_epi32(a, _MM_PERM_DDBB); }
   DAF_INLINE I exclusive_or(I a, I b, uint32_t c) {
     return _mm512_ternarylogic_epi32(a, b, set_integer(c), 0x96);
   }
@@ -159,20 +242,23 @@ struct Vector {
   DAF_INLINE void store_halves(uint16_t* to, __m256i x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), x);
   }
-  template <int stride>
-  DAF_INLINE F swapped(F a) {
-    if constexpr (stride == 1) return _mm512_permute_ps(a, _MM_SHUFFLE(2, 3, 0, 1));
-    if constexpr (stride == 2) return _mm512_permute_ps(a, _MM_SHUFFLE(1, 0, 3, 2));
-    if constexpr (stride == 4) return _mm512_shuffle_f32x4(a, a, _MM_SHUFFLE(2, 3, 0, 1));
-    if constexpr (stride == 8) return _mm512_shuffle_f32x4(a, a, _MM_SHUFFLE(1, 0, 3, 2));
+  DAF_INLINE void sum_and_difference(I& a, I& b) {
+    const I sum = _mm512_add_epi16(a, b), difference = _mm512_sub_epi16(a, b);
+    a = sum;
+    b = difference;
   }
-  template <int stride>
-  DAF_INLINE F alternating() {
-    constexpr unsigned odd = stride == 1   ? 0xAAAA
-                             : stride == 2 ? 0xCCCC
-                             : stride == 4 ? 0xF0F0
-                                           : 0xFF00;
-    return _mm512_mask_blend_ps(odd, _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
+  DAF_INLINE void within_and_vector(I& a, I& b) {
+    const I low = _mm512_unpacklo_epi16(a, b), high = _mm512_unpackhi_epi16(a, b);
+    a = low;
+    b = high;
+    sum_and_difference(a, b);
+  }
+  DAF_INLINE void lanes_and_vector(I& a, I& b) {
+    const I even = _mm512_shuffle_i32x4(a, b, _MM_SHUFFLE(2, 0, 2, 0));
+    const I odd = _mm512_shuffle_i32x4(a, b, _MM_SHUFFLE(3, 1, 3, 1));
+    a = even;
+    b = odd;
+    sum_and_difference(a, b);
   }
 };
 

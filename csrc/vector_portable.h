@@ -98,16 +98,8 @@ struct Vector {
     return each([&](int i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; });
   }
   DAF_INLINE F absolute(F a) { return as_float(bit_and(as_integer(a), set_integer(0x7FFFFFFF))); }
-  DAF_INLINE F flip(F a, M signs) {
-    return select(signs, as_float(bit_xor(as_integer(a), set_integer(0x80000000))), a);
-  }
-  // Lanes i and i ^ stride become their sum and their difference.
-  template <int stride>
-  DAF_INLINE F butterfly(F a) {
-    return each([&](int i) {
-      return i & stride ? a.lane[i ^ stride] - a.lane[i] : a.lane[i] + a.lane[i ^ stride];
-    });
-  }
+  // The greater of |a| and |b|; where either is NaN, any number.
+  DAF_INLINE F greatest_magnitude(F a, F b) { return greatest(absolute(a), absolute(b)); }
   DAF_INLINE float tree_sum(F a) {
     for (int width = 8; width > 0; width /= 2)
       for (int i = 0; i < width; ++i) a.lane[i] += a.lane[i + width];
@@ -131,8 +123,9 @@ struct Vector {
   DAF_INLINE M less_equal(F a, F b) {
     return each_bit([&](int i) { return a.lane[i] <= b.lane[i]; });
   }
-  DAF_INLINE M unordered(F a) {
-    return each_bit([&](int i) { return a.lane[i] != a.lane[i]; });
+  // Where either is NaN.
+  DAF_INLINE M unordered(F a, F b) {
+    return each_bit([&](int i) { return a.lane[i] != a.lane[i] || b.lane[i] != b.lane[i]; });
   }
   DAF_INLINE M mask_from(uint16_t bits) { return {bits}; }
   DAF_INLINE uint16_t mask_bits(M m) { return m.bits; }
@@ -158,6 +151,9 @@ struct Vector {
   }
   DAF_INLINE I bit_and(I a, I b) {
     return each_integer([&](int i) { return a.lane[i] & b.lane[i]; });
+  }
+  DAF_INLINE I bit_and_or(I a, uint32_t mask, uint32_t more) {
+    return bit_or(bit_and(a, set_integer(mask)), set_integer(more));
   }
   DAF_INLINE I bit_or(I a, I b) {
     return each_integer([&](int i) { return a.lane[i] | b.lane[i]; });
@@ -190,6 +186,15 @@ struct Vector {
   // Both for numbers in [0, 2^31).
   DAF_INLINE I truncate(F a) {
     return each_integer([&](int i) { return uint32_t(int32_t(a.lane[i])); });
+  }
+  // Nearest even, for magnitudes below 2^22: adding 1.5 * 2^23 leaves no place for a fraction.
+  DAF_INLINE I round(F a) {
+    return each_integer([&](int i) {
+      const float shifted = a.lane[i] + 0x1.8p23f;
+      uint32_t bits;
+      std::memcpy(&bits, &shifted, 4);
+      return bits - 0x4B400000;
+    });
   }
   DAF_INLINE F to_float(I a) {
     return each([&](int i) { return float(int32_t(a.lane[i])); });
@@ -238,6 +243,95 @@ struct Vector {
     return bytes;
   }
 
+  DAF_INLINE Bytes set_bytes(int8_t x) {
+    Bytes result;
+    std::memset(result.lane, uint8_t(x), sizeof result.lane);
+    return result;
+  }
+  // A table of 16 signed bytes, and its entries at indices below 16.
+  DAF_INLINE Bytes load_table(const int8_t* sixteen) {
+    Bytes result;
+    for (int i = 0; i < 64; ++i) result.lane[i] = uint8_t(sixteen[i % 16]);
+    return result;
+  }
+  DAF_INLINE Bytes lookup_bytes(const Bytes& table, const Bytes& index) {
+    return each_byte([&](int i) { return table.lane[index.lane[i]]; });
+  }
+  DAF_INLINE Bytes subtract_bytes(const Bytes& a, const Bytes& b) {
+    return each_byte([&](int i) { return a.lane[i] - b.lane[i]; });
+  }
+  DAF_INLINE Bytes least_bytes(const Bytes& a, const Bytes& b) {  // unsigned
+    return each_byte([&](int i) { return a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]; });
+  }
+  // Where a > b, both signed: adds `value` to `sums`; returns which these are.
+  template <int value>
+  DAF_INLINE uint64_t add_where_greater(Bytes& sums, const Bytes& a, const Bytes& b) {
+    uint64_t bits = 0;
+    for (int i = 0; i < 64; ++i) {
+      const uint64_t greater = int8_t(a.lane[i]) > int8_t(b.lane[i]);
+      sums.lane[i] = uint8_t(sums.lane[i] + greater * value);
+      bits |= greater << i;
+    }
+    return bits;
+  }
+
+  // Shorts: a block of 256 signed 16-bit numbers; sums wrap round.
+  struct Shorts {
+    uint16_t lane[256];
+  };
+  // Numbers 32 t … 32 t + 31, saturated.
+  template <int t>
+  DAF_INLINE void put_shorts(Shorts& shorts, const I& low, const I& high) {
+    for (int i = 0; i < 16; ++i) {
+      shorts.lane[32 * t + i] = saturated_short(low.lane[i]);
+      shorts.lane[32 * t + 16 + i] = saturated_short(high.lane[i]);
+    }
+  }
+  // Numbers 64 q … 64 q + 63, from signed bytes.
+  template <int q>
+  DAF_INLINE void put_bytes(Shorts& shorts, const Bytes& bytes) {
+    for (int i = 0; i < 64; ++i) shorts.lane[64 * q + i] = uint16_t(int8_t(bytes.lane[i]));
+  }
+  template <int t>
+  DAF_INLINE F shorts_to_float(const Shorts& shorts) {
+    return each([&](int i) { return float(int16_t(shorts.lane[16 * t + i])); });
+  }
+  // Numbers 64 q … 64 q + 63, the upper halves of their products with `multiplier`, saturated.
+  template <int16_t multiplier, int q>
+  DAF_INLINE Bytes narrow_shorts(const Shorts& shorts) {
+    return each_byte([&](int i) {
+      const int x = int16_t(shorts.lane[64 * q + i]) * multiplier >> 16;
+      return uint8_t(x < -128 ? -128 : x > 127 ? 127 : x);
+    });
+  }
+  // Number 2 i of 32 changes sign with bit i of its word, number 2 i + 1 with bit 16 + i.
+  DAF_INLINE void flip_shorts(Shorts& shorts, const uint32_t* signs) {
+    for (int i = 0; i < 256; ++i) {
+      const uint16_t negative = uint16_t(0 - (signs[i / 32] >> (i / 2 % 16 + i % 2 * 16) & 1));
+      shorts.lane[i] = uint16_t((shorts.lane[i] ^ negative) - negative);
+    }
+  }
+  // Shifts right, to nearest, halves upward.
+  template <int places>
+  DAF_INLINE void shift_shorts(Shorts& shorts) {
+    for (int i = 0; i < 256; ++i)
+      shorts.lane[i] = uint16_t((int16_t(shorts.lane[i]) + (1 << (places - 1))) >> places);
+  }
+  // Walsh–Hadamard transform, natural order, not normalised.
+  DAF_INLINE void hadamard_shorts(Shorts& shorts) { hadamard_stages<1>(shorts.lane); }
+  // sums + the products of shorts 64 q … 64 q + 63 with as many bytes, however they are spread.
+  template <int q>
+  DAF_INLINE I add_products(I sums, const Shorts& shorts, const Bytes& bytes) {
+    for (int i = 0; i < 64; ++i)
+      sums.lane[i % 16] += uint32_t(int16_t(shorts.lane[64 * q + i]) * int8_t(bytes.lane[i]));
+    return sums;
+  }
+  DAF_INLINE int32_t reduce_add(const I& a) {
+    uint32_t sum = 0;
+    for (int i = 0; i < lanes; ++i) sum += a.lane[i];
+    return int32_t(sum);
+  }
+
   // 64-bit lanes, for the generator: products of the low words, high words, packing of pairs.
   DAF_INLINE I multiply_wide(I a, uint32_t factor) {
     I result;
@@ -248,8 +342,9 @@ struct Vector {
     }
     return result;
   }
+  // High words in place of low ones; anything in place of the high ones.
   DAF_INLINE I high_words(I a) {
-    return each_integer([&](int i) { return i & 1 ? 0 : a.lane[i + 1]; });
+    return each_integer([&](int i) { return a.lane[i | 1]; });
   }
   DAF_INLINE I exclusive_or(I a, I b, uint32_t c) { return bit_xor(bit_xor(a, b), set_integer(c)); }
   DAF_INLINE I pack_pairs(I low, I high) {
@@ -257,6 +352,26 @@ struct Vector {
   }
 
  private:
+  template <class Each>
+  DAF_INLINE Bytes each_byte(Each&& value) {
+    Bytes result;
+    for (int i = 0; i < 64; ++i) result.lane[i] = uint8_t(value(i));
+    return result;
+  }
+  DAF_INLINE uint16_t saturated_short(uint32_t bits) {
+    const int32_t x = int32_t(bits);
+    return uint16_t(x < -32768 ? -32768 : x > 32767 ? 32767 : x);
+  }
+  template <int stride>
+  DAF_INLINE void hadamard_stages(uint16_t* x) {
+    for (int base = 0; base < 256; base += 2 * stride)
+      for (int i = base; i < base + stride; ++i) {
+        const uint16_t low = x[i], high = x[i + stride];
+        x[i] = uint16_t(low + high);
+        x[i + stride] = uint16_t(low - high);
+      }
+    if constexpr (stride < 128) hadamard_stages<2 * stride>(x);
+  }
   DAF_INLINE float widen_half(uint16_t half) {
     const uint32_t sign = uint32_t(half & 0x8000) << 16, rest = half & 0x7FFF;
     uint32_t bits = (rest << 13) + 0x38000000;  // rebias the exponent

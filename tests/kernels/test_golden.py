@@ -66,13 +66,15 @@ def large_digests(cases, count: int = 2**25) -> dict[str, str]:
 
 
 def table_patterns() -> dict[str, list[int]]:
-    """Bit patterns of every table of ``rotated``."""
+    """Every table of ``rotated``; factors as bit patterns."""
     found = {}
     for bits in range(1, 5):
-        found[f"thresholds-{bits}"] = tables.rotated_thresholds(bits)
+        found[f"thresholds-{bits}"] = tables.rotated_thresholds(bits).ravel().tolist()
         for kept in range(1, bits + 1):
-            found[f"levels-{bits}-{kept}"] = tables.rotated_levels(bits, kept)
-    return {name: table.view(np.uint32).tolist() for name, table in found.items()}
+            found[f"levels-{bits}-{kept}"] = tables.rotated_levels(bits, kept).tolist()
+            factor = np.float32(tables.rotated_level_factor(bits, kept))
+            found[f"factor-{bits}-{kept}"] = [int(factor.view(np.uint32))]
+    return found
 
 
 def test_format_number(golden) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NamedTuple
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 BLOCK_ELEMENTS = 256
 HEADER_BYTES_PER_BLOCK = 4
 ROTATED_BITS = (1, 2, 3, 4)

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from daf.errors import KernelError
 from daf.kernels import MINMAX_BITS, ROTATED_BITS, ChannelAffine, ElementType, Predicate
-from daf.kernels.tables import rotated_levels, rotated_thresholds
+from daf.kernels.tables import rotated_level_factor, rotated_levels, rotated_thresholds
 
 try:
     import daf._native as _native
@@ -124,6 +124,7 @@ def decode_rotated(
         rounds,
         key,
         rotated_levels(bits, kept_bits).ctypes.data,
+        rotated_level_factor(bits, kept_bits),
         destination,
         _element_type(element_type),
         threads,

@@ -55,7 +55,8 @@ def sign_bits(key: int, blocks: NDArray[np.uint64], turn: int) -> NDArray[np.boo
     """(n, 256) booleans: which elements change sign in rotation round ``turn`` (0 or 1)."""
     calls = np.array([2 * turn, 2 * turn + 1], np.uint64)
     words = philox_words(key, blocks, calls, SIGN_STREAM).reshape(len(blocks), 8)
-    bits = (words[:, :, None] >> np.arange(32, dtype=np.uint32)) & np.uint32(1)
+    place = np.arange(32, dtype=np.uint32)
+    bits = (words[:, :, None] >> (place // 2 + 16 * (place % 2))) & np.uint32(1)
     return bits.reshape(len(blocks), 256).astype(bool)
 
 
@@ -67,5 +68,5 @@ def dither(key: int, blocks: NDArray[np.uint64]) -> NDArray[np.float32]:
     chosen = words[:, 8 * (vector // 8) + lane // 2, 2 * ((vector // 4) % 2) + lane % 2]
     turn = (8 * (vector % 4)).astype(np.uint32)
     turned = (chosen << turn) | (chosen >> ((np.uint32(32) - turn) % np.uint32(32)))
-    pattern: NDArray[np.uint32] = np.uint32(0x3F800000) | (turned >> np.uint32(9))
+    pattern: NDArray[np.uint32] = np.uint32(0x3F800000) | (turned & np.uint32(0x007FFFFF))
     return pattern.view(np.float32)

@@ -29,10 +29,22 @@ from daf.kernels.elements import (
     widen_bfloat16,
 )
 from daf.kernels.philox import dither, sign_bits
-from daf.kernels.tables import rotated_levels, rotated_thresholds
+from daf.kernels.tables import (
+    COEFFICIENT_MULTIPLIER,
+    INTEGER_LENGTH,
+    SCALE_UNIT,
+    rotated_level_factor,
+    rotated_levels,
+    rotated_thresholds,
+)
 
 NON_FINITE_HEADER = 0x7FC0
 _CHUNK_BLOCKS = 4096
+_BETWEEN_ROUNDS_SHIFT = 4
+_ORDINARY_ENERGY = (np.float32(2.0**-60), np.float32(2.0**60))
+_ORDINARY_MAGNITUDE = (np.float32(2.0**-30), np.float32(2.0**30))
+
+Integers = NDArray[np.int64]
 
 
 class Affine(NamedTuple):
@@ -107,7 +119,7 @@ def tree_sum(values: Floats) -> Floats:
     return values
 
 
-def hadamard(values: Floats) -> Floats:
+def hadamard(values: Integers) -> Integers:
     """Unnormalised Walsh–Hadamard transform of every row of (n, 256), natural order."""
     stride = 1
     while stride < BLOCK_ELEMENTS:
@@ -148,48 +160,96 @@ def encode_rotated(
     )
 
 
+class _Centred(NamedTuple):
+    """Blocks around their rounded mean: (n, 256), zero in the padding, and (n, 1) each."""
+
+    values: Floats
+    mean: Headers
+    energy: Floats
+    unscale: Floats
+
+
 @np.errstate(all="ignore")
 def _encode_rotated(chunk: _Chunk, bits: int, rounds: int, key: int) -> Code:
+    centred, finite = _centre(chunk)
+    norm: Floats = np.sqrt(centred.energy)
+    factor: Floats = np.float32(INTEGER_LENGTH) / norm
+    rounded = _to_integers(np.rint(centred.values * factor))
+    rotated = _rotate(rounded, rounds, key, chunk.blocks)
+    cells = _find_cells(rotated, bits)
+    product = (rotated * rotated_levels(bits, bits)[cells]).sum(axis=1, keepdims=True)
+    gain: Floats = norm * np.float32(INTEGER_LENGTH * SCALE_UNIT) / product.astype(np.float32)
+    scale = bfloat16_nearest(gain * centred.unscale)
+    flat = norm == 0
+    return _finish(
+        np.where(flat, np.uint64(0), (cells >> (4 - bits)).astype(np.uint64)),
+        np.concatenate([centred.mean, np.where(flat, np.uint16(0), scale)], axis=1),
+        finite,
+        bits,
+    )
+
+
+def _centre(chunk: _Chunk) -> tuple[_Centred, NDArray[np.bool_]]:
+    """Prescaled only where the energy asks for it; and which blocks are finite."""
+    one = np.ones((len(chunk.values), 1), np.float32)
+    plain = _centre_scaled(chunk, one, one)
     prescale, unscale, finite = _prescale(chunk)
+    least, greatest = _ORDINARY_ENERGY
+    ordinary = (plain.energy >= least) & (plain.energy <= greatest)
+    scaled = _centre_scaled(chunk, prescale, unscale)
+    chosen = _Centred(
+        np.where(ordinary, plain.values, scaled.values),
+        np.where(ordinary, plain.mean, scaled.mean),
+        np.where(ordinary, plain.energy, scaled.energy),
+        np.where(ordinary, plain.unscale, scaled.unscale),
+    )
+    return chosen, finite
+
+
+def _centre_scaled(chunk: _Chunk, prescale: Floats, unscale: Floats) -> _Centred:
     scaled = chunk.values * prescale
     real_count: Floats = chunk.valid.sum(axis=1, keepdims=True).astype(np.float32)
     average: Floats = tree_sum(scaled) / real_count
     mean = bfloat16_nearest(average * unscale)
     centred = scaled - widen_bfloat16(mean) * prescale
     centred = np.where(chunk.valid, centred, np.float32(0))
-    norm: Floats = np.sqrt(tree_sum(centred * centred))
-    unit = _rotate(centred, rounds, key, chunk.blocks) * (np.float32(1) / norm)
-    magnitude = np.abs(unit)
-    cell = _count_below(magnitude, rotated_thresholds(bits))
-    half = 2 ** (bits - 1)
-    codes = np.where(unit > 0, half + cell, half - 1 - cell).astype(np.uint64)
-    level = rotated_levels(bits, bits)[half:][cell]
-    gain: Floats = norm / tree_sum(magnitude * level)
-    scale = bfloat16_nearest(gain * unscale)
-    flat = norm == 0
-    return _finish(
-        np.where(flat, np.uint64(0), codes),
-        np.concatenate([mean, np.where(flat, np.uint16(0), scale)], axis=1),
-        finite,
-        bits,
-    )
+    return _Centred(centred, mean, tree_sum(centred * centred), unscale)
 
 
-def _rotate(values: Floats, rounds: int, key: int, blocks: NDArray[np.uint64]) -> Floats:
+def _to_integers(values: Floats) -> Integers:
+    """Integral floats as integers; what is not finite (and will be discarded) as 0."""
+    return np.where(np.isfinite(values), values, np.float32(0)).astype(np.int64)
+
+
+def _find_cells(rotated: Integers, bits: int) -> Integers:
+    """Each number's code, its most significant bit at weight 8."""
+    coefficients = np.clip(rotated * COEFFICIENT_MULTIPLIER >> 16, -128, 127)
+    cells = np.zeros(rotated.shape, np.int64)
+    for step, thresholds in enumerate(rotated_thresholds(bits)):
+        cells += np.where(coefficients > thresholds[cells], 8 >> step, 0)
+    return cells
+
+
+def _rotate(values: Integers, rounds: int, key: int, blocks: NDArray[np.uint64]) -> Integers:
     values = hadamard(_flip(values, sign_bits(key, blocks, 0)))
     if rounds == 2:
-        values = hadamard(_flip(values * np.float32(0.0625), sign_bits(key, blocks, 1)))
+        values = hadamard(_flip(_between_rounds(values), sign_bits(key, blocks, 1)))
     return values
 
 
-def _rotate_back(values: Floats, rounds: int, key: int, blocks: NDArray[np.uint64]) -> Floats:
+def _rotate_back(values: Integers, rounds: int, key: int, blocks: NDArray[np.uint64]) -> Integers:
     values = hadamard(values)
     if rounds == 2:
-        values = hadamard(_flip(values * np.float32(0.0625), sign_bits(key, blocks, 1)))
+        values = hadamard(_flip(_between_rounds(values), sign_bits(key, blocks, 1)))
     return _flip(values, sign_bits(key, blocks, 0))
 
 
-def _flip(values: Floats, signs: NDArray[np.bool_]) -> Floats:
+def _between_rounds(values: Integers) -> Integers:
+    """Divided by 16, to nearest, halves upward."""
+    return (values + (1 << (_BETWEEN_ROUNDS_SHIFT - 1))) >> _BETWEEN_ROUNDS_SHIFT
+
+
+def _flip(values: Integers, signs: NDArray[np.bool_]) -> Integers:
     return np.where(signs, -values, values)
 
 
@@ -200,13 +260,15 @@ def decode_rotated(
     """Section 4 of the format; ``code.planes`` holds the first k of ``bits`` planes."""
     kept_bits = len(code.planes)
     _require(1 <= kept_bits <= bits <= 4 and rounds in (1, 2), f"{kept_bits} of {bits} bits")
-    levels = rotated_levels(bits, kept_bits)
+    levels = rotated_levels(bits, kept_bits).astype(np.int64)
+    factor = np.float32(rotated_level_factor(bits, kept_bits))
     pieces = []
     for first, planes, headers in _block_runs(code):
         mean, scale = widen_bfloat16(headers[:, :1]), widen_bfloat16(headers[:, 1:])
         blocks = first + np.arange(len(headers), dtype=np.uint64)
-        rotated = levels[from_planes(planes)]
-        values = mean + scale * _rotate_back(rotated, rounds, key, blocks)
+        cells = from_planes(planes) << np.uint64(4 - kept_bits)
+        rotated = _rotate_back(levels[cells], rounds, key, blocks).astype(np.float32)
+        values = mean + (scale * factor) * rotated
         pieces.append(_spoil(values, headers))
     return _store(_stack(pieces), target, affine)
 
@@ -222,10 +284,14 @@ def encode_minmax(source: Elements, bits: int, key: int, affine: Affine | None =
 
 @np.errstate(all="ignore")
 def _encode_minmax(chunk: _Chunk, bits: int, key: int) -> Code:
-    prescale, unscale, finite = _prescale(chunk)
     last = np.float32(2**bits - 1)
     lowest = np.where(chunk.valid, chunk.values, np.float32(np.inf)).min(axis=1, keepdims=True)
     highest = np.where(chunk.valid, chunk.values, np.float32(-np.inf)).max(axis=1, keepdims=True)
+    prescale, unscale, finite = _prescale(chunk)
+    magnitude = np.maximum(np.abs(lowest), np.abs(highest))
+    ordinary = (magnitude >= _ORDINARY_MAGNITUDE[0]) & (magnitude <= _ORDINARY_MAGNITUDE[1])
+    prescale = np.where(ordinary, np.float32(1), prescale)
+    unscale = np.where(ordinary, np.float32(1), unscale)
     least = bfloat16_floor(lowest + np.float32(0))
     origin = widen_bfloat16(least) * prescale
     ideal = ((highest + np.float32(0)) * prescale - origin) / last

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from daf.errors import KernelError
 
+Bytes = NDArray[np.int8]
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 
@@ -55,44 +56,114 @@ def _edges(levels: list[float]) -> list[float]:
     return [0.0, *middles, math.inf]
 
 
-@cache
-def rotated_thresholds(bits: int) -> Floats:
-    """(2**(bits-1) - 1,) positive thresholds of the ``bits``-bit ``rotated`` code; read-only."""
-    return _frozen(np.array(lloyd_max(bits)[0], np.float32))
+# Arithmetic of the `rotated` codec on integers: docs/format.md, section 4.
+INTEGER_LENGTH = 2000
+SCALE_UNIT = 2048
+COEFFICIENT_MULTIPLIER = 1704
+_COEFFICIENT_UNIT = INTEGER_LENGTH * COEFFICIENT_MULTIPLIER / 2**16  # to a standard deviation
+_GREATEST_LEVELS = range(64, 128)
+_TABLE_CELLS = 16
 
 
 @cache
-def rotated_levels(bits: int, kept_bits: int) -> Floats:
-    """(2**kept_bits,) decoded values of the first ``kept_bits`` planes of a ``bits``-bit code.
-
-    Centroids of the merged cells divided by ``1 - D``, D being the mean-square
-    error of decoding to these centroids, so that the header's scale, computed
-    for all planes, leaves the result unbiased. Ascending; read-only.
-    """
-    cells = _merged_cells(bits, kept_bits)
-    centroids = [_centroid(low, high) for low, high in cells]
-    explained = sum(
-        2 * _mass(*cell) * value**2 for cell, value in zip(cells, centroids, strict=True)
-    )
-    positive = np.array([value / explained for value in centroids])
-    return _frozen(np.concatenate([-positive[::-1], positive]).astype(np.float32))
+def _integer_thresholds(bits: int) -> tuple[int, ...]:
+    """Positive thresholds of coefficients that lost their lower bits."""
+    return tuple(round(_COEFFICIENT_UNIT * threshold) for threshold in lloyd_max(bits)[0])
 
 
 def _merged_cells(bits: int, kept_bits: int) -> list[tuple[float, float]]:
-    """Positive cells of a ``bits``-bit code that its first ``kept_bits`` planes tell apart."""
-    edges = [0.0, *lloyd_max(bits)[0]]
+    """Positive cells of a ``bits``-bit code that its first ``kept_bits`` planes tell apart.
+
+    They are those of the thresholds as rounded, in standard deviations.
+    """
+    edges = [0.0, *(threshold / _COEFFICIENT_UNIT for threshold in _integer_thresholds(bits))]
     return list(pairwise([*edges[:: 2 ** (bits - kept_bits)], math.inf]))
 
 
+@cache
+def _positive_levels(bits: int, kept_bits: int) -> tuple[int, ...]:
+    """Centroids of the merged cells on the integer grid that costs the least error."""
+    centroids = [_centroid(*cell) for cell in _merged_cells(bits, kept_bits)]
+    candidates = [
+        tuple(round(greatest * value / centroids[-1]) for value in centroids)
+        for greatest in _GREATEST_LEVELS
+    ]
+    # Rounded, and the finest among equals: the last digits of a machine's exp decide nothing.
+    return min(
+        reversed(candidates),
+        key=lambda levels: round(_relative_error(bits, kept_bits, levels), 12),
+    )
+
+
+def _relative_error(bits: int, kept_bits: int, levels: tuple[int, ...]) -> float:
+    """E[level²] / E[x level]² − 1 of a unit Gaussian x."""
+    masses = [2 * _mass(*cell) for cell in _merged_cells(bits, kept_bits)]
+    energy = sum(mass * level**2 for mass, level in zip(masses, levels, strict=True))
+    return energy / _gain(bits, kept_bits, levels) ** 2 - 1.0
+
+
+def _gain(bits: int, kept_bits: int, levels: tuple[int, ...]) -> float:
+    """E[x level] of a unit Gaussian x: what the header's scale is divided by."""
+    cells = _merged_cells(bits, kept_bits)
+    return sum(
+        2 * level * _mass(*cell) * _centroid(*cell)
+        for cell, level in zip(cells, levels, strict=True)
+    )
+
+
+@cache
+def rotated_thresholds(bits: int) -> Bytes:
+    """(bits, 16) int8 thresholds of the ``bits``-bit ``rotated`` code; read-only.
+
+    Row s decides bit ``3 - s`` of a cell: the code, its first bit at weight 8.
+    Entry c of it is for coefficients whose first s bits make the cell c; those
+    strictly above it have the bit set. Row 0, which depends on no cell, is the same
+    everywhere; other entries of cells that no code has are 0.
+    """
+    positive = _integer_thresholds(bits)
+    ascending = [-value for value in reversed(positive)] + [0, *positive]
+    table = np.zeros((bits, _TABLE_CELLS), np.int8)
+    for step in range(bits):
+        width = 2 ** (bits - step)
+        for prefix in range(2**step):
+            # A coefficient has lost its fraction downward: not below t means above t - 1.
+            table[step, prefix << (4 - step)] = ascending[prefix * width + width // 2 - 1] - 1
+    table[0] = table[0, 0]
+    return _frozen(table)
+
+
+@cache
+def rotated_levels(bits: int, kept_bits: int) -> Bytes:
+    """(16,) int8 levels of the first ``kept_bits`` planes of a ``bits``-bit code; read-only.
+
+    By cell (the kept bits, the first at weight 8): centroids of the merged
+    cells of the unit Gaussian as integers, the greatest of them at most 127.
+    """
+    positive = _positive_levels(bits, kept_bits)
+    ascending = [-level for level in reversed(positive)] + list(positive)
+    table = np.zeros(_TABLE_CELLS, np.int8)
+    table[:: 2 ** (4 - kept_bits)] = ascending
+    return _frozen(table)
+
+
+@cache
+def rotated_level_factor(bits: int, kept_bits: int) -> float:
+    """What one level is worth in units of the header's scale; exactly a float32.
+
+    The header's scale was computed for all planes; the ratio of the gains
+    leaves a code of fewer planes unbiased.
+    """
+    whole = _gain(bits, bits, _positive_levels(bits, bits))
+    kept = _gain(bits, kept_bits, _positive_levels(bits, kept_bits))
+    return float(np.float32(whole / kept / SCALE_UNIT))
+
+
 def rotated_error(bits: int, kept_bits: int) -> float:
-    """Expected relative mean-square error of ``rotated``: D/(1 - D) with D as above."""
-    levels = rotated_levels(bits, kept_bits).astype(np.float64)
-    masses = [_mass(low, high) for low, high in _merged_cells(bits, kept_bits)]
-    energy = 2 * float(np.dot(masses, levels[len(masses) :] ** 2))
-    return energy - 1.0
+    """Expected relative mean-square error of ``rotated`` from its first ``kept_bits`` planes."""
+    return _relative_error(bits, kept_bits, _positive_levels(bits, kept_bits))
 
 
-def _frozen(array: Floats) -> Floats:
+def _frozen(array: Bytes) -> Bytes:
     array.setflags(write=False)
     return array
 
