@@ -11,6 +11,7 @@
 
 #include "allocator_bind.h"
 #include "dispatch.h"
+#include "kernels_measure_bind.h"
 #include "pool_bind.h"
 #include "threads.h"
 
@@ -205,6 +206,7 @@ NB_MODULE(_native, module) {
   module.def("encode_integers", &daf::encode_integers);
   module.def("decode_integers", &daf::decode_integers);
   module.def("copy", &daf::copy);
+  daf::bind_kernels_measure(module);
   daf::bind_allocator(module);
   daf::bind_pool(module);
 }

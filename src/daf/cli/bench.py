@@ -10,8 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from daf.bench import allocator as allocator_bench
+from daf.bench import kernels as kernels_bench
 from daf.bench import main_job
 from daf.bench import pool as pool_bench
+from daf.bench.kernels_picture import draw_roofline
 from daf.bench.pool_picture import draw_times
 from daf.bench.result import BenchResult
 from daf.report.allocator_picture import draw_trade
@@ -84,6 +86,23 @@ def pool_command(
         result = pool_bench.run(job, on_progress=status.update)
     if picture is not None:
         draw_times(result.rows, picture)
+    show(result, as_json=as_json)
+
+
+@app.command("kernels")
+def kernels_command(
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw a roofline into this PNG file.")
+    ] = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Time every kernel on every instruction set against memcpy, interleaved."""
+    job = kernels_bench.quick_job() if quick else kernels_bench.KernelsJob()
+    with Console(stderr=True).status("starting") as status:
+        result = kernels_bench.run(job, on_progress=status.update)
+    if picture is not None:
+        draw_roofline(result.rows, picture)
     show(result, as_json=as_json)
 
 
