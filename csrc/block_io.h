@@ -105,7 +105,7 @@ DAF_INLINE void fill_padding(Block& block, size_t valid, float filling) {
 class Reader {
  public:
   explicit Reader(const Source& source) : source_(source), rows_(source.affine) {
-    in_place_ = source.type == ElementType::float32 && !rows_.used() && source.view.dimensions == 0;
+    as_they_are_ = source.type == ElementType::float32 && !rows_.used();
   }
 
   size_t valid(size_t index) const {
@@ -117,8 +117,8 @@ class Reader {
   // `room` (256 floats).
   const float* fetch(size_t index, float* room) {
     const float* row = room;
-    if (in_place_ && valid(index) == block_elements)
-      row = static_cast<const float*>(source_.data) + index * block_elements;
+    if (as_they_are_ && valid(index) == block_elements)
+      row = reinterpret_cast<const float*>(locate(index, reinterpret_cast<char*>(room)));
     else
       copy_any(room, index);
     if (source_.sums) add_to_sums(row, index);
@@ -152,17 +152,17 @@ class Reader {
     add_block(*source_.sums, plan.channels, plan.slots, row, index * block_elements, valid(index));
   }
 
-  // The block's elements, one after the other.
-  const char* locate(size_t index) {
+  // The block's elements, one after the other: in the source if they lie so there, else in `room`.
+  const char* locate(size_t index, char* room) const {
     const char* data = static_cast<const char*>(source_.data);
     const size_t bytes = element_bytes(source_.type);
     if (source_.view.dimensions == 0) return data + index * block_elements * bytes;
-    return gather(source_.view, data, bytes, index * block_elements, valid(index), gathered_);
+    return gather(source_.view, data, bytes, index * block_elements, valid(index), room);
   }
 
   DAF_NEVER_INLINE void read_any(Block& block, size_t index) {
     const size_t bytes = element_bytes(source_.type), here = valid(index);
-    const char* from = locate(index);
+    const char* from = locate(index, gathered_);
     if (here < block_elements) from = copy_tail(from, here * bytes);
     load_elements(block, from, source_.type);
     if (rows_.used()) {
@@ -180,7 +180,7 @@ class Reader {
 
   const Source source_;
   AffineRows rows_;
-  bool in_place_;
+  bool as_they_are_;  // float32, no affine
   alignas(64) char tail_[block_elements * 4];
   alignas(64) char gathered_[block_elements * 4];
 };

@@ -247,6 +247,16 @@ def test_the_rule_knows_all_three_strategies() -> None:
     assert cpu_measure.range_strategy(2**22, 64, 2**18) is RangeStrategy.ATOMICS
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (64, 1), (1009, 1), (2048, 1), (64, 3136), (2048, 49)])
+def test_workspaces_are_small_beside_a_large_tensor(shape) -> None:
+    """However many threads: a share has four spans at least, a span 256 elements a channel."""
+    source_bytes = 4 * 2**24
+    for threads in (1, 4, 1000):
+        size = cpu_measure.sums_workspace_bytes(2**24, threads, *shape)
+        assert size <= 0.08 * source_bytes
+    assert cpu_measure.ranges_workspace_bytes(2**24, 1, *shape) <= 0.01 * source_bytes
+
+
 def test_flushed_denormals_of_the_caller_change_nothing(cases) -> None:
     source = cases.wild(600_000) * np.float32(2.0**-100)
     expected = reference_measure.measure_sums(source, 3, 1)
