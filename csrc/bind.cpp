@@ -10,10 +10,10 @@
 #include <cstring>
 
 #include "allocator_bind.h"
-#include "dispatch.h"
+#include "bind_jobs.h"
 #include "kernels_measure_bind.h"
+#include "measure_bind.h"
 #include "pool_bind.h"
-#include "threads.h"
 
 namespace nb = nanobind;
 
@@ -23,11 +23,6 @@ namespace {
 // Larger results than this leave the caches before anybody reads them.
 constexpr uint64_t stream_from_bytes = 8 << 20;
 
-template <class T>
-T* at(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
 // (channels, inner, scale, shift), or an empty tuple for none.
 Affine make_affine(const nb::tuple& fields) {
   if (fields.size() == 0) return {};
@@ -36,48 +31,64 @@ Affine make_affine(const nb::tuple& fields) {
           at<const float>(nb::cast<uintptr_t>(fields[3]))};
 }
 
-Source make_source(uintptr_t address, int type, uint64_t count, const Affine& affine) {
-  return {at<const void>(address), ElementType(type), count, affine};
+// Where element 0 of a tensor would lie whose blocks from `first` on lie at `address`.
+uintptr_t start_of_tensor(uintptr_t address, int type, size_t first) {
+  return address - first * block_elements * element_bytes(ElementType(type));
 }
 
 Target make_target(uintptr_t address, int type, uint64_t count, const Affine& affine,
-                   uintptr_t mask, bool accumulate) {
-  const bool stream = !accumulate && count * 4 >= stream_from_bytes;
-  return {at<void>(address),        ElementType(type), count, affine,
-          at<const uint32_t>(mask), accumulate,        stream};
+                   uintptr_t mask, bool accumulate, Extent blocks) {
+  const uint64_t written_bytes = (blocks.last - blocks.first) * block_elements * 4;
+  const bool stream = !accumulate && written_bytes >= stream_from_bytes;
+  return {at<void>(start_of_tensor(address, type, blocks.first)),
+          ElementType(type),
+          count,
+          affine,
+          at<const uint32_t>(mask),
+          accumulate,
+          stream};
 }
 
 Target plain_target(uintptr_t address, int type, uint64_t count) {
-  return make_target(address, type, count, {}, 0, false);
+  return make_target(address, type, count, {}, 0, false, {0, block_count(count)});
 }
 
-const KernelTable& table_named(const std::string& name) {
-  const KernelTable* table = name.empty() ? available_tables().front() : find_table(name);
-  if (!table) throw nb::value_error("no such instruction set on this processor");
-  return *table;
+// (sizes, strides) of as many dimensions, or an empty tuple for none.
+View make_view(const nb::tuple& fields) {
+  View view;
+  if (fields.size() == 0) return view;
+  const auto sizes = nb::cast<nb::tuple>(fields[0]), strides = nb::cast<nb::tuple>(fields[1]);
+  if (sizes.size() > view_dimensions || strides.size() != sizes.size())
+    throw nb::value_error("a view has at most 6 sizes and as many strides");
+  view.dimensions = int(sizes.size());
+  for (int d = 0; d < view.dimensions; ++d) {
+    view.size[d] = nb::cast<uint64_t>(sizes[d]);
+    view.stride[d] = nb::cast<int64_t>(strides[d]);
+  }
+  return view;
 }
 
+// What an encoder does in passing: (first block, last block, view, sums), the latter two perhaps
+// empty. A source that is no view holds the elements of the blocks asked for.
 template <class Job>
-struct Call {
-  const Job& job;
-  Kernel<Job> kernel;
-};
-
-template <class Job>
-bool run(const Job& job, Kernel<Job> kernel, uint64_t count, int threads) {
-  const Call<Job> call{job, kernel};
-  const nb::gil_scoped_release release;
-  return run_ranges(
-      [](const void* opaque, size_t first, size_t last) {
-        const auto& here = *static_cast<const Call<Job>*>(opaque);
-        return here.kernel(here.job, first, last);
-      },
-      &call, block_count(count), threads);
+void encode(Job job, Kernel<Job> kernel, int threads, const nb::tuple& extras) {
+  Source& source = job.source;
+  const Extent blocks{nb::cast<size_t>(extras[0]), nb::cast<size_t>(extras[1])};
+  const auto sums = nb::cast<nb::tuple>(extras[3]);
+  source.view = make_view(nb::cast<nb::tuple>(extras[2]));
+  if (source.view.dimensions == 0)
+    source.data = at<const void>(
+        start_of_tensor(reinterpret_cast<uintptr_t>(source.data), int(source.type), blocks.first));
+  if (sums.size() == 0)
+    run_part(job, kernel, blocks, threads);
+  else
+    run_summing(job, kernel, make_sums(sums, source.count, threads));
 }
 
 void encode_rotated(const std::string& set, uintptr_t source, int type, uint64_t count, int bits,
                     int rounds, uint64_t key, uintptr_t planes, uintptr_t headers,
-                    uintptr_t thresholds, uintptr_t levels, int threads, const nb::tuple& affine) {
+                    uintptr_t thresholds, uintptr_t levels, int threads, const nb::tuple& affine,
+                    const nb::tuple& extras) {
   const EncodeRotated job{make_source(source, type, count, make_affine(affine)),
                           bits,
                           rounds,
@@ -86,15 +97,15 @@ void encode_rotated(const std::string& set, uintptr_t source, int type, uint64_t
                           at<uint16_t>(headers),
                           at<const int8_t>(thresholds),
                           at<const int8_t>(levels)};
-  run(job, table_named(set).encode_rotated, count, threads);
+  encode(job, table_named(set).encode_rotated, threads, extras);
 }
 
 void decode_rotated(const std::string& set, uintptr_t planes, uintptr_t headers, uint64_t count,
                     int kept_bits, int rounds, uint64_t key, uintptr_t levels, float level_factor,
                     uintptr_t destination, int type, int threads, const nb::tuple& affine,
-                    uintptr_t mask, bool accumulate) {
+                    uintptr_t mask, bool accumulate, size_t first, size_t last) {
   const DecodeRotated job{
-      make_target(destination, type, count, make_affine(affine), mask, accumulate),
+      make_target(destination, type, count, make_affine(affine), mask, accumulate, {first, last}),
       kept_bits,
       rounds,
       key,
@@ -102,24 +113,24 @@ void decode_rotated(const std::string& set, uintptr_t planes, uintptr_t headers,
       at<const uint16_t>(headers),
       at<const int8_t>(levels),
       level_factor};
-  run(job, table_named(set).decode_rotated, count, threads);
+  run_part(job, table_named(set).decode_rotated, {first, last}, threads);
 }
 
 void encode_minmax(const std::string& set, uintptr_t source, int type, uint64_t count, int bits,
                    uint64_t key, uintptr_t planes, uintptr_t headers, int threads,
-                   const nb::tuple& affine) {
+                   const nb::tuple& affine, const nb::tuple& extras) {
   const EncodeMinmax job{make_source(source, type, count, make_affine(affine)), bits, key,
                          at<uint32_t>(planes), at<uint16_t>(headers)};
-  run(job, table_named(set).encode_minmax, count, threads);
+  encode(job, table_named(set).encode_minmax, threads, extras);
 }
 
 void decode_minmax(const std::string& set, uintptr_t planes, uintptr_t headers, uint64_t count,
                    int bits, uintptr_t destination, int type, int threads, const nb::tuple& affine,
-                   uintptr_t mask, bool accumulate) {
+                   uintptr_t mask, bool accumulate, size_t first, size_t last) {
   const DecodeMinmax job{
-      make_target(destination, type, count, make_affine(affine), mask, accumulate), bits,
-      at<const uint32_t>(planes), at<const uint16_t>(headers)};
-  run(job, table_named(set).decode_minmax, count, threads);
+      make_target(destination, type, count, make_affine(affine), mask, accumulate, {first, last}),
+      bits, at<const uint32_t>(planes), at<const uint16_t>(headers)};
+  run_part(job, table_named(set).decode_minmax, {first, last}, threads);
 }
 
 void encode_mask(const std::string& set, uintptr_t source, int type, uint64_t count, int predicate,
@@ -209,4 +220,5 @@ NB_MODULE(_native, module) {
   daf::bind_kernels_measure(module);
   daf::bind_allocator(module);
   daf::bind_pool(module);
+  daf::bind_measure(module);
 }

@@ -2,7 +2,7 @@
 // Include after a vector_*.h.
 #pragma once
 
-#include "block.h"
+#include "lanes.h"
 
 namespace {
 
@@ -95,13 +95,6 @@ DAF_INLINE void load_elements(Block& block, const void* from, ElementType type) 
   }
 }
 
-// Which lanes of vector t lie among the first `valid` elements.
-DAF_INLINE uint16_t real_lanes(size_t valid, int t) {
-  const size_t first = size_t(V::lanes) * t;
-  const size_t here = valid <= first ? 0 : valid - first;
-  return here >= 16 ? 0xFFFF : uint16_t((1u << here) - 1);
-}
-
 // The first `valid` elements stay, the others become `filling`.
 DAF_INLINE void fill_padding(Block& block, size_t valid, float filling) {
   const auto other = V::set(filling);
@@ -111,7 +104,9 @@ DAF_INLINE void fill_padding(Block& block, size_t valid, float filling) {
 // Reads blocks of a source one after the other; padding is 0.
 class Reader {
  public:
-  explicit Reader(const Source& source) : source_(source), rows_(source.affine) {}
+  explicit Reader(const Source& source) : source_(source), rows_(source.affine) {
+    as_they_are_ = source.type == ElementType::float32 && !rows_.used();
+  }
 
   size_t valid(size_t index) const {
     const uint64_t left = source_.count - index * block_elements;
@@ -121,16 +116,18 @@ class Reader {
   // The block's 256 values: in the source itself where they lie there as they are, else in
   // `room` (256 floats).
   const float* fetch(size_t index, float* room) {
-    if (source_.type == ElementType::float32 && !rows_.used() && valid(index) == block_elements)
-      return static_cast<const float*>(source_.data) + index * block_elements;
-    Block block;
-    read_any(block, index);
-    DAF_EACH_VECTOR V::store(room + V::lanes * t, block.x[t]);
-    return room;
+    const float* row = room;
+    if (as_they_are_ && valid(index) == block_elements)
+      row = reinterpret_cast<const float*>(locate(index, reinterpret_cast<char*>(room)));
+    else
+      copy_any(room, index);
+    if (source_.sums) add_to_sums(row, index);
+    return row;
   }
 
   // Asks for a block of the next batch while this one is worked on; any index will do.
   DAF_MEMBER_INLINE void expect(size_t index) const {
+    if (source_.view.dimensions) return;
     const size_t bytes = block_elements * element_bytes(source_.type);
     const char* from = static_cast<const char*>(source_.data) + index * bytes;
     for (size_t line = 0; line < bytes; line += 64) V::prefetch(from + line);
@@ -143,9 +140,29 @@ class Reader {
   }
 
  private:
+  DAF_MEMBER_INLINE void copy_any(float* room, size_t index) {
+    Block block;
+    read_any(block, index);
+    DAF_EACH_VECTOR V::store(room + V::lanes * t, block.x[t]);
+  }
+
+  DAF_NEVER_INLINE void add_to_sums(const float* row, size_t index) {
+    enter_block(*source_.sums, index);
+    const SumsPlan& plan = source_.sums->whole->plan;
+    add_block(*source_.sums, plan.channels, plan.slots, row, index * block_elements, valid(index));
+  }
+
+  // The block's elements, one after the other: in the source if they lie so there, else in `room`.
+  const char* locate(size_t index, char* room) const {
+    const char* data = static_cast<const char*>(source_.data);
+    const size_t bytes = element_bytes(source_.type);
+    if (source_.view.dimensions == 0) return data + index * block_elements * bytes;
+    return gather(source_.view, data, bytes, index * block_elements, valid(index), room);
+  }
+
   DAF_NEVER_INLINE void read_any(Block& block, size_t index) {
     const size_t bytes = element_bytes(source_.type), here = valid(index);
-    const char* from = static_cast<const char*>(source_.data) + index * block_elements * bytes;
+    const char* from = locate(index, gathered_);
     if (here < block_elements) from = copy_tail(from, here * bytes);
     load_elements(block, from, source_.type);
     if (rows_.used()) {
@@ -163,7 +180,9 @@ class Reader {
 
   const Source source_;
   AffineRows rows_;
+  bool as_they_are_;  // float32, no affine
   alignas(64) char tail_[block_elements * 4];
+  alignas(64) char gathered_[block_elements * 4];
 };
 
 // --- out ---------------------------------------------------------------------------------------

@@ -4,6 +4,9 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "channels.h"
+#include "strided.h"
+
 namespace daf {
 
 constexpr size_t block_elements = 256;
@@ -23,11 +26,15 @@ struct Affine {
   const float* shift = nullptr;
 };
 
+struct RunningSums;
+
 struct Source {
   const void* data = nullptr;
   ElementType type = ElementType::float32;
   uint64_t count = 0;
   Affine affine;
+  View view;                    // none: the elements follow each other
+  RunningSums* sums = nullptr;  // whoever reads a block adds it, after the affine
 };
 
 struct Target {
@@ -120,6 +127,12 @@ struct DecodeIntegers {
   int item_bytes;
 };
 
+struct MeasureRanges;  // ranges.h
+
+struct MeasureSums {
+  Source source;
+};
+
 // One entry for each operation and instruction set: does blocks [first, last) and says
 // whether they could be done (derivative: all finite; integers: all fit).
 template <class Job>
@@ -137,6 +150,8 @@ struct KernelTable {
   Kernel<DecodeDerivative> decode_derivative;
   Kernel<EncodeIntegers> encode_integers;
   Kernel<DecodeIntegers> decode_integers;
+  Kernel<MeasureRanges> measure_ranges;  // does shares of the plan, not blocks
+  Kernel<MeasureSums> measure_sums;
 };
 
 inline size_t block_count(uint64_t count) { return (count + block_elements - 1) / block_elements; }

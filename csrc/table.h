@@ -1,6 +1,7 @@
 // The table of one instruction set: included last by each kernels_*.cpp.
 #pragma once
 
+#include "measure.h"
 #include "minmax.h"
 #include "rotated.h"
 #include "simple.h"
@@ -61,7 +62,9 @@ constexpr KernelTable make_table(const char* name) {
           encode_derivative_range,
           decode_derivative_range,
           encode_integers_any,
-          decode_integers_any};
+          decode_integers_any,
+          measure_ranges_shares,
+          measure_sums_range};
 }
 
 }  // namespace

@@ -39,6 +39,7 @@ struct Work {
   RangeFunction function;
   const void* job;
   size_t blocks;
+  size_t piece;
   std::atomic<size_t> next{0};
   std::atomic<bool> good{true};
   int busy = 0;  // helpers inside; guarded by the pool's mutex
@@ -46,9 +47,9 @@ struct Work {
   void take_pieces() {
     const DefaultFloatMode mode;
     for (;;) {
-      const size_t first = next.fetch_add(piece_blocks, std::memory_order_relaxed);
+      const size_t first = next.fetch_add(piece, std::memory_order_relaxed);
       if (first >= blocks) return;
-      const size_t last = first + piece_blocks < blocks ? first + piece_blocks : blocks;
+      const size_t last = first + piece < blocks ? first + piece : blocks;
       if (!function(job, first, last)) good.store(false, std::memory_order_relaxed);
     }
   }
@@ -135,19 +136,30 @@ Pool& shared_pool() {
   return *current;
 }
 
+bool run_pieces(Work&& work, int threads) {
+  if (threads < 2)
+    work.take_pieces();
+  else
+    shared_pool().run(work, threads - 1);
+  return work.good;
+}
+
 }  // namespace
 
-bool run_ranges(RangeFunction function, const void* job, size_t blocks, int threads) {
-  Work work{function, job, blocks};
+size_t useful_threads(size_t blocks, int threads) {
   const size_t useful = blocks / least_blocks_per_thread;
   const size_t allowed = threads < 1 ? 1 : size_t(threads);
-  const int helpers = int((useful < allowed ? useful : allowed)) - 1;
-  if (helpers < 1) {
-    const DefaultFloatMode mode;
-    return blocks == 0 || function(job, 0, blocks);
-  }
-  shared_pool().run(work, helpers);
-  return work.good;
+  const size_t most = useful < allowed ? useful : allowed;
+  return most < 1 ? 1 : most;
+}
+
+bool run_ranges(RangeFunction function, const void* job, size_t blocks, int threads) {
+  const size_t used = useful_threads(blocks, threads);
+  return run_pieces({function, job, blocks, used == 1 ? blocks : piece_blocks}, int(used));
+}
+
+bool run_shares(RangeFunction function, const void* job, size_t shares) {
+  return run_pieces({function, job, shares, 1}, int(shares));
 }
 
 }  // namespace daf

@@ -12,4 +12,11 @@ using RangeFunction = bool (*)(const void* job, size_t first, size_t last);
 // being one of them; true if every call returned true.
 bool run_ranges(RangeFunction function, const void* job, size_t blocks, int threads);
 
+// How many of `threads` threads so many blocks are worth; at least one.
+size_t useful_threads(size_t blocks, int threads);
+
+// Calls `function` on [i, i + 1) for each of the shares, each on a thread of its own where the
+// system gives one, the caller being one of them; true if every call returned true.
+bool run_shares(RangeFunction function, const void* job, size_t shares);
+
 }  // namespace daf

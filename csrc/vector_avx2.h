@@ -318,6 +318,35 @@ struct Vector {
     return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, _MM_SHUFFLE(2, 3, 0, 1))));
   }
 
+  // Sixteen binary64 numbers in four registers, for sums. A widened number's square is exact, so
+  // the fused operation rounds once, as the sum itself would.
+  struct D {
+    __m256d quarter[4];
+  };
+  DAF_INLINE D load(const double* from) {
+    return {{_mm256_loadu_pd(from), _mm256_loadu_pd(from + 4), _mm256_loadu_pd(from + 8),
+             _mm256_loadu_pd(from + 12)}};
+  }
+  DAF_INLINE void store(double* to, D x) {
+    DAF_UNROLLED for (int q = 0; q < 4; ++q) _mm256_storeu_pd(to + 4 * q, x.quarter[q]);
+  }
+  DAF_INLINE D widen(F a) {
+    return {{_mm256_cvtps_pd(_mm256_castps256_ps128(a.low)),
+             _mm256_cvtps_pd(_mm256_extractf128_ps(a.low, 1)),
+             _mm256_cvtps_pd(_mm256_castps256_ps128(a.high)),
+             _mm256_cvtps_pd(_mm256_extractf128_ps(a.high, 1))}};
+  }
+  DAF_INLINE D add(D a, D b) {
+    DAF_UNROLLED for (int q = 0; q < 4; ++q) a.quarter[q] =
+        _mm256_add_pd(a.quarter[q], b.quarter[q]);
+    return a;
+  }
+  DAF_INLINE D add_square(D sum, D x) {
+    DAF_UNROLLED for (int q = 0; q < 4; ++q) sum.quarter[q] =
+        _mm256_fmadd_pd(x.quarter[q], x.quarter[q], sum.quarter[q]);
+    return sum;
+  }
+
   // 64-bit lanes, for the generator.
   DAF_INLINE I multiply_wide(I a, uint32_t factor) {
     const I other = set_integer(factor);

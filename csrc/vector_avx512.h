@@ -223,6 +223,29 @@ struct Vector {
   }
   DAF_INLINE int32_t reduce_add(I a) { return _mm512_reduce_add_epi32(a); }
 
+  // Sixteen binary64 numbers in two registers, for sums. A widened number's square is exact, so
+  // the fused operation rounds once, as the sum itself would.
+  struct D {
+    __m512d low, high;
+  };
+  DAF_INLINE D load(const double* from) {
+    return {_mm512_loadu_pd(from), _mm512_loadu_pd(from + 8)};
+  }
+  DAF_INLINE void store(double* to, D x) {
+    _mm512_storeu_pd(to, x.low);
+    _mm512_storeu_pd(to + 8, x.high);
+  }
+  DAF_INLINE D widen(F a) {
+    return {_mm512_cvtps_pd(_mm512_castps512_ps256(a)),
+            _mm512_cvtps_pd(_mm512_extractf32x8_ps(a, 1))};
+  }
+  DAF_INLINE D add(D a, D b) {
+    return {_mm512_add_pd(a.low, b.low), _mm512_add_pd(a.high, b.high)};
+  }
+  DAF_INLINE D add_square(D sum, D x) {
+    return {_mm512_fmadd_pd(x.low, x.low, sum.low), _mm512_fmadd_pd(x.high, x.high, sum.high)};
+  }
+
   // 64-bit lanes, for the generator.
   DAF_INLINE I multiply_wide(I a, uint32_t factor) {
     return _mm512_mul_epu32(a, set_integer(factor));

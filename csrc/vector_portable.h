@@ -332,6 +332,30 @@ struct Vector {
     return int32_t(sum);
   }
 
+  // Sixteen binary64 numbers, for sums. The square of a widened number is exact.
+  struct D {
+    double lane[16];
+  };
+  DAF_INLINE D load(const double* from) {
+    D result;
+    std::memcpy(result.lane, from, sizeof result);
+    return result;
+  }
+  DAF_INLINE void store(double* to, const D& x) { std::memcpy(to, x.lane, sizeof x); }
+  DAF_INLINE D widen(F a) {
+    D result;
+    for (int i = 0; i < lanes; ++i) result.lane[i] = double(a.lane[i]);
+    return result;
+  }
+  DAF_INLINE D add(D a, const D& b) {
+    for (int i = 0; i < lanes; ++i) a.lane[i] += b.lane[i];
+    return a;
+  }
+  DAF_INLINE D add_square(D sum, const D& x) {
+    for (int i = 0; i < lanes; ++i) sum.lane[i] += x.lane[i] * x.lane[i];
+    return sum;
+  }
+
   // 64-bit lanes, for the generator: products of the low words, high words, packing of pairs.
   DAF_INLINE I multiply_wide(I a, uint32_t factor) {
     I result;

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from daf.kernels import FORMAT_VERSION, ElementType
+from daf.kernels import FORMAT_VERSION, ElementType, cpu
 from daf.kernels.elements import element_dtype, narrow
 from daf.kernels.philox import philox_words
 
 INPUT_STREAM = 7
+POISON = 0xA5
+GUARD_BYTES = 64
 ELEMENT_TYPES = tuple(ElementType)
 EXTREMES = np.array(
     [
@@ -23,6 +25,32 @@ EXTREMES = np.array(
     ],
     np.uint32,
 ).view(np.float32)
+
+
+class Guarded:
+    """Fresh memory full of rubbish, at any address, guarded before and behind."""
+
+    def __init__(self, count: int, dtype: Any, offset: int = 0) -> None:
+        self.dtype = np.dtype(dtype)
+        self._start = GUARD_BYTES + offset
+        self._stop = self._start + count * self.dtype.itemsize
+        self._memory = np.full(self._stop + GUARD_BYTES, POISON, np.uint8)
+
+    @property
+    def address(self) -> int:
+        return int(self._memory.ctypes.data) + self._start
+
+    def fill(self, values: np.ndarray) -> Guarded:
+        self._memory[self._start : self._stop] = (
+            np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+        )
+        return self
+
+    def opened(self) -> np.ndarray:
+        """What was written, once the guards prove untouched."""
+        assert (self._memory[: self._start] == POISON).all(), "wrote before the start"
+        assert (self._memory[self._stop :] == POISON).all(), "wrote beyond the end"
+        return self._memory[self._start : self._stop].copy().view(self.dtype)
 
 
 class Cases:
@@ -72,6 +100,9 @@ class Cases:
         picked = EXTREMES[(words >> 3) % len(EXTREMES)]
         return np.where(words % 4 == 0, picked, self.smooth(count, seed))
 
+    def guarded(self, count: int, dtype: Any, offset: int = 0) -> Guarded:
+        return Guarded(count, dtype, offset)
+
     def as_type(self, values: np.ndarray, element_type: ElementType) -> np.ndarray:
         with np.errstate(all="ignore"):
             return narrow(values, element_type)
@@ -89,6 +120,12 @@ class Cases:
 @pytest.fixture(scope="session")
 def cases() -> Cases:
     return Cases()
+
+
+@pytest.fixture(params=cpu.instruction_sets())
+def instruction_set(request):
+    with cpu.use_instruction_set(request.param):
+        yield request.param
 
 
 @pytest.fixture(scope="session")

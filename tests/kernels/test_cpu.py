@@ -25,12 +25,6 @@ FEW_COUNTS = (1, 17, 255, 256, 257, 511, 2049, 5000)
 AFFINES = ((96, 1), (512, 1), (64, 1), (3, 1), (7, 256), (5, 49), (2, 100), (1, 1), (300, 1))
 
 
-@pytest.fixture(params=cpu.instruction_sets())
-def instruction_set(request):
-    with cpu.use_instruction_set(request.param):
-        yield request.param
-
-
 def poisoned(count: int, dtype) -> np.ndarray:
     """Fresh memory full of rubbish, with a guard of 64 bytes behind it."""
     size = count * np.dtype(dtype).itemsize

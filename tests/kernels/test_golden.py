@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from daf.kernels import FORMAT_VERSION, ElementType, Predicate, reference, tables
+from daf.kernels import (
+    FORMAT_VERSION,
+    ElementType,
+    Predicate,
+    reference,
+    reference_measure,
+    tables,
+)
 from daf.kernels.philox import philox_words
 
 KEY = 0x0123456789ABCDEF
@@ -49,6 +56,10 @@ def operations(source, element_type):
     yield "rotated-affine", [*code, reference.decode_rotated(code, after, 2, 1, KEY, AFFINE)]
     code = reference.encode_minmax(source, 4, KEY, AFFINE)
     yield "minmax-affine", [*code, reference.decode_minmax(code, after, 4, AFFINE)]
+    for channels, inner in ((1, 1), (3, 5), (48, 1), (7, 1)):
+        name = f"{channels}-{inner}"
+        yield f"ranges-{name}", reference_measure.measure_ranges(source, channels, inner)
+        yield f"sums-{name}", reference_measure.measure_sums(source, channels, inner)
 
 
 def large_digests(cases, count: int = 2**25) -> dict[str, str]:

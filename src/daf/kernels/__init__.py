@@ -57,6 +57,48 @@ class ChannelAffine(NamedTuple):
     shift_pointer: int
 
 
+class ChannelSums(NamedTuple):
+    """Where the sums of each channel go: ``c = (i // inner) % channels`` as in ChannelAffine.
+
+    ``sums_pointer`` and ``squares_pointer`` are addresses of ``channels`` float64
+    numbers each, to be written; ``workspace_pointer`` is that of as many bytes
+    as ``cpu_measure.sums_workspace_bytes`` says. A whole tensor is one channel.
+    """
+
+    channels: int
+    inner: int
+    sums_pointer: int
+    squares_pointer: int
+    workspace_pointer: int
+
+
+class RangeStrategy(IntEnum):
+    """How the partial ranges of threads become one; the numbers are the native ones.
+
+    ``TREE``: each thread reduces into accumulators of its own, whose rows are
+    then folded pairwise. ``ATOMICS``: each element is compared with the shared
+    cell of its channel, written only where it is beyond it. ``HYBRID``:
+    accumulators of each thread's own, then one atomic comparison for each
+    thread and channel. (The three of DAF, arXiv 2507.07149.)
+    """
+
+    TREE = 0
+    ATOMICS = 1
+    HYBRID = 2
+
+
+class StridedView(NamedTuple):
+    """Elements that do not lie one after the other: sizes and strides, in elements.
+
+    Element ``i`` is the ``i``-th in row-major order of ``sizes``, the last
+    fastest, from the given address on; strides may be 0 or negative.
+    ``views.in_memory_order`` sorts dimensions so that this is memory order.
+    """
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
 def block_count(count: int) -> int:
     """Blocks of 256 elements that hold ``count`` elements."""
     return -(-count // BLOCK_ELEMENTS)

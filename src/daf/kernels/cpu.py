@@ -9,14 +9,34 @@ the bytes never depend on it. ``key`` is a 64-bit seed.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import pairwise
 
 from daf.errors import KernelError
-from daf.kernels import MINMAX_BITS, ROTATED_BITS, ChannelAffine, ElementType, Predicate
+from daf.kernels import (
+    MINMAX_BITS,
+    ROTATED_BITS,
+    ChannelAffine,
+    ChannelSums,
+    ElementType,
+    Predicate,
+    StridedView,
+)
+from daf.kernels.contract import (
+    affine_fields,
+    block_range,
+    check_borders,
+    check_call,
+    check_integers,
+    check_key,
+    check_member,
+    check_pointer,
+    check_rotation,
+    element_type_number,
+    sums_fields,
+    view_fields,
+)
 from daf.kernels.tables import rotated_level_factor, rotated_levels, rotated_thresholds
 
 try:
@@ -27,7 +47,6 @@ except ImportError as problem:  # a checkout that was never built
     ) from problem
 
 DERIVATIVE_BITS = range(1, 9)
-INTEGER_BITS = range(1, 65)
 
 _forced_set: ContextVar[str] = ContextVar("forced_instruction_set", default="")
 
@@ -35,6 +54,11 @@ _forced_set: ContextVar[str] = ContextVar("forced_instruction_set", default="")
 def instruction_sets() -> tuple[str, ...]:
     """Instruction sets that this processor runs and this build has, widest first."""
     return tuple(_native.instruction_sets())
+
+
+def chosen_instruction_set() -> str:
+    """The one that this context was told to use; empty for the widest."""
+    return _forced_set.get()
 
 
 @contextmanager
@@ -69,15 +93,26 @@ def encode_rotated(
     headers: int,
     threads: int,
     affine: ChannelAffine | None = None,
+    view: StridedView | None = None,
+    sums: ChannelSums | None = None,
+    blocks: tuple[int, int] | None = None,
 ) -> None:
-    """Write ``bits`` planes and the headers of ``count`` elements (of ``affine`` of them)."""
-    _check_call(count, threads, source=source, planes=planes, headers=headers)
-    _check_member("bits", bits, ROTATED_BITS)
-    _check_rotation(rounds, key)
+    """Write ``bits`` planes and the headers of ``count`` elements (of ``affine`` of them).
+
+    ``source`` holds the elements one after the other, or is where those of
+    ``view`` begin, which are read without a copy. With ``sums``, the sums and
+    sums of squares of the values coded (after ``affine``) are taken while these
+    are read. With ``blocks`` (first, last), only these blocks of 256 are coded:
+    ``source`` then holds their elements alone unless it is a view, ``count``,
+    ``planes`` and ``headers`` being the whole tensor's all the same.
+    """
+    check_call(count, threads, source=source, planes=planes, headers=headers)
+    check_member("bits", bits, ROTATED_BITS)
+    check_rotation(rounds, key)
     _native.encode_rotated(
         _forced_set.get(),
         source,
-        _element_type(element_type),
+        element_type_number(element_type),
         count,
         bits,
         rounds,
@@ -87,7 +122,8 @@ def encode_rotated(
         rotated_thresholds(bits).ctypes.data,
         rotated_levels(bits, bits).ctypes.data,
         threads,
-        _affine(affine),
+        affine_fields(affine),
+        _extras(count, view, sums, blocks),
     )
 
 
@@ -105,16 +141,19 @@ def decode_rotated(
     affine: ChannelAffine | None = None,
     mask: int = 0,
     accumulate: bool = False,
+    blocks: tuple[int, int] | None = None,
 ) -> None:
     """Decode from the first ``kept_bits`` of ``bits`` planes; only these need to exist.
 
     Then, in this order: ``affine``, ``accumulate`` onto the destination, ``mask``
     (address of one plane of words, or 0: a clear bit gives +0), rounding.
+    With ``blocks`` (first, last), ``destination`` holds the elements of these
+    blocks of 256 alone; all else, ``mask`` included, is the whole tensor's.
     """
-    _check_call(count, threads, planes=planes, headers=headers, destination=destination)
-    _check_member("bits", bits, ROTATED_BITS)
-    _check_member("kept_bits", kept_bits, range(1, bits + 1))
-    _check_rotation(rounds, key)
+    check_call(count, threads, planes=planes, headers=headers, destination=destination)
+    check_member("bits", bits, ROTATED_BITS)
+    check_member("kept_bits", kept_bits, range(1, bits + 1))
+    check_rotation(rounds, key)
     _native.decode_rotated(
         _forced_set.get(),
         planes,
@@ -126,11 +165,12 @@ def decode_rotated(
         rotated_levels(bits, kept_bits).ctypes.data,
         rotated_level_factor(bits, kept_bits),
         destination,
-        _element_type(element_type),
+        element_type_number(element_type),
         threads,
-        _affine(affine),
+        affine_fields(affine),
         mask,
         accumulate,
+        *block_range(count, blocks),
     )
 
 
@@ -144,22 +184,29 @@ def encode_minmax(
     headers: int,
     threads: int,
     affine: ChannelAffine | None = None,
+    view: StridedView | None = None,
+    sums: ChannelSums | None = None,
+    blocks: tuple[int, int] | None = None,
 ) -> None:
-    """Write ``bits`` planes and the headers, rounding stochastically."""
-    _check_call(count, threads, source=source, planes=planes, headers=headers)
-    _check_member("bits", bits, MINMAX_BITS)
-    _check_key(key)
+    """Write ``bits`` planes and the headers, rounding stochastically.
+
+    The options are those of ``encode_rotated``.
+    """
+    check_call(count, threads, source=source, planes=planes, headers=headers)
+    check_member("bits", bits, MINMAX_BITS)
+    check_key(key)
     _native.encode_minmax(
         _forced_set.get(),
         source,
-        _element_type(element_type),
+        element_type_number(element_type),
         count,
         bits,
         key,
         planes,
         headers,
         threads,
-        _affine(affine),
+        affine_fields(affine),
+        _extras(count, view, sums, blocks),
     )
 
 
@@ -174,10 +221,11 @@ def decode_minmax(
     affine: ChannelAffine | None = None,
     mask: int = 0,
     accumulate: bool = False,
+    blocks: tuple[int, int] | None = None,
 ) -> None:
     """Decode all planes; the options are those of ``decode_rotated``."""
-    _check_call(count, threads, planes=planes, headers=headers, destination=destination)
-    _check_member("bits", bits, MINMAX_BITS)
+    check_call(count, threads, planes=planes, headers=headers, destination=destination)
+    check_member("bits", bits, MINMAX_BITS)
     _native.decode_minmax(
         _forced_set.get(),
         planes,
@@ -185,12 +233,24 @@ def decode_minmax(
         count,
         bits,
         destination,
-        _element_type(element_type),
+        element_type_number(element_type),
         threads,
-        _affine(affine),
+        affine_fields(affine),
         mask,
         accumulate,
+        *block_range(count, blocks),
     )
+
+
+def _extras(
+    count: int,
+    view: StridedView | None,
+    sums: ChannelSums | None,
+    blocks: tuple[int, int] | None,
+) -> tuple[int, int, StridedView | tuple[()], ChannelSums | tuple[()]]:
+    if sums is not None and blocks is not None:
+        raise KernelError("asked for sums of some blocks; they are taken of whole tensors only")
+    return *block_range(count, blocks), view_fields(view, count), sums_fields(sums)
 
 
 # --- mask, derivative, integers -------------------------------------------------------------
@@ -207,9 +267,9 @@ def encode_mask(
     threads: int,
 ) -> None:
     """Write one plane of ``predicate``; bounds are rounded to float32."""
-    _check_call(count, threads, source=source, words=words)
-    _check_member("predicate", predicate, tuple(Predicate))
-    kind = _element_type(element_type)
+    check_call(count, threads, source=source, words=words)
+    check_member("predicate", predicate, tuple(Predicate))
+    kind = element_type_number(element_type)
     _native.encode_mask(
         _forced_set.get(), source, kind, count, int(predicate), low, high, words, threads
     )
@@ -225,8 +285,8 @@ def decode_mask(
     threads: int,
 ) -> None:
     """Write ``on_value`` where the bit is set and ``off_value`` elsewhere."""
-    _check_call(count, threads, words=words, destination=destination)
-    kind = _element_type(element_type)
+    check_call(count, threads, words=words, destination=destination)
+    kind = element_type_number(element_type)
     _native.decode_mask(
         _forced_set.get(), words, count, off_value, on_value, destination, kind, threads
     )
@@ -246,10 +306,10 @@ def encode_derivative(
     ``borders`` is the address of ``2**bits - 1`` ascending float32 numbers.
     Returns False, the planes then being worthless, if any element is not finite.
     """
-    _check_call(count, threads, source=source, planes=planes)
-    _check_member("bits", bits, DERIVATIVE_BITS)
-    _check_borders(borders, 2**bits - 1)
-    kind = _element_type(element_type)
+    check_call(count, threads, source=source, planes=planes)
+    check_member("bits", bits, DERIVATIVE_BITS)
+    check_borders(borders, 2**bits - 1)
+    kind = element_type_number(element_type)
     coded: bool = _native.encode_derivative(
         _forced_set.get(), source, kind, count, bits, borders, planes, threads
     )
@@ -266,10 +326,10 @@ def decode_derivative(
     threads: int,
 ) -> None:
     """Write the level of every code; ``levels`` is the address of ``2**bits`` float32 numbers."""
-    _check_call(count, threads, planes=planes, destination=destination)
-    _check_member("bits", bits, DERIVATIVE_BITS)
-    _check_pointer("levels", levels)
-    kind = _element_type(element_type)
+    check_call(count, threads, planes=planes, destination=destination)
+    check_member("bits", bits, DERIVATIVE_BITS)
+    check_pointer("levels", levels)
+    kind = element_type_number(element_type)
     _native.decode_derivative(
         _forced_set.get(), planes, count, bits, levels, destination, kind, threads
     )
@@ -283,8 +343,8 @@ def encode_integers(
     Raises:
         KernelError: also when a difference does not fit ``bits``.
     """
-    _check_integers(item_bytes, bits)
-    _check_call(count, threads, source=source, planes=planes)
+    check_integers(item_bytes, bits)
+    check_call(count, threads, source=source, planes=planes)
     fits = _native.encode_integers(
         _forced_set.get(), source, item_bytes, count, bits, base & (2**64 - 1), planes, threads
     )
@@ -299,8 +359,8 @@ def decode_integers(
     planes: int, count: int, bits: int, base: int, destination: int, item_bytes: int, threads: int
 ) -> None:
     """Write ``code + base`` into signed items of ``item_bytes`` bytes."""
-    _check_integers(item_bytes, bits)
-    _check_call(count, threads, planes=planes, destination=destination)
+    check_integers(item_bytes, bits)
+    check_call(count, threads, planes=planes, destination=destination)
     _native.decode_integers(
         _forced_set.get(), planes, count, bits, base & (2**64 - 1), destination, item_bytes, threads
     )
@@ -308,72 +368,5 @@ def decode_integers(
 
 def copy(source: int, destination: int, size_bytes: int, threads: int) -> None:
     """The C library's copy, split over threads as the kernels are: the benchmarks' yardstick."""
-    _check_call(size_bytes, threads, source=source, destination=destination)
+    check_call(size_bytes, threads, source=source, destination=destination)
     _native.copy(source, destination, size_bytes, threads)
-
-
-# --- contract -------------------------------------------------------------------------------
-
-
-def _check_call(count: int, threads: int, **pointers: int) -> None:
-    if count < 0:
-        raise KernelError(f"asked for {count} elements; a count is 0 or more")
-    if threads < 1:
-        raise KernelError(f"asked for {threads} threads; the least is 1")
-    for name, address in pointers.items():
-        if count > 0 or address < 0:
-            _check_pointer(name, address)
-
-
-def _check_pointer(name: str, address: int) -> None:
-    if not 0 < address < 2**64:
-        raise KernelError(f"asked for {name} at address {address}; give a tensor's data_ptr()")
-
-
-def _check_member(name: str, value: int, allowed: range | tuple[int, ...]) -> None:
-    if value not in allowed:
-        raise KernelError(f"asked for {name} {value!r}; {allowed[0]} to {allowed[-1]} exist")
-
-
-def _check_key(key: int) -> None:
-    if not 0 <= key < 2**64:
-        raise KernelError(f"asked for key {key}; a key has 64 bits and no sign")
-
-
-def _check_rotation(rounds: int, key: int) -> None:
-    _check_member("rounds", rounds, (1, 2))
-    _check_key(key)
-
-
-def _check_integers(item_bytes: int, bits: int) -> None:
-    if item_bytes not in (1, 2, 4, 8):
-        raise KernelError(f"asked for items of {item_bytes} bytes; 1, 2, 4 and 8 exist")
-    _check_member("bits", bits, INTEGER_BITS)
-
-
-def _check_borders(address: int, count: int) -> None:
-    _check_pointer("borders", address)
-    borders = (ctypes.c_float * count).from_address(address)
-    if not all(low < high for low, high in pairwise(borders)) or borders[0] != borders[0]:
-        raise KernelError(f"asked for borders {list(borders)}; they must ascend")
-
-
-def _element_type(element_type: ElementType) -> int:
-    try:
-        return int(ElementType(element_type))
-    except ValueError as problem:
-        raise KernelError(
-            f"asked for element type {element_type!r}; float32, bfloat16 and float16 exist"
-        ) from problem
-
-
-def _affine(affine: ChannelAffine | None) -> ChannelAffine | tuple[()]:
-    if affine is None:
-        return ()
-    if affine.channels < 1 or affine.inner < 1:
-        raise KernelError(
-            f"asked for {affine.channels} channels, {affine.inner} elements each; the least is 1"
-        )
-    _check_pointer("scale", affine.scale_pointer)
-    _check_pointer("shift", affine.shift_pointer)
-    return affine

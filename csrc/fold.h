@@ -1,0 +1,50 @@
+// Rows of partial results into their first, by halving strides; memory cut out of a workspace.
+// For files compiled for every processor only: nothing here may be inlined for a wider set.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace daf {
+
+// Rows i and i + stride are combined for stride = …, 4, 2, 1: the largest is the greatest power
+// of two below `rows`. Missing rows would combine to no change.
+template <class Number, class Combine>
+void fold_rows(Number* numbers, size_t rows, uint64_t width, Combine combine) {
+  size_t stride = 1;
+  while (stride < rows) stride *= 2;
+  for (; stride > 1; rows = stride) {
+    stride /= 2;
+    for (uint64_t i = 0; i < (rows - stride) * width; ++i)
+      numbers[i] = combine(numbers[i], numbers[i + stride * width]);
+  }
+}
+
+// Numbers handed back to the caller may lie anywhere.
+template <class Number>
+void store_result(Number* results, uint64_t place, Number result) {
+  std::memcpy(reinterpret_cast<char*>(results) + place * sizeof result, &result, sizeof result);
+}
+
+// Hands out aligned parts of a workspace; from address 0 it measures what would be needed.
+class Workspace {
+ public:
+  explicit Workspace(uintptr_t address) : next_(address) {}
+
+  template <class Item>
+  Item* take(uint64_t items) {
+    const uintptr_t aligned = (next_ + line_bytes - 1) / line_bytes * line_bytes;
+    next_ = aligned + items * sizeof(Item);
+    return reinterpret_cast<Item*>(aligned);
+  }
+
+  // Bytes enough wherever the workspace begins, for one that was laid out from address 0.
+  uint64_t bytes() const { return next_ + line_bytes; }
+
+ private:
+  static constexpr uintptr_t line_bytes = 64;  // so that threads share no cache line
+  uintptr_t next_;
+};
+
+}  // namespace daf

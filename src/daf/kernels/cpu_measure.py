@@ -1,0 +1,132 @@
+"""Ranges and sums of a tensor or of each of its channels, by the native kernels.
+
+Element ``i`` in memory order belongs to channel ``(i // inner) % channels``; a
+whole tensor is one channel. Addresses, ``threads`` and errors are as in
+``daf.kernels.cpu``, and so is the promise that the bytes never depend on
+threads, instruction sets or strategies. Section 8 of ``docs/format.md`` gives
+the arithmetic. A workspace is the caller's; it may lie anywhere and hold
+anything.
+"""
+
+from __future__ import annotations
+
+import daf._native as _native
+from daf.errors import KernelError
+from daf.kernels import ChannelSums, ElementType, RangeStrategy
+from daf.kernels.contract import (
+    check_call,
+    check_channels,
+    check_member,
+    check_pointer,
+    element_type_number,
+    sums_fields,
+)
+from daf.kernels.cpu import chosen_instruction_set
+
+_BY_THE_RULE = -1
+
+
+def range_strategy(count: int, threads: int, channels: int = 1, inner: int = 1) -> RangeStrategy:
+    """The strategy that ``measure_ranges`` takes when it is told none."""
+    _check_shape(count, threads, channels, inner)
+    return RangeStrategy(_native.range_strategy(count, channels, inner, threads))
+
+
+def ranges_workspace_bytes(
+    count: int,
+    threads: int,
+    channels: int = 1,
+    inner: int = 1,
+    strategy: RangeStrategy | None = None,
+) -> int:
+    """Bytes that ``measure_ranges`` needs beside its results."""
+    _check_shape(count, threads, channels, inner)
+    number = _strategy_number(strategy)
+    size_bytes: int = _native.ranges_workspace_bytes(count, channels, inner, threads, number)
+    return size_bytes
+
+
+def sums_workspace_bytes(count: int, threads: int, channels: int = 1, inner: int = 1) -> int:
+    """Bytes of the workspace of a ChannelSums, for ``measure_sums`` and the encoders alike."""
+    _check_shape(count, threads, channels, inner)
+    size_bytes: int = _native.sums_workspace_bytes(count, channels, inner, threads)
+    return size_bytes
+
+
+def measure_ranges(
+    source: int,
+    element_type: ElementType,
+    count: int,
+    least: int,
+    greatest: int,
+    workspace: int,
+    threads: int,
+    channels: int = 1,
+    inner: int = 1,
+    strategy: RangeStrategy | None = None,
+) -> None:
+    """Write the least and the greatest element of each channel, ``channels`` float32 each.
+
+    -0 is less than +0. A channel with a NaN has the canonical NaN for both; one
+    without elements has +inf and -inf. Without a ``strategy`` the rule of
+    ``range_strategy`` decides, from measured times; the results are the same.
+    """
+    check_call(count, threads, source=source)
+    check_channels(channels, inner)
+    for name, address in (("least", least), ("greatest", greatest), ("workspace", workspace)):
+        check_pointer(name, address)
+    _native.measure_ranges(
+        chosen_instruction_set(),
+        source,
+        element_type_number(element_type),
+        count,
+        channels,
+        inner,
+        least,
+        greatest,
+        workspace,
+        threads,
+        _strategy_number(strategy),
+    )
+
+
+def measure_sums(
+    source: int, element_type: ElementType, count: int, sums: ChannelSums, threads: int
+) -> None:
+    """Write the sum and the sum of squares of each channel as float64.
+
+    Squares are exact, sums are of float64 in the order of the format. NaN and
+    infinities go the way of float64 arithmetic; NaN is canonical.
+    """
+    check_call(count, threads, source=source)
+    kind = element_type_number(element_type)
+    _native.measure_sums(chosen_instruction_set(), source, kind, count, sums_fields(sums), threads)
+
+
+def mean_and_variance(total: float, squares: float, count: int) -> tuple[float, float]:
+    """Mean and (biased) variance of ``count`` numbers from their sum and sum of squares.
+
+    ``variance = max(squares / count - mean², 0)`` in float64. Float32 numbers
+    have 24 bits, so the cancellation costs what float64 has to spare: the
+    variance is off by some 2⁻⁵² · (1 + mean² / variance) of itself times the
+    length of the longest chain of additions.
+
+    Raises:
+        KernelError: there are no numbers.
+    """
+    if count < 1:
+        raise KernelError(f"asked for the mean of {count} numbers; the least is 1")
+    mean = total / count
+    return mean, max(squares / count - mean * mean, 0.0)
+
+
+def _check_shape(count: int, threads: int, channels: int, inner: int) -> None:
+    check_call(count, threads)
+    check_channels(channels, inner)
+
+
+def _strategy_number(strategy: RangeStrategy | None) -> int:
+    if strategy is None:
+        return _BY_THE_RULE
+    check_member("strategy", strategy, tuple(RangeStrategy))
+    return int(strategy)
