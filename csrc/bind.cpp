@@ -14,6 +14,7 @@
 #include "kernels_measure_bind.h"
 #include "measure_bind.h"
 #include "pool_bind.h"
+#include "rotated_constants.h"
 
 namespace nb = nanobind;
 
@@ -205,6 +206,8 @@ std::vector<std::string> instruction_sets() {
 
 NB_MODULE(_native, module) {
   module.attr("FORMAT_VERSION") = 3;
+  module.attr("ROTATED_CONSTANTS") = nb::make_tuple(
+      daf::integer_length, daf::scale_unit, daf::coefficient_multiplier, daf::between_rounds_shift);
   module.def("instruction_sets", &daf::instruction_sets);
   module.def("encode_rotated", &daf::encode_rotated);
   module.def("decode_rotated", &daf::decode_rotated);

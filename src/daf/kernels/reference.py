@@ -30,6 +30,7 @@ from daf.kernels.elements import (
 )
 from daf.kernels.philox import dither, sign_bits
 from daf.kernels.tables import (
+    BETWEEN_ROUNDS_SHIFT,
     COEFFICIENT_MULTIPLIER,
     INTEGER_LENGTH,
     SCALE_UNIT,
@@ -40,7 +41,6 @@ from daf.kernels.tables import (
 
 NON_FINITE_HEADER = 0x7FC0
 _CHUNK_BLOCKS = 4096
-_BETWEEN_ROUNDS_SHIFT = 4
 _ORDINARY_ENERGY = (np.float32(2.0**-60), np.float32(2.0**60))
 _ORDINARY_MAGNITUDE = (np.float32(2.0**-30), np.float32(2.0**30))
 
@@ -246,7 +246,7 @@ def _rotate_back(values: Integers, rounds: int, key: int, blocks: NDArray[np.uin
 
 def _between_rounds(values: Integers) -> Integers:
     """Divided by 16, to nearest, halves upward."""
-    return (values + (1 << (_BETWEEN_ROUNDS_SHIFT - 1))) >> _BETWEEN_ROUNDS_SHIFT
+    return (values + (1 << (BETWEEN_ROUNDS_SHIFT - 1))) >> BETWEEN_ROUNDS_SHIFT
 
 
 def _flip(values: Integers, signs: NDArray[np.bool_]) -> Integers:

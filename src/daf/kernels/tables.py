@@ -59,6 +59,7 @@ def _edges(levels: list[float]) -> list[float]:
 # Arithmetic of the `rotated` codec on integers: docs/format.md, section 4.
 INTEGER_LENGTH = 2000
 SCALE_UNIT = 2048
+BETWEEN_ROUNDS_SHIFT = 4
 COEFFICIENT_MULTIPLIER = 1704
 _COEFFICIENT_UNIT = INTEGER_LENGTH * COEFFICIENT_MULTIPLIER / 2**16  # to a standard deviation
 _GREATEST_LEVELS = range(64, 128)
