@@ -57,21 +57,9 @@ const KernelTable& table_named(const std::string& name) {
 }
 
 template <class Job>
-struct Call {
-  const Job& job;
-  Kernel<Job> kernel;
-};
-
-template <class Job>
 bool run(const Job& job, Kernel<Job> kernel, uint64_t count, int threads) {
-  const Call<Job> call{job, kernel};
   const nb::gil_scoped_release release;
-  return run_ranges(
-      [](const void* opaque, size_t first, size_t last) {
-        const auto& here = *static_cast<const Call<Job>*>(opaque);
-        return here.kernel(here.job, first, last);
-      },
-      &call, block_count(count), threads);
+  return run_kernel(job, kernel, block_count(count), threads);
 }
 
 void encode_rotated(const std::string& set, uintptr_t source, int type, uint64_t count, int bits,

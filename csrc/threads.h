@@ -12,4 +12,19 @@ using RangeFunction = bool (*)(const void* job, size_t first, size_t last);
 // being one of them; true if every call returned true.
 bool run_ranges(RangeFunction function, const void* job, size_t blocks, int threads);
 
+// The same for a kernel of jobs.h.
+template <class Job>
+bool run_kernel(const Job& job, bool (*kernel)(const Job&, size_t, size_t), size_t blocks,
+                int threads) {
+  struct Call {
+    const Job& job;
+    decltype(kernel) function;
+  } const call{job, kernel};
+  const RangeFunction function = [](const void* opaque, size_t first, size_t last) {
+    const auto& here = *static_cast<const Call*>(opaque);
+    return here.function(here.job, first, last);
+  };
+  return run_ranges(function, &call, blocks, threads);
+}
+
 }  // namespace daf
