@@ -20,6 +20,8 @@ bool has_avx512() {
 }
 
 }  // namespace
+#elif defined(DAF_NEON_KERNELS)
+extern const KernelTable neon_kernels;
 #endif
 
 const std::vector<const KernelTable*>& available_tables() {
@@ -29,6 +31,8 @@ const std::vector<const KernelTable*>& available_tables() {
     __builtin_cpu_init();
     if (has_avx512()) found.push_back(&avx512_kernels);
     if (has_avx2()) found.push_back(&avx2_kernels);
+#elif defined(DAF_NEON_KERNELS)
+    found.push_back(&neon_kernels);  // no 64-bit Arm processor is without
 #endif
     found.push_back(&portable_kernels);
     return found;

@@ -7,11 +7,10 @@
 #include <system_error>
 #include <thread>
 
+#include "float_mode.h"
+
 #if defined(__unix__) || defined(__APPLE__)
 #include <pthread.h>
-#endif
-#if defined(__x86_64__) || defined(_M_X64)
-#include <xmmintrin.h>
 #endif
 
 namespace daf {
@@ -19,20 +18,6 @@ namespace {
 
 constexpr size_t piece_blocks = 128;  // 128 KiB of float32: about the second-level cache's share
 constexpr size_t least_blocks_per_thread = 2 * piece_blocks;
-
-// The format knows neither flushed denormals nor other roundings, whatever mode the caller set.
-class DefaultFloatMode {
- public:
-#if defined(__x86_64__) || defined(_M_X64)
-  DefaultFloatMode() : before_(_mm_getcsr()) { _mm_setcsr(0x1F80); }
-  ~DefaultFloatMode() { _mm_setcsr(before_); }
-
- private:
-  unsigned before_;
-#else
-  DefaultFloatMode() {}
-#endif
-};
 
 // One call of run_ranges: pieces are taken from `next` until none is left.
 struct Work {

@@ -19,4 +19,19 @@ size_t useful_threads(size_t blocks, int threads);
 // system gives one, the caller being one of them; true if every call returned true.
 bool run_shares(RangeFunction function, const void* job, size_t shares);
 
+// The same for a kernel of jobs.h.
+template <class Job>
+bool run_kernel(const Job& job, bool (*kernel)(const Job&, size_t, size_t), size_t blocks,
+                int threads) {
+  struct Call {
+    const Job& job;
+    decltype(kernel) function;
+  } const call{job, kernel};
+  const RangeFunction function = [](const void* opaque, size_t first, size_t last) {
+    const auto& here = *static_cast<const Call*>(opaque);
+    return here.function(here.job, first, last);
+  };
+  return run_ranges(function, &call, blocks, threads);
+}
+
 }  // namespace daf

@@ -59,20 +59,22 @@ struct Vector {
   DAF_INLINE void store(float* to, F x) { std::memcpy(to, x.lane, sizeof x); }
   DAF_INLINE void stream(float* to, F x) { store(to, x); }
   DAF_INLINE F load_bfloat16(const uint16_t* from) {
-    return as_float(each_integer([&](int i) { return uint32_t(from[i]) << 16; }));
+    const Halves halves = load_halves(from);
+    return as_float(each_integer([&](int i) { return uint32_t(halves.lane[i]) << 16; }));
   }
   DAF_INLINE void store_bfloat16(uint16_t* to, F x) {
     const I bits = as_integer(x);
-    for (int i = 0; i < lanes; ++i) {
+    store_halves(to, [&](int i) {
       const uint32_t u = bits.lane[i];
-      to[i] = uint16_t((u + 0x7FFF + ((u >> 16) & 1)) >> 16);
-    }
+      return uint16_t((u + 0x7FFF + ((u >> 16) & 1)) >> 16);
+    });
   }
   DAF_INLINE F load_float16(const uint16_t* from) {
-    return each([&](int i) { return widen_half(from[i]); });
+    const Halves halves = load_halves(from);
+    return each([&](int i) { return widen_half(halves.lane[i]); });
   }
   DAF_INLINE void store_float16(uint16_t* to, F x) {
-    for (int i = 0; i < lanes; ++i) to[i] = narrow_half(x.lane[i]);
+    store_halves(to, [&](int i) { return narrow_half(x.lane[i]); });
   }
   DAF_INLINE void stream_fence() {}
 
@@ -395,6 +397,21 @@ struct Vector {
         x[i + stride] = uint16_t(low - high);
       }
     if constexpr (stride < 128) hadamard_stages<2 * stride>(x);
+  }
+  // Elements may lie at any address, even an odd one.
+  struct Halves {
+    uint16_t lane[16];
+  };
+  DAF_INLINE Halves load_halves(const uint16_t* from) {
+    Halves result;
+    std::memcpy(result.lane, from, sizeof result);
+    return result;
+  }
+  template <class Each>
+  DAF_INLINE void store_halves(uint16_t* to, Each&& value) {
+    Halves result;
+    for (int i = 0; i < lanes; ++i) result.lane[i] = value(i);
+    std::memcpy(to, result.lane, sizeof result);
   }
   DAF_INLINE float widen_half(uint16_t half) {
     const uint32_t sign = uint32_t(half & 0x8000) << 16, rest = half & 0x7FFF;

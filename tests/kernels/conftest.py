@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 from daf.kernels import FORMAT_VERSION, ElementType, cpu
 from daf.kernels.elements import element_dtype, narrow
 from daf.kernels.philox import philox_words
+
+sys.path.insert(0, str(Path(__file__).parent))  # the helpers beside this file
 
 INPUT_STREAM = 7
 POISON = 0xA5

@@ -1,0 +1,53 @@
+// One call of a kernel and the bytes that it must write.
+#pragma once
+
+#include <cstdint>
+#include <istream>
+#include <string>
+#include <vector>
+
+namespace daf::vectors {
+
+// Numbered as in tests/kernels/recorder.py, which writes the file.
+enum class Operation : uint32_t {
+  encode_rotated,
+  decode_rotated,
+  encode_minmax,
+  decode_minmax,
+  encode_mask,
+  decode_mask,
+  encode_derivative,
+  decode_derivative,
+  encode_integers,
+  decode_integers,
+};
+constexpr uint32_t operation_count = 10;
+
+// As they lie in the file: little-endian, without gaps.
+struct Parameters {
+  uint32_t operation, type, bits, rounds, item_bytes, predicate, accumulate;
+  uint32_t done;    // what the kernel must return; its bytes count only where this is 1
+  float low, high;  // decode_rotated: the levels' factor in `low`
+  uint64_t count, key, base, channels, inner;
+};
+static_assert(sizeof(Parameters) == 80);
+
+// What a kernel reads and writes; operations use what they need.
+enum Slot { input, headers, mask, scale, shift, table, thresholds, output, output_headers, slots };
+constexpr int first_output = output;
+
+using Bytes = std::vector<uint8_t>;
+
+struct Case {
+  std::string name;
+  Parameters parameters{};
+  Bytes content[slots];  // of outputs: as expected
+  Bytes before;          // of `output`, where it is accumulated onto
+
+  Operation operation() const { return Operation(parameters.operation); }
+};
+
+// The next case of a file; false at its end. Throws where the file is cut off.
+bool read_case(std::istream& file, Case& result);
+
+}  // namespace daf::vectors
