@@ -7,9 +7,7 @@ No sum is left to a library: the order of additions is part of the format.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,10 +23,27 @@ from daf.kernels.elements import (
     bfloat16_floor,
     bfloat16_nearest,
     narrow,
-    widen,
     widen_bfloat16,
 )
 from daf.kernels.philox import dither, sign_bits
+from daf.kernels.reference_blocks import Affine as Affine
+from daf.kernels.reference_blocks import (
+    Chunk,
+    block_runs,
+    chunks,
+    finish,
+    join,
+    prescale_of,
+    require,
+    spoil,
+    stack,
+    store,
+    tree_sum,
+)
+from daf.kernels.reference_blocks import Code as Code
+from daf.kernels.reference_blocks import Target as Target
+from daf.kernels.reference_blocks import from_planes as from_planes
+from daf.kernels.reference_blocks import to_planes as to_planes
 from daf.kernels.tables import (
     BETWEEN_ROUNDS_SHIFT,
     COEFFICIENT_MULTIPLIER,
@@ -39,84 +54,13 @@ from daf.kernels.tables import (
     rotated_thresholds,
 )
 
-NON_FINITE_HEADER = 0x7FC0
-_CHUNK_BLOCKS = 4096
 _ORDINARY_ENERGY = (np.float32(2.0**-60), np.float32(2.0**60))
 _ORDINARY_MAGNITUDE = (np.float32(2.0**-30), np.float32(2.0**30))
 
 Integers = NDArray[np.int64]
 
 
-class Affine(NamedTuple):
-    """``value * scale[c] + shift[c]`` with ``c = (i // inner) % len(scale)``; see ChannelAffine."""
-
-    scale: Floats
-    shift: Floats
-    inner: int
-
-    @np.errstate(all="ignore")
-    def apply(self, values: Floats, first: int) -> Floats:
-        """``values`` (blocks, 256) of which the first is element number ``first``."""
-        place = first + np.arange(values.size, dtype=np.int64).reshape(values.shape)
-        channel = (place // self.inner) % len(self.scale)
-        product: Floats = values * self.scale[channel]
-        return product + self.shift[channel]
-
-
-class Code(NamedTuple):
-    """What an encoder returns."""
-
-    planes: Planes
-    headers: Headers
-
-
-@dataclass(frozen=True)
-class Target:
-    """What a decoder writes: how many elements of which type, onto what, and where."""
-
-    count: int
-    element_type: ElementType = ElementType.FLOAT32
-    accumulate_onto: Elements | None = None
-    mask: Planes | None = None
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """Consecutive blocks of a tensor, widened: (n, 256) values and which of them are real."""
-
-    first_block: int
-    values: Floats
-    valid: NDArray[np.bool_]
-
-    @property
-    def blocks(self) -> NDArray[np.uint64]:
-        return self.first_block + np.arange(len(self.values), dtype=np.uint64)
-
-
-def _chunks(source: Elements, affine: Affine | None) -> Iterator[_Chunk]:
-    step = _CHUNK_BLOCKS * BLOCK_ELEMENTS
-    for start in range(0, len(source), step):
-        values = widen(source[start : start + step])
-        count = len(values)
-        padded = np.zeros(block_count(count) * BLOCK_ELEMENTS, np.float32)
-        padded[:count] = values
-        valid = (np.arange(len(padded)) < count).reshape(-1, BLOCK_ELEMENTS)
-        blocks = padded.reshape(-1, BLOCK_ELEMENTS)
-        if affine is not None:
-            blocks = np.where(valid, affine.apply(blocks, start), np.float32(0))
-        yield _Chunk(start // BLOCK_ELEMENTS, blocks, valid)
-
-
-# --- sums, transforms, planes ---------------------------------------------------------------
-
-
-def tree_sum(values: Floats) -> Floats:
-    """(n, 256) to (n, 1): strides 128, 64, … 1."""
-    width = BLOCK_ELEMENTS
-    while width > 1:
-        width //= 2
-        values = values[:, :width] + values[:, width : 2 * width]
-    return values
+# --- rotated --------------------------------------------------------------------------------
 
 
 def hadamard(values: Integers) -> Integers:
@@ -130,33 +74,13 @@ def hadamard(values: Integers) -> Integers:
     return values
 
 
-def to_planes(codes: NDArray[np.uint64], bits: int) -> Planes:
-    """(n, 256) codes to (bits, 8 n) words, the most significant plane first."""
-    shifts = np.arange(bits - 1, -1, -1, dtype=np.uint64)
-    bit = ((codes.reshape(1, -1, 32) >> shifts[:, None, None]) & np.uint64(1)).astype(np.uint32)
-    planes: Planes = np.bitwise_or.reduce(bit << np.arange(32, dtype=np.uint32), axis=2)
-    return planes
-
-
-def from_planes(planes: Planes) -> NDArray[np.uint64]:
-    """(k, 8 n) words to (n, 256) codes of k bits."""
-    codes = np.zeros((planes.shape[1], 32), np.uint64)
-    for plane in planes:
-        bit = (plane[:, None] >> np.arange(32, dtype=np.uint32)) & np.uint32(1)
-        codes = (codes << np.uint64(1)) | bit
-    return codes.reshape(-1, BLOCK_ELEMENTS)
-
-
-# --- rotated --------------------------------------------------------------------------------
-
-
 def encode_rotated(
     source: Elements, bits: int, rounds: int, key: int, affine: Affine | None = None
 ) -> Code:
     """Section 4 of the format."""
-    _require(bits in (1, 2, 3, 4) and rounds in (1, 2), f"{bits} bits, {rounds} rounds")
-    return _join(
-        [_encode_rotated(chunk, bits, rounds, key) for chunk in _chunks(source, affine)], bits
+    require(bits in (1, 2, 3, 4) and rounds in (1, 2), f"{bits} bits, {rounds} rounds")
+    return join(
+        [_encode_rotated(chunk, bits, rounds, key) for chunk in chunks(source, affine)], bits
     )
 
 
@@ -170,7 +94,7 @@ class _Centred(NamedTuple):
 
 
 @np.errstate(all="ignore")
-def _encode_rotated(chunk: _Chunk, bits: int, rounds: int, key: int) -> Code:
+def _encode_rotated(chunk: Chunk, bits: int, rounds: int, key: int) -> Code:
     centred, finite = _centre(chunk)
     norm: Floats = np.sqrt(centred.energy)
     factor: Floats = np.float32(INTEGER_LENGTH) / norm
@@ -181,7 +105,7 @@ def _encode_rotated(chunk: _Chunk, bits: int, rounds: int, key: int) -> Code:
     gain: Floats = norm * np.float32(INTEGER_LENGTH * SCALE_UNIT) / product.astype(np.float32)
     scale = bfloat16_nearest(gain * centred.unscale)
     flat = norm == 0
-    return _finish(
+    return finish(
         np.where(flat, np.uint64(0), (cells >> (4 - bits)).astype(np.uint64)),
         np.concatenate([centred.mean, np.where(flat, np.uint16(0), scale)], axis=1),
         finite,
@@ -189,11 +113,11 @@ def _encode_rotated(chunk: _Chunk, bits: int, rounds: int, key: int) -> Code:
     )
 
 
-def _centre(chunk: _Chunk) -> tuple[_Centred, NDArray[np.bool_]]:
+def _centre(chunk: Chunk) -> tuple[_Centred, NDArray[np.bool_]]:
     """Prescaled only where the energy asks for it; and which blocks are finite."""
     one = np.ones((len(chunk.values), 1), np.float32)
     plain = _centre_scaled(chunk, one, one)
-    prescale, unscale, finite = _prescale(chunk)
+    prescale, unscale, finite = prescale_of(chunk)
     least, greatest = _ORDINARY_ENERGY
     ordinary = (plain.energy >= least) & (plain.energy <= greatest)
     scaled = _centre_scaled(chunk, prescale, unscale)
@@ -206,7 +130,7 @@ def _centre(chunk: _Chunk) -> tuple[_Centred, NDArray[np.bool_]]:
     return chosen, finite
 
 
-def _centre_scaled(chunk: _Chunk, prescale: Floats, unscale: Floats) -> _Centred:
+def _centre_scaled(chunk: Chunk, prescale: Floats, unscale: Floats) -> _Centred:
     scaled = chunk.values * prescale
     real_count: Floats = chunk.valid.sum(axis=1, keepdims=True).astype(np.float32)
     average: Floats = tree_sum(scaled) / real_count
@@ -259,18 +183,18 @@ def decode_rotated(
 ) -> Elements:
     """Section 4 of the format; ``code.planes`` holds the first k of ``bits`` planes."""
     kept_bits = len(code.planes)
-    _require(1 <= kept_bits <= bits <= 4 and rounds in (1, 2), f"{kept_bits} of {bits} bits")
+    require(1 <= kept_bits <= bits <= 4 and rounds in (1, 2), f"{kept_bits} of {bits} bits")
     levels = rotated_levels(bits, kept_bits).astype(np.int64)
     factor = np.float32(rotated_level_factor(bits, kept_bits))
     pieces = []
-    for first, planes, headers in _block_runs(code):
+    for first, planes, headers in block_runs(code):
         mean, scale = widen_bfloat16(headers[:, :1]), widen_bfloat16(headers[:, 1:])
         blocks = first + np.arange(len(headers), dtype=np.uint64)
         cells = from_planes(planes) << np.uint64(4 - kept_bits)
         rotated = _rotate_back(levels[cells], rounds, key, blocks).astype(np.float32)
         values = mean + (scale * factor) * rotated
-        pieces.append(_spoil(values, headers))
-    return _store(_stack(pieces), target, affine)
+        pieces.append(spoil(values, headers))
+    return store(stack(pieces), target, affine)
 
 
 # --- minmax ---------------------------------------------------------------------------------
@@ -278,16 +202,16 @@ def decode_rotated(
 
 def encode_minmax(source: Elements, bits: int, key: int, affine: Affine | None = None) -> Code:
     """Section 5 of the format."""
-    _require(1 <= bits <= 8, f"{bits} bits")
-    return _join([_encode_minmax(chunk, bits, key) for chunk in _chunks(source, affine)], bits)
+    require(1 <= bits <= 8, f"{bits} bits")
+    return join([_encode_minmax(chunk, bits, key) for chunk in chunks(source, affine)], bits)
 
 
 @np.errstate(all="ignore")
-def _encode_minmax(chunk: _Chunk, bits: int, key: int) -> Code:
+def _encode_minmax(chunk: Chunk, bits: int, key: int) -> Code:
     last = np.float32(2**bits - 1)
     lowest = np.where(chunk.valid, chunk.values, np.float32(np.inf)).min(axis=1, keepdims=True)
     highest = np.where(chunk.valid, chunk.values, np.float32(-np.inf)).max(axis=1, keepdims=True)
-    prescale, unscale, finite = _prescale(chunk)
+    prescale, unscale, finite = prescale_of(chunk)
     magnitude = np.maximum(np.abs(lowest), np.abs(highest))
     ordinary = (magnitude >= _ORDINARY_MAGNITUDE[0]) & (magnitude <= _ORDINARY_MAGNITUDE[1])
     prescale = np.where(ordinary, np.float32(1), prescale)
@@ -303,35 +227,43 @@ def _encode_minmax(chunk: _Chunk, bits: int, key: int) -> Code:
     position = (chunk.values * prescale - origin) * reciprocal + dither(key, chunk.blocks)
     position = np.where(chunk.valid & finite, position, np.float32(1))
     codes = np.minimum(position.astype(np.int64) - 1, 2**bits - 1).astype(np.uint64)
-    return _finish(codes, np.concatenate([least, step], axis=1), finite, bits)
+    return finish(codes, np.concatenate([least, step], axis=1), finite, bits)
 
 
 @np.errstate(all="ignore")
 def decode_minmax(code: Code, target: Target, bits: int, affine: Affine | None = None) -> Elements:
     """Section 5 of the format."""
-    _require(1 <= bits <= 8 and len(code.planes) == bits, f"{len(code.planes)} of {bits} bits")
+    require(1 <= bits <= 8 and len(code.planes) == bits, f"{len(code.planes)} of {bits} bits")
     pieces = []
-    for _, planes, headers in _block_runs(code):
+    for _, planes, headers in block_runs(code):
         least, step = widen_bfloat16(headers[:, :1]), widen_bfloat16(headers[:, 1:])
         values = least + from_planes(planes).astype(np.float32) * step
-        pieces.append(_spoil(values, headers))
-    return _store(_stack(pieces), target, affine)
+        pieces.append(spoil(values, headers))
+    return store(stack(pieces), target, affine)
 
 
 # --- mask, derivative, integers -------------------------------------------------------------
+
+
+def _count_below(values: Floats, borders: Floats) -> NDArray[np.int64]:
+    """How many borders lie strictly below each value."""
+    count = np.zeros(values.shape, np.int64)
+    for border in borders:
+        count += values > border
+    return count
 
 
 def encode_mask(source: Elements, predicate: Predicate, low: float, high: float) -> Planes:
     """(1, words): section 6 of the format."""
     below, above = np.float32(low), np.float32(high)
     codes = []
-    for chunk in _chunks(source, None):
+    for chunk in chunks(source, None):
         if predicate is Predicate.INSIDE:
             chosen = ~((chunk.values <= below) | (chunk.values >= above))
         else:
             chosen = chunk.values > below
         codes.append((chosen & chunk.valid).astype(np.uint64))
-    return to_planes(_stack(codes, np.uint64), 1)
+    return to_planes(stack(codes, np.uint64), 1)
 
 
 def decode_mask(
@@ -344,14 +276,14 @@ def decode_mask(
 
 def encode_derivative(source: Elements, bits: int, borders: Floats) -> Planes | None:
     """(bits, words), or None where an element is not finite."""
-    _require(1 <= bits <= 8 and len(borders) == 2**bits - 1, f"{bits} bits, {len(borders)} borders")
+    require(1 <= bits <= 8 and len(borders) == 2**bits - 1, f"{bits} bits, {len(borders)} borders")
     codes = []
-    for chunk in _chunks(source, None):
+    for chunk in chunks(source, None):
         if not np.isfinite(chunk.values).all():
             return None
         below = _count_below(chunk.values, borders).astype(np.uint64)
         codes.append(np.where(chunk.valid, below, np.uint64(0)))
-    return to_planes(_stack(codes, np.uint64), bits)
+    return to_planes(stack(codes, np.uint64), bits)
 
 
 def decode_derivative(
@@ -367,7 +299,7 @@ def encode_integers(source: NDArray[np.integer], bits: int, base: int) -> Planes
     Raises:
         KernelError: a difference does not fit ``bits``.
     """
-    _require(1 <= bits <= 64, f"{bits} bits")
+    require(1 <= bits <= 64, f"{bits} bits")
     difference = source.astype(np.int64).view(np.uint64) - np.uint64(base & (2**64 - 1))
     if bits < 64 and (difference >> np.uint64(bits)).any():
         raise KernelError(f"asked for {bits}-bit codes from {base} up; some item needs more bits")
@@ -380,76 +312,3 @@ def decode_integers(planes: Planes, count: int, base: int, item_bytes: int) -> N
     """Signed items of ``item_bytes`` bytes."""
     codes = from_planes(planes).reshape(-1)[:count] + np.uint64(base & (2**64 - 1))
     return codes.astype(f"u{item_bytes}").view(f"i{item_bytes}")
-
-
-# --- pieces shared by the codecs ------------------------------------------------------------
-
-
-def _prescale(chunk: _Chunk) -> tuple[Floats, Floats, NDArray[np.bool_]]:
-    """(n, 1) each: the power of two that brings the block near 1, its inverse, all finite?"""
-    patterns = np.where(chunk.valid, chunk.values, np.float32(0)).view(np.uint32)
-    greatest = (patterns & np.uint32(0x7FFFFFFF)).max(axis=1, keepdims=True)
-    exponent = np.clip(greatest >> np.uint32(23), 1, 253).astype(np.uint32)
-    prescale = ((np.uint32(254) - exponent) << np.uint32(23)).view(np.float32)
-    return prescale, (exponent << np.uint32(23)).view(np.float32), greatest < 0x7F800000
-
-
-def _count_below(values: Floats, borders: Floats) -> NDArray[np.int64]:
-    """How many borders lie strictly below each value."""
-    count = np.zeros(values.shape, np.int64)
-    for border in borders:
-        count += values > border
-    return count
-
-
-def _finish(
-    codes: NDArray[np.uint64], headers: Headers, finite: NDArray[np.bool_], bits: int
-) -> Code:
-    """Apply the rule for non-finite blocks and cut the codes into planes."""
-    good = finite & np.isfinite(widen_bfloat16(headers)).all(axis=1, keepdims=True)
-    headers = np.where(good, headers, np.uint16(NON_FINITE_HEADER))
-    return Code(to_planes(np.where(good, codes, np.uint64(0)), bits), headers)
-
-
-def _spoil(values: Floats, headers: Headers) -> Floats:
-    """NaN wherever a header number is not finite."""
-    good = np.isfinite(widen_bfloat16(headers)).all(axis=1, keepdims=True)
-    return np.where(good, values, np.float32(np.nan))
-
-
-def _join(codes: list[Code], bits: int) -> Code:
-    if not codes:
-        return Code(np.zeros((bits, 0), np.uint32), np.zeros((0, 2), np.uint16))
-    return Code(
-        np.concatenate([code.planes for code in codes], axis=1),
-        np.concatenate([code.headers for code in codes]),
-    )
-
-
-def _block_runs(code: Code) -> Iterator[tuple[int, Planes, Headers]]:
-    for first in range(0, len(code.headers), _CHUNK_BLOCKS):
-        last = first + _CHUNK_BLOCKS
-        yield first, code.planes[:, 8 * first : 8 * last], code.headers[first:last]
-
-
-def _stack(pieces: list[Any], dtype: Any = np.float32) -> NDArray[Any]:
-    return np.concatenate(pieces) if pieces else np.zeros((0, BLOCK_ELEMENTS), dtype)
-
-
-@np.errstate(all="ignore")
-def _store(values: Floats, target: Target, affine: Affine | None) -> Elements:
-    """Section 7 of the format."""
-    if affine is not None:
-        values = affine.apply(values, 0)
-    flat = values.reshape(-1)[: target.count]
-    if target.accumulate_onto is not None:
-        flat = widen(target.accumulate_onto) + flat
-    if target.mask is not None:
-        chosen = from_planes(target.mask).reshape(-1)[: target.count] == 1
-        flat = np.where(chosen, flat, np.float32(0))
-    return narrow(flat, target.element_type)
-
-
-def _require(holds: bool, asked: str) -> None:
-    if not holds:
-        raise KernelError(f"asked for {asked}; see docs/format.md for what exists")
