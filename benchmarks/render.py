@@ -1,21 +1,28 @@
-"""Write the figures of ``benchmarks/results/*.json`` into the README; none is typed by hand.
+"""Write the figures of ``benchmarks/results/*.json`` into the documents; none is typed by hand.
 
 python benchmarks/render.py            # rewrite
-python benchmarks/render.py --check    # fail if the README does not say what the results say
+python benchmarks/render.py --check    # fail if a document does not say what the results say
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-README = ROOT / "README.md"
-MAIN = ROOT / "benchmarks" / "results" / "main.json"
-BEGIN, END = "<!-- figures: main -->", "<!-- /figures -->"
+RESULTS = ROOT / "benchmarks" / "results"
+END = "<!-- /figures -->"
 MB = 1e6
+ASKED_OF_KERNELS = {
+    "rotated_encode_vs_memcpy": 1.0,
+    "rotated_decode_vs_memcpy": 1.3,
+    "minmax_encode_vs_memcpy": 1.2,
+    "minmax_decode_vs_memcpy": 2.0,
+    "avx2_worst_fraction": 0.5,
+}
 
 
 def main_figures(result: dict[str, Any]) -> str:
@@ -51,21 +58,74 @@ def ended(row: dict[str, Any]) -> str:
     return "finishes" if row["exit_code"] == 0 else f"ends with code {row['exit_code']}"
 
 
-def rendered(text: str) -> str:
-    """The README with its figures replaced by those of the results; without results, by none."""
-    before, _, rest = text.partition(BEGIN)
+def kernel_figures(result: dict[str, Any]) -> str:
+    """The kernels' table, in Markdown: what is asked, what was measured, instructions."""
+    machine, figures = result["machine"], result["figures"]
+    lines = [
+        f"Measured by `daf bench kernels --json` ({machine['processor']}, {machine['cores']} cores):",
+        "",
+        "| | asked | measured |",
+        "|---|---|---|",
+        *(
+            f"| {name.replace('_', ' ')} | {asked:.1f} | {figures[name]:.2f} |"
+            for name, asked in ASKED_OF_KERNELS.items()
+            if name in figures
+        ),
+        "",
+        "| 2²⁵ floats, one thread | bits | encode ÷ memcpy | decode ÷ memcpy | "
+        "instructions an element |",
+        "|---|---|---|---|---|",
+    ]
+    return "\n".join([*lines, *kernel_lines(result["rows"])])
+
+
+def kernel_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """One line for each codec, width and instruction set at the largest size."""
+    timed = [row for row in rows if row["part"] == "kernel" and row["threads"] == 1]
+    largest = max(row["elements"] for row in timed)
+    both: dict[tuple[str, str, int], dict[str, dict[str, Any]]] = {}
+    for row in timed:
+        if row["elements"] == largest:
+            key = (row["instruction_set"], row["codec"], row["bits"])
+            both.setdefault(key, {})[row["way"]] = row
+    return [
+        f"| {codec}, {name} | {bits} | {ways['encode']['vs_memcpy']:.2f} | "
+        f"{ways['decode']['vs_memcpy']:.2f} | "
+        + ", ".join(f"{row['instructions_per_element'] or 0:.2f}" for row in ways.values())
+        + " |"
+        for (name, codec, bits), ways in both.items()
+    ]
+
+
+# (document, the results that its table is made of, by what); its marker names the results.
+TABLES = (
+    (ROOT / "README.md", "main", main_figures),
+    (ROOT / "docs" / "kernels.md", "kernels", kernel_figures),
+)
+
+
+def begin(name: str) -> str:
+    """The line that a table follows."""
+    return f"<!-- figures: {name} -->"
+
+
+def rendered(text: str, name: str, table_of: Callable[[dict[str, Any]], str]) -> str:
+    """A document with its figures replaced by those of the results; without results, by none."""
+    before, _, rest = text.partition(begin(name))
     after = rest.partition(END)[2]
-    table = main_figures(json.loads(MAIN.read_text())) + "\n" if MAIN.exists() else ""
-    return f"{before}{BEGIN}\n{table}{END}{after}"
+    results = RESULTS / f"{name}.json"
+    table = table_of(json.loads(results.read_text())) + "\n" if results.exists() else ""
+    return f"{before}{begin(name)}\n{table}{END}{after}"
 
 
 def run(check: bool) -> int:
-    """Rewrite or check the README; the process's exit code."""
-    text = README.read_text()
-    wanted = rendered(text)
-    if check:
-        return 0 if text == wanted else 1
-    README.write_text(wanted)
+    """Rewrite or check the documents; the process's exit code."""
+    for document, name, table_of in TABLES:
+        text = document.read_text()
+        wanted = rendered(text, name, table_of)
+        if check and text != wanted:
+            return 1
+        document.write_text(wanted)
     return 0
 
 

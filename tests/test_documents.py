@@ -22,17 +22,24 @@ def renderer() -> ModuleType:
     return module
 
 
-def test_the_readme_s_figures_are_those_of_the_results() -> None:
-    text = (ROOT / "README.md").read_text()
-    assert renderer().rendered(text) == text
+TABLES = renderer().TABLES
 
 
-def test_a_figure_typed_by_hand_would_be_noticed() -> None:
-    text = (ROOT / "README.md").read_text()
-    begin = renderer().BEGIN
+@pytest.mark.parametrize("table", TABLES, ids=[name for _, name, _ in TABLES])
+def test_figures_are_those_of_the_results(table) -> None:
+    document, name, table_of = table
+    text = document.read_text()
+    assert renderer().rendered(text, name, table_of) == text
+
+
+@pytest.mark.parametrize("table", TABLES, ids=[name for _, name, _ in TABLES])
+def test_a_figure_typed_by_hand_would_be_noticed(table) -> None:
+    document, name, table_of = table
+    text = document.read_text()
+    begin = renderer().begin(name)
     altered = text.replace(begin, f"{begin}\n| saved for backward | 1 | 1/99.9 |")
     assert altered != text
-    assert renderer().rendered(altered) == text
+    assert renderer().rendered(altered, name, table_of) == text
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
