@@ -62,7 +62,8 @@ def kernel_figures(result: dict[str, Any]) -> str:
     """The kernels' table, in Markdown: what is asked, what was measured, instructions."""
     machine, figures = result["machine"], result["figures"]
     lines = [
-        f"Measured by `daf bench kernels --json` ({machine['processor']}, {machine['cores']} cores):",
+        f"Measured by `daf bench kernels --json` ({machine['processor']}, "
+        f"{machine['cores']} cores):",
         "",
         "| | asked | measured |",
         "|---|---|---|",
