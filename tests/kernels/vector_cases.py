@@ -17,7 +17,17 @@ LARGE_COUNT = 200_003  # enough for three threads
 
 def record_all(oracle, cases) -> None:
     """Everything but the golden vectors."""
-    for record in (ragged_sizes, options, patterns, foreign, masks, derivatives, integers, large):
+    for record in (
+        ragged_sizes,
+        options,
+        patterns,
+        ties,
+        foreign,
+        masks,
+        derivatives,
+        integers,
+        large,
+    ):
         record(oracle, cases)
 
 
@@ -80,6 +90,16 @@ def write_patterns(oracle, cases, element_type) -> None:
     for offset in (0, 1, 0xFFF, 0x1000, 0x1001, 0x1FFF):
         for levels in (near + np.uint32(offset)).view(np.float32).reshape(-1, 256):
             oracle.decode_derivative(planes, 256, levels, element_type)
+
+
+def ties(oracle, cases) -> None:
+    """A block of mean 0 and length 2000 exactly, so that every element is rounded from a half."""
+    odd = np.repeat(np.array([247, 251, 253], np.float32), [58, 19, 51])
+    source = np.concatenate([odd, -odd]) / np.float32(2)
+    assert (source**2).sum(dtype=np.float64) == 2000**2
+    for bits in range(1, 5):
+        for key in range(8):
+            oracle.encode_rotated(source, bits, 1, key)
 
 
 def foreign(oracle, cases) -> None:
