@@ -54,6 +54,21 @@ uint64_t end_of(size_t last_block, uint64_t count) {
   return std::min<uint64_t>(last_block * block_elements, count);
 }
 
+// Zeros where PyTorch would put them: at a multiple of 64 bytes.
+class AlignedFloats {
+ public:
+  explicit AlignedFloats(size_t count) : room_(count + 16) {
+    const size_t past = reinterpret_cast<uintptr_t>(room_.data()) % 64 / sizeof(float);
+    start_ = room_.data() + (16 - past) % 16;
+  }
+  float* data() { return start_; }
+  float& operator[](size_t i) { return start_[i]; }
+
+ private:
+  std::vector<float> room_;
+  float* start_;
+};
+
 // Everything one kernel works on.
 class Workbench {
  public:
@@ -85,12 +100,12 @@ class Workbench {
   void fill() {
     std::mt19937 random(1);
     std::normal_distribution<float> normal;
-    for (size_t i = 0; i < values_.size(); ++i)
+    for (size_t i = 0; i < kernel_.count; ++i)
       values_[i] = i < random_values ? normal(random) : values_[i - random_values];
     if (kernel_.codec == "integers")
-      for (float& value : values_) {
+      for (size_t i = 0; i < kernel_.count; ++i) {
         const uint32_t item = random() & ((1u << kernel_.bits) - 1);
-        std::memcpy(&value, &item, 4);
+        std::memcpy(&values_[i], &item, 4);
       }
   }
 
@@ -100,7 +115,7 @@ class Workbench {
                kernel_.threads);
   }
 
-  Source source() const { return {values_.data(), ElementType::float32, kernel_.count, {}}; }
+  Source source() { return {values_.data(), ElementType::float32, kernel_.count, {}}; }
 
   Target target() {
     const bool stream = 4 * kernel_.count >= stream_from_bytes;
@@ -147,7 +162,7 @@ class Workbench {
 
   const KernelCase kernel_;
   const KernelTable* table_;
-  std::vector<float> values_, decoded_;
+  AlignedFloats values_, decoded_;
   std::vector<uint32_t> planes_;
   std::vector<uint16_t> headers_;
   std::vector<float> levels_;
