@@ -10,69 +10,15 @@
 #include <cstring>
 
 #include "allocator_bind.h"
+#include "bind_jobs.h"
 #include "dispatch.h"
+#include "pages_bind.h"
 #include "pool_bind.h"
-#include "threads.h"
 
 namespace nb = nanobind;
 
 namespace daf {
 namespace {
-
-// Larger results than this leave the caches before anybody reads them.
-constexpr uint64_t stream_from_bytes = 8 << 20;
-
-template <class T>
-T* at(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
-// (channels, inner, scale, shift), or an empty tuple for none.
-Affine make_affine(const nb::tuple& fields) {
-  if (fields.size() == 0) return {};
-  return {nb::cast<uint64_t>(fields[0]), nb::cast<uint64_t>(fields[1]),
-          at<const float>(nb::cast<uintptr_t>(fields[2])),
-          at<const float>(nb::cast<uintptr_t>(fields[3]))};
-}
-
-Source make_source(uintptr_t address, int type, uint64_t count, const Affine& affine) {
-  return {at<const void>(address), ElementType(type), count, affine};
-}
-
-Target make_target(uintptr_t address, int type, uint64_t count, const Affine& affine,
-                   uintptr_t mask, bool accumulate) {
-  const bool stream = !accumulate && count * 4 >= stream_from_bytes;
-  return {at<void>(address),        ElementType(type), count, affine,
-          at<const uint32_t>(mask), accumulate,        stream};
-}
-
-Target plain_target(uintptr_t address, int type, uint64_t count) {
-  return make_target(address, type, count, {}, 0, false);
-}
-
-const KernelTable& table_named(const std::string& name) {
-  const KernelTable* table = name.empty() ? available_tables().front() : find_table(name);
-  if (!table) throw nb::value_error("no such instruction set on this processor");
-  return *table;
-}
-
-template <class Job>
-struct Call {
-  const Job& job;
-  Kernel<Job> kernel;
-};
-
-template <class Job>
-bool run(const Job& job, Kernel<Job> kernel, uint64_t count, int threads) {
-  const Call<Job> call{job, kernel};
-  const nb::gil_scoped_release release;
-  return run_ranges(
-      [](const void* opaque, size_t first, size_t last) {
-        const auto& here = *static_cast<const Call<Job>*>(opaque);
-        return here.kernel(here.job, first, last);
-      },
-      &call, block_count(count), threads);
-}
 
 void encode_rotated(const std::string& set, uintptr_t source, int type, uint64_t count, int bits,
                     int rounds, uint64_t key, uintptr_t planes, uintptr_t headers,
@@ -206,4 +152,5 @@ NB_MODULE(_native, module) {
   module.def("copy", &daf::copy);
   daf::bind_allocator(module);
   daf::bind_pool(module);
+  daf::bind_pages(module);
 }

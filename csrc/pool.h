@@ -25,7 +25,6 @@ namespace daf::paging {
 constexpr uint64_t no_cap = ~uint64_t(0);
 constexpr uint64_t elements_per_block = 256;
 constexpr uint32_t no_page = ~uint32_t(0);
-constexpr int most_bits = 64;
 
 // A handle that is not alive here, a pin too few or too many, a request that means nothing.
 struct MisuseError : std::runtime_error {
