@@ -49,6 +49,9 @@ void set_reclaim(Reclaim reclaim, void* context);
 // room even after the recycled blocks are given back. Never calls the reclaim hook.
 bool charge_external(uint64_t bytes);
 void discharge_external(uint64_t bytes);
+// Calls the reclaim hook for what `charge_external` refused, with no lock held; returns what it
+// freed. 0: there is no more, and the refusal stands (it is counted).
+uint64_t ask_for_room(uint64_t bytes);
 
 // Gives recycled blocks back to the system: all, or at least `bytes`; returns how much.
 uint64_t trim(uint64_t bytes);

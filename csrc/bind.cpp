@@ -13,6 +13,7 @@
 #include "bind_jobs.h"
 #include "kernels_measure_bind.h"
 #include "measure_bind.h"
+#include "pages_bind.h"
 #include "pool_bind.h"
 #include "rotated_constants.h"
 
@@ -20,39 +21,6 @@ namespace nb = nanobind;
 
 namespace daf {
 namespace {
-
-// Larger results than this leave the caches before anybody reads them.
-constexpr uint64_t stream_from_bytes = 8 << 20;
-
-// (channels, inner, scale, shift), or an empty tuple for none.
-Affine make_affine(const nb::tuple& fields) {
-  if (fields.size() == 0) return {};
-  return {nb::cast<uint64_t>(fields[0]), nb::cast<uint64_t>(fields[1]),
-          at<const float>(nb::cast<uintptr_t>(fields[2])),
-          at<const float>(nb::cast<uintptr_t>(fields[3]))};
-}
-
-// Where element 0 of a tensor would lie whose blocks from `first` on lie at `address`.
-uintptr_t start_of_tensor(uintptr_t address, int type, size_t first) {
-  return address - first * block_elements * element_bytes(ElementType(type));
-}
-
-Target make_target(uintptr_t address, int type, uint64_t count, const Affine& affine,
-                   uintptr_t mask, bool accumulate, Extent blocks) {
-  const uint64_t written_bytes = (blocks.last - blocks.first) * block_elements * 4;
-  const bool stream = !accumulate && written_bytes >= stream_from_bytes;
-  return {at<void>(start_of_tensor(address, type, blocks.first)),
-          ElementType(type),
-          count,
-          affine,
-          at<const uint32_t>(mask),
-          accumulate,
-          stream};
-}
-
-Target plain_target(uintptr_t address, int type, uint64_t count) {
-  return make_target(address, type, count, {}, 0, false, {0, block_count(count)});
-}
 
 // (sizes, strides) of as many dimensions, or an empty tuple for none.
 View make_view(const nb::tuple& fields) {
@@ -224,4 +192,5 @@ NB_MODULE(_native, module) {
   daf::bind_allocator(module);
   daf::bind_pool(module);
   daf::bind_measure(module);
+  daf::bind_pages(module);
 }

@@ -27,6 +27,39 @@ inline Source make_source(uintptr_t address, int type, uint64_t count, const Aff
   return {at<const void>(address), ElementType(type), count, affine, {}, nullptr};
 }
 
+// Larger results than this leave the caches before anybody reads them.
+inline constexpr uint64_t stream_from_bytes = 8 << 20;
+
+// (channels, inner, scale, shift), or an empty tuple for none.
+inline Affine make_affine(const nanobind::tuple& fields) {
+  if (fields.size() == 0) return {};
+  return {nanobind::cast<uint64_t>(fields[0]), nanobind::cast<uint64_t>(fields[1]),
+          at<const float>(nanobind::cast<uintptr_t>(fields[2])),
+          at<const float>(nanobind::cast<uintptr_t>(fields[3]))};
+}
+
+// Where element 0 of a tensor would lie whose blocks from `first` on lie at `address`.
+inline uintptr_t start_of_tensor(uintptr_t address, int type, size_t first) {
+  return address - first * block_elements * element_bytes(ElementType(type));
+}
+
+inline Target make_target(uintptr_t address, int type, uint64_t count, const Affine& affine,
+                          uintptr_t mask, bool accumulate, Extent blocks) {
+  const uint64_t written_bytes = (blocks.last - blocks.first) * block_elements * 4;
+  const bool stream = !accumulate && written_bytes >= stream_from_bytes;
+  return {at<void>(start_of_tensor(address, type, blocks.first)),
+          ElementType(type),
+          count,
+          affine,
+          at<const uint32_t>(mask),
+          accumulate,
+          stream};
+}
+
+inline Target plain_target(uintptr_t address, int type, uint64_t count) {
+  return make_target(address, type, count, {}, 0, false, {0, block_count(count)});
+}
+
 inline Channels make_channels(uint64_t count, uint64_t inner) {
   return {count, count == 1 ? 1 : inner};
 }

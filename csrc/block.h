@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 
 #include "jobs.h"
 
@@ -85,17 +86,20 @@ DAF_INLINE Prescale prescale_for(float greatest_magnitude) {
 
 // --- planes ------------------------------------------------------------------------------------
 
+template <class Word>
+using Halfword = std::conditional_t<std::is_const_v<Word>, const uint16_t, uint16_t>;
+
 // Where plane p of a tensor keeps block `index`, as 16 halfwords (little-endian words).
-DAF_INLINE uint16_t* plane_block(uint32_t* planes, size_t blocks, int plane, size_t index) {
-  return reinterpret_cast<uint16_t*>(planes + (plane * blocks + index) * words_per_block);
-}
-
-DAF_INLINE const uint16_t* plane_block(const uint32_t* planes, size_t blocks, int plane,
+template <class Word>
+DAF_INLINE Halfword<Word>* plane_block(const Planes<Word>& planes, size_t blocks, int plane,
                                        size_t index) {
-  return plane_block(const_cast<uint32_t*>(planes), blocks, plane, index);
+  Word* start =
+      planes.starts ? planes.starts[plane] : planes.first + plane * blocks * words_per_block;
+  return reinterpret_cast<Halfword<Word>*>(start + index * words_per_block);
 }
 
-DAF_INLINE void clear_planes(uint32_t* planes, size_t blocks, int bits, size_t index) {
+DAF_INLINE void clear_planes(const Planes<uint32_t>& planes, size_t blocks, int bits,
+                             size_t index) {
   for (int plane = 0; plane < bits; ++plane)
     std::memset(plane_block(planes, blocks, plane, index), 0, 4 * words_per_block);
 }
@@ -135,7 +139,8 @@ DAF_INLINE void read_codes(const uint16_t* const (&rows)[bits], int q, V::I (&co
 }
 
 template <int bits, class Half, class Word>
-DAF_INLINE void plane_rows(Half* (&rows)[bits], Word* planes, size_t blocks, size_t index) {
+DAF_INLINE void plane_rows(Half* (&rows)[bits], const Planes<Word>& planes, size_t blocks,
+                           size_t index) {
   for (int plane = 0; plane < bits; ++plane)
     rows[plane] = plane_block(planes, blocks, plane, index);
 }

@@ -47,11 +47,21 @@ struct Target {
   bool stream = false;  // write around the caches
 };
 
+// Where the planes of a code lie: one after the other from `first` on, or plane p where starts[p]
+// says, if planes lie in pages (pages.h). A start is the place of block 0.
+template <class Word>
+struct Planes {
+  constexpr Planes(Word* flat) : first(flat), starts(nullptr) {}
+
+  Word* first;
+  Word* const* starts;
+};
+
 struct EncodeRotated {
   Source source;
   int bits, rounds;
   uint64_t key;
-  uint32_t* planes;
+  Planes<uint32_t> planes;
   uint16_t* headers;
   const int8_t* thresholds;  // [bits][16]: of each step, by the cell found so far
   const int8_t* levels;      // [16], by cell
@@ -61,7 +71,7 @@ struct DecodeRotated {
   Target target;
   int kept_bits, rounds;
   uint64_t key;
-  const uint32_t* planes;
+  Planes<const uint32_t> planes;
   const uint16_t* headers;
   const int8_t* levels;  // [16], by cell
   float level_factor;    // of one level, in units of the header's scale
@@ -71,14 +81,14 @@ struct EncodeMinmax {
   Source source;
   int bits;
   uint64_t key;
-  uint32_t* planes;
+  Planes<uint32_t> planes;
   uint16_t* headers;
 };
 
 struct DecodeMinmax {
   Target target;
   int bits;
-  const uint32_t* planes;
+  Planes<const uint32_t> planes;
   const uint16_t* headers;
 };
 
@@ -86,12 +96,12 @@ struct EncodeMask {
   Source source;
   Predicate predicate;
   float low, high;
-  uint32_t* words;
+  Planes<uint32_t> words;
 };
 
 struct DecodeMask {
   Target target;
-  const uint32_t* words;
+  Planes<const uint32_t> words;
   float off_value, on_value;
 };
 
@@ -99,14 +109,14 @@ struct EncodeDerivative {
   Source source;
   int bits;
   const float* borders;  // 2^bits - 1, ascending
-  uint32_t* planes;
+  Planes<uint32_t> planes;
 };
 
 struct DecodeDerivative {
   Target target;
   int bits;
   const float* levels;  // 2^bits
-  const uint32_t* planes;
+  Planes<const uint32_t> planes;
 };
 
 struct EncodeIntegers {
@@ -115,11 +125,11 @@ struct EncodeIntegers {
   uint64_t count;
   int bits;
   uint64_t base;
-  uint32_t* planes;
+  Planes<uint32_t> planes;
 };
 
 struct DecodeIntegers {
-  const uint32_t* planes;
+  Planes<const uint32_t> planes;
   uint64_t count;
   int bits;
   uint64_t base;

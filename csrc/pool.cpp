@@ -13,7 +13,6 @@ namespace {
 // A handle is a serial number that no other allocation of this process ever has, and the slot
 // where to look: so a handle of another pool, or of a tensor released before, is never found.
 constexpr uint64_t slot_bits = 24, most_slots = uint64_t(1) << slot_bits;
-constexpr size_t most_evictions_logged = 256;
 
 uint64_t next_serial() {
   static std::atomic<uint64_t> serial{0};
@@ -30,11 +29,18 @@ uint64_t blocks_of(uint64_t count) {
 
 bool is_power_of_two(uint64_t value) { return value && !(value & (value - 1)); }
 
-const Options& checked(const Options& options) {
-  if (!is_power_of_two(options.page_bytes) || options.page_bytes < block_plane_bytes)
-    throw MisuseError("asked for pages of " + std::to_string(options.page_bytes) +
+uint64_t checked_page(uint64_t bytes) {
+  if (!is_power_of_two(bytes) || bytes < block_plane_bytes)
+    throw MisuseError("asked for pages of " + std::to_string(bytes) +
                       " bytes; a page is a power of two, 32 bytes or more");
-  return options;
+  return bytes;
+}
+
+uint64_t group_of(uint64_t page_bytes) { return std::max(page_bytes, Region::system_page_bytes()); }
+
+Growth growth_by(const Options& options, uint64_t group_bytes) {
+  const uint64_t increment = (options.increment_bytes + group_bytes - 1) / group_bytes;
+  return Growth(increment, options.may_cut_increment);
 }
 
 void check_importance(const double* importance, int bits) {
@@ -56,14 +62,13 @@ void check_request(const Request& request) {
 }  // namespace
 
 Pool::Pool(const Options& options)
-    : page_bytes_(checked(options).page_bytes),
-      group_bytes_(std::max(page_bytes_, Region::system_page_bytes())),
+    : options_(options),
+      page_bytes_(checked_page(options.page_bytes)),
+      group_bytes_(group_of(page_bytes_)),
       pages_per_group_(group_bytes_ / page_bytes_),
-      poison_(options.poison),
       cap_bytes_(options.cap_bytes),
       region_(std::max(round_up(options.reserve_bytes, group_bytes_), group_bytes_), group_bytes_),
-      growth_((options.increment_bytes + group_bytes_ - 1) / group_bytes_,
-              options.may_cut_increment),
+      growth_(growth_by(options, group_bytes_)),
       tensors_(most_slots),
       tree_(most_slots) {
   evictions_.reserve(most_evictions_logged);
@@ -73,6 +78,22 @@ Pool::Pool(const Options& options)
 Pool::~Pool() {
   for (uint64_t slot = 0; slot < tensors_.size(); ++slot)
     if (tensors_[slot].handle) std::free(tensors_[slot].importance);
+  if (options_.lender.give) options_.lender.give(backed_ * group_bytes_);
+}
+
+bool Pool::set_page_bytes(uint64_t bytes) {
+  checked_page(bytes);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (live_tensors_) return false;
+  return_groups(backed_);
+  used_ = {};
+  free_ = empty_ = unbacked_ = Bitmap();
+  groups_ = 0;
+  page_bytes_ = bytes;
+  group_bytes_ = group_of(bytes);
+  pages_per_group_ = group_bytes_ / page_bytes_;
+  growth_ = growth_by(options_, group_bytes_);
+  return true;
 }
 
 // --- allocate and release -----------------------------------------------------------------------
@@ -321,7 +342,7 @@ GivenUp Pool::given_up() const {
 
 GivenUp Pool::since(const GivenUp& before) const {
   const GivenUp now = given_up();
-  const uint64_t held = held_bytes();
+  const uint64_t held = held_now();
   return {now.pages - before.pages, now.payload_bytes - before.payload_bytes,
           now.returned_bytes - before.returned_bytes, held > cap_bytes_ ? held - cap_bytes_ : 0};
 }
@@ -347,73 +368,6 @@ void Pool::evict_page() {
   tensor.full_runs = tensor.runs;
   tree_.erase(slot);
   if (tensor.kept > tensor.minimum) tree_.insert(slot, tensor.importance[tensor.kept - 1]);
-}
-
-void Pool::log_eviction(const Tensor& tensor, uint32_t plane) {
-  if (!evictions_.empty()) {
-    Eviction& last = evictions_.back();
-    if (last.handle == tensor.handle && last.plane == plane) {
-      ++last.pages;
-      return;
-    }
-  }
-  if (evictions_.size() < most_evictions_logged) {
-    evictions_.push_back({tensor.tag, tensor.handle, plane, 1});
-  } else {
-    ++evictions_lost_;
-  }
-}
-
-std::vector<Eviction> Pool::take_evictions(uint64_t* lost) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const std::vector<Eviction> taken(evictions_);
-  evictions_.clear();  // keeps its memory
-  *lost = evictions_lost_;
-  evictions_lost_ = 0;
-  return taken;
-}
-
-// --- account ------------------------------------------------------------------------------------
-
-Statistics Pool::statistics() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return count_up();
-}
-
-Statistics Pool::count_up() const {
-  Statistics now{};
-  now.payload_bytes = payload_bytes_;
-  now.wasted_bytes = live_pages_ * page_bytes_ - payload_bytes_;
-  now.free_bytes = free_.count() * page_bytes_;
-  now.metadata_bytes = metadata_bytes(0, 0);
-  now.cap_bytes = cap_bytes_;
-  now.live_peak_bytes = live_peak_;
-  now.held_peak_bytes = held_peak_;
-  now.evictable_pages = evictable_pages_;
-  now.live_pages = live_pages_;
-  now.live_tensors = live_tensors_;
-  now.evicted_pages = evicted_pages_;
-  now.evicted_payload_bytes = evicted_payload_;
-  now.grown_bytes = grown_ * group_bytes_;
-  now.growths = growths_;
-  now.returned_bytes = returned_ * group_bytes_;
-  return now;
-}
-
-void Pool::note_peaks() {
-  live_peak_ = std::max(live_peak_, live_pages_ * page_bytes_);
-  held_peak_ = std::max(held_peak_, held_bytes());
-}
-
-void Pool::reset_peaks() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  live_peak_ = held_peak_ = 0;
-  note_peaks();
-}
-
-uint64_t Pool::resident_bytes() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return region_.resident_bytes();
 }
 
 }  // namespace daf::paging

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <mutex>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "pool_array.h"
@@ -25,7 +26,7 @@ namespace daf::paging {
 constexpr uint64_t no_cap = ~uint64_t(0);
 constexpr uint64_t elements_per_block = 256;
 constexpr uint32_t no_page = ~uint32_t(0);
-constexpr int most_bits = 64;
+constexpr size_t most_evictions_logged = 256;
 
 // A handle that is not alive here, a pin too few or too many, a request that means nothing.
 struct MisuseError : std::runtime_error {
@@ -37,6 +38,19 @@ struct FullError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// There is room under the cap, but the lender refused `bytes`.
+struct RefusedError : FullError {
+  RefusedError(const std::string& message, uint64_t refused) : FullError(message), bytes(refused) {}
+  uint64_t bytes;
+};
+
+// An account beyond the pool's own that bounds its memory: asked before pages get memory, told
+// when they have lost it. Both are called under the pool's lock, and must not call the pool.
+struct Lender {
+  bool (*take)(uint64_t bytes);
+  void (*give)(uint64_t bytes);
+};
+
 struct Options {
   uint64_t reserve_bytes;    // address space
   uint64_t page_bytes;       // a power of two, 32 or more
@@ -44,6 +58,7 @@ struct Options {
   uint64_t increment_bytes;  // of growth; 0: adaptive
   bool may_cut_increment;    // take less than a whole increment where the cap leaves no more
   bool poison;               // fill pages that fall free with 0xDB
+  Lender lender = {nullptr, nullptr};
 };
 
 struct Request {
@@ -114,7 +129,11 @@ class Pool {
   // What was given up since the last call, oldest first; `lost`: how many entries found no room.
   std::vector<Eviction> take_evictions(uint64_t* lost);
   uint64_t resident_bytes();
-  uint64_t page_bytes() const { return page_bytes_; }
+  uint64_t held_bytes();
+  uint64_t live_tensors();
+  uint64_t page_bytes();
+  // Other pages, and bitmaps of their size; refused (false) while anything lives.
+  bool set_page_bytes(uint64_t bytes);
   // Do all the parts agree? For tests. O(pages).
   bool is_sound();
 
@@ -160,6 +179,8 @@ class Pool {
   uint64_t take_gap(uint64_t pages);
   void extend_groups(uint64_t groups);
   void back_group(uint64_t group);
+  bool may_take(uint64_t groups);
+  [[noreturn]] void throw_refused(uint64_t groups) const;
   void grow(uint64_t pages, uint64_t most);
   uint64_t return_groups(uint64_t count);
   void return_surplus();
@@ -168,7 +189,7 @@ class Pool {
   uint64_t bitmap_bytes(uint64_t groups) const;
   uint64_t metadata_bytes(uint64_t new_slots, uint64_t new_table_bytes) const;
   uint64_t most_groups(uint64_t metadata) const;
-  uint64_t held_bytes() const;
+  uint64_t held_now() const;
   void make_room(uint64_t pages, uint64_t metadata);
   void check_possible(uint64_t pages, uint64_t most) const;
   [[noreturn]] void throw_full(uint64_t pages, uint64_t most) const;
@@ -181,8 +202,8 @@ class Pool {
   Statistics count_up() const;
   void note_peaks();
 
-  const uint64_t page_bytes_, group_bytes_, pages_per_group_;
-  const bool poison_;
+  const Options options_;
+  uint64_t page_bytes_, group_bytes_, pages_per_group_;
   uint64_t cap_bytes_;
   Region region_;
   Growth growth_;
@@ -204,6 +225,7 @@ class Pool {
   uint64_t evicted_pages_ = 0, evicted_payload_ = 0, grown_ = 0, growths_ = 0, returned_ = 0;
   std::vector<Eviction> evictions_;
   uint64_t evictions_lost_ = 0;
+  Eviction last_lost_{};
   std::mutex mutex_;
 };
 

@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "allocator.h"
 #include "pool.h"
 #include "pool_measure.h"
 
@@ -16,8 +17,28 @@ namespace {
 using paging::Pool;
 using unlocked = nb::call_guard<nb::gil_scoped_release>;
 
+// The one account of the process, which its limit bounds (allocator.h).
+constexpr paging::Lender process_account{allocator::charge_external, allocator::discharge_external};
+
 nb::object cap_or_none(uint64_t bytes) {
   return bytes == paging::no_cap ? nb::object(nb::none()) : nb::object(nb::int_(bytes));
+}
+
+// Where the process's limit refuses memory: first whoever may raise it or free some, then planes
+// of the pool's own.
+bool finds_room(Pool& pool, uint64_t bytes) {
+  return allocator::ask_for_room(bytes) > 0 || pool.evict(bytes).pages > 0;
+}
+
+template <class Work>
+uint64_t with_room(Pool& pool, Work work) {
+  for (;;) {
+    try {
+      return work();
+    } catch (const paging::RefusedError& error) {
+      if (!finds_room(pool, error.bytes)) throw;
+    }
+  }
 }
 
 uint64_t allocate(Pool& pool, uint64_t count, int bits, int minimum_bits, bool headers,
@@ -26,7 +47,12 @@ uint64_t allocate(Pool& pool, uint64_t count, int bits, int minimum_bits, bool h
     throw paging::MisuseError("asked for " + std::to_string(bits) + " planes with " +
                               std::to_string(importance.size()) +
                               " importances; give one for each plane");
-  return pool.allocate({count, bits, minimum_bits, headers, importance.data(), tag});
+  const paging::Request request{count, bits, minimum_bits, headers, importance.data(), tag};
+  return with_room(pool, [&] { return pool.allocate(request); });
+}
+
+uint64_t allocate_span(Pool& pool, uint64_t bytes, uint64_t tag) {
+  return with_room(pool, [&] { return pool.allocate_span(bytes, tag); });
 }
 
 void set_importance(Pool& pool, uint64_t handle, const std::vector<double>& importance) {
@@ -82,16 +108,17 @@ void bind_class(nb::module_& module) {
       .def(
           "__init__",
           [](Pool* self, uint64_t reserve_bytes, uint64_t page_bytes, nb::object cap_bytes,
-             uint64_t increment_bytes, bool may_cut_increment, bool poison) {
+             uint64_t increment_bytes, bool may_cut_increment, bool poison, bool charged) {
             const uint64_t cap =
                 cap_bytes.is_none() ? paging::no_cap : nb::cast<uint64_t>(cap_bytes);
-            new (self)
-                Pool({reserve_bytes, page_bytes, cap, increment_bytes, may_cut_increment, poison});
+            new (self) Pool({reserve_bytes, page_bytes, cap, increment_bytes, may_cut_increment,
+                             poison, charged ? process_account : paging::Lender{}});
           },
           nb::arg("reserve_bytes"), nb::arg("page_bytes"), nb::arg("cap_bytes").none(),
-          nb::arg("increment_bytes"), nb::arg("may_cut_increment"), nb::arg("poison"))
+          nb::arg("increment_bytes"), nb::arg("may_cut_increment"), nb::arg("poison"),
+          nb::arg("charged") = false)
       .def("allocate", &allocate, unlocked())
-      .def("allocate_span", &Pool::allocate_span, unlocked())
+      .def("allocate_span", &allocate_span, unlocked())
       .def("release", &Pool::release, unlocked())
       .def("pin",
            [](Pool& pool, uint64_t handle) {
@@ -115,6 +142,10 @@ void bind_class(nb::module_& module) {
            })
       .def("trim", &Pool::trim, unlocked())
       .def("statistics", &statistics)
+      .def("held_bytes", &Pool::held_bytes, unlocked())
+      .def("live_tensors", &Pool::live_tensors, unlocked())
+      .def("page_bytes", &Pool::page_bytes, unlocked())
+      .def("set_page_bytes", &Pool::set_page_bytes, unlocked())
       .def("reset_peaks", &Pool::reset_peaks, unlocked())
       .def("take_evictions", &take_evictions)
       .def("resident_bytes", &Pool::resident_bytes, unlocked())

@@ -31,7 +31,7 @@ void Pool::mark_used(uint64_t page) {
 }
 
 void Pool::free_page(uint64_t page) {
-  if (poison_) std::memset(region_.base() + page * page_bytes_, poison_byte, page_bytes_);
+  if (options_.poison) std::memset(region_.base() + page * page_bytes_, poison_byte, page_bytes_);
   used_[page / 64] &= ~(uint64_t(1) << (page % 64));
   free_.insert(page);
   --live_pages_;
@@ -89,10 +89,13 @@ uint64_t Pool::take_gap(uint64_t pages) {
                     " consecutive pages are left in the reserved addresses; reserve more");
   const uint64_t last_group = (first + pages + pages_per_group_ - 1) / pages_per_group_;
   if (last_group > groups_) extend_groups(last_group);
-  const uint64_t backed_before = backed_;
-  for (uint64_t group = first / pages_per_group_; pages && group < last_group; ++group)
+  const uint64_t first_group = pages ? first / pages_per_group_ : last_group;
+  uint64_t missing = 0;
+  for (uint64_t group = first_group; group < last_group; ++group) missing += unbacked_.has(group);
+  if (!may_take(missing)) throw_refused(missing);
+  for (uint64_t group = first_group; group < last_group; ++group)
     if (unbacked_.has(group)) back_group(group);
-  growths_ += backed_ != backed_before;
+  growths_ += missing != 0;
   for (uint64_t page = first; page < first + pages; ++page) mark_used(page);
   return first;
 }
@@ -121,12 +124,27 @@ void Pool::back_group(uint64_t group) {
   if (pages_per_group_ > 1) empty_.insert(group);
 }
 
+bool Pool::may_take(uint64_t groups) {
+  return !options_.lender.take || options_.lender.take(groups * group_bytes_);
+}
+
+void Pool::throw_refused(uint64_t groups) const {
+  const uint64_t bytes = groups * group_bytes_;
+  throw RefusedError("asked for " + std::to_string(bytes) +
+                         " bytes of memory for pages, and the process's limit leaves no room",
+                     bytes);
+}
+
 // Memory for at least `pages` more pages, in the lowest groups that have none.
 void Pool::grow(uint64_t pages, uint64_t most) {
   const uint64_t missing = (pages + pages_per_group_ - 1) / pages_per_group_;
   const Supply supply{live_pages_ / pages_per_group_, empty_groups().count(), most - backed_};
-  const uint64_t step = growth_.step(missing, supply);
+  uint64_t step = growth_.step(missing, supply);
   if (step > unbacked_.count()) extend_groups(groups_ + step - unbacked_.count());
+  if (!may_take(step)) {
+    step = missing;
+    if (!may_take(step)) throw_refused(step);
+  }
   for (uint64_t i = 0; i < step; ++i) back_group(unbacked_.first());
   ++growths_;
 }
@@ -148,6 +166,7 @@ uint64_t Pool::return_groups(uint64_t count) {
   }
   backed_ -= done;
   returned_ += done;
+  if (options_.lender.give) options_.lender.give(done * group_bytes_);
   return done;
 }
 
@@ -172,7 +191,7 @@ uint64_t Pool::metadata_bytes(uint64_t new_slots, uint64_t new_table_bytes) cons
          new_table_bytes + bitmap_bytes(groups_) + evictions_.capacity() * sizeof(Eviction);
 }
 
-uint64_t Pool::held_bytes() const { return backed_ * group_bytes_ + metadata_bytes(0, 0); }
+uint64_t Pool::held_now() const { return backed_ * group_bytes_ + metadata_bytes(0, 0); }
 
 // The most groups that may have memory under the cap, beside so much metadata; their bitmaps grow
 // with them.
@@ -200,8 +219,8 @@ void Pool::throw_full(uint64_t pages, uint64_t most) const {
                   std::to_string(room) + " bytes that may be held as pages, " +
                   std::to_string(live) + " are in use and " +
                   std::to_string(evictable_pages_ * page_bytes_) +
-                  " of these may be given up (held " + std::to_string(held_bytes()) + ", cap " +
-                  cap + ", reserved addresses " + std::to_string(region_.bytes()) + ")");
+                  " of these may be given up (held " + std::to_string(held_now()) + ", cap " + cap +
+                  ", reserved addresses " + std::to_string(region_.bytes()) + ")");
 }
 
 // So many free pages with memory, whatever must be given up for it, `metadata` staying within the
@@ -230,41 +249,6 @@ bool Pool::shrink_to_cap() {
     const uint64_t over = live_pages_ > most_pages ? live_pages_ - most_pages : 1;
     evict_pages(std::min(over, evictable_pages_));
   }
-}
-
-// --- soundness ----------------------------------------------------------------------------------
-
-bool Pool::is_sound() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  std::vector<bool> owned(groups_ * pages_per_group_);
-  uint64_t pages = 0, payload = 0, spare = 0, tables = 0, tensors = 0;
-  bool sound = tree_.is_sound();
-  const auto own = [&](uint64_t page) {
-    sound = sound && page < owned.size() && !owned[page] && !free_.has(page) &&
-            (used_[page / 64] >> (page % 64) & 1) && !unbacked_.has(page / pages_per_group_);
-    if (sound) owned[page] = true;
-    ++pages;
-  };
-  for (uint64_t slot = 0; slot < tensors_.size(); ++slot) {
-    const Tensor& tensor = tensors_[slot];
-    if (!tensor.handle) continue;
-    ++tensors;
-    payload += payload_of(tensor);
-    if (!tensor.bits) {
-      for (uint64_t i = 0; i < tensor.runs; ++i) own(uint64_t(tensor.full_runs) + i);
-      continue;
-    }
-    spare += tensor.pins ? 0 : spare_pages(tensor);
-    tables += table_bytes(tensor);
-    const uint64_t planes = present_pages(tensor) - header_pages(tensor);
-    for (uint64_t i = 0; i < planes; ++i) own(tensor.table[i]);
-    for (uint64_t i = 0; i < header_pages(tensor); ++i)
-      own(tensor.table[uint64_t(tensor.bits) * tensor.runs + i]);
-  }
-  return sound && pages == live_pages_ && payload == payload_bytes_ && spare == evictable_pages_ &&
-         tables == table_bytes_ && tensors == live_tensors_ &&
-         free_.count() + live_pages_ == backed_ * pages_per_group_ &&
-         backed_ + unbacked_.count() == groups_;
 }
 
 }  // namespace daf::paging

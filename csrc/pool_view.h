@@ -6,6 +6,7 @@
 namespace daf::paging {
 
 constexpr uint64_t block_plane_bytes = 32, block_header_bytes = 4;
+constexpr int most_bits = 64;
 
 // Where a pinned tensor lies, run by run; what the kernels read and write through.
 struct View {

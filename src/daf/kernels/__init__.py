@@ -99,6 +99,26 @@ class StridedView(NamedTuple):
     strides: tuple[int, ...]
 
 
+class PageFields(NamedTuple):
+    """Where the planes of one tensor lie in pages: ``paging::View`` of ``csrc/pool_view.h``.
+
+    Run ``r`` holds ``8 * page_bytes`` elements (the last one perhaps fewer).
+    Its plane ``p`` is page ``table[p * runs + r]`` of ``region``; headers of all
+    runs follow each other in the pages from ``table[bits * runs]`` on. The first
+    ``full_runs`` runs have their first ``kept`` planes, the others one less.
+    ``region`` and ``table`` (uint32) are addresses.
+    """
+
+    region: int
+    page_bytes: int
+    table: int
+    elements: int
+    runs: int
+    full_runs: int
+    bits: int
+    kept: int
+
+
 def block_count(count: int) -> int:
     """Blocks of 256 elements that hold ``count`` elements."""
     return -(-count // BLOCK_ELEMENTS)

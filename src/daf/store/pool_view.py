@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from daf.errors import KernelError
+from daf.kernels import PageFields
 
 _BITS_PER_BYTE = 8
 
@@ -69,17 +70,13 @@ class EvictedPlane(NamedTuple):
 
 
 class PlaneView:
-    """Where a pinned tensor's pages are; valid until it is unpinned.
-
-    ``fields`` are the native view: region address, page bytes, page table
-    address, elements, runs, runs that keep ``kept`` planes, planes, kept planes.
-    """
+    """Where a pinned tensor's pages are; valid until it is unpinned."""
 
     def __init__(self, fields: tuple[int, ...]) -> None:
-        self._fields: tuple[int, ...] | None = fields
+        self._fields: PageFields | None = PageFields(*fields)
 
     @property
-    def fields(self) -> tuple[int, ...]:
+    def fields(self) -> PageFields:
         """What native kernels take.
 
         Raises:
@@ -92,17 +89,17 @@ class PlaneView:
     @property
     def runs(self) -> int:
         """Runs of elements; all but the last are of ``run_elements``."""
-        return self.fields[4]
+        return self.fields.runs
 
     @property
     def run_elements(self) -> int:
         """Elements of a whole run: one bit of each fills a page."""
-        return self.fields[1] * _BITS_PER_BYTE
+        return self.fields.page_bytes * _BITS_PER_BYTE
 
     def kept_bits(self, run: int) -> int:
         """How many planes this run still has."""
-        full_runs, kept = self.fields[5], self.fields[7]
-        return kept if self._checked(run) < full_runs else kept - 1
+        fields = self.fields
+        return fields.kept if self._checked(run) < fields.full_runs else fields.kept - 1
 
     def planes(self, run: int) -> tuple[int, ...]:
         """Addresses of this run's planes, most significant first."""
@@ -110,9 +107,10 @@ class PlaneView:
 
     def headers(self, run: int) -> int:
         """Address of this run's first header (only of tensors that have headers)."""
-        _, page_bytes, *_, bits, _ = self.fields
-        offset = self._checked(run) * page_bytes // 8
-        return self._page(bits * self.runs + offset // page_bytes) + offset % page_bytes
+        fields = self.fields
+        offset = self._checked(run) * fields.page_bytes // 8
+        entry = fields.bits * self.runs + offset // fields.page_bytes
+        return self._page(entry) + offset % fields.page_bytes
 
     def _checked(self, run: int) -> int:
         if not 0 <= run < self.runs:
@@ -120,8 +118,9 @@ class PlaneView:
         return run
 
     def _page(self, entry: int) -> int:
-        region, page_bytes, table, *_ = self.fields
-        return region + page_bytes * ctypes.c_uint32.from_address(table + 4 * entry).value
+        fields = self.fields
+        index: int = ctypes.c_uint32.from_address(fields.table + 4 * entry).value
+        return fields.region + fields.page_bytes * index
 
     def end(self) -> None:
         """The tensor is no longer pinned."""

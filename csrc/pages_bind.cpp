@@ -1,0 +1,154 @@
+// Python's way to kernels over pages; daf/kernels/pages.py is the only caller and has checked every
+// argument.
+
+#include "pages_bind.h"
+
+#include <nanobind/stl/string.h>
+
+#include "bind_jobs.h"
+#include "pages.h"
+
+namespace nb = nanobind;
+
+namespace daf {
+namespace {
+
+// daf.kernels.PageFields, in its order.
+Pages make_pages(const nb::tuple& fields) {
+  return {at<uint8_t>(nb::cast<uintptr_t>(fields[0])),
+          nb::cast<uint64_t>(fields[1]),
+          at<const uint32_t>(nb::cast<uintptr_t>(fields[2])),
+          nb::cast<uint64_t>(fields[3]),
+          nb::cast<uint64_t>(fields[4]),
+          nb::cast<uint64_t>(fields[5]),
+          nb::cast<int>(fields[6]),
+          nb::cast<int>(fields[7])};
+}
+
+Pages make_mask(const nb::tuple& fields) { return fields.size() ? make_pages(fields) : Pages{}; }
+
+// A mask lies in pages too, so no address of one is known here.
+Target whole_target(uintptr_t address, int type, uint64_t count, const nb::tuple& affine,
+                    bool accumulate) {
+  return make_target(address, type, count, make_affine(affine), 0, accumulate,
+                     {0, block_count(count)});
+}
+
+template <class Job>
+bool run_pages(const PagesJob<Job>& job, int threads) {
+  return run<PagesJob<Job>>(job, do_pages<Job>, job.pages.count, threads);
+}
+
+void encode_rotated(const std::string& set, uintptr_t source, int type, const nb::tuple& fields,
+                    int rounds, uint64_t key, uintptr_t thresholds, uintptr_t levels, int threads,
+                    const nb::tuple& affine) {
+  const Pages pages = make_pages(fields);
+  const EncodeRotated job{make_source(source, type, pages.count, make_affine(affine)),
+                          pages.bits,
+                          rounds,
+                          key,
+                          nullptr,
+                          nullptr,
+                          at<const int8_t>(thresholds),
+                          at<const int8_t>(levels)};
+  run_pages<EncodeRotated>({job, table_named(set).encode_rotated, pages}, threads);
+}
+
+void decode_rotated(const std::string& set, const nb::tuple& fields, int rounds, uint64_t key,
+                    uintptr_t levels, float level_factor, uintptr_t shorter_levels,
+                    float shorter_level_factor, uintptr_t destination, int type, int threads,
+                    const nb::tuple& affine, const nb::tuple& mask, bool accumulate) {
+  const Pages pages = make_pages(fields);
+  const DecodeRotated job{whole_target(destination, type, pages.count, affine, accumulate),
+                          pages.kept,
+                          rounds,
+                          key,
+                          nullptr,
+                          nullptr,
+                          at<const int8_t>(levels),
+                          level_factor};
+  run_pages<DecodeRotated>({job, table_named(set).decode_rotated, pages, make_mask(mask),
+                            at<const int8_t>(shorter_levels), shorter_level_factor},
+                           threads);
+}
+
+void encode_minmax(const std::string& set, uintptr_t source, int type, const nb::tuple& fields,
+                   uint64_t key, int threads, const nb::tuple& affine) {
+  const Pages pages = make_pages(fields);
+  const EncodeMinmax job{make_source(source, type, pages.count, make_affine(affine)), pages.bits,
+                         key, nullptr, nullptr};
+  run_pages<EncodeMinmax>({job, table_named(set).encode_minmax, pages}, threads);
+}
+
+void decode_minmax(const std::string& set, const nb::tuple& fields, uintptr_t destination, int type,
+                   int threads, const nb::tuple& affine, const nb::tuple& mask, bool accumulate) {
+  const Pages pages = make_pages(fields);
+  const DecodeMinmax job{whole_target(destination, type, pages.count, affine, accumulate),
+                         pages.bits, nullptr, nullptr};
+  run_pages<DecodeMinmax>({job, table_named(set).decode_minmax, pages, make_mask(mask)}, threads);
+}
+
+void encode_mask(const std::string& set, uintptr_t source, int type, const nb::tuple& fields,
+                 int predicate, float low, float high, int threads) {
+  const Pages pages = make_pages(fields);
+  const EncodeMask job{make_source(source, type, pages.count, {}), Predicate(predicate), low, high,
+                       nullptr};
+  run_pages<EncodeMask>({job, table_named(set).encode_mask, pages}, threads);
+}
+
+void decode_mask(const std::string& set, const nb::tuple& fields, float off_value, float on_value,
+                 uintptr_t destination, int type, int threads) {
+  const Pages pages = make_pages(fields);
+  const DecodeMask job{plain_target(destination, type, pages.count), nullptr, off_value, on_value};
+  run_pages<DecodeMask>({job, table_named(set).decode_mask, pages}, threads);
+}
+
+bool encode_derivative(const std::string& set, uintptr_t source, int type, const nb::tuple& fields,
+                       uintptr_t borders, int threads) {
+  const Pages pages = make_pages(fields);
+  const EncodeDerivative job{make_source(source, type, pages.count, {}), pages.bits,
+                             at<const float>(borders), nullptr};
+  return run_pages<EncodeDerivative>({job, table_named(set).encode_derivative, pages}, threads);
+}
+
+void decode_derivative(const std::string& set, const nb::tuple& fields, uintptr_t levels,
+                       uintptr_t destination, int type, int threads) {
+  const Pages pages = make_pages(fields);
+  const DecodeDerivative job{plain_target(destination, type, pages.count), pages.bits,
+                             at<const float>(levels), nullptr};
+  run_pages<DecodeDerivative>({job, table_named(set).decode_derivative, pages}, threads);
+}
+
+bool encode_integers(const std::string& set, uintptr_t source, int item_bytes,
+                     const nb::tuple& fields, uint64_t base, int threads) {
+  const Pages pages = make_pages(fields);
+  const EncodeIntegers job{
+      at<const void>(source), item_bytes, pages.count, pages.bits, base, nullptr};
+  return run_pages<EncodeIntegers>({job, table_named(set).encode_integers, pages}, threads);
+}
+
+void decode_integers(const std::string& set, const nb::tuple& fields, uint64_t base,
+                     uintptr_t destination, int item_bytes, int threads) {
+  const Pages pages = make_pages(fields);
+  const DecodeIntegers job{nullptr, pages.count,           pages.bits,
+                           base,    at<void>(destination), item_bytes};
+  run_pages<DecodeIntegers>({job, table_named(set).decode_integers, pages}, threads);
+}
+
+}  // namespace
+
+void bind_pages(nb::module_& parent) {
+  nb::module_ module = parent.def_submodule("pages");
+  module.def("encode_rotated", &encode_rotated);
+  module.def("decode_rotated", &decode_rotated);
+  module.def("encode_minmax", &encode_minmax);
+  module.def("decode_minmax", &decode_minmax);
+  module.def("encode_mask", &encode_mask);
+  module.def("decode_mask", &decode_mask);
+  module.def("encode_derivative", &encode_derivative);
+  module.def("decode_derivative", &decode_derivative);
+  module.def("encode_integers", &encode_integers);
+  module.def("decode_integers", &decode_integers);
+}
+
+}  // namespace daf

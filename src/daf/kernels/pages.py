@@ -1,0 +1,274 @@
+"""The native kernels over pages: what ``cpu`` does to planes at one address, run by run.
+
+Planes, headers and counts come as :class:`daf.kernels.PageFields`; everything
+else, the bytes included, is as in ``daf.kernels.cpu``: with nothing given up,
+the pages of a tensor hold what the flat kernels write. Memory must be pinned
+by the caller. Encoders and lossless decoders need every plane; ``rotated``
+codes are decoded from the planes that each run still has. Each function
+raises KernelError when called outside its contract.
+"""
+
+from __future__ import annotations
+
+import daf._native as _native
+from daf.errors import KernelError
+from daf.kernels import MINMAX_BITS, ROTATED_BITS, ChannelAffine, ElementType, PageFields, Predicate
+from daf.kernels.contract import (
+    INTEGER_BITS,
+    affine_fields,
+    check_borders,
+    check_call,
+    check_integers,
+    check_key,
+    check_member,
+    check_pointer,
+    check_rotation,
+    element_type_number,
+)
+from daf.kernels.cpu import DERIVATIVE_BITS, chosen_instruction_set
+from daf.kernels.tables import rotated_level_factor, rotated_levels, rotated_thresholds
+
+# --- rotated and minmax ---------------------------------------------------------------------
+
+
+def encode_rotated(
+    source: int,
+    element_type: ElementType,
+    fields: PageFields,
+    rounds: int,
+    key: int,
+    threads: int,
+    affine: ChannelAffine | None = None,
+) -> None:
+    """Write every plane and the headers."""
+    _check_whole(fields, threads, ROTATED_BITS, source=source)
+    check_rotation(rounds, key)
+    _native.pages.encode_rotated(
+        chosen_instruction_set(),
+        source,
+        element_type_number(element_type),
+        fields,
+        rounds,
+        key,
+        rotated_thresholds(fields.bits).ctypes.data,
+        rotated_levels(fields.bits, fields.bits).ctypes.data,
+        threads,
+        affine_fields(affine),
+    )
+
+
+def decode_rotated(
+    fields: PageFields,
+    rounds: int,
+    key: int,
+    destination: int,
+    element_type: ElementType,
+    threads: int,
+    affine: ChannelAffine | None = None,
+    mask: PageFields | None = None,
+    accumulate: bool = False,
+) -> None:
+    """Decode every run from the planes it has, with the merged-cell table of that width.
+
+    ``mask`` is a mask of equal count (its pages may be of another size); the
+    other options are those of ``cpu.decode_rotated``.
+    """
+    _check_fields(fields, threads, ROTATED_BITS, destination=destination)
+    check_rotation(rounds, key)
+    _native.pages.decode_rotated(
+        chosen_instruction_set(),
+        fields,
+        rounds,
+        key,
+        *_levels(fields, fields.kept),
+        *((0, 0.0) if _is_whole(fields) else _levels(fields, fields.kept - 1)),
+        destination,
+        element_type_number(element_type),
+        threads,
+        affine_fields(affine),
+        _mask(mask, fields.elements),
+        accumulate,
+    )
+
+
+def encode_minmax(
+    source: int,
+    element_type: ElementType,
+    fields: PageFields,
+    key: int,
+    threads: int,
+    affine: ChannelAffine | None = None,
+) -> None:
+    """Write every plane and the headers, rounding stochastically."""
+    _check_whole(fields, threads, MINMAX_BITS, source=source)
+    check_key(key)
+    kind = element_type_number(element_type)
+    _native.pages.encode_minmax(
+        chosen_instruction_set(), source, kind, fields, key, threads, affine_fields(affine)
+    )
+
+
+def decode_minmax(
+    fields: PageFields,
+    destination: int,
+    element_type: ElementType,
+    threads: int,
+    affine: ChannelAffine | None = None,
+    mask: PageFields | None = None,
+    accumulate: bool = False,
+) -> None:
+    """Decode all planes; the options are those of ``decode_rotated``."""
+    _check_whole(fields, threads, MINMAX_BITS, destination=destination)
+    _native.pages.decode_minmax(
+        chosen_instruction_set(),
+        fields,
+        destination,
+        element_type_number(element_type),
+        threads,
+        affine_fields(affine),
+        _mask(mask, fields.elements),
+        accumulate,
+    )
+
+
+# --- mask, derivative, integers -------------------------------------------------------------
+
+
+def encode_mask(
+    source: int,
+    element_type: ElementType,
+    fields: PageFields,
+    predicate: Predicate,
+    low: float,
+    high: float,
+    threads: int,
+) -> None:
+    """Write one plane of ``predicate``; bounds are rounded to float32."""
+    _check_whole(fields, threads, (1,), source=source)
+    check_member("predicate", predicate, tuple(Predicate))
+    kind = element_type_number(element_type)
+    _native.pages.encode_mask(
+        chosen_instruction_set(), source, kind, fields, int(predicate), low, high, threads
+    )
+
+
+def decode_mask(
+    fields: PageFields,
+    off_value: float,
+    on_value: float,
+    destination: int,
+    element_type: ElementType,
+    threads: int,
+) -> None:
+    """Write ``on_value`` where the bit is set and ``off_value`` elsewhere."""
+    _check_whole(fields, threads, (1,), destination=destination)
+    kind = element_type_number(element_type)
+    _native.pages.decode_mask(
+        chosen_instruction_set(), fields, off_value, on_value, destination, kind, threads
+    )
+
+
+def encode_derivative(
+    source: int, element_type: ElementType, fields: PageFields, borders: int, threads: int
+) -> bool:
+    """Write how many of the ``2**bits - 1`` borders lie strictly below each element.
+
+    Returns False, the planes then being worthless, if any element is not finite.
+    """
+    _check_whole(fields, threads, DERIVATIVE_BITS, source=source)
+    check_borders(borders, 2**fields.bits - 1)
+    kind = element_type_number(element_type)
+    coded: bool = _native.pages.encode_derivative(
+        chosen_instruction_set(), source, kind, fields, borders, threads
+    )
+    return coded
+
+
+def decode_derivative(
+    fields: PageFields, levels: int, destination: int, element_type: ElementType, threads: int
+) -> None:
+    """Write the level of every code; ``levels`` is the address of ``2**bits`` float32 numbers."""
+    _check_whole(fields, threads, DERIVATIVE_BITS, destination=destination)
+    check_pointer("levels", levels)
+    kind = element_type_number(element_type)
+    _native.pages.decode_derivative(
+        chosen_instruction_set(), fields, levels, destination, kind, threads
+    )
+
+
+def encode_integers(
+    source: int, item_bytes: int, fields: PageFields, base: int, threads: int
+) -> None:
+    """Write ``value - base`` losslessly; items are signed (or bool) of 1, 2, 4 or 8 bytes.
+
+    Raises:
+        KernelError: also when a difference does not fit the planes.
+    """
+    check_integers(item_bytes, fields.bits)
+    _check_whole(fields, threads, INTEGER_BITS, source=source)
+    fits = _native.pages.encode_integers(
+        chosen_instruction_set(), source, item_bytes, fields, base & (2**64 - 1), threads
+    )
+    if not fits:
+        raise KernelError(
+            f"asked for {fields.bits}-bit codes from {base} up; some item needs more bits: "
+            "measure the range first"
+        )
+
+
+def decode_integers(
+    fields: PageFields, base: int, destination: int, item_bytes: int, threads: int
+) -> None:
+    """Write ``code + base`` into signed items of ``item_bytes`` bytes."""
+    check_integers(item_bytes, fields.bits)
+    _check_whole(fields, threads, INTEGER_BITS, destination=destination)
+    _native.pages.decode_integers(
+        chosen_instruction_set(), fields, base & (2**64 - 1), destination, item_bytes, threads
+    )
+
+
+# --- contract -------------------------------------------------------------------------------
+
+
+def _check_fields(
+    fields: PageFields, threads: int, widths: range | tuple[int, ...], **pointers: int
+) -> None:
+    check_member("bits", fields.bits, widths)
+    check_call(fields.elements, threads, **pointers, region=fields.region, table=fields.table)
+    least = fields.kept if _is_whole(fields) else fields.kept - 1
+    if not 1 <= least <= fields.kept <= fields.bits:
+        raise KernelError(
+            f"asked to read {least} of {fields.bits} planes; at least one must be left"
+        )
+
+
+def _check_whole(
+    fields: PageFields, threads: int, widths: range | tuple[int, ...], **pointers: int
+) -> None:
+    _check_fields(fields, threads, widths, **pointers)
+    if fields.kept < fields.bits or not _is_whole(fields):
+        raise KernelError(
+            f"asked for all {fields.bits} planes of a tensor that has given some up; "
+            "only rotated codes can be read from fewer"
+        )
+
+
+def _is_whole(fields: PageFields) -> bool:
+    """Does every run have the same planes?"""
+    return fields.full_runs == fields.runs
+
+
+def _levels(fields: PageFields, kept_bits: int) -> tuple[int, float]:
+    address = int(rotated_levels(fields.bits, kept_bits).ctypes.data)
+    return address, rotated_level_factor(fields.bits, kept_bits)
+
+
+def _mask(mask: PageFields | None, count: int) -> PageFields | tuple[()]:
+    if mask is None:
+        return ()
+    if mask.elements != count or (mask.bits, mask.kept, mask.full_runs) != (1, 1, mask.runs):
+        raise KernelError(
+            f"asked to mask {count} elements by {mask.elements} of {mask.bits} planes; "
+            "a mask has one plane and a bit for every element"
+        )
+    return mask
