@@ -359,11 +359,9 @@ void discharge_external(uint64_t bytes) {
   state().account.held.subtract(bytes);
 }
 
-uint64_t ask_for_room(uint64_t bytes) {
-  const uint64_t freed = reclaim(bytes);
-  if (freed == 0) state().account.refusals.add();
-  return freed;
-}
+uint64_t ask_for_room(uint64_t bytes) { return reclaim(bytes); }
+
+void count_refusal() { state().account.refusals.add(); }
 
 uint64_t trim(uint64_t bytes) { return state().heap.shed(bytes); }
 

@@ -50,8 +50,10 @@ void set_reclaim(Reclaim reclaim, void* context);
 bool charge_external(uint64_t bytes);
 void discharge_external(uint64_t bytes);
 // Calls the reclaim hook for what `charge_external` refused, with no lock held; returns what it
-// freed. 0: there is no more, and the refusal stands (it is counted).
+// freed.
 uint64_t ask_for_room(uint64_t bytes);
+// An allocation failed because of what `charge_external` refused.
+void count_refusal();
 
 // Gives recycled blocks back to the system: all, or at least `bytes`; returns how much.
 uint64_t trim(uint64_t bytes);

@@ -21,6 +21,7 @@ void set_reclaim(Reclaim, void*) {}
 bool charge_external(uint64_t) { return true; }
 void discharge_external(uint64_t) {}
 uint64_t ask_for_room(uint64_t) { return 0; }
+void count_refusal() {}
 uint64_t trim(uint64_t) { return 0; }
 Account& account() {
   static auto* const only = new Account;

@@ -173,6 +173,9 @@ std::vector<std::string> instruction_sets() {
 }  // namespace daf
 
 NB_MODULE(_native, module) {
+  // The traceback of an error that nobody catches keeps what it saw until the process ends; that
+  // is no leak to bother a user with.
+  nb::set_leak_warnings(false);
   module.attr("FORMAT_VERSION") = 3;
   module.attr("ROTATED_CONSTANTS") = nb::make_tuple(
       daf::integer_length, daf::scale_unit, daf::coefficient_multiplier, daf::between_rounds_shift);

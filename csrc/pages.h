@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <type_traits>
+#include <vector>
 
 #include "jobs.h"
 #include "pool_view.h"
@@ -19,7 +20,7 @@ struct PagesJob {
   Job job;
   Kernel<Job> kernel;
   Pages pages;
-  Pages mask = {};                          // of equal count; of no runs: none
+  Pages mask = {};                         // of equal count; of no runs: none
   const int8_t* shorter_levels = nullptr;  // of runs that have one plane less
   float shorter_level_factor = 0;
 };
@@ -61,6 +62,20 @@ struct HasTarget : std::false_type {};
 template <class Job>
 struct HasTarget<Job, std::void_t<decltype(Job::target)>> : std::true_type {};
 
+// How many planes a kernel writes: `rotated` tensors may begin without the least significant ones.
+template <class Job>
+int planes_written(const Job&) {
+  return 0;
+}
+inline int planes_written(const EncodeRotated& job) { return job.bits; }
+
+// Where this thread writes what a tensor has no plane for.
+inline uint32_t* nobodys_plane(const Pages& view, size_t run) {
+  thread_local std::vector<uint32_t> words;
+  words.resize(std::max(words.size(), size_t(view.page_bytes / sizeof(uint32_t))));
+  return origin(words.data(), first_block(view, run), paging::block_plane_bytes);
+}
+
 template <class Job>
 void set_width(Job&, const PagesJob<Job>&, int) {}
 inline void set_width(DecodeRotated& job, const PagesJob<DecodeRotated>& whole, int kept_bits) {
@@ -78,6 +93,10 @@ bool do_run(const PagesJob<Job>& whole, size_t first, size_t last) {
   uint32_t* starts[paging::most_bits];
   for (int plane = 0; plane < kept_bits; ++plane)
     starts[plane] = plane_origin(whole.pages, plane, run);
+  if (kept_bits < planes_written(whole.job)) {
+    uint32_t* nowhere = nobodys_plane(whole.pages, run);
+    std::fill(starts + kept_bits, starts + planes_written(whole.job), nowhere);
+  }
   Job job = whole.job;
   set_planes(job, starts);
   set_width(job, whole, kept_bits);

@@ -52,7 +52,7 @@ void check_importance(const double* importance, int bits) {
 
 void check_request(const Request& request) {
   if (request.bits < 1 || request.bits > most_bits || request.minimum_bits < 1 ||
-      request.minimum_bits > request.bits)
+      request.minimum_bits > request.bits - request.missing_bits || request.missing_bits < 0)
     throw MisuseError("asked for " + std::to_string(request.bits) + " planes, of which " +
                       std::to_string(request.minimum_bits) +
                       " stay; 1 to 64 planes exist, and at least one of them stays");
@@ -103,7 +103,8 @@ uint64_t Pool::allocate(const Request& request) {
   Tensor tensor{};
   tensor.tag = request.tag;
   tensor.count = request.count;
-  tensor.bits = tensor.kept = uint8_t(request.bits);
+  tensor.bits = uint8_t(request.bits);
+  tensor.kept = uint8_t(request.bits - request.missing_bits);
   tensor.minimum = uint8_t(request.minimum_bits);
   tensor.has_headers = request.headers;
   const uint64_t blocks = blocks_of(request.count), run_blocks = page_bytes_ / block_plane_bytes;
@@ -112,7 +113,7 @@ uint64_t Pool::allocate(const Request& request) {
     throw FullError("a tensor of " + std::to_string(request.count) +
                     " elements has more runs than a page table can hold; use larger pages");
   tensor.runs = tensor.full_runs = uint32_t(runs);
-  const uint64_t bytes = table_bytes(tensor), pages = present_pages(tensor);
+  const uint64_t bytes = table_bytes(tensor);
   std::unique_ptr<void, Free> table(std::malloc(bytes));
   if (!table) throw std::bad_alloc();
   tensor.importance = static_cast<double*>(table.get());
@@ -121,12 +122,13 @@ uint64_t Pool::allocate(const Request& request) {
   tensor.pins = 1;
 
   const std::lock_guard<std::mutex> lock(mutex_);
-  growth_.note_demand(pages / pages_per_group_);
-  make_room(pages, metadata_bytes(free_slot_ == 0, bytes));
+  growth_.note_demand(present_pages(tensor) / pages_per_group_);
+  make_room(tensor, metadata_bytes(free_slot_ == 0, bytes));
   ensure_slot();
   add_tensor(tensor);
   table_bytes_ += bytes;
   fill_table(tensor);
+  note_missing(tensor);
   table.release();
   note_peaks();
   return tensor.handle;
@@ -134,8 +136,10 @@ uint64_t Pool::allocate(const Request& request) {
 
 // Writes the page table; make_room has seen to the pages.
 void Pool::fill_table(const Tensor& tensor) {
-  const uint64_t planes_pages = uint64_t(tensor.bits) * tensor.runs;
-  for (uint64_t i = 0; i < planes_pages + header_pages(tensor); ++i) tensor.table[i] = take_page();
+  const uint64_t planes = present_pages(tensor) - header_pages(tensor);
+  for (uint64_t i = 0; i < planes; ++i) tensor.table[i] = take_page();
+  uint32_t* headers = tensor.table + uint64_t(tensor.bits) * tensor.runs;
+  for (uint64_t i = 0; i < header_pages(tensor); ++i) headers[i] = take_page();
   payload_bytes_ += payload_of(tensor);
 }
 
@@ -355,19 +359,49 @@ void Pool::evict_pages(uint64_t pages) {
 void Pool::evict_page() {
   const uint32_t slot = tree_.least();
   Tensor& tensor = tensors_[slot];
-  const uint32_t plane = tensor.kept - 1u, run = --tensor.full_runs;
+  const uint32_t plane = tensor.kept - 1u, run = tensor.full_runs - 1;
   const uint64_t payload = page_payload(tensor, run);
   free_page(tensor.table[uint64_t(plane) * tensor.runs + run]);
-  log_eviction(tensor, plane);
+  log_eviction(tensor, plane, 1);
   payload_bytes_ -= payload;
   evicted_payload_ += payload;
   ++evicted_pages_;
   --evictable_pages_;
-  if (run > 0) return;
-  --tensor.kept;
-  tensor.full_runs = tensor.runs;
+  if (!lose_page(tensor)) return;
   tree_.erase(slot);
   if (tensor.kept > tensor.minimum) tree_.insert(slot, tensor.importance[tensor.kept - 1]);
+}
+
+// One page less of the least significant plane; was it that plane's last?
+bool Pool::lose_page(Tensor& tensor) {
+  if (--tensor.full_runs > 0) return false;
+  --tensor.kept;
+  tensor.full_runs = tensor.runs;
+  return true;
+}
+
+// One page of whatever is least important, which may be the newcomer's, not yet taken; false where
+// nothing more may go.
+bool Pool::give_up_least(Tensor& newcomer) {
+  if (spare_pages(newcomer) && tree_.is_least(newcomer.importance[newcomer.kept - 1])) {
+    lose_page(newcomer);
+    return true;
+  }
+  if (!evictable_pages_) return false;
+  evict_page();
+  return true;
+}
+
+// What a newcomer begins without counts as given up.
+void Pool::note_missing(const Tensor& newcomer) {
+  for (uint32_t plane = newcomer.bits; plane-- > newcomer.kept - 1u;) {
+    const uint32_t from = plane < newcomer.kept ? newcomer.full_runs : 0;
+    if (from == newcomer.runs) continue;
+    for (uint32_t run = from; run < newcomer.runs; ++run)
+      evicted_payload_ += page_payload(newcomer, run);
+    evicted_pages_ += newcomer.runs - from;
+    log_eviction(newcomer, plane, newcomer.runs - from);
+  }
 }
 
 }  // namespace daf::paging

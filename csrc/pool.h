@@ -67,6 +67,7 @@ struct Request {
   bool headers;              // 4 bytes for every block of 256 elements
   const double* importance;  // of each plane, most significant first
   uint64_t tag;              // the caller's own name for it, told in evictions
+  int missing_bits = 0;      // planes that it begins without in any case
 };
 
 struct GivenUp {
@@ -101,7 +102,9 @@ class Pool {
   Pool& operator=(const Pool&) = delete;
   ~Pool();
 
-  // The handle of a new tensor, pinned once so that it can be written in peace. Throws FullError,
+  // The handle of a new tensor, pinned once so that it can be written in peace. Where room must be
+  // made it may itself have the least important planes: then it begins without them (its view
+  // says so), and they count as given up. Throws FullError,
   // MisuseError, std::bad_alloc; nothing has been given up then. (Except with pages smaller than
   // the system's: those may lie so that giving some up frees no memory.)
   uint64_t allocate(const Request& request);
@@ -190,13 +193,16 @@ class Pool {
   uint64_t metadata_bytes(uint64_t new_slots, uint64_t new_table_bytes) const;
   uint64_t most_groups(uint64_t metadata) const;
   uint64_t held_now() const;
-  void make_room(uint64_t pages, uint64_t metadata);
+  void make_room(Tensor& newcomer, uint64_t metadata);
+  bool give_up_least(Tensor& newcomer);
+  bool lose_page(Tensor& tensor);
+  void note_missing(const Tensor& newcomer);
   void check_possible(uint64_t pages, uint64_t most) const;
   [[noreturn]] void throw_full(uint64_t pages, uint64_t most) const;
   bool shrink_to_cap();
   void evict_page();
   void evict_pages(uint64_t pages);
-  void log_eviction(const Tensor& tensor, uint32_t plane);
+  void log_eviction(const Tensor& tensor, uint32_t plane, uint64_t pages);
   GivenUp given_up() const;
   GivenUp since(const GivenUp& before) const;
   Statistics count_up() const;

@@ -66,15 +66,15 @@ uint64_t Pool::resident_bytes() {
 
 // --- evictions ----------------------------------------------------------------------------------
 
-void Pool::log_eviction(const Tensor& tensor, uint32_t plane) {
+void Pool::log_eviction(const Tensor& tensor, uint32_t plane, uint64_t pages) {
   if (!evictions_.empty()) {
     Eviction& last = evictions_.back();
     if (last.handle == tensor.handle && last.plane == plane) {
-      ++last.pages;
+      last.pages += uint32_t(pages);
       return;
     }
   }
-  const Eviction found{tensor.tag, tensor.handle, plane, 1};
+  const Eviction found{tensor.tag, tensor.handle, plane, uint32_t(pages)};
   if (evictions_.size() < most_evictions_logged) {
     evictions_.push_back(found);
   } else if (last_lost_.handle != found.handle || last_lost_.plane != found.plane) {

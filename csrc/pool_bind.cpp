@@ -25,18 +25,17 @@ nb::object cap_or_none(uint64_t bytes) {
 }
 
 // Where the process's limit refuses memory: first whoever may raise it or free some, then planes
-// of the pool's own.
-bool finds_room(Pool& pool, uint64_t bytes) {
-  return allocator::ask_for_room(bytes) > 0 || pool.evict(bytes).pages > 0;
-}
-
-template <class Work>
-uint64_t with_room(Pool& pool, Work work) {
+// of the pool's own, last `want_less`.
+template <class Work, class Less>
+uint64_t with_room(Pool& pool, Work work, Less want_less) {
   for (;;) {
     try {
       return work();
     } catch (const paging::RefusedError& error) {
-      if (!finds_room(pool, error.bytes)) throw;
+      if (allocator::ask_for_room(error.bytes) || pool.evict(error.bytes).pages || want_less())
+        continue;
+      allocator::count_refusal();
+      throw;
     }
   }
 }
@@ -47,12 +46,14 @@ uint64_t allocate(Pool& pool, uint64_t count, int bits, int minimum_bits, bool h
     throw paging::MisuseError("asked for " + std::to_string(bits) + " planes with " +
                               std::to_string(importance.size()) +
                               " importances; give one for each plane");
-  const paging::Request request{count, bits, minimum_bits, headers, importance.data(), tag};
-  return with_room(pool, [&] { return pool.allocate(request); });
+  paging::Request request{count, bits, minimum_bits, headers, importance.data(), tag};
+  return with_room(
+      pool, [&] { return pool.allocate(request); },
+      [&] { return bits - ++request.missing_bits >= minimum_bits; });
 }
 
 uint64_t allocate_span(Pool& pool, uint64_t bytes, uint64_t tag) {
-  return with_room(pool, [&] { return pool.allocate_span(bytes, tag); });
+  return with_room(pool, [&] { return pool.allocate_span(bytes, tag); }, [] { return false; });
 }
 
 void set_importance(Pool& pool, uint64_t handle, const std::vector<double>& importance) {

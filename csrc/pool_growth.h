@@ -30,7 +30,7 @@ class Growth {
 
   // How many groups to add where `missing` are needed; missing <= headroom.
   //
-  // Adaptive: a few allocations ahead (demand), yet not more than a 256th of what lives, so that
+  // Adaptive: a few allocations ahead (demand), yet not more than a 1024th of what lives, so that
   // the pool never holds much more than it uses; nothing beyond the need where enough lies free
   // already but in pieces (fragmentation); and at most an eighth of what the cap leaves
   // (headroom), so that the last bytes before eviction are taken in small steps.
@@ -39,7 +39,7 @@ class Growth {
       return std::min((missing + increment_ - 1) / increment_ * increment_, supply.headroom);
     const bool in_pieces = supply.empty > supply.live / 256;
     const uint64_t ahead =
-        in_pieces ? 0 : std::min({uint64_t(4 * demand_), supply.live / 256, supply.headroom / 8});
+        in_pieces ? 0 : std::min({uint64_t(4 * demand_), supply.live / 1024, supply.headroom / 8});
     return std::min(std::max(missing, ahead), supply.headroom);
   }
 

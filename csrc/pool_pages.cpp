@@ -223,17 +223,17 @@ void Pool::throw_full(uint64_t pages, uint64_t most) const {
                   ", reserved addresses " + std::to_string(region_.bytes()) + ")");
 }
 
-// So many free pages with memory, whatever must be given up for it, `metadata` staying within the
-// cap as well. Throws FullError.
-void Pool::make_room(uint64_t pages, uint64_t metadata) {
+// Free pages with memory for all that the newcomer is left with, whatever must be given up for it,
+// `metadata` staying within the cap as well. Throws FullError.
+void Pool::make_room(Tensor& newcomer, uint64_t metadata) {
   const uint64_t most = most_groups(metadata), most_pages = most * pages_per_group_;
-  check_possible(pages, most);
-  if (live_pages_ + pages > most_pages) evict_pages(live_pages_ + pages - most_pages);
-  while (backed_ > most && return_groups(backed_ - most) == 0) {
-    // Only where a group has several pages: the ones in use lie scattered.
-    if (!evictable_pages_) throw_full(pages, most);
-    evict_page();
+  check_possible(present_pages(newcomer) - spare_pages(newcomer), most);
+  // A second time only where a group has several pages: the ones in use lie scattered.
+  while (live_pages_ + present_pages(newcomer) > most_pages ||
+         (backed_ > most && return_groups(backed_ - most) == 0)) {
+    if (!give_up_least(newcomer)) throw_full(present_pages(newcomer), most);
   }
+  const uint64_t pages = present_pages(newcomer);
   if (pages > free_.count()) grow(pages - free_.count(), most);
 }
 

@@ -74,7 +74,7 @@ class PoolContestant : public Contestant {
  private:
   static void touch_all(const View& view) {
     for (uint64_t run = 0; run < view.runs; ++run) {
-      for (int plane = 0; plane < view.kept; ++plane)
+      for (int plane = 0; plane < view.kept_bits(run); ++plane)
         touch(reinterpret_cast<uint8_t*>(view.plane(plane, run)), view.page_bytes);
       *view.headers(run) = 1;
     }

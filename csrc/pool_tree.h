@@ -25,6 +25,10 @@ class ImportanceTree {
 
   bool empty() const { return root_ == nil; }
   uint32_t least() const { return least_ - 1; }
+  // Would this importance come before all that are here? (Behind equal ones.)
+  bool is_least(double importance) const {
+    return least_ == nil || key_of(importance) < nodes_[least_].key;
+  }
 
   // Importance is 0 or more; numbers closer than a millionth of themselves count as equal.
   void insert(uint32_t slot, double importance) {

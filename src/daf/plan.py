@@ -78,6 +78,14 @@ class Policy:
     by_need: Mapping[Need, Treatment]
     by_site: Mapping[Site, Treatment] = field(default_factory=lambda: MappingProxyType({}))
     rederive: bool = True
+    weights: Mapping[Site, float] = field(default_factory=lambda: MappingProxyType({}))
+
+    def weight(self, site: Site) -> float:
+        """How much relative error at a site harms the gradient, beside other sites (1: as most).
+
+        Decides whose planes are given up first when a pool is short of room.
+        """
+        return self.weights.get(site, 1.0)
 
     def treatment(self, need: Need, site: Site) -> Treatment:
         """The treatment of one site."""
@@ -130,7 +138,10 @@ class CaptureStats:
 
     ``plain``: what autograd would hold, deduplicated by storage, without
     parameters, buffers and the caller's batch. ``held``: what is held
-    instead, headers and padding included. Peaks are over the step.
+    instead, headers and padding included, and of a pool also its free pages,
+    page tables and records. Peaks are over the step. ``evicted``: planes that
+    the pool gave up in the step, under its cap or the process's limit, and
+    their bytes.
     """
 
     plain_bytes: int
@@ -138,6 +149,8 @@ class CaptureStats:
     held_bytes: int
     held_peak_bytes: int
     sites: int
+    evicted_planes: int = 0
+    evicted_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +158,9 @@ class SiteReport:
     """What was done at one site in the last step (bytes; each byte is told at one site only).
 
     ``treatment`` is what was really done, which is *keep* where the policy's
-    own treatment could not be applied soundly.
+    own treatment could not be applied soundly. ``held_bytes`` is as it was when
+    the tensor was saved; ``evicted_bytes`` of that were given up since, as far
+    as the pool's list reached.
     """
 
     site: Site
@@ -153,6 +168,7 @@ class SiteReport:
     treatment: Treatment
     plain_bytes: int
     held_bytes: int
+    evicted_bytes: int = 0
 
     def as_dict(self) -> dict[str, str | int]:
         """One row of plain values, for tables and JSON."""
@@ -163,6 +179,7 @@ class SiteReport:
             "bits": self.treatment.bits,
             "plain_bytes": self.plain_bytes,
             "held_bytes": self.held_bytes,
+            "evicted_bytes": self.evicted_bytes,
         }
 
 

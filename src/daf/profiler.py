@@ -17,6 +17,7 @@ import numpy
 import torch
 from torch import nn
 
+from daf.errors import PoolFullError
 from daf.execution.capture import Capture
 from daf.execution.microbatch import (
     LossFunction,
@@ -151,7 +152,7 @@ class Profiler:
         No step is measured that is expected to pass the budget, so policies may be
         left out. The tightest policy is an exception where the batch must stay
         whole: if its small steps do not fit, the job does not, and they only serve
-        to name the least budget that would.
+        to name the least budget that would. Nor is one kept that a capped pool cannot hold.
 
         Args:
             batch: the real batch; its first examples are used.
@@ -160,6 +161,9 @@ class Profiler:
             budget_bytes: of the whole process.
             allow_split: the user permits micro-batches in any case.
             on_progress: told each policy's name as its turn comes.
+
+        Raises:
+            PoolFullError: the pool cannot hold even the smallest step of the tightest policy.
         """
         sizes = probe_sizes(batch_size(batch))
         refusal = "" if allow_split else split_refusal(self._model)
@@ -172,7 +176,9 @@ class Profiler:
                 if measurements and tightest.peak_bytes + tightest.plain_bytes > budget_bytes:
                     break
                 on_progress(policy.name)
-                measurements[policy.name] = self._points(batch, loss_fn, policy, sizes, limit)
+                points = self._points(batch, loss_fn, policy, sizes, limit)
+                if points:
+                    measurements[policy.name] = points
                 limit = budget_bytes
         return self.outline(batch, measurements, refusal)
 
@@ -189,7 +195,10 @@ class Profiler:
         for size in sizes:
             if points and proportional_peak(points[-1], size, fixed) > limit_bytes:
                 break
-            points.append(self._measure(batch, loss_fn, policy, size))
+            try:
+                points.append(self._measure(batch, loss_fn, policy, size))
+            except PoolFullError:  # the pool has a cap of its own, and this policy needs more
+                break
         return tuple(points)
 
     def outline(

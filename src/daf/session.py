@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from daf import governor, planner
-from daf.errors import BudgetError, NonFiniteLossError, PlatformError
+from daf.errors import BudgetError, NonFiniteLossError, PlatformError, PoolFullError
 from daf.execution.capture import Capture
 from daf.execution.microbatch import (
     LossFunction,
@@ -41,7 +41,8 @@ from daf.plan import (
     policy_named,
 )
 from daf.profiler import Profiler, gradient_bytes, parameter_bytes
-from daf.units import format_bytes, parse_bytes
+from daf.store.default import make_store
+from daf.units import format_bytes, parse_bytes, parse_optional_bytes
 
 # A measured small step needs the gradients and about as much again in workspaces and activations.
 ROOM_TO_MEASURE = 4
@@ -49,13 +50,18 @@ ROOM_TO_MEASURE = 4
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one step did. ``peak_bytes`` is the process's peak during the step."""
+    """What one step did (bytes, milliseconds).
+
+    ``peak_bytes`` is the process's peak during the step; ``evicted_bytes`` of
+    codes were given up under the pool's cap or the budget, least important first.
+    """
 
     loss: float
     step_ms: float
     peak_bytes: int
     saved_bytes: int
     micro_batch: int
+    evicted_bytes: int = 0
 
 
 class Session:
@@ -73,9 +79,14 @@ class Session:
             resident size now, less the model.
         allow_batchnorm_split: permit micro-batches although batch statistics
             then change.
+        pool_bytes: the most that codes may hold, as bytes or ``"200MB"``; None: no cap of
+            their own. Below what they need, planes of ``rotated`` codes are given up, the
+            least important first, down to one bit; reports say how much. The attribute may
+            be changed at any moment, in mid-step and from another thread too.
 
     Raises:
-        UnitError: the budget cannot be read.
+        UnitError: the budget or the pool's bytes cannot be read.
+        PoolFullError: ``pool_bytes`` was given, and the system grants no addresses.
         PlatformError: a budget was given for a model on a GPU.
         ValueError: ``bits`` names no policy.
     """
@@ -90,6 +101,7 @@ class Session:
         seed: int = 0,
         floor_bytes: int | None = None,
         allow_batchnorm_split: bool = False,
+        pool_bytes: str | int | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -99,17 +111,19 @@ class Session:
         self.predicted_peak_bytes: int | None = None
         self.saved_bytes_plain = 0
         self.saved_bytes_peak = 0
+        self.evicted_bytes = 0
         self._names = planner.LADDER if bits is None else (policy_for(bits).name,)
         self._fixed_policy = plain_policy() if bits is None else policy_for(bits)
         self._seed = seed
         self._allow_split = allow_batchnorm_split
-        self._capture = Capture(model)
+        store = make_store(parse_optional_bytes(pool_bytes))
+        self._capture = Capture(model, store)
         self._profile: Profile | None = None
         self._first: Plan | None = None
         self._step_index = 0
         self._planned_for_bytes = 0
         self._peak_bytes = 0
-        self._keeper = MemoryKeeper()
+        self._keeper = MemoryKeeper(store.give_back)
         if self.budget_bytes is not None:
             _refuse_gpu(model)
         measure.reset_peak()
@@ -138,6 +152,15 @@ class Session:
     def peak_bytes(self) -> int:
         """The process's highest memory since the session began (bytes)."""
         return max(self._peak_bytes, measure.peak_bytes())
+
+    @property
+    def pool_bytes(self) -> int | None:
+        """The most that codes may hold; setting it acts at once."""
+        return self._capture.pool_bytes
+
+    @pool_bytes.setter
+    def pool_bytes(self, value: str | int | None) -> None:
+        self._capture.pool_bytes = parse_optional_bytes(value)
 
     @property
     def profile(self) -> Profile | None:
@@ -193,6 +216,7 @@ class Session:
 
         Raises:
             BudgetError: the budget cannot hold the step.
+            PoolFullError: ``pool_bytes`` cannot hold the codes, and no tighter plan is known.
             NonFiniteLossError: the loss is inf or NaN; parameters and buffers are untouched.
         """
         if self.budget_bytes is not None and batch_bytes(batch) > self._planned_for_bytes:
@@ -212,8 +236,14 @@ class Session:
         self._step_index += 1
         if self._first is not None:
             self._settle(peak)
+        stats = self._capture.stats
         return StepReport(
-            loss, step_ms, peak, self._capture.stats.held_peak_bytes, running.micro_batch
+            loss,
+            step_ms,
+            peak,
+            stats.held_peak_bytes,
+            running.micro_batch,
+            stats.evicted_bytes,
         )
 
     def explain(self) -> list[dict[str, Any]]:
@@ -233,6 +263,7 @@ class Session:
             "peak_bytes": self.peak_bytes,
             "saved_bytes_plain": self.saved_bytes_plain,
             "saved_bytes_peak": self.saved_bytes_peak,
+            "evicted_bytes": self.evicted_bytes,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -247,6 +278,7 @@ class Session:
         self._peak_bytes = state["peak_bytes"]
         self.saved_bytes_plain = state["saved_bytes_plain"]
         self.saved_bytes_peak = state["saved_bytes_peak"]
+        self.evicted_bytes = state["evicted_bytes"]
         if self.plan is not None and self.plan.return_freed_blocks:
             self._keeper.open()
 
@@ -295,28 +327,39 @@ class Session:
                 self._keeper.bound(plan.predicted_peak_bytes, self.budget_bytes)
             try:
                 return self._forward_backward(batch, loss_fn, plan, before), plan
-            except RuntimeError as error:
-                if self._keeper.refusals() == refusals:
+            except (RuntimeError, PoolFullError) as error:
+                refused = self._keeper.refusals() != refusals
+                if not refused and not isinstance(error, PoolFullError):
                     raise
                 self.optimizer.zero_grad(set_to_none=True)
                 self._capture.release_scratch()
                 before.restore()
-                plan = self._tighten(plan, error)
+                tighter = self._tighter(plan)
+                if tighter is None and refused:
+                    raise self._refusal() from error
+                if tighter is None:
+                    raise
+                plan = tighter
 
-    def _tighten(self, plan: Plan, error: RuntimeError) -> Plan:
-        """The next tighter plan, adopted; parameters are untouched and the step can be retried."""
+    def _tighter(self, plan: Plan) -> Plan | None:
+        """The next tighter plan, adopted; None where none is known.
+
+        Parameters are untouched, so the step can be retried.
+        """
+        if self._profile is None or self.budget_bytes is None:
+            return None
+        tighter = planner.tighter(plan, self._profile, self.budget_bytes, self._names)
+        if tighter is not None:
+            self._first = None
+            self._adopt(tighter)
+        return tighter
+
+    def _refusal(self) -> BudgetError:
         assert self._profile is not None
         assert self.budget_bytes is not None
-        tighter = planner.tighter(plan, self._profile, self.budget_bytes, self._names)
-        if tighter is None:
-            missing = self.budget_bytes + self._keeper.missing_bytes
-            least = max(planner.least_budget(self._profile, self._names), missing)
-            raise BudgetError(
-                planner.refusal(self._profile, self.budget_bytes, least), least
-            ) from error
-        self._first = None
-        self._adopt(tighter)
-        return tighter
+        missing = self.budget_bytes + self._keeper.missing_bytes
+        least = max(planner.least_budget(self._profile, self._names), missing)
+        return BudgetError(planner.refusal(self._profile, self.budget_bytes, least), least)
 
     def _forward_backward(
         self, batch: Any, loss_fn: LossFunction, plan: Plan, before: _Before
@@ -386,6 +429,7 @@ class Session:
         self.saved_bytes_plain = max(self.saved_bytes_plain, plain)
         # The first step ran under a tighter plan, so it says nothing of this plan's peak.
         self.saved_bytes_peak = max(self.saved_bytes_peak, stats.held_peak_bytes)
+        self.evicted_bytes += stats.evicted_bytes
 
     def _settle(self, measured_peak_bytes: int) -> None:
         assert self.plan

@@ -54,6 +54,15 @@ def parse_bytes(text: str | int) -> int:
     return _positive(float(number) * _MULTIPLIERS[unit.upper()], text)
 
 
+def parse_optional_bytes(text: str | int | None) -> int | None:
+    """Read a byte count that may be left out; None stays None.
+
+    Raises:
+        UnitError: as ``parse_bytes`` does.
+    """
+    return None if text is None else parse_bytes(text)
+
+
 def _positive(count: float, text: str | int) -> int:
     if not math.isfinite(count) or count < 1:
         raise UnitError(f"asked for {text!r}: a byte count must be at least one byte and finite")

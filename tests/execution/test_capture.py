@@ -165,7 +165,7 @@ def test_change_in_place_of_what_was_coded_does_no_harm() -> None:
 
 
 def test_nested_the_inner_one_wins() -> None:
-    model, x = TwoLayers(), torch.randn(8, 16)
+    model, x = TwoLayers(), torch.randn(512, 16)
     outer, inner = compress(model, "plain"), compress(model, 2)
     with outer, inner:
         loss = model(x).sum()

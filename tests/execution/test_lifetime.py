@@ -148,7 +148,7 @@ def test_kept_and_plain_agree_when_nothing_is_coded() -> None:
 
 def test_peaks_begin_anew_with_every_step_and_not_with_a_micro_batch() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    capture = Capture(model)
+    capture = Capture(model, PlainStore())
 
     def run(examples: int, step_index: int, micro_index: int) -> None:
         with capture.step(policy_for(2), 0, step_index, micro_index):

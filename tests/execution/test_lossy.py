@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from daf.execution.capture import Capture, compress
 from daf.kernels import header_bytes, plane_bytes
 from daf.plan import Method, Need, policy_for
+from daf.store.buffers import PlainStore
 
 BATCH = 64
 
@@ -83,8 +84,8 @@ def test_error_shrinks_with_bits(name: str) -> None:
 def test_held_bytes_are_those_of_the_format(bits: int, dtype: torch.dtype) -> None:
     model = nn.Linear(70, 30, dtype=dtype)
     x = torch.randn(99, 70, dtype=dtype, requires_grad=True)
-    capture = compress(model, bits)
-    with capture:
+    capture = Capture(model, PlainStore())
+    with capture.step(policy_for(bits), 0, 0):
         loss = model(x * 1).sum()
     assert capture.stats.plain_bytes == x.nbytes
     assert capture.stats.held_bytes == plane_bytes(x.numel(), bits) + header_bytes(x.numel())
@@ -172,8 +173,8 @@ def test_attention_gets_at_least_four_bits_and_stays_close() -> None:
 
 def test_slices_of_one_storage_are_coded_without_their_gaps() -> None:
     model = nn.Linear(16, 48)
-    capture = compress(model, 4)
-    with capture:
+    capture = Capture(model, PlainStore())
+    with capture.step(policy_for(4), 0, 0):
         q, k, v = model(torch.randn(64, 16) * 1).chunk(3, dim=-1)
         loss = ((q @ k.t()) @ v).sum()
     count = 64 * 16
@@ -187,9 +188,9 @@ def test_slices_of_one_storage_are_coded_without_their_gaps() -> None:
 def test_two_uses_of_one_tensor_are_stored_once() -> None:
     first, second = nn.Linear(64, 64), nn.Linear(64, 64)
     model = nn.ModuleList([first, second])
-    capture = compress(model, 2)
+    capture = Capture(model, PlainStore())
     x = torch.randn(BATCH, 64, requires_grad=True)
-    with capture:
+    with capture.step(policy_for(2), 0, 0):
         shared = x * 1
         loss = first(shared).sum() + second(shared).sum()
     assert capture.stats.held_bytes == plane_bytes(x.numel(), 2) + header_bytes(x.numel())

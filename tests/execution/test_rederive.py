@@ -79,7 +79,8 @@ def test_resnet18_saves_eighteen_times_less(layout: torch.memory_format, inplace
     convolutions = [r for r in sites if r.site.operator == "conv2d"]
     assert len(convolutions) == 19
     assert {r.treatment.method for r in convolutions} == {Method.REDERIVE}
-    assert sum(r.held_bytes for r in sites) == stats.held_bytes
+    told = sum(r.held_bytes for r in sites)
+    assert told < stats.held_bytes < 1.03 * told  # the pool's tables, records and free pages
     assert sum(r.plain_bytes for r in sites) == stats.plain_bytes
     (plain, _), exact = step(model, x, y, "plain")
     assert plain.plain_peak_bytes == plain.held_peak_bytes == stats.plain_peak_bytes

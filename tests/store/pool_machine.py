@@ -39,14 +39,17 @@ class Machine:
     def allocate(
         self, count: int, bits: int, minimum: int, headers: bool, importance: list[float]
     ) -> int | None:
-        tensor = ModelTensor(count, bits, minimum, headers, importance, self.page_bytes)
+        tensor = ModelTensor(count, bits, minimum, headers, importance, self.page_bytes, pins=0)
+        tensor.is_new = True
         try:
             handle: int = self.pool.allocate(count, bits, minimum, headers, importance, count)
         except _native.pool.FullError:
-            self.check_refusal(tensor.pages, 8 * bits + 4 * tensor.pages)
+            self.check_refusal(tensor.pages - tensor.spare, 8 * bits + 4 * tensor.pages)
             return None
+        self.model.add(handle, tensor)  # as one that may lose planes before it is there
         evicted = self.follow_evictions()
-        self.model.add(handle, tensor)
+        self.model.pin(handle)
+        tensor.is_new = False
         self.compare()
         assert not evicted or self.is_tight()
         return handle

@@ -27,6 +27,7 @@ class ModelTensor:
     pins: int = 1
     kept_by_run: list[int] = field(default_factory=list)
     key: tuple[int, int] | None = None
+    is_new: bool = False  # not there yet: comes behind all that are as important
 
     def __post_init__(self) -> None:
         blocks = ceil_divide(self.count, 256)
@@ -77,7 +78,7 @@ class PoolModel:
             return
         self.entered += 1
         least = tensor.importance[max(tensor.kept_by_run) - 1]
-        tensor.key = (order_key(least), self.entered)
+        tensor.key = (order_key(least), self.entered + tensor.is_new * 2**62)
         insort(self.order, (*tensor.key, handle))
         self.spare += tensor.spare
 
@@ -93,6 +94,7 @@ class PoolModel:
         self.tensors[handle] = tensor
         self.live_pages += tensor.pages
         self.payload += tensor.payload
+        self.enter(handle)
 
     def add_span(self, handle: int, nbytes: int) -> None:
         self.spans[handle] = nbytes

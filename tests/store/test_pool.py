@@ -16,7 +16,8 @@ from daf.errors import DafError, KernelError, PoolFullError
 from daf.kernels import header_bytes, plane_bytes
 from daf.kernels.tables import rotated_error
 from daf.store.buffers import Store
-from daf.store.pool import PagedStore, PlaneTensor, choose_page_bytes, plane_importance
+from daf.store.page_size import choose_page_bytes
+from daf.store.pool import PagedStore, PlaneTensor, plane_importance
 from daf.store.pool_view import PlaneView
 
 PAGE = 4096
@@ -174,7 +175,10 @@ def test_evictions_are_told_once() -> None:
     entries, lost = store.take_evictions()
     assert lost == 0
     handle = tensor.handle
-    assert entries == ((2**63 + 5, handle, 3, 4), (2**63 + 5, handle, 2, 2))
+    assert entries == (
+        (2**63 + 5, handle, 3, 4, 4 * PAGE),
+        (2**63 + 5, handle, 2, 2, 2 * PAGE),
+    )
     assert store.take_evictions() == ((), 0)
 
 
@@ -196,6 +200,37 @@ def test_new_tensors_push_out_the_least_important_planes_but_no_more_than_needed
     assert now.held_bytes <= 1_000_000 < now.held_bytes + PAGE
     assert kept(tensors[0])[-1] == 3
     assert kept(tensors[-1]) == [4] * 4
+
+
+def test_a_newcomer_that_is_least_important_begins_with_fewer_planes() -> None:
+    store = PagedStore(cap_bytes=400_000)
+    dear = paged(store, runs=16, importance=[9.0] * 4)
+    newcomer = store.allocate_planes(16 * RUN, 4, minimum_bits=1, importance=[8.0] * 4, tag=7)
+    widths = [newcomer.view.kept_bits(run) for run in range(16)]
+    missing = sum(4 - width for width in widths)
+    assert kept(dear) == [4] * 16
+    assert widths == sorted(widths, reverse=True)
+    assert 0 < missing < 48
+    now = store.statistics()
+    assert now.held_bytes <= 400_000 < now.held_bytes + 2 * PAGE
+    assert (now.evicted_pages, now.evicted_payload_bytes) == (missing, missing * PAGE)
+    entries, lost = store.take_evictions()
+    assert lost == 0
+    assert {entry.tag for entry in entries} == {7}
+    assert [entry.plane for entry in entries] == sorted((e.plane for e in entries), reverse=True)
+    assert sum(entry.pages for entry in entries) == missing
+    newcomer.seal()
+    assert store.native.is_sound()
+
+
+def test_even_a_newcomer_s_least_planes_push_out_what_is_less_important() -> None:
+    store = PagedStore(cap_bytes=400_000)
+    cheap = paged(store, runs=16, importance=[1.0] * 4)
+    newcomer = paged(store, runs=16, importance=[2.0] * 4)
+    assert set(kept(cheap)) == {1, 2}
+    assert kept(newcomer) == [4] * 16
+    with pytest.raises(PoolFullError):
+        paged(store, runs=16 * 4, importance=[3.0] * 4, minimum_bits=3)
 
 
 def test_lowering_the_cap_evicts_at_once_and_says_what_went() -> None:
@@ -275,7 +310,7 @@ def test_the_fixed_increment_takes_whole_steps_and_refuses_less() -> None:
     assert (tensor.nbytes, more.nbytes) == (5 * PAGE, (400 + 13) * PAGE)
     tight = PagedStore(increment_bytes=increment, cap_bytes=2 * increment - PAGE)
     with pytest.raises(PoolFullError):
-        paged(tight, runs=100)
+        paged(tight, runs=100, minimum_bits=4)
 
 
 def test_adaptive_growth_holds_little_more_than_it_uses() -> None:
@@ -292,7 +327,7 @@ def test_adaptive_growth_holds_little_more_than_it_uses() -> None:
 
 @pytest.mark.parametrize(
     ("tensors", "expected"),
-    [([(2**20, 4)] * 3, 16384), ([(40_000, 2)], 1024), ([], 4096), ([(2**26, 2)], 65536)],
+    [([(2**20, 4)] * 3, 16384), ([(40_000, 2)], 256), ([], 4096), ([(2**26, 2)], 65536)],
 )
 def test_page_size_fits_the_tensors(tensors: list[tuple[int, int]], expected: int) -> None:
     chosen = choose_page_bytes(tensors)

@@ -11,6 +11,7 @@ from torch import nn
 
 from daf.errors import DataError
 from daf.execution.capture import Capture
+from daf.kernels import header_bytes, plane_bytes
 from daf.plan import coded_policy
 from daf.store.buffers import PlainStore
 from daf.store.pool import PagedStore
@@ -106,8 +107,9 @@ def test_a_real_training_step_can_be_recorded_and_played(tmp_path: Path) -> None
     store = PagedStore()
     alive, peak = {}, 0
     for event in Player(store).play(read_trace(path)):
-        if event["op"] == "span":
-            alive[event["id"]] = event["bytes"]
+        if event["op"] == "planes":
+            size = plane_bytes(event["count"], event["bits"])
+            alive[event["id"]] = size + event["headers"] * header_bytes(event["count"])
         elif event["op"] == "free":
             del alive[event["id"]]
         assert store.statistics().payload_bytes == sum(alive.values())

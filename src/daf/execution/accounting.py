@@ -7,7 +7,7 @@ is dropped, so the account is exact at any moment of forward and backward.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import TypeVar
 
 import torch
@@ -19,23 +19,40 @@ Found = TypeVar("Found", bound=object)
 
 
 class Ledger:
-    """Bytes now and at peak: plain's and ours."""
+    """Bytes now and at peak: plain's and ours.
 
-    def __init__(self) -> None:
+    Codes are counted as their store counts itself while any of them lives: free
+    pages and records of a pool included, planes given up no more.
+    ``told_bytes`` are the holdings' own, as each was when it began.
+    """
+
+    def __init__(self, stored_bytes: Callable[[], int] | None = None) -> None:
+        self._stored_bytes = stored_bytes
+        self._told_stored_bytes = 0
         self.plain_bytes = 0
         self.plain_peak_bytes = 0
-        self.held_bytes = 0
+        self.told_bytes = 0
         self.held_peak_bytes = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes held now."""
+        if self._stored_bytes is None or not self._told_stored_bytes:
+            return self.told_bytes
+        return self.told_bytes - self._told_stored_bytes + self._stored_bytes()
 
     def add_plain(self, count: int) -> None:
         """Autograd would have begun to hold ``count`` bytes (negative: to let go of them)."""
         self.plain_bytes += count
         self.plain_peak_bytes = max(self.plain_peak_bytes, self.plain_bytes)
 
-    def add_held(self, count: int) -> None:
+    def add_held(self, count: int, *, in_store: bool) -> None:
         """We begin to hold ``count`` bytes (negative: let go of them)."""
-        self.held_bytes += count
-        self.held_peak_bytes = max(self.held_peak_bytes, self.held_bytes)
+        self.told_bytes += count
+        if in_store:
+            self._told_stored_bytes += count
+        if count > 0:
+            self.held_peak_bytes = max(self.held_peak_bytes, self.held_bytes)
 
     def reset_peaks(self) -> None:
         """Start the peaks anew from what is alive now."""
@@ -46,15 +63,16 @@ class Ledger:
 class Holding:
     """Bytes of ours in the ledger for as long as this object lives."""
 
-    __slots__ = ("__weakref__", "_ledger", "nbytes")
+    __slots__ = ("__weakref__", "_in_store", "_ledger", "nbytes")
 
-    def __init__(self, ledger: Ledger, nbytes: int) -> None:
+    def __init__(self, ledger: Ledger, nbytes: int, *, in_store: bool = False) -> None:
         self._ledger = ledger
+        self._in_store = in_store
         self.nbytes = nbytes
-        ledger.add_held(nbytes)
+        ledger.add_held(nbytes, in_store=in_store)
 
     def __del__(self) -> None:
-        self._ledger.add_held(-self.nbytes)
+        self._ledger.add_held(-self.nbytes, in_store=self._in_store)
 
 
 class Source:

@@ -43,7 +43,9 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
+from daf.errors import PlatformError
 from daf.execution.accounting import Ledger, Source, Sources, strided_parts
+from daf.execution.evictions import Evictions
 from daf.execution.held import Held, Kept, Saved, unpacker
 from daf.execution.microbatch import tensors_in_batch
 from daf.execution.operator_mode import OperatorMode
@@ -52,8 +54,11 @@ from daf.execution.rules import name_saves, need_of, parameter_behind
 from daf.execution.sites import SiteRecord, SiteTracker, mix_key
 from daf.execution.treatments import Call, Job, Treater, is_integer, is_treatable
 from daf.plan import KEEP, CaptureStats, Need, Policy, Site, SiteReport, Treatment, policy_for
-from daf.store.buffers import PlainStore, Store
+from daf.store.buffers import Store
+from daf.store.default import make_store
+from daf.store.pool import PagedStore
 from daf.store.scratch import Scratch
+from daf.units import parse_optional_bytes
 
 _OUTSIDE_CALL = Call(None, (), {}, None, None)
 _CUSTOM = "autograd.Function"
@@ -65,13 +70,18 @@ class Capture:
     """Replaces what autograd saves while one model runs; one thread at a time."""
 
     def __init__(self, model: nn.Module, store: Store | None = None) -> None:
-        """Prepare for ``model``; codes go to ``store`` (a :class:`PlainStore` if none is given)."""
+        """Prepare for ``model``; codes go to ``store``, which is no other capture's.
+
+        By default that is the paged pool (:func:`daf.store.default.make_store`).
+        """
         self._model = model
-        self._ledger = Ledger()
+        self._store = store = make_store() if store is None else store
+        self._ledger = Ledger(lambda: store.live_bytes)
+        self._evictions = Evictions(store)
         self._sources = Sources(self._ledger)
         self._tracker = SiteTracker(model)
         self._provenance = Provenance()
-        self._treater = Treater(store or PlainStore(), self._ledger, self._provenance)
+        self._treater = Treater(store, self._ledger, self._provenance)
         self._scratch = Scratch()
         self._unpack = unpacker(self._scratch)
 
@@ -99,6 +109,7 @@ class Capture:
         if micro_index == 0:
             self._ledger.reset_peaks()
             self._tracker.begin_step()
+            self._evictions.begin()
         self._sources.forget()
         self._sources.set_external(self._own_tensors(batch))
         running = _Running(self, policy, (seed, step_index, micro_index))
@@ -125,20 +136,45 @@ class Capture:
         self._scratch.release()
 
     @property
+    def pool_bytes(self) -> int | None:
+        """The most that codes may hold, page tables and records included; None: no cap.
+
+        May be set at any moment, from any thread. What is above it is given up
+        at once, the least important planes first, and told in ``stats``.
+
+        Raises:
+            PlatformError: codes are not in a pool here.
+        """
+        return self._store.cap_bytes if isinstance(self._store, PagedStore) else None
+
+    @pool_bytes.setter
+    def pool_bytes(self, value: int | None) -> None:
+        if not isinstance(self._store, PagedStore):
+            raise PlatformError(
+                "asked to bound the pool; codes lie in plain buffers here, because addresses are "
+                "limited (ulimit -v); give pool_bytes from the start"
+            )
+        self._store.set_cap(value)
+
+    @property
     def stats(self) -> CaptureStats:
         """Bytes that plain PyTorch would hold and that are held, now and at peak over the step."""
         ledger = self._ledger
+        self._evictions.collect()
         return CaptureStats(
             plain_bytes=ledger.plain_bytes,
             plain_peak_bytes=ledger.plain_peak_bytes,
             held_bytes=ledger.held_bytes,
             held_peak_bytes=ledger.held_peak_bytes,
-            sites=sum(1 for _ in self._tracker.reports()),
+            sites=sum(1 for _ in self._tracker.used()),
+            evicted_planes=self._evictions.planes,
+            evicted_bytes=self._evictions.nbytes,
         )
 
     def sites(self) -> tuple[SiteReport, ...]:
         """What was done at every site since the step began."""
-        return tuple(self._tracker.reports())
+        self._evictions.collect()
+        return tuple(self._tracker.reports(self._evictions.bytes_by_tag))
 
     def _own_tensors(self, batch: Any) -> Iterator[Tensor]:
         yield from self._model.parameters()
@@ -180,6 +216,7 @@ class _Running:
         self._tracker = capture._tracker
         self._provenance = capture._provenance
         self._treater = capture._treater
+        self._evictions = capture._evictions
         self._policy = policy
         self._key = mix_key(*key_parts)
         self._pending: list[Saved] | None = None  # None: no operator is running
@@ -249,6 +286,7 @@ class _Running:
             else:
                 record = self._tracker.record(path, operator, count, place)
                 self._settle_one(saved, need, record, call)
+        self._evictions.collect()
 
     def _need(self, saved: Saved, operator: str, call: Call) -> Need:
         tensor = saved.tensor
@@ -264,11 +302,11 @@ class _Running:
         tensor = saved.tensor
         assert tensor is not None
         record.need = need
-        plain_before, held_before = self._ledger.plain_bytes, self._ledger.held_bytes
+        plain_before, told_before = self._ledger.plain_bytes, self._ledger.told_bytes
         sources = tuple(self._sources.of(part) for part in strided_parts(tensor))
         held, record.treatment = self._hold(saved, tensor, need, record, sources, call)
         record.plain_bytes += self._ledger.plain_bytes - plain_before
-        record.held_bytes += self._ledger.held_bytes - held_before
+        record.held_bytes += self._ledger.told_bytes - told_before
         saved.settle(held, sources)
 
     def _hold(
@@ -285,7 +323,8 @@ class _Running:
         if not is_treatable(tensor):
             return self._treater.keep(tensor, saved.version, site, sources), KEEP
         key = mix_key(self._key, record.name_hash, record.uses)
-        job = Job(saved, tensor, need, treatment, sources[0], call, site, key)
+        weight, tag = self._policy.weight(site), record.name_hash
+        job = Job(saved, tensor, need, treatment, sources[0], call, site, key, weight, tag)
         return self._treater.treat(job, rederive=self._policy.rederive)
 
     def _is_constant(self, tensor: Tensor) -> bool:
@@ -324,6 +363,7 @@ class compress:  # noqa: N801 - used as a statement, like torch.no_grad
         *,
         seed: int = 0,
         policy: Policy | None = None,
+        pool_bytes: str | int | None = None,
     ) -> None:
         """Prepare for ``model``.
 
@@ -333,13 +373,18 @@ class compress:  # noqa: N801 - used as a statement, like torch.no_grad
                 for gradients that equal plain PyTorch's bit for bit, ``"plain"`` to only count.
             seed: of the run.
             policy: instead of ``bits``, a treatment for every kind of site.
+            pool_bytes: the most that codes may hold, as ``"200MB"`` or an int. Below what
+                they need, the least important planes of ``rotated`` codes are given up, down
+                to one bit; ``stats`` says how much. The attribute may be changed at any time.
 
         Raises:
-            ValueError: ``bits`` is none of these.
+            ValueError: ``bits`` is none of these, or ``pool_bytes`` cannot be read.
+            PoolFullError: in the forward pass, where even one bit and all that must stay whole
+                do not fit ``pool_bytes``.
         """
         self._policy = policy or policy_for(bits)
         self._model = model
-        self._capture = Capture(model)
+        self._capture = Capture(model, make_store(parse_optional_bytes(pool_bytes)))
         self._seed = seed
         self._entries = 0
         self._open: list[AbstractContextManager[Capture]] = []
@@ -359,6 +404,15 @@ class compress:  # noqa: N801 - used as a statement, like torch.no_grad
         trace: TracebackType | None,
     ) -> bool | None:
         return self._open.pop().__exit__(kind, error, trace)
+
+    @property
+    def pool_bytes(self) -> int | None:
+        """The most that codes may hold; setting it acts at once, in mid-step too."""
+        return self._capture.pool_bytes
+
+    @pool_bytes.setter
+    def pool_bytes(self, value: str | int | None) -> None:
+        self._capture.pool_bytes = parse_optional_bytes(value)
 
     @property
     def stats(self) -> CaptureStats:

@@ -21,6 +21,8 @@ from daf.store.scratch import Scratch
 class _Sized(Protocol):
     @property
     def nbytes(self) -> int: ...
+    @property
+    def in_store(self) -> bool: ...
 
 
 Content = TypeVar("Content", bound=_Sized)
@@ -32,7 +34,7 @@ class Stored(Holding, Generic[Content]):
     __slots__ = ("content",)
 
     def __init__(self, ledger: Ledger, content: Content) -> None:
-        super().__init__(ledger, content.nbytes)
+        super().__init__(ledger, content.nbytes, in_store=content.in_store)
         self.content = content
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b
 from threading import get_ident
@@ -35,9 +35,16 @@ class SiteRecord:
         self.need = Need.EXACT
         self.treatment = KEEP
 
-    def report(self) -> SiteReport:
+    def report(self, evicted_bytes: int) -> SiteReport:
         """As data."""
-        return SiteReport(self.site, self.need, self.treatment, self.plain_bytes, self.held_bytes)
+        return SiteReport(
+            self.site,
+            self.need,
+            self.treatment,
+            self.plain_bytes,
+            self.held_bytes,
+            evicted_bytes,
+        )
 
 
 class _Frame:
@@ -66,9 +73,13 @@ class SiteTracker:
         for record in self._records.values():
             record.clear()
 
-    def reports(self) -> Iterator[SiteReport]:
+    def used(self) -> Iterator[SiteRecord]:
         """Every site used since the step began, in order of first use ever."""
-        return (record.report() for record in self._records.values() if record.uses)
+        return (record for record in self._records.values() if record.uses)
+
+    def reports(self, evicted: Mapping[int, int]) -> Iterator[SiteReport]:
+        """The same as data; ``evicted``: bytes given up, by the hash of the site's name."""
+        return (record.report(evicted.get(record.name_hash, 0)) for record in self.used())
 
     def next_call(self, operator: str) -> tuple[str, int]:
         """The current module's path, and how many calls of ``operator`` came before in it."""

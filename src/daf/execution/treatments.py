@@ -32,6 +32,7 @@ from daf.kernels import Predicate
 from daf.plan import KEEP, Method, Need, Site, Treatment
 from daf.store.buffers import Store
 from daf.store.codec import (
+    Channels,
     DerivativeCode,
     IntegerCode,
     MaskCode,
@@ -80,6 +81,8 @@ class Job(NamedTuple):
     call: Call
     site: Site
     key: int
+    weight: float  # of relative error here, beside other sites
+    tag: int  # what the store calls the site when it gives up planes
 
 
 def is_treatable(tensor: Tensor) -> bool:
@@ -255,8 +258,7 @@ class Treater:
         key = self._content_key(job, job.treatment)
         code = job.source.recall(key, Stored)
         if code is None:
-            value = ValueCode(self._store, dense, job.treatment, job.key)
-            code = Stored(self._ledger, value)
+            code = self._value_code(job, dense)
             job.source.remember(key, code)
         held = Rederived((Term(code),), layout_of(dense))
         if rederive and dense is job.tensor and not _is_result(job):
@@ -278,10 +280,7 @@ class Treater:
         done = normalisation_of(node, job.tensor, call.operator, call.arguments, call.keywords)
         if done is None:
             return None
-        code = Stored(
-            self._ledger,
-            ValueCode(self._store, job.tensor, job.treatment, job.key, done.forward()),
-        )
+        code = self._value_code(job, job.tensor, done.forward())
         held = NormInput(code, layout_of(job.tensor), done.mean, done.inverse_deviation, done.inner)
         result = _first_result(call.result)
         if rederive and result is not None and result.stride() == job.tensor.stride():
@@ -290,6 +289,20 @@ class Treater:
                 held.recipe = (Term(code, channels),)
                 self._provenance.learn(result, held)
         return held
+
+    def _value_code(
+        self, job: Job, tensor: Tensor, channels: Channels | None = None
+    ) -> Stored[ValueCode]:
+        code = ValueCode(
+            self._store,
+            tensor,
+            job.treatment,
+            job.key,
+            channels,
+            weight=job.weight,
+            tag=job.tag,
+        )
+        return Stored(self._ledger, code)
 
     @staticmethod
     def _content_key(job: Job, *kind: Any) -> tuple[Any, ...]:

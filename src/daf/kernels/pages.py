@@ -3,9 +3,9 @@
 Planes, headers and counts come as :class:`daf.kernels.PageFields`; everything
 else, the bytes included, is as in ``daf.kernels.cpu``: with nothing given up,
 the pages of a tensor hold what the flat kernels write. Memory must be pinned
-by the caller. Encoders and lossless decoders need every plane; ``rotated``
-codes are decoded from the planes that each run still has. Each function
-raises KernelError when called outside its contract.
+by the caller. ``rotated`` codes are written to, and decoded from, the planes
+that each run has; everything else needs every plane. Each function raises
+KernelError when called outside its contract.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def encode_rotated(
     threads: int,
     affine: ChannelAffine | None = None,
 ) -> None:
-    """Write every plane and the headers."""
-    _check_whole(fields, threads, ROTATED_BITS, source=source)
+    """Write the headers, and of every run the planes that it has: the first of its ``bits``."""
+    _check_fields(fields, threads, ROTATED_BITS, source=source)
     check_rotation(rounds, key)
     _native.pages.encode_rotated(
         chosen_instruction_set(),

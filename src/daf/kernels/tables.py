@@ -159,6 +159,7 @@ def rotated_level_factor(bits: int, kept_bits: int) -> float:
     return float(np.float32(whole / kept / SCALE_UNIT))
 
 
+@cache
 def rotated_error(bits: int, kept_bits: int) -> float:
     """Expected relative mean-square error of ``rotated`` from its first ``kept_bits`` planes."""
     return _relative_error(bits, kept_bits, _positive_levels(bits, kept_bits))

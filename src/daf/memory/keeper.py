@@ -8,7 +8,7 @@ with glibc, are returned to the system as soon as they are freed (``allocator``)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 from daf.memory import allocator
@@ -23,9 +23,14 @@ SPARE_BYTES = 4 * 2**20
 
 
 class MemoryKeeper:
-    """Enter it before a budgeted job; ``close`` undoes what ``settings`` states."""
+    """Enter it before a budgeted job; ``close`` undoes what ``settings`` states.
 
-    def __init__(self) -> None:
+    ``give_back`` is asked to return at least so many bytes of other memory in
+    the account (the pool's) once the limit is reached; it returns how many it did.
+    """
+
+    def __init__(self, give_back: Callable[[int], int] = lambda _: 0) -> None:
+        self._give_back = give_back
         self.settings: list[str] = []
         self._resources = ExitStack()
         self._recycling: RecyclingAllocator | None = None
@@ -43,7 +48,7 @@ class MemoryKeeper:
         if self.settings:
             return
         if unsupported_reason() is None:
-            recycling = RecyclingAllocator(reclaim=self._raise_limit)
+            recycling = RecyclingAllocator(reclaim=self._make_room)
             self._recycling = self._resources.enter_context(recycling)
             self.settings.append(
                 "PyTorch's CPU blocks of 1 MiB and more are recycled, within the budget as a limit"
@@ -60,6 +65,7 @@ class MemoryKeeper:
 
     def flush(self) -> None:
         """Give everything that is free back to the system now."""
+        self._give_back(0)
         if self._recycling is not None:
             self._recycling.trim()
         allocator.return_free_memory()
@@ -95,12 +101,16 @@ class MemoryKeeper:
         finally:
             self._recycling.limit_bytes = before
 
-    def _raise_limit(self, missing_bytes: int) -> int:
+    def _make_room(self, missing_bytes: int) -> int:
         """What the allocator asks when the limit is reached with nothing left to give back."""
         recycling = self._recycling
         limit = None if recycling is None else recycling.limit_bytes
-        if recycling is None or limit is None or limit >= self._hard_limit_bytes:
-            self.missing_bytes = missing_bytes
+        if recycling is None or limit is None:
             return 0
-        recycling.limit_bytes = self._hard_limit_bytes
-        return missing_bytes
+        if limit < self._hard_limit_bytes:
+            recycling.limit_bytes = self._hard_limit_bytes
+            return missing_bytes
+        returned = self._give_back(missing_bytes)
+        if returned == 0:
+            self.missing_bytes = missing_bytes
+        return returned

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import platform
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 
 from daf.governor import read_limits
 from daf.memory import measure
+from daf.memory.addresses import address_space_limit_bytes
 from daf.memory.allocator import ReturnFreedBlocks
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -60,18 +60,9 @@ def _memory() -> dict[str, Any]:
         "total_bytes": limits.total_bytes,
         "available_bytes": limits.available_bytes,
         "cgroup_limit_bytes": limits.cgroup_limit_bytes,
-        "address_space_limit_bytes": _address_space_limit(),
+        "address_space_limit_bytes": address_space_limit_bytes(),
         "huge_pages": _huge_pages(),
     }
-
-
-def _address_space_limit() -> int | None:
-    if sys.platform == "win32":
-        return None
-    import resource  # Unix only
-
-    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def _huge_pages() -> str | None:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from daf.errors import CodecError
-from daf.kernels import ChannelAffine, ElementType, Predicate, cpu, header_bytes, plane_bytes
+from daf.kernels import ChannelAffine, ElementType, PageFields, Predicate, pages
 from daf.plan import Method, Treatment
-from daf.store.buffers import Buffer, Store
+from daf.store.buffers import Planes, Store
+from daf.store.pool import plane_importance
 
 _ELEMENT_TYPES = {
     torch.float32: ElementType.FLOAT32,
@@ -52,6 +53,11 @@ class Channels(NamedTuple):
     inner: int
 
     @property
+    def in_store(self) -> bool:
+        """These are tensors of their own."""
+        return False
+
+    @property
     def nbytes(self) -> int:
         """Bytes of both vectors."""
         return self.scale.nbytes + self.shift.nbytes
@@ -63,9 +69,10 @@ class Channels(NamedTuple):
 
 
 class MaskCode:
-    """One bit per element: on which side of a threshold it lies."""
+    """One bit per element: on which side of a threshold it lies. Never given up."""
 
-    __slots__ = ("count", "words")
+    __slots__ = ("count", "planes")
+    in_store = True
 
     def __init__(
         self,
@@ -77,41 +84,45 @@ class MaskCode:
     ) -> None:
         """Encode a dense tensor; see :class:`daf.kernels.Predicate` for which bits are set."""
         self.count = tensor.numel()
-        self.words: Buffer = store.allocate(plane_bytes(self.count, 1))
-        cpu.encode_mask(
+        self.planes: Planes = store.allocate_planes(self.count, 1, headers=False)
+        pages.encode_mask(
             tensor.data_ptr(),
             element_type(tensor.dtype),
-            self.count,
+            self.planes.view.fields,
             predicate,
             low,
             high,
-            self.words.pointer,
             torch.get_num_threads(),
         )
+        self.planes.seal()
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the store."""
-        return self.words.nbytes
+        """Bytes of the planes."""
+        return self.planes.nbytes
 
     def decode(self, out: Tensor, off_value: float, on_value: float) -> None:
         """Write the two values into a dense tensor of the coded element count."""
         _check_count(self.count, out)
-        cpu.decode_mask(
-            self.words.pointer,
-            self.count,
-            off_value,
-            on_value,
-            out.data_ptr(),
-            element_type(out.dtype),
-            torch.get_num_threads(),
-        )
+        with self.planes.pinned() as view:
+            pages.decode_mask(
+                view.fields,
+                off_value,
+                on_value,
+                out.data_ptr(),
+                element_type(out.dtype),
+                torch.get_num_threads(),
+            )
 
 
 class ValueCode:
-    """``rotated`` or ``minmax`` planes with a header for every block."""
+    """``rotated`` or ``minmax`` planes with a header for every block.
 
-    __slots__ = ("count", "headers", "key", "planes", "treatment")
+    Planes of ``rotated`` codes but the first may be given up by the store.
+    """
+
+    __slots__ = ("count", "key", "planes", "treatment")
+    in_store = True
 
     def __init__(
         self,
@@ -120,52 +131,53 @@ class ValueCode:
         treatment: Treatment,
         key: int,
         channels: Channels | None = None,
+        *,
+        weight: float = 1.0,
+        tag: int = 0,
     ) -> None:
         """Encode a dense tensor, after ``channels`` has been applied to it.
+
+        Args:
+            store: where the planes go.
+            tensor: dense CPU floats.
+            treatment: *rotated* or *minmax*, and the width.
+            key: 64-bit seed.
+            channels: applied to every value before it is coded.
+            weight: how much relative error here harms the gradient, beside other tensors.
+            tag: 64-bit name under which the store tells what it gave up.
 
         Raises:
             CodecError: the treatment is no value code, or the dtype has none.
         """
         if treatment.method not in (Method.ROTATED, Method.MINMAX):
             raise CodecError(f"asked for a value code by {treatment.method}; use rotated or minmax")
+        kind = element_type(tensor.dtype)
         self.count = tensor.numel()
         self.treatment = treatment
         self.key = key
-        self.planes: Buffer = store.allocate(plane_bytes(self.count, treatment.bits))
-        self.headers: Buffer = store.allocate(header_bytes(self.count))
-        source, kind = tensor.data_ptr(), element_type(tensor.dtype)
+        self.planes: Planes = self._allocate(store, weight, tag)
+        source, fields = tensor.data_ptr(), self.planes.view.fields
         affine = channels.pointers() if channels else None
         threads = torch.get_num_threads()
         if treatment.method is Method.ROTATED:
-            cpu.encode_rotated(
-                source,
-                kind,
-                self.count,
-                treatment.bits,
-                treatment.rounds,
-                key,
-                self.planes.pointer,
-                self.headers.pointer,
-                threads,
-                affine,
-            )
+            pages.encode_rotated(source, kind, fields, treatment.rounds, key, threads, affine)
         else:
-            cpu.encode_minmax(
-                source,
-                kind,
-                self.count,
-                treatment.bits,
-                key,
-                self.planes.pointer,
-                self.headers.pointer,
-                threads,
-                affine,
-            )
+            pages.encode_minmax(source, kind, fields, key, threads, affine)
+        self.planes.seal()
+
+    def _allocate(self, store: Store, weight: float, tag: int) -> Planes:
+        bits = self.treatment.bits
+        if self.treatment.method is Method.MINMAX:
+            return store.allocate_planes(self.count, bits, tag=tag)
+        importance = plane_importance(self.count, bits, weight)
+        return store.allocate_planes(
+            self.count, bits, minimum_bits=1, importance=importance, tag=tag
+        )
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the store."""
-        return self.planes.nbytes + self.headers.nbytes
+        """Bytes of the planes and headers that are there."""
+        return self.planes.nbytes
 
     def decode(
         self,
@@ -180,52 +192,39 @@ class ValueCode:
         ``out`` holds, then ``mask`` zeroes the elements whose bit is clear.
         """
         _check_count(self.count, out)
-        affine = channels.pointers() if channels else None
-        mask_pointer = 0
-        if mask is not None:
-            _check_count(mask.count, out)
-            mask_pointer = mask.words.pointer
-        bits, kind, threads = self.treatment.bits, element_type(out.dtype), torch.get_num_threads()
+        if mask is None:
+            with self.planes.pinned() as view:
+                self._decode(view.fields, out, channels, None, accumulate)
+            return
+        _check_count(mask.count, out)
+        with self.planes.pinned() as view, mask.planes.pinned() as chosen:
+            self._decode(view.fields, out, channels, chosen.fields, accumulate)
+
+    def _decode(
+        self,
+        fields: PageFields,
+        out: Tensor,
+        channels: Channels | None,
+        mask: PageFields | None,
+        accumulate: bool,
+    ) -> None:
+        place, kind, threads = out.data_ptr(), element_type(out.dtype), torch.get_num_threads()
+        options = (threads, channels.pointers() if channels else None, mask, accumulate)
         if self.treatment.method is Method.ROTATED:
-            cpu.decode_rotated(
-                self.planes.pointer,
-                self.headers.pointer,
-                self.count,
-                bits,
-                bits,
-                self.treatment.rounds,
-                self.key,
-                out.data_ptr(),
-                kind,
-                threads,
-                affine,
-                mask_pointer,
-                accumulate,
-            )
+            pages.decode_rotated(fields, self.treatment.rounds, self.key, place, kind, *options)
         else:
-            cpu.decode_minmax(
-                self.planes.pointer,
-                self.headers.pointer,
-                self.count,
-                bits,
-                out.data_ptr(),
-                kind,
-                threads,
-                affine,
-                mask_pointer,
-                accumulate,
-            )
+            pages.decode_minmax(fields, place, kind, *options)
 
 
 class DerivativeCode:
-    """In which interval of a smooth activation's domain each element lies."""
+    """In which interval of a smooth activation's domain each element lies. Never given up."""
 
-    __slots__ = ("bits", "count", "planes")
+    __slots__ = ("count", "planes")
+    in_store = True
 
-    def __init__(self, planes: Buffer, count: int, bits: int) -> None:
+    def __init__(self, planes: Planes, count: int) -> None:
         self.planes = planes
         self.count = count
-        self.bits = bits
 
     @classmethod
     def encode(
@@ -240,41 +239,42 @@ class DerivativeCode:
             borders: (2**bits - 1,) float32, ascending.
         """
         count = tensor.numel()
-        planes = store.allocate(plane_bytes(count, bits))
-        finite = cpu.encode_derivative(
+        planes = store.allocate_planes(count, bits, headers=False)
+        finite = pages.encode_derivative(
             tensor.data_ptr(),
             element_type(tensor.dtype),
-            count,
-            bits,
+            planes.view.fields,
             borders.data_ptr(),
-            planes.pointer,
             torch.get_num_threads(),
         )
-        return cls(planes, count, bits) if finite else None
+        if not finite:
+            return None
+        planes.seal()
+        return cls(planes, count)
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the store."""
+        """Bytes of the planes."""
         return self.planes.nbytes
 
     def decode(self, out: Tensor, levels: Tensor) -> None:
         """Write ``levels[interval]`` into a dense tensor; levels: (2**bits,) float32."""
         _check_count(self.count, out)
-        cpu.decode_derivative(
-            self.planes.pointer,
-            self.count,
-            self.bits,
-            levels.data_ptr(),
-            out.data_ptr(),
-            element_type(out.dtype),
-            torch.get_num_threads(),
-        )
+        with self.planes.pinned() as view:
+            pages.decode_derivative(
+                view.fields,
+                levels.data_ptr(),
+                out.data_ptr(),
+                element_type(out.dtype),
+                torch.get_num_threads(),
+            )
 
 
 class IntegerCode:
-    """Integers or booleans in as few bits as their range needs; lossless."""
+    """Integers or booleans in as few bits as their range needs; lossless, never given up."""
 
-    __slots__ = ("base", "bits", "count", "planes")
+    __slots__ = ("base", "count", "planes")
+    in_store = True
 
     def __init__(self, store: Store, tensor: Tensor, bits: int, base: int) -> None:
         """Encode a dense tensor of 1-, 2-, 4- or 8-byte integers in ``base … base + 2**bits - 1``.
@@ -282,36 +282,33 @@ class IntegerCode:
         Unsigned bytes are read as signed ones, which loses nothing.
         """
         self.count = tensor.numel()
-        self.bits = bits
         self.base = base
-        self.planes: Buffer = store.allocate(plane_bytes(self.count, bits))
-        cpu.encode_integers(
+        self.planes: Planes = store.allocate_planes(self.count, bits, headers=False)
+        pages.encode_integers(
             tensor.data_ptr(),
             tensor.element_size(),
-            self.count,
-            bits,
+            self.planes.view.fields,
             base,
-            self.planes.pointer,
             torch.get_num_threads(),
         )
+        self.planes.seal()
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the store."""
+        """Bytes of the planes."""
         return self.planes.nbytes
 
     def decode(self, out: Tensor) -> None:
         """Write the integers into a dense tensor of the coded element count."""
         _check_count(self.count, out)
-        cpu.decode_integers(
-            self.planes.pointer,
-            self.count,
-            self.bits,
-            self.base,
-            out.data_ptr(),
-            out.element_size(),
-            torch.get_num_threads(),
-        )
+        with self.planes.pinned() as view:
+            pages.decode_integers(
+                view.fields,
+                self.base,
+                out.data_ptr(),
+                out.element_size(),
+                torch.get_num_threads(),
+            )
 
 
 def _check_count(count: int, out: Tensor) -> None:

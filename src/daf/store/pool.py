@@ -6,32 +6,8 @@ whole at one address) that also holds tensors plane by plane
 (:meth:`PagedStore.allocate_planes`): those lose planes, least significant
 first, when room is needed or the cap is lowered.
 
-Kernels read and write pages directly, through ``paging::View``
-(``csrc/pool_view.h``), whose eight fields :attr:`PlaneView.fields` hands over.
-What they must offer, run by run over whole tensors::
-
-    encode_rotated_pages(source, element_type, fields, rounds, key, threads, affine)
-    decode_rotated_pages(fields, rounds, key, destination, element_type, threads,
-                         affine, mask_fields, accumulate)
-    encode_minmax_pages(source, element_type, fields, key, threads, affine)
-    decode_minmax_pages(fields, destination, element_type, threads,
-                        affine, mask_fields, accumulate)
-    encode_mask_pages(source, element_type, fields, predicate, low, high, threads)
-    decode_mask_pages(fields, off_value, on_value, destination, element_type, threads)
-    (derivative and integers likewise: ``planes, count, bits`` become ``fields``)
-
-each of them a loop over runs around what the existing kernels do to one range
-of blocks, given for run ``r`` of a view ``v``::
-
-    first_block = r * v.run_blocks()        # counter of the random numbers; place in the tensor
-    blocks      = min(v.run_blocks(), block_count(v.count) - first_block)
-    kept_bits   = v.kept_bits(r)            # picks the table rotated_levels(v.bits, kept_bits)
-    planes[p]   = v.plane(p, r)             # p < kept_bits; block i of the run: + 8 * i words
-    headers     = v.headers(r)              # block i of the run: + 2 * i halfwords
-
-Elements are those from ``256 * first_block`` on in source, destination,
-affine and mask (``mask_fields``: the view of a mask of equal count in a pool of
-equal pages, run by run beside the values).
+Kernels read and write pages directly (``daf.kernels.pages``): nothing is copied
+on the way. Which store codes go to by default says ``daf.store.default``.
 """
 
 from __future__ import annotations
@@ -43,15 +19,14 @@ from typing import Any
 
 import daf._native as _native
 from daf.errors import KernelError, PoolFullError
-from daf.kernels import header_bytes, plane_bytes
+from daf.kernels import plane_bytes
 from daf.kernels.tables import rotated_error
 from daf.store.buffers import Buffer
+from daf.store.page_size import DEFAULT_PAGE_BYTES, PageFitter
 from daf.store.pool_view import EvictedPlane, GivenUp, PlaneView, PoolStatistics
 
 # DAF, arXiv 2507.07149: the pool grows by 100 MB at a time.
 PAPER_INCREMENT_BYTES = 100_000_000
-DEFAULT_PAGE_BYTES = 4096
-_PAGE_SIZES = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 _ADDRESS_SPACE_BYTES = 2**38
 
 Observer = Callable[[dict[str, Any]], None]
@@ -148,19 +123,24 @@ class PagedStore:
         self,
         cap_bytes: int | None = None,
         *,
-        page_bytes: int = DEFAULT_PAGE_BYTES,
+        page_bytes: int | None = DEFAULT_PAGE_BYTES,
         increment_bytes: int | None = None,
         poison: bool = False,
+        charged: bool = False,
         observer: Observer | None = None,
     ) -> None:
         """Reserve addresses; memory follows as it is needed.
 
         Args:
             cap_bytes: the most to hold, page tables and records included; None: no cap.
-            page_bytes: a power of two from 32 up; see :func:`choose_page_bytes`.
+            page_bytes: a power of two from 32 up; None: chosen whenever nothing lives, for
+                tensors like those that lived last (``daf.store.page_size``).
             increment_bytes: grow by whole steps of this size, as the paper does; None: by
                 demand, fragmentation and headroom.
             poison: fill pages that fall free with 0xDB, for tests.
+            charged: count the memory in the process's account and obey its limit
+                (``daf.memory.recycling``). What the limit refuses is asked of the account's
+                reclaim hook, then of the pool's own planes, before the allocation fails.
             observer: called with every operation, as a dictionary of plain values
                 (``daf.store.trace`` writes them to a file).
 
@@ -171,24 +151,40 @@ class PagedStore:
         _check_bytes("cap", cap_bytes)
         if increment_bytes is not None and increment_bytes < 1:
             raise KernelError(f"asked to grow by {increment_bytes} bytes; give at least one page")
-        self.page_bytes = page_bytes
+        self._fitter = PageFitter() if page_bytes is None else None
         self._observer = observer
         self.native = _call(
             _native.pool.Pool,
             _ADDRESS_SPACE_BYTES,
-            page_bytes,
+            DEFAULT_PAGE_BYTES if page_bytes is None else page_bytes,
             cap_bytes,
             increment_bytes or 0,
             False,
             poison,
+            charged,
         )
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page now."""
+        return int(self.native.page_bytes())
+
+    @property
+    def cap_bytes(self) -> int | None:
+        """The most to hold; None where nothing bounds it."""
+        return self.statistics().cap_bytes
 
     # --- Store ------------------------------------------------------------------------------
 
     @property
     def live_bytes(self) -> int:
         """Bytes held: pages with and without content, page tables, records."""
-        return self.statistics().held_bytes
+        return int(self.native.held_bytes())
+
+    @property
+    def evicted_bytes(self) -> int:
+        """Bytes of planes given up since the pool began."""
+        return self.statistics().evicted_payload_bytes
 
     @property
     def peak_bytes(self) -> int:
@@ -239,14 +235,21 @@ class PagedStore:
                 nothing has gone then.
         """
         _check_bytes("tensor", count)
-        minimum = bits if minimum_bits is None else minimum_bits
-        if importance is None:
-            importance = plane_importance(count, bits) if bits <= 4 else [0.0] * bits
-        values = [float(value) for value in importance]
+        event = planes_event(count, bits, minimum_bits, importance, headers, tag)
+        minimum, values = event["minimum"], event["importance"]
+        self._fit(count, bits)
         handle = _call(self.native.allocate, count, bits, minimum, headers, values, tag)
-        event = {"op": "planes", "id": handle, "count": count, "bits": bits, "minimum": minimum}
-        self.note(event | {"importance": values, "headers": headers, "tag": tag})
+        self.note({"op": "planes", "id": handle} | event)
         return PlaneTensor(self, handle)
+
+    def _fit(self, count: int, bits: int) -> None:
+        if self._fitter is None:
+            return
+        if self.native.live_tensors() == 0:
+            page_bytes = self._fitter.choose(count, bits)
+            if page_bytes != self.page_bytes:
+                self.native.set_page_bytes(page_bytes)
+        self._fitter.note(count, bits)
 
     def take_evictions(self) -> tuple[tuple[EvictedPlane, ...], int]:
         """What was given up since the last call, oldest first; and how many entries were lost.
@@ -254,7 +257,12 @@ class PagedStore:
         The pool remembers 256 entries (a plane of a tensor each); beyond that it only counts.
         """
         entries, lost = self.native.take_evictions()
-        return tuple(EvictedPlane(*entry) for entry in entries), lost
+        size = self.page_bytes if entries else 0
+        evicted = (
+            EvictedPlane(tag, handle, plane, pages, pages * size)
+            for tag, handle, plane, pages in entries
+        )
+        return tuple(evicted), lost
 
     # --- cap --------------------------------------------------------------------------------
 
@@ -271,6 +279,20 @@ class PagedStore:
         given = GivenUp(*_call(self.native.evict, nbytes))
         self.note({"op": "evict", "bytes": nbytes})
         return given
+
+    def give_back(self, nbytes: int) -> int:
+        """Return memory to the system: free pages, then planes until it is at least ``nbytes``.
+
+        Returns:
+            Bytes returned; less than asked where no more may go.
+        """
+        returned = self.trim()
+        while returned < nbytes:
+            given = self.evict(nbytes - returned)
+            returned += given.returned_bytes + self.trim()
+            if given.pages == 0:
+                break
+        return returned
 
     def trim(self) -> int:
         """Give all free pages back to the system; returns bytes."""
@@ -294,6 +316,28 @@ class PagedStore:
 # --- choices --------------------------------------------------------------------------------
 
 
+def planes_event(
+    count: int,
+    bits: int,
+    minimum_bits: int | None,
+    importance: Sequence[float] | None,
+    headers: bool,
+    tag: int,
+) -> dict[str, Any]:
+    """A request for planes as a trace's operation, with what was left open filled in."""
+    if importance is None:
+        importance = plane_importance(count, bits) if bits <= 4 else [0.0] * bits
+    return {
+        "op": "planes",
+        "count": count,
+        "bits": bits,
+        "minimum": bits if minimum_bits is None else minimum_bits,
+        "importance": [float(value) for value in importance],
+        "headers": headers,
+        "tag": tag,
+    }
+
+
 def plane_importance(count: int, bits: int, weight: float = 1.0) -> list[float]:
     """Harm per byte of losing each plane of a ``rotated`` code, most significant first.
 
@@ -304,27 +348,6 @@ def plane_importance(count: int, bits: int, weight: float = 1.0) -> list[float]:
     errors = [1.0, *(rotated_error(bits, kept) for kept in range(1, bits + 1))]
     size = max(1, plane_bytes(count, 1))
     return [weight * max(0.0, before - after) / size for before, after in pairwise(errors)]
-
-
-def choose_page_bytes(tensors: Sequence[tuple[int, int]], waste: float = 0.01) -> int:
-    """The largest page whose padding and page tables stay below ``waste`` of the payload.
-
-    ``tensors`` are the (elements, bits) that are alive together. Small pages
-    waste less, large ones cost fewer operations; 512 bytes to 64 KiB are tried,
-    and the least wasteful is taken where none is good enough.
-    """
-    if not tensors:
-        return DEFAULT_PAGE_BYTES
-    lost = {size: sum(_lost(size, *tensor) for tensor in tensors) for size in _PAGE_SIZES}
-    payload = sum(plane_bytes(*tensor) + header_bytes(tensor[0]) for tensor in tensors)
-    good = [size for size in _PAGE_SIZES if lost[size] <= waste * payload]
-    return max(good, default=min(lost, key=lost.__getitem__))
-
-
-def _lost(page_bytes: int, count: int, bits: int) -> int:
-    plane, headers = plane_bytes(count, 1), header_bytes(count)
-    pages = bits * -(-plane // page_bytes) + -(-headers // page_bytes)
-    return pages * (page_bytes + 4) - bits * plane - headers
 
 
 # --- errors ---------------------------------------------------------------------------------

@@ -61,12 +61,16 @@ class GivenUp(NamedTuple):
 
 
 class EvictedPlane(NamedTuple):
-    """``pages`` of one plane (0 is the most significant) of the tensor named ``tag`` are gone."""
+    """``pages`` of one plane (0 is the most significant) of the tensor named ``tag`` are gone.
+
+    ``nbytes`` are those of the pages.
+    """
 
     tag: int
     handle: int
     plane: int
     pages: int
+    nbytes: int
 
 
 class PlaneView:

@@ -19,14 +19,16 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from daf.errors import DataError
-from daf.store.buffers import Buffer, Store
-from daf.store.pool import PagedStore, PlaneTensor
+from daf.store.buffers import Buffer, Planes, Store
+from daf.store.pool import PagedStore, PlaneTensor, planes_event
+from daf.store.pool_view import EvictedPlane, PlaneView
 
 Event = dict[str, Any]
 
@@ -72,7 +74,7 @@ class TraceWriter:
 
 
 class RecordedStore:
-    """Any store, with its buffers' lives written down."""
+    """Any store, with the lives of its buffers and planes written down."""
 
     def __init__(self, store: Store, writer: TraceWriter) -> None:
         self._store = store
@@ -81,13 +83,18 @@ class RecordedStore:
 
     @property
     def live_bytes(self) -> int:
-        """Bytes held for buffers now."""
+        """Bytes held now."""
         return self._store.live_bytes
 
     @property
     def peak_bytes(self) -> int:
         """The most held since the last ``reset_peak``."""
         return self._store.peak_bytes
+
+    @property
+    def evicted_bytes(self) -> int:
+        """Bytes of planes given up since the store began."""
+        return self._store.evicted_bytes
 
     def reset_peak(self) -> None:
         """Start the peak anew from what is alive now."""
@@ -96,22 +103,95 @@ class RecordedStore:
     def allocate(self, nbytes: int) -> Buffer:
         """A buffer of the store behind."""
         buffer = self._store.allocate(nbytes)
+        return _RecordedBuffer(buffer, self._begin({"op": "span", "bytes": nbytes}))
+
+    def allocate_planes(
+        self,
+        count: int,
+        bits: int,
+        *,
+        minimum_bits: int | None = None,
+        importance: Sequence[float] | None = None,
+        headers: bool = True,
+        tag: int = 0,
+    ) -> Planes:
+        """Planes of the store behind."""
+        planes = self._store.allocate_planes(
+            count,
+            bits,
+            minimum_bits=minimum_bits,
+            importance=importance,
+            headers=headers,
+            tag=tag,
+        )
+        event = planes_event(count, bits, minimum_bits, importance, headers, tag)
+        return _RecordedPlanes(planes, self._begin(event))
+
+    def take_evictions(self) -> tuple[tuple[EvictedPlane, ...], int]:
+        """Those of the store behind."""
+        return self._store.take_evictions()
+
+    def give_back(self, nbytes: int) -> int:
+        """Ask the store behind."""
+        return self._store.give_back(nbytes)
+
+    def _begin(self, event: Event) -> _Life:
         identity, self._next_id = self._next_id, self._next_id + 1
-        self._writer({"op": "span", "id": identity, "bytes": nbytes})
-        return _RecordedBuffer(buffer, self._writer, identity)
+        return _Life(self._writer, identity, event)
+
+
+class _Life:
+    """Writes what begins and what follows under one number."""
+
+    def __init__(self, writer: TraceWriter, identity: int, event: Event) -> None:
+        self._writer = writer
+        self._identity = identity
+        writer({"op": event["op"], "id": identity} | event)
+
+    def note(self, operation: str) -> None:
+        self._writer({"op": operation, "id": self._identity})
 
 
 class _RecordedBuffer:
-    def __init__(self, buffer: Buffer, writer: TraceWriter, identity: int) -> None:
+    def __init__(self, buffer: Buffer, life: _Life) -> None:
         self._buffer: Buffer | None = buffer
-        self._writer = writer
-        self._identity = identity
+        self._life = life
         self.pointer = buffer.pointer
         self.nbytes = buffer.nbytes
 
     def __del__(self) -> None:
         self._buffer = None  # first, so that the line follows the deed
-        self._writer({"op": "free", "id": self._identity})
+        self._life.note("free")
+
+
+class _RecordedPlanes:
+    def __init__(self, planes: Planes, life: _Life) -> None:
+        self._planes: Planes | None = planes
+        self._life = life
+
+    @property
+    def nbytes(self) -> int:
+        return self._alive.nbytes
+
+    @property
+    def view(self) -> PlaneView:
+        return self._alive.view
+
+    def seal(self) -> None:
+        self._alive.seal()
+        self._life.note("seal")
+
+    def pinned(self) -> AbstractContextManager[PlaneView]:
+        return self._alive.pinned()
+
+    @property
+    def _alive(self) -> Planes:
+        assert self._planes is not None
+        return self._planes
+
+    def __del__(self) -> None:
+        self._planes = None
+        self._life.note("free")
 
 
 def read_trace(path: Path | str) -> Iterator[Event]:

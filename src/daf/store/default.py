@@ -1,0 +1,28 @@
+"""Which store codes go to where nobody says otherwise."""
+
+from __future__ import annotations
+
+from daf.errors import PoolFullError
+from daf.memory.addresses import address_space_limit_bytes
+from daf.store.buffers import PlainStore, Store
+from daf.store.pool import PagedStore
+
+
+def make_store(cap_bytes: int | None = None) -> Store:
+    """The paged pool; plain buffers where addresses are short and no cap was asked for.
+
+    Args:
+        cap_bytes: the most to hold, page tables and records included; None: no cap.
+
+    Raises:
+        KernelError: the cap means nothing.
+        PoolFullError: a cap was asked for, and the system grants no addresses.
+    """
+    if cap_bytes is None and address_space_limit_bytes() is not None:
+        return PlainStore()  # the range that the pool reserves would be missing elsewhere
+    try:
+        return PagedStore(cap_bytes, page_bytes=None, charged=True)
+    except PoolFullError:
+        if cap_bytes is not None:
+            raise
+        return PlainStore()

@@ -1,0 +1,60 @@
+"""How large pages are: what they waste against how many there are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from daf.kernels import header_bytes, plane_bytes
+
+DEFAULT_PAGE_BYTES = 4096
+_PAGE_SIZES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+_TABLE_ENTRY_BYTES = 4
+
+Elements = tuple[int, int]  # how many, and in how many bits each
+
+
+def choose_page_bytes(tensors: Sequence[Elements], waste: float = 0.01) -> int:
+    """The largest page whose padding and page tables stay below ``waste`` of the payload.
+
+    ``tensors`` are the (elements, bits) that are alive together. Small pages
+    waste less, large ones cost fewer operations; 128 bytes to 64 KiB are tried,
+    and the least wasteful is taken where none is good enough.
+    """
+    if not tensors:
+        return DEFAULT_PAGE_BYTES
+    lost = {size: sum(_lost(size, *tensor) for tensor in tensors) for size in _PAGE_SIZES}
+    payload = sum(plane_bytes(*tensor) + header_bytes(tensor[0]) for tensor in tensors)
+    good = [size for size in _PAGE_SIZES if lost[size] <= waste * payload]
+    return max(good, default=min(lost, key=lost.__getitem__))
+
+
+def _lost(page_bytes: int, count: int, bits: int) -> int:
+    plane, headers = plane_bytes(count, 1), header_bytes(count)
+    pages = bits * -(-plane // page_bytes) + -(-headers // page_bytes)
+    return pages * (page_bytes + _TABLE_ENTRY_BYTES) - bits * plane - headers
+
+
+class PageFitter:
+    """Chooses pages for tensors like those that lived together last time."""
+
+    WASTE = 0.0025  # of the payload; below that, larger pages only mean fewer of them
+
+    def __init__(self) -> None:
+        self._seen: list[Elements] = []
+        self._fitted: list[Elements] = []
+        self._page_bytes = DEFAULT_PAGE_BYTES
+
+    def note(self, count: int, bits: int) -> None:
+        """One more tensor lives."""
+        self._seen.append((count, bits))
+
+    def choose(self, count: int, bits: int) -> int:
+        """The page for what comes now, the first of it being this; asked while nothing lives."""
+        if not self._seen:  # all that is known is one; networks have smaller ones behind the first
+            guessed = [(count // part, bits) for part in (1, 4, 16)]
+            return min(DEFAULT_PAGE_BYTES, choose_page_bytes(guessed, self.WASTE))
+        if self._seen != self._fitted:
+            self._fitted = self._seen
+            self._page_bytes = choose_page_bytes(self._fitted, self.WASTE)
+        self._seen = []
+        return self._page_bytes
