@@ -76,7 +76,7 @@ def test_an_unknown_contestant_is_refused() -> None:
 @pytest.mark.skipif(not GLIBC, reason="compares with glibc's malloc")
 def test_the_whole_benchmark_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "_TIMED_PAGES", (100, 1000))
-    job = bench.PoolJob(3, stress_iterations=4, growth_iterations=2, halvings=1, halved_bytes=10**7)
+    job = bench.PoolJob(3, 4, 2, halvings=1, halved_bytes=10**7, gradient_seeds=1)
     result = bench.run(job)
     content = json.loads(result.as_json())
     assert set(content["figures"]) >= {
@@ -84,8 +84,10 @@ def test_the_whole_benchmark_in_small(tmp_path: Path, monkeypatch: pytest.Monkey
         "effective_over_theoretical_worst",
         "evictions_vs_fixed_increment",
         "cap_halved_ms",
+        "halved_gradient_error_vs_predicted",
     }
-    assert {row["part"] for row in content["rows"]} == {"time", "stress", "growth", "halving"}
+    parts = {row["part"] for row in content["rows"]}
+    assert parts == {"time", "stress", "growth", "halving", "halved gradient"}
     halved = next(row for row in result.rows if row["part"] == "halving")
     assert halved["held_after_bytes"] <= halved["held_bytes"] // 2
     assert halved["over_bytes"] == 0

@@ -3,7 +3,8 @@
 (a) time of one insert, eviction and release against the number of live pages;
 (b) thousands of training-like iterations on the pool, on glibc's malloc, on a
 best-fit arena and on the paper's fixed growth; (c) growth by 100 MB against
-growth by need, under a cap; (d) a cap halved in the middle of a step.
+growth by need, under a cap; (d) a cap halved in the middle of a step, and the
+gradient that comes of it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import daf._native as _native
+from daf.bench.pool_gradient import gradient_row
 from daf.bench.pool_trace import MARK, Operations, Shape, make_operations, play
 from daf.bench.result import BenchResult
 from daf.kernels.tables import rotated_error
@@ -44,11 +46,12 @@ class PoolJob:
     growth_iterations: int = 100
     halvings: int = 7
     halved_bytes: int = 256_000_000
+    gradient_seeds: int = 16
 
 
 def quick_job() -> PoolJob:
     """The same in under a minute."""
-    return PoolJob(11, stress_iterations=200, growth_iterations=8, halvings=3)
+    return PoolJob(11, stress_iterations=200, growth_iterations=8, halvings=3, gradient_seeds=4)
 
 
 def run(job: PoolJob, on_progress: Progress = lambda _: None) -> BenchResult:
@@ -57,6 +60,8 @@ def run(job: PoolJob, on_progress: Progress = lambda _: None) -> BenchResult:
     stress = stress_rows(job, on_progress)
     growth = growth_rows(job, on_progress)
     halved = halving_rows(job, on_progress)
+    on_progress("the gradient of a step whose cap is halved")
+    gradient = gradient_row(job.gradient_seeds)
     largest = [row for row in times if row["live"] == max(_TIMED_PAGES)]
     ours, fixed, _ = growth
     figures = {
@@ -67,8 +72,10 @@ def run(job: PoolJob, on_progress: Progress = lambda _: None) -> BenchResult:
         "effective_over_theoretical_drift": stress[0]["last_tenth"] - stress[0]["first_tenth"],
         "evictions_vs_fixed_increment": ours["evicted_pages"] / max(1, fixed["evicted_pages"]),
         "cap_halved_ms": max(row["ms"] for row in halved),
+        "halved_gradient_error_vs_predicted": gradient["measured_over_predicted"],
     }
-    return BenchResult("pool", [*times, *stress, *growth, *halved], figures, _NOTES)
+    rows = [*times, *stress, *growth, *halved, gradient]
+    return BenchResult("pool", rows, figures, _NOTES)
 
 
 _NOTES = (
@@ -79,6 +86,8 @@ _NOTES = (
     "effective_over_theoretical_worst_at_peaks: the same at every iteration's peak, however small",
     "fixed: whole steps of 100 MB; fixed-cut: also a last step cut to what the cap leaves",
     "cap_halved_ms: the slowest of all halvings, memory returned to the system included",
+    "halved_gradient_error_vs_predicted: growth of the gradient's squared error when the cap is "
+    "halved between forward and backward / what the planes lost foretell",
 )
 
 
