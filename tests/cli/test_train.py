@@ -183,6 +183,26 @@ def refused(ran: Any, *words: str, code: int = 2) -> str:
     return str(ran.err)
 
 
+def test_a_capped_pool_gives_up_bits_and_says_so(daf: Daf) -> None:
+    asked = options("resnet20", bits=4, pool_bytes="2.5MB")
+    summary = daf(*asked, "--json").json
+    assert summary["pool_bytes"] == 2_500_000
+    assert summary["evicted_bytes"] > 4 * 10**6  # of four steps that need 4 MB each
+    steps = lines("run/metrics.jsonl")
+    assert sum(line["evicted_bytes"] for line in steps) == summary["evicted_bytes"]
+    again = daf(*options("resnet20", "again", bits=4, pool_bytes="2.5MB"))
+    assert "given up" in again.out
+    roomy = daf(*options("resnet20", "roomy", bits=4, pool_bytes="8MB"), "--json").json
+    assert roomy["evicted_bytes"] == 0
+
+
+def test_a_pool_that_one_bit_does_not_fit_is_refused(daf: Daf) -> None:
+    ran = daf(*options("resnet20", bits=4, pool_bytes="1MB"))
+    assert ran.code != 0
+    assert "cap 1000000" in ran.err
+    assert "raise the cap" in ran.err
+
+
 def test_an_impossible_budget_is_refused_with_the_least_that_could(daf: Daf) -> None:
     ran = daf(*options("tiny_models:classifier", budget="20MB"), "--json")
     refused(ran, "asked for a budget of 20.0 MB", "The least budget that could")

@@ -42,6 +42,13 @@ Bits = Annotated[
     str | None,
     typer.Option(help="Fix the plan: 1 to 8 bits, 'exact' or 'plain'; by default it is chosen."),
 ]
+PoolBytes = Annotated[
+    str | None,
+    typer.Option(
+        help="The most that codes may hold, such as 50MB; beyond it they lose their least "
+        "important bits. By default the budget alone bounds them."
+    ),
+]
 AllowSplit = Annotated[
     bool, typer.Option(help="Allow smaller batches inside a step though batch norm sees them.")
 ]

@@ -29,6 +29,7 @@ def plan_command(
     memory_format: options.MemoryFormat = "channels_last",
     threads: options.Threads = None,
     bits: options.Bits = None,
+    pool_bytes: options.PoolBytes = None,
     allow_batchnorm_split: options.AllowSplit = False,
     goal: options.GoalOption = None,
     image_size: options.ImageSize = None,

@@ -19,6 +19,7 @@ from daf.report.child import draw_memory_picture
 from daf.training.loop import train
 from daf.training.run_folder import RunFolder
 from daf.training.settings import TrainSettings
+from daf.units import parse_optional_bytes
 
 Out = Annotated[
     Path | None, typer.Option(help="The run's folder; by default runs/MODEL-DATA-TIME.")
@@ -46,6 +47,7 @@ def train_command(
     memory_format: options.MemoryFormat = "channels_last",
     threads: options.Threads = None,
     bits: options.Bits = None,
+    pool_bytes: options.PoolBytes = None,
     allow_batchnorm_split: options.AllowSplit = False,
     goal: options.GoalOption = None,
     augment: options.Augment = None,
@@ -86,7 +88,7 @@ def asked_settings(ctx: typer.Context) -> dict[str, Any]:
     """The command's options as names and values of ``TrainSettings``.
 
     Raises:
-        UnitError: the budget cannot be read.
+        UnitError: the budget or the pool's bytes cannot be read.
         UnknownNameError: ``--bits`` cannot be read.
         BadParameter: a new run lacks its model or its budget.
     """
@@ -101,6 +103,7 @@ def asked_settings(ctx: typer.Context) -> dict[str, Any]:
         raise typer.BadParameter("say --budget 700MB, or --budget none to train plainly")
     values["budget_bytes"] = None if budget is None else options.read_budget(budget)
     values["bits"] = options.read_bits(values["bits"])
+    values["pool_bytes"] = parse_optional_bytes(values["pool_bytes"])
     return values
 
 

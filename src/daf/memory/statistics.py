@@ -1,7 +1,8 @@
 """What the allocator holds and did, in the manner of ``torch.cuda.memory_stats``.
 
 Everything here reads the one account of the process (docs/allocator.md);
-before an allocator is entered all counts are 0.
+before an allocator is entered all counts are 0 but those of the pool of codes
+(``external_bytes``), which are part of ``held_bytes``.
 """
 
 from __future__ import annotations

@@ -85,6 +85,7 @@ def make_job(settings: TrainSettings) -> Job:
         seed=settings.seed,
         floor_bytes=floor_bytes,
         allow_batchnorm_split=settings.allow_batchnorm_split,
+        pool_bytes=settings.pool_bytes,
     )
     return Job(settings, goal, optimizer_name, model, optimizer, task, order, session)
 

@@ -142,6 +142,7 @@ class _Run:
             resident_bytes=measure.resident_bytes(),
             peak_bytes=report.peak_bytes,
             accuracy_percent=self._job.task.tally.take_percent(),
+            evicted_bytes=report.evicted_bytes,
         )
         self._step += 1
         self._log(record)

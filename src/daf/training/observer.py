@@ -10,7 +10,10 @@ from daf.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One finished step. ``step`` and ``epoch`` count from 1; bytes are the whole process's."""
+    """One finished step. ``step`` and ``epoch`` count from 1; memory is the whole process's.
+
+    ``evicted_bytes`` of codes were given up in the step.
+    """
 
     step: int
     epoch: int
@@ -20,6 +23,7 @@ class StepRecord:
     resident_bytes: int
     peak_bytes: int
     accuracy_percent: float | None
+    evicted_bytes: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """The record as a line of ``metrics.jsonl``."""

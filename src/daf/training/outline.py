@@ -9,6 +9,7 @@ from daf.execution.microbatch import batch_slice
 from daf.plan import Plan
 from daf.planner import predict_saved
 from daf.profiler import undisturbed
+from daf.store.default import make_store
 from daf.training.batches import Batch
 from daf.training.job import Job
 
@@ -47,7 +48,7 @@ def account_of(job: Job, plan: Plan) -> dict[str, int] | None:
 def sites_of(job: Job, plan: Plan, batch: Batch) -> list[dict[str, str | int]]:
     """One row per saved tensor (bytes), from a forward pass over one piece under the plan."""
     part = batch_slice(batch, 0, plan.micro_batch)
-    capture = Capture(job.model)
+    capture = Capture(job.model, make_store(job.settings.pool_bytes))
     with undisturbed(job.model):
         with capture.step(plan.policy, seed=0, step_index=0, batch=part):
             job.task.loss(job.model, part)

@@ -25,6 +25,7 @@ class TrainSettings:
     ``weight_decay``, ``augment``, ``goal``, ``image_size`` and ``context`` None:
     customary for the model and data. ``max_steps`` None: all steps of
     ``epochs``. ``checkpoint_every`` is in steps; None: at the end of an epoch.
+    ``pool_bytes`` caps what codes hold; None: no cap of their own.
     """
 
     model: str
@@ -48,6 +49,7 @@ class TrainSettings:
     context: int | None = None
     checkpoint_every: int | None = None
     memory_interval_ms: float = 50.0
+    pool_bytes: int | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The settings as what JSON can hold."""

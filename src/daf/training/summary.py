@@ -55,6 +55,8 @@ def _memory(job: Job) -> dict[str, Any]:
         "predicted_peak_bytes": session.predicted_peak_bytes,
         "saved_bytes_plain": session.saved_bytes_plain,
         "saved_bytes_peak": session.saved_bytes_peak,
+        "pool_bytes": session.pool_bytes,
+        "evicted_bytes": session.evicted_bytes,
         "micro_batch": plan.micro_batch if plan else None,
         "policy": plan.policy.name if plan else None,
         "plan_reason": plan.reason if plan else None,
