@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from daf.memory.recycling import unsupported_reason
+
 SPECIFIED_KEYS = {
     *("budget_bytes", "floor_bytes", "peak_bytes", "predicted_peak_bytes"),
     *("saved_bytes_plain", "saved_bytes_peak", "micro_batch"),
@@ -194,6 +196,21 @@ def test_a_capped_pool_gives_up_bits_and_says_so(daf: Daf) -> None:
     assert "given up" in again.out
     roomy = daf(*options("resnet20", "roomy", bits=4, pool_bytes="8MB"), "--json").json
     assert roomy["evicted_bytes"] == 0
+
+
+@pytest.mark.skipif(unsupported_reason() is not None, reason=str(unsupported_reason()))
+@pytest.mark.parametrize("budget", ["none", "1GB"])
+def test_a_recorded_step_names_the_layers_and_changes_no_result(daf: Daf, budget: str) -> None:
+    shown = daf(*options("resnet20", budget=budget, bits=2), "--history")
+    assert shown.code == 0, shown.err
+    found = lines("run/history.jsonl")
+    assert {line["module"] for line in found} >= {"conv1", "conv1 (backward)", "linear"}
+    assert sum(line["bytes"] for line in found if "seconds" in line and line["bytes"] > 0) > 2**24
+    assert Path("run/history.png").read_bytes().startswith(b"\x89PNG")
+    assert daf(*options("resnet20", "unseen", budget=budget, bits=2)).code == 0
+    assert not Path("unseen/history.jsonl").exists()
+    losses = [[line["loss"] for line in lines(f"{run}/metrics.jsonl")] for run in ("run", "unseen")]
+    assert losses[0] == losses[1]
 
 
 def test_a_pool_that_one_bit_does_not_fit_is_refused(daf: Daf) -> None:

@@ -48,3 +48,23 @@ def test_a_missing_program_is_named(tmp_path: Path) -> None:
     done = daf_run(str(tmp_path / "nowhere.py"))
     assert done.returncode == 2
     assert "nowhere.py" in done.stderr
+
+
+def test_the_history_is_kept_and_drawn(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    history = tmp_path / "history.jsonl"
+    assert daf_run("--history", str(history), str(program)).returncode == 3
+    lines = [json.loads(line) for line in history.read_text().splitlines()]
+    large = [line for line in lines if abs(line["bytes"]) >= 2**20]
+    assert [line["bytes"] for line in large] == [2**23, -(2**23)] * 5
+    assert {line["operator"].split(".")[1] for line in large} == {"ones"}
+    assert history.with_suffix(".png").stat().st_size > 10_000
+
+
+def test_a_history_that_would_be_its_own_picture_is_refused(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    done = daf_run("--history", str(tmp_path / "history.png"), str(program))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert ".jsonl" in done.stderr

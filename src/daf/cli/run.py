@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 
 from daf.errors import DataError
-from daf.memory.tracking import track
+from daf.memory.tracking import Tracking, track
+from daf.report.child import draw_history_picture
 from daf.units import format_bytes
 
 
@@ -26,6 +27,10 @@ def run_command(
     cap: Annotated[
         str | None, typer.Option(help="The most that freed blocks may hold for reuse.")
     ] = None,
+    history: Annotated[
+        Path | None,
+        typer.Option(help="Record who asked for memory in this JSON lines file, and draw it."),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="End with all statistics as JSON on standard error.")
     ] = False,
@@ -33,15 +38,33 @@ def run_command(
     """Run a Python program under the recycling allocator and say what its tensors held."""
     if not script.is_file():
         raise DataError(f"asked to run {script}, which is no file; give the path of a program")
+    if history is not None and history.suffix != ".jsonl":
+        raise DataError(
+            f"asked to record in {history}; name a file that ends in .jsonl, beside which the "
+            "picture will lie"
+        )
     sys.argv = [str(script), *(arguments or [])]
     sys.path.insert(0, str(script.resolve().parent))
     tracking = None
     try:
-        with track(limit=limit, cap=cap) as tracking:
+        with track(limit=limit, cap=cap, history=history is not None) as tracking:
             runpy.run_path(str(script), run_name="__main__")
     finally:
         if tracking is not None:
+            _keep_history(tracking, history)
             typer.echo(_report(tracking.statistics, as_json=as_json), err=True)
+
+
+def _keep_history(tracking: Tracking, path: Path | None) -> None:
+    if path is None or tracking.history is None:
+        return
+    try:
+        tracking.history.write(path)
+        trouble = draw_history_picture(path)
+    except OSError as error:
+        trouble = str(error)
+    if trouble:
+        typer.echo(f"daf: the history was not drawn: {trouble}", err=True)
 
 
 def _report(counts: dict[str, int], *, as_json: bool) -> str:

@@ -15,7 +15,7 @@ import typer
 from daf.cli import options
 from daf.cli.display import make_display, show_summary
 from daf.cli.group import EXIT_INTERRUPTED
-from daf.report.child import draw_memory_picture
+from daf.report.child import draw_history_picture, draw_memory_picture
 from daf.training.loop import train
 from daf.training.run_folder import RunFolder
 from daf.training.settings import TrainSettings
@@ -59,6 +59,9 @@ def train_command(
     memory_interval_ms: Annotated[
         float, typer.Option(min=1.0, help="How often memory is sampled.")
     ] = 50.0,
+    history: Annotated[
+        bool, typer.Option("--history", help="Record and draw who asks for memory in one step.")
+    ] = False,
     as_json: options.Json = False,
 ) -> None:
     """Train MODEL on DATA with the process's memory kept below --budget."""
@@ -126,8 +129,10 @@ def _default_out(settings: TrainSettings) -> Path:
 
 def _draw(folder: RunFolder) -> None:
     trouble = draw_memory_picture(folder.path)
+    if folder.history.exists():
+        trouble = trouble or draw_history_picture(folder.history)
     if trouble:
-        print(f"daf: {folder.picture} was not drawn: {trouble}", file=sys.stderr)
+        print(f"daf: a picture in {folder.path} was not drawn: {trouble}", file=sys.stderr)
 
 
 def _print(summary: dict[str, Any], folder: RunFolder, *, as_json: bool) -> None:

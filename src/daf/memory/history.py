@@ -7,12 +7,14 @@ asked, in backward too. Costs tens of microseconds per operator; off otherwise.
 
 from __future__ import annotations
 
+import json
 import time
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -122,6 +124,19 @@ class History:
                 live.pop(event.address, None)
         return _holders(live)
 
+    def write(self, path: Path) -> None:
+        """Write what was recorded as JSON lines, for ``daf.report.history_picture``.
+
+        First a line for each holder from before recording, then one for each event; bytes as in
+        ``Holder`` and ``MemoryEvent``, an event's ``seconds`` from the start of recording.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        lines = [{"before": True, **asdict(holder)} for holder in _holders(self._before)]
+        lines += [_as_line(event) for event in self.events]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
     def _stop(self) -> None:
         recorded, self.dropped = native.recorded_events()
         self.events = list(self._resolve(recorded))
@@ -140,6 +155,15 @@ class History:
                 yield MemoryEvent(seconds, address, size, total, *split_label(text))
             elif gone:  # otherwise a small block from before
                 yield MemoryEvent(seconds, address, -gone.bytes, total, *split_label(gone.label))
+
+
+def _as_line(event: MemoryEvent) -> dict[str, Any]:
+    return {
+        "seconds": round(event.time_s, 6),
+        "bytes": event.bytes,
+        "module": event.module,
+        "operator": event.operator,
+    }
 
 
 def _holders(live: dict[int, _Live]) -> list[Holder]:
@@ -178,7 +202,8 @@ class _Asker:
             return self._current()
         number = node._sequence_nr()
         place = bisect_right(self._numbers, number) - 1
-        return f"{self._paths[place]} (backward)" if place >= 0 else "(backward)"
+        path = self._paths[place] if place >= 0 else ""
+        return f"{path} (backward)".lstrip()
 
     def _current(self) -> str:
         return self._stack[-1] if self._stack else ""

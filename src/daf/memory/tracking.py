@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from daf._native import allocator as native
 from daf.memory.history import History
 from daf.memory.recycling import RecyclingAllocator
 from daf.memory.statistics import reset_peaks, stats
@@ -30,6 +31,23 @@ class Tracking:
     def peak_bytes(self) -> int:
         """The most bytes of tensors that were live at once."""
         return (self.statistics or stats())["live_bytes.peak"]
+
+
+# What one step's record may take beside the account: some 100 bytes an event.
+STEP_EVENTS = 50_000
+
+
+@contextmanager
+def recorded(model: nn.Module) -> Iterator[History]:
+    """Record inside, under the allocator that is installed, or under one of its own.
+
+    Raises:
+        PlatformError: allocations cannot be redirected on this system.
+    """
+    with ExitStack() as stack:
+        if not native.is_installed():
+            stack.enter_context(RecyclingAllocator())
+        yield stack.enter_context(History(model, capacity=STEP_EVENTS))
 
 
 @contextmanager

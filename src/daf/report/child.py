@@ -11,9 +11,17 @@ _LIMIT_S = 120
 
 def draw_memory_picture(run: Path) -> str:
     """Draw ``memory.png`` into a run's folder; return what went wrong, empty if nothing did."""
+    return _draw("memory_picture.py", run)
+
+
+def draw_history_picture(source: Path) -> str:
+    """Draw a recorded history as a PNG beside it; return what went wrong, empty if nothing did."""
+    return _draw("history_picture.py", source)
+
+
+def _draw(script: str, argument: Path) -> str:
     # By path, not with -m: the package's own imports (torch) are not wanted there.
-    script = Path(__file__).with_name("memory_picture.py")
-    command = [sys.executable, str(script), str(run)]
+    command = [sys.executable, str(Path(__file__).with_name(script)), str(argument)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S)
     except (OSError, subprocess.TimeoutExpired) as error:

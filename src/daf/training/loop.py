@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from daf.errors import NonFiniteLossError
+from daf.errors import NonFiniteLossError, PlatformError
 from daf.memory import measure
+from daf.memory.recycling import unsupported_reason
+from daf.memory.tracking import recorded
 from daf.training.checkpoint import load_model, read_checkpoint, write_checkpoint
 from daf.training.interrupt import InterruptWatch
 from daf.training.job import Job, make_job
@@ -20,6 +24,10 @@ from daf.training.observer import Observer, StepRecord
 from daf.training.run_folder import RunFolder
 from daf.training.settings import TrainSettings
 from daf.training.summary import summarize
+
+# The step whose memory is recorded, from 0: by then the plan has settled on what it measured, and
+# the optimizer's state exists.
+HISTORY_STEP = 2
 
 
 def train(
@@ -32,10 +40,12 @@ def train(
 
     Raises:
         BudgetError: the budget cannot hold the job; nothing is left in ``out``.
+        PlatformError: ``settings.history``, where allocations cannot be redirected.
         NonFiniteLossError: the last good weights are in ``out``.
         RunFolderError: ``out`` cannot be written, or is not what ``resume`` needs.
         KeyboardInterrupt: a second signal, or a first one before there was anything to keep.
     """
+    _refuse_without_records(settings)
     folder = RunFolder(out)
     if not resume:
         folder.claim()
@@ -49,6 +59,12 @@ def train(
     finally:
         observer.end()
         folder.give_up()
+
+
+def _refuse_without_records(settings: TrainSettings) -> None:
+    reason = unsupported_reason()
+    if settings.history and reason is not None:
+        raise PlatformError(f"asked to record a step's memory: {reason}; leave --history out")
 
 
 class _Run:
@@ -131,7 +147,8 @@ class _Run:
         start_s = time.perf_counter()
         batch = self._job.train_batch(self._step)
         self._job.task.tally.take_percent()
-        report = self._job.session.step(batch, self._job.task.loss)
+        with self._recording():
+            report = self._job.session.step(batch, self._job.task.loss)
         elapsed_s = time.perf_counter() - start_s
         record = StepRecord(
             step=self._step + 1,
@@ -146,6 +163,17 @@ class _Run:
         )
         self._step += 1
         self._log(record)
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        """Write down who asks for memory in one step, if that was asked for."""
+        due = min(HISTORY_STEP, self._total_steps - 1)
+        if not self._job.settings.history or self._step != due:
+            yield
+            return
+        with recorded(self._job.model) as history:
+            yield
+        history.write(self._folder.history)
 
     def _log(self, record: StepRecord) -> None:
         with self._folder.open_metrics() as metrics:

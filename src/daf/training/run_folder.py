@@ -8,6 +8,8 @@
 ``model.safetensors``  the weights alone
 ``summary.json``       the run in numbers
 ``memory.png``         ``memory.jsonl`` as a picture
+``history.jsonl``      who asked for memory in one step, if that was asked for
+``history.png``        ``history.jsonl`` as a picture
 =====================  ==========================================================
 """
 
@@ -38,6 +40,7 @@ class RunFolder:
         self.weights = path / "model.safetensors"
         self.summary = path / "summary.json"
         self.picture = path / "memory.png"
+        self.history = path / "history.jsonl"
 
     def claim(self) -> None:
         """Make the folder for a new run.

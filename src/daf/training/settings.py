@@ -13,7 +13,9 @@ from daf.training.models import Goal
 OPTIMIZERS = ("sgd", "adamw")
 MEMORY_FORMATS = ("channels_last", "contiguous")
 # What may differ when a run is resumed, because no step already done depends on it.
-_MAY_CHANGE = frozenset({"epochs", "max_steps", "checkpoint_every", "memory_interval_ms"})
+_MAY_CHANGE = frozenset(
+    {"epochs", "max_steps", "checkpoint_every", "memory_interval_ms", "history"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,8 @@ class TrainSettings:
     ``weight_decay``, ``augment``, ``goal``, ``image_size`` and ``context`` None:
     customary for the model and data. ``max_steps`` None: all steps of
     ``epochs``. ``checkpoint_every`` is in steps; None: at the end of an epoch.
-    ``pool_bytes`` caps what codes hold; None: no cap of their own.
+    ``pool_bytes`` caps what codes hold; None: no cap of their own. ``history``:
+    record who asked for memory in one step.
     """
 
     model: str
@@ -50,6 +53,7 @@ class TrainSettings:
     checkpoint_every: int | None = None
     memory_interval_ms: float = 50.0
     pool_bytes: int | None = None
+    history: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """The settings as what JSON can hold."""
