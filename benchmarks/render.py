@@ -23,6 +23,23 @@ ASKED_OF_KERNELS = {
     "minmax_decode_vs_memcpy": 2.0,
     "avx2_worst_fraction": 0.5,
 }
+MEANT_OF_POOL = {
+    "op_us_at_1e6": "µs a page, the dearest operation, a million live pages; at most 1",
+    "tree_us_at_1e6": "µs a tree operation, a million nodes, random keys; at most 2",
+    "effective_over_theoretical_worst": "payload ÷ held, worst while half is alive; at least 0.97",
+    "effective_over_theoretical_worst_at_peaks": "the same at the peak of every iteration",
+    "effective_over_theoretical_drift": "last tenth of the iterations minus the first",
+    "evictions_vs_fixed_increment": "pages given up, adaptive growth ÷ 100 MB steps",
+    "cap_halved_ms": "ms until the planes above a halved cap are gone; at most 50",
+    "halved_gradient_error_vs_predicted": "growth of the gradient's error ÷ what was foretold",
+}
+STRESS_NAMES = {
+    "adaptive": "the pool",
+    "fixed": "the pool, 100 MB steps",
+    "best-fit": "best-fit arena",
+    "malloc": "glibc malloc",
+    "malloc-return": "glibc malloc returning large blocks",
+}
 
 
 def main_figures(result: dict[str, Any]) -> str:
@@ -98,10 +115,72 @@ def kernel_lines(rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+def pool_figures(result: dict[str, Any]) -> str:
+    """The pool's tables, in Markdown: the figures, the stress test, the two rules of growth."""
+    machine, figures, rows = result["machine"], result["figures"], result["rows"]
+    stress = {row["contestant"]: row for row in rows if row["part"] == "stress"}
+    growth = {row["rule"]: row for row in rows if row["part"] == "growth"}
+    return "\n".join(
+        [
+            f"Measured by `daf bench pool --json` ({machine['processor']}, "
+            f"{machine['cores']} cores):",
+            "",
+            "| | |",
+            "|---|---|",
+            *(f"| {words} | {figures[name]:.3f} |" for name, words in MEANT_OF_POOL.items()),
+            "",
+            "| 10,000 iterations of random widths and sizes | payload ÷ held: worst "
+            "| worst at a peak | mean at peaks |",
+            "|---|---|---|---|",
+            *(
+                f"| {words} | {stress[name]['worst']:.3f} | {stress[name]['worst_at_peaks']:.3f} "
+                f"| {stress[name]['mean_at_peaks']:.3f} |"
+                for name, words in STRESS_NAMES.items()
+            ),
+            "",
+            "| growth | pages given up | mean held | seconds |",
+            "|---|---|---|---|",
+            *(
+                f"| {rule} | {row['evicted_pages']:,} | {row['mean_held_bytes'] / MB:.0f} MB "
+                f"| {row['seconds']:.1f} |"
+                for rule, row in growth.items()
+            ),
+        ]
+    )
+
+
+def allocator_figures(result: dict[str, Any]) -> str:
+    """The allocator's tables, in Markdown: every allocator's trade, then the random limits."""
+    machine, rows, figures = result["machine"], result["rows"], result["figures"]
+    trade = [row for row in rows if row["part"] == "trade"]
+    return "\n".join(
+        [
+            f"Measured by `daf bench allocator --json` ({result['notes'][0]}; "
+            f"{machine['processor']}, {machine['cores']} cores, torch {machine['torch']}):",
+            "",
+            "| workload | | allocator | step ÷ plain's | peak above floor ÷ plain's |",
+            "|---|---|---|---|---|",
+            *(
+                f"| {row['workload']} | {row['kind']} | {row['allocator']} "
+                f"| {row['step_ratio']:.3f} | {row['peak_ratio']:.3f} |"
+                for row in trade
+            ),
+            "",
+            f"Random limits: {figures['limits_tried']:,}, of which {figures['limits_trained']:,} "
+            f"trained within theirs, {figures['limits_raised']:,} raised, "
+            f"{figures['limits_broken']:,} left something broken. The account is off by at most "
+            f"{100 * figures['accounting_error']:.2f} % of what the kernel says; a hit costs "
+            f"{figures['hit_ns']:.0f} ns, allocating and freeing together.",
+        ]
+    )
+
+
 # (document, the results that its table is made of, by what); its marker names the results.
 TABLES = (
     (ROOT / "README.md", "main", main_figures),
     (ROOT / "docs" / "kernels.md", "kernels", kernel_figures),
+    (ROOT / "docs" / "pool.md", "pool", pool_figures),
+    (ROOT / "docs" / "allocator.md", "allocator", allocator_figures),
 )
 
 
