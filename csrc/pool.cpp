@@ -88,7 +88,7 @@ bool Pool::set_page_bytes(uint64_t bytes) {
   return_groups(backed_);
   used_ = {};
   free_ = empty_ = unbacked_ = Bitmap();
-  groups_ = 0;
+  groups_ = top_ = 0;
   page_bytes_ = bytes;
   group_bytes_ = group_of(bytes);
   pages_per_group_ = group_bytes_ / page_bytes_;

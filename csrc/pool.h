@@ -182,6 +182,7 @@ class Pool {
   uint64_t take_gap(uint64_t pages);
   void extend_groups(uint64_t groups);
   void back_group(uint64_t group);
+  void forget_groups();
   bool may_take(uint64_t groups);
   [[noreturn]] void throw_refused(uint64_t groups) const;
   void grow(uint64_t pages, uint64_t most);
@@ -225,6 +226,7 @@ class Pool {
   Bitmap empty_;     // groups with memory, all of whose pages are free; unused for groups of one
   Bitmap unbacked_;  // groups below groups_ without memory
   uint64_t groups_ = 0, backed_ = 0;
+  uint64_t top_ = 0;  // no group from here on has memory; below it the highest may have none either
 
   uint64_t live_pages_ = 0, payload_bytes_ = 0, evictable_pages_ = 0;
   uint64_t live_peak_ = 0, held_peak_ = 0;

@@ -59,6 +59,16 @@ class Bitmap {
     }
   }
 
+  // Room for integers below `size` only, and its memory; none of the others may be in the set.
+  void shrink(uint64_t size) {
+    size_t level = 0;
+    for (uint64_t words = level_words(round(size)); words; words = next_level(words), ++level) {
+      levels_[level].resize(words);
+      levels_[level].shrink_to_fit();
+    }
+    levels_.resize(level);
+  }
+
   bool has(uint64_t i) const { return levels_[0][i / 64] >> (i % 64) & 1; }
   uint64_t count() const { return count_; }
 

@@ -114,7 +114,23 @@ void Pool::extend_groups(uint64_t groups) {
   for (; groups_ < groups; ++groups_) unbacked_.insert(groups_);
 }
 
+// The bitmaps follow the highest group with memory down, once they could be half as long: otherwise
+// a small step would pay for those of the largest ever. Every group that is passed on the way was
+// once made, so this is O(1) for each.
+void Pool::forget_groups() {
+  while (top_ && unbacked_.has(top_ - 1)) --top_;
+  if (2 * top_ > groups_) return;
+  while (groups_ > top_) unbacked_.erase(--groups_);
+  const uint64_t pages = groups_ * pages_per_group_;
+  used_.resize(round_up(pages, used_unit) / 64);
+  used_.shrink_to_fit();
+  free_.shrink(pages);
+  unbacked_.shrink(groups_);
+  if (pages_per_group_ > 1) empty_.shrink(groups_);
+}
+
 void Pool::back_group(uint64_t group) {
+  top_ = std::max(top_, group + 1);
   region_.take_back(group * group_bytes_, group_bytes_);
   unbacked_.erase(group);
   ++backed_;
@@ -167,6 +183,7 @@ uint64_t Pool::return_groups(uint64_t count) {
   backed_ -= done;
   returned_ += done;
   if (options_.lender.give) options_.lender.give(done * group_bytes_);
+  if (groups_) forget_groups();
   return done;
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 from random import Random
 
@@ -11,6 +12,8 @@ from daf.store.pool import PagedStore, PlaneTensor
 PAGE = 4096
 THREADS = 4
 STEPS = 1500
+# How often the cap must have moved, however busy the machine is.
+MOVES = 100
 
 
 def mark(address: int, name: int) -> None:
@@ -46,10 +49,14 @@ def check(tensor: PlaneTensor, tag: int) -> None:
                 assert is_marked(address, page_name(tag, plane, run))
 
 
-def work(store: PagedStore, seed: int, problems: list[BaseException]) -> None:
+def work(
+    store: PagedStore, seed: int, moved: threading.Event, problems: list[BaseException]
+) -> None:
     random, mine = Random(seed), {}
     try:
-        for step in range(STEPS):
+        for step in itertools.count():
+            if step >= STEPS and moved.is_set():
+                break
             tag = seed << 20 | step
             mine[tag] = write(store, tag, random.randint(1, 6), random.randint(1, 4))
             victim = random.choice(list(mine))
@@ -60,22 +67,28 @@ def work(store: PagedStore, seed: int, problems: list[BaseException]) -> None:
         problems.append(problem)
 
 
-def move_cap(store: PagedStore, stop: threading.Event) -> None:
+def move_cap(store: PagedStore, moved: threading.Event, stop: threading.Event) -> None:
     random = Random(0)
-    while not stop.wait(0.0005):
+    for moves in itertools.count():
+        if stop.wait(0.0005):
+            break
+        if moves == MOVES:
+            moved.set()
         store.set_cap(random.randint(1_200_000, 3_000_000))
-        store.evict(random.randrange(10 * PAGE))
+        store.evict(random.randrange(40 * PAGE))
         store.trim()
         store.statistics()
     store.set_cap(None)
 
 
 def test_threads_share_a_pool_under_a_moving_cap() -> None:
-    store, problems, stop = PagedStore(poison=True), [], threading.Event()
+    store, problems = PagedStore(poison=True), []
+    moved, stop = threading.Event(), threading.Event()
     workers = [
-        threading.Thread(target=work, args=(store, n, problems)) for n in range(1, THREADS + 1)
+        threading.Thread(target=work, args=(store, n, moved, problems))
+        for n in range(1, THREADS + 1)
     ]
-    mover = threading.Thread(target=move_cap, args=(store, stop))
+    mover = threading.Thread(target=move_cap, args=(store, moved, stop))
     for thread in (*workers, mover):
         thread.start()
     for thread in workers:
