@@ -2,6 +2,7 @@
 
 from daf.errors import BudgetError, DafError, NonFiniteLossError
 from daf.execution.capture import compress
+from daf.execution.chunked import chunked_cross_entropy
 from daf.plan import Plan
 from daf.session import Session, StepReport
 
@@ -12,5 +13,6 @@ __all__ = [
     "Plan",
     "Session",
     "StepReport",
+    "chunked_cross_entropy",
     "compress",
 ]

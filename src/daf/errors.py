@@ -59,3 +59,18 @@ class RunFolderError(DafError, OSError):
 
 class PlatformError(DafError, RuntimeError):
     """This operating system cannot do what was asked."""
+
+
+class ReleaseRefusedError(DafError, ValueError):
+    """Gradients were to be released inside backward, and something needs them later."""
+
+
+class CommittedStepError(DafError):
+    """A step failed after some parameters had been updated; the model is between two steps.
+
+    No Python error of its own: nobody who retries on those should catch it.
+    """
+
+
+class DoubleBackwardError(DafError, RuntimeError):
+    """A second derivative was asked of an operator that has only a first."""

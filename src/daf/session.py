@@ -29,6 +29,7 @@ from daf.execution.microbatch import (
     scale_gradients,
 )
 from daf.execution.nonfinite import first_nonfinite
+from daf.execution.release import GradientRelease, ReleaseMode
 from daf.memory import compiler, measure
 from daf.memory.keeper import MemoryKeeper
 from daf.plan import (
@@ -54,6 +55,8 @@ class StepReport:
 
     ``peak_bytes`` is the process's peak during the step; ``evicted_bytes`` of
     codes were given up under the pool's cap or the budget, least important first.
+    ``released_gradients`` were stepped and freed inside backward; ``overrun_bytes``
+    is what such a step, which cannot be retried, needed beyond the budget to finish.
     """
 
     loss: float
@@ -62,6 +65,8 @@ class StepReport:
     saved_bytes: int
     micro_batch: int
     evicted_bytes: int = 0
+    released_gradients: int = 0
+    overrun_bytes: int = 0
 
 
 class Session:
@@ -83,8 +88,14 @@ class Session:
             their own. Below what they need, planes of ``rotated`` codes are given up, the
             least important first, down to one bit; reports say how much. The attribute may
             be changed at any moment, in mid-step and from another thread too.
+        release_gradients: step each parameter inside backward, as its gradient completes, and
+            free the gradient (``grad`` is None afterwards): the same result, bit for bit. True
+            raises where something needs the gradients later; ``"auto"`` then leaves it, and
+            ``release_refusal`` says why. The first update commits the step: refused memory is
+            no longer answered by a retry but by giving up codes and, at last, by an overrun.
 
     Raises:
+        ReleaseRefusedError: ``release_gradients`` is True, and the optimizer or model forbid it.
         UnitError: the budget or the pool's bytes cannot be read.
         PoolFullError: ``pool_bytes`` was given, and the system grants no addresses.
         PlatformError: a budget was given for a model on a GPU.
@@ -102,6 +113,7 @@ class Session:
         floor_bytes: int | None = None,
         allow_batchnorm_split: bool = False,
         pool_bytes: str | int | None = None,
+        release_gradients: ReleaseMode = False,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -118,6 +130,9 @@ class Session:
         self._allow_split = allow_batchnorm_split
         store = make_store(parse_optional_bytes(pool_bytes))
         self._capture = Capture(model, store)
+        self._release = GradientRelease(
+            release_gradients, model, optimizer, self._capture.parameter_reads
+        )
         self._profile: Profile | None = None
         self._first: Plan | None = None
         self._step_index = 0
@@ -161,6 +176,11 @@ class Session:
     @pool_bytes.setter
     def pool_bytes(self, value: str | int | None) -> None:
         self._capture.pool_bytes = parse_optional_bytes(value)
+
+    @property
+    def release_refusal(self) -> str:
+        """Why the last step released no gradients although that was asked for; else empty."""
+        return self._release.refusal
 
     @property
     def profile(self) -> Profile | None:
@@ -218,6 +238,8 @@ class Session:
             BudgetError: the budget cannot hold the step.
             PoolFullError: ``pool_bytes`` cannot hold the codes, and no tighter plan is known.
             NonFiniteLossError: the loss is inf or NaN; parameters and buffers are untouched.
+            ReleaseRefusedError: gradients must be released, and something needs them later.
+            CommittedStepError: backward failed after parameters had been updated.
         """
         if self.budget_bytes is not None and batch_bytes(batch) > self._planned_for_bytes:
             self.plan = self._first = None
@@ -236,6 +258,8 @@ class Session:
         self._step_index += 1
         if self._first is not None:
             self._settle(peak)
+        if self._keeper.overrun_bytes:
+            self._tighter(running)
         stats = self._capture.stats
         return StepReport(
             loss,
@@ -244,6 +268,8 @@ class Session:
             stats.held_peak_bytes,
             running.micro_batch,
             stats.evicted_bytes,
+            self._release.count.released,
+            self._keeper.overrun_bytes,
         )
 
     def explain(self) -> list[dict[str, Any]]:
@@ -366,6 +392,7 @@ class Session:
     ) -> float:
         self.optimizer.zero_grad(set_to_none=True)
         parts = pieces(batch, plan.micro_batch)
+        self._release.begin(len(parts))
         total, weight, is_sum = 0.0, 0.0, False
         for index, part in enumerate(parts):
             loss = self._piece_forward(part, loss_fn, plan.policy, index)
@@ -386,18 +413,18 @@ class Session:
         capture = self._capture.step(
             policy, seed=self._seed, step_index=self._step_index, micro_index=index, batch=part
         )
-        with capture:
+        with capture, self._release.watching():
             return read_loss(loss_fn(self.model, part), batch_size(part))
 
-    @staticmethod
-    def _piece_backward(loss: WeightedLoss, *, only: bool, examples: int) -> None:
+    def _piece_backward(self, loss: WeightedLoss, *, only: bool, examples: int) -> None:
         if only:
             scaled = loss.mean
         elif loss.is_sum:
             scaled = loss.total
         else:
             scaled = loss.total * (loss.weight / examples)
-        scaled.backward()  # type: ignore[no-untyped-call]
+        with self._release.stepping(scaled, on_commit=self._keeper.must_finish):
+            scaled.backward()  # type: ignore[no-untyped-call]
 
     def _refuse_nonfinite(
         self, part: Any, loss_fn: LossFunction, value: float, before: _Before

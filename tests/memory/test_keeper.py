@@ -69,6 +69,41 @@ def test_what_must_not_fail_half_way_is_not_bounded(keeper: MemoryKeeper) -> Non
         hold(100)
 
 
+def test_a_step_that_must_finish_gives_back_first_and_then_passes_the_budget() -> None:
+    spare = [hold(60)]
+    asked: list[int] = []
+
+    def give_back(missing_bytes: int) -> int:
+        asked.append(missing_bytes)
+        return spare.pop().nbytes if spare else 0
+
+    gc.collect()
+    keeper = MemoryKeeper(give_back)
+    keeper.open()
+    try:
+        keeper.flush()
+        spare.append(hold(60))
+        budget = measure.resident_bytes() + 50 * MIB
+        keeper.bound(budget, budget)
+        refusals = keeper.refusals()
+        asked.clear()
+        keeper.must_finish()
+        first = hold(90)
+        assert not spare
+        assert keeper.overrun_bytes == 0
+        second = hold(40)
+        assert 10 * MIB <= keeper.overrun_bytes <= 40 * MIB
+        assert whole(first)
+        assert whole(second)
+        assert keeper.refusals() == refusals
+        keeper.bound(budget, budget)
+        assert keeper.overrun_bytes == 0
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            hold(40)
+    finally:
+        keeper.close()
+
+
 def test_flush_gives_recycled_blocks_back(keeper: MemoryKeeper) -> None:
     hold(100)
     before = measure.resident_bytes()

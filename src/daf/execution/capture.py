@@ -49,6 +49,7 @@ from daf.execution.evictions import Evictions
 from daf.execution.held import Held, Kept, Saved, unpacker
 from daf.execution.microbatch import tensors_in_batch
 from daf.execution.operator_mode import OperatorMode
+from daf.execution.parameter_reads import ParameterReads
 from daf.execution.provenance import ADDITIONS, FOLLOWED, Operands, Provenance
 from daf.execution.rules import name_saves, need_of, parameter_behind
 from daf.execution.sites import SiteRecord, SiteTracker, mix_key
@@ -83,6 +84,7 @@ class Capture:
         self._provenance = Provenance()
         self._treater = Treater(store, self._ledger, self._provenance)
         self._scratch = Scratch()
+        self.parameter_reads = ParameterReads()
         self._unpack = unpacker(self._scratch)
 
     @contextmanager
@@ -217,6 +219,7 @@ class _Running:
         self._provenance = capture._provenance
         self._treater = capture._treater
         self._evictions = capture._evictions
+        self._parameter_reads = capture.parameter_reads
         self._policy = policy
         self._key = mix_key(*key_parts)
         self._pending: list[Saved] | None = None  # None: no operator is running
@@ -282,7 +285,9 @@ class _Running:
             assert saved.tensor is not None
             if self._is_constant(saved.tensor):
                 site = Site(path, operator, count, place)
-                saved.settle(Kept(saved.tensor, saved.version, site))
+                kept = Kept(saved.tensor, saved.version, site)
+                self._parameter_reads.note(saved.tensor, kept)
+                saved.settle(kept)
             else:
                 record = self._tracker.record(path, operator, count, place)
                 self._settle_one(saved, need, record, call)

@@ -72,15 +72,20 @@ def _eager_step(optimizer: torch.optim.Optimizer) -> Callable[[Any], Any] | None
     return eager
 
 
-def _is_special(optimizer: torch.optim.Optimizer) -> bool:
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether anybody asked to be told of this optimizer's steps, or of every one's."""
     hooks = (
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,
         _global_optimizer_pre_hooks,
         _global_optimizer_post_hooks,
     )
+    return any(hooks)
+
+
+def _is_special(optimizer: torch.optim.Optimizer) -> bool:
     return (
-        any(hooks)
+        has_step_hooks(optimizer)
         or "step" in vars(optimizer)
         or any(group.get("differentiable") for group in optimizer.param_groups)
     )

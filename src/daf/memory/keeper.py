@@ -37,6 +37,9 @@ class MemoryKeeper:
         self._hard_limit_bytes = 0
         # How far beyond the limit the allocation lay that was refused last.
         self.missing_bytes = 0
+        # A step that has begun to change parameters is finished, at this cost beyond the budget.
+        self.overrun_bytes = 0
+        self._must_finish = False
 
     @property
     def recycles(self) -> bool:
@@ -83,10 +86,18 @@ class MemoryKeeper:
         if self._recycling is None:
             return
         self._recycling.refresh()
+        self.overrun_bytes = 0
+        self._must_finish = False
         spare = int(SPARE_FRACTION * budget_bytes) + SPARE_BYTES
         self._hard_limit_bytes = limit_for_process(budget_bytes, spare)
         expected = limit_for_process(expected_bytes, spare)
         self._recycling.limit_bytes = min(expected, self._hard_limit_bytes)
+
+    def must_finish(self) -> None:
+        """Until ``bound`` is called again nothing is refused: all that can be given back goes
+        first, and what is still missing is counted in ``overrun_bytes``.
+        """
+        self._must_finish = True
 
     @contextmanager
     def unbounded(self) -> Iterator[None]:
@@ -111,6 +122,10 @@ class MemoryKeeper:
             recycling.limit_bytes = self._hard_limit_bytes
             return missing_bytes
         returned = self._give_back(missing_bytes)
+        if returned == 0 and self._must_finish:
+            recycling.limit_bytes = limit + missing_bytes
+            self.overrun_bytes += missing_bytes
+            return missing_bytes
         if returned == 0:
             self.missing_bytes = missing_bytes
         return returned

@@ -1,0 +1,279 @@
+"""Operators that work through their rows in chunks, so that a large result never exists whole.
+
+``chunked_cross_entropy(hidden, weight, target)`` is
+``F.cross_entropy(F.linear(hidden, weight), target)`` without the logits, which
+for a large vocabulary are the largest tensor of a language model's step.
+
+The gradients are formed in the forward pass, chunk by chunk, while the chunk's
+logits are at hand (as Liger's fused linear cross-entropy does: Hsu et al.,
+arXiv 2410.10989, section 3.2). The alternative, to form the logits again in
+backward, costs a fourth matrix product beside three and holds no less at the
+peak: it must keep ``hidden`` where this keeps its gradient, and the weight's
+gradient comes to life at backward's beginning, when all else is still held.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from daf.errors import DataError, DoubleBackwardError
+
+Reduction = Literal["mean", "sum"]
+_LEAST_ROWS = 16  # below this the matrix products lose more than the bytes are worth
+
+
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    chunk_rows: int | None = None,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Cross-entropy of ``hidden @ weight.T + bias`` against ``target``, without the whole logits.
+
+    Equal to PyTorch's two operators but for the order of sums; logits are
+    normalised in float32 at least. Like them it follows autocast. Beside the
+    gradients (one the size of each input that requires one) it takes one chunk
+    of logits, ``chunk_rows * classes`` elements of float32 or float64, and for
+    half types the chunk once more in that type.
+
+    Args:
+        hidden: (..., features) floating point.
+        weight: (classes, features), of hidden's dtype unless autocast is on.
+        target: (...) integer class indices, or ``ignore_index``.
+        bias: (classes,) or None.
+        chunk_rows: rows of logits that exist at once; None: so many that they take no more
+            than ``hidden`` does, and 16 at least.
+        ignore_index: rows with this target count for nothing.
+        reduction: "mean" over the rows that count (NaN if none does), or "sum".
+        label_smoothing: 0 to 1, the share of the target that is spread over all classes.
+
+    Returns:
+        A scalar of float32, or float64 where the inputs are.
+
+    Raises:
+        DataError: shapes, dtypes, targets or settings that do not go together.
+        DoubleBackwardError: in backward with ``create_graph=True``; there is no second derivative.
+    """
+    rows, targets = hidden.flatten(0, -2), target.flatten()
+    _check(hidden, weight, target, bias)
+    _check_settings(chunk_rows, reduction, label_smoothing)
+    rows, weight, bias = _as_autocast((rows, weight, bias))
+    _check_targets(targets, weight.shape[0], ignore_index)
+    settings = _Settings(
+        chunk_rows or _default_chunk_rows(len(rows), weight),
+        ignore_index,
+        label_smoothing,
+        with_gradients=torch.is_grad_enabled(),
+    )
+    total: Tensor = _SummedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        rows, weight, bias, targets, settings, reduction
+    )
+    return total
+
+
+class _Settings(NamedTuple):
+    chunk_rows: int
+    ignore_index: int
+    label_smoothing: float
+    with_gradients: bool  # inside a Function's forward grad mode is always off
+
+
+class _Gradients(NamedTuple):
+    """Where the gradients of the scaled sum are gathered; None where nobody asks."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+    @property
+    def wanted(self) -> bool:
+        return any(each is not None for each in self)
+
+
+class _SummedCrossEntropy(torch.autograd.Function):
+    reads_only_what_it_saved = True  # told to daf.execution.parameter_reads
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        settings: _Settings,
+        reduction: Reduction,
+    ) -> Tensor:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        counted = target != settings.ignore_index
+        scale = 1.0 if reduction == "sum" else _reciprocal(int(counted.sum()))
+        needs = [settings.with_gradients and need for need in ctx.needs_input_grad]
+        gradients = _Gradients(
+            torch.empty_like(hidden) if needs[0] else None,
+            torch.zeros_like(weight, dtype=wide) if needs[1] else None,
+            torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None,
+        )
+        # NaN as PyTorch's mean over no row; the gradients are zero there too.
+        step = 0.0 if scale != scale else scale
+        total = hidden.new_zeros((), dtype=wide)
+        scratch = _scratch(hidden, weight, settings.chunk_rows)
+        for start in range(0, len(hidden), settings.chunk_rows):
+            chunk = slice(start, start + settings.chunk_rows)
+            logits = _logits(hidden[chunk], weight, bias, scratch)
+            total += _loss_of(logits, target[chunk], counted[chunk], settings)
+            if gradients.wanted:
+                _to_gradient(logits, target[chunk], counted[chunk], settings, step)
+                _gather(gradients, logits, hidden, weight, chunk)
+        _keep(ctx, gradients, (hidden, weight, bias))
+        return total * scale
+
+    @staticmethod
+    def backward(ctx: Any, incoming: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise DoubleBackwardError(
+                "asked for a graph of chunked_cross_entropy's gradient (create_graph=True); it has "
+                "no second derivative; use F.cross_entropy(F.linear(...), ...) there"
+            )
+        kept = list(ctx.saved_tensors)
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            kept = [each * incoming.to(each.dtype) for each in kept]
+        else:  # they are nobody else's from here on, so that no second copy is ever made
+            ctx.maybe_clear_saved_tensors()
+            for each in kept:
+                each.mul_(incoming.to(each.dtype))
+        found = [kept.pop(0) if wanted else None for wanted in ctx.wanted]
+        return (*found, None, None, None)
+
+
+def _keep(ctx: Any, gradients: _Gradients, inputs: tuple[Tensor | None, ...]) -> None:
+    """In the inputs' own dtypes, as plain gradients would be held."""
+    ctx.wanted = [each is not None for each in gradients]
+    pairs = zip(gradients, inputs, strict=True)
+    ctx.save_for_backward(
+        *(each.to(like.dtype) for each, like in pairs if each is not None and like is not None)
+    )
+
+
+def _scratch(hidden: Tensor, weight: Tensor, chunk_rows: int) -> Tensor:
+    """One chunk of logits in the inputs' dtype, used again for every chunk."""
+    return hidden.new_empty((min(chunk_rows, len(hidden)), weight.shape[0]))
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scratch: Tensor) -> Tensor:
+    """A chunk's logits, in float32 at least: ``scratch`` itself, or a wider copy."""
+    logits = torch.mm(hidden, weight.t(), out=scratch[: len(hidden)])
+    if bias is not None:
+        logits += bias
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _loss_of(logits: Tensor, target: Tensor, counted: Tensor, settings: _Settings) -> Tensor:
+    """The sum of a chunk's losses; leaves the softmax in ``logits``."""
+    smoothing = settings.label_smoothing
+    logits -= logits.amax(1, keepdim=True)
+    place = torch.where(counted, target, 0)[:, None]
+    aimed = (1 - smoothing) * logits.gather(1, place).squeeze(1)
+    if smoothing:
+        aimed += smoothing * logits.mean(1)
+    sums = logits.exp_().sum(1)
+    logits /= sums[:, None]
+    return torch.where(counted, sums.log() - aimed, 0).sum()
+
+
+def _to_gradient(
+    softmax: Tensor, target: Tensor, counted: Tensor, settings: _Settings, scale: float
+) -> None:
+    """The softmax becomes the gradient of the scaled loss by the logits, in place."""
+    smoothing = settings.label_smoothing
+    if smoothing:
+        softmax -= smoothing / softmax.shape[1]
+    place = torch.where(counted, target, 0)[:, None]
+    softmax.scatter_add_(1, place, torch.full_like(place, smoothing - 1, dtype=softmax.dtype))
+    softmax *= scale
+    softmax.masked_fill_(~counted[:, None], 0)
+
+
+def _gather(
+    gradients: _Gradients, slope: Tensor, hidden: Tensor, weight: Tensor, chunk: slice
+) -> None:
+    narrow = slope.to(hidden.dtype)
+    if gradients.hidden is not None:
+        torch.mm(narrow, weight, out=gradients.hidden[chunk])
+    if gradients.weight is not None:
+        if narrow.dtype == gradients.weight.dtype:
+            gradients.weight.addmm_(narrow.t(), hidden[chunk])
+        else:
+            gradients.weight.add_(narrow.t() @ hidden[chunk])
+    if gradients.bias is not None:
+        gradients.bias.add_(slope.sum(0))
+
+
+def _default_chunk_rows(rows: int, weight: Tensor) -> int:
+    """As many rows as make the logits' chunk no larger than all rows of hidden (Liger's rule)."""
+    classes, features = weight.shape
+    return max(_LEAST_ROWS, rows * features // classes)
+
+
+def _reciprocal(count: int) -> float:
+    return 1.0 / count if count else float("nan")
+
+
+def _as_autocast(tensors: tuple[Tensor, Tensor, Tensor | None]) -> Any:
+    """What autocast makes of a linear's arguments; raises where dtypes differ without it."""
+    kind = tensors[0].device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        return tuple(each if each is None else each.to(dtype) for each in tensors)
+    dtypes = {each.dtype for each in tensors if each is not None}
+    if len(dtypes) > 1:
+        raise DataError(
+            f"hidden, weight and bias must have one dtype, found {sorted(map(str, dtypes))}; cast "
+            "them, or use autocast"
+        )
+    return tensors
+
+
+def _check(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
+    fits = (
+        weight.dim() == 2
+        and hidden.dim() >= 2
+        and hidden.shape[-1] == weight.shape[1]
+        and hidden.shape[:-1] == target.shape
+        and (bias is None or bias.shape == weight.shape[:1])
+    )
+    if not fits:
+        raise DataError(
+            "expected hidden (..., features), weight (classes, features), target (...) and bias "
+            f"(classes,); found {list(hidden.shape)}, {list(weight.shape)}, {list(target.shape)} "
+            f"and {None if bias is None else list(bias.shape)}"
+        )
+    if not hidden.is_floating_point() or target.dtype not in (torch.int64, torch.int32):
+        raise DataError(
+            f"expected floating point hidden and class indices (int64 or int32) as target; found "
+            f"{hidden.dtype} and {target.dtype}"
+        )
+
+
+def _check_settings(chunk_rows: int | None, reduction: str, label_smoothing: float) -> None:
+    if chunk_rows is not None and chunk_rows < 1:
+        raise DataError(f"chunk_rows must be 1 or more, found {chunk_rows}")
+    if reduction not in ("mean", "sum"):
+        raise DataError(f"reduction must be 'mean' or 'sum', found {reduction!r}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise DataError(f"label_smoothing must be between 0 and 1, found {label_smoothing}")
+
+
+def _check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
+    wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
+    if wrong.any():
+        raise DataError(
+            f"target {int(target[wrong][0])} is out of bounds; classes are 0 to {classes - 1}, and "
+            f"{ignore_index} to leave a row out"
+        )

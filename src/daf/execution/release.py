@@ -1,0 +1,282 @@
+"""Gradient release: each parameter is stepped as its gradient completes, which is then freed.
+
+Plain training holds every gradient from the first node of backward to the
+optimizer's step. Here the optimizer, the user's own object, steps one parameter
+at a time inside backward, so that only the gradients alive are those
+that wait for a reader of their parameter (``parameter_reads``). The result is
+``backward(); optimizer.step()``, bit for bit: optimizers of ``torch.optim``
+look at one parameter at a time, and a parameter is changed only once nothing
+reads it any more. Afterwards ``grad`` is None where it was released.
+
+The first update commits the step: it can no longer be retried.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from daf.errors import CommittedStepError, ReleaseRefusedError
+from daf.execution.accounting import strided_parts
+from daf.execution.parameter_reads import ParameterReads
+from daf.memory import compiler
+
+ReleaseMode = bool | Literal["auto"]
+_TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
+
+
+@dataclass(slots=True)
+class ReleaseCount:
+    """One step's releases: parameters stepped inside backward and after it; bytes of gradients.
+
+    ``peak_gradient_bytes`` is the most that the gradients of the optimizer's
+    parameters held at one moment of backward.
+    """
+
+    released: int = 0
+    left_to_the_end: int = 0
+    peak_gradient_bytes: int = 0
+
+
+class GradientRelease:
+    """Steps an optimizer's parameters inside backward, where that is allowed.
+
+    Args:
+        mode: True: ``begin`` raises where it is not allowed; ``"auto"``: then it is not done;
+            False: never.
+        model: what is trained.
+        optimizer: over some or all of its parameters.
+        reads: of the capture under which the model runs.
+
+    Raises:
+        ValueError: ``mode`` is none of these.
+        ReleaseRefusedError: ``mode`` is True, and the optimizer or the model forbid it.
+    """
+
+    def __init__(
+        self,
+        mode: ReleaseMode,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        reads: ParameterReads,
+    ) -> None:
+        if mode not in (True, False, "auto"):
+            raise ValueError(f"release_gradients is True, False or 'auto'; found {mode!r}")
+        self._mode = mode
+        self._model = model
+        self._optimizer = optimizer
+        self._reads = reads
+        self._active = False
+        self._waiting: dict[nn.Parameter, dict[str, Any]] = {}
+        self._graph_task: int | None = None
+        self._on_commit: Callable[[], None] = lambda: None
+        self.count = ReleaseCount()
+        self.refusal = ""
+        self.begin(pieces=1)
+
+    @property
+    def committed(self) -> bool:
+        """Whether a parameter was updated inside this step's backward."""
+        return self.count.released > 0
+
+    def begin(self, pieces: int) -> None:
+        """A step of ``pieces`` micro-batches begins; decides whether it releases gradients.
+
+        Raises:
+            ReleaseRefusedError: the mode is True, and this step forbids it.
+        """
+        self.count = ReleaseCount()
+        self.refusal = ""
+        if self._mode is not False:
+            self.refusal = release_refusal(self._model, self._optimizer, pieces)
+        if self._mode is True and self.refusal:
+            raise ReleaseRefusedError(
+                f"asked to release gradients inside backward; {self.refusal}; pass "
+                "release_gradients='auto' to release them only where that is allowed"
+            )
+        self._active = self._mode is not False and not self.refusal
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around the forward pass, inside the capture's ``with``."""
+        if not self._active:
+            yield
+            return
+        with self._reads.watching():
+            yield
+
+    @contextmanager
+    def stepping(self, loss: Tensor, on_commit: Callable[[], None]) -> Iterator[None]:
+        """Around ``loss.backward()``. What could not be released still has its gradient then.
+
+        The caller steps the optimizer afterwards, as always: it passes over
+        parameters without a gradient.
+
+        Args:
+            loss: the scalar whose backward pass runs inside.
+            on_commit: called just before the first parameter is changed.
+
+        Raises:
+            CommittedStepError: backward failed after that.
+        """
+        if not self._active or not loss.requires_grad:
+            yield
+            return
+        self._on_commit = on_commit
+        self._reads.begin_backward(loss)
+        try:
+            with ExitStack() as hooks:
+                handle = loss.register_hook(self._begin_graph)  # type: ignore[no-untyped-call]
+                hooks.callback(handle.remove)
+                for group in self._optimizer.param_groups:
+                    for parameter in filter(_is_trained, group["params"]):
+                        hook = self._hook(group)
+                        handle = parameter.register_post_accumulate_grad_hook(hook)
+                        hooks.callback(handle.remove)
+                yield
+        except Exception as error:
+            if self.committed:
+                raise self._broken_step() from error
+            raise
+        finally:
+            self.count.left_to_the_end = len(self._waiting)
+            self._waiting.clear()
+            self._reads.forget()
+
+    def _begin_graph(self, _gradient: Tensor) -> None:
+        self._graph_task = torch._C._current_graph_task_id()
+
+    def _hook(self, group: dict[str, Any]) -> Callable[[Tensor], None]:
+        def completed(parameter: Tensor) -> None:
+            assert isinstance(parameter, nn.Parameter)
+            # A backward pass inside a node of this one (reentrant checkpointing) adds a part only.
+            if torch._C._current_graph_task_id() == self._graph_task:
+                self._waiting[parameter] = group
+                self._release_what_is_free()
+
+        return completed
+
+    def _release_what_is_free(self) -> None:
+        held = sum(_gradient_bytes(parameter) for parameter in self._waiting)
+        self.count.peak_gradient_bytes = max(self.count.peak_gradient_bytes, held)
+        for parameter, group in list(self._waiting.items()):
+            if self._reads.is_free(parameter):
+                del self._waiting[parameter]
+                self._release(parameter, group)
+
+    def _release(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        if not self.committed:
+            self._on_commit()
+        self.count.released += 1
+        step_alone(self._optimizer, group, parameter)
+        parameter.grad = None
+
+    def _broken_step(self) -> CommittedStepError:
+        count = self.count.released
+        self._optimizer.zero_grad(set_to_none=True)
+        return CommittedStepError(
+            f"backward failed after {count} parameters had been updated as their gradients "
+            "completed; the model is between two steps and the step cannot be retried; load the "
+            "last checkpoint, and train with a larger budget or release_gradients=False"
+        )
+
+
+def step_alone(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter
+) -> None:
+    """``optimizer.step()`` as if ``parameter``, of this group, were the only one.
+
+    The group is the optimizer's own, so that its numbers, and what learning
+    rate schedulers do to them, hold; the state stays in the optimizer.
+    """
+    groups, members = optimizer.param_groups, group["params"]
+    optimizer.param_groups, group["params"] = [group], [parameter]
+    try:
+        compiler.step(optimizer)
+    finally:
+        optimizer.param_groups, group["params"] = groups, members
+
+
+def release_refusal(model: nn.Module, optimizer: torch.optim.Optimizer, pieces: int = 1) -> str:
+    """Why gradients cannot be released inside backward; empty where they can.
+
+    Clipping by global norm and gradient scalers need all gradients at once.
+    They reach a step through hooks, through a wrapped ``step`` or through what
+    a scaler sets on the optimizer, which are all looked for.
+    """
+    if pieces > 1:
+        return f"the batch is cut into {pieces} pieces, whose gradients must be summed first"
+    return _optimizer_refusal(optimizer) or _parameter_refusal(model, optimizer)
+
+
+def _optimizer_refusal(optimizer: torch.optim.Optimizer) -> str:
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return "LBFGS looks at all gradients at once and runs the loss several times a step"
+    if not all(map(_is_of_torch, _layers(optimizer.step))):
+        return (
+            f"the step of {name} is not torch.optim's own, and may look at several gradients at "
+            "once (to clip them, say)"
+        )
+    if compiler.has_step_hooks(optimizer):
+        return f"{name} has step hooks, which would run for each parameter (and may clip)"
+    if any(getattr(optimizer, each, None) is not None for each in ("grad_scale", "found_inf")):
+        return f"a gradient scaler is at work on {name}, and must see all gradients first"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return f"{name} is differentiable, so its step belongs to a graph"
+    return ""
+
+
+def _parameter_refusal(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    storages: set[int] = set()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = names.get(id(parameter))
+            if name is None:
+                shape = list(parameter.shape)
+                return f"the optimizer has a parameter {shape} that is not the model's"
+            trouble = _trouble(parameter, storages)
+            if trouble:
+                return f"parameter {name!r} {trouble}"
+    return ""
+
+
+def _trouble(parameter: Tensor, storages: set[int]) -> str:
+    """What speaks against one parameter; ``storages`` are those of the parameters before it."""
+    if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
+        return f"is a {type(parameter).__name__} of layout {parameter.layout}, not a plain one"
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        return "has a hook, which may read other parameters or gradients (to clip them, say)"
+    address = parameter.untyped_storage()._cdata
+    if address in storages:
+        return "shares its memory with another one, so that their order of updates matters"
+    storages.add(address)
+    return ""
+
+
+def _layers(step: Callable[..., Any] | None) -> Iterator[Callable[..., Any]]:
+    """A function and what its decorators wrap, outermost first."""
+    while step is not None:
+        yield step
+        step = getattr(step, "__wrapped__", None)
+
+
+def _is_of_torch(function: Any) -> bool:
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return code is not None and code.co_filename.startswith(_TORCH_FOLDER)
+
+
+def _is_trained(parameter: Tensor) -> bool:
+    return parameter.requires_grad
+
+
+def _gradient_bytes(parameter: Tensor) -> int:
+    gradient = parameter.grad
+    return 0 if gradient is None else sum(part.nbytes for part in strided_parts(gradient))

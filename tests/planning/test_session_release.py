@@ -1,0 +1,152 @@
+"""Releasing gradients under a budget: before the first update a retry, after it a finish."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from daf.errors import CommittedStepError, ReleaseRefusedError
+from daf.memory import measure
+from daf.memory.recycling import unsupported_reason
+from daf.plan import Plan, plain_policy
+from daf.session import Session
+
+pytestmark = pytest.mark.skipif(unsupported_reason() is not None, reason=str(unsupported_reason()))
+MIB = 2**20
+Batch = tuple[Tensor, Tensor]
+
+
+class Greedy(torch.autograd.Function):
+    """Takes ``bytes_in_backward[0]`` for a moment in backward, or raises what it holds."""
+
+    reads_only_what_it_saved = True
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, backward: list[Any]) -> Tensor:
+        ctx.backward = backward
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        wish = ctx.backward[0]
+        if isinstance(wish, Exception):
+            raise wish
+        torch.ones(wish, dtype=torch.uint8)
+        return gradient, None
+
+
+class Model(nn.Module):
+    """Its last layer's gradients are complete when ``Greedy`` runs, the first one's are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(64, 64)
+        self.last = nn.Linear(64, 10)
+        self.in_backward: list[Any] = [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(Greedy.apply(torch.relu(self.first(x)), self.in_backward))
+
+
+def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def batch(examples: int = 32) -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    return (
+        torch.randn(examples, 64, generator=generator),
+        torch.randint(10, (examples,), generator=generator),
+    )
+
+
+def session_of(model: nn.Module, mode: Any = True) -> Session:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    return Session(model, optimizer, "8GB", bits="exact", release_gradients=mode)
+
+
+def plain_step(model: nn.Module) -> dict[str, Tensor]:
+    model = deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    cross_entropy(model, batch()).backward()
+    optimizer.step()
+    return model.state_dict()
+
+
+def test_after_the_first_update_the_step_is_finished_and_its_overrun_told() -> None:
+    model = Model()
+    expected = plain_step(model)
+    with session_of(model, "auto") as session:
+        session.prepare(batch(), cross_entropy)
+        session._first = None
+        model.in_backward[0] = 100 * MIB
+        session.budget_bytes = measure.resident_bytes() + 40 * MIB
+        report = session.step(batch(), cross_entropy)
+        assert report.released_gradients == 4
+        assert 40 * MIB < report.overrun_bytes <= 100 * MIB
+        for name, value in expected.items():
+            assert torch.equal(model.state_dict()[name], value), name
+        # The next step runs under the next tighter plan, which is to cut the batch.
+        model.in_backward[0] = 0
+        report = session.step(batch(), cross_entropy)
+        assert (report.overrun_bytes, report.micro_batch, report.released_gradients) == (0, 16, 0)
+        assert "cut into 2 pieces" in session.release_refusal
+
+
+def test_before_the_first_update_the_step_is_retried() -> None:
+    """The greedy part comes first: memory is refused while no parameter has been touched."""
+
+    class Early(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return Greedy.apply(self.last(torch.relu(self.first(x))), self.in_backward)
+
+    model = Early()
+    expected = plain_step(model)
+    with session_of(model) as session:
+        session.prepare(batch(), cross_entropy)
+        session._first = None
+        model.in_backward[0] = 100 * MIB
+        session.budget_bytes = measure.resident_bytes() + 40 * MIB
+        before = deepcopy(model.state_dict())
+        with pytest.raises(Exception, match="budget"):
+            session.step(batch(), cross_entropy)
+        assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+        assert session._release.count.released == 0
+        model.in_backward[0] = 0
+        session.step(batch(), cross_entropy)
+        for name, value in expected.items():
+            assert torch.equal(model.state_dict()[name], value), name
+
+
+def test_an_error_after_the_first_update_says_that_parameters_are_between_two_steps() -> None:
+    model = Model()
+    with session_of(model) as session:
+        session.prepare(batch(), cross_entropy)
+        model.in_backward[0] = RuntimeError("can't allocate memory")
+        before = deepcopy(model.state_dict())
+        with pytest.raises(CommittedStepError, match="after 2 parameters") as caught:
+            session.step(batch(), cross_entropy)
+    assert str(caught.value.__cause__) == "can't allocate memory"
+    changed = {n for n, value in model.state_dict().items() if not torch.equal(before[n], value)}
+    assert changed == {"last.weight", "last.bias"}
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("mode", [True, "auto"])
+def test_a_plan_of_pieces_releases_nothing(mode: Any) -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    session = Session(model, optimizer, None, release_gradients=mode)
+    session.plan = Plan(plain_policy(), 8, 0, return_freed_blocks=False, reason="a test")
+    if mode is True:
+        with pytest.raises(ReleaseRefusedError, match="cut into 4 pieces"):
+            session.step(batch(), cross_entropy)
+    else:
+        assert session.step(batch(), cross_entropy).released_gradients == 0
+        assert "cut into 4 pieces" in session.release_refusal
