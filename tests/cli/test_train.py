@@ -213,6 +213,19 @@ def test_a_recorded_step_names_the_layers_and_changes_no_result(daf: Daf, budget
     assert losses[0] == losses[1]
 
 
+def test_gradients_are_released_with_the_same_result_and_refusals_are_told(daf: Daf) -> None:
+    model = "tiny_models:classifier"
+    kept = daf(*options(model, "kept"), "--json").json
+    asked = (*options(model, "released"), "--release-gradients")
+    released = daf(*asked, "--json").json
+    assert released["loss"] == kept["loss"]
+    assert (released["release_gradients"], released["release_refusal"]) == (True, "")
+    assert {line["released_gradients"] for line in lines("released/metrics.jsonl")} == {6}
+    assert {line["released_gradients"] for line in lines("kept/metrics.jsonl")} == {0}
+    hooked = daf(*options("tiny_models:hooked", "hooked"), "--release-gradients")
+    assert "gradients are not released: parameter 'head.weight' has a hook" in hooked.out
+
+
 def test_a_pool_that_one_bit_does_not_fit_is_refused(daf: Daf) -> None:
     ran = daf(*options("resnet20", bits=4, pool_bytes="1MB"))
     assert ran.code != 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from daf.errors import CommittedStepError, ReleaseRefusedError
+from daf.errors import BudgetError, CommittedStepError, ReleaseRefusedError
 from daf.memory import measure
 from daf.memory.recycling import unsupported_reason
 from daf.plan import Plan, plain_policy
@@ -22,18 +23,18 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Greedy(torch.autograd.Function):
-    """Takes ``bytes_in_backward[0]`` for a moment in backward, or raises what it holds."""
+    """In backward takes so many bytes for a moment, or raises: what is next in ``wishes``."""
 
     reads_only_what_it_saved = True
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, backward: list[Any]) -> Tensor:
-        ctx.backward = backward
+    def forward(ctx: Any, x: Tensor, wishes: list[Any]) -> Tensor:
+        ctx.wishes = wishes
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        wish = ctx.backward[0]
+        wish = ctx.wishes.pop(0) if len(ctx.wishes) > 1 else ctx.wishes[0]
         if isinstance(wish, Exception):
             raise wish
         torch.ones(wish, dtype=torch.uint8)
@@ -71,6 +72,16 @@ def session_of(model: nn.Module, mode: Any = True) -> Session:
     return Session(model, optimizer, "8GB", bits="exact", release_gradients=mode)
 
 
+@pytest.fixture
+def tighter_is_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind every plan of the whole batch lies one of two pieces, whatever was measured."""
+
+    def halved(plan: Plan, *_rest: Any) -> Plan | None:
+        return replace(plan, micro_batch=16) if plan.micro_batch == 32 else None
+
+    monkeypatch.setattr("daf.planner.tighter", halved)
+
+
 def plain_step(model: nn.Module) -> dict[str, Tensor]:
     model = deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
@@ -79,6 +90,7 @@ def plain_step(model: nn.Module) -> dict[str, Tensor]:
     return model.state_dict()
 
 
+@pytest.mark.usefixtures("tighter_is_halved")
 def test_after_the_first_update_the_step_is_finished_and_its_overrun_told() -> None:
     model = Model()
     expected = plain_step(model)
@@ -99,13 +111,19 @@ def test_after_the_first_update_the_step_is_finished_and_its_overrun_told() -> N
         assert "cut into 2 pieces" in session.release_refusal
 
 
-def test_before_the_first_update_the_step_is_retried() -> None:
-    """The greedy part comes first: memory is refused while no parameter has been touched."""
+class Early(Model):
+    """The greedy part is behind the last layer: it runs before any gradient is complete."""
 
-    class Early(Model):
-        def forward(self, x: Tensor) -> Tensor:
-            return Greedy.apply(self.last(torch.relu(self.first(x))), self.in_backward)
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(10)
 
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.norm(self.last(torch.relu(self.first(x))))
+        return Greedy.apply(scores, self.in_backward)
+
+
+def test_before_the_first_update_parameters_are_untouched_and_the_step_can_be_repeated() -> None:
     model = Early()
     expected = plain_step(model)
     with session_of(model) as session:
@@ -114,14 +132,30 @@ def test_before_the_first_update_the_step_is_retried() -> None:
         model.in_backward[0] = 100 * MIB
         session.budget_bytes = measure.resident_bytes() + 40 * MIB
         before = deepcopy(model.state_dict())
-        with pytest.raises(Exception, match="budget"):
+        with pytest.raises(BudgetError):
             session.step(batch(), cross_entropy)
         assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-        assert session._release.count.released == 0
         model.in_backward[0] = 0
-        session.step(batch(), cross_entropy)
+        assert session.step(batch(), cross_entropy).released_gradients == 6
         for name, value in expected.items():
             assert torch.equal(model.state_dict()[name], value), name
+
+
+@pytest.mark.usefixtures("tighter_is_halved")
+def test_a_retry_that_must_cut_the_batch_releases_nothing() -> None:
+    model = Early()
+    model.norm = nn.Identity()
+    expected = plain_step(model)
+    with session_of(model, "auto") as session:
+        session.prepare(batch(), cross_entropy)
+        session._first = None
+        model.in_backward[:] = [100 * MIB, 0]
+        session.budget_bytes = measure.resident_bytes() + 40 * MIB
+        report = session.step(batch(), cross_entropy)
+        assert (report.micro_batch, report.released_gradients, report.overrun_bytes) == (16, 0, 0)
+        assert "cut into 2 pieces" in session.release_refusal
+        for name, value in expected.items():
+            torch.testing.assert_close(model.state_dict()[name], value)
 
 
 def test_an_error_after_the_first_update_says_that_parameters_are_between_two_steps() -> None:

@@ -49,6 +49,14 @@ PoolBytes = Annotated[
         "important bits. By default the budget alone bounds them."
     ),
 ]
+ReleaseGradients = Annotated[
+    bool,
+    typer.Option(
+        "--release-gradients",
+        help="Update each parameter inside backward and free its gradient at once, in steps "
+        "whose batch is not cut.",
+    ),
+]
 AllowSplit = Annotated[
     bool, typer.Option(help="Allow smaller batches inside a step though batch norm sees them.")
 ]

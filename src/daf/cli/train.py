@@ -48,6 +48,7 @@ def train_command(
     threads: options.Threads = None,
     bits: options.Bits = None,
     pool_bytes: options.PoolBytes = None,
+    release_gradients: options.ReleaseGradients = False,
     allow_batchnorm_split: options.AllowSplit = False,
     goal: options.GoalOption = None,
     augment: options.Augment = None,

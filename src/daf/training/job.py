@@ -86,6 +86,7 @@ def make_job(settings: TrainSettings) -> Job:
         floor_bytes=floor_bytes,
         allow_batchnorm_split=settings.allow_batchnorm_split,
         pool_bytes=settings.pool_bytes,
+        release_gradients="auto" if settings.release_gradients else False,
     )
     return Job(settings, goal, optimizer_name, model, optimizer, task, order, session)
 

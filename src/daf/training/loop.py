@@ -16,6 +16,7 @@ from daf.errors import NonFiniteLossError, PlatformError
 from daf.memory import measure
 from daf.memory.recycling import unsupported_reason
 from daf.memory.tracking import recorded
+from daf.session import StepReport
 from daf.training.checkpoint import load_model, read_checkpoint, write_checkpoint
 from daf.training.interrupt import InterruptWatch
 from daf.training.job import Job, make_job
@@ -24,6 +25,7 @@ from daf.training.observer import Observer, StepRecord
 from daf.training.run_folder import RunFolder
 from daf.training.settings import TrainSettings
 from daf.training.summary import summarize
+from daf.units import format_bytes
 
 # The step whose memory is recorded, from 0: by then the plan has settled on what it measured, and
 # the optimizer's state exists.
@@ -83,6 +85,7 @@ class _Run:
         self._memory = memory
         self._step = 0
         self._evaluations: list[dict[str, Any]] = []
+        self._told_refusal = ""
         all_steps = job.order.steps_per_epoch * job.settings.epochs
         limit = job.settings.max_steps
         self._total_steps = all_steps if limit is None else min(all_steps, limit)
@@ -160,7 +163,10 @@ class _Run:
             peak_bytes=report.peak_bytes,
             accuracy_percent=self._job.task.tally.take_percent(),
             evicted_bytes=report.evicted_bytes,
+            released_gradients=report.released_gradients,
+            overrun_bytes=report.overrun_bytes,
         )
+        self._tell_of_release(report)
         self._step += 1
         self._log(record)
 
@@ -174,6 +180,17 @@ class _Run:
         with recorded(self._job.model) as history:
             yield
         history.write(self._folder.history)
+
+    def _tell_of_release(self, report: StepReport) -> None:
+        refusal = self._job.session.release_refusal
+        if refusal and refusal != self._told_refusal:
+            self._observer.note(f"gradients are not released: {refusal}")
+        self._told_refusal = refusal
+        if report.overrun_bytes:
+            self._observer.note(
+                f"step {self._step + 1} had begun to update parameters and needed "
+                f"{format_bytes(report.overrun_bytes)} beyond the budget to finish"
+            )
 
     def _log(self, record: StepRecord) -> None:
         with self._folder.open_metrics() as metrics:

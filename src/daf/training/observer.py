@@ -12,7 +12,8 @@ from daf.plan import Plan
 class StepRecord:
     """One finished step. ``step`` and ``epoch`` count from 1; memory is the whole process's.
 
-    ``evicted_bytes`` of codes were given up in the step.
+    ``evicted_bytes`` of codes were given up in the step; ``released_gradients`` parameters
+    were updated inside backward; ``overrun_bytes``: see :class:`daf.StepReport`.
     """
 
     step: int
@@ -24,6 +25,8 @@ class StepRecord:
     peak_bytes: int
     accuracy_percent: float | None
     evicted_bytes: int = 0
+    released_gradients: int = 0
+    overrun_bytes: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """The record as a line of ``metrics.jsonl``."""

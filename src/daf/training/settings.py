@@ -28,7 +28,7 @@ class TrainSettings:
     customary for the model and data. ``max_steps`` None: all steps of
     ``epochs``. ``checkpoint_every`` is in steps; None: at the end of an epoch.
     ``pool_bytes`` caps what codes hold; None: no cap of their own. ``history``:
-    record who asked for memory in one step.
+    record who asked for memory in one step. ``release_gradients`` steps parameters inside backward wherever that is allowed.
     """
 
     model: str
@@ -54,6 +54,7 @@ class TrainSettings:
     memory_interval_ms: float = 50.0
     pool_bytes: int | None = None
     history: bool = False
+    release_gradients: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """The settings as what JSON can hold."""

@@ -57,6 +57,8 @@ def _memory(job: Job) -> dict[str, Any]:
         "saved_bytes_peak": session.saved_bytes_peak,
         "pool_bytes": session.pool_bytes,
         "evicted_bytes": session.evicted_bytes,
+        "release_gradients": job.settings.release_gradients,
+        "release_refusal": session.release_refusal,
         "micro_batch": plan.micro_batch if plan else None,
         "policy": plan.policy.name if plan else None,
         "plan_reason": plan.reason if plan else None,
