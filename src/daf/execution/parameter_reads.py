@@ -10,10 +10,11 @@ Three kinds of reader are told apart:
   capture sees each such save and tells it here; autograd drops it as soon as
   the node has run. A parameter is free when no save of its storage is alive.
 - Nodes that cannot be seen through: ``autograd.Function`` written in Python or
-  C++ (unless it declares ``reads_only_what_it_saved``), nodes whose saves went
-  to somebody else's saved-tensor hooks (``torch.utils.checkpoint`` runs the
-  forward pass again from there), and nodes made before the forward pass began.
-  While one of these has not run, no parameter is free.
+  C++ (unless it declares ``reads_only_what_it_saved``), in-place operators on
+  views, which may hide such a function, nodes whose saves went to somebody
+  else's saved-tensor hooks (``torch.utils.checkpoint`` runs the forward pass
+  again from there), and nodes made before the forward pass began. While one of
+  these has not run, no parameter is free.
 - Hooks put on tensors during the forward pass. After one, no parameter is free
   until the backward pass has ended.
 
@@ -37,6 +38,7 @@ from daf.execution.held import Held
 
 DECLARATION = "reads_only_what_it_saved"
 _ACCUMULATE = "AccumulateGrad"
+_WRAPPER = "CopySlices"  # an in-place operator on a view; it hides the operator's own node
 
 
 class ParameterReads:
@@ -97,7 +99,8 @@ class ParameterReads:
             function = node._forward_cls  # type: ignore[attr-defined]
             declared = getattr(function, DECLARATION, False)
         else:
-            declared = getattr(torch._C._functions, type(node).__name__, None) is type(node)
+            name = type(node).__name__
+            declared = getattr(torch._C._functions, name, None) is type(node) and name != _WRAPPER
         number = node._sequence_nr()
         assert self._watch is not None
         return (

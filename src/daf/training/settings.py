@@ -28,7 +28,8 @@ class TrainSettings:
     customary for the model and data. ``max_steps`` None: all steps of
     ``epochs``. ``checkpoint_every`` is in steps; None: at the end of an epoch.
     ``pool_bytes`` caps what codes hold; None: no cap of their own. ``history``:
-    record who asked for memory in one step. ``release_gradients`` steps parameters inside backward wherever that is allowed.
+    record who asked for memory in one step. ``release_gradients`` steps
+    parameters inside backward wherever that is allowed.
     """
 
     model: str
