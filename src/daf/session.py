@@ -44,6 +44,7 @@ from daf.plan import (
 )
 from daf.profiler import Profiler, gradient_bytes, parameter_bytes
 from daf.store.default import make_store
+from daf.store.spill import SpillOptions
 from daf.units import format_bytes, parse_optional_bytes
 
 # A measured small step needs the gradients and about as much again in workspaces and activations.
@@ -87,6 +88,7 @@ class Session:
             resident size now, less the model.
         allow_batchnorm_split: permit micro-batches although batch statistics
             then change.
+        spill: where tensors go whose treatment is *spill* (to disk), and how much of them.
         pool_bytes: the most that codes may hold, as bytes or ``"200MB"``; None: no cap of
             their own. Below what they need, planes of ``rotated`` codes are given up, the
             least important first, down to one bit; reports say how much. The attribute may
@@ -110,6 +112,7 @@ class Session:
         floor_bytes: int | None = None,
         allow_batchnorm_split: bool = False,
         pool_bytes: str | int | None = None,
+        spill: SpillOptions | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -124,7 +127,7 @@ class Session:
         self._seed = seed
         self._allow_split = allow_batchnorm_split
         store = make_store(parse_optional_bytes(pool_bytes))
-        self._capture = Capture(model, store)
+        self._capture = Capture(model, store, spill)
         self._profile: Profile | None = None
         self._first: Plan | None = None
         self._step_index = 0

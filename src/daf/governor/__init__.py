@@ -15,11 +15,12 @@ from daf.governor.limits import (
     read_limits,
 )
 from daf.governor.pressure import open_triggers
-from daf.governor.request import Budget, BudgetValue, Request, parse_budget
+from daf.governor.request import AUTO, Budget, BudgetValue, Request, parse_budget
 from daf.governor.system import THIS_SYSTEM, System
 from daf.governor.watcher import Watcher
 
 __all__ = [
+    "AUTO",
     "THIS_SYSTEM",
     "Bound",
     "Budget",

@@ -83,6 +83,7 @@ class _Run:
         self._memory = memory
         self._step = 0
         self._evaluations: list[dict[str, Any]] = []
+        self._budgets_told = 0
         all_steps = job.order.steps_per_epoch * job.settings.epochs
         limit = job.settings.max_steps
         self._total_steps = all_steps if limit is None else min(all_steps, limit)
@@ -160,6 +161,8 @@ class _Run:
             peak_bytes=report.peak_bytes,
             accuracy_percent=self._job.task.tally.take_percent(),
             evicted_bytes=report.evicted_bytes,
+            budget_bytes=report.budget_bytes,
+            budget_changes=self._budget_changes(),
         )
         self._step += 1
         self._log(record)
@@ -174,6 +177,17 @@ class _Run:
         with recorded(self._job.model) as history:
             yield
         history.write(self._folder.history)
+
+    def _budget_changes(self) -> tuple[dict[str, Any], ...]:
+        """How the budget moved since it was last told; the first one is no change."""
+        new = self._job.session.budget_history[self._budgets_told :]
+        moved = bool(self._budgets_told)
+        self._budgets_told += len(new)
+        told = []
+        for change in new:
+            seconds = self._memory.note_budget(change.time_s, change.budget_bytes)
+            told.append(change.as_dict() | {"time_s": seconds})
+        return tuple(told if moved else told[1:])
 
     def _log(self, record: StepRecord) -> None:
         with self._folder.open_metrics() as metrics:

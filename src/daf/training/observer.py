@@ -12,7 +12,9 @@ from daf.plan import Plan
 class StepRecord:
     """One finished step. ``step`` and ``epoch`` count from 1; memory is the whole process's.
 
-    ``evicted_bytes`` of codes were given up in the step.
+    ``evicted_bytes`` of codes were given up in the step. ``budget_bytes`` was in force at its
+    end; ``budget_changes`` tells every change since the step before
+    (``time_s`` in seconds of the run; bytes, reason, bytes of codes given up at once).
     """
 
     step: int
@@ -24,6 +26,8 @@ class StepRecord:
     peak_bytes: int
     accuracy_percent: float | None
     evicted_bytes: int = 0
+    budget_bytes: int | None = None
+    budget_changes: tuple[dict[str, Any], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The record as a line of ``metrics.jsonl``."""
