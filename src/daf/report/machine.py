@@ -11,7 +11,9 @@ from typing import Any
 import psutil
 import torch
 
-from daf.governor import read_limits
+from daf.governor import AUTO, Governor, read_limits
+from daf.governor.pressure import pressure_files
+from daf.governor.system import THIS_SYSTEM
 from daf.memory import measure
 from daf.memory.addresses import address_space_limit_bytes
 from daf.memory.allocator import ReturnFreedBlocks
@@ -55,8 +57,11 @@ def instruction_sets() -> list[str] | None:
 
 
 def _memory() -> dict[str, Any]:
-    limits = read_limits()
+    limits, automatic = read_limits(), Governor(AUTO).reading
     return {
+        "auto_budget_bytes": automatic.budget_bytes,
+        "auto_budget_reason": automatic.reason,
+        "pressure_files": list(pressure_files(THIS_SYSTEM)),
         "total_bytes": limits.total_bytes,
         "available_bytes": limits.available_bytes,
         "cgroup_limit_bytes": limits.cgroup_limit_bytes,

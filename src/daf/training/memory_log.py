@@ -26,6 +26,7 @@ class MemoryLog:
     def __init__(self, interval_ms: float) -> None:
         self._timeline = MemoryTimeline(interval_ms)
         self._budgets: list[tuple[float, int | None]] = []
+        self._budget_moves = -1
         self._folder: RunFolder | None = None
         self._offset_s = 0.0
         self._flushed_s = time.monotonic()
@@ -52,6 +53,7 @@ class MemoryLog:
         """From ``time_s`` on (``time.perf_counter()``) this budget; returns the run's seconds."""
         since_entry_s = self._timeline.seconds_at(time_s)
         self._budgets.append((since_entry_s, budget_bytes))
+        self._budget_moves += 1
         return round(self._offset_s + since_entry_s, 3)
 
     def write_to(self, folder: RunFolder) -> None:
@@ -77,7 +79,8 @@ class MemoryLog:
             json.dumps({"seconds": round(self._offset_s + at, 3), key: value})
             for key, values in (
                 ("mark", _drained(self._timeline.marks)),
-                ("budget_bytes", _drained(self._budgets)),
+                # A budget that never moves is in the summary.
+                ("budget_bytes", _drained(self._budgets) if self._budget_moves > 0 else []),
                 ("resident_bytes", _drained(self._timeline.samples)),
             )
             for at, value in values
