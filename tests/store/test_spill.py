@@ -563,3 +563,15 @@ def test_threads_that_spill_and_load_at_once_get_their_own_bytes(tmp_path: Path)
     gc.collect()
     assert store.stored_bytes == store.in_memory_bytes == 0
     store.close()
+
+
+def test_the_last_reference_may_go_while_the_store_is_busy(make: Any) -> None:
+    store = make()
+    record = put_and_flush(store, tensor(1.0))
+    assert record.content is None
+    with store._lock:  # as another thread that waits for memory would hold it
+        del record
+        gc.collect()
+    assert store.stored_bytes == 0
+    again = put(store, tensor(2.0))
+    assert again.offset == 0

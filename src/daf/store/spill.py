@@ -16,7 +16,6 @@ nobody changed it in the meantime.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import shutil
@@ -24,22 +23,20 @@ import tempfile
 import threading
 import warnings
 import weakref
-import zlib
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from daf.errors import SavedTensorError, SpillError
+from daf.errors import SavedTensorError
 from daf.store.spill_file import DEFAULT_QUOTA_SHARE, Extents, SpillFile, open_disk_file
+from daf.store.spill_io import read_storage, write_storage
 from daf.units import format_bytes
 
-CHUNK_BYTES = 4 * 2**20
 _MIB = 2**20
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -126,8 +123,9 @@ class SpillStore:
         self._options = options or SpillOptions()
         self._open_file = open_file or self._open_on_disk
         self._space: _Space | None = None
-        # Dropped records come back here from wherever the last reference goes, even inside.
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
+        # The last reference to a record may go anywhere, also where this lock is held.
+        self._dropped: deque[SpillRecord] = deque()
         self._in_flight: deque[weakref.ref[SpillRecord]] = deque()
         self._live: dict[int, weakref.ref[SpillRecord]] = {}
         self._ahead: dict[int, tuple[int, Future[Tensor]]] = {}
@@ -135,9 +133,9 @@ class SpillStore:
         self._numbers = 0
         self._waiting_bytes = 0
         self._fallen_back_bytes = 0
+        self._stored_bytes = 0
         self._broken = False
         self._warned = False
-        self.stored_bytes = 0
         self.stored_peak_bytes = 0
         self.taken_bytes = 0  # ever
 
@@ -145,9 +143,17 @@ class SpillStore:
     def in_memory_bytes(self) -> int:
         """Bytes held here: not yet written, read ahead, and what could not be written."""
         with self._lock:
+            self._drain()
             ahead = sum(size for size, _ in self._ahead.values())
             shared = self._shared[1].nbytes if self._shared else 0
             return self._waiting_bytes + self._fallen_back_bytes + ahead + shared
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes on disk."""
+        with self._lock:
+            self._drain()
+            return self._stored_bytes
 
     def reset_peak(self) -> None:
         """Start the peak anew from what is on disk now."""
@@ -173,14 +179,14 @@ class SpillStore:
         """
         with self._lock:
             space = self._open()
-            self.reap()
+            self._reap()
             size = tensor.untyped_storage().nbytes()
             offset = None if self._broken or not size else space.extents.take(size)
             if offset is None:
                 self._explain(f"its {format_bytes(space.extents.quota_bytes)} are full")
                 return None
             record = self._begin(space, tensor, site, offset)
-            on_taken()
+        on_taken()
         self._wait_for_room()
         return record
 
@@ -193,7 +199,7 @@ class SpillStore:
         self.taken_bytes += record.nbytes
         assert record.content is not None
         # The job holds the storage, so its memory stays whatever becomes of the record.
-        record.writing = space.writer.submit(_write, space.file, record.content, offset)
+        record.writing = space.writer.submit(write_storage, space.file, record.content, offset)
         self._in_flight.append(weakref.ref(record))
         self._live[record.number] = weakref.ref(record)
         return record
@@ -201,7 +207,7 @@ class SpillStore:
     def _wait_for_room(self) -> None:
         while True:
             with self._lock:
-                self.reap()
+                self._reap()
                 oldest = self._oldest()
                 if self._waiting_bytes <= self._options.in_flight_bytes or oldest is None:
                     return
@@ -224,12 +230,16 @@ class SpillStore:
         been counted in the tensor's version.
         """
         with self._lock:
-            while (record := self._oldest()) is not None:
-                writing = record.writing
-                if writing is None or not writing.done():
-                    return
-                self._in_flight.popleft()
-                self._finish(record, writing)
+            self._reap()
+
+    def _reap(self) -> None:
+        self._drain()
+        while (record := self._oldest()) is not None:
+            writing = record.writing
+            if writing is None or not writing.done():
+                return
+            self._in_flight.popleft()
+            self._finish(record, writing)
 
     def _finish(self, record: SpillRecord, writing: Future[int]) -> None:
         assert record.content is not None
@@ -242,8 +252,8 @@ class SpillStore:
         record.checksum = writing.result()
         record.changed = record.content._version != record.version
         record.content = None
-        self.stored_bytes += record.nbytes
-        self.stored_peak_bytes = max(self.stored_peak_bytes, self.stored_bytes)
+        self._stored_bytes += record.nbytes
+        self.stored_peak_bytes = max(self.stored_peak_bytes, self._stored_bytes)
 
     def _fall_back(self, record: SpillRecord, problem: OSError) -> None:
         """The record stays in memory; its place, which failed, is not given to another.
@@ -280,7 +290,7 @@ class SpillStore:
             SpillError: it cannot be read, or reads differently from what was written.
         """
         with self._lock:
-            self.reap()
+            self._reap()
             content = record.content
             if record.changed or (content is not None and content._version != record.version):
                 raise SavedTensorError(
@@ -294,7 +304,9 @@ class SpillStore:
             if reading is None:
                 return self._share(record, None)
             self._read_ahead(record)
-        return self._share(record, reading.result())
+        found = reading.result()
+        with self._lock:
+            return self._share(record, found)
 
     def _take_read(self, record: SpillRecord) -> Future[Tensor] | None:
         """The record's reading, begun now if it was not; None if the last one read was it."""
@@ -306,20 +318,19 @@ class SpillStore:
 
     def _share(self, record: SpillRecord, found: Tensor | None) -> torch.UntypedStorage:
         """Remember what was read for as long as another save of the same storage may follow."""
-        with self._lock:
-            if found is None:
-                assert self._shared is not None
-                found = self._shared[1]
-            record.loads += 1
-            more = record.users > 1 and record.loads % record.users != 0
-            self._shared = (record.number, found) if more else None
+        if found is None:
+            assert self._shared is not None
+            found = self._shared[1]
+        record.loads += 1
+        more = record.users > 1 and record.loads % record.users != 0
+        self._shared = (record.number, found) if more else None
         return found.untyped_storage()
 
     def _begin_read(self, record: SpillRecord) -> Future[Tensor]:
         buffer = torch.empty(record.nbytes, dtype=torch.uint8)
         space = record.space if record.space.process == os.getpid() else self._open()
         what = (record.space.file, buffer, record.offset, record.checksum, record.site)
-        return space.reader.submit(_read, *what)
+        return space.reader.submit(read_storage, *what)
 
     def _read_ahead(self, record: SpillRecord) -> None:
         """Begin to read those that backward will want next: the ones spilled before."""
@@ -353,23 +364,35 @@ class SpillStore:
     # --- ends -------------------------------------------------------------------------------
 
     def _release(self, record: SpillRecord) -> None:
-        with self._lock:
-            self._live.pop(record.number, None)
-            _, reading = self._ahead.pop(record.number, (0, None))
-            if reading is not None:
-                reading.cancel()
-            if self._shared is not None and self._shared[0] == record.number:
-                self._shared = None
-            if record.writing is not None:
-                # Even if it runs: the one writer writes whoever comes next here only afterwards.
-                record.writing.cancel()
-                self._waiting_bytes -= record.nbytes
-            elif record.content is not None:
-                self._fallen_back_bytes -= record.nbytes
-                return
-            else:
-                self.stored_bytes -= record.nbytes
-            record.space.extents.give_back(record.offset, record.nbytes)
+        """Nobody holds the record any more. Never waits, because anybody may be the last."""
+        self._dropped.append(record)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._drain()
+            finally:
+                self._lock.release()
+
+    def _drain(self) -> None:
+        while self._dropped:
+            self._forget(self._dropped.popleft())
+
+    def _forget(self, record: SpillRecord) -> None:
+        self._live.pop(record.number, None)
+        _, reading = self._ahead.pop(record.number, (0, None))
+        if reading is not None:
+            reading.cancel()
+        if self._shared is not None and self._shared[0] == record.number:
+            self._shared = None
+        if record.writing is not None:
+            # Even if it runs: the one writer writes whoever comes next here only afterwards.
+            record.writing.cancel()
+            self._waiting_bytes -= record.nbytes
+        elif record.content is not None:
+            self._fallen_back_bytes -= record.nbytes
+            return
+        else:
+            self._stored_bytes -= record.nbytes
+        record.space.extents.give_back(record.offset, record.nbytes)
 
     def close(self) -> None:
         """End the threads and give the file's space back; records that live are lost."""
@@ -393,70 +416,3 @@ class SpillStore:
             return self._options.quota_bytes
         place = self._options.directory or tempfile.gettempdir()
         return int(DEFAULT_QUOTA_SHARE * shutil.disk_usage(place).free)
-
-
-# --- on the threads -------------------------------------------------------------------------
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """The whole storage of a CPU tensor; valid while the tensor lives."""
-    storage = tensor.untyped_storage()
-    array: Any = (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())
-    return memoryview(array).cast("B")
-
-
-def _write(file: SpillFile, content: Tensor, offset: int) -> int:
-    """Write a storage at an offset; returns its checksum once it is on the disk."""
-    view, checksum, before = _bytes_of(content), 0, None
-    for start in range(0, len(view), CHUNK_BYTES):
-        chunk = view[start : start + CHUNK_BYTES]
-        checksum = zlib.crc32(chunk, checksum)
-        _write_whole(file, chunk, offset + start)
-        if before is not None:
-            file.settle(*before)
-        before = (offset + start, len(chunk))
-    if before is not None:
-        file.settle(*before)
-    return checksum
-
-
-def _write_whole(file: SpillFile, chunk: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(chunk):
-        count = file.write(chunk[done:], offset + done)
-        if count == 0:
-            raise OSError(errno.ENOSPC, "it takes no more bytes")
-        done += count
-
-
-def _read(file: SpillFile, into: Tensor, offset: int, checksum: int, site: str) -> Tensor:
-    view, found = _bytes_of(into), 0
-    where = f"the tensor saved at {site}, {format_bytes(len(view))} at offset {offset} of the file"
-    for start in range(0, len(view), CHUNK_BYTES):
-        chunk = view[start : start + CHUNK_BYTES]
-        _read_whole(file, chunk, offset + start, where)
-        found = zlib.crc32(chunk, found)
-    if found != checksum:
-        raise SpillError(
-            f"asked for {where}: checksum {found:08x}, but {checksum:08x} was written; "
-            "the disk or its memory is failing: spill elsewhere, or train without"
-        )
-    return into
-
-
-def _read_whole(file: SpillFile, chunk: memoryview, offset: int, where: str) -> None:
-    done = 0
-    while done < len(chunk):
-        try:
-            count = file.read(chunk[done:], offset + done)
-        except OSError as error:
-            raise SpillError(
-                f"asked for {where}: the disk answered: {error.strerror or error}; "
-                "spill elsewhere, or train without"
-            ) from error
-        if count == 0:
-            raise SpillError(
-                f"asked for {where}: the file ends at {offset + done}; "
-                "spill elsewhere, or train without"
-            )
-        done += count
