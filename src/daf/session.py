@@ -49,6 +49,8 @@ from daf.units import format_bytes, parse_optional_bytes
 
 # A measured small step needs the gradients and about as much again in workspaces and activations.
 ROOM_TO_MEASURE = 4
+# Measuring again takes seconds; a budget must grow by this much to be worth it.
+REPROFILE_GROWTH = 1.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,7 +399,7 @@ class Session:
         if self._profile is None:
             return True
         left_out = len(self._profile.measurements) < len(self._names)
-        return left_out and budget_bytes > self._profiled_budget_bytes
+        return left_out and budget_bytes > REPROFILE_GROWTH * self._profiled_budget_bytes
 
     def _replan(self, budget_bytes: int) -> Plan:
         assert self._profile is not None
