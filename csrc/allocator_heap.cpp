@@ -224,6 +224,10 @@ uint64_t BlockHeap::release(void* pointer) {
   const uint64_t keep_bytes = open_ ? cap_bytes_ : 0;
   const uint64_t recycled = account_.recycled.current();
   if (recycled > keep_bytes) shed_locked(recycled - keep_bytes);
+  // Above a limit that was lowered meanwhile, what is freed goes back instead of being kept.
+  const uint64_t held = account_.held.current();
+  const uint64_t limit = account_.limit.load();
+  if (held > limit) shed_locked(held - limit);
   return bytes;
 }
 

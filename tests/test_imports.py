@@ -16,6 +16,7 @@ ROWS = (
     ("daf.training", 7),
     ("daf.report", 6),
     ("daf.session", 5),
+    ("daf.adapting", 5),
     ("daf.profiler", 4),
     ("daf.planner", 4),
     ("daf.governor", 4),

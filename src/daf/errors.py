@@ -37,6 +37,10 @@ class PoolFullError(DafError, MemoryError):
     """The paged pool cannot hold what was asked, even after giving up all that it may."""
 
 
+class SpillError(DafError, OSError):
+    """Tensors cannot be spilled as asked, or one that was spilled cannot be read again."""
+
+
 class NonFiniteLossError(DafError, FloatingPointError):
     """The loss became inf or NaN; the parameters are those from before that step."""
 

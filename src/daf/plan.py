@@ -34,6 +34,7 @@ class Method(StrEnum):
     PACK = "pack"
     DROP = "drop"
     REDERIVE = "rederive"
+    SPILL = "spill"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,8 @@ class CaptureStats:
     instead, headers and padding included, and of a pool also its free pages,
     page tables and records. Peaks are over the step. ``evicted``: planes that
     the pool gave up in the step, under its cap or the process's limit, and
-    their bytes.
+    their bytes. ``spilled``: on disk, now and at most in the step; what is on its
+    way there, or read back before it is wanted, counts as held.
     """
 
     plain_bytes: int
@@ -151,6 +153,8 @@ class CaptureStats:
     sites: int
     evicted_planes: int = 0
     evicted_bytes: int = 0
+    spilled_bytes: int = 0
+    spilled_peak_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +164,7 @@ class SiteReport:
     ``treatment`` is what was really done, which is *keep* where the policy's
     own treatment could not be applied soundly. ``held_bytes`` is as it was when
     the tensor was saved; ``evicted_bytes`` of that were given up since, as far
-    as the pool's list reached.
+    as the pool's list reached. ``spilled_bytes`` went to disk.
     """
 
     site: Site
@@ -169,6 +173,7 @@ class SiteReport:
     plain_bytes: int
     held_bytes: int
     evicted_bytes: int = 0
+    spilled_bytes: int = 0
 
     def as_dict(self) -> dict[str, str | int]:
         """One row of plain values, for tables and JSON."""
@@ -180,6 +185,7 @@ class SiteReport:
             "plain_bytes": self.plain_bytes,
             "held_bytes": self.held_bytes,
             "evicted_bytes": self.evicted_bytes,
+            "spilled_bytes": self.spilled_bytes,
         }
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from daf import governor, planner
+from daf.adapting import Adapting, BudgetChange, Evidence, replan
 from daf.errors import BudgetError, NonFiniteLossError, PlatformError, PoolFullError
 from daf.execution.capture import Capture
 from daf.execution.microbatch import (
@@ -32,6 +33,7 @@ from daf.execution.nonfinite import first_nonfinite
 from daf.execution.release import GradientRelease, ReleaseMode
 from daf.memory import compiler, measure
 from daf.memory.keeper import MemoryKeeper
+from daf.memory.recycling import unsupported_reason
 from daf.plan import (
     Measurement,
     Plan,
@@ -43,10 +45,13 @@ from daf.plan import (
 )
 from daf.profiler import Profiler, gradient_bytes, parameter_bytes
 from daf.store.default import make_store
-from daf.units import format_bytes, parse_bytes, parse_optional_bytes
+from daf.store.spill import SpillOptions
+from daf.units import format_bytes, parse_optional_bytes
 
 # A measured small step needs the gradients and about as much again in workspaces and activations.
 ROOM_TO_MEASURE = 4
+# Measuring again takes seconds; a budget must grow by this much to be worth it.
+REPROFILE_GROWTH = 1.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,7 @@ class StepReport:
     codes were given up under the pool's cap or the budget, least important first.
     ``released_gradients`` were stepped and freed inside backward; ``overrun_bytes``
     is what such a step, which cannot be retried, needed beyond the budget to finish.
+    ``budget_bytes`` was in force at its end (None: no budget).
     """
 
     loss: float
@@ -67,6 +73,7 @@ class StepReport:
     evicted_bytes: int = 0
     released_gradients: int = 0
     overrun_bytes: int = 0
+    budget_bytes: int | None = None
 
 
 class Session:
@@ -75,8 +82,12 @@ class Session:
     Args:
         model: any ``nn.Module`` on the CPU (a GPU model is trained without a budget).
         optimizer: any ``torch.optim.Optimizer`` over its parameters.
-        budget: bytes as ``"700MB"`` or an int, the process's floor included;
-            None trains without a limit.
+        budget: the whole process's, its floor included: bytes as ``"700MB"`` or an int, a
+            fraction of the machine as 0.5 or ``"50%"``, ``"auto"`` for what the machine can
+            spare, or a function that returns one of these and is called every 20 ms; None
+            trains without a limit. ``session.budget`` may be set at any moment, in mid-step
+            and from another thread too. Tighter limits of the system (memory cgroups, free
+            memory, ulimits) come first and are followed while it trains.
         bits: fixes the policy (1 … 8, ``"exact"``, ``"plain"``); None lets the
             planner choose. Without a budget None means ``"plain"``.
         seed: names the run in the codes' random rotations.
@@ -84,6 +95,7 @@ class Session:
             resident size now, less the model.
         allow_batchnorm_split: permit micro-batches although batch statistics
             then change.
+        spill: where tensors go whose treatment is *spill* (to disk), and how much of them.
         pool_bytes: the most that codes may hold, as bytes or ``"200MB"``; None: no cap of
             their own. Below what they need, planes of ``rotated`` codes are given up, the
             least important first, down to one bit; reports say how much. The attribute may
@@ -106,7 +118,7 @@ class Session:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        budget: str | int | None,
+        budget: governor.Budget,
         *,
         bits: int | str | None = None,
         seed: int = 0,
@@ -114,10 +126,10 @@ class Session:
         allow_batchnorm_split: bool = False,
         pool_bytes: str | int | None = None,
         release_gradients: ReleaseMode = False,
+        spill: SpillOptions | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
-        self.budget_bytes = None if budget is None else _effective_budget(budget)
         self.floor_bytes = floor_bytes or measure.resident_bytes() - parameter_bytes(model)
         self.plan: Plan | None = None
         self.predicted_peak_bytes: int | None = None
@@ -129,7 +141,7 @@ class Session:
         self._seed = seed
         self._allow_split = allow_batchnorm_split
         store = make_store(parse_optional_bytes(pool_bytes))
-        self._capture = Capture(model, store)
+        self._capture = Capture(model, store, spill)
         self._release = GradientRelease(
             release_gradients, model, optimizer, self._capture.parameter_reads
         )
@@ -139,6 +151,10 @@ class Session:
         self._planned_for_bytes = 0
         self._peak_bytes = 0
         self._keeper = MemoryKeeper(store.give_back)
+        self._adapting = Adapting(budget, self._keeper, self._capture.release_scratch)
+        self._planned_budget_bytes = self.budget_bytes
+        self._profiled_budget_bytes = 0
+        self._evidence: Evidence | None = None
         if self.budget_bytes is not None:
             _refuse_gpu(model)
         measure.reset_peak()
@@ -155,8 +171,45 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """Undo what was set in the process (see ``settings``)."""
+        """Undo what was set in the process (see ``settings``), and watch no limits any more."""
+        self._adapting.close()
         self._keeper.close()
+
+    @property
+    def budget(self) -> governor.Budget:
+        """What was asked; set it at any moment, from any thread: it acts at once.
+
+        A lower budget in mid-step: recycled memory goes back and the pool gives
+        up planes before this returns; the step finishes, or is tried again under
+        a tighter plan if it needs more. The next step is planned anew.
+
+        Raises:
+            UnitError: it is no budget; the one before stays.
+        """
+        return self._adapting.asked
+
+    @budget.setter
+    def budget(self, value: governor.Budget) -> None:
+        if value is not None:
+            _refuse_gpu(self.model)
+        self._adapting.ask(value)
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The budget in force now: what was asked, or less where a limit of the system is tighter.
+
+        Setting it is setting ``budget``.
+        """
+        return self._adapting.budget_bytes
+
+    @budget_bytes.setter
+    def budget_bytes(self, value: int | None) -> None:
+        self.budget = value
+
+    @property
+    def budget_history(self) -> list[BudgetChange]:
+        """Every budget that was in force, with the reason and what was given up at once."""
+        return list(self._adapting.history)
 
     @property
     def settings(self) -> list[str]:
@@ -211,6 +264,8 @@ class Session:
             return self.plan
         self._refuse_without_room_to_measure()
         self._planned_for_bytes = batch_bytes(batch)
+        self._planned_budget_bytes = self._profiled_budget_bytes = self.budget_bytes
+        self._evidence = None
         self._keeper.open()
         with self._keeper.unbounded():
             self._profile = self._measure_profile(batch, loss_fn, on_progress)
@@ -241,6 +296,7 @@ class Session:
             ReleaseRefusedError: gradients must be released, and something needs them later.
             CommittedStepError: backward failed after parameters had been updated.
         """
+        self._follow_budget(self._adapting.begin_step())
         if self.budget_bytes is not None and batch_bytes(batch) > self._planned_for_bytes:
             self.plan = self._first = None
         plan = self.plan or self.prepare(batch, loss_fn)
@@ -270,6 +326,7 @@ class Session:
             stats.evicted_bytes,
             self._release.count.released,
             self._keeper.overrun_bytes,
+            self.budget_bytes,
         )
 
     def explain(self) -> list[dict[str, Any]]:
@@ -285,6 +342,8 @@ class Session:
             "seed": self._seed,
             "step_index": self._step_index,
             "planned_for_bytes": self._planned_for_bytes,
+            "planned_budget_bytes": self._planned_budget_bytes,
+            "profiled_budget_bytes": self._profiled_budget_bytes,
             "predicted_peak_bytes": self.predicted_peak_bytes,
             "peak_bytes": self.peak_bytes,
             "saved_bytes_plain": self.saved_bytes_plain,
@@ -300,6 +359,8 @@ class Session:
         self._seed = state["seed"]
         self._step_index = state["step_index"]
         self._planned_for_bytes = state["planned_for_bytes"]
+        self._planned_budget_bytes = state["planned_budget_bytes"]
+        self._profiled_budget_bytes = state["profiled_budget_bytes"]
         self.predicted_peak_bytes = state["predicted_peak_bytes"]
         self._peak_bytes = state["peak_bytes"]
         self.saved_bytes_plain = state["saved_bytes_plain"]
@@ -344,13 +405,45 @@ class Session:
         if not plan.return_freed_blocks:
             self._keeper.close()
 
+    def _follow_budget(self, budget_bytes: int | None) -> None:
+        """Plan anew if the budget is another one than the plan was made for.
+
+        Raises:
+            BudgetError: no plan can hold it; parameters are untouched.
+        """
+        if budget_bytes == self._planned_budget_bytes or self.plan is None:
+            return
+        self._planned_budget_bytes = budget_bytes
+        if budget_bytes is None or self._must_profile_again(budget_bytes):
+            self._keeper.close()
+            self.plan = self._first = None
+            return
+        self._replan(budget_bytes)
+
+    def _must_profile_again(self, budget_bytes: int) -> bool:
+        """Nothing was measured, or policies were left out that would fit now."""
+        if self._profile is None:
+            return True
+        left_out = len(self._profile.measurements) < len(self._names)
+        return left_out and budget_bytes > REPROFILE_GROWTH * self._profiled_budget_bytes
+
+    def _replan(self, budget_bytes: int) -> Plan:
+        assert self._profile is not None
+        can_refuse = unsupported_reason() is None
+        plan, self._first = replan(
+            self._profile, budget_bytes, self._names, self._evidence, can_refuse=can_refuse
+        )
+        if plan.return_freed_blocks:
+            self._keeper.open()
+        self._adopt(plan)
+        return plan
+
     def _within_budget(self, batch: Any, loss_fn: LossFunction, plan: Plan) -> tuple[float, Plan]:
         """The gradient under this plan, or under a tighter one if an allocation was refused."""
         before = _Before(self.model)
         while True:
             refusals = self._keeper.refusals()
-            if self.budget_bytes is not None:
-                self._keeper.bound(plan.predicted_peak_bytes, self.budget_bytes)
+            self._adapting.bound(plan)
             try:
                 return self._forward_backward(batch, loss_fn, plan, before), plan
             except (RuntimeError, PoolFullError) as error:
@@ -374,6 +467,11 @@ class Session:
         """
         if self._profile is None or self.budget_bytes is None:
             return None
+        if self.budget_bytes != self._planned_budget_bytes:  # it moved in mid-step
+            self._planned_budget_bytes = self.budget_bytes
+            moved = self._replan(self.budget_bytes)
+            if moved.predicted_peak_bytes < plan.predicted_peak_bytes:
+                return self._first or moved
         tighter = planner.tighter(plan, self._profile, self.budget_bytes, self._names)
         if tighter is not None:
             self._first = None
@@ -462,16 +560,13 @@ class Session:
         assert self.plan
         assert self._first
         assert self._profile
-        assert self.budget_bytes
-        settled = planner.settle(
-            self.plan,
-            self._profile,
-            self._first,
-            measured_peak_bytes,
-            self.budget_bytes,
-            self._names,
-        )
+        self._evidence = Evidence(self._first, measured_peak_bytes)
         self._first = None
+        budget_bytes = self._planned_budget_bytes
+        if budget_bytes is None or budget_bytes != self.budget_bytes:
+            return  # it moved in mid-step; the next one is planned anew
+        evidence, names = self._evidence, self._names
+        settled = planner.settle(self.plan, self._profile, *evidence, budget_bytes, names)
         self._adopt(settled)
 
 
@@ -487,10 +582,6 @@ class _Before:
             for buffer, value in self._buffers:
                 buffer.copy_(value)
         torch.set_rng_state(self._random_state)
-
-
-def _effective_budget(budget: str | int) -> int:
-    return governor.todays_budget(parse_bytes(budget))[0]
 
 
 def _refuse_gpu(model: nn.Module) -> None:

@@ -75,6 +75,17 @@ def interrupts_twice(classes):
     return Tiny(classes, lambda step: step == 2, interrupt)
 
 
+def squeezes(classes):
+    """In the midst of its second step, lowers the budget of the session that trains it."""
+    import gc
+    from daf.session import Session
+    def squeeze(x):
+        for session in [each for each in gc.get_objects() if isinstance(each, Session)]:
+            session.budget = "900MB"
+        return x
+    return Tiny(classes, lambda step: step == 2, squeeze)
+
+
 def tells_of_itself(classes):
     """Leaves the modules that were imported, and the sizes of the test batches it saw."""
     model = Tiny(classes)

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 
 from daf.cli.display import LiveDisplay
+from daf.report.machine import survey
 from daf.training.observer import StepRecord
 
 Daf = Callable[..., Any]
@@ -75,6 +76,24 @@ def test_doctor_says_what_the_machine_is(daf: Daf) -> None:
     people = daf("doctor").out
     for expected in ("instruction sets", "cores", torch.__version__, "mallopt", "clear_refs"):
         assert expected in people
+
+
+def test_doctor_says_what_auto_would_be_and_follows(daf: Daf) -> None:
+    memory = daf("doctor", "--json").json["memory"]
+    assert 0 < memory["auto_budget_bytes"] < memory["total_bytes"]
+    assert "left to others" in memory["auto_budget_reason"]
+    assert all(Path(each).exists() for each in memory["pressure_files"])
+    assert memory["auto_budget_reason"] in daf("doctor").out
+
+
+def test_doctor_says_what_a_gpu_has_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"is_available": True, "device_count": 1}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (30, 80))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 12)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A GPU")
+    assert survey()["gpus"] == [{"name": "A GPU", "memory_bytes": 80, "spare_bytes": 42}]
 
 
 def test_version(daf: Daf) -> None:

@@ -71,6 +71,33 @@ def test_a_run_within_a_budget_leaves_everything_it_promises(daf_process: Daf) -
     assert not list(Path("run").rglob("*.part"))
 
 
+def test_a_budget_that_moves_is_in_the_run_s_records_and_its_picture(daf_process: Daf) -> None:
+    ran = daf_process(*options("tiny_models:squeezes", budget="1GB", max_steps=3), "--json")
+    assert ran.code == 0, ran.err
+    folder = Path("run")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["budget_bytes"] for line in lines] == [10**9, 9 * 10**8, 9 * 10**8]
+    assert [len(line["budget_changes"]) for line in lines] == [0, 1, 0]
+    change = lines[1]["budget_changes"][0]
+    assert (change["budget_bytes"], change["reason"]) == (9 * 10**8, "as asked")
+    assert change["evicted_bytes"] == 0
+    memory = [json.loads(line) for line in (folder / "memory.jsonl").read_text().splitlines()]
+    budgets = [line for line in memory if "budget_bytes" in line]
+    assert [line["budget_bytes"] for line in budgets] == [10**9, 9 * 10**8]
+    assert budgets[1]["seconds"] == change["time_s"] > budgets[0]["seconds"]
+    assert ran.json["budget_bytes"] == 9 * 10**8
+    assert (folder / "memory.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize("asked", ["auto", "0.5", "50%"])
+def test_a_budget_may_be_automatic_or_a_fraction(daf_process: Daf, asked: str) -> None:
+    ran = daf_process(*options("tiny_models:classifier", budget=asked, max_steps=1), "--json")
+    assert ran.code == 0, ran.err
+    assert ran.json["peak_bytes"] <= ran.json["budget_bytes"]
+    stored = json.loads((Path("run") / "run.json").read_text())["budget"]
+    assert stored == ("auto" if asked == "auto" else 0.5)
+
+
 @pytest.mark.parametrize("budget", ["none", "1GB"])
 def test_an_interrupted_run_goes_on_to_the_same_result_bit_for_bit(
     daf_process: Daf, budget: str

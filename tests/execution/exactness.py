@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from daf.execution.capture import compress
 from daf.execution.microbatch import tensors_in_batch
-from daf.plan import SiteReport
+from daf.plan import Policy, SiteReport
 
 Case = Callable[[], tuple[nn.Module, tuple[Any, ...]]]
 
@@ -33,28 +33,33 @@ class Behind(nn.Module):
         return self.inner(*(t.clone() if isinstance(t, Tensor) else t for t in inputs))
 
 
-def outcome(case: Case, bits: int | str | None, dtype: torch.dtype = torch.float32) -> Outcome:
-    """One forward and backward; ``bits`` None: plain PyTorch."""
+How = int | str | Policy | None
+
+
+def outcome(case: Case, how: How, dtype: torch.dtype = torch.float32) -> Outcome:
+    """One forward and backward under bits or a policy; None: plain PyTorch."""
     torch.manual_seed(3)
     module, inputs = case()
     module = Behind(module).to(dtype).train()
     inputs = _require_gradients(inputs, dtype)
-    if bits is None:
+    if how is None:
         outputs = _outputs(module(*inputs))
         _backward(outputs)
         return Outcome(_everything(module, inputs, outputs), ())
-    capture = compress(module, bits)
+    policy = how if isinstance(how, Policy) else None
+    capture = compress(module, 2 if isinstance(how, Policy) else how, policy=policy)
     with capture:
         outputs = _outputs(module(*inputs))
     _backward(outputs)
     assert capture.stats.plain_bytes == 0, "something outlived backward"
     assert capture.stats.held_bytes == 0, "something outlived backward"
+    assert capture.stats.spilled_bytes == 0, "something outlived backward"
     return Outcome(_everything(module, inputs, outputs), capture.sites())
 
 
-def assert_exact(case: Case, dtype: torch.dtype = torch.float32) -> Outcome:
+def assert_exact(case: Case, dtype: torch.dtype = torch.float32, how: How = "exact") -> Outcome:
     """Captured with lossless treatments only, everything equals plain PyTorch's, bit for bit."""
-    plain, exact = outcome(case, None, dtype), outcome(case, "exact", dtype)
+    plain, exact = outcome(case, None, dtype), outcome(case, how, dtype)
     differing = _differing(plain, exact)
     if differing:
         again = _differing(plain, outcome(case, None, dtype))

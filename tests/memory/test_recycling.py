@@ -480,3 +480,14 @@ def test_a_block_freed_twice_ends_the_process_with_a_message() -> None:
     """)
     assert done.returncode < 0
     assert "freed twice" in done.stderr
+
+
+def test_above_a_lowered_limit_a_freed_block_goes_back_instead_of_being_kept() -> None:
+    with RecyclingAllocator() as allocator:
+        kept, freed = block(16), block(64)
+        allocator.limit_bytes = number("held_bytes.current") - 24 * MIB
+        assert number("held_bytes.current") == allocator.limit_bytes + 24 * MIB
+        del freed
+        assert number("held_bytes.current") == allocator.limit_bytes
+        assert number("recycled_bytes.current") == 40 * MIB
+        assert kept[-1].item() == 3.0

@@ -45,6 +45,34 @@ def test_the_title_says_how_the_budget_was_kept() -> None:
     assert plain == "resnet18 on cifar10, trained plainly, peaked at 550 MB"
 
 
+def test_the_title_of_a_budget_that_moved_says_between_what() -> None:
+    moved = [(0.0, 700.0), (2.0, 300.0), (3.0, None), (4.0, 500.0)]
+    assert title(SUMMARY, moved) == "resnet18 on cifar10 followed a budget between 300 and 700 MB"
+    assert title(SUMMARY, [(0.0, 600.0)]) == title(SUMMARY)
+
+
+def red_columns(path: Path, rows: slice) -> int:
+    """In how many columns of these rows (from above, as shares) the budget's red is seen."""
+    pixels = np.asarray(Image.open(path).convert("RGB")).astype(int)
+    height = len(pixels)
+    part = pixels[int(rows.start * height) : int(rows.stop * height), : int(0.7 * pixels.shape[1])]
+    red = (part[..., 0] > 150) & (part[..., 1] < 90) & (part[..., 2] < 90)
+    return int(red.any(axis=0).sum())
+
+
+def test_a_budget_that_moved_is_drawn_as_steps(run: Path) -> None:
+    assert draw_memory_picture(run) == ""
+    level = red_columns(run / "memory.png", slice(0.5, 0.9))
+    with (run / "memory.jsonl").open("a") as log:
+        for seconds, budget in ((-0.5, 600), (1.0, 250), (3.5, 600)):
+            log.write(json.dumps({"seconds": seconds, "budget_bytes": budget * 10**6}) + "\n")
+    assert read_memory(run / "memory.jsonl").budgets == [(0.0, 600), (1.0, 250), (3.5, 600)]
+    assert draw_memory_picture(run) == ""
+    # In the lower half of the picture there is red only while the budget was low.
+    assert level == 0
+    assert red_columns(run / "memory.png", slice(0.5, 0.9)) > 200
+
+
 def test_levels_are_those_that_the_run_has_lowest_first() -> None:
     assert [level.megabytes for level in levels_of(SUMMARY)] == [300, 550, 560, 600]
     plain = SUMMARY | {"budget_bytes": None, "predicted_peak_bytes": None}

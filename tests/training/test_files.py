@@ -239,13 +239,13 @@ def test_what_a_crash_logged_after_the_checkpoint_is_dropped(tmp_path: Path) -> 
 
 def test_settings_survive_and_may_only_be_lengthened(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    settings = TrainSettings("resnet20", epochs=2, bits="exact", budget_bytes=7)
+    settings = TrainSettings("resnet20", epochs=2, bits="exact", budget=7)
     folder.claim()
     folder.begin(settings)
     assert folder.read_settings() == settings
     assert settings.resumed_with({"epochs": 3, "bits": "exact"}).epochs == 3
-    with pytest.raises(RunFolderError, match="budget_bytes = 8, but the run was begun with 7"):
-        settings.resumed_with({"budget_bytes": 8})
+    with pytest.raises(RunFolderError, match="budget = 8, but the run was begun with 7"):
+        settings.resumed_with({"budget": 8})
 
 
 def test_settings_of_another_version_are_refused(tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ from daf.bench import allocator as allocator_bench
 from daf.bench import kernels as kernels_bench
 from daf.bench import main_job
 from daf.bench import pool as pool_bench
+from daf.bench import pressure as pressure_bench
 from daf.bench.kernels_picture import draw_roofline
 from daf.bench.pool_picture import draw_times
+from daf.bench.pressure_picture import draw_pressure
 from daf.bench.result import BenchResult
 from daf.report.allocator_picture import draw_trade
 
@@ -86,6 +88,24 @@ def pool_command(
         result = pool_bench.run(job, on_progress=status.update)
     if picture is not None:
         draw_times(result.rows, picture)
+    show(result, as_json=as_json)
+
+
+@app.command("pressure")
+def pressure_command(
+    picture: Annotated[
+        Path | None,
+        typer.Option(help="Draw budget, memory and throughput over time into this PNG file."),
+    ] = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Halve a run's budget in mid-step, restore it, then squeeze it by a second process."""
+    job = pressure_bench.quick_job() if quick else pressure_bench.full_job()
+    with Console(stderr=True).status("starting") as status:
+        result = pressure_bench.run(job, on_progress=status.update)
+    if picture is not None:
+        draw_pressure(result.rows, picture)
     show(result, as_json=as_json)
 
 

@@ -58,7 +58,7 @@ class LineDisplay(Observer):
         self._said_s = now_s
         self.note(
             f"step {record.step}/{self._total_steps}  {_progress_text(record)}  "
-            f"memory {_memory_text(record, self._budget_bytes)}"
+            f"memory {_memory_text(record, record.budget_bytes or self._budget_bytes)}"
         )
 
     def evaluated(self, epoch: int, metric_name: str, metric: float) -> None:
@@ -103,7 +103,7 @@ class LiveDisplay(LineDisplay):
         steps = ProgressBar(self._total_steps, record.step, width=_BAR_WIDTH)
         epoch = f"step {record.step}/{self._total_steps} · epoch {record.epoch}"
         grid.add_row("progress", steps, epoch)
-        budget = self._budget_bytes
+        budget = record.budget_bytes or self._budget_bytes
         bar = ProgressBar(budget or record.peak_bytes, record.resident_bytes, width=_BAR_WIDTH)
         grid.add_row("memory", bar, _memory_text(record, budget))
         grid.add_row("training", _progress_text(record))

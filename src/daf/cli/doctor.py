@@ -46,6 +46,9 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     memory = facts["memory"]
     free = f"{format_bytes(memory['available_bytes'])} free"
     yield "memory", f"{format_bytes(memory['total_bytes'])}, {free}"
+    auto = f"{format_bytes(memory['auto_budget_bytes'])} ({memory['auto_budget_reason']})"
+    yield "--budget auto", auto
+    yield "pressure stalls", ", ".join(memory["pressure_files"]) or "not told"
     yield "cgroup limit", _limit(memory["cgroup_limit_bytes"])
     yield "address space limit", _limit(memory["address_space_limit_bytes"])
     yield "huge pages", memory["huge_pages"] or "not offered"

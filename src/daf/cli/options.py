@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 
 from daf.errors import UnknownNameError
+from daf.governor import AUTO, parse_budget
 from daf.training.data import DATA_FORMS
 from daf.training.models import MODEL_NAMES, Goal
 from daf.training.settings import MEMORY_FORMATS, OPTIMIZERS
-from daf.units import parse_bytes
 
 Model = Annotated[
     str | None, typer.Argument(help=f"{', '.join(MODEL_NAMES)}, or package.module:factory.")
@@ -18,7 +18,10 @@ Model = Annotated[
 Data = Annotated[str, typer.Argument(help=f"{', '.join(DATA_FORMS)}.")]
 Budget = Annotated[
     str | None,
-    typer.Option(help="Bytes for the whole process, such as 700MB; 'none' trains plainly."),
+    typer.Option(
+        help="For the whole process: bytes such as 700MB, a fraction of the machine such as 0.5, "
+        "'auto' for what it can spare; 'none' trains plainly."
+    ),
 ]
 BatchSize = Annotated[int, typer.Option(min=1, help="Examples per step.")]
 Seed = Annotated[int, typer.Option(min=0, help="Of weights, order, augmentation and codes.")]
@@ -76,13 +79,17 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no
 _NO_BUDGET = "none"
 
 
-def read_budget(text: str) -> int | None:
-    """Bytes of a ``--budget``; None for ``none``.
+def read_budget(text: str) -> int | float | str | None:
+    """A ``--budget``: bytes, a fraction, ``"auto"``, or None for ``none``.
 
     Raises:
-        UnitError: the text is neither.
+        UnitError: the text is none of these.
     """
-    return None if text.strip().lower() == _NO_BUDGET else parse_bytes(text)
+    if text.strip().lower() == _NO_BUDGET:
+        return None
+    request = parse_budget(text)
+    assert request is not None
+    return AUTO if request.is_auto else request.nbytes or request.fraction
 
 
 def read_bits(text: str | None) -> int | str | None:

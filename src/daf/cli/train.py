@@ -100,12 +100,14 @@ def asked_settings(ctx: typer.Context) -> dict[str, Any]:
     resume = values.pop("resume", False)
     for name in ("out", "as_json"):
         values.pop(name, None)
-    budget = values.pop("budget")
+    budget = values["budget"]
     if not resume and values["model"] is None:
         raise typer.BadParameter("name a MODEL, such as resnet18")
     if not resume and budget is None:
-        raise typer.BadParameter("say --budget 700MB, or --budget none to train plainly")
-    values["budget_bytes"] = None if budget is None else options.read_budget(budget)
+        raise typer.BadParameter(
+            "say --budget 700MB, --budget auto, or --budget none to train plainly"
+        )
+    values["budget"] = None if budget is None else options.read_budget(budget)
     values["bits"] = options.read_bits(values["bits"])
     values["pool_bytes"] = parse_optional_bytes(values["pool_bytes"])
     return values
@@ -115,8 +117,7 @@ def _given(ctx: typer.Context, asked: dict[str, Any]) -> dict[str, Any]:
     """Those of the settings that stood on the command line."""
 
     def is_given(name: str) -> bool:
-        parameter = "budget" if name == "budget_bytes" else name
-        source = ctx.get_parameter_source(parameter)
+        source = ctx.get_parameter_source(name)
         return source is not None and source.name == "COMMANDLINE"
 
     return {name: value for name, value in asked.items() if is_given(name)}

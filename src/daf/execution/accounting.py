@@ -23,11 +23,17 @@ class Ledger:
 
     Codes are counted as their store counts itself while any of them lives: free
     pages and records of a pool included, planes given up no more.
-    ``told_bytes`` are the holdings' own, as each was when it began.
+    ``told_bytes`` are the holdings' own, as each was when it began. What waits
+    to be spilled, or was read back early, is asked of ``waiting_bytes``.
     """
 
-    def __init__(self, stored_bytes: Callable[[], int] | None = None) -> None:
+    def __init__(
+        self,
+        stored_bytes: Callable[[], int] | None = None,
+        waiting_bytes: Callable[[], int] = lambda: 0,
+    ) -> None:
         self._stored_bytes = stored_bytes
+        self._waiting_bytes = waiting_bytes
         self._told_stored_bytes = 0
         self.plain_bytes = 0
         self.plain_peak_bytes = 0
@@ -37,9 +43,14 @@ class Ledger:
     @property
     def held_bytes(self) -> int:
         """Bytes held now."""
+        told_bytes = self.told_bytes + self._waiting_bytes()
         if self._stored_bytes is None or not self._told_stored_bytes:
-            return self.told_bytes
-        return self.told_bytes - self._told_stored_bytes + self._stored_bytes()
+            return told_bytes
+        return told_bytes - self._told_stored_bytes + self._stored_bytes()
+
+    def note_held(self) -> None:
+        """What waits has grown."""
+        self.held_peak_bytes = max(self.held_peak_bytes, self.held_bytes)
 
     def add_plain(self, count: int) -> None:
         """Autograd would have begun to hold ``count`` bytes (negative: to let go of them)."""
@@ -52,7 +63,7 @@ class Ledger:
         if in_store:
             self._told_stored_bytes += count
         if count > 0:
-            self.held_peak_bytes = max(self.held_peak_bytes, self.held_bytes)
+            self.note_held()
 
     def reset_peaks(self) -> None:
         """Start the peaks anew from what is alive now."""

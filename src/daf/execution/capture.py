@@ -59,6 +59,7 @@ from daf.store.buffers import Store
 from daf.store.default import make_store
 from daf.store.pool import PagedStore
 from daf.store.scratch import Scratch
+from daf.store.spill import SpillOptions, SpillStore
 from daf.units import parse_optional_bytes
 
 _OUTSIDE_CALL = Call(None, (), {}, None, None)
@@ -70,19 +71,27 @@ _HOOKS_REFUSED = "saved tensor hooks"
 class Capture:
     """Replaces what autograd saves while one model runs; one thread at a time."""
 
-    def __init__(self, model: nn.Module, store: Store | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        store: Store | None = None,
+        spill: SpillOptions | SpillStore | None = None,
+    ) -> None:
         """Prepare for ``model``; codes go to ``store``, which is no other capture's.
 
         By default that is the paged pool (:func:`daf.store.default.make_store`).
+        ``spill`` says where *spill* treatments write; nothing is opened before one does.
         """
         self._model = model
         self._store = store = make_store() if store is None else store
-        self._ledger = Ledger(lambda: store.live_bytes)
+        self._spill = spill if isinstance(spill, SpillStore) else SpillStore(spill)
+        spilled = self._spill
+        self._ledger = Ledger(lambda: store.live_bytes, lambda: spilled.in_memory_bytes)
         self._evictions = Evictions(store)
         self._sources = Sources(self._ledger)
         self._tracker = SiteTracker(model)
         self._provenance = Provenance()
-        self._treater = Treater(store, self._ledger, self._provenance)
+        self._treater = Treater(store, spilled, self._ledger, self._provenance)
         self._scratch = Scratch()
         self.parameter_reads = ParameterReads()
         self._unpack = unpacker(self._scratch)
@@ -109,6 +118,7 @@ class Capture:
             CodecError: the policy asks for a treatment that is unsound at a site.
         """
         if micro_index == 0:
+            self._spill.reset_peak()
             self._ledger.reset_peaks()
             self._tracker.begin_step()
             self._evictions.begin()
@@ -134,8 +144,12 @@ class Capture:
             self._provenance.clear()
 
     def release_scratch(self) -> None:
-        """Give back the memory that decoded tensors lived in (it is kept for the next step)."""
+        """Give back what only saves time: memory that tensors were decoded in, or read into.
+
+        Any thread may.
+        """
         self._scratch.release()
+        self._spill.drop_read_ahead()
 
     @property
     def pool_bytes(self) -> int | None:
@@ -163,6 +177,7 @@ class Capture:
         """Bytes that plain PyTorch would hold and that are held, now and at peak over the step."""
         ledger = self._ledger
         self._evictions.collect()
+        self._spill.reap()
         return CaptureStats(
             plain_bytes=ledger.plain_bytes,
             plain_peak_bytes=ledger.plain_peak_bytes,
@@ -171,6 +186,8 @@ class Capture:
             sites=sum(1 for _ in self._tracker.used()),
             evicted_planes=self._evictions.planes,
             evicted_bytes=self._evictions.nbytes,
+            spilled_bytes=self._spill.stored_bytes,
+            spilled_peak_bytes=self._spill.stored_peak_bytes,
         )
 
     def sites(self) -> tuple[SiteReport, ...]:
@@ -218,6 +235,7 @@ class _Running:
         self._tracker = capture._tracker
         self._provenance = capture._provenance
         self._treater = capture._treater
+        self._spill = capture._spill
         self._evictions = capture._evictions
         self._parameter_reads = capture.parameter_reads
         self._policy = policy
@@ -308,10 +326,12 @@ class _Running:
         assert tensor is not None
         record.need = need
         plain_before, told_before = self._ledger.plain_bytes, self._ledger.told_bytes
+        spilled_before = self._spill.taken_bytes
         sources = tuple(self._sources.of(part) for part in strided_parts(tensor))
         held, record.treatment = self._hold(saved, tensor, need, record, sources, call)
         record.plain_bytes += self._ledger.plain_bytes - plain_before
         record.held_bytes += self._ledger.told_bytes - told_before
+        record.spilled_bytes += self._spill.taken_bytes - spilled_before
         saved.settle(held, sources)
 
     def _hold(
@@ -369,6 +389,7 @@ class compress:  # noqa: N801 - used as a statement, like torch.no_grad
         seed: int = 0,
         policy: Policy | None = None,
         pool_bytes: str | int | None = None,
+        spill: SpillOptions | None = None,
     ) -> None:
         """Prepare for ``model``.
 
@@ -381,6 +402,7 @@ class compress:  # noqa: N801 - used as a statement, like torch.no_grad
             pool_bytes: the most that codes may hold, as ``"200MB"`` or an int. Below what
                 they need, the least important planes of ``rotated`` codes are given up, down
                 to one bit; ``stats`` says how much. The attribute may be changed at any time.
+            spill: where tensors go whose treatment is *spill*, and how much of them.
 
         Raises:
             ValueError: ``bits`` is none of these, or ``pool_bytes`` cannot be read.
@@ -389,7 +411,7 @@ class compress:  # noqa: N801 - used as a statement, like torch.no_grad
         """
         self._policy = policy or policy_for(bits)
         self._model = model
-        self._capture = Capture(model, make_store(parse_optional_bytes(pool_bytes)))
+        self._capture = Capture(model, make_store(parse_optional_bytes(pool_bytes)), spill)
         self._seed = seed
         self._entries = 0
         self._open: list[AbstractContextManager[Capture]] = []

@@ -16,6 +16,7 @@ from daf.plan import Need, Site
 from daf.store.codec import Channels, DerivativeCode, IntegerCode, MaskCode, ValueCode
 from daf.store.layout import Layout
 from daf.store.scratch import Scratch
+from daf.store.spill import SpillRecord, SpillStore
 
 
 class _Sized(Protocol):
@@ -219,6 +220,34 @@ class Integers(Held):
         out = scratch.empty(self._layout)
         self._code.content.decode(out)
         return out
+
+
+class Spilled(Held):
+    """A view of a storage whose bytes are on disk; bit for bit, strides and offset included."""
+
+    __slots__ = ("_dtype", "_geometry", "_ledger", "_record", "_store")
+
+    def __init__(
+        self, store: SpillStore, record: SpillRecord, tensor: Tensor, ledger: Ledger
+    ) -> None:
+        super().__init__()
+        self._store = store
+        self._record = record
+        self._geometry = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        self._dtype = tensor.dtype
+        self._ledger = ledger
+        record.users += 1
+
+    def restore(self, scratch: Scratch) -> Tensor:  # noqa: ARG002 - a storage of its own
+        """The tensor as it was saved.
+
+        Raises:
+            SavedTensorError: it was changed in place since.
+            SpillError: it cannot be read again.
+        """
+        storage = self._store.load(self._record)
+        self._ledger.note_held()
+        return torch.empty(0, dtype=self._dtype).set_(storage, *self._geometry)
 
 
 class Saved:

@@ -20,7 +20,16 @@ _WORD = 2**64
 class SiteRecord:
     """What happened at one site since the step began (bytes)."""
 
-    __slots__ = ("held_bytes", "name_hash", "need", "plain_bytes", "site", "treatment", "uses")
+    __slots__ = (
+        "held_bytes",
+        "name_hash",
+        "need",
+        "plain_bytes",
+        "site",
+        "spilled_bytes",
+        "treatment",
+        "uses",
+    )
 
     def __init__(self, site: Site) -> None:
         self.site = site
@@ -32,6 +41,7 @@ class SiteRecord:
         self.uses = 0
         self.plain_bytes = 0
         self.held_bytes = 0
+        self.spilled_bytes = 0
         self.need = Need.EXACT
         self.treatment = KEEP
 
@@ -44,6 +54,7 @@ class SiteRecord:
             self.plain_bytes,
             self.held_bytes,
             evicted_bytes,
+            self.spilled_bytes,
         )
 
 

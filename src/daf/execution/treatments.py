@@ -19,6 +19,7 @@ from daf.execution.held import (
     Rederived,
     Saved,
     Shape,
+    Spilled,
     Stored,
     Term,
     TwoValues,
@@ -41,11 +42,13 @@ from daf.store.codec import (
 )
 from daf.store.layout import is_dense, layout_of, overlaps
 from daf.store.scratch import Scratch
+from daf.store.spill import SpillRecord, SpillStore
 
 SMALL_BYTES = 4096  # smaller tensors are kept: their codes' headers and our objects cost as much
 _REDERIVED = Treatment(Method.REDERIVE)
 _INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _VALUE_METHODS = frozenset({Method.KEEP, Method.ROTATED, Method.MINMAX})
+_EVERYWHERE = frozenset({Method.SPILL})  # every bit comes back
 SOUND: Mapping[Need, frozenset[Method]] = {
     Need.LINEAR: _VALUE_METHODS,
     Need.NORM: _VALUE_METHODS,
@@ -106,8 +109,11 @@ def is_integer(tensor: Tensor) -> bool:
 class Treater:
     """Turns saved tensors into what is held instead, sharing whatever is already held."""
 
-    def __init__(self, store: Store, ledger: Ledger, provenance: Provenance) -> None:
+    def __init__(
+        self, store: Store, spill: SpillStore, ledger: Ledger, provenance: Provenance
+    ) -> None:
         self._store = store
+        self._spill = spill
         self._ledger = ledger
         self._provenance = provenance
 
@@ -118,8 +124,8 @@ class Treater:
             CodecError: the treatment is unsound for the tensor's need.
         """
         method = job.treatment.method
-        if method not in SOUND[job.need]:
-            allowed = ", ".join(sorted(SOUND[job.need]))
+        if method not in SOUND[job.need] | _EVERYWHERE:
+            allowed = ", ".join(sorted(SOUND[job.need] | _EVERYWHERE))
             raise CodecError(
                 f"asked for {method} at {job.site}, whose backward needs {job.need}; "
                 f"sound there: {allowed}"
@@ -143,6 +149,8 @@ class Treater:
     def _try(self, job: Job, rederive: bool) -> Held | None:
         if job.tensor._version != job.saved.version:
             return None  # changed in place within its operator: keeping reports it in backward
+        if job.treatment.method is Method.SPILL:
+            return self._spilled(job)
         if job.need is Need.SHAPE:
             return Shape(layout_of(job.tensor)) if is_dense(job.tensor) else None
         if job.source.recall("kept", Holding) is not None and job.need is not Need.NORM:
@@ -160,6 +168,18 @@ class Treater:
         return self._values(job, rederive)
 
     # --- lossless ---------------------------------------------------------------------------
+
+    def _spilled(self, job: Job) -> Held | None:
+        if job.source.recall("kept", Holding) is not None:
+            return None  # the storage stays alive anyway
+        key = ("spilled", job.saved.version)
+        record = job.source.recall(key, SpillRecord)
+        if record is None:
+            record = self._spill.put(job.tensor, str(job.site), self._ledger.note_held)
+            if record is None:
+                return None
+            job.source.remember(key, record)
+        return Spilled(self._spill, record, job.tensor, self._ledger)
 
     def _pack(self, job: Job) -> Held | None:
         if not is_dense(job.tensor):

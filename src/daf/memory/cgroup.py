@@ -30,14 +30,13 @@ class LimitedGroup:
 
     def run(self, command: Sequence[str], **options: object) -> subprocess.CompletedProcess[str]:
         """Run a command inside the group; returncode -9 means that the system killed it."""
-        processes = self.path / "cgroup.procs"
-
-        def enter() -> None:
-            processes.write_text(str(os.getpid()))
-
         return subprocess.run(  # type: ignore[call-overload, no-any-return]
-            command, preexec_fn=enter, capture_output=True, text=True, check=False, **options
+            command, preexec_fn=self.enter, capture_output=True, text=True, check=False, **options
         )
+
+    def enter(self) -> None:
+        """Move this process into the group: what ``subprocess`` calls before a command."""
+        (self.path / "cgroup.procs").write_text(str(os.getpid()))
 
     @property
     def peak_bytes(self) -> int | None:

@@ -8,10 +8,12 @@ with glibc, are returned to the system as soon as they are freed (``allocator``)
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from daf.memory import allocator
+from daf.memory import allocator, measure
 from daf.memory.recycling import RecyclingAllocator, limit_for_process, unsupported_reason
 from daf.memory.statistics import stats
 from daf.units import format_bytes
@@ -20,6 +22,16 @@ from daf.units import format_bytes
 # that oneDNN generates for new shapes.
 SPARE_FRACTION = 0.01
 SPARE_BYTES = 4 * 2**20
+
+# One account serves the whole process, so one lock does. It is taken across a fork, or a child
+# could find it held by a thread that it does not have.
+account_lock = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=account_lock.acquire,
+        after_in_parent=account_lock.release,
+        after_in_child=account_lock.release,
+    )
 
 
 class MemoryKeeper:
@@ -34,7 +46,9 @@ class MemoryKeeper:
         self.settings: list[str] = []
         self._resources = ExitStack()
         self._recycling: RecyclingAllocator | None = None
+        self._limit_bytes: int | None = None
         self._hard_limit_bytes = 0
+        self._unbounded = 0
         # How far beyond the limit the allocation lay that was refused last.
         self.missing_bytes = 0
         # A step that has begun to change parameters is finished, at this cost beyond the budget.
@@ -62,8 +76,10 @@ class MemoryKeeper:
 
     def close(self) -> None:
         """Undo everything; blocks that live on stay valid."""
-        self._resources.close()
-        self._recycling = None
+        with account_lock:
+            self._resources.close()
+            self._recycling = None
+            self._limit_bytes = None
         self.settings.clear()
 
     def flush(self) -> None:
@@ -83,15 +99,39 @@ class MemoryKeeper:
         Up to ``expected_bytes`` freed blocks are kept for reuse; beyond it they
         go back to the system first. Does nothing where nothing is recycled.
         """
-        if self._recycling is None:
-            return
-        self._recycling.refresh()
-        self.overrun_bytes = 0
-        self._must_finish = False
-        spare = int(SPARE_FRACTION * budget_bytes) + SPARE_BYTES
-        self._hard_limit_bytes = limit_for_process(budget_bytes, spare)
-        expected = limit_for_process(expected_bytes, spare)
-        self._recycling.limit_bytes = min(expected, self._hard_limit_bytes)
+        with account_lock:
+            if self._recycling is None:
+                return
+            self._recycling.refresh()
+            self.overrun_bytes = 0
+            self._must_finish = False
+            self._hard_limit_bytes = _account_limit(budget_bytes, budget_bytes)
+            expected = _account_limit(expected_bytes, budget_bytes)
+            self._limit_bytes = min(expected, self._hard_limit_bytes)
+            self._apply()
+
+    def rebound(self, budget_bytes: int | None) -> int:
+        """Another budget in the midst of a step: acts at once, from any thread.
+
+        A lower one gives recycled blocks back, then whatever ``give_back``
+        finds until the process is within it, and refuses what is asked beyond;
+        a higher one, or None, lets the step have more. What is alive stays valid.
+
+        Returns:
+            Bytes that ``give_back`` returned.
+        """
+        with account_lock:
+            if budget_bytes is None:
+                self._limit_bytes = None
+                self._apply()
+                return 0
+            over_bytes = measure.resident_bytes() - budget_bytes
+            if self._recycling is not None and self._limit_bytes is not None:
+                self._hard_limit_bytes = _account_limit(budget_bytes, budget_bytes)
+                self._limit_bytes = min(self._limit_bytes, self._hard_limit_bytes)
+                self._apply()
+                over_bytes = stats()["held_bytes.current"] - self._hard_limit_bytes
+            return self._give_back(over_bytes) if over_bytes > 0 else 0
 
     def must_finish(self) -> None:
         """Until ``bound`` is called again nothing is refused: all that can be given back goes
@@ -102,30 +142,46 @@ class MemoryKeeper:
     @contextmanager
     def unbounded(self) -> Iterator[None]:
         """No limit inside, for what must not fail half-way: the optimizer's step."""
-        if self._recycling is None:
-            yield
-            return
-        before = self._recycling.limit_bytes
-        self._recycling.limit_bytes = None
+        self._change_unbounded(1)
         try:
             yield
         finally:
-            self._recycling.limit_bytes = before
+            self._change_unbounded(-1)
+
+    def _change_unbounded(self, by: int) -> None:
+        with account_lock:
+            self._unbounded += by
+            self._apply()
+
+    def _apply(self) -> None:
+        if self._recycling is not None:
+            self._recycling.limit_bytes = None if self._unbounded else self._limit_bytes
 
     def _make_room(self, missing_bytes: int) -> int:
         """What the allocator asks when the limit is reached with nothing left to give back."""
-        recycling = self._recycling
-        limit = None if recycling is None else recycling.limit_bytes
-        if recycling is None or limit is None:
-            return 0
-        if limit < self._hard_limit_bytes:
-            recycling.limit_bytes = self._hard_limit_bytes
-            return missing_bytes
+        with account_lock:
+            if self._recycling is None or self._limit_bytes is None or self._unbounded:
+                return 0
+            if self._limit_bytes < self._hard_limit_bytes:
+                self._limit_bytes = self._hard_limit_bytes
+                self._apply()
+                return missing_bytes
         returned = self._give_back(missing_bytes)
         if returned == 0 and self._must_finish:
-            recycling.limit_bytes = limit + missing_bytes
-            self.overrun_bytes += missing_bytes
-            return missing_bytes
+            return self._overrun(missing_bytes)
         if returned == 0:
             self.missing_bytes = missing_bytes
         return returned
+
+    def _overrun(self, missing_bytes: int) -> int:
+        with account_lock:
+            if self._limit_bytes is not None:
+                self._limit_bytes += missing_bytes
+                self.overrun_bytes += missing_bytes
+                self._apply()
+        return missing_bytes
+
+
+def _account_limit(process_bytes: int, budget_bytes: int) -> int:
+    spare = int(SPARE_FRACTION * budget_bytes) + SPARE_BYTES
+    return limit_for_process(process_bytes, spare)

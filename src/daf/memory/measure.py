@@ -110,6 +110,10 @@ class MemoryTimeline:
         """Write a label beside the samples at this moment."""
         self.marks.append((time.perf_counter() - self._start_s, label))
 
+    def seconds_at(self, time_s: float) -> float:
+        """A moment of ``time.perf_counter()`` as seconds since entry."""
+        return time_s - self._start_s
+
     def _record(self) -> None:
         self.samples.append((time.perf_counter() - self._start_s, resident_bytes()))
 

@@ -11,7 +11,10 @@ from typing import Any
 import psutil
 import torch
 
-from daf.governor import read_limits
+from daf.governor import AUTO, Governor, read_limits
+from daf.governor.limits import gpu_bound
+from daf.governor.pressure import pressure_files
+from daf.governor.system import THIS_SYSTEM
 from daf.memory import measure
 from daf.memory.addresses import address_space_limit_bytes
 from daf.memory.allocator import ReturnFreedBlocks
@@ -55,8 +58,11 @@ def instruction_sets() -> list[str] | None:
 
 
 def _memory() -> dict[str, Any]:
-    limits = read_limits()
+    limits, automatic = read_limits(), Governor(AUTO).reading
     return {
+        "auto_budget_bytes": automatic.budget_bytes,
+        "auto_budget_reason": automatic.reason,
+        "pressure_files": list(pressure_files(THIS_SYSTEM)),
         "total_bytes": limits.total_bytes,
         "available_bytes": limits.available_bytes,
         "cgroup_limit_bytes": limits.cgroup_limit_bytes,
@@ -86,8 +92,19 @@ def _torch() -> dict[str, Any]:
 def _gpus() -> list[dict[str, Any]]:
     if not torch.cuda.is_available():
         return []
-    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return [{"name": each.name, "memory_bytes": each.total_memory} for each in found]
+    return [_gpu(index) for index in range(torch.cuda.device_count())]
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    """Its name, its memory, and what this process could hold there now (bytes)."""
+    (bound,) = gpu_bound(
+        lambda: torch.cuda.mem_get_info(index), lambda: torch.cuda.memory_reserved(index)
+    )
+    return {
+        "name": torch.cuda.get_device_name(index),
+        "memory_bytes": bound.ceiling_bytes,
+        "spare_bytes": bound.most_bytes,
+    }
 
 
 def _works() -> dict[str, bool]:

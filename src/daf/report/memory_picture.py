@@ -28,11 +28,16 @@ _MB = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What ``memory.jsonl`` holds: samples (seconds, megabytes) and marks (seconds, label)."""
+    """What ``memory.jsonl`` holds.
+
+    Samples and budgets are (seconds, megabytes), marks (seconds, label); a
+    budget of None is no budget from then on.
+    """
 
     seconds: Sequence[float]
     megabytes: Sequence[float]
     marks: Sequence[tuple[float, str]]
+    budgets: Sequence[tuple[float, float | None]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +66,36 @@ def read_memory(path: Path) -> Memory:
     if not samples:
         raise ValueError(f"{path} holds no sample")
     marks = sorted((line["seconds"], line["mark"]) for line in lines if "mark" in line)
-    return Memory([at for at, _ in samples], [size for _, size in samples], marks)
+    budgets = [
+        (max(0.0, line["seconds"]), None if line["budget_bytes"] is None else _mb(line))
+        for line in lines
+        if "budget_bytes" in line
+    ]
+    return Memory([at for at, _ in samples], [size for _, size in samples], marks, budgets)
 
 
-def title(summary: Mapping[str, Any]) -> str:
-    """What the picture says, in a sentence."""
+def _mb(line: Mapping[str, Any]) -> float:
+    return float(line["budget_bytes"] / _MB)
+
+
+def title(summary: Mapping[str, Any], budgets: Sequence[tuple[float, float | None]] = ()) -> str:
+    """What the picture says, in a sentence; ``budgets`` as in :class:`Memory`."""
     what = f"{summary['model']} on {str(summary['data']).partition(':')[0]}"
     peak = summary["peak_bytes"] / _MB
+    sizes = sorted(size for _, size in budgets if size is not None)
+    if has_moved(budgets) and sizes:
+        return f"{what} followed a budget between {sizes[0]:,.0f} and {sizes[-1]:,.0f} MB"
     if summary["budget_bytes"] is None:
         return f"{what}, trained plainly, peaked at {peak:,.0f} MB"
     budget = summary["budget_bytes"] / _MB
     if peak <= budget:
         return f"{what} stayed {budget - peak:,.0f} MB below its budget of {budget:,.0f} MB"
     return f"{what} passed its budget of {budget:,.0f} MB by {peak - budget:,.0f} MB"
+
+
+def has_moved(budgets: Sequence[tuple[float, float | None]]) -> bool:
+    """Was there more than one budget?"""
+    return len({size for _, size in budgets}) > 1
 
 
 def draw(run: Path) -> Path:
@@ -94,10 +116,16 @@ def draw(run: Path) -> Path:
     _shade_phases(axes, memory)
     axes.fill_between(memory.seconds, memory.megabytes, color=_MEMORY, alpha=0.18, linewidth=0)
     axes.plot(memory.seconds, memory.megabytes, color=_MEMORY, linewidth=1.2)
+    moved = has_moved(memory.budgets)
+    if moved:
+        draw_budget_steps(axes, memory.budgets, memory.seconds[-1])
     levels = levels_of(summary)
-    top = 1.12 * max(*(level.megabytes for level in levels), *memory.megabytes)
-    _draw_levels(axes, levels, top)
-    _dress(axes, memory, top, title(summary))
+    if moved:  # the peaks of different budgets say nothing beside the last of them
+        levels = [level for level in levels if level.words in ("floor", "budget")]
+    highest = [*memory.megabytes, *(size for _, size in memory.budgets if moved and size)]
+    top = 1.12 * max(*(level.megabytes for level in levels), *highest)
+    _draw_levels(axes, levels, top, lines=not moved)
+    _dress(axes, memory, top, title(summary, memory.budgets))
     path = run / "memory.png"
     figure.savefig(path)
     pyplot.close(figure)
@@ -117,12 +145,27 @@ def _shade_phases(axes: Any, memory: Memory) -> None:
             axes.text(*place, name, transform=across, ha="center", va="top", color=_QUIET)
 
 
-def _draw_levels(axes: Any, levels: Sequence[Level], top: float) -> None:
-    """Draw a line per level, and its name beside its right end."""
+def draw_budget_steps(
+    axes: Any, budgets: Sequence[tuple[float, float | None]], end_s: float
+) -> None:
+    """Draw a budget that moved (seconds, megabytes) as steps up to ``end_s``."""
+    ends = [at for at, _ in budgets[1:]] + [end_s]
+    corners = [
+        (at, float("nan") if size is None else size)
+        for (start, size), end in zip(budgets, ends, strict=True)
+        for at in (start, end)
+    ]
+    times, heights = [at for at, _ in corners], [size for _, size in corners]
+    axes.plot(times, heights, color=_BUDGET, linewidth=1.8)
+
+
+def _draw_levels(axes: Any, levels: Sequence[Level], top: float, *, lines: bool) -> None:
+    """Draw a line per level (or only the floor's), and its name beside its right end."""
     for level, place in zip(levels, spread([each.megabytes for each in levels], top), strict=True):
-        axes.axhline(
-            level.megabytes, color=level.colour, linestyle=level.style, linewidth=level.width
-        )
+        if lines or level.words == "floor":
+            axes.axhline(
+                level.megabytes, color=level.colour, linestyle=level.style, linewidth=level.width
+            )
         axes.text(
             *(1.012, place / top),
             f"{level.words}  {level.megabytes:,.0f} MB",

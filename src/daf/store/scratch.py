@@ -46,8 +46,9 @@ class Scratch:
             return tensor.set_(block, 0, layout.shape, layout.stride)
 
     def release(self) -> None:
-        """Let go of every block; those in use live on with their tensors."""
-        self._blocks.clear()
+        """Let go of every block, from any thread; those in use live on with their tensors."""
+        with self._lock:
+            self._blocks.clear()
 
     def _idle_block(self, nbytes: int) -> torch.UntypedStorage | None:
         fitting = (block for block in self._blocks if block.nbytes() >= nbytes and _is_idle(block))

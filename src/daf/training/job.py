@@ -80,7 +80,7 @@ def make_job(settings: TrainSettings) -> Job:
     session = Session(
         model,
         optimizer,
-        settings.budget_bytes,
+        settings.budget,
         bits=settings.bits,
         seed=settings.seed,
         floor_bytes=floor_bytes,

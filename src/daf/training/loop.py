@@ -86,6 +86,7 @@ class _Run:
         self._step = 0
         self._evaluations: list[dict[str, Any]] = []
         self._told_refusal = ""
+        self._budgets_told = 0
         all_steps = job.order.steps_per_epoch * job.settings.epochs
         limit = job.settings.max_steps
         self._total_steps = all_steps if limit is None else min(all_steps, limit)
@@ -165,6 +166,8 @@ class _Run:
             evicted_bytes=report.evicted_bytes,
             released_gradients=report.released_gradients,
             overrun_bytes=report.overrun_bytes,
+            budget_bytes=report.budget_bytes,
+            budget_changes=self._budget_changes(),
         )
         self._tell_of_release(report)
         self._step += 1
@@ -191,6 +194,17 @@ class _Run:
                 f"step {self._step + 1} had begun to update parameters and needed "
                 f"{format_bytes(report.overrun_bytes)} beyond the budget to finish"
             )
+
+    def _budget_changes(self) -> tuple[dict[str, Any], ...]:
+        """How the budget moved since it was last told; the first one is no change."""
+        new = self._job.session.budget_history[self._budgets_told :]
+        moved = bool(self._budgets_told)
+        self._budgets_told += len(new)
+        told = []
+        for change in new:
+            seconds = self._memory.note_budget(change.time_s, change.budget_bytes)
+            told.append(change.as_dict() | {"time_s": seconds})
+        return tuple(told if moved else told[1:])
 
     def _log(self, record: StepRecord) -> None:
         with self._folder.open_metrics() as metrics:

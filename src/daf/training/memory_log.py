@@ -17,13 +17,16 @@ _Value = TypeVar("_Value")
 class MemoryLog:
     """Samples memory while entered; lines go to ``memory.jsonl`` once ``write_to`` was called.
 
-    A line is ``{"seconds", "resident_bytes"}`` or ``{"seconds", "mark"}``.
+    A line is ``{"seconds", "resident_bytes"}``, ``{"seconds", "mark"}`` or, where the budget
+    moved, ``{"seconds", "budget_bytes"}`` (null: no budget from then on).
     Seconds count over all processes of a run: a resumed one goes on where the
     last one ended.
     """
 
     def __init__(self, interval_ms: float) -> None:
         self._timeline = MemoryTimeline(interval_ms)
+        self._budgets: list[tuple[float, int | None]] = []
+        self._budget_moves = -1
         self._folder: RunFolder | None = None
         self._offset_s = 0.0
         self._flushed_s = time.monotonic()
@@ -45,6 +48,13 @@ class MemoryLog:
     def mark(self, label: str) -> None:
         """Write a label beside the samples at this moment."""
         self._timeline.mark(label)
+
+    def note_budget(self, time_s: float, budget_bytes: int | None) -> float:
+        """From ``time_s`` on (``time.perf_counter()``) this budget; returns the run's seconds."""
+        since_entry_s = self._timeline.seconds_at(time_s)
+        self._budgets.append((since_entry_s, budget_bytes))
+        self._budget_moves += 1
+        return round(self._offset_s + since_entry_s, 3)
 
     def write_to(self, folder: RunFolder) -> None:
         """Keep the log in ``folder`` from now on, what was sampled so far included."""
@@ -69,6 +79,8 @@ class MemoryLog:
             json.dumps({"seconds": round(self._offset_s + at, 3), key: value})
             for key, values in (
                 ("mark", _drained(self._timeline.marks)),
+                # A budget that never moves is in the summary.
+                ("budget_bytes", _drained(self._budgets) if self._budget_moves > 0 else []),
                 ("resident_bytes", _drained(self._timeline.samples)),
             )
             for at, value in values

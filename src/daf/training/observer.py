@@ -14,6 +14,9 @@ class StepRecord:
 
     ``evicted_bytes`` of codes were given up in the step; ``released_gradients`` parameters
     were updated inside backward; ``overrun_bytes``: see :class:`daf.StepReport`.
+    ``budget_bytes`` was in force at the step's end; ``budget_changes`` tells every change since
+    the step before (``time_s`` in seconds of the run; bytes, reason, bytes of codes given up at
+    once).
     """
 
     step: int
@@ -27,6 +30,8 @@ class StepRecord:
     evicted_bytes: int = 0
     released_gradients: int = 0
     overrun_bytes: int = 0
+    budget_bytes: int | None = None
+    budget_changes: tuple[dict[str, Any], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The record as a line of ``metrics.jsonl``."""

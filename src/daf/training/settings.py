@@ -22,8 +22,9 @@ _MAY_CHANGE = frozenset(
 class TrainSettings:
     """Everything that decides a run's result, and how often its memory is sampled.
 
-    ``budget_bytes`` None trains plainly. ``bits`` is a width, ``"exact"``,
-    ``"plain"`` or None (the planner chooses). ``optimizer``, ``learning_rate``,
+    ``budget`` is in bytes, a fraction of the machine or ``"auto"``; None
+    trains plainly. ``bits`` is a width, ``"exact"``, ``"plain"`` or None (the
+    planner chooses). ``optimizer``, ``learning_rate``,
     ``weight_decay``, ``augment``, ``goal``, ``image_size`` and ``context`` None:
     customary for the model and data. ``max_steps`` None: all steps of
     ``epochs``. ``checkpoint_every`` is in steps; None: at the end of an epoch.
@@ -34,7 +35,7 @@ class TrainSettings:
 
     model: str
     data: str = "digits"
-    budget_bytes: int | None = None
+    budget: int | float | str | None = None
     batch_size: int = 128
     epochs: int = 1
     max_steps: int | None = None

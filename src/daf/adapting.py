@@ -1,0 +1,196 @@
+"""A budget that moves while a session trains: who watches it, and what is done at once.
+
+In mid-step a lower budget takes effect before anybody is asked: recycled blocks
+go back to the system, the pool gives up planes, further allocations are
+refused (``memory.keeper``), and the session retries a refused step under a
+tighter plan. Between steps the session plans anew (``replan``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from daf import planner
+from daf.errors import BudgetError
+from daf.governor import THIS_SYSTEM, Budget, Governor, System, Watcher, open_triggers
+from daf.memory.keeper import MemoryKeeper, account_lock
+from daf.plan import Plan, Profile
+
+# While the tightest limit is near, others can fill it within milliseconds; far from it, a process
+# would have to allocate 5 GB/s to get there between two looks.
+LOOK_S = 0.02
+LOOK_FAR_S = 0.2
+FAR_BYTES = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetChange:
+    """The budget moved (bytes; None: no budget).
+
+    ``time_s`` is on the clock of ``time.perf_counter()``; ``evicted_bytes`` of
+    codes were given up at once.
+    """
+
+    time_s: float
+    budget_bytes: int | None
+    reason: str
+    evicted_bytes: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+class Adapting:
+    """One session's budget: asks the governor, acts at once, and remembers what happened.
+
+    Args:
+        asked: what the user gave.
+        keeper: what bounds the process.
+        on_lower: called first when the budget falls, to let go of what only saves time.
+        system: the machine to read limits from.
+
+    Raises:
+        UnitError: the budget cannot be read.
+    """
+
+    def __init__(
+        self,
+        asked: Budget,
+        keeper: MemoryKeeper,
+        on_lower: Callable[[], None] = lambda: None,
+        system: System = THIS_SYSTEM,
+    ) -> None:
+        self._governor = Governor(asked, system)
+        self._keeper = keeper
+        self._on_lower = on_lower
+        self._system = system
+        self._watcher: Watcher | None = None
+        budget_bytes, reason = self._governor.reading
+        self.budget_bytes = budget_bytes
+        self.history = [BudgetChange(time.perf_counter(), budget_bytes, reason)]
+
+    @property
+    def asked(self) -> Budget:
+        """What the user asked last."""
+        return self._governor.asked
+
+    def ask(self, budget: Budget) -> None:
+        """Another budget; when this returns, what can be given up at once has been.
+
+        Raises:
+            UnitError: it cannot be read; nothing changes.
+        """
+        self._governor.ask(budget)
+        self._act()
+
+    def begin_step(self) -> int | None:
+        """Read the limits, watch them from now on, and return the budget (bytes) in force.
+
+        Raises:
+            Exception: what the user's own function raised.
+        """
+        self._governor.refresh()
+        self._act()
+        self._watch()
+        return self.budget_bytes
+
+    def bound(self, plan: Plan) -> None:
+        """Bound the process by the budget in force, for a step under this plan."""
+        with account_lock:  # so that no lower budget comes in between
+            if self.budget_bytes is not None:
+                self._keeper.bound(plan.predicted_peak_bytes, self.budget_bytes)
+
+    def close(self) -> None:
+        """Watch no longer."""
+        if self._watcher is not None:
+            self._watcher.close()
+            self._watcher = None
+
+    # --- watching ---------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Have a thread look at the limits, where there are any to follow."""
+        if self._watcher is not None and self._watcher.is_alive:
+            return
+        if self.budget_bytes is None and not callable(self.asked):
+            return
+        triggers = open_triggers(self._system) if self._governor.is_auto else []
+        self._watcher = Watcher(self.look, triggers)
+
+    def look(self, urgent: bool) -> float:
+        """Refresh and act; returns the seconds until the next look. Called on the thread."""
+        try:
+            self._governor.refresh(urgent=urgent)
+        except Exception:  # a user's function may raise anything; the next step's refresh tells
+            return LOOK_FAR_S
+        self._act()
+        near = callable(self.asked) or self._governor.slack_bytes() < FAR_BYTES
+        return LOOK_S if near else LOOK_FAR_S
+
+    def _act(self) -> None:
+        budget_bytes, before = self._governor.reading.budget_bytes, self.budget_bytes
+        if budget_bytes is not None and (before is None or budget_bytes < before):
+            self._on_lower()  # without the lock: it may wait for a thread that allocates
+        with account_lock:
+            budget_bytes, reason = self._governor.reading
+            if budget_bytes == self.budget_bytes:
+                return
+            self.budget_bytes = budget_bytes
+            evicted = self._keeper.rebound(budget_bytes)
+            change = BudgetChange(time.perf_counter(), budget_bytes, reason, evicted)
+            self.history.append(change)
+
+
+# --- planning anew --------------------------------------------------------------------------
+
+
+class Evidence(NamedTuple):
+    """The first full-size step under a budget: its plan, and the peak (bytes) measured."""
+
+    first: Plan
+    peak_bytes: int
+
+
+def replan(
+    profile: Profile,
+    budget_bytes: int,
+    names: tuple[str, ...],
+    evidence: Evidence | None,
+    *,
+    can_refuse: bool,
+) -> tuple[Plan, Plan | None]:
+    """The plan under another budget, and the one for its first step where that differs.
+
+    Args:
+        profile: what was measured before training.
+        budget_bytes: of the whole process.
+        names: the policies allowed.
+        evidence: what the first full-size step taught about the predictions.
+        can_refuse: allocations beyond the budget are refused, so that a plan may be tried.
+
+    Returns:
+        Where no plan is predicted to fit but ``can_refuse``, the one that holds least: the
+        pool may give up planes that predictions count, so training goes on if it can.
+
+    Raises:
+        BudgetError: none is predicted to fit, and nothing would refuse allocations.
+    """
+    try:
+        plan = planner.make_plan(profile, budget_bytes, names)
+        if not plan.return_freed_blocks:
+            return plan, None
+        if evidence is None:
+            first = planner.tightest_first(plan, profile, names)
+            return plan, first
+        settled = planner.settle(plan, profile, *evidence, budget_bytes, names)
+    except BudgetError:
+        if not can_refuse:
+            raise
+        least = planner.least_budget(profile, names)
+        return planner.make_plan(profile, least, names), None
+    else:
+        return settled, None

@@ -1,0 +1,222 @@
+"""What was asked and what the limits leave, to the budget in force now."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from daf.governor.groups import MemoryGroup, memory_groups
+from daf.governor.limits import Bound, read_bounds
+from daf.governor.pressure import STALLED_SHARE, Backoff, PressureSampler
+from daf.governor.request import Budget, Request, parse_budget
+from daf.governor.system import THIS_SYSTEM, System
+from daf.memory.keeper import account_lock
+from daf.units import format_bytes
+
+MIB = 2**20
+# What "auto" leaves to everybody else: a twentieth of the tightest limit, and at least this much.
+AUTO_RESERVE_FRACTION = 0.05
+AUTO_RESERVE_BYTES = 64 * MIB
+# What a budget in bytes leaves free of a limit that others fill up too: a second process that
+# allocates 50 MB/s takes a fifth of it between two readings.
+RESERVE_BYTES = 16 * MIB
+# Live limits never stand still. Budgets that follow them fall in steps of this size, and rise only
+# once there has been room for two steps more for a while, so that not every reading is a new plan.
+STEPS = 64
+STEP_BYTES = 4 * MIB
+RISE_AFTER_S = 0.25
+# A process is seldom moved to another cgroup, and finding its groups costs more than reading them.
+GROUPS_LAST_S = 1.0
+
+
+class Reading(NamedTuple):
+    """A budget (bytes; None: no budget) and what set it, in words."""
+
+    budget_bytes: int | None
+    reason: str
+
+
+class Goal(NamedTuple):
+    """Where the budget should be now; ``is_live`` where it follows a limit that moves by itself."""
+
+    budget_bytes: int
+    reason: str
+    is_live: bool
+
+
+def reserve_bytes(request: Request, bound: Bound) -> int:
+    """What this budget leaves free of a bound: for one in bytes, nothing where nobody shares it."""
+    if request.is_auto:
+        return max(AUTO_RESERVE_BYTES, int(AUTO_RESERVE_FRACTION * bound.ceiling_bytes))
+    others_bytes = max(0, bound.ceiling_bytes - bound.most_bytes)
+    return min(RESERVE_BYTES, others_bytes)
+
+
+def goal_of(request: Request, bounds: tuple[Bound, ...], backoff: float = 0.0) -> Goal:
+    """The budget under these bounds; ``backoff`` is the share that ``"auto"`` gives up.
+
+    Never above a ceiling, nor above what a bound leaves this process less the reserve.
+    """
+    lowest = min(bounds, key=lambda bound: bound.ceiling_bytes)
+    left = {bound: bound.most_bytes - reserve_bytes(request, bound) for bound in bounds}
+    tightest = min(left, key=left.__getitem__)
+    live = left[tightest]
+    asked = _asked_bytes(request, lowest.ceiling_bytes)
+    if asked is not None and asked <= min(lowest.ceiling_bytes, live):
+        return Goal(asked, "as asked", is_live=False)
+    if asked is not None and lowest.ceiling_bytes <= live:
+        return Goal(lowest.ceiling_bytes, f"the limit {lowest.name}", is_live=False)
+    reserve = format_bytes(tightest.most_bytes - live)
+    words = f"{tightest.name} less {reserve} left to others"
+    if request.is_auto and backoff:
+        words += f", less {100 * backoff:.0f} % under memory pressure"
+        live = int(live * (1 - backoff))
+    return Goal(max(1, min(live, lowest.ceiling_bytes)), words, is_live=True)
+
+
+def _asked_bytes(request: Request, device_bytes: int) -> int | None:
+    if request.fraction is not None:
+        return max(1, int(request.fraction * device_bytes))
+    return request.nbytes
+
+
+class Governor:
+    """Keeps the budget in force; any thread may ask for another one or refresh it.
+
+    Args:
+        asked: what ``daf.governor.request`` reads, or a function without arguments that
+            returns such a value and is called at every refresh.
+        system: the machine to read from.
+        clock: seconds that only grow.
+
+    Raises:
+        UnitError: the budget cannot be read.
+    """
+
+    def __init__(
+        self,
+        asked: Budget,
+        system: System = THIS_SYSTEM,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._system = system
+        self._clock = clock
+        self._backoff = Backoff()
+        self._sampler: PressureSampler | None = None
+        self._may_rise_since_s: float | None = None
+        self._asked: Budget = None
+        self._request: Request | None = None
+        self._bounds: tuple[Bound, ...] = ()
+        self._groups: tuple[MemoryGroup, ...] = ()
+        self._groups_found_s = float("-inf")
+        self.reading = Reading(None, "no budget was asked for")
+        self.ask(asked)
+
+    @property
+    def asked(self) -> Budget:
+        """What was asked last."""
+        return self._asked
+
+    @property
+    def is_auto(self) -> bool:
+        """Does the budget follow what the machine can spare?"""
+        return self._request is not None and self._request.is_auto
+
+    def ask(self, budget: Budget) -> Reading:
+        """Another budget, from now on.
+
+        Raises:
+            UnitError: it cannot be read; the one before stays.
+        """
+        request = parse_budget(budget() if callable(budget) else budget)
+        self._asked = budget
+        return self._move(request, at_once=True)
+
+    def refresh(self, *, urgent: bool = False) -> Reading:
+        """Read what moves by itself: a user's function, the limits, and for ``"auto"`` pressure.
+
+        Args:
+            urgent: a trigger told of memory pressure.
+
+        Raises:
+            UnitError: the user's function returned what is no budget.
+            Exception: whatever else the user's function raised.
+        """
+        request = parse_budget(self._asked()) if callable(self._asked) else self._request
+        return self._move(request, urgent=urgent)
+
+    def slack_bytes(self) -> int:
+        """How far the tightest bound was from the budget at the last reading."""
+        if self.reading.budget_bytes is None or not self._bounds:
+            return 2**62
+        tightest = min(bound.most_bytes for bound in self._bounds)
+        return tightest - self.reading.budget_bytes
+
+    def _move(
+        self, request: Request | None, *, at_once: bool = False, urgent: bool = False
+    ) -> Reading:
+        with account_lock:
+            at_once = at_once or request != self._request
+            self._request = request
+            if request is None:
+                self.reading = Reading(None, "no budget was asked for")
+            else:
+                self.reading = self._settled(request, at_once=at_once, urgent=urgent)
+            return self.reading
+
+    def _settled(self, request: Request, *, at_once: bool, urgent: bool) -> Reading:
+        near = None if request.nbytes is None else request.nbytes + RESERVE_BYTES
+        self._bounds = read_bounds(self._system, near, self._memory_groups())
+        backoff = self._pressure(urgent) if request.is_auto else 0.0
+        goal = goal_of(request, self._bounds, backoff)
+        before = self.reading.budget_bytes
+        if at_once or before is None:
+            self._may_rise_since_s = None
+            return Reading(_stepped(goal), goal.reason)
+        if goal.budget_bytes < before:
+            self._may_rise_since_s = None
+            return Reading(_stepped(goal), goal.reason)
+        if self._may_rise(goal, before):
+            return Reading(_stepped(goal), goal.reason)
+        return self.reading
+
+    def _memory_groups(self) -> tuple[MemoryGroup, ...]:
+        now_s = self._clock()
+        if now_s - self._groups_found_s >= GROUPS_LAST_S:
+            self._groups, self._groups_found_s = memory_groups(self._system), now_s
+        return self._groups
+
+    def _may_rise(self, goal: Goal, before: int) -> bool:
+        """Has there been room for long enough?"""
+        wanted = before + 2 * step_bytes(before) if goal.is_live else before + 1
+        if goal.budget_bytes < wanted:
+            self._may_rise_since_s = None
+            return False
+        now_s = self._clock()
+        if self._may_rise_since_s is None:
+            self._may_rise_since_s = now_s
+        if now_s - self._may_rise_since_s < RISE_AFTER_S:
+            return False
+        self._may_rise_since_s = None
+        return True
+
+    def _pressure(self, urgent: bool) -> float:
+        if self._sampler is None:
+            self._sampler = PressureSampler(self._system)
+        now_s = self._clock()
+        pressed = self._sampler.share(now_s) >= STALLED_SHARE
+        return self._backoff.note(pressed or urgent, now_s)
+
+
+def step_bytes(budget_bytes: int) -> int:
+    """By how much a budget that follows a live limit moves at least: a power of two."""
+    return max(STEP_BYTES, 1 << max(1, budget_bytes // STEPS).bit_length() - 1)
+
+
+def _stepped(goal: Goal) -> int:
+    """The goal itself, or where it follows a live limit the step below it."""
+    if not goal.is_live:
+        return goal.budget_bytes
+    step = step_bytes(goal.budget_bytes)
+    return max(1, goal.budget_bytes // step * step)

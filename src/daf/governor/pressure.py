@@ -1,0 +1,118 @@
+"""Memory pressure: how long tasks have stalled for want of memory (the kernel's PSI).
+
+A kernel that lets us sets a trigger wakes the watcher as soon as the stall
+passes a threshold (kernel documentation, accounting/psi.rst); where it does
+not, the counters are sampled.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+
+from daf.governor.groups import memory_groups
+from daf.governor.system import System
+
+# A tenth of the time lost by some task over a second is trouble that a person notices. Windows of
+# two seconds are the only ones that an unprivileged process may ask a trigger for.
+STALLED_SHARE = 0.10
+WINDOW_S = 1.0
+TRIGGER_WINDOW_US = 2_000_000
+_MICROSECONDS = 1e6
+
+
+def pressure_files(system: System) -> tuple[str, ...]:
+    """Every file that tells of stalls which concern this process: the machine's and its groups'."""
+    groups = (str(each.path / "memory.pressure") for each in memory_groups(system))
+    candidates = ("/proc/pressure/memory", *groups)
+    return tuple(path for path in candidates if system.read(path) is not None)
+
+
+def stalled_us(text: str) -> int:
+    """Microseconds in which at least one task stalled, from a pressure file's ``some`` line."""
+    for line in text.splitlines():
+        kind, *fields = line.split()
+        if kind == "some":
+            return int(dict(field.split("=") for field in fields)["total"])
+    return 0
+
+
+class PressureSampler:
+    """The share of the last second that was lost to stalls, from counters read now and then."""
+
+    def __init__(self, system: System) -> None:
+        self._system = system
+        self._paths = pressure_files(system)
+        self._samples: deque[tuple[float, int]] = deque()
+
+    def share(self, now_s: float) -> float:
+        """The share (0 … 1) since about a second before ``now_s``; 0 at first."""
+        readings = (self._system.read(path) for path in self._paths)
+        total = max((stalled_us(text) for text in readings if text), default=0)
+        self._samples.append((now_s, total))
+        while len(self._samples) > 2 and self._samples[1][0] <= now_s - WINDOW_S:
+            self._samples.popleft()
+        start_s, before = self._samples[0]
+        # A shorter look back than the window still counts as the window.
+        return max(0, total - before) / _MICROSECONDS / max(WINDOW_S, now_s - start_s)
+
+
+def open_triggers(system: System) -> list[int]:
+    """File descriptors that ``poll`` reports as urgent (POLLPRI) once stalls pass the threshold.
+
+    Empty where the kernel refuses them; the caller closes them.
+    """
+    stall_us = int(STALLED_SHARE * TRIGGER_WINDOW_US)
+    order = f"some {stall_us} {TRIGGER_WINDOW_US}\0".encode()
+    opened = []
+    for path in pressure_files(system):
+        descriptor = _open_trigger(system, path, order)
+        if descriptor is not None:
+            opened.append(descriptor)
+    return opened
+
+
+def _open_trigger(system: System, path: str, order: bytes) -> int | None:
+    try:
+        descriptor = os.open(system.place(path), os.O_RDWR | getattr(os, "O_NONBLOCK", 0))
+    except OSError:
+        return None
+    try:
+        os.write(descriptor, order)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+class Backoff:
+    """How much of its budget a process gives up while memory is under pressure.
+
+    Every second of pressure takes another twentieth, up to a half; ten quiet
+    seconds give one back. Giving way fast and coming back slowly keeps several
+    such processes from chasing each other.
+    """
+
+    STEP = 0.05
+    MOST = 0.5
+    PRESSED_AGAIN_S = 1.0
+    QUIET_S = 10.0
+
+    def __init__(self) -> None:
+        self.share = 0.0
+        self._changed_s = float("-inf")
+        self._pressed_s = float("-inf")
+
+    def note(self, pressed: bool, now_s: float) -> float:
+        """Whether memory is under pressure at ``now_s``; returns the share to give up (0 … 0.5)."""
+        if pressed:
+            self._pressed_s = now_s
+            if now_s - self._changed_s >= self.PRESSED_AGAIN_S:
+                self._move(self.STEP, now_s)
+        elif self.share and now_s - max(self._changed_s, self._pressed_s) >= self.QUIET_S:
+            self._move(-self.STEP, now_s)
+        return self.share
+
+    def _move(self, by: float, now_s: float) -> None:
+        self.share = round(min(self.MOST, max(0.0, self.share + by)), 6)
+        self._changed_s = now_s

@@ -1,0 +1,76 @@
+"""What a user may ask as a budget: bytes, a fraction of the device, ``"auto"``, or a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from daf.errors import UnitError
+from daf.units import format_bytes, parse_bytes
+
+BudgetValue = str | int | float | None
+Budget = BudgetValue | Callable[[], BudgetValue]
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A budget that was asked for: one of the two is set, or neither (``"auto"``)."""
+
+    nbytes: int | None = None
+    fraction: float | None = None
+
+    @property
+    def is_auto(self) -> bool:
+        """Is it whatever the machine can spare?"""
+        return self.nbytes is None and self.fraction is None
+
+    def __str__(self) -> str:
+        if self.nbytes is not None:
+            return format_bytes(self.nbytes)
+        return AUTO if self.fraction is None else f"{100 * self.fraction:g} % of the device"
+
+
+def parse_budget(value: BudgetValue) -> Request | None:
+    """Read a budget; None (no budget) stays None.
+
+    Args:
+        value: bytes as ``"700MB"`` or an int; a fraction of the device's memory as a float in
+            (0, 1], ``"0.5"`` or ``"50%"``; ``"auto"``; None.
+
+    Raises:
+        UnitError: it is none of these.
+    """
+    if value is None:
+        return None
+    if isinstance(value, float):
+        return Request(fraction=_checked_fraction(value, value))
+    if isinstance(value, str):
+        text = value.strip().lower()
+        if text == AUTO:
+            return Request()
+        fraction = _fraction_in(text)
+        if fraction is not None:
+            return Request(fraction=_checked_fraction(fraction, value))
+    return Request(nbytes=parse_bytes(value))
+
+
+def _fraction_in(text: str) -> float | None:
+    """The number of ``"50%"``, or of ``"0.5"``: a bare number of bytes has no decimal point."""
+    number = text.removesuffix("%")
+    if number == text and "." not in text:
+        return None
+    try:
+        return float(number) / (1 if number == text else 100)
+    except ValueError:
+        return None  # a unit follows: bytes
+
+
+def _checked_fraction(fraction: float, value: BudgetValue) -> float:
+    if not 0 < fraction <= 1:
+        raise UnitError(
+            f"asked for {value!r} as a fraction of the device's memory; give one above 0 and at "
+            "most 1, such as 0.5 or '50%', or bytes such as '512MB'"
+        )
+    return fraction

@@ -1,0 +1,69 @@
+"""Where readings of this machine come from; tests put made-up /proc and /sys trees in its place."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+import psutil
+
+_KIB = 1024
+
+
+def soft_limit_bytes(name: str) -> int | None:
+    """This process's soft limit by its name (``"RLIMIT_AS"``); None where there is none."""
+    if sys.platform == "win32":
+        return None
+    import resource  # Unix only
+
+    soft, _ = resource.getrlimit(getattr(resource, name))
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A machine to read from: its file tree from ``root`` on, and this process's limits."""
+
+    root: Path = Path("/")
+    rlimit: Callable[[str], int | None] = soft_limit_bytes
+
+    def read(self, path: str | PurePath) -> str | None:
+        """The text of a file of the tree; None where it cannot be read."""
+        try:
+            return self.place(path).read_text()
+        except (OSError, UnicodeDecodeError):
+            return None
+
+    def place(self, path: str | PurePath) -> Path:
+        """Where a path of the tree really is."""
+        return self.root / str(path).lstrip("/")
+
+    def process(self) -> dict[str, int]:
+        """This process's ``VmRSS``, ``VmSize`` and ``VmData`` (bytes), as far as they are told."""
+        found = _kibibytes(self.read("/proc/self/status"), ("VmRSS", "VmSize", "VmData"))
+        if "VmRSS" not in found:
+            found["VmRSS"] = int(psutil.Process().memory_info().rss)
+        return found
+
+    def machine(self) -> dict[str, int]:
+        """The machine's ``MemTotal`` and ``MemAvailable`` (bytes)."""
+        found = _kibibytes(self.read("/proc/meminfo"), ("MemTotal", "MemAvailable"))
+        if len(found) == 2:
+            return found
+        memory = psutil.virtual_memory()
+        return {"MemTotal": int(memory.total), "MemAvailable": int(memory.available)}
+
+
+def _kibibytes(text: str | None, names: tuple[str, ...]) -> dict[str, int]:
+    """The fields called ``names`` of a text such as ``/proc/meminfo``, in bytes."""
+    found = {}
+    for line in (text or "").splitlines():
+        name, _, rest = line.partition(":")
+        if name in names:
+            found[name] = int(rest.split()[0]) * _KIB
+    return found
+
+
+THIS_SYSTEM = System()

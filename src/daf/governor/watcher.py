@@ -1,0 +1,91 @@
+"""The thread that looks at the limits while a step runs."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+# What a look is asked: was it woken by a pressure trigger? It answers when to look again (seconds).
+Look = Callable[[bool], float]
+
+
+class Watcher:
+    """Calls a bound method now and then on a daemon thread, until closed or its owner is gone.
+
+    Args:
+        look: a bound method (held weakly), told whether a trigger woke it; returns the
+            seconds until the next call.
+        triggers: descriptors whose urgent state (POLLPRI) wakes the thread early; closed
+            with the watcher.
+    """
+
+    def __init__(self, look: Look, triggers: list[int]) -> None:
+        self._look: Any = weakref.WeakMethod(look)
+        self._stopped = threading.Event()
+        self._process = os.getpid()
+        self._descriptors = ExitStack()
+        for descriptor in triggers:
+            self._descriptors.callback(os.close, descriptor)
+        self._wait = self._waiter(triggers)
+        self._thread = threading.Thread(target=self._run, name="daf-governor", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Does the thread run, in this process? (A fork takes no threads along.)"""
+        return self._process == os.getpid() and self._thread.is_alive()
+
+    def close(self) -> None:
+        """End the thread; returns once it is gone."""
+        self._stopped.set()
+        if self.is_alive:
+            self._wake()
+            if threading.current_thread() is not self._thread:
+                self._thread.join()
+        self._descriptors.close()
+
+    def _run(self) -> None:
+        wait_s, woken = 0.0, False
+        while not self._stopped.is_set():
+            look = self._look()
+            if look is None:
+                return
+            wait_s = look(woken)
+            del look  # while waiting, the thread must not keep its owner alive
+            woken = self._wait(wait_s)
+
+    def _waiter(self, triggers: list[int]) -> Callable[[float], bool]:
+        if not triggers:
+            self._wake = self._stopped.set
+            return self._sleep
+        poll = select.poll()
+        ear, mouth = os.pipe()
+        self._descriptors.callback(os.close, ear)
+        self._descriptors.callback(os.close, mouth)
+        self._wake = lambda: _poke(mouth)
+        poll.register(ear, select.POLLIN)
+        for descriptor in triggers:
+            poll.register(descriptor, select.POLLPRI)
+
+        def wait(seconds: float) -> bool:
+            urgent = False
+            for descriptor, event in poll.poll(1000 * seconds):
+                if not event & (select.POLLPRI | select.POLLIN):
+                    poll.unregister(descriptor)  # its group is gone; it would never be quiet again
+                urgent |= bool(event & select.POLLPRI)
+            return urgent
+
+        return wait
+
+    def _sleep(self, seconds: float) -> bool:
+        self._stopped.wait(seconds)
+        return False
+
+
+def _poke(pipe: int) -> None:
+    os.write(pipe, b"\0")

@@ -1,0 +1,418 @@
+"""Spilling: a saved tensor's bytes wait on disk until backward wants them, bit for bit.
+
+A thread writes while the forward pass goes on; what it still has to write is
+bounded, and counts as held. Backward wants tensors in the reverse order, so the
+ones before are read ahead on another thread, also bounded. Every record carries
+a CRC-32 (``zlib.crc32``, one more pass over the bytes on the threads that write
+and read). A disk that is full or fails costs a warning: the tensor concerned, and
+those that no longer find room, stay in memory. What was written and cannot be
+read again, or reads differently, is an error, never a wrong gradient.
+
+A record holds a whole storage, so views of it keep their strides and are
+spilled once. The writer reads the tensor's own memory, without a copy; the
+storage is let go only on the thread that saves tensors, once it is certain that
+nobody changed it in the meantime.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from daf.errors import SavedTensorError
+from daf.store.spill_file import DEFAULT_QUOTA_SHARE, Extents, SpillFile, open_disk_file
+from daf.store.spill_io import read_storage, write_storage
+from daf.units import format_bytes
+
+_MIB = 2**20
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class SpillWarning(RuntimeWarning):
+    """The disk is full or fails; tensors stay in memory instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpillOptions:
+    """Where to spill and how much (bytes).
+
+    ``directory`` None is the system's place for temporary files. A directory in
+    memory (tmpfs) is refused unless ``allow_memory``. ``quota_bytes`` bounds the
+    file; None: half of what is free there. ``in_flight_bytes`` may wait to be
+    written, ``read_ahead_bytes`` may be read before they are wanted; a tensor
+    larger than these is still taken, alone.
+    """
+
+    directory: str | Path | None = None
+    quota_bytes: int | None = None
+    in_flight_bytes: int = 64 * _MIB
+    read_ahead_bytes: int = 64 * _MIB
+    allow_memory: bool = False
+
+
+class SpillRecord:
+    """One spilled storage, until the last reference is dropped.
+
+    ``content`` is there until it is safely on disk, and for good where that failed.
+    """
+
+    def __init__(self, space: _Space, tensor: Tensor, site: str, offset: int) -> None:
+        self.nbytes = tensor.untyped_storage().nbytes()
+        self.site = site
+        self.offset = offset
+        self.content: Tensor | None = tensor.detach()
+        self.version = tensor._version
+        self.checksum = 0
+        self.changed = False
+        self.number = -1
+        self.users = 0
+        self.loads = 0
+        self.space = space
+        self.writing: Future[int] | None = None
+        self.on_release: Callable[[SpillRecord], None] | None = None
+
+    def __del__(self) -> None:
+        if self.on_release is not None:
+            self.on_release(self)
+
+
+class _Space:
+    """One file with its map and its two threads; a forked child begins another."""
+
+    def __init__(self, file: SpillFile, quota_bytes: int) -> None:
+        self.file = file
+        self.extents = Extents(quota_bytes)
+        self.process = os.getpid()
+        self.writer = ThreadPoolExecutor(1, "daf-spill-write")
+        self.reader = ThreadPoolExecutor(1, "daf-spill-read")
+
+    def close(self) -> None:
+        for threads in (self.writer, self.reader):
+            threads.shutdown(cancel_futures=True)
+        self.file.close()
+
+
+class SpillStore:
+    """Takes storages to disk and brings them back; its file is made when the first one comes.
+
+    Methods are called on the threads that run forward and backward, any number of them.
+
+    Args:
+        options: where and how much.
+        open_file: makes the file (tests put a failing one in its place).
+    """
+
+    def __init__(
+        self,
+        options: SpillOptions | None = None,
+        open_file: Callable[[], SpillFile] | None = None,
+    ) -> None:
+        self._options = options or SpillOptions()
+        self._open_file = open_file or self._open_on_disk
+        self._space: _Space | None = None
+        self._lock = threading.Lock()
+        # The last reference to a record may go anywhere, also where this lock is held.
+        self._dropped: deque[SpillRecord] = deque()
+        self._in_flight: deque[weakref.ref[SpillRecord]] = deque()
+        self._live: dict[int, weakref.ref[SpillRecord]] = {}
+        self._ahead: dict[int, tuple[int, Future[Tensor]]] = {}
+        self._shared: tuple[int, Tensor] | None = None  # the last one read, wanted again soon
+        self._numbers = 0
+        self._waiting_bytes = 0
+        self._fallen_back_bytes = 0
+        self._stored_bytes = 0
+        self._broken = False
+        self._warned = False
+        self.stored_peak_bytes = 0
+        self.taken_bytes = 0  # ever
+
+    @property
+    def in_memory_bytes(self) -> int:
+        """Bytes held here: not yet written, read ahead, and what could not be written."""
+        with self._lock:
+            self._drain()
+            ahead = sum(size for size, _ in self._ahead.values())
+            shared = self._shared[1].nbytes if self._shared else 0
+            return self._waiting_bytes + self._fallen_back_bytes + ahead + shared
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes on disk."""
+        with self._lock:
+            self._drain()
+            return self._stored_bytes
+
+    def reset_peak(self) -> None:
+        """Start the peak anew from what is on disk now."""
+        self.reap()
+        self.stored_peak_bytes = self.stored_bytes
+
+    # --- out --------------------------------------------------------------------------------
+
+    def put(
+        self, tensor: Tensor, site: str, on_taken: Callable[[], None] = lambda: None
+    ) -> SpillRecord | None:
+        """Begin to spill the whole storage of a strided CPU tensor; None: keep it, no room.
+
+        Returns once no more than ``in_flight_bytes`` wait to be written.
+
+        Args:
+            tensor: what autograd saves.
+            site: where, for messages.
+            on_taken: called once it waits to be written.
+
+        Raises:
+            SpillError: no file can be made.
+        """
+        with self._lock:
+            space = self._open()
+            self._reap()
+            size = tensor.untyped_storage().nbytes()
+            offset = None if self._broken or not size else space.extents.take(size)
+            if offset is None:
+                self._explain(f"its {format_bytes(space.extents.quota_bytes)} are full")
+                return None
+            record = self._begin(space, tensor, site, offset)
+        on_taken()
+        self._wait_for_room()
+        return record
+
+    def _begin(self, space: _Space, tensor: Tensor, site: str, offset: int) -> SpillRecord:
+        record = SpillRecord(space, tensor, site, offset)
+        record.number = self._numbers
+        self._numbers += 1
+        record.on_release = self._release
+        self._waiting_bytes += record.nbytes
+        self.taken_bytes += record.nbytes
+        assert record.content is not None
+        # The job holds the storage, so its memory stays whatever becomes of the record.
+        record.writing = space.writer.submit(write_storage, space.file, record.content, offset)
+        self._in_flight.append(weakref.ref(record))
+        self._live[record.number] = weakref.ref(record)
+        return record
+
+    def _wait_for_room(self) -> None:
+        while True:
+            with self._lock:
+                self._reap()
+                oldest = self._oldest()
+                if self._waiting_bytes <= self._options.in_flight_bytes or oldest is None:
+                    return
+                writing = oldest.writing
+            assert writing is not None
+            wait([writing])
+
+    def _oldest(self) -> SpillRecord | None:
+        while self._in_flight:
+            record = self._in_flight[0]()
+            if record is not None:
+                return record
+            self._in_flight.popleft()
+        return None
+
+    def reap(self) -> None:
+        """Let go of storages that are on disk; called on a thread that saves or wants tensors.
+
+        No operator runs on it now, so a change in place since the writing began has already
+        been counted in the tensor's version.
+        """
+        with self._lock:
+            self._reap()
+
+    def _reap(self) -> None:
+        self._drain()
+        while (record := self._oldest()) is not None:
+            writing = record.writing
+            if writing is None or not writing.done():
+                return
+            self._in_flight.popleft()
+            self._finish(record, writing)
+
+    def _finish(self, record: SpillRecord, writing: Future[int]) -> None:
+        assert record.content is not None
+        self._waiting_bytes -= record.nbytes
+        record.writing = None
+        problem = writing.exception()
+        if isinstance(problem, OSError):
+            self._fall_back(record, problem)
+            return
+        record.checksum = writing.result()
+        record.changed = record.content._version != record.version
+        record.content = None
+        self._stored_bytes += record.nbytes
+        self.stored_peak_bytes = max(self.stored_peak_bytes, self._stored_bytes)
+
+    def _fall_back(self, record: SpillRecord, problem: OSError) -> None:
+        """The record stays in memory; its place, which failed, is not given to another.
+
+        A full disk may still take what fits where others were.
+        """
+        self._fallen_back_bytes += record.nbytes
+        extents = record.space.extents
+        if problem.errno in _FULL:
+            extents.quota_bytes = min(extents.quota_bytes, extents.end)
+        else:
+            self._broken = True
+        self._explain(f"it answered: {problem.strerror or problem}")
+
+    def _explain(self, what: str) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        place = self._options.directory or tempfile.gettempdir()
+        warnings.warn(
+            f"spilling to {place} came to an end: {what}; tensors that find no room there stay in "
+            "memory (this is said once); free the disk, name another directory or raise the quota",
+            SpillWarning,
+            stacklevel=2,
+        )
+
+    # --- back -------------------------------------------------------------------------------
+
+    def load(self, record: SpillRecord) -> torch.UntypedStorage:
+        """The storage again: its own if it is still there, else a new one with the same bytes.
+
+        Raises:
+            SavedTensorError: it was changed in place before it was written.
+            SpillError: it cannot be read, or reads differently from what was written.
+        """
+        with self._lock:
+            self._reap()
+            content = record.content
+            if record.changed or (content is not None and content._version != record.version):
+                raise SavedTensorError(
+                    "one of the variables needed for gradient computation has been modified by an "
+                    f"inplace operation after it was saved at {record.site}; do not change it in "
+                    "place between forward and backward, or clone it before"
+                )
+            if content is not None:
+                return content.untyped_storage()
+            reading = self._take_read(record)
+            if reading is None:
+                return self._share(record, None)
+            self._read_ahead(record)
+        found = reading.result()
+        with self._lock:
+            return self._share(record, found)
+
+    def _take_read(self, record: SpillRecord) -> Future[Tensor] | None:
+        """The record's reading, begun now if it was not; None if the last one read was it."""
+        if self._shared is not None and self._shared[0] == record.number:
+            return None
+        self._shared = None
+        _, reading = self._ahead.pop(record.number, (0, None))
+        return self._begin_read(record) if reading is None else reading
+
+    def _share(self, record: SpillRecord, found: Tensor | None) -> torch.UntypedStorage:
+        """Remember what was read for as long as another save of the same storage may follow."""
+        if found is None:
+            assert self._shared is not None
+            found = self._shared[1]
+        record.loads += 1
+        more = record.users > 1 and record.loads % record.users != 0
+        self._shared = (record.number, found) if more else None
+        return found.untyped_storage()
+
+    def _begin_read(self, record: SpillRecord) -> Future[Tensor]:
+        buffer = torch.empty(record.nbytes, dtype=torch.uint8)
+        space = record.space if record.space.process == os.getpid() else self._open()
+        what = (record.space.file, buffer, record.offset, record.checksum, record.site)
+        return space.reader.submit(read_storage, *what)
+
+    def _read_ahead(self, record: SpillRecord) -> None:
+        """Begin to read those that backward will want next: the ones spilled before."""
+        room = self._options.read_ahead_bytes - sum(size for size, _ in self._ahead.values())
+        for number in range(record.number - 1, -1, -1):
+            reference = self._live.get(number)
+            before = reference() if reference is not None else None
+            if before is None:
+                if not any(each < number for each in self._live):
+                    return
+                continue
+            if before.content is not None or number in self._ahead:
+                continue
+            room -= before.nbytes
+            if room < 0:
+                return
+            try:
+                reading = self._begin_read(before)
+            except RuntimeError:  # no memory for it now; it is read when it is wanted
+                return
+            self._ahead[number] = (before.nbytes, reading)
+
+    def drop_read_ahead(self) -> None:
+        """Let go of what was read before it was wanted; it is read again."""
+        with self._lock:
+            for _, reading in self._ahead.values():
+                reading.cancel()
+            self._ahead.clear()
+            self._shared = None
+
+    # --- ends -------------------------------------------------------------------------------
+
+    def _release(self, record: SpillRecord) -> None:
+        """Nobody holds the record any more. Never waits, because anybody may be the last."""
+        self._dropped.append(record)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._drain()
+            finally:
+                self._lock.release()
+
+    def _drain(self) -> None:
+        while self._dropped:
+            self._forget(self._dropped.popleft())
+
+    def _forget(self, record: SpillRecord) -> None:
+        self._live.pop(record.number, None)
+        _, reading = self._ahead.pop(record.number, (0, None))
+        if reading is not None:
+            reading.cancel()
+        if self._shared is not None and self._shared[0] == record.number:
+            self._shared = None
+        if record.writing is not None:
+            # Even if it runs: the one writer writes whoever comes next here only afterwards.
+            record.writing.cancel()
+            self._waiting_bytes -= record.nbytes
+        elif record.content is not None:
+            self._fallen_back_bytes -= record.nbytes
+            return
+        else:
+            self._stored_bytes -= record.nbytes
+        record.space.extents.give_back(record.offset, record.nbytes)
+
+    def close(self) -> None:
+        """End the threads and give the file's space back; records that live are lost."""
+        with self._lock:
+            space, self._space = self._space, None
+        if space is not None:
+            space.close()
+
+    def _open(self) -> _Space:
+        if self._space is None or self._space.process != os.getpid():
+            file = self._open_file()
+            self._space = _Space(file, self._quota_bytes())
+        return self._space
+
+    def _open_on_disk(self) -> SpillFile:
+        options = self._options
+        return open_disk_file(options.directory, allow_memory=options.allow_memory)
+
+    def _quota_bytes(self) -> int:
+        if self._options.quota_bytes is not None:
+            return self._options.quota_bytes
+        place = self._options.directory or tempfile.gettempdir()
+        return int(DEFAULT_QUOTA_SHARE * shutil.disk_usage(place).free)

@@ -1,0 +1,197 @@
+"""The file that spilled tensors go to, and which parts of it are in use.
+
+The file has no name: it is unlinked as it is made (``O_TMPFILE`` where there is
+one), readable by its owner only, and gone with the process whatever happens.
+
+Pages that a program writes or reads stay in the page cache, which counts in a
+memory cgroup, so spilled bytes would come back as cache. ``O_DIRECT`` avoids the
+cache but wants aligned buffers and sizes, is refused by several file systems,
+and would cost a copy of every tensor. So writes are pushed to the disk chunk by
+chunk (``sync_file_range``, which unlike ``fsync`` leaves the journal alone), waited
+for, and then dropped from the cache (``posix_fadvise``): at most two chunks of
+cache at a time, whatever is written, and a failing disk is noticed here.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import errno
+import os
+import tempfile
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+from daf.errors import SpillError
+
+ALIGNMENT_BYTES = 4096
+# Of the space that is free when the file is made.
+DEFAULT_QUOTA_SHARE = 0.5
+_IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
+# <fcntl.h>: wait for what is on its way, start what is not, wait for that.
+_WRITE, _ALL = 2, 7
+
+
+class SpillFile(Protocol):
+    """Bytes by offset; every method may raise ``OSError``."""
+
+    def write(self, content: memoryview, offset: int) -> int:
+        """Write at an offset and start the disk on it; returns how many bytes were taken."""
+
+    def settle(self, offset: int, nbytes: int) -> None:
+        """Wait until these bytes are on the disk, and let go of their cache."""
+
+    def read(self, into: memoryview, offset: int) -> int:
+        """Read from an offset; returns how many bytes there were."""
+
+    def close(self) -> None:
+        """Give the space back."""
+
+
+class DiskFile:
+    """An unnamed temporary file in a directory."""
+
+    def __init__(self, directory: str | Path) -> None:
+        # Mode 600, unlinked at once.
+        self._file = tempfile.TemporaryFile(dir=directory, buffering=0, prefix="daf-spill-")  # noqa: SIM115 - lives with us
+        self._descriptor = self._file.fileno()
+        self._sync = _sync_file_range()
+
+    def write(self, content: memoryview, offset: int) -> int:
+        """Write at an offset and start the disk on it."""
+        count = os.pwrite(self._descriptor, content, offset)
+        if self._sync is not None:
+            self._checked_sync(offset, count, _WRITE)
+        return count
+
+    def settle(self, offset: int, nbytes: int) -> None:
+        """Wait until these bytes are on the disk, and let go of their cache."""
+        if self._sync is not None:
+            self._checked_sync(offset, nbytes, _ALL)
+        else:
+            os.fsync(self._descriptor)
+        self._forget(offset, nbytes)
+
+    def read(self, into: memoryview, offset: int) -> int:
+        """Read from an offset, leaving no cache behind."""
+        count = os.preadv(self._descriptor, [into], offset)
+        self._forget(offset, count)
+        return count
+
+    def close(self) -> None:
+        """Give the space back."""
+        self._file.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            self._file.close()
+
+    def _forget(self, offset: int, nbytes: int) -> None:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def _checked_sync(self, offset: int, nbytes: int, flags: int) -> None:
+        assert self._sync is not None
+        if self._sync(self._descriptor, offset, nbytes, flags) != 0:
+            problem = ctypes.get_errno()
+            if problem not in (errno.ENOSYS, errno.EINVAL, errno.ESPIPE):
+                raise OSError(problem, os.strerror(problem))
+            os.fsync(self._descriptor)
+
+
+def _sync_file_range() -> ctypes._NamedFuncPointer | None:
+    try:
+        library = ctypes.CDLL(None, use_errno=True)
+        function = library.sync_file_range
+    except (OSError, AttributeError, TypeError):
+        return None
+    function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    function.restype = ctypes.c_int
+    return function
+
+
+def open_disk_file(directory: str | Path | None, *, allow_memory: bool) -> DiskFile:
+    """An unnamed file in ``directory``; None: the system's place for temporary files.
+
+    Raises:
+        SpillError: the directory lies in memory (and ``allow_memory`` is False), or no file
+            can be made there, or the system has no positioned reads.
+    """
+    place = Path(tempfile.gettempdir() if directory is None else directory)
+    if not hasattr(os, "preadv"):
+        raise SpillError("asked to spill; this system has no positioned reads (preadv); replay")
+    kind = file_system_of(place)
+    if kind in _IN_MEMORY and not allow_memory:
+        raise SpillError(
+            f"asked to spill into {place}, which is a {kind}: it lies in memory, so nothing would "
+            "be saved; name a directory on a disk, such as /var/tmp"
+        )
+    try:
+        return DiskFile(place)
+    except OSError as error:
+        raise SpillError(
+            f"asked to spill into {place}; no file can be made there: {error.strerror}; "
+            "name another directory"
+        ) from error
+
+
+def file_system_of(place: Path) -> str:
+    """The kind of file system that a path lies on (``"ext4"``); empty where it is not told."""
+    real = place.resolve()
+    mounts = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
+    holding = [mount for mount in mounts if real.is_relative_to(mount)]
+    return mounts[max(holding, key=lambda mount: len(mount.parts))] if holding else ""
+
+
+class Extents:
+    """Which parts of a file are free: the lowest that is large enough is taken."""
+
+    def __init__(self, quota_bytes: int) -> None:
+        self.quota_bytes = quota_bytes
+        self.end = 0  # the file has been written up to here
+        self._free: list[tuple[int, int]] = []  # (offset, bytes) by offset, never touching
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that are taken, rounded up to whole pages."""
+        return self.end - sum(size for _, size in self._free)
+
+    def take(self, nbytes: int) -> int | None:
+        """The offset of ``nbytes`` free bytes; None where the quota has no room for them."""
+        size = rounded(nbytes)
+        for place, (offset, free) in enumerate(self._free):
+            if free >= size:
+                rest = [(offset + size, free - size)] if free > size else []
+                self._free[place : place + 1] = rest
+                return offset
+        return self._grow(size)
+
+    def _grow(self, size: int) -> int | None:
+        start = self.end
+        last = self._free[-1] if self._free else (0, 0)
+        if self._free and sum(last) == self.end:
+            start = last[0]
+        if start + size > self.quota_bytes:
+            return None
+        if start != self.end:
+            self._free.pop()
+        self.end = start + size
+        return start
+
+    def give_back(self, offset: int, nbytes: int) -> None:
+        """These bytes are free again."""
+        end = offset + rounded(nbytes)
+        place = bisect.bisect(self._free, (offset, 0))
+        if place < len(self._free) and self._free[place][0] == end:
+            end = sum(self._free.pop(place))
+        if place and sum(self._free[place - 1]) == offset:
+            place -= 1
+            offset = self._free.pop(place)[0]
+        self._free.insert(place, (offset, end - offset))
+
+
+def rounded(nbytes: int) -> int:
+    """A size in whole pages of the file."""
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
