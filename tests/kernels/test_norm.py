@@ -350,6 +350,6 @@ def test_calls_outside_the_contract_are_refused(cases) -> None:
     with pytest.raises(KernelError, match="destination"):
         norm.emit(case.x.ctypes.data, case.count, None, Emission(0), 1)
     other = PlainStore().allocate_planes(256, 1, headers=False)
+    emission = Emission(room.out.address, mask=other.view.fields)
     with pytest.raises(KernelError, match="mask"):
-        emission = Emission(room.out.address, mask=other.view.fields)
         norm.emit(case.x.ctypes.data, case.count, None, emission, 1)

@@ -25,7 +25,6 @@ from daf.kernels.contract import (
     INTEGER_BITS,
     affine_fields,
     check_borders,
-    check_call,
     check_integers,
     check_key,
     check_member,

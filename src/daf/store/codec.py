@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from daf.errors import CodecError
-from daf.kernels import ChannelAffine, ElementType, PageFields, Predicate, pages
+from daf.kernels import ChannelAffine, ElementType, Emission, PageFields, Predicate, pages
 from daf.plan import Method, Treatment
 from daf.store.buffers import Planes, Store
 from daf.store.pool import plane_importance
@@ -83,8 +83,7 @@ class MaskCode:
         high: float = float("nan"),
     ) -> None:
         """Encode a dense tensor; see :class:`daf.kernels.Predicate` for which bits are set."""
-        self.count = tensor.numel()
-        self.planes: Planes = store.allocate_planes(self.count, 1, headers=False)
+        self._allocate(store, tensor.numel())
         pages.encode_mask(
             tensor.data_ptr(),
             element_type(tensor.dtype),
@@ -95,6 +94,17 @@ class MaskCode:
             torch.get_num_threads(),
         )
         self.planes.seal()
+
+    @classmethod
+    def unwritten(cls, store: Store, count: int) -> MaskCode:
+        """Room for a mask of ``count`` elements; whoever writes it seals ``planes``."""
+        mask = cls.__new__(cls)
+        mask._allocate(store, count)
+        return mask
+
+    def _allocate(self, store: Store, count: int) -> None:
+        self.count = count
+        self.planes: Planes = store.allocate_planes(count, 1, headers=False)
 
     @property
     def nbytes(self) -> int:
@@ -134,6 +144,7 @@ class ValueCode:
         *,
         weight: float = 1.0,
         tag: int = 0,
+        emission: Emission | None = None,
     ) -> None:
         """Encode a dense tensor, after ``channels`` has been applied to it.
 
@@ -145,6 +156,7 @@ class ValueCode:
             channels: applied to every value before it is coded.
             weight: how much relative error here harms the gradient, beside other tensors.
             tag: 64-bit name under which the store tells what it gave up.
+            emission: what is computed of the values coded, in the same pass.
 
         Raises:
             CodecError: the treatment is no value code, or the dtype has none.
@@ -160,9 +172,10 @@ class ValueCode:
         affine = channels.pointers() if channels else None
         threads = torch.get_num_threads()
         if treatment.method is Method.ROTATED:
-            pages.encode_rotated(source, kind, fields, treatment.rounds, key, threads, affine)
+            rounds = treatment.rounds
+            pages.encode_rotated(source, kind, fields, rounds, key, threads, affine, emission)
         else:
-            pages.encode_minmax(source, kind, fields, key, threads, affine)
+            pages.encode_minmax(source, kind, fields, key, threads, affine, emission)
         self.planes.seal()
 
     def _allocate(self, store: Store, weight: float, tag: int) -> Planes:
