@@ -10,7 +10,6 @@ from torch import Tensor
 
 from daf.execution.fused import Norm, Running, take_statistics
 from daf.execution.normalisation import channel_stride
-from daf.store.layout import overlaps
 from daf.store.normalised import Geometry
 
 
@@ -57,8 +56,10 @@ def objection(call: NormArguments, pack: Callable[..., Any], least_bytes: int) -
     x = call.x
     if call.training is not True:
         return "it does not normalise by the batch's statistics"
-    if not _is_plain(x) or x.dim() < 2 or overlaps(x) or channel_stride(x) is None:
-        return "its input is no dense float32 tensor on the CPU"
+    if not _is_plain(x) or x.dim() < 2:
+        return "its input is no float32 tensor on the CPU"
+    if channel_stride(x) is None or not _has_usual_strides(x):
+        return "its input lies neither contiguous nor channels-last"
     if x.nbytes < least_bytes:
         return "its input is small"
     if x.numel() // x.shape[1] < 2:
@@ -93,6 +94,15 @@ def _is_plain(tensor: Any) -> bool:
         and tensor.dtype is torch.float32
         and not tensor.is_neg()
     )
+
+
+def _has_usual_strides(x: Tensor) -> bool:
+    """Would PyTorch give its result the same strides? (Those of dimensions of size 1 vary.)"""
+    layout = torch.contiguous_format
+    if not x.is_contiguous():
+        layout = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+    usual = torch.empty(x.shape, memory_format=layout, device="meta")
+    return x.stride() == usual.stride()
 
 
 def _is_vector(tensor: Any, shape: tuple[int, ...]) -> bool:

@@ -111,11 +111,10 @@ class Fusing:
             self._carrier.enter_norm()
             return self._stand_in(_Waiting(call.start(), site))
         result = run()
-        if self._fusion.is_open(site):
-            if call is None or reason:
-                self._observation.refuse(site, reason)
-            else:
-                self._observation.norm(site, call, result)
+        if call is None or reason:
+            self._observation.refuse(site, reason)
+        elif self._fusion.is_open(site):
+            self._observation.norm(site, call, result)
         return result
 
     def follow(

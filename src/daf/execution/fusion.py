@@ -131,11 +131,17 @@ class Observation:
             for seen in read.values():
                 seen.readers.append(getattr(operator, "__name__", str(operator)))
 
-    def reports(self) -> Iterator[FusionReport]:
+    def objections(self) -> Iterator[FusionReport]:
+        """What could not be fused in this step, whoever reads it."""
+        for site, seen in self._norms.items():
+            if isinstance(seen, str):
+                yield FusionReport(*site, "", seen)
+
+    def verdicts(self) -> Iterator[FusionReport]:
         """What may be fused, and what not and why; asked once the step is over."""
         for site, seen in self._norms.items():
-            pattern, reason = ("", seen) if isinstance(seen, str) else _judge(seen)
-            yield FusionReport(*site, pattern, reason)
+            if isinstance(seen, _Seen):
+                yield FusionReport(*site, *_judge(seen))
 
     def _watch(self, parts: Sequence[Tensor], result: Tensor) -> _Seen:
         seen = _Seen({weakref.ref(part): part._version for part in parts}, weakref.ref(result))
@@ -194,10 +200,11 @@ class Fusion:
 
     def __init__(self) -> None:
         self._decided: dict[NormSite, FusionReport] = {}
+        self._objections: dict[NormSite, FusionReport] = {}  # of the last step only
 
     def reports(self) -> tuple[FusionReport, ...]:
-        """Every normalisation seen so far."""
-        return tuple(self._decided.values())
+        """Every normalisation seen so far; one that could not run fused last time says why."""
+        return tuple((self._decided | self._objections).values())
 
     def is_open(self, site: NormSite) -> bool:
         """Must it still be observed?"""
@@ -210,12 +217,17 @@ class Fusion:
 
     def learn(self, observation: Observation) -> None:
         """A step is over."""
-        for report in observation.reports():
-            self._decided.setdefault(NormSite(report.module, report.call), report)
+        self._objections = {_site(report): report for report in observation.objections()}
+        for report in observation.verdicts():
+            self._decided.setdefault(_site(report), report)
 
     def give_up(self, site: NormSite, reason: str) -> None:
         """From now on it is left as it is."""
         self._decided[site] = FusionReport(*site, "", reason)
+
+
+def _site(report: FusionReport) -> NormSite:
+    return NormSite(report.module, report.call)
 
 
 def is_norm(operator: Callable[..., Any]) -> bool:
