@@ -14,15 +14,19 @@ namespace daf {
 namespace {
 
 // A mask lies in pages too, so no address of one is known here.
-Target whole_target(uintptr_t address, int type, uint64_t count, const nb::tuple& affine,
-                    bool accumulate) {
-  return make_target(address, type, count, make_affine(affine), 0, accumulate,
-                     {0, block_count(count)});
+Target page_target(uintptr_t address, int type, uint64_t count, const nb::tuple& affine,
+                   bool accumulate, Extent blocks) {
+  return make_target(address, type, count, make_affine(affine), 0, accumulate, blocks);
 }
 
 template <class Job>
 bool run_pages(const PagesJob<Job>& job, int threads) {
   return run<PagesJob<Job>>(job, do_pages<Job>, job.pages.count, threads);
+}
+
+template <class Job>
+void run_pages_of(const PagesJob<Job>& job, Extent blocks, int threads) {
+  run_part<PagesJob<Job>>(job, do_pages<Job>, blocks, threads);
 }
 
 void encode_rotated(const std::string& set, uintptr_t source, int type, const nb::tuple& fields,
@@ -46,19 +50,21 @@ void encode_rotated(const std::string& set, uintptr_t source, int type, const nb
 void decode_rotated(const std::string& set, const nb::tuple& fields, int rounds, uint64_t key,
                     uintptr_t levels, float level_factor, uintptr_t shorter_levels,
                     float shorter_level_factor, uintptr_t destination, int type, int threads,
-                    const nb::tuple& affine, const nb::tuple& mask, bool accumulate) {
+                    const nb::tuple& affine, const nb::tuple& mask, bool accumulate, size_t first,
+                    size_t last) {
   const Pages pages = make_pages(fields);
-  const DecodeRotated job{whole_target(destination, type, pages.count, affine, accumulate),
-                          pages.kept,
-                          rounds,
-                          key,
-                          nullptr,
-                          nullptr,
-                          at<const int8_t>(levels),
-                          level_factor};
-  run_pages<DecodeRotated>({job, table_named(set).decode_rotated, pages, make_pages(mask),
-                            at<const int8_t>(shorter_levels), shorter_level_factor},
-                           threads);
+  const DecodeRotated job{
+      page_target(destination, type, pages.count, affine, accumulate, {first, last}),
+      pages.kept,
+      rounds,
+      key,
+      nullptr,
+      nullptr,
+      at<const int8_t>(levels),
+      level_factor};
+  run_pages_of<DecodeRotated>({job, table_named(set).decode_rotated, pages, make_pages(mask),
+                               at<const int8_t>(shorter_levels), shorter_level_factor},
+                              {first, last}, threads);
 }
 
 void encode_minmax(const std::string& set, uintptr_t source, int type, const nb::tuple& fields,
@@ -73,11 +79,14 @@ void encode_minmax(const std::string& set, uintptr_t source, int type, const nb:
 }
 
 void decode_minmax(const std::string& set, const nb::tuple& fields, uintptr_t destination, int type,
-                   int threads, const nb::tuple& affine, const nb::tuple& mask, bool accumulate) {
+                   int threads, const nb::tuple& affine, const nb::tuple& mask, bool accumulate,
+                   size_t first, size_t last) {
   const Pages pages = make_pages(fields);
-  const DecodeMinmax job{whole_target(destination, type, pages.count, affine, accumulate),
-                         pages.bits, nullptr, nullptr};
-  run_pages<DecodeMinmax>({job, table_named(set).decode_minmax, pages, make_pages(mask)}, threads);
+  const DecodeMinmax job{
+      page_target(destination, type, pages.count, affine, accumulate, {first, last}), pages.bits,
+      nullptr, nullptr};
+  run_pages_of<DecodeMinmax>({job, table_named(set).decode_minmax, pages, make_pages(mask)},
+                             {first, last}, threads);
 }
 
 void encode_mask(const std::string& set, uintptr_t source, int type, const nb::tuple& fields,

@@ -73,7 +73,8 @@ class Policy:
     ``rederive`` allows one code to serve a normalisation, its activation and
     the operator behind it (design, section 4: BatchNorm, ReLU, convolution).
     ``fused`` lets batch normalisation, residual addition and ReLU run as one
-    operator, where that was seen to be the same.
+    operator, where that was seen to be the same. ``chunked`` lets large
+    convolutions decode their input a part of the batch at a time.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Policy:
     by_site: Mapping[Site, Treatment] = field(default_factory=lambda: MappingProxyType({}))
     rederive: bool = True
     fused: bool = False
+    chunked: bool = False
     weights: Mapping[Site, float] = field(default_factory=lambda: MappingProxyType({}))
 
     def weight(self, site: Site) -> float:

@@ -47,6 +47,7 @@ from torch import Tensor, nn
 from daf.errors import PlatformError
 from daf.execution.accounting import Ledger, Source, Sources, strided_parts
 from daf.execution.carrying import NormCarrier
+from daf.execution.chunked import substitute
 from daf.execution.evictions import Evictions
 from daf.execution.fusing import Fusing, FusingMode
 from daf.execution.fusion import Fusion
@@ -133,8 +134,9 @@ class Capture:
             with ExitStack() as stack:
                 stack.enter_context(self._tracker.following())
                 stack.enter_context(self._watching_inputs())
+                ours = substitute(running.pack) if policy.chunked else None
                 fusing = running.fusing() if policy.fused else None
-                mode = FusingMode(running, fusing) if fusing else OperatorMode(running)
+                mode = FusingMode(running, ours, fusing) if fusing else OperatorMode(running, ours)
                 stack.enter_context(mode)
                 hooks = torch.autograd.graph.saved_tensors_hooks(running.pack, self._unpack)
                 stack.enter_context(hooks)
@@ -413,6 +415,7 @@ class compress:  # noqa: N801 - used as a statement, like torch.no_grad
         policy: Policy | None = None,
         pool_bytes: str | int | None = None,
         fused: bool = False,
+        chunked: bool = False,
     ) -> None:
         """Prepare for ``model``.
 
@@ -427,6 +430,8 @@ class compress:  # noqa: N801 - used as a statement, like torch.no_grad
                 to one bit; ``stats`` says how much. The attribute may be changed at any time.
             fused: experimental: run batch normalisation, residual addition and ReLU as one
                 operator from the second entry on; ``fusions()`` tells where, and why not elsewhere.
+            chunked: experimental: large convolutions decode their input a part of the batch at a
+                time in backward, which takes less memory and somewhat more time.
 
         Raises:
             ValueError: ``bits`` is none of these, or ``pool_bytes`` cannot be read.
@@ -434,8 +439,11 @@ class compress:  # noqa: N801 - used as a statement, like torch.no_grad
                 do not fit ``pool_bytes``.
         """
         self._policy = policy or policy_for(bits)
-        if fused:
-            self._policy = replace(self._policy, fused=True)
+        self._policy = replace(
+            self._policy,
+            fused=fused or self._policy.fused,
+            chunked=chunked or self._policy.chunked,
+        )
         self._model = model
         self._capture = Capture(model, make_store(parse_optional_bytes(pool_bytes)))
         self._seed = seed

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from daf.execution.fused import Norm, Running, take_statistics
 from daf.execution.normalisation import channel_stride
+from daf.execution.plain_call import autograd_objection, has_usual_strides, is_plain
 from daf.store.normalised import Geometry
 
 
@@ -56,9 +56,9 @@ def objection(call: NormArguments, pack: Callable[..., Any], least_bytes: int) -
     x = call.x
     if call.training is not True:
         return "it does not normalise by the batch's statistics"
-    if not _is_plain(x) or x.dim() < 2:
+    if not is_plain(x) or x.dim() < 2:
         return "its input is no float32 tensor on the CPU"
-    if channel_stride(x) is None or not _has_usual_strides(x):
+    if channel_stride(x) is None or not has_usual_strides(x):
         return "its input lies neither contiguous nor channels-last"
     if x.nbytes < least_bytes:
         return "its input is small"
@@ -74,36 +74,8 @@ def objection(call: NormArguments, pack: Callable[..., Any], least_bytes: int) -
         return "its momentum or epsilon is no number"
     if torch.is_autocast_enabled("cpu"):
         return "autocast is on"
-    return _autograd_objection((x, call.weight, call.bias), pack)
-
-
-def _autograd_objection(inputs: tuple[Tensor | None, ...], pack: Callable[..., Any]) -> str:
-    if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in inputs):
-        return "it needs no gradient"
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None or hooks[0] != pack:
-        return "somebody else's saved-tensor hooks are on (checkpointing)"
-    return ""
-
-
-def _is_plain(tensor: Any) -> bool:
-    return (
-        type(tensor) in (Tensor, torch.nn.Parameter)
-        and tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
-        and tensor.dtype is torch.float32
-        and not tensor.is_neg()
-    )
-
-
-def _has_usual_strides(x: Tensor) -> bool:
-    """Would PyTorch give its result the same strides? (Those of dimensions of size 1 vary.)"""
-    layout = torch.contiguous_format
-    if not x.is_contiguous():
-        layout = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
-    usual = torch.empty(x.shape, memory_format=layout, device="meta")
-    return x.stride() == usual.stride()
+    return autograd_objection((x, call.weight, call.bias), pack)
 
 
 def _is_vector(tensor: Any, shape: tuple[int, ...]) -> bool:
-    return _is_plain(tensor) and tuple(tensor.shape) == shape and tensor.is_contiguous()
+    return is_plain(tensor) and tuple(tensor.shape) == shape and tensor.is_contiguous()

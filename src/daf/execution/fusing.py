@@ -27,7 +27,7 @@ from daf.execution.fusion import (
     is_norm,
     is_plain_addition,
 )
-from daf.execution.operator_mode import Listener, OperatorMode
+from daf.execution.operator_mode import Listener, OperatorMode, Substitute
 from daf.execution.provenance import RELUS
 from daf.execution.treatments import SMALL_BYTES
 
@@ -258,8 +258,8 @@ def _fits(addend: Tensor, x: Tensor) -> bool:
 class FusingMode(OperatorMode):
     """An operator mode that lets fused normalisations wait."""
 
-    def __init__(self, listener: Listener, fusing: Fusing) -> None:
-        super().__init__(listener)
+    def __init__(self, listener: Listener, substitute: Substitute | None, fusing: Fusing) -> None:
+        super().__init__(listener, substitute)
         self._fusing = fusing
 
     def __torch_function__(

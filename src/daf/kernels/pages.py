@@ -24,6 +24,7 @@ from daf.kernels import (
 from daf.kernels.contract import (
     INTEGER_BITS,
     affine_fields,
+    block_range,
     check_borders,
     check_integers,
     check_key,
@@ -87,6 +88,7 @@ def decode_rotated(
     affine: ChannelAffine | None = None,
     mask: PageFields | None = None,
     accumulate: bool = False,
+    blocks: tuple[int, int] | None = None,
 ) -> None:
     """Decode every run from the planes it has, with the merged-cell table of that width.
 
@@ -108,6 +110,7 @@ def decode_rotated(
         affine_fields(affine),
         mask_fields(mask, fields.elements),
         accumulate,
+        *block_range(fields.elements, blocks),
     )
 
 
@@ -144,6 +147,7 @@ def decode_minmax(
     affine: ChannelAffine | None = None,
     mask: PageFields | None = None,
     accumulate: bool = False,
+    blocks: tuple[int, int] | None = None,
 ) -> None:
     """Decode all planes; the options are those of ``decode_rotated``."""
     check_whole(fields, threads, MINMAX_BITS, destination=destination)
@@ -156,6 +160,7 @@ def decode_minmax(
         affine_fields(affine),
         mask_fields(mask, fields.elements),
         accumulate,
+        *block_range(fields.elements, blocks),
     )
 
 

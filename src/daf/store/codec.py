@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from daf.errors import CodecError
-from daf.kernels import ChannelAffine, ElementType, Emission, PageFields, Predicate, pages
+from daf.kernels import (
+    BLOCK_ELEMENTS,
+    ChannelAffine,
+    ElementType,
+    Emission,
+    PageFields,
+    Predicate,
+    pages,
+)
 from daf.plan import Method, Treatment
 from daf.store.buffers import Planes, Store
 from daf.store.pool import plane_importance
@@ -198,20 +206,22 @@ class ValueCode:
         channels: Channels | None = None,
         mask: MaskCode | None = None,
         accumulate: bool = False,
+        blocks: tuple[int, int] | None = None,
     ) -> None:
         """Write the values into a dense tensor of the coded element count.
 
         ``channels`` is applied to every value, then ``accumulate`` adds what
         ``out`` holds, then ``mask`` zeroes the elements whose bit is clear.
+        With ``blocks`` (first, last), ``out`` holds the elements of these
+        blocks of 256 alone.
         """
-        _check_count(self.count, out)
+        _check_count(self.count if blocks is None else elements_in(blocks, self.count), out)
         if mask is None:
             with self.planes.pinned() as view:
-                self._decode(view.fields, out, channels, None, accumulate)
+                self._decode(view.fields, out, channels, None, accumulate, blocks)
             return
-        _check_count(mask.count, out)
         with self.planes.pinned() as view, mask.planes.pinned() as chosen:
-            self._decode(view.fields, out, channels, chosen.fields, accumulate)
+            self._decode(view.fields, out, channels, chosen.fields, accumulate, blocks)
 
     def _decode(
         self,
@@ -220,9 +230,10 @@ class ValueCode:
         channels: Channels | None,
         mask: PageFields | None,
         accumulate: bool,
+        blocks: tuple[int, int] | None,
     ) -> None:
         place, kind, threads = out.data_ptr(), element_type(out.dtype), torch.get_num_threads()
-        options = (threads, channels.pointers() if channels else None, mask, accumulate)
+        options = (threads, channels.pointers() if channels else None, mask, accumulate, blocks)
         if self.treatment.method is Method.ROTATED:
             pages.decode_rotated(fields, self.treatment.rounds, self.key, place, kind, *options)
         else:
@@ -322,6 +333,12 @@ class IntegerCode:
                 out.element_size(),
                 torch.get_num_threads(),
             )
+
+
+def elements_in(blocks: tuple[int, int], count: int) -> int:
+    """Elements of blocks first to last (exclusive) of a tensor of ``count``."""
+    first, last = blocks
+    return min(last * BLOCK_ELEMENTS, count) - first * BLOCK_ELEMENTS
 
 
 def _check_count(count: int, out: Tensor) -> None:
