@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from daf.execution.held import Rederived, Saved, all_asked_for
 from daf.execution.plain_call import autograd_objection, has_usual_strides, is_plain
+from daf.plan import Need
 from daf.store.scratch import Scratch
 
 CHUNK_BYTES = 8 << 20  # of the input; smaller ones cost convolutions more than they save
@@ -60,6 +61,8 @@ class Convolution(NamedTuple):
 
 class ChunkedConvolution(torch.autograd.Function):
     """The operator."""
+
+    daf_needs = (Need.LINEAR, Need.EXACT)  # of what it saves: see rules.name_saves
 
     @staticmethod
     def forward(

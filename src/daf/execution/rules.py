@@ -93,11 +93,6 @@ NEEDS: Mapping[str, Mapping[str, Need]] = {
     "ScaledDotProductEfficientAttentionBackward0": _ATTENTION,
 }
 
-# Our own autograd functions: what each save is needed for, in the order of save_for_backward.
-CUSTOM_NEEDS: Mapping[str, tuple[Need, ...]] = {
-    "ChunkedConvolutionBackward": (Need.LINEAR, Need.EXACT),
-}
-
 # Nodes whose result is the same memory in another shape.
 ALIASES = frozenset(
     {
@@ -164,8 +159,8 @@ def name_saves(result: Any, first_sequence_number: int) -> None:
 
 
 def _name_custom(node: Any) -> None:
-    """The same for a node of an autograd function of our own."""
-    needs = CUSTOM_NEEDS.get(node.name())
+    """The same for an autograd function of our own, which says it for its saves in their order."""
+    needs = getattr(getattr(node, "_forward_cls", None), "daf_needs", None)
     if needs is None:
         return
     for saved, need in zip(all_asked_for(lambda: node.saved_tensors), needs, strict=True):
