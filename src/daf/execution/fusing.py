@@ -176,7 +176,8 @@ class Fusing:
 
     def _stand_in(self, waiting: _Waiting) -> Tensor:
         assert waiting.norm is not None
-        stand_in = torch.full((), torch.nan).expand(waiting.norm.x.shape)
+        nothing = torch.full((), torch.nan, dtype=torch.float32, device="cpu")
+        stand_in = nothing.expand(waiting.norm.x.shape)
         self._register(stand_in, waiting)
         return stand_in
 
