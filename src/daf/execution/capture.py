@@ -47,7 +47,7 @@ from torch import Tensor, nn
 from daf.errors import PlatformError
 from daf.execution.accounting import Ledger, Source, Sources, strided_parts
 from daf.execution.carrying import NormCarrier
-from daf.execution.chunked import substitute
+from daf.execution.chunked_convolution import substitute
 from daf.execution.evictions import Evictions
 from daf.execution.fusing import Fusing, FusingMode
 from daf.execution.fusion import Fusion
