@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from daf.errors import FusionError
+from daf.errors import CodecError, FusionError
 from daf.execution.capture import compress
 from daf.execution.fusion import WITH_ADDITION, WITH_RELU
+from daf.plan import Method, Need, Policy, Treatment
 
 Forward = Callable[["Model", Tensor], Any]
 
@@ -411,3 +412,14 @@ def test_whole_models(name: str, layout: torch.memory_format) -> None:
     assert after.held_bytes <= 1.01 * before.held_bytes
     assert after.plain_bytes / after.held_bytes > 18
     assert (fused - plain).norm() < 1.1 * (unfused - plain).norm()
+
+
+def test_a_fused_normalisation_refuses_to_spill() -> None:
+    model = Model(lambda m, x: m.relu(m.one(x)))
+    spill = Policy("spill norms", {Need.NORM: Treatment(Method.SPILL)}, rederive=False)
+    capture = compress(model, policy=spill, fused=True)
+    with capture:
+        out = model(make_input())
+    out.sum().backward()
+    with pytest.raises(CodecError, match="do not fuse"), capture:
+        model(make_input())

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from daf.errors import CodecError
 from daf.execution.accounting import Ledger, Source, Sources
 from daf.execution.fused import FusedNorm, Holder, Norm, NormHeld, run_forward, sole_holders
 from daf.execution.fusion import NormSite
@@ -135,6 +136,11 @@ class _CountingHolder(Holder):
         record.need = Need.NORM
         treatment = carrier.policy.treatment(Need.NORM, record.site)
         check_sound(treatment.method, Need.NORM, record.site)
+        if treatment.method is Method.SPILL:
+            raise CodecError(
+                f"asked to spill what {record.site} saves, which is a fused normalisation; these "
+                "keep or code it; give that site another treatment, or do not fuse"
+            )
         record.treatment = KEEP if self._is_external else treatment
 
     def hold_input(self, norm: Norm) -> Kept | None:
