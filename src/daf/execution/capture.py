@@ -23,6 +23,8 @@ autograd node exists, and its name and slots say what its backward will read
 Tensors saved outside any known operator (custom ``autograd.Function``) are
 kept as they are, integers and booleans packed without loss.
 
+Calls of modules that the policy replays hold their inputs only (``replay``).
+
 Gradients under ``rotated`` and ``minmax`` codes are unbiased where a tensor
 enters them once and linearly. Behind a normalisation the squared bias measured
 stays below 0.0003 of the gradient's square at 2 bits; derivative codes of
@@ -44,7 +46,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from daf.errors import PlatformError
+from daf.errors import CodecError, PlatformError
 from daf.execution.accounting import Ledger, Source, Sources, strided_parts
 from daf.execution.carrying import NormCarrier
 from daf.execution.chunked_convolution import substitute
@@ -53,7 +55,7 @@ from daf.execution.fusing import Fusing, FusingMode
 from daf.execution.fusion import Fusion
 from daf.execution.held import Held, Kept, Saved, unpacker
 from daf.execution.microbatch import tensors_in_batch
-from daf.execution.operator_mode import OperatorMode
+from daf.execution.operator_mode import OperatorMode, Substitute
 from daf.execution.parameter_reads import ParameterReads
 from daf.execution.provenance import ADDITIONS, FOLLOWED, Operands, Provenance
 from daf.execution.replay import ReplayLog, Replays
@@ -134,7 +136,8 @@ class Capture:
             batch: the caller's own tensors (any nest of them): never coded, never counted.
 
         Raises:
-            CodecError: the policy asks for a treatment that is unsound at a site.
+            CodecError: the policy asks for a treatment that is unsound at a site, or for fused
+                operators together with replayed calls.
             FusionError: a fused operator's inner result was read as in no step before.
             UnknownNameError: the policy replays a module that is not there or never called.
         """
@@ -143,6 +146,7 @@ class Capture:
             self._ledger.reset_peaks()
             self._tracker.begin_step()
             self._evictions.begin()
+        self._replay_log.clear()
         self._sources.forget()
         self._sources.set_external(self._own_tensors(batch))
         running = _Running(self, policy, (seed, step_index, micro_index))
@@ -151,7 +155,7 @@ class Capture:
                 stack.enter_context(self._tracker.following())
                 stack.enter_context(self._watching_inputs())
                 stack.enter_context(running.replays.watching())
-                ours = substitute(running.pack) if policy.chunked else None
+                ours = running.substituting() if policy.chunked else None
                 fusing = running.fusing() if policy.fused else None
                 mode = FusingMode(running, ours, fusing) if fusing else OperatorMode(running, ours)
                 stack.enter_context(mode)
@@ -281,6 +285,11 @@ class _Running:
         self._spill = capture._spill
         self._evictions = capture._evictions
         self._parameter_reads = capture.parameter_reads
+        if policy.fused and policy.replayed:
+            raise CodecError(
+                f"policy {policy.name!r} asks for fused operators and for replayed calls; a fused "
+                "one may wait beyond the end of a call, so ask for one of the two"
+            )
         self._policy = policy
         self._key = mix_key(*key_parts)
         keeper = ReplayKeeper(
@@ -289,6 +298,7 @@ class _Running:
             capture._tracker,
             capture._treater,
             capture._scratch,
+            self._parameter_reads,
             self._hold_input,
             self.is_constant,
         )
@@ -356,6 +366,17 @@ class _Running:
             raise
         finally:
             self._pending = outer
+
+    def substituting(self) -> Substitute:
+        """Runs other functions for some calls; never in replayed ones, which run again without."""
+        ours = substitute(self.pack)
+
+        def choose(
+            function: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+        ) -> Callable[..., Any]:
+            return function if self.replays.is_running else ours(function, arguments, keywords)
+
+        return choose
 
     def fusing(self) -> Fusing:
         """Lets normalisations wait for their ReLU."""
@@ -434,7 +455,10 @@ class _Running:
     ) -> tuple[Held, Treatment]:
         """An input of a replayed call."""
         assert saved.tensor is not None
-        return self._hold(saved, saved.tensor, need, record, sources, _OUTSIDE_CALL)
+        spilled_before = self._spill.taken_bytes
+        held = self._hold(saved, saved.tensor, need, record, sources, _OUTSIDE_CALL)
+        record.spilled_bytes += self._spill.taken_bytes - spilled_before
+        return held
 
     def is_constant(self, tensor: Tensor) -> bool:
         """Is this a parameter, a buffer, the caller's batch, or a view or cast copy of one?"""

@@ -17,24 +17,19 @@ def map_nest(kind: type[Leaf], change: Callable[[Leaf], Any], nest: Any) -> Any:
     copied without running their constructors, so that no check of theirs sees
     the replacement. Objects of any other kind are left alone.
     """
-
-    def walk(value: Any) -> Any:
-        if isinstance(value, kind):
-            return change(value)
-        if isinstance(value, (tuple, list)):
-            items = [walk(item) for item in value]
-            return value if _same(items, value) else _like_sequence(value, items)
-        if isinstance(value, Mapping):
-            entries = {key: walk(item) for key, item in value.items()}
-            return value if _same(entries.values(), value.values()) else _like(value, entries)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            names = [field.name for field in dataclasses.fields(value)]
-            fields = {name: walk(getattr(value, name)) for name in names}
-            before = [getattr(value, name) for name in names]
-            return value if _same(fields.values(), before) else _like_dataclass(value, fields)
-        return value
-
-    return walk(nest)
+    if isinstance(nest, kind):
+        return change(nest)
+    if isinstance(nest, (tuple, list)):
+        items = [map_nest(kind, change, item) for item in nest]
+        return nest if _same(items, nest) else _like_sequence(nest, items)
+    if isinstance(nest, Mapping):
+        entries = {key: map_nest(kind, change, item) for key, item in nest.items()}
+        return nest if _same(entries.values(), nest.values()) else _like_mapping(nest, entries)
+    if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
+        before = {field.name: getattr(nest, field.name) for field in dataclasses.fields(nest)}
+        fields = {name: map_nest(kind, change, value) for name, value in before.items()}
+        return nest if _same(fields.values(), before.values()) else _like_dataclass(nest, fields)
+    return nest
 
 
 def _same(first: Any, second: Any) -> bool:
@@ -47,7 +42,7 @@ def _like_sequence(value: Any, items: list[Any]) -> Any:
     return type(value)(items)
 
 
-def _like(value: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
+def _like_mapping(value: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
     if type(value) is dict:
         return entries
     if not isinstance(value, MutableMapping):

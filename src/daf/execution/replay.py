@@ -15,19 +15,19 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from threading import get_ident
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from daf.errors import SavedTensorError, UnknownNameError
 from daf.execution.accounting import Holding
+from daf.execution.call_inputs import Inputs, distinct_tensors
 from daf.execution.call_state import CallState
-from daf.execution.held import Held, Kept, Saved
-from daf.execution.nest import map_nest
+from daf.execution.held import Held, Saved
 from daf.plan import Site
 from daf.store.scratch import Scratch
 
@@ -51,8 +51,14 @@ class Keeper(Protocol):
     def note_save(self, tensor: Tensor, path: str) -> Any:
         """Plain PyTorch would hold this for as long as what is returned lives."""
 
+    def note_reader(self, module: nn.Module, reader: object) -> None:
+        """For as long as ``reader`` lives, every parameter of the module may be read again."""
+
     def count(self, nbytes: int) -> Holding:
         """Count bytes held beside tensors."""
+
+    def rebuilding(self) -> AbstractContextManager[None]:
+        """Inside, a call is run again: its operators are at no site."""
 
 
 class ReplayLog:
@@ -61,6 +67,10 @@ class ReplayLog:
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
         self._task = _NO_TASK
+
+    def clear(self) -> None:
+        """A new forward pass begins."""
+        self.calls.clear()
 
     def note(self, path: str, call: int) -> None:
         """One call is run again."""
@@ -124,67 +134,6 @@ def _form(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
     return tuple(tensor.shape), tensor.dtype, tensor.device
 
 
-class _Place(NamedTuple):
-    """Where a tensor was in the nest of a call's inputs."""
-
-    index: int
-
-
-class _Input(NamedTuple):
-    """One tensor that a call was given."""
-
-    held: Held
-    account: Any
-    requires_grad: bool
-    given: Callable[[], Tensor | None]
-    version: int
-
-
-class Inputs:
-    """What a call was given, tensors held; the same tensor given twice stays one tensor."""
-
-    def __init__(self, given: Any, hold: Callable[[Tensor, int], tuple[Held, Any]]) -> None:
-        places: dict[int, _Place] = {}
-        self._tensors: list[_Input] = []
-
-        def replace(tensor: Tensor) -> _Place:
-            place = places.get(id(tensor))
-            if place is None:
-                place = places[id(tensor)] = _Place(len(self._tensors))
-                held, account = hold(tensor, place.index)
-                self._tensors.append(
-                    _Input(
-                        held, account, tensor.requires_grad, weakref.ref(tensor), tensor._version
-                    )
-                )
-            return place
-
-        self._nest = map_nest(Tensor, replace, given)
-
-    def restore(self, scratch: Scratch) -> Any:
-        """The nest again, its tensors cut off from the graph that made them."""
-        tensors = [
-            one.held.restore(scratch).detach().requires_grad_(one.requires_grad)
-            for one in self._tensors
-        ]
-        return map_nest(_Place, lambda place: tensors[place.index], self._nest)
-
-    def check_unchanged(self, path: str) -> None:
-        """Refuse a call that changed its own input.
-
-        Raises:
-            SavedTensorError: it did.
-        """
-        for one in self._tensors:
-            tensor = one.given()
-            if tensor is not None and tensor._version != one.version:
-                raise SavedTensorError(
-                    f"asked to replay {path!r}, whose forward pass modified its input "
-                    f"{_form(tensor)} by an inplace operation, so that it cannot be run again "
-                    "from it; replay the module around it, or let it work out of place"
-                )
-
-
 class ReplayedCall:
     """One call of a replayed module: its inputs, its state, and handles for what it saves."""
 
@@ -238,7 +187,7 @@ class ReplayedCall:
         if not again:
             self._task = task
             forget = partial(_forget, weakref.ref(self))
-            torch.autograd.Variable._execution_engine.queue_callback(forget)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(forget)
 
     def forget(self) -> None:
         """Let go of rebuilt tensors that this backward pass did not read."""
@@ -253,11 +202,13 @@ class ReplayedCall:
     def _run(self, collector: Collector) -> None:
         arguments, keywords = self._inputs.restore(self._replays.keeper.scratch)
         self._replays.log.note(self.site.module, self._count)
-        with self._replays.rebuilding(collector), self._state.restored(), collector.hooks():
-            try:
-                self._forward(*arguments, **keywords)
-            except _Complete:
-                pass
+        with (
+            self._replays.rebuilding(collector),
+            self._state.restored(),
+            collector.hooks(),
+            suppress(_Complete),
+        ):
+            self._forward(*arguments, **keywords)
 
 
 def _forget(reference: weakref.ref[ReplayedCall]) -> None:
@@ -292,7 +243,7 @@ class Collector:
     ) -> Any:
         """A replayed call inside this one: its inputs are wanted, what it saves is its own."""
         if self._depth == 0:
-            for tensor in _distinct_tensors((arguments, keywords)):
+            for tensor in distinct_tensors((arguments, keywords)):
                 self._collect(tensor)
         self._depth += 1
         try:
@@ -320,12 +271,6 @@ class Collector:
                 "not; a replayed module must do the same thing again with the same inputs"
             )
         return packed
-
-
-def _distinct_tensors(nest: Any) -> Iterator[Tensor]:
-    found: dict[int, Tensor] = {}
-    map_nest(Tensor, lambda tensor: found.setdefault(id(tensor), tensor), nest)
-    return iter(found.values())
 
 
 class ReplayedForward:
@@ -398,7 +343,7 @@ class Replays:
         depth = len(self._running)
         self._running.append(collector)
         try:
-            with self.watching():
+            with self.keeper.rebuilding(), self.watching():
                 yield
         finally:
             del self._running[depth:]
@@ -417,6 +362,7 @@ class Replays:
         state = CallState(target.module, target.path, _devices(target.module, arguments, keywords))
         inputs = Inputs((arguments, keywords), partial(self._hold_input, target.path, outer))
         call = ReplayedCall(self, target, inputs, state)
+        self.keeper.note_reader(target.module, call)
         depth = len(self._running)
         self._running.append(call)
         try:
@@ -459,7 +405,7 @@ class Replays:
 
 
 def _devices(module: nn.Module, *inputs: Any) -> set[torch.device]:
-    tensors = [*_distinct_tensors(inputs), *module.parameters()]
+    tensors = [*distinct_tensors(inputs), *module.parameters()]
     return {tensor.device for tensor in tensors}
 
 

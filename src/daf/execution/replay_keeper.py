@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from daf.execution.accounting import Holding, Ledger, Source, Sources, strided_parts
 from daf.execution.held import Held, Kept, Saved
+from daf.execution.parameter_reads import ParameterReads
 from daf.execution.sites import SiteRecord, SiteTracker
 from daf.execution.treatments import Treater, is_integer
 from daf.plan import Method, Need, Site, Treatment
@@ -29,6 +32,7 @@ class ReplayKeeper:
         tracker: SiteTracker,
         treater: Treater,
         scratch: Scratch,
+        parameter_reads: ParameterReads,
         hold: Hold,
         is_constant: Callable[[Tensor], bool],
     ) -> None:
@@ -37,6 +41,7 @@ class ReplayKeeper:
         self._sources = sources
         self._tracker = tracker
         self._treater = treater
+        self._parameter_reads = parameter_reads
         self._hold = hold
         self._is_constant = is_constant
 
@@ -47,8 +52,16 @@ class ReplayKeeper:
         """
         parts = strided_parts(tensor)
         if parts and all(map(self._sources.is_external, parts)):
-            return Kept(tensor, tensor._version, site)
+            kept = Kept(tensor, tensor._version, site)
+            self._parameter_reads.note(tensor, kept)
+            return kept
         return None
+
+    def note_reader(self, module: nn.Module, reader: object) -> None:
+        """For as long as ``reader`` lives, every parameter of the module may be read again."""
+        for parameter in module.parameters():
+            if not is_lazy(parameter):
+                self._parameter_reads.note(parameter, reader)
 
     def hold_input(self, tensor: Tensor, site: Site) -> tuple[Held, Any]:
         """Hold an input as the policy treats it: by default, integers packed, the rest kept."""
@@ -83,6 +96,10 @@ class ReplayKeeper:
     def count(self, nbytes: int) -> Holding:
         """Count bytes held beside tensors."""
         return Holding(self._ledger, nbytes)
+
+    def rebuilding(self) -> AbstractContextManager[None]:
+        """Inside, a call is run again: its operators are at no site."""
+        return self._tracker.suspended()
 
     def _sources_of(self, tensor: Tensor) -> tuple[Source, ...]:
         return tuple(self._sources.of(part) for part in strided_parts(tensor))
