@@ -151,7 +151,8 @@ class CaptureStats:
     ``plain``: what autograd would hold, deduplicated by storage, without
     parameters, buffers and the caller's batch. ``held``: what is held
     instead, headers and padding included, and of a pool also its free pages,
-    page tables and records. Peaks are over the step. ``evicted``: planes that
+    page tables and records; inputs of replayed calls, and what a replay rebuilt until
+    backward has read it. Peaks are over the step. ``evicted``: planes that
     the pool gave up in the step, under its cap or the process's limit, and
     their bytes. ``spilled``: on disk, now and at most in the step; what is on its
     way there, or read back before it is wanted, counts as held.

@@ -17,6 +17,7 @@ from exactness import same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from daf.errors import CodecError, SavedTensorError, UnknownNameError
 from daf.execution.capture import Capture
@@ -317,6 +318,63 @@ def test_autocast_is_as_it_was() -> None:
 
     done = assert_exact(nn.Sequential(Quiet(), Block()), ["0", "1"], loss_of)
     assert done.replays == (("1", 0), ("0", 0))
+
+
+class ReadsTwice(torch.autograd.Function):
+    """Its backward asks for what it saved two times."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        (x, _), (_, y) = ctx.saved_tensors, ctx.saved_tensors
+        return gradient * y, gradient * x
+
+
+class Peculiar(nn.Module):
+    """A function of its own, a checkpoint, views, and power iteration in its buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).sigmoid()
+        z = ReadsTwice.apply(y, y.sin())
+        z = checkpoint(lambda t: torch.tanh(self.second(F.dropout(t))), z, use_reentrant=False)
+        return z.t().contiguous().t() * y
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(WIDTH, WIDTH, 2, batch_first=True, dropout=0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cells(x.unsqueeze(0))[0][0]
+
+
+@pytest.mark.parametrize("paths", [("1",), ("2",), ("1", "2"), ("", "1", "2.cells", "3")])
+@pytest.mark.parametrize("kind", ["plain", "exact", "chunked", "spill"])
+def test_modules_with_ways_of_their_own(paths: tuple[str, ...], kind: str) -> None:
+    base = {
+        "plain": plain_policy(),
+        "exact": exact_policy(),
+        "chunked": replace(plain_policy(), chunked=True),
+        "spill": Policy("spilled inputs", {Need.INPUT: Treatment(Method.SPILL)}),
+    }[kind]
+    layers = [nn.Linear(WIDTH, WIDTH), Peculiar(), Recurrent(), nn.Linear(WIDTH, WIDTH)]
+    x = rows()
+    expected = step(nn.Sequential(*layers), plain_policy(), lambda m: m(x).square().sum())
+    found = step(
+        nn.Sequential(*layers), replaying(*paths, policy=base), lambda m: m(x).square().sum()
+    )
+    assert all(map(same_bits, expected.tensors, found.tensors))
+    assert {path for path, _ in found.replays} == set(paths)
 
 
 # --- inputs and outputs -----------------------------------------------------------------------
