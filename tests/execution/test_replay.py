@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from daf.errors import CodecError, SavedTensorError, UnknownNameError
+from daf.execution import chunked_convolution
 from daf.execution.capture import Capture
 from daf.plan import Method, Need, Policy, Site, Treatment, coded_policy, exact_policy, plain_policy
 from daf.store.buffers import PlainStore
@@ -359,12 +360,11 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize("paths", [("1",), ("2",), ("1", "2"), ("", "1", "2.cells", "3")])
-@pytest.mark.parametrize("kind", ["plain", "exact", "chunked", "spill"])
+@pytest.mark.parametrize("kind", ["plain", "exact", "spill"])
 def test_modules_with_ways_of_their_own(paths: tuple[str, ...], kind: str) -> None:
     base = {
         "plain": plain_policy(),
         "exact": exact_policy(),
-        "chunked": replace(plain_policy(), chunked=True),
         "spill": Policy("spilled inputs", {Need.INPUT: Treatment(Method.SPILL)}),
     }[kind]
     layers = [nn.Linear(WIDTH, WIDTH), Peculiar(), Recurrent(), nn.Linear(WIDTH, WIDTH)]
@@ -613,6 +613,27 @@ def test_fused_operators_are_refused() -> None:
         Capture(Block()).step(policy, 0, 0),
     ):
         pass
+
+
+def test_convolutions_inside_replayed_calls_are_not_chunked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole, ran = chunked_convolution.conv2d, []
+
+    def conv2d(*arguments: Any, **keywords: Any) -> Tensor:
+        ran.append(arguments[0].shape)
+        return whole(*arguments, **keywords)
+
+    monkeypatch.setattr(chunked_convolution, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(chunked_convolution, "conv2d", conv2d)
+    model, x = nn.Sequential(nn.Conv2d(3, 3, 3)), torch.randn(4, 3, 8, 8)
+    policy = replace(plain_policy(), chunked=True)
+    step(model, policy, lambda m: m(x).square().sum())
+    assert len(ran) == 1
+    found = step(model, replaying("0", policy=policy), lambda m: m(x).square().sum())
+    assert len(ran) == 1
+    expected = step(model, plain_policy(), lambda m: m(x).square().sum())
+    assert all(map(same_bits, expected.tensors, found.tensors))
 
 
 def test_parameters_are_read_until_the_last_replay() -> None:
