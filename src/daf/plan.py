@@ -19,6 +19,7 @@ class Need(StrEnum):
     SIGN = "sign"  # only on which side of a threshold each element lies
     TWO_VALUED = "two_valued"  # floats that take two values: dropout's noise
     INTEGER = "integer"  # bool, indices, small integers
+    INPUT = "input"  # a replayed call starts from it
     SHAPE = "shape"  # content is never read
     EXACT = "exact"  # anything not known to tolerate less
 
@@ -35,6 +36,7 @@ class Method(StrEnum):
     DROP = "drop"
     REDERIVE = "rederive"
     SPILL = "spill"
+    REPLAY = "replay"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,9 @@ class Policy:
     ``fused`` lets batch normalisation, residual addition and ReLU run as one
     operator, where that was seen to be the same. ``chunked`` lets large
     convolutions decode their input a part of the batch at a time.
+
+    ``replayed`` names modules (paths in ``model.named_modules()``, nested ones
+    allowed) whose every call holds only its inputs and is run again in backward.
     """
 
     name: str
@@ -85,6 +90,7 @@ class Policy:
     fused: bool = False
     chunked: bool = False
     weights: Mapping[Site, float] = field(default_factory=lambda: MappingProxyType({}))
+    replayed: frozenset[str] = frozenset()
 
     def weight(self, site: Site) -> float:
         """How much relative error at a site harms the gradient, beside other sites (1: as most).
@@ -145,7 +151,8 @@ class CaptureStats:
     ``plain``: what autograd would hold, deduplicated by storage, without
     parameters, buffers and the caller's batch. ``held``: what is held
     instead, headers and padding included, and of a pool also its free pages,
-    page tables and records. Peaks are over the step. ``evicted``: planes that
+    page tables and records; inputs of replayed calls, and what a replay rebuilt until
+    backward has read it. Peaks are over the step. ``evicted``: planes that
     the pool gave up in the step, under its cap or the process's limit, and
     their bytes. ``spilled``: on disk, now and at most in the step; what is on its
     way there, or read back before it is wanted, counts as held.

@@ -169,9 +169,12 @@ def test_a_source_is_found_by_its_storage_and_never_by_a_reused_address() -> Non
     tensor = torch.randn(1000)
     source = sources.of(tensor)
     assert sources.of(tensor[10:]) is source
+    assert ledger.plain_bytes == 0
+    plain = source.plain()
+    assert source.plain() is plain
     assert ledger.plain_bytes == 4000
     del tensor
     others = [torch.randn(1000) for _ in range(50)]
     assert all(sources.of(other) is not source for other in others)
-    del source
+    del plain
     assert ledger.plain_bytes == 0

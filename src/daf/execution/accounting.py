@@ -86,8 +86,22 @@ class Holding:
         self._ledger.add_held(-self.nbytes, in_store=self._in_store)
 
 
+class Plain:
+    """A storage that autograd would hold, in the ledger for as long as this object lives."""
+
+    __slots__ = ("__weakref__", "_ledger", "source")
+
+    def __init__(self, ledger: Ledger, source: Source) -> None:
+        self._ledger = ledger
+        self.source = source
+        ledger.add_plain(source.nbytes)
+
+    def __del__(self) -> None:
+        self._ledger.add_plain(-self.source.nbytes)
+
+
 class Source:
-    """A storage from which tensors were saved; alive while one of these saves is.
+    """A storage from which tensors were saved or held; alive while one of them is.
 
     The weak reference to the storage keeps its address from being given to
     another one, so an equal address means the same storage. ``remember`` and
@@ -95,14 +109,22 @@ class Source:
     geometry and treatment apart.
     """
 
-    __slots__ = ("__weakref__", "_held", "_ledger", "_storage", "nbytes")
+    __slots__ = ("__weakref__", "_held", "_ledger", "_plain", "_storage", "nbytes")
 
     def __init__(self, ledger: Ledger, storage: torch.UntypedStorage) -> None:
         self._ledger = ledger
         self._storage = _weak(storage)
         self._held: dict[Hashable, weakref.ref[object]] = {}
+        self._plain: weakref.ref[Plain] | None = None
         self.nbytes = storage.nbytes()
-        ledger.add_plain(self.nbytes)
+
+    def plain(self) -> Plain:
+        """Autograd would hold this; counted once however many tensors on it are saved."""
+        plain = self._plain() if self._plain is not None else None
+        if plain is None:
+            plain = Plain(self._ledger, self)
+            self._plain = weakref.ref(plain)
+        return plain
 
     def remember(self, key: Hashable, held: object) -> None:
         """``held`` stands for the content that ``key`` describes, as long as it lives."""
@@ -113,9 +135,6 @@ class Source:
         reference = self._held.get(key)
         found = reference() if reference is not None else None
         return found if isinstance(found, kind) else None
-
-    def __del__(self) -> None:
-        self._ledger.add_plain(-self.nbytes)
 
 
 class Sources:

@@ -23,6 +23,8 @@ autograd node exists, and its name and slots say what its backward will read
 Tensors saved outside any known operator (custom ``autograd.Function``) are
 kept as they are, integers and booleans packed without loss.
 
+Calls of modules that the policy replays hold their inputs only (``replay``).
+
 Gradients under ``rotated`` and ``minmax`` codes are unbiased where a tensor
 enters them once and linearly. Behind a normalisation the squared bias measured
 stays below 0.0003 of the gradient's square at 2 bits; derivative codes of
@@ -44,7 +46,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from daf.errors import PlatformError
+from daf.errors import CodecError, PlatformError
 from daf.execution.accounting import Ledger, Source, Sources, strided_parts
 from daf.execution.carrying import NormCarrier
 from daf.execution.chunked_convolution import substitute
@@ -53,9 +55,11 @@ from daf.execution.fusing import Fusing, FusingMode
 from daf.execution.fusion import Fusion
 from daf.execution.held import Held, Kept, Saved, unpacker
 from daf.execution.microbatch import tensors_in_batch
-from daf.execution.operator_mode import OperatorMode
+from daf.execution.operator_mode import OperatorMode, Substitute
 from daf.execution.parameter_reads import ParameterReads
 from daf.execution.provenance import ADDITIONS, FOLLOWED, Operands, Provenance
+from daf.execution.replay import ReplayLog, Replays
+from daf.execution.replay_keeper import ReplayKeeper
 from daf.execution.rules import name_saves, need_of, parameter_behind
 from daf.execution.sites import SiteRecord, SiteTracker, mix_key
 from daf.execution.treatments import Call, Job, Treater, is_integer, is_treatable
@@ -111,6 +115,7 @@ class Capture:
         self._scratch = Scratch()
         self.parameter_reads = ParameterReads()
         self._unpack = unpacker(self._scratch)
+        self._replay_log = ReplayLog()
 
     @contextmanager
     def step(
@@ -131,14 +136,17 @@ class Capture:
             batch: the caller's own tensors (any nest of them): never coded, never counted.
 
         Raises:
-            CodecError: the policy asks for a treatment that is unsound at a site.
+            CodecError: the policy asks for a treatment that is unsound at a site, or for fused
+                operators together with replayed calls.
             FusionError: a fused operator's inner result was read as in no step before.
+            UnknownNameError: the policy replays a module that is not there or never called.
         """
         if micro_index == 0:
             self._spill.reset_peak()
             self._ledger.reset_peaks()
             self._tracker.begin_step()
             self._evictions.begin()
+        self._replay_log.clear()
         self._sources.forget()
         self._sources.set_external(self._own_tensors(batch))
         running = _Running(self, policy, (seed, step_index, micro_index))
@@ -146,7 +154,8 @@ class Capture:
             with ExitStack() as stack:
                 stack.enter_context(self._tracker.following())
                 stack.enter_context(self._watching_inputs())
-                ours = substitute(running.pack) if policy.chunked else None
+                stack.enter_context(running.replays.watching())
+                ours = running.substituting() if policy.chunked else None
                 fusing = running.fusing() if policy.fused else None
                 mode = FusingMode(running, ours, fusing) if fusing else OperatorMode(running, ours)
                 stack.enter_context(mode)
@@ -224,6 +233,14 @@ class Capture:
         """
         return self._fusion.reports()
 
+    @property
+    def replays(self) -> tuple[tuple[str, int], ...]:
+        """Which calls the last backward pass ran again, in order: module path and call.
+
+        Calls of a module are counted from 0 within one ``with`` of :meth:`step`.
+        """
+        return tuple(self._replay_log.calls)
+
     def _own_tensors(self, batch: Any) -> Iterator[Tensor]:
         yield from self._model.parameters()
         yield from self._model.buffers()
@@ -268,14 +285,33 @@ class _Running:
         self._spill = capture._spill
         self._evictions = capture._evictions
         self._parameter_reads = capture.parameter_reads
+        if policy.fused and policy.replayed:
+            raise CodecError(
+                f"policy {policy.name!r} asks for fused operators and for replayed calls; a fused "
+                "one may wait beyond the end of a call, so ask for one of the two"
+            )
         self._policy = policy
         self._key = mix_key(*key_parts)
+        keeper = ReplayKeeper(
+            capture._ledger,
+            capture._sources,
+            capture._tracker,
+            capture._treater,
+            capture._scratch,
+            self._parameter_reads,
+            self._hold_input,
+            self.is_constant,
+        )
+        self.replays = Replays(capture._model, policy.replayed, keeper, capture._replay_log)
         self._pending: list[Saved] | None = None  # None: no operator is running
 
     # --- hooks ------------------------------------------------------------------------------
 
     def pack(self, tensor: Tensor) -> Saved:
         """The hook that autograd calls for every tensor it saves."""
+        if self.replays.is_running:
+            with torch._C.DisableTorchFunction():
+                return self.replays.pack(tensor)
         if self._pending is not None:
             saved = Saved(tensor)
             self._pending.append(saved)
@@ -288,7 +324,7 @@ class _Running:
     def begin(self, operator: Callable[..., Any], arguments: tuple[Any, ...]) -> _Open:
         """An operator is about to run."""
         operands = None
-        if operator in FOLLOWED and self._policy.rederive:
+        if operator in FOLLOWED and self._policy.rederive and not self.replays.is_running:
             operands = self._provenance.operands(arguments)
         opened = _Open(self._pending, torch._C._autograd._get_sequence_nr(), operands)
         self._pending = []
@@ -330,6 +366,17 @@ class _Running:
             raise
         finally:
             self._pending = outer
+
+    def substituting(self) -> Substitute:
+        """Runs other functions for some calls; never in replayed ones, which run again without."""
+        ours = substitute(self.pack)
+
+        def choose(
+            function: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+        ) -> Callable[..., Any]:
+            return function if self.replays.is_running else ours(function, arguments, keywords)
+
+        return choose
 
     def fusing(self) -> Fusing:
         """Lets normalisations wait for their ReLU."""
@@ -378,11 +425,12 @@ class _Running:
         plain_before, told_before = self._ledger.plain_bytes, self._ledger.told_bytes
         spilled_before = self._spill.taken_bytes
         sources = tuple(self._sources.of(part) for part in strided_parts(tensor))
+        plain = tuple(source.plain() for source in sources)
         held, record.treatment = self._hold(saved, tensor, need, record, sources, call)
         record.plain_bytes += self._ledger.plain_bytes - plain_before
         record.held_bytes += self._ledger.told_bytes - told_before
         record.spilled_bytes += self._spill.taken_bytes - spilled_before
-        saved.settle(held, sources)
+        saved.settle(held, plain)
 
     def _hold(
         self,
@@ -401,6 +449,16 @@ class _Running:
         weight, tag = self._policy.weight(site), record.name_hash
         job = Job(saved, tensor, need, treatment, sources[0], call, site, key, weight, tag)
         return self._treater.treat(job, rederive=self._policy.rederive)
+
+    def _hold_input(
+        self, saved: Saved, need: Need, record: SiteRecord, sources: tuple[Source, ...]
+    ) -> tuple[Held, Treatment]:
+        """An input of a replayed call."""
+        assert saved.tensor is not None
+        spilled_before = self._spill.taken_bytes
+        held = self._hold(saved, saved.tensor, need, record, sources, _OUTSIDE_CALL)
+        record.spilled_bytes += self._spill.taken_bytes - spilled_before
+        return held
 
     def is_constant(self, tensor: Tensor) -> bool:
         """Is this a parameter, a buffer, the caller's batch, or a view or cast copy of one?"""

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from daf.errors import CodecError
-from daf.execution.accounting import Ledger, Source, Sources
+from daf.execution.accounting import Ledger, Plain, Sources
 from daf.execution.fused import FusedNorm, Holder, Norm, NormHeld, run_forward, sole_holders
 from daf.execution.fusion import NormSite
 from daf.execution.held import Kept, Saved, Stored, Term
@@ -92,27 +92,27 @@ class NormCarrier:
         with self.hooks.collecting() as pending:
             result: Tensor = FusedNorm.apply(*inputs, addend, run)  # type: ignore[no-untyped-call]
         (held,), (saved,) = made, pending
-        sources = holder.sources
+        plain_held = holder.plain
         record.plain_bytes += self.ledger.plain_bytes - plain
         if rectifier is not None:
-            sources = (*sources, self._note_mask(rectifier, held, result))
+            plain_held = (*plain_held, self._note_mask(rectifier, held, result))
         record.held_bytes += self.ledger.told_bytes - told
         if held.mask is not None:
             record.held_bytes -= held.mask.nbytes
         self._learn(held, addend, result)
-        saved.settle(held, sources)
+        saved.settle(held, plain_held)
         return result
 
-    def _note_mask(self, rectifier: str, held: NormHeld, result: Tensor) -> Source:
+    def _note_mask(self, rectifier: str, held: NormHeld, result: Tensor) -> Plain:
         path, call = self._tracker.next_call(rectifier)
         record = self._tracker.record(path, rectifier, call, 0)
         assert held.mask is not None
         plain = self.ledger.plain_bytes
-        source = self.sources.of(result)
+        plain_held = self.sources.of(result).plain()
         record.need, record.treatment = Need.SIGN, _MASK
         record.plain_bytes += self.ledger.plain_bytes - plain
         record.held_bytes += held.mask.nbytes
-        return source
+        return plain_held
 
     def _learn(self, held: NormHeld, addend: Tensor | None, result: Tensor) -> None:
         code = held.code
@@ -133,6 +133,7 @@ class _CountingHolder(Holder):
         self._is_external = carrier.hooks.is_constant(norm.x)
         parts = norm.statistics if self._is_external else (norm.x, *norm.statistics)
         self.sources = tuple(carrier.sources.of(part) for part in parts)
+        self.plain = tuple(source.plain() for source in self.sources)
         record.need = Need.NORM
         treatment = carrier.policy.treatment(Need.NORM, record.site)
         check_sound(treatment.method, Need.NORM, record.site)

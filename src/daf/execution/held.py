@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from daf.errors import SavedTensorError
-from daf.execution.accounting import Holding, Ledger, Source
+from daf.execution.accounting import Holding, Ledger, Plain
 from daf.kernels import BLOCK_ELEMENTS
 from daf.plan import Need, Site
 from daf.store.codec import (
@@ -282,7 +282,7 @@ class Saved:
 
     ``tensor``, ``version``, ``node``, ``slot`` and ``need`` are there only from
     pack until the operator returns; from then on ``held`` stands for the tensor.
-    ``sources`` keep plain's bytes in the ledger for as long as autograd holds this.
+    ``plain`` keeps plain's bytes in the ledger for as long as autograd holds this.
     """
 
     __slots__ = (
@@ -290,8 +290,8 @@ class Saved:
         "held",
         "need",
         "node",
+        "plain",
         "slot",
-        "sources",
         "tensor",
         "version",
     )
@@ -303,12 +303,12 @@ class Saved:
         self.slot = ""
         self.need = Need.EXACT
         self.held: Held | None = None
-        self.sources: tuple[Source, ...] = ()
+        self.plain: tuple[Plain, ...] = ()
 
-    def settle(self, held: Held, sources: tuple[Source, ...] = ()) -> None:
+    def settle(self, held: Held, plain: tuple[Plain, ...] = ()) -> None:
         """From now on ``held`` stands for the tensor."""
         self.held = held
-        self.sources = sources
+        self.plain = plain
         self.drop()
 
     def drop(self) -> None:

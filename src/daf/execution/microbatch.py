@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from daf.errors import DataError
+from daf.execution.nest import map_nest
 
 LossFunction = Callable[[nn.Module, Any], Any]
 
@@ -59,25 +60,10 @@ def batch_slice(batch: Any, start: int, stop: int) -> Any:
     """Examples ``start`` to ``stop``, in the batch's own structure; tensors are views."""
     size = batch_size(batch)
 
-    def cut(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value[start:stop] if value.dim() > 0 and value.shape[0] == size else value
-        if isinstance(value, Mapping):
-            return _like_mapping(value, {key: cut(item) for key, item in value.items()})
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*map(cut, value))
-        if isinstance(value, (tuple, list)):
-            return type(value)(cut(item) for item in value)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            names = [field.name for field in dataclasses.fields(value) if field.init]
-            return dataclasses.replace(value, **{name: cut(getattr(value, name)) for name in names})
-        return value
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor[start:stop] if tensor.dim() > 0 and tensor.shape[0] == size else tensor
 
-    return cut(batch)
-
-
-def _like_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    return items if type(original) is dict else type(original)(items)  # type: ignore[call-arg]
+    return map_nest(Tensor, cut, batch)
 
 
 def pieces(batch: Any, micro_batch: int) -> list[Any]:

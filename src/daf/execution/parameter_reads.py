@@ -34,8 +34,6 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
-from daf.execution.held import Held
-
 DECLARATION = "reads_only_what_it_saved"
 _ACCUMULATE = "AccumulateGrad"
 _WRAPPER = "CopySlices"  # an in-place operator on a view; it hides the operator's own node
@@ -45,7 +43,7 @@ class ParameterReads:
     """The readers that one step's forward pass left behind."""
 
     def __init__(self) -> None:
-        self._saves: dict[int, list[weakref.ref[Held]]] | None = None  # None: nobody asks
+        self._saves: dict[int, list[weakref.ref[object]]] | None = None  # None: nobody asks
         self._watch: _ForwardWatch | None = None
         self._first_sequence_number = 0
         self._unseen_to_run = 0
@@ -60,8 +58,11 @@ class ParameterReads:
         with self._watch:
             yield
 
-    def note(self, tensor: Tensor, held: Held) -> None:
-        """Autograd saved a tensor that lies in somebody's own memory, and holds ``held`` for it."""
+    def note(self, tensor: Tensor, held: object) -> None:
+        """A tensor that lies in somebody's own memory may be read for as long as ``held`` lives.
+
+        That is what autograd holds for a save of it, or a call that may be replayed.
+        """
         if self._saves is not None:
             saves = self._saves.setdefault(tensor.untyped_storage()._cdata, [])
             saves.append(weakref.ref(held))

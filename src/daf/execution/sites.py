@@ -127,6 +127,16 @@ class SiteTracker:
             leave.remove()
             self._frames, self._thread = outer_frames, outer_thread
 
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Module calls inside are not followed."""
+        frames, thread = self._frames, self._thread
+        self._frames, self._thread = [_Frame(None, OUTSIDE)], 0
+        try:
+            yield
+        finally:
+            self._frames, self._thread = frames, thread
+
     def _enter(self, module: nn.Module, _inputs: Any) -> None:
         if get_ident() == self._thread:
             self._frames.append(_Frame(module, self._path(module)))

@@ -58,6 +58,7 @@ SOUND: Mapping[Need, frozenset[Method]] = {
     Need.SIGN: frozenset({Method.KEEP, Method.MASK}),
     Need.TWO_VALUED: frozenset({Method.KEEP, Method.MASK}),
     Need.INTEGER: frozenset({Method.KEEP, Method.PACK}),
+    Need.INPUT: _VALUE_METHODS,
     Need.SHAPE: frozenset({Method.KEEP, Method.DROP}),
     Need.EXACT: frozenset({Method.KEEP}),
 }

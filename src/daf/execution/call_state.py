@@ -1,0 +1,180 @@
+"""What a module call reads beside its inputs, so that it can be run again as it was.
+
+That is random state, autocast state, which parts were training, and buffers.
+A second run leaves all of it as it found it: running statistics and counters
+advance once, and the caller's random numbers are not used up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from daf.errors import SavedTensorError
+
+Count = Callable[[int], Any]  # begins to count bytes, for as long as what it returns lives
+
+
+class CallState:
+    """Taken before a call; ``finish`` it afterwards; ``restored`` before running it again."""
+
+    def __init__(self, module: nn.Module, path: str, devices: Iterable[torch.device]) -> None:
+        devices = set(devices)
+        self._module = module
+        self._path = path
+        self._training = tuple(part.training for part in module.modules())
+        self._versions = tuple(p._version for p in module.parameters() if not is_lazy(p))
+        self._autocast = [_Autocast.now(kind) for kind in {"cpu"} | {d.type for d in devices}]
+        self._random: _RandomState | None = _RandomState(
+            [device for device in devices if device.type == "cuda"]
+        )
+        self._buffers = list(_copies_of_buffers(module))
+        self._counts: list[Any] = []
+
+    def finish(self, count: Count) -> None:
+        """The call returned: keep of its beginning only what it changed, and count those bytes."""
+        if self._random is not None and not self._random.is_used():
+            self._random = None
+        self._buffers = [buffer for buffer in self._buffers if buffer.is_changed()]
+        self._versions = tuple(p._version for p in self._module.parameters() if not is_lazy(p))
+        if self._random is not None:
+            self._counts.append(count(self._random.nbytes))
+        self._counts += [count(buffer.value.nbytes) for buffer in self._buffers]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Everything as it was when the call began; at the end as it is now.
+
+        Raises:
+            SavedTensorError: a parameter of the module was changed in place since.
+        """
+        self._check_parameters()
+        with ExitStack() as stack:
+            if self._random is not None:
+                stack.enter_context(self._random.restored())
+            for autocast in self._autocast:
+                stack.enter_context(autocast.restored())
+            stack.enter_context(self._training_restored())
+            stack.enter_context(self._buffers_restored())
+            stack.enter_context(torch.enable_grad())
+            yield
+
+    def _check_parameters(self) -> None:
+        now = tuple(p._version for p in self._module.parameters() if not is_lazy(p))
+        if now != self._versions:
+            raise SavedTensorError(
+                f"asked to replay {self._path!r}, but one of its parameters has been modified by "
+                "an inplace operation since its forward pass; step the optimizer after backward, "
+                "or do not replay this module"
+            )
+
+    @contextmanager
+    def _training_restored(self) -> Iterator[None]:
+        parts = list(zip(self._module.modules(), self._training, strict=True))
+        changed = [(part, part.training) for part, then in parts if part.training != then]
+        try:
+            for part, then in parts:
+                part.training = then
+            yield
+        finally:
+            for part, now in changed:
+                part.training = now
+
+    @contextmanager
+    def _buffers_restored(self) -> Iterator[None]:
+        """Copies in place of buffers: the originals keep their values and their versions."""
+        now = [(part._buffers, dict(part._buffers)) for part in self._module.modules()]
+        copies: dict[int, Tensor] = {}
+        try:
+            for buffer in self._buffers:
+                copy = copies.setdefault(id(buffer.value), buffer.value.clone())
+                buffer.owner._buffers[buffer.name] = copy
+            yield
+        finally:
+            for buffers, entries in now:
+                buffers.clear()
+                buffers.update(entries)
+
+
+class _Buffer(NamedTuple):
+    """One buffer's value before the call."""
+
+    owner: nn.Module
+    name: str
+    value: Tensor
+
+    def is_changed(self) -> bool:
+        """By value, since batch norm and ``.data`` change values without telling the version."""
+        now = self.owner._buffers.get(self.name)
+        return now is None or now.dtype != self.value.dtype or not torch.equal(now, self.value)
+
+
+def _copies_of_buffers(module: nn.Module) -> Iterator[_Buffer]:
+    copies: dict[int, Tensor] = {}
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is None or is_lazy(buffer) or buffer.layout is not torch.strided:
+                continue
+            if id(buffer) not in copies:
+                copies[id(buffer)] = buffer.detach().clone()
+            yield _Buffer(part, name, copies[id(buffer)])
+
+
+class _RandomState:
+    """The states of PyTorch's default generators: the CPU's and those of CUDA devices."""
+
+    def __init__(self, devices: list[torch.device]) -> None:
+        self._cpu = torch.get_rng_state()
+        self._cuda = {device: torch.cuda.get_rng_state(device) for device in devices}
+
+    @property
+    def nbytes(self) -> int:
+        return self._cpu.nbytes + sum(state.nbytes for state in self._cuda.values())
+
+    def is_used(self) -> bool:
+        """Were random numbers drawn since?"""
+        return not torch.equal(torch.get_rng_state(), self._cpu) or any(
+            not torch.equal(torch.cuda.get_rng_state(device), state)
+            for device, state in self._cuda.items()
+        )
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        with torch.random.fork_rng(devices=list(self._cuda)):
+            torch.set_rng_state(self._cpu)
+            for device, state in self._cuda.items():
+                torch.cuda.set_rng_state(state, device)
+            yield
+
+
+class _Autocast(NamedTuple):
+    """Autocast's state for one kind of device."""
+
+    kind: str
+    enabled: bool
+    dtype: torch.dtype
+    cached: bool
+
+    @classmethod
+    def now(cls, kind: str) -> _Autocast:
+        return cls(
+            kind,
+            torch.is_autocast_enabled(kind),
+            torch.get_autocast_dtype(kind),
+            torch.is_autocast_cache_enabled(),
+        )
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        if not self.enabled and not torch.is_autocast_enabled(self.kind):
+            yield
+            return
+        with torch.autocast(
+            self.kind, dtype=self.dtype, enabled=self.enabled, cache_enabled=self.cached
+        ):
+            yield

@@ -1,0 +1,60 @@
+"""Nests of tensors: tuples, lists, mappings and dataclasses, and what they are made of."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any, TypeVar
+
+Leaf = TypeVar("Leaf")
+
+
+def map_nest(kind: type[Leaf], change: Callable[[Leaf], Any], nest: Any) -> Any:
+    """The nest with every ``kind`` in it replaced by ``change`` of it, in order.
+
+    Containers in which nothing changed are handed back themselves; others are
+    copied without running their constructors, so that no check of theirs sees
+    the replacement. Objects of any other kind are left alone.
+    """
+    if isinstance(nest, kind):
+        return change(nest)
+    if isinstance(nest, (tuple, list)):
+        items = [map_nest(kind, change, item) for item in nest]
+        return nest if _same(items, nest) else _like_sequence(nest, items)
+    if isinstance(nest, Mapping):
+        entries = {key: map_nest(kind, change, item) for key, item in nest.items()}
+        return nest if _same(entries.values(), nest.values()) else _like_mapping(nest, entries)
+    if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
+        before = {field.name: getattr(nest, field.name) for field in dataclasses.fields(nest)}
+        fields = {name: map_nest(kind, change, value) for name, value in before.items()}
+        return nest if _same(fields.values(), before.values()) else _like_dataclass(nest, fields)
+    return nest
+
+
+def _same(first: Any, second: Any) -> bool:
+    return all(one is other for one, other in zip(first, second, strict=True))
+
+
+def _like_sequence(value: Any, items: list[Any]) -> Any:
+    if hasattr(value, "_make"):
+        return value._make(items)
+    return type(value)(items)
+
+
+def _like_mapping(value: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
+    if type(value) is dict:
+        return entries
+    if not isinstance(value, MutableMapping):
+        return type(value)(entries)  # type: ignore[call-arg]
+    twin = copy.copy(value)
+    for key, item in entries.items():
+        twin[key] = item
+    return twin
+
+
+def _like_dataclass(value: Any, fields: dict[str, Any]) -> Any:
+    twin = copy.copy(value)
+    for name, item in fields.items():
+        object.__setattr__(twin, name, item)  # which frozen ones allow too
+    return twin

@@ -1,0 +1,105 @@
+"""How replayed calls hold tensors: in the same account, store and sites as everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from daf.execution.accounting import Holding, Ledger, Source, Sources, strided_parts
+from daf.execution.held import Held, Kept, Saved
+from daf.execution.parameter_reads import ParameterReads
+from daf.execution.sites import SiteRecord, SiteTracker
+from daf.execution.treatments import Treater, is_integer
+from daf.plan import Method, Need, Site, Treatment
+from daf.store.scratch import Scratch
+
+# Holds a saved tensor as the policy says.
+Hold = Callable[[Saved, Need, SiteRecord, tuple[Source, ...]], tuple[Held, Treatment]]
+_REPLAY = Treatment(Method.REPLAY)
+
+
+class ReplayKeeper:
+    """Holds and counts tensors for the replayed calls of one entered capture."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        sources: Sources,
+        tracker: SiteTracker,
+        treater: Treater,
+        scratch: Scratch,
+        parameter_reads: ParameterReads,
+        hold: Hold,
+        is_constant: Callable[[Tensor], bool],
+    ) -> None:
+        self.scratch = scratch
+        self._ledger = ledger
+        self._sources = sources
+        self._tracker = tracker
+        self._treater = treater
+        self._parameter_reads = parameter_reads
+        self._hold = hold
+        self._is_constant = is_constant
+
+    def keep_constant(self, tensor: Tensor, site: Site) -> Held | None:
+        """Hold a parameter, a buffer or the caller's own; None: it is none of these.
+
+        Copies that autocast casts from parameters are none: they take memory of their own.
+        """
+        parts = strided_parts(tensor)
+        if parts and all(map(self._sources.is_external, parts)):
+            kept = Kept(tensor, tensor._version, site)
+            self._parameter_reads.note(tensor, kept)
+            return kept
+        return None
+
+    def note_reader(self, module: nn.Module, reader: object) -> None:
+        """For as long as ``reader`` lives, every parameter of the module may be read again."""
+        for parameter in module.parameters():
+            if not is_lazy(parameter):
+                self._parameter_reads.note(parameter, reader)
+
+    def hold_input(self, tensor: Tensor, site: Site) -> tuple[Held, Any]:
+        """Hold an input as the policy treats it: by default, integers packed, the rest kept."""
+        record = self._tracker.record(site.module, site.operator, site.call, site.save)
+        record.need = Need.INTEGER if is_integer(tensor) else Need.INPUT
+        told_before = self._ledger.told_bytes
+        sources = self._sources_of(tensor)
+        saved = Saved(tensor)
+        try:
+            held, record.treatment = self._hold(saved, record.need, record, sources)
+        finally:
+            saved.drop()
+        record.held_bytes += self._ledger.told_bytes - told_before
+        return held, sources
+
+    def hold_rebuilt(self, tensor: Tensor, site: Site) -> tuple[Held, Any]:
+        """Hold a rebuilt tensor, as it is, until backward has read it."""
+        sources = self._sources_of(tensor)
+        return self._treater.keep(tensor, tensor._version, site, sources), sources
+
+    def note_save(self, tensor: Tensor, path: str) -> Any:
+        """Plain PyTorch would hold this for as long as what is returned lives."""
+        if self._is_constant(tensor):
+            return ()
+        record = self._tracker.record(path, "replay", 0, 0)
+        record.need, record.treatment = Need.EXACT, _REPLAY
+        before = self._ledger.plain_bytes
+        plain = tuple(source.plain() for source in self._sources_of(tensor))
+        record.plain_bytes += self._ledger.plain_bytes - before
+        return plain
+
+    def count(self, nbytes: int) -> Holding:
+        """Count bytes held beside tensors."""
+        return Holding(self._ledger, nbytes)
+
+    def rebuilding(self) -> AbstractContextManager[None]:
+        """Inside, a call is run again: its operators are at no site."""
+        return self._tracker.suspended()
+
+    def _sources_of(self, tensor: Tensor) -> tuple[Source, ...]:
+        return tuple(self._sources.of(part) for part in strided_parts(tensor))

@@ -1,0 +1,69 @@
+"""Nests keep their kinds, run no constructors, and stay themselves where nothing changes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, defaultdict
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+
+from daf.execution.nest import map_nest
+
+
+class Named(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    value: Any
+    derived: Any = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.value, int):
+            raise TypeError(self.value)
+
+
+def negated(nest: Any) -> Any:
+    return map_nest(int, lambda number: f"-{number}", nest)
+
+
+@pytest.mark.parametrize(
+    ("nest", "expected"),
+    [
+        (1, "-1"),
+        ([1, (2.5, 3)], ["-1", (2.5, "-3")]),
+        (Named(1, None), Named("-1", None)),
+        ({"a": 1, "b": [2]}, {"a": "-1", "b": ["-2"]}),
+        (OrderedDict(z=1, a=2), OrderedDict(z="-1", a="-2")),
+        (UserDict(a=1), UserDict(a="-1")),
+        (MappingProxyType({"a": 1}), MappingProxyType({"a": "-1"})),
+    ],
+)
+def test_every_kind_of_container(nest: Any, expected: Any) -> None:
+    found = negated(nest)
+    assert type(found) is type(expected)
+    assert found == expected
+
+
+def test_a_mapping_keeps_what_else_it_knows() -> None:
+    found = negated(defaultdict(list, a=1))
+    assert found["a"] == "-1"
+    assert found["missing"] == []
+
+
+def test_a_dataclass_is_copied_without_its_checks() -> None:
+    nest = Checked(4)
+    found = negated(nest)
+    assert (type(found), found.value, found.derived) == (Checked, "-4", None)
+    assert nest.value == 4
+
+
+def test_what_does_not_change_is_handed_back() -> None:
+    for nest in (["a"], {"b": None}, Named("a", 2.0), (), object(), Checked):
+        assert negated(nest) is nest
+    inner = {"kept": "as it is"}
+    assert negated([inner, 1])[0] is inner
