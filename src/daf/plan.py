@@ -73,6 +73,8 @@ class Policy:
 
     ``rederive`` allows one code to serve a normalisation, its activation and
     the operator behind it (design, section 4: BatchNorm, ReLU, convolution).
+    ``replayed`` names modules by path: their calls are computed again in
+    backward, and nothing inside them is saved in forward.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Policy:
     by_site: Mapping[Site, Treatment] = field(default_factory=lambda: MappingProxyType({}))
     rederive: bool = True
     weights: Mapping[Site, float] = field(default_factory=lambda: MappingProxyType({}))
+    replayed: frozenset[str] = frozenset()
 
     def weight(self, site: Site) -> float:
         """How much relative error at a site harms the gradient, beside other sites (1: as most).
@@ -237,6 +240,10 @@ class Plan:
 
     ``return_freed_blocks`` asks for the settings of ``memory.keeper``, which hold
     little more than what is alive; without it the system's allocator is left alone.
+    ``release_gradients``: every parameter is updated, and its gradient freed, as soon
+    as that is whole. ``bound_ms``: no plan within the budget is predicted to be faster than
+    this, so it proves how good the plan is. ``choices`` gives one line for every
+    choice: what was chosen and why.
     """
 
     policy: Policy
@@ -244,6 +251,10 @@ class Plan:
     predicted_peak_bytes: int
     return_freed_blocks: bool = True
     reason: str = ""
+    release_gradients: bool = False
+    predicted_step_ms: float = 0.0
+    bound_ms: float = 0.0
+    choices: tuple[str, ...] = ()
 
 
 def policy_named(name: str) -> Policy:
