@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from synthetic import MIB, blocks, large, profile, profiles, saving
 
 from daf.errors import BudgetError, UnknownNameError
-from daf.plan import KEEP, Method, Need
+from daf.plan import KEEP, Method, Need, Treatment
 from daf.planning import planner, policies
 from daf.planning.candidate import noise_price_ms, with_margin, without_margin
 from daf.planning.greedy import solve_greedily
@@ -19,9 +20,8 @@ from daf.planning.options import Allowed
 from daf.planning.solve import RELATIVE_GAP, Program
 from daf.planning.table import Table, kept_selection, make_table
 from daf.profile import Affine, Profile
-from synthetic import MIB, blocks, large, profile, profiles, saving
 
-few = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+few = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 NARROW = Allowed(widths=(4, 1))
 
 
@@ -122,13 +122,13 @@ def test_a_plan_is_within_its_budget_and_a_refusal_names_the_least(
     _, limit = limits(measured, fraction)
     budget = with_margin(measured, limit)
     least = planner.least_feasible_budget(measured, policy=policy)
-    try:
-        plan = planner.make_plan(measured, budget, policy=policy, quickly=quickly)
-    except BudgetError as refused:
-        assert refused.least_bytes == least > budget
+    if budget < least:
+        with pytest.raises(BudgetError) as caught:
+            planner.make_plan(measured, budget, policy=policy, quickly=quickly)
+        assert caught.value.least_bytes == least
         return
+    plan = planner.make_plan(measured, budget, policy=policy, quickly=quickly)
     assert plan.predicted_peak_bytes <= budget
-    assert least <= budget
     assert plan.bound_ms <= plan.predicted_step_ms + 1e-6
     assert measured.split_refusal == "" or plan.micro_batch == measured.batch_size
 
@@ -235,19 +235,21 @@ def test_pieces_hold_every_gradient_and_a_release_none() -> None:
 
 
 def test_a_tensor_is_computed_from_other_codes_only_where_those_are() -> None:
-    norm = saving(0, 2, Need.NORM, 256_000)
-    linear = saving(1, 2, Need.LINEAR, 256_000, parents=frozenset([norm.site]))
-    measured = profile([norm, linear], gradients=0, batch=1)
-    table = make_table(measured, 1, Allowed(replay=False))
-    limit = table.base_peak_bytes + int(1.2 * 4 * 256_000)
-    found = planner.choose(
-        measured, with_margin(measured, limit), tolerance=0.14, allowed=Allowed(replay=False)
-    )
+    norm = saving(0, 3, Need.NORM, 256_000)
+    derived = saving(1, 3, Need.LINEAR, 256_000, parents=frozenset([norm.site]))
+    measured = profile([norm, derived, saving(2, 3, Need.LINEAR, 256_000)], gradients=0, batch=1)
+    without_replay = Allowed(replay=False, methods=frozenset(Method) - {Method.SPILL})
+    base = make_table(measured, 1, without_replay).base_peak_bytes
+    # Room for the last tensor and one code of 8 bits, but not for two.
+    budget = with_margin(measured, base + int(1.3 * 4 * 256_000))
+    found = planner.choose(measured, budget, tolerance=0.14, allowed=without_replay)
     assert found is not None
-    plan = found.as_plan(measured, with_margin(measured, limit), "optimal")
-    treatments = [plan.policy.treatment(each.need, each.site) for each in (norm, linear)]
-    assert treatments[0].method in (Method.ROTATED, Method.MINMAX)
-    assert treatments[1].bits == treatments[0].bits  # no more, so that execution derives it
+    policy = found.as_plan(measured, budget, "optimal").policy
+    eight_bits = Treatment(Method.MINMAX, 8)
+    assert policy.treatment(norm.need, norm.site) == eight_bits
+    assert policy.treatment(derived.need, derived.site) == eight_bits
+    held = found.table.row(2)[list(found.selection)]
+    assert sum(held > 0) == 2  # the code of the first, and the last tensor itself
 
 
 # --- named policies -----------------------------------------------------------------------------
@@ -281,7 +283,7 @@ def test_accumulate_only_takes_smaller_pieces() -> None:
 
 def test_quantize_takes_the_widest_that_fits_everywhere() -> None:
     measured = row_of(20)
-    for fraction, name in ((0.5, "8-bit"), (0.25, "4-bit"), (0.16, "2-bit")):
+    for fraction, name in ((0.5, "8-bit"), (0.25, "4-bit"), (0.13, "2-bit")):
         plan = planner.make_plan(measured, budget_at(measured, fraction), policy="quantize")
         assert (plan.policy.name, plan.micro_batch) == (name, measured.batch_size)
 
@@ -294,8 +296,8 @@ def test_checkpoint_replays_one_level_of_blocks_and_codes_nothing() -> None:
 
 
 def test_sage_takes_pieces_down_to_the_knee_and_then_evicts() -> None:
-    # Pieces of 4 and more run at nearly the same rate.
-    measured = row_of(8, refusal="", piece_ms=((1, 20.0), (2, 22.0), (4, 40.0), (8, 79.0)))
+    # Pieces of 2 and more run at nearly the same rate.
+    measured = row_of(8, refusal="", piece_ms=((1, 20.0), (2, 20.5), (4, 40.0), (8, 79.0)))
     assert policies.knee(measured) == 2
     halved = planner.make_plan(measured, budget_at(measured, 0.55), policy="sage")
     assert (halved.policy.name, halved.micro_batch) == ("plain", 4)

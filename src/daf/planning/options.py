@@ -177,8 +177,8 @@ class OptionMaker:
                 # One code serves every save of the same content under the same treatment.
                 key = (saving.storage, treatment, saving.elements, saving.need is Need.NORM)
                 coded[key].append(saving)
-        for (_, treatment, *_), shared in coded.items():
-            assert isinstance(treatment, Treatment)
+        for shared in coded.values():
+            treatment = treatments[shared[0].site]
             spans.append(self._code_span(shared, treatment))
             cost_ms += self._encode_ms(shared[0], treatment)
         live = tuple(span for span in spans if span.nbytes > 0)

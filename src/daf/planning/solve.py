@@ -18,9 +18,11 @@ from daf.planning.table import Floats, Table
 _SCALE = 1e-6  # bytes to MB, so that rows and costs are of one size
 _ROWS_A_ROUND = 6
 _MOST_ROUNDS = 40
-_LEAST_PEAK_SECONDS = 2.0
-RELATIVE_GAP = 1e-4
-_SMALL = 300  # columns; programs up to this are solved to the last byte
+# Equal blocks make equal answers, among which branching never ends. Nodes and not seconds,
+# so that the same profile gives the same plan.
+_MOST_NODES = 100
+RELATIVE_GAP = 1e-3  # of what the choices add to a step, which is a part of it
+_SMALL_COLUMNS = 60  # programs up to this are solved to the last byte
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class Program:
         """The selection with the lowest peak; None where no selection is within the tolerance.
 
         Exact for small tables; for large ones within ``RELATIVE_GAP`` of the lowest, or the
-        best that was found in ``_LEAST_PEAK_SECONDS`` for each set of rows.
+        best that was found in ``_MOST_NODES`` nodes for each set of rows.
         """
         table = self._table
         if not len(table.options):
@@ -101,7 +103,11 @@ class Program:
 
     @property
     def _relative_gap(self) -> float:
-        return RELATIVE_GAP if self._table.columns > _SMALL else 0.0
+        return RELATIVE_GAP if self._table.columns > _SMALL_COLUMNS else 0.0
+
+    @property
+    def _node_limit(self) -> int:
+        return _MOST_NODES if self._table.columns > _SMALL_COLUMNS else 100_000
 
     def _rounded(self, amounts: Floats) -> tuple[int, ...]:
         """The largest share of every family, unless a replay has the most of it."""
@@ -140,7 +146,7 @@ class Program:
                 integrality=np.ones(table.columns) if whole else None,
                 bounds=Bounds(0, 1),
                 constraints=[*self._structure, *self._peak_constraints(limit_bytes)],
-                options={"mip_rel_gap": relative_gap},
+                options={"mip_rel_gap": relative_gap, "node_limit": self._node_limit},
             )
             if found.x is None:
                 return None
@@ -177,7 +183,7 @@ class Program:
             integrality=np.append(np.ones(count), 0) if whole else None,
             bounds=Bounds(np.zeros(count + 1), np.append(np.ones(count), np.inf)),
             constraints=constraints,
-            options={"mip_rel_gap": self._relative_gap, "time_limit": _LEAST_PEAK_SECONDS},
+            options={"mip_rel_gap": self._relative_gap, "node_limit": self._node_limit},
         )
         if found.x is None:
             return None

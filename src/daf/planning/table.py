@@ -110,7 +110,10 @@ class Table:
         """(columns,) bytes that each column holds at a moment."""
         column, first, after, nbytes = self.spans
         inside = (first <= moment) & (moment < after)
-        return np.bincount(column[inside], weights=nbytes[inside], minlength=self.columns)
+        held: Floats = np.bincount(
+            column[inside], weights=nbytes[inside], minlength=self.columns
+        ).astype(np.float64)
+        return held
 
     def column_of(self, family: int, level: str, *, follow: bool = True) -> int | None:
         """The column of a family's option by level; the one that needs other codes if ``follow``."""
