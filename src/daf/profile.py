@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from daf.plan import Method, Need, Site
 
@@ -169,13 +170,13 @@ class Profile:
         points = sorted(self.piece_ms)
         if examples <= points[0][0] or len(points) == 1:
             return points[0][1] * max(1.0, examples / points[0][0])
-        for (first, low), (last, high) in zip(points, points[1:], strict=False):
+        for (first, low), (last, high) in pairwise(points):
             if examples <= last:
                 return low + (high - low) * (examples - first) / (last - first)
         return max(points[-1][1], Affine.through(points).at(examples))
 
     def step_ms(self, micro_batch: int) -> float:
-        """A whole step's time with everything kept, in pieces of ``micro_batch``, and its update."""
+        """A whole step with everything kept, in pieces of ``micro_batch``, and its update."""
         whole, rest = divmod(self.batch_size, micro_batch)
         total = whole * self.forward_backward_ms(micro_batch)
         return self.update_ms + total + (self.forward_backward_ms(rest) if rest else 0.0)

@@ -32,7 +32,7 @@ NOISE_PRICE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to run a step; ``bound_ms`` is what no other selection of its table is faster than."""
+    """One way to run a step; ``bound_ms`` is less than or equal to what any other takes."""
 
     table: Table
     selection: tuple[int, ...]
@@ -135,16 +135,15 @@ def _policy(profile: Profile, table: Table, selection: tuple[int, ...], name: st
 def _as_wide_as_parents(
     profile: Profile, treatments: Iterable[Site], by_site: dict[Site, Treatment]
 ) -> dict[Site, Treatment]:
-    """A tensor is computed from other codes only where it asks for no more bits than they have."""
+    """Execution computes a tensor from other codes if it asks for no more bits than they have."""
     found = {}
     for saving in profile.savings:
         if saving.parents and saving.site in treatments:
             codes = [by_site[parent] for parent in saving.parents if parent in by_site]
             bits = [each.bits for each in codes if each.method in (Method.ROTATED, Method.MINMAX)]
-            own = by_site[saving.site]
-            if bits and min(bits) < own.bits:
+            if bits:
                 method = Method.ROTATED if min(bits) <= 4 else Method.MINMAX
-                found[saving.site] = Treatment(method, min(bits), own.rounds)
+                found[saving.site] = Treatment(method, min(bits))
     return found
 
 

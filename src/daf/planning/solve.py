@@ -62,7 +62,7 @@ class Program:
     def least_objective(
         self, limit_bytes: int, relative_gap: float = RELATIVE_GAP
     ) -> Solution | None:
-        """The selection of least objective with its peak within ``limit_bytes``; None: there is none."""
+        """The selection of least objective whose peak is within the limit; None: there is none."""
         if not len(self._table.options):
             peak = self._table.base_bytes.max()
             return Solution((), 0.0, 0.0) if peak <= limit_bytes else None

@@ -116,7 +116,7 @@ class Table:
         return held
 
     def column_of(self, family: int, level: str, *, follow: bool = True) -> int | None:
-        """The column of a family's option by level; the one that needs other codes if ``follow``."""
+        """The column of an option by level; the one that needs other codes if ``follow``."""
         places = [at for at, each in enumerate(self.options[family]) if each.level == level]
         if not places:
             return None
@@ -193,11 +193,11 @@ def _requirements(
             flat.append((column, option))
             column += 1
     known = {saving.site for group in groups for saving in group}
-    found = []
-    for column, option in flat:
-        for site in sorted(option.requires & known, key=str):
-            found.append((column, tuple(coding[site])))
-    return tuple(found)
+    return tuple(
+        (column, tuple(coding[site]))
+        for column, option in flat
+        for site in sorted(option.requires & known, key=str)
+    )
 
 
 def _replays(
@@ -252,8 +252,7 @@ def _replay_spans(
         known = largest.get(saving.storage)
         if known is None or saving.released > known.released:
             largest[saving.storage] = saving
-    for saving in largest.values():
-        spans.append(Span(begin, saving.released, saving.storage_bytes.at(examples)))
+    spans += [Span(begin, s.released, s.storage_bytes.at(examples)) for s in largest.values()]
     held = {saving.storage for group in groups for saving in group if saving.call in inside}
     inputs = sum(size.at(examples) for storage, size in call.inputs if storage not in held)
     # An input whose memory is saved inside is held there by that family's own treatment, unless
