@@ -241,8 +241,8 @@ class Plan:
     ``return_freed_blocks`` asks for the settings of ``memory.keeper``, which hold
     little more than what is alive; without it the system's allocator is left alone.
     ``release_gradients``: every parameter is updated, and its gradient freed, as soon
-    as that is whole. ``bound_ms``: no plan within the budget is predicted to be faster than
-    this, so it proves how good the plan is. ``choices`` gives one line for every
+    as that is whole. ``bound_ms``: no plan within the budget takes less, time and the small price
+    of noise together, so it proves how good this one is. ``choices`` gives one line for every
     choice: what was chosen and why.
     """
 

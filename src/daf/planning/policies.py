@@ -18,7 +18,7 @@ from dataclasses import replace
 from daf.planning.candidate import Candidate, noise_price_ms, pieces_of, with_margin
 from daf.planning.greedy import lawful, solve_greedily
 from daf.planning.options import WIDTHS, Allowed
-from daf.planning.solve import Program, Solution
+from daf.planning.solve import NOT_FOUND, Program, Solution
 from daf.planning.table import Table, kept_selection, level_selection, make_table
 from daf.profile import Profile
 
@@ -51,11 +51,16 @@ def optimal(profile: Profile, limit: int, tolerance: float, allowed: Allowed) ->
 
 def quick(profile: Profile, limit: int, tolerance: float, allowed: Allowed) -> Candidate | None:
     """The same by greedy choices with a proven gap, for use until the exact answer is there."""
-    return _search(profile, limit, tolerance, allowed, solve_greedily)
+    return _search(profile, limit, tolerance, allowed, _greedily)
 
 
 def _exactly(table: Table, limit: int, tolerance: float, price_ms: float) -> Solution | None:
-    return Program(table, tolerance, price_ms).least_objective(limit)
+    found = Program(table, tolerance, price_ms).least_objective(limit)
+    return _greedily(table, limit, tolerance, price_ms) if found is NOT_FOUND else found
+
+
+def _greedily(table: Table, limit: int, tolerance: float, price_ms: float) -> Solution:
+    return solve_greedily(table, limit, tolerance, price_ms) or NOT_FOUND
 
 
 def _search(
@@ -79,10 +84,11 @@ def _search(
         if found is None:
             continue
         bound = min(bound, base_ms + found.bound * pieces)
+        if found is NOT_FOUND:
+            continue
         candidate = Candidate(table, found.selection)
         if best is None or candidate.objective(profile) < best.objective(profile):
             best = candidate
-    # The objective prices noise as well, which time alone need not pay.
     return best and replace(best, bound_ms=min(bound, best.step_ms(profile)))
 
 

@@ -49,6 +49,10 @@ def worst_moments(usage: Floats, limit: Floats | float, count: int) -> list[int]
     return [int(place) for place in places[np.argsort(-over[places], kind="stable")][:count]]
 
 
+NOT_FOUND = Solution((), np.inf, 0.0)  # there may be one: what it costs is not below 0
+_INFEASIBLE = 2  # of scipy.optimize.milp's status
+
+
 class Program:
     """One table's program; rows that were once needed stay for the next question."""
 
@@ -62,7 +66,10 @@ class Program:
     def least_objective(
         self, limit_bytes: int, relative_gap: float = RELATIVE_GAP
     ) -> Solution | None:
-        """The selection of least objective whose peak is within the limit; None: there is none."""
+        """The selection of least objective whose peak is within the limit.
+
+        None: there is none. ``NOT_FOUND``: none was found among as many nodes as are searched.
+        """
         if not len(self._table.options):
             peak = self._table.base_bytes.max()
             return Solution((), 0.0, 0.0) if peak <= limit_bytes else None
@@ -149,7 +156,7 @@ class Program:
                 options={"mip_rel_gap": relative_gap, "node_limit": self._node_limit},
             )
             if found.x is None:
-                return None
+                return None if found.status == _INFEASIBLE else NOT_FOUND
             amounts = np.round(found.x) if whole else found.x
             usage = table.usage(amounts)
             slack = 0.0 if whole else 1.0
@@ -162,7 +169,7 @@ class Program:
             if not fresh:  # within the solver's own tolerance of the limit: ask for a little less
                 limit_bytes -= int(np.ceil((usage - limit_bytes).max()))
             self._add_rows(fresh)
-        return None
+        return NOT_FOUND
 
     def _minimise_peak(self, *, whole: bool) -> tuple[Floats, float] | None:
         """Amounts with the lowest peak at the known rows, and a bound on that peak."""
