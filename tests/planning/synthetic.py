@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
@@ -142,4 +143,8 @@ def large(count: int, seed: int = 0) -> Profile:
         for index in range(count)
     ]
     transient = [float(numbers.randint(0, 10**6)) for _ in range(2 * count)]
-    return profile(found, calls=blocks(count, 5), transient=transient, batch=32)
+    calls = [
+        replace(call, forward_ms=Affine(0.1, numbers.uniform(0.05, 0.3)))
+        for call in blocks(count, 5)
+    ]
+    return profile(found, calls=calls, transient=transient, batch=32)
