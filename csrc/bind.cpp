@@ -13,6 +13,7 @@
 #include "bind_jobs.h"
 #include "kernels_measure_bind.h"
 #include "measure_bind.h"
+#include "norm_bind.h"
 #include "pages_bind.h"
 #include "pool_bind.h"
 #include "rotated_constants.h"
@@ -196,4 +197,5 @@ NB_MODULE(_native, module) {
   daf::bind_pool(module);
   daf::bind_measure(module);
   daf::bind_pages(module);
+  daf::bind_norm(module);
 }

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "dispatch.h"
+#include "pages.h"
 #include "sums.h"
 #include "threads.h"
 
@@ -69,6 +70,28 @@ inline Sums make_sums(const nanobind::tuple& fields, uint64_t count, int threads
   const auto number = [&](int i) { return nanobind::cast<uint64_t>(fields[i]); };
   const SumsPlan plan = plan_sums(count, make_channels(number(0), number(1)), threads);
   return lay_out(plan, number(4), at<double>(number(2)), at<double>(number(3)));
+}
+
+// (destination, addend, affine), or an empty tuple for none.
+inline Emission make_emission(const nanobind::tuple& fields, uint64_t count) {
+  if (fields.size() == 0) return {nullptr, {}, nullptr, nullptr, false};
+  return {at<float>(nanobind::cast<uintptr_t>(fields[0])),
+          make_affine(nanobind::cast<nanobind::tuple>(fields[2])),
+          at<const float>(nanobind::cast<uintptr_t>(fields[1])), nullptr,
+          count * sizeof(float) >= stream_from_bytes};
+}
+
+// daf.kernels.PageFields, in its order; an empty tuple for none.
+inline Pages make_pages(const nanobind::tuple& fields) {
+  if (fields.size() == 0) return {};
+  return {at<uint8_t>(nanobind::cast<uintptr_t>(fields[0])),
+          nanobind::cast<uint64_t>(fields[1]),
+          at<const uint32_t>(nanobind::cast<uintptr_t>(fields[2])),
+          nanobind::cast<uint64_t>(fields[3]),
+          nanobind::cast<uint64_t>(fields[4]),
+          nanobind::cast<uint64_t>(fields[5]),
+          nanobind::cast<int>(fields[6]),
+          nanobind::cast<int>(fields[7])};
 }
 
 template <class Job>

@@ -1,86 +1,11 @@
-// Blocks in from memory and out to memory: element types, tails, affine, accumulate, mask.
+// Blocks in from memory and out to memory: element types, tails, affine, accumulate, mask, and what
+// is done in passing.
 // Include after a vector_*.h.
 #pragma once
 
-#include "lanes.h"
+#include "norm.h"
 
 namespace {
-
-// --- affine ------------------------------------------------------------------------------------
-
-// The 256 scales and shifts of one block, in the tables themselves where they lie so.
-class AffineRows {
- public:
-  explicit AffineRows(const Affine& affine) : affine_(affine) {}
-
-  bool used() const { return affine_.channels != 0; }
-  const float* scale() const { return scale_; }
-  const float* shift() const { return shift_; }
-
-  void move_to(uint64_t block) {
-    const uint64_t first = block * block_elements;
-    const uint64_t channel = first / affine_.inner % affine_.channels;
-    if (affine_.inner == 1 && affine_.channels % block_elements == 0) {
-      scale_ = affine_.scale + channel;
-      shift_ = affine_.shift + channel;
-    } else if (!still_right(channel)) {
-      fill(first, channel);
-    }
-  }
-
- private:
-  // Rows repeat where the block's channels are the same as those of the last one.
-  bool still_right(uint64_t channel) {
-    const bool periodic = affine_.inner == 1 && block_elements % affine_.channels == 0;
-    const bool single = affine_.inner % block_elements == 0;
-    const bool right = (periodic || single) && filled_ && channel == channel_;
-    filled_ = true;
-    channel_ = channel;
-    return right;
-  }
-
-  void fill(uint64_t first, uint64_t channel) {
-    scale_ = scale_row_;
-    shift_ = shift_row_;
-    uint64_t within = first % affine_.inner;
-    for (uint64_t place = 0; place < block_elements;) {
-      uint64_t run = affine_.inner == 1 ? affine_.channels - channel : affine_.inner - within;
-      if (run > block_elements - place) run = block_elements - place;
-      affine_.inner == 1 ? copy(place, channel, run) : repeat(place, channel, run);
-      place += run;
-      within = 0;
-      channel += affine_.inner == 1 ? run : 1;
-      if (channel == affine_.channels) channel = 0;
-    }
-  }
-
-  void copy(uint64_t place, uint64_t channel, uint64_t run) {
-    std::memcpy(scale_row_ + place, affine_.scale + channel, 4 * run);
-    std::memcpy(shift_row_ + place, affine_.shift + channel, 4 * run);
-  }
-
-  void repeat(uint64_t place, uint64_t channel, uint64_t run) {
-    const float scale = affine_.scale[channel], shift = affine_.shift[channel];
-    for (uint64_t i = place; i < place + run; ++i) {
-      scale_row_[i] = scale;
-      shift_row_[i] = shift;
-    }
-  }
-
-  const Affine affine_;
-  const float *scale_ = nullptr, *shift_ = nullptr;
-  uint64_t channel_ = 0;
-  bool filled_ = false;
-  alignas(64) float scale_row_[block_elements];
-  alignas(64) float shift_row_[block_elements];
-};
-
-DAF_INLINE void apply_affine(Block& block, const AffineRows& rows) {
-  DAF_EACH_VECTOR {
-    const auto product = V::multiply(block.x[t], V::load(rows.scale() + V::lanes * t));
-    block.x[t] = V::add(product, V::load(rows.shift() + V::lanes * t));
-  }
-}
 
 // --- in ----------------------------------------------------------------------------------------
 
@@ -104,7 +29,8 @@ DAF_INLINE void fill_padding(Block& block, size_t valid, float filling) {
 // Reads blocks of a source one after the other; padding is 0.
 class Reader {
  public:
-  explicit Reader(const Source& source) : source_(source), rows_(source.affine) {
+  explicit Reader(const Source& source)
+      : source_(source), rows_(source.affine), emitter_(source.emission) {
     as_they_are_ = source.type == ElementType::float32 && !rows_.used();
   }
 
@@ -122,6 +48,7 @@ class Reader {
     else
       copy_any(room, index);
     if (source_.sums) add_to_sums(row, index);
+    if (source_.emission) emitter_.emit(row, index, valid(index));
     return row;
   }
 
@@ -180,6 +107,7 @@ class Reader {
 
   const Source source_;
   AffineRows rows_;
+  Emitter emitter_;
   bool as_they_are_;  // float32, no affine
   alignas(64) char tail_[block_elements * 4];
   alignas(64) char gathered_[block_elements * 4];
@@ -198,17 +126,14 @@ DAF_INLINE void store_elements(const Block& block, void* to, ElementType type) {
   }
 }
 
-DAF_INLINE V::F canonical(V::F x) {
-  return V::select(V::unordered(x, x), V::as_float(V::set_integer(0x7FC00000)), x);
-}
-
 // Writes blocks of a target: affine, accumulate, mask, rounding (docs/format.md, section 7).
 class Writer {
  public:
-  explicit Writer(const Target& target) : target_(target), rows_(target.affine) {
+  explicit Writer(const Target& target)
+      : target_(target), rows_(target.affine), gradient_(target.gradient) {
     const bool aligned = reinterpret_cast<uintptr_t>(target.data) % 64 == 0;
-    plain_ =
-        target.type == ElementType::float32 && !rows_.used() && !target.accumulate && !target.mask;
+    plain_ = target.type == ElementType::float32 && !rows_.used() && !target.accumulate &&
+             !target.mask && !target.gradient;
     streams_ = plain_ && target.stream && aligned;
   }
   ~Writer() {
@@ -233,8 +158,9 @@ class Writer {
 
  private:
   DAF_NEVER_INLINE void write_any(Block& block, size_t index) {
-    const size_t bytes = element_bytes(target_.type);
     const uint64_t left = target_.count - index * block_elements;
+    if (target_.gradient) return gradient_.take(block, index, left, target_.mask);
+    const size_t bytes = element_bytes(target_.type);
     char* to = static_cast<char*>(target_.data) + index * block_elements * bytes;
     if (left >= block_elements) {
       finish(block, index, to);
@@ -261,19 +187,12 @@ class Writer {
     if (rows_.used() || target_.accumulate) {
       DAF_EACH_VECTOR block.x[t] = canonical(block.x[t]);
     }
-    if (target_.mask) apply_mask(block, index);
-  }
-
-  DAF_MEMBER_INLINE void apply_mask(Block& block, size_t index) {
-    const uint32_t* words = target_.mask + index * words_per_block;
-    DAF_EACH_VECTOR {
-      const auto chosen = V::mask_from(uint16_t(words[t / 2] >> (t % 2 * 16)));
-      block.x[t] = V::select(chosen, block.x[t], V::set(0.0f));
-    }
+    if (target_.mask) apply_mask(block, target_.mask + index * words_per_block);
   }
 
   const Target target_;
   AffineRows rows_;
+  GradientTaker gradient_;
   bool plain_, streams_;
   alignas(64) char tail_[block_elements * 4];
 };

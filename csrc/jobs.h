@@ -28,6 +28,27 @@ struct Affine {
 
 struct RunningSums;
 
+// What a reader of blocks writes in passing: its value * scale[c] + shift[c], plus the addend's
+// element; with a mask, what is not above 0 becomes 0 and the others set their bit.
+struct Emission {
+  float* destination;
+  Affine affine;
+  const float* addend = nullptr;
+  uint32_t* mask = nullptr;
+  bool stream = false;  // write around the caches
+};
+
+// What a writer of blocks does with normalised values instead of writing them. With `sums`: of the
+// gradient, zero where the target's mask is clear, and of its product with the value, perhaps
+// writing that gradient down. Without: writes gradient * of_gradient[c] + (value * scale[c] +
+// shift[c]), the latter two those of `of_value`.
+struct NormGradient {
+  const float* gradient;
+  float* destination = nullptr;
+  Affine of_value, of_gradient;
+  RunningSums* sums = nullptr;
+};
+
 struct Source {
   const void* data = nullptr;
   ElementType type = ElementType::float32;
@@ -35,6 +56,7 @@ struct Source {
   Affine affine;
   View view;                    // none: the elements follow each other
   RunningSums* sums = nullptr;  // whoever reads a block adds it, after the affine
+  const Emission* emission = nullptr;
 };
 
 struct Target {
@@ -45,6 +67,7 @@ struct Target {
   const uint32_t* mask = nullptr;
   bool accumulate = false;
   bool stream = false;  // write around the caches
+  const NormGradient* gradient = nullptr;
 };
 
 // Where the planes of a code lie: one after the other from `first` on, or plane p where starts[p]
@@ -139,8 +162,14 @@ struct DecodeIntegers {
 
 struct MeasureRanges;  // ranges.h
 
-struct MeasureSums {
+// Only for what is done in passing: sums, an emission.
+struct ReadBlocks {
   Source source;
+};
+
+struct CopyBlocks {
+  Source source;
+  Target target;
 };
 
 // One entry for each operation and instruction set: does blocks [first, last) and says
@@ -161,7 +190,8 @@ struct KernelTable {
   Kernel<EncodeIntegers> encode_integers;
   Kernel<DecodeIntegers> decode_integers;
   Kernel<MeasureRanges> measure_ranges;  // does shares of the plan, not blocks
-  Kernel<MeasureSums> measure_sums;
+  Kernel<ReadBlocks> read_blocks;
+  Kernel<CopyBlocks> copy_blocks;
 };
 
 inline size_t block_count(uint64_t count) { return (count + block_elements - 1) / block_elements; }

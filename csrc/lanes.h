@@ -32,18 +32,22 @@ class SumsSlot {
     sum_ = V::load(sums_);
     square_ = V::load(squares_);
   }
-  DAF_MEMBER_INLINE void add(V::F x) {
-    const auto wide = V::widen(x);
-    sum_ = V::add(sum_, wide);
-    square_ = V::add_square(square_, wide);
+  DAF_MEMBER_INLINE void add(const float* at) { add(V::load(at)); }
+  DAF_MEMBER_INLINE void add(const float* at, V::M chosen) {
+    add(V::select(chosen, V::load(at), V::set(0.0f)));
   }
-  DAF_MEMBER_INLINE void add(V::F x, V::M chosen) { add(V::select(chosen, x, V::set(0.0f))); }
   DAF_MEMBER_INLINE void keep() const {
     V::store(sums_, sum_);
     V::store(squares_, square_);
   }
 
  private:
+  DAF_MEMBER_INLINE void add(V::F x) {
+    const auto wide = V::widen(x);
+    sum_ = V::add(sum_, wide);
+    square_ = V::add_product(square_, wide, wide);
+  }
+
   double *sums_, *squares_;
   V::D sum_, square_;
 };
@@ -57,11 +61,13 @@ class RangeSlot {
     greatest_ = V::load(greatests_);
     complement_ = V::load(complements_);
   }
-  DAF_MEMBER_INLINE void add(V::F x) { compare(order_key(x), V::set_integer(0xFFFFFFFF)); }
-  DAF_MEMBER_INLINE void add(V::F x, V::M chosen) {
+  DAF_MEMBER_INLINE void add(const float* at) {
+    compare(order_key(V::load(at)), V::set_integer(0xFFFFFFFF));
+  }
+  DAF_MEMBER_INLINE void add(const float* at, V::M chosen) {
     const auto all = V::as_float(V::set_integer(0xFFFFFFFF)), none = V::set(0.0f);
     const auto kept = V::as_integer(V::select(chosen, all, none));
-    compare(V::bit_and(order_key(x), kept), kept);
+    compare(V::bit_and(order_key(V::load(at)), kept), kept);
   }
   DAF_MEMBER_INLINE void keep() const {
     V::store(greatests_, greatest_);
@@ -86,7 +92,7 @@ template <class Accumulators>
 DAF_INLINE void add_vectors(const Accumulators& to, uint64_t slot, const float* row, size_t first,
                             size_t last, size_t step) {
   auto here = slot_of(to, slot);
-  for (size_t t = first; t < last; t += step) here.add(V::load(row + V::lanes * t));
+  for (size_t t = first; t < last; t += step) here.add(row + V::lanes * t);
   here.keep();
 }
 
@@ -97,7 +103,7 @@ DAF_INLINE void add_some(const Accumulators& to, uint64_t slot, const float* row
   const size_t t = from / V::lanes;
   const uint16_t chosen = real_lanes(end, int(t)) & uint16_t(~real_lanes(from, int(t)));
   auto here = slot_of(to, slot);
-  here.add(V::load(row + V::lanes * t), V::mask_from(chosen));
+  here.add(row + V::lanes * t, V::mask_from(chosen));
   here.keep();
 }
 

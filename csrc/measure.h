@@ -1,4 +1,5 @@
 // Ranges and sums of a source on their own; the encoders take sums in passing (block_io.h).
+// And blocks read and written for the sake of what is done in passing.
 // Include after a vector_*.h.
 #pragma once
 
@@ -33,11 +34,22 @@ inline bool measure_ranges_shares(const MeasureRanges& job, size_t first, size_t
   return true;
 }
 
-// Whoever fetches a block adds it to the source's sums.
-inline bool measure_sums_range(const MeasureSums& job, size_t first, size_t last) {
+// Whoever fetches a block does what the source asks for in passing.
+inline bool read_blocks_range(const ReadBlocks& job, size_t first, size_t last) {
   Reader reader(job.source);
   alignas(64) float room[block_elements];
   for (size_t index = first; index < last; ++index) reader.fetch(index, room);
+  return true;
+}
+
+inline bool copy_blocks_range(const CopyBlocks& job, size_t first, size_t last) {
+  Reader reader(job.source);
+  Writer writer(job.target);
+  for (size_t index = first; index < last; ++index) {
+    Block block;
+    reader.read(block, index);
+    writer.write(block, index);
+  }
   return true;
 }
 

@@ -55,8 +55,8 @@ void measure_ranges(const std::string& set, uintptr_t source, int type, uint64_t
 
 void measure_sums(const std::string& set, uintptr_t source, int type, uint64_t count,
                   const nb::tuple& sums, int threads) {
-  const MeasureSums job{make_source(source, type, count, {})};
-  run_summing(job, table_named(set).measure_sums, make_sums(sums, count, threads));
+  const ReadBlocks job{make_source(source, type, count, {})};
+  run_summing(job, table_named(set).read_blocks, make_sums(sums, count, threads));
 }
 
 }  // namespace

@@ -45,9 +45,15 @@ inline uint16_t* header_origin(const Pages& view, size_t run) {
 
 // --- what a job takes of one run ----------------------------------------------------------------
 
+template <class Job, class = void>
+struct HasPlanes : std::false_type {};
+template <class Job>
+struct HasPlanes<Job, std::void_t<decltype(Job::planes)>> : std::true_type {};
+
+// Blocks that are only read and written in passing have none; a mask of theirs may.
 template <class Job>
 void set_planes(Job& job, uint32_t* const* starts) {
-  job.planes.starts = starts;
+  if constexpr (HasPlanes<Job>::value) job.planes.starts = starts;
 }
 inline void set_planes(EncodeMask& job, uint32_t* const* starts) { job.words.starts = starts; }
 inline void set_planes(DecodeMask& job, uint32_t* const* starts) { job.words.starts = starts; }
@@ -61,6 +67,11 @@ template <class Job, class = void>
 struct HasTarget : std::false_type {};
 template <class Job>
 struct HasTarget<Job, std::void_t<decltype(Job::target)>> : std::true_type {};
+
+template <class Job, class = void>
+struct HasSource : std::false_type {};
+template <class Job>
+struct HasSource<Job, std::void_t<decltype(Job::source.emission)>> : std::true_type {};
 
 // How many planes a kernel writes: `rotated` tensors may begin without the least significant ones.
 template <class Job>
@@ -103,6 +114,14 @@ bool do_run(const PagesJob<Job>& whole, size_t first, size_t last) {
   if constexpr (HasHeaders<Job>::value) job.headers = header_origin(whole.pages, run);
   if constexpr (HasTarget<Job>::value)
     if (whole.mask.runs) job.target.mask = plane_origin(whole.mask, 0, run_of(whole.mask, first));
+  Emission emission;
+  if constexpr (HasSource<Job>::value) {
+    if (job.source.emission && whole.mask.runs) {
+      emission = *job.source.emission;
+      emission.mask = plane_origin(whole.mask, 0, run_of(whole.mask, first));
+      job.source.emission = &emission;
+    }
+  }
   return whole.kernel(job, first, last);
 }
 

@@ -13,25 +13,10 @@ namespace nb = nanobind;
 namespace daf {
 namespace {
 
-// daf.kernels.PageFields, in its order.
-Pages make_pages(const nb::tuple& fields) {
-  return {at<uint8_t>(nb::cast<uintptr_t>(fields[0])),
-          nb::cast<uint64_t>(fields[1]),
-          at<const uint32_t>(nb::cast<uintptr_t>(fields[2])),
-          nb::cast<uint64_t>(fields[3]),
-          nb::cast<uint64_t>(fields[4]),
-          nb::cast<uint64_t>(fields[5]),
-          nb::cast<int>(fields[6]),
-          nb::cast<int>(fields[7])};
-}
-
-Pages make_mask(const nb::tuple& fields) { return fields.size() ? make_pages(fields) : Pages{}; }
-
 // A mask lies in pages too, so no address of one is known here.
-Target whole_target(uintptr_t address, int type, uint64_t count, const nb::tuple& affine,
-                    bool accumulate) {
-  return make_target(address, type, count, make_affine(affine), 0, accumulate,
-                     {0, block_count(count)});
+Target page_target(uintptr_t address, int type, uint64_t count, const nb::tuple& affine,
+                   bool accumulate, Extent blocks) {
+  return make_target(address, type, count, make_affine(affine), 0, accumulate, blocks);
 }
 
 template <class Job>
@@ -39,53 +24,69 @@ bool run_pages(const PagesJob<Job>& job, int threads) {
   return run<PagesJob<Job>>(job, do_pages<Job>, job.pages.count, threads);
 }
 
+template <class Job>
+void run_pages_of(const PagesJob<Job>& job, Extent blocks, int threads) {
+  run_part<PagesJob<Job>>(job, do_pages<Job>, blocks, threads);
+}
+
 void encode_rotated(const std::string& set, uintptr_t source, int type, const nb::tuple& fields,
                     int rounds, uint64_t key, uintptr_t thresholds, uintptr_t levels, int threads,
-                    const nb::tuple& affine) {
+                    const nb::tuple& affine, const nb::tuple& passing, const nb::tuple& mask) {
   const Pages pages = make_pages(fields);
-  const EncodeRotated job{make_source(source, type, pages.count, make_affine(affine)),
-                          pages.bits,
-                          rounds,
-                          key,
-                          nullptr,
-                          nullptr,
-                          at<const int8_t>(thresholds),
-                          at<const int8_t>(levels)};
-  run_pages<EncodeRotated>({job, table_named(set).encode_rotated, pages}, threads);
+  const Emission emission = make_emission(passing, pages.count);
+  EncodeRotated job{make_source(source, type, pages.count, make_affine(affine)),
+                    pages.bits,
+                    rounds,
+                    key,
+                    nullptr,
+                    nullptr,
+                    at<const int8_t>(thresholds),
+                    at<const int8_t>(levels)};
+  if (emission.destination) job.source.emission = &emission;
+  run_pages<EncodeRotated>({job, table_named(set).encode_rotated, pages, make_pages(mask)},
+                           threads);
 }
 
 void decode_rotated(const std::string& set, const nb::tuple& fields, int rounds, uint64_t key,
                     uintptr_t levels, float level_factor, uintptr_t shorter_levels,
                     float shorter_level_factor, uintptr_t destination, int type, int threads,
-                    const nb::tuple& affine, const nb::tuple& mask, bool accumulate) {
+                    const nb::tuple& affine, const nb::tuple& mask, bool accumulate, size_t first,
+                    size_t last) {
   const Pages pages = make_pages(fields);
-  const DecodeRotated job{whole_target(destination, type, pages.count, affine, accumulate),
-                          pages.kept,
-                          rounds,
-                          key,
-                          nullptr,
-                          nullptr,
-                          at<const int8_t>(levels),
-                          level_factor};
-  run_pages<DecodeRotated>({job, table_named(set).decode_rotated, pages, make_mask(mask),
-                            at<const int8_t>(shorter_levels), shorter_level_factor},
-                           threads);
+  const DecodeRotated job{
+      page_target(destination, type, pages.count, affine, accumulate, {first, last}),
+      pages.kept,
+      rounds,
+      key,
+      nullptr,
+      nullptr,
+      at<const int8_t>(levels),
+      level_factor};
+  run_pages_of<DecodeRotated>({job, table_named(set).decode_rotated, pages, make_pages(mask),
+                               at<const int8_t>(shorter_levels), shorter_level_factor},
+                              {first, last}, threads);
 }
 
 void encode_minmax(const std::string& set, uintptr_t source, int type, const nb::tuple& fields,
-                   uint64_t key, int threads, const nb::tuple& affine) {
+                   uint64_t key, int threads, const nb::tuple& affine, const nb::tuple& passing,
+                   const nb::tuple& mask) {
   const Pages pages = make_pages(fields);
-  const EncodeMinmax job{make_source(source, type, pages.count, make_affine(affine)), pages.bits,
-                         key, nullptr, nullptr};
-  run_pages<EncodeMinmax>({job, table_named(set).encode_minmax, pages}, threads);
+  const Emission emission = make_emission(passing, pages.count);
+  EncodeMinmax job{make_source(source, type, pages.count, make_affine(affine)), pages.bits, key,
+                   nullptr, nullptr};
+  if (emission.destination) job.source.emission = &emission;
+  run_pages<EncodeMinmax>({job, table_named(set).encode_minmax, pages, make_pages(mask)}, threads);
 }
 
 void decode_minmax(const std::string& set, const nb::tuple& fields, uintptr_t destination, int type,
-                   int threads, const nb::tuple& affine, const nb::tuple& mask, bool accumulate) {
+                   int threads, const nb::tuple& affine, const nb::tuple& mask, bool accumulate,
+                   size_t first, size_t last) {
   const Pages pages = make_pages(fields);
-  const DecodeMinmax job{whole_target(destination, type, pages.count, affine, accumulate),
-                         pages.bits, nullptr, nullptr};
-  run_pages<DecodeMinmax>({job, table_named(set).decode_minmax, pages, make_mask(mask)}, threads);
+  const DecodeMinmax job{
+      page_target(destination, type, pages.count, affine, accumulate, {first, last}), pages.bits,
+      nullptr, nullptr};
+  run_pages_of<DecodeMinmax>({job, table_named(set).decode_minmax, pages, make_pages(mask)},
+                             {first, last}, threads);
 }
 
 void encode_mask(const std::string& set, uintptr_t source, int type, const nb::tuple& fields,

@@ -64,7 +64,8 @@ constexpr KernelTable make_table(const char* name) {
           encode_integers_any,
           decode_integers_any,
           measure_ranges_shares,
-          measure_sums_range};
+          read_blocks_range,
+          copy_blocks_range};
 }
 
 }  // namespace

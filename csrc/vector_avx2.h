@@ -318,8 +318,8 @@ struct Vector {
     return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, _MM_SHUFFLE(2, 3, 0, 1))));
   }
 
-  // Sixteen binary64 numbers in four registers, for sums. A widened number's square is exact, so
-  // the fused operation rounds once, as the sum itself would.
+  // Sixteen binary64 numbers in four registers, for sums. A product of widened numbers is
+  // exact, so the fused operation rounds once, as the sum itself would.
   struct D {
     __m256d quarter[4];
   };
@@ -341,9 +341,9 @@ struct Vector {
         _mm256_add_pd(a.quarter[q], b.quarter[q]);
     return a;
   }
-  DAF_INLINE D add_square(D sum, D x) {
+  DAF_INLINE D add_product(D sum, D x, D y) {
     DAF_UNROLLED for (int q = 0; q < 4; ++q) sum.quarter[q] =
-        _mm256_fmadd_pd(x.quarter[q], x.quarter[q], sum.quarter[q]);
+        _mm256_fmadd_pd(x.quarter[q], y.quarter[q], sum.quarter[q]);
     return sum;
   }
 

@@ -223,8 +223,8 @@ struct Vector {
   }
   DAF_INLINE int32_t reduce_add(I a) { return _mm512_reduce_add_epi32(a); }
 
-  // Sixteen binary64 numbers in two registers, for sums. A widened number's square is exact, so
-  // the fused operation rounds once, as the sum itself would.
+  // Sixteen binary64 numbers in two registers, for sums. A product of widened numbers is
+  // exact, so the fused operation rounds once, as the sum itself would.
   struct D {
     __m512d low, high;
   };
@@ -242,8 +242,8 @@ struct Vector {
   DAF_INLINE D add(D a, D b) {
     return {_mm512_add_pd(a.low, b.low), _mm512_add_pd(a.high, b.high)};
   }
-  DAF_INLINE D add_square(D sum, D x) {
-    return {_mm512_fmadd_pd(x.low, x.low, sum.low), _mm512_fmadd_pd(x.high, x.high, sum.high)};
+  DAF_INLINE D add_product(D sum, D x, D y) {
+    return {_mm512_fmadd_pd(x.low, y.low, sum.low), _mm512_fmadd_pd(x.high, y.high, sum.high)};
   }
 
   // 64-bit lanes, for the generator.

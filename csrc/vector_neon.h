@@ -373,8 +373,8 @@ struct Vector {
         vaddvq_u32(vaddq_u32(vaddq_u32(a.quad[0], a.quad[1]), vaddq_u32(a.quad[2], a.quad[3]))));
   }
 
-  // Sixteen binary64 numbers in eight registers, for sums. A widened number's square is exact, so
-  // the fused operation rounds once, as the sum itself would.
+  // Sixteen binary64 numbers in eight registers, for sums. A product of widened numbers is
+  // exact, so the fused operation rounds once, as the sum itself would.
   struct D {
     float64x2_t pair[8];
   };
@@ -398,8 +398,8 @@ struct Vector {
     for (int i = 0; i < 8; ++i) a.pair[i] = vaddq_f64(a.pair[i], b.pair[i]);
     return a;
   }
-  DAF_INLINE D add_square(D sum, D x) {
-    for (int i = 0; i < 8; ++i) sum.pair[i] = vfmaq_f64(sum.pair[i], x.pair[i], x.pair[i]);
+  DAF_INLINE D add_product(D sum, D x, D y) {
+    for (int i = 0; i < 8; ++i) sum.pair[i] = vfmaq_f64(sum.pair[i], x.pair[i], y.pair[i]);
     return sum;
   }
 

@@ -334,7 +334,7 @@ struct Vector {
     return int32_t(sum);
   }
 
-  // Sixteen binary64 numbers, for sums. The square of a widened number is exact.
+  // Sixteen binary64 numbers, for sums. The product of widened numbers is exact.
   struct D {
     double lane[16];
   };
@@ -353,8 +353,8 @@ struct Vector {
     for (int i = 0; i < lanes; ++i) a.lane[i] += b.lane[i];
     return a;
   }
-  DAF_INLINE D add_square(D sum, const D& x) {
-    for (int i = 0; i < lanes; ++i) sum.lane[i] += x.lane[i] * x.lane[i];
+  DAF_INLINE D add_product(D sum, const D& x, const D& y) {
+    for (int i = 0; i < lanes; ++i) sum.lane[i] += x.lane[i] * y.lane[i];
     return sum;
   }
 

@@ -53,6 +53,10 @@ class SavedTensorError(DafError, RuntimeError):
     """A tensor kept for backward was changed in place, or its store was already released."""
 
 
+class FusionError(DafError, RuntimeError):
+    """A step read what fusing operators had left out, which no step before it did."""
+
+
 class KernelError(DafError, RuntimeError):
     """A native kernel is missing, or was called outside its contract."""
 

@@ -73,6 +73,9 @@ class Policy:
 
     ``rederive`` allows one code to serve a normalisation, its activation and
     the operator behind it (design, section 4: BatchNorm, ReLU, convolution).
+    ``fused`` lets batch normalisation, residual addition and ReLU run as one
+    operator, where that was seen to be the same. ``chunked`` lets large
+    convolutions decode their input a part of the batch at a time.
     ``replayed`` names modules by path: their calls are computed again in
     backward, and nothing inside them is saved in forward.
     """
@@ -81,6 +84,8 @@ class Policy:
     by_need: Mapping[Need, Treatment]
     by_site: Mapping[Site, Treatment] = field(default_factory=lambda: MappingProxyType({}))
     rederive: bool = True
+    fused: bool = False
+    chunked: bool = False
     weights: Mapping[Site, float] = field(default_factory=lambda: MappingProxyType({}))
     replayed: frozenset[str] = frozenset()
 
@@ -190,6 +195,20 @@ class SiteReport:
             "evicted_bytes": self.evicted_bytes,
             "spilled_bytes": self.spilled_bytes,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class FusionReport:
+    """Whether a batch normalisation is fused with what follows it, and as what, or why not.
+
+    ``module`` and ``call`` are those of its :class:`Site`; ``pattern`` is empty
+    where it stays as it is, ``reason`` where it is fused.
+    """
+
+    module: str
+    call: int
+    pattern: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)

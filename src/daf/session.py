@@ -312,10 +312,10 @@ class Session:
         peak = self._end_peak()
         self._count_saved(batch)
         self._step_index += 1
-        if self._first is not None:
-            self._settle(peak)
         if self._keeper.overrun_bytes:
             self._tighter(running)
+        elif self._first is not None:
+            self._settle(peak)
         stats = self._capture.stats
         return StepReport(
             loss,

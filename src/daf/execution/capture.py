@@ -37,6 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -45,7 +46,11 @@ from torch import Tensor, nn
 
 from daf.errors import PlatformError
 from daf.execution.accounting import Ledger, Source, Sources, strided_parts
+from daf.execution.carrying import NormCarrier
+from daf.execution.chunked_convolution import substitute
 from daf.execution.evictions import Evictions
+from daf.execution.fusing import Fusing, FusingMode
+from daf.execution.fusion import Fusion
 from daf.execution.held import Held, Kept, Saved, unpacker
 from daf.execution.microbatch import tensors_in_batch
 from daf.execution.operator_mode import OperatorMode
@@ -54,7 +59,17 @@ from daf.execution.provenance import ADDITIONS, FOLLOWED, Operands, Provenance
 from daf.execution.rules import name_saves, need_of, parameter_behind
 from daf.execution.sites import SiteRecord, SiteTracker, mix_key
 from daf.execution.treatments import Call, Job, Treater, is_integer, is_treatable
-from daf.plan import KEEP, CaptureStats, Need, Policy, Site, SiteReport, Treatment, policy_for
+from daf.plan import (
+    KEEP,
+    CaptureStats,
+    FusionReport,
+    Need,
+    Policy,
+    Site,
+    SiteReport,
+    Treatment,
+    policy_for,
+)
 from daf.store.buffers import Store
 from daf.store.default import make_store
 from daf.store.pool import PagedStore
@@ -91,6 +106,7 @@ class Capture:
         self._sources = Sources(self._ledger)
         self._tracker = SiteTracker(model)
         self._provenance = Provenance()
+        self._fusion = Fusion()
         self._treater = Treater(store, spilled, self._ledger, self._provenance)
         self._scratch = Scratch()
         self.parameter_reads = ParameterReads()
@@ -116,6 +132,7 @@ class Capture:
 
         Raises:
             CodecError: the policy asks for a treatment that is unsound at a site.
+            FusionError: a fused operator's inner result was read as in no step before.
         """
         if micro_index == 0:
             self._spill.reset_peak()
@@ -129,10 +146,15 @@ class Capture:
             with ExitStack() as stack:
                 stack.enter_context(self._tracker.following())
                 stack.enter_context(self._watching_inputs())
-                stack.enter_context(OperatorMode(running))
+                ours = substitute(running.pack) if policy.chunked else None
+                fusing = running.fusing() if policy.fused else None
+                mode = FusingMode(running, ours, fusing) if fusing else OperatorMode(running, ours)
+                stack.enter_context(mode)
                 hooks = torch.autograd.graph.saved_tensors_hooks(running.pack, self._unpack)
                 stack.enter_context(hooks)
                 yield self
+                if fusing:
+                    fusing.finish()
         except RuntimeError as error:
             if _HOOKS_REFUSED in str(error):
                 error.add_note(
@@ -195,6 +217,13 @@ class Capture:
         self._evictions.collect()
         return tuple(self._tracker.reports(self._evictions.bytes_by_tag))
 
+    def fusions(self) -> tuple[FusionReport, ...]:
+        """Which batch normalisations are fused with what follows, and which not and why.
+
+        Empty unless the policy asks for it; known once a step has run them.
+        """
+        return self._fusion.reports()
+
     def _own_tensors(self, batch: Any) -> Iterator[Tensor]:
         yield from self._model.parameters()
         yield from self._model.buffers()
@@ -230,6 +259,7 @@ class _Running:
     """One ``with`` of a capture: packs what is saved and settles it when its operator returns."""
 
     def __init__(self, capture: Capture, policy: Policy, key_parts: tuple[int, ...]) -> None:
+        self._capture = capture
         self._sources = capture._sources
         self._ledger = capture._ledger
         self._tracker = capture._tracker
@@ -287,6 +317,26 @@ class _Running:
             saved.drop()
         self._pending = opened.outer
 
+    @contextmanager
+    def collecting(self) -> Iterator[list[Saved]]:
+        """Everything packed inside is the caller's to settle; dropped if that fails."""
+        outer, self._pending = self._pending, []
+        collected = self._pending
+        try:
+            yield collected
+        except BaseException:
+            for saved in collected:
+                saved.drop()
+            raise
+        finally:
+            self._pending = outer
+
+    def fusing(self) -> Fusing:
+        """Lets normalisations wait for their ReLU."""
+        parts = (self._ledger, self._sources, self._tracker, self._provenance)
+        carrier = NormCarrier(self, self._policy, self._key, self._capture._store, *parts)
+        return Fusing(self._capture._fusion, carrier)
+
     # --- settling ---------------------------------------------------------------------------
 
     def _settle(self, pending: list[Saved], operator: str, call: Call) -> None:
@@ -301,7 +351,7 @@ class _Running:
         path, count = self._tracker.next_call(operator)
         for place, (saved, need) in enumerate(zip(pending, needs, strict=True)):
             assert saved.tensor is not None
-            if self._is_constant(saved.tensor):
+            if self.is_constant(saved.tensor):
                 site = Site(path, operator, count, place)
                 kept = Kept(saved.tensor, saved.version, site)
                 self._parameter_reads.note(saved.tensor, kept)
@@ -314,7 +364,7 @@ class _Running:
     def _need(self, saved: Saved, operator: str, call: Call) -> Need:
         tensor = saved.tensor
         assert tensor is not None
-        need = need_of(saved, self._is_constant)
+        need = need_of(saved, self.is_constant)
         if need is Need.EXACT and is_integer(tensor):
             return Need.INTEGER
         if need is Need.LINEAR and _may_be_noise(tensor, operator, call):
@@ -352,7 +402,7 @@ class _Running:
         job = Job(saved, tensor, need, treatment, sources[0], call, site, key, weight, tag)
         return self._treater.treat(job, rederive=self._policy.rederive)
 
-    def _is_constant(self, tensor: Tensor) -> bool:
+    def is_constant(self, tensor: Tensor) -> bool:
         """Is this a parameter, a buffer, the caller's batch, or a view or cast copy of one?"""
         if tensor.layout is not torch.strided:
             parts = strided_parts(tensor)
@@ -360,7 +410,7 @@ class _Running:
         if self._sources.is_external(tensor):
             return True
         leaf = parameter_behind(tensor)
-        return leaf is not None and leaf is not tensor and self._is_constant(leaf)
+        return leaf is not None and leaf is not tensor and self.is_constant(leaf)
 
 
 def _may_be_noise(tensor: Tensor, operator: str, call: Call) -> bool:
@@ -390,6 +440,8 @@ class compress:  # noqa: N801 - used as a statement, like torch.no_grad
         policy: Policy | None = None,
         pool_bytes: str | int | None = None,
         spill: SpillOptions | None = None,
+        fused: bool = False,
+        chunked: bool = False,
     ) -> None:
         """Prepare for ``model``.
 
@@ -403,6 +455,10 @@ class compress:  # noqa: N801 - used as a statement, like torch.no_grad
                 they need, the least important planes of ``rotated`` codes are given up, down
                 to one bit; ``stats`` says how much. The attribute may be changed at any time.
             spill: where tensors go whose treatment is *spill*, and how much of them.
+            fused: experimental: run batch normalisation, residual addition and ReLU as one
+                operator from the second entry on; ``fusions()`` tells where, and why not elsewhere.
+            chunked: experimental: large convolutions decode their input a part of the batch at a
+                time in backward, which takes less memory and somewhat more time.
 
         Raises:
             ValueError: ``bits`` is none of these, or ``pool_bytes`` cannot be read.
@@ -410,6 +466,11 @@ class compress:  # noqa: N801 - used as a statement, like torch.no_grad
                 do not fit ``pool_bytes``.
         """
         self._policy = policy or policy_for(bits)
+        self._policy = replace(
+            self._policy,
+            fused=fused or self._policy.fused,
+            chunked=chunked or self._policy.chunked,
+        )
         self._model = model
         self._capture = Capture(model, make_store(parse_optional_bytes(pool_bytes)), spill)
         self._seed = seed
@@ -449,3 +510,7 @@ class compress:  # noqa: N801 - used as a statement, like torch.no_grad
     def sites(self) -> tuple[SiteReport, ...]:
         """What was done at every site of the last step."""
         return self._capture.sites()
+
+    def fusions(self) -> tuple[FusionReport, ...]:
+        """Which batch normalisations run as one operator with what follows, and why not others."""
+        return self._capture.fusions()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -12,8 +13,16 @@ from torch import Tensor
 
 from daf.errors import SavedTensorError
 from daf.execution.accounting import Holding, Ledger, Source
+from daf.kernels import BLOCK_ELEMENTS
 from daf.plan import Need, Site
-from daf.store.codec import Channels, DerivativeCode, IntegerCode, MaskCode, ValueCode
+from daf.store.codec import (
+    Channels,
+    DerivativeCode,
+    IntegerCode,
+    MaskCode,
+    ValueCode,
+    elements_in,
+)
 from daf.store.layout import Layout
 from daf.store.scratch import Scratch
 from daf.store.spill import SpillRecord, SpillStore
@@ -134,16 +143,16 @@ class TwoValues(Held):
 class Rederived(Held):
     """The sum that a recipe describes; a tensor with a code of its own has one term."""
 
-    __slots__ = ("_layout",)
+    __slots__ = ("layout",)
 
     def __init__(self, recipe: Recipe, layout: Layout) -> None:
         super().__init__()
         self.recipe: Recipe = recipe
-        self._layout = layout
+        self.layout = layout
 
     def restore(self, scratch: Scratch) -> Tensor:
         """Decode every term onto the sum of those before it."""
-        out = scratch.empty(self._layout)
+        out = scratch.empty(self.layout)
         for place, term in enumerate(self.recipe):
             term.code.content.decode(
                 out,
@@ -152,6 +161,24 @@ class Rederived(Held):
                 accumulate=place > 0,
             )
         return out
+
+    def restore_part(self, first: int, last: int) -> Tensor:
+        """Entries [first, last) of the first dimension, which must be the outermost in memory."""
+        shape, stride, dtype, device = self.layout
+        row = math.prod(shape[1:])
+        start, count = first * row // BLOCK_ELEMENTS, math.prod(shape)
+        blocks = (start, -(-last * row // BLOCK_ELEMENTS))
+        room = torch.empty(elements_in(blocks, count), dtype=dtype, device=device)
+        for place, term in enumerate(self.recipe):
+            term.code.content.decode(
+                room,
+                term.channels.content if term.channels else None,
+                term.mask.content if term.mask else None,
+                accumulate=place > 0,
+                blocks=blocks,
+            )
+        behind = first * row - start * BLOCK_ELEMENTS
+        return room.as_strided((last - first, *shape[1:]), stride, behind)
 
 
 class NormInput(Held):
@@ -323,11 +350,17 @@ def unpacker(scratch: Scratch) -> Callable[[Saved], Tensor]:
 
 
 def asked_for(read: Callable[[], object]) -> Saved | None:
-    """Which save ``read`` makes autograd unpack, without decoding it."""
+    """Which save ``read`` makes autograd unpack first, without decoding it."""
+    asked = all_asked_for(read)
+    return asked[0] if asked else None
+
+
+def all_asked_for(read: Callable[[], object]) -> list[Saved]:
+    """Which saves ``read`` makes autograd unpack, without decoding them."""
     asked: list[Saved] = []
     token = _asked.set(asked)
     try:
         read()
     finally:
         _asked.reset(token)
-    return asked[0] if asked else None
+    return asked

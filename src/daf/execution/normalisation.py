@@ -55,7 +55,7 @@ def normalisation_of(
     gamma = _statistic(node, "weight")
     channels = x.shape[1]
     if name == "NativeBatchNormBackward0" and node._saved_training:
-        inner = _channel_stride(x)
+        inner = channel_stride(x)
         if inner is None:
             return None
         known, beta = _bias_argument(operator, arguments, keywords)
@@ -104,7 +104,7 @@ def _statistic(node: Any, slot: str) -> Tensor | None:
     return saved.tensor if saved is not None else None
 
 
-def _channel_stride(x: Tensor) -> int | None:
+def channel_stride(x: Tensor) -> int | None:
     """Elements between neighbours of the channel dimension in memory; None for odd layouts."""
     if x.is_contiguous():
         return math.prod(x.shape[2:])

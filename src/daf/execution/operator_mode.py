@@ -31,6 +31,10 @@ class Listener(Protocol):
         """It raised."""
 
 
+# From a function, its arguments and keywords to the function that is run with them.
+Substitute = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Callable[..., Any]]
+
+
 class OperatorMode(TorchFunctionMode):
     """Tells a listener of every operator that is called while this mode is on top.
 
@@ -39,9 +43,11 @@ class OperatorMode(TorchFunctionMode):
     they recompute (checkpointing) is told operator by operator.
     """
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: Listener, substitute: Substitute | None = None) -> None:
+        """Tell ``listener``; ``substitute`` may name another function to run for a call."""
         super().__init__()
         self._listener = listener
+        self._substitute = substitute
 
     def __torch_function__(
         self,
@@ -56,6 +62,8 @@ class OperatorMode(TorchFunctionMode):
         if backward_pass is not None:
             with self:
                 return backward_pass(*args, **keywords)
+        if self._substitute is not None:
+            func = self._substitute(func, args, keywords)
         listener = self._listener
         state = listener.begin(func, args)
         try:

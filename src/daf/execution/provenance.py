@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from daf.execution.held import Held, Recipe, Stored
+from daf.execution.held import Held, Recipe, Stored, Term
 from daf.execution.rules import ALIASES
 from daf.store.codec import MaskCode
 from daf.store.layout import is_dense
@@ -30,8 +30,8 @@ _MOST_ADDITIONS = 3
 ADDITIONS = frozenset(
     {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__}
 )
-_RELUS = frozenset({F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_})
-FOLLOWED = ADDITIONS | _RELUS
+RELUS = frozenset({F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_})
+FOLLOWED = ADDITIONS | RELUS
 
 
 class _Value(NamedTuple):
@@ -113,6 +113,18 @@ class Provenance:
         found = self._resolve(node.next_functions[0], _MOST_ADDITIONS)
         if found is None:
             return None
+        return (*found[:-1], found[-1]._replace(mask=mask)) if found[-1].mask is None else None
+
+    def added(
+        self, addend: Tensor | None, term: Term, mask: Stored[MaskCode] | None
+    ) -> Recipe | None:
+        """The recipe of ``addend`` plus one more term, then zero by ``mask``."""
+        found: Recipe | None = (term,)
+        if addend is not None:
+            before = self.recipe(addend, addend._version)
+            found = _sum(before, (term,)) if before is not None else None
+        if found is None or mask is None:
+            return found
         return (*found[:-1], found[-1]._replace(mask=mask)) if found[-1].mask is None else None
 
     def _is_unchanged(self, tensor: Tensor) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from daf.execution.held import Saved, asked_for
+from daf.execution.held import Saved, all_asked_for, asked_for
 from daf.kernels import Predicate
 from daf.plan import Need
 
@@ -154,7 +154,17 @@ def name_saves(result: Any, first_sequence_number: int) -> None:
             saved = saved_in(node, slot)
             if saved is not None and saved.tensor is not None:
                 saved.node, saved.slot, saved.need = node, slot, need
+        _name_custom(node)
         todo.extend(below for below, _ in node.next_functions if below is not None)
+
+
+def _name_custom(node: Any) -> None:
+    """The same for an autograd function of our own, which says it for its saves in their order."""
+    needs = getattr(getattr(node, "_forward_cls", None), "daf_needs", None)
+    if needs is None:
+        return
+    for saved, need in zip(all_asked_for(lambda: node.saved_tensors), needs, strict=True):
+        saved.node, saved.slot, saved.need = node, "", need
 
 
 def need_of(saved: Saved, is_constant: Callable[[Tensor], bool]) -> Need:

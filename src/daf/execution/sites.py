@@ -92,6 +92,11 @@ class SiteTracker:
         """The same as data; ``evicted``: bytes given up, by the hash of the site's name."""
         return (record.report(evicted.get(record.name_hash, 0)) for record in self.used())
 
+    def present_call(self, operator: str) -> tuple[str, int]:
+        """The same as :meth:`next_call` will tell."""
+        frame = self._frames[-1]
+        return frame.path, frame.calls.get(operator, 0)
+
     def next_call(self, operator: str) -> tuple[str, int]:
         """The current module's path, and how many calls of ``operator`` came before in it."""
         frame = self._frames[-1]

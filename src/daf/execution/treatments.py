@@ -106,6 +106,29 @@ def is_integer(tensor: Tensor) -> bool:
     return tensor.dtype in _INTEGERS
 
 
+def check_sound(method: Method, need: Need, site: Site) -> None:
+    """Does what a method leaves of a tensor satisfy the need?
+
+    Raises:
+        CodecError: it does not.
+    """
+    allowed = SOUND[need] | _EVERYWHERE
+    if method not in allowed:
+        raise CodecError(
+            f"asked for {method} at {site}, whose backward needs {need}; "
+            f"sound there: {', '.join(sorted(allowed))}"
+        )
+
+
+def kept_holding(source: Source, ledger: Ledger) -> Holding:
+    """Stands for a storage that is kept as it is; one for all who keep it."""
+    holding = source.recall("kept", Holding)
+    if holding is None:
+        holding = Holding(ledger, source.nbytes)
+        source.remember("kept", holding)
+    return holding
+
+
 class Treater:
     """Turns saved tensors into what is held instead, sharing whatever is already held."""
 
@@ -124,12 +147,7 @@ class Treater:
             CodecError: the treatment is unsound for the tensor's need.
         """
         method = job.treatment.method
-        if method not in SOUND[job.need] | _EVERYWHERE:
-            allowed = ", ".join(sorted(SOUND[job.need] | _EVERYWHERE))
-            raise CodecError(
-                f"asked for {method} at {job.site}, whose backward needs {job.need}; "
-                f"sound there: {allowed}"
-            )
+        check_sound(method, job.need, job.site)
         held = self._try(job, rederive) if method is not Method.KEEP else None
         if held is None:
             return self.keep(job.tensor, job.saved.version, job.site, (job.source,)), KEEP
@@ -137,14 +155,8 @@ class Treater:
 
     def keep(self, tensor: Tensor, version: int, site: Site, sources: tuple[Source, ...]) -> Held:
         """Hold the tensor itself; each storage it consists of is counted once."""
-        return Kept(tensor, version, site, tuple(map(self._kept, sources)))
-
-    def _kept(self, source: Source) -> Holding:
-        holding = source.recall("kept", Holding)
-        if holding is None:
-            holding = Holding(self._ledger, source.nbytes)
-            source.remember("kept", holding)
-        return holding
+        holdings = tuple(kept_holding(source, self._ledger) for source in sources)
+        return Kept(tensor, version, site, holdings)
 
     def _try(self, job: Job, rederive: bool) -> Held | None:
         if job.tensor._version != job.saved.version:

@@ -119,6 +119,38 @@ class PageFields(NamedTuple):
     kept: int
 
 
+class Emission(NamedTuple):
+    """A normalisation's forward, while an encoder reads what it codes (float32).
+
+    ``destination`` gets ``value * scale[c] + shift[c]`` (``affine``, if there is one), plus
+    ``addend``'s element (0: none). With a ``mask`` what is not above 0 becomes 0; the others, and
+    NaN, set their bit. Pointers are addresses of as many float32 numbers as are coded; a mask's
+    pages may be of another size.
+    """
+
+    destination_pointer: int
+    addend_pointer: int = 0
+    affine: ChannelAffine | None = None
+    mask: PageFields | None = None
+
+
+class NormGradient(NamedTuple):
+    """A pass of a normalisation's backward over its normalised values v (float32).
+
+    g is the ``gradient``'s element, 0 where the ``mask``'s bit is clear. With
+    ``sums``, takes those of g and, as squares, of g * v, and writes g to the
+    ``destination`` unless that is 0. Without, writes ``g * of_gradient.scale[c] + (v *
+    of_value.scale[c] + of_value.shift[c])``. Gradient and destination may be one.
+    """
+
+    gradient_pointer: int
+    destination_pointer: int = 0
+    of_value: ChannelAffine | None = None
+    of_gradient: ChannelAffine | None = None
+    sums: ChannelSums | None = None
+    mask: PageFields | None = None
+
+
 def block_count(count: int) -> int:
     """Blocks of 256 elements that hold ``count`` elements."""
     return -(-count // BLOCK_ELEMENTS)

@@ -12,12 +12,20 @@ from __future__ import annotations
 
 import daf._native as _native
 from daf.errors import KernelError
-from daf.kernels import MINMAX_BITS, ROTATED_BITS, ChannelAffine, ElementType, PageFields, Predicate
+from daf.kernels import (
+    MINMAX_BITS,
+    ROTATED_BITS,
+    ChannelAffine,
+    ElementType,
+    Emission,
+    PageFields,
+    Predicate,
+)
 from daf.kernels.contract import (
     INTEGER_BITS,
     affine_fields,
+    block_range,
     check_borders,
-    check_call,
     check_integers,
     check_key,
     check_member,
@@ -26,7 +34,15 @@ from daf.kernels.contract import (
     element_type_number,
 )
 from daf.kernels.cpu import DERIVATIVE_BITS, chosen_instruction_set
-from daf.kernels.tables import rotated_level_factor, rotated_levels, rotated_thresholds
+from daf.kernels.page_contract import (
+    check_fields,
+    check_whole,
+    emission_fields,
+    is_whole,
+    levels_of,
+    mask_fields,
+)
+from daf.kernels.tables import rotated_levels, rotated_thresholds
 
 # --- rotated and minmax ---------------------------------------------------------------------
 
@@ -39,9 +55,13 @@ def encode_rotated(
     key: int,
     threads: int,
     affine: ChannelAffine | None = None,
+    emission: Emission | None = None,
 ) -> None:
-    """Write the headers, and of every run the planes that it has: the first of its ``bits``."""
-    _check_fields(fields, threads, ROTATED_BITS, source=source)
+    """Write the headers, and of every run the planes that it has: the first of its ``bits``.
+
+    ``emission`` is computed from the values coded, while they are read.
+    """
+    check_fields(fields, threads, ROTATED_BITS, source=source)
     check_rotation(rounds, key)
     _native.pages.encode_rotated(
         chosen_instruction_set(),
@@ -54,6 +74,7 @@ def encode_rotated(
         rotated_levels(fields.bits, fields.bits).ctypes.data,
         threads,
         affine_fields(affine),
+        *emission_fields(emission, fields.elements),
     )
 
 
@@ -67,27 +88,29 @@ def decode_rotated(
     affine: ChannelAffine | None = None,
     mask: PageFields | None = None,
     accumulate: bool = False,
+    blocks: tuple[int, int] | None = None,
 ) -> None:
     """Decode every run from the planes it has, with the merged-cell table of that width.
 
     ``mask`` is a mask of equal count (its pages may be of another size); the
     other options are those of ``cpu.decode_rotated``.
     """
-    _check_fields(fields, threads, ROTATED_BITS, destination=destination)
+    check_fields(fields, threads, ROTATED_BITS, destination=destination)
     check_rotation(rounds, key)
     _native.pages.decode_rotated(
         chosen_instruction_set(),
         fields,
         rounds,
         key,
-        *_levels(fields, fields.kept),
-        *((0, 0.0) if _is_whole(fields) else _levels(fields, fields.kept - 1)),
+        *levels_of(fields, fields.kept),
+        *((0, 0.0) if is_whole(fields) else levels_of(fields, fields.kept - 1)),
         destination,
         element_type_number(element_type),
         threads,
         affine_fields(affine),
-        _mask(mask, fields.elements),
+        mask_fields(mask, fields.elements),
         accumulate,
+        *block_range(fields.elements, blocks),
     )
 
 
@@ -98,13 +121,21 @@ def encode_minmax(
     key: int,
     threads: int,
     affine: ChannelAffine | None = None,
+    emission: Emission | None = None,
 ) -> None:
-    """Write every plane and the headers, rounding stochastically."""
-    _check_whole(fields, threads, MINMAX_BITS, source=source)
+    """Write every plane and the headers, rounding stochastically; ``emission`` as above."""
+    check_whole(fields, threads, MINMAX_BITS, source=source)
     check_key(key)
     kind = element_type_number(element_type)
     _native.pages.encode_minmax(
-        chosen_instruction_set(), source, kind, fields, key, threads, affine_fields(affine)
+        chosen_instruction_set(),
+        source,
+        kind,
+        fields,
+        key,
+        threads,
+        affine_fields(affine),
+        *emission_fields(emission, fields.elements),
     )
 
 
@@ -116,9 +147,10 @@ def decode_minmax(
     affine: ChannelAffine | None = None,
     mask: PageFields | None = None,
     accumulate: bool = False,
+    blocks: tuple[int, int] | None = None,
 ) -> None:
     """Decode all planes; the options are those of ``decode_rotated``."""
-    _check_whole(fields, threads, MINMAX_BITS, destination=destination)
+    check_whole(fields, threads, MINMAX_BITS, destination=destination)
     _native.pages.decode_minmax(
         chosen_instruction_set(),
         fields,
@@ -126,8 +158,9 @@ def decode_minmax(
         element_type_number(element_type),
         threads,
         affine_fields(affine),
-        _mask(mask, fields.elements),
+        mask_fields(mask, fields.elements),
         accumulate,
+        *block_range(fields.elements, blocks),
     )
 
 
@@ -144,7 +177,7 @@ def encode_mask(
     threads: int,
 ) -> None:
     """Write one plane of ``predicate``; bounds are rounded to float32."""
-    _check_whole(fields, threads, (1,), source=source)
+    check_whole(fields, threads, (1,), source=source)
     check_member("predicate", predicate, tuple(Predicate))
     kind = element_type_number(element_type)
     _native.pages.encode_mask(
@@ -161,7 +194,7 @@ def decode_mask(
     threads: int,
 ) -> None:
     """Write ``on_value`` where the bit is set and ``off_value`` elsewhere."""
-    _check_whole(fields, threads, (1,), destination=destination)
+    check_whole(fields, threads, (1,), destination=destination)
     kind = element_type_number(element_type)
     _native.pages.decode_mask(
         chosen_instruction_set(), fields, off_value, on_value, destination, kind, threads
@@ -175,7 +208,7 @@ def encode_derivative(
 
     Returns False, the planes then being worthless, if any element is not finite.
     """
-    _check_whole(fields, threads, DERIVATIVE_BITS, source=source)
+    check_whole(fields, threads, DERIVATIVE_BITS, source=source)
     check_borders(borders, 2**fields.bits - 1)
     kind = element_type_number(element_type)
     coded: bool = _native.pages.encode_derivative(
@@ -188,7 +221,7 @@ def decode_derivative(
     fields: PageFields, levels: int, destination: int, element_type: ElementType, threads: int
 ) -> None:
     """Write the level of every code; ``levels`` is the address of ``2**bits`` float32 numbers."""
-    _check_whole(fields, threads, DERIVATIVE_BITS, destination=destination)
+    check_whole(fields, threads, DERIVATIVE_BITS, destination=destination)
     check_pointer("levels", levels)
     kind = element_type_number(element_type)
     _native.pages.decode_derivative(
@@ -205,7 +238,7 @@ def encode_integers(
         KernelError: also when a difference does not fit the planes.
     """
     check_integers(item_bytes, fields.bits)
-    _check_whole(fields, threads, INTEGER_BITS, source=source)
+    check_whole(fields, threads, INTEGER_BITS, source=source)
     fits = _native.pages.encode_integers(
         chosen_instruction_set(), source, item_bytes, fields, base & (2**64 - 1), threads
     )
@@ -221,54 +254,7 @@ def decode_integers(
 ) -> None:
     """Write ``code + base`` into signed items of ``item_bytes`` bytes."""
     check_integers(item_bytes, fields.bits)
-    _check_whole(fields, threads, INTEGER_BITS, destination=destination)
+    check_whole(fields, threads, INTEGER_BITS, destination=destination)
     _native.pages.decode_integers(
         chosen_instruction_set(), fields, base & (2**64 - 1), destination, item_bytes, threads
     )
-
-
-# --- contract -------------------------------------------------------------------------------
-
-
-def _check_fields(
-    fields: PageFields, threads: int, widths: range | tuple[int, ...], **pointers: int
-) -> None:
-    check_member("bits", fields.bits, widths)
-    check_call(fields.elements, threads, **pointers, region=fields.region, table=fields.table)
-    least = fields.kept if _is_whole(fields) else fields.kept - 1
-    if not 1 <= least <= fields.kept <= fields.bits:
-        raise KernelError(
-            f"asked to read {least} of {fields.bits} planes; at least one must be left"
-        )
-
-
-def _check_whole(
-    fields: PageFields, threads: int, widths: range | tuple[int, ...], **pointers: int
-) -> None:
-    _check_fields(fields, threads, widths, **pointers)
-    if fields.kept < fields.bits or not _is_whole(fields):
-        raise KernelError(
-            f"asked for all {fields.bits} planes of a tensor that has given some up; "
-            "only rotated codes can be read from fewer"
-        )
-
-
-def _is_whole(fields: PageFields) -> bool:
-    """Does every run have the same planes?"""
-    return fields.full_runs == fields.runs
-
-
-def _levels(fields: PageFields, kept_bits: int) -> tuple[int, float]:
-    address = int(rotated_levels(fields.bits, kept_bits).ctypes.data)
-    return address, rotated_level_factor(fields.bits, kept_bits)
-
-
-def _mask(mask: PageFields | None, count: int) -> PageFields | tuple[()]:
-    if mask is None:
-        return ()
-    if mask.elements != count or (mask.bits, mask.kept, mask.full_runs) != (1, 1, mask.runs):
-        raise KernelError(
-            f"asked to mask {count} elements by {mask.elements} of {mask.bits} planes; "
-            "a mask has one plane and a bit for every element"
-        )
-    return mask

@@ -78,6 +78,13 @@ def measure_sums(source: Elements, channels: int = 1, inner: int = 1) -> Sums:
     return Sums(_sums(values, channels, inner), _sums(values * values, channels, inner))
 
 
+@np.errstate(all="ignore")
+def measure_products(first: Floats, second: Floats, channels: int = 1, inner: int = 1) -> Sums:
+    """Sums of ``first`` and, as squares, of ``first * second``; float32, exact in float64."""
+    one, other = first.astype(np.float64), second.astype(np.float64)
+    return Sums(_sums(one, channels, inner), _sums(one * other, channels, inner))
+
+
 def span_blocks(channels: int) -> int:
     """Blocks in a span: the least power of two that is no less than 16 or the channels."""
     blocks = LEAST_SPAN_BLOCKS

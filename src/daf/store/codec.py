@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from daf.errors import CodecError
-from daf.kernels import ChannelAffine, ElementType, PageFields, Predicate, pages
+from daf.kernels import (
+    BLOCK_ELEMENTS,
+    ChannelAffine,
+    ElementType,
+    Emission,
+    PageFields,
+    Predicate,
+    pages,
+)
 from daf.plan import Method, Treatment
 from daf.store.buffers import Planes, Store
 from daf.store.pool import plane_importance
@@ -83,8 +91,7 @@ class MaskCode:
         high: float = float("nan"),
     ) -> None:
         """Encode a dense tensor; see :class:`daf.kernels.Predicate` for which bits are set."""
-        self.count = tensor.numel()
-        self.planes: Planes = store.allocate_planes(self.count, 1, headers=False)
+        self._allocate(store, tensor.numel())
         pages.encode_mask(
             tensor.data_ptr(),
             element_type(tensor.dtype),
@@ -95,6 +102,17 @@ class MaskCode:
             torch.get_num_threads(),
         )
         self.planes.seal()
+
+    @classmethod
+    def unwritten(cls, store: Store, count: int) -> MaskCode:
+        """Room for a mask of ``count`` elements; whoever writes it seals ``planes``."""
+        mask = cls.__new__(cls)
+        mask._allocate(store, count)
+        return mask
+
+    def _allocate(self, store: Store, count: int) -> None:
+        self.count = count
+        self.planes: Planes = store.allocate_planes(count, 1, headers=False)
 
     @property
     def nbytes(self) -> int:
@@ -134,6 +152,7 @@ class ValueCode:
         *,
         weight: float = 1.0,
         tag: int = 0,
+        emission: Emission | None = None,
     ) -> None:
         """Encode a dense tensor, after ``channels`` has been applied to it.
 
@@ -145,6 +164,7 @@ class ValueCode:
             channels: applied to every value before it is coded.
             weight: how much relative error here harms the gradient, beside other tensors.
             tag: 64-bit name under which the store tells what it gave up.
+            emission: what is computed of the values coded, in the same pass.
 
         Raises:
             CodecError: the treatment is no value code, or the dtype has none.
@@ -160,9 +180,10 @@ class ValueCode:
         affine = channels.pointers() if channels else None
         threads = torch.get_num_threads()
         if treatment.method is Method.ROTATED:
-            pages.encode_rotated(source, kind, fields, treatment.rounds, key, threads, affine)
+            rounds = treatment.rounds
+            pages.encode_rotated(source, kind, fields, rounds, key, threads, affine, emission)
         else:
-            pages.encode_minmax(source, kind, fields, key, threads, affine)
+            pages.encode_minmax(source, kind, fields, key, threads, affine, emission)
         self.planes.seal()
 
     def _allocate(self, store: Store, weight: float, tag: int) -> Planes:
@@ -185,20 +206,22 @@ class ValueCode:
         channels: Channels | None = None,
         mask: MaskCode | None = None,
         accumulate: bool = False,
+        blocks: tuple[int, int] | None = None,
     ) -> None:
         """Write the values into a dense tensor of the coded element count.
 
         ``channels`` is applied to every value, then ``accumulate`` adds what
         ``out`` holds, then ``mask`` zeroes the elements whose bit is clear.
+        With ``blocks`` (first, last), ``out`` holds the elements of these
+        blocks of 256 alone.
         """
-        _check_count(self.count, out)
+        _check_count(self.count if blocks is None else elements_in(blocks, self.count), out)
         if mask is None:
             with self.planes.pinned() as view:
-                self._decode(view.fields, out, channels, None, accumulate)
+                self._decode(view.fields, out, channels, None, accumulate, blocks)
             return
-        _check_count(mask.count, out)
         with self.planes.pinned() as view, mask.planes.pinned() as chosen:
-            self._decode(view.fields, out, channels, chosen.fields, accumulate)
+            self._decode(view.fields, out, channels, chosen.fields, accumulate, blocks)
 
     def _decode(
         self,
@@ -207,9 +230,10 @@ class ValueCode:
         channels: Channels | None,
         mask: PageFields | None,
         accumulate: bool,
+        blocks: tuple[int, int] | None,
     ) -> None:
         place, kind, threads = out.data_ptr(), element_type(out.dtype), torch.get_num_threads()
-        options = (threads, channels.pointers() if channels else None, mask, accumulate)
+        options = (threads, channels.pointers() if channels else None, mask, accumulate, blocks)
         if self.treatment.method is Method.ROTATED:
             pages.decode_rotated(fields, self.treatment.rounds, self.key, place, kind, *options)
         else:
@@ -309,6 +333,12 @@ class IntegerCode:
                 out.element_size(),
                 torch.get_num_threads(),
             )
+
+
+def elements_in(blocks: tuple[int, int], count: int) -> int:
+    """Elements of blocks first to last (exclusive) of a tensor of ``count``."""
+    first, last = blocks
+    return min(last * BLOCK_ELEMENTS, count) - first * BLOCK_ELEMENTS
 
 
 def _check_count(count: int, out: Tensor) -> None:

@@ -1,0 +1,83 @@
+// Per-channel scales and shifts, spread over the elements of a block.
+// Include after a vector_*.h.
+#pragma once
+
+#include "block.h"
+
+namespace {
+
+// The 256 scales and shifts of one block, in the tables themselves where they lie so.
+class AffineRows {
+ public:
+  explicit AffineRows(const Affine& affine) : affine_(affine) {}
+
+  bool used() const { return affine_.channels != 0; }
+  const float* scale() const { return scale_; }
+  const float* shift() const { return shift_; }
+
+  void move_to(uint64_t block) {
+    const uint64_t first = block * block_elements;
+    const uint64_t channel = first / affine_.inner % affine_.channels;
+    if (affine_.inner == 1 && affine_.channels % block_elements == 0) {
+      scale_ = affine_.scale + channel;
+      shift_ = affine_.shift + channel;
+    } else if (!still_right(channel)) {
+      fill(first, channel);
+    }
+  }
+
+ private:
+  // Rows repeat where the block's channels are the same as those of the last one.
+  bool still_right(uint64_t channel) {
+    const bool periodic = affine_.inner == 1 && block_elements % affine_.channels == 0;
+    const bool single = affine_.inner % block_elements == 0;
+    const bool right = (periodic || single) && filled_ && channel == channel_;
+    filled_ = true;
+    channel_ = channel;
+    return right;
+  }
+
+  void fill(uint64_t first, uint64_t channel) {
+    scale_ = scale_row_;
+    shift_ = shift_row_;
+    uint64_t within = first % affine_.inner;
+    for (uint64_t place = 0; place < block_elements;) {
+      uint64_t run = affine_.inner == 1 ? affine_.channels - channel : affine_.inner - within;
+      if (run > block_elements - place) run = block_elements - place;
+      affine_.inner == 1 ? copy(place, channel, run) : repeat(place, channel, run);
+      place += run;
+      within = 0;
+      channel += affine_.inner == 1 ? run : 1;
+      if (channel == affine_.channels) channel = 0;
+    }
+  }
+
+  void copy(uint64_t place, uint64_t channel, uint64_t run) {
+    std::memcpy(scale_row_ + place, affine_.scale + channel, 4 * run);
+    std::memcpy(shift_row_ + place, affine_.shift + channel, 4 * run);
+  }
+
+  void repeat(uint64_t place, uint64_t channel, uint64_t run) {
+    const float scale = affine_.scale[channel], shift = affine_.shift[channel];
+    for (uint64_t i = place; i < place + run; ++i) {
+      scale_row_[i] = scale;
+      shift_row_[i] = shift;
+    }
+  }
+
+  const Affine affine_;
+  const float *scale_ = nullptr, *shift_ = nullptr;
+  uint64_t channel_ = 0;
+  bool filled_ = false;
+  alignas(64) float scale_row_[block_elements];
+  alignas(64) float shift_row_[block_elements];
+};
+
+DAF_INLINE void apply_affine(Block& block, const AffineRows& rows) {
+  DAF_EACH_VECTOR {
+    const auto product = V::multiply(block.x[t], V::load(rows.scale() + V::lanes * t));
+    block.x[t] = V::add(product, V::load(rows.shift() + V::lanes * t));
+  }
+}
+
+}  // namespace

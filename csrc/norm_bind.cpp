@@ -1,0 +1,135 @@
+// Python's way to a normalisation's forward without a code, and to its backward;
+// daf/kernels/norm.py is the only caller and has checked every argument. Its forward with a code is
+// an encoder's (pages_bind.cpp).
+
+#include "norm_bind.h"
+
+#include <nanobind/stl/string.h>
+
+#include "bind_jobs.h"
+
+namespace nb = nanobind;
+
+namespace daf {
+namespace {
+
+Target& target_of(CopyBlocks& job) { return job.target; }
+template <class Job>
+Target& target_of(PagesJob<Job>& job) {
+  return job.job.target;
+}
+
+template <class Job>
+struct GradientCall {
+  const Job& job;
+  Kernel<Job> kernel;
+  const NormGradient& gradient;
+  const Sums& sums;
+};
+
+template <class Job>
+bool sum_share(const GradientCall<Job>& call, size_t share) {
+  const Extent blocks = share_blocks(call.sums.plan, share);
+  if (blocks.first >= blocks.last) return true;
+  RunningSums running = begin_share(call.sums, share);
+  NormGradient gradient = call.gradient;
+  gradient.sums = &running;
+  Job job = call.job;
+  target_of(job).gradient = &gradient;
+  const bool good = call.kernel(job, blocks.first, blocks.last);
+  finish_share(running);
+  return good;
+}
+
+template <class Job>
+void run_sums(const Job& job, Kernel<Job> kernel, const NormGradient& gradient, const Sums& sums) {
+  const GradientCall<Job> call{job, kernel, gradient, sums};
+  const nb::gil_scoped_release release;
+  run_shares(
+      [](const void* opaque, size_t share, size_t) {
+        return sum_share(*static_cast<const GradientCall<Job>*>(opaque), share);
+      },
+      &call, sums.plan.shares);
+  run_shares(
+      [](const void* opaque, size_t, size_t) {
+        finish_sums(static_cast<const GradientCall<Job>*>(opaque)->sums);
+        return true;
+      },
+      &call, 1);
+}
+
+// (gradient, destination, of_value, of_gradient, sums): with sums the first pass, else the second.
+template <class Job>
+void run_gradient(Job job, Kernel<Job> kernel, const nb::tuple& fields, uint64_t count,
+                  int threads) {
+  const auto tuple = [&](int i) { return nb::cast<nb::tuple>(fields[i]); };
+  const NormGradient gradient{at<const float>(nb::cast<uintptr_t>(fields[0])),
+                              at<float>(nb::cast<uintptr_t>(fields[1])), make_affine(tuple(2)),
+                              make_affine(tuple(3)), nullptr};
+  target_of(job).count = count;
+  target_of(job).gradient = &gradient;
+  if (tuple(4).size() == 0)
+    run(job, kernel, count, threads);
+  else
+    run_sums(job, kernel, gradient, make_sums(tuple(4), count, threads));
+}
+
+void emit(const std::string& set, uintptr_t source, uint64_t count, int threads,
+          const nb::tuple& affine, const nb::tuple& passing, const nb::tuple& mask) {
+  const Emission emission = make_emission(passing, count);
+  const Pages pages = make_pages(mask);
+  ReadBlocks job{make_source(source, int(ElementType::float32), count, make_affine(affine))};
+  job.source.emission = &emission;
+  const Kernel<ReadBlocks> kernel = table_named(set).read_blocks;
+  if (pages.runs)
+    run<PagesJob<ReadBlocks>>({job, kernel, pages, pages}, do_pages<ReadBlocks>, count, threads);
+  else
+    run(job, kernel, count, threads);
+}
+
+void backward_kept(const std::string& set, uintptr_t source, uint64_t count, int threads,
+                   const nb::tuple& affine, const nb::tuple& gradient, const nb::tuple& mask) {
+  const Pages pages = make_pages(mask);
+  const CopyBlocks job{make_source(source, int(ElementType::float32), count, make_affine(affine)),
+                       {}};
+  const Kernel<CopyBlocks> kernel = table_named(set).copy_blocks;
+  if (pages.runs)
+    run_gradient<PagesJob<CopyBlocks>>({job, kernel, pages, pages}, do_pages<CopyBlocks>, gradient,
+                                       count, threads);
+  else
+    run_gradient(job, kernel, gradient, count, threads);
+}
+
+void backward_rotated(const std::string& set, const nb::tuple& fields, int rounds, uint64_t key,
+                      uintptr_t levels, float level_factor, uintptr_t shorter_levels,
+                      float shorter_level_factor, int threads, const nb::tuple& gradient,
+                      const nb::tuple& mask) {
+  const Pages pages = make_pages(fields);
+  const DecodeRotated job{
+      {}, pages.kept, rounds, key, nullptr, nullptr, at<const int8_t>(levels), level_factor};
+  run_gradient<PagesJob<DecodeRotated>>(
+      {job, table_named(set).decode_rotated, pages, make_pages(mask),
+       at<const int8_t>(shorter_levels), shorter_level_factor},
+      do_pages<DecodeRotated>, gradient, pages.count, threads);
+}
+
+void backward_minmax(const std::string& set, const nb::tuple& fields, int threads,
+                     const nb::tuple& gradient, const nb::tuple& mask) {
+  const Pages pages = make_pages(fields);
+  const DecodeMinmax job{{}, pages.bits, nullptr, nullptr};
+  run_gradient<PagesJob<DecodeMinmax>>(
+      {job, table_named(set).decode_minmax, pages, make_pages(mask)}, do_pages<DecodeMinmax>,
+      gradient, pages.count, threads);
+}
+
+}  // namespace
+
+void bind_norm(nb::module_& parent) {
+  nb::module_ module = parent.def_submodule("norm");
+  module.def("emit", &emit);
+  module.def("backward_kept", &backward_kept);
+  module.def("backward_rotated", &backward_rotated);
+  module.def("backward_minmax", &backward_minmax);
+}
+
+}  // namespace daf

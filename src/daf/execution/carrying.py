@@ -1,0 +1,178 @@
+"""What a capture does for a fused normalisation: treatment, account, recipe."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from daf.errors import CodecError
+from daf.execution.accounting import Ledger, Source, Sources
+from daf.execution.fused import FusedNorm, Holder, Norm, NormHeld, run_forward, sole_holders
+from daf.execution.fusion import NormSite
+from daf.execution.held import Kept, Saved, Stored, Term
+from daf.execution.provenance import Provenance
+from daf.execution.sites import SiteRecord, SiteTracker, mix_key
+from daf.execution.treatments import check_sound, kept_holding
+from daf.kernels import Emission
+from daf.plan import KEEP, Method, Need, Policy, Treatment
+from daf.store.buffers import Store
+from daf.store.codec import MaskCode, ValueCode
+
+_NORM = "batch_norm"
+_MASK = Treatment(Method.MASK, 1)
+
+
+class Hooks(Protocol):
+    """The saved-tensor hooks of one ``with``."""
+
+    def pack(self, tensor: Tensor) -> Saved:
+        """What autograd calls."""
+
+    def collecting(self) -> AbstractContextManager[list[Saved]]:
+        """Everything packed inside is the caller's to settle."""
+
+    def is_constant(self, tensor: Tensor) -> bool:
+        """Is this nothing that plain PyTorch would hold for us?"""
+
+
+class NormCarrier:
+    """Runs fused normalisations for one ``with`` of a capture."""
+
+    def __init__(
+        self,
+        hooks: Hooks,
+        policy: Policy,
+        key: int,
+        store: Store,
+        ledger: Ledger,
+        sources: Sources,
+        tracker: SiteTracker,
+        provenance: Provenance,
+    ) -> None:
+        self.pack = hooks.pack
+        self.hooks = hooks
+        self.policy = policy
+        self.key = key
+        self.store = store
+        self.ledger = ledger
+        self.sources = sources
+        self._tracker = tracker
+        self._provenance = provenance
+
+    def norm_site(self) -> NormSite:
+        """Where the normalisation that runs now is."""
+        return NormSite(*self._tracker.present_call(_NORM))
+
+    def enter_norm(self) -> None:
+        """One more of them ran there."""
+        self._tracker.next_call(_NORM)
+
+    def carry(
+        self, norm: Norm, site: NormSite, addend: Tensor | None, rectifier: str | None
+    ) -> Tensor:
+        """Run the operator; ``rectifier`` names the ReLU function, if one comes last.
+
+        Raises:
+            CodecError: the policy asks for a treatment that is unsound here.
+        """
+        record = self._tracker.record(site.module, _NORM, site.call, 0)
+        told, plain = self.ledger.told_bytes, self.ledger.plain_bytes
+        holder = _CountingHolder(self, norm, record)
+        made: list[NormHeld] = []
+
+        def run() -> Tensor:
+            out, held = run_forward(norm, addend, rectifier is not None, holder)
+            made.append(held)
+            return out
+
+        sole_holders()  # known before the first backward pass asks
+        inputs = (norm.x, norm.weight, norm.bias)
+        with self.hooks.collecting() as pending:
+            result: Tensor = FusedNorm.apply(*inputs, addend, run)  # type: ignore[no-untyped-call]
+        (held,), (saved,) = made, pending
+        sources = holder.sources
+        record.plain_bytes += self.ledger.plain_bytes - plain
+        if rectifier is not None:
+            sources = (*sources, self._note_mask(rectifier, held, result))
+        record.held_bytes += self.ledger.told_bytes - told
+        if held.mask is not None:
+            record.held_bytes -= held.mask.nbytes
+        self._learn(held, addend, result)
+        saved.settle(held, sources)
+        return result
+
+    def _note_mask(self, rectifier: str, held: NormHeld, result: Tensor) -> Source:
+        path, call = self._tracker.next_call(rectifier)
+        record = self._tracker.record(path, rectifier, call, 0)
+        assert held.mask is not None
+        plain = self.ledger.plain_bytes
+        source = self.sources.of(result)
+        record.need, record.treatment = Need.SIGN, _MASK
+        record.plain_bytes += self.ledger.plain_bytes - plain
+        record.held_bytes += held.mask.nbytes
+        return source
+
+    def _learn(self, held: NormHeld, addend: Tensor | None, result: Tensor) -> None:
+        code = held.code
+        if code is None or not self.policy.rederive:
+            return
+        held.recipe = self._provenance.added(addend, Term(code, held.result), held.mask)
+        if held.recipe is not None:
+            self._provenance.learn(result, held)
+
+
+class _CountingHolder(Holder):
+    """Holds for one call as the policy says, and tells the ledger."""
+
+    def __init__(self, carrier: NormCarrier, norm: Norm, record: SiteRecord) -> None:
+        self._carrier = carrier
+        self._record = record
+        self._version = norm.x._version
+        self._is_external = carrier.hooks.is_constant(norm.x)
+        parts = norm.statistics if self._is_external else (norm.x, *norm.statistics)
+        self.sources = tuple(carrier.sources.of(part) for part in parts)
+        record.need = Need.NORM
+        treatment = carrier.policy.treatment(Need.NORM, record.site)
+        check_sound(treatment.method, Need.NORM, record.site)
+        if treatment.method is Method.SPILL:
+            raise CodecError(
+                f"asked to spill what {record.site} saves, which is a fused normalisation; these "
+                "keep or code it; give that site another treatment, or do not fuse"
+            )
+        record.treatment = KEEP if self._is_external else treatment
+
+    def hold_input(self, norm: Norm) -> Kept | None:
+        """The caller's own tensor, or what the policy keeps."""
+        if self._record.treatment.method is not Method.KEEP:
+            return None
+        counted = () if self._is_external else (kept_holding(self.sources[0], self._ledger),)
+        return Kept(norm.x, self._version, self._record.site, counted)
+
+    def new_mask(self, count: int) -> MaskCode:
+        """Room for a mask."""
+        return MaskCode.unwritten(self._carrier.store, count)
+
+    def encode(self, norm: Norm, written: Emission) -> Stored[ValueCode]:
+        """Code the normalised value as the policy says."""
+        record, carrier = self._record, self._carrier
+        code = ValueCode(
+            carrier.store,
+            norm.x.detach(),
+            record.treatment,
+            mix_key(carrier.key, record.name_hash, record.uses),
+            norm.statistics.forward(norm.geometry.inner),
+            weight=carrier.policy.weight(record.site),
+            tag=record.name_hash,
+            emission=written,
+        )
+        return self.stored(code)
+
+    def stored(self, content: Any) -> Stored[Any]:
+        """Count something that is held."""
+        return Stored(self._ledger, content)
+
+    @property
+    def _ledger(self) -> Ledger:
+        return self._carrier.ledger

@@ -1,0 +1,314 @@
+"""Batch normalisation, residual addition and ReLU as one autograd operator.
+
+Forward reads the input twice: once for the statistics, once to write the
+result, the exact 1-bit mask and the code of the normalised value, a few blocks
+at a time. Backward reads the planes block by block, twice: sums of the gradient
+g and of g times the value v for each channel, then the input's gradient
+
+    gamma * inverse_deviation * (g - mean(g) - v * mean(g * v))
+
+(Ioffe and Szegedy, 2015), written over the incoming gradient where nobody else
+holds that. Nothing is decoded beyond the block at hand.
+
+The same code and mask tell the operator behind what its input was
+(``Held.recipe``), so that a convolution holds nothing of its own.
+
+What is held is handed to autograd's saved-tensor hooks as any other saved
+tensor is, and freed with it. Second derivatives are refused by autograd.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from daf.execution.held import Held, Kept, Stored, asked_for
+from daf.kernels import Emission
+from daf.store.codec import Channels, MaskCode, ValueCode
+from daf.store.layout import layout_of
+from daf.store.normalised import (
+    CodedValues,
+    Geometry,
+    KeptValues,
+    Sums,
+    Values,
+    emission,
+    emit,
+    measure,
+    sum_gradient,
+    write_input_gradient,
+)
+from daf.store.scratch import Scratch
+
+
+class Statistics(NamedTuple):
+    """(channels,) float32 each, as the forward pass used them."""
+
+    mean: Tensor
+    inverse_deviation: Tensor
+
+    def forward(self, inner: int) -> Channels:
+        """The input to the normalised value."""
+        return Channels(self.inverse_deviation, -self.mean * self.inverse_deviation, inner)
+
+
+class Running(NamedTuple):
+    """Running statistics, (channels,) float32, and how fast they follow."""
+
+    mean: Tensor
+    variance: Tensor
+    momentum: float
+
+    def update(self, mean: Tensor, variance: Tensor, count: int) -> None:
+        """Follow a batch's statistics (biased variance of ``count`` numbers), as PyTorch does."""
+        kept = 1 - self.momentum
+        self.mean.mul_(kept).add_((self.momentum * mean).float())
+        unbiased = variance * (count / (count - 1))
+        self.variance.mul_(kept).add_((self.momentum * unbiased).float())
+
+
+def take_statistics(
+    x: Tensor, geometry: Geometry, epsilon: float, running: Running | None
+) -> Statistics:
+    """Mean and inverse deviation of every channel, and the running ones updated; one pass."""
+    totals = measure(x, geometry)
+    count = geometry.per_channel
+    mean = totals.sums / count
+    variance = (totals.products / count - mean * mean).clamp_(min=0)
+    if running is not None:
+        running.update(mean, variance, count)
+    return Statistics(mean.float(), (variance + epsilon).rsqrt().float())
+
+
+class Norm(NamedTuple):
+    """One training-mode batch normalisation.
+
+    ``x`` is dense float32; ``weight`` and ``bias`` are (channels,) float32 or None.
+    """
+
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    statistics: Statistics
+    geometry: Geometry
+
+    def result(self) -> Channels | None:
+        """The normalised value to the result; a copy, since the optimizer may be faster."""
+        gamma, beta = self.weight, self.bias
+        if gamma is None and beta is None:
+            return None
+        mean = self.statistics.mean
+        scale = gamma.detach().clone() if gamma is not None else torch.ones_like(mean)
+        shift = beta.detach().clone() if beta is not None else torch.zeros_like(mean)
+        return Channels(scale, shift, self.geometry.inner)
+
+
+class Gradients(NamedTuple):
+    """Of the input, weight, bias and addend; None where nobody asked."""
+
+    x: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    addend: Tensor | None
+
+
+class NormHeld(Held):
+    """What a fused normalisation holds for backward: values, mask, vectors of the channels."""
+
+    __slots__ = ("_layout", "_source", "_vectors", "geometry", "mask", "result", "statistics")
+
+    def __init__(
+        self,
+        norm: Norm,
+        source: Stored[ValueCode] | Kept,
+        mask: Stored[MaskCode] | None,
+        result: Stored[Channels] | None,
+        vectors: object = None,
+    ) -> None:
+        """Hold ``source`` (the code of the values, or the input) and what goes with it.
+
+        ``vectors`` is kept for as long as this is: what accounts for the statistics.
+        """
+        super().__init__()
+        self._layout = layout_of(norm.x)
+        self._source = source
+        self._vectors = vectors
+        self.geometry = norm.geometry
+        self.mask = mask
+        self.result = result
+        self.statistics = norm.statistics
+
+    @property
+    def code(self) -> Stored[ValueCode] | None:
+        """The code of the normalised value; None where the input itself is held."""
+        return None if isinstance(self._source, Kept) else self._source
+
+    def restore(self, scratch: Scratch) -> Tensor:
+        """The normalisation's input."""
+        if isinstance(self._source, Kept):
+            return self._source.restore(scratch)
+        mean, inverse_deviation = self.statistics
+        out = scratch.empty(self._layout)
+        inner = self.geometry.inner
+        self._source.content.decode(out, Channels(inverse_deviation.reciprocal(), mean, inner))
+        return out
+
+    def backward(self, gradient: Tensor, needs: tuple[bool, ...], *, owned: bool) -> Gradients:
+        """Gradients of what ``needs`` says: input, weight, bias, addend.
+
+        ``owned``: nobody else holds ``gradient``, so that it may be written over.
+        """
+        if gradient.stride() != self._layout.stride or gradient.is_neg():
+            gradient, owned = self._layout.empty().copy_(gradient), True
+        values, mask = self._values(), self.mask.content if self.mask else None
+        addend = gradient if needs[3] else None
+        if addend is not None and mask is not None and not owned:
+            addend = self._layout.empty()
+        written = addend if mask is not None else None
+        sums = sum_gradient(values, gradient, mask, written, self.geometry)
+        x = None
+        if needs[0]:
+            source, mask = (addend, None) if addend is not None else (gradient, mask)
+            x = gradient if owned and addend is None else self._layout.empty()
+            write_input_gradient(values, source, mask, x, self._factors(sums))
+        weight = sums.products.float() if needs[1] else None
+        return Gradients(x, weight, sums.sums.float() if needs[2] else None, addend)
+
+    def _values(self) -> Values:
+        if isinstance(self._source, Kept):
+            forward = self.statistics.forward(self.geometry.inner)
+            return KeptValues(self._source.restore(Scratch()), forward)
+        return CodedValues(self._source.content)
+
+    def _factors(self, sums: Sums) -> tuple[Channels, Channels]:
+        """Of the value and of the gradient, in the input's gradient."""
+        factor = self.statistics.inverse_deviation.double()
+        if self.result is not None:
+            factor = factor * self.result.content.scale.double()
+        count, inner = self.geometry.per_channel, self.geometry.inner
+        scale, shift = (-factor * total / count for total in (sums.products, sums.sums))
+        plain = factor.float()
+        return Channels(scale.float(), shift.float(), inner), Channels(plain, plain, inner)
+
+
+class Holder:
+    """What a capture brings to one call of the operator: how to hold what backward needs."""
+
+    def hold_input(self, norm: Norm) -> Kept | None:
+        """The input itself, if that is to be held; None: its normalised value is coded."""
+        raise NotImplementedError
+
+    def new_mask(self, count: int) -> MaskCode:
+        """Room for a mask."""
+        raise NotImplementedError
+
+    def encode(self, norm: Norm, written: Emission) -> Stored[ValueCode]:
+        """Code the normalised value; ``written`` is the emission to carry out meanwhile."""
+        raise NotImplementedError
+
+    def stored(self, content: Any) -> Stored[Any]:
+        """Count something that is held."""
+        raise NotImplementedError
+
+
+def run_forward(
+    norm: Norm, addend: Tensor | None, rectify: bool, holder: Holder
+) -> tuple[Tensor, NormHeld]:
+    """The result, in the input's layout, and what backward needs.
+
+    ``addend`` is float32 in the input's layout; ``rectify``: ReLU comes last.
+    """
+    out = layout_of(norm.x).empty()
+    result = norm.result()
+    mask = holder.new_mask(norm.x.numel()) if rectify else None
+    written = emission(out, result, addend, mask)
+    source: Stored[ValueCode] | Kept | None = holder.hold_input(norm)
+    if source is None:
+        source = holder.encode(norm, written)
+    else:
+        emit(norm.x, norm.statistics.forward(norm.geometry.inner), written)
+    if mask is not None:
+        mask.planes.seal()
+    counted = [holder.stored(part) if part is not None else None for part in (mask, result)]
+    vectors = holder.stored(Channels(*norm.statistics, norm.geometry.inner))
+    return out, NormHeld(norm, source, counted[0], counted[1], vectors)
+
+
+class FusedNorm(torch.autograd.Function):
+    """The operator. Whoever applies it settles the one save it makes, that of the input."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        _weight: Tensor | None,
+        _bias: Tensor | None,
+        _addend: Tensor | None,
+        run: Callable[[], Tensor],
+    ) -> Tensor:
+        """What ``run`` computes of them; see :func:`run_forward`."""
+        ctx.save_for_backward(x)
+        ctx.set_materialize_grads(False)
+        return run()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        """From what is held in the place of the input."""
+        if gradient is None:
+            return (None,) * 5
+        with torch._C.DisableTorchFunction():
+            owned = holders_of(gradient) == sole_holders()
+            saved = asked_for(lambda: ctx.saved_tensors)
+            assert saved is not None
+            assert isinstance(saved.held, NormHeld)
+            needs = ctx.needs_input_grad[:4]
+            return (*saved.held.backward(gradient, needs, owned=owned), None)
+
+
+# --- whose gradient is it? ------------------------------------------------------------------
+
+
+def holders_of(gradient: Tensor) -> tuple[int, int, int]:
+    """How many hold a gradient: its tensor in C++, its storage, its Python object."""
+    storage = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
+    in_native_code: int = gradient._use_count()  # type: ignore[attr-defined]
+    return in_native_code, int(storage), sys.getrefcount(gradient)
+
+
+class _Probe(torch.autograd.Function):
+    """Counts the holders of a gradient that nobody else has, the way FusedNorm gets its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, found: list[tuple[int, int, int]]) -> Tensor:
+        """A copy."""
+        ctx.found = found
+        return x.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Count."""
+        assert gradient is not None
+        with torch._C.DisableTorchFunction():
+            ctx.found.append(holders_of(gradient))
+            return gradient, None
+
+
+@cache
+def sole_holders() -> tuple[int, int, int]:
+    """What :func:`holders_of` tells of a gradient that autograd has just made for one node only.
+
+    Asked of PyTorch itself, once, because it is different from version to version.
+    """
+    found: list[tuple[int, int, int]] = []
+    with torch.enable_grad():
+        x = torch.zeros(1, requires_grad=True)
+        (_Probe.apply(x, found) * 2.0).sum().backward()  # type: ignore[no-untyped-call]
+    return found[0]

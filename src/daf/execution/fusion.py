@@ -1,0 +1,235 @@
+"""Finding the places where batch normalisation, addition and ReLU are one operator.
+
+A normalisation may be fused when nobody reads its result but the ReLU behind
+it, or the addition whose sum nobody reads but the ReLU behind that. This is
+observed in the first step that runs the normalisation: every operator that
+touches the result is seen, hooks of modules and of tensors included, and a
+result (or sum) that outlives the step is not fused. Tracing by ``torch.fx``
+would see less: neither hooks nor what a module puts aside.
+
+A later step that does otherwise is recognised (``fusing``). What no function
+mode sees (a scripted function, an extension called past PyTorch's dispatch)
+must not be the reader of such a result; it would find NaN there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from daf.execution.fused_call import NormArguments
+from daf.execution.provenance import ADDITIONS, RELUS
+from daf.plan import FusionReport
+
+# Reading these of a result tells nothing of its content, and they are the same without any.
+METADATA: frozenset[Any] = frozenset(
+    {
+        Tensor.size,
+        Tensor.dim,
+        Tensor.ndimension,
+        Tensor.numel,
+        Tensor.nelement,
+        Tensor.is_floating_point,
+        Tensor.__len__,
+        *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device")),
+    }
+)
+WITH_RELU = "batch_norm + relu"
+WITH_ADDITION = "batch_norm + add + relu"
+
+
+class NormSite(NamedTuple):
+    """The ``call``-th batch normalisation within a call of the module at this path."""
+
+    module: str
+    call: int
+
+
+def tensors_among(values: Sequence[Any], keywords: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Every tensor an operator is given, in lists, tuples and dictionaries too."""
+    for value in (*values, *keywords.values()):
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_among(value, {})
+        elif isinstance(value, dict):
+            yield from tensors_among((), value)
+
+
+def is_plain_addition(
+    operator: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]
+) -> bool:
+    """Two float tensors of one geometry, nothing else?"""
+    if operator not in ADDITIONS or keywords or len(arguments) != 2:
+        return False
+    first, second = arguments
+    return (
+        isinstance(first, Tensor)
+        and isinstance(second, Tensor)
+        and first.shape == second.shape
+        and first.dtype == second.dtype
+    )
+
+
+@dataclass(eq=False)
+class _Seen:
+    """A result that is watched: a normalisation's, or a sum that has one as its part."""
+
+    parts: dict[weakref.ref[Tensor], int]  # what it was computed from, at which version
+    result: weakref.ref[Tensor]
+    readers: list[str | _Seen] = field(default_factory=list)
+
+    def is_changed(self) -> bool:
+        """Was a part changed in place since?"""
+        alive = ((part(), version) for part, version in self.parts.items())
+        return any(part is not None and part._version != version for part, version in alive)
+
+
+class Observation:
+    """Who reads the results of one step's normalisations."""
+
+    def __init__(self) -> None:
+        self._norms: dict[NormSite, _Seen | str] = {}
+        self._watched: dict[int, _Seen] = {}
+
+    def refuse(self, site: NormSite, reason: str) -> None:
+        """This normalisation cannot be fused as it is."""
+        self._norms[site] = reason
+
+    def norm(self, site: NormSite, arguments: NormArguments, result: Tensor) -> None:
+        """A normalisation that could be fused returned."""
+        if site in self._norms:
+            self.refuse(site, "it runs several times in a step")
+        else:
+            self._norms[site] = self._watch((arguments.x,), result)
+
+    def operator(
+        self,
+        operator: Callable[..., Any],
+        arguments: Sequence[Any],
+        keywords: Mapping[str, Any],
+        result: Any,
+    ) -> None:
+        """Any other operator returned."""
+        if not self._watched or operator in METADATA:
+            return
+        read = {
+            id(seen): seen for seen in map(self._find, tensors_among(arguments, keywords)) if seen
+        }
+        if not read:
+            return
+        if operator in RELUS and isinstance(result, Tensor):
+            self._rectified(next(iter(read.values())), arguments[0], result)
+        elif is_plain_addition(operator, arguments, keywords) and isinstance(result, Tensor):
+            self._added(tuple(read.values()), arguments, result)
+        else:
+            for seen in read.values():
+                seen.readers.append(getattr(operator, "__name__", str(operator)))
+
+    def objections(self) -> Iterator[FusionReport]:
+        """What could not be fused in this step, whoever reads it."""
+        for site, seen in self._norms.items():
+            if isinstance(seen, str):
+                yield FusionReport(*site, "", seen)
+
+    def verdicts(self) -> Iterator[FusionReport]:
+        """What may be fused, and what not and why; asked once the step is over."""
+        for site, seen in self._norms.items():
+            if isinstance(seen, _Seen):
+                yield FusionReport(*site, *_judge(seen))
+
+    def _watch(self, parts: Sequence[Tensor], result: Tensor) -> _Seen:
+        seen = _Seen({weakref.ref(part): part._version for part in parts}, weakref.ref(result))
+        self._watched[id(result)] = seen
+        return seen
+
+    def _find(self, tensor: Tensor) -> _Seen | None:
+        seen = self._watched.get(id(tensor))
+        return seen if seen is not None and seen.result() is tensor else None
+
+    def _rectified(self, seen: _Seen, given: Tensor, result: Tensor) -> None:
+        seen.readers.append("changed before relu" if seen.is_changed() else _RELU)
+        if result is given:
+            del self._watched[id(result)]  # it holds something else now
+
+    def _added(self, read: tuple[_Seen, ...], arguments: Sequence[Any], result: Tensor) -> None:
+        changed = any(seen.is_changed() for seen in read)
+        parts = [part for seen in read for place in seen.parts if (part := place()) is not None]
+        onto_other = any(result is given and self._find(given) is None for given in arguments)
+        others = [given for given in arguments if self._find(given) is None and given is not result]
+        total = self._watch((*parts, *others), result)
+        if changed or onto_other:
+            total.readers.append("changed before add" if changed else "added onto another tensor")
+        for seen in read:
+            seen.readers.append(total)
+
+
+_RELU = "relu"
+
+
+def _judge(seen: _Seen) -> tuple[str, str]:
+    """(pattern, reason): one of them is empty."""
+    reason = _objection(seen)
+    if not reason and seen.readers == [_RELU]:
+        return WITH_RELU, ""
+    behind = seen.readers[0] if len(seen.readers) == 1 else None
+    if not reason and isinstance(behind, _Seen):
+        reason = _objection(behind)
+        if not reason and behind.readers == [_RELU]:
+            return WITH_ADDITION, ""
+        return "", reason or f"its sum is read by {_names(behind)}"
+    return "", reason or f"its result is read by {_names(seen)}"
+
+
+def _objection(seen: _Seen) -> str:
+    return "its result outlives the step" if seen.result() is not None else ""
+
+
+def _names(seen: _Seen) -> str:
+    names = ["add" if isinstance(reader, _Seen) else reader for reader in seen.readers]
+    return ", ".join(names) or "nobody"
+
+
+class Fusion:
+    """What was decided for each normalisation of a model, from step to step."""
+
+    def __init__(self) -> None:
+        self._decided: dict[NormSite, FusionReport] = {}
+        self._objections: dict[NormSite, FusionReport] = {}  # of the last step only
+
+    def reports(self) -> tuple[FusionReport, ...]:
+        """Every normalisation seen so far; one that could not run fused last time says why."""
+        return tuple((self._decided | self._objections).values())
+
+    def is_open(self, site: NormSite) -> bool:
+        """Must it still be observed?"""
+        return site not in self._decided
+
+    def is_fused(self, site: NormSite) -> bool:
+        """Does it wait for its ReLU?"""
+        found = self._decided.get(site)
+        return found is not None and bool(found.pattern)
+
+    def learn(self, observation: Observation) -> None:
+        """A step is over."""
+        self._objections = {_site(report): report for report in observation.objections()}
+        for report in observation.verdicts():
+            self._decided.setdefault(_site(report), report)
+
+    def give_up(self, site: NormSite, reason: str) -> None:
+        """From now on it is left as it is."""
+        self._decided[site] = FusionReport(*site, "", reason)
+
+
+def _site(report: FusionReport) -> NormSite:
+    return NormSite(report.module, report.call)
+
+
+def is_norm(operator: Callable[..., Any]) -> bool:
+    """Is this the function that normalisation modules call?"""
+    return operator is F.batch_norm

@@ -1,0 +1,39 @@
+"""Which operator calls an operator of ours may stand in for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def autograd_objection(inputs: tuple[Tensor | None, ...], pack: Callable[..., Any]) -> str:
+    """Why autograd would not save for us what an operator reads; empty where it would."""
+    if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in inputs):
+        return "it needs no gradient"
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or hooks[0] != pack:
+        return "somebody else's saved-tensor hooks are on (checkpointing)"
+    return ""
+
+
+def is_plain(tensor: Any) -> bool:
+    """An ordinary float32 tensor on the CPU?"""
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and tensor.dtype is torch.float32
+        and not tensor.is_neg()
+    )
+
+
+def has_usual_strides(x: Tensor) -> bool:
+    """Would PyTorch give its result the same strides? (Those of dimensions of size 1 vary.)"""
+    layout = torch.contiguous_format
+    if not x.is_contiguous():
+        layout = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+    usual = torch.empty(x.shape, memory_format=layout, device="meta")
+    return x.stride() == usual.stride()

@@ -1,0 +1,120 @@
+"""A normalisation's kernels: forward without a code, and both passes of backward.
+
+With a code, forward is an encoder's ``emission`` (``daf.kernels.pages``).
+Backward reads planes block by block; no decoded tensor exists. Values are
+float32, addresses ints; memory in pages must be pinned by the caller. Each
+function raises KernelError when called outside its contract.
+"""
+
+from __future__ import annotations
+
+import daf._native as _native
+from daf.errors import KernelError
+from daf.kernels import (
+    MINMAX_BITS,
+    ROTATED_BITS,
+    ChannelAffine,
+    ChannelSums,
+    Emission,
+    NormGradient,
+    PageFields,
+)
+from daf.kernels.contract import (
+    affine_fields,
+    check_call,
+    check_pointer,
+    check_rotation,
+    sums_fields,
+)
+from daf.kernels.cpu import chosen_instruction_set
+from daf.kernels.page_contract import (
+    check_fields,
+    check_whole,
+    emission_fields,
+    is_whole,
+    levels_of,
+    mask_fields,
+)
+
+
+def emit(
+    source: int, count: int, affine: ChannelAffine | None, emission: Emission, threads: int
+) -> None:
+    """Carry out the emission from ``count`` elements, ``affine`` making values of them."""
+    check_call(count, threads, source=source)
+    if count:
+        _native.norm.emit(
+            chosen_instruction_set(),
+            source,
+            count,
+            threads,
+            affine_fields(affine),
+            *emission_fields(emission, count),
+        )
+
+
+def backward_kept(
+    source: int, count: int, affine: ChannelAffine | None, gradient: NormGradient, threads: int
+) -> None:
+    """One pass of backward; the values are ``affine`` of ``count`` elements."""
+    check_call(count, threads, source=source)
+    _native.norm.backward_kept(
+        chosen_instruction_set(),
+        source,
+        count,
+        threads,
+        affine_fields(affine),
+        *_gradient_fields(gradient, count),
+    )
+
+
+def backward_rotated(
+    fields: PageFields, rounds: int, key: int, gradient: NormGradient, threads: int
+) -> None:
+    """One pass of backward; the values are those of a ``rotated`` code, whatever it has left."""
+    check_fields(fields, threads, ROTATED_BITS)
+    check_rotation(rounds, key)
+    _native.norm.backward_rotated(
+        chosen_instruction_set(),
+        fields,
+        rounds,
+        key,
+        *levels_of(fields, fields.kept),
+        *((0, 0.0) if is_whole(fields) else levels_of(fields, fields.kept - 1)),
+        threads,
+        *_gradient_fields(gradient, fields.elements),
+    )
+
+
+def backward_minmax(fields: PageFields, gradient: NormGradient, threads: int) -> None:
+    """One pass of backward; the values are those of a ``minmax`` code."""
+    check_whole(fields, threads, MINMAX_BITS)
+    _native.norm.backward_minmax(
+        chosen_instruction_set(),
+        fields,
+        threads,
+        *_gradient_fields(gradient, fields.elements),
+    )
+
+
+_Affine = ChannelAffine | tuple[()]
+_Gradient = tuple[int, int, _Affine, _Affine, ChannelSums | tuple[()]]
+
+
+def _gradient_fields(
+    gradient: NormGradient, count: int
+) -> tuple[_Gradient, PageFields | tuple[()]]:
+    if count:
+        check_pointer("gradient", gradient.gradient_pointer)
+    if gradient.sums is None:
+        if gradient.of_value is None or gradient.of_gradient is None:
+            raise KernelError("asked for a gradient without its factors; give both, or sums")
+        check_pointer("destination", gradient.destination_pointer)
+    fields = (
+        gradient.gradient_pointer,
+        gradient.destination_pointer,
+        affine_fields(gradient.of_value),
+        affine_fields(gradient.of_gradient),
+        sums_fields(gradient.sums),
+    )
+    return fields, mask_fields(gradient.mask, count)

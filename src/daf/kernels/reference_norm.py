@@ -1,0 +1,62 @@
+"""The oracle of a normalisation's forward and backward: section 10 of ``docs/format.md``."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from daf.kernels import ElementType, Predicate
+from daf.kernels.elements import Floats, Planes, narrow
+from daf.kernels.reference import encode_mask
+from daf.kernels.reference_blocks import Affine, from_planes
+from daf.kernels.reference_measure import Sums, channel_of, measure_products
+
+
+class Emitted(NamedTuple):
+    """The result, (count,) float32, and the mask, (1, words), or None."""
+
+    result: Floats
+    mask: Planes | None
+
+
+@np.errstate(all="ignore")
+def emit(values: Floats, affine: Affine | None, addend: Floats | None, rectify: bool) -> Emitted:
+    """From normalised values (count,): affine, addend, ReLU."""
+    result = values if affine is None else affine.apply(values, 0)
+    if addend is not None:
+        result = result + addend
+    if not rectify:
+        return Emitted(_canonical(result), None)
+    mask = encode_mask(result, Predicate.INSIDE, 0.0, float("nan"))
+    return Emitted(_canonical(np.where(result <= 0, np.float32(0), result)), mask)
+
+
+def masked(gradient: Floats, mask: Planes | None) -> Floats:
+    """The gradient, +0 where the mask is clear."""
+    if mask is None:
+        return gradient
+    chosen = from_planes(mask).reshape(-1)[: len(gradient)] == 1
+    return np.where(chosen, gradient, np.float32(0))
+
+
+def gradient_sums(
+    values: Floats, gradient: Floats, mask: Planes | None, channels: int, inner: int
+) -> Sums:
+    """The first pass of backward."""
+    return measure_products(masked(gradient, mask), values, channels, inner)
+
+
+@np.errstate(all="ignore")
+def input_gradient(
+    values: Floats, gradient: Floats, mask: Planes | None, of_value: Affine, of_gradient: Affine
+) -> Floats:
+    """The second pass of backward."""
+    channel = channel_of(len(values), len(of_gradient.scale), of_gradient.inner)
+    product = masked(gradient, mask) * of_gradient.scale[channel]
+    return _canonical(product + of_value.apply(values, 0))
+
+
+def _canonical(values: Floats) -> Floats:
+    result: Floats = narrow(values, ElementType.FLOAT32)
+    return result

@@ -1,0 +1,160 @@
+"""A normalisation over memory order: statistics, forward with or without a code, backward.
+
+Tensors are dense float32 on the CPU. Element i of the memory belongs to channel
+``(i // inner) % channels``. Normalised values come from a code, block by block
+(:class:`CodedValues`), or from the input itself (:class:`KeptValues`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from daf.kernels import ChannelSums, ElementType, Emission, NormGradient, cpu_measure, norm
+from daf.plan import Method
+from daf.store.codec import Channels, MaskCode, ValueCode
+
+
+class Sums(NamedTuple):
+    """(channels,) float64 each: sums, and sums of squares or of products."""
+
+    sums: Tensor
+    products: Tensor
+
+
+class Geometry(NamedTuple):
+    """Which channel an element belongs to, and how many elements each channel has."""
+
+    channels: int
+    inner: int
+    elements: int
+
+    @property
+    def per_channel(self) -> int:
+        """Elements of one channel."""
+        return self.elements // self.channels
+
+
+class Values(Protocol):
+    """Where normalised values come from."""
+
+    def run(self, gradient: NormGradient) -> None:
+        """One pass of backward over them."""
+
+
+class CodedValues(NamedTuple):
+    """The values of a code; nothing is decoded but the block at hand."""
+
+    code: ValueCode
+
+    def run(self, gradient: NormGradient) -> None:
+        """One pass of backward over them."""
+        threads, treatment = torch.get_num_threads(), self.code.treatment
+        with self.code.planes.pinned() as view:
+            if treatment.method is Method.ROTATED:
+                rounds, key = treatment.rounds, self.code.key
+                norm.backward_rotated(view.fields, rounds, key, gradient, threads)
+            else:
+                norm.backward_minmax(view.fields, gradient, threads)
+
+
+class KeptValues(NamedTuple):
+    """``forward`` of the input, computed anew."""
+
+    x: Tensor
+    forward: Channels
+
+    def run(self, gradient: NormGradient) -> None:
+        """One pass of backward over them."""
+        source, threads = self.x.data_ptr(), torch.get_num_threads()
+        norm.backward_kept(source, self.x.numel(), self.forward.pointers(), gradient, threads)
+
+
+def measure(x: Tensor, geometry: Geometry) -> Sums:
+    """Sum and sum of squares of every channel, in one pass."""
+    room = _Room(geometry)
+    kind, threads = ElementType.FLOAT32, torch.get_num_threads()
+    cpu_measure.measure_sums(x.data_ptr(), kind, x.numel(), room.where, threads)
+    return room.sums
+
+
+def emission(
+    out: Tensor, result: Channels | None, addend: Tensor | None, mask: MaskCode | None
+) -> Emission:
+    """What to write while values are read; keep every argument alive until that is done.
+
+    Args:
+        out: dense, written: ``result`` of the values, plus ``addend``, through ReLU if there is
+            a mask.
+        result: gamma and beta; None: neither.
+        addend: in the layout of ``out``, or None.
+        mask: yet unwritten; its bits are set where ReLU lets through.
+    """
+    return Emission(
+        out.data_ptr(),
+        addend.data_ptr() if addend is not None else 0,
+        result.pointers() if result is not None else None,
+        mask.planes.view.fields if mask is not None else None,
+    )
+
+
+def emit(x: Tensor, forward: Channels, written: Emission) -> None:
+    """Forward without a code."""
+    norm.emit(x.data_ptr(), x.numel(), forward.pointers(), written, torch.get_num_threads())
+
+
+def sum_gradient(
+    values: Values,
+    gradient: Tensor,
+    mask: MaskCode | None,
+    written: Tensor | None,
+    geometry: Geometry,
+) -> Sums:
+    """Backward's first pass: sums of the masked gradient and of its products with the values.
+
+    ``written`` receives the masked gradient; it may be ``gradient`` itself.
+    """
+    room = _Room(geometry)
+    destination = written.data_ptr() if written is not None else 0
+    _run(values, NormGradient(gradient.data_ptr(), destination, sums=room.where), mask)
+    return room.sums
+
+
+def write_input_gradient(
+    values: Values,
+    gradient: Tensor,
+    mask: MaskCode | None,
+    written: Tensor,
+    factors: tuple[Channels, Channels],
+) -> None:
+    """Backward's second pass: ``written = masked gradient * b.scale + a(values)``.
+
+    ``factors`` are (a, b); ``written`` may be ``gradient`` itself.
+    """
+    of_value, of_gradient = (factor.pointers() for factor in factors)
+    at = (gradient.data_ptr(), written.data_ptr())
+    _run(values, NormGradient(*at, of_value, of_gradient), mask)
+
+
+def _run(values: Values, gradient: NormGradient, mask: MaskCode | None) -> None:
+    if mask is None:
+        values.run(gradient)
+        return
+    with mask.planes.pinned() as view:
+        values.run(gradient._replace(mask=view.fields))
+
+
+class _Room:
+    """Where sums are written, and what the kernel works in meanwhile."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        channels, inner, count = geometry
+        threads = torch.get_num_threads()
+        both = torch.empty(2, channels, dtype=torch.float64)
+        size = cpu_measure.sums_workspace_bytes(count, threads, channels, inner)
+        self._workspace = torch.empty(size, dtype=torch.uint8)
+        self.sums = Sums(both[0], both[1])
+        places = (part.data_ptr() for part in (both[0], both[1], self._workspace))
+        self.where = ChannelSums(channels, inner, *places)

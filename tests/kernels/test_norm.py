@@ -1,0 +1,355 @@
+"""A normalisation's kernels against the oracle, byte for byte, under every instruction set."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from daf.errors import KernelError
+from daf.kernels import (
+    ChannelAffine,
+    ChannelSums,
+    ElementType,
+    Emission,
+    NormGradient,
+    cpu,
+    cpu_measure,
+    norm,
+    pages,
+    reference,
+    reference_norm,
+    words_per_plane,
+)
+from daf.store.buffers import PlainStore
+from daf.store.pool import PagedStore
+
+KEY = 0xFEDCBA9876543210
+F32 = ElementType.FLOAT32
+# (count, channels, inner): channels-last and contiguous, ragged, one element, many blocks.
+GEOMETRIES = (
+    (1, 1, 1),
+    (48, 16, 1),
+    (255, 5, 3),
+    (4096, 64, 1),
+    (5000, 7, 1),
+    (6144, 24, 4),
+    (3 * 4096 + 768, 3, 256),
+    (30_001, 96, 1),
+)
+INPUTS = ("mixed", "broken")
+
+
+class Case(NamedTuple):
+    """A normalisation: its input, the maps before and behind the values, addend and gradient."""
+
+    x: np.ndarray
+    channels: int
+    inner: int
+    forward: reference.Affine
+    result: reference.Affine
+    addend: np.ndarray
+    gradient: np.ndarray
+
+    @property
+    def count(self) -> int:
+        return len(self.x)
+
+    @property
+    def values(self) -> np.ndarray:
+        return self.forward.apply(self.x, 0)
+
+
+def make_case(cases, count: int, channels: int, inner: int, kind: str = "smooth") -> Case:
+    scales = [cases.gaussian(channels, seed) for seed in range(4)]
+    return Case(
+        getattr(cases, kind)(max(count, 16))[:count],
+        channels,
+        inner,
+        reference.Affine(scales[0], scales[1], inner),
+        reference.Affine(scales[2], scales[3], inner),
+        cases.gaussian(count, 8),
+        cases.gaussian(count, 9),
+    )
+
+
+def native(affine: reference.Affine) -> ChannelAffine:
+    at = (affine.scale.ctypes.data, affine.shift.ctypes.data)
+    return ChannelAffine(len(affine.scale), affine.inner, *at)
+
+
+def same_bytes(found: np.ndarray, expected: np.ndarray) -> None:
+    assert found.dtype == expected.dtype
+    np.testing.assert_array_equal(
+        np.ascontiguousarray(found).view(np.uint8), np.ascontiguousarray(expected).view(np.uint8)
+    )
+
+
+def mask_words(planes, count: int) -> np.ndarray:
+    """(1, words) of a mask, its runs put together."""
+    with planes.pinned() as view:
+        found, start = np.zeros(words_per_plane(count), np.uint32), 0
+        for run in range(view.runs):
+            size = min(len(found) - start, view.run_elements // 32)
+            words = (ctypes.c_uint32 * size).from_address(view.planes(run)[0])
+            found[start : start + size] = words
+            start += size
+    return found.reshape(1, -1)
+
+
+STORES = {"flat": PlainStore, "pages": lambda: PagedStore(page_bytes=512)}
+
+
+class Room:
+    """Guarded memory of a case's result and gradient, and planes for its code and mask."""
+
+    def __init__(self, cases, case: Case, bits: int = 2, store: str = "pages") -> None:
+        self.case, self.store = case, STORES[store]()
+        self.out = cases.guarded(case.count, np.float32, offset=4)
+        self.addend = cases.guarded(case.count, np.float32, offset=8).fill(case.addend)
+        self.gradient = cases.guarded(case.count, np.float32, offset=12).fill(case.gradient)
+        self.code = self.store.allocate_planes(case.count, bits, minimum_bits=1)
+        self.mask = self.store.allocate_planes(case.count, 1, headers=False)
+
+    def emission(self, *, addend: bool, rectify: bool) -> Emission:
+        return Emission(
+            self.out.address,
+            self.addend.address if addend else 0,
+            native(self.case.result),
+            self.mask.view.fields if rectify else None,
+        )
+
+    def seal(self) -> None:
+        self.code.seal()
+        self.mask.seal()
+
+
+def oracle_of(case: Case, *, addend: bool, rectify: bool) -> reference_norm.Emitted:
+    extra = case.addend if addend else None
+    return reference_norm.emit(case.values, case.result, extra, rectify)
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize(("addend", "rectify"), [(False, True), (True, True), (False, False)])
+@pytest.mark.parametrize("codec", ["rotated", "minmax", "none"])
+def test_forward_is_the_oracle_s(cases, instruction_set, codec, addend, rectify, geometry) -> None:
+    for kind in INPUTS:
+        case = make_case(cases, *geometry, kind)
+        room = Room(cases, case)
+        emission = room.emission(addend=addend, rectify=rectify)
+        fields, before = room.code.view.fields, native(case.forward)
+        if codec == "none":
+            norm.emit(case.x.ctypes.data, case.count, before, emission, 1)
+        elif codec == "rotated":
+            pages.encode_rotated(
+                case.x.ctypes.data, F32, fields, 1, KEY, 1, before, emission=emission
+            )
+        else:
+            pages.encode_minmax(case.x.ctypes.data, F32, fields, KEY, 1, before, emission=emission)
+        room.seal()
+        expected = oracle_of(case, addend=addend, rectify=rectify)
+        same_bytes(room.out.opened(), expected.result)
+        if rectify:
+            same_bytes(mask_words(room.mask, case.count), expected.mask)
+        if codec == "rotated":
+            assert_planes(room, reference.encode_rotated(case.x, 2, 1, KEY, case.forward))
+        elif codec == "minmax":
+            assert_planes(room, reference.encode_minmax(case.x, 2, KEY, case.forward))
+
+
+def assert_planes(room: Room, code: reference.Code) -> None:
+    """The emission changed nothing of the code: it decodes to what the oracle's decodes to."""
+    count = room.case.count
+    with room.code.pinned() as view:
+        start = 0
+        for run in range(view.runs):
+            size = min(words_per_plane(count) - start, view.run_elements // 32)
+            for plane, place in enumerate(view.planes(run)):
+                words = np.array((ctypes.c_uint32 * size).from_address(place), np.uint32)
+                same_bytes(words, code.planes[plane, start : start + size])
+            headers = np.array((ctypes.c_uint16 * (size // 4)).from_address(view.headers(run)))
+            same_bytes(headers, code.headers.reshape(-1)[start // 4 : (start + size) // 4])
+            start += size
+
+
+class Sums:
+    """Guarded room for the sums of a first pass."""
+
+    def __init__(self, cases, case: Case, threads: int = 1) -> None:
+        geometry = (case.channels, case.inner)
+        size = cpu_measure.sums_workspace_bytes(case.count, threads, *geometry)
+        self._sums = cases.guarded(case.channels, np.float64)
+        self._products = cases.guarded(case.channels, np.float64)
+        self._workspace = cases.guarded(size, np.uint8)
+        at = (self._sums.address, self._products.address, self._workspace.address)
+        self.where = ChannelSums(*geometry, *at)
+
+    def same_as(self, expected) -> None:
+        same_bytes(self._sums.opened(), expected.sums)
+        same_bytes(self._products.opened(), expected.squares)
+        self._workspace.opened()
+
+
+class Held(NamedTuple):
+    """Where backward's values come from, and what they are."""
+
+    values: np.ndarray
+    run: object
+
+
+def held(case: Case, room: Room, codec: str, threads: int = 1) -> Held:
+    """Code the case's values (or keep its input); the mask is every third bit and more."""
+    before, source = native(case.forward), case.x.ctypes.data
+    if codec == "kept":
+        return Held(
+            case.values,
+            lambda g: norm.backward_kept(source, case.count, before, g, threads),
+        )
+    fields = room.code.view.fields
+    if codec == "rotated":
+        pages.encode_rotated(source, F32, fields, 1, KEY, 1, before)
+        code = reference.encode_rotated(case.x, fields.bits, 1, KEY, case.forward)
+        values = reference.decode_rotated(code, reference.Target(case.count), fields.bits, 1, KEY)
+        room.code.seal()
+
+        def run(gradient: NormGradient) -> None:
+            with room.code.pinned() as view:
+                norm.backward_rotated(view.fields, 1, KEY, gradient, threads)
+    else:
+        pages.encode_minmax(source, F32, fields, KEY, 1, before)
+        code = reference.encode_minmax(case.x, fields.bits, KEY, case.forward)
+        values = reference.decode_minmax(code, reference.Target(case.count), fields.bits)
+        room.code.seal()
+
+        def run(gradient: NormGradient) -> None:
+            with room.code.pinned() as view:
+                norm.backward_minmax(view.fields, gradient, threads)
+
+    return Held(values, run)
+
+
+def make_mask(case: Case, room: Room) -> np.ndarray:
+    emission = room.emission(addend=True, rectify=True)
+    norm.emit(case.x.ctypes.data, case.count, native(case.forward), emission, 1)
+    room.mask.seal()
+    return mask_words(room.mask, case.count)
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("codec", ["rotated", "minmax", "kept"])
+def test_backward_is_the_oracle_s(cases, instruction_set, codec, masked, geometry) -> None:
+    for kind in ("smooth", "broken"):
+        case = make_case(cases, *geometry, kind)
+        room = Room(cases, case, bits=3)
+        mask = make_mask(case, room) if masked else None
+        values, run = held(case, room, codec)
+        sums, written = Sums(cases, case), cases.guarded(case.count, np.float32, offset=4)
+        with room.mask.pinned() as view:
+            where = view.fields if masked else None
+            at, there = room.gradient.address, written.address
+            run(NormGradient(at, there, sums=sums.where, mask=where))
+            same_bytes(written.opened(), reference_norm.masked(case.gradient, mask))
+            shape = (case.channels, case.inner)
+            sums.same_as(reference_norm.gradient_sums(values, case.gradient, mask, *shape))
+            factors = (native(case.forward), native(case.result))
+            run(NormGradient(at, at, *factors, mask=where))  # onto the gradient itself
+        expected = reference_norm.input_gradient(
+            values, case.gradient, mask, case.forward, case.result
+        )
+        same_bytes(room.gradient.opened(), expected)
+
+
+def test_threads_change_nothing(cases, instruction_set) -> None:
+    case = make_case(cases, 4 * 256 * 256 + 99, 64, 1)
+    for threads in (1, 2, 3, 4):
+        room = Room(cases, case)
+        fields, emission = room.code.view.fields, room.emission(addend=True, rectify=True)
+        before, source = native(case.forward), case.x.ctypes.data
+        pages.encode_rotated(source, F32, fields, 1, KEY, threads, before, emission=emission)
+        room.seal()
+        expected = oracle_of(case, addend=True, rectify=True)
+        same_bytes(room.out.opened(), expected.result)
+        code = reference.encode_rotated(case.x, 2, 1, KEY, case.forward)
+        values = reference.decode_rotated(code, reference.Target(case.count), 2, 1, KEY)
+        sums = Sums(cases, case, threads)
+        with room.code.pinned() as view, room.mask.pinned() as mask:
+            at = room.gradient.address
+            gradient = NormGradient(at, at, sums=sums.where, mask=mask.fields)
+            norm.backward_rotated(view.fields, 1, KEY, gradient, threads)
+        sums.same_as(
+            reference_norm.gradient_sums(values, case.gradient, expected.mask, case.channels, 1)
+        )
+        same_bytes(room.gradient.opened(), reference_norm.masked(case.gradient, expected.mask))
+
+
+def test_planes_given_up_are_not_read(cases, instruction_set) -> None:
+    """Some runs have lost a plane: backward reads what is left, with the shorter code's levels."""
+    case = make_case(cases, 40 * 4096, 64, 1)
+    room = Room(cases, case)
+    source, before = case.x.ctypes.data, native(case.forward)
+    pages.encode_rotated(source, F32, room.code.view.fields, 1, KEY, 1, before)
+    room.seal()
+    room.store.evict(5 * 512)
+    decoded = np.empty(case.count, np.float32)
+    sums = Sums(cases, case)
+    with room.code.pinned() as view:
+        assert 0 < view.fields.full_runs < view.runs
+        pages.decode_rotated(view.fields, 1, KEY, decoded.ctypes.data, F32, 1)
+        norm.backward_rotated(
+            view.fields, 1, KEY, NormGradient(room.gradient.address, sums=sums.where), 1
+        )
+    sums.same_as(reference_norm.gradient_sums(decoded, case.gradient, None, case.channels, 1))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    count=st.integers(1, 3000),
+    channels=st.integers(1, 70),
+    inner=st.integers(1, 40),
+    addend=st.booleans(),
+    store=st.sampled_from(sorted(STORES)),
+)
+def test_any_shape(cases, count, channels, inner, addend, store) -> None:
+    case = make_case(cases, count, channels, inner)
+    expected = oracle_of(case, addend=addend, rectify=True)
+    code = reference.encode_rotated(case.x, 2, 1, KEY, case.forward)
+    values = reference.decode_rotated(code, reference.Target(count), 2, 1, KEY)
+    sums_expected = reference_norm.gradient_sums(
+        values, case.gradient, expected.mask, channels, inner
+    )
+    for name in cpu.instruction_sets():
+        with cpu.use_instruction_set(name):
+            room = Room(cases, case, store=store)
+            fields, emission = room.code.view.fields, room.emission(addend=addend, rectify=True)
+            before, source = native(case.forward), case.x.ctypes.data
+            pages.encode_rotated(source, F32, fields, 1, KEY, 1, before, emission=emission)
+            room.seal()
+            same_bytes(room.out.opened(), expected.result)
+            same_bytes(mask_words(room.mask, count), expected.mask)
+            sums = Sums(cases, case)
+            with room.code.pinned() as view, room.mask.pinned() as mask:
+                at = room.gradient.address
+                gradient = NormGradient(at, sums=sums.where, mask=mask.fields)
+                norm.backward_rotated(view.fields, 1, KEY, gradient, 1)
+            sums.same_as(sums_expected)
+
+
+def test_calls_outside_the_contract_are_refused(cases) -> None:
+    case = make_case(cases, 5000, 7, 1)
+    room = Room(cases, case)
+    at = room.gradient.address
+    with pytest.raises(KernelError, match="factors"):
+        norm.backward_kept(case.x.ctypes.data, case.count, None, NormGradient(at, at), 1)
+    with pytest.raises(KernelError, match="gradient"):
+        norm.backward_kept(case.x.ctypes.data, case.count, None, NormGradient(0), 1)
+    with pytest.raises(KernelError, match="destination"):
+        norm.emit(case.x.ctypes.data, case.count, None, Emission(0), 1)
+    other = PlainStore().allocate_planes(256, 1, headers=False)
+    emission = Emission(room.out.address, mask=other.view.fields)
+    with pytest.raises(KernelError, match="mask"):
+        norm.emit(case.x.ctypes.data, case.count, None, emission, 1)
