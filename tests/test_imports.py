@@ -19,12 +19,14 @@ ROWS = (
     ("daf.adapting", 5),
     ("daf.profiler", 4),
     ("daf.planner", 4),
+    ("daf.planning", 4),
     ("daf.governor", 4),
     ("daf.execution", 3),
     ("daf.store", 2),
     ("daf.memory", 2),
     ("daf.kernels", 1),
     ("daf.plan", 0),
+    ("daf.profile", 0),
     ("daf.errors", 0),
     ("daf.units", 0),
     ("daf._native", 0),
@@ -101,3 +103,24 @@ def test_a_package_s_own_facade_is_not_imported_from_within() -> None:
         if target == FACADE and name != "daf.__main__"
     }
     assert inside == set()
+
+
+def test_the_planner_needs_no_torch() -> None:
+    graph = import_graph()
+    paths = {module_name(path): path for path in SOURCE.rglob("*.py")}
+    reached = {name for name in graph if name.startswith("daf.planning")}
+    while more := {target for name in reached for target in graph[name]} - reached:
+        reached |= more
+    assert "daf.profile" in reached
+    importing = {name for name in reached if "torch" in top_level_imports(paths[name])}
+    assert importing == set()
+
+
+def top_level_imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add((node.module or "").partition(".")[0])
+    return found

@@ -263,6 +263,10 @@ class Plan:
 
     ``return_freed_blocks`` asks for the settings of ``memory.keeper``, which hold
     little more than what is alive; without it the system's allocator is left alone.
+    ``release_gradients``: every parameter is updated, and its gradient freed, as soon
+    as that is whole. ``bound_ms``: no plan within the budget takes less, time and the small price
+    of noise together, so it proves how good this one is. ``choices`` gives one line for every
+    choice: what was chosen and why.
     """
 
     policy: Policy
@@ -270,6 +274,10 @@ class Plan:
     predicted_peak_bytes: int
     return_freed_blocks: bool = True
     reason: str = ""
+    release_gradients: bool = False
+    predicted_step_ms: float = 0.0
+    bound_ms: float = 0.0
+    choices: tuple[str, ...] = ()
 
 
 def policy_named(name: str) -> Policy:

@@ -1,0 +1,1 @@
+"""(Profile, budget) to Plan: pure functions, no torch, no device."""

@@ -1,0 +1,159 @@
+"""A selection at one size of piece, and what a whole step under it holds, takes and adds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from daf.plan import (
+    KEEP,
+    Method,
+    Plan,
+    Policy,
+    Site,
+    Treatment,
+    coded_policy,
+    exact_policy,
+    plain_policy,
+)
+from daf.planning.explain import explain
+from daf.planning.table import Table, kept_selection, level_selection
+from daf.profile import Profile
+from daf.units import format_bytes
+
+# What the account does not see: blocks rounded up, glibc's small blocks, Python's own objects.
+MARGIN_FRACTION = 0.02
+MARGIN_BYTES = 4 * 2**20
+# What one unit of relative error is worth, in steps: so little that it only decides between
+# choices that are equally fast, such as two widths of one code.
+NOISE_PRICE = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to run a step; ``bound_ms`` is less than or equal to what any other takes."""
+
+    table: Table
+    selection: tuple[int, ...]
+    bound_ms: float = 0.0
+
+    def peak_bytes(self, profile: Profile) -> int:
+        """The process's predicted peak, margin included."""
+        return with_margin(profile, self.table.peak_bytes(list(self.selection)))
+
+    def step_ms(self, profile: Profile) -> float:
+        """The predicted time of a whole step."""
+        added = float(self.table.cost_ms[list(self.selection)].sum())
+        return profile.step_ms(self.table.micro_batch) + added * pieces_of(profile, self.table)
+
+    @property
+    def noise(self) -> float:
+        """Relative error that the codes add: the mean over lossy sites by weight."""
+        return float(self.table.noise[list(self.selection)].sum())
+
+    def objective(self, profile: Profile) -> float:
+        """What the planner makes least: milliseconds, and a little for noise."""
+        return self.step_ms(profile) + noise_price_ms(profile) * self.noise
+
+    def as_plan(self, profile: Profile, budget_bytes: int, name: str) -> Plan:
+        """The plan that execution carries out."""
+        policy = _policy(profile, self.table, self.selection, name)
+        peak = self.peak_bytes(profile)
+        size = self.table.micro_batch
+        pieces = "the whole batch" if size == profile.batch_size else f"pieces of {size}"
+        reason = (
+            f"{policy.name} with {pieces} is predicted to peak at {format_bytes(peak)}, within "
+            f"{format_bytes(budget_bytes)}, and to take {self.step_ms(profile):.0f} ms a step"
+        )
+        return Plan(
+            policy,
+            size,
+            peak,
+            reason=reason,
+            release_gradients=self.table.release_gradients,
+            predicted_step_ms=self.step_ms(profile),
+            bound_ms=self.bound_ms,
+            choices=explain(profile, self.table, self.selection),
+        )
+
+
+def noise_price_ms(profile: Profile) -> float:
+    """``NOISE_PRICE`` in milliseconds."""
+    return NOISE_PRICE * profile.step_ms(profile.batch_size)
+
+
+def pieces_of(profile: Profile, table: Table) -> float:
+    """How often a piece's costs occur in a step; a shorter last piece counts in proportion."""
+    return profile.batch_size / table.micro_batch
+
+
+def with_margin(profile: Profile, peak_bytes: int) -> int:
+    """A computed peak with room for what the account does not see."""
+    return (
+        int(peak_bytes + MARGIN_FRACTION * max(0, peak_bytes - profile.floor_bytes)) + MARGIN_BYTES
+    )
+
+
+def without_margin(profile: Profile, budget_bytes: int) -> int:
+    """The highest computed peak whose margin stays within the budget."""
+    room = budget_bytes - MARGIN_BYTES
+    above = max(0, room - profile.floor_bytes)
+    guess = room - above + int(above / (1 + MARGIN_FRACTION)) + 2
+    while with_margin(profile, guess) > budget_bytes:
+        guess -= 1
+    return guess
+
+
+def _policy(profile: Profile, table: Table, selection: tuple[int, ...], name: str) -> Policy:
+    uniform = _uniform_policy(table, selection)
+    if uniform is not None:
+        return uniform
+    columns = [column for column in selection if column < table.first[-1]]
+    replayed = [
+        table.replays[column - int(table.first[-1])]
+        for column in selection
+        if column >= table.first[-1]
+    ]
+    by_site: dict[Site, Treatment] = {saving.site: KEEP for saving in profile.savings}
+    for column in columns:
+        by_site.update(table.option(column).treatments)
+    for column in columns:
+        option = table.option(column)
+        if option.requires:
+            by_site.update(_as_wide_as_parents(profile, option.treatments, by_site))
+    return Policy(
+        name,
+        exact_policy().by_need,
+        MappingProxyType(by_site),
+        rederive=True,
+        weights=profile.weights,
+        replayed=frozenset(replay.module for replay in replayed),
+    )
+
+
+def _as_wide_as_parents(
+    profile: Profile, treatments: Iterable[Site], by_site: dict[Site, Treatment]
+) -> dict[Site, Treatment]:
+    """Execution computes a tensor from other codes if it asks for no more bits than they have."""
+    found = {}
+    for saving in profile.savings:
+        if saving.parents and saving.site in treatments:
+            codes = [by_site[parent] for parent in saving.parents if parent in by_site]
+            bits = [each.bits for each in codes if each.method in (Method.ROTATED, Method.MINMAX)]
+            if bits:
+                method = Method.ROTATED if min(bits) <= 4 else Method.MINMAX
+                found[saving.site] = Treatment(method, min(bits))
+    return found
+
+
+def _uniform_policy(table: Table, selection: tuple[int, ...]) -> Policy | None:
+    """The named policy that this selection is, if it is one."""
+    if list(selection) == kept_selection(table):
+        return plain_policy()
+    if sorted(level_selection(table, "exact")) == list(selection):
+        return exact_policy()
+    for width in (8, 4, 3, 2, 1):
+        if sorted(level_selection(table, str(width))) == list(selection):
+            return coded_policy(width)
+    return None

@@ -1,0 +1,95 @@
+"""Why: one line for every choice of a plan, and the account of its peak term by term."""
+
+from __future__ import annotations
+
+from daf.planning.options import KEPT, Option
+from daf.planning.table import Table
+from daf.profile import Profile
+from daf.units import format_bytes
+
+
+def explain(profile: Profile, table: Table, selection: tuple[int, ...]) -> tuple[str, ...]:
+    """One line for the size of pieces, for gradients, every replay and every family of sites."""
+    lines = [_about_pieces(profile, table), _about_gradients(table)]
+    peak = int(table.usage(table.amounts(list(selection))).argmax())
+    row = table.row(peak)
+    for column in selection:
+        if column >= table.first[-1]:
+            lines.append(_about_replay(table, column))
+        else:
+            kept = int(table.first[table.family_of[column]])
+            saved = float(row[kept] - row[column])
+            lines.append(_about_option(table.option(column), saved, bool(row[kept] > 0)))
+    return tuple(lines)
+
+
+def account_of(profile: Profile, table: Table, selection: tuple[int, ...]) -> dict[str, int]:
+    """The terms of the computed peak (bytes), at the moment when it is reached; they add up."""
+    usage = table.usage(table.amounts(list(selection)))
+    moment = int(usage.argmax())
+    row = table.row(moment)
+    saved = int(row[list(selection)].sum())
+    base = int(table.base_bytes[moment])
+    gradients = _gradients_at(profile, table, moment)
+    known = {
+        "floor": profile.floor_bytes,
+        "parameters": profile.parameter_bytes,
+        "gradients": gradients,
+        "optimizer_state": profile.optimizer_bytes,
+        "saved": saved,
+    }
+    between = profile.resident_bytes - profile.floor_bytes - profile.parameter_bytes
+    transient = base - profile.resident_bytes - gradients - profile.optimizer_bytes
+    return known | {"beside_the_model": between, "transient": transient}
+
+
+def _gradients_at(profile: Profile, table: Table, moment: int) -> int:
+    if table.release_gradients:
+        return 0
+    existing = profile.timeline.gradient_bytes
+    if table.micro_batch < profile.batch_size or moment >= len(existing):
+        return profile.gradient_bytes
+    return existing[moment]
+
+
+def _about_pieces(profile: Profile, table: Table) -> str:
+    size = table.micro_batch
+    if size == profile.batch_size:
+        why = profile.split_refusal or "it fits, and pieces would take longer or no less"
+        return f"the whole batch of {size} at once: {why}"
+    rate = size / profile.forward_backward_ms(size)
+    whole = profile.batch_size / profile.forward_backward_ms(profile.batch_size)
+    return (
+        f"pieces of {size} of {profile.batch_size}: {rate / whole:.0%} of the whole batch's "
+        "examples a second, cheaper here than holding less of each example"
+    )
+
+
+def _about_gradients(table: Table) -> str:
+    if table.release_gradients:
+        return "gradients are released one by one: they do not fit together with what is saved"
+    return "gradients are held until the update: so a step can be tried again"
+
+
+def _about_replay(table: Table, column: int) -> str:
+    replay = table.replays[column - int(table.first[-1])]
+    return (
+        f"{replay.module}: replayed, {len(replay.families)} families of sites not saved for "
+        f"{replay.cost_ms:.2f} ms a piece"
+    )
+
+
+def _about_option(option: Option, saved_bytes: float, counts: bool) -> str:
+    names = ", ".join(f"{site} {_words(each)}" for site, each in option.treatments.items())
+    if option.level == KEPT or not option.treatments:
+        return f"{names or 'a family'}: kept"
+    if not counts:
+        return f"{names}: not alive at the peak; frees bytes at another moment"
+    price = f"{option.cost_ms:.2f} ms a piece"
+    return f"{names}: frees {format_bytes(int(saved_bytes))} at the peak for {price}"
+
+
+def _words(treatment: object) -> str:
+    method = getattr(treatment, "method", None)
+    bits = getattr(treatment, "bits", 0)
+    return f"{method} {bits}".strip() if bits else str(method)

@@ -1,0 +1,250 @@
+"""What can be done with each family of saved tensors, and what that costs.
+
+A *family* is the sites whose tensors share memory: keeping one keeps them all,
+so they are decided together. Its options are *keep*, *exact* (only lossless
+treatments), a width of 8, 4, 3, 2 or 1 bits, which gives every tensor of the family
+the treatment that :func:`daf.plan.coded_policy` gives its need, and *spill*.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from daf.kernels import header_bytes, plane_bytes
+from daf.kernels.tables import rotated_error
+from daf.plan import KEEP, Method, Need, Site, Treatment, coded_policy, exact_policy
+from daf.profile import Profile, Saving
+
+WIDTHS = (8, 4, 3, 2, 1)
+KEPT, EXACT, SPILLED = "keep", "exact", "spill"
+SMALLEST_TREATED_BYTES = 4096  # execution keeps smaller tensors, whatever it is asked
+LOSSY = frozenset({Need.LINEAR, Need.NORM, Need.PRODUCT, Need.PROBABILITY, Need.SMOOTH})
+_SPILL = Treatment(Method.SPILL)
+_MINMAX_4_BIT_ERROR = 0.024  # design, section 4; every further bit halves the step
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What the execution at hand can carry out, and the user permits."""
+
+    methods: frozenset[Method] = frozenset(Method)
+    widths: tuple[int, ...] = WIDTHS
+    replay: bool = True
+    release_gradients: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """``nbytes`` alive from the moment ``first`` to the moment ``last``, both included."""
+
+    first: int
+    last: int
+    nbytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to treat a family: what it holds when, how long it takes, what it adds in noise.
+
+    ``level`` is ``"keep"``, ``"exact"``, ``"spill"`` or a width as text. ``requires``:
+    sites whose tensors must be coded for this to be possible.
+    """
+
+    level: str
+    treatments: Mapping[Site, Treatment]
+    spans: tuple[Span, ...]
+    cost_ms: float
+    noise: float
+    requires: frozenset[Site] = frozenset()
+
+    @property
+    def coded_sites(self) -> frozenset[Site]:
+        """Sites that hold a code, mask or packing under this option."""
+        other = (Method.KEEP, Method.SPILL, Method.DROP)
+        return frozenset(s for s, each in self.treatments.items() if each.method not in other)
+
+
+def families(savings: Iterable[Saving]) -> list[tuple[Saving, ...]]:
+    """Savings grouped by shared sites and shared memory, in order of the first save of each."""
+    root: dict[object, object] = {}
+
+    def find(item: object) -> object:
+        while root.setdefault(item, item) != item:
+            item = root[item]
+        return item
+
+    listed = list(savings)
+    for saving in listed:
+        root[find(saving.site)] = find(saving.storage)
+    groups: dict[object, list[Saving]] = defaultdict(list)
+    for saving in listed:
+        groups[find(saving.site)].append(saving)
+    return [tuple(group) for group in groups.values()]
+
+
+def relative_error(treatment: Treatment) -> float:
+    """Relative mean-square error that a treatment leaves (design, section 4); 0 where lossless.
+
+    A derivative code is taken to err as a rotated code of as many bits does.
+    """
+    if treatment.method is Method.MINMAX:
+        return float(_MINMAX_4_BIT_ERROR * 4.0 ** (4 - treatment.bits))
+    if treatment.method in (Method.ROTATED, Method.DERIVATIVE):
+        return rotated_error(treatment.bits, treatment.bits)
+    return 0.0
+
+
+class OptionMaker:
+    """Options of families at one size of piece."""
+
+    def __init__(self, profile: Profile, examples: int, allowed: Allowed) -> None:
+        self._profile = profile
+        self._examples = examples
+        self._allowed = allowed
+        lossy = [each for each in profile.savings if each.need in LOSSY and each.treatable]
+        self._total_weight = sum(profile.weight(each.site) for each in lossy) or 1.0
+        self._inherited: dict[Site, float] = defaultdict(float)
+        for each in lossy:
+            for parent in each.parents or ():
+                share = profile.weight(each.site) / len(each.parents or ())
+                self._inherited[parent] += share
+
+    def options(self, family: tuple[Saving, ...]) -> list[Option]:
+        """Every option of a family that differs from the others, *keep* first."""
+        found = [self._option(KEPT, family, {})]
+        levels = [(EXACT, exact_policy().by_need)]
+        levels += [(str(width), coded_policy(width).by_need) for width in self._allowed.widths]
+        if Method.SPILL in self._allowed.methods:
+            levels.append((SPILLED, dict.fromkeys(Need, _SPILL)))
+        for level, by_need in levels:
+            treatments = self._treatments(family, by_need)
+            if not treatments:
+                continue
+            if level not in (EXACT, SPILLED) and self._can_follow(family, treatments):
+                found.append(self._option(level, family, treatments, follow=True))
+            found.append(self._option(level, family, treatments))
+        return list(_distinct(found))
+
+    def _treatments(
+        self, family: tuple[Saving, ...], by_need: Mapping[Need, Treatment]
+    ) -> dict[Site, Treatment]:
+        """What really is done at each site, sites that are kept left out."""
+        found = {}
+        for saving in family:
+            treatment = by_need.get(saving.need, KEEP)
+            if self._can(saving, treatment):
+                found[saving.site] = treatment
+        return found
+
+    def _can(self, saving: Saving, treatment: Treatment) -> bool:
+        return (
+            treatment != KEEP
+            and saving.treatable
+            and treatment.method in self._allowed.methods
+            and saving.tensor_bytes.at(self._examples) >= SMALLEST_TREATED_BYTES
+            and (treatment.method is not Method.PACK or saving.packed_bits > 0)
+        )
+
+    @staticmethod
+    def _can_follow(family: tuple[Saving, ...], treatments: Mapping[Site, Treatment]) -> bool:
+        return any(each.parents is not None and each.site in treatments for each in family)
+
+    def _option(
+        self,
+        level: str,
+        family: tuple[Saving, ...],
+        treatments: Mapping[Site, Treatment],
+        *,
+        follow: bool = False,
+    ) -> Option:
+        kept = [saving for saving in family if saving.site not in treatments]
+        treated = [saving for saving in family if saving.site in treatments]
+        spans = [*self._kept_spans(kept)]
+        cost_ms = noise = 0.0
+        requires: frozenset[Site] = frozenset()
+        coded: dict[tuple[object, ...], list[Saving]] = defaultdict(list)
+        for saving in treated:
+            treatment = treatments[saving.site]
+            cost_ms += self._decode_ms(saving, treatment)
+            spans.append(self._decoded_span(saving, treatment))
+            if follow and saving.parents is not None:
+                own = {each.site for each in family}
+                requires |= saving.parents - own
+            else:
+                noise += self._noise(saving, treatment)
+                # One code serves every save of the same content under the same treatment.
+                key = (saving.storage, treatment, saving.elements, saving.need is Need.NORM)
+                coded[key].append(saving)
+        for shared in coded.values():
+            treatment = treatments[shared[0].site]
+            spans.append(self._code_span(shared, treatment))
+            cost_ms += self._encode_ms(shared[0], treatment)
+        live = tuple(span for span in spans if span.nbytes > 0)
+        return Option(level, treatments, live, cost_ms, noise / self._total_weight, requires)
+
+    def _kept_spans(self, kept: list[Saving]) -> Iterator[Span]:
+        """Memory counts from when the program itself would have let go of it."""
+        by_storage: dict[int, list[Saving]] = defaultdict(list)
+        for saving in kept:
+            by_storage[saving.storage].append(saving)
+        for sharing in by_storage.values():
+            last = max(saving.released for saving in sharing)
+            size = sharing[0].storage_bytes.at(self._examples)
+            if sharing[0].dies <= last:
+                yield Span(sharing[0].dies, last, size)
+
+    def _decoded_span(self, saving: Saving, treatment: Treatment) -> Span:
+        decoded = 0.0 if treatment.method is Method.DROP else self._bytes(saving)
+        return Span(saving.read, saving.released, decoded)
+
+    def _code_span(self, shared: list[Saving], treatment: Treatment) -> Span:
+        first = min(saving.saved for saving in shared)
+        last = max(saving.released for saving in shared)
+        return Span(first, last, self._code_bytes(shared[0], treatment))
+
+    def _code_bytes(self, saving: Saving, treatment: Treatment) -> int:
+        count = round(saving.elements.at(self._examples))
+        if treatment.method in (Method.DROP, Method.SPILL):
+            return 0
+        if treatment.method is Method.PACK:
+            return int(saving.packed_bits * count / 8)
+        headers = header_bytes(count) if treatment.method in _WITH_HEADERS else 0
+        return plane_bytes(count, treatment.bits) + headers
+
+    def _noise(self, saving: Saving, treatment: Treatment) -> float:
+        """Of this tensor and of those that are computed from it."""
+        weight = self._profile.weight(saving.site) + self._inherited[saving.site]
+        return weight * relative_error(treatment) if saving.need in LOSSY else 0.0
+
+    def _bytes(self, saving: Saving) -> float:
+        return saving.tensor_bytes.at(self._examples)
+
+    def _encode_ms(self, saving: Saving, treatment: Treatment) -> float:
+        if treatment.method is Method.SPILL:
+            return 1000.0 * self._bytes(saving) / self._profile.speeds.disk_write
+        if treatment.method is Method.DROP:
+            return 0.0
+        return self._profile.speeds.encode_ms(treatment.method, self._bytes(saving))
+
+    def _decode_ms(self, saving: Saving, treatment: Treatment) -> float:
+        if treatment.method is Method.SPILL:
+            return 1000.0 * self._bytes(saving) / self._profile.speeds.disk_read
+        if treatment.method is Method.DROP:
+            return 0.0
+        passes = max(1, len(saving.parents or ()))
+        return passes * self._profile.speeds.decode_ms(treatment.method, self._bytes(saving))
+
+
+_WITH_HEADERS = frozenset({Method.ROTATED, Method.MINMAX})
+
+
+def _distinct(options: list[Option]) -> Iterator[Option]:
+    """Widths may give a family the same treatments (masks have one); the first is taken."""
+    seen = set()
+    for option in options:
+        key = (tuple(sorted(option.treatments.items(), key=str)), option.requires)
+        if key not in seen:
+            seen.add(key)
+            yield option

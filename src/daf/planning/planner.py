@@ -1,0 +1,139 @@
+"""(Profile, budget) to Plan: the planner's front door.
+
+Every function is pure: the same profile and budget give the same plan.
+"""
+
+from __future__ import annotations
+
+import math
+
+from daf.errors import BudgetError, UnknownNameError
+from daf.plan import Plan
+from daf.planning import policies
+from daf.planning.candidate import Candidate, without_margin
+from daf.planning.explain import account_of
+from daf.planning.options import Allowed
+from daf.profile import Profile
+from daf.units import format_bytes
+
+POLICIES = policies.POLICIES
+# Two bits everywhere, with a little room for the few sites that get fewer (design, section 4).
+DEFAULT_TOLERANCE = 0.14
+EVERYTHING = Allowed()
+
+
+def make_plan(
+    profile: Profile,
+    budget_bytes: int,
+    *,
+    policy: str = "optimal",
+    tolerance: float | None = None,
+    allowed: Allowed = EVERYTHING,
+    quickly: bool = False,
+) -> Plan:
+    """The plan of a policy whose predicted peak is within the budget.
+
+    Args:
+        profile: what was measured.
+        budget_bytes: the whole process's budget, floor included.
+        policy: one of ``POLICIES``; ``"optimal"`` takes the least time a step.
+        tolerance: the most relative error that codes may add (the mean over lossy sites by
+            weight; 0: only lossless treatments). None: ``DEFAULT_TOLERANCE``, and where
+            that cannot hold the budget, as much as it takes.
+        allowed: what execution can carry out.
+        quickly: a greedy plan in milliseconds instead of the best one; ``bound_ms``
+            says how far from the best it is at most.
+
+    Raises:
+        BudgetError: none fits; ``least_bytes`` is the least budget that would.
+        UnknownNameError: there is no such policy.
+    """
+    name = _checked(policy)
+    limit = without_margin(profile, budget_bytes)
+    for most in _tolerances(tolerance):
+        found = _find(name, profile, limit, most, allowed, quickly=quickly)
+        if found is not None:
+            return found.as_plan(profile, budget_bytes, name)
+    least = least_feasible_budget(profile, policy=policy, tolerance=tolerance, allowed=allowed)
+    raise BudgetError(refusal(profile, budget_bytes, least), least)
+
+
+def least_feasible_budget(
+    profile: Profile,
+    *,
+    policy: str = "optimal",
+    tolerance: float | None = None,
+    allowed: Allowed = EVERYTHING,
+) -> int:
+    """The least budget (bytes) under which ``make_plan`` finds a plan.
+
+    Raises:
+        BudgetError: no plan is within the tolerance, whatever the budget.
+        UnknownNameError: there is no such policy.
+    """
+    name = _checked(policy)
+    found = policies.least(name, profile, _tolerances(tolerance)[-1], allowed)
+    if found is None:
+        raise BudgetError(f"no plan of policy {policy!r} adds as little noise as {tolerance}")
+    return found.peak_bytes(profile)
+
+
+def account(profile: Profile, plan_candidate: Candidate) -> dict[str, int]:
+    """The terms of a candidate's predicted peak (bytes), margin included; they add up."""
+    terms = account_of(profile, plan_candidate.table, plan_candidate.selection)
+    peak = plan_candidate.peak_bytes(profile)
+    return terms | {"margin": peak - sum(terms.values()), "predicted_peak": peak}
+
+
+def choose(
+    profile: Profile,
+    budget_bytes: int,
+    *,
+    policy: str = "optimal",
+    tolerance: float | None = None,
+    allowed: Allowed = EVERYTHING,
+) -> Candidate | None:
+    """The candidate behind ``make_plan``'s plan, for its account; None where nothing fits."""
+    limit = without_margin(profile, budget_bytes)
+    for most in _tolerances(tolerance):
+        found = _find(_checked(policy), profile, limit, most, allowed, quickly=False)
+        if found is not None:
+            return found
+    return None
+
+
+def _find(
+    name: str, profile: Profile, limit: int, tolerance: float, allowed: Allowed, *, quickly: bool
+) -> Candidate | None:
+    searched = "quick" if quickly and name == "optimal" else name
+    found = policies.find(searched, profile, limit, tolerance, allowed)
+    if found is None and name in ("optimal", "sage"):
+        # At the very least budget a search may miss what the least peak's own program finds.
+        tightest = policies.least(name, profile, tolerance, allowed)
+        if tightest is not None and tightest.table.peak_bytes(list(tightest.selection)) <= limit:
+            return tightest
+    return found
+
+
+def _tolerances(tolerance: float | None) -> tuple[float, ...]:
+    return (DEFAULT_TOLERANCE, math.inf) if tolerance is None else (tolerance,)
+
+
+def _checked(policy: str) -> str:
+    if policy not in POLICIES:
+        raise UnknownNameError(f"unknown policy {policy!r}; known: {', '.join(POLICIES)}")
+    return policy
+
+
+def refusal(profile: Profile, budget_bytes: int, least_bytes: int) -> str:
+    """Why a budget cannot hold the job, and what to try."""
+    held = profile.parameter_bytes + profile.gradient_bytes + profile.optimizer_bytes
+    advice = "a smaller batch or a smaller model"
+    if profile.split_refusal:
+        advice += f" (the batch is not split because {profile.split_refusal})"
+    return (
+        f"asked for a budget of {format_bytes(budget_bytes)}; this job needs at least "
+        f"{format_bytes(least_bytes)}: {format_bytes(profile.floor_bytes)} before the model "
+        f"exists, {format_bytes(held)} of parameters, gradients and optimizer state, and the rest "
+        f"for a batch of {profile.batch_size}; try budget={least_bytes}, {advice}"
+    )

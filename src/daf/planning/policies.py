@@ -1,0 +1,219 @@
+"""Strategies on one machinery: DAF's own search, and the published fixed ones to compare with.
+
+- ``optimal``: the least predicted step time of all.
+- ``sage``: SAGE's order (Gim and Ko, MobiSys 2022): smaller pieces down to the
+  measured knee of examples per second, then evict by cost per byte.
+- ``checkpoint``: Chen et al. (2016): replay the level of the model's tree that has
+  nearest to the square root of as many blocks as there are layers.
+- ``accumulate``: everything kept, the largest piece that fits.
+- ``quantize``: the whole batch, one width everywhere, the widest that fits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+from daf.planning.candidate import Candidate, noise_price_ms, pieces_of, with_margin
+from daf.planning.greedy import lawful, solve_greedily
+from daf.planning.options import WIDTHS, Allowed
+from daf.planning.solve import NOT_FOUND, Program, Solution
+from daf.planning.table import Table, kept_selection, level_selection, make_table
+from daf.profile import Profile
+
+# A piece is at the knee when it has this share of the best measured examples per second.
+KNEE_FRACTION = 0.95
+_SMALLEST_SIZES = 8
+
+Search = Callable[[Profile, int, float, Allowed], Candidate | None]
+
+
+def piece_sizes(profile: Profile) -> list[int]:
+    """Sizes of piece, the largest first: the largest for every number of pieces."""
+    if profile.split_refusal:
+        return [profile.batch_size]
+    counts = range(1, profile.batch_size + 1)
+    return sorted({-(-profile.batch_size // count) for count in counts}, reverse=True)
+
+
+def knee(profile: Profile) -> int:
+    """The smallest measured size with nearly the best measured rate (examples per second)."""
+    rates = {examples: examples / ms for examples, ms in profile.piece_ms}
+    best = max(rates.values())
+    return min(examples for examples, rate in rates.items() if rate >= KNEE_FRACTION * best)
+
+
+def optimal(profile: Profile, limit: int, tolerance: float, allowed: Allowed) -> Candidate | None:
+    """The least objective over all sizes and selections, proven by HiGHS."""
+    return _search(profile, limit, tolerance, allowed, _exactly)
+
+
+def quick(profile: Profile, limit: int, tolerance: float, allowed: Allowed) -> Candidate | None:
+    """The same by greedy choices with a proven gap, for use until the exact answer is there."""
+    return _search(profile, limit, tolerance, allowed, _greedily)
+
+
+def _exactly(table: Table, limit: int, tolerance: float, price_ms: float) -> Solution | None:
+    found = Program(table, tolerance, price_ms).least_objective(limit)
+    return _greedily(table, limit, tolerance, price_ms) if found is NOT_FOUND else found
+
+
+def _greedily(table: Table, limit: int, tolerance: float, price_ms: float) -> Solution:
+    return solve_greedily(table, limit, tolerance, price_ms) or NOT_FOUND
+
+
+def _search(
+    profile: Profile,
+    limit: int,
+    tolerance: float,
+    allowed: Allowed,
+    solve: Callable[[Table, int, float, float], Solution | None],
+) -> Candidate | None:
+    """Sizes from the fastest on, until even keeping everything is no faster than what was found."""
+    best: Candidate | None = None
+    bound = math.inf
+    for size, release in sorted(_shapes(profile, allowed), key=lambda s: profile.step_ms(s[0])):
+        base_ms = profile.step_ms(size)
+        if best is not None and base_ms >= best.objective(profile):
+            bound = min(bound, base_ms)
+            break
+        table = make_table(profile, size, allowed, release_gradients=release)
+        pieces = pieces_of(profile, table)
+        found = solve(table, limit, tolerance, noise_price_ms(profile) / pieces)
+        if found is None:
+            continue
+        bound = min(bound, base_ms + found.bound * pieces)
+        if found is NOT_FOUND:
+            continue
+        candidate = Candidate(table, found.selection)
+        if best is None or candidate.objective(profile) < best.objective(profile):
+            best = candidate
+    return best and replace(best, bound_ms=min(bound, best.step_ms(profile)))
+
+
+def _shapes(profile: Profile, allowed: Allowed) -> Iterator[tuple[int, bool]]:
+    for size in piece_sizes(profile):
+        yield size, False
+        if size == profile.batch_size and allowed.release_gradients:
+            yield size, True
+
+
+def tightest(profile: Profile, tolerance: float, allowed: Allowed) -> Candidate | None:
+    """What peaks lowest of all: nearly always the smallest piece, or the whole batch.
+
+    Tensors too small to be treated can make a slightly larger piece hold less, so a few of
+    the smallest are tried; the whole batch needs no gradients while it goes forward.
+    """
+    sizes = piece_sizes(profile)
+    shapes = [(size, False) for size in reversed(sizes[-_SMALLEST_SIZES:])]
+    shapes += (
+        [(profile.batch_size, False)] if profile.batch_size not in sizes[-_SMALLEST_SIZES:] else []
+    )
+    shapes += [(profile.batch_size, True)] if allowed.release_gradients else []
+    best: Candidate | None = None
+    for size, release in shapes:
+        table = make_table(profile, size, allowed, release_gradients=release)
+        if best is not None and with_margin(profile, table.base_peak_bytes) >= best.peak_bytes(
+            profile
+        ):
+            continue
+        selection = Program(table, tolerance, 0.0).least_peak()
+        if selection is not None:
+            found = Candidate(table, selection)
+            if best is None or found.peak_bytes(profile) < best.peak_bytes(profile):
+                best = found
+    return best
+
+
+# --- published strategies ---------------------------------------------------------------------
+
+
+def _sage_allowed(allowed: Allowed) -> Allowed:
+    """SAGE has no codes: only what is lossless, and replay."""
+    return replace(allowed, widths=(), release_gradients=False)
+
+
+def sage(profile: Profile, limit: int, tolerance: float, allowed: Allowed) -> Candidate | None:
+    """Accumulate to the knee, then evict by cost per byte; below the knee only if it must."""
+    own, turning = _sage_allowed(allowed), knee(profile)
+    sizes = piece_sizes(profile)
+    above = [size for size in sizes if size >= turning] or sizes[:1]
+    for size in above:
+        table = make_table(profile, size, own)
+        if table.peak_bytes(kept_selection(table)) <= limit:
+            return Candidate(table, tuple(kept_selection(table)))
+    for size in sizes[len(above) - 1 :]:
+        table = make_table(profile, size, own)
+        found = solve_greedily(table, limit, tolerance, 0.0)
+        if found is not None:
+            return Candidate(table, found.selection)
+    least = tightest(profile, tolerance, own)
+    fits = least is not None and least.table.peak_bytes(list(least.selection)) <= limit
+    return least if fits else None
+
+
+def _first_that_fits(candidates: Iterator[Candidate], limit: int) -> Candidate | None:
+    fitting = (each for each in candidates if each.table.peak_bytes(list(each.selection)) <= limit)
+    return next(fitting, None)
+
+
+def _accumulating(profile: Profile, allowed: Allowed) -> Iterator[Candidate]:
+    for size in piece_sizes(profile):
+        table = make_table(profile, size, replace(allowed, replay=False, widths=()))
+        yield Candidate(table, tuple(kept_selection(table)))
+
+
+def _checkpointing(profile: Profile, allowed: Allowed) -> Iterator[Candidate]:
+    table = make_table(profile, profile.batch_size, replace(allowed, widths=()))
+    yield Candidate(table, checkpointed(profile, table))
+
+
+def checkpointed(profile: Profile, table: Table) -> tuple[int, ...]:
+    """Everything kept but what lies in the blocks of one level of the model's tree."""
+    parents = {call.parent for call in profile.calls}
+    layers = sum(1 for index in range(len(profile.calls)) if index not in parents)
+    levels: dict[int, list[int]] = {}
+    for place, each in enumerate(table.replays):
+        levels.setdefault(each.module.count("."), []).append(place)
+    wanted = math.sqrt(max(1, layers))
+    blocks = min(levels.values(), key=lambda level: abs(len(level) - wanted), default=[])
+    covered: set[int] = set()
+    for place in blocks:
+        covered |= table.replays[place].families
+    kept = [c for family, c in enumerate(kept_selection(table)) if family not in covered]
+    return tuple(kept + [table.replay_column(place) for place in blocks])
+
+
+def _quantizing(profile: Profile, allowed: Allowed) -> Iterator[Candidate]:
+    table = make_table(profile, profile.batch_size, replace(allowed, replay=False))
+    for width in WIDTHS:
+        if width in allowed.widths:
+            selection = lawful(table, level_selection(table, str(width)))
+            yield Candidate(table, tuple(selection))
+
+
+_FIXED: Mapping[str, Callable[[Profile, Allowed], Iterator[Candidate]]] = {
+    "accumulate": _accumulating,
+    "checkpoint": _checkpointing,
+    "quantize": _quantizing,
+}
+POLICIES = ("optimal", "sage", "checkpoint", "accumulate", "quantize")
+
+
+def find(
+    policy: str, profile: Profile, limit: int, tolerance: float, allowed: Allowed
+) -> Candidate | None:
+    """What a policy chooses with its computed peak within ``limit``; None if nothing fits."""
+    if policy in _FIXED:
+        return _first_that_fits(_FIXED[policy](profile, allowed), limit)
+    search: Mapping[str, Search] = {"optimal": optimal, "quick": quick, "sage": sage}
+    return search[policy](profile, limit, tolerance, allowed)
+
+
+def least(policy: str, profile: Profile, tolerance: float, allowed: Allowed) -> Candidate | None:
+    """What a policy can do that peaks lowest."""
+    if policy in _FIXED:
+        candidates = _FIXED[policy](profile, allowed)
+        return min(candidates, key=lambda each: each.peak_bytes(profile), default=None)
+    return tightest(profile, tolerance, _sage_allowed(allowed) if policy == "sage" else allowed)

@@ -1,0 +1,150 @@
+"""Profiles made up for the planner's tests; no model behind them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from daf.plan import Method, Need, Site
+from daf.profile import Affine, CallProfile, DeviceSpeeds, Profile, Saving, Timeline
+
+MIB = 2**20
+NEEDS = (Need.LINEAR, Need.NORM, Need.SIGN, Need.LINEAR, Need.SMOOTH, Need.PRODUCT, Need.EXACT)
+SPEEDS = DeviceSpeeds(
+    encode=dict.fromkeys(Method, 1e9),
+    decode=dict.fromkeys(Method, 1.3e9),
+    copy=8e9,
+    disk_write=2e8,
+    disk_read=4e8,
+)
+
+
+def saving(
+    index: int,
+    count: int,
+    need: Need,
+    elements: int,
+    *,
+    call: int = 0,
+    lives: int = 0,
+    storage: int | None = None,
+    parents: frozenset[Site] | None = None,
+) -> Saving:
+    """The ``index``-th of ``count`` tensors saved, read in reverse order, of float32."""
+    return Saving(
+        site=Site(f"block{call}", "operator", index, 0),
+        need=need,
+        storage=index if storage is None else storage,
+        storage_bytes=Affine(0, 4 * elements),
+        elements=Affine(0, elements),
+        tensor_bytes=Affine(0, 4 * elements),
+        saved=index,
+        dies=min(index + lives, 2 * count - 1 - index),
+        read=2 * count - 1 - index,
+        released=2 * count - 1 - index,
+        call=call,
+        parents=parents,
+    )
+
+
+def profile(
+    savings: Sequence[Saving],
+    *,
+    calls: Sequence[CallProfile] = (),
+    transient: Sequence[float] = (),
+    batch: int = 8,
+    refusal: str = "batch statistics",
+    gradients: int = 3 * MIB,
+    piece_ms: tuple[tuple[int, float], ...] = ((2, 30.0), (4, 50.0)),
+) -> Profile:
+    """A profile whose timeline has two moments for every saving."""
+    moments = 2 * len(savings)
+    passing = list(transient) or [0.0] * moments
+    growing = [gradients * max(0, m - len(savings)) // max(1, len(savings)) for m in range(moments)]
+    timeline = Timeline(tuple(Affine(0, each) for each in passing), tuple(growing), len(savings))
+    return Profile(
+        floor_bytes=200 * MIB,
+        resident_bytes=210 * MIB,
+        parameter_bytes=gradients,
+        gradient_bytes=gradients,
+        optimizer_bytes=gradients,
+        batch_size=batch,
+        savings=tuple(savings),
+        calls=tuple(calls),
+        timeline=timeline,
+        piece_ms=piece_ms,
+        update_ms=2.0,
+        speeds=SPEEDS,
+        weights={},
+        split_refusal=refusal,
+    )
+
+
+def blocks(count: int, size: int) -> list[CallProfile]:
+    """The whole model, and modules in a row of which each saves ``size`` tensors."""
+    whole = CallProfile("", -1, Affine(0, 1.0), 0, count - 1)
+    rows = [
+        CallProfile(f"block{1 + n}", 0, Affine(0.1, 0.2), n * size, min(count, (n + 1) * size) - 1)
+        for n in range(-(-count // size))
+    ]
+    return [whole, *rows]
+
+
+@st.composite
+def profiles(draw: st.DrawFn, most: int = 4, *, splittable: bool | None = None) -> Profile:
+    """Small ones: needs, sizes, lifetimes, shared memory, derivations and modules vary."""
+    count = draw(st.integers(1, most))
+    size = draw(st.integers(1, 2))
+    found: list[Saving] = []
+    for index in range(count):
+        need = draw(st.sampled_from(NEEDS))
+        shares = index > 0 and draw(st.integers(0, 3)) == 0
+        norms = frozenset(each.site for each in found if each.need is Need.NORM)
+        derived = need is Need.LINEAR and not shares and norms and draw(st.booleans())
+        elements = draw(st.integers(1, 40)) * 10_000
+        found.append(
+            saving(
+                index,
+                count,
+                need,
+                round(found[-1].elements.per_example) if shares else elements,
+                call=1 + index // size,
+                lives=draw(st.integers(0, 1)),
+                storage=found[-1].storage if shares else index,
+                parents=norms if derived else None,
+            )
+        )
+    transient = draw(st.lists(st.integers(0, 10**6), min_size=2 * count, max_size=2 * count))
+    free = draw(st.booleans()) if splittable is None else splittable
+    return profile(
+        found,
+        calls=blocks(count, size),
+        transient=transient,
+        batch=draw(st.sampled_from((2, 3, 8))),
+        refusal="" if free else "batch statistics",
+    )
+
+
+def large(count: int, seed: int = 0) -> Profile:
+    """``count`` sites in modules of five, as a deep network has them."""
+    numbers = random.Random(seed)
+    found = [
+        saving(
+            index,
+            count,
+            numbers.choice(NEEDS),
+            1000 * numbers.randint(1, 200),
+            call=1 + index // 5,
+            lives=numbers.randint(0, 2),
+        )
+        for index in range(count)
+    ]
+    transient = [float(numbers.randint(0, 10**6)) for _ in range(2 * count)]
+    calls = [
+        replace(call, forward_ms=Affine(0.1, numbers.uniform(0.05, 0.3)))
+        for call in blocks(count, 5)
+    ]
+    return profile(found, calls=calls, transient=transient, batch=32)

@@ -1,0 +1,358 @@
+"""The planner by its invariants: no torch, no device, only made-up profiles."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from synthetic import MIB, blocks, large, profile, profiles, saving
+
+from daf.errors import BudgetError, UnknownNameError
+from daf.plan import KEEP, Method, Need, Treatment
+from daf.planning import planner, policies
+from daf.planning.candidate import noise_price_ms, with_margin, without_margin
+from daf.planning.greedy import solve_greedily
+from daf.planning.options import Allowed
+from daf.planning.solve import RELATIVE_GAP, Program
+from daf.planning.table import Table, kept_selection, make_table
+from daf.profile import Affine, Profile
+
+few = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+NARROW = Allowed(widths=(4, 1))
+
+
+def selections(table: Table) -> list[list[int]]:
+    """Every selection that the words allow: by brute force."""
+    found = []
+    families = range(len(table.options))
+    for replayed in itertools.chain.from_iterable(
+        itertools.combinations(range(len(table.replays)), n) for n in range(len(table.replays) + 1)
+    ):
+        inside = [family for place in replayed for family in table.replays[place].families]
+        if len(inside) != len(set(inside)):
+            continue
+        rest = [
+            range(int(table.first[f]), int(table.first[f + 1])) for f in families if f not in inside
+        ]
+        for chosen in itertools.product(*rest):
+            selection = [*chosen, *(table.replay_column(place) for place in replayed)]
+            if all(
+                column not in selection or any(other in selection for other in alternatives)
+                for column, alternatives in table.requires
+            ):
+                found.append(selection)
+    return found
+
+
+def exhaustive(table: Table, limit: int, tolerance: float, price: float) -> float:
+    objective = table.cost_ms + price * table.noise
+    return min(
+        (
+            float(objective[each].sum())
+            for each in selections(table)
+            if table.peak_bytes(each) <= limit and table.noise[each].sum() <= tolerance
+        ),
+        default=math.inf,
+    )
+
+
+def limits(measured: Profile, fraction: float) -> tuple[Table, int]:
+    table = make_table(measured, measured.batch_size, NARROW)
+    top, low = table.peak_bytes(kept_selection(table)), table.base_peak_bytes
+    return table, int(low + fraction * (top - low))
+
+
+@few
+@given(profiles(), st.floats(0, 1), st.sampled_from((0.0, 0.1, 0.3, math.inf)))
+def test_the_exact_answer_is_the_best_of_all_selections(
+    measured: Profile, fraction: float, tolerance: float
+) -> None:
+    table, limit = limits(measured, fraction)
+    best = exhaustive(table, limit, tolerance, 2.0)
+    found = Program(table, tolerance, 2.0).least_objective(limit, relative_gap=0.0)
+    if found is None:
+        assert best == math.inf
+        return
+    assert table.peak_bytes(list(found.selection)) <= limit
+    assert found.objective == pytest.approx(best, abs=1e-5)
+    assert found.bound <= best + 1e-5
+
+
+@few
+@given(profiles(), st.floats(0, 1), st.sampled_from((0.1, math.inf)))
+def test_the_greedy_answer_is_within_its_stated_gap(
+    measured: Profile, fraction: float, tolerance: float
+) -> None:
+    table, limit = limits(measured, fraction)
+    found = solve_greedily(table, limit, tolerance, 2.0)
+    best = exhaustive(table, limit, tolerance, 2.0)
+    if found is None:
+        return
+    assert list(found.selection) in [sorted(each) for each in selections(table)]
+    assert table.peak_bytes(list(found.selection)) <= limit
+    assert table.noise[list(found.selection)].sum() <= tolerance
+    assert found.bound <= best + 1e-6
+    assert best <= found.objective + 1e-6
+    assert found.objective - best <= found.gap + 1e-6
+
+
+@few
+@given(profiles(most=3), st.sampled_from((0.1, math.inf)))
+def test_the_least_peak_is_the_lowest_of_all_selections(
+    measured: Profile, tolerance: float
+) -> None:
+    table, _ = limits(measured, 1.0)
+    allowed = [each for each in selections(table) if table.noise[each].sum() <= tolerance]
+    found = Program(table, tolerance, 0.0).least_peak()
+    assert (found is None) == (not allowed)
+    if found is not None:
+        lowest = min(table.peak_bytes(each) for each in allowed)
+        assert table.peak_bytes(list(found)) <= lowest + 1
+
+
+@few
+@given(profiles(), st.floats(0, 1.2), st.sampled_from(planner.POLICIES), st.booleans())
+def test_a_plan_is_within_its_budget_and_a_refusal_names_the_least(
+    measured: Profile, fraction: float, policy: str, quickly: bool
+) -> None:
+    _, limit = limits(measured, fraction)
+    budget = with_margin(measured, limit)
+    least = planner.least_feasible_budget(measured, policy=policy)
+    if budget < least:
+        with pytest.raises(BudgetError) as caught:
+            planner.make_plan(measured, budget, policy=policy, quickly=quickly)
+        assert caught.value.least_bytes == least
+        return
+    plan = planner.make_plan(measured, budget, policy=policy, quickly=quickly)
+    assert plan.predicted_peak_bytes <= budget
+    assert plan.bound_ms <= plan.predicted_step_ms + 1e-6
+    assert measured.split_refusal == "" or plan.micro_batch == measured.batch_size
+
+
+@few
+@given(profiles(), st.sampled_from(planner.POLICIES))
+def test_the_least_feasible_budget_is_feasible_and_a_byte_less_is_not(
+    measured: Profile, policy: str
+) -> None:
+    least = planner.least_feasible_budget(measured, policy=policy)
+    assert planner.make_plan(measured, least, policy=policy).predicted_peak_bytes <= least
+    with pytest.raises(BudgetError) as caught:
+        planner.make_plan(measured, least - 1, policy=policy)
+    assert caught.value.least_bytes == least
+
+
+@few
+@given(profiles(), st.floats(0, 1), st.floats(0, 1), st.sampled_from((0.14, math.inf)))
+def test_more_budget_never_gives_a_slower_plan(
+    measured: Profile, one: float, other: float, tolerance: float
+) -> None:
+    lower, higher = sorted((one, other))
+    budgets = [with_margin(measured, limits(measured, each)[1]) for each in (lower, higher)]
+    found = [planner.choose(measured, each, tolerance=tolerance) for each in budgets]
+    if found[0] is None:
+        return
+    assert found[1] is not None
+    slack = RELATIVE_GAP * (1 + found[0].objective(measured))
+    assert found[1].objective(measured) <= found[0].objective(measured) + slack
+    # Noise has a price, so that time alone may differ by as much.
+    priced = noise_price_ms(measured) * found[0].noise
+    assert found[1].step_ms(measured) <= found[0].step_ms(measured) + priced + slack
+
+
+@few
+@given(profiles(), st.floats(0.2, 1))
+def test_plans_are_deterministic(measured: Profile, fraction: float) -> None:
+    least = planner.least_feasible_budget(measured)
+    budget = max(least, with_margin(measured, limits(measured, fraction)[1]))
+    assert planner.make_plan(measured, budget) == planner.make_plan(measured, budget)
+
+
+@given(st.integers(0, 10**10), st.integers(0, 10**9))
+def test_the_margin_can_be_taken_off_again(budget: int, floor: int) -> None:
+    measured = profile([])
+    limit = without_margin(measured, budget)
+    assert with_margin(measured, limit) <= budget < with_margin(measured, limit + 1)
+
+
+# --- what the words mean ------------------------------------------------------------------------
+
+
+def test_a_kept_tensor_counts_from_when_the_program_lets_go_of_it() -> None:
+    one = saving(0, 2, Need.LINEAR, 1000, lives=1)
+    two = saving(1, 2, Need.LINEAR, 3000)
+    measured = profile([one, two], gradients=0, batch=2)
+    table = make_table(measured, 2, Allowed(replay=False))
+    held = table.usage(table.amounts(kept_selection(table))) - 210 * MIB
+    # Moments: save one, save two, read two, read one; then the update.
+    assert held.tolist() == [0, 2 * 4 * 4000, 2 * 4 * 4000, 2 * 4 * 1000, 0]
+
+
+def test_a_coded_tensor_counts_its_code_until_it_is_decoded_and_both_then() -> None:
+    measured = profile([saving(0, 1, Need.LINEAR, 25600)], gradients=0, batch=1)
+    table = make_table(measured, 1, Allowed(replay=False))
+    column = table.column_of(0, "2")
+    assert column is not None
+    code = 25600 * 2 // 8 + 25600 // 256 * 4
+    held = table.usage(table.amounts([column])) - 210 * MIB
+    assert held.tolist() == [code, code + 4 * 25600, 0]
+
+
+def test_memory_saved_twice_is_counted_once_and_decided_together() -> None:
+    sign = saving(0, 2, Need.SIGN, 25600)
+    linear = saving(1, 2, Need.LINEAR, 25600, storage=0)
+    table = make_table(profile([sign, linear], gradients=0, batch=1), 1, Allowed(replay=False))
+    assert len(table.options) == 1
+    kept = table.usage(table.amounts(kept_selection(table))) - 210 * MIB
+    assert kept.tolist() == [4 * 25600] * 4 + [0]
+    two_bits = table.option(table.column_of(0, "2") or 0)
+    assert {each.method for each in two_bits.treatments.values()} == {Method.MASK, Method.ROTATED}
+
+
+def test_a_replayed_call_holds_its_tensors_only_in_its_own_backward() -> None:
+    savings = [saving(n, 4, Need.LINEAR, 25600, call=1 + n // 2) for n in range(4)]
+    measured = profile(savings, calls=blocks(4, 2), gradients=0, batch=1)
+    table = make_table(measured, 1, Allowed(widths=()))
+    first = next(place for place, each in enumerate(table.replays) if each.module == "block1")
+    selection = [table.replay_column(first), *kept_selection(table)[2:]]
+    held = (table.usage(table.amounts(selection)) - 210 * MIB) / (4 * 25600)
+    #   save 0, 1, 2, 3, read 3, 2, 1, 0, update
+    assert held.tolist() == [0, 0, 1, 2, 2, 1, 2, 1, 0]
+    assert table.cost_ms[selection].sum() == pytest.approx(0.1 + 0.2)
+
+
+def test_pieces_hold_every_gradient_and_a_release_none() -> None:
+    measured = profile([saving(0, 1, Need.LINEAR, 1000)], refusal="", gradients=MIB)
+    whole, pieces = make_table(measured, 8, Allowed()), make_table(measured, 4, Allowed())
+    released = make_table(measured, 8, Allowed(), release_gradients=True)
+    fixed = 210 * MIB + MIB  # with the optimizer's state
+    assert (whole.base_bytes - fixed).tolist() == [0, 0, MIB]
+    assert (pieces.base_bytes - fixed).tolist() == [MIB] * 3
+    assert (released.base_bytes - fixed).tolist() == [0] * 3
+
+
+def test_a_tensor_is_computed_from_other_codes_only_where_those_are() -> None:
+    norm = saving(0, 3, Need.NORM, 256_000)
+    derived = saving(1, 3, Need.LINEAR, 256_000, parents=frozenset([norm.site]))
+    measured = profile([norm, derived, saving(2, 3, Need.LINEAR, 256_000)], gradients=0, batch=1)
+    without_replay = Allowed(replay=False, methods=frozenset(Method) - {Method.SPILL})
+    base = make_table(measured, 1, without_replay).base_peak_bytes
+    # Room for the last tensor and one code of 8 bits, but not for two.
+    budget = with_margin(measured, base + int(1.3 * 4 * 256_000))
+    found = planner.choose(measured, budget, tolerance=0.14, allowed=without_replay)
+    assert found is not None
+    policy = found.as_plan(measured, budget, "optimal").policy
+    eight_bits = Treatment(Method.MINMAX, 8)
+    assert policy.treatment(norm.need, norm.site) == eight_bits
+    assert policy.treatment(derived.need, derived.site) == eight_bits
+    held = found.table.row(2)[list(found.selection)]
+    assert sum(held > 0) == 2  # the code of the first, and the last tensor itself
+
+
+# --- named policies -----------------------------------------------------------------------------
+
+
+def row_of(count: int, **more: object) -> Profile:
+    savings = [saving(n, count, Need.LINEAR, 100_000, call=1 + n // 2) for n in range(count)]
+    return profile(savings, calls=blocks(count, 2), gradients=0, **more)  # type: ignore[arg-type]
+
+
+def budget_at(measured: Profile, fraction: float) -> int:
+    table = make_table(measured, measured.batch_size, Allowed())
+    top = table.peak_bytes(kept_selection(table))
+    return with_margin(measured, int(210 * MIB + fraction * (top - 210 * MIB)))
+
+
+def test_a_roomy_budget_keeps_everything() -> None:
+    measured = row_of(8, refusal="")
+    for policy in ("optimal", "sage", "accumulate"):
+        plan = planner.make_plan(measured, budget_at(measured, 1.1), policy=policy)
+        assert (plan.policy.name, plan.micro_batch) == ("plain", measured.batch_size)
+
+
+def test_accumulate_only_takes_smaller_pieces() -> None:
+    measured = row_of(8, refusal="")
+    plan = planner.make_plan(measured, budget_at(measured, 0.5), policy="accumulate")
+    assert (plan.policy.name, plan.micro_batch) == ("plain", 4)
+    with pytest.raises(BudgetError):
+        planner.make_plan(row_of(8), budget_at(row_of(8), 0.5), policy="accumulate")
+
+
+def test_quantize_takes_the_widest_that_fits_everywhere() -> None:
+    measured = row_of(20)
+    for fraction, name in ((0.5, "8-bit"), (0.25, "4-bit"), (0.13, "2-bit")):
+        plan = planner.make_plan(measured, budget_at(measured, fraction), policy="quantize")
+        assert (plan.policy.name, plan.micro_batch) == (name, measured.batch_size)
+
+
+def test_checkpoint_replays_one_level_of_blocks_and_codes_nothing() -> None:
+    measured = row_of(20)
+    plan = planner.make_plan(measured, budget_at(measured, 0.5), policy="checkpoint")
+    assert plan.policy.replayed == {f"block{n}" for n in range(1, 11)}
+    assert set(plan.policy.by_site.values()) <= {KEEP}
+
+
+def test_sage_takes_pieces_down_to_the_knee_and_then_evicts() -> None:
+    # Pieces of 2 and more run at nearly the same rate.
+    measured = row_of(8, refusal="", piece_ms=((1, 20.0), (2, 20.5), (4, 40.0), (8, 79.0)))
+    assert policies.knee(measured) == 2
+    halved = planner.make_plan(measured, budget_at(measured, 0.55), policy="sage")
+    assert (halved.policy.name, halved.micro_batch) == ("plain", 4)
+    tight = planner.make_plan(measured, budget_at(measured, 0.15), policy="sage")
+    assert tight.micro_batch == 2
+    assert tight.policy.replayed
+
+
+def test_what_execution_lacks_is_not_planned() -> None:
+    measured = row_of(20)
+    allowed = Allowed(
+        methods=frozenset(Method) - {Method.SPILL}, replay=False, release_gradients=False
+    )
+    plan = planner.make_plan(measured, budget_at(measured, 0.3), allowed=allowed)
+    assert plan.policy.replayed == frozenset()
+    assert not plan.release_gradients
+    methods = {plan.policy.treatment(s.need, s.site).method for s in measured.savings}
+    assert Method.SPILL not in methods
+
+
+def test_every_choice_has_a_reason_and_the_account_adds_up() -> None:
+    measured = row_of(20)
+    budget = budget_at(measured, 0.3)
+    candidate = planner.choose(measured, budget)
+    assert candidate is not None
+    plan = planner.make_plan(measured, budget)
+    assert len(plan.choices) == 2 + len(candidate.selection)
+    terms = planner.account(measured, candidate)
+    predicted = terms.pop("predicted_peak")
+    assert sum(terms.values()) == predicted == plan.predicted_peak_bytes
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(UnknownNameError, match="known: optimal, sage"):
+        planner.make_plan(row_of(4), 10**9, policy="best")
+
+
+def test_a_thousand_sites_are_solved_to_the_stated_gap() -> None:
+    measured = large(1000)
+    table = make_table(measured, 32, Allowed())
+    top, low = table.peak_bytes(kept_selection(table)), table.base_peak_bytes
+    limit = low + (top - low) // 2
+    price = noise_price_ms(measured)
+    exact = Program(table, 0.14, price).least_objective(limit)
+    greedy = solve_greedily(table, limit, 0.14, price)
+    assert exact is not None
+    assert greedy is not None
+    assert table.peak_bytes(list(exact.selection)) <= limit
+    assert exact.gap <= 5 * RELATIVE_GAP * exact.objective
+    assert greedy.bound <= exact.objective <= greedy.objective * (1 + RELATIVE_GAP)
+    assert greedy.gap <= 0.05 * greedy.objective
+
+
+def test_lines_through_measured_points() -> None:
+    assert Affine.through([(2, 10.0), (4, 14.0)]).at(8) == 22.0
+    assert Affine.through([(4, 10.0)]).at(8) == 20.0
+    assert Affine.through([(2, 10.0), (4, 9.0)]).at(100) == 9.0  # a fall is noise
+    assert np.isclose(row_of(2).forward_backward_ms(3), 40.0)
