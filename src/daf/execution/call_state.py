@@ -1,12 +1,13 @@
 """What a module call reads beside its inputs, so that it can be run again as it was.
 
-That is random state, autocast state, which parts were training, and buffers.
+That is random state, autocast state, which parts were training or frozen, and buffers.
 A second run leaves all of it as it found it: running statistics and counters
 advance once, and the caller's random numbers are not used up.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from daf.errors import SavedTensorError
+from daf.execution.module_tensors import ModuleTensors, Slot
 
 Count = Callable[[int], Any]  # begins to count bytes, for as long as what it returns lives
 
@@ -26,9 +27,8 @@ class CallState:
     def __init__(self, module: nn.Module, path: str, devices: Iterable[torch.device]) -> None:
         devices = set(devices)
         self._module = module
-        self._path = path
         self._training = tuple(part.training for part in module.modules())
-        self._versions = tuple(p._version for p in module.parameters() if not is_lazy(p))
+        self._tensors = ModuleTensors(module, path)
         self._autocast = [_Autocast.now(kind) for kind in {"cpu"} | {d.type for d in devices}]
         self._random: _RandomState | None = _RandomState(
             [device for device in devices if device.type == "cuda"]
@@ -40,8 +40,9 @@ class CallState:
         """The call returned: keep of its beginning only what it changed, and count those bytes."""
         if self._random is not None and not self._random.is_used():
             self._random = None
-        self._buffers = [buffer for buffer in self._buffers if buffer.is_changed()]
-        self._versions = tuple(p._version for p in self._module.parameters() if not is_lazy(p))
+        unchanged = {buffer.slot for buffer in self._buffers if not buffer.is_changed()}
+        self._buffers = [buffer for buffer in self._buffers if buffer.slot not in unchanged]
+        self._tensors.finish(unchanged)
         if self._random is not None:
             self._counts.append(count(self._random.nbytes))
         self._counts += [count(buffer.value.nbytes) for buffer in self._buffers]
@@ -51,27 +52,19 @@ class CallState:
         """Everything as it was when the call began; at the end as it is now.
 
         Raises:
-            SavedTensorError: a parameter of the module was changed in place since.
+            SavedTensorError: a tensor of the module was changed or replaced since.
         """
-        self._check_parameters()
+        self._tensors.check_unchanged()
         with ExitStack() as stack:
             if self._random is not None:
                 stack.enter_context(self._random.restored())
             for autocast in self._autocast:
                 stack.enter_context(autocast.restored())
             stack.enter_context(self._training_restored())
+            stack.enter_context(self._tensors.frozen_as_then())
             stack.enter_context(self._buffers_restored())
             stack.enter_context(torch.enable_grad())
             yield
-
-    def _check_parameters(self) -> None:
-        now = tuple(p._version for p in self._module.parameters() if not is_lazy(p))
-        if now != self._versions:
-            raise SavedTensorError(
-                f"asked to replay {self._path!r}, but one of its parameters has been modified by "
-                "an inplace operation since its forward pass; step the optimizer after backward, "
-                "or do not replay this module"
-            )
 
     @contextmanager
     def _training_restored(self) -> Iterator[None]:
@@ -107,11 +100,16 @@ class _Buffer(NamedTuple):
     owner: nn.Module
     name: str
     value: Tensor
+    given: weakref.ref[Tensor]
+
+    @property
+    def slot(self) -> Slot:
+        return id(self.owner._buffers), self.name
 
     def is_changed(self) -> bool:
         """By value, since batch norm and ``.data`` change values without telling the version."""
         now = self.owner._buffers.get(self.name)
-        return now is None or now.dtype != self.value.dtype or not torch.equal(now, self.value)
+        return now is None or now is not self.given() or not torch.equal(now, self.value)
 
 
 def _copies_of_buffers(module: nn.Module) -> Iterator[_Buffer]:
@@ -122,7 +120,7 @@ def _copies_of_buffers(module: nn.Module) -> Iterator[_Buffer]:
                 continue
             if id(buffer) not in copies:
                 copies[id(buffer)] = buffer.detach().clone()
-            yield _Buffer(part, name, copies[id(buffer)])
+            yield _Buffer(part, name, copies[id(buffer)], weakref.ref(buffer))
 
 
 class _RandomState:

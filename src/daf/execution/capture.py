@@ -324,7 +324,9 @@ class _Running:
     def begin(self, operator: Callable[..., Any], arguments: tuple[Any, ...]) -> _Open:
         """An operator is about to run."""
         operands = None
-        if operator in FOLLOWED and self._policy.rederive and not self.replays.is_running:
+        if self.replays.is_running:
+            self.replays.note_operator(operator)
+        elif operator in FOLLOWED and self._policy.rederive:
             operands = self._provenance.operands(arguments)
         opened = _Open(self._pending, torch._C._autograd._get_sequence_nr(), operands)
         self._pending = []

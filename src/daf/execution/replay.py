@@ -21,6 +21,7 @@ from threading import get_ident
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf.errors import SavedTensorError, UnknownNameError
@@ -31,6 +32,8 @@ from daf.execution.held import Held, Saved
 from daf.plan import Site
 from daf.store.scratch import Scratch
 
+# These save a tensor and fill it only afterwards, so that it is nothing yet when it is seen.
+_FILL_WHAT_THEY_SAVED = frozenset({F.rrelu, F.rrelu_, torch.rrelu, torch.rrelu_})
 _NO_TASK = -1  # what PyTorch calls the graph task when no backward runs
 
 
@@ -142,6 +145,7 @@ class ReplayedCall:
     ) -> None:
         self.site = Site(target.path, "replay", 0, 0)
         self.differentiates = False  # does its forward pass itself ask for gradients?
+        self.fills_what_it_saved = False  # then a save is complete when the next one is seen
         self._count = target.calls
         self._replays = replays
         self._forward = target.forward
@@ -226,7 +230,7 @@ class Collector:
 
     def __init__(self, call: ReplayedCall, wanted: list[Rebuilt], keeper: Keeper) -> None:
         self._wanted = {handle.index: handle for handle in wanted}
-        self._last = max(self._wanted)
+        self._last = max(self._wanted) + call.fills_what_it_saved
         self._site = call.site
         self._keeper = keeper
         self._saved = 0
@@ -385,6 +389,12 @@ class Replays:
             saved.settle(call.hold(tensor), self.keeper.note_save(tensor, call.site.module))
         return saved
 
+    def note_operator(self, operator: Callable[..., Any]) -> None:
+        """An operator of the innermost call is about to run, for the first time."""
+        call = self._running[-1]
+        if operator in _FILL_WHAT_THEY_SAVED and isinstance(call, ReplayedCall):
+            call.fills_what_it_saved = True
+
     def note_unpack(self) -> None:
         """Somebody goes backward; calls that run now do so within their own forward pass."""
         for call in self._running:
@@ -417,6 +427,11 @@ def _find(model: nn.Module, path: str) -> nn.Module:
             f"asked to replay {path!r}; {type(model).__name__} has no module of that name; "
             "see named_modules()"
         ) from error
+    if isinstance(module, torch.jit.ScriptModule):
+        raise UnknownNameError(
+            f"asked to replay {path!r}, a compiled {type(module).__name__}, whose calls cannot be "
+            "seen; name the module around it, or the module before torch.jit compiles it"
+        )
     if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
         raise UnknownNameError(
             f"asked to replay {path!r}, a {type(module).__name__}, which is never called itself; "
