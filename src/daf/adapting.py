@@ -3,7 +3,7 @@
 In mid-step a lower budget takes effect before anybody is asked: recycled blocks
 go back to the system, the pool gives up planes, further allocations are
 refused (``memory.keeper``), and the session retries a refused step under a
-tighter plan. Between steps the session plans anew (``replan``).
+tighter plan. Between steps the session plans anew (``choosing``).
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from daf import planner
-from daf.errors import BudgetError
 from daf.governor import THIS_SYSTEM, Budget, Governor, System, Watcher, open_triggers
 from daf.memory.keeper import MemoryKeeper, account_lock
-from daf.plan import Plan, Profile
+from daf.plan import Plan
 
 # While the tightest limit is near, others can fill it within milliseconds; far from it, a process
 # would have to allocate 5 GB/s to get there between two looks.
@@ -143,54 +141,3 @@ class Adapting:
             evicted = self._keeper.rebound(budget_bytes)
             change = BudgetChange(time.perf_counter(), budget_bytes, reason, evicted)
             self.history.append(change)
-
-
-# --- planning anew --------------------------------------------------------------------------
-
-
-class Evidence(NamedTuple):
-    """The first full-size step under a budget: its plan, and the peak (bytes) measured."""
-
-    first: Plan
-    peak_bytes: int
-
-
-def replan(
-    profile: Profile,
-    budget_bytes: int,
-    names: tuple[str, ...],
-    evidence: Evidence | None,
-    *,
-    can_refuse: bool,
-) -> tuple[Plan, Plan | None]:
-    """The plan under another budget, and the one for its first step where that differs.
-
-    Args:
-        profile: what was measured before training.
-        budget_bytes: of the whole process.
-        names: the policies allowed.
-        evidence: what the first full-size step taught about the predictions.
-        can_refuse: allocations beyond the budget are refused, so that a plan may be tried.
-
-    Returns:
-        Where no plan is predicted to fit but ``can_refuse``, the one that holds least: the
-        pool may give up planes that predictions count, so training goes on if it can.
-
-    Raises:
-        BudgetError: none is predicted to fit, and nothing would refuse allocations.
-    """
-    try:
-        plan = planner.make_plan(profile, budget_bytes, names)
-        if not plan.return_freed_blocks:
-            return plan, None
-        if evidence is None:
-            first = planner.tightest_first(plan, profile, names)
-            return plan, first
-        settled = planner.settle(plan, profile, *evidence, budget_bytes, names)
-    except BudgetError:
-        if not can_refuse:
-            raise
-        least = planner.least_budget(profile, names)
-        return planner.make_plan(profile, least, names), None
-    else:
-        return settled, None

@@ -216,48 +216,6 @@ class FusionReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement:
-    """One measured step of ``examples`` examples under one policy (bytes)."""
-
-    examples: int
-    peak_bytes: int
-    plain_bytes: int
-    held_bytes: int
-
-
-def proportional_peak(point: Measurement, examples: int, fixed_bytes: int) -> float:
-    """The peak (bytes) at ``examples`` if everything above ``fixed_bytes`` were per example.
-
-    ``fixed_bytes`` is the model with its gradients. Pessimistic for larger
-    batches, since workspaces and parts of the account do not grow.
-    """
-    above = max(0, point.peak_bytes - fixed_bytes)
-    return point.peak_bytes + above * (max(1.0, examples / point.examples) - 1.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Profile:
-    """What a few small measured steps told about a model, a loss and a batch (bytes).
-
-    ``measurements`` holds, per policy name, steps at growing batch sizes; policies that
-    could not be measured within the budget are missing.
-    ``optimizer_bytes`` is the optimizer state that does not exist yet.
-    ``split_refusal`` says why the batch must not be split, or is empty. ``recycles``:
-    freed blocks are recycled under a hard limit (``memory.keeper``).
-    """
-
-    floor_bytes: int
-    resident_bytes: int
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    batch_size: int
-    measurements: Mapping[str, tuple[Measurement, ...]]
-    split_refusal: str = ""
-    recycles: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """What one training step does; made by the planner, carried out by execution.
 
@@ -266,7 +224,8 @@ class Plan:
     ``release_gradients``: every parameter is updated, and its gradient freed, as soon
     as that is whole. ``bound_ms``: no plan within the budget takes less, time and the small price
     of noise together, so it proves how good this one is. ``choices`` gives one line for every
-    choice: what was chosen and why.
+    choice: what was chosen and why. ``account`` holds the terms of the predicted peak (bytes),
+    which add up to its ``predicted_peak``.
     """
 
     policy: Policy
@@ -278,6 +237,7 @@ class Plan:
     predicted_step_ms: float = 0.0
     bound_ms: float = 0.0
     choices: tuple[str, ...] = ()
+    account: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
 
 def policy_named(name: str) -> Policy:

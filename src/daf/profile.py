@@ -81,6 +81,7 @@ class CallProfile:
 
     Moments ``first_forward`` to ``last_forward`` passed inside it. Its inputs
     are (storage, bytes); a storage of -1 is one that autograd never saved.
+    ``replayable``: it can be run again, because its inputs stay as they are.
     """
 
     module: str
@@ -90,6 +91,7 @@ class CallProfile:
     last_forward: int
     inputs: tuple[tuple[int, Affine], ...] = ()
     output_bytes: Affine = ZERO
+    replayable: bool = True
 
 
 @dataclass(frozen=True, slots=True)

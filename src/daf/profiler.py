@@ -1,14 +1,16 @@
-"""Small measured steps to a Profile: bytes as a function of the batch, for every policy.
+"""Small measured steps to a Profile: bytes, moments and times as functions of the batch.
 
 Each step runs the user's own model and loss on the first few examples of the
-real batch. Afterwards random states, buffers, gradients and training flags are
-as they were, so training starts as if it had not been profiled.
+real batch. Bytes are observed under the codes that hold least, so that a job
+is measured in the room that it will have; times under plain PyTorch, where that
+fits. Afterwards random states, buffers, gradients and training flags are as
+they were, so training starts as if it had not been profiled.
 """
 
 from __future__ import annotations
 
 import random
-import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +19,6 @@ import numpy
 import torch
 from torch import nn
 
-from daf.errors import PoolFullError
 from daf.execution.capture import Capture
 from daf.execution.microbatch import (
     LossFunction,
@@ -26,11 +27,18 @@ from daf.execution.microbatch import (
     read_loss,
     split_refusal,
 )
+from daf.execution.observation import Observation
 from daf.memory import compiler, measure
 from daf.memory.keeper import MemoryKeeper
-from daf.plan import Measurement, Policy, Profile, proportional_peak
+from daf.plan import Policy, coded_policy, plain_policy
+from daf.profile import Profile
+from daf.profile_building import build
+from daf.speeds import device_speeds
+from daf.store.spill import SpillOptions
 
 PROBE_ELEMENTS = 4096
+# Bytes of the same order count in an update: parameter, gradient and state, read and written.
+UPDATE_PASSES = 2
 
 
 def storage_bytes(tensors: Iterator[torch.Tensor]) -> int:
@@ -141,98 +149,173 @@ class Profiler:
         self,
         batch: Any,
         loss_fn: LossFunction,
-        policies: tuple[Policy, ...],
         budget_bytes: int,
         *,
         allow_split: bool,
+        spill: SpillOptions | None = None,
         on_progress: Callable[[str], None] = lambda _: None,
     ) -> Profile:
-        """Measure policies at the sizes of ``probe_sizes``, tightest first; seconds at most.
+        """Measure at the sizes of ``probe_sizes`` and, for times, at smaller ones; seconds.
 
-        No step is measured that is expected to pass the budget, so policies may be
-        left out. The tightest policy is an exception where the batch must stay
-        whole: if its small steps do not fit, the job does not, and they only serve
-        to name the least budget that would. Nor is one kept that a capped pool cannot hold.
+        Nothing but the smallest observed step is run if it is expected to pass
+        the budget: if that one does not fit, the job does not, and it only
+        serves to name the least budget that would.
 
         Args:
             batch: the real batch; its first examples are used.
             loss_fn: the user's own.
-            policies: from what holds most to what holds least.
             budget_bytes: of the whole process.
             allow_split: the user permits micro-batches in any case.
-            on_progress: told each policy's name as its turn comes.
+            spill: where tensors may be spilled, if they may.
+            on_progress: told what is measured, as its turn comes.
 
         Raises:
             PoolFullError: the pool cannot hold even the smallest step of the tightest policy.
         """
-        sizes = probe_sizes(batch_size(batch))
         refusal = "" if allow_split else split_refusal(self._model)
-        measurements: dict[str, tuple[Measurement, ...]] = {}
+        examples = batch_size(batch)
         with undisturbed(self._model):
             # Once unmeasured: code pages, thread pools and kernels' own buffers come to stay.
-            tightest = self._measure(batch, loss_fn, policies[-1], sizes[0])
-            limit = sys.maxsize if refusal else budget_bytes
-            for policy in reversed(policies):
-                if measurements and tightest.peak_bytes + tightest.plain_bytes > budget_bytes:
-                    break
-                on_progress(policy.name)
-                points = self._points(batch, loss_fn, policy, sizes, limit)
-                if points:
-                    measurements[policy.name] = points
-                limit = budget_bytes
-        return self.outline(batch, measurements, refusal)
+            on_progress("a first small step")
+            self._observe(batch, loss_fn, probe_sizes(examples)[0])
+            observations = self._observations(batch, loss_fn, budget_bytes, on_progress)
+            on_progress("times")
+            times = self._times(batch, loss_fn, observations, budget_bytes, split=not refusal)
+        return self._profile(examples, observations, times, refusal, spill)
 
-    def _points(
+    # --- bytes ------------------------------------------------------------------------------
+
+    def _observations(
         self,
         batch: Any,
         loss_fn: LossFunction,
-        policy: Policy,
-        sizes: tuple[int, ...],
-        limit_bytes: int,
-    ) -> tuple[Measurement, ...]:
-        fixed = measure.resident_bytes() + gradient_bytes(self._model)
-        points: list[Measurement] = []
-        for size in sizes:
-            if points and proportional_peak(points[-1], size, fixed) > limit_bytes:
+        budget_bytes: int,
+        on_progress: Callable[[str], None],
+    ) -> list[Observation]:
+        found: list[Observation] = []
+        for size in probe_sizes(batch_size(batch)):
+            if found and self._expected(found[-1], size) > budget_bytes:
                 break
-            try:
-                points.append(self._measure(batch, loss_fn, policy, size))
-            except PoolFullError:  # the pool has a cap of its own, and this policy needs more
-                break
-        return tuple(points)
+            on_progress(f"bytes at {size}")
+            found.append(self._observe(batch, loss_fn, size))
+        return found
 
-    def outline(
-        self, batch: Any, measurements: dict[str, tuple[Measurement, ...]], refusal: str
+    def _expected(self, found: Observation, examples: int) -> float:
+        """The process's peak if everything but gradients grows with the batch."""
+        gradients = gradient_bytes(self._model)
+        growing = max(0, max(found.peak_bytes) - gradients)
+        return measure.resident_bytes() + gradients + growing * examples / found.examples
+
+    def _observe(self, batch: Any, loss_fn: LossFunction, examples: int) -> Observation:
+        part = batch_slice(batch, 0, examples)
+        self._make_room()
+        observer = self._capture.observer(examples)
+        step = self._capture.step(TIGHTEST, seed=0, step_index=0, batch=part, watcher=observer)
+        with observer.watching():
+            with step:
+                loss = read_loss(loss_fn(self._model, part), examples)
+            observer.begin_backward()
+            loss.mean.backward()  # type: ignore[no-untyped-call]
+        self._drop_gradients()
+        observer.found.plain_bytes = self._capture.stats.plain_peak_bytes
+        return observer.found
+
+    # --- times ------------------------------------------------------------------------------
+
+    def _times(
+        self,
+        batch: Any,
+        loss_fn: LossFunction,
+        observations: list[Observation],
+        budget_bytes: int,
+        *,
+        split: bool,
+    ) -> tuple[tuple[int, float], ...]:
+        """(examples, milliseconds) of forward and backward with everything kept."""
+        largest = observations[-1]
+        fitting = [
+            each.examples
+            for each in observations
+            if self._expected(each, each.examples) + each.plain_bytes <= budget_bytes
+        ]
+        if not fitting:
+            return ((largest.examples, largest.step_ms),)
+        sizes = [*_halvings(fitting[-1])] if split else fitting
+        policy = plain_policy()
+        return tuple(sorted((n, self._time(batch, loss_fn, policy, n)) for n in sizes))
+
+    def _time(self, batch: Any, loss_fn: LossFunction, policy: Policy, examples: int) -> float:
+        """The faster of two: whatever disturbs only makes it longer."""
+        part = batch_slice(batch, 0, examples)
+        found = []
+        for _ in range(2):
+            start_s = time.perf_counter()
+            with self._capture.step(policy, seed=0, step_index=0, batch=part):
+                loss = read_loss(loss_fn(self._model, part), examples)
+            loss.mean.backward()  # type: ignore[no-untyped-call]
+            found.append(1000.0 * (time.perf_counter() - start_s))
+            self._drop_gradients()
+        self._make_room()
+        return min(found)
+
+    # --- all together -----------------------------------------------------------------------
+
+    def _profile(
+        self,
+        examples: int,
+        observations: list[Observation],
+        times: tuple[tuple[int, float], ...],
+        refusal: str,
+        spill: SpillOptions | None,
     ) -> Profile:
-        """The Profile's fixed terms around given measurements."""
-        self._keeper.flush()
+        parts = build(observations)
+        speeds = device_speeds(observations[-1], spill)
+        self._make_room()
+        state = optimizer_bytes_to_come(self._optimizer)
+        updated = gradient_bytes(self._model)
+        touched = 2 * updated + sum(map(_state_bytes, self._optimizer.state.values())) + state
         return Profile(
             floor_bytes=self._floor_bytes,
             resident_bytes=measure.resident_bytes(),
             parameter_bytes=parameter_bytes(self._model),
-            gradient_bytes=gradient_bytes(self._model),
-            optimizer_bytes=optimizer_bytes_to_come(self._optimizer),
-            batch_size=batch_size(batch),
-            measurements=measurements,
+            gradient_bytes=updated,
+            optimizer_bytes=state,
+            batch_size=examples,
+            savings=parts.savings,
+            calls=parts.calls,
+            timeline=parts.timeline,
+            piece_ms=times,
+            update_ms=1000.0 * UPDATE_PASSES * touched / speeds.copy,
+            speeds=speeds,
+            weights={},
+            update_bytes=self._update_bytes(),
             split_refusal=refusal,
             recycles=self._keeper.recycles,
         )
 
-    def _measure(
-        self, batch: Any, loss_fn: LossFunction, policy: Policy, examples: int
-    ) -> Measurement:
-        part = batch_slice(batch, 0, examples)
+    def _update_bytes(self) -> int:
+        """What the optimizer's step holds in passing: about two tensors like its largest."""
+        trained = (each.nbytes for each in self._model.parameters() if each.requires_grad)
+        return 2 * max(trained, default=0)
+
+    def _make_room(self) -> None:
         self._capture.release_scratch()
         self._keeper.flush()
-        measure.reset_peak()
-        with self._capture.step(policy, seed=0, step_index=0, batch=part):
-            loss = read_loss(loss_fn(self._model, part), examples)
-        loss.mean.backward()  # type: ignore[no-untyped-call]
-        peak = measure.peak_bytes()
+
+    def _drop_gradients(self) -> None:
         for parameter in self._model.parameters():
             parameter.grad = None
-        stats = self._capture.stats
-        return Measurement(examples, peak, stats.plain_peak_bytes, stats.held_peak_bytes)
+
+
+# What holds least, so that measuring fits wherever training will.
+TIGHTEST = coded_policy(1)
+
+
+def _halvings(examples: int) -> Iterator[int]:
+    while examples > 1:
+        yield examples
+        examples //= 2
+    yield 1
 
 
 def probe_sizes(examples: int) -> tuple[int, ...]:

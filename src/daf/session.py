@@ -2,47 +2,36 @@
 
 The only place where planner and execution meet. ``Session`` measures a few
 small steps, lets the planner choose, runs the first full-size step under the
-tightest plan, measures that, and goes on with the loosest plan that fits.
+tightest plan, measures that, and goes on with the fastest plan that fits.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 
-from daf import governor, planner
-from daf.adapting import Adapting, BudgetChange, Evidence, replan
-from daf.errors import BudgetError, NonFiniteLossError, PlatformError, PoolFullError
+from daf import governor
+from daf.adapting import Adapting, BudgetChange
+from daf.choosing import Choosing, Evidence, Terms
+from daf.errors import BudgetError, PlatformError, PoolFullError, UnknownNameError
 from daf.execution.capture import Capture
-from daf.execution.microbatch import (
-    LossFunction,
-    WeightedLoss,
-    batch_bytes,
-    batch_size,
-    pieces,
-    read_loss,
-    scale_gradients,
-)
-from daf.execution.nonfinite import first_nonfinite
-from daf.execution.release import GradientRelease, ReleaseMode
+from daf.execution.gradient_step import Before, GradientStep
+from daf.execution.microbatch import LossFunction, batch_bytes, batch_size
+from daf.execution.release import GradientRelease, ReleaseMode, release_refusal
 from daf.memory import compiler, measure
 from daf.memory.keeper import MemoryKeeper
 from daf.memory.recycling import unsupported_reason
-from daf.plan import (
-    Measurement,
-    Plan,
-    Policy,
-    Profile,
-    plain_policy,
-    policy_for,
-    policy_named,
-)
+from daf.plain_data import from_plain, to_plain
+from daf.plan import Method, Plan, plain_policy, policy_for
+from daf.planning import planner
+from daf.planning.options import Allowed
+from daf.profile import Profile
 from daf.profiler import Profiler, gradient_bytes, parameter_bytes
 from daf.store.default import make_store
 from daf.store.spill import SpillOptions
@@ -50,8 +39,6 @@ from daf.units import format_bytes, parse_optional_bytes
 
 # A measured small step needs the gradients and about as much again in workspaces and activations.
 ROOM_TO_MEASURE = 4
-# Measuring again takes seconds; a budget must grow by this much to be worth it.
-REPROFILE_GROWTH = 1.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +75,13 @@ class Session:
             trains without a limit. ``session.budget`` may be set at any moment, in mid-step
             and from another thread too. Tighter limits of the system (memory cgroups, free
             memory, ulimits) come first and are followed while it trains.
-        bits: fixes the policy (1 … 8, ``"exact"``, ``"plain"``); None lets the
+        bits: the same at every site (1 … 8, ``"exact"``, ``"plain"``); None lets the
             planner choose. Without a budget None means ``"plain"``.
+        policy: how the planner chooses under a budget: ``"optimal"``, or to compare with it
+            ``"sage"``, ``"checkpoint"``, ``"accumulate"``, ``"quantize"`` (``planning.policies``).
+        tolerance: the most relative error that codes may add at the mean of lossy sites (0:
+            only what is exact). None: as little as two bits everywhere would, and where that
+            cannot hold the budget, as much as it takes.
         seed: names the run in the codes' random rotations.
         floor_bytes: the process before the model existed; by default the
             resident size now, less the model.
@@ -111,7 +103,8 @@ class Session:
         UnitError: the budget or the pool's bytes cannot be read.
         PoolFullError: ``pool_bytes`` was given, and the system grants no addresses.
         PlatformError: a budget was given for a model on a GPU.
-        ValueError: ``bits`` names no policy.
+        UnknownNameError: ``policy`` names none.
+        ValueError: ``bits`` names no policy, or both were given; a negative tolerance.
     """
 
     def __init__(
@@ -121,6 +114,8 @@ class Session:
         budget: governor.Budget,
         *,
         bits: int | str | None = None,
+        policy: str | None = None,
+        tolerance: float | None = None,
         seed: int = 0,
         floor_bytes: int | None = None,
         allow_batchnorm_split: bool = False,
@@ -131,30 +126,29 @@ class Session:
         self.model = model
         self.optimizer = optimizer
         self.floor_bytes = floor_bytes or measure.resident_bytes() - parameter_bytes(model)
-        self.plan: Plan | None = None
         self.predicted_peak_bytes: int | None = None
         self.saved_bytes_plain = 0
         self.saved_bytes_peak = 0
         self.evicted_bytes = 0
-        self._names = planner.LADDER if bits is None else (policy_for(bits).name,)
         self._fixed_policy = plain_policy() if bits is None else policy_for(bits)
         self._seed = seed
         self._allow_split = allow_batchnorm_split
+        self._spill = spill
         store = make_store(parse_optional_bytes(pool_bytes))
         self._capture = Capture(model, store, spill)
+        self._keeper = MemoryKeeper(store.give_back)
         self._release = GradientRelease(
             release_gradients, model, optimizer, self._capture.parameter_reads
         )
-        self._profile: Profile | None = None
-        self._first: Plan | None = None
+        self._gradient = GradientStep(
+            model, optimizer, self._capture, self._release, self._keeper.must_finish
+        )
+        self._choosing = Choosing(Terms(_policy_name(bits, policy), _checked(tolerance)))
         self._step_index = 0
         self._planned_for_bytes = 0
         self._peak_bytes = 0
-        self._keeper = MemoryKeeper(store.give_back)
         self._adapting = Adapting(budget, self._keeper, self._capture.release_scratch)
         self._planned_budget_bytes = self.budget_bytes
-        self._profiled_budget_bytes = 0
-        self._evidence: Evidence | None = None
         if self.budget_bytes is not None:
             _refuse_gpu(model)
         measure.reset_peak()
@@ -236,9 +230,18 @@ class Session:
         return self._release.refusal
 
     @property
+    def plan(self) -> Plan | None:
+        """What training goes on with; None before ``prepare``."""
+        return self._choosing.plan
+
+    @plan.setter
+    def plan(self, value: Plan | None) -> None:
+        self._choosing.plan = value
+
+    @property
     def profile(self) -> Profile | None:
         """What was measured before planning; None before ``prepare`` or without a budget."""
-        return self._profile
+        return self._choosing.profile
 
     def prepare(
         self,
@@ -264,21 +267,17 @@ class Session:
             return self.plan
         self._refuse_without_room_to_measure()
         self._planned_for_bytes = batch_bytes(batch)
-        self._planned_budget_bytes = self._profiled_budget_bytes = self.budget_bytes
-        self._evidence = None
+        budget_bytes = self._planned_budget_bytes = self.budget_bytes
         self._keeper.open()
         with self._keeper.unbounded():
-            self._profile = self._measure_profile(batch, loss_fn, on_progress)
+            profile = self._measure_profile(batch, loss_fn, budget_bytes, on_progress)
+        self._choosing.terms = self._choosing.terms._replace(allowed=self._allowed())
         try:
-            plan = planner.make_plan(self._profile, self.budget_bytes, self._names)
+            plan = self._choosing.begin(profile, budget_bytes)
         except BudgetError:
             self._keeper.close()
             raise
-        self.predicted_peak_bytes = plan.predicted_peak_bytes
-        self._adopt(plan)
-        if plan.return_freed_blocks:
-            self._first = planner.tightest_first(plan, self._profile, self._names)
-        return plan
+        return self._adopt(plan)
 
     def step(self, batch: Any, loss_fn: LossFunction) -> StepReport:
         """One training step: gradient of the mean loss over the batch, then the optimizer.
@@ -298,9 +297,10 @@ class Session:
         """
         self._follow_budget(self._adapting.begin_step())
         if self.budget_bytes is not None and batch_bytes(batch) > self._planned_for_bytes:
-            self.plan = self._first = None
-        plan = self.plan or self.prepare(batch, loss_fn)
-        running = self._first or plan
+            self._choosing.forget()
+        self._choosing.between_steps()
+        plan = self._adopt(self.plan or self.prepare(batch, loss_fn))
+        running = self._choosing.running or plan
         self._begin_peak()
         start_s = time.perf_counter()
         loss, running = self._within_budget(batch, loss_fn, running)
@@ -314,7 +314,7 @@ class Session:
         self._step_index += 1
         if self._keeper.overrun_bytes:
             self._tighter(running)
-        elif self._first is not None:
+        elif self._choosing.first is not None:
             self._settle(peak)
         stats = self._capture.stats
         return StepReport(
@@ -335,55 +335,50 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to go on as this one would have (JSON-able)."""
-        return {
-            "plan": None if self.plan is None else _plan_state(self.plan),
-            "first": None if self._first is None else _plan_state(self._first),
-            "profile": None if self._profile is None else asdict(self._profile),
-            "seed": self._seed,
-            "step_index": self._step_index,
-            "planned_for_bytes": self._planned_for_bytes,
-            "planned_budget_bytes": self._planned_budget_bytes,
-            "profiled_budget_bytes": self._profiled_budget_bytes,
-            "predicted_peak_bytes": self.predicted_peak_bytes,
-            "peak_bytes": self.peak_bytes,
-            "saved_bytes_plain": self.saved_bytes_plain,
-            "saved_bytes_peak": self.saved_bytes_peak,
-            "evicted_bytes": self.evicted_bytes,
-        }
+        choosing = self._choosing
+        chosen = {name: to_plain(getattr(choosing, name)) for name in _CHOSEN}
+        counted = {name: getattr(self, attribute) for name, attribute in _COUNTED.items()}
+        return chosen | counted | {"peak_bytes": self.peak_bytes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state_dict``: nothing is measured or planned again."""
-        self.plan = _plan_from_state(state["plan"])
-        self._first = _plan_from_state(state["first"])
-        self._profile = _profile_from_state(state["profile"])
-        self._seed = state["seed"]
-        self._step_index = state["step_index"]
-        self._planned_for_bytes = state["planned_for_bytes"]
-        self._planned_budget_bytes = state["planned_budget_bytes"]
-        self._profiled_budget_bytes = state["profiled_budget_bytes"]
-        self.predicted_peak_bytes = state["predicted_peak_bytes"]
+        for name, kind in _CHOSEN.items():
+            found = None if state[name] is None else from_plain(kind, state[name])
+            setattr(self._choosing, name, found)
+        for name, attribute in _COUNTED.items():
+            setattr(self, attribute, state[name])
         self._peak_bytes = state["peak_bytes"]
-        self.saved_bytes_plain = state["saved_bytes_plain"]
-        self.saved_bytes_peak = state["saved_bytes_peak"]
-        self.evicted_bytes = state["evicted_bytes"]
+        self._choosing.terms = self._choosing.terms._replace(allowed=self._allowed())
         if self.plan is not None and self.plan.return_freed_blocks:
             self._keeper.open()
 
     def _measure_profile(
-        self, batch: Any, loss_fn: LossFunction, on_progress: Callable[[str], None]
+        self,
+        batch: Any,
+        loss_fn: LossFunction,
+        budget_bytes: int,
+        on_progress: Callable[[str], None],
     ) -> Profile:
         profiler = Profiler(
             self.model, self.optimizer, self._capture, self._keeper, self.floor_bytes
         )
-        policies = tuple(policy_named(name) for name in self._names)
-        assert self.budget_bytes is not None
         return profiler.profile(
             batch,
             loss_fn,
-            policies,
-            self.budget_bytes,
+            budget_bytes,
             allow_split=self._allow_split,
+            spill=self._spill,
             on_progress=on_progress,
+        )
+
+    def _allowed(self) -> Allowed:
+        """What this session's execution can carry out."""
+        without = frozenset() if self._spill else frozenset({Method.SPILL})
+        can_release = self._release.is_asked and not release_refusal(self.model, self.optimizer)
+        return Allowed(
+            methods=frozenset(Method) - without,
+            release_gradients=can_release,
+            must_release=can_release and self._release.is_demanded,
         )
 
     def _refuse_without_room_to_measure(self) -> None:
@@ -400,10 +395,18 @@ class Session:
                 least,
             )
 
-    def _adopt(self, plan: Plan) -> None:
-        self.plan = plan
-        if not plan.return_freed_blocks:
+    def _adopt(self, plan: Plan) -> Plan:
+        """Set in the process what the plan asks for; its prediction stands from now on."""
+        if self.budget_bytes is None:
+            return plan
+        if plan.return_freed_blocks:
+            self._keeper.open()
+        else:
             self._keeper.close()
+        if self._choosing.evidence is None:
+            known = self.predicted_peak_bytes or 0
+            self.predicted_peak_bytes = max(known, plan.predicted_peak_bytes)
+        return plan
 
     def _follow_budget(self, budget_bytes: int | None) -> None:
         """Plan anew if the budget is another one than the plan was made for.
@@ -414,38 +417,26 @@ class Session:
         if budget_bytes == self._planned_budget_bytes or self.plan is None:
             return
         self._planned_budget_bytes = budget_bytes
-        if budget_bytes is None or self._must_profile_again(budget_bytes):
+        if budget_bytes is None or self.profile is None:
             self._keeper.close()
-            self.plan = self._first = None
+            self._choosing.forget()
             return
         self._replan(budget_bytes)
 
-    def _must_profile_again(self, budget_bytes: int) -> bool:
-        """Nothing was measured, or policies were left out that would fit now."""
-        if self._profile is None:
-            return True
-        left_out = len(self._profile.measurements) < len(self._names)
-        return left_out and budget_bytes > REPROFILE_GROWTH * self._profiled_budget_bytes
-
     def _replan(self, budget_bytes: int) -> Plan:
-        assert self._profile is not None
         can_refuse = unsupported_reason() is None
-        plan, self._first = replan(
-            self._profile, budget_bytes, self._names, self._evidence, can_refuse=can_refuse
-        )
-        if plan.return_freed_blocks:
-            self._keeper.open()
-        self._adopt(plan)
-        return plan
+        return self._adopt(self._choosing.again(budget_bytes, can_refuse=can_refuse))
 
     def _within_budget(self, batch: Any, loss_fn: LossFunction, plan: Plan) -> tuple[float, Plan]:
         """The gradient under this plan, or under a tighter one if an allocation was refused."""
-        before = _Before(self.model)
+        before = Before(self.model)
+        key = (self._seed, self._step_index)
+        planned = self.profile is not None
         while True:
             refusals = self._keeper.refusals()
             self._adapting.bound(plan)
             try:
-                return self._forward_backward(batch, loss_fn, plan, before), plan
+                loss = self._gradient.run(batch, loss_fn, plan, key, before, planned=planned)
             except (RuntimeError, PoolFullError) as error:
                 refused = self._keeper.refusals() != refusals
                 if not refused and not isinstance(error, PoolFullError):
@@ -459,83 +450,30 @@ class Session:
                 if tighter is None:
                     raise
                 plan = tighter
+            else:
+                return loss, plan
 
     def _tighter(self, plan: Plan) -> Plan | None:
         """The next tighter plan, adopted; None where none is known.
 
         Parameters are untouched, so the step can be retried.
         """
-        if self._profile is None or self.budget_bytes is None:
+        if self.profile is None or self.budget_bytes is None:
             return None
         if self.budget_bytes != self._planned_budget_bytes:  # it moved in mid-step
             self._planned_budget_bytes = self.budget_bytes
             moved = self._replan(self.budget_bytes)
             if moved.predicted_peak_bytes < plan.predicted_peak_bytes:
-                return self._first or moved
-        tighter = planner.tighter(plan, self._profile, self.budget_bytes, self._names)
-        if tighter is not None:
-            self._first = None
-            self._adopt(tighter)
-        return tighter
+                return moved
+        tighter = self._choosing.tighten(plan)
+        return None if tighter is None else self._adopt(tighter)
 
     def _refusal(self) -> BudgetError:
-        assert self._profile is not None
+        assert self.profile is not None
         assert self.budget_bytes is not None
         missing = self.budget_bytes + self._keeper.missing_bytes
-        least = max(planner.least_budget(self._profile, self._names), missing)
-        return BudgetError(planner.refusal(self._profile, self.budget_bytes, least), least)
-
-    def _forward_backward(
-        self, batch: Any, loss_fn: LossFunction, plan: Plan, before: _Before
-    ) -> float:
-        self.optimizer.zero_grad(set_to_none=True)
-        parts = pieces(batch, plan.micro_batch)
-        self._release.begin(len(parts))
-        total, weight, is_sum = 0.0, 0.0, False
-        for index, part in enumerate(parts):
-            loss = self._piece_forward(part, loss_fn, plan.policy, index)
-            if not torch.isfinite(loss.mean):
-                self._refuse_nonfinite(part, loss_fn, loss.mean.item(), before)
-            is_sum = loss.is_sum
-            self._piece_backward(loss, only=len(parts) == 1, examples=batch_size(batch))
-            total += loss.mean.item() * loss.weight
-            weight += loss.weight
-            del loss
-        if is_sum and len(parts) > 1:
-            scale_gradients(list(self.model.parameters()), 1.0 / weight)
-        return total / weight
-
-    def _piece_forward(
-        self, part: Any, loss_fn: LossFunction, policy: Policy, index: int
-    ) -> WeightedLoss:
-        capture = self._capture.step(
-            policy, seed=self._seed, step_index=self._step_index, micro_index=index, batch=part
-        )
-        with capture, self._release.watching():
-            return read_loss(loss_fn(self.model, part), batch_size(part))
-
-    def _piece_backward(self, loss: WeightedLoss, *, only: bool, examples: int) -> None:
-        if only:
-            scaled = loss.mean
-        elif loss.is_sum:
-            scaled = loss.total
-        else:
-            scaled = loss.total * (loss.weight / examples)
-        with self._release.stepping(scaled, on_commit=self._keeper.must_finish):
-            scaled.backward()  # type: ignore[no-untyped-call]
-
-    def _refuse_nonfinite(
-        self, part: Any, loss_fn: LossFunction, value: float, before: _Before
-    ) -> NoReturn:
-        before.restore()
-        where = first_nonfinite(self.model, part, lambda: loss_fn(self.model, part))
-        before.restore()
-        self.optimizer.zero_grad(set_to_none=True)
-        raise NonFiniteLossError(
-            f"the loss became {value} at step {self._step_index}; it began in {where}; parameters "
-            f"are those from before this step; try a lower learning rate, more bits, or check the "
-            f"data"
-        )
+        least = max(self._choosing.least_bytes(), missing)
+        return BudgetError(planner.refusal(self.profile, self.budget_bytes, least), least)
 
     def _begin_peak(self) -> None:
         self._peak_bytes = self.peak_bytes
@@ -557,31 +495,51 @@ class Session:
         self.evicted_bytes += stats.evicted_bytes
 
     def _settle(self, measured_peak_bytes: int) -> None:
-        assert self.plan
-        assert self._first
-        assert self._profile
-        self._evidence = Evidence(self._first, measured_peak_bytes)
-        self._first = None
         budget_bytes = self._planned_budget_bytes
         if budget_bytes is None or budget_bytes != self.budget_bytes:
+            self._choosing.first = None
             return  # it moved in mid-step; the next one is planned anew
-        evidence, names = self._evidence, self._names
-        settled = planner.settle(self.plan, self._profile, *evidence, budget_bytes, names)
-        self._adopt(settled)
+        self._choosing.settle(measured_peak_bytes, budget_bytes)
 
 
-class _Before:
-    """Buffers and random state from before a forward pass, to be put back if it went wrong."""
+# What a session's state holds: of its plans, by their kinds, and of its own counts.
+_CHOSEN: dict[str, type[Any]] = {
+    "plan": Plan,
+    "first": Plan,
+    "profile": Profile,
+    "evidence": Evidence,
+}
+_COUNTED = {
+    "seed": "_seed",
+    "step_index": "_step_index",
+    "planned_for_bytes": "_planned_for_bytes",
+    "planned_budget_bytes": "_planned_budget_bytes",
+    "predicted_peak_bytes": "predicted_peak_bytes",
+    "saved_bytes_plain": "saved_bytes_plain",
+    "saved_bytes_peak": "saved_bytes_peak",
+    "evicted_bytes": "evicted_bytes",
+}
 
-    def __init__(self, model: nn.Module) -> None:
-        self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-        self._random_state = torch.get_rng_state()
 
-    def restore(self) -> None:
-        with torch.no_grad():
-            for buffer, value in self._buffers:
-                buffer.copy_(value)
-        torch.set_rng_state(self._random_state)
+def _policy_name(bits: int | str | None, policy: str | None) -> str:
+    if bits is not None and policy is not None:
+        raise ValueError(
+            f"asked for bits={bits!r} and policy={policy!r}; bits fix every site, so that there is "
+            "nothing left for a policy to choose; give one of the two"
+        )
+    if policy is not None and policy not in planner.POLICIES:
+        known = ", ".join(planner.POLICIES)
+        raise UnknownNameError(f"asked for the policy {policy!r}; known: {known}")
+    return policy_for(bits).name if bits is not None else policy or "optimal"
+
+
+def _checked(tolerance: float | None) -> float | None:
+    if tolerance is not None and not tolerance >= 0:
+        raise ValueError(
+            f"asked for a tolerance of {tolerance!r}; it is a relative error: 0 (exact) or more, "
+            f"{planner.DEFAULT_TOLERANCE} for two bits everywhere"
+        )
+    return tolerance
 
 
 def _refuse_gpu(model: nn.Module) -> None:
@@ -591,30 +549,3 @@ def _refuse_gpu(model: nn.Module) -> None:
             f"asked for a budget for a model on {device}; budgets bound the process's own memory; "
             "move the model to the CPU, or pass budget=None"
         )
-
-
-def _plan_state(plan: Plan) -> dict[str, Any]:
-    return {
-        "policy": plan.policy.name,
-        "micro_batch": plan.micro_batch,
-        "predicted_peak_bytes": plan.predicted_peak_bytes,
-        "return_freed_blocks": plan.return_freed_blocks,
-        "reason": plan.reason,
-    }
-
-
-def _plan_from_state(state: dict[str, Any] | None) -> Plan | None:
-    if state is None:
-        return None
-    rest = {name: value for name, value in state.items() if name != "policy"}
-    return Plan(policy_named(state["policy"]), **rest)
-
-
-def _profile_from_state(state: dict[str, Any] | None) -> Profile | None:
-    if state is None:
-        return None
-    measurements = {
-        name: tuple(Measurement(**point) for point in points)
-        for name, points in state["measurements"].items()
-    }
-    return Profile(**(state | {"measurements": measurements}))

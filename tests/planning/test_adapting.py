@@ -219,23 +219,6 @@ def test_the_plan_tightens_with_the_budget_and_relaxes_when_it_is_restored() -> 
         assert [each.reason for each in session.budget_history] == ["as asked"] * 3
 
 
-@needs_limit
-def test_policies_left_out_at_first_are_measured_once_the_budget_allows_them() -> None:
-    model, batch = network(), images(8)
-    with session_for(model, "7GB") as session:
-        session.prepare(batch, cross_entropy)
-        assert session.profile is not None
-        some = {name: session.profile.measurements[name] for name in ("1-bit", "2-bit")}
-        session._profile = replace(session.profile, measurements=some)
-        session.budget = "6GB"
-        session.step(batch, cross_entropy)
-        assert session.plan is not None
-        assert session.plan.policy.name == "2-bit"
-        session.budget = "8GB"
-        session.step(batch, cross_entropy)
-        assert session.plan.policy.name == "plain"
-
-
 def test_a_budget_may_come_later_and_be_lifted() -> None:
     model, batch = network(), images(8)
     with session_for(model, None) as session:

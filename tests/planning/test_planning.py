@@ -325,7 +325,7 @@ def test_every_choice_has_a_reason_and_the_account_adds_up() -> None:
     assert candidate is not None
     plan = planner.make_plan(measured, budget)
     assert len(plan.choices) == 2 + len(candidate.selection)
-    terms = planner.account(measured, candidate)
+    terms = candidate.account(measured, candidate.peak_bytes(measured))
     predicted = terms.pop("predicted_peak")
     assert sum(terms.values()) == predicted == plan.predicted_peak_bytes
 

@@ -16,12 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf.errors import BudgetError, NonFiniteLossError, UnitError
-from daf.execution.capture import Capture
 from daf.memory import measure
-from daf.memory.keeper import MemoryKeeper
 from daf.memory.recycling import unsupported_reason
-from daf.plan import coded_policy, plain_policy
-from daf.profiler import Profiler, optimizer_bytes_to_come, probe_sizes, undisturbed
+from daf.plan import coded_policy
+from daf.profiler import optimizer_bytes_to_come, undisturbed
 from daf.session import Session
 
 Batch = tuple[Tensor, Tensor]
@@ -266,11 +264,11 @@ def test_a_session_resumed_before_its_first_step_still_measures_that_step() -> N
     model, batch = convolutional(), images()
     with Session(model, sgd(model), measure.resident_bytes() + 200_000_000, bits=2) as session:
         session.prepare(batch, cross_entropy)
-        session._first = replace(session.plan, policy=coded_policy(1))
+        session._choosing.first = replace(session.plan, policy=coded_policy(1))
         state = json.loads(json.dumps(session.state_dict()))
     with Session(model, sgd(model), measure.resident_bytes() + 200_000_000, bits=2) as resumed:
         resumed.load_state_dict(state)
-        assert resumed._first == session._first
+        assert resumed._choosing.first == session._choosing.first
         assert resumed.profile == session.profile
         assert resumed.plan == session.plan
 
@@ -281,7 +279,7 @@ def test_a_step_that_is_refused_memory_is_retried_under_a_tighter_plan() -> None
     model, twin = deep(), deep()
     with Session(model, sgd(model), "8GB") as session:
         session.prepare(batch, cross_entropy)
-        session._first = None
+        session._choosing.first = None
         assert session.plan is not None
         assert session.plan.policy.name == "plain"
         # As if other memory had grown since: plain no longer fits, codes do.
@@ -301,7 +299,7 @@ def test_a_step_that_nothing_can_hold_leaves_the_parameters_alone() -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with Session(model, sgd(model), "8GB") as session:
         session.prepare(batch, cross_entropy)
-        session._first = None
+        session._choosing.first = None
         session.budget_bytes = measure.resident_bytes() + 20_000_000
         with pytest.raises(BudgetError) as caught:
             session.step(batch, cross_entropy)
@@ -326,21 +324,6 @@ def test_a_larger_batch_is_planned_for_anew_and_a_smaller_one_is_not() -> None:
         assert session.plan.micro_batch == 16
 
 
-def test_the_profile_grows_with_the_batch_and_shrinks_with_the_bits() -> None:
-    model, batch = convolutional(), images(32)
-    session = Session(model, sgd(model), "8GB")
-    session.prepare(batch, cross_entropy)
-    profile = session.profile
-    assert profile is not None
-    assert "BatchNorm2d" in profile.split_refusal
-    for points in profile.measurements.values():
-        assert [point.examples for point in points] == list(probe_sizes(32)) == [4, 8]
-        assert points[1].held_bytes > 1.5 * points[0].held_bytes
-    held = [profile.measurements[name][-1].held_bytes for name in ("plain", "4-bit", "1-bit")]
-    assert held[0] > 4 * held[1] > 4 * held[2]
-    session.close()
-
-
 def test_what_is_set_is_stated_and_undone() -> None:
     model, batch = convolutional(), images()
     with Session(model, sgd(model), measure.resident_bytes() + 60_000_000) as session:
@@ -363,7 +346,6 @@ BUDGETED = """
 import json, torch, torch.nn.functional as F
 from daf.errors import BudgetError
 from daf.memory import measure
-from daf.memory.keeper import MemoryKeeper
 from daf.session import Session
 from daf.training.models import find_model
 
@@ -411,15 +393,3 @@ def test_peak_covers_profiling_and_steps() -> None:
         report = session.step(batch, cross_entropy)
         assert session.peak_bytes >= report.peak_bytes >= measure.resident_bytes() - 64 * 2**20
         assert session.predicted_peak_bytes is not None
-
-
-def test_profiler_measures_every_policy_asked_for() -> None:
-    model, batch = convolutional(), images()
-    profiler = Profiler(model, sgd(model), Capture(model), MemoryKeeper(), floor_bytes=0)
-    found = profiler.profile(
-        batch, cross_entropy, (plain_policy(), coded_policy(4)), 8 * 10**9, allow_split=True
-    )
-    assert list(found.measurements) == ["4-bit", "plain"]
-    assert found.split_refusal == ""
-    plain, coded = (found.measurements[name][-1] for name in ("plain", "4-bit"))
-    assert plain.plain_bytes == coded.plain_bytes == plain.held_bytes > 4 * coded.held_bytes

@@ -76,10 +76,10 @@ def session_of(model: nn.Module, mode: Any = True) -> Session:
 def tighter_is_halved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind every plan of the whole batch lies one of two pieces, whatever was measured."""
 
-    def halved(plan: Plan, *_rest: Any) -> Plan | None:
+    def halved(_profile: Profile, plan: Plan, **_terms: Any) -> Plan | None:
         return replace(plan, micro_batch=16) if plan.micro_batch == 32 else None
 
-    monkeypatch.setattr("daf.planner.tighter", halved)
+    monkeypatch.setattr("daf.planning.planner.tighter_plan", halved)
 
 
 def plain_step(model: nn.Module) -> dict[str, Tensor]:
@@ -96,7 +96,7 @@ def test_after_the_first_update_the_step_is_finished_and_its_overrun_told() -> N
     expected = plain_step(model)
     with session_of(model, "auto") as session:
         session.prepare(batch(), cross_entropy)
-        session._first = None
+        session._choosing.first = None
         model.in_backward[0] = 100 * MIB
         session.budget_bytes = measure.resident_bytes() + 40 * MIB
         report = session.step(batch(), cross_entropy)
@@ -128,7 +128,7 @@ def test_before_the_first_update_parameters_are_untouched_and_the_step_can_be_re
     expected = plain_step(model)
     with session_of(model) as session:
         session.prepare(batch(), cross_entropy)
-        session._first = None
+        session._choosing.first = None
         model.in_backward[0] = 100 * MIB
         session.budget_bytes = measure.resident_bytes() + 40 * MIB
         before = deepcopy(model.state_dict())
@@ -148,7 +148,7 @@ def test_a_retry_that_must_cut_the_batch_releases_nothing() -> None:
     expected = plain_step(model)
     with session_of(model, "auto") as session:
         session.prepare(batch(), cross_entropy)
-        session._first = None
+        session._choosing.first = None
         model.in_backward[:] = [100 * MIB, 0]
         session.budget_bytes = measure.resident_bytes() + 40 * MIB
         report = session.step(batch(), cross_entropy)

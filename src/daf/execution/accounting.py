@@ -6,6 +6,7 @@ is dropped, so the account is exact at any moment of forward and backward.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from typing import TypeVar
@@ -118,6 +119,12 @@ class Source:
         self._plain: weakref.ref[Plain] | None = None
         self.nbytes = storage.nbytes()
 
+    def references(self) -> int:
+        """How many tensors refer to the storage now."""
+        if self._storage.expired():  # type: ignore[no-untyped-call]
+            return 0
+        return storage_references(self._storage.cdata)
+
     def plain(self) -> Plain:
         """Autograd would hold this; counted once however many tensors on it are saved."""
         plain = self._plain() if self._plain is not None else None
@@ -181,6 +188,18 @@ class Sources:
             if reference() is not None
         }
         self._external = {}
+
+
+def storage_references(address: int) -> int:
+    """How many tensors refer to the storage at an address, which Python has seen before."""
+    return int(torch._C._storage_Use_Count(address)) - _wrapper_references()
+
+
+@functools.cache
+def _wrapper_references() -> int:
+    """By how much PyTorch's count grows once Python has seen a storage (1 in torch 2.13)."""
+    tensor = torch.empty(1)
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
 
 
 def _weak(storage: torch.UntypedStorage) -> StorageWeakRef:

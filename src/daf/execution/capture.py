@@ -37,6 +37,7 @@ for them yet. ``torch.func`` transforms do not work under saved-tensor hooks.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -55,6 +56,7 @@ from daf.execution.fusing import Fusing, FusingMode
 from daf.execution.fusion import Fusion
 from daf.execution.held import Held, Kept, Saved, unpacker
 from daf.execution.microbatch import tensors_in_batch
+from daf.execution.observation import Observer, Save, Watcher, watched
 from daf.execution.operator_mode import OperatorMode, Substitute
 from daf.execution.parameter_reads import ParameterReads
 from daf.execution.provenance import ADDITIONS, FOLLOWED, Operands, Provenance
@@ -125,6 +127,7 @@ class Capture:
         step_index: int,
         micro_index: int = 0,
         batch: Any = None,
+        watcher: Watcher | None = None,
     ) -> Iterator[Capture]:
         """Capture what is saved inside; codes outlive the ``with``, hooks do not.
 
@@ -134,6 +137,7 @@ class Capture:
             step_index: which training step.
             micro_index: which part of the step's batch; 0 begins the account anew.
             batch: the caller's own tensors (any nest of them): never coded, never counted.
+            watcher: told of every operator, save and read (see ``observation``).
 
         Raises:
             CodecError: the policy asks for a treatment that is unsound at a site, or for fused
@@ -149,7 +153,7 @@ class Capture:
         self._replay_log.clear()
         self._sources.forget()
         self._sources.set_external(self._own_tensors(batch))
-        running = _Running(self, policy, (seed, step_index, micro_index))
+        running = _Running(self, policy, (seed, step_index, micro_index), watcher)
         try:
             with ExitStack() as stack:
                 stack.enter_context(self._tracker.following())
@@ -159,7 +163,8 @@ class Capture:
                 fusing = running.fusing() if policy.fused else None
                 mode = FusingMode(running, ours, fusing) if fusing else OperatorMode(running, ours)
                 stack.enter_context(mode)
-                hooks = torch.autograd.graph.saved_tensors_hooks(running.pack, self._unpack)
+                unpack = self._unpack if watcher is None else watched(self._unpack, watcher)
+                hooks = torch.autograd.graph.saved_tensors_hooks(running.pack, unpack)
                 stack.enter_context(hooks)
                 yield self
                 if fusing:
@@ -173,6 +178,10 @@ class Capture:
             raise
         finally:
             self._provenance.clear()
+
+    def observer(self, examples: int) -> Observer:
+        """For ``step``: notes what a step of so many examples holds, moment by moment."""
+        return Observer(self._model, self._sources, examples, self.release_scratch)
 
     def release_scratch(self) -> None:
         """Give back what only saves time: memory that tensors were decoded in, or read into.
@@ -275,8 +284,15 @@ class _Open(NamedTuple):
 class _Running:
     """One ``with`` of a capture: packs what is saved and settles it when its operator returns."""
 
-    def __init__(self, capture: Capture, policy: Policy, key_parts: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        capture: Capture,
+        policy: Policy,
+        key_parts: tuple[int, ...],
+        watcher: Watcher | None = None,
+    ) -> None:
         self._capture = capture
+        self._watcher = watcher
         self._sources = capture._sources
         self._ledger = capture._ledger
         self._tracker = capture._tracker
@@ -324,6 +340,8 @@ class _Running:
     def begin(self, operator: Callable[..., Any], arguments: tuple[Any, ...]) -> _Open:
         """An operator is about to run."""
         operands = None
+        if self._watcher is not None and self._pending is None:
+            self._watcher.moment()
         if self.replays.is_running:
             self.replays.note_operator(operator)
         elif operator in FOLLOWED and self._policy.rederive:
@@ -428,7 +446,23 @@ class _Running:
         spilled_before = self._spill.taken_bytes
         sources = tuple(self._sources.of(part) for part in strided_parts(tensor))
         plain = tuple(source.plain() for source in sources)
+        start_s = time.perf_counter()
         held, record.treatment = self._hold(saved, tensor, need, record, sources, call)
+        if self._watcher is not None:
+            self._watcher.saved(
+                Save(
+                    saved,
+                    tensor,
+                    held,
+                    record.site,
+                    need,
+                    record.treatment,
+                    sources,
+                    self._ledger.told_bytes - told_before,
+                    1000.0 * (time.perf_counter() - start_s),
+                    is_treatable(tensor),
+                )
+            )
         record.plain_bytes += self._ledger.plain_bytes - plain_before
         record.held_bytes += self._ledger.told_bytes - told_before
         record.spilled_bytes += self._spill.taken_bytes - spilled_before

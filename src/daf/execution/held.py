@@ -187,7 +187,7 @@ class NormInput(Held):
     ``mean`` and ``inverse_deviation`` are the operator's own saved statistics.
     """
 
-    __slots__ = ("_code", "_inner", "_inverse_deviation", "_layout", "_mean")
+    __slots__ = ("_inner", "_inverse_deviation", "_layout", "_mean", "code")
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ class NormInput(Held):
         inner: int,
     ) -> None:
         super().__init__()
-        self._code = code
+        self.code = code
         self._layout = layout
         self._mean = mean
         self._inverse_deviation = inverse_deviation
@@ -208,7 +208,7 @@ class NormInput(Held):
         """Undo the normalisation."""
         out = scratch.empty(self._layout)
         deviation = self._inverse_deviation.reciprocal()
-        self._code.content.decode(out, Channels(deviation, self._mean, self._inner))
+        self.code.content.decode(out, Channels(deviation, self._mean, self._inner))
         return out
 
 

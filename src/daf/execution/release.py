@@ -28,6 +28,7 @@ from daf.execution.parameter_reads import ParameterReads
 from daf.memory import compiler
 
 ReleaseMode = bool | Literal["auto"]
+HELD_BY_PLAN = "the plan has room for all gradients, and a step that holds them can be tried again"
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 
 
@@ -85,8 +86,20 @@ class GradientRelease:
         """Whether a parameter was updated inside this step's backward."""
         return self.count.released > 0
 
-    def begin(self, pieces: int) -> None:
+    @property
+    def is_asked(self) -> bool:
+        """Were gradients to be released where that is allowed?"""
+        return self._mode is not False
+
+    @property
+    def is_demanded(self) -> bool:
+        """Were gradients to be released in any case?"""
+        return self._mode is True
+
+    def begin(self, pieces: int, *, held_by_plan: bool = False) -> None:
         """A step of ``pieces`` micro-batches begins; decides whether it releases gradients.
+
+        ``held_by_plan``: there is room for all of them, so that they are released only on demand.
 
         Raises:
             ReleaseRefusedError: the mode is True, and this step forbids it.
@@ -95,6 +108,8 @@ class GradientRelease:
         self.refusal = ""
         if self._mode is not False:
             self.refusal = release_refusal(self._model, self._optimizer, pieces)
+        if self._mode == "auto" and held_by_plan:
+            self.refusal = self.refusal or HELD_BY_PLAN
         if self._mode is True and self.refusal:
             raise ReleaseRefusedError(
                 f"asked to release gradients inside backward; {self.refusal}; pass "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from daf.planning.options import KEPT, Option
+from daf.planning.options import KEPT, Option, families
 from daf.planning.table import Table
 from daf.profile import Profile
 from daf.units import format_bytes
@@ -11,6 +11,7 @@ from daf.units import format_bytes
 def explain(profile: Profile, table: Table, selection: tuple[int, ...]) -> tuple[str, ...]:
     """One line for the size of pieces, for gradients, every replay and every family of sites."""
     lines = [_about_pieces(profile, table), _about_gradients(table)]
+    groups = families(profile.savings)
     peak = int(table.usage(table.amounts(list(selection))).argmax())
     row = table.row(peak)
     for column in selection:
@@ -19,7 +20,9 @@ def explain(profile: Profile, table: Table, selection: tuple[int, ...]) -> tuple
         else:
             kept = int(table.first[table.family_of[column]])
             saved = float(row[kept] - row[column])
-            lines.append(_about_option(table.option(column), saved, bool(row[kept] > 0)))
+            sites = ", ".join(str(each.site) for each in groups[table.family_of[column]])
+            option = table.option(column)
+            lines.append(_about_option(option, sites, saved, counts=bool(row[kept] > 0)))
     return tuple(lines)
 
 
@@ -79,10 +82,10 @@ def _about_replay(table: Table, column: int) -> str:
     )
 
 
-def _about_option(option: Option, saved_bytes: float, counts: bool) -> str:
-    names = ", ".join(f"{site} {_words(each)}" for site, each in option.treatments.items())
+def _about_option(option: Option, sites: str, saved_bytes: float, *, counts: bool) -> str:
     if option.level == KEPT or not option.treatments:
-        return f"{names or 'a family'}: kept"
+        return f"{sites}: kept: it fits" if counts else f"{sites}: kept: not alive at the peak"
+    names = ", ".join(f"{site} {_words(each)}" for site, each in option.treatments.items())
     if not counts:
         return f"{names}: not alive at the peak; frees bytes at another moment"
     price = f"{option.cost_ms:.2f} ms a piece"

@@ -27,12 +27,16 @@ _MINMAX_4_BIT_ERROR = 0.024  # design, section 4; every further bit halves the s
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What the execution at hand can carry out, and the user permits."""
+    """What the execution at hand can carry out, and the user permits.
+
+    ``must_release``: gradients of a whole batch are released in any case.
+    """
 
     methods: frozenset[Method] = frozenset(Method)
     widths: tuple[int, ...] = WIDTHS
     replay: bool = True
     release_gradients: bool = True
+    must_release: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +172,7 @@ class OptionMaker:
         for saving in treated:
             treatment = treatments[saving.site]
             cost_ms += self._decode_ms(saving, treatment)
-            spans.append(self._decoded_span(saving, treatment))
+            spans.append(self._decoded_span(saving))
             if follow and saving.parents is not None:
                 own = {each.site for each in family}
                 requires |= saving.parents - own
@@ -195,9 +199,9 @@ class OptionMaker:
             if sharing[0].dies <= last:
                 yield Span(sharing[0].dies, last, size)
 
-    def _decoded_span(self, saving: Saving, treatment: Treatment) -> Span:
-        decoded = 0.0 if treatment.method is Method.DROP else self._bytes(saving)
-        return Span(saving.read, saving.released, decoded)
+    def _decoded_span(self, saving: Saving) -> Span:
+        """What was dropped comes back as memory of its size, too, although nobody fills it."""
+        return Span(saving.read, saving.released, self._bytes(saving))
 
     def _code_span(self, shared: list[Saving], treatment: Treatment) -> Span:
         first = min(saving.saved for saving in shared)

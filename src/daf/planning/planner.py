@@ -6,20 +6,25 @@ Every function is pure: the same profile and budget give the same plan.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 from daf.errors import BudgetError, UnknownNameError
 from daf.plan import Plan
 from daf.planning import policies
 from daf.planning.candidate import Candidate, without_margin
-from daf.planning.explain import account_of
 from daf.planning.options import Allowed
 from daf.profile import Profile
 from daf.units import format_bytes
 
 POLICIES = policies.POLICIES
+LEVELS = policies.LEVELS
 # Two bits everywhere, with a little room for the few sites that get fewer (design, section 4).
 DEFAULT_TOLERANCE = 0.14
 EVERYTHING = Allowed()
+# By how much of what a refused plan holds above the floor the next one holds less, tried in
+# turn; if neither fits, the least of all is next.
+TIGHTER_SHARES = (0.25, 0.1)
+SMALLEST_STEP_BYTES = 10 * 2**20
 
 
 def make_plan(
@@ -36,7 +41,8 @@ def make_plan(
     Args:
         profile: what was measured.
         budget_bytes: the whole process's budget, floor included.
-        policy: one of ``POLICIES``; ``"optimal"`` takes the least time a step.
+        policy: one of ``POLICIES``, of which ``"optimal"`` takes the least time a step; or one
+            of ``LEVELS``, the same at every site.
         tolerance: the most relative error that codes may add (the mean over lossy sites by
             weight; 0: only lossless treatments). None: ``DEFAULT_TOLERANCE``, and where
             that cannot hold the budget, as much as it takes.
@@ -78,13 +84,6 @@ def least_feasible_budget(
     return found.peak_bytes(profile)
 
 
-def account(profile: Profile, plan_candidate: Candidate) -> dict[str, int]:
-    """The terms of a candidate's predicted peak (bytes), margin included; they add up."""
-    terms = account_of(profile, plan_candidate.table, plan_candidate.selection)
-    peak = plan_candidate.peak_bytes(profile)
-    return terms | {"margin": peak - sum(terms.values()), "predicted_peak": peak}
-
-
 def choose(
     profile: Profile,
     budget_bytes: int,
@@ -120,9 +119,57 @@ def _tolerances(tolerance: float | None) -> tuple[float, ...]:
 
 
 def _checked(policy: str) -> str:
-    if policy not in POLICIES:
-        raise UnknownNameError(f"unknown policy {policy!r}; known: {', '.join(POLICIES)}")
+    if policy not in POLICIES and policy not in LEVELS:
+        known = ", ".join((*POLICIES, *LEVELS))
+        raise UnknownNameError(f"asked for the policy {policy!r}; known: {known}")
     return policy
+
+
+def first_plan(
+    profile: Profile,
+    plan: Plan,
+    budget_bytes: int,
+    *,
+    tolerance: float | None = None,
+    allowed: Allowed = EVERYTHING,
+) -> Plan | None:
+    """For the first full-size step: the plan's pieces, holding as little as one level can.
+
+    None where the plan itself holds no more than that.
+    """
+    most = _tolerances(tolerance)[-1]
+    found = policies.lowest_level(
+        profile, plan.micro_batch, most, allowed, release=plan.release_gradients
+    )
+    if found.peak_bytes(profile) >= plan.predicted_peak_bytes:
+        return None
+    return found.as_plan(profile, budget_bytes, "first step")
+
+
+def tighter_plan(
+    profile: Profile,
+    plan: Plan,
+    *,
+    policy: str = "optimal",
+    tolerance: float | None = None,
+    allowed: Allowed = EVERYTHING,
+) -> Plan | None:
+    """A plan that is predicted to hold clearly less than ``plan``; None if there is none.
+
+    For a step that was refused memory although its plan was predicted to fit.
+    """
+    find = partial(make_plan, profile, policy=policy, tolerance=tolerance, allowed=allowed)
+    # The floor may lie above all of it, where memory from before was given back since.
+    above = max(SMALLEST_STEP_BYTES, plan.predicted_peak_bytes - profile.floor_bytes)
+    least: int | None = None
+    for share in TIGHTER_SHARES:
+        try:
+            return find(plan.predicted_peak_bytes - int(share * above), quickly=True)
+        except BudgetError as error:
+            least = error.least_bytes
+    if least is None or least >= plan.predicted_peak_bytes:
+        return None
+    return find(least)
 
 
 def refusal(profile: Profile, budget_bytes: int, least_bytes: int) -> str:

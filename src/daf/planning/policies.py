@@ -7,6 +7,7 @@
   nearest to the square root of as many blocks as there are layers.
 - ``accumulate``: everything kept, the largest piece that fits.
 - ``quantize``: the whole batch, one width everywhere, the widest that fits.
+- ``plain``, ``exact``, ``8-bit`` … ``1-bit``: that at every site, in the largest pieces that fit.
 """
 
 from __future__ import annotations
@@ -93,9 +94,12 @@ def _search(
 
 
 def _shapes(profile: Profile, allowed: Allowed) -> Iterator[tuple[int, bool]]:
+    """Sizes of piece, and whether gradients are released, which only a whole batch can."""
     for size in piece_sizes(profile):
-        yield size, False
-        if size == profile.batch_size and allowed.release_gradients:
+        whole = size == profile.batch_size
+        if not (whole and allowed.must_release):
+            yield size, False
+        if whole and allowed.release_gradients:
             yield size, True
 
 
@@ -105,14 +109,10 @@ def tightest(profile: Profile, tolerance: float, allowed: Allowed) -> Candidate 
     Tensors too small to be treated can make a slightly larger piece hold less, so a few of
     the smallest are tried; the whole batch needs no gradients while it goes forward.
     """
-    sizes = piece_sizes(profile)
-    shapes = [(size, False) for size in reversed(sizes[-_SMALLEST_SIZES:])]
-    shapes += (
-        [(profile.batch_size, False)] if profile.batch_size not in sizes[-_SMALLEST_SIZES:] else []
-    )
-    shapes += [(profile.batch_size, True)] if allowed.release_gradients else []
+    sizes = set(piece_sizes(profile)[-_SMALLEST_SIZES:]) | {profile.batch_size}
+    shapes = [shape for shape in _shapes(profile, allowed) if shape[0] in sizes]
     best: Candidate | None = None
-    for size, release in shapes:
+    for size, release in reversed(shapes):
         table = make_table(profile, size, allowed, release_gradients=release)
         if best is not None and with_margin(profile, table.base_peak_bytes) >= best.peak_bytes(
             profile
@@ -151,6 +151,22 @@ def sage(profile: Profile, limit: int, tolerance: float, allowed: Allowed) -> Ca
     least = tightest(profile, tolerance, own)
     fits = least is not None and least.table.peak_bytes(list(least.selection)) <= limit
     return least if fits else None
+
+
+def lowest_level(
+    profile: Profile, size: int, tolerance: float, allowed: Allowed, *, release: bool
+) -> Candidate:
+    """One level everywhere, the one that peaks lowest at a size of piece within the tolerance.
+
+    Found at once, and so near the least that pieces of this size can hold.
+    """
+    own = replace(allowed, replay=False)
+    table = make_table(profile, size, own, release_gradients=release)
+    levels = ("keep", "exact", *map(str, own.widths))
+    selections = [lawful(table, level_selection(table, level)) for level in levels]
+    within = [each for each in selections if table.noise[each].sum() <= tolerance]
+    lowest: list[int] = min(within, key=lambda selection: table.peak_bytes(list(selection)))
+    return Candidate(table, tuple(lowest))
 
 
 def _first_that_fits(candidates: Iterator[Candidate], limit: int) -> Candidate | None:
@@ -193,12 +209,27 @@ def _quantizing(profile: Profile, allowed: Allowed) -> Iterator[Candidate]:
             yield Candidate(table, tuple(selection))
 
 
+def _at_level(level: str) -> Callable[[Profile, Allowed], Iterator[Candidate]]:
+    """One level everywhere; only the size of pieces is chosen."""
+
+    def candidates(profile: Profile, allowed: Allowed) -> Iterator[Candidate]:
+        own = replace(allowed, replay=False, widths=WIDTHS)
+        for size, release in _shapes(profile, own):
+            table = make_table(profile, size, own, release_gradients=release)
+            yield Candidate(table, tuple(lawful(table, level_selection(table, level))))
+
+    return candidates
+
+
 _FIXED: Mapping[str, Callable[[Profile, Allowed], Iterator[Candidate]]] = {
     "accumulate": _accumulating,
     "checkpoint": _checkpointing,
     "quantize": _quantizing,
-}
+    "plain": _at_level("keep"),
+    "exact": _at_level("exact"),
+} | {f"{width}-bit": _at_level(str(width)) for width in WIDTHS}
 POLICIES = ("optimal", "sage", "checkpoint", "accumulate", "quantize")
+LEVELS = tuple(name for name in _FIXED if name not in POLICIES)
 
 
 def find(

@@ -217,7 +217,8 @@ def _replays(
             for index, group in enumerate(groups)
             if all(saving.call in covered for saving in group)
         )
-        if whole and not nested and any(profile.calls[call].parent >= 0 for call in calls):
+        possible = all(profile.calls[call].replayable for call in calls) and not nested
+        if whole and possible and any(profile.calls[call].parent >= 0 for call in calls):
             spans = [
                 span
                 for call in calls

@@ -7,7 +7,6 @@ from typing import Any
 from daf.execution.capture import Capture
 from daf.execution.microbatch import batch_slice
 from daf.plan import Plan
-from daf.planner import predict_saved
 from daf.profiler import undisturbed
 from daf.store.default import make_store
 from daf.training.batches import Batch
@@ -20,7 +19,7 @@ def outline_of(job: Job, batch: Batch) -> dict[str, Any]:
     plan = session.prepare(batch, job.task.loss)
     return {
         "budget_bytes": session.budget_bytes,
-        "account": account_of(job, plan),
+        "account": account_of(plan),
         "policy": plan.policy.name,
         "micro_batch": plan.micro_batch,
         "reason": plan.reason,
@@ -29,20 +28,9 @@ def outline_of(job: Job, batch: Batch) -> dict[str, Any]:
     }
 
 
-def account_of(job: Job, plan: Plan) -> dict[str, int] | None:
+def account_of(plan: Plan) -> dict[str, int] | None:
     """The terms of the predicted peak (bytes); None without a budget, where nothing is measured."""
-    profile = job.session.profile
-    if profile is None:
-        return None
-    known = {
-        "floor": profile.floor_bytes,
-        "parameters": profile.parameter_bytes,
-        "gradients": profile.gradient_bytes,
-        "optimizer_state": profile.optimizer_bytes,
-        "saved": predict_saved(profile, plan.policy.name, plan.micro_batch),
-    }
-    rest = plan.predicted_peak_bytes - sum(known.values())
-    return known | {"transient_and_slack": rest, "predicted_peak": plan.predicted_peak_bytes}
+    return dict(plan.account) if plan.account else None
 
 
 def sites_of(job: Job, plan: Plan, batch: Batch) -> list[dict[str, str | int]]:

@@ -1,0 +1,212 @@
+"""Which plan a session runs under: made, tightened, settled after the first step, made anew.
+
+A quick plan is there at once; the best one is sought in the background and
+taken over between two steps. The first full-size step runs under a plan that
+holds as little as its pieces can; what it measures corrects every later plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+from daf.errors import BudgetError
+from daf.plan import Plan
+from daf.planning import planner
+from daf.planning.background import BackgroundPlan
+from daf.planning.options import Allowed
+from daf.profile import Profile
+
+# A plan is waited for so long before the first step, which takes as long as measuring did.
+PATIENCE_S = 1.0
+# A model so small that its peak is lost in the floor would make proportions meaningless.
+SMALLEST_PEAK_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """A full-size step under a budget: the peak predicted, and the one measured (bytes)."""
+
+    predicted_bytes: int
+    measured_bytes: int
+
+    def factor(self, floor_bytes: int) -> float:
+        """By how much more is held above the floor than was predicted; 1 if not more."""
+        predicted = max(SMALLEST_PEAK_BYTES, self.predicted_bytes - floor_bytes)
+        missed = max(0, self.measured_bytes - self.predicted_bytes)
+        return 1.0 + missed / predicted
+
+
+class Terms(NamedTuple):
+    """What plans are made under: a policy's name, a tolerance, and what execution can do."""
+
+    policy: str
+    tolerance: float | None
+    allowed: Allowed = planner.EVERYTHING
+
+
+class Choosing:
+    """The plan in force, and how it came to be.
+
+    ``plan`` is what training goes on with; ``first`` what the next step runs
+    under, until it was measured; ``evidence`` what that taught.
+    """
+
+    def __init__(self, terms: Terms) -> None:
+        self.terms = terms
+        self.profile: Profile | None = None
+        self.plan: Plan | None = None
+        self.first: Plan | None = None
+        self.evidence: Evidence | None = None
+        self._search: BackgroundPlan | None = None
+        self._budget_bytes = 0
+
+    @property
+    def running(self) -> Plan | None:
+        """The plan for the next step."""
+        return self.first or self.plan
+
+    def forget(self) -> None:
+        """Whatever was chosen no longer holds."""
+        self.plan = self.first = self._search = None
+
+    def begin(self, profile: Profile, budget_bytes: int) -> Plan:
+        """The first plan of a new profile, and what its first step runs under.
+
+        Raises:
+            BudgetError: no plan fits; ``least_bytes`` is the least budget that would.
+        """
+        self.profile, self.evidence = profile, None
+        self.plan = self._make(budget_bytes)
+        if self._search is not None:
+            self.plan = self._search.wait(PATIENCE_S) or self.plan
+        if self.plan.return_freed_blocks and self._can_begin_tighter():
+            self.first = planner.first_plan(
+                profile,
+                self.plan,
+                budget_bytes,
+                tolerance=self.terms.tolerance,
+                allowed=self.terms.allowed,
+            )
+        return self.plan
+
+    def settle(self, measured_peak_bytes: int, budget_bytes: int) -> None:
+        """The first full-size step was measured; go on with the plan, corrected by that.
+
+        Raises:
+            BudgetError: no plan is predicted to fit any more.
+        """
+        assert self.first is not None
+        self.evidence = Evidence(self.first.predicted_peak_bytes, measured_peak_bytes)
+        self.first = None
+        if self._factor > 1.0:
+            self.plan = self._make(budget_bytes)
+
+    def between_steps(self) -> None:
+        """Take over the best plan, once it is found."""
+        if self._search is not None and self._search.is_done:
+            self.plan = self._search.result or self.plan
+            self._search = None
+
+    def again(self, budget_bytes: int, *, can_refuse: bool) -> Plan:
+        """The plan under another budget.
+
+        Where no plan is predicted to fit but allocations beyond the budget are refused
+        (``can_refuse``), the one that holds least: the pool may give up planes that
+        predictions count, so training goes on if it can.
+
+        Raises:
+            BudgetError: none is predicted to fit, and nothing would refuse allocations.
+        """
+        self.first = None
+        try:
+            self.plan = self._make(budget_bytes)
+        except BudgetError as error:
+            if not can_refuse or error.least_bytes is None:
+                raise
+            self.plan = self._make(error.least_bytes)
+        return self.plan
+
+    def tighten(self, plan: Plan) -> Plan | None:
+        """A plan that holds less than ``plan`` did, from now on in force; None: there is none."""
+        assert self.profile is not None
+        told = replace(plan, predicted_peak_bytes=self._predicted(plan))
+        tighter = planner.tighter_plan(
+            self.profile,
+            told,
+            policy=self.terms.policy,
+            tolerance=self.terms.tolerance,
+            allowed=self.terms.allowed,
+        )
+        if tighter is not None:
+            self.first = self._search = None
+            tighter = self.plan = self._corrected(tighter)
+        return tighter
+
+    def least_bytes(self) -> int:
+        """The least budget that any plan fits, as far as is known now."""
+        assert self.profile is not None
+        terms = self.terms
+        least = planner.least_feasible_budget(
+            self.profile, policy=terms.policy, tolerance=terms.tolerance, allowed=terms.allowed
+        )
+        return self._actual(least)
+
+    # --- correction -------------------------------------------------------------------------
+
+    @property
+    def _factor(self) -> float:
+        if self.evidence is None or self.profile is None:
+            return 1.0
+        return self.evidence.factor(self.profile.floor_bytes)
+
+    def _make(self, budget_bytes: int) -> Plan:
+        """A quick plan now, the best one in the background."""
+        assert self.profile is not None
+        self._search = None
+        make = partial(
+            planner.make_plan,
+            self.profile,
+            self._modelled(budget_bytes),
+            policy=self.terms.policy,
+            tolerance=self.terms.tolerance,
+            allowed=self.terms.allowed,
+        )
+        try:
+            plan = self._corrected(make(quickly=True))
+        except BudgetError as error:
+            raise self._corrected_error(error, budget_bytes) from error
+        if self.terms.policy == "optimal" and plan.policy.name != "plain":
+            self._search = BackgroundPlan(lambda: self._corrected(make()))
+        return plan
+
+    def _can_begin_tighter(self) -> bool:
+        """Named levels and policies are what was asked for, from the first step on."""
+        return self.terms.policy == "optimal"
+
+    def _modelled(self, budget_bytes: int) -> int:
+        """A budget in the profile's own measure."""
+        assert self.profile is not None
+        floor = self.profile.floor_bytes
+        return floor + int((budget_bytes - floor) / self._factor)
+
+    def _actual(self, modelled_bytes: int) -> int:
+        assert self.profile is not None
+        floor = self.profile.floor_bytes
+        return floor + int((modelled_bytes - floor) * self._factor) + 1
+
+    def _predicted(self, plan: Plan) -> int:
+        return self._modelled(plan.predicted_peak_bytes)
+
+    def _corrected(self, plan: Plan) -> Plan:
+        if self._factor == 1.0:
+            return plan
+        return replace(plan, predicted_peak_bytes=self._actual(plan.predicted_peak_bytes))
+
+    def _corrected_error(self, error: BudgetError, budget_bytes: int) -> BudgetError:
+        assert self.profile is not None
+        if error.least_bytes is None or self._factor == 1.0:
+            return error
+        least = self._actual(error.least_bytes)
+        return BudgetError(planner.refusal(self.profile, budget_bytes, least), least)

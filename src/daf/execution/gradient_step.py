@@ -1,0 +1,131 @@
+"""The gradient of one batch under one plan: pieces, capture, and what is put back if it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from daf.errors import NonFiniteLossError
+from daf.execution.capture import Capture
+from daf.execution.microbatch import (
+    LossFunction,
+    WeightedLoss,
+    batch_size,
+    pieces,
+    read_loss,
+    scale_gradients,
+)
+from daf.execution.nonfinite import first_nonfinite
+from daf.execution.release import GradientRelease
+from daf.plan import Plan, Policy
+
+
+class Before:
+    """Buffers and random state from before a forward pass, to be put back if it went wrong."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        self._random_state = torch.get_rng_state()
+
+    def restore(self) -> None:
+        """Put them back."""
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+        torch.set_rng_state(self._random_state)
+
+
+class GradientStep:
+    """Forward and backward of whole batches; parameters change only where they are released.
+
+    ``on_commit`` is called just before the first parameter of a step is changed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        capture: Capture,
+        release: GradientRelease,
+        on_commit: Callable[[], None],
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._capture = capture
+        self._release = release
+        self._on_commit = on_commit
+
+    def run(
+        self,
+        batch: Any,
+        loss_fn: LossFunction,
+        plan: Plan,
+        key: tuple[int, int],
+        before: Before,
+        *,
+        planned: bool,
+    ) -> float:
+        """Leave the gradient of the mean loss in the parameters; return that loss.
+
+        Args:
+            batch: any nest of tensors.
+            loss_fn: the user's own.
+            plan: what to do.
+            key: (seed of the run, index of the step).
+            before: put back if the loss is not finite.
+            planned: the plan says whether gradients are released; else they are where they can.
+
+        Raises:
+            NonFiniteLossError: the loss is inf or NaN; parameters and buffers are untouched.
+            ReleaseRefusedError: gradients must be released, and something needs them later.
+            CommittedStepError: backward failed after parameters had been updated.
+        """
+        self._optimizer.zero_grad(set_to_none=True)
+        parts = pieces(batch, plan.micro_batch)
+        self._release.begin(len(parts), held_by_plan=planned and not plan.release_gradients)
+        total, weight, is_sum = 0.0, 0.0, False
+        for index, part in enumerate(parts):
+            loss = self._forward(part, loss_fn, plan.policy, (*key, index))
+            if not torch.isfinite(loss.mean):
+                self._refuse_nonfinite(part, loss_fn, loss.mean.item(), key[1], before)
+            is_sum = loss.is_sum
+            self._backward(loss, only=len(parts) == 1, examples=batch_size(batch))
+            total += loss.mean.item() * loss.weight
+            weight += loss.weight
+            del loss
+        if is_sum and len(parts) > 1:
+            scale_gradients(list(self._model.parameters()), 1.0 / weight)
+        return total / weight
+
+    def _forward(
+        self, part: Any, loss_fn: LossFunction, policy: Policy, key: tuple[int, int, int]
+    ) -> WeightedLoss:
+        capture = self._capture.step(policy, *key, batch=part)
+        with capture, self._release.watching():
+            return read_loss(loss_fn(self._model, part), batch_size(part))
+
+    def _backward(self, loss: WeightedLoss, *, only: bool, examples: int) -> None:
+        if only:
+            scaled = loss.mean
+        elif loss.is_sum:
+            scaled = loss.total
+        else:
+            scaled = loss.total * (loss.weight / examples)
+        with self._release.stepping(scaled, on_commit=self._on_commit):
+            scaled.backward()  # type: ignore[no-untyped-call]
+
+    def _refuse_nonfinite(
+        self, part: Any, loss_fn: LossFunction, value: float, step_index: int, before: Before
+    ) -> NoReturn:
+        before.restore()
+        where = first_nonfinite(self._model, part, lambda: loss_fn(self._model, part))
+        before.restore()
+        self._optimizer.zero_grad(set_to_none=True)
+        raise NonFiniteLossError(
+            f"the loss became {value} at step {step_index}; it began in {where}; parameters "
+            f"are those from before this step; try a lower learning rate, more bits, or check the "
+            f"data"
+        )

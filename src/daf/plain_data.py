@@ -1,0 +1,56 @@
+"""Frozen dataclasses to JSON's own values and back, by their type hints.
+
+Mappings become lists of pairs, since their keys may be dataclasses too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from enum import Enum
+from types import MappingProxyType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+Value = TypeVar("Value")
+
+
+def to_plain(value: Any) -> Any:
+    """Dataclasses as dictionaries, mappings as pairs, everything else as lists and numbers."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        return {field.name: to_plain(getattr(value, field.name)) for field in fields}
+    if isinstance(value, Mapping):
+        return [[to_plain(key), to_plain(each)] for key, each in value.items()]
+    if isinstance(value, (tuple, list, frozenset)):
+        return [to_plain(each) for each in value]
+    return value.value if isinstance(value, Enum) else value
+
+
+def from_plain(kind: type[Value], plain: Any) -> Value:
+    """What ``to_plain`` made of a ``kind``.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is from something else.
+    """
+    found: Value = _read(kind, plain)
+    return found
+
+
+def _read(hint: Any, plain: Any) -> Any:
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        rest = [each for each in inner if each is not type(None)]
+        return None if plain is None else _read(rest[0], plain)
+    if dataclasses.is_dataclass(hint):
+        hints = get_type_hints(hint)
+        fields = {name: _read(hints[name], value) for name, value in plain.items()}
+        return hint(**fields)  # type: ignore[operator]
+    if origin is tuple:
+        kinds = [inner[0]] * len(plain) if inner[1:] == (Ellipsis,) else inner
+        return tuple(_read(each, value) for each, value in zip(kinds, plain, strict=True))
+    if origin is frozenset:
+        return frozenset(_read(inner[0], each) for each in plain)
+    if origin is not None and issubclass(origin, Mapping):
+        pairs = ((_read(inner[0], key), _read(inner[1], value)) for key, value in plain)
+        return MappingProxyType(dict(pairs))
+    return hint(plain)

@@ -1,0 +1,166 @@
+"""Observed small steps to the parts of a Profile: pure, and the same for any model.
+
+Two steps of different sizes have the same moments, saves and calls, so that
+every number becomes a line in the batch. Where they differ (control flow that
+depends on the data), the larger one alone counts, in proportion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from daf.execution.observation import Observation, SavedTensor
+from daf.execution.treatments import SMALL_BYTES
+from daf.plan import KEEP, Method, Need
+from daf.profile import Affine, CallProfile, Saving, Timeline
+
+_NOT_CODED = (Need.EXACT, Need.INPUT)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What observed steps say of a Profile."""
+
+    savings: tuple[Saving, ...]
+    calls: tuple[CallProfile, ...]
+    timeline: Timeline
+
+
+def build(observations: Sequence[Observation]) -> Parts:
+    """The parts of a Profile from steps of growing size under one policy of codes."""
+    alike = [each for each in observations if _shape(each) == _shape(observations[-1])]
+    moments = _Moments(alike[-1])
+    return Parts(_savings(alike, moments), _calls(alike, moments), _timeline(alike, moments))
+
+
+def _shape(observation: Observation) -> tuple[object, ...]:
+    """What must be the same for two steps to be compared moment by moment."""
+    saves = [(each.site, each.storage, each.saved, each.read) for each in observation.saves]
+    calls = [(each.module, each.parent, each.first_moment) for each in observation.calls]
+    return len(observation.peak_bytes), observation.forward, tuple(saves), tuple(calls)
+
+
+class _Moments:
+    """Moments between which nothing begins or ends are one."""
+
+    def __init__(self, observation: Observation) -> None:
+        count = len(observation.peak_bytes)
+        begins = {0, observation.forward}
+        for save in observation.saves:
+            begins |= {save.saved, save.dies, save.read, save.released + 1}
+        for call in observation.calls:
+            begins |= {call.first_moment, call.last_moment + 1}
+        changes = zip(pairwise(observation.gradient_bytes), range(1, count), strict=False)
+        begins |= {moment for (before, after), moment in changes if before != after}
+        self.begins = sorted(moment for moment in begins if 0 <= moment < count)
+        marks = [moment in begins for moment in range(count + 1)]
+        self._number = [total - 1 for total in accumulate(map(int, marks))]
+        self.count = len(self.begins)
+        self.forward = self._number[observation.forward] if observation.forward < count else count
+        self._ends = [*self.begins[1:], count]
+
+    def number(self, moment: int) -> int:
+        """The number among the moments that are left."""
+        if moment >= len(self._number) - 1:
+            return self.count
+        return self._number[max(0, moment)]
+
+    def highest(self, values: Sequence[float]) -> list[float]:
+        """The highest value within each."""
+        return [
+            max(values[first:last]) for first, last in zip(self.begins, self._ends, strict=True)
+        ]
+
+
+def _line(observations: Sequence[Observation], value: Callable[[Observation], float]) -> Affine:
+    return Affine.through((each.examples, value(each)) for each in observations)
+
+
+def _savings(observations: Sequence[Observation], moments: _Moments) -> tuple[Saving, ...]:
+    return tuple(
+        _saving([(each.examples, each.saves[index]) for each in observations], moments)
+        for index in range(len(observations[-1].saves))
+    )
+
+
+def _saving(points: list[tuple[int, SavedTensor]], moments: _Moments) -> Saving:
+    found = points[-1][1]
+    small = found.tensor_bytes < SMALL_BYTES and found.need not in _NOT_CODED
+    packed = found.treatment.method is Method.PACK and found.elements > 0
+    return Saving(
+        site=found.site,
+        need=found.need,
+        storage=found.storage,
+        storage_bytes=Affine.through((n, each.storage_bytes) for n, each in points),
+        elements=Affine.through((n, each.elements) for n, each in points),
+        tensor_bytes=Affine.through((n, each.tensor_bytes) for n, each in points),
+        saved=moments.number(found.saved),
+        dies=moments.number(found.dies),
+        read=moments.number(found.read),
+        released=moments.number(found.released),
+        call=found.call,
+        treatable=found.treatable or small,
+        parents=found.parents,
+        packed_bits=8.0 * found.held_bytes / found.elements if packed else 0.0,
+    )
+
+
+def _calls(observations: Sequence[Observation], moments: _Moments) -> tuple[CallProfile, ...]:
+    found = []
+    for index, call in enumerate(observations[-1].calls):
+        points = [(each.examples, each.calls[index]) for each in observations]
+        inputs = tuple(
+            (storage, Affine.through((n, each.inputs[place][1]) for n, each in points))
+            for place, (storage, _) in enumerate(call.inputs)
+        )
+        found.append(
+            CallProfile(
+                module=call.module,
+                parent=call.parent,
+                forward_ms=Affine.through((n, each.forward_ms) for n, each in points),
+                first_forward=moments.number(call.first_moment),
+                last_forward=moments.number(call.last_moment),
+                inputs=inputs,
+                output_bytes=Affine.through((n, each.output_bytes) for n, each in points),
+                replayable=all(each.replayable for _, each in points),
+            )
+        )
+    return tuple(found)
+
+
+def _timeline(observations: Sequence[Observation], moments: _Moments) -> Timeline:
+    rows = [(each.examples, moments.highest(transient(each))) for each in observations]
+    lines = tuple(
+        Affine.through((examples, values[moment]) for examples, values in rows)
+        for moment in range(moments.count)
+    )
+    gradients = observations[-1].gradient_bytes
+    return Timeline(lines, tuple(gradients[moment] for moment in moments.begins), moments.forward)
+
+
+def transient(observation: Observation) -> list[float]:
+    """Per moment the bytes alive beside gradients, tensors kept for autograd, and decoded ones."""
+    count = len(observation.peak_bytes)
+    change = [0] * (count + 2)
+    for first, last, nbytes in _spans(observation):
+        if first <= last and first < count:
+            change[first] += nbytes
+            change[last + 1] -= nbytes
+    held = list(accumulate(change))
+    rows = zip(observation.peak_bytes, observation.gradient_bytes, held, strict=False)
+    return [float(max(0, peak - gradients - saved)) for peak, gradients, saved in rows]
+
+
+def _spans(observation: Observation) -> list[tuple[int, int, int]]:
+    """(first moment, last, bytes) of what autograd kept, and of what was decoded for it."""
+    found = []
+    last: dict[int, SavedTensor] = {}
+    for save in observation.saves:
+        if save.treatment != KEEP:
+            found.append((save.read, save.released, save.tensor_bytes))
+        elif save.storage not in last or last[save.storage].released < save.released:
+            last[save.storage] = save
+    found += [(each.dies, each.released, each.storage_bytes) for each in last.values()]
+    return found

@@ -1,0 +1,112 @@
+"""How fast this machine codes, copies and reaches its disk: measured, in bytes per second.
+
+What an observed step did is taken where it did enough of it, the model's own
+shapes and number types included; the rest is measured on one made-up tensor.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from daf.execution.observation import MethodTime, Observation
+from daf.kernels import Predicate
+from daf.plan import Method, Treatment
+from daf.profile import DeviceSpeeds
+from daf.store.buffers import PlainStore
+from daf.store.codec import MaskCode, ValueCode
+from daf.store.spill import SpillOptions
+
+Code = Any  # a ValueCode or a MaskCode
+
+PROBE_ELEMENTS = 1 << 20
+DISK_PROBE_BYTES = 1 << 24
+ENOUGH_BYTES = 1 << 20
+_REPEATS = 3
+
+
+def device_speeds(observation: Observation, spill: SpillOptions | None) -> DeviceSpeeds:
+    """Speeds for one model's profile.
+
+    Args:
+        observation: a step under codes.
+        spill: a temporary file of 16 MiB is written and read there; without one, spilling is
+            taken to be as fast as copying, and is not to be planned.
+    """
+    encode, decode, copy = _probed()
+    disk_write, disk_read = _disk(spill.directory) if spill else (copy, copy)
+    return DeviceSpeeds(
+        encode=dict(encode) | _seen(observation.encode),
+        decode=dict(decode) | _seen(observation.decode),
+        copy=copy,
+        disk_write=disk_write,
+        disk_read=disk_read,
+    )
+
+
+def _seen(times: Mapping[Method, MethodTime]) -> dict[Method, float]:
+    return {
+        method: 1000.0 * each.timed_bytes / each.timed_ms
+        for method, each in times.items()
+        if each.timed_bytes >= ENOUGH_BYTES and each.timed_ms > 0 and method is not Method.KEEP
+    }
+
+
+@cache
+def _probed() -> tuple[dict[Method, float], dict[Method, float], float]:
+    """(encode, decode, copy) on a tensor of 4 MiB."""
+    tensor = torch.linspace(-1.0, 1.0, PROBE_ELEMENTS)
+    out = torch.empty_like(tensor)
+    encode: dict[Method, float] = {}
+    decode: dict[Method, float] = {}
+
+    def probe(method: Method, make: Callable[[], Code], restore: Callable[[Code], None]) -> None:
+        code = make()
+        encode[method] = _speed(tensor.nbytes, make)
+        decode[method] = _speed(tensor.nbytes, lambda: restore(code))
+
+    for treatment in (Treatment(Method.ROTATED, 2), Treatment(Method.MINMAX, 8)):
+        make = partial(ValueCode, PlainStore(), tensor, treatment, 0)
+        probe(treatment.method, make, lambda code: code.decode(out))
+    mask = partial(MaskCode, PlainStore(), tensor, Predicate.ABOVE, 0.0)
+    probe(Method.MASK, mask, lambda code: code.decode(out, 0.0, 1.0))
+    return encode, decode, _speed(tensor.nbytes, lambda: out.copy_(tensor))
+
+
+def _speed(nbytes: int, work: Callable[[], object]) -> float:
+    return nbytes / min(_seconds(work) for _ in range(_REPEATS))
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start_s = time.perf_counter()
+    work()
+    return max(1e-9, time.perf_counter() - start_s)
+
+
+@cache
+def _disk(directory: str | Path | None) -> tuple[float, float]:
+    """(write, read) through the disk itself, as far as the system lets us pass its cache."""
+    content = os.urandom(DISK_PROBE_BYTES)
+    with tempfile.TemporaryFile(dir=directory) as file:
+
+        def write() -> None:
+            file.seek(0)
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+
+        def read() -> None:
+            file.seek(0)
+            file.read()
+
+        written = DISK_PROBE_BYTES / _seconds(write)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return written, DISK_PROBE_BYTES / _seconds(read)
