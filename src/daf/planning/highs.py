@@ -39,7 +39,7 @@ class Status(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The best amounts found, (columns,), None if none were; no amounts cost less than ``bound``."""
+    """The best amounts found, (columns,) or None; no amounts at all cost less than ``bound``."""
 
     status: Status
     amounts: Floats | None
@@ -149,7 +149,7 @@ class LinearProgram:
 def _new_highs() -> Highs:
     from highspy import Highs  # 4 MB that only who plans should hold
 
-    highs = Highs()
+    highs = Highs()  # type: ignore[no-untyped-call]
     for name, value in _OPTIONS.items():
         highs.setOptionValue(name, value)
     return highs

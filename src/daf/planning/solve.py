@@ -242,9 +242,7 @@ class _Question:
         """Amounts are (table.columns,), and whole to the last bit if ``whole``."""
         count = self._table.columns
         marked = np.arange(len(self._program)) < count if whole else None
-        answer = self._program.solve(
-            whole=marked, relative_gap=relative_gap, most_nodes=most_nodes
-        )
+        answer = self._program.solve(whole=marked, relative_gap=relative_gap, most_nodes=most_nodes)
         if answer.amounts is None:
             return answer
         amounts = answer.amounts[:count]
