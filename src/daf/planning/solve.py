@@ -62,11 +62,16 @@ class Program:
         self._moments: list[int] = []
 
     def least_objective(
-        self, limit_bytes: int, relative_gap: float = RELATIVE_GAP
+        self,
+        limit_bytes: int,
+        relative_gap: float = RELATIVE_GAP,
+        *,
+        worthless_ms: float = np.inf,
     ) -> Solution | None:
         """The selection of least objective whose peak is within the limit.
 
-        None: there is none. ``NOT_FOUND``: none was found among as many nodes as are searched.
+        None: there is none. An objective of infinity: none was found among as many nodes as
+        are searched, or none has an objective below ``worthless_ms``.
         """
         if not len(self._table.options):
             peak = self._table.base_bytes.max()
@@ -75,6 +80,8 @@ class Program:
         relaxed = self._rounds(question, whole=False, relative_gap=relative_gap)
         if relaxed is None:
             return None
+        if relaxed.bound >= worthless_ms:
+            return replace(NOT_FOUND, bound=relaxed.bound)
         return self._rounds(question, whole=True, relative_gap=relative_gap)
 
     def least_peak(self) -> tuple[int, ...] | None:
