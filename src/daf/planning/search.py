@@ -92,8 +92,9 @@ class Search:
         price_ms = self._noise_price_ms(table)
         found = solve_greedily(table, self._limit, self._tolerance, price_ms)
         self._take(shape, table, found or NOT_FOUND)
-        if found is None and exactly:
-            self._ask_exactly(shape, table)
+        if found is None and exactly:  # seldom more than a bound of 0 is known then
+            program = Program(table, self._tolerance, price_ms)
+            self._take(shape, table, program.relaxed(self._limit))
 
     def _settle(self) -> None:
         """Exact answers where they can matter, the most promising first."""

@@ -74,8 +74,7 @@ class Program:
         are searched, or none has an objective below ``worthless_ms``.
         """
         if not len(self._table.options):
-            peak = self._table.base_bytes.max()
-            return Solution((), 0.0, 0.0) if peak <= limit_bytes else None
+            return self._nothing_to_choose(limit_bytes)
         question = self._ask(limit_bytes)
         relaxed = self._rounds(question, whole=False, relative_gap=relative_gap)
         if relaxed is None:
@@ -83,6 +82,20 @@ class Program:
         if relaxed.bound >= worthless_ms:
             return replace(NOT_FOUND, bound=relaxed.bound)
         return self._rounds(question, whole=True, relative_gap=relative_gap)
+
+    def relaxed(self, limit_bytes: int) -> Solution | None:
+        """``least_objective``'s bound alone, from shares of choices; None: there is no selection.
+
+        The objective is infinity, because shares are no selection.
+        """
+        if not len(self._table.options):
+            return self._nothing_to_choose(limit_bytes)
+        found = self._rounds(self._ask(limit_bytes), whole=False, relative_gap=0.0)
+        return found and replace(NOT_FOUND, bound=found.bound)
+
+    def _nothing_to_choose(self, limit_bytes: int) -> Solution | None:
+        fits = self._table.base_bytes.max() <= limit_bytes
+        return Solution((), 0.0, 0.0) if fits else None
 
     def least_peak(self) -> tuple[int, ...] | None:
         """The selection with the lowest peak; None where no selection is within the tolerance.
