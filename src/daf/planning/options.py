@@ -107,6 +107,10 @@ class OptionMaker:
         self._profile = profile
         self._examples = examples
         self._allowed = allowed
+        self._levels = [(EXACT, exact_policy().by_need)]
+        self._levels += [(str(width), coded_policy(width).by_need) for width in allowed.widths]
+        if Method.SPILL in allowed.methods:
+            self._levels.append((SPILLED, dict.fromkeys(Need, _SPILL)))
         lossy = [each for each in profile.savings if each.need in LOSSY and each.treatable]
         self._total_weight = sum(profile.weight(each.site) for each in lossy) or 1.0
         self._inherited: dict[Site, float] = defaultdict(float)
@@ -117,19 +121,18 @@ class OptionMaker:
 
     def options(self, family: tuple[Saving, ...]) -> list[Option]:
         """Every option of a family that differs from the others, *keep* first."""
-        found = [self._option(KEPT, family, {})]
-        levels = [(EXACT, exact_policy().by_need)]
-        levels += [(str(width), coded_policy(width).by_need) for width in self._allowed.widths]
-        if Method.SPILL in self._allowed.methods:
-            levels.append((SPILLED, dict.fromkeys(Need, _SPILL)))
-        for level, by_need in levels:
+        found = [self._option(KEPT, family, {}, False, frozenset())]
+        # Widths may give a family the same treatments (masks have one); the first is taken.
+        seen: list[tuple[dict[Site, Treatment], frozenset[Site]]] = [({}, frozenset())]
+        for level, by_need in self._levels:
             treatments = self._treatments(family, by_need)
-            if not treatments:
-                continue
-            if level not in (EXACT, SPILLED) and self._can_follow(family, treatments):
-                found.append(self._option(level, family, treatments, follow=True))
-            found.append(self._option(level, family, treatments))
-        return list(_distinct(found))
+            may_follow = level not in (EXACT, SPILLED) and self._can_follow(family, treatments)
+            for follow in (True, False) if may_follow else (False,):
+                requires = self._requires(family, treatments) if follow else frozenset()
+                if (treatments, requires) not in seen:
+                    seen.append((treatments, requires))
+                    found.append(self._option(level, family, treatments, follow, requires))
+        return found
 
     def _treatments(
         self, family: tuple[Saving, ...], by_need: Mapping[Need, Treatment]
@@ -155,28 +158,33 @@ class OptionMaker:
     def _can_follow(family: tuple[Saving, ...], treatments: Mapping[Site, Treatment]) -> bool:
         return any(each.parents is not None and each.site in treatments for each in family)
 
+    @staticmethod
+    def _requires(
+        family: tuple[Saving, ...], treatments: Mapping[Site, Treatment]
+    ) -> frozenset[Site]:
+        """Sites outside the family whose codes its tensors are computed from."""
+        treated = [saving for saving in family if saving.site in treatments]
+        parents = (saving.parents for saving in treated if saving.parents is not None)
+        return frozenset().union(*parents) - {saving.site for saving in family}
+
     def _option(
         self,
         level: str,
         family: tuple[Saving, ...],
         treatments: Mapping[Site, Treatment],
-        *,
-        follow: bool = False,
+        follow: bool,
+        requires: frozenset[Site],
     ) -> Option:
         kept = [saving for saving in family if saving.site not in treatments]
         treated = [saving for saving in family if saving.site in treatments]
         spans = [*self._kept_spans(kept)]
         cost_ms = noise = 0.0
-        requires: frozenset[Site] = frozenset()
         coded: dict[tuple[object, ...], list[Saving]] = defaultdict(list)
         for saving in treated:
             treatment = treatments[saving.site]
             cost_ms += self._decode_ms(saving, treatment)
             spans.append(self._decoded_span(saving))
-            if follow and saving.parents is not None:
-                own = {each.site for each in family}
-                requires |= saving.parents - own
-            else:
+            if not follow or saving.parents is None:
                 noise += self._noise(saving, treatment)
                 # One code serves every save of the same content under the same treatment.
                 key = (saving.storage, treatment, saving.elements, saving.need is Need.NORM)
@@ -242,13 +250,3 @@ class OptionMaker:
 
 
 _WITH_HEADERS = frozenset({Method.ROTATED, Method.MINMAX})
-
-
-def _distinct(options: list[Option]) -> Iterator[Option]:
-    """Widths may give a family the same treatments (masks have one); the first is taken."""
-    seen = set()
-    for option in options:
-        key = (tuple(sorted(option.treatments.items(), key=str)), option.requires)
-        if key not in seen:
-            seen.add(key)
-            yield option

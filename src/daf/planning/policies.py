@@ -16,10 +16,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from daf.planning.candidate import Candidate, noise_price_ms, pieces_of, with_margin
+from daf.planning.candidate import Candidate, with_margin
 from daf.planning.greedy import lawful, solve_greedily
 from daf.planning.options import WIDTHS, Allowed
-from daf.planning.solve import NOT_FOUND, Program, Solution
+from daf.planning.search import Search, Shape, piece_sizes, shapes
+from daf.planning.solve import Program
 from daf.planning.table import Table, kept_selection, level_selection, make_table
 from daf.profile import Profile
 
@@ -27,15 +28,7 @@ from daf.profile import Profile
 KNEE_FRACTION = 0.95
 _SMALLEST_SIZES = 8
 
-Search = Callable[[Profile, int, float, Allowed], Candidate | None]
-
-
-def piece_sizes(profile: Profile) -> list[int]:
-    """Sizes of piece, the largest first: the largest for every number of pieces."""
-    if profile.split_refusal:
-        return [profile.batch_size]
-    counts = range(1, profile.batch_size + 1)
-    return sorted({-(-profile.batch_size // count) for count in counts}, reverse=True)
+Strategy = Callable[[Profile, int, float, Allowed], Candidate | None]
 
 
 def knee(profile: Profile) -> int:
@@ -47,60 +40,12 @@ def knee(profile: Profile) -> int:
 
 def optimal(profile: Profile, limit: int, tolerance: float, allowed: Allowed) -> Candidate | None:
     """The least objective over all sizes and selections, proven by HiGHS."""
-    return _search(profile, limit, tolerance, allowed, _exactly)
+    return Search(profile, limit, tolerance, allowed).run(exactly=True)
 
 
 def quick(profile: Profile, limit: int, tolerance: float, allowed: Allowed) -> Candidate | None:
     """The same by greedy choices with a proven gap, for use until the exact answer is there."""
-    return _search(profile, limit, tolerance, allowed, _greedily)
-
-
-def _exactly(table: Table, limit: int, tolerance: float, price_ms: float) -> Solution | None:
-    found = Program(table, tolerance, price_ms).least_objective(limit)
-    return _greedily(table, limit, tolerance, price_ms) if found is NOT_FOUND else found
-
-
-def _greedily(table: Table, limit: int, tolerance: float, price_ms: float) -> Solution:
-    return solve_greedily(table, limit, tolerance, price_ms) or NOT_FOUND
-
-
-def _search(
-    profile: Profile,
-    limit: int,
-    tolerance: float,
-    allowed: Allowed,
-    solve: Callable[[Table, int, float, float], Solution | None],
-) -> Candidate | None:
-    """Sizes from the fastest on, until even keeping everything is no faster than what was found."""
-    best: Candidate | None = None
-    bound = math.inf
-    for size, release in sorted(_shapes(profile, allowed), key=lambda s: profile.step_ms(s[0])):
-        base_ms = profile.step_ms(size)
-        if best is not None and base_ms >= best.objective(profile):
-            bound = min(bound, base_ms)
-            break
-        table = make_table(profile, size, allowed, release_gradients=release)
-        pieces = pieces_of(profile, table)
-        found = solve(table, limit, tolerance, noise_price_ms(profile) / pieces)
-        if found is None:
-            continue
-        bound = min(bound, base_ms + found.bound * pieces)
-        if found is NOT_FOUND:
-            continue
-        candidate = Candidate(table, found.selection)
-        if best is None or candidate.objective(profile) < best.objective(profile):
-            best = candidate
-    return best and replace(best, bound_ms=min(bound, best.step_ms(profile)))
-
-
-def _shapes(profile: Profile, allowed: Allowed) -> Iterator[tuple[int, bool]]:
-    """Sizes of piece, and whether gradients are released, which only a whole batch can."""
-    for size in piece_sizes(profile):
-        whole = size == profile.batch_size
-        if not (whole and allowed.must_release):
-            yield size, False
-        if whole and allowed.release_gradients:
-            yield size, True
+    return Search(profile, limit, tolerance, allowed).run(exactly=False)
 
 
 def tightest(profile: Profile, tolerance: float, allowed: Allowed) -> Candidate | None:
@@ -110,10 +55,10 @@ def tightest(profile: Profile, tolerance: float, allowed: Allowed) -> Candidate 
     the smallest are tried; the whole batch needs no gradients while it goes forward.
     """
     sizes = set(piece_sizes(profile)[-_SMALLEST_SIZES:]) | {profile.batch_size}
-    shapes = [shape for shape in _shapes(profile, allowed) if shape[0] in sizes]
+    chosen = [shape for shape in shapes(profile, allowed) if shape.micro_batch in sizes]
     best: Candidate | None = None
-    for size, release in reversed(shapes):
-        table = make_table(profile, size, allowed, release_gradients=release)
+    for shape in reversed(chosen):
+        table = _table(profile, shape, allowed)
         if best is not None and with_margin(profile, table.base_peak_bytes) >= best.peak_bytes(
             profile
         ):
@@ -126,12 +71,18 @@ def tightest(profile: Profile, tolerance: float, allowed: Allowed) -> Candidate 
     return best
 
 
+def _table(profile: Profile, shape: Shape, allowed: Allowed) -> Table:
+    return make_table(
+        profile, shape.micro_batch, allowed, release_gradients=shape.release_gradients
+    )
+
+
 # --- published strategies ---------------------------------------------------------------------
 
 
 def _sage_allowed(allowed: Allowed) -> Allowed:
     """SAGE has no codes: only what is lossless, and replay."""
-    return replace(allowed, widths=(), release_gradients=False)
+    return replace(allowed, widths=(), release_gradients=False, must_release=False)
 
 
 def sage(profile: Profile, limit: int, tolerance: float, allowed: Allowed) -> Candidate | None:
@@ -214,8 +165,8 @@ def _at_level(level: str) -> Callable[[Profile, Allowed], Iterator[Candidate]]:
 
     def candidates(profile: Profile, allowed: Allowed) -> Iterator[Candidate]:
         own = replace(allowed, replay=False, widths=WIDTHS)
-        for size, release in _shapes(profile, own):
-            table = make_table(profile, size, own, release_gradients=release)
+        for shape in shapes(profile, own):
+            table = _table(profile, shape, own)
             yield Candidate(table, tuple(lawful(table, level_selection(table, level))))
 
     return candidates
@@ -238,7 +189,7 @@ def find(
     """What a policy chooses with its computed peak within ``limit``; None if nothing fits."""
     if policy in _FIXED:
         return _first_that_fits(_FIXED[policy](profile, allowed), limit)
-    search: Mapping[str, Search] = {"optimal": optimal, "quick": quick, "sage": sage}
+    search: Mapping[str, Strategy] = {"optimal": optimal, "quick": quick, "sage": sage}
     return search[policy](profile, limit, tolerance, allowed)
 
 

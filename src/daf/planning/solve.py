@@ -7,12 +7,12 @@ again; first with fractions allowed, which is fast and gives a lower bound.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array, vstack
 
+from daf.planning.highs import Answer, LinearProgram, Rows, Status
 from daf.planning.table import Floats, Table
 
 _SCALE = 1e-6  # bytes to MB, so that rows and costs are of one size
@@ -50,7 +50,6 @@ def worst_moments(usage: Floats, limit: Floats | float, count: int) -> list[int]
 
 
 NOT_FOUND = Solution((), np.inf, 0.0)  # there may be one: what it costs is not below 0
-_INFEASIBLE = 2  # of scipy.optimize.milp's status
 
 
 class Program:
@@ -60,23 +59,43 @@ class Program:
         self._table = table
         self._tolerance = tolerance
         self.objective = table.cost_ms + noise_price_ms * table.noise
-        self._rows: dict[int, Floats] = {}
-        self._structure = self._structural_constraints()
+        self._moments: list[int] = []
 
     def least_objective(
-        self, limit_bytes: int, relative_gap: float = RELATIVE_GAP
+        self,
+        limit_bytes: int,
+        relative_gap: float = RELATIVE_GAP,
+        *,
+        worthless_ms: float = np.inf,
     ) -> Solution | None:
         """The selection of least objective whose peak is within the limit.
 
-        None: there is none. ``NOT_FOUND``: none was found among as many nodes as are searched.
+        None: there is none. An objective of infinity: none was found among as many nodes as
+        are searched, or none has an objective below ``worthless_ms``.
         """
         if not len(self._table.options):
-            peak = self._table.base_bytes.max()
-            return Solution((), 0.0, 0.0) if peak <= limit_bytes else None
-        relaxed = self._rounds(limit_bytes, whole=False, relative_gap=relative_gap)
+            return self._nothing_to_choose(limit_bytes)
+        question = self._ask(limit_bytes)
+        relaxed = self._rounds(question, whole=False, relative_gap=relative_gap)
         if relaxed is None:
             return None
-        return self._rounds(limit_bytes, whole=True, relative_gap=relative_gap)
+        if relaxed.bound >= worthless_ms:
+            return replace(NOT_FOUND, bound=relaxed.bound)
+        return self._rounds(question, whole=True, relative_gap=relative_gap)
+
+    def relaxed(self, limit_bytes: int) -> Solution | None:
+        """``least_objective``'s bound alone, from shares of choices; None: there is no selection.
+
+        The objective is infinity, because shares are no selection.
+        """
+        if not len(self._table.options):
+            return self._nothing_to_choose(limit_bytes)
+        found = self._rounds(self._ask(limit_bytes), whole=False, relative_gap=0.0)
+        return found and replace(NOT_FOUND, bound=found.bound)
+
+    def _nothing_to_choose(self, limit_bytes: int) -> Solution | None:
+        fits = self._table.base_bytes.max() <= limit_bytes
+        return Solution((), 0.0, 0.0) if fits else None
 
     def least_peak(self) -> tuple[int, ...] | None:
         """The selection with the lowest peak; None where no selection is within the tolerance.
@@ -87,25 +106,26 @@ class Program:
         table = self._table
         if not len(table.options):
             return ()
+        if not self._moments:
+            self._moments.append(int(table.base_bytes.argmax()))
+        question = self._ask(None)
         best: tuple[float, tuple[int, ...]] | None = None
         for whole in (False, True):
             for _ in range(_MOST_ROUNDS):
-                answer = self._minimise_peak(whole=whole)
-                if answer is None:
+                answer = question.solve(self._relative_gap, self._node_limit, whole=whole)
+                if answer.amounts is None:
                     return best[1] if best else None
-                amounts, reached = answer
-                usage = table.usage(amounts)
-                rounded = self._rounded(amounts)
+                reached = answer.bound / _SCALE
+                usage = table.usage(answer.amounts)
+                rounded = self._rounded(answer.amounts)
                 peak = float(table.usage(table.amounts(list(rounded))).max())
                 if self._is_allowed(rounded) and (best is None or peak < best[0]):
                     best = (peak, rounded)
                 if best is not None and best[0] <= reached * (1 + self._relative_gap) + 1.0:
                     return best[1]
                 worst = worst_moments(usage, reached + 1.0, _ROWS_A_ROUND)
-                fresh = [moment for moment in worst if moment not in self._rows]
-                if not fresh:
+                if not self._add_moments(question, worst):
                     break
-                self._add_rows(fresh)
         return best[1] if best else None
 
     @property
@@ -145,105 +165,105 @@ class Program:
 
     # --- one question -----------------------------------------------------------------------
 
-    def _rounds(self, limit_bytes: int, *, whole: bool, relative_gap: float) -> Solution | None:
+    def _ask(self, limit_bytes: int | None) -> _Question:
+        question = _Question(self._table, self.objective, limit_bytes, self._structure())
+        question.add_moments(self._moments)
+        return question
+
+    def _rounds(self, question: _Question, *, whole: bool, relative_gap: float) -> Solution | None:
         table = self._table
         for _ in range(_MOST_ROUNDS):
-            found = milp(
-                self.objective,
-                integrality=np.ones(table.columns) if whole else None,
-                bounds=Bounds(0, 1),
-                constraints=[*self._structure, *self._peak_constraints(limit_bytes)],
-                options={"mip_rel_gap": relative_gap, "node_limit": self._node_limit},
-            )
-            if found.x is None:
-                return None if found.status == _INFEASIBLE else NOT_FOUND
-            amounts = np.round(found.x) if whole else found.x
+            answer = question.solve(relative_gap, self._node_limit, whole=whole)
+            amounts = answer.amounts
+            if amounts is None:
+                return None if answer.status is Status.INFEASIBLE else NOT_FOUND
             usage = table.usage(amounts)
             slack = 0.0 if whole else 1.0
-            worst = worst_moments(usage, limit_bytes + slack, _ROWS_A_ROUND)
-            fresh = [moment for moment in worst if moment not in self._rows]
+            worst = worst_moments(usage, question.limit_bytes + slack, _ROWS_A_ROUND)
             if not worst:
-                bound = found.fun if found.mip_dual_bound is None else found.mip_dual_bound
                 selection = tuple(int(c) for c in np.flatnonzero(amounts > 0.5))
-                return Solution(selection, float(self.objective @ amounts), float(bound))
-            if not fresh:  # within the solver's own tolerance of the limit: ask for a little less
-                limit_bytes -= int(np.ceil((usage - limit_bytes).max()))
-            self._add_rows(fresh)
+                return Solution(selection, float(self.objective @ amounts), answer.bound)
+            if not self._add_moments(question, worst):
+                # Within the solver's own tolerance of the limit: ask for a little less.
+                question.lower_limit(int(np.ceil((usage - question.limit_bytes).max())))
         return NOT_FOUND
 
-    def _minimise_peak(self, *, whole: bool) -> tuple[Floats, float] | None:
-        """Amounts with the lowest peak at the known rows, and a bound on that peak."""
-        table = self._table
-        count = table.columns
-        if not self._rows:
-            self._add_rows([int(table.base_bytes.argmax())])
-        constraints = [
-            LinearConstraint(_with_column(each.A, 0.0), each.lb, each.ub)
-            for each in self._structure
-        ]
-        moments = list(self._rows)
-        rows = csr_array(np.stack([self._rows[moment] for moment in moments]) * _SCALE)
-        upper = -table.base_bytes[moments] * _SCALE
-        constraints.append(LinearConstraint(_with_column(rows, -1.0), -np.inf, upper))
-        found = milp(
-            np.append(np.zeros(count), 1.0),
-            integrality=np.append(np.ones(count), 0) if whole else None,
-            bounds=Bounds(np.zeros(count + 1), np.append(np.ones(count), np.inf)),
-            constraints=constraints,
-            options={"mip_rel_gap": self._relative_gap, "node_limit": self._node_limit},
-        )
-        if found.x is None:
-            return None
-        amounts = np.round(found.x[:count]) if whole else found.x[:count]
-        bound = found.fun if found.mip_dual_bound is None else found.mip_dual_bound
-        return amounts, float(bound) / _SCALE
+    def _add_moments(self, question: _Question, moments: list[int]) -> bool:
+        """Make rows of those that are none yet; False: all are."""
+        fresh = [moment for moment in moments if moment not in self._moments]
+        question.add_moments(fresh)
+        self._moments += fresh
+        return bool(fresh)
 
     # --- constraints ------------------------------------------------------------------------
 
-    def _add_rows(self, moments: list[int]) -> None:
-        for moment in moments:
-            self._rows[moment] = self._table.row(moment)
-
-    def _peak_constraints(self, limit_bytes: int) -> list[LinearConstraint]:
-        if not self._rows:
-            return []
-        moments = list(self._rows)
-        rows = csr_array(np.stack([self._rows[moment] for moment in moments]) * _SCALE)
-        upper = (limit_bytes - self._table.base_bytes[moments]) * _SCALE
-        return [LinearConstraint(rows, -np.inf, upper)]
-
-    def _structural_constraints(self) -> list[LinearConstraint]:
+    def _structure(self) -> Iterator[Rows]:
         """One choice for every family, codes that others are computed from, and the tolerance."""
         table = self._table
-        if not len(table.options):
-            return []
         family = [int(each) for each in table.family_of]
         column = list(range(len(family)))
         for place, replay in enumerate(table.replays):
             family += sorted(replay.families)
             column += [table.replay_column(place)] * len(replay.families)
-        shape = (len(table.options), table.columns)
-        once = csr_array((np.ones(len(family)), (family, column)), shape=shape)
-        found = [LinearConstraint(once, 1, 1)]
+        yield Rows(family, column, 1.0, lower=1, upper=1, count=len(table.options))
         if table.requires:
-            found.append(LinearConstraint(self._requirements(), -np.inf, 0))
+            yield self._requirements()
         if np.isfinite(self._tolerance):
-            noise = csr_array(table.noise[None, :])
-            found.append(LinearConstraint(noise, -np.inf, self._tolerance))
-        return found
+            yield Rows.of_dense(table.noise[None, :], lower=-np.inf, upper=self._tolerance)
 
-    def _requirements(self) -> csr_array:
+    def _requirements(self) -> Rows:
         table = self._table
         rows, columns, values = [], [], []
         for place, (dependent, alternatives) in enumerate(table.requires):
             rows += [place] * (1 + len(alternatives))
             columns += [dependent, *alternatives]
             values += [1.0] + [-1.0] * len(alternatives)
-        return csr_array((values, (rows, columns)), shape=(len(table.requires), table.columns))
+        return Rows(rows, columns, values, lower=-np.inf, upper=0, count=len(table.requires))
 
 
-def _with_column(matrix: csr_array, value: float) -> csr_array:
-    """One more column of equal values."""
-    height = matrix.shape[0]
-    extra = csr_array(np.full((1, height), value))
-    return vstack([matrix.T, extra]).T.tocsr()
+class _Question:
+    """A table's program with a row for every moment that matters: the bytes held then are at
+    most a limit or, if there is none, at most one more column, the peak, which is minimised.
+    """
+
+    def __init__(
+        self, table: Table, objective: Floats, limit_bytes: int | None, structure: Iterable[Rows]
+    ) -> None:
+        self._table = table
+        self._has_limit = limit_bytes is not None
+        self.limit_bytes = limit_bytes or 0
+        cost, upper = objective, np.ones(table.columns)
+        if not self._has_limit:
+            cost, upper = np.append(np.zeros_like(cost), 1.0), np.append(upper, np.inf)
+        self._program = LinearProgram(cost, upper)
+        for rows in structure:
+            self._program.add_rows(rows)
+        self._rows: dict[int, int] = {}  # by moment
+
+    def add_moments(self, moments: list[int]) -> None:
+        if not moments:
+            return
+        matrix = np.stack([self._table.row(moment) for moment in moments]) * _SCALE
+        if not self._has_limit:
+            matrix = np.column_stack([matrix, np.full(len(moments), -1.0)])
+        upper = [self._room(moment) for moment in moments]
+        first = self._program.add_rows(Rows.of_dense(matrix, lower=-np.inf, upper=upper))
+        self._rows |= {moment: first + place for place, moment in enumerate(moments)}
+
+    def lower_limit(self, by_bytes: int) -> None:
+        self.limit_bytes -= by_bytes
+        for moment, row in self._rows.items():
+            self._program.bound_row(row, self._room(moment))
+
+    def _room(self, moment: int) -> float:
+        return float(self.limit_bytes - self._table.base_bytes[moment]) * _SCALE
+
+    def solve(self, relative_gap: float, most_nodes: int, *, whole: bool) -> Answer:
+        """Amounts are (table.columns,), and whole to the last bit if ``whole``."""
+        count = self._table.columns
+        marked = np.arange(len(self._program)) < count if whole else None
+        answer = self._program.solve(whole=marked, relative_gap=relative_gap, most_nodes=most_nodes)
+        if answer.amounts is None:
+            return answer
+        amounts = answer.amounts[:count]
+        return replace(answer, amounts=np.round(amounts) if whole else amounts)

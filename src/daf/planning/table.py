@@ -192,6 +192,8 @@ def _requirements(
                 coding[site].append(column)
             flat.append((column, option))
             column += 1
+    if not any(option.requires for _, option in flat):
+        return ()
     known = {saving.site for group in groups for saving in group}
     return tuple(
         (column, tuple(coding[site]))
@@ -208,44 +210,46 @@ def _replays(
     by_module: dict[str, list[int]] = defaultdict(list)
     for index, call in enumerate(profile.calls):
         by_module[call.module].append(index)
+    calls_of = [{saving.call for saving in group} for group in groups]
+    families_at: dict[int, list[int]] = defaultdict(list)
+    storages_at: dict[int, set[int]] = defaultdict(set)
+    for family, group in enumerate(groups):
+        for saving in group:
+            families_at[saving.call].append(family)
+            storages_at[saving.call].add(saving.storage)
     found = []
     for module, calls in by_module.items():
         covered = set().union(*(inside[call] for call in calls))
         nested = any(other in inside[call] for call in calls for other in calls if other != call)
         whole = frozenset(
-            index
-            for index, group in enumerate(groups)
-            if all(saving.call in covered for saving in group)
+            family
+            for call in covered
+            for family in families_at[call]
+            if calls_of[family] <= covered
         )
         possible = all(profile.calls[call].replayable for call in calls) and not nested
         if whole and possible and any(profile.calls[call].parent >= 0 for call in calls):
-            spans = [
-                span
-                for call in calls
-                for span in _replay_spans(profile, groups, whole, call, inside[call], examples)
-            ]
+            spans = []
+            for call in calls:
+                held = set().union(*(storages_at[each] for each in inside[call]))
+                savings = [s for f in sorted(whole) for s in groups[f] if s.call in inside[call]]
+                if savings:
+                    spans += _replay_spans(profile, profile.calls[call], savings, held, examples)
             cost_ms = sum(profile.calls[call].forward_ms.at(examples) for call in calls)
             found.append(Replay(module, whole, tuple(spans), cost_ms))
     return tuple(found)
 
 
 def _replay_spans(
-    profile: Profile,
-    groups: list[tuple[Saving, ...]],
-    whole: frozenset[int],
-    index: int,
-    inside: set[int],
-    examples: int,
+    profile: Profile, call: CallProfile, savings: list[Saving], held: set[int], examples: int
 ) -> list[Span]:
     """What one call's replay holds: its inputs until then, then all that it saves.
 
     The replayed forward pass ends with every tensor inside saved, on top of
     which its own passing bytes are at most those of the first forward pass.
+    ``held``: the storages that anything inside saves, replayed with it or not.
     """
-    call, timeline = profile.calls[index], profile.timeline
-    savings = [s for family in whole for s in groups[family] if s.call in inside]
-    if not savings:
-        return []
+    timeline = profile.timeline
     begin = min(saving.read for saving in savings)
     spans = []
     largest: dict[int, Saving] = {}
@@ -254,7 +258,6 @@ def _replay_spans(
         if known is None or saving.released > known.released:
             largest[saving.storage] = saving
     spans += [Span(begin, s.released, s.storage_bytes.at(examples)) for s in largest.values()]
-    held = {saving.storage for group in groups for saving in group if saving.call in inside}
     inputs = sum(size.at(examples) for storage, size in call.inputs if storage not in held)
     # An input whose memory is saved inside is held there by that family's own treatment, unless
     # the whole family is replayed away with this call.

@@ -1,0 +1,183 @@
+"""Linear and mixed-integer programs in numpy arrays, solved by HiGHS.
+
+HiGHS is reached through its own interface, highspy (why not SciPy: docs/planning.md).
+It writes nothing, starts no threads, draws the same random numbers each time, and
+lets other Python threads run while it solves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+if TYPE_CHECKING:
+    from highspy import Highs
+
+Floats = NDArray[np.float64]
+
+_OPTIONS: dict[str, Any] = {
+    "output_flag": False,
+    "threads": 1,
+    "parallel": "off",
+    "random_seed": 0,
+}
+_CONTINUOUS, _INTEGER = 0, 1  # HighsVarType
+_ROW_WISE, _MINIMISE = 2, 1  # MatrixFormat, ObjSense
+
+
+class Status(Enum):
+    """How a solve ended."""
+
+    SOLVED = "solved"  # within the gap asked for
+    STOPPED = "stopped"  # at the node limit, with or without a solution
+    INFEASIBLE = "infeasible"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The best amounts found, (columns,) or None; no amounts at all cost less than ``bound``."""
+
+    status: Status
+    amounts: Floats | None
+    objective: float
+    bound: float
+
+
+class Rows:
+    """``lower <= A x <= upper`` with ``A`` in compressed sparse rows.
+
+    Row ``r`` has ``value[start[r]:start[r + 1]]`` (float64) in the columns
+    ``column[start[r]:start[r + 1]]`` (int32); ``lower`` and ``upper`` are (rows,) or one number.
+    """
+
+    def __init__(
+        self,
+        row: ArrayLike,
+        column: ArrayLike,
+        value: ArrayLike,
+        *,
+        lower: ArrayLike,
+        upper: ArrayLike,
+        count: int,
+    ) -> None:
+        """``count`` rows from (row, column, value) of every entry, in any order, none twice."""
+        place = np.asarray(row, dtype=np.intp)
+        order = np.argsort(place, kind="stable")
+        ends = np.cumsum(np.bincount(place, minlength=count))
+        self.start = np.concatenate([[0], ends]).astype(np.int32)
+        self.column = np.asarray(column)[order].astype(np.int32)
+        self.value = np.broadcast_to(np.asarray(value, dtype=np.float64), place.shape)[order]
+        self.lower = np.full(count, lower, dtype=np.float64)
+        self.upper = np.full(count, upper, dtype=np.float64)
+
+    @classmethod
+    def of_dense(cls, matrix: Floats, *, lower: ArrayLike, upper: ArrayLike) -> Rows:
+        """Rows with the entries of a (rows, columns) matrix that are not zero."""
+        row, column = np.nonzero(matrix)
+        return cls(row, column, matrix[row, column], lower=lower, upper=upper, count=len(matrix))
+
+
+class LinearProgram:
+    """Minimise ``cost @ x`` with ``0 <= x <= upper``, rows added as they are needed.
+
+    What HiGHS learnt is kept from one ``solve`` to the next.
+    """
+
+    def __init__(self, cost: Floats, upper: Floats) -> None:
+        """Cost and upper bounds are (columns,).
+
+        Raises:
+            ValueError: a column's cost falls without end, so that no least cost exists.
+        """
+        if np.any((cost < 0) & np.isinf(upper)):
+            raise ValueError("a column without an upper bound has a negative cost")
+        self._columns = np.arange(len(cost), dtype=np.int32)
+        self._highs = _new_highs()
+        nothing, none = np.zeros(0), np.zeros(0, dtype=np.int32)
+        kinds = np.full(len(cost), _CONTINUOUS, dtype=np.int32)
+        zeros = np.zeros(len(cost))
+        size = (len(cost), 0, 0, _ROW_WISE, _MINIMISE, 0.0)
+        self._highs.passModel(
+            *size, cost, zeros, upper, nothing, nothing, np.zeros(1, np.int32), none, nothing, kinds
+        )
+
+    def __len__(self) -> int:
+        """How many columns there are."""
+        return len(self._columns)
+
+    def add_rows(self, rows: Rows) -> int:
+        """More rows, numbered on; the number of the first."""
+        first = self._highs.getNumRow()
+        self._highs.addRows(
+            len(rows.lower),
+            rows.lower,
+            rows.upper,
+            len(rows.value),
+            rows.start[:-1],
+            rows.column,
+            rows.value,
+        )
+        return int(first)
+
+    def bound_row(self, row: int, upper: float) -> None:
+        """Another upper bound, and no lower one, for a row."""
+        self._highs.changeRowBounds(row, -np.inf, upper)
+
+    def solve(
+        self, *, whole: NDArray[np.bool_] | None = None, relative_gap: float = 0.0, most_nodes: int
+    ) -> Answer:
+        """The least cost; columns marked in ``whole`` (columns,) take whole amounts only.
+
+        With whole amounts the search ends when objective and bound are within ``relative_gap``
+        of each other, or after ``most_nodes`` nodes.
+        """
+        highs = self._highs
+        kinds = np.full(len(self._columns), _CONTINUOUS, dtype=np.uint8)
+        if whole is not None:
+            kinds[whole] = _INTEGER
+        highs.changeColsIntegrality(len(kinds), self._columns, kinds)
+        highs.setOptionValue("mip_rel_gap", relative_gap)
+        highs.setOptionValue("mip_max_nodes", most_nodes)
+        _run(highs)
+        return _answer(highs, mixed=whole is not None)
+
+
+def _new_highs() -> Highs:
+    from highspy import Highs  # 4 MB that only who plans should hold
+
+    highs = Highs()  # type: ignore[no-untyped-call]
+    for name, value in _OPTIONS.items():
+        highs.setOptionValue(name, value)
+    return highs
+
+
+def _run(highs: Highs) -> None:
+    """Solve, and leave the calling thread's scheduler as it was found."""
+    from highspy import HighsStatus
+
+    if highs.run() != HighsStatus.kError:
+        highs.resetGlobalScheduler(True)
+        return
+    # The caller uses HiGHS with threads of its own; 0 takes whatever is there.
+    highs.setOptionValue("threads", 0)
+    if highs.run() == HighsStatus.kError:
+        raise RuntimeError(f"HiGHS {highs.version()} failed to solve a program")
+    highs.setOptionValue("threads", _OPTIONS["threads"])
+
+
+def _answer(highs: Highs, *, mixed: bool) -> Answer:
+    from highspy import HighsModelStatus, kSolutionStatusFeasible
+
+    ended, info = highs.getModelStatus(), highs.getInfo()
+    if ended == HighsModelStatus.kInfeasible:
+        return Answer(Status.INFEASIBLE, None, np.inf, np.inf)
+    status = Status.SOLVED if ended == HighsModelStatus.kOptimal else Status.STOPPED
+    bound = float(info.mip_dual_bound if mixed else info.objective_function_value)
+    if int(info.primal_solution_status) != int(kSolutionStatusFeasible):
+        return Answer(status, None, np.inf, bound if mixed else -np.inf)
+    amounts = np.array(highs.getSolution().col_value)
+    return Answer(status, amounts, float(info.objective_function_value), bound)

@@ -1,0 +1,145 @@
+"""The least objective over all sizes of piece and all selections.
+
+Every size is first answered greedily, which also says what no answer at that
+size can go below. Exact answers are asked for only where that is below the
+best answer so far, the lowest first. Tables are made again for them: they are
+the largest thing the planner holds, and few are needed twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from daf.planning.candidate import Candidate, noise_price_ms, pieces_of
+from daf.planning.greedy import solve_greedily
+from daf.planning.options import Allowed
+from daf.planning.solve import NOT_FOUND, Program, Solution
+from daf.planning.table import Table, base_bytes, make_table
+from daf.profile import Profile
+
+
+def piece_sizes(profile: Profile) -> list[int]:
+    """Sizes of piece, the largest first: the largest for every number of pieces."""
+    if profile.split_refusal:
+        return [profile.batch_size]
+    counts = range(1, profile.batch_size + 1)
+    return sorted({-(-profile.batch_size // count) for count in counts}, reverse=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a table is made for."""
+
+    micro_batch: int
+    release_gradients: bool
+
+
+def shapes(profile: Profile, allowed: Allowed) -> Iterator[Shape]:
+    """Sizes of piece, and whether gradients are released, which only a whole batch can."""
+    for size in piece_sizes(profile):
+        whole = size == profile.batch_size
+        if not (whole and allowed.must_release):
+            yield Shape(size, False)
+        if whole and allowed.release_gradients:
+            yield Shape(size, True)
+
+
+class Search:
+    """One search for the fastest candidate within a limit (bytes, margin not included)."""
+
+    def __init__(
+        self, profile: Profile, limit_bytes: int, tolerance: float, allowed: Allowed
+    ) -> None:
+        self._profile = profile
+        self._limit = limit_bytes
+        self._tolerance = tolerance
+        self._allowed = allowed
+        self._best: Candidate | None = None
+        self._lower_ms: dict[Shape, float] = {}  # no step of that shape is shorter
+        self._settled: set[Shape] = set()
+
+    def run(self, *, exactly: bool) -> Candidate | None:
+        """The best that was found, with a bound that no candidate goes below; None: nothing fits.
+
+        With ``exactly`` each size's best is proven by HiGHS where its bound leaves it open;
+        else it is the greedy one.
+        """
+        for shape in sorted(shapes(self._profile, self._allowed), key=self._base_ms):
+            self._lower_ms[shape] = self._base_ms(shape)
+            # Even keeping everything is no faster, here and at all sizes that follow.
+            if self._lower_ms[shape] >= self._best_ms:
+                break
+            self._sweep(shape, exactly=exactly)
+        if exactly:
+            self._settle()
+        best = self._best
+        bound_ms = min(self._lower_ms.values())
+        return best and replace(best, bound_ms=min(bound_ms, best.step_ms(self._profile)))
+
+    @property
+    def _best_ms(self) -> float:
+        return math.inf if self._best is None else self._best.objective(self._profile)
+
+    def _base_ms(self, shape: Shape) -> float:
+        return self._profile.step_ms(shape.micro_batch)
+
+    def _sweep(self, shape: Shape, *, exactly: bool) -> None:
+        base = base_bytes(
+            self._profile, shape.micro_batch, release_gradients=shape.release_gradients
+        )
+        if base.max() > self._limit:
+            self._lower_ms[shape] = math.inf
+            return
+        table = self._table(shape)
+        price_ms = self._noise_price_ms(table)
+        found = solve_greedily(table, self._limit, self._tolerance, price_ms)
+        self._take(shape, table, found or NOT_FOUND)
+        if found is None and exactly:  # seldom more than a bound of 0 is known then
+            program = Program(table, self._tolerance, price_ms)
+            self._take(shape, table, program.relaxed(self._limit))
+
+    def _settle(self) -> None:
+        """Exact answers where they can matter, the most promising first."""
+        while open_shapes := self._lower_ms.keys() - self._settled:
+            shape = min(open_shapes, key=lambda each: (self._lower_ms[each], each.micro_batch))
+            if self._lower_ms[shape] >= self._best_ms:
+                return
+            self._ask_exactly(shape, self._table(shape))
+
+    def _ask_exactly(self, shape: Shape, table: Table) -> None:
+        self._settled.add(shape)
+        room_ms = (self._best_ms - self._base_ms(shape)) / pieces_of(self._profile, table)
+        program = Program(table, self._tolerance, self._noise_price_ms(table))
+        self._take(shape, table, program.least_objective(self._limit, worthless_ms=room_ms))
+
+    def _take(self, shape: Shape, table: Table, found: Solution | None) -> None:
+        """Learn from an answer; None: there is none at this shape."""
+        if found is None:
+            self._lower_ms[shape] = math.inf
+            return
+        lower_ms = self._base_ms(shape) + found.bound * pieces_of(self._profile, table)
+        self._lower_ms[shape] = max(self._lower_ms[shape], lower_ms)
+        if math.isinf(found.objective):
+            return
+        candidate = Candidate(table, found.selection)
+        if candidate.objective(self._profile) < self._best_ms:
+            self._best = candidate
+
+    def _table(self, shape: Shape) -> Table:
+        best = self._best and self._best.table
+        if best and (best.micro_batch, best.release_gradients) == (
+            shape.micro_batch,
+            shape.release_gradients,
+        ):
+            return best
+        return make_table(
+            self._profile,
+            shape.micro_batch,
+            self._allowed,
+            release_gradients=shape.release_gradients,
+        )
+
+    def _noise_price_ms(self, table: Table) -> float:
+        return noise_price_ms(self._profile) / pieces_of(self._profile, table)
