@@ -223,18 +223,19 @@ def _replays(
         nested = any(other in inside[call] for call in calls for other in calls if other != call)
         whole = frozenset(
             family
-            for call in covered
-            for family in families_at[call]
+            for index in covered
+            for family in families_at[index]
             if calls_of[family] <= covered
         )
-        possible = all(profile.calls[call].replayable for call in calls) and not nested
+        possible = all(profile.calls[index].replayable for index in calls) and not nested
         if whole and possible and any(profile.calls[call].parent >= 0 for call in calls):
-            spans = []
-            for call in calls:
-                held = set().union(*(storages_at[each] for each in inside[call]))
-                savings = [s for f in sorted(whole) for s in groups[f] if s.call in inside[call]]
+            spans: list[Span] = []
+            for index in calls:
+                within = inside[index]
+                held: set[int] = set().union(*(storages_at[each] for each in within))
+                savings = [s for f in sorted(whole) for s in groups[f] if s.call in within]
                 if savings:
-                    spans += _replay_spans(profile, profile.calls[call], savings, held, examples)
+                    spans += _replay_spans(profile, profile.calls[index], savings, held, examples)
             cost_ms = sum(profile.calls[call].forward_ms.at(examples) for call in calls)
             found.append(Replay(module, whole, tuple(spans), cost_ms))
     return tuple(found)
