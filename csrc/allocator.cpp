@@ -171,10 +171,23 @@ void leave_small(uint64_t bytes) {
   account.held.subtract(small_held_bytes(bytes));
 }
 
+// PyTorch turns a refused allocation into an exception. oneDNN and its wrapper write through the
+// null pointer instead. What they ask for is either aligned to a page and more, or a small object
+// of theirs. Where PyTorch was told to align to pages too the two cannot be told apart.
+bool must_serve(size_t alignment, size_t bytes) {
+  constexpr size_t pytorch_alignment = 64, largest_object_bytes = 16384;
+  static const bool pytorch_aligns_to_pages = std::getenv("THP_MEM_ALLOC_ENABLE") != nullptr;
+  if (bytes <= largest_object_bytes) return true;
+  return alignment > pytorch_alignment && !pytorch_aligns_to_pages;
+}
+
 int allocate_small(void** pointer, size_t alignment, size_t bytes) {
   if (!charge(small_held_bytes(bytes), true)) {
-    state().account.refusals.add();
-    return ENOMEM;
+    if (!must_serve(alignment, bytes)) {
+      state().account.refusals.add();
+      return ENOMEM;
+    }
+    state().account.overdraw(small_held_bytes(bytes));
   }
   const int failed = ::posix_memalign(pointer, std::max(alignment, small_alignment), bytes);
   if (!failed && state().small.insert({reinterpret_cast<uintptr_t>(*pointer), bytes})) {
@@ -187,13 +200,16 @@ int allocate_small(void** pointer, size_t alignment, size_t bytes) {
 }
 
 int allocate_large(void** pointer, size_t alignment, size_t bytes) {
+  bool must = false;
   for (;;) {
     uint64_t over_bytes = 0;
-    switch (state().heap.allocate(bytes, current_label, pointer, &over_bytes)) {
+    switch (state().heap.allocate(bytes, current_label, must, pointer, &over_bytes)) {
       case Served::yes: state().events.note(*pointer, int64_t(bytes), current_label); return 0;
       case Served::no_memory: return allocate_small(pointer, alignment, bytes);
       case Served::over_limit:
         if (reclaim(over_bytes) > 0) continue;
+        must = must_serve(alignment, bytes);
+        if (must) continue;
         state().account.refusals.add();
         return ENOMEM;
     }

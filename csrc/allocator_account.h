@@ -86,13 +86,19 @@ struct Account {
   Counter fresh_bytes;     // taken from the system
   Counter returned_bytes;  // given back to the system
   Counter returned_blocks;
-  Counter emptied;   // times the limit made recycled blocks go
-  Counter reclaims;  // times the pool was asked for bytes
-  Counter refusals;  // allocations that failed at the limit
+  Counter emptied;     // times the limit made recycled blocks go
+  Counter reclaims;    // times the pool was asked for bytes
+  Counter refusals;    // allocations that failed at the limit
+  Counter overdrafts;  // allocations served beyond the limit, because failing would be a crash
 
   Phase phases[phase_limit];
   std::atomic<int> phase_count{1};
   std::atomic<int> phase{0};
+
+  void overdraw(uint64_t bytes) {
+    held.add(bytes);
+    overdrafts.add();
+  }
 
   Phase& current_phase() { return phases[phase.load(std::memory_order_relaxed)]; }
 

@@ -87,6 +87,7 @@ nb::dict statistics() {
   found["emptied_for_limit"] = account.emptied.value();
   found["reclaims"] = account.reclaims.value();
   found["refusals"] = account.refusals.value();
+  found["overdrafts"] = account.overdrafts.value();
   found["live_blocks.large"] = allocator::surviving_blocks();
   found["live_blocks.small"] = allocator::small_blocks();
   return found;

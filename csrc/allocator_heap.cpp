@@ -53,7 +53,8 @@ bool BlockHeap::is_open() {
   return open_;
 }
 
-Served BlockHeap::allocate(uint64_t bytes, uint32_t label, void** pointer, uint64_t* over_bytes) {
+Served BlockHeap::allocate(uint64_t bytes, uint32_t label, bool must, void** pointer,
+                           uint64_t* over_bytes) {
   const uint64_t page = range_.page_bytes();
   const uint64_t held_bytes = (bytes + page - 1) / page * page;
   const std::lock_guard<std::mutex> guard(mutex_);
@@ -64,8 +65,10 @@ Served BlockHeap::allocate(uint64_t bytes, uint32_t label, void** pointer, uint6
   } else {
     Served served;
     do {
-      if (!fits_before_limit(held_bytes, over_bytes)) return Served::over_limit;
-      served = assemble(held_bytes, &slot);
+      while (!must && !fits_before_limit(held_bytes, over_bytes)) {
+        if (fit_live_locked(*over_bytes) == 0) return Served::over_limit;
+      }
+      served = assemble(held_bytes, must, &slot);
       // Over the limit after all: another thread's small blocks took what was left. Look again.
     } while (served == Served::over_limit);
     if (served == Served::no_memory) return served;
@@ -111,20 +114,20 @@ void BlockHeap::keep_first(uint32_t slot, uint32_t count) {
 }
 
 // A new range of slots: pages of recycled blocks first, the system's for the rest.
-Served BlockHeap::assemble(uint64_t held_bytes, uint32_t* slot) {
+Served BlockHeap::assemble(uint64_t held_bytes, bool must, uint32_t* slot) {
   const uint32_t count = slots_for(held_bytes);
   if (!range_.take(count, slot)) return Served::no_memory;
   if (*slot + count > highest_slot_) highest_slot_ = *slot + count;
-  const Served served = fill(*slot, held_bytes);
+  const Served served = fill(*slot, held_bytes, must);
   if (served != Served::yes) range_.give_back(*slot, count);
   return served;
 }
 
-Served BlockHeap::fill(uint32_t slot, uint64_t held_bytes) {
+Served BlockHeap::fill(uint32_t slot, uint64_t held_bytes, bool must) {
   if (!range_.commit(slot, held_bytes)) return Served::no_memory;
   const uint32_t gathered = gather_pages(slot, static_cast<uint32_t>(held_bytes / slot_bytes));
   const uint64_t gathered_bytes = gathered * slot_bytes;
-  if (!charge(held_bytes - gathered_bytes)) {
+  if (!charge(held_bytes - gathered_bytes, must)) {
     // Another thread's small blocks took what was left. What was gathered leaves the account,
     // and the caller gives the slots back.
     account_.held.subtract(gathered_bytes);
@@ -178,14 +181,17 @@ void BlockHeap::drop_first(uint32_t slot, uint32_t count) {
 }
 
 // Enters fresh bytes into the account, giving recycled ones back where the limit asks for it.
-bool BlockHeap::charge(uint64_t bytes) {
+bool BlockHeap::charge(uint64_t bytes, bool must) {
   for (;;) {
     const uint64_t limit = account_.limit.load();
     if (account_.held.add_within(bytes, limit)) return true;
     const uint64_t held = account_.held.current();
     const uint64_t over = held + bytes > limit ? held + bytes - limit : 0;
     if (over == 0) continue;  // another thread freed something in between
-    if (shed_locked(over) == 0) return false;
+    if (shed_locked(over) == 0 && fit_live_locked(over) == 0) {
+      if (must) account_.overdraw(bytes);
+      return must;
+    }
     account_.emptied.add();
   }
 }
@@ -286,6 +292,37 @@ uint64_t BlockHeap::shed_oldest(uint64_t bytes) {
   }
   return_slots(slot, slots_for(first_bytes), first_bytes);
   return first_bytes;
+}
+
+// Live blocks that were reused may be larger than what was asked for; near the limit they give
+// the difference back, at least `bytes` of it or all.
+uint64_t BlockHeap::fit_live_locked(uint64_t bytes) {
+  uint64_t returned = 0;
+  for (uint32_t slot = 0; slot < highest_slot_ && returned < bytes; ++slot) {
+    if (blocks_[slot].state == State::live) returned += fit_live(slot);
+  }
+  return returned;
+}
+
+uint64_t BlockHeap::fit_live(uint32_t slot) {
+  Block& block = blocks_[slot];
+  const uint64_t page = range_.page_bytes();
+  const uint64_t exact_bytes = (block.bytes + page - 1) / page * page;
+  const uint64_t before_bytes = block.held_bytes;
+  if (before_bytes <= exact_bytes) return 0;
+  const uint32_t count = slots_for(exact_bytes), before = slots_for(before_bytes);
+  const uint64_t whole_bytes = count * slot_bytes;
+  if (before > count) {
+    return_slots(slot + count, before - count, before_bytes - whole_bytes);
+    block.held_bytes = whole_bytes;
+  }
+  if (block.held_bytes > exact_bytes) {
+    range_.discard(slot, exact_bytes, block.held_bytes);
+    account_.held.subtract(block.held_bytes - exact_bytes);
+    account_.returned_bytes.add(block.held_bytes - exact_bytes);
+    block.held_bytes = exact_bytes;
+  }
+  return before_bytes - exact_bytes;
 }
 
 void BlockHeap::return_slots(uint32_t slot, uint32_t count, uint64_t held_bytes) {

@@ -53,8 +53,9 @@ class BlockHeap {
   void close();
   bool is_open();
 
-  // `over_bytes` is set where the answer is over_limit: what somebody else must free first.
-  Served allocate(uint64_t bytes, uint32_t label, void** pointer, uint64_t* over_bytes);
+  // `over_bytes` is set where the answer is over_limit: what somebody else must free first. With
+  // `must` that is never the answer: the block is served beyond the limit if it has to be.
+  Served allocate(uint64_t bytes, uint32_t label, bool must, void** pointer, uint64_t* over_bytes);
   // Returns the bytes that were asked for. Ends the process with a message where `pointer` is not
   // the start of a live block, as the C library does.
   uint64_t release(void* pointer);
@@ -93,11 +94,11 @@ class BlockHeap {
   }
   bool fits_before_limit(uint64_t bytes, uint64_t* over_bytes) const;
   bool reuse(uint64_t held_bytes, uint32_t* slot);
-  Served assemble(uint64_t held_bytes, uint32_t* slot);
-  Served fill(uint32_t slot, uint64_t held_bytes);
+  Served assemble(uint64_t held_bytes, bool must, uint32_t* slot);
+  Served fill(uint32_t slot, uint64_t held_bytes, bool must);
   uint32_t gather_pages(uint32_t slot, uint32_t wanted);
   uint32_t move_from_oldest(uint32_t to, uint32_t wanted);
-  bool charge(uint64_t bytes);
+  bool charge(uint64_t bytes, bool must);
   void keep_first(uint32_t slot, uint32_t count);
   void drop_first(uint32_t slot, uint32_t count);
   void make_live(uint32_t slot, uint64_t bytes, uint32_t label);
@@ -105,6 +106,8 @@ class BlockHeap {
   void remove_recycled(uint32_t slot);
   uint64_t shed_locked(uint64_t bytes);
   uint64_t shed_oldest(uint64_t bytes);
+  uint64_t fit_live_locked(uint64_t bytes);
+  uint64_t fit_live(uint32_t slot);
   void return_slots(uint32_t slot, uint32_t count, uint64_t held_bytes);
   Block& live_block(const void* pointer);
 

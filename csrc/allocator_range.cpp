@@ -83,6 +83,10 @@ uint32_t AddressRange::move_pages(uint32_t from, uint32_t to, uint32_t count) {
   return moved;
 }
 
+void AddressRange::discard(uint32_t slot, uint64_t first_byte, uint64_t end_byte) {
+  madvise(static_cast<char*>(address(slot)) + first_byte, end_byte - first_byte, MADV_DONTNEED);
+}
+
 void AddressRange::give_back(uint32_t first, uint32_t count) {
   const uint64_t bytes = count * slot_bytes;
   if (map_reserved(address(first), bytes, MAP_FIXED) == MAP_FAILED) {

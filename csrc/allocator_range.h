@@ -50,6 +50,9 @@ class AddressRange {
   // reserved and empty. Returns how many slots were moved: 0 where the kernel cannot (before
   // Linux 5.7).
   uint32_t move_pages(uint32_t from, uint32_t to, uint32_t count);
+  // Gives the pages between two offsets from the start of a slot back to the system; both are
+  // multiples of a page. The range stays committed, and reads as zeros.
+  void discard(uint32_t slot, uint64_t first_byte, uint64_t end_byte);
   // Gives the pages of these slots back to the system and the slots back to `take`.
   void give_back(uint32_t first, uint32_t count);
 

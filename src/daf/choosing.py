@@ -94,10 +94,14 @@ class Choosing:
     def settle(self, measured_peak_bytes: int, budget_bytes: int) -> None:
         """The first full-size step was measured; go on with the plan, corrected by that.
 
+        Its peak did not hold the optimizer's state yet, which came into being in its update.
+
         Raises:
             BudgetError: no plan is predicted to fit any more.
         """
         assert self.first is not None
+        assert self.profile is not None
+        measured_peak_bytes += self.profile.optimizer_bytes
         self.evidence = Evidence(self.first.predicted_peak_bytes, measured_peak_bytes)
         self.first = None
         if self._factor > 1.0:

@@ -7,6 +7,7 @@ tightest plan, measures that, and goes on with the fastest plan that fits.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -266,6 +267,7 @@ class Session:
             )
             return self.plan
         self._refuse_without_room_to_measure()
+        planner.warm_up()
         self._planned_for_bytes = batch_bytes(batch)
         budget_bytes = self._planned_budget_bytes = self.budget_bytes
         self._keeper.open()
@@ -277,6 +279,7 @@ class Session:
         except BudgetError:
             self._keeper.close()
             raise
+        self._keeper.flush()  # what planning held
         return self._adopt(plan)
 
     def step(self, batch: Any, loss_fn: LossFunction) -> StepReport:
@@ -430,28 +433,44 @@ class Session:
     def _within_budget(self, batch: Any, loss_fn: LossFunction, plan: Plan) -> tuple[float, Plan]:
         """The gradient under this plan, or under a tighter one if an allocation was refused."""
         before = Before(self.model)
+        while True:
+            self._adapting.bound(plan)
+            found = self._attempt(batch, loss_fn, plan, before)
+            if isinstance(found, float):
+                return found, plan
+            self._clear_away(before)
+            tighter = self._tighter(plan)
+            if tighter is None:
+                raise found if isinstance(found, PoolFullError) else self._refusal() from found
+            plan = tighter
+
+    def _attempt(
+        self, batch: Any, loss_fn: LossFunction, plan: Plan, before: Before
+    ) -> float | PoolFullError | RuntimeError:
+        """The loss, or the error of an allocation that was refused; any other is raised.
+
+        The error goes without its traceback, whose frames hold the step's tensors.
+        """
+        refusals = self._keeper.refusals()
         key = (self._seed, self._step_index)
         planned = self.profile is not None
-        while True:
-            refusals = self._keeper.refusals()
-            self._adapting.bound(plan)
-            try:
-                loss = self._gradient.run(batch, loss_fn, plan, key, before, planned=planned)
-            except (RuntimeError, PoolFullError) as error:
-                refused = self._keeper.refusals() != refusals
-                if not refused and not isinstance(error, PoolFullError):
-                    raise
-                self.optimizer.zero_grad(set_to_none=True)
-                self._capture.release_scratch()
-                before.restore()
-                tighter = self._tighter(plan)
-                if tighter is None and refused:
-                    raise self._refusal() from error
-                if tighter is None:
-                    raise
-                plan = tighter
-            else:
-                return loss, plan
+        try:
+            return self._gradient.run(batch, loss_fn, plan, key, before, planned=planned)
+        except PoolFullError as error:
+            return error.with_traceback(None)
+        except RuntimeError as error:
+            if self._keeper.refusals() == refusals:
+                raise
+            return error.with_traceback(None)
+
+    def _clear_away(self, before: Before) -> None:
+        """Nothing of a refused step stays: a tighter plan needs the room, and so does planning."""
+        self.optimizer.zero_grad(set_to_none=True)
+        before.forget_backward()
+        self._capture.release_scratch()
+        gc.collect()  # a failed step's frames and graph can be parts of circles
+        self._keeper.flush()
+        before.restore()
 
     def _tighter(self, plan: Plan) -> Plan | None:
         """The next tighter plan, adopted; None where none is known.

@@ -11,10 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from daf.choosing import Choosing
 from daf.errors import BudgetError, CommittedStepError, ReleaseRefusedError
 from daf.memory import measure
 from daf.memory.recycling import unsupported_reason
 from daf.plan import Plan, plain_policy
+from daf.profile import Profile
 from daf.session import Session
 
 pytestmark = pytest.mark.skipif(unsupported_reason() is not None, reason=str(unsupported_reason()))
@@ -82,6 +84,22 @@ def tighter_is_halved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("daf.planning.planner.tighter_plan", halved)
 
 
+@pytest.fixture
+def plans_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every plan releases gradients, although there were room for them."""
+    begin = Choosing.begin
+
+    def releasing(self: Choosing, *terms: Any) -> Plan:
+        self.plan, self.first = replace(begin(self, *terms), release_gradients=True), None
+        return self.plan
+
+    def the_same(self: Choosing, *_terms: Any, **_more: Any) -> Plan | None:
+        return self.plan
+
+    monkeypatch.setattr(Choosing, "begin", releasing)
+    monkeypatch.setattr(Choosing, "again", the_same)
+
+
 def plain_step(model: nn.Module) -> dict[str, Tensor]:
     model = deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
@@ -90,7 +108,7 @@ def plain_step(model: nn.Module) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-@pytest.mark.usefixtures("tighter_is_halved")
+@pytest.mark.usefixtures("tighter_is_halved", "plans_release")
 def test_after_the_first_update_the_step_is_finished_and_its_overrun_told() -> None:
     model = Model()
     expected = plain_step(model)
@@ -141,7 +159,7 @@ def test_before_the_first_update_parameters_are_untouched_and_the_step_can_be_re
             assert torch.equal(model.state_dict()[name], value), name
 
 
-@pytest.mark.usefixtures("tighter_is_halved")
+@pytest.mark.usefixtures("tighter_is_halved", "plans_release")
 def test_a_retry_that_must_cut_the_batch_releases_nothing() -> None:
     model = Early()
     model.norm = nn.Identity()

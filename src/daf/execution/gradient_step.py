@@ -29,6 +29,8 @@ class Before:
     def __init__(self, model: nn.Module) -> None:
         self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         self._random_state = torch.get_rng_state()
+        with torch.enable_grad():
+            self._oldest = torch.zeros((), requires_grad=True) * 1.0
 
     def restore(self) -> None:
         """Put them back."""
@@ -36,6 +38,15 @@ class Before:
             for buffer, value in self._buffers:
                 buffer.copy_(value)
         torch.set_rng_state(self._random_state)
+
+    def forget_backward(self) -> None:
+        """Let go of what a backward pass that failed half-way still holds.
+
+        PyTorch leaves its tasks, and with them the graph, in the thread's queue until another
+        pass goes through that. It takes the youngest nodes first, so one that is older than
+        all of them goes through it to the end.
+        """
+        self._oldest.backward(retain_graph=True)  # type: ignore[no-untyped-call]
 
 
 class GradientStep:

@@ -25,6 +25,8 @@ RESERVE_BYTES = 16 * MIB
 # once there has been room for two steps more for a while, so that not every reading is a new plan.
 STEPS = 64
 STEP_BYTES = 4 * MIB
+# A budget lies up to a step below its goal, which trembles by up to two.
+RISE_STEPS = 3
 RISE_AFTER_S = 0.25
 # A process is seldom moved to another cgroup, and finding its groups costs more than reading them.
 GROUPS_LAST_S = 1.0
@@ -189,7 +191,8 @@ class Governor:
 
     def _may_rise(self, goal: Goal, before: int) -> bool:
         """Has there been room for long enough?"""
-        wanted = before + 2 * step_bytes(before) if goal.is_live else before + 1
+        # The goal's own steps: just above a power of two they are twice as long as those below.
+        wanted = before + RISE_STEPS * step_bytes(goal.budget_bytes) if goal.is_live else before + 1
         if goal.budget_bytes < wanted:
             self._may_rise_since_s = None
             return False

@@ -35,7 +35,8 @@ def stats() -> dict[str, int]:
     blocks of 1 MiB and more, ``assembled`` (served by moving pages of recycled
     blocks) and ``moved_bytes``, ``small_allocations``, ``fresh_bytes`` (from
     the system), ``returned_bytes`` and ``returned_blocks`` (to the system),
-    ``emptied_for_limit``, ``reclaims``, ``refusals`` (allocations that failed).
+    ``emptied_for_limit``, ``reclaims``, ``refusals`` (allocations that failed), ``overdrafts``
+    (oneDNN's, served beyond the limit because it would crash without).
 
     ``live_blocks.large`` and ``.small``; ``cap_bytes`` and ``limit_bytes``
     where there are any; and per phase (see ``phase``) ``phase.NAME.live_bytes.peak``,

@@ -8,10 +8,13 @@ from __future__ import annotations
 import math
 from functools import partial
 
+import numpy as np
+
 from daf.errors import BudgetError, UnknownNameError
 from daf.plan import Plan
 from daf.planning import policies
 from daf.planning.candidate import Candidate, without_margin
+from daf.planning.highs import LinearProgram
 from daf.planning.options import Allowed
 from daf.profile import Profile
 from daf.units import format_bytes
@@ -25,6 +28,12 @@ EVERYTHING = Allowed()
 # turn; if neither fits, the least of all is next.
 TIGHTER_SHARES = (0.25, 0.1)
 SMALLEST_STEP_BYTES = 10 * 2**20
+
+
+def warm_up() -> None:
+    """Load the solver, so that what it holds for good is measured with everything else."""
+    amounts = np.ones(8)
+    LinearProgram(amounts, amounts).solve(whole=amounts > 0, most_nodes=1)
 
 
 def make_plan(
