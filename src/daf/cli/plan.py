@@ -29,6 +29,8 @@ def plan_command(
     memory_format: options.MemoryFormat = "channels_last",
     threads: options.Threads = None,
     bits: options.Bits = None,
+    policy: options.Policy = None,
+    tolerance: options.Tolerance = None,
     pool_bytes: options.PoolBytes = None,
     allow_batchnorm_split: options.AllowSplit = False,
     goal: options.GoalOption = None,
@@ -49,13 +51,26 @@ def plan_command(
 def _show(outline: dict[str, Any]) -> None:
     console = Console()
     console.print(f"plan: {outline['reason']}", highlight=False)
+    if outline["least_feasible_bytes"] is not None:
+        least = format_bytes(outline["least_feasible_bytes"])
+        console.print(f"the least budget that could hold this job: {least}", highlight=False)
     if outline["account"] is not None:
         account = Table("term", "bytes", title="account")
         for name, size in outline["account"].items():
             account.add_row(name.replace("_", " "), format_bytes(size))
         console.print(account)
+    if outline["choices"]:
+        console.print(_choice_table(outline["choices"]))
     if outline["sites"]:
         console.print(_site_table(outline["sites"]))
+
+
+def _choice_table(choices: list[str]) -> Table:
+    table = Table("what", "how, and why", title="choices")
+    for line in choices:
+        what, _, why = line.partition(": ")
+        table.add_row(what, why)
+    return table
 
 
 def _site_table(sites: list[dict[str, Any]]) -> Table:

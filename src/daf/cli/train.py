@@ -47,6 +47,8 @@ def train_command(
     memory_format: options.MemoryFormat = "channels_last",
     threads: options.Threads = None,
     bits: options.Bits = None,
+    policy: options.Policy = None,
+    tolerance: options.Tolerance = None,
     pool_bytes: options.PoolBytes = None,
     release_gradients: options.ReleaseGradients = False,
     allow_batchnorm_split: options.AllowSplit = False,

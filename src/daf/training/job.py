@@ -82,6 +82,8 @@ def make_job(settings: TrainSettings) -> Job:
         optimizer,
         settings.budget,
         bits=settings.bits,
+        policy=settings.policy,
+        tolerance=settings.tolerance,
         seed=settings.seed,
         floor_bytes=floor_bytes,
         allow_batchnorm_split=settings.allow_batchnorm_split,

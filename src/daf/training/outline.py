@@ -23,6 +23,12 @@ def outline_of(job: Job, batch: Batch) -> dict[str, Any]:
         "policy": plan.policy.name,
         "micro_batch": plan.micro_batch,
         "reason": plan.reason,
+        "predicted_step_ms": plan.predicted_step_ms,
+        "bound_ms": plan.bound_ms,
+        "least_feasible_bytes": session.least_feasible_bytes(),
+        "release_gradients": plan.release_gradients,
+        "replayed": sorted(plan.policy.replayed),
+        "choices": list(plan.choices),
         "process_settings": list(session.settings),
         "sites": sites_of(job, plan, batch),
     }

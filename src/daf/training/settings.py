@@ -24,10 +24,11 @@ class TrainSettings:
 
     ``budget`` is in bytes, a fraction of the machine or ``"auto"``; None
     trains plainly. ``bits`` is a width, ``"exact"``, ``"plain"`` or None (the
-    planner chooses). ``optimizer``, ``learning_rate``,
-    ``weight_decay``, ``augment``, ``goal``, ``image_size`` and ``context`` None:
-    customary for the model and data. ``max_steps`` None: all steps of
-    ``epochs``. ``checkpoint_every`` is in steps; None: at the end of an epoch.
+    planner chooses, as ``policy`` says and within ``tolerance``; see ``Session``).
+    ``optimizer``, ``learning_rate``, ``weight_decay``, ``augment``, ``goal``,
+    ``image_size`` and ``context`` None: customary for the model and data.
+    ``max_steps`` None: all steps of ``epochs``. ``checkpoint_every`` is in
+    steps; None: at the end of an epoch.
     ``pool_bytes`` caps what codes hold; None: no cap of their own. ``history``:
     record who asked for memory in one step. ``release_gradients`` steps
     parameters inside backward wherever that is allowed.
@@ -47,6 +48,8 @@ class TrainSettings:
     memory_format: str = "channels_last"
     threads: int | None = None
     bits: int | str | None = None
+    policy: str | None = None
+    tolerance: float | None = None
     allow_batchnorm_split: bool = False
     goal: Goal | None = None
     augment: bool | None = None

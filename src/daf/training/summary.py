@@ -62,6 +62,7 @@ def _memory(job: Job) -> dict[str, Any]:
         "micro_batch": plan.micro_batch if plan else None,
         "policy": plan.policy.name if plan else None,
         "plan_reason": plan.reason if plan else None,
+        "predicted_step_ms": plan.predicted_step_ms if plan else None,
         "process_settings": list(session.settings),
     }
 
