@@ -22,7 +22,7 @@ from daf.bench.pressure_picture import budget_corners, draw_pressure
 from daf.memory import cgroup
 
 TINY = replace(
-    pressure.quick_job(), steps=2, threads=1, rate_bytes_per_s=400e6, squeezed_fraction=0.7
+    pressure.quick_job(), steps=2, threads=1, rate_bytes_per_s=400e6, squeezed_fraction=0.5
 )
 
 

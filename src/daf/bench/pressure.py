@@ -9,10 +9,12 @@ the result says so. A twin trains undisturbed, for the loss.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -187,7 +189,7 @@ class _Pressed:
             start_s = self._trainee.ask("simulate", rate, total_bytes)["start_s"]
             end_s = start_s + total_bytes / rate
             self.squeeze = {"start_s": start_s, "full_s": end_s, "bytes": total_bytes}
-            yield lambda: bool(self.steps[-1]["end_s"] >= end_s)
+            yield lambda: time.time() >= end_s
             self.squeeze["end_s"] = self._trainee.ask("simulate", 0.0, 0)["start_s"]
             return
         with subprocess.Popen(
@@ -201,7 +203,7 @@ class _Pressed:
             start_s = float(second.stdout.readline())
             full_s = start_s + total_bytes / rate
             self.squeeze = {"start_s": start_s, "full_s": full_s, "bytes": total_bytes}
-            yield lambda: bool(self.steps[-1]["end_s"] >= full_s)
+            yield lambda: time.time() >= full_s
             self.squeeze["end_s"] = self.steps[-1]["end_s"]
             assert second.stdin is not None
             second.stdin.close()
@@ -252,10 +254,9 @@ def standard_error(losses: list[float]) -> float:
 
 def steps_above_steady_budget(steps: list[dict[str, Any]]) -> int:
     """Steps above a budget that had been in force since the step before."""
-    pairs = zip(steps, steps[1:], strict=False)
     return sum(
         step["peak_bytes"] > step["budget_bytes"] == before["budget_bytes"]
-        for before, step in pairs
+        for before, step in itertools.pairwise(steps)
     )
 
 

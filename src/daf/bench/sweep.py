@@ -50,13 +50,12 @@ class SweepJob:
 
 
 def quick_job() -> SweepJob:
-    """Two workloads at small sizes, two budgets: too small for its figures to mean much."""
+    """Two workloads, two budgets, few steps: a few minutes, and too few steps to mean much."""
     return SweepJob(
         workloads=("w1", "w3"),
         percents=(100, 50),
         steps=3,
         by_hand=((1.0, 1), (0.0, 2)),
-        is_small=True,
     )
 
 

@@ -25,6 +25,7 @@ from daf.bench import kernels as kernels_bench
 from daf.bench import main_job
 from daf.bench import pool as pool_bench
 from daf.bench import pressure as pressure_bench
+from daf.bench import survival as survival_bench
 from daf.bench import sweep as sweep_bench
 from daf.bench.kernels_picture import draw_roofline
 from daf.bench.pool_picture import draw_times
@@ -37,6 +38,13 @@ app = typer.Typer(help="Measure DAF against what a user would pick instead.")
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 QuickOption = Annotated[bool, typer.Option("--quick", help="A short run with fewer steps.")]
+OutOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Write the result to this JSON file, and rows as they come beside it (.jsonl): "
+        "the same command goes on where it was interrupted."
+    ),
+]
 
 
 @app.callback()
@@ -122,15 +130,25 @@ def pressure_command(
     show(result, as_json=as_json)
 
 
+@app.command("survival")
+def survival_command(
+    out: OutOption = None,
+    runs: Annotated[int | None, typer.Option(min=1, help="How many models.")] = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Train random models under random budgets, each in a memory cgroup of that size."""
+    job = survival_bench.quick_job() if quick else survival_bench.SurvivalJob()
+    job = replace(job, runs=runs or job.runs)
+    with counted_progress() as report:
+        result = survival_bench.run(job, rows_beside(out), report)
+    keep(result, out)
+    show(result, as_json=as_json)
+
+
 @app.command("sweep")
 def sweep_command(
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write the result to this JSON file, and rows as they come beside it (.jsonl): "
-            "the same command goes on where it was interrupted."
-        ),
-    ] = None,
+    out: OutOption = None,
     only: Annotated[str | None, typer.Option(help="These workloads only, as in 'W1,W3'.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps at every point.")] = None,
     policies: Annotated[
@@ -156,9 +174,8 @@ def sweep_command(
         policies=sweep_bench.POLICIES if policies else job.policies,
     )
     with counted_progress() as report:
-        result = sweep_bench.run(job, out.with_suffix(".jsonl") if out else None, report)
-    if out is not None:
-        out.write_text(result.as_json())
+        result = sweep_bench.run(job, rows_beside(out), report)
+    keep(result, out)
     if picture is not None:
         draw_sweep(result.rows, picture)
     show(result, as_json=as_json)
@@ -198,6 +215,17 @@ def counted_progress() -> Iterator[Callable[[str, int, int], None]]:
             progress.update(task, description=what, completed=done, total=expected)
 
         yield report
+
+
+def rows_beside(out: Path | None) -> Path | None:
+    """Where the rows of a long measurement are kept."""
+    return out.with_suffix(".jsonl") if out is not None else None
+
+
+def keep(result: BenchResult, out: Path | None) -> None:
+    """Write a result where that was asked."""
+    if out is not None:
+        out.write_text(result.as_json())
 
 
 def show(result: BenchResult, *, as_json: bool) -> None:

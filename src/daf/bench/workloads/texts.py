@@ -38,7 +38,7 @@ class DecoderShape(NamedTuple):
     heads: int = 6
 
 
-_SMALL_ENCODER = EncoderShape(length=16, batch_size=4, layers=2, width=64, heads=4)
+_SMALL_ENCODER = EncoderShape(length=64, batch_size=16, layers=2, width=128, heads=4)
 _SMALL_DECODER = DecoderShape(length=16, batch_size=4, layers=2, width=32, heads=2)
 
 
