@@ -21,7 +21,7 @@ from daf.bench.result import BenchResult
 from daf.bench.row_log import Row, RowLog
 from daf.bench.sweep_figures import figures_of
 from daf.bench.sweep_point import By, measure_plain, measure_point, median_ms
-from daf.bench.workloads import WORKLOADS, find_workload
+from daf.bench.workloads import WORKLOADS
 from daf.bench.workloads.sources import Sources, default_sources
 
 POLICIES = ("optimal", "sage", "checkpoint", "accumulate", "quantize")
@@ -57,16 +57,6 @@ def quick_job() -> SweepJob:
         steps=3,
         by_hand=((1.0, 1), (0.0, 2)),
     )
-
-
-def with_workloads(job: SweepJob, names: str) -> SweepJob:
-    """The job on these workloads only, as in ``"W1,w3"``.
-
-    Raises:
-        UnknownNameError: there is no such workload.
-    """
-    chosen = tuple(find_workload(name.strip()).name for name in names.split(","))
-    return replace(job, workloads=chosen)
 
 
 def run(

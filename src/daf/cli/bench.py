@@ -21,6 +21,7 @@ from rich.progress import (
 from rich.table import Table
 
 from daf.bench import allocator as allocator_bench
+from daf.bench import gradients as gradients_bench
 from daf.bench import kernels as kernels_bench
 from daf.bench import main_job
 from daf.bench import pool as pool_bench
@@ -32,12 +33,16 @@ from daf.bench.pool_picture import draw_times
 from daf.bench.pressure_picture import draw_pressure
 from daf.bench.result import BenchResult
 from daf.bench.sweep_picture import draw_sweep
+from daf.bench.workloads import named_workloads
 from daf.report.allocator_picture import draw_trade
 
 app = typer.Typer(help="Measure DAF against what a user would pick instead.")
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 QuickOption = Annotated[bool, typer.Option("--quick", help="A short run with fewer steps.")]
+OnlyOption = Annotated[
+    str | None, typer.Option(help="These workloads only, as in 'W1,W3'; by default all.")
+]
 OutOption = Annotated[
     Path | None,
     typer.Option(
@@ -118,6 +123,7 @@ def pressure_command(
         Path | None,
         typer.Option(help="Draw budget, memory and throughput over time into this PNG file."),
     ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the result to this JSON file.")] = None,
     quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -127,6 +133,20 @@ def pressure_command(
         result = pressure_bench.run(job, on_progress=status.update)
     if picture is not None:
         draw_pressure(result.rows, picture)
+    keep(result, out)
+    show(result, as_json=as_json)
+
+
+@app.command("gradients")
+def gradients_command(
+    only: OnlyOption = None, quick: QuickOption = False, as_json: JsonOption = False
+) -> None:
+    """Compare exact policies' gradients with plain PyTorch's on every workload."""
+    job = gradients_bench.quick_job() if quick else gradients_bench.GradientsJob()
+    if only is not None:
+        job = replace(job, workloads=named_workloads(only))
+    with counted_progress() as report:
+        result = gradients_bench.run(job, report)
     show(result, as_json=as_json)
 
 
@@ -149,7 +169,7 @@ def survival_command(
 @app.command("sweep")
 def sweep_command(
     out: OutOption = None,
-    only: Annotated[str | None, typer.Option(help="These workloads only, as in 'W1,W3'.")] = None,
+    only: OnlyOption = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps at every point.")] = None,
     policies: Annotated[
         bool, typer.Option("--policies", help="Compare all policies on W1 and W3.")
@@ -166,7 +186,7 @@ def sweep_command(
     """Train every workload at several budgets: peaks, predictions, refusals and times."""
     job = sweep_bench.quick_job() if quick else sweep_bench.SweepJob()
     if only is not None:
-        job = sweep_bench.with_workloads(job, only)
+        job = replace(job, workloads=named_workloads(only))
     job = replace(
         job,
         steps=steps or job.steps,

@@ -90,3 +90,12 @@ def find_workload(name: str) -> Workload:
     near = difflib.get_close_matches(name.lower(), WORKLOADS, 1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise UnknownNameError(f"unknown workload {name!r}; {hint}Known: {', '.join(WORKLOADS)}")
+
+
+def named_workloads(names: str) -> tuple[str, ...]:
+    """The names in a list such as ``"W1,w3"``, as they are written here.
+
+    Raises:
+        UnknownNameError: there is no such workload.
+    """
+    return tuple(find_workload(name.strip()).name for name in names.split(","))
