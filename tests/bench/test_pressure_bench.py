@@ -122,3 +122,4 @@ def test_the_budget_is_drawn_as_steps() -> None:
         [0.0, 2.0, 2.0, 6.0, 6.0, 10.0],
         [700, 700, 300, 300, 700, 700],
     )
+    assert budget_corners([], start_s=10.0, end_s=20.0) == ([], [])

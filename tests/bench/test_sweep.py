@@ -18,8 +18,8 @@ from daf.bench.workloads.sources import Sources
 from daf.errors import RunFolderError
 
 TINY = SweepJob(
-    workloads=("w3",),
-    timed=("w3",),
+    workloads=("w2c",),
+    timed=("w2c",),
     percents=(400, 1),
     steps=3,
     by_hand=((1.0, 1),),
@@ -31,7 +31,6 @@ MB = 10**6
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    pytest.importorskip("transformers")
     file = tmp_path_factory.mktemp("sweep") / "rows.jsonl"
     return run(TINY, file), file
 

@@ -55,7 +55,7 @@ class Contender(Child):
         super().__init__("daf.bench.contender", asdict(way), f"{way.workload}, {way.policy}")
 
     def prepare(self) -> dict[str, Any]:
-        """floor_bytes and, in a session, the prediction and the plan, or ``least_bytes``."""
+        """floor_bytes and, in a session, the first plan, or a refusal and its ``least_bytes``."""
         return self.ask("prepare")
 
     def step(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Contender(Child):
         return self.ask("step")
 
     def facts(self) -> dict[str, Any]:
-        """peak_bytes since the model was built, saved bytes, and the plan that stands now."""
+        """The prediction, the session's peak, saved bytes, and the plan that stands now."""
         return self.ask("facts")
 
 
@@ -79,6 +79,7 @@ class Work:
         self._way = way
         self._work = loaded.build(way.seed)
         self._index = 0
+        self._predicted_bytes: int | None = None
         measure.reset_peak()
         self._session = self._start_session()
         model, blocks = self._work.model, self._work.blocks
@@ -114,7 +115,6 @@ class Work:
         except BudgetError as error:
             return {"refusal": str(error), "least_bytes": error.least_bytes}
         return {
-            "predicted_peak_bytes": self._session.predicted_peak_bytes,
             "prepare_ms": 1000 * (time.perf_counter() - start_s),
             "first_plan": plan_summary(plan),
         }
@@ -135,7 +135,7 @@ class Work:
     def _trained(self, batch: Any) -> dict[str, Any]:
         work = self._work
         if self._session is not None:
-            return _reported(self._session.step(batch, work.task.loss))
+            return _reported(self._session.step(batch, self._loss))
         measure.reset_peak()  # a session does so itself, and remembers
         if self._way.pieces == 1:
             loss = plain_step(work.model, work.optimizer, batch, work.task.loss)
@@ -145,11 +145,18 @@ class Work:
             )
         return {"loss": loss, "peak_bytes": measure.peak_bytes()}
 
+    def _loss(self, model: nn.Module, batch: Any) -> Any:
+        """The task's loss; the prediction is written down before the first full-size step runs."""
+        if self._predicted_bytes is None and self._session is not None:
+            self._predicted_bytes = self._session.predicted_peak_bytes
+        return self._work.task.loss(model, batch)
+
     def _facts(self) -> dict[str, Any]:
         session = self._session
         if session is None:
             return {}
         return {
+            "predicted_peak_bytes": self._predicted_bytes,
             # Profiling included, which the steps' own peaks are not.
             "session_peak_bytes": session.peak_bytes,
             "saved_bytes_plain": session.saved_bytes_plain,
