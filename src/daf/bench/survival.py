@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def run(
     for place, share in enumerate(shares.tolist()):
         seed = job.seed + place
         on_progress(f"run {place + 1}", place, job.runs)
-        log.row(str(seed), lambda seed=seed, share=share: one_run(seed, share, job.steps))
+        log.row(str(seed), partial(one_run, seed, share, job.steps))
     notes = (
         f"{job.runs} runs of {job.steps} steps, budgets between {100 * job.least_share:.0f} and "
         f"{100 * job.most_share:.0f} % of plain's peak above the floor, swap off",
