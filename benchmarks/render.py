@@ -175,12 +175,90 @@ def allocator_figures(result: dict[str, Any]) -> str:
     )
 
 
+def measured_by(result: dict[str, Any], name: str) -> str:
+    """Which command, on what, on which machine."""
+    machine = result["machine"]
+    return (
+        f"Measured by `daf bench {name} --json` ({result['notes'][0]}; {machine['processor']}, "
+        f"{machine['cores']} cores, torch {machine['torch']}):"
+    )
+
+
+def picture(name: str, words: str) -> list[str]:
+    """A link to a picture beside the documents, if it was drawn."""
+    exists = (ROOT / "docs" / f"{name}.png").exists()
+    return [f"![{words}]({name}.png)", ""] if exists else []
+
+
+def sweep_figures(result: dict[str, Any]) -> str:
+    """The sweep's tables, in Markdown: counts, then every point of DAF's own policy."""
+    rows, figures = result["rows"], result["figures"]
+    points = [row for row in rows if row["part"] == "budget" and row["policy"] == "optimal"]
+    by_hand = [row for row in rows if row["part"] == "static" and "step_ratio" in row]
+    return "\n".join(
+        [
+            measured_by(result, "sweep"),
+            "",
+            *picture("sweep", "Throughput against memory, by policy and by hand"),
+            "| | |",
+            "|---|---|",
+            *(f"| {name.replace('_', ' ')} | {value:.4g} |" for name, value in figures.items()),
+            "",
+            "| workload | budget | MB above the floor | measured | predicted | step ÷ plain's |",
+            "|---|---|---|---|---|---|",
+            *(f"| {row['workload']} | {row['asked']} | {point_cells(row)} |" for row in points),
+            "",
+            "| workload | by hand | MB above the floor | step ÷ plain's |",
+            "|---|---|---|---|",
+            *(
+                f"| {row['workload']} | {row['strategy']} "
+                f"| {(row['peak_bytes'] - row['floor_bytes']) / MB:.0f} "
+                f"| {row['step_ratio']:.3f} |"
+                for row in by_hand
+            ),
+        ]
+    )
+
+
+def point_cells(row: dict[str, Any]) -> str:
+    """Budget, measured and predicted peak above the floor, and the step; or how it ended."""
+    budget, floor = row["budget_bytes"], row["floor_bytes"]
+    cells = [f"{(budget - floor) / MB:.0f}"]
+    if row["outcome"] != "trained":
+        least = row.get("least_bytes")
+        named = f", least {(least - floor) / MB:.0f}" if least is not None else ""
+        return " | ".join([*cells, row["outcome"] + named, "", ""])
+    cells += [f"{(row[name] - floor) / MB:.0f}" for name in ("peak_bytes", "predicted_peak_bytes")]
+    apart = f"{row['step_ratio_apart']:.2f} apart" if "step_ratio_apart" in row else ""
+    return " | ".join([*cells, f"{row['step_ratio']:.3f}" if "step_ratio" in row else apart])
+
+
+def survival_figures(result: dict[str, Any]) -> str:
+    """How random models under random budgets ended, in Markdown."""
+    return count_table(result, "survival", [])
+
+
+def pressure_figures(result: dict[str, Any]) -> str:
+    """What the pressed run did, in Markdown."""
+    return count_table(result, "pressure", picture("pressure", "Budget, memory and throughput"))
+
+
+def count_table(result: dict[str, Any], name: str, between: list[str]) -> str:
+    """All figures of a result by name."""
+    figures = result["figures"].items()
+    lines = [f"| {figure.replace('_', ' ')} | {value:.4g} |" for figure, value in figures]
+    return "\n".join([measured_by(result, name), "", *between, "| | |", "|---|---|", *lines])
+
+
 # (document, the results that its table is made of, by what); its marker names the results.
 TABLES = (
     (ROOT / "README.md", "main", main_figures),
     (ROOT / "docs" / "kernels.md", "kernels", kernel_figures),
     (ROOT / "docs" / "pool.md", "pool", pool_figures),
     (ROOT / "docs" / "allocator.md", "allocator", allocator_figures),
+    (ROOT / "docs" / "sweep.md", "sweep", sweep_figures),
+    (ROOT / "docs" / "sweep.md", "survival", survival_figures),
+    (ROOT / "docs" / "sweep.md", "pressure", pressure_figures),
 )
 
 

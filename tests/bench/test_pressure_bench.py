@@ -12,12 +12,17 @@ import pytest
 from PIL import Image
 
 from daf.bench import pressure
-from daf.bench.pressure import steps_to_restore, within_budget_ms
+from daf.bench.pressure import (
+    standard_error,
+    steps_above_steady_budget,
+    steps_to_restore,
+    within_budget_ms,
+)
 from daf.bench.pressure_picture import budget_corners, draw_pressure
 from daf.memory import cgroup
 
 TINY = replace(
-    pressure.quick_job(), steps=2, threads=1, rate_bytes_per_s=400e6, squeezed_fraction=0.7
+    pressure.quick_job(), steps=2, threads=1, rate_bytes_per_s=400e6, squeezed_fraction=0.5
 )
 
 
@@ -62,9 +67,12 @@ def test_the_second_process_or_its_simulation_is_said(result: Any) -> None:
     assert squeeze["start_s"] < squeeze["full_s"] < squeeze["end_s"]
     assert result.figures["in_cgroup"] == int(not squeeze["simulated"])
     assert squeeze["simulated"] == any("SIMULATED" in note for note in result.notes)
+    squeezed = [step for step in of(result, "step") if step["phase"] == "squeezed"]
+    full = of(result, "step")[0]["budget_bytes"]
+    wanted = 1 - TINY.squeezed_fraction
+    assert result.figures["squeezed_to"] == pytest.approx(wanted, abs=0.15)
+    assert squeezed[-1]["policy"] != of(result, "step")[1]["policy"]
     if squeeze["simulated"]:
-        squeezed = [step for step in of(result, "step") if step["phase"] == "squeezed"]
-        full = of(result, "step")[0]["budget_bytes"]
         assert {step["budget_bytes"] for step in squeezed} == {full - squeeze["bytes"]}
 
 
@@ -93,6 +101,17 @@ def test_steps_to_restore_counts_the_slow_ones() -> None:
     assert steps_to_restore(steps(300, 130)) == 2
 
 
+def test_a_step_is_above_a_budget_only_if_that_was_known_before_it() -> None:
+    sizes = ((90, 100), (95, 50), (60, 50), (40, 50), (70, 50), (90, 100))
+    steps = [{"peak_bytes": peak, "budget_bytes": budget} for peak, budget in sizes]
+    assert steps_above_steady_budget(steps) == 2
+
+
+def test_noise_is_the_standard_error_of_the_mean() -> None:
+    assert standard_error([1.0, 3.0]) == pytest.approx(1)
+    assert standard_error([1.0]) == 0
+
+
 def test_the_budget_is_drawn_as_steps() -> None:
     changes = ((5.0, 700), (12.0, 300), (14.0, None), (16.0, 700))
     rows = [
@@ -103,3 +122,4 @@ def test_the_budget_is_drawn_as_steps() -> None:
         [0.0, 2.0, 2.0, 6.0, 6.0, 10.0],
         [700, 700, 300, 300, 700, 700],
     )
+    assert budget_corners([], start_s=10.0, end_s=20.0) == ([], [])

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from daf.bench.contestant import ContestantError, Entry
+from daf.bench.child import ContestantError
+from daf.bench.contestant import Entry
 from daf.bench.workload import Workload
 from daf.memory import measure
 from daf.memory.recycling import RecyclingAllocator

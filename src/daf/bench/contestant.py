@@ -1,22 +1,18 @@
 """One contestant of a side-by-side: its own process, stepped from outside.
 
 The parent starts every contestant, then asks them in turn for a step, so that
-noise of the machine falls on all alike; each has its own high-water mark.
-Commands are words on standard input, answers JSON lines on standard output.
+noise of the machine falls on all alike.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from typing import IO, Any
+from typing import Any
 
-from daf.errors import DafError
+from daf.bench.child import Child
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,66 +43,33 @@ class Step:
     step_ms: float
 
 
-class ContestantError(DafError, RuntimeError):
-    """A contestant's process ended or answered nonsense."""
-
-
 class Contestant:
     """The parent's handle on one contestant process."""
 
     def __init__(self, entry: Entry) -> None:
         self.entry = entry
         self.steps: list[Step] = []
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "daf.bench.contestant_process", json.dumps(asdict(entry))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=_environment(entry),
+        self._child = Child(
+            "daf.bench.contestant_process",
+            asdict(entry),
+            entry.label,
+            environment=_environment(entry),
         )
-        self._ask("ready")
+        self._child.ask("ready")
 
     def step(self) -> Step:
         """Run one training step."""
-        answer = self._ask("step")
+        answer = self._child.ask("step")
         self.steps.append(Step(answer["loss"], answer["step_ms"]))
         return self.steps[-1]
 
     def facts(self) -> dict[str, Any]:
         """floor_bytes, peak_bytes, saved_bytes_plain, saved_bytes_peak so far, and the account."""
-        return self._ask("facts")
+        return self._child.ask("facts")
 
     def close(self) -> None:
         """End the process."""
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-        self._process.wait()
-
-    def _ask(self, command: str) -> dict[str, Any]:
-        stdin, stdout = self._pipes()
-        try:
-            stdin.write(command + "\n")
-            stdin.flush()
-        except BrokenPipeError as error:
-            raise self._ended(command) from error
-        line = stdout.readline()
-        if not line:
-            raise self._ended(command)
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def _pipes(self) -> tuple[IO[str], IO[str]]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        return self._process.stdin, self._process.stdout
-
-    def _ended(self, command: str) -> ContestantError:
-        code = self._process.wait()
-        return ContestantError(
-            f"contestant {self.entry.label!r} ended with code {code} when asked to {command!r}; "
-            "its own message is on standard error"
-        )
+        self._child.end()
 
 
 def _environment(entry: Entry) -> Mapping[str, str]:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from typing import Any
 
+from daf.bench.child import serve
 from daf.bench.contestant import Entry
 from daf.bench.workload import Workload
-
-
-def serve(workload: Workload) -> None:
-    """Answer ``ready``, ``step`` and ``facts`` until standard input ends."""
-    for line in sys.stdin:
-        print(json.dumps(_answer(workload, line.strip())), flush=True)
 
 
 def _answer(workload: Workload, command: str) -> dict[str, Any]:
@@ -27,4 +23,4 @@ def _answer(workload: Workload, command: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    serve(Workload(Entry(**json.loads(sys.argv[1]))))
+    serve(partial(_answer, Workload(Entry(**json.loads(sys.argv[1])))))

@@ -9,16 +9,18 @@ the result says so. A twin trains undisturbed, for the loss.
 
 from __future__ import annotations
 
-import json
+import itertools
+import math
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from typing import IO, Any
+from typing import Any
 
-from daf.bench.contestant import ContestantError
+from daf.bench.child import Child, ContestantError
 from daf.bench.main_job import default_data
 from daf.bench.result import BenchResult
 from daf.memory import cgroup
@@ -45,8 +47,8 @@ sys.stdin.read()
 class PressureJob:
     """What is run. The defaults are the full benchmark: W1 of the design.
 
-    ``steps`` in each phase; the second process takes ``squeezed_fraction`` of
-    what the run holds above its floor, at ``rate_bytes_per_s``.
+    ``steps`` in each phase; the second process takes so much, at ``rate_bytes_per_s``, that the
+    budget falls by ``squeezed_fraction`` of what plain holds above its floor.
     """
 
     data: str
@@ -71,48 +73,12 @@ def quick_job() -> PressureJob:
     return PressureJob("digits", "resnet20", batch_size=64, steps=3, halved_to=0.35)
 
 
-class Trainee:
+class Trainee(Child):
     """A training process that is told what to do step by step."""
 
     def __init__(self, job: PressureJob, group: cgroup.LimitedGroup | None = None) -> None:
-        command = [sys.executable, "-m", "daf.bench.pressure_process", json.dumps(asdict(job))]
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            preexec_fn=group.enter if group else None,
-        )
+        super().__init__("daf.bench.pressure_process", asdict(job), "the run", group=group)
         self.facts = self.ask("ready")
-
-    def ask(self, command: str, *numbers: float) -> dict[str, Any]:
-        """Send a command; wait for its answer.
-
-        Raises:
-            ContestantError: the process ended instead.
-        """
-        stdin, stdout = self._pipes()
-        try:
-            stdin.write(" ".join([command, *map(str, numbers)]) + "\n")
-            stdin.flush()
-            line = stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        if not line:
-            raise ContestantError(f"the run ended with code {self.end()} when asked to {command!r}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def end(self) -> int:
-        """End the process; -9 is a kill by the system."""
-        for pipe in self._pipes():
-            pipe.close()
-        return self._process.wait()
-
-    def _pipes(self) -> tuple[IO[str], IO[str]]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        return self._process.stdin, self._process.stdout
 
 
 def run(job: PressureJob, on_progress: Callable[[str], None] = lambda _: None) -> BenchResult:
@@ -186,11 +152,22 @@ class _Pressed:
         self._several("halved", self._job.steps - 1)
         self._trainee.ask("budget", self.peak_bytes)
         self._several("restored", self._job.steps)
-        with self._squeezing(int(self._job.squeezed_fraction * above)) as is_full:
+        with self._squeezing(self._squeezed_bytes(above)) as is_full:
             while not is_full():
                 self._step("squeezing", "step")
             self._several("squeezed", self._job.steps)
         self._several("released", self._job.steps)
+
+    def _squeezed_bytes(self, above: int) -> int:
+        """What the second process takes.
+
+        Pages of libraries that were loaded before are charged to another group, so that the group
+        has room beyond the budget; that is taken too, or nothing would be felt.
+        """
+        wanted = int(self._job.squeezed_fraction * above)
+        if self.simulated:
+            return wanted
+        return wanted + int(self._trainee.ask("most")["most_bytes"]) - self.peak_bytes
 
     def _several(self, phase: str, count: int) -> None:
         for _ in range(count):
@@ -212,7 +189,7 @@ class _Pressed:
             start_s = self._trainee.ask("simulate", rate, total_bytes)["start_s"]
             end_s = start_s + total_bytes / rate
             self.squeeze = {"start_s": start_s, "full_s": end_s, "bytes": total_bytes}
-            yield lambda: bool(self.steps[-1]["end_s"] >= end_s)
+            yield lambda: time.time() >= end_s
             self.squeeze["end_s"] = self._trainee.ask("simulate", 0.0, 0)["start_s"]
             return
         with subprocess.Popen(
@@ -226,7 +203,7 @@ class _Pressed:
             start_s = float(second.stdout.readline())
             full_s = start_s + total_bytes / rate
             self.squeeze = {"start_s": start_s, "full_s": full_s, "bytes": total_bytes}
-            yield lambda: bool(self.steps[-1]["end_s"] >= full_s)
+            yield lambda: time.time() >= full_s
             self.squeeze["end_s"] = self.steps[-1]["end_s"]
             assert second.stdin is not None
             second.stdin.close()
@@ -261,8 +238,35 @@ def figures_of(job: PressureJob, pressed: _Pressed, undisturbed: list[float]) ->
     if last:
         twin = undisturbed[len(losses) - last : len(losses)]
         figures["loss_ratio"] = statistics.fmean(losses[-last:]) / statistics.fmean(twin)
+        figures["loss_noise"] = standard_error(twin) / statistics.fmean(twin)
     above = [step["peak_bytes"] > pressed.peak_bytes for step in pressed.steps]
-    return figures | {"steps": len(losses), "steps_above_full_budget": sum(above)}
+    figures |= {"steps": len(losses), "steps_above_full_budget": sum(above)}
+    figures["steps_above_steady_budget"] = steps_above_steady_budget(pressed.steps)
+    return figures | _squeezed_to(pressed)
+
+
+def standard_error(losses: list[float]) -> float:
+    """Of the mean of an undisturbed run's last losses: what is noise, from step to step alone."""
+    if len(losses) < 2:
+        return 0.0
+    return statistics.stdev(losses) / math.sqrt(len(losses))
+
+
+def steps_above_steady_budget(steps: list[dict[str, Any]]) -> int:
+    """Steps above a budget that had been in force since the step before."""
+    return sum(
+        step["peak_bytes"] > step["budget_bytes"] == before["budget_bytes"]
+        for before, step in itertools.pairwise(steps)
+    )
+
+
+def _squeezed_to(pressed: _Pressed) -> dict[str, float]:
+    """The budget's part above the floor that the second process left, of plain's peak above it."""
+    budgets = [step["budget_bytes"] for step in pressed.steps if step["phase"] == "squeezed"]
+    if not budgets:
+        return {}
+    above = pressed.peak_bytes - pressed.floor_bytes
+    return {"squeezed_to": (min(budgets) - pressed.floor_bytes) / above}
 
 
 def within_budget_ms(step: dict[str, Any], samples: list[tuple[float, int]]) -> float:

@@ -34,7 +34,7 @@ def budget_corners(rows: Rows, start_s: float, end_s: float) -> tuple[list[float
     changes = [row for row in rows if row["part"] == "budget" and row["budget_bytes"] is not None]
     times = [max(0.0, row["at_s"] - start_s) for row in changes]
     sizes = [row["budget_bytes"] / _MB for row in changes]
-    ends = [*times[1:], end_s - start_s]
+    ends = [*times[1:], end_s - start_s][: len(times)]  # none, if the run told nothing
     corners = [(at, size) for *span, size in zip(times, ends, sizes, strict=True) for at in span]
     return [at for at, _ in corners], [size for _, size in corners]
 

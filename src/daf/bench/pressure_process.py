@@ -1,6 +1,5 @@
 """The process that ``daf bench pressure`` trains in; ``python -m daf.bench.pressure_process JSON``.
 
-Commands are lines on standard input, answers JSON lines on standard output.
 Times are seconds of ``time.time()``, so that processes can be compared.
 """
 
@@ -17,9 +16,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from daf.bench.child import serve
 from daf.bench.pressure import PressureJob
 from daf.bench.workload import MEMORY_FORMATS, plain_step
 from daf.errors import BudgetError
+from daf.governor.limits import read_bounds
 from daf.memory import compiler, measure
 from daf.memory.measure import MemoryTimeline
 from daf.session import Session
@@ -75,14 +76,17 @@ class Work:
         # What time.time() was when time.perf_counter() was nought.
         self._clock_s = time.time() - time.perf_counter()
 
-    def answer(self, command: str, *numbers: float) -> dict[str, Any]:
-        """Carry out one command."""
+    def answer(self, command: str, *words: str) -> dict[str, Any]:
+        """Carry out one command; its words are numbers."""
+        numbers = [float(word) for word in words]
         if command == "ready":
             return {"floor_bytes": self.floor_bytes}
         if command == "budget":
             return self._ask_budget(int(numbers[0]))
         if command == "simulate":
             return {"start_s": self._squeeze.begin(numbers[0], int(numbers[1]))}
+        if command == "most":
+            return {"most_bytes": min(bound.most_bytes for bound in read_bounds())}
         if command == "facts":
             return self._facts()
         steps: dict[str, Callable[..., dict[str, Any]]] = {
@@ -173,13 +177,5 @@ class Work:
         return self._task.train_batch(self._order.indices(self._index), generator)
 
 
-def main(text: str) -> None:
-    """Answer until the input ends."""
-    work = Work(PressureJob(**json.loads(text)))
-    for line in sys.stdin:
-        command, *numbers = line.split()
-        print(json.dumps(work.answer(command, *map(float, numbers))), flush=True)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    serve(Work(PressureJob(**json.loads(sys.argv[1]))).answer)

@@ -2,28 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
 from daf.bench import allocator as allocator_bench
+from daf.bench import gradients as gradients_bench
 from daf.bench import kernels as kernels_bench
 from daf.bench import main_job
 from daf.bench import pool as pool_bench
 from daf.bench import pressure as pressure_bench
+from daf.bench import survival as survival_bench
+from daf.bench import sweep as sweep_bench
 from daf.bench.kernels_picture import draw_roofline
 from daf.bench.pool_picture import draw_times
 from daf.bench.pressure_picture import draw_pressure
 from daf.bench.result import BenchResult
+from daf.bench.sweep_picture import draw_sweep
+from daf.bench.workloads import named_workloads
 from daf.report.allocator_picture import draw_trade
 
 app = typer.Typer(help="Measure DAF against what a user would pick instead.")
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 QuickOption = Annotated[bool, typer.Option("--quick", help="A short run with fewer steps.")]
+OnlyOption = Annotated[
+    str | None, typer.Option(help="These workloads only, as in 'W1,W3'; by default all.")
+]
+OutOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Write the result to this JSON file, and rows as they come beside it (.jsonl): "
+        "the same command goes on where it was interrupted."
+    ),
+]
 
 
 @app.callback()
@@ -97,6 +123,7 @@ def pressure_command(
         Path | None,
         typer.Option(help="Draw budget, memory and throughput over time into this PNG file."),
     ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the result to this JSON file.")] = None,
     quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -106,6 +133,71 @@ def pressure_command(
         result = pressure_bench.run(job, on_progress=status.update)
     if picture is not None:
         draw_pressure(result.rows, picture)
+    keep(result, out)
+    show(result, as_json=as_json)
+
+
+@app.command("gradients")
+def gradients_command(
+    only: OnlyOption = None, quick: QuickOption = False, as_json: JsonOption = False
+) -> None:
+    """Compare exact policies' gradients with plain PyTorch's on every workload."""
+    job = gradients_bench.quick_job() if quick else gradients_bench.GradientsJob()
+    if only is not None:
+        job = replace(job, workloads=named_workloads(only))
+    with counted_progress() as report:
+        result = gradients_bench.run(job, report)
+    show(result, as_json=as_json)
+
+
+@app.command("survival")
+def survival_command(
+    out: OutOption = None,
+    runs: Annotated[int | None, typer.Option(min=1, help="How many models.")] = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Train random models under random budgets, each in a memory cgroup of that size."""
+    job = survival_bench.quick_job() if quick else survival_bench.SurvivalJob()
+    job = replace(job, runs=runs or job.runs)
+    with counted_progress() as report:
+        result = survival_bench.run(job, rows_beside(out), report)
+    keep(result, out)
+    show(result, as_json=as_json)
+
+
+@app.command("sweep")
+def sweep_command(
+    out: OutOption = None,
+    only: OnlyOption = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps at every point.")] = None,
+    policies: Annotated[
+        bool, typer.Option("--policies", help="Compare all policies on W1 and W3.")
+    ] = False,
+    tolerance: Annotated[
+        float | None, typer.Option(min=0, help="The sessions' noise tolerance.")
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw throughput against memory into this PNG file.")
+    ] = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Train every workload at several budgets: peaks, predictions, refusals and times."""
+    job = sweep_bench.quick_job() if quick else sweep_bench.SweepJob()
+    if only is not None:
+        job = replace(job, workloads=named_workloads(only))
+    job = replace(
+        job,
+        steps=steps or job.steps,
+        tolerance=tolerance,
+        policies=sweep_bench.POLICIES if policies else job.policies,
+    )
+    with counted_progress() as report:
+        result = sweep_bench.run(job, rows_beside(out), report)
+    keep(result, out)
+    if picture is not None:
+        draw_sweep(result.rows, picture)
     show(result, as_json=as_json)
 
 
@@ -124,6 +216,36 @@ def kernels_command(
     if picture is not None:
         draw_roofline(result.rows, picture)
     show(result, as_json=as_json)
+
+
+@contextmanager
+def counted_progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on standard error for what is done, of what is expected."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("starting", total=None)
+
+        def report(what: str, done: int, expected: int) -> None:
+            progress.update(task, description=what, completed=done, total=expected)
+
+        yield report
+
+
+def rows_beside(out: Path | None) -> Path | None:
+    """Where the rows of a long measurement are kept."""
+    return out.with_suffix(".jsonl") if out is not None else None
+
+
+def keep(result: BenchResult, out: Path | None) -> None:
+    """Write a result where that was asked."""
+    if out is not None:
+        out.write_text(result.as_json())
 
 
 def show(result: BenchResult, *, as_json: bool) -> None:

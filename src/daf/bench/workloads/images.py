@@ -1,0 +1,40 @@
+"""Workloads on images: the zoo's models, with images at the size that they are known for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from daf.bench.workloads.sources import Sources
+from daf.bench.workloads.trainable import Loaded, Trains, momentum
+from daf.training.data import load_data
+from daf.training.models import find_model
+from daf.training.tasks import make_task, settle_goal
+
+
+@dataclass(frozen=True, slots=True)
+class ImageShape:
+    """A model of the zoo, images a batch, and pixels per side (None: the data's own)."""
+
+    model: str
+    batch_size: int
+    block: str
+    pixels: int | None = None
+
+
+def load_images(sources: Sources, shape: ImageShape) -> Loaded:
+    """Read the images and import the model's code; channels-last, as is fastest on processors."""
+    data = load_data(sources.images, image_size=shape.pixels)
+    recipe = find_model(shape.model)
+    goal = settle_goal(shape.model, recipe.goal, data)
+
+    def make_model() -> nn.Module:
+        model = recipe.build(data.facts)
+        return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+    def task_of(model: nn.Module) -> Trains:
+        return make_task(goal, data, model)
+
+    return Loaded(shape.batch_size, shape.block, make_model, task_of, momentum)
