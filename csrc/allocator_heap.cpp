@@ -269,7 +269,8 @@ void BlockHeap::set_cap(uint64_t bytes) {
 
 uint64_t BlockHeap::shed(uint64_t bytes) {
   const std::lock_guard<std::mutex> guard(mutex_);
-  return shed_locked(bytes);
+  const uint64_t shed = shed_locked(bytes);
+  return shed < bytes ? shed + fit_live_locked(bytes - shed) : shed;
 }
 
 uint64_t BlockHeap::shed_locked(uint64_t bytes) {

@@ -63,7 +63,8 @@ class BlockHeap {
 
   // The most that may lie recycled; acts at once.
   void set_cap(uint64_t bytes);
-  // Gives at least `bytes` of recycled memory back, or all of it; returns how much.
+  // Gives at least `bytes` of recycled memory back, then of what live blocks hold beyond what was
+  // asked for, or all of it; returns how much.
   uint64_t shed(uint64_t bytes);
 
   std::vector<LiveBlock> live_blocks();

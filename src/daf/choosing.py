@@ -19,7 +19,7 @@ from daf.planning.options import Allowed
 from daf.profile import Profile
 
 # A plan is waited for so long before the first step, which takes as long as measuring did.
-PATIENCE_S = 1.0
+PATIENCE_S = 3.0
 # A model so small that its peak is lost in the floor would make proportions meaningless.
 SMALLEST_PEAK_BYTES = 4 * 2**20
 
@@ -82,26 +82,27 @@ class Choosing:
         if self._search is not None:
             self.plan = self._search.wait(PATIENCE_S) or self.plan
         if self.plan.return_freed_blocks and self._can_begin_tighter():
-            self.first = planner.first_plan(
-                profile,
-                self.plan,
-                budget_bytes,
-                tolerance=self.terms.tolerance,
-                allowed=self.terms.allowed,
-            )
+            self.first = self._first_plan(profile, self.plan, budget_bytes)
         return self.plan
+
+    def _first_plan(self, profile: Profile, plan: Plan, budget_bytes: int) -> Plan | None:
+        """Its peak does not hold the optimizer's state yet, which its update brings into being."""
+        tolerance, allowed = self.terms.tolerance, self.terms.allowed
+        first = planner.first_plan(
+            profile, plan, budget_bytes, tolerance=tolerance, allowed=allowed
+        )
+        if first is None:
+            return None
+        before_update = first.predicted_peak_bytes - profile.optimizer_bytes
+        return replace(first, predicted_peak_bytes=before_update)
 
     def settle(self, measured_peak_bytes: int, budget_bytes: int) -> None:
         """The first full-size step was measured; go on with the plan, corrected by that.
-
-        Its peak did not hold the optimizer's state yet, which came into being in its update.
 
         Raises:
             BudgetError: no plan is predicted to fit any more.
         """
         assert self.first is not None
-        assert self.profile is not None
-        measured_peak_bytes += self.profile.optimizer_bytes
         self.evidence = Evidence(self.first.predicted_peak_bytes, measured_peak_bytes)
         self.first = None
         if self._factor > 1.0:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -38,6 +38,7 @@ from daf.store.default import make_store
 from daf.store.spill import SpillOptions
 from daf.units import format_bytes, parse_optional_bytes
 
+Refusal = TypeVar("Refusal", PoolFullError, RuntimeError)
 # A measured small step needs the gradients and about as much again in workspaces and activations.
 ROOM_TO_MEASURE = 4
 
@@ -451,21 +452,18 @@ class Session:
     def _attempt(
         self, batch: Any, loss_fn: LossFunction, plan: Plan, before: Before
     ) -> float | PoolFullError | RuntimeError:
-        """The loss, or the error of an allocation that was refused; any other is raised.
-
-        The error goes without its traceback, whose frames hold the step's tensors.
-        """
+        """The loss, or the error of an allocation that was refused; any other is raised."""
         refusals = self._keeper.refusals()
         key = (self._seed, self._step_index)
         planned = self.profile is not None
         try:
             return self._gradient.run(batch, loss_fn, plan, key, before, planned=planned)
         except PoolFullError as error:
-            return error.with_traceback(None)
+            return _bare(error)
         except RuntimeError as error:
             if self._keeper.refusals() == refusals:
                 raise
-            return error.with_traceback(None)
+            return _bare(error)
 
     def _clear_away(self, before: Before) -> None:
         """Nothing of a refused step stays: a tighter plan needs the room, and so does planning."""
@@ -489,6 +487,7 @@ class Session:
             if moved.predicted_peak_bytes < plan.predicted_peak_bytes:
                 return moved
         tighter = self._choosing.tighten(plan)
+        self._keeper.flush()  # what planning held
         return None if tighter is None else self._adopt(tighter)
 
     def _refusal(self) -> BudgetError:
@@ -563,6 +562,12 @@ def _checked(tolerance: float | None) -> float | None:
             f"{planner.DEFAULT_TOLERANCE} for two bits everywhere"
         )
     return tolerance
+
+
+def _bare(error: Refusal) -> Refusal:
+    """An error without tracebacks, its causes' included, whose frames hold a step's tensors."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
 
 
 def _refuse_gpu(model: nn.Module) -> None:

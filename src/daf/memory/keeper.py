@@ -21,7 +21,7 @@ from daf.units import format_bytes
 # What the process may grow by beside the account during one step: Python's own objects, kernels
 # that oneDNN generates for new shapes.
 SPARE_FRACTION = 0.0025
-SPARE_BYTES = 4 * 2**20
+SPARE_BYTES = 6 * 2**20
 
 # One account serves the whole process, so one lock does. It is taken across a fork, or a child
 # could find it held by a thread that it does not have.

@@ -24,7 +24,7 @@ from daf.units import format_bytes
 
 # What the account does not see: blocks rounded up, glibc's small blocks, Python's own objects.
 MARGIN_FRACTION = 0.02
-MARGIN_BYTES = 4 * 2**20
+MARGIN_BYTES = 8 * 2**20
 # What one unit of relative error is worth, in steps: so little that it only decides between
 # choices that are equally fast, such as two widths of one code.
 NOISE_PRICE = 0.02

@@ -3,7 +3,9 @@
 A decoded tensor lives for one operator of backward. A fresh block for each
 would be paged in anew every time, which costs several times what decoding
 does; so blocks are kept and handed out again when the storage's reference
-count says that the last tensor on it is gone.
+count says that the last tensor on it is gone. Where freed blocks are recycled
+anyway (``memory.recycling``) nothing is kept here: a block that has become
+idle serves whoever asks next.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import threading
 import torch
 from torch import Tensor
 
+from daf._native import allocator
 from daf.store.layout import Layout
 
 # Below this, the system allocator itself keeps and reuses blocks.
@@ -38,7 +41,8 @@ class Scratch:
         nbytes = layout.dtype.itemsize
         for size in layout.shape:
             nbytes *= size
-        if nbytes < SMALLEST_BLOCK_BYTES or layout.device.type != "cpu":
+        recycled = allocator.is_installed()
+        if nbytes < SMALLEST_BLOCK_BYTES or layout.device.type != "cpu" or recycled:
             return layout.empty()
         tensor = torch.empty(0, dtype=layout.dtype)
         with self._lock:
