@@ -20,6 +20,8 @@ from daf.profile import Profile
 
 # A plan is waited for so long before the first step, which takes as long as measuring did.
 PATIENCE_S = 3.0
+# What the search may hold meanwhile: 20 MB were measured for 1,000 sites.
+SEARCH_BYTES = 24 * 2**20
 # A model so small that its peak is lost in the floor would make proportions meaningless.
 SMALLEST_PEAK_BYTES = 4 * 2**20
 
@@ -131,6 +133,9 @@ class Choosing:
             if not can_refuse or error.least_bytes is None:
                 raise
             self.plan = self._make(error.least_bytes)
+        # Beside a step that needs all of the budget there is no room to search in.
+        if self._search and budget_bytes - self.plan.predicted_peak_bytes < SEARCH_BYTES:
+            self.plan = self._search.wait(PATIENCE_S) or self.plan
         return self.plan
 
     def tighten(self, plan: Plan) -> Plan | None:

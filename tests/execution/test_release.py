@@ -209,10 +209,8 @@ def test_auto_trains_plainly_where_release_is_refused() -> None:
 
 def test_a_hook_that_comes_later_is_noticed() -> None:
     model = two_layers()
-    session = daf.Session(model, torch.optim.SGD(model.parameters(), 0.1), None, bits=2)
-    session._release = type(session._release)(
-        True, model, session.optimizer, session._capture.parameter_reads
-    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    session = daf.Session(model, optimizer, None, bits=2, release_gradients=True)
     data = list(batches(2))
     session.step(data[0], loss_of)
     session.optimizer.register_step_post_hook(lambda *_: None)

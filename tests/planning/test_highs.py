@@ -182,6 +182,9 @@ def test_no_thread_is_left_or_used() -> None:
         time.sleep(0.001)
     solving.join()
     assert most <= before + 1  # the one that this test started
+    patience_s = time.monotonic() + 5  # a joined thread's entry may outlive it for a moment
+    while threads() > before and time.monotonic() < patience_s:
+        time.sleep(0.01)
     assert threads() <= before
 
 
