@@ -387,6 +387,10 @@ class _Running:
         finally:
             self._pending = outer
 
+    def note_read(self, tensor: Tensor, held: object) -> None:
+        """A constant may be read in backward for as long as ``held`` lives."""
+        self._parameter_reads.note(tensor, held)
+
     def substituting(self) -> Substitute:
         """Runs other functions for some calls; never in replayed ones, which run again without."""
         ours = substitute(self.pack)

@@ -4,7 +4,9 @@ PyTorch's own backward wants its whole input, decoded, beside the gradients of
 result and input. Here one chunk of the batch is decoded, used for the gradient
 of that chunk's input and for its share of the weight's, and forgotten. Shares
 are added in the order of the batch: equal to PyTorch's up to the order of
-additions. An input that is held as it is (nothing coded) is used whole.
+additions. An input that is held as it is (nothing coded) is used whole. The
+input's gradient is written over the result's where nobody else holds that and
+both have the same geometry.
 
 Second derivatives are refused by autograd.
 """
@@ -20,8 +22,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from daf.execution.held import Rederived, Saved, all_asked_for
+from daf.execution.ownership import holders_of, sole_holders
 from daf.execution.plain_call import autograd_objection, has_usual_strides, is_plain
 from daf.plan import Need
+from daf.store.layout import Layout
 from daf.store.scratch import Scratch
 
 CHUNK_BYTES = 8 << 20  # of the input; smaller ones cost convolutions more than they save
@@ -63,6 +67,7 @@ class ChunkedConvolution(torch.autograd.Function):
     """The operator."""
 
     daf_needs = (Need.LINEAR, Need.EXACT)  # of what it saves: see rules.name_saves
+    reads_only_what_it_saved = True  # see parameter_reads
 
     @staticmethod
     def forward(
@@ -78,10 +83,12 @@ class ChunkedConvolution(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Chunk by chunk, unless the input is held as it is."""
         with torch._C.DisableTorchFunction():
+            owned = holders_of(gradient) == sole_holders()
             saved_input, saved_weight = all_asked_for(lambda: ctx.saved_tensors)
             weight = saved_weight.restore(Scratch())
             needs = ctx.needs_input_grad[:3]
-            return (*_gradients(ctx.convolution, gradient, saved_input, weight, needs), None)
+            parts = (gradient, saved_input, weight, needs)
+            return (*_gradients(ctx.convolution, *parts, owned=owned), None)
 
 
 def _gradients(
@@ -90,11 +97,13 @@ def _gradients(
     saved: Saved,
     weight: Tensor,
     needs: Sequence[bool],
+    *,
+    owned: bool,
 ) -> tuple[Tensor | None, ...]:
     held = saved.held
     if not isinstance(held, Rederived):
         return convolution.backward(gradient, saved.restore(Scratch()), weight, needs)
-    whole = held.layout.empty() if needs[0] else None
+    whole = _room(held.layout, gradient, owned=owned) if needs[0] else None
     of_weight: Tensor | None = None
     of_bias: Tensor | None = None
     for first, last in chunks_of(held.layout.shape):
@@ -104,6 +113,12 @@ def _gradients(
             whole[first:last].copy_(of_x)
         of_weight, of_bias = _sum(of_weight, shares[0]), _sum(of_bias, shares[1])
     return whole, of_weight, of_bias
+
+
+def _room(layout: Layout, gradient: Tensor, *, owned: bool) -> Tensor:
+    """Where the input's gradient goes: a chunk of it is written once the result's was used."""
+    same = layout.shape == tuple(gradient.shape) and layout.stride == gradient.stride()
+    return gradient if owned and same and not gradient.is_neg() else layout.empty()
 
 
 def _sum(before: Tensor | None, share: Tensor | None) -> Tensor | None:
@@ -141,6 +156,7 @@ def substitute(
     pack: Callable[..., Any],
 ) -> Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Callable[..., Any]]:
     """What an operator mode is to run instead of an operator, where ``pack`` sees what it saves."""
+    sole_holders()  # known before the first backward pass asks
 
     def chosen(
         operator: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]
