@@ -51,9 +51,9 @@ def full_job(images: str, text: str | None) -> OperatorsJob:
         images: data set of images, in ``training.data``'s names.
         text: the same of text, or None.
     """
-    entries = [w1(images)]
-    for model in ("mobilenet_v2", "resnet50", "densenet121"):
-        entries.append(Entry(model, model, images, 16, image_size=224, learning_rate=0.01))
+    large = ("mobilenet_v2", "resnet50", "densenet121")
+    shape: dict[str, Any] = {"image_size": 224, "learning_rate": 0.01}
+    entries = [w1(images), *(Entry(name, name, images, 16, **shape) for name in large)]
     if text is not None:
         bert = Entry("bert_small", "bert_small", text, 64, memory_format="contiguous")
         entries.append(replace(bert, optimizer="adamw", learning_rate=1e-4))

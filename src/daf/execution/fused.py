@@ -2,8 +2,9 @@
 
 Forward reads the input twice: once for the statistics, once to write the
 result, the exact 1-bit mask and the code of the normalised value, a few blocks
-at a time; into the input's own memory where nobody else holds that. Backward reads the planes block by block, twice: sums of the gradient
-g and of g times the value v for each channel, then the input's gradient
+at a time; into the input's own memory where nobody else holds that. Backward
+reads the planes block by block, twice: sums of the gradient g and of g times
+the value v for each channel, then the input's gradient
 
     gamma * inverse_deviation * (g - mean(g) - v * mean(g * v))
 

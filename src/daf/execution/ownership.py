@@ -1,8 +1,8 @@
 """Who else holds a tensor: memory that nobody else holds may be written over.
 
-Three counts tell: of the tensor in native code, of its storage (views, numpy
-arrays), of its Python object (variables, hooks that kept it). What they are
-where nobody else holds it differs between versions of PyTorch, so PyTorch
+Four counts tell: of the tensor and of its storage in native code (views, numpy
+arrays), and of the Python object of either (variables, hooks that kept it). What
+they are where nobody else holds it differs between versions of PyTorch, so PyTorch
 itself is asked, once.
 """
 
@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-Holders = tuple[int, int, int]
+Holders = tuple[int, int, int, int]
 
 
 def holders_of(tensor: Tensor) -> Holders:
-    """How many hold a tensor: itself in native code, its storage, its Python object."""
-    storage = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    in_native_code: int = tensor._use_count()  # type: ignore[attr-defined]
-    return in_native_code, int(storage), sys.getrefcount(tensor)
+    """How many hold a tensor and its storage, in native code and in Python."""
+    storage = tensor.untyped_storage()
+    of_storage = int(torch._C._storage_Use_Count(storage._cdata))
+    of_tensor: int = tensor._use_count()  # type: ignore[attr-defined]
+    return of_tensor, of_storage, sys.getrefcount(tensor), sys.getrefcount(storage)
 
 
 # --- a gradient that a node of ours was given -----------------------------------------------
