@@ -1,4 +1,4 @@
-"""Every lever is really on, what it takes off is told, and figures follow from what was measured."""
+"""Every lever is really on, what it takes off is told, and figures follow from the rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TINY = operators.OperatorsJob(
 )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[pytest.param("processes", marks=pytest.mark.slow)])
 def result() -> Any:
     return operators.run(TINY)
 
@@ -82,6 +82,79 @@ def test_the_picture_tells_all_changes(result: Any, tmp_path: Path) -> None:
     assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 20
 
 
+def made_up(stage: str, peak: int, **changes: Any) -> dict[str, Any]:
+    """A row of a waterfall: floor 100, parameters and optimizer state 50 each."""
+    row = {"part": "waterfall", "workload": "w", "stage": stage, "floor_bytes": 100}
+    row |= {"parameter_bytes": 50, "state_bytes": 50, "gradient_bytes": 50, "peak_bytes": peak}
+    return row | {"saved_bytes_plain": None, "saved_bytes_peak": None} | changes
+
+
+def made_up_waterfall() -> list[dict[str, Any]]:
+    coded = {"saved_bytes_plain": 400, "saved_bytes_peak": 20}
+    return [
+        made_up("plain", 1000),
+        made_up("allocator", 850, live_peak_bytes=700),
+        made_up("codes", 500, live_peak_bytes=350, **coded),
+        made_up("release", 510, live_peak_bytes=360, **coded),
+    ]
+
+
+def test_terms_add_up_to_the_peak() -> None:
+    rows = operators.with_terms(made_up_waterfall())
+    assert [row["terms"] for row in rows] == [
+        {
+            "parameters": 50,
+            "optimizer state": 50,
+            "saved": saved,
+            "transient, gradients": transient,
+            "slack": slack,
+        }
+        for saved, transient, slack in [
+            (400, 200, 200),
+            (400, 200, 50),
+            (20, 230, 50),
+            (20, 240, 50),
+        ]
+    ]
+    for row in rows:
+        assert sum(row["terms"].values()) == operators.above_floor(row)
+
+
+def test_figures_of_known_bytes() -> None:
+    plain, same, _, ours = made_up_waterfall()
+    times = ((100.0, 120.0, 110.0), (1.0, 1.0, 1.0), (90.0, 132.0, 110.0))
+    found = operators.figures_of(operators.Comparison([plain, same, ours], times))
+    assert found == {
+        "peak_ratio": 900 / 410,
+        "peak_ratio_same_allocator": 750 / 410,
+        "rest_ratio": 750 / 260,
+        "step_ratio": 1.0,
+        "saved_ratio": 20.0,
+    }
+
+
+def test_losses_are_compared_by_their_means_and_plain_s_spread() -> None:
+    pairs = ((1.0, 1.1), (1.5, 1.3), (2.0, 2.1))
+    rows = [{"plain_loss": plain, "daf_loss": ours} for plain, ours in pairs]
+    found = operators.loss_figures(rows)
+    assert found["loss_ratio"] == pytest.approx(4.5 / 4.5)
+    assert found["plain_loss_spread"] == pytest.approx(1 / 1.5)
+
+
+def test_a_picture_of_made_up_rows(tmp_path: Path) -> None:
+    rows = operators.with_terms(made_up_waterfall())
+    changes = [(name, 1e6 * before, 1e6 * after) for name, before, after in peak_changes(rows)]
+    assert changes == [
+        ("allocator", pytest.approx(900), pytest.approx(750)),
+        ("codes", pytest.approx(750), pytest.approx(400)),
+        ("release", pytest.approx(400), pytest.approx(410)),
+    ]
+    draw_waterfall(rows, tmp_path / "waterfall.png")
+    pixels = np.asarray(Image.open(tmp_path / "waterfall.png").convert("RGB"))
+    colours = {tuple(int(value) for value in colour) for colour in pixels.reshape(-1, 3)}
+    assert {(0x2E, 0x8B, 0x57), (0x8E, 0x44, 0xAD), (0xC0, 0x39, 0x2B)} <= colours
+
+
 @pytest.mark.parametrize("stage", operators.STAGES)
 def test_stages_are_cumulative(stage: str) -> None:
     entry = operators.stage_entry(TINY, TINY.entries[0], stage)
@@ -109,18 +182,18 @@ def test_the_first_step_is_fused_and_gradients_are_released_in_backward() -> Non
         return F.cross_entropy(scores, batch[1])
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    before = [buffer.clone() for buffer in model.buffers()]
     loop = LeveredLoop(model, optimizer, LEVERS, bits=2, seed=0)
     loop.step((x, target), loss_fn)
     (few, rehearsed), (full, names) = reached
     assert (few, full) == (4, 8)
     assert "FusedNormBackward" not in rehearsed
     assert names.count("FusedNormBackward") == 19
-    assert loop._release.count.released > 60
+    assert loop._release.count.released == len(list(model.parameters())) == 59
+    assert loop._release.count.left_to_the_end == 0
+    assert loop.gradient_bytes_peak < sum(each.nbytes for each in model.parameters()) / 4
     assert all(parameter.grad is None for parameter in model.parameters())
     counts = [buffer for buffer in model.buffers() if buffer.dtype is torch.int64]
-    assert all(int(count) == 1 for count in counts)
-    assert len(before) == len(list(model.buffers()))
+    assert [int(count) for count in counts] == [1] * 19
 
 
 def test_levers_leave_plain_training_as_it_is() -> None:
