@@ -77,7 +77,7 @@ class Policy:
     the operator behind it (design, section 4: BatchNorm, ReLU, convolution).
     ``fused`` lets batch normalisation, residual addition and ReLU run as one
     operator, where that was seen to be the same. ``chunked`` lets large
-    convolutions decode their input a part of the batch at a time.
+    convolutions and linear layers decode their input a part of the batch at a time.
 
     ``replayed`` names modules (paths in ``model.named_modules()``, nested ones
     allowed) whose every call holds only its inputs and is run again in backward.

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from daf.execution import chunked_convolution
+from daf.execution import chunked_backward
 from daf.execution.accounting import Ledger
 from daf.execution.capture import compress
 from daf.execution.held import Rederived, Stored, Term
@@ -28,7 +28,7 @@ FORMATS = [torch.contiguous_format, torch.channels_last]
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked_convolution, "CHUNK_BYTES", 3000)
+    monkeypatch.setattr(chunked_backward, "CHUNK_BYTES", 3000)
 
 
 def recipe_of(shape: tuple[int, ...], layout: Any, bits: int, store: Any) -> Rederived:
@@ -64,7 +64,7 @@ def test_a_part_is_a_part_of_the_whole(shape, layout, bits, paged, data) -> None
 
 def test_chunks_cover_the_batch_in_order() -> None:
     for shape in ((7, 10, 10, 10), (1, 100, 10, 10), (64, 3, 2, 2), (5, 8, 9, 9)):
-        chunks = chunked_convolution.chunks_of(shape)
+        chunks = chunked_backward.chunks_of(shape)
         assert [first for first, _ in chunks] == [0, *(last for _, last in chunks[:-1])]
         assert chunks[-1][1] == shape[0]
         image_bytes = 4 * shape[1] * shape[2] * shape[3]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from daf.errors import CodecError, SavedTensorError, UnknownNameError
-from daf.execution import chunked_convolution
+from daf.execution import chunked_backward, chunked_convolution
 from daf.execution.capture import Capture
 from daf.plan import Method, Need, Policy, Site, Treatment, coded_policy, exact_policy, plain_policy
 from daf.store.buffers import PlainStore
@@ -624,7 +624,7 @@ def test_convolutions_inside_replayed_calls_are_not_chunked(
         ran.append(arguments[0].shape)
         return whole(*arguments, **keywords)
 
-    monkeypatch.setattr(chunked_convolution, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(chunked_backward, "CHUNK_BYTES", 1000)
     monkeypatch.setattr(chunked_convolution, "conv2d", conv2d)
     model, x = nn.Sequential(nn.Conv2d(3, 3, 3)), torch.randn(4, 3, 8, 8)
     policy = replace(plain_policy(), chunked=True)

@@ -33,6 +33,10 @@ class Entry:
     recycle_cap_bytes: int | None = None
     # Another allocator's shared library, put before the C library's.
     preload: str | None = None
+    # Which of ``levered.LEVERS`` a loop without planner uses; None: with bits, a session.
+    levers: tuple[str, ...] | None = None
+    image_size: int | None = None  # pixels per side; None: the data's own
+    optimizer: str = "sgd"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from daf.bench.contestant import Contestant, Entry, contestants
+from daf.bench.contestant import Entry, contestants
+from daf.bench.interleaving import interleave, mean_loss, median_ms, warm_ms
 from daf.bench.result import BenchResult, median_ratio
 from daf.memory import cgroup
 from daf.memory.recycling import unsupported_reason
 
 SHARED_CIFAR = "cifar10_10k_2k.npz"
-WARM_UP_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +103,8 @@ def best_memory_format(
     names = ("channels_last", "contiguous")
     entries = [_entry(job, f"plain {name}", memory_format=name) for name in names]
     with contestants(entries) as both:
-        _interleave(both, job.format_steps, on_progress, "memory format")
-        medians = [_median_ms(each) for each in both]
+        interleave(both, job.format_steps, on_progress, "memory format")
+        medians = [median_ms(each) for each in both]
     rows = [
         {"part": "memory format", "contestant": "plain", "memory_format": name, "step_ms": median}
         for name, median in zip(names, medians, strict=True)
@@ -130,22 +130,22 @@ def compare_seed(
     shared = {"seed": seed, "memory_format": memory_format}
     entries = [_entry(job, "plain", **shared), _entry(job, "daf", bits=job.bits, **shared)]
     with contestants(entries) as both:
-        _interleave(both, job.steps, on_progress, f"seed {seed}")
+        interleave(both, job.steps, on_progress, f"seed {seed}")
         facts = [each.facts() for each in both]
-    losses = [_late_loss(each, job.loss_from_step) for each in both]
+    losses = [mean_loss(each, job.loss_from_step) for each in both]
     rows = [
         {
             "part": "step",
             "contestant": each.entry.label,
             "seed": seed,
             "memory_format": memory_format,
-            "step_ms": _median_ms(each),
+            "step_ms": median_ms(each),
             "late_loss": loss,
             **fact,
         }
         for each, loss, fact in zip(both, losses, facts, strict=True)
     ]
-    plain_ms, ours_ms = ([step.step_ms for step in each.steps[WARM_UP_STEPS:]] for each in both)
+    plain_ms, ours_ms = (warm_ms(each) for each in both)
     saved = facts[1]
     return SeedComparison(
         rows,
@@ -168,32 +168,13 @@ def same_allocator_row(
         recycle=unsupported_reason() is None,
     )
     with contestants([entry]) as (plain,):
-        _interleave([plain], job.format_steps, on_progress, "plain, our allocator settings")
+        interleave([plain], job.format_steps, on_progress, "plain, our allocator settings")
         return {
             "part": "same allocator",
             "contestant": "plain",
-            "step_ms": _median_ms(plain),
+            "step_ms": median_ms(plain),
             **plain.facts(),
         }
-
-
-def _interleave(
-    group: Sequence[Contestant], steps: int, on_progress: Callable[[str], None], what: str
-) -> None:
-    for index in range(steps):
-        # The order alternates, so that neither side always follows the other.
-        for contestant in group if index % 2 == 0 else reversed(group):
-            contestant.step()
-        on_progress(f"{what}: step {index + 1} of {steps}")
-
-
-def _median_ms(contestant: Contestant) -> float:
-    skip = min(WARM_UP_STEPS, len(contestant.steps) - 1)
-    return statistics.median(step.step_ms for step in contestant.steps[skip:])
-
-
-def _late_loss(contestant: Contestant, start: int) -> float:
-    return statistics.mean(step.loss for step in contestant.steps[start:])
 
 
 def budget_rows(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from daf.bench.contestant import Entry
+from daf.bench.levered import LeveredLoop, gradient_bytes, state_bytes
 from daf.memory import measure
 from daf.memory.recycling import RecyclingAllocator
 from daf.memory.statistics import audit, stats
+from daf.profiler import parameter_bytes
 from daf.session import Session
 from daf.training.batches import Batch, BatchOrder
 from daf.training.data import load_data
@@ -26,12 +28,20 @@ MEMORY_FORMATS = {
 }
 
 
+OPTIMIZERS: Mapping[str, Callable[[nn.Module, float], torch.optim.Optimizer]] = {
+    "sgd": lambda model, rate: torch.optim.SGD(
+        model.parameters(), lr=rate, momentum=0.9, weight_decay=5e-4
+    ),
+    "adamw": lambda model, rate: torch.optim.AdamW(model.parameters(), lr=rate),
+}
+
+
 class Workload:
     """Builds what an ``Entry`` names and runs its steps; every random choice follows the seed."""
 
     def __init__(self, entry: Entry) -> None:
         recipe = find_model(entry.model)
-        data = load_data(entry.data)
+        data = load_data(entry.data, image_size=entry.image_size)
         goal = settle_goal(entry.model, recipe.goal, data)
         measure.warm_up()
         self.floor_bytes = measure.resident_bytes()
@@ -44,12 +54,11 @@ class Workload:
         self.model.to(memory_format=memory_format)  # type: ignore[call-overload]
         self.task = make_task(goal, data, self.model, memory_format=memory_format)
         self.order = BatchOrder(self.task.train_examples, entry.batch_size, entry.seed)
-        self.optimizer = torch.optim.SGD(
-            self.model.parameters(), lr=entry.learning_rate, momentum=0.9, weight_decay=5e-4
-        )
+        self.optimizer = OPTIMIZERS[entry.optimizer](self.model, entry.learning_rate)
         self._entry = entry
         self._step_index = 0
         self._session = self._start_session()
+        self._levered = self._start_levered()
 
     def step(self) -> dict[str, float]:
         """One training step: its mean loss and its time, data loading left out."""
@@ -60,14 +69,22 @@ class Workload:
 
     def facts(self) -> dict[str, Any]:
         """Bytes so far, in ``summary.json``'s names."""
-        session = self._session
+        session, counted = self._session, self._session or self._levered
         return {
             "floor_bytes": self.floor_bytes,
             "peak_bytes": session.peak_bytes if session else measure.peak_bytes(),
-            "saved_bytes_plain": session.saved_bytes_plain if session else None,
-            "saved_bytes_peak": session.saved_bytes_peak if session else None,
+            "saved_bytes_plain": counted.saved_bytes_plain if counted else None,
+            "saved_bytes_peak": counted.saved_bytes_peak if counted else None,
+            "parameter_bytes": parameter_bytes(self.model),
+            "gradient_bytes": self._gradient_bytes(),
+            "state_bytes": state_bytes(self.optimizer),
             **(self._account() if self._entry.recycle else {}),
         }
+
+    def _gradient_bytes(self) -> int:
+        if self._levered is not None:
+            return self._levered.gradient_bytes_peak
+        return gradient_bytes(self.model)
 
     @staticmethod
     def _account() -> dict[str, Any]:
@@ -81,7 +98,7 @@ class Workload:
         }
 
     def _start_session(self) -> Session | None:
-        if self._entry.bits is None:
+        if self._entry.bits is None or self._entry.levers is not None:
             return None
         return Session(
             self.model,
@@ -92,6 +109,13 @@ class Workload:
             floor_bytes=self.floor_bytes,
         )
 
+    def _start_levered(self) -> LeveredLoop | None:
+        entry = self._entry
+        if entry.levers is None:
+            return None
+        bits = "plain" if entry.bits is None else entry.bits
+        return LeveredLoop(self.model, self.optimizer, entry.levers, bits, entry.seed)
+
     def _next_batch(self) -> Batch:
         generator = np.random.default_rng([self._entry.seed, self._step_index])
         batch = self.task.train_batch(self.order.indices(self._step_index), generator)
@@ -101,6 +125,8 @@ class Workload:
     def _run(self, batch: Batch) -> float:
         if self._session is not None:
             return self._session.step(batch, self.task.loss).loss
+        if self._levered is not None:
+            return self._levered.step(batch, self.task.loss)
         return plain_step(self.model, self.optimizer, batch, self.task.loss)
 
 

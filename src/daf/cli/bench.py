@@ -24,11 +24,13 @@ from daf.bench import allocator as allocator_bench
 from daf.bench import gradients as gradients_bench
 from daf.bench import kernels as kernels_bench
 from daf.bench import main_job
+from daf.bench import operators as operators_bench
 from daf.bench import pool as pool_bench
 from daf.bench import pressure as pressure_bench
 from daf.bench import survival as survival_bench
 from daf.bench import sweep as sweep_bench
 from daf.bench.kernels_picture import draw_roofline
+from daf.bench.operators_picture import draw_waterfall
 from daf.bench.pool_picture import draw_times
 from daf.bench.pressure_picture import draw_pressure
 from daf.bench.result import BenchResult
@@ -97,6 +99,32 @@ def allocator_command(
         result = allocator_bench.run(job, on_progress=status.update)
     if picture is not None:
         draw_trade(result.rows, picture)
+    show(result, as_json=as_json)
+
+
+@app.command("operators")
+def operators_command(
+    images: Annotated[
+        str | None,
+        typer.Option(help="Images; by default CIFAR-10 if the measuring data is there."),
+    ] = None,
+    text: Annotated[
+        str | None,
+        typer.Option(help="A text for the BERT-small, as text:FILE; without it, images only."),
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw what each lever takes off into this PNG file.")
+    ] = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare fused and chunked operators, codes and gradient release with plain PyTorch."""
+    name = images or main_job.default_data()
+    job = operators_bench.quick_job(name) if quick else operators_bench.full_job(name, text)
+    with Console(stderr=True).status("starting") as status:
+        result = operators_bench.run(job, on_progress=status.update)
+    if picture is not None:
+        draw_waterfall(result.rows, picture)
     show(result, as_json=as_json)
 
 

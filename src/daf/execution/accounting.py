@@ -180,6 +180,12 @@ class Sources:
         self._alive[address] = weakref.ref(source)
         return source
 
+    def renew(self, tensor: Tensor) -> None:
+        """The tensor's memory holds something else from now on, which plain PyTorch, that would
+        have had two, counts by itself.
+        """
+        self._alive.pop(tensor.untyped_storage()._cdata, None)
+
     def forget(self) -> None:
         """Drop what is remembered beyond the bytes themselves; called when a step begins."""
         self._alive = {

@@ -50,7 +50,7 @@ from torch import Tensor, nn
 from daf.errors import CodecError, PlatformError
 from daf.execution.accounting import Ledger, Source, Sources, strided_parts
 from daf.execution.carrying import NormCarrier
-from daf.execution.chunked_convolution import substitute
+from daf.execution.chunking import substitute
 from daf.execution.evictions import Evictions
 from daf.execution.fusing import Fusing, FusingMode
 from daf.execution.fusion import Fusion
@@ -387,6 +387,10 @@ class _Running:
         finally:
             self._pending = outer
 
+    def note_read(self, tensor: Tensor, held: object) -> None:
+        """A constant may be read in backward for as long as ``held`` lives."""
+        self._parameter_reads.note(tensor, held)
+
     def substituting(self) -> Substitute:
         """Runs other functions for some calls; never in replayed ones, which run again without."""
         ours = substitute(self.pack)
@@ -551,8 +555,8 @@ class compress:  # noqa: N801 - used as a statement, like torch.no_grad
             spill: where tensors go whose treatment is *spill*, and how much of them.
             fused: experimental: run batch normalisation, residual addition and ReLU as one
                 operator from the second entry on; ``fusions()`` tells where, and why not elsewhere.
-            chunked: experimental: large convolutions decode their input a part of the batch at a
-                time in backward, which takes less memory and somewhat more time.
+            chunked: experimental: large convolutions and linear layers decode their input a part
+                of the batch at a time in backward, which takes less memory.
 
         Raises:
             ValueError: ``bits`` is none of these, or ``pool_bytes`` cannot be read.

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from daf.errors import CodecError
 from daf.execution.accounting import Ledger, Plain, Sources
-from daf.execution.fused import FusedNorm, Holder, Norm, NormHeld, run_forward, sole_holders
+from daf.execution.fused import FusedNorm, Holder, Norm, NormHeld, run_forward
 from daf.execution.fusion import NormSite
 from daf.execution.held import Kept, Saved, Stored, Term
+from daf.execution.ownership import is_held_by_none_but, sole_holders
 from daf.execution.provenance import Provenance
 from daf.execution.sites import SiteRecord, SiteTracker, mix_key
 from daf.execution.treatments import check_sound, kept_holding
@@ -35,6 +36,9 @@ class Hooks(Protocol):
 
     def is_constant(self, tensor: Tensor) -> bool:
         """Is this nothing that plain PyTorch would hold for us?"""
+
+    def note_read(self, tensor: Tensor, held: object) -> None:
+        """A constant may be read in backward for as long as ``held`` lives."""
 
 
 class NormCarrier:
@@ -77,13 +81,14 @@ class NormCarrier:
         Raises:
             CodecError: the policy asks for a treatment that is unsound here.
         """
+        owned = is_held_by_none_but(norm)
         record = self._tracker.record(site.module, _NORM, site.call, 0)
         told, plain = self.ledger.told_bytes, self.ledger.plain_bytes
         holder = _CountingHolder(self, norm, record)
         made: list[NormHeld] = []
 
         def run() -> Tensor:
-            out, held = run_forward(norm, addend, rectifier is not None, holder)
+            out, held = run_forward(norm, addend, rectifier is not None, holder, owned=owned)
             made.append(held)
             return out
 
@@ -92,6 +97,10 @@ class NormCarrier:
         with self.hooks.collecting() as pending:
             result: Tensor = FusedNorm.apply(*inputs, addend, run)  # type: ignore[no-untyped-call]
         (held,), (saved,) = made, pending
+        if result.data_ptr() == norm.x.data_ptr():
+            self.sources.renew(result)
+        if self.hooks.is_constant(norm.x):
+            self.hooks.note_read(norm.x, held)
         plain_held = holder.plain
         record.plain_bytes += self.ledger.plain_bytes - plain
         if rectifier is not None:

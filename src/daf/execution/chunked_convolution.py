@@ -1,10 +1,4 @@
-"""Convolution whose backward decodes a few images at a time.
-
-PyTorch's own backward wants its whole input, decoded, beside the gradients of
-result and input. Here one chunk of the batch is decoded, used for the gradient
-of that chunk's input and for its share of the weight's, and forgotten. Shares
-are added in the order of the batch: equal to PyTorch's up to the order of
-additions. An input that is held as it is (nothing coded) is used whole.
+"""Two-dimensional convolution whose backward goes through the batch a chunk at a time.
 
 Second derivatives are refused by autograd.
 """
@@ -12,19 +6,15 @@ Second derivatives are refused by autograd.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from daf.execution.held import Rederived, Saved, all_asked_for
-from daf.execution.plain_call import autograd_objection, has_usual_strides, is_plain
+from daf.execution import chunked_backward
+from daf.execution.ownership import holders_of, sole_holders
 from daf.plan import Need
-from daf.store.scratch import Scratch
-
-CHUNK_BYTES = 8 << 20  # of the input; smaller ones cost convolutions more than they save
 
 
 class Convolution(NamedTuple):
@@ -63,6 +53,7 @@ class ChunkedConvolution(torch.autograd.Function):
     """The operator."""
 
     daf_needs = (Need.LINEAR, Need.EXACT)  # of what it saves: see rules.name_saves
+    reads_only_what_it_saved = True  # see parameter_reads
 
     @staticmethod
     def forward(
@@ -76,47 +67,14 @@ class ChunkedConvolution(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Chunk by chunk, unless the input is held as it is."""
+        """See :mod:`daf.execution.chunked_backward`."""
         with torch._C.DisableTorchFunction():
-            saved_input, saved_weight = all_asked_for(lambda: ctx.saved_tensors)
-            weight = saved_weight.restore(Scratch())
+            owned = holders_of(gradient) == sole_holders()
             needs = ctx.needs_input_grad[:3]
-            return (*_gradients(ctx.convolution, gradient, saved_input, weight, needs), None)
-
-
-def _gradients(
-    convolution: Convolution,
-    gradient: Tensor,
-    saved: Saved,
-    weight: Tensor,
-    needs: Sequence[bool],
-) -> tuple[Tensor | None, ...]:
-    held = saved.held
-    if not isinstance(held, Rederived):
-        return convolution.backward(gradient, saved.restore(Scratch()), weight, needs)
-    whole = held.layout.empty() if needs[0] else None
-    of_weight: Tensor | None = None
-    of_bias: Tensor | None = None
-    for first, last in chunks_of(held.layout.shape):
-        x = held.restore_part(first, last)
-        of_x, *shares = convolution.backward(gradient[first:last], x, weight, needs)
-        if whole is not None and of_x is not None:
-            whole[first:last].copy_(of_x)
-        of_weight, of_bias = _sum(of_weight, shares[0]), _sum(of_bias, shares[1])
-    return whole, of_weight, of_bias
-
-
-def _sum(before: Tensor | None, share: Tensor | None) -> Tensor | None:
-    return share if before is None or share is None else before.add_(share)
-
-
-def chunks_of(shape: Sequence[int]) -> list[tuple[int, int]]:
-    """(first, last) images of each chunk of a float32 batch, as equal as can be."""
-    batch, *image = shape
-    image_bytes = 4 * torch.Size(image).numel()
-    count = min(batch, -(-batch * image_bytes // CHUNK_BYTES))
-    borders = [batch * i // count for i in range(count + 1)]
-    return list(pairwise(borders))
+            found = chunked_backward.backward(
+                ctx.convolution, gradient, lambda: ctx.saved_tensors, needs, owned=owned
+            )
+            return (*found, None)
 
 
 # --- who calls it ---------------------------------------------------------------------------
@@ -137,19 +95,6 @@ def conv2d(
     return result
 
 
-def substitute(
-    pack: Callable[..., Any],
-) -> Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Callable[..., Any]]:
-    """What an operator mode is to run instead of an operator, where ``pack`` sees what it saves."""
-
-    def chosen(
-        operator: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]
-    ) -> Callable[..., Any]:
-        return conv2d if is_chunkable(operator, arguments, keywords, pack) else operator
-
-    return chosen
-
-
 def is_chunkable(
     operator: Callable[..., Any],
     arguments: Sequence[Any],
@@ -161,16 +106,10 @@ def is_chunkable(
         return False
     x, weight, *rest = arguments
     bias = rest[0] if rest else keywords.get("bias")
-    if not all(t is None or is_plain(t) for t in (x, weight, bias)):
-        return False
     return (
-        x.dim() == 4
-        and x.nbytes > CHUNK_BYTES
-        and has_usual_strides(x)
-        and weight.requires_grad
+        chunked_backward.is_chunkable(x, weight, bias, pack)
+        and x.dim() == 4
         and not any(isinstance(value, str) for value in rest)
-        and not torch.is_autocast_enabled("cpu")
-        and not autograd_objection((x, weight), pack)
     )
 
 

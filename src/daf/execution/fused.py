@@ -2,8 +2,9 @@
 
 Forward reads the input twice: once for the statistics, once to write the
 result, the exact 1-bit mask and the code of the normalised value, a few blocks
-at a time. Backward reads the planes block by block, twice: sums of the gradient
-g and of g times the value v for each channel, then the input's gradient
+at a time; into the input's own memory where nobody else holds that. Backward
+reads the planes block by block, twice: sums of the gradient g and of g times
+the value v for each channel, then the input's gradient
 
     gamma * inverse_deviation * (g - mean(g) - v * mean(g * v))
 
@@ -19,9 +20,7 @@ tensor is, and freed with it. Second derivatives are refused by autograd.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from daf.execution.held import Held, Kept, Stored, asked_for
+from daf.execution.ownership import holders_of, sole_holders
 from daf.kernels import Emission
 from daf.store.codec import Channels, MaskCode, ValueCode
 from daf.store.layout import layout_of
@@ -218,17 +218,19 @@ class Holder:
 
 
 def run_forward(
-    norm: Norm, addend: Tensor | None, rectify: bool, holder: Holder
+    norm: Norm, addend: Tensor | None, rectify: bool, holder: Holder, *, owned: bool = False
 ) -> tuple[Tensor, NormHeld]:
     """The result, in the input's layout, and what backward needs.
 
-    ``addend`` is float32 in the input's layout; ``rectify``: ReLU comes last.
+    ``addend`` is float32 in the input's layout; ``rectify``: ReLU comes last; ``owned``:
+    nobody else holds the input, which is written over if it is coded.
     """
-    out = layout_of(norm.x).empty()
+    source: Stored[ValueCode] | Kept | None = holder.hold_input(norm)
+    # Every block is read, and coded from registers, before it is written.
+    out = _over(norm.x) if owned and source is None else layout_of(norm.x).empty()
     result = norm.result()
     mask = holder.new_mask(norm.x.numel()) if rectify else None
     written = emission(out, result, addend, mask)
-    source: Stored[ValueCode] | Kept | None = holder.hold_input(norm)
     if source is None:
         source = holder.encode(norm, written)
     else:
@@ -240,8 +242,16 @@ def run_forward(
     return out, NormHeld(norm, source, counted[0], counted[1], vectors)
 
 
+def _over(x: Tensor) -> Tensor:
+    """Another tensor on the memory of ``x``, which autograd takes for one of its own."""
+    place = (x.storage_offset(), x.shape, x.stride())
+    return torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage(), *place)
+
+
 class FusedNorm(torch.autograd.Function):
     """The operator. Whoever applies it settles the one save it makes, that of the input."""
+
+    reads_only_what_it_saved = True  # gamma is copied: see parameter_reads
 
     @staticmethod
     def forward(
@@ -270,45 +280,3 @@ class FusedNorm(torch.autograd.Function):
             assert isinstance(saved.held, NormHeld)
             needs = ctx.needs_input_grad[:4]
             return (*saved.held.backward(gradient, needs, owned=owned), None)
-
-
-# --- whose gradient is it? ------------------------------------------------------------------
-
-
-def holders_of(gradient: Tensor) -> tuple[int, int, int]:
-    """How many hold a gradient: its tensor in C++, its storage, its Python object."""
-    storage = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
-    in_native_code: int = gradient._use_count()  # type: ignore[attr-defined]
-    return in_native_code, int(storage), sys.getrefcount(gradient)
-
-
-class _Probe(torch.autograd.Function):
-    """Counts the holders of a gradient that nobody else has, the way FusedNorm gets its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, found: list[tuple[int, int, int]]) -> Tensor:
-        """A copy."""
-        ctx.found = found
-        return x.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Count."""
-        assert gradient is not None
-        with torch._C.DisableTorchFunction():
-            ctx.found.append(holders_of(gradient))
-            return gradient, None
-
-
-@cache
-def sole_holders() -> tuple[int, int, int]:
-    """What :func:`holders_of` tells of a gradient that autograd has just made for one node only.
-
-    Asked of PyTorch itself, once, because it is different from version to version.
-    """
-    found: list[tuple[int, int, int]] = []
-    with torch.enable_grad():
-        x = torch.zeros(1, requires_grad=True)
-        (_Probe.apply(x, found) * 2.0).sum().backward()  # type: ignore[no-untyped-call]
-    return found[0]
