@@ -164,7 +164,7 @@ def coded_elements(example: Example, policy: Policy) -> dict[Site, int]:
 
 
 def _elements(report: SiteReport) -> int:
-    """Whole blocks, from the bytes that their code holds."""
+    """Whole blocks, from the bytes that their code holds (a norm's few statistics among them)."""
     per_block = code_bytes(BLOCK_ELEMENTS, report.treatment)
     return report.held_bytes // per_block * BLOCK_ELEMENTS
 

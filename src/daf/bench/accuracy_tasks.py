@@ -21,7 +21,6 @@ from daf.training.data.spoken import read_spoken_digits
 from daf.training.data.tokens import SentenceData
 from daf.training.models import Goal, find_model
 from daf.training.tasks import make_task
-from daf.training.tasks.images import Classification
 from daf.training.tasks.sentences import Continuation, SentenceClasses, SentenceScores
 from daf.training.tasks.task import Task, scores_of
 
@@ -121,7 +120,9 @@ def _prepared(
 # --- images -------------------------------------------------------------------------------------
 
 
-def image_task(model_name: str, data_name: str | None = None, epochs: int = 30) -> AccuracyTask:
+def image_task(
+    model_name: str, data_name: str | None = None, *, epochs: int = 30, batch_size: int = 128
+) -> AccuracyTask:
     """A convolutional network from scratch, on CIFAR-10 where it is at hand."""
 
     def prepare(seed: int, effort: Effort) -> Prepared:
@@ -130,11 +131,11 @@ def image_task(model_name: str, data_name: str | None = None, epochs: int = 30) 
         model = find_model(model_name).build(data.facts)
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         task = make_task(Goal.CLASSIFY, data, model)
-        steps = effort.steps(epochs * (task.train_examples // 128))
+        steps = effort.steps(epochs * (task.train_examples // batch_size))
         optimizer = torch.optim.SGD(
             model.parameters(), 0.1, momentum=0.9, weight_decay=5e-4, nesterov=True
         )
-        return _prepared(model, optimizer, task, 128, seed, steps)
+        return _prepared(model, optimizer, task, batch_size, seed, steps)
 
     return AccuracyTask(model_name, "accuracy_percent", True, prepare)
 
@@ -252,10 +253,11 @@ def personalisation_task(path: Path, *, learning_steps: int = 300) -> AccuracyTa
         others = _images(f"spoken:{path}")
         torch.manual_seed(seed)
         model = find_model("resnet20").build(others.facts)
-        general = Classification(others, 1, torch.channels_last, augment=False)
+        general = make_task(Goal.CLASSIFY, others, model, augment=False)
         rate = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=5e-4)
         train_plainly(_prepared(model, rate, general, 64, seed, effort.steps(learning_steps)))
-        task = Classification(_of_new_speaker(others, path), 1, torch.channels_last, augment=False)
+        mine = _of_new_speaker(others, path)
+        task = make_task(Goal.CLASSIFY, mine, model, augment=False)
         before = evaluate(model, task, effort.most_tests)
         optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
         return _prepared(model, optimizer, task, 32, seed, effort.steps(60), before)
