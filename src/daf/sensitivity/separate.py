@@ -13,7 +13,6 @@ from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import nnls
 
 Floats = NDArray[np.float64]
 Draws = NDArray[np.int64]
@@ -82,7 +81,7 @@ def separate(
         system = np.vstack([matrix * weight[:, None], np.diag(1.0 / deviation)])
         target = np.concatenate([measured * weight, expected_values / deviation])
         scale = 1.0 / np.abs(system).max(0)  # unknowns span many orders of magnitude
-        values = nnls(system * scale, target)[0] * scale
+        values = _non_negative(system * scale, target) * scale
         residual = measured / np.maximum(matrix @ values, _TINY) - 1.0
         scatter = max(_LEAST_SCATTER, float(np.sqrt(np.mean(np.square(residual)))))
     without = [
@@ -108,7 +107,16 @@ def _model_errors(system: Floats) -> Floats:
 
 
 def _jackknife_errors(system: Floats, target: Floats, without: list[NDArray[np.bool_]]) -> Floats:
-    values = np.stack([nnls(system[rows], target[rows])[0] for rows in without])
+    values = np.stack([_non_negative(system[rows], target[rows]) for rows in without])
     spread = np.square(values - values.mean(0)).sum(0)
     errors: Floats = np.sqrt(spread * (len(without) - 1) / len(without))
     return errors
+
+
+def _non_negative(system: Floats, target: Floats) -> Floats:
+    # Imported here: SciPy's optimizers hold some 36 MB, and a process that never measures
+    # should not.
+    from scipy.optimize import nnls
+
+    values: Floats = nnls(system, target)[0]
+    return values
