@@ -20,10 +20,11 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from daf.bench import accuracy as accuracy_bench
+from daf.bench import accuracy_jobs, main_job
 from daf.bench import allocator as allocator_bench
 from daf.bench import gradients as gradients_bench
 from daf.bench import kernels as kernels_bench
-from daf.bench import main_job
 from daf.bench import operators as operators_bench
 from daf.bench import pool as pool_bench
 from daf.bench import pressure as pressure_bench
@@ -243,6 +244,31 @@ def kernels_command(
         result = kernels_bench.run(job, on_progress=status.update)
     if picture is not None:
         draw_roofline(result.rows, picture)
+    show(result, as_json=as_json)
+
+
+@app.command("accuracy")
+def accuracy_command(
+    tasks: Annotated[
+        str | None, typer.Option(help=f"Of {', '.join(accuracy_jobs.TASK_NAMES)}; by default all.")
+    ] = None,
+    policies: Annotated[
+        str | None, typer.Option(help="Such as plain,rotated-2,allocated-1.5,minmax-4,gact-2.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="How many.")] = 3,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of the measuring data; by default ../shared/data.")
+    ] = None,
+    rows: Annotated[
+        Path | None, typer.Option(help="JSON lines to write rows to, and to go on from.")
+    ] = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare accuracy under DAF with plain PyTorch and published codecs, over seeds."""
+    job = accuracy_jobs.make_job(tasks, policies, seeds, data, quick=quick)
+    with Console(stderr=True).status("starting") as status:
+        result = accuracy_bench.run(job, rows, on_progress=status.update)
     show(result, as_json=as_json)
 
 

@@ -89,7 +89,14 @@ Augment = Annotated[
 ImageSize = Annotated[
     int | None, typer.Option(min=1, help="Pixels per side; by default the data's own.")
 ]
-Context = Annotated[int | None, typer.Option(min=1, help="Bytes per window of text (128).")]
+Context = Annotated[
+    int | None,
+    typer.Option(min=1, help="Bytes per window of text (128), or tokens per sentence (64)."),
+]
+Tokenizer = Annotated[
+    str | None,
+    typer.Option(help="Folder of a model whose tokenizer cuts sentences; by default bytes."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 _NO_BUDGET = "none"

@@ -36,6 +36,7 @@ def plan_command(
     goal: options.GoalOption = None,
     image_size: options.ImageSize = None,
     context: options.Context = None,
+    tokenizer: options.Tokenizer = None,
     as_json: options.Json = False,
 ) -> None:
     """Measure a few small steps of MODEL on DATA and say how it would train within --budget."""

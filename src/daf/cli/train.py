@@ -56,6 +56,7 @@ def train_command(
     augment: options.Augment = None,
     image_size: options.ImageSize = None,
     context: options.Context = None,
+    tokenizer: options.Tokenizer = None,
     checkpoint_every: Annotated[
         int | None, typer.Option(min=1, help="Steps; by default at the end of every epoch.")
     ] = None,

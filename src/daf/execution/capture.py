@@ -41,7 +41,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -87,6 +87,7 @@ _OUTSIDE_CALL = Call(None, (), {}, None, None)
 _CUSTOM = "autograd.Function"
 _NOISY = ("dropout", "attention", "lstm", "gru", "rnn")
 _HOOKS_REFUSED = "saved tensor hooks"
+_NO_DRAWS: Mapping[Site, int] = MappingProxyType({})
 
 
 class Capture:
@@ -128,6 +129,7 @@ class Capture:
         micro_index: int = 0,
         batch: Any = None,
         watcher: Watcher | None = None,
+        draws: Mapping[Site, int] = _NO_DRAWS,
     ) -> Iterator[Capture]:
         """Capture what is saved inside; codes outlive the ``with``, hooks do not.
 
@@ -138,6 +140,8 @@ class Capture:
             micro_index: which part of the step's batch; 0 begins the account anew.
             batch: the caller's own tensors (any nest of them): never coded, never counted.
             watcher: told of every operator, save and read (see ``observation``).
+            draws: sites whose codes take other seeds than the step gives them; every number
+                but 0, which changes nothing, names a seed of its own.
 
         Raises:
             CodecError: the policy asks for a treatment that is unsound at a site, or for fused
@@ -151,6 +155,7 @@ class Capture:
             self._tracker.begin_step()
             self._evictions.begin()
         self._replay_log.clear()
+        self._tracker.redraw(draws)
         self._sources.forget()
         self._sources.set_external(self._own_tensors(batch))
         running = _Running(self, policy, (seed, step_index, micro_index), watcher)
@@ -485,7 +490,7 @@ class _Running:
         treatment = self._policy.treatment(need, record.site)
         if not is_treatable(tensor):
             return self._treater.keep(tensor, saved.version, site, sources), KEEP
-        key = mix_key(self._key, record.name_hash, record.uses)
+        key = record.code_key(self._key)
         weight, tag = self._policy.weight(site), record.name_hash
         job = Job(saved, tensor, need, treatment, sources[0], call, site, key, weight, tag)
         return self._treater.treat(job, rederive=self._policy.rederive)

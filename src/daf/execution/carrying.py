@@ -14,7 +14,7 @@ from daf.execution.fusion import NormSite
 from daf.execution.held import Kept, Saved, Stored, Term
 from daf.execution.ownership import is_held_by_none_but, sole_holders
 from daf.execution.provenance import Provenance
-from daf.execution.sites import SiteRecord, SiteTracker, mix_key
+from daf.execution.sites import SiteRecord, SiteTracker
 from daf.execution.treatments import check_sound, kept_holding
 from daf.kernels import Emission
 from daf.plan import KEEP, Method, Need, Policy, Treatment
@@ -171,7 +171,7 @@ class _CountingHolder(Holder):
             carrier.store,
             norm.x.detach(),
             record.treatment,
-            mix_key(carrier.key, record.name_hash, record.uses),
+            record.code_key(carrier.key),
             norm.statistics.forward(norm.geometry.inner),
             weight=carrier.policy.weight(record.site),
             tag=record.name_hash,

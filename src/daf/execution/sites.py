@@ -21,6 +21,7 @@ class SiteRecord:
     """What happened at one site since the step began (bytes)."""
 
     __slots__ = (
+        "draw",
         "held_bytes",
         "name_hash",
         "need",
@@ -39,11 +40,17 @@ class SiteRecord:
     def clear(self) -> None:
         """A new step begins."""
         self.uses = 0
+        self.draw = 0
         self.plain_bytes = 0
         self.held_bytes = 0
         self.spilled_bytes = 0
         self.need = Need.EXACT
         self.treatment = KEEP
+
+    def code_key(self, step_key: int) -> int:
+        """The seed of this use's code: another in every step, and for every ``draw`` of one."""
+        parts = (step_key, self.name_hash, self.uses)
+        return mix_key(*parts, self.draw) if self.draw else mix_key(*parts)
 
     def report(self, evicted_bytes: int) -> SiteReport:
         """As data."""
@@ -78,6 +85,11 @@ class SiteTracker:
         self._frames = [_Frame(None, OUTSIDE)]
         self._records: dict[tuple[str, str, int, int], SiteRecord] = {}
         self._thread = 0
+        self._draws: Mapping[Site, int] = {}
+
+    def redraw(self, draws: Mapping[Site, int]) -> None:
+        """From now on seed the codes of these sites anew; a draw of 0 is the ordinary seed."""
+        self._draws = draws
 
     def begin_step(self) -> None:
         """Forget the bytes and uses of the step before."""
@@ -111,6 +123,7 @@ class SiteTracker:
         if found is None:
             found = self._records[key] = SiteRecord(Site(*key))
         found.uses += 1
+        found.draw = self._draws.get(found.site, 0)
         return found
 
     @contextmanager

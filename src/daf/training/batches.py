@@ -11,7 +11,7 @@ from daf.errors import DataError
 from daf.training.data.contents import ByteArray, ImageData
 
 Indices = NDArray[np.int64]
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Tensor, ...]
 
 _CROP_PADDING = 4  # pixels; the customary augmentation of CIFAR (Lee et al., AISTATS 2015)
 

@@ -64,7 +64,12 @@ def make_job(settings: TrainSettings) -> Job:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     recipe = find_model(settings.model)
-    data = load_data(settings.data, image_size=settings.image_size, context=settings.context)
+    data = load_data(
+        settings.data,
+        image_size=settings.image_size,
+        context=settings.context,
+        tokenizer=settings.tokenizer,
+    )
     goal = settle_goal(recipe.name, settings.goal or recipe.goal, data)
     optimizer_name = settings.optimizer or ("sgd" if goal_reads_images(goal) else "adamw")
     floor_bytes = _floor_bytes()

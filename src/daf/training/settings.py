@@ -27,6 +27,7 @@ class TrainSettings:
     planner chooses, as ``policy`` says and within ``tolerance``; see ``Session``).
     ``optimizer``, ``learning_rate``, ``weight_decay``, ``augment``, ``goal``,
     ``image_size`` and ``context`` None: customary for the model and data.
+    ``tokenizer``: the folder of a model whose tokenizer cuts sentences; None: byte by byte.
     ``max_steps`` None: all steps of ``epochs``. ``checkpoint_every`` is in
     steps; None: at the end of an epoch.
     ``pool_bytes`` caps what codes hold; None: no cap of their own. ``history``:
@@ -55,6 +56,7 @@ class TrainSettings:
     augment: bool | None = None
     image_size: int | None = None
     context: int | None = None
+    tokenizer: str | None = None
     checkpoint_every: int | None = None
     memory_interval_ms: float = 50.0
     pool_bytes: int | None = None

@@ -30,6 +30,7 @@ class Goal(StrEnum):
     DENOISE = "denoise"
     CAUSAL = "causal"  # predict the next byte
     MASKED = "masked"  # predict masked bytes
+    JUDGE = "judge"  # a sentence's class or score
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,32 +90,53 @@ _ZOO: Mapping[str, _Entry] = {
     "gpt2": _Entry("language", Goal.CAUSAL),
 }
 MODEL_NAMES = tuple(_ZOO)
+_PRETRAINED = "pretrained:"
 
 
 def find_model(name: str) -> Recipe:
     """Import the code of a model, without building it.
 
     Args:
-        name: one of ``MODEL_NAMES``, or ``package.module:factory``; the
-            current directory counts as a place to import from.
+        name: one of ``MODEL_NAMES``, ``pretrained:FOLDER`` for an encoder that ``transformers``
+            saved there, or ``package.module:factory``; the current directory counts
+            as a place to import from.
 
     Raises:
         UnknownNameError: no such model, module or factory.
         DataError: the model needs a package that is not installed.
     """
+    if name.startswith(_PRETRAINED):
+        return Recipe(name, _pretrained_factory(Path(name.removeprefix(_PRETRAINED))), Goal.JUDGE)
     if ":" in name:
         return Recipe(name, _user_factory(name), None)
     if name not in _ZOO:
         raise UnknownNameError(_unknown(name))
     entry = _ZOO[name]
+    return Recipe(name, getattr(_own_module(name, entry.module), name), entry.goal)
+
+
+def _own_module(name: str, module: str) -> Any:
     try:
-        module = importlib.import_module(f"{__name__}.{entry.module}")
+        return importlib.import_module(f"{__name__}.{module}")
     except ModuleNotFoundError as error:
         raise DataError(
             f"model {name!r} needs the package {error.name!r}, which is not installed; "
             f"try: pip install 'daf-train[{error.name}]'"
         ) from error
-    return Recipe(name, getattr(module, name), entry.goal)
+
+
+def _pretrained_factory(folder: Path) -> Callable[..., Any]:
+    if not (folder / "config.json").is_file():
+        raise DataError(
+            f"asked for pretrained:{folder}, but there is no config.json in it; "
+            "name a folder that transformers' save_pretrained wrote"
+        )
+    language = _own_module(f"{_PRETRAINED}{folder}", "language")
+
+    def judge(classes: int) -> Any:
+        return language.pretrained_judge(folder, classes)
+
+    return judge
 
 
 def _unknown(name: str) -> str:

@@ -6,8 +6,16 @@ one mask symbol), so the parameter counts are smaller than with word pieces.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from torch import nn
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 
 
 def bert_small(vocabulary: int = 257, context: int = 128) -> nn.Module:
@@ -37,4 +45,16 @@ def gpt2(vocabulary: int = 257, context: int = 128) -> nn.Module:
         eos_token_id=None,
     )
     model: nn.Module = GPT2LMHeadModel(config)
+    return model
+
+
+def pretrained_judge(folder: Path, classes: int) -> nn.Module:
+    """An encoder from a local folder with a new head: ``classes`` logits, or 1 for a score."""
+    model: nn.Module = AutoModelForSequenceClassification.from_pretrained(
+        folder,
+        num_labels=classes,
+        local_files_only=True,
+        ignore_mismatched_sizes=True,
+    )
+    model.train()
     return model

@@ -7,21 +7,28 @@ from torch import nn
 
 from daf.errors import DataError
 from daf.training.data.contents import ImageData, TextData
+from daf.training.data.tokens import SentenceData
 from daf.training.models import Goal
 from daf.training.tasks.images import Classification, Denoising
+from daf.training.tasks.sentences import sentence_task
 from daf.training.tasks.task import Task
 from daf.training.tasks.text import CausalLanguage, MaskedLanguage
 
 _IMAGE_GOALS = (Goal.CLASSIFY, Goal.DENOISE)
 
 
-def settle_goal(model_name: str, goal: Goal | None, data: ImageData | TextData) -> Goal:
+AnyData = ImageData | TextData | SentenceData
+
+
+def settle_goal(model_name: str, goal: Goal | None, data: AnyData) -> Goal:
     """The goal of training ``model_name`` on ``data``; where it has none, the data's customary one.
 
     Raises:
         DataError: the model reads images and the data are text, or the reverse.
     """
     has_images = isinstance(data, ImageData)
+    if isinstance(data, SentenceData) or goal is Goal.JUDGE:
+        return _sentence_goal(model_name, goal, data)
     if goal is None:
         return Goal.CLASSIFY if has_images else Goal.CAUSAL
     if (goal in _IMAGE_GOALS) != has_images:
@@ -36,6 +43,22 @@ def settle_goal(model_name: str, goal: Goal | None, data: ImageData | TextData) 
     return goal
 
 
+def _sentence_goal(model_name: str, goal: Goal | None, data: AnyData) -> Goal:
+    if not isinstance(data, SentenceData):
+        raise DataError(
+            f"model {model_name!r} judges sentences: try sst2:FOLDER, mrpc:FOLDER or stsb:FOLDER "
+            f"({data.name!r} holds none)"
+        )
+    fitting = Goal.CAUSAL if data.generates else Goal.JUDGE
+    if goal not in (None, fitting):
+        wanted = "text: try text:FILE" if goal not in _IMAGE_GOALS else "images: try digits"
+        raise DataError(
+            f"model {model_name!r} with the goal {goal} reads {wanted} "
+            f"({data.name!r} holds sentences, for the goal {fitting})"
+        )
+    return fitting
+
+
 def goal_reads_images(goal: Goal) -> bool:
     """Whether a model with this goal reads images rather than text."""
     return goal in _IMAGE_GOALS
@@ -43,7 +66,7 @@ def goal_reads_images(goal: Goal) -> bool:
 
 def make_task(
     goal: Goal,
-    data: ImageData | TextData,
+    data: AnyData,
     model: nn.Module,
     *,
     memory_format: torch.memory_format = torch.channels_last,
@@ -61,6 +84,8 @@ def make_task(
     Raises:
         DataError: the model cannot read images with this many channels.
     """
+    if isinstance(data, SentenceData):
+        return sentence_task(data)
     if isinstance(data, TextData):
         return MaskedLanguage(data) if goal is Goal.MASKED else CausalLanguage(data)
     kind = Denoising if goal is Goal.DENOISE else Classification

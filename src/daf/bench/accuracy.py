@@ -1,0 +1,254 @@
+"""``daf bench accuracy``: plain PyTorch beside DAF and published codecs, over seeds.
+
+Every (task, policy, seed) is one row, appended to a file of JSON lines as soon as it is
+done; a run that is begun again goes on with the rows that are missing. All policies
+of a seed begin from the same weights and see the same batches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from daf.bench.accuracy_policies import Example, make_policy
+from daf.bench.accuracy_tasks import AccuracyTask, Effort, batches, evaluate, mean_loss
+from daf.bench.result import BenchResult
+from daf.errors import DataError, RunFolderError
+from daf.execution.capture import compress
+
+POLICIES = (
+    "plain",
+    *(f"rotated-{bits}" for bits in (1, 2, 4)),
+    *(f"allocated-{bits}" for bits in (1.5, 2, 3)),
+    *(f"minmax-{bits}" for bits in (2, 4, 8)),
+    "gact-2",
+    "actnn-2",
+)
+FULL = Effort()
+WITHIN_POINTS = 0.5
+_FIRST_STEPS = 2  # the first step loads code, and its account is still incomplete
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class AccuracyJob:
+    """What is run."""
+
+    tasks: Sequence[AccuracyTask]
+    policies: Sequence[str] = POLICIES
+    seeds: Sequence[int] = (0, 1, 2)
+    effort: Effort = FULL
+
+
+QUICK = Effort(most_steps=12, most_tests=256)
+QUICK_POLICIES = ("plain", "rotated-2", "allocated-2", "gact-2")
+
+
+def run(
+    job: AccuracyJob,
+    rows_file: Path | None = None,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> BenchResult:
+    """Run what is missing in ``rows_file`` and judge all of it.
+
+    A task that needs something that is not there gives one row that says what.
+
+    Raises:
+        RunFolderError: ``rows_file`` holds something else.
+    """
+    rows = read_rows(rows_file)
+    done = {(row["task"], row["policy"], row["seed"], row["effort"]) for row in rows}
+    effort = _effort_name(job.effort)
+    for task in job.tasks:
+        for seed in job.seeds:
+            for policy in job.policies:
+                if (task.name, policy, seed, effort) in done:
+                    continue
+                on_progress(f"{task.name}, {policy}, seed {seed}")
+                try:
+                    row = train_once(task, policy, seed, job.effort)
+                except DataError as error:
+                    row = {"task": task.name, "policy": policy, "seed": seed, "skipped": str(error)}
+                row["effort"] = effort
+                rows.append(row)
+                if "skipped" not in row:
+                    _append(rows_file, row)
+    wanted = [row for row in rows if row["effort"] == effort]
+    return BenchResult("accuracy", wanted, figures(wanted, job.tasks), _NOTES)
+
+
+_NOTES = (
+    "saved_ratio: most bytes saved for backward in a step, plain over held, at plain's micro-batch",
+    "step_ratio: median step time over plain's with the same seed; runs are not interleaved",
+    "gact and actnn are re-implementations of the published allocations with min-max codes",
+)
+
+
+def train_once(task: AccuracyTask, policy_name: str, seed: int, effort: Effort) -> Row:
+    """One row: train under one policy and evaluate; a loss that is not finite ends it early."""
+    prepared = task.prepare(seed, effort)
+    model, loss_fn = prepared.model, prepared.task.loss
+    model.train()
+    first = next(iter(batches(prepared, seed)))
+    start_s = time.perf_counter()
+    policy = make_policy(policy_name, Example(model, loss_fn, first))
+    fitted_ms = 1000 * (time.perf_counter() - start_s)
+    coded = compress(model, policy=policy, seed=seed)
+    step_ms: list[float] = []
+    losses: list[float] = []
+    plain_bytes = held_bytes = 0
+    order = hashlib.blake2b(digest_size=8)
+    for batch in batches(prepared, seed):
+        order.update(batch[0].contiguous().numpy().tobytes())
+        start_s = time.perf_counter()
+        prepared.optimizer.zero_grad()
+        with coded:
+            loss = mean_loss(loss_fn(model, batch))
+        losses.append(float(loss.detach()))
+        if not math.isfinite(losses[-1]):
+            break
+        loss.backward()  # type: ignore[no-untyped-call]
+        prepared.optimizer.step()
+        prepared.schedule.step()
+        step_ms.append(1000 * (time.perf_counter() - start_s))
+        plain_bytes = max(plain_bytes, coded.stats.plain_peak_bytes)
+        held_bytes = max(held_bytes, coded.stats.held_peak_bytes)
+    finished = len(step_ms) == prepared.steps and _is_finite(model)
+    metrics = evaluate(model, prepared.task, effort.most_tests) if finished else {}
+    return {
+        "task": task.name,
+        "policy": policy_name,
+        "seed": seed,
+        "finished": finished,
+        "steps": len(step_ms),
+        "metrics": metrics,
+        "before": dict(prepared.before),
+        "final_loss": statistics.mean(losses[-10:]),
+        "saved_bytes_plain": plain_bytes,
+        "saved_bytes": held_bytes,
+        "saved_ratio": plain_bytes / held_bytes if held_bytes else None,
+        "step_ms": statistics.median(step_ms[_FIRST_STEPS:] or step_ms or [0.0]),
+        "fitted_ms": fitted_ms,
+        "data_order": order.hexdigest(),
+    }
+
+
+def _is_finite(model: torch.nn.Module) -> bool:
+    return all(bool(each.isfinite().all()) for each in model.parameters())
+
+
+def _effort_name(effort: Effort) -> str:
+    return f"{effort.steps_share:g}/{effort.most_steps}/{effort.most_tests}"
+
+
+# --- rows ---------------------------------------------------------------------------------------
+
+
+def read_rows(rows_file: Path | None) -> list[Row]:
+    """The rows that a file holds; a last line that was cut off is left out.
+
+    Raises:
+        RunFolderError: another line is no row.
+    """
+    if rows_file is None or not rows_file.exists():
+        return []
+    lines = rows_file.read_text("utf-8").split("\n")
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            _ = row["task"], row["policy"], row["seed"], row["effort"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            if number == len(lines):  # the process ended in the middle of it
+                break
+            raise RunFolderError(
+                f"{rows_file}, line {number} is no row of daf bench accuracy ({error}); name "
+                "another file with --rows"
+            ) from error
+        rows.append(row)
+    return rows
+
+
+def _append(rows_file: Path | None, row: Row) -> None:
+    if rows_file is None:
+        return
+    rows_file.parent.mkdir(parents=True, exist_ok=True)
+    content = rows_file.read_bytes() if rows_file.exists() else b""
+    whole = content[: content.rfind(b"\n") + 1]  # without a line that was cut off
+    if whole != content:
+        rows_file.write_bytes(whole)
+    with rows_file.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+# --- figures ------------------------------------------------------------------------------------
+
+
+def figures(rows: Iterable[Row], tasks: Iterable[AccuracyTask]) -> dict[str, float]:
+    """Per task and policy means and spreads; per task the largest saved ratio near plain's metric.
+
+    *Near*: the mean is within half a point of plain's (for a loss, within 1 %) and within plain's
+    spread over seeds (its range), where that is larger than nothing.
+    """
+    found: dict[str, float] = {}
+    listed = [row for row in rows if "skipped" not in row]
+    for task in tasks:
+        own = [row for row in listed if row["task"] == task.name]
+        means = {}
+        for policy in dict.fromkeys(row["policy"] for row in own):
+            group = [row for row in own if row["policy"] == policy]
+            name = f"{task.name}/{policy}"
+            if not all(row["finished"] for row in group):
+                found[f"{name}/unfinished"] = sum(not row["finished"] for row in group)
+                continue
+            values = [row["metrics"][task.metric] for row in group]
+            means[policy] = statistics.mean(values)
+            found[f"{name}/{task.metric}"] = means[policy]
+            found[f"{name}/spread"] = max(values) - min(values)
+            found[f"{name}/saved_ratio"] = min(row["saved_ratio"] for row in group)
+            if (ratio := _step_ratio(group, own)) is not None:
+                found[f"{name}/step_ratio"] = ratio
+        found |= _near_plain(task, means, found)
+    return found
+
+
+def _step_ratio(group: list[Row], own: list[Row]) -> float | None:
+    plain = {row["seed"]: row["step_ms"] for row in own if row["policy"] == "plain"}
+    ratios = [row["step_ms"] / plain[row["seed"]] for row in group if plain.get(row["seed"])]
+    return statistics.median(ratios) if ratios else None
+
+
+def _near_plain(
+    task: AccuracyTask, means: dict[str, float], found: dict[str, float]
+) -> dict[str, float]:
+    if "plain" not in means:
+        return {}
+    plain, spread = means["plain"], found[f"{task.name}/plain/spread"]
+    allowed = WITHIN_POINTS if task.higher_is_better else 0.01 * plain
+    if spread > 0:
+        allowed = min(allowed, spread)
+
+    def loss(policy: str) -> float:
+        return (plain - means[policy]) * (1 if task.higher_is_better else -1)
+
+    def best(kinds: tuple[str, ...]) -> float:
+        near = [each for each in means if each.startswith(kinds) and loss(each) <= allowed]
+        return max((found[f"{task.name}/{each}/saved_ratio"] for each in near), default=0.0)
+
+    ours, theirs = best(("rotated", "allocated")), best(("minmax", "gact", "actnn"))
+    result = {f"{task.name}/saved_ratio_within_half_point": ours}
+    if ours and theirs:
+        result[f"{task.name}/bytes_vs_best_baseline"] = theirs / ours
+    return result

@@ -1,0 +1,77 @@
+"""Which tasks ``daf bench accuracy`` knows, by name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from daf.bench.accuracy import POLICIES, QUICK, QUICK_POLICIES, AccuracyJob
+from daf.bench.accuracy_tasks import (
+    AccuracyTask,
+    Effort,
+    generation_task,
+    image_task,
+    personalisation_task,
+    sentence_task,
+)
+from daf.errors import UnknownNameError
+
+_GLUE_FOLDERS = {"sst2": "SST-2", "mrpc": "MRPC", "stsb": "STS-B"}
+
+
+def _sentences(kind: str, *, lora: bool) -> Callable[[Path], AccuracyTask]:
+    return lambda folder: sentence_task(kind, folder / "glue" / _GLUE_FOLDERS[kind], lora=lora)
+
+
+def _image(model: str, folder: Path) -> AccuracyTask:
+    file = folder / "cifar10_10k_2k.npz"
+    return image_task(model, f"cifar10:{file}" if file.exists() else "digits")
+
+
+_TASKS: Mapping[str, Callable[[Path], AccuracyTask]] = {
+    "resnet20": partial(_image, "resnet20"),
+    "resnet18": partial(_image, "resnet18"),
+    **{
+        f"minilm-{kind}-{'lora' if lora else 'full'}": _sentences(kind, lora=lora)
+        for kind in _GLUE_FOLDERS
+        for lora in (False, True)
+    },
+    "gpt2-e2e-lora": lambda folder: generation_task(folder / "e2e"),
+    "personalisation": lambda folder: personalisation_task(folder / "spoken_digits_8k_1s.npz"),
+}
+TASK_NAMES = tuple(_TASKS)
+_QUICK_TASKS = ("resnet20", "personalisation")
+
+
+def make_job(
+    tasks: str | None,
+    policies: str | None,
+    seeds: int,
+    folder: Path | None,
+    *,
+    quick: bool,
+) -> AccuracyJob:
+    """From a command line's words: names with commas between them.
+
+    Raises:
+        UnknownNameError: no such task.
+    """
+    place = folder or Path(os.environ.get("DAF_SHARED_DATA", "../shared/data"))
+    names = _names(tasks, _QUICK_TASKS if quick else TASK_NAMES)
+    unknown = [name for name in names if name not in _TASKS]
+    if unknown:
+        raise UnknownNameError(f"unknown task {unknown[0]!r}; known: {', '.join(TASK_NAMES)}")
+    return AccuracyJob(
+        [_TASKS[name](place) for name in names],
+        _names(policies, QUICK_POLICIES if quick else POLICIES),
+        range(seeds),
+        QUICK if quick else Effort(),
+    )
+
+
+def _names(text: str | None, otherwise: tuple[str, ...]) -> tuple[str, ...]:
+    if text is None:
+        return otherwise
+    return tuple(name.strip() for name in text.split(",") if name.strip())

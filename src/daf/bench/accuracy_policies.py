@@ -1,0 +1,186 @@
+"""Ways to store activations that are compared for accuracy, by name.
+
+``plain``; ``rotated-B`` and ``minmax-B``, one width everywhere; and allocations whose codes take
+as many bytes as B bits everywhere would: ``allocated-B`` by measured sensitivity,
+``gact-B`` and ``actnn-B`` as published, with min-max codes. ActNN's formula takes the
+energy of a block for its range, in which blocks of Gaussian values are proportional.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from daf.allocation import (
+    STANDARD_TREATMENTS,
+    actnn_widths,
+    code_bytes,
+    coded_sites,
+    gact_widths,
+    least_variance,
+)
+from daf.errors import UnknownNameError
+from daf.execution.capture import Capture
+from daf.execution.microbatch import LossFunction, batch_size, read_loss
+from daf.kernels import BLOCK_ELEMENTS, header_bytes, plane_bytes
+from daf.kernels.code_errors import GAUSSIAN_BLOCK_SQUARED_RANGE, minmax_error
+from daf.plan import (
+    KEEP,
+    Method,
+    Need,
+    Policy,
+    Site,
+    SiteReport,
+    Treatment,
+    coded_policy,
+    plain_policy,
+)
+from daf.sensitivity.estimate import measure_sensitivity
+from daf.sensitivity.result import Sensitivity
+from daf.sensitivity.undisturbed import undisturbed
+
+_VALUE_NEEDS = (Need.LINEAR, Need.NORM, Need.PRODUCT)
+_SEEDED = (Method.ROTATED, Method.MINMAX)
+POLICY_FORMS = ("plain", "rotated-B", "minmax-B", "allocated-B", "gact-B", "actnn-B")
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """What a policy may be fitted to: a model, a loss and one training batch."""
+
+    model: nn.Module
+    loss_fn: LossFunction
+    batch: Any
+
+
+def make_policy(name: str, example: Example) -> Policy:
+    """The policy called ``name``; allocations are measured on the example, which stays as it is.
+
+    Raises:
+        UnknownNameError: no such policy.
+    """
+    if name == "plain":
+        return plain_policy()
+    kind, _, number = name.partition("-")
+    try:
+        bits = float(number)
+    except ValueError:
+        bits = 0.0
+    if kind not in _MAKERS or not 1 <= bits <= 8 or (kind in _WHOLE and bits != int(bits)):
+        raise UnknownNameError(
+            f"unknown policy {name!r}; known: {', '.join(POLICY_FORMS)} with B from 1 to 8, whole "
+            "for one width everywhere"
+        )
+    return replace(_MAKERS[kind](bits, example), name=name)
+
+
+def minmax_policy(bits: int) -> Policy:
+    """The published codec: min-max with stochastic rounding at one width, masks exact."""
+    by_need = dict(coded_policy(bits).by_need)
+    by_need |= dict.fromkeys(_VALUE_NEEDS, Treatment(Method.MINMAX, bits))
+    return Policy(f"minmax-{bits}", MappingProxyType(by_need))
+
+
+def _uniform(bits: float, example: Example) -> Policy:
+    del example
+    return coded_policy(int(bits))
+
+
+def _uniform_minmax(bits: float, example: Example) -> Policy:
+    del example
+    return minmax_policy(int(bits))
+
+
+def _allocated(bits: float, example: Example) -> Policy:
+    base = coded_policy(1)
+    elements = coded_elements(example, base)
+    found = _measured(example, coded_policy(2), elements)
+    budget = sum(_bytes_at(count, bits) for count in elements.values())
+    treatments = [each for each in STANDARD_TREATMENTS if each != KEEP]
+    sites = coded_sites(elements, found, treatments)
+    return _with_sites(base, least_variance(sites, budget).treatments)
+
+
+def _gact(bits: float, example: Example) -> Policy:
+    base = minmax_policy(1)
+    elements = coded_elements(example, base)
+    found = _measured(example, minmax_policy(2), elements)
+    # Two gradients under different seeds of a 1-bit code differ by twice its variance.
+    sensitivities = {site: 2 * value * minmax_error(1) for site, value in found.items()}
+    return _minmax_widths(base, gact_widths(elements, sensitivities, bits))
+
+
+def _actnn(bits: float, example: Example) -> Policy:
+    base = minmax_policy(1)
+    elements = coded_elements(example, base)
+    priors = {
+        site: each.prior for site, each in _sensitivity(example, minmax_policy(2)).sites.items()
+    }
+    least = min((value for value in priors.values() if value > 0), default=1.0)
+    sensitivities = {
+        site: GAUSSIAN_BLOCK_SQUARED_RANGE / 4 * (priors.get(site, 0.0) or least)
+        for site in elements
+    }
+    return _minmax_widths(base, actnn_widths(elements, sensitivities, bits))
+
+
+_WHOLE = ("rotated", "minmax")
+_MAKERS: Mapping[str, Callable[[float, Example], Policy]] = {
+    "rotated": _uniform,
+    "minmax": _uniform_minmax,
+    "allocated": _allocated,
+    "gact": _gact,
+    "actnn": _actnn,
+}
+
+
+def _minmax_widths(base: Policy, widths: Mapping[Site, int]) -> Policy:
+    return _with_sites(base, {s: Treatment(Method.MINMAX, bits) for s, bits in widths.items()})
+
+
+def _with_sites(base: Policy, treatments: Mapping[Site, Treatment]) -> Policy:
+    """Sites that borrow another's code ask for the least width, so that any will do."""
+    return replace(base, by_site=MappingProxyType(dict(treatments)))
+
+
+def _bytes_at(elements: int, bits: float) -> int:
+    return int(plane_bytes(elements, 1) * bits) + header_bytes(elements)
+
+
+def coded_elements(example: Example, policy: Policy) -> dict[Site, int]:
+    """Elements of every site that holds a value code of its own under ``policy``."""
+    capture = Capture(example.model)
+    with undisturbed(example.model):
+        with capture.step(policy, 0, 0, batch=example.batch):
+            result = example.loss_fn(example.model, example.batch)
+            read_loss(result, batch_size(example.batch))
+        reports = capture.sites()
+    owning = [each for each in reports if each.treatment.method in _SEEDED and each.held_bytes]
+    return {each.site: _elements(each) for each in owning if each.need in _VALUE_NEEDS}
+
+
+def _elements(report: SiteReport) -> int:
+    """Whole blocks, from the bytes that their code holds (a norm's few statistics among them)."""
+    per_block = code_bytes(BLOCK_ELEMENTS, report.treatment)
+    return report.held_bytes // per_block * BLOCK_ELEMENTS
+
+
+def _sensitivity(example: Example, policy: Policy) -> Sensitivity:
+    return measure_sensitivity(
+        example.model, example.loss_fn, example.batch, policy, separate_codes=False
+    )
+
+
+def _measured(example: Example, policy: Policy, elements: Mapping[Site, int]) -> dict[Site, float]:
+    """Of every site; the least measured where a site had no code of its own while measuring."""
+    found = {
+        site: each.variance_per_error
+        for site, each in _sensitivity(example, policy).sites.items()
+        if each.variance_per_error > 0
+    }
+    least = min(found.values(), default=1.0)
+    return {site: found.get(site, least) for site in elements}

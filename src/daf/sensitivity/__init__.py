@@ -1,0 +1,1 @@
+"""What each saved tensor's code costs the gradient: measured, with a standard error."""

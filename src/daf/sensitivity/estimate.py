@@ -1,0 +1,321 @@
+"""Measuring sensitivities: a few extra passes over one batch, under fresh seeds of some codes.
+
+An input of a matrix product or convolution disturbs only the gradient of that
+operator's own weight, so all such sites redraw their codes at once and are told apart by
+where the change lands. All others (normalisations, products of activations, smooth
+activations) redraw at random and are told apart by regression (``separate``),
+drawn towards the analytic ``prior``. Should the first kind turn out to disturb
+other weights as well, it is treated as the second.
+
+Memory: (passes) sketches of 509 numbers per parameter, whatever the number of sites, and the
+largest parameter's gradient. Parameters, gradients, random states, buffers and hooks
+are afterwards as they were.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from daf.execution.capture import Capture
+from daf.execution.microbatch import LossFunction, batch_size, pieces
+from daf.kernels.code_errors import relative_error
+from daf.plan import Method, Need, Policy, Site, SiteReport, Treatment, exact_policy
+from daf.sensitivity.passes import Passes
+from daf.sensitivity.prior import PriorObserver, product_weight
+from daf.sensitivity.result import Sensitivity, SiteSensitivity
+from daf.sensitivity.separate import random_draws, separate
+from daf.sensitivity.sketch import BUCKETS, sample_variance
+from daf.sensitivity.undisturbed import undisturbed
+
+_SEEDED = frozenset({Method.ROTATED, Method.MINMAX})
+_MEASURABLE = _SEEDED | {Method.DERIVATIVE}
+_PRODUCT_OPERATORS = frozenset(
+    {
+        "linear",
+        "addmm",
+        *(f"conv{kind}{dimensions}d" for kind in ("", "_transpose") for dimensions in (1, 2, 3)),
+    }
+)
+_LEAK = 1e-4  # share of the change outside the weights where it belongs that is rounding
+# How far from its prior a value may be, in units of it: the formula for a product is whole, that
+# for a normalisation leaves out what passes on, and elsewhere there is only a typical value.
+_PRODUCT_DEVIATION, _OTHER_DEVIATION = 0.5, 10.0
+_WIDEST_DERIVATIVE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is spent: numbers of passes, each a forward and a backward of the whole batch.
+
+    ``local`` passes redraw the inputs of products, ``others`` a random part of the rest;
+    ``pieces`` of the batch, which take one pass together, tell its own noise.
+    """
+
+    local: int = 2
+    others: int = 8
+    pieces: int = 4
+    buckets: int = BUCKETS
+
+
+PRIOR_ONLY = Effort(local=0, others=0, pieces=0)
+
+
+def measure_sensitivity(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    policy: Policy,
+    *,
+    effort: Effort | None = None,
+    seed: int = 0,
+    step_index: int = 0,
+    separate_codes: bool = True,
+    capture: Capture | None = None,
+) -> Sensitivity:
+    """What every site that ``policy`` codes adds to the gradient's squared error.
+
+    Args:
+        model: as it is trained; nothing of it is changed.
+        loss_fn: ``loss_fn(model, batch)`` returns a scalar mean loss, or ``(sum, weight)``.
+        batch: any nest of tensors; a part of a training batch serves as well.
+        policy: whose codes are measured; two bits everywhere are a good choice.
+        effort: how many passes; the default's cost 12 training steps on ``batch``.
+        seed: of the codes and of the choice of who redraws.
+        step_index: names the codes' ordinary seeds.
+        separate_codes: give every site a code of its own, so that each one's part is
+            told (for planning). False measures the policy as it runs, where
+            one code may serve several sites, and is charged for all of them.
+        capture: to run under; None: one of its own.
+
+    Raises:
+        NonFiniteLossError: the loss is inf or NaN.
+    """
+    effort = effort or Effort()
+    if separate_codes:
+        policy = replace(policy, rederive=False, fused=False)
+    with undisturbed(model) as random_state:
+        passes = Passes(
+            model,
+            loss_fn,
+            capture or Capture(model),
+            seed=seed,
+            step_index=step_index,
+            random_state=random_state,
+            buckets=effort.buckets,
+        )
+        return _Measurement(model, passes, batch, policy, effort, seed).run()
+
+
+class _Measurement:
+    """One measurement: its base pass, and what was learnt so far."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        passes: Passes,
+        batch: Any,
+        policy: Policy,
+        effort: Effort,
+        seed: int,
+    ) -> None:
+        self._passes = passes
+        self._batch = batch
+        self._policy = policy
+        self._effort = effort
+        self._seed = seed
+        observer = PriorObserver(model)
+        self._base = passes.sketch(batch, policy, around=observer.watching)
+        self._reports = {
+            each.site: each for each in passes.sites() if each.treatment.method in _MEASURABLE
+        }
+        self._weight_of = _local_weights(model, passes.sketcher.parameters, self._reports.values())
+        self._priors = _priors(self._reports.values(), observer.by_module)
+
+    def run(self) -> Sensitivity:
+        values = self._from_prior(self._reports)
+        if self._effort.local:
+            values |= self._measure_local()
+        others = [site for site in self._reports if site not in self._weight_of]
+        if self._effort.others and others:
+            values |= self._measure_others(others)
+        own, own_error = self._batch_variance()
+        examples = batch_size(self._batch)
+        return Sensitivity(
+            MappingProxyType(values),
+            gradient_energy=float(self._base.square().sum()),
+            examples=examples,
+            passes=self._passes.examples / examples,
+            batch_variance=own,
+            batch_variance_error=own_error,
+        )
+
+    def _from_prior(self, sites: Mapping[Site, SiteReport]) -> dict[Site, SiteSensitivity]:
+        return {
+            site: SiteSensitivity(prior.value, prior.value * prior.deviation, prior.value)
+            for site, prior in self._priors.items()
+            if site in sites
+        }
+
+    # --- inputs of products -----------------------------------------------------------------
+
+    def _measure_local(self) -> dict[Site, SiteSensitivity]:
+        """Empty, and no site is local any more, if other weights than their own changed."""
+        if not self._weight_of:
+            return {}
+        sketches = [self._base]
+        for draw in range(1, self._effort.local + 1):
+            draws = dict.fromkeys(self._weight_of, draw)
+            sketches.append(self._passes.sketch(self._batch, self._policy, draws))
+        variance = sample_variance(sketches)
+        own = sorted(self._weight_of.values())
+        total, landed = float(variance.sum()), float(variance[own].sum())
+        if total - landed > _LEAK * total:
+            self._weight_of = {}
+            return {}
+        errors = _variance_errors(sketches)
+        found = {}
+        for site, weight in self._weight_of.items():
+            unit = relative_error(self._reports[site].treatment)
+            value, error = float(variance[weight].sum()) / unit, float(errors[weight]) / unit
+            found[site] = SiteSensitivity(value, error, self._priors[site].value)
+        return found
+
+    # --- all others -------------------------------------------------------------------------
+
+    def _measure_others(self, sites: list[Site]) -> dict[Site, SiteSensitivity]:
+        draws = random_draws(len(sites), self._effort.others, self._seed)
+        methods = [self._reports[site].treatment.method for site in sites]
+        seedless = np.array([method not in _SEEDED for method in methods])
+        draws[:, seedless] = draws[:, seedless].clip(max=1)  # there is only one other width
+        sketches = [self._base]
+        sketches += [self._redrawn(dict(zip(sites, row, strict=True))) for row in draws.tolist()]
+        stacked = torch.stack(sketches).flatten(1)
+        units = np.array([relative_error(self._reports[site].treatment) for site in sites])
+        priors = [self._priors[site] for site in sites]
+        separated = separate(
+            np.vstack([np.zeros_like(draws[:1]), draws]),
+            torch.cdist(stacked, stacked, compute_mode="donot_use_mm_for_euclid_dist")
+            .square()
+            .numpy(),
+            np.array([_change(self._reports[site].treatment) for site in sites]),
+            np.array([prior.value for prior in priors]) * units,
+            np.array([prior.deviation for prior in priors]),
+        )
+        values, errors = separated.values / units, separated.standard_errors / units
+        return {
+            site: SiteSensitivity(float(value), float(error), prior.value)
+            for site, value, error, prior in zip(sites, values, errors, priors, strict=True)
+        }
+
+    def _redrawn(self, draws: dict[Site, int]) -> Tensor:
+        """Fresh seeds where codes have seeds; elsewhere a code of another width."""
+        treatments = {site: self._reports[site].treatment for site in draws}
+        seeded = {site: n for site, n in draws.items() if treatments[site].method in _SEEDED}
+        others = {s: _other_width(treatments[s]) for s, n in draws.items() if n and s not in seeded}
+        by_site = MappingProxyType(dict(self._policy.by_site) | others)
+        return self._passes.sketch(self._batch, replace(self._policy, by_site=by_site), seeded)
+
+    # --- the batch's own noise --------------------------------------------------------------
+
+    def _batch_variance(self) -> tuple[float | None, float]:
+        size, count = batch_size(self._batch), self._effort.pieces
+        if min(size, count) < 2:
+            return None, 0.0
+        whole = size // min(size, count)
+        parts = [part for part in pieces(self._batch, whole) if batch_size(part) == whole]
+        exact = exact_policy()
+        sketches = [self._passes.sketch(part, exact) for part in parts]
+        # The batch's gradient is the mean of the pieces', and so varies less by their number.
+        share = whole / size
+        variance = float(sample_variance(sketches).sum()) * share
+        return variance, float(_variance_errors(sketches).square().sum().sqrt()) * share
+
+
+def _other_width(treatment: Treatment) -> Treatment:
+    """What a code without seeds is compared with: the widest derivative code, or a narrower one.
+
+    Not the tensor itself: keeping its memory would keep what others save of it.
+    """
+    return replace(treatment, bits=2 if treatment.bits == _WIDEST_DERIVATIVE else 4)
+
+
+def _change(treatment: Treatment) -> float:
+    """The squared change of a gradient when a site is redrawn, in units of what its code adds.
+
+    Two independent draws differ by twice the variance; errors of two widths of derivative code
+    are taken to be uncorrelated.
+    """
+    if treatment.method in _SEEDED:
+        return 2.0
+    return 1.0 + relative_error(_other_width(treatment)) / relative_error(treatment)
+
+
+def _variance_errors(sketches: Sequence[Tensor]) -> Tensor:
+    """(parameters,): standard error of the summed variance of a parameter's buckets.
+
+    The larger of two: the scatter of its buckets, and the jackknife over passes
+    (Efron and Stein, Annals of Statistics 1981), which needs three.
+    """
+    variance = sample_variance(sketches)
+    by_bucket = (variance.shape[1] * variance.var(1)).sqrt()
+    count = len(sketches)
+    if count < 3:
+        return by_bucket
+    without = torch.stack(
+        [sample_variance([*sketches[:i], *sketches[i + 1 :]]).sum(1) for i in range(count)]
+    )
+    spread = (without - without.mean(0)).square().sum(0)
+    return torch.maximum(by_bucket, (spread * (count - 1) / count).sqrt())
+
+
+def _local_weights(
+    model: nn.Module, parameters: Sequence[nn.Parameter], reports: Any
+) -> dict[Site, int]:
+    """Inputs of products, and the index of the only weight whose gradient each can disturb."""
+    index_of = {id(each): index for index, each in enumerate(parameters)}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: dict[Site, int] = {}
+    for report in reports:
+        site = report.site
+        module = modules.get(site.module)
+        weight = product_weight(module) if module is not None else None
+        known = report.need is Need.LINEAR and site.operator in _PRODUCT_OPERATORS
+        if known and weight is not None and id(weight) in index_of:
+            found[site] = index_of[id(weight)]
+    uses = Counter(found.values())
+    return {site: weight for site, weight in found.items() if uses[weight] == 1}
+
+
+@dataclass(frozen=True, slots=True)
+class _Prior:
+    value: float
+    deviation: float  # in units of the value
+
+
+def _priors(reports: Any, by_module: Mapping[str, float]) -> dict[Site, _Prior]:
+    """By the formula where there is one; the median of those elsewhere."""
+    listed = list(reports)
+    uses = Counter(report.site.module for report in listed if report.need in _FORMULA_NEEDS)
+    known = {
+        report.site: by_module[report.site.module] / uses[report.site.module]
+        for report in listed
+        if report.need in _FORMULA_NEEDS and by_module.get(report.site.module, 0.0) > 0.0
+    }
+    typical = float(np.median(list(known.values()))) if known else 1.0
+    found = {}
+    for report in listed:
+        whole = report.need is Need.LINEAR and report.site in known
+        deviation = _PRODUCT_DEVIATION if whole else _OTHER_DEVIATION
+        found[report.site] = _Prior(known.get(report.site, typical), deviation)
+    return found
+
+
+_FORMULA_NEEDS = frozenset({Need.LINEAR, Need.NORM})

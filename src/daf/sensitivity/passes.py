@@ -1,0 +1,84 @@
+"""Forward and backward of one batch, again and again under chosen seeds, changing nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from daf.errors import NonFiniteLossError
+from daf.execution.capture import Capture
+from daf.execution.microbatch import LossFunction, batch_size, read_loss
+from daf.plan import Policy, Site, SiteReport
+from daf.sensitivity.sketch import BUCKETS, GradientSketcher
+from daf.sensitivity.undisturbed import RandomState
+
+Around = Callable[[], Any]
+
+
+class Passes:
+    """Runs passes of one model under one capture; every one starts from the same random state.
+
+    Args:
+        model: as it is trained.
+        loss_fn: ``loss_fn(model, batch)`` returns a scalar mean loss, or ``(sum, weight)``.
+        capture: whose account the passes will overwrite.
+        seed, step_index: name the codes' ordinary seeds.
+        buckets: per parameter's sketch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        capture: Capture,
+        *,
+        seed: int,
+        step_index: int,
+        random_state: RandomState,
+        buckets: int = BUCKETS,
+    ) -> None:
+        trained = {id(each): each for each in model.parameters() if each.requires_grad}
+        self.sketcher = GradientSketcher(tuple(trained.values()), buckets)
+        self.examples = 0
+        self._model = model
+        self._loss_fn = loss_fn
+        self._capture = capture
+        self._seed = seed
+        self._step_index = step_index
+        self._random_state = random_state
+
+    def sketch(
+        self,
+        batch: Any,
+        policy: Policy,
+        draws: Mapping[Site, int] | None = None,
+        around: Around = nullcontext,
+    ) -> Tensor:
+        """(parameters, buckets): the sketched gradient of the batch's mean loss.
+
+        Raises:
+            NonFiniteLossError: the loss is inf or NaN.
+        """
+        self._random_state.restore()
+        examples = batch_size(batch)
+        self.examples += examples
+        step = self._capture.step(
+            policy, self._seed, self._step_index, batch=batch, draws=draws or {}
+        )
+        with torch.enable_grad():
+            with around(), step:
+                loss = read_loss(self._loss_fn(self._model, batch), examples).mean
+            if not bool(torch.isfinite(loss)):
+                raise NonFiniteLossError(
+                    f"asked to measure sensitivities, but the loss is {loss.item()}; measure on "
+                    "a batch and parameters whose loss is finite"
+                )
+            return self.sketcher.gradient_sketch(loss)
+
+    def sites(self) -> Sequence[SiteReport]:
+        """What the last pass did at every site."""
+        return self._capture.sites()

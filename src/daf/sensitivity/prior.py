@@ -1,0 +1,97 @@
+"""What a formula says of sensitivities, from one ordinary backward pass.
+
+For a matrix product or convolution with input x, output Y and weight W, an error in
+x changes nothing but the gradient of W, which is a sum of products of dY and x.
+Errors of different elements are uncorrelated, so the expected squared error of W's
+gradient is ‖dY‖² · fan_in · (energy of the error per element of x); the rotation spreads
+that energy evenly over a block. For a normalisation, whose normalised value enters the
+gradient of its scale in the same way with a fan-in of one, the formula leaves out
+what passes on to the layers before it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from daf.kernels import BLOCK_ELEMENTS
+
+_NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+_PRODUCT_DIMENSIONS = 2  # a weight of fewer is a scale or a bias
+
+
+def product_weight(module: nn.Module) -> nn.Parameter | None:
+    """The only matrix or kernel that a module has of its own and trains; else None."""
+    found = [
+        each
+        for each in module.parameters(recurse=False)
+        if each.dim() >= _PRODUCT_DIMENSIONS and each.requires_grad
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+@torch.no_grad()
+def energy_beside_means(x: Tensor) -> float:
+    """Squared length of what is left of x's blocks of 256 when each lost its mean."""
+    flat = x.detach().reshape(-1).double()
+    whole = flat.numel() // BLOCK_ELEMENTS * BLOCK_ELEMENTS
+    blocks, tail = flat[:whole].view(-1, BLOCK_ELEMENTS), flat[whole:]
+    energy = float((blocks - blocks.mean(1, keepdim=True)).square().sum())
+    return energy + (float((tail - tail.mean()).square().sum()) if tail.numel() else 0.0)
+
+
+class PriorObserver:
+    """Watches one forward and backward pass; ``by_module``: module path to variance per error."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.by_module: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch what runs inside; backward may run inside or after it."""
+        handles = []
+        for path, module in self._model.named_modules():
+            if product_weight(module) is not None or isinstance(module, _NORMS):
+                handles.append(module.register_forward_hook(self._hook(path)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hook(self, path: str) -> Any:
+        def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            if not inputs or not isinstance(output, Tensor) or not output.requires_grad:
+                return
+            factor = _error_per_gradient(module, inputs[0])
+
+            def add(gradient: Tensor) -> None:
+                energy = float(gradient.detach().double().square().sum())
+                self.by_module[path] += factor * energy
+
+            output.register_hook(add)  # type: ignore[no-untyped-call]
+
+        return note
+
+
+def _error_per_gradient(module: nn.Module, x: Any) -> float:
+    """fan_in times the energy per element of x that a relative error is relative to."""
+    if isinstance(module, _NORMS):
+        return 1.0  # the normalised value's energy per element
+    weight = product_weight(module)
+    if weight is None or not isinstance(x, Tensor) or not x.is_floating_point():
+        return 0.0
+    return _fan_in(module, weight) * energy_beside_means(x) / max(1, x.numel())
+
+
+def _fan_in(module: nn.Module, weight: nn.Parameter) -> float:
+    """Elements of a weight's gradient that one element of dY enters, with one of x each."""
+    outputs = getattr(module, "out_channels", None) or getattr(module, "out_features", None)
+    return weight.numel() / (outputs or weight.shape[-1])

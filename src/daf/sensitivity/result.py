@@ -1,0 +1,141 @@
+"""What was measured of a model's sensitivity, and what follows from it: plain values, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from daf.errors import DataError
+from daf.kernels.code_errors import relative_error
+from daf.plan import Site, Treatment
+
+
+@dataclass(frozen=True, slots=True)
+class SiteSensitivity:
+    """Of one site: squared gradient error per unit of relative code error.
+
+    ``prior`` is what the analytic formula said before anything was measured (0: there is none).
+    """
+
+    variance_per_error: float
+    standard_error: float
+    prior: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """Of a model on one batch; every number is about the gradient of the batch's mean loss.
+
+    ``batch_variance``: the squared deviation of that gradient from batch to batch, with its
+    standard error (None: a single example cannot tell). Both it and the variances of codes fall
+    as 1 / ``examples``, so their ratio holds for other batch sizes. ``gradient_energy``: the
+    gradient's squared length. ``passes``: forward and backward passes that were spent.
+    """
+
+    sites: Mapping[Site, SiteSensitivity]
+    gradient_energy: float
+    examples: int
+    passes: float
+    batch_variance: float | None = None
+    batch_variance_error: float = 0.0
+
+    def weights(self) -> dict[Site, float]:
+        """In proportion, 1 on average: for ``Policy.weights`` and ``Profile.weights``.
+
+        Sites that those do not name count 1, as a typical one does.
+        """
+        values = {site: each.variance_per_error for site, each in self.sites.items()}
+        total = sum(values.values())
+        if total <= 0.0:
+            return dict.fromkeys(values, 1.0)
+        return {site: len(values) * value / total for site, value in values.items()}
+
+    def added_variance(self, treatments: Mapping[Site, Treatment]) -> float:
+        """Expected squared gradient error when sites are treated so; sites not measured add 0."""
+        return sum(
+            each.variance_per_error * relative_error(treatments[site])
+            for site, each in self.sites.items()
+            if site in treatments
+        )
+
+    def added_noise(self, treatments: Mapping[Site, Treatment]) -> float:
+        """The same relative to the batch's own variance: what ``tolerance`` bounds.
+
+        Raises:
+            DataError: the batch's own variance was not measured.
+        """
+        if not self.batch_variance:
+            raise DataError(
+                "asked for noise relative to the batch's own, which was not measured "
+                f"({self.examples} examples); measure on a batch of at least two"
+            )
+        return self.added_variance(treatments) / self.batch_variance
+
+    def refreshed(self, newer: Sensitivity, share: float = 0.5) -> Sensitivity:
+        """An exponential average with a later measurement, which counts ``share``.
+
+        Sites that only one of the two knows are taken from it.
+        """
+        sites = dict(self.sites) | dict(newer.sites)
+        for site in self.sites.keys() & newer.sites.keys():
+            old, new = self.sites[site], newer.sites[site]
+            sites[site] = SiteSensitivity(
+                _mixed(old.variance_per_error, new.variance_per_error, share),
+                _mixed_error(old.standard_error, new.standard_error, share),
+                new.prior,
+            )
+        own, error = newer.batch_variance, newer.batch_variance_error
+        if own is None:
+            own, error = self.batch_variance, self.batch_variance_error
+        elif self.batch_variance is not None:
+            own = _mixed(self.batch_variance, own, share)
+            error = _mixed_error(self.batch_variance_error, error, share)
+        energy = _mixed(self.gradient_energy, newer.gradient_energy, share)
+        passes = self.passes + newer.passes
+        return Sensitivity(sites, energy, newer.examples, passes, own, error)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What JSON can hold, for a checkpoint or for another run of the same model."""
+        rows = [asdict(site) | asdict(each) for site, each in self.sites.items()]
+        return {
+            "sites": rows,
+            "gradient_energy": self.gradient_energy,
+            "examples": self.examples,
+            "passes": self.passes,
+            "batch_variance": self.batch_variance,
+            "batch_variance_error": self.batch_variance_error,
+        }
+
+    @staticmethod
+    def from_dict(value: Mapping[str, Any]) -> Sensitivity:
+        """What ``as_dict`` gave.
+
+        Raises:
+            DataError: something is missing.
+        """
+        try:
+            rows = value["sites"]
+            sites = {_site(row): _site_sensitivity(row) for row in rows}
+            rest = {name: each for name, each in value.items() if name != "sites"}
+            return Sensitivity(sites, **rest)
+        except (KeyError, TypeError) as error:
+            raise DataError(
+                f"these are no stored sensitivities ({error}); measure them again"
+            ) from error
+
+
+def _site(row: Mapping[str, Any]) -> Site:
+    return Site(row["module"], row["operator"], row["call"], row["save"])
+
+
+def _site_sensitivity(row: Mapping[str, Any]) -> SiteSensitivity:
+    return SiteSensitivity(row["variance_per_error"], row["standard_error"], row["prior"])
+
+
+def _mixed(old: float, new: float, share: float) -> float:
+    return (1.0 - share) * old + share * new
+
+
+def _mixed_error(old: float, new: float, share: float) -> float:
+    return float(((1.0 - share) ** 2 * old**2 + share**2 * new**2) ** 0.5)

@@ -1,0 +1,32 @@
+"""When to measure again, so that measuring stays a small part of training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+OVERHEAD = 0.02
+
+
+@dataclass(slots=True)
+class Schedule:
+    """Keeps the time spent on measuring within ``overhead`` of the training time (milliseconds).
+
+    The first measurement waits until it has been earned too; until then the analytic
+    prior, which costs one pass, has to do.
+    """
+
+    overhead: float = OVERHEAD
+    trained_ms: float = 0.0
+    measured_ms: float = 0.0
+
+    def note_step(self, step_ms: float) -> None:
+        """A training step took so long."""
+        self.trained_ms += step_ms
+
+    def note_measurement(self, measured_ms: float) -> None:
+        """A measurement took so long."""
+        self.measured_ms += measured_ms
+
+    def allows(self, expected_ms: float) -> bool:
+        """May a measurement that will take ``expected_ms`` begin now?"""
+        return self.measured_ms + expected_ms <= self.overhead * self.trained_ms

@@ -1,0 +1,94 @@
+"""Gradients in a few hundred numbers per parameter, from which distances can still be read.
+
+A count sketch (Charikar, Chen and Farach-Colton, ICALP 2002): every element gets
+a sign from a fixed seed and is added to one of ``buckets`` sums. It is linear, and
+the squared length of a sketch is an unbiased estimate of the squared length of
+what was sketched, with a relative variance of at most 2 / ``buckets``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from daf.execution.sites import mix_key
+
+BUCKETS = 509  # prime, so that no stride of a weight's shape falls into the same buckets
+_ROWS_AT_ONCE = 2048
+_SIGN_SEED = 0x5EED
+
+
+class GradientSketcher:
+    """Sketches gradients of some parameters; the same element has the same sign every time.
+
+    ``sketch`` is a (parameters, buckets) float64 tensor. A parameter with no more elements
+    than buckets is copied instead.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], buckets: int = BUCKETS) -> None:
+        self.parameters = tuple(parameters)
+        self._buckets = buckets
+
+    def empty(self) -> Tensor:
+        """The sketch of zero: (parameters, buckets) float64."""
+        return torch.zeros(len(self.parameters), self._buckets, dtype=torch.float64)
+
+    @torch.no_grad()
+    def fold(self, index: int, gradient: Tensor) -> Tensor:
+        """The (buckets,) float64 sketch of parameter ``index``'s gradient, a chunk at a time."""
+        dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient
+        flat = dense.detach().reshape(-1)
+        sums = torch.zeros(self._buckets, dtype=torch.float64)
+        if flat.numel() <= self._buckets:
+            sums[: flat.numel()] = flat.cpu()
+            return sums
+        random = torch.Generator().manual_seed(mix_key(_SIGN_SEED, index))
+        for chunk in torch.split(flat, _ROWS_AT_ONCE * self._buckets):
+            signs = torch.randint(0, 2, (chunk.numel(),), generator=random, dtype=torch.int8)
+            signed = chunk.cpu().double() * signs.mul_(2).sub_(1)
+            rows = -(-signed.numel() // self._buckets)
+            padded = nn.functional.pad(signed, (0, rows * self._buckets - signed.numel()))
+            sums += padded.view(rows, self._buckets).sum(0)
+        return sums
+
+    def gradient_sketch(self, loss: Tensor) -> Tensor:
+        """The sketch of ``loss``'s gradient; no more than one parameter's is held at a time.
+
+        ``grad`` of the parameters is neither read nor written, and hooks on accumulation do
+        not run.
+        """
+        sketch = self.empty()
+
+        def taker(index: int) -> Callable[[Tensor], Tensor]:
+            def take(gradient: Tensor) -> Tensor:
+                sketch[index] += self.fold(index, gradient)
+                return gradient.new_zeros(()).expand(gradient.shape)  # frees the gradient itself
+
+            return take
+
+        with _hooked(self.parameters, taker):
+            torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        return sketch
+
+
+@contextmanager
+def _hooked(
+    parameters: Sequence[nn.Parameter], taker: Callable[[int], Callable[[Tensor], Tensor]]
+) -> Iterator[None]:
+    handles = [
+        each.register_hook(taker(index))  # type: ignore[no-untyped-call]
+        for index, each in enumerate(parameters)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def sample_variance(sketches: Sequence[Tensor]) -> Tensor:
+    """(parameters, buckets): unbiased variance of every bucket over two or more sketches."""
+    return torch.stack(list(sketches)).var(0)

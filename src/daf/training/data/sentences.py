@@ -1,0 +1,150 @@
+"""Sentence tasks in their published files: SST-2, MRPC, STS-B and E2E.
+
+Quotation marks are characters like any other in all of them. The part called
+``dev`` (``valid`` for E2E) serves for testing, as is usual where the labels of the
+test part are withheld.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from daf.errors import DataError
+from daf.training.data.tokens import NO_CLASSES, SentenceData, Tokenizer, token_rows
+
+DEFAULT_CONTEXT = 64
+_BETWEEN = "||"
+
+Example = tuple[str, str | None, float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How a task's files look: names of both parts, a header or not, and what a line says."""
+
+    train: tuple[str, ...]
+    test: tuple[str, ...]
+    header: bool
+    read: Callable[[str], Example]
+    says: str
+    classes: int
+    generates: bool = False
+
+
+def _sst2(line: str) -> Example:
+    sentence, label = line.split("\t")
+    return sentence, None, _one_of(label, 2)
+
+
+def _mrpc(line: str) -> Example:
+    label, _, _, first, second = line.split("\t")
+    return first, second, _one_of(label, 2)
+
+
+def _stsb(line: str) -> Example:
+    fields = line.split("\t")
+    score = float(fields[4])
+    if not 0.0 <= score <= 5.0:
+        raise ValueError(f"score {score}")
+    return fields[5], fields[6], score
+
+
+def _e2e(line: str) -> Example:
+    meaning, found, text = line.partition(_BETWEEN)
+    if not found or not text.strip():
+        raise ValueError("no text")
+    return meaning.strip(), text.strip(), 0.0
+
+
+def _one_of(label: str, classes: int) -> float:
+    if label.strip() not in map(str, range(classes)):
+        raise ValueError(f"label {label!r}")
+    return float(label)
+
+
+_TSV = (("train.tsv",), ("dev.tsv",))
+_FORMS: Mapping[str, _Form] = {
+    "sst2": _Form(*_TSV, False, _sst2, "sentence TAB 0 or 1", 2),
+    "mrpc": _Form(*_TSV, True, _mrpc, "0 or 1, two ids and two sentences, TAB between", 2),
+    "stsb": _Form(
+        *_TSV, False, _stsb, "score 0 to 5 in column 5, sentences in 6 and 7, TABs", NO_CLASSES
+    ),
+    "e2e": _Form(
+        ("train.txt", "train_10k.txt"),
+        ("valid.txt", "dev.txt"),
+        False,
+        _e2e,
+        "a meaning representation || a text",
+        NO_CLASSES,
+        generates=True,
+    ),
+}
+SENTENCE_KINDS = tuple(_FORMS)
+
+
+def load_sentences(
+    kind: str, folder: Path, tokenizer: Tokenizer, context: int = DEFAULT_CONTEXT
+) -> SentenceData:
+    """Read one of ``SENTENCE_KINDS`` from its folder.
+
+    Args:
+        kind: which task.
+        folder: with its files as published.
+        tokenizer: turns texts into tokens.
+        context: tokens per row; what is longer is cut.
+
+    Raises:
+        DataError: a file is missing, or a line says something else than it should.
+    """
+    if context < 2:
+        raise DataError(f"asked for {kind} with a context of {context}; a row needs 2 tokens")
+    form = _FORMS[kind]
+    parts = []
+    for names in (form.train, form.test):
+        examples = _read(kind, _existing(kind, folder, names), form)
+        texts = [(first, second) for first, second, _ in examples]
+        targets = [target for _, _, target in examples]
+        parts.append(token_rows(tokenizer, texts, targets, context))
+    return SentenceData(
+        f"{kind}:{folder}",
+        parts[0],
+        parts[1],
+        form.classes,
+        tokenizer.vocabulary,
+        context,
+        form.generates,
+    )
+
+
+def _existing(kind: str, folder: Path, names: tuple[str, ...]) -> Path:
+    for name in names:
+        if (folder / name).is_file():
+            return folder / name
+    raise DataError(
+        f"asked for {kind}:{folder}, but there is no {' or '.join(names)} in it; "
+        "name the folder that holds the task's files"
+    )
+
+
+def _read(kind: str, path: Path, form: _Form) -> list[Example]:
+    try:
+        # Not splitlines(): texts contain characters that it takes for ends of lines.
+        lines = path.read_text("utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"asked for {kind} in {path}, which cannot be read: {error}") from error
+    examples = []
+    for number, line in enumerate(lines, 1):
+        text = line.rstrip("\r")
+        if not text.strip() or (form.header and number == 1):
+            continue
+        try:
+            examples.append(form.read(text))
+        except (ValueError, IndexError) as error:
+            raise DataError(
+                f"{path}, line {number}: expected {form.says} ({error}), found {text[:80]!r}"
+            ) from error
+    if not examples:
+        raise DataError(f"{path} holds no examples; expected lines with {form.says}")
+    return examples

@@ -1,0 +1,136 @@
+"""Sentences as rows of tokens: by a tokenizer from a local folder, or byte by byte."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from daf.errors import DataError
+
+TokenArray = NDArray[np.int32]
+NO_CLASSES = 0  # of a score: one number is to be predicted
+BYTE_VOCABULARY = 259  # every byte, a separator, an end, and padding
+_SEPARATOR, _END, _PADDING = 256, 257, 258
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRows:
+    """int32 tokens [N, context], how many of each row count [N], and float32 targets [N].
+
+    ``prompts`` [N]: tokens at a row's beginning that are given, not asked for.
+    """
+
+    tokens: TokenArray
+    lengths: NDArray[np.int64]
+    prompts: NDArray[np.int64]
+    targets: NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class SentenceData:
+    """Sentences, or pairs of them, with a class or a score; or, ``generates``, to be continued."""
+
+    name: str
+    train: TokenRows
+    test: TokenRows
+    classes: int
+    vocabulary: int
+    context: int
+    generates: bool = False
+
+    @property
+    def facts(self) -> dict[str, int]:
+        """What a model factory may ask for; a score counts as one class."""
+        facts = {"vocabulary": self.vocabulary, "context": self.context}
+        return facts if self.generates else facts | {"classes": max(1, self.classes)}
+
+
+class Tokenizer(Protocol):
+    """Turns texts into rows of tokens."""
+
+    vocabulary: int
+
+    def row(self, first: str, second: str | None, context: int) -> tuple[list[int], int, int]:
+        """(``context`` tokens, how many count, how many of them belong to ``first``)."""
+
+
+class ByteTokenizer:
+    """UTF-8 bytes, with a separator between two texts and an end; needs no files."""
+
+    vocabulary = BYTE_VOCABULARY
+
+    def row(self, first: str, second: str | None, context: int) -> tuple[list[int], int, int]:
+        """As the protocol says; what is too long is cut at the end."""
+        prompt = list(first.encode())
+        rest = [] if second is None else [_SEPARATOR, *second.encode()]
+        tokens = [*prompt, *rest, _END][:context]
+        padded = tokens + [_PADDING] * (context - len(tokens))
+        return padded, len(tokens), min(len(tokens), len(prompt) + (second is not None))
+
+
+class FolderTokenizer:
+    """The tokenizer that a model's folder holds, read by ``transformers`` without any network."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read it.
+
+        Raises:
+            DataError: the folder holds none, or ``transformers`` is not installed.
+        """
+        if not folder.is_dir():
+            raise DataError(
+                f"asked for the tokenizer in {folder}, but there is no such folder; name a model's "
+                "folder with tokenizer.json or vocab.txt in it"
+            )
+        try:
+            from transformers import AutoTokenizer
+        except ModuleNotFoundError as error:
+            raise DataError(
+                "a tokenizer from a folder needs the package 'transformers'; "
+                "try: pip install 'daf-train[transformers]'"
+            ) from error
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise DataError(f"{folder} holds no tokenizer that can be read: {error}") from error
+        self.vocabulary = len(self._tokenizer)
+        if self._tokenizer.pad_token_id is None:
+            self._tokenizer.pad_token = self._tokenizer.eos_token
+
+    def row(self, first: str, second: str | None, context: int) -> tuple[list[int], int, int]:
+        """As the protocol says; what is too long is cut from the longer text."""
+        found = self._tokenizer(
+            first, second, truncation=True, max_length=context, padding="max_length"
+        )
+        tokens, count = list(found["input_ids"]), int(sum(found["attention_mask"]))
+        kinds = found.sequence_ids(0)
+        return tokens, count, sum(kind == 0 for kind in kinds)
+
+
+def make_tokenizer(folder: str | None) -> Tokenizer:
+    """Of a model's folder; byte by byte without one."""
+    return ByteTokenizer() if folder is None else FolderTokenizer(Path(folder))
+
+
+def token_rows(
+    tokenizer: Tokenizer,
+    texts: Sequence[tuple[str, str | None]],
+    targets: Sequence[float],
+    context: int,
+) -> TokenRows:
+    """All texts as rows of ``context`` tokens."""
+    rows = [tokenizer.row(first, second, context) for first, second in texts]
+    return TokenRows(
+        np.array([tokens for tokens, _, _ in rows], np.int32).reshape(len(rows), context),
+        np.array([length for _, length, _ in rows], np.int64),
+        np.array([prompt for _, _, prompt in rows], np.int64),
+        np.asarray(targets, np.float32),
+    )

