@@ -191,7 +191,7 @@ def load_plane(region, table, runs, page_words, plane, blocks, there, BLOCKS, PA
 
 @triton.jit
 def masked(values, region, table, runs, page_words, blocks, there, BLOCKS, MASKED: tl.constexpr):
-    """Values whose bit is set, +0 elsewhere; ``MASKED`` is 1 for a flat mask, 2 for one in pages."""
+    """Values whose bit is set, +0 elsewhere; ``MASKED``: 1 for a flat mask, 2 for one in pages."""
     chosen = load_plane(
         region, table, runs, page_words, 0, blocks, there, BLOCKS, PAGED=MASKED == 2
     )

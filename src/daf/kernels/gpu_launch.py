@@ -54,54 +54,54 @@ class Affine:
 def affine_arguments(affine: Affine | None) -> dict[str, Any]:
     """The kernels' arguments of an affine, or of none."""
     if affine is None:
-        return dict(scale=None, shift=None, channels=1, inner=1, AFFINE=False)
-    return dict(
-        scale=affine.scale,
-        shift=affine.shift,
-        channels=affine.scale.numel(),
-        inner=affine.inner,
-        AFFINE=True,
-    )
+        return {"scale": None, "shift": None, "channels": 1, "inner": 1, "AFFINE": False}
+    return {
+        "scale": affine.scale,
+        "shift": affine.shift,
+        "channels": affine.scale.numel(),
+        "inner": affine.inner,
+        "AFFINE": True,
+    }
 
 
 def plane_arguments(planes: DevicePlanes) -> dict[str, Any]:
     """The kernels' arguments that say where planes are."""
-    return dict(
-        region=planes.region,
-        table=planes.table if planes.paged else planes.region,
-        runs=planes.runs,
-        page_words=planes.page_words,
-        PAGED=planes.paged,
-    )
+    return {
+        "region": planes.region,
+        "table": planes.table if planes.paged else planes.region,
+        "runs": planes.runs,
+        "page_words": planes.page_words,
+        "PAGED": planes.paged,
+    }
 
 
 def mask_arguments(mask: DevicePlanes | None, count: int) -> dict[str, Any]:
     """The kernels' arguments of a mask of ``count`` elements, or of none."""
     if mask is None:
         names = ("mask_region", "mask_table")
-        return dict.fromkeys(names) | dict(mask_runs=1, mask_page_words=8, MASKED=0)
+        return dict.fromkeys(names) | {"mask_runs": 1, "mask_page_words": 8, "MASKED": 0}
     if (mask.elements, mask.bits) != (count, 1) or not mask.is_whole:
         raise KernelError(
             f"asked to mask {count} elements by {mask.elements} of {mask.bits} planes; "
             "a mask has one plane and a bit for every element"
         )
-    return dict(
-        mask_region=mask.region,
-        mask_table=mask.table if mask.paged else mask.region,
-        mask_runs=mask.runs,
-        mask_page_words=mask.page_words,
-        MASKED=2 if mask.paged else 1,
-    )
+    return {
+        "mask_region": mask.region,
+        "mask_table": mask.table if mask.paged else mask.region,
+        "mask_runs": mask.runs,
+        "mask_page_words": mask.page_words,
+        "MASKED": 2 if mask.paged else 1,
+    }
 
 
 def key_halves(key: int) -> dict[str, int]:
     """A 64-bit seed as two int32 patterns."""
-    return dict(key_low=_signed(key), key_high=_signed(key >> 32))
+    return {"key_low": _signed(key), "key_high": _signed(key >> 32)}
 
 
 def base_halves(base: int) -> dict[str, int]:
     """The base of packed integers as two int32 patterns."""
-    return dict(base_low=_signed(base), base_high=_signed(base >> 32))
+    return {"base_low": _signed(base), "base_high": _signed(base >> 32)}
 
 
 def _signed(value: int) -> int:
@@ -146,18 +146,25 @@ def launch(kernel: Any, count: int, device: torch.device, **arguments: Any) -> N
     Raises:
         KernelError: the tensors are on no GPU, and Triton does not interpret.
     """
-    interpreted = isinstance(kernel, InterpretedFunction)
-    if device.type == "cpu" and not interpreted:
-        raise KernelError("asked for a GPU kernel on tensors of the CPU; use daf.kernels.cpu")
     if count == 0:
         return
+    interpreted = isinstance(kernel, InterpretedFunction)
     blocks = _interpreter_blocks(count) if interpreted else _DEVICE_BLOCKS
     grid = (-(-block_count(count) // blocks),)
+    on_device(kernel, grid, device, **arguments, count=count, BLOCKS=blocks)
+
+
+def on_device(kernel: Any, grid: tuple[int, ...], device: torch.device, **arguments: Any) -> None:
+    """Run a kernel's programs on the device's current stream, without contraction.
+
+    Raises:
+        KernelError: the tensors are on no GPU, and Triton does not interpret.
+    """
+    if device.type == "cpu" and not isinstance(kernel, InterpretedFunction):
+        raise KernelError("asked for a GPU kernel on tensors of the CPU; use daf.kernels.cpu")
     chosen = nullcontext() if device.type == "cpu" else torch.cuda.device(device)
     with chosen:
-        kernel[grid](
-            **arguments, count=count, BLOCKS=blocks, enable_fp_fusion=False, num_warps=_WARPS
-        )
+        kernel[grid](**arguments, enable_fp_fusion=False, num_warps=_WARPS)
 
 
 def _interpreter_blocks(count: int) -> int:
