@@ -47,7 +47,7 @@ def test_no_resource_does_two_things_at_once_or_before_they_are_there(sizes, rat
         jobs = [job for job in timeline.jobs if job.resource == resource]
         assert all(one.end_ms <= two.begin_ms + 1e-6 for one, two in itertools.pairwise(jobs))
     for index, tensor in enumerate(tensors):
-        chain = [job for job in timeline.jobs if job.index == index]
+        chain = [job for job in timeline.jobs if job.saved_index == index]
         assert chain[0].begin_ms >= tensor.ready_ms
         assert all(one.end_ms <= two.begin_ms for one, two in itertools.pairwise(chain))
     last = max(job.end_ms for job in timeline.jobs)

@@ -18,13 +18,15 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from daf.kernels import gpu_bits, gpu_minmax, gpu_rotated  # noqa: E402
+from daf.kernels import gpu_bits, gpu_minmax, gpu_reduce_device, gpu_rotated  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {
     **dict.fromkeys(("region", "table", "headers", "mask_region", "mask_table"), "*i32"),
     **dict.fromkeys(("borders", "scale", "shift", "factors"), "*fp32"),
-    **dict.fromkeys(("broken", "too_wide"), "*i32"),
+    **dict.fromkeys(("broken", "too_wide", "least", "greatest"), "*i32"),
+    **dict.fromkeys(("least_out", "greatest_out"), "*i32"),
+    **dict.fromkeys(("sums", "squares"), "*fp64"),
     **dict.fromkeys(("low", "high", "off_value", "on_value"), "fp32"),
 }
 ELEMENTS = {0: "*i32", 1: "*i16", 2: "*i16"}
@@ -66,6 +68,12 @@ def kernels() -> list[tuple[str, object, dict[str, object]]]:
         ACCUMULATE=False,
         **flat,
     )
+    tile = {"TYPE": 1, "STEPS": 4}
+    for strategy, columns in ((0, 1), (1, 1), (2, 32)):
+        shape = {"STRATEGY": strategy, "ROWS": 2048 // columns, "COLUMNS": columns}
+        add(gpu_reduce_device.reduce_ranges, **tile, **shape)
+    add(gpu_reduce_device.finish_ranges, ROWS=512, COLUMNS=8)
+    add(gpu_reduce_device.span_sums, TYPE=0, SPANS=8)
     for bits in (5, 64):
         add(gpu_bits.encode_integers, BITS=bits, **BITS_CODED)
         add(gpu_bits.decode_integers, BITS=bits, **BITS_CODED)

@@ -90,7 +90,7 @@ def test_pages_that_nobody_uses_are_free_at_once_and_misuse_is_refused() -> None
     with pytest.raises(KernelError, match="not in use"):
         pages.free(held, [])
     held = pages.allocate(2, stream)
-    with pytest.raises(KernelError, match="several|2 streams"):
+    with pytest.raises(KernelError, match="2 streams"):
         pages.free(held, [stream, ModelStream()])
     with pytest.raises(KernelError, match="at least one"):
         DevicePages(0)

@@ -60,7 +60,7 @@ class Job(NamedTuple):
     """One piece of work on one resource, for the timeline (ms)."""
 
     resource: str
-    index: int
+    saved_index: int
     begin_ms: float
     end_ms: float
 

@@ -44,7 +44,7 @@ class CudaTransfers:
                 f"asked for transfers beside {device}, found no CUDA device; use a CPU session"
             )
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def out(self, source: Tensor) -> tuple[Tensor, Any]:
         """Copy to pinned memory after what the current stream has to do so far."""
