@@ -28,6 +28,7 @@ from daf.bench import kernels as kernels_bench
 from daf.bench import operators as operators_bench
 from daf.bench import pool as pool_bench
 from daf.bench import pressure as pressure_bench
+from daf.bench import reduce as reduce_bench
 from daf.bench import survival as survival_bench
 from daf.bench import sweep as sweep_bench
 from daf.bench.kernels_picture import draw_roofline
@@ -269,6 +270,15 @@ def accuracy_command(
     job = accuracy_jobs.make_job(tasks, policies, seeds, data, quick=quick)
     with Console(stderr=True).status("starting") as status:
         result = accuracy_bench.run(job, rows, on_progress=status.update)
+    show(result, as_json=as_json)
+
+
+@app.command("reduce")
+def reduce_command(quick: QuickOption = False, as_json: JsonOption = False) -> None:
+    """Time the range of a tensor by every strategy, by PyTorch, by CUB and by the chosen one."""
+    job = reduce_bench.quick_job() if quick else reduce_bench.ReduceJob()
+    with Console(stderr=True).status("starting") as status:
+        result = reduce_bench.run(job, on_progress=status.update)
     show(result, as_json=as_json)
 
 

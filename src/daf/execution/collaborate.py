@@ -1,0 +1,185 @@
+"""Packing shared between processor and GPU: who packs what, and what comes back when.
+
+Pure: times and bytes in, decisions out, so that a model of a device tests it.
+In forward each saved tensor takes one :class:`Route`. In backward a
+:class:`Prefetcher` brings pages back in reverse, each as early as there is room.
+After DAF (arXiv 2507.07149), whose split is fixed; here it follows measured rates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import NamedTuple
+
+from daf.errors import BudgetError, KernelError
+
+_NEW_RATE_WEIGHT = 0.25
+
+
+class Route(Enum):
+    """How a tensor becomes pages on the host."""
+
+    GPU_PACKS = "the GPU packs, codes travel"
+    CPU_PACKS = "raw data travel, the processor packs"
+
+
+class Saved(NamedTuple):
+    """A tensor saved in forward: when (ms from the pass's start), its bytes raw and coded."""
+
+    ready_ms: float
+    raw_bytes: int
+    code_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Measured speeds, raw bytes per millisecond; the link's are the bytes that travel.
+
+    Where processor and GPU share memory, ``link`` is infinite: nothing travels.
+    """
+
+    gpu_pack: float
+    cpu_pack: float
+    link: float
+
+    def __post_init__(self) -> None:
+        if not min(self.gpu_pack, self.cpu_pack, self.link) > 0:
+            raise KernelError(f"asked to plan with {self}; measured rates are above 0")
+
+    def observed(self, name: str, moved_bytes: int, ms: float) -> Rates:
+        """The same with one rate drawn a quarter of the way to what was just measured."""
+        old = getattr(self, name)
+        if ms <= 0 or old == float("inf"):
+            return self
+        return replace(self, **{name: old + _NEW_RATE_WEIGHT * (moved_bytes / ms - old)})
+
+
+class Job(NamedTuple):
+    """One piece of work on one resource, for the timeline (ms)."""
+
+    resource: str
+    saved_index: int
+    begin_ms: float
+    end_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """What a choice of routes comes to.
+
+    ``stolen_ms`` is GPU time taken from the forward pass, ``tail_ms`` work left
+    after its end; packing is hidden where their sum, ``exposed_ms``, is 0.
+    """
+
+    routes: tuple[Route, ...]
+    jobs: tuple[Job, ...]
+    stolen_ms: float
+    tail_ms: float
+
+    @property
+    def exposed_ms(self) -> float:
+        """By how much packing makes the forward pass longer."""
+        return self.stolen_ms + self.tail_ms
+
+
+def simulate(
+    saved: Sequence[Saved], routes: Sequence[Route], rates: Rates, forward_ms: float
+) -> Timeline:
+    """Run the routes on a model: GPU work delays the forward pass, link and processor queue."""
+    jobs: list[Job] = []
+    stolen = link_free = cpu_free = 0.0
+    for index, (tensor, route) in enumerate(zip(saved, routes, strict=True)):
+        ready = tensor.ready_ms + stolen
+        travelling = tensor.raw_bytes
+        if route is Route.GPU_PACKS:
+            packing = tensor.raw_bytes / rates.gpu_pack
+            jobs.append(Job("gpu", index, ready, ready + packing))
+            stolen, ready, travelling = stolen + packing, ready + packing, tensor.code_bytes
+        begin = max(ready, link_free)
+        link_free = begin + travelling / rates.link
+        jobs.append(Job("link", index, begin, link_free))
+        if route is Route.CPU_PACKS:
+            begin = max(link_free, cpu_free)
+            cpu_free = begin + tensor.raw_bytes / rates.cpu_pack
+            jobs.append(Job("cpu", index, begin, cpu_free))
+    last = max(link_free, cpu_free)
+    return Timeline(tuple(routes), tuple(jobs), stolen, max(0.0, last - forward_ms - stolen))
+
+
+def split(saved: Sequence[Saved], rates: Rates, forward_ms: float) -> Timeline:
+    """Routes with as little exposed as a few passes of single changes find.
+
+    Begins from the better of all one way and all the other, so it is never worse than
+    either; each change must help. Latest tensors go first: they have least time to hide in.
+    """
+    plans = [simulate(saved, [route] * len(saved), rates, forward_ms) for route in Route]
+    best = min(plans, key=lambda plan: plan.exposed_ms)
+    improved = True
+    while improved:
+        improved = False
+        for index in reversed(range(len(saved))):
+            routes = list(best.routes)
+            routes[index] = _other(routes[index])
+            changed = simulate(saved, routes, rates, forward_ms)
+            if changed.exposed_ms < best.exposed_ms - 1e-9:
+                best, improved = changed, True
+    return best
+
+
+def _other(route: Route) -> Route:
+    return Route.CPU_PACKS if route is Route.GPU_PACKS else Route.GPU_PACKS
+
+
+class Prefetcher:
+    """Brings codes back to the device in reverse order, within a staging area.
+
+    Callers start what :meth:`to_start` returns, and tell what backward is done
+    with. A fetch begins as soon as there is room for it and all before it have
+    begun, so backward waits only for what could not have come earlier.
+    """
+
+    def __init__(self, code_bytes: Sequence[int], staging_bytes: int) -> None:
+        """Codes in the order in which forward saved them.
+
+        Raises:
+            BudgetError: one code alone is larger than the staging area.
+        """
+        largest = max(code_bytes, default=0)
+        if largest > staging_bytes:
+            raise BudgetError(
+                f"asked to fetch codes of up to {largest} bytes through {staging_bytes}; "
+                "enlarge the staging area or cut the code into pieces",
+                largest,
+            )
+        self._code_bytes = tuple(code_bytes)
+        self._next = len(code_bytes) - 1
+        self._free_bytes = staging_bytes
+        self._held: set[int] = set()
+
+    @property
+    def free_bytes(self) -> int:
+        """Room left in the staging area."""
+        return self._free_bytes
+
+    def to_start(self) -> list[int]:
+        """Fetches to start now, in this order; each is returned once."""
+        started = []
+        while self._next >= 0 and self._code_bytes[self._next] <= self._free_bytes:
+            self._free_bytes -= self._code_bytes[self._next]
+            self._held.add(self._next)
+            started.append(self._next)
+            self._next -= 1
+        return started
+
+    def release(self, index: int) -> None:
+        """Backward has decoded this one: its room is free.
+
+        Raises:
+            KernelError: it was not being held.
+        """
+        if index not in self._held:
+            raise KernelError(f"asked to release code {index}, which is not staged; fetch it first")
+        self._held.remove(index)
+        self._free_bytes += self._code_bytes[index]

@@ -1,0 +1,247 @@
+"""Masks, derivative codes and packed integers on a GPU: section 6 of ``docs/format.md``.
+
+Two consumers read planes themselves, so that no decoded tensor is written:
+``apply_mask`` (ReLU's and dropout's backward) and ``apply_derivative`` (GELU's, SiLU's).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from daf.kernels.gpu_blocks import (
+    INFINITE_BITS,
+    load_elements,
+    load_plane,
+    store_elements,
+    store_plane,
+    tile_blocks,
+    tile_elements,
+)
+
+
+@triton.jit
+def encode_mask(
+    source,
+    region,
+    table,
+    low,
+    high,
+    count,
+    runs,
+    page_words,
+    TYPE: tl.constexpr,
+    ABOVE: tl.constexpr,
+    PAGED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """One plane of ``x > low`` (ABOVE) or ``not (x <= low or x >= high)``."""
+    blocks = tile_blocks(BLOCKS)
+    place = tile_elements(blocks)
+    valid = place < count
+    there = blocks * 256 < count
+    values = load_elements(source, place, valid, TYPE)
+    if ABOVE:
+        chosen = values > low
+    else:
+        chosen = ((values <= low) | (values >= high)) == 0
+    bits = (chosen & valid).to(tl.int32)
+    store_plane(region, table, runs, page_words, 0, blocks, there, bits, BLOCKS, PAGED)
+
+
+@triton.jit
+def decode_mask(
+    destination,
+    region,
+    table,
+    off_value,
+    on_value,
+    count,
+    runs,
+    page_words,
+    TYPE: tl.constexpr,
+    PAGED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Two values for the two kinds of bit."""
+    blocks = tile_blocks(BLOCKS)
+    place = tile_elements(blocks)
+    there = blocks * 256 < count
+    bits = load_plane(region, table, runs, page_words, 0, blocks, there, BLOCKS, PAGED)
+    values = tl.where(bits != 0, on_value, off_value)
+    store_elements(destination, place, place < count, values, TYPE)
+
+
+@triton.jit
+def apply_mask(
+    gradient,
+    destination,
+    region,
+    table,
+    count,
+    runs,
+    page_words,
+    TYPE: tl.constexpr,
+    PAGED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """The gradient where the bit is set, +0 elsewhere."""
+    blocks = tile_blocks(BLOCKS)
+    place = tile_elements(blocks)
+    valid = place < count
+    there = blocks * 256 < count
+    bits = load_plane(region, table, runs, page_words, 0, blocks, there, BLOCKS, PAGED)
+    values = tl.where(bits != 0, load_elements(gradient, place, valid, TYPE), 0.0)
+    store_elements(destination, place, valid, values, TYPE)
+
+
+@triton.jit
+def encode_derivative(
+    source,
+    region,
+    table,
+    borders,
+    broken,
+    count,
+    runs,
+    page_words,
+    TYPE: tl.constexpr,
+    BITS: tl.constexpr,
+    PAGED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """How many borders lie strictly below each element; sets ``broken`` if one is not finite.
+
+    Borders ascend, so the count is found bit by bit: an element has its first bit
+    set if it lies above the middle border, and so on.
+    """
+    blocks = tile_blocks(BLOCKS)
+    place = tile_elements(blocks)
+    valid = place < count
+    there = blocks * 256 < count
+    values = load_elements(source, place, valid, TYPE)
+    magnitude = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    some_broken = tl.max(tl.max((magnitude >= INFINITE_BITS).to(tl.int32), axis=1), axis=0)
+    tl.atomic_max(broken, 1, mask=some_broken != 0)
+    codes = tl.zeros((BLOCKS, 256), tl.int32)
+    for plane in tl.static_range(BITS):
+        border = tl.load(borders + codes + ((1 << (BITS - 1 - plane)) - 1))
+        codes += tl.where(values > border, 1 << (BITS - 1 - plane), 0)
+    codes = tl.where(valid, codes, 0)
+    for plane in tl.static_range(BITS):
+        bits = (codes >> (BITS - 1 - plane)) & 1
+        store_plane(region, table, runs, page_words, plane, blocks, there, bits, BLOCKS, PAGED)
+
+
+@triton.jit
+def _levels_of(region, table, levels, runs, page_words, blocks, there, BITS, BLOCKS, PAGED):
+    codes = tl.zeros((BLOCKS, 256), tl.int32)
+    for plane in tl.static_range(BITS):
+        bits = load_plane(region, table, runs, page_words, plane, blocks, there, BLOCKS, PAGED)
+        codes = (codes << 1) | bits
+    return tl.load(levels + codes)
+
+
+@triton.jit
+def decode_derivative(
+    destination,
+    region,
+    table,
+    levels,
+    count,
+    runs,
+    page_words,
+    TYPE: tl.constexpr,
+    BITS: tl.constexpr,
+    PAGED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """The level of every code."""
+    blocks = tile_blocks(BLOCKS)
+    place = tile_elements(blocks)
+    there = blocks * 256 < count
+    values = _levels_of(region, table, levels, runs, page_words, blocks, there, BITS, BLOCKS, PAGED)
+    store_elements(destination, place, place < count, values, TYPE)
+
+
+@triton.jit
+def apply_derivative(
+    gradient,
+    destination,
+    region,
+    table,
+    levels,
+    count,
+    runs,
+    page_words,
+    TYPE: tl.constexpr,
+    BITS: tl.constexpr,
+    PAGED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """The gradient times the level of every code, rounded once to float32 and once to the type."""
+    blocks = tile_blocks(BLOCKS)
+    place = tile_elements(blocks)
+    valid = place < count
+    there = blocks * 256 < count
+    level = _levels_of(region, table, levels, runs, page_words, blocks, there, BITS, BLOCKS, PAGED)
+    values = load_elements(gradient, place, valid, TYPE) * level
+    store_elements(destination, place, valid, values, TYPE)
+
+
+@triton.jit(do_not_specialize=["base_low", "base_high"])
+def encode_integers(
+    source,
+    region,
+    table,
+    too_wide,
+    base_low,
+    base_high,
+    count,
+    runs,
+    page_words,
+    BITS: tl.constexpr,
+    PAGED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Planes of ``value - base`` modulo 2**64; sets ``too_wide`` if one needs more bits."""
+    blocks = tile_blocks(BLOCKS)
+    place = tile_elements(blocks)
+    valid = place < count
+    there = blocks * 256 < count
+    base = (base_high.to(tl.int64) << 32) | (base_low.to(tl.int64) & 0xFFFFFFFF)
+    values = tl.load(source + place, mask=valid, other=0).to(tl.int64) - base
+    codes = tl.where(valid, values, 0).to(tl.uint64, bitcast=True)
+    if BITS < 64:
+        beyond = ((codes >> BITS) != 0).to(tl.int32)
+        tl.atomic_max(too_wide, 1, mask=tl.max(tl.max(beyond, axis=1), axis=0) != 0)
+    for plane in tl.static_range(BITS):
+        bits = ((codes >> (BITS - 1 - plane)) & 1).to(tl.int32)
+        store_plane(region, table, runs, page_words, plane, blocks, there, bits, BLOCKS, PAGED)
+
+
+@triton.jit(do_not_specialize=["base_low", "base_high"])
+def decode_integers(
+    destination,
+    region,
+    table,
+    base_low,
+    base_high,
+    count,
+    runs,
+    page_words,
+    BITS: tl.constexpr,
+    PAGED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """``code + base`` in the destination's own integers."""
+    blocks = tile_blocks(BLOCKS)
+    place = tile_elements(blocks)
+    there = blocks * 256 < count
+    codes = tl.zeros((BLOCKS, 256), tl.int64)
+    for plane in tl.static_range(BITS):
+        bits = load_plane(region, table, runs, page_words, plane, blocks, there, BLOCKS, PAGED)
+        codes = (codes << 1) | bits.to(tl.int64)
+    base = (base_high.to(tl.int64) << 32) | (base_low.to(tl.int64) & 0xFFFFFFFF)
+    values = (codes + base).to(destination.dtype.element_ty)
+    tl.store(destination + place, values, mask=place < count)

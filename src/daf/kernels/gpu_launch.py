@@ -1,0 +1,190 @@
+"""Starting a Triton kernel: element patterns, key halves, tables on the device, options."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from daf.errors import KernelError
+from daf.kernels import ElementType, block_count
+from daf.kernels.gpu_planes import DevicePlanes
+from daf.kernels.tables import rotated_level_factor, rotated_levels, rotated_thresholds
+
+try:
+    from triton.runtime.interpreter import InterpretedFunction
+except ImportError as problem:  # an installation without the extra
+    raise KernelError(
+        "asked for the GPU kernels, found no triton; install DAF with its extra: daf-train[gpu]"
+    ) from problem
+
+_DEVICE_BLOCKS = 4  # of 256 elements, to a program
+_WARPS = 4
+_INTERPRETER_BLOCKS = 64  # at most: its time goes into calls as much as into elements
+_PATTERN_TYPES = {
+    torch.float32: (ElementType.FLOAT32, torch.int32),
+    torch.bfloat16: (ElementType.BFLOAT16, torch.int16),
+    torch.float16: (ElementType.FLOAT16, torch.int16),
+}
+
+
+class Affine:
+    """``value * scale[c] + shift[c]``, ``c = (i // inner) % channels``, in device tensors.
+
+    ``scale`` and ``shift`` are contiguous (channels,) float32.
+    """
+
+    def __init__(self, scale: Tensor, shift: Tensor, inner: int) -> None:
+        if scale.dtype != torch.float32 or shift.dtype != torch.float32:
+            raise KernelError(f"asked for an affine of {scale.dtype}; give float32 vectors")
+        if scale.numel() != shift.numel() or scale.numel() < 1 or inner < 1:
+            raise KernelError(
+                f"asked for {scale.numel()} scales, {shift.numel()} shifts, {inner} elements "
+                "each; both counts must agree, and all be 1 or more"
+            )
+        self.scale = scale.contiguous()
+        self.shift = shift.contiguous()
+        self.inner = inner
+
+
+def affine_arguments(affine: Affine | None) -> dict[str, Any]:
+    """The kernels' arguments of an affine, or of none."""
+    if affine is None:
+        return {"scale": None, "shift": None, "channels": 1, "inner": 1, "AFFINE": False}
+    return {
+        "scale": affine.scale,
+        "shift": affine.shift,
+        "channels": affine.scale.numel(),
+        "inner": affine.inner,
+        "AFFINE": True,
+    }
+
+
+def plane_arguments(planes: DevicePlanes) -> dict[str, Any]:
+    """The kernels' arguments that say where planes are."""
+    return {
+        "region": planes.region,
+        "table": planes.table if planes.paged else planes.region,
+        "runs": planes.runs,
+        "page_words": planes.page_words,
+        "PAGED": planes.paged,
+    }
+
+
+def mask_arguments(mask: DevicePlanes | None, count: int) -> dict[str, Any]:
+    """The kernels' arguments of a mask of ``count`` elements, or of none."""
+    if mask is None:
+        names = ("mask_region", "mask_table")
+        return dict.fromkeys(names) | {"mask_runs": 1, "mask_page_words": 8, "MASKED": 0}
+    if (mask.elements, mask.bits) != (count, 1) or not mask.is_whole:
+        raise KernelError(
+            f"asked to mask {count} elements by {mask.elements} of {mask.bits} planes; "
+            "a mask has one plane and a bit for every element"
+        )
+    return {
+        "mask_region": mask.region,
+        "mask_table": mask.table if mask.paged else mask.region,
+        "mask_runs": mask.runs,
+        "mask_page_words": mask.page_words,
+        "MASKED": 2 if mask.paged else 1,
+    }
+
+
+def key_halves(key: int) -> dict[str, int]:
+    """A 64-bit seed as two int32 patterns."""
+    return {"key_low": _signed(key), "key_high": _signed(key >> 32)}
+
+
+def base_halves(base: int) -> dict[str, int]:
+    """The base of packed integers as two int32 patterns."""
+    return {"base_low": _signed(base), "base_high": _signed(base >> 32)}
+
+
+def _signed(value: int) -> int:
+    low = value & 0xFFFFFFFF
+    return low - 2**32 if low >= 2**31 else low
+
+
+def patterns(tensor: Tensor, count: int) -> tuple[Tensor, int]:
+    """The elements' bit patterns, and the number of their type.
+
+    Raises:
+        KernelError: not as many contiguous floats of a known type.
+    """
+    if tensor.dtype not in _PATTERN_TYPES:
+        raise KernelError(f"asked for elements of {tensor.dtype}; float32, bfloat16, float16 exist")
+    _check_count(tensor, count)
+    kind, pattern = _PATTERN_TYPES[tensor.dtype]
+    return tensor.view(pattern), int(kind)
+
+
+def integer_items(tensor: Tensor, count: int) -> Tensor:
+    """Signed items of 1, 2, 4 or 8 bytes; booleans as bytes."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        raise KernelError(f"asked to pack {tensor.dtype}; integers and booleans can be packed")
+    _check_count(tensor, count)
+    return tensor.view(torch.int8) if tensor.dtype == torch.bool else tensor
+
+
+def _check_count(tensor: Tensor, count: int) -> None:
+    if tensor.numel() != count or not tensor.is_contiguous():
+        raise KernelError(
+            f"asked for {count} elements, found {tuple(tensor.shape)} of stride "
+            f"{tensor.stride()}; give them in memory order: tensor.as_strided((count,), (1,))"
+        )
+
+
+def launch(kernel: Any, count: int, device: torch.device, **arguments: Any) -> None:
+    """Run a kernel over the blocks of ``count`` elements on the device's current stream.
+
+    Contraction is off: each product is rounded before it is added.
+
+    Raises:
+        KernelError: the tensors are on no GPU, and Triton does not interpret.
+    """
+    if count == 0:
+        return
+    interpreted = isinstance(kernel, InterpretedFunction)
+    blocks = _interpreter_blocks(count) if interpreted else _DEVICE_BLOCKS
+    grid = (-(-block_count(count) // blocks),)
+    on_device(kernel, grid, device, **arguments, count=count, BLOCKS=blocks)
+
+
+def on_device(kernel: Any, grid: tuple[int, ...], device: torch.device, **arguments: Any) -> None:
+    """Run a kernel's programs on the device's current stream, without contraction.
+
+    Raises:
+        KernelError: the tensors are on no GPU, and Triton does not interpret.
+    """
+    if device.type == "cpu" and not isinstance(kernel, InterpretedFunction):
+        raise KernelError("asked for a GPU kernel on tensors of the CPU; use daf.kernels.cpu")
+    chosen = nullcontext() if device.type == "cpu" else torch.cuda.device(device)
+    with chosen:
+        kernel[grid](**arguments, enable_fp_fusion=False, num_warps=_WARPS)
+
+
+def _interpreter_blocks(count: int) -> int:
+    """The power of two that holds all blocks, up to the most."""
+    return min(_INTERPRETER_BLOCKS, 1 << (block_count(count) - 1).bit_length())
+
+
+# --- tables ---------------------------------------------------------------------------------
+
+
+@cache
+def thresholds_on(device: torch.device, bits: int) -> Tensor:
+    """``tables.rotated_thresholds`` on a device."""
+    return torch.from_numpy(rotated_thresholds(bits).copy()).to(device)
+
+
+@cache
+def levels_on(device: torch.device, bits: int, kept: int) -> tuple[Tensor, Tensor]:
+    """(2, 16) int8 levels of ``kept`` planes and of one less; (2,) float32 factors."""
+    widths = (kept, max(kept - 1, 1))
+    levels = np.stack([rotated_levels(bits, width) for width in widths])
+    factors = [rotated_level_factor(bits, width) for width in widths]
+    return torch.from_numpy(levels).to(device), torch.tensor(factors, device=device)

@@ -1,0 +1,154 @@
+"""The ``minmax`` codec on a GPU: section 5 of ``docs/format.md``."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from daf.kernels.gpu_blocks import (
+    channel_affine,
+    is_finite_bfloat16,
+    joined_headers,
+    load_elements,
+    load_headers,
+    load_plane,
+    masked,
+    prescale_of,
+    store_elements,
+    store_headers,
+    store_plane,
+    tile_blocks,
+    tile_elements,
+    widen_bfloat16,
+)
+from daf.kernels.gpu_random import dither
+
+_LEAST_MAGNITUDE = tl.constexpr(2.0**-30)
+_GREATEST_MAGNITUDE = tl.constexpr(2.0**30)
+
+
+@triton.jit
+def _floor_bfloat16(values):
+    """Greatest bf16 not above; never given -0."""
+    pattern = values.to(tl.uint32, bitcast=True)
+    return ((pattern + tl.where(values < 0.0, 0xFFFF, 0).to(tl.uint32)) >> 16).to(tl.int32)
+
+
+@triton.jit
+def _ceiling_bfloat16(values):
+    """Least bf16 not below; for numbers from +0 upward."""
+    return ((values.to(tl.uint32, bitcast=True) + 0xFFFF) >> 16).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["key_low", "key_high"])
+def encode_minmax(
+    source,
+    region,
+    table,
+    headers,
+    scale,
+    shift,
+    count,
+    key_low,
+    key_high,
+    channels,
+    inner,
+    runs,
+    page_words,
+    TYPE: tl.constexpr,
+    BITS: tl.constexpr,
+    AFFINE: tl.constexpr,
+    PAGED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Write every plane and the headers, rounding stochastically."""
+    blocks = tile_blocks(BLOCKS)
+    place = tile_elements(blocks)
+    valid = place < count
+    there = blocks * 256 < count
+    values = load_elements(source, place, valid, TYPE)
+    if AFFINE:
+        values = channel_affine(values, place, scale, shift, channels, inner)
+        values = tl.where(valid, values, 0.0)
+    last: tl.constexpr = (1 << BITS) - 1
+    lowest = tl.min(tl.where(valid, values, float("inf")), axis=1)
+    highest = tl.max(tl.where(valid, values, float("-inf")), axis=1)
+    magnitude = tl.maximum(tl.abs(lowest), tl.abs(highest))
+    ordinary = (magnitude >= _LEAST_MAGNITUDE) & (magnitude <= _GREATEST_MAGNITUDE)
+    prescale, unscale, finite = prescale_of(values, BLOCKS)
+    prescale, unscale = tl.where(ordinary, 1.0, prescale), tl.where(ordinary, 1.0, unscale)
+    least = _floor_bfloat16(lowest + 0.0)
+    origin = widen_bfloat16(least) * prescale
+    spread = (highest + 0.0) * prescale - origin
+    ideal = tl.math.div_rn(spread, spread * 0.0 + last * 1.0)
+    step = _ceiling_bfloat16(ideal * unscale)
+    step = tl.where((step == 0) & (ideal > 0.0), 1, step)
+    width = widen_bfloat16(step) * prescale
+    some = tl.where(step == 0, 1.0, width)
+    reciprocal = tl.where(step == 0, 0.0, tl.math.div_rn(some * 0.0 + 1.0, some))
+    good = there & finite & is_finite_bfloat16(least) & is_finite_bfloat16(step)
+    pair = joined_headers(least, step, good)
+    store_headers(headers, table, BITS * runs, page_words, blocks, there, pair, PAGED)
+    position = (values * prescale[:, None] - origin[:, None]) * reciprocal[:, None]
+    position += dither(key_low, key_high, blocks, BLOCKS)
+    position = tl.where(valid & good[:, None], position, 1.0)
+    codes = tl.minimum(position.to(tl.int32) - 1, last)
+    for plane in tl.static_range(BITS):
+        bits = (codes >> (BITS - 1 - plane)) & 1
+        store_plane(region, table, runs, page_words, plane, blocks, there, bits, BLOCKS, PAGED)
+
+
+@triton.jit
+def decode_minmax(
+    destination,
+    region,
+    table,
+    headers,
+    mask_region,
+    mask_table,
+    scale,
+    shift,
+    count,
+    channels,
+    inner,
+    runs,
+    page_words,
+    mask_runs,
+    mask_page_words,
+    TYPE: tl.constexpr,
+    BITS: tl.constexpr,
+    AFFINE: tl.constexpr,
+    MASKED: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    PAGED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Decode all planes; then affine, accumulate, mask, round."""
+    blocks = tile_blocks(BLOCKS)
+    place = tile_elements(blocks)
+    valid = place < count
+    there = blocks * 256 < count
+    least, step, good = load_headers(headers, table, BITS * runs, page_words, blocks, there, PAGED)
+    codes = tl.zeros((BLOCKS, 256), tl.int32)
+    for plane in tl.static_range(BITS):
+        bits = load_plane(region, table, runs, page_words, plane, blocks, there, BLOCKS, PAGED)
+        codes = (codes << 1) | bits
+    values = least[:, None] + codes.to(tl.float32) * step[:, None]
+    values = tl.where(good[:, None], values, float("nan"))
+    if AFFINE:
+        values = channel_affine(values, place, scale, shift, channels, inner)
+    if ACCUMULATE:
+        values = load_elements(destination, place, valid, TYPE) + values
+    if MASKED:
+        values = masked(
+            values,
+            mask_region,
+            mask_table,
+            mask_runs,
+            mask_page_words,
+            blocks,
+            there,
+            BLOCKS,
+            MASKED,
+        )
+    store_elements(destination, place, valid, values, TYPE)

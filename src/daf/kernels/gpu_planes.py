@@ -1,0 +1,94 @@
+"""Where a code's planes and headers lie on a device: flat, or in pages behind a page table."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from daf.errors import KernelError
+from daf.kernels import HEADER_BYTES_PER_BLOCK, PageFields, block_count, words_per_plane
+
+
+class DevicePlanes(NamedTuple):
+    """:class:`daf.kernels.PageFields` with device tensors for addresses; all int32, contiguous.
+
+    Flat planes are one run whose pages are as large as a plane; ``headers`` is
+    None where the codec has none.
+    """
+
+    region: Tensor
+    headers: Tensor | None
+    table: Tensor | None
+    elements: int
+    runs: int
+    full_runs: int
+    bits: int
+    kept: int
+    page_words: int
+
+    @property
+    def paged(self) -> bool:
+        """Is there a page table?"""
+        return self.table is not None
+
+    @property
+    def is_whole(self) -> bool:
+        """Is every plane of every run there?"""
+        return self.kept == self.bits and self.full_runs == self.runs
+
+
+def allocate_flat(count: int, bits: int, device: torch.device, *, headers: bool) -> DevicePlanes:
+    """Fresh planes of ``count`` elements, one after the other; content undefined."""
+    planes = torch.empty((bits, words_per_plane(count)), dtype=torch.int32, device=device)
+    pairs = torch.empty(block_count(count), dtype=torch.int32, device=device) if headers else None
+    return flat_planes(planes, pairs, count, bits)
+
+
+def flat_planes(planes: Tensor, headers: Tensor | None, count: int, bits: int) -> DevicePlanes:
+    """The first planes of a ``bits``-bit code, (kept, words) int32; headers (blocks,) int32.
+
+    Raises:
+        KernelError: a tensor does not have the shape that ``count`` asks for.
+    """
+    words = words_per_plane(count)
+    _check_words("planes", planes, planes.shape[0] * words)
+    if headers is not None:
+        _check_words("headers", headers, HEADER_BYTES_PER_BLOCK * block_count(count) // 4)
+    return DevicePlanes(planes, headers, None, count, 1, 1, bits, planes.shape[0], words)
+
+
+def paged_planes(region: Tensor, table: Tensor, fields: PageFields) -> DevicePlanes:
+    """Planes in pages of ``region`` (int32 words), as ``table`` (int32 page numbers) says.
+
+    Only the numbers of ``fields`` are read, not its addresses.
+
+    Raises:
+        KernelError: the table is too short for the runs and planes.
+    """
+    least = fields.bits * fields.runs
+    if table.numel() < least or table.dtype != torch.int32:
+        raise KernelError(
+            f"asked for {fields.bits} planes of {fields.runs} runs, found a page table of "
+            f"{table.numel()} {table.dtype}; it needs at least {least} int32 entries"
+        )
+    return DevicePlanes(
+        region,
+        region,
+        table,
+        fields.elements,
+        fields.runs,
+        fields.full_runs,
+        fields.bits,
+        fields.kept,
+        fields.page_bytes // 4,
+    )
+
+
+def _check_words(name: str, tensor: Tensor, words: int) -> None:
+    if tensor.dtype != torch.int32 or not tensor.is_contiguous() or tensor.numel() != words:
+        raise KernelError(
+            f"asked for {name} of {words} words, found {tuple(tensor.shape)} of {tensor.dtype}; "
+            "give a contiguous int32 tensor of so many elements"
+        )

@@ -1,0 +1,126 @@
+"""Ranges and sums of tensors on a GPU: three ways to reduce, one result (format, section 8).
+
+The strategies are those of :class:`daf.kernels.RangeStrategy`, which of them is
+fastest depends on the device, the shape and the day: ``daf.kernels.calibration``
+finds out. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from daf.errors import KernelError
+from daf.kernels import RangeStrategy
+from daf.kernels.contract import check_channels, check_member
+from daf.kernels.gpu_launch import on_device, patterns
+from daf.kernels.gpu_reduce_device import finish_ranges, reduce_ranges, span_sums
+
+_TILE = 2048
+_MOST_PARTIALS = 512
+_WIDEST = 32
+_SPAN_ELEMENTS = 4096
+_GREATEST_KEY, _LEAST_KEY = 2**31 - 1, -(2**31)
+
+
+def measure_ranges(
+    source: Tensor, strategy: RangeStrategy, channels: int = 1, inner: int = 1
+) -> tuple[Tensor, Tensor]:
+    """(channels,) float32 each: least and greatest of each channel ``(i // inner) % channels``.
+
+    ``source`` is contiguous float32, bfloat16 or float16. -0 is below +0; a
+    channel with a NaN has it for both ends, one without elements +inf and -inf.
+
+    Raises:
+        KernelError: outside the contract, or tensors of the CPU.
+    """
+    check_member("strategy", strategy, tuple(RangeStrategy))
+    check_channels(channels, inner)
+    inner = 1 if channels == 1 else inner
+    count = source.numel()
+    elements, kind = patterns(source, count)
+    rows = inner * -(-count // (channels * inner))
+    columns = min(_power_of_two(channels), _WIDEST) if inner < _WIDEST else 1
+    tile_rows = _TILE // columns
+    steps = _power_of_two(-(-rows // (tile_rows * _MOST_PARTIALS)))
+    programs = max(1, -(-rows // (tile_rows * steps)))
+    partials = programs if strategy is RangeStrategy.TREE else 1
+    least = torch.full((partials, channels), _GREATEST_KEY, dtype=torch.int32, device=source.device)
+    greatest = torch.full_like(least, _LEAST_KEY)
+    if count > 0:
+        on_device(
+            reduce_ranges,
+            (programs, -(-channels // columns)),
+            source.device,
+            source=elements,
+            least=least,
+            greatest=greatest,
+            count=count,
+            rows=rows,
+            channels=channels,
+            inner=inner,
+            TYPE=kind,
+            STRATEGY=int(strategy),
+            STEPS=steps,
+            ROWS=tile_rows,
+            COLUMNS=columns,
+        )
+    return _finish(least, greatest, partials, channels)
+
+
+def _finish(least: Tensor, greatest: Tensor, partials: int, channels: int) -> tuple[Tensor, Tensor]:
+    results = [torch.empty(channels, dtype=torch.int32, device=least.device) for _ in range(2)]
+    columns = min(_power_of_two(channels), 8)
+    on_device(
+        finish_ranges,
+        (-(-channels // columns),),
+        least.device,
+        least=least,
+        greatest=greatest,
+        least_out=results[0],
+        greatest_out=results[1],
+        partials=partials,
+        channels=channels,
+        ROWS=_power_of_two(partials),
+        COLUMNS=columns,
+    )
+    return results[0].view(torch.float32), results[1].view(torch.float32)
+
+
+def measure_sums(source: Tensor) -> Tensor:
+    """(2,) float64: sum and sum of squares of a whole tensor, in the format's order.
+
+    ``source`` is contiguous float32, bfloat16 or float16.
+    """
+    count = source.numel()
+    elements, kind = patterns(source, count)
+    spans = -(-count // _SPAN_ELEMENTS)
+    rows = torch.zeros((2, _power_of_two(spans)), dtype=torch.float64, device=source.device)
+    if count > 0:
+        arguments: dict[str, Any] = {"source": elements, "sums": rows[0], "squares": rows[1]}
+        tile = 8
+        grid = (-(-spans // tile),)
+        on_device(span_sums, grid, source.device, **arguments, count=count, TYPE=kind, SPANS=tile)
+    while rows.shape[1] > 1:
+        half = rows.shape[1] // 2
+        rows = rows[:, :half] + rows[:, half:]
+    return torch.where(rows.isnan(), float("nan"), rows).reshape(2)
+
+
+def shape_class(count: int, channels: int, inner: int) -> str:
+    """Shapes that one choice serves: powers of four of the counts, and how channels lie.
+
+    Raises:
+        KernelError: a number is out of its range.
+    """
+    if count < 0:
+        raise KernelError(f"asked for {count} elements; a count is 0 or more")
+    check_channels(channels, inner)
+    sizes = f"{count.bit_length() // 2}-{channels.bit_length() // 2}"
+    return f"{sizes}-{'last' if inner == 1 and channels > 1 else 'first'}"
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << max(value - 1, 0).bit_length()

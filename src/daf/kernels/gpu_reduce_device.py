@@ -1,0 +1,130 @@
+"""Ranges on a GPU: keys that compare like the floats, reduced by a tree, by atomics, or by both.
+
+Section 8 of ``docs/format.md``; keys here are the same ones with the top bit
+turned, so that they compare as signed integers. A tile is ROWS elements of
+each of COLUMNS channels; element j of channel c is number
+``(j // inner) * channels * inner + c * inner + j % inner``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from daf.kernels.gpu_blocks import NAN_BITS, load_elements
+
+TREE = tl.constexpr(0)
+ATOMICS = tl.constexpr(1)
+GREATEST_KEY = tl.constexpr(0x7FFFFFFF)
+LEAST_KEY = tl.constexpr(-0x80000000)
+_INFINITE_KEY = tl.constexpr(0x7F800000)
+_NEGATIVE_INFINITE_KEY = tl.constexpr(-0x7F800001)
+
+
+@triton.jit
+def _turn(bits):
+    """Float32 patterns to keys, and keys to patterns."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def reduce_ranges(
+    source,
+    least,
+    greatest,
+    count,
+    rows,
+    channels,
+    inner,
+    TYPE: tl.constexpr,
+    STRATEGY: tl.constexpr,
+    STEPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Least and greatest key of STEPS tiles.
+
+    By the TREE, program r writes row r of (programs, channels) partial keys; else
+    the results are atomically compared with (channels,) cells: every element's
+    (ATOMICS), or one of each program and channel (the hybrid).
+    """
+    channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :].to(tl.int64)
+    low = tl.full((ROWS, COLUMNS), GREATEST_KEY, tl.int32)
+    high = tl.full((ROWS, COLUMNS), LEAST_KEY, tl.int32)
+    first = tl.program_id(0).to(tl.int64) * (STEPS * ROWS)
+    for step in range(STEPS):
+        row = first + step * ROWS + tl.arange(0, ROWS)[:, None]
+        place = (row // inner) * channels * inner + channel * inner + row % inner
+        valid = (row < rows) & (channel < channels) & (place < count)
+        key = _turn(load_elements(source, place, valid, TYPE).to(tl.int32, bitcast=True))
+        if STRATEGY == ATOMICS:
+            cell = tl.broadcast_to(channel, (ROWS, COLUMNS))
+            tl.atomic_min(least + cell, key, mask=valid)
+            tl.atomic_max(greatest + cell, key, mask=valid)
+        else:
+            low = tl.minimum(low, tl.where(valid, key, GREATEST_KEY))
+            high = tl.maximum(high, tl.where(valid, key, LEAST_KEY))
+    if STRATEGY != ATOMICS:
+        own = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        ours_low, ours_high = tl.min(low, axis=0), tl.max(high, axis=0)
+        if STRATEGY == TREE:
+            place = tl.program_id(0) * channels + own
+            tl.store(least + place, ours_low, mask=own < channels)
+            tl.store(greatest + place, ours_high, mask=own < channels)
+        else:
+            tl.atomic_min(least + own, ours_low, mask=own < channels)
+            tl.atomic_max(greatest + own, ours_high, mask=own < channels)
+
+
+@triton.jit
+def finish_ranges(
+    least,
+    greatest,
+    least_out,
+    greatest_out,
+    partials,
+    channels,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Fold (partials, channels) keys and write patterns: NaN for both where one was met."""
+    channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.arange(0, ROWS)
+    valid = (row[:, None] < partials) & (channel[None, :] < channels)
+    place = row[:, None] * channels + channel[None, :]
+    low = tl.min(tl.load(least + place, mask=valid, other=GREATEST_KEY), axis=0)
+    high = tl.max(tl.load(greatest + place, mask=valid, other=LEAST_KEY), axis=0)
+    empty = low > high
+    broken = ((low < _NEGATIVE_INFINITE_KEY) | (high > _INFINITE_KEY)) & (empty == 0)
+    low_bits = tl.where(empty, 0x7F800000, tl.where(broken, NAN_BITS, _turn(low)))
+    high_bits = tl.where(empty, -0x800000, tl.where(broken, NAN_BITS, _turn(high)))
+    tl.store(least_out + channel, low_bits, mask=channel < channels)
+    tl.store(greatest_out + channel, high_bits, mask=channel < channels)
+
+
+@triton.jit
+def span_sums(source, sums, squares, count, TYPE: tl.constexpr, SPANS: tl.constexpr):
+    """Sum and sum of squares of spans of 4096 elements: 16 lanes, then strides 8, 4, 2, 1."""
+    span = tl.program_id(0).to(tl.int64) * SPANS + tl.arange(0, SPANS)
+    total = tl.zeros((SPANS, 16), tl.float64)
+    energy = tl.zeros((SPANS, 16), tl.float64)
+    for step in range(256):
+        place = span[:, None] * 4096 + step * 16 + tl.arange(0, 16)[None, :]
+        value = load_elements(source, place, place < count, TYPE).to(tl.float64)
+        total += value
+        energy += value * value
+    there = span * 4096 < count
+    tl.store(sums + span, _sum_lanes(total, SPANS), mask=there)
+    tl.store(squares + span, _sum_lanes(energy, SPANS), mask=there)
+
+
+@triton.jit
+def _halves(values, SPANS: tl.constexpr, WIDTH: tl.constexpr):
+    low, high = tl.split(tl.permute(tl.reshape(values, (SPANS, 2, WIDTH // 2)), (0, 2, 1)))
+    return low + high
+
+
+@triton.jit
+def _sum_lanes(lanes, SPANS: tl.constexpr):
+    sums = _halves(_halves(_halves(lanes, SPANS, 16), SPANS, 8), SPANS, 4)
+    return tl.reshape(_halves(sums, SPANS, 2), (SPANS,))

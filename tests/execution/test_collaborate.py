@@ -1,0 +1,144 @@
+"""Sharing packing: splits on a model of the device, and prefetching through a simulated link."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from daf.errors import BudgetError, KernelError, PlatformError
+from daf.execution.collaborate import Prefetcher, Rates, Route, Saved, simulate, split
+from daf.execution.transfers import CudaTransfers
+
+RATE = st.floats(1.0, 1e4)
+RATES = st.builds(Rates, RATE, RATE, RATE)
+TENSORS = st.lists(st.integers(16, 100_000), min_size=1, max_size=6)
+FORWARD_MS = 100.0
+
+
+def saved(sizes: list[int]) -> list[Saved]:
+    step = FORWARD_MS / (len(sizes) + 1)
+    return [Saved(step * (k + 1), size, size // 8) for k, size in enumerate(sizes)]
+
+
+@given(TENSORS, RATES)
+def test_a_split_is_never_worse_than_either_side_alone_and_mostly_the_best(sizes, rates) -> None:
+    tensors = saved(sizes)
+    found = split(tensors, rates, FORWARD_MS)
+    alone = [simulate(tensors, [route] * len(sizes), rates, FORWARD_MS) for route in Route]
+    assert found.exposed_ms <= min(plan.exposed_ms for plan in alone)
+    best = min(
+        simulate(tensors, routes, rates, FORWARD_MS).exposed_ms
+        for routes in itertools.product(Route, repeat=len(sizes))
+    )
+    assert best <= found.exposed_ms + 1e-9
+
+
+@given(TENSORS, RATES, st.data())
+def test_no_resource_does_two_things_at_once_or_before_they_are_there(sizes, rates, data) -> None:
+    routes = data.draw(st.lists(st.sampled_from(Route), min_size=len(sizes), max_size=len(sizes)))
+    tensors = saved(sizes)
+    timeline = simulate(tensors, routes, rates, FORWARD_MS)
+    for resource in ("gpu", "link", "cpu"):
+        jobs = [job for job in timeline.jobs if job.resource == resource]
+        assert all(one.end_ms <= two.begin_ms + 1e-6 for one, two in itertools.pairwise(jobs))
+    for index, tensor in enumerate(tensors):
+        chain = [job for job in timeline.jobs if job.saved_index == index]
+        assert chain[0].begin_ms >= tensor.ready_ms
+        assert all(one.end_ms <= two.begin_ms for one, two in itertools.pairwise(chain))
+    last = max(job.end_ms for job in timeline.jobs)
+    assert timeline.tail_ms == pytest.approx(max(0, last - FORWARD_MS - timeline.stolen_ms))
+
+
+def test_a_fast_processor_behind_a_fast_link_hides_everything() -> None:
+    found = split(saved([1000] * 5), Rates(10.0, 1e4, 1e4), FORWARD_MS)
+    assert set(found.routes) == {Route.CPU_PACKS}
+    assert found.exposed_ms == 0
+
+
+def test_a_slow_link_makes_the_gpu_pack() -> None:
+    found = split(saved([100_000] * 5), Rates(1e5, 1e5, 1000.0), FORWARD_MS)
+    assert set(found.routes) == {Route.GPU_PACKS}
+
+
+def test_where_neither_alone_is_hidden_the_split_is_mixed_and_better() -> None:
+    tensors = saved([30_000] * 6)
+    rates = Rates(gpu_pack=4000.0, cpu_pack=1500.0, link=20_000.0)
+    found = split(tensors, rates, FORWARD_MS)
+    alone = [simulate(tensors, [route] * 6, rates, FORWARD_MS).exposed_ms for route in Route]
+    assert set(found.routes) == set(Route)
+    assert found.exposed_ms < 0.7 * min(alone)
+
+
+def test_shared_memory_is_a_link_that_takes_no_time() -> None:
+    rates = Rates(10.0, 1e4, math.inf)
+    timeline = simulate(saved([1000]), [Route.CPU_PACKS], rates, FORWARD_MS)
+    link = next(job for job in timeline.jobs if job.resource == "link")
+    assert link.begin_ms == link.end_ms
+    assert rates.observed("link", 10, 1.0) == rates
+
+
+def test_rates_follow_what_is_measured() -> None:
+    rates = Rates(10.0, 20.0, 30.0)
+    for _ in range(40):
+        rates = rates.observed("cpu_pack", 500, 10.0)
+    assert rates.cpu_pack == pytest.approx(50.0, rel=1e-3)
+    assert (rates.gpu_pack, rates.link) == (10.0, 30.0)
+    with pytest.raises(KernelError, match="above 0"):
+        Rates(0.0, 1.0, 1.0)
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(50, 200), st.data())
+def test_prefetching_is_in_reverse_within_the_staging_area_and_never_late(
+    sizes, staging, data
+) -> None:
+    """After each call the next fetch has begun, or there is truly no room for it."""
+    prefetcher = Prefetcher(sizes, staging)
+    started, held = [], []
+    while True:
+        fresh = prefetcher.to_start()
+        started += fresh
+        held += fresh
+        assert sum(sizes[index] for index in held) + prefetcher.free_bytes == staging
+        assert prefetcher.free_bytes >= 0
+        remaining = len(sizes) - len(started)
+        assert remaining == 0 or sizes[remaining - 1] > prefetcher.free_bytes
+        if not held:
+            break
+        for _ in range(data.draw(st.integers(1, len(held)))):
+            prefetcher.release(held.pop(0))
+    assert started == list(reversed(range(len(sizes))))
+
+
+def test_what_cannot_be_staged_is_refused() -> None:
+    with pytest.raises(BudgetError, match="100 bytes through 99") as caught:
+        Prefetcher([5, 100], 99)
+    assert caught.value.least_bytes == 100
+    with pytest.raises(KernelError, match="not staged"):
+        Prefetcher([5], 99).release(0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for what is missing without a GPU")
+def test_transfers_without_a_gpu_are_refused() -> None:
+    with pytest.raises(PlatformError, match="found no CUDA device"):
+        CudaTransfers(torch.device("cuda"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_copies_out_and_back_beside_the_computation() -> None:
+    transfers = CudaTransfers(torch.device("cuda"))
+    source = torch.arange(2**20, device="cuda", dtype=torch.int32)
+    expected = source.cpu()
+    copy, ticket = transfers.out(source)
+    del source
+    torch.empty(2**20, device="cuda", dtype=torch.int32).fill_(-1)
+    ticket.synchronize()
+    assert transfers.is_done(ticket)
+    assert torch.equal(copy, expected)
+    back, ticket = transfers.back(copy)
+    transfers.before_use(back, ticket)
+    assert torch.equal((back + 1).cpu(), expected + 1)

@@ -1,0 +1,450 @@
+"""Triton kernels against the oracle, byte for byte: on a GPU, or under Triton's interpreter.
+
+Without a GPU these skip here; ``test_gpu_interpreted`` runs them in a process that interprets.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from daf.errors import KernelError
+from daf.kernels import ElementType, PageFields, Predicate, block_count, reference
+from daf.kernels import words_per_plane as words_of
+from daf.kernels.elements import element_dtype
+
+pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not (INTERPRETED or torch.cuda.is_available()):
+    pytest.skip("no CUDA device; test_gpu_interpreted runs these", allow_module_level=True)
+
+from daf.kernels import gpu  # noqa: E402
+from daf.kernels.gpu_launch import Affine  # noqa: E402
+from daf.kernels.gpu_planes import (  # noqa: E402
+    DevicePlanes,
+    allocate_flat,
+    flat_planes,
+    paged_planes,
+)
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+KEY = 0xFEDCBA9876543210
+TYPES = tuple(ElementType)
+INPUTS = ("smooth", "wild", "mixed", "broken")
+COUNTS = (5, 2049) if INTERPRETED else (1, 17, 255, 256, 257, 5000, 70_001, 2**21)
+MANY = 64 * 256 + 300  # more than one program, even where the interpreter's tiles are wide
+TORCH_TYPES = {
+    ElementType.FLOAT32: torch.float32,
+    ElementType.BFLOAT16: torch.bfloat16,
+    ElementType.FLOAT16: torch.float16,
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet_arithmetic():
+    """The interpreter computes in NumPy, which warns of infinities that kernels mean to meet."""
+    with np.errstate(all="ignore"):
+        yield
+
+
+def to_device(array: np.ndarray) -> torch.Tensor:
+    """The same bytes on the device; unsigned words as int32 and int16."""
+    signed = {"u": array.dtype.str.replace("u", "i")}.get(array.dtype.kind, array.dtype.str)
+    return torch.from_numpy(np.array(array.view(signed))).to(DEVICE)
+
+
+def elements(array: np.ndarray, kind: ElementType) -> torch.Tensor:
+    return to_device(array).view(TORCH_TYPES[kind])
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def poisoned(count: int, kind: ElementType) -> torch.Tensor:
+    """Fresh elements full of rubbish, the first of a longer tensor, to guard what lies behind."""
+    size = element_dtype(kind).itemsize
+    memory = torch.full((count * size + 64,), 0xA5, dtype=torch.uint8, device=DEVICE)
+    return memory[: count * size].view(TORCH_TYPES[kind])
+
+
+def check_guard(tensor: torch.Tensor) -> None:
+    memory = tensor.cpu().untyped_storage()
+    whole = torch.tensor([], dtype=torch.uint8, device=DEVICE).set_(tensor.untyped_storage())
+    assert (whole[-64:] == 0xA5).all(), "wrote beyond the end"
+    assert memory.nbytes() >= tensor.nbytes
+
+
+def coded(code: reference.Code, count: int, bits: int) -> DevicePlanes:
+    headers = to_device(np.ascontiguousarray(code.headers).view(np.uint32).reshape(-1))
+    return flat_planes(to_device(np.ascontiguousarray(code.planes)), headers, count, bits)
+
+
+def assert_code(planes: DevicePlanes, expected: reference.Code) -> None:
+    assert planes.headers is not None
+    assert bytes_of(planes.headers) == expected.headers.tobytes()
+    assert bytes_of(planes.region) == np.ascontiguousarray(expected.planes).tobytes()
+
+
+def make_affine(cases, channels: int, inner: int) -> tuple[reference.Affine, Affine]:
+    ours = reference.Affine(cases.gaussian(channels, 5), cases.gaussian(channels, 6), inner)
+    return ours, Affine(to_device(ours.scale), to_device(ours.shift), inner)
+
+
+def in_pages(
+    planes: np.ndarray, headers: np.ndarray, count: int, page_bytes: int, full_runs: int | None
+) -> DevicePlanes:
+    """The planes and headers laid out in shuffled pages, as the pool would."""
+    bits, words = planes.shape
+    page_words = page_bytes // 4
+    runs = max(1, -(-words // page_words))
+    header_pages = -(-headers.nbytes // page_bytes)
+    entries = bits * runs + header_pages
+    table = np.random.default_rng(3).permutation(entries + 5)[:entries].astype(np.int32)
+    region = np.full((entries + 5, page_words), 0xDBDBDBDB, np.uint32)
+    for plane in range(bits):
+        for run in range(runs):
+            piece = planes[plane, run * page_words : (run + 1) * page_words]
+            region[table[plane * runs + run], : len(piece)] = piece
+    pairs = np.ascontiguousarray(headers).view(np.uint32).reshape(-1)
+    for page in range(header_pages):
+        piece = pairs[page * page_words : (page + 1) * page_words]
+        region[table[bits * runs + page], : len(piece)] = piece
+    full = runs if full_runs is None else full_runs
+    fields = PageFields(0, page_bytes, 0, count, runs, full, bits, bits)
+    return paged_planes(to_device(region), to_device(table), fields)
+
+
+def gathered(planes: DevicePlanes) -> tuple[np.ndarray, np.ndarray]:
+    """Planes (bits, words) and headers (blocks,) out of their pages."""
+    assert planes.table is not None
+    region = planes.region.cpu().numpy().view(np.uint32).reshape(-1, planes.page_words)
+    table = planes.table.cpu().numpy()
+    body = region[table[: planes.bits * planes.runs]].reshape(planes.bits, -1)
+    pairs = region[table[planes.bits * planes.runs :]].reshape(-1)
+    return body[:, : words_of(planes.elements)], pairs[: block_count(planes.elements)]
+
+
+# --- rotated --------------------------------------------------------------------------------
+
+
+def covering(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """All combinations on a GPU; interpreted, some in which every value occurs."""
+    if not INTERPRETED:
+        return list(itertools.product(*axes))
+    longest = max(map(len, axes))
+    return [tuple(axis[i % len(axis)] for axis in axes) for i in range(longest)]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "bits", "kind"), [*covering((1, 2), (1, 2, 3, 4), TYPES), (2, 1, 0), (1, 4, 0)]
+)
+def test_rotated_codes_and_values_are_the_oracle_s(cases, bits, rounds, kind) -> None:
+    kind = ElementType(kind)
+    for count in COUNTS:
+        name = INPUTS[count % len(INPUTS)]
+        source = cases.as_type(getattr(cases, name)(count), kind)
+        expected = reference.encode_rotated(source, bits, rounds, KEY)
+        planes = allocate_flat(count, bits, DEVICE, headers=True)
+        gpu.encode_rotated(elements(source, kind), planes, rounds, KEY)
+        assert_code(planes, expected)
+        for kept in range(1, bits + 1):
+            part = reference.Code(expected.planes[:kept], expected.headers)
+            values = reference.decode_rotated(
+                part, reference.Target(count, kind), bits, rounds, KEY
+            )
+            found = poisoned(count, kind)
+            gpu.decode_rotated(coded(part, count, bits), rounds, KEY, found)
+            assert bytes_of(found) == values.tobytes(), (count, kept)
+            check_guard(found)
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_every_kind_of_input_over_many_blocks(cases, name) -> None:
+    source = getattr(cases, name)(MANY)
+    for bits, rounds in ((2, 2), (4, 1)):
+        planes = allocate_flat(MANY, bits, DEVICE, headers=True)
+        gpu.encode_rotated(elements(source, ElementType.FLOAT32), planes, rounds, KEY)
+        expected = reference.encode_rotated(source, bits, rounds, KEY)
+        assert_code(planes, expected)
+        target = reference.Target(MANY)
+        values = reference.decode_rotated(expected, target, bits, rounds, KEY)
+        found = poisoned(MANY, ElementType.FLOAT32)
+        gpu.decode_rotated(planes, rounds, KEY, found)
+        assert bytes_of(found) == values.tobytes()
+    planes = allocate_flat(MANY, 5, DEVICE, headers=True)
+    gpu.encode_minmax(elements(source, ElementType.FLOAT32), planes, KEY)
+    assert_code(planes, reference.encode_minmax(source, 5, KEY))
+
+
+@pytest.mark.parametrize("key", [0, 1, 2**32, 2**63 + 16, 2**64 - 1])
+def test_keys_whose_halves_compilers_treat_specially(cases, key) -> None:
+    source = cases.smooth(700)
+    rotated = allocate_flat(700, 3, DEVICE, headers=True)
+    gpu.encode_rotated(elements(source, ElementType.FLOAT32), rotated, 2, key)
+    assert_code(rotated, reference.encode_rotated(source, 3, 2, key))
+    ranged = allocate_flat(700, 4, DEVICE, headers=True)
+    gpu.encode_minmax(elements(source, ElementType.FLOAT32), ranged, key)
+    assert_code(ranged, reference.encode_minmax(source, 4, key))
+
+
+@pytest.mark.parametrize(
+    ("kind", "channels", "inner"), [(0, 96, 1), (1, 3, 1), (2, 7, 256), (0, 5, 49), (1, 1, 1)]
+)
+def test_affine_accumulate_and_mask_come_in_this_order(cases, kind, channels, inner) -> None:
+    count, kind = 700, ElementType(kind)
+    source = cases.as_type(cases.smooth(count), kind)
+    ours, theirs = make_affine(cases, channels, inner)
+    onto = cases.as_type(cases.gaussian(count, 8), kind)
+    words = reference.encode_mask(cases.gaussian(count, 9), Predicate.ABOVE, 0.0, 0.0)
+    target = reference.Target(count, kind, onto, words)
+    mask = flat_planes(to_device(words), None, count, 1)
+
+    expected = reference.encode_rotated(source, 3, 1, KEY, ours)
+    rotated = allocate_flat(count, 3, DEVICE, headers=True)
+    gpu.encode_rotated(elements(source, kind), rotated, 1, KEY, theirs)
+    assert_code(rotated, expected)
+    found = elements(onto, kind)
+    gpu.decode_rotated(rotated, 1, KEY, found, theirs, mask, accumulate=True)
+    values = reference.decode_rotated(expected, target, 3, 1, KEY, ours)
+    assert bytes_of(found) == values.tobytes()
+
+    expected = reference.encode_minmax(source, 6, KEY, ours)
+    ranged = allocate_flat(count, 6, DEVICE, headers=True)
+    gpu.encode_minmax(elements(source, kind), ranged, KEY, theirs)
+    assert_code(ranged, expected)
+    found = elements(onto, kind)
+    gpu.decode_minmax(ranged, found, theirs, mask, accumulate=True)
+    assert bytes_of(found) == reference.decode_minmax(expected, target, 6, ours).tobytes()
+
+
+# --- minmax ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("bits", "kind"), covering(range(1, 9), TYPES))
+def test_minmax_codes_and_values_are_the_oracle_s(cases, bits, kind) -> None:
+    for count in COUNTS:
+        source = cases.as_type(getattr(cases, INPUTS[(bits + count) % len(INPUTS)])(count), kind)
+        expected = reference.encode_minmax(source, bits, KEY)
+        planes = allocate_flat(count, bits, DEVICE, headers=True)
+        gpu.encode_minmax(elements(source, kind), planes, KEY)
+        assert_code(planes, expected)
+        found = poisoned(count, kind)
+        gpu.decode_minmax(planes, found)
+        values = reference.decode_minmax(expected, reference.Target(count, kind), bits)
+        assert bytes_of(found) == values.tobytes(), count
+        check_guard(found)
+
+
+# --- mask, derivative, integers -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize(
+    ("predicate", "low", "high"),
+    [
+        (Predicate.INSIDE, 0.0, float("nan")),
+        (Predicate.INSIDE, 0.0, 6.0),
+        (Predicate.ABOVE, 0.1, 0.0),
+    ],
+)
+def test_masks_are_the_oracle_s(cases, predicate, low, high, kind) -> None:
+    for count in COUNTS:
+        source = cases.as_type(cases.broken(count) * np.float32(4), kind)
+        expected = reference.encode_mask(source, predicate, low, high)
+        planes = allocate_flat(count, 1, DEVICE, headers=False)
+        gpu.encode_mask(elements(source, kind), planes, predicate, low, high)
+        assert bytes_of(planes.region) == expected.tobytes()
+        found = poisoned(count, kind)
+        gpu.decode_mask(planes, -0.0, 1.25, found)
+        values = reference.decode_mask(expected, count, -0.0, 1.25, kind)
+        assert bytes_of(found) == values.tobytes()
+        check_guard(found)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_mask_is_applied_to_a_gradient_without_being_decoded(cases, kind) -> None:
+    count = 1000
+    gradient = cases.as_type(cases.broken(count, 4), kind)
+    words = reference.encode_mask(cases.gaussian(count), Predicate.ABOVE, 0.0, 0.0)
+    found = poisoned(count, kind)
+    gpu.apply_mask(flat_planes(to_device(words), None, count, 1), elements(gradient, kind), found)
+    chosen = reference.decode_mask(words, count, 0.0, 1.0, ElementType.FLOAT32) == 1
+    kept = torch.where(torch.from_numpy(chosen).to(DEVICE), elements(gradient, kind), 0.0)
+    assert torch.equal(found.isnan(), kept.isnan())
+    assert bytes_of(found.nan_to_num(nan=3.0)) == bytes_of(kept.nan_to_num(nan=3.0))
+    check_guard(found)
+
+
+@pytest.mark.parametrize(("bits", "kind"), covering((1, 2, 3, 8), TYPES))
+def test_derivative_codes_and_gradients_are_the_oracle_s(cases, bits, kind) -> None:
+    borders = np.sort(cases.gaussian(2**bits - 1, 11))
+    levels = cases.gaussian(2**bits, 12)
+    for count in COUNTS:
+        source = cases.as_type(cases.gaussian(count, 13), kind)
+        expected = reference.encode_derivative(source, bits, borders)
+        assert expected is not None
+        planes = allocate_flat(count, bits, DEVICE, headers=False)
+        assert not gpu.encode_derivative(elements(source, kind), planes, to_device(borders))
+        assert bytes_of(planes.region) == expected.tobytes()
+        found = poisoned(count, kind)
+        gpu.decode_derivative(planes, to_device(levels), found)
+        values = reference.decode_derivative(expected, count, levels, kind)
+        assert bytes_of(found) == values.tobytes()
+        gradient = elements(cases.as_type(cases.gaussian(count, 14), kind), kind)
+        exact = reference.decode_derivative(expected, count, levels, ElementType.FLOAT32)
+        product = (gradient.float() * to_device(exact)).to(TORCH_TYPES[kind])
+        gpu.apply_derivative(planes, to_device(levels), gradient, found)
+        assert bytes_of(found) == bytes_of(product)
+        check_guard(found)
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_a_derivative_code_tells_of_what_is_not_finite(cases, value) -> None:
+    source = cases.gaussian(40_000)
+    source[39_999] = value
+    planes = allocate_flat(40_000, 2, DEVICE, headers=False)
+    borders = to_device(np.array([-1, 0, 1], np.float32))
+    assert gpu.encode_derivative(to_device(source), planes, borders)
+
+
+@pytest.mark.parametrize(
+    ("item", "bits"), covering((np.int8, np.int16, np.int32, np.int64), (1, 5, 7))
+)
+def test_integers_come_back(cases, item, bits) -> None:
+    for count, base in ((1, -3), (5000, 7), (257, -(2**63) if item is np.int64 else -100)):
+        words = cases.words(count, 21).astype(np.int64) % 2**bits
+        source = (words + base).astype(item)
+        fits = (source.astype(np.int64) == words + base).all()
+        if not fits:
+            continue
+        expected = reference.encode_integers(source, bits, base)
+        planes = allocate_flat(count, bits, DEVICE, headers=False)
+        assert not gpu.encode_integers(to_device(source), planes, base)
+        assert bytes_of(planes.region) == expected.tobytes()
+        found = torch.zeros(count, dtype=to_device(source).dtype, device=DEVICE)
+        gpu.decode_integers(planes, base, found)
+        assert bytes_of(found) == source.tobytes()
+
+
+def test_whole_words_booleans_and_integers_that_do_not_fit(cases) -> None:
+    source = cases.words(600, 2).astype(np.int64) * 0x1_0000_0001 - 2**62
+    planes = allocate_flat(600, 64, DEVICE, headers=False)
+    assert not gpu.encode_integers(to_device(source), planes, 0)
+    assert bytes_of(planes.region) == reference.encode_integers(source, 64, 0).tobytes()
+    flags = to_device((source % 2).astype(np.int8)).bool()
+    one = allocate_flat(600, 1, DEVICE, headers=False)
+    assert not gpu.encode_integers(flags, one, 0)
+    found = torch.zeros_like(flags)
+    gpu.decode_integers(one, 0, found)
+    assert torch.equal(found, flags)
+    source[599] = source[0] + 5
+    narrow = allocate_flat(600, 2, DEVICE, headers=False)
+    assert gpu.encode_integers(to_device(source), narrow, int(source[0]))
+
+
+# --- pages ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "page_bytes"), [(1, 32), (257, 512), (3000, 32), (5000, 512)])
+def test_pages_hold_what_flat_planes_hold(cases, count, page_bytes) -> None:
+    source = cases.smooth(count)
+    blank = np.full((3, words_of(count)), 0xDBDBDBDB, np.uint32)
+    pairs = np.zeros((block_count(count), 2), np.uint16)
+    for encode, expected in (
+        (
+            lambda planes: gpu.encode_rotated(to_device(source), planes, 2, KEY),
+            reference.encode_rotated(source, 3, 2, KEY),
+        ),
+        (
+            lambda planes: gpu.encode_minmax(to_device(source), planes, KEY),
+            reference.encode_minmax(source, 3, KEY),
+        ),
+    ):
+        planes = in_pages(blank, pairs, count, page_bytes, None)
+        unused = len(planes.region) - len(planes.table)
+        encode(planes)
+        body, headers = gathered(planes)
+        assert body.tobytes() == np.ascontiguousarray(expected.planes).tobytes()
+        assert headers.tobytes() == expected.headers.tobytes()
+        untouched = (planes.region.cpu().numpy().view(np.uint32) == 0xDBDBDBDB).all(axis=1)
+        assert untouched.sum() >= unused
+
+
+@pytest.mark.parametrize(("full_runs", "masked"), [(0, True), (1, False), (3, True), (5, False)])
+def test_runs_that_lost_a_plane_decode_from_what_is_left(cases, full_runs, masked) -> None:
+    page_bytes, bits, count = 128, 3, 5 * 1024 - 100  # five runs of four blocks
+    source = cases.smooth(count)
+    code = reference.encode_rotated(source, bits, 2, KEY)
+    lossy = np.array(code.planes)
+    lossy[bits - 1, full_runs * page_bytes // 4 :] = 0xDBDBDBDB
+    planes = in_pages(lossy, code.headers, count, page_bytes, full_runs)
+    words = reference.encode_mask(cases.gaussian(count), Predicate.ABOVE, 0.0, 0.0)
+    no_headers = np.zeros((0, 2), np.uint16)
+    mask = in_pages(words, no_headers, count, 32, None) if masked else None
+    found = poisoned(count, ElementType.FLOAT32)
+    gpu.decode_rotated(planes, 2, KEY, found, mask=mask)
+    target = reference.Target(count, mask=words if masked else None)
+    whole = reference.decode_rotated(code, target, bits, 2, KEY)
+    part = reference.decode_rotated(
+        reference.Code(code.planes[: bits - 1], code.headers), target, bits, 2, KEY
+    )
+    edge = full_runs * page_bytes * 8
+    assert bytes_of(found) == np.concatenate([whole[:edge], part[edge:]]).tobytes()
+    check_guard(found)
+
+
+def test_masks_derivatives_and_integers_live_in_pages_too(cases) -> None:
+    count, bits = 3000, 2
+    source = cases.gaussian(count)
+    no_headers = np.zeros((0, 2), np.uint16)
+    blank = np.zeros((bits, words_of(count)), np.uint32)
+    borders = np.array([-1, 0, 1], np.float32)
+    planes = in_pages(blank, no_headers, count, 64, None)
+    assert not gpu.encode_derivative(to_device(source), planes, to_device(borders))
+    expected = reference.encode_derivative(source, bits, borders)
+    assert gathered(planes)[0].tobytes() == expected.tobytes()
+    items = (cases.words(count, 4) % 4).astype(np.int16)
+    assert not gpu.encode_integers(to_device(items), planes, 0)
+    assert gathered(planes)[0].tobytes() == reference.encode_integers(items, bits, 0).tobytes()
+    found = torch.zeros(count, dtype=torch.int16, device=DEVICE)
+    gpu.decode_integers(planes, 0, found)
+    assert bytes_of(found) == items.tobytes()
+
+
+# --- contract -------------------------------------------------------------------------------
+
+
+def test_calls_outside_the_contract_are_refused() -> None:
+    planes = allocate_flat(300, 4, DEVICE, headers=True)
+    source = torch.zeros(300, device=DEVICE)
+    with pytest.raises(KernelError, match="rounds"):
+        gpu.encode_rotated(source, planes, 3, KEY)
+    with pytest.raises(KernelError, match="64 bits"):
+        gpu.encode_rotated(source, planes, 1, 2**64)
+    with pytest.raises(KernelError, match="float64"):
+        gpu.encode_rotated(source.double(), planes, 1, KEY)
+    with pytest.raises(KernelError, match="300 elements"):
+        gpu.encode_rotated(source[:299], planes, 1, KEY)
+    with pytest.raises(KernelError, match="memory order"):
+        gpu.encode_minmax(source.expand(1, 300).reshape(150, 2).t(), planes, KEY)
+    with pytest.raises(KernelError, match="given some up"):
+        gpu.decode_minmax(planes._replace(kept=3), source)
+    with pytest.raises(KernelError, match="without headers"):
+        gpu.decode_minmax(allocate_flat(300, 4, DEVICE, headers=False), source)
+    with pytest.raises(KernelError, match="words"):
+        flat_planes(torch.zeros((1, 4), dtype=torch.int32), None, 300, 1)
+    with pytest.raises(KernelError, match="3 borders"):
+        gpu.encode_derivative(source, allocate_flat(300, 2, DEVICE, headers=False), source)
+
+
+def test_nothing_is_done_for_no_elements() -> None:
+    planes = allocate_flat(0, 2, DEVICE, headers=True)
+    gpu.encode_rotated(torch.zeros(0, device=DEVICE), planes, 1, KEY)
+    assert planes.region.numel() == 0

@@ -1,0 +1,117 @@
+"""What the interpreter cannot see: every kernel through the real compiler, with no GPU at hand.
+
+Each is compiled to PTX (and by ``ptxas`` to machine code) for a Hopper GPU, and
+the PTX is read: nothing is contracted, flushed, approximated or divided fast.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("Triton interprets in this process", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from daf.kernels import gpu_bits, gpu_minmax, gpu_reduce_device, gpu_rotated  # noqa: E402
+
+HOPPER = GPUTarget("cuda", 90, 32)
+POINTERS = {
+    **dict.fromkeys(("region", "table", "headers", "mask_region", "mask_table"), "*i32"),
+    **dict.fromkeys(("borders", "scale", "shift", "factors"), "*fp32"),
+    **dict.fromkeys(("broken", "too_wide", "least", "greatest"), "*i32"),
+    **dict.fromkeys(("least_out", "greatest_out"), "*i32"),
+    **dict.fromkeys(("sums", "squares"), "*fp64"),
+    **dict.fromkeys(("low", "high", "off_value", "on_value"), "fp32"),
+}
+ELEMENTS = {0: "*i32", 1: "*i16", 2: "*i16"}
+FORBIDDEN = re.compile(r"\bfma\b|\bmad\.[a-z.]*f32|\.ftz|\.approx|div\.full|\brcp\b|\brsqrt\b")
+CODED = {"AFFINE": True, "PAGED": True, "BLOCKS": 4}
+READ = CODED | {"MASKED": 2, "ACCUMULATE": True}
+BITS_CODED = {"PAGED": True, "BLOCKS": 4}
+
+
+def kernels() -> list[tuple[str, object, dict[str, object]]]:
+    found: list[tuple[str, object, dict[str, object]]] = []
+
+    def add(kernel: object, **constants: object) -> None:
+        label = "-".join(f"{name}={value}" for name, value in constants.items())
+        found.append((f"{kernel.__name__}-{label}", kernel, constants))
+
+    for kind, bits in ((0, 4), (1, 2), (2, 1)):
+        rotated = {"TYPE": kind, "BITS": bits, "KEPT": bits, "ROUNDS": 2}
+        add(gpu_rotated.encode_rotated, **rotated, **CODED)
+        add(gpu_rotated.decode_rotated, **rotated, **READ)
+    for kind in (0, 1, 2):
+        add(gpu_minmax.encode_minmax, TYPE=kind, BITS=8 - kind, **CODED)
+        add(gpu_minmax.decode_minmax, TYPE=kind, BITS=8 - kind, **READ)
+    add(gpu_bits.encode_mask, TYPE=0, ABOVE=False, **BITS_CODED)
+    add(gpu_bits.decode_mask, TYPE=2, **BITS_CODED)
+    add(gpu_bits.apply_mask, TYPE=1, **BITS_CODED)
+    add(gpu_bits.encode_derivative, TYPE=1, BITS=3, **BITS_CODED)
+    add(gpu_bits.decode_derivative, TYPE=2, BITS=3, **BITS_CODED)
+    add(gpu_bits.apply_derivative, TYPE=0, BITS=3, **BITS_CODED)
+    flat = {"AFFINE": False, "PAGED": False, "BLOCKS": 4}
+    add(gpu_rotated.encode_rotated, TYPE=0, BITS=2, KEPT=2, ROUNDS=1, **flat)
+    add(
+        gpu_rotated.decode_rotated,
+        TYPE=0,
+        BITS=2,
+        KEPT=1,
+        ROUNDS=1,
+        MASKED=0,
+        ACCUMULATE=False,
+        **flat,
+    )
+    tile = {"TYPE": 1, "STEPS": 4}
+    for strategy, columns in ((0, 1), (1, 1), (2, 32)):
+        shape = {"STRATEGY": strategy, "ROWS": 2048 // columns, "COLUMNS": columns}
+        add(gpu_reduce_device.reduce_ranges, **tile, **shape)
+    add(gpu_reduce_device.finish_ranges, ROWS=512, COLUMNS=8)
+    add(gpu_reduce_device.span_sums, TYPE=0, SPANS=8)
+    for bits in (5, 64):
+        add(gpu_bits.encode_integers, BITS=bits, **BITS_CODED)
+        add(gpu_bits.decode_integers, BITS=bits, **BITS_CODED)
+    return found
+
+
+def signature_of(kernel: object, constants: dict[str, object]) -> dict[str, str]:
+    rotated = kernel.__name__.endswith("rotated")
+    types = {"thresholds": "*i8", "levels": "*i8" if rotated else "*fp32"} | POINTERS
+    elements = ELEMENTS[constants.get("TYPE", 1)]
+    types |= dict.fromkeys(("source", "destination", "gradient"), elements)
+    return {
+        name: "constexpr" if name in constants else types.get(name, "i32")
+        for name in kernel.arg_names
+    }
+
+
+@pytest.mark.parametrize(
+    ("kernel", "constants"),
+    [pytest.param(kernel, constants, id=name) for name, kernel, constants in kernels()],
+)
+def test_every_kernel_compiles_to_plain_ieee_arithmetic(kernel, constants) -> None:
+    source = ASTSource(kernel, signature_of(kernel, constants), constexprs=constants)
+    options = {"enable_fp_fusion": False, "num_warps": 4}
+    compiled = triton.compile(source, target=HOPPER, options=options)
+    ptx = compiled.asm["ptx"]
+    assert FORBIDDEN.findall(ptx) == []
+    assert len(compiled.asm["cubin"]) > 0
+    if kernel is gpu_rotated.encode_rotated:
+        assert "div.rn.f32" in ptx
+        assert "sqrt.rn.f32" in ptx
+
+
+def test_the_forbidden_is_found_where_contraction_is_on() -> None:
+    """The check can fail: with contraction allowed, the decoder's product and sum become one."""
+    constants = {"TYPE": 0, "BITS": 8} | READ
+    kernel = gpu_minmax.decode_minmax
+    source = ASTSource(kernel, signature_of(kernel, constants), constexprs=constants)
+    options = {"enable_fp_fusion": True, "num_warps": 4}
+    compiled = triton.compile(source, target=HOPPER, options=options)
+    assert FORBIDDEN.findall(compiled.asm["ptx"]) != []

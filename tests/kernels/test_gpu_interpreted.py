@@ -1,0 +1,24 @@
+"""The GPU tests in a process of their own, where Triton interprets its kernels in NumPy."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")
+FILES = sorted(Path(__file__).parent.glob("test_gpu*.py"))
+
+
+def test_gpu_kernels_under_the_interpreter() -> None:
+    own = [str(path) for path in FILES if path.stem in ("test_gpu", "test_gpu_reduce")]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *own]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(re.findall(r"(\d+) passed", done.stdout)[-1]) > 20
+    assert "skipped" not in done.stdout.splitlines()[-1]
