@@ -133,8 +133,8 @@ class Workload:
 def plain_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    batch: Batch,
-    loss_fn: Callable[[nn.Module, Batch], Any],
+    batch: Any,
+    loss_fn: Callable[[nn.Module, Any], Any],
 ) -> float:
     """The loop that everybody writes: the side of a comparison without DAF."""
     optimizer.zero_grad(set_to_none=True)
