@@ -20,6 +20,8 @@ from daf.profile import Profile
 
 # A plan is waited for so long before the first step, which takes as long as measuring did.
 PATIENCE_S = 3.0
+# By how much the same process holds more when it is started again, where a least budget is named.
+ANOTHER_PROCESS_BYTES = 2 * 2**20
 # What the search may hold meanwhile: 20 MB were measured for 1,000 sites.
 SEARCH_BYTES = 24 * 2**20
 # A model so small that its peak is lost in the floor would make proportions meaningless.
@@ -161,7 +163,7 @@ class Choosing:
         least = planner.least_feasible_budget(
             self.profile, policy=terms.policy, tolerance=terms.tolerance, allowed=terms.allowed
         )
-        return self._actual(least)
+        return self._actual(least) + ANOTHER_PROCESS_BYTES
 
     # --- correction -------------------------------------------------------------------------
 
@@ -216,7 +218,7 @@ class Choosing:
 
     def _corrected_error(self, error: BudgetError, budget_bytes: int) -> BudgetError:
         assert self.profile is not None
-        if error.least_bytes is None or self._factor == 1.0:
+        if error.least_bytes is None:
             return error
-        least = self._actual(error.least_bytes)
+        least = self._actual(error.least_bytes) + ANOTHER_PROCESS_BYTES
         return BudgetError(planner.refusal(self.profile, budget_bytes, least), least)
