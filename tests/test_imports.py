@@ -27,7 +27,7 @@ ROWS = (
     ("daf.sensitivity.result", 2),
     ("daf.sensitivity.separate", 2),
     ("daf.sensitivity", 4),
-    ("daf.allocation", 2),
+    ("daf.allocation", 4),
     ("daf.noise", 2),
     ("daf.execution", 3),
     ("daf.store", 2),

@@ -25,6 +25,7 @@ from daf.errors import BudgetError, DataError
 from daf.kernels import header_bytes, plane_bytes
 from daf.kernels.code_errors import relative_error
 from daf.plan import KEEP, Method, Site, Treatment
+from daf.planning.highs import LinearProgram, Rows
 from daf.units import format_bytes
 
 Floats = NDArray[np.float64]
@@ -35,6 +36,10 @@ STANDARD_TREATMENTS = (
     Treatment(Method.MINMAX, 8),
     KEEP,
 )
+
+
+RELATIVE_GAP = 1e-3
+MOST_NODES = 200
 
 
 class Choice(NamedTuple):
@@ -210,7 +215,35 @@ def _solved(sites: Sequence[CodedSite], limit: float, cost: Measure, load: Measu
             used += step.load
         else:
             blocked.add(step.site)
-    return _allocation(sites, _exchanged(sites, chosen, limit, cost, load), bound)
+    exchanged = _exchanged(sites, chosen, limit, cost, load)
+    return _allocation(sites, _proven(sites, exchanged, limit, cost, load), bound)
+
+
+def _proven(
+    sites: Sequence[CodedSite],
+    found: list[Choice],
+    limit: float,
+    cost: Measure,
+    load: Measure,
+) -> list[Choice]:
+    """What HiGHS finds, where that is better: exchanges of pairs can miss it on few sites."""
+    flat = [(site, choice) for site, each in enumerate(sites) for choice in each.choices]
+    scale_cost = max(1e-30, *(cost(choice) for _, choice in flat))
+    scale_load = max(1e-30, *(load(choice) for _, choice in flat))
+    program = LinearProgram(
+        np.array([cost(choice) / scale_cost for _, choice in flat]), np.ones(len(flat))
+    )
+    owner, column = [site for site, _ in flat], list(range(len(flat)))
+    program.add_rows(Rows(owner, column, 1.0, lower=1.0, upper=1.0, count=len(sites)))
+    loads = np.array([[load(choice) / scale_load for _, choice in flat]])
+    program.add_rows(Rows.of_dense(loads, lower=-np.inf, upper=limit / scale_load))
+    whole = np.ones(len(flat), dtype=np.bool_)
+    answer = program.solve(whole=whole, relative_gap=RELATIVE_GAP, most_nodes=MOST_NODES)
+    if answer.amounts is None:
+        return found
+    better = [flat[place][1] for place in np.flatnonzero(answer.amounts > 0.5)]
+    within = len(better) == len(sites) and sum(map(load, better)) <= limit
+    return better if within and sum(map(cost, better)) < sum(map(cost, found)) else found
 
 
 def _lower_hull(choices: Sequence[Choice], cost: Measure, load: Measure) -> list[Choice]:
