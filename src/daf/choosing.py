@@ -98,7 +98,8 @@ class Choosing:
         if first is None:
             return None
         before_update = first.predicted_peak_bytes - profile.optimizer_bytes
-        return replace(first, predicted_peak_bytes=before_update)
+        in_update = planner.update_peak_bytes(profile, release=first.release_gradients)
+        return replace(first, predicted_peak_bytes=max(before_update, in_update))
 
     def settle(self, measured_peak_bytes: int, budget_bytes: int) -> None:
         """The first full-size step was measured; go on with the plan, corrected by that.

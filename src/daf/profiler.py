@@ -28,7 +28,7 @@ from daf.execution.microbatch import (
     split_refusal,
 )
 from daf.execution.observation import Observation
-from daf.memory import compiler, measure
+from daf.memory import account_meter, compiler, measure
 from daf.memory.keeper import MemoryKeeper
 from daf.plan import Policy, coded_policy, plain_policy
 from daf.profile import Profile
@@ -37,6 +37,7 @@ from daf.speeds import device_speeds
 from daf.store.spill import SpillOptions
 
 PROBE_ELEMENTS = 4096
+UPDATE_PROBE_ELEMENTS = 1 << 19
 # Bytes of the same order count in an update: parameter, gradient and state, read and written.
 UPDATE_PASSES = 2
 
@@ -84,15 +85,52 @@ def optimizer_bytes_to_come(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _state_ratio(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float:
-    probe = nn.Parameter(torch.zeros(PROBE_ELEMENTS))
+    trial = _trial(optimizer, group, PROBE_ELEMENTS)
+    if trial is None:
+        return 2.0
+    (probe,) = trial.param_groups[0]["params"]
+    return _state_bytes(trial.state[probe]) / probe.nbytes
+
+
+def update_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes that the optimizer's step holds in passing, beside the state that it leaves.
+
+    A parameter is updated after another, so the largest tells; how much of it, a trial on a
+    made-up one does. Where that cannot be, two tensors like it are assumed.
+    """
+    largest = [
+        (group, max((each.nbytes for each in group["params"] if each.requires_grad), default=0))
+        for group in optimizer.param_groups
+    ]
+    return max(
+        (int(nbytes * _update_ratio(optimizer, group)) for group, nbytes in largest), default=0
+    )
+
+
+def _update_ratio(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float:
+    trial = _trial(optimizer, group, UPDATE_PROBE_ELEMENTS)
+    if trial is None or not account_meter.is_exact():
+        return 2.0
+    (probe,) = trial.param_groups[0]["params"]
+    meter = account_meter.open_meter()
+    meter.begin()
+    compiler.step(trial)
+    return meter.take_peak() / float(probe.nbytes)
+
+
+def _trial(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], elements: int
+) -> torch.optim.Optimizer | None:
+    """An optimizer of the same class and settings that has made one step of a small parameter."""
+    probe = nn.Parameter(torch.zeros(elements))
     probe.grad = torch.ones_like(probe)
     settings = {name: group[name] for name in optimizer.defaults if name in group}
     try:
         trial = type(optimizer)([probe], **settings)
         compiler.step(trial)
     except (TypeError, ValueError, RuntimeError):
-        return 2.0
-    return _state_bytes(trial.state[probe]) / probe.nbytes
+        return None
+    return trial
 
 
 @contextmanager
@@ -288,15 +326,10 @@ class Profiler:
             update_ms=1000.0 * UPDATE_PASSES * touched / speeds.copy,
             speeds=speeds,
             weights={},
-            update_bytes=self._update_bytes(),
+            update_bytes=update_bytes(self._optimizer),
             split_refusal=refusal,
             recycles=self._keeper.recycles,
         )
-
-    def _update_bytes(self) -> int:
-        """What the optimizer's step holds in passing: about two tensors like its largest."""
-        trained = (each.nbytes for each in self._model.parameters() if each.requires_grad)
-        return 2 * max(trained, default=0)
 
     def _make_room(self) -> None:
         self._capture.release_scratch()

@@ -70,6 +70,11 @@ class ResidentMeter:
             peaks[:] = [peak + missed for peak in peaks]
 
 
+def is_exact() -> bool:
+    """Does the allocator's account tell, or only samples of the resident size?"""
+    return bool(native.is_installed())
+
+
 def open_meter() -> Meter:
     """The best meter that there is now."""
-    return AccountMeter() if native.is_installed() else ResidentMeter()
+    return AccountMeter() if is_exact() else ResidentMeter()

@@ -13,7 +13,7 @@ import numpy as np
 from daf.errors import BudgetError, UnknownNameError
 from daf.plan import Plan
 from daf.planning import policies
-from daf.planning.candidate import Candidate, without_margin
+from daf.planning.candidate import Candidate, with_margin, without_margin
 from daf.planning.highs import LinearProgram
 from daf.planning.options import Allowed
 from daf.profile import Profile
@@ -153,6 +153,13 @@ def first_plan(
     if found.peak_bytes(profile) >= plan.predicted_peak_bytes:
         return None
     return found.as_plan(profile, budget_bytes, "first step")
+
+
+def update_peak_bytes(profile: Profile, *, release: bool) -> int:
+    """The process's peak (bytes) in the optimizer's own step, margin included."""
+    gradients = 0 if release else profile.gradient_bytes
+    held = profile.resident_bytes + profile.optimizer_bytes + gradients + profile.update_bytes
+    return with_margin(profile, held)
 
 
 def tighter_plan(
