@@ -162,7 +162,7 @@ def test_a_peak_as_predicted_leaves_the_plan_as_it_is() -> None:
     plan = choosing.begin(measured, budget)
     assert choosing.first is not None
     predicted = choosing.first.predicted_peak_bytes
-    choosing.settle(predicted - measured.optimizer_bytes, budget)
+    choosing.settle(predicted, budget)
     assert choosing.evidence == Evidence(predicted, predicted)
     assert choosing.first is None
     assert choosing.running is plan
@@ -176,7 +176,7 @@ def test_a_higher_peak_than_predicted_corrects_every_later_plan() -> None:
     least = choosing.least_bytes()
     assert choosing.first is not None
     above = choosing.first.predicted_peak_bytes - measured.floor_bytes
-    measured_peak = choosing.first.predicted_peak_bytes + above // 20 - measured.optimizer_bytes
+    measured_peak = choosing.first.predicted_peak_bytes + above // 20
     choosing.settle(measured_peak, budget)
     choosing.between_steps()
     after = choosing.plan
@@ -364,3 +364,15 @@ def test_a_demanded_release_is_planned_wherever_the_batch_is_whole() -> None:
     never = Allowed(release_gradients=False)
     plan = planner.make_plan(measured, between(measured, 0.5, allowed=never), allowed=never)
     assert not plan.release_gradients
+
+
+def test_the_first_step_is_predicted_without_the_state_that_its_update_makes() -> None:
+    measured = large(60)
+    budget = between(measured, 0.7)
+    choosing = chosen(measured)
+    plan = choosing.begin(measured, budget)
+    whole = planner.first_plan(measured, plan, budget)
+    assert choosing.first is not None
+    assert whole is not None
+    before_update = choosing.first.predicted_peak_bytes
+    assert before_update == whole.predicted_peak_bytes - measured.optimizer_bytes
