@@ -278,6 +278,50 @@ void limit_holds() {
   allocator::set_limit(no_limit);
 }
 
+// Larger than a page's alignment, or small: oneDNN, which a refusal would crash.
+void what_must_be_served_is() {
+  allocator::trim(no_limit);
+  Account& account = allocator::account();
+  allocator::set_limit(account.held.current());
+  const uint64_t before = account.held.current(), overdrafts = account.overdrafts.value();
+  void* found[3] = {};
+  require(fake_allocate(&found[0], 64, 16384) == 0, "a small object beyond the limit");
+  require(fake_allocate(&found[1], 4096, 3 * mib) == 0, "scratch beyond the limit");
+  require(fake_allocate(&found[2], 128, 100000) == 0, "small scratch beyond the limit");
+  require(account.overdrafts.value() - overdrafts == 3, "overdrafts",
+          account.overdrafts.value() - overdrafts, 3);
+  void* refused = nullptr;
+  require(fake_allocate(&refused, 64, 16385) == ENOMEM, "a tensor beyond the limit must fail");
+  require(fake_allocate(&refused, 64, mib) == ENOMEM, "a large one, too");
+  for (void* each : found) fake_free(each);
+  require(account.held.current() == before, "nothing freed is kept above the limit",
+          account.held.current(), before);
+  allocator::set_limit(no_limit);
+}
+
+// What a reused block holds beyond its size makes room before anything is refused.
+void live_blocks_are_fitted() {
+  Account& account = allocator::account();
+  allocator::trim(no_limit);
+  void* larger = nullptr;
+  require(fake_allocate(&larger, 64, 10 * mib) == 0, "before reuse");
+  fake_free(larger);
+  void* reused = nullptr;
+  require(fake_allocate(&reused, 64, 9 * mib - 4096) == 0, "reuse");
+  const Held block{static_cast<char*>(reused), 9 * mib - 4096, 77};
+  write_stamp(block);
+  const uint64_t held = account.held.current();
+  allocator::set_limit(held);
+  void* next = nullptr;
+  require(fake_allocate(&next, 64, mib) == 0, "live blocks give their excess back");
+  require(account.held.current() <= held, "within the limit", account.held.current(), held);
+  check_stamp(block);
+  fake_free(next);
+  require(fake_allocate(&next, 64, 4 * mib) == ENOMEM, "no more than their excess");
+  fake_free(reused);
+  allocator::set_limit(no_limit);
+}
+
 void fork_works() {
   void* shared = nullptr;
   require(fake_allocate(&shared, 64, 4 * mib) == 0, "before fork");
@@ -339,6 +383,8 @@ int main(int argc, char** argv) {
   allocator::set_limit(no_limit);
   check_account();
   limit_holds();
+  what_must_be_served_is();
+  live_blocks_are_fitted();
   grow_by_realloc();
   if (with_fork) fork_works();
   free_all();
