@@ -89,7 +89,7 @@ def _state_ratio(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> flo
     if trial is None:
         return 2.0
     (probe,) = trial.param_groups[0]["params"]
-    return _state_bytes(trial.state[probe]) / probe.nbytes
+    return float(_state_bytes(trial.state[probe]) / probe.nbytes)
 
 
 def update_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -115,7 +115,7 @@ def _update_ratio(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> fl
     meter = account_meter.open_meter()
     meter.begin()
     compiler.step(trial)
-    return meter.take_peak() / float(probe.nbytes)
+    return float(meter.take_peak() / probe.nbytes)
 
 
 def _trial(
