@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from daf.bench.peers import plain_step
 from daf.bench.pressure import PressureJob
-from daf.bench.workload import MEMORY_FORMATS, plain_step
+from daf.bench.workload import MEMORY_FORMATS
 from daf.errors import BudgetError
 from daf.memory import compiler, measure
 from daf.memory.measure import MemoryTimeline

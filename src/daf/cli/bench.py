@@ -18,9 +18,12 @@ from daf.bench.kernels_picture import draw_roofline
 from daf.bench.pool_picture import draw_times
 from daf.bench.pressure_picture import draw_pressure
 from daf.bench.result import BenchResult
+from daf.cli.bench_peers import peers_command
 from daf.report.allocator_picture import draw_trade
 
 app = typer.Typer(help="Measure DAF against what a user would pick instead.")
+
+app.command("peers")(peers_command)
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 QuickOption = Annotated[bool, typer.Option("--quick", help="A short run with fewer steps.")]
