@@ -189,14 +189,9 @@ def row(name: str, peak: float, step: float, *, is_daf: bool = False) -> dict[st
 
 
 def test_words_say_where_a_peer_wins() -> None:
-    said = verdicts(
-        [
-            row("plain", 1.0, 1.0),
-            row("A", 0.4, 1.1),
-            row("B", 0.9, 2.0),
-            row("DAF", 0.5, 1.2, is_daf=True),
-        ]
-    )
+    ours = row("DAF", 0.5, 1.2, is_daf=True)
+    lost = {"contestant": "C", "failed": "killed"}
+    said = verdicts([row("plain", 1.0, 1.0), row("A", 0.4, 1.1), row("B", 0.9, 2.0), ours, lost])
     assert said == [
         "Fastest: plain, 1.00 × plain's step at 1.00 × its peak.",
         "Smallest: A, 0.40 × plain's peak at 1.10 × its step.",

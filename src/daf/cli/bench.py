@@ -11,7 +11,7 @@ from rich.table import Table
 
 from daf.bench import allocator as allocator_bench
 from daf.bench import kernels as kernels_bench
-from daf.bench import main_job
+from daf.bench import main_job, packing, reduction
 from daf.bench import pool as pool_bench
 from daf.bench import pressure as pressure_bench
 from daf.bench.kernels_picture import draw_roofline
@@ -109,6 +109,40 @@ def pressure_command(
         result = pressure_bench.run(job, on_progress=status.update)
     if picture is not None:
         draw_pressure(result.rows, picture)
+    show(result, as_json=as_json)
+
+
+@app.command("packing")
+def packing_command(
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the stages into this PNG file.")
+    ] = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Time quantizing, packing and changing layouts apart, and beside one native pass."""
+    job = packing.quick_job() if quick else packing.PackingJob()
+    with Console(stderr=True).status("starting") as status:
+        result = packing.run(job, on_progress=status.update)
+    if picture is not None:
+        packing.draw_packing(result.rows, picture)
+    show(result, as_json=as_json)
+
+
+@app.command("reduction")
+def reduction_command(
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the strategies into this PNG file.")
+    ] = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Time ranges of tensors and channels by tree, atomics and both, beside PyTorch's."""
+    job = reduction.quick_job() if quick else reduction.ReductionJob()
+    with Console(stderr=True).status("starting") as status:
+        result = reduction.run(job, on_progress=status.update)
+    if picture is not None:
+        reduction.draw_reduction(result.rows, picture)
     show(result, as_json=as_json)
 
 
