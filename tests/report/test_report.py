@@ -238,6 +238,17 @@ def test_the_command_writes_page_and_picture(make_run: Any, tmp_path: Path) -> N
     assert "measured peak" in ran.output
 
 
+def test_a_program_gets_the_comparison_as_json(make_run: Any) -> None:
+    one, two = make_run("one"), make_run("two", peak_bytes=500 * MB)
+    ran = CliRunner().invoke(app, ["report", str(one), str(two), "--json"])
+    told = json.loads(ran.stdout)
+    assert [run["name"] for run in told["runs"]] == ["one", "two"]
+    assert told["runs"][1]["peak_bytes"] == 500 * MB
+    assert told["findings"][0].startswith("two peaked at 0.80 ×")
+    assert told["page"] == str(one / "report.html")
+    assert told["picture"] is None
+
+
 def test_the_command_refuses_what_it_cannot_do(make_run: Any, tmp_path: Path) -> None:
     run = make_run()
     text_only = CliRunner().invoke(app, ["report", str(run), "--text"])
@@ -248,3 +259,6 @@ def test_the_command_refuses_what_it_cannot_do(make_run: Any, tmp_path: Path) ->
     nowhere = CliRunner().invoke(app, ["report", str(run), "--html", str(tmp_path / "no" / "a")])
     assert nowhere.exit_code == 2
     assert "name another --html" in nowhere.stderr
+    drawn = CliRunner().invoke(app, ["report", str(run), "--png", str(tmp_path / "no" / "a.png")])
+    assert drawn.exit_code == 2
+    assert "name another --png" in drawn.stderr
