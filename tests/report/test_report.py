@@ -27,6 +27,7 @@ from daf.report.page import page
 from daf.report.picture import draw_report
 from daf.report.runs import read_run, read_runs
 from daf.report.scale import thinned, ticks
+from daf.report.sections import NOISE_KEY
 from daf.report.terminal import show_report, spark
 from daf.report.treatments import COLOURS, strips_of, totals_by_method
 
@@ -180,6 +181,18 @@ def test_hostile_names_are_text_and_stay_inside_their_script(make_run: Any) -> N
     folder = make_run(model=name)
     text = page([read_run(folder, name), read_run(folder, "b")])
     assert "<script>alert" not in text
+
+
+def test_noise_is_a_curve_where_it_was_logged(make_run: Any) -> None:
+    folder = make_run()
+    assert "Gradient noise" not in page([read_run(folder)])
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    logged = [line | {NOISE_KEY: 0.1} if line["step"] % 10 == 0 else line for line in lines]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in logged))
+    text = page([read_run(folder)])
+    assert text.count('class="chart"') == 4
+    assert "Gradient noise of the codes" in text
+    assert "[10.0,0.1],[20.0,0.1]" in text
 
 
 def test_without_records_of_the_plan_the_page_says_so(make_run: Any) -> None:
