@@ -195,11 +195,11 @@ def test_words_say_where_a_peer_wins() -> None:
     assert said == [
         "Fastest: plain, 1.00 × plain's step at 1.00 × its peak.",
         "Smallest: A, 0.40 × plain's peak at 1.10 × its step.",
-        "DAF loses in both to A; it beats in both B.",
+        "Beside DAF: faster are “plain” and “A”; smaller is “A”; both is “A”.",
         "C did not run: killed",
     ]
     alone = verdicts([row("plain", 1.0, 1.0), row("DAF", 0.5, 1.2, is_daf=True)])
-    assert alone[-1] == "DAF loses in both to no peer; it beats in both no peer."
+    assert alone[-1] == "Beside DAF: faster is “plain”; smaller is nobody; both is nobody."
 
 
 def test_figures_compare_at_the_same_budget(quick: Callable[..., peers_job.PeersJob]) -> None:

@@ -56,7 +56,7 @@ def cells(row: Row) -> list[str]:
 
 
 def verdicts(rows: Sequence[Row]) -> list[str]:
-    """Who is fastest, who smallest, and for every run of DAF which peers beat it in both."""
+    """Who is fastest, who smallest, and for every run of DAF which peers beat it."""
     ran = [row for row in rows if "step_ratio" in row]
     fastest = min(ran, key=lambda row: float(row["step_ratio"]))
     smallest = min(ran, key=lambda row: float(row["peak_ratio"]))
@@ -77,25 +77,22 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
 
 
 def _beside_peers(ours: Row, peers: Sequence[Row]) -> str:
-    better = [
-        row["contestant"]
-        for row in peers
-        if row["peak_ratio"] <= ours["peak_ratio"] and row["step_ratio"] <= ours["step_ratio"]
-    ]
-    worse = [
-        row["contestant"]
-        for row in peers
-        if row["peak_ratio"] >= ours["peak_ratio"] and row["step_ratio"] >= ours["step_ratio"]
-    ]
-    lost = f"loses in both to {_listed(better)}" if better else "loses in both to no peer"
-    won = f"beats in both {_listed(worse)}" if worse else "beats in both no peer"
-    return f"{ours['contestant']} {lost}; it {won}."
+    faster = [row for row in peers if row["step_ratio"] < ours["step_ratio"]]
+    smaller = [row for row in peers if row["peak_ratio"] < ours["peak_ratio"]]
+    both = [row for row in faster if row in smaller]
+    return (
+        f"Beside {ours['contestant']}: faster {_listed(faster)}; smaller {_listed(smaller)}; "
+        f"both {_listed(both)}."
+    )
 
 
-def _listed(names: Sequence[str]) -> str:
+def _listed(rows: Sequence[Row]) -> str:
+    names = [f"“{row['contestant']}”" for row in rows]
+    if not names:
+        return "is nobody"
     if len(names) == 1:
-        return names[0]
-    return f"{', '.join(names[:-1])} and {names[-1]}"
+        return f"is {names[0]}"
+    return f"are {', '.join(names[:-1])} and {names[-1]}"
 
 
 def _bars(rows: Sequence[Row], key: str, heading: str) -> Markup:
