@@ -250,6 +250,81 @@ def count_table(result: dict[str, Any], name: str, between: list[str]) -> str:
     return "\n".join([measured_by(result, name), "", *between, "| | |", "|---|---|", *lines])
 
 
+def peers_figures(result: dict[str, Any]) -> str:
+    """The side-by-side's table, in Markdown; who did not run says why."""
+    machine = result["machine"]
+    lines = [
+        f"Measured by `daf bench peers --json` ({result['notes'][0]}; {machine['processor']}, "
+        f"{machine['cores']} cores, torch {machine['torch']}):",
+        "",
+        "| contestant | peak above floor ÷ plain's | predicted peak | saved for backward | "
+        "step ÷ plain's | examples/s | last loss | gradient error |",
+        "|---|---|---|---|---|---|---|---|",
+        *(peers_line(row) for row in result["rows"]),
+    ]
+    return "\n".join(lines)
+
+
+def peers_line(row: dict[str, Any]) -> str:
+    """One contestant."""
+    if "step_ratio" not in row:
+        why = "its budget was refused" if "refused" in row else "failed"
+        return f"| {row['contestant']} | {why} | | | | | | |"
+    predicted, saved, error = (
+        row[name] for name in ("predicted_peak_bytes", "saved_bytes_peak", "gradient_error")
+    )
+    return (
+        f"| {row['contestant']} | {row['peak_ratio']:.3f} "
+        f"| {'' if predicted is None else f'{predicted / MB:.0f} MB'} "
+        f"| {'' if saved is None else f'{saved / MB:.1f} MB'} | {row['step_ratio']:.3f} "
+        f"| {row['examples_per_s']:.1f} | {row['loss']:.4f} "
+        f"| {'' if error is None else f'{error:.2g}'} |"
+    )
+
+
+def packing_figures(result: dict[str, Any]) -> str:
+    """What packing costs, in Markdown."""
+    machine = result["machine"]
+    return "\n".join(
+        [
+            f"Measured by `daf bench packing --json` ({result['notes'][0]}; "
+            f"{machine['processor']}):",
+            "",
+            "| bits | quantize, ms | pack, ms | change layout, ms | one native pass, ms "
+            "| memcpy, ms |",
+            "|---|---|---|---|---|---|",
+            *(
+                f"| {row['bits']} | {row['quantize_ms']:.1f} | {row['pack_ms']:.1f} "
+                f"| {row['relayout_ms']:.1f} | {row['fused_ms']:.1f} | {row['memcpy_ms']:.1f} |"
+                for row in result["rows"]
+            ),
+        ]
+    )
+
+
+def reduction_figures(result: dict[str, Any]) -> str:
+    """Every strategy's time over PyTorch's, in Markdown."""
+    machine = result["machine"]
+    return "\n".join(
+        [
+            f"Measured by `daf bench reduction --json` ({result['notes'][0]}; "
+            f"{machine['processor']}); times ÷ PyTorch's:",
+            "",
+            "| outer × channels × inner | tree | atomics | hybrid | the rule takes |",
+            "|---|---|---|---|---|",
+            *(
+                f"| {row['outer']:,} × {row['channels']:,} × {row['inner']:,} | "
+                + " | ".join(
+                    f"{row[f'{name}_ms'] / row['torch_ms']:.2f}"
+                    for name in ("tree", "atomics", "hybrid")
+                )
+                + f" | {row['rule']} |"
+                for row in result["rows"]
+            ),
+        ]
+    )
+
+
 # (document, the results that its table is made of, by what); its marker names the results.
 TABLES = (
     (ROOT / "README.md", "main", main_figures),
@@ -259,6 +334,9 @@ TABLES = (
     (ROOT / "docs" / "sweep.md", "sweep", sweep_figures),
     (ROOT / "docs" / "sweep.md", "survival", survival_figures),
     (ROOT / "docs" / "sweep.md", "pressure", pressure_figures),
+    (ROOT / "docs" / "peers.md", "peers", peers_figures),
+    (ROOT / "docs" / "papers.md", "reduction", reduction_figures),
+    (ROOT / "docs" / "papers.md", "packing", packing_figures),
 )
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from daf.bench.peers import plain_step
 from daf.bench.static import accumulating_step, checkpoint_blocks
-from daf.bench.workload import plain_step
 from daf.bench.workloads import WORKLOADS, find_workload, named_workloads, tokens
 from daf.bench.workloads.lora import LowRank
 from daf.bench.workloads.sources import Sources

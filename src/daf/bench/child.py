@@ -89,4 +89,4 @@ class Child:
 def serve(answer: Callable[..., dict[str, Any]]) -> None:
     """What the process does: answer every line of words until standard input ends."""
     for line in sys.stdin:
-        print(json.dumps(answer(*line.split())), flush=True)
+        print(json.dumps(answer(*line.rstrip("\n").split(" "))), flush=True)

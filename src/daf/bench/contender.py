@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from daf.bench.child import Child, serve
+from daf.bench.peers import plain_step
 from daf.bench.static import accumulating_step, checkpoint_blocks
-from daf.bench.workload import plain_step
 from daf.bench.workloads import find_workload
 from daf.bench.workloads.sources import Sources
 from daf.errors import BudgetError

@@ -10,9 +10,10 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from daf.bench.child import Child
+from daf.bench.child import Child, ContestantError
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,11 @@ class Entry:
     # DAF's own allocator, with this cap on what it recycles (None: no cap).
     recycle: bool = False
     recycle_cap_bytes: int | None = None
+    # A budget of DAF's own choosing of plans; ``bits`` None then leaves the policy to the planner.
+    budget_bytes: int | None = None
+    # Something else than DAF (``bench.peers``), and how much of it: pieces, a share, bits.
+    peer: str | None = None
+    amount: float = 0.0
     # Another allocator's shared library, put before the C library's.
     preload: str | None = None
     # Which of ``levered.LEVERS`` a loop without planner uses; None: with bits, a session.
@@ -41,10 +47,15 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of a contestant."""
+    """One step of a contestant; ``peak_bytes`` is its process's high-water mark in the step."""
 
     loss: float
     step_ms: float
+    peak_bytes: int = 0
+
+
+class RefusedError(ContestantError):
+    """A contestant cannot do this job: its budget or its means are not enough; it lives on."""
 
 
 class Contestant:
@@ -59,21 +70,38 @@ class Contestant:
             entry.label,
             environment=_environment(entry),
         )
-        self._child.ask("ready")
+        try:
+            self._ask("ready")
+        except ContestantError:
+            self.close()
+            raise
 
     def step(self) -> Step:
         """Run one training step."""
-        answer = self._child.ask("step")
-        self.steps.append(Step(answer["loss"], answer["step_ms"]))
+        answer = self._ask("step")
+        self.steps.append(Step(**answer))
         return self.steps[-1]
 
     def facts(self) -> dict[str, Any]:
         """floor_bytes, peak_bytes, saved_bytes_plain, saved_bytes_peak so far, and the account."""
-        return self._child.ask("facts")
+        return self._ask("facts")
+
+    def write_gradient(self, path: Path) -> None:
+        """Write the first batch's gradient at the first weights, in the model's order, as fp32.
+
+        Afterwards its weights are not those of its training any more: ask for it last.
+        """
+        self._ask("gradient", path)
 
     def close(self) -> None:
         """End the process."""
         self._child.end()
+
+    def _ask(self, command: str, *words: object) -> dict[str, Any]:
+        answer = self._child.ask(command, *words)
+        if "refused" in answer:
+            raise RefusedError(f"{self.entry.label}: {answer['refused']}")
+        return answer
 
 
 def _environment(entry: Entry) -> Mapping[str, str]:

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from daf.bench.peers import plain_step
 from daf.bench.result import BenchResult
 from daf.bench.static import accumulating_step
-from daf.bench.workload import plain_step
 from daf.bench.workloads import WORKLOADS, find_workload
 from daf.bench.workloads.sources import Sources, default_sources
 from daf.bench.workloads.trainable import Loaded, Trainable

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from daf.bench.child import serve
+from daf.bench.peers import plain_step
 from daf.bench.pressure import PressureJob
-from daf.bench.workload import MEMORY_FORMATS, plain_step
+from daf.bench.workload import MEMORY_FORMATS
 from daf.errors import BudgetError
 from daf.governor.limits import read_bounds
 from daf.memory import compiler, measure

@@ -9,9 +9,9 @@ import json
 import sys
 from typing import Any
 
+from daf.bench.peers import plain_step
 from daf.bench.random_models import Built, build, draw
 from daf.bench.survival import Attempt
-from daf.bench.workload import plain_step
 from daf.errors import BudgetError
 from daf.memory import compiler, measure
 from daf.session import Session

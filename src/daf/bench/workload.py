@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from torch import nn
 
 from daf.bench.contestant import Entry
 from daf.bench.levered import LeveredLoop, gradient_bytes, state_bytes
+from daf.bench.peers import Setting, make_peer
 from daf.memory import measure
 from daf.memory.recycling import RecyclingAllocator
 from daf.memory.statistics import audit, stats
@@ -19,7 +22,9 @@ from daf.profiler import parameter_bytes
 from daf.session import Session
 from daf.training.batches import Batch, BatchOrder
 from daf.training.data import load_data
-from daf.training.models import find_model
+from daf.training.data.contents import ImageData, TextData
+from daf.training.data.tokens import SentenceData
+from daf.training.models import Recipe, find_model
 from daf.training.tasks import make_task, settle_goal
 
 MEMORY_FORMATS = {
@@ -48,33 +53,55 @@ class Workload:
         if entry.recycle:
             # Until the process ends: nothing of the workload outlives it.
             RecyclingAllocator(cap_bytes=entry.recycle_cap_bytes).__enter__()
-        torch.manual_seed(entry.seed)
         memory_format = MEMORY_FORMATS[entry.memory_format]
-        self.model = recipe.build(data.facts)
-        self.model.to(memory_format=memory_format)  # type: ignore[call-overload]
+        self._build = partial(_built, recipe, data, memory_format, entry.seed)
+        self.model = self._build()
         self.task = make_task(goal, data, self.model, memory_format=memory_format)
         self.order = BatchOrder(self.task.train_examples, entry.batch_size, entry.seed)
         self.optimizer = OPTIMIZERS[entry.optimizer](self.model, entry.learning_rate)
         self._entry = entry
         self._step_index = 0
+        self._peak_bytes = 0
         self._session = self._start_session()
         self._levered = self._start_levered()
+        setting = Setting(self.model, self.optimizer, self.task.loss, entry.seed)
+        self._peer = make_peer(entry.peer or "plain", setting, entry.amount)
 
     def step(self) -> dict[str, float]:
-        """One training step: its mean loss and its time, data loading left out."""
+        """One training step: its mean loss, its peak and its time, data loading left out."""
         batch = self._next_batch()
+        self._peak_bytes = max(self._peak_bytes, measure.peak_bytes())
+        measure.reset_peak()
         start_s = time.perf_counter()
         loss = self._run(batch)
-        return {"loss": loss, "step_ms": 1000 * (time.perf_counter() - start_s)}
+        step_ms = 1000 * (time.perf_counter() - start_s)
+        return {"loss": loss, "step_ms": step_ms, "peak_bytes": measure.peak_bytes()}
+
+    def write_gradient(self, path: Path) -> None:
+        """Write the first batch's gradient at the first weights as raw fp32, in the model's order.
+
+        The optimizer's step follows as ever, so the model is of no use afterwards.
+        """
+        self.model.load_state_dict(self._build().state_dict())
+        torch.manual_seed(self._entry.seed)
+        self._step_index = 0
+        hook = self.optimizer.register_step_pre_hook(lambda *_: _write_gradients(self.model, path))
+        self._run(self._next_batch())
+        hook.remove()
 
     def facts(self) -> dict[str, Any]:
         """Bytes so far, in ``summary.json``'s names."""
         session, counted = self._session, self._session or self._levered
         return {
             "floor_bytes": self.floor_bytes,
-            "peak_bytes": session.peak_bytes if session else measure.peak_bytes(),
+            "peak_bytes": max(
+                self._peak_bytes, session.peak_bytes if session else measure.peak_bytes()
+            ),
+            "predicted_peak_bytes": session.predicted_peak_bytes if session else None,
             "saved_bytes_plain": counted.saved_bytes_plain if counted else None,
-            "saved_bytes_peak": counted.saved_bytes_peak if counted else None,
+            "saved_bytes_peak": (
+                counted.saved_bytes_peak if counted else self._peer.saved_peak_bytes()
+            ),
             "parameter_bytes": parameter_bytes(self.model),
             "gradient_bytes": self._gradient_bytes(),
             "state_bytes": state_bytes(self.optimizer),
@@ -98,12 +125,13 @@ class Workload:
         }
 
     def _start_session(self) -> Session | None:
-        if self._entry.bits is None or self._entry.levers is not None:
+        entry = self._entry
+        if entry.levers is not None or (entry.bits is None and entry.budget_bytes is None):
             return None
         return Session(
             self.model,
             self.optimizer,
-            None,
+            self._entry.budget_bytes,
             bits=self._entry.bits,
             seed=self._entry.seed,
             floor_bytes=self.floor_bytes,
@@ -127,20 +155,23 @@ class Workload:
             return self._session.step(batch, self.task.loss).loss
         if self._levered is not None:
             return self._levered.step(batch, self.task.loss)
-        return plain_step(self.model, self.optimizer, batch, self.task.loss)
+        return self._peer.step(batch)
 
 
-def plain_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: Any,
-    loss_fn: Callable[[nn.Module, Any], Any],
-) -> float:
-    """The loop that everybody writes: the side of a comparison without DAF."""
-    optimizer.zero_grad(set_to_none=True)
-    found = loss_fn(model, batch)
-    # A sum with its weight, or the mean itself (the design's section 2).
-    loss: torch.Tensor = found[0] / found[1] if isinstance(found, tuple) else found
-    loss.backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
-    return loss.item()
+def _built(
+    recipe: Recipe,
+    data: ImageData | TextData | SentenceData,
+    memory_format: torch.memory_format,
+    seed: int,
+) -> nn.Module:
+    torch.manual_seed(seed)
+    model = recipe.build(data.facts)
+    model.to(memory_format=memory_format)  # type: ignore[call-overload]
+    return model
+
+
+def _write_gradients(model: nn.Module, path: Path) -> None:
+    with path.open("wb") as file:
+        for parameter in model.parameters():
+            gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            gradient.detach().float().contiguous().numpy().tofile(file)

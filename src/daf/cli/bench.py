@@ -21,7 +21,7 @@ from rich.progress import (
 from rich.table import Table
 
 from daf.bench import accuracy as accuracy_bench
-from daf.bench import accuracy_jobs, main_job
+from daf.bench import accuracy_jobs, main_job, packing, reduction
 from daf.bench import allocator as allocator_bench
 from daf.bench import gradients as gradients_bench
 from daf.bench import kernels as kernels_bench
@@ -38,9 +38,12 @@ from daf.bench.pressure_picture import draw_pressure
 from daf.bench.result import BenchResult
 from daf.bench.sweep_picture import draw_sweep
 from daf.bench.workloads import named_workloads
+from daf.cli.bench_peers import peers_command
 from daf.report.allocator_picture import draw_trade
 
 app = typer.Typer(help="Measure DAF against what a user would pick instead.")
+
+app.command("peers")(peers_command)
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 QuickOption = Annotated[bool, typer.Option("--quick", help="A short run with fewer steps.")]
@@ -228,6 +231,40 @@ def sweep_command(
     keep(result, out)
     if picture is not None:
         draw_sweep(result.rows, picture)
+    show(result, as_json=as_json)
+
+
+@app.command("packing")
+def packing_command(
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the stages into this PNG file.")
+    ] = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Time quantizing, packing and changing layouts apart, and beside one native pass."""
+    job = packing.quick_job() if quick else packing.PackingJob()
+    with Console(stderr=True).status("starting") as status:
+        result = packing.run(job, on_progress=status.update)
+    if picture is not None:
+        packing.draw_packing(result.rows, picture)
+    show(result, as_json=as_json)
+
+
+@app.command("reduction")
+def reduction_command(
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the strategies into this PNG file.")
+    ] = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Time ranges of tensors and channels by tree, atomics and both, beside PyTorch's."""
+    job = reduction.quick_job() if quick else reduction.ReductionJob()
+    with Console(stderr=True).status("starting") as status:
+        result = reduction.run(job, on_progress=status.update)
+    if picture is not None:
+        reduction.draw_reduction(result.rows, picture)
     show(result, as_json=as_json)
 
 

@@ -22,6 +22,7 @@ from daf.training.interrupt import InterruptWatch
 from daf.training.job import Job, make_job
 from daf.training.memory_log import MemoryLog
 from daf.training.observer import Observer, StepRecord
+from daf.training.plan_record import write_plan_records
 from daf.training.run_folder import RunFolder
 from daf.training.settings import TrainSettings
 from daf.training.summary import summarize
@@ -290,6 +291,7 @@ class _Run:
         summary = summarize(
             self._job, self._folder.read_metrics(), self._evaluations, finished=finished
         )
+        write_plan_records(self._job, self._folder)
         self._folder.write_summary(summary)
         return summary
 

@@ -7,6 +7,8 @@
 ``checkpoint/``        ``state.safetensors``: all that ``--resume`` needs
 ``model.safetensors``  the weights alone
 ``summary.json``       the run in numbers
+``plan.json``          the plan it ended with: policy, reasons, the account of its peak
+``sites.jsonl``        one line for every tensor saved in its last step, and what was done to it
 ``memory.png``         ``memory.jsonl`` as a picture
 ``history.jsonl``      who asked for memory in one step, if that was asked for
 ``history.png``        ``history.jsonl`` as a picture
@@ -16,7 +18,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,8 @@ class RunFolder:
         self.summary = path / "summary.json"
         self.picture = path / "memory.png"
         self.history = path / "history.jsonl"
+        self.plan = path / "plan.json"
+        self.sites = path / "sites.jsonl"
 
     def claim(self) -> None:
         """Make the folder for a new run.
@@ -96,6 +100,15 @@ class RunFolder:
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write ``summary.json``, atomically."""
         _write_json(self.summary, summary)
+
+    def write_plan(self, plan: Mapping[str, Any]) -> None:
+        """Write ``plan.json``, atomically."""
+        _write_json(self.plan, plan)
+
+    def write_sites(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write ``sites.jsonl``, atomically."""
+        with replacing(self.sites) as file:
+            file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
 
     def write_weights(self, model: nn.Module) -> None:
         """Write ``model.safetensors``, atomically."""

@@ -1,0 +1,79 @@
+"""``daf report``: runs as one HTML file, one picture, and text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from daf.cli import options
+from daf.errors import RunFolderError
+from daf.report.comparison import findings
+from daf.report.page import page
+from daf.report.picture import draw_report
+from daf.report.runs import Run, read_runs
+from daf.report.terminal import show_report
+
+Folders = Annotated[list[Path], typer.Argument(help="Run folders that `daf train` left.")]
+
+
+def report_command(
+    runs: Folders,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="The page; by default report.html in the first run's folder."),
+    ] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the same into this PNG file too.")] = None,
+    text: Annotated[
+        bool, typer.Option("--text", help="Print the report only, and write no page.")
+    ] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Show one run, or compare several: memory, account, plan, loss and throughput."""
+    if text and html is not None:
+        raise typer.BadParameter("--text writes no page; leave --text or --html out")
+    found = read_runs(runs)
+    written = None if text else html or runs[0] / "report.html"
+    if written is not None:
+        _write(written, page(found))
+    if png is not None:
+        _draw(png, found)
+    if as_json:
+        typer.echo(json.dumps(_told(found) | {"page": _text(written), "picture": _text(png)}))
+        return
+    console = Console()
+    show_report(found, console)
+    for name, path in (("page", written), ("picture", png)):
+        if path is not None:
+            console.print(f"{name}: {path}", highlight=False, markup=False)
+
+
+def _told(runs: list[Run]) -> dict[str, Any]:
+    """The comparison as plain values: every run's summary, and what differs in words."""
+    return {
+        "runs": [{"name": run.name, **run.summary} for run in runs],
+        "findings": findings(runs),
+    }
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _write(path: Path, content: str) -> None:
+    try:
+        path.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise RunFolderError(
+            f"cannot write {path}: {error.strerror}; name another --html"
+        ) from error
+
+
+def _draw(path: Path, runs: list[Run]) -> None:
+    try:
+        draw_report(runs, path)
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"cannot draw into {path}: {error}; name another --png") from error

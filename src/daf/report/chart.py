@@ -1,0 +1,251 @@
+"""A line chart as HTML: an SVG that stretches to its place, and labels that keep their size.
+
+The plot alone is SVG, drawn in a square of 1000 units that the page stretches;
+ticks and names are HTML beside it, so that they stay readable on a phone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from daf.report.markup import Markup, element
+from daf.report.memory_picture import spread
+from daf.report.scale import Point, number, ticks
+
+_UNITS = 1000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """A line and the class that colours it; ``filled`` down to the bottom where it is an amount."""
+
+    name: str
+    points: Sequence[Point]
+    style: str
+    filled: bool = False
+    stepped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LevelLine:
+    """A horizontal line with its name, such as a budget."""
+
+    name: str
+    value: float
+    style: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shade:
+    """A stretch of the x axis that stands for something."""
+
+    name: str
+    start: float
+    end: float
+    style: str
+
+
+@dataclass(frozen=True, slots=True)
+class LineChart:
+    """What to draw; ``low`` is where the y axis begins (None: just below the least value)."""
+
+    title: str
+    x_name: str
+    y_name: str
+    series: Sequence[Series]
+    levels: Sequence[LevelLine] = ()
+    shades: Sequence[Shade] = ()
+    low: float | None = 0.0
+
+    @property
+    def x_range(self) -> tuple[float, float]:
+        """From the first point's x to the last one's."""
+        places = [x for each in self.series for x, _ in each.points]
+        return min(places), max(places)
+
+    @property
+    def y_range(self) -> tuple[float, float]:
+        """From ``low`` to a little above everything."""
+        values = [y for each in self.series for _, y in each.points]
+        values += [level.value for level in self.levels]
+        least, most = min(values), max(values)
+        margin = 0.08 * (most - least) or 0.08 * abs(most) or 1.0
+        return (least - margin if self.low is None else self.low), most + margin
+
+    def html(self) -> Markup:
+        """The chart; its points are in it as JSON, for the cursor that the page's script moves."""
+        return element(
+            "figure",
+            element("figcaption", self.title),
+            self._frame(),
+            self._legend(),
+            element("p", Markup("&nbsp;"), class_="readout", aria_live="polite"),
+            element("script", Markup(self._data()), type="application/json"),
+            class_="chart",
+            tabindex="0",
+            role="group",
+            aria_label=f"{self.title}. {self._summary()} Arrow keys move along the line.",
+        )
+
+    def _summary(self) -> str:
+        parts = []
+        for each in self.series:
+            values = [y for _, y in each.points]
+            parts.append(
+                f"{each.name}: from {number(values[0])} to {number(values[-1])}, "
+                f"at least {number(min(values))}, at most {number(max(values))}."
+            )
+        parts += [f"{level.name}: {number(level.value)}." for level in self.levels]
+        return " ".join(parts)
+
+    def _data(self) -> str:
+        content = {
+            "x": self.x_range,
+            "y": self.y_range,
+            "x_name": self.x_name,
+            "y_name": self.y_name,
+            "series": [
+                {"name": each.name, "style": each.style, "points": [_short(p) for p in each.points]}
+                for each in self.series
+            ],
+        }
+        return json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
+
+    def _frame(self) -> Markup:
+        return element(
+            "div",
+            element("div", self.y_name, class_="y-name"),
+            element("div", *self._y_labels(), class_="y-ticks", aria_hidden="true"),
+            element("div", self._svg(), *self._shade_names(), class_="plot"),
+            element("div", *self._level_names(), class_="level-names", aria_hidden="true"),
+            element("div", *self._x_labels(), class_="x-ticks", aria_hidden="true"),
+            element("div", self.x_name, class_="x-name"),
+            class_="frame" + (" with-levels" if self.levels else ""),
+        )
+
+    def _across(self, x: float) -> float:
+        low, high = self.x_range
+        return (x - low) / (high - low) if high > low else 0.5
+
+    def _up(self, y: float) -> float:
+        low, high = self.y_range
+        return (y - low) / (high - low)
+
+    def _svg(self) -> Markup:
+        return element(
+            "svg",
+            *(self._shade(shade) for shade in self.shades),
+            *(self._across_line(y, "grid") for y in ticks(*self.y_range)),
+            *(mark for each in self.series for mark in self._marks(each)),
+            *(self._across_line(level.value, f"level {level.style}") for level in self.levels),
+            element("line", class_="cursor", x1=0, x2=0, y1=0, y2=_UNITS),
+            viewBox=f"0 0 {_UNITS:.0f} {_UNITS:.0f}",
+            preserveAspectRatio="none",
+            aria_hidden="true",
+        )
+
+    def _across_line(self, y: float, style: str) -> Markup:
+        height = _place(1 - self._up(y))
+        return element("line", class_=style, x1=0, x2=_UNITS, y1=height, y2=height)
+
+    def _shade(self, shade: Shade) -> Markup:
+        start = self._across(max(shade.start, self.x_range[0]))
+        width = max(0.0, self._across(min(shade.end, self.x_range[1])) - start)
+        return element(
+            "rect",
+            class_=f"shade {shade.style}",
+            x=_place(start),
+            width=_place(width),
+            y=0,
+            height=_UNITS,
+        )
+
+    def _marks(self, series: Series) -> list[Markup]:
+        corners = list(series.points)
+        if series.stepped:
+            corners = [
+                corner
+                for (x, y), (next_x, _) in zip(corners, [*corners[1:], corners[-1]], strict=True)
+                for corner in ((x, y), (next_x, y))
+            ]
+        places = [f"{_place(self._across(x))},{_place(1 - self._up(y))}" for x, y in corners]
+        path = "M" + "L".join(places)
+        marks = [element("path", class_=f"line {series.style}", d=path)]
+        if series.filled:
+            first, last = self._across(corners[0][0]), self._across(corners[-1][0])
+            closed = f"{path}L{_place(last)},{_UNITS:.0f}L{_place(first)},{_UNITS:.0f}Z"
+            marks.insert(0, element("path", class_=f"area {series.style}", d=closed))
+        return marks
+
+    def _y_labels(self) -> list[Markup]:
+        return [
+            element("span", number(y), style=f"bottom:{100 * self._up(y):.2f}%")
+            for y in ticks(*self.y_range)
+        ]
+
+    def _x_labels(self) -> list[Markup]:
+        return [
+            element("span", number(x), style=f"left:{100 * self._across(x):.2f}%")
+            for x in ticks(*self.x_range)
+        ]
+
+    def _shade_names(self) -> list[Markup]:
+        named = [
+            shade
+            for shade in self.shades
+            if self._across(shade.end) - self._across(shade.start) > 0.2
+        ]
+        return [
+            element(
+                "span",
+                shade.name,
+                class_="shade-name",
+                style=f"left:{50 * (self._across(shade.start) + self._across(shade.end)):.2f}%",
+            )
+            for shade in named
+        ]
+
+    def _level_names(self) -> list[Markup]:
+        rising = sorted(self.levels, key=lambda level: level.value)
+        places = spread([self._up(level.value) for level in rising], 1.35)
+        return [
+            element(
+                "span",
+                self._words(level),
+                class_=level.style,
+                style=f"bottom:{100 * place:.2f}%",
+            )
+            for level, place in zip(rising, places, strict=True)
+        ]
+
+    def _words(self, level: LevelLine) -> str:
+        return f"{level.name} {level.value:,.0f} {self.y_name}"
+
+    def _legend(self) -> Markup:
+        """What the colours mean; a single line needs no words beyond the chart's title."""
+        if len(self.series) == 1 and not self.levels and not self.shades:
+            return Markup("")
+        entries = [element("li", _swatch(each.style), each.name) for each in self.series]
+        entries += [
+            element("li", _swatch(level.style), self._words(level), class_="narrow")
+            for level in self.levels
+        ]
+        entries += [
+            element("li", _swatch(style), name)
+            for name, style in dict.fromkeys((shade.name, shade.style) for shade in self.shades)
+        ]
+        return element("ul", *entries, class_="legend")
+
+
+def _swatch(style: str) -> Markup:
+    return element("i", class_=f"swatch {style}", aria_hidden="true")
+
+
+def _place(share: float) -> str:
+    return f"{_UNITS * share:.1f}"
+
+
+def _short(point: Point) -> list[float]:
+    return [float(f"{value:.6g}") for value in point]

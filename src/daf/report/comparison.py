@@ -1,0 +1,73 @@
+"""Several runs side by side: a table's cells, and what differs, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from daf.report.runs import Run
+from daf.report.scale import number
+from daf.units import format_bytes
+
+COLUMNS = (
+    *("run", "budget", "peak", "peak above floor", "predicted", "saved for backward"),
+    *("step", "examples/s", "loss", "test", "plan"),
+)
+
+
+def row(run: Run) -> list[str]:
+    """A run's cells under ``COLUMNS``."""
+    summary = run.summary
+    step_ms = summary["step_ms_median"]
+    return [
+        run.name,
+        _bytes(run.budget_bytes),
+        format_bytes(summary["peak_bytes"]),
+        format_bytes(run.above_floor_bytes),
+        _bytes(summary["predicted_peak_bytes"] or None),
+        _bytes(summary["saved_bytes_peak"] or None),
+        "–" if step_ms is None else f"{step_ms:,.0f} ms",
+        "–" if summary["examples_per_s"] is None else number(summary["examples_per_s"]),
+        "–" if summary["loss"] is None else f"{summary['loss']:.4f}",
+        "–" if summary["metric"] is None else f"{summary['metric']:.2f}",
+        f"{summary['policy'] or '–'}, pieces of {summary['micro_batch'] or '–'}",
+    ]
+
+
+def findings(runs: Sequence[Run]) -> list[str]:
+    """Every run beside the first one: bytes, time and loss, each told whichever way it goes."""
+    first = runs[0]
+    return [sentence for run in runs[1:] for sentence in _beside(run, first)]
+
+
+def _beside(run: Run, first: Run) -> list[str]:
+    different = [
+        name
+        for name in ("model", "data", "batch_size", "seed", "threads")
+        if run.summary[name] != first.summary[name]
+    ]
+    sentences = [_memory_and_time(run, first)]
+    if different:
+        names = ", ".join(name.replace("_", " ") for name in different)
+        sentences.append(f"{run.name} and {first.name} differ in {names}: compare with care.")
+    elif run.summary["steps"] != first.summary["steps"]:
+        sentences.append(
+            f"{run.name} made {run.summary['steps']} steps and {first.name} "
+            f"{first.summary['steps']}: their losses are not comparable."
+        )
+    return sentences
+
+
+def _memory_and_time(run: Run, first: Run) -> str:
+    ratio = run.above_floor_bytes / first.above_floor_bytes
+    memory = f"{run.name} peaked at {ratio:.2f} × the memory above the floor of {first.name}"
+    ours, theirs = run.summary["step_ms_median"], first.summary["step_ms_median"]
+    if not ours or not theirs:
+        return f"{memory}."
+    time = f"took {ours / theirs:.2f} × the time a step"
+    both_worse = ratio > 1 and ours > theirs
+    verdict = ", and so lost on both" if both_worse else ""
+    return f"{memory} and {time}{verdict}."
+
+
+def _bytes(count: int | None) -> str:
+    return "–" if count is None else format_bytes(count)

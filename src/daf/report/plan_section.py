@@ -1,0 +1,143 @@
+"""The plan on a report's page: every saved tensor as a coloured cell, with the reason for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from daf.report.markup import Markup, element, joined
+from daf.report.runs import Run
+from daf.report.table import table
+from daf.report.treatments import COLOURS, Cell, ModuleStrip, strips_of, totals_by_method
+from daf.units import format_bytes
+
+
+def plan_figure(run: Run) -> Markup:
+    """Every saved tensor as a cell, its width by its bytes, its colour by what was done to it."""
+    strips = strips_of(run)
+    if not strips:
+        return element(
+            "p",
+            "The folder holds no sites.jsonl: the run was made by an older version.",
+            class_="quiet",
+        )
+    most = max(strip.plain_bytes for strip in strips) or 1
+    first = next(iter(strips)).cells[0]
+    rows = [_strip_row(strip, most, first) for strip in strips]
+    count = sum(len(strip.cells) for strip in strips)
+    return joined(
+        element(
+            "figure",
+            element("figcaption", f"The plan: {count} saved tensors in {len(strips)} modules"),
+            element(
+                "p",
+                "A cell is as wide as what plain PyTorch would hold, coloured by what was done "
+                "instead, and numbered with the bits an element. Arrow keys go from cell to cell.",
+                class_="quiet",
+            ),
+            _plan_legend(strips),
+            element(
+                "div",
+                element(
+                    "p",
+                    "Point at a cell, or reach it with the keyboard, to read why.",
+                    class_="quiet",
+                ),
+                class_="detail",
+                aria_live="polite",
+            ),
+            element("div", *rows, class_="strips", role="group", aria_label="The plan by module"),
+        ),
+        _plan_words(run),
+        _site_table(strips),
+    )
+
+
+def _strip_row(strip: ModuleStrip, most: int, first: Cell) -> Markup:
+    cells = [_cell(cell, most, focusable=cell is first) for cell in strip.cells]
+    sizes = f"{format_bytes(strip.plain_bytes)} → {format_bytes(strip.held_bytes)}"
+    if not strip.plain_bytes:
+        sizes = "shared"
+    return element(
+        "div",
+        element(
+            "span", element("bdi", strip.module or "<model>"), class_="module", title=strip.module
+        ),
+        element("div", *cells, class_="cells", role="list"),
+        element("span", sizes, class_="sizes"),
+        class_="strip",
+    )
+
+
+def _cell(cell: Cell, most: int, *, focusable: bool) -> Markup:
+    share = 100 * cell.plain_bytes / most
+    return element(
+        "span",
+        str(cell.bits) if cell.bits and share > 3 else "",
+        class_=f"cell {cell.method.value}" + ("" if cell.plain_bytes else " shared"),
+        style=f"width:calc({share:.3f}% - 9px)",
+        role="listitem",
+        tabindex="0" if focusable else "-1",
+        aria_label=f"{cell.site}: {cell.treatment}; {cell.sizes}; {cell.reason}",
+        data_site=cell.site,
+        data_treatment=cell.treatment,
+        data_sizes=cell.sizes,
+        data_reason=cell.reason,
+    )
+
+
+def _plan_legend(strips: Sequence[ModuleStrip]) -> Markup:
+    return element(
+        "ul",
+        *(
+            element(
+                "li",
+                element("i", class_=f"swatch treated {method.value}", aria_hidden="true"),
+                f"{COLOURS[method][0]}: {count}, {format_bytes(plain)} → {format_bytes(held)}",
+            )
+            for method, (count, plain, held) in totals_by_method(strips).items()
+        ),
+        class_="legend",
+    )
+
+
+def _plan_words(run: Run) -> Markup:
+    plan = run.plan or {}
+    lines = [element("li", str(line)) for line in plan.get("choices", ())]
+    names = ", ".join(plan.get("replayed", ()))
+    replayed = element("p", f"Replayed in backward, nothing inside held: {names}.") if names else ""
+    reason = element("p", f"The planner's reason: {plan['reason']}.") if plan.get("reason") else ""
+    if not lines:
+        return joined(reason, replayed)
+    summary = element("summary", f"The planner's {len(lines)} choices")
+    return joined(
+        reason, replayed, element("details", summary, element("ul", *lines, class_="findings"))
+    )
+
+
+def _site_table(strips: Iterable[ModuleStrip]) -> Markup:
+    rows = [
+        (cell.site, cell.treatment, *_sizes(cell), cell.reason)
+        for strip in strips
+        for cell in strip.cells
+    ]
+    header = ("saved tensor", "treatment", "plain", "held", "why")
+    return element("details", element("summary", "The same as a table"), table(header, rows))
+
+
+def _sizes(cell: Cell) -> tuple[str, str]:
+    if not cell.plain_bytes:
+        return "shared", "shared"
+    return format_bytes(cell.plain_bytes), format_bytes(cell.held_bytes)
+
+
+def treatment_style() -> str:
+    """CSS that colours cells and swatches by treatment, on light and on dark paper."""
+
+    def rules(shade: int) -> str:
+        return "".join(
+            f".cell.{method.value},.swatch.treated.{method.value}{{background:{colours[shade]}}}"
+            for method, colours in COLOURS.items()
+        )
+
+    dark = f"{rules(2)}.cell{{color:#12171c}}"
+    return f"{rules(1)}@media (prefers-color-scheme: dark){{{dark}}}"

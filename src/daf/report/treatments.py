@@ -1,0 +1,145 @@
+"""The plan for eyes: saved tensors by module, what was done to each, and why, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from daf.plan import Method, Need
+from daf.report.runs import Record, Run
+from daf.units import format_bytes
+
+# (name in legends, colour on light paper, colour on dark paper); the order of legends.
+COLOURS: dict[Method, tuple[str, str, str]] = {
+    Method.KEEP: ("kept", "#9aa5b1", "#748292"),
+    Method.ROTATED: ("rotated code", "#2a78b8", "#5aa6e6"),
+    Method.MINMAX: ("min-max code", "#0c7d7a", "#3cc2bd"),
+    Method.DERIVATIVE: ("derivative code", "#8a6800", "#dcb53c"),
+    Method.MASK: ("exact mask", "#357a38", "#6cc070"),
+    Method.PACK: ("packed exactly", "#7a9a1f", "#b2cf4f"),
+    Method.REDERIVE: ("derived from a code", "#7d5bbe", "#ab8ce8"),
+    Method.DROP: ("dropped", "#d8b4a0", "#8a6a5a"),
+    Method.REPLAY: ("replayed", "#c2477f", "#ee7fb0"),
+    Method.SPILL: ("spilled to disk", "#c2570c", "#f0955a"),
+}
+
+_DONE = {
+    Method.KEEP: "kept as PyTorch keeps it",
+    Method.ROTATED: "a rotated code, unbiased",
+    Method.MINMAX: "a min-max code with stochastic rounding",
+    Method.DERIVATIVE: "the derivative's code instead of the input",
+    Method.MASK: "one bit that says all that is read",
+    Method.PACK: "packed without loss",
+    Method.REDERIVE: "held nowhere: backward derives it from another tensor's code",
+    Method.DROP: "dropped: only its shape is kept",
+    Method.REPLAY: "held nowhere: the module's forward pass runs again in backward",
+    Method.SPILL: "written to disk and read back in backward",
+}
+_BECAUSE = {
+    Need.LINEAR: "it enters the gradient once and linearly, so unbiased noise averages out",
+    Need.NORM: "a normalisation's backward reads it twice; the error it makes is small",
+    Need.PRODUCT: "it is multiplied by another activation, so it gets at least 4 bits",
+    Need.PROBABILITY: "it is a softmax's output, in which zero must stay zero",
+    Need.SMOOTH: "backward reads only the derivative of a smooth activation",
+    Need.SIGN: "backward reads only the side of a threshold on which each element lies",
+    Need.TWO_VALUED: "it takes two values only",
+    Need.INTEGER: "it holds small integers",
+    Need.INPUT: "a replayed call starts from it",
+    Need.SHAPE: "backward never reads its content",
+    Need.EXACT: "it is too small to be worth a code, or not known to tolerate one",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One saved tensor: what it is, what was done, and what that costs (bytes).
+
+    ``plain_bytes`` is 0 where the tensor shares memory that another cell counts.
+    """
+
+    site: str
+    method: Method
+    bits: int
+    plain_bytes: int
+    held_bytes: int
+    reason: str
+
+    @property
+    def treatment(self) -> str:
+        """In a few words: ``rotated code, 2 bits``."""
+        name = COLOURS[self.method][0]
+        return f"{name}, {self.bits} bit{'s' * (self.bits > 1)}" if self.bits else name
+
+    @property
+    def sizes(self) -> str:
+        """What is held of what plain PyTorch would hold."""
+        if not self.plain_bytes:
+            return "shares memory counted elsewhere"
+        return f"{format_bytes(self.held_bytes)} held of {format_bytes(self.plain_bytes)}"
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleStrip:
+    """A module's saved tensors, in the order in which the forward pass saves them."""
+
+    module: str
+    cells: tuple[Cell, ...]
+
+    @property
+    def plain_bytes(self) -> int:
+        """What plain PyTorch would hold."""
+        return sum(cell.plain_bytes for cell in self.cells)
+
+    @property
+    def held_bytes(self) -> int:
+        """What was held instead."""
+        return sum(cell.held_bytes for cell in self.cells)
+
+
+def strips_of(run: Run) -> list[ModuleStrip]:
+    """The plan by module, in the order of the first tensor that each of them saves."""
+    choices = run.plan["choices"] if run.plan else ()
+    grouped: dict[str, list[Cell]] = {}
+    for record in run.sites:
+        module = str(record["site"]).partition(":")[0]
+        grouped.setdefault(module, []).append(_cell(record, choices))
+    return [ModuleStrip(module, tuple(cells)) for module, cells in grouped.items()]
+
+
+def totals_by_method(strips: Iterable[ModuleStrip]) -> dict[Method, tuple[int, int, int]]:
+    """For every method used, in the legend's order: tensors, their plain bytes, held bytes."""
+    totals: dict[Method, tuple[int, int, int]] = {}
+    cells = [cell for strip in strips for cell in strip.cells]
+    for method in COLOURS:
+        of_method = [cell for cell in cells if cell.method is method]
+        if of_method:
+            plain = sum(cell.plain_bytes for cell in of_method)
+            held = sum(cell.held_bytes for cell in of_method)
+            totals[method] = (len(of_method), plain, held)
+    return totals
+
+
+def _choice(line: str) -> tuple[set[str], str]:
+    """A planner's line, as ``conv:conv2d#0[0] rotated 2, relu:relu#0[0]: why``: its sites, why."""
+    names, _, why = line.partition(": ")
+    return {name.split(" ")[0] for name in names.split(", ")}, why
+
+
+def _cell(record: Record, choices: Sequence[str]) -> Cell:
+    method, need, site = Method(record["method"]), Need(record["need"]), str(record["site"])
+    reason = f"{_DONE[method]}; {_BECAUSE[need]}"
+    if method is Method.KEEP and need is not Need.EXACT:
+        reason = f"{_DONE[method]}: the plan asks for nothing less here"
+    chosen = [why for named, why in map(_choice, choices) if site in named]
+    if chosen:
+        reason = f"{reason} ({'; '.join(chosen)})"
+    if record.get("evicted_bytes"):
+        reason += f"; {format_bytes(record['evicted_bytes'])} of it were given up under pressure"
+    return Cell(
+        site,
+        method,
+        int(record["bits"]),
+        int(record["plain_bytes"]),
+        int(record["held_bytes"]),
+        reason,
+    )

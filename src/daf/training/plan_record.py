@@ -1,0 +1,35 @@
+"""What a run's plan was and did: ``plan.json`` and ``sites.jsonl``, for reports."""
+
+from __future__ import annotations
+
+from daf.training.job import Job
+from daf.training.outline import account_of
+from daf.training.run_folder import RunFolder
+
+
+def write_plan_records(job: Job, folder: RunFolder) -> None:
+    """Write the plan now in force, and what was done at every site in the last step.
+
+    A process that made no step has no sites to tell: those of the process
+    before it stay. Both files are replaced as a whole, so that a run resumed
+    after a crash never shows half of each.
+
+    Raises:
+        RunFolderError: the disk is full.
+    """
+    plan = job.session.plan
+    if plan is not None:
+        folder.write_plan(
+            {
+                "policy": plan.policy.name,
+                "micro_batch": plan.micro_batch,
+                "reason": plan.reason,
+                "choices": list(plan.choices),
+                "replayed": sorted(plan.policy.replayed),
+                "predicted_peak_bytes": job.session.predicted_peak_bytes,
+                "account": account_of(plan),
+            }
+        )
+    rows = job.session.explain()
+    if rows:
+        folder.write_sites(rows)

@@ -1,0 +1,278 @@
+"""``daf report``'s parts without a browser: what is read, what is said, what is drawn."""
+
+from __future__ import annotations
+
+import json
+import re
+from io import StringIO
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from rich.console import Console
+from typer.testing import CliRunner
+
+from daf.cli import app
+from daf.errors import RunFolderError
+from daf.plan import Method
+from daf.report.account import waterfall
+from daf.report.comparison import COLUMNS, findings, row
+from daf.report.markup import Markup, element
+from daf.report.page import page
+from daf.report.picture import draw_report
+from daf.report.runs import read_run, read_runs
+from daf.report.scale import thinned, ticks
+from daf.report.sections import NOISE_KEY
+from daf.report.terminal import show_report, spark
+from daf.report.treatments import COLOURS, strips_of, totals_by_method
+
+MB = 10**6
+
+
+@given(st.floats(-1e9, 1e9), st.floats(1e-6, 1e9))
+def test_ticks_are_round_within_the_range_and_few(low: float, width: float) -> None:
+    high = low + width
+    if not high > low + 1e-6 * abs(low):
+        return
+    found = ticks(low, high)
+    slack = 1e-6 * (high - low) + 1e-11 * abs(high)
+    assert 1 <= len(found) <= 11
+    assert all(low - slack <= each <= high + slack for each in found)
+    assert found == sorted(found)
+
+
+def test_ticks_of_a_known_range() -> None:
+    assert ticks(0, 600) == [0, 200, 400, 600]
+    assert ticks(2.33, 2.97) == [2.4, 2.6, 2.8]
+    assert ticks(3, 3) == [3]
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=400), st.integers(1, 50))
+def test_thinning_by_max_keeps_the_peak_and_the_end(values: list[float], most: int) -> None:
+    points = list(enumerate(values))
+    kept = thinned(points, max, most)
+    assert len(kept) == min(most, len(points))
+    assert max(y for _, y in kept) == max(values)
+    assert kept[-1][0] == points[-1][0]
+
+
+def test_markup_escapes_text_and_leaves_markup() -> None:
+    inner = element("b", "<&>")
+    assert inner == "<b>&lt;&amp;&gt;</b>"
+    made = element("p", inner, "<x>", class_="a b", data_site='"q"', hidden="", title=None)
+    assert made == (
+        '<p class="a b" data-site="&quot;q&quot;" hidden><b>&lt;&amp;&gt;</b>&lt;x&gt;</p>'
+    )
+    assert isinstance(made, Markup)
+
+
+def test_a_run_is_read_with_its_ratios(make_run: Any) -> None:
+    run = read_run(make_run())
+    assert run.above_floor_bytes == 250 * MB
+    assert run.prediction_error == pytest.approx(10 / 250)
+    assert run.saved_ratio == 10
+    assert len(run.steps) == 40
+    assert run.sites[0]["site"] == "conv:conv2d#0[0]"
+
+
+def test_what_is_no_finished_run_is_refused_with_a_way_out(make_run: Any, tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match=r"holds no summary\.json.*--resume"):
+        read_run(tmp_path)
+    run = make_run()
+    with pytest.raises(RunFolderError, match="twice"):
+        read_runs([run, tmp_path / "." / "run"])
+    (run / "memory.jsonl").write_text("")
+    with pytest.raises(RunFolderError, match="holds no sample"):
+        read_run(run)
+
+
+def test_a_line_cut_short_by_a_crash_is_left_out(make_run: Any) -> None:
+    folder = make_run()
+    with (folder / "metrics.jsonl").open("a") as log:
+        log.write('{"step": 41, "lo')
+    assert len(read_run(folder).steps) == 40
+
+
+def test_the_waterfall_stands_on_itself_and_ends_in_the_peaks(make_run: Any) -> None:
+    bars = waterfall(read_run(make_run()))
+    assert [bar.nbytes // MB for bar in bars] == [300, 40, 40, 40, 20, 10, 90, 20, 560, 550]
+    terms = [bar for bar in bars if bar.kind in ("floor", "term")]
+    for lower, upper in pairwise(terms):
+        assert upper.start_bytes == lower.end_bytes
+    assert terms[-1].end_bytes == bars[-2].end_bytes == 560 * MB
+
+
+def test_a_plain_run_has_a_waterfall_of_floor_and_peak(make_run: Any) -> None:
+    folder = make_run(budget_bytes=None, predicted_peak_bytes=None)
+    plan = json.loads((folder / "plan.json").read_text())
+    (folder / "plan.json").write_text(json.dumps(plan | {"account": None}))
+    assert [bar.kind for bar in waterfall(read_run(folder))] == ["floor", "measured"]
+
+
+def test_the_plan_is_told_by_module_with_its_reasons(make_run: Any) -> None:
+    strips = strips_of(read_run(make_run()))
+    assert [(strip.module, len(strip.cells)) for strip in strips] == [
+        *(("conv", 1), ("norm", 2), ("relu", 1), ("head", 1)),
+    ]
+    conv, norm = strips[0].cells[0], strips[1].cells[0]
+    assert conv.treatment == "rotated code, 2 bits"
+    assert conv.sizes == "6.00 MB held of 96.0 MB"
+    assert "once and linearly" in conv.reason
+    assert "frees 90 MB at the peak" in conv.reason  # the planner's own line for this site
+    assert "frees" not in norm.reason
+    assert strips[1].cells[1].reason.endswith("(kept: not alive at the peak)")
+    assert strips[3].cells[0].sizes == "shares memory counted elsewhere"
+    totals = totals_by_method(strips)
+    assert totals[Method.ROTATED] == (2, 192 * MB, 15 * MB)
+    assert list(totals) == [Method.KEEP, Method.ROTATED, Method.MASK, Method.REDERIVE]
+
+
+def test_every_treatment_has_a_name_and_colours_of_its_own() -> None:
+    assert set(COLOURS) == set(Method)
+    for shade in (1, 2):
+        assert len({colours[shade] for colours in COLOURS.values()}) == len(Method)
+
+
+def test_what_was_given_up_is_told_at_its_site(make_run: Any) -> None:
+    folder = make_run()
+    rows = [json.loads(line) for line in (folder / "sites.jsonl").read_text().splitlines()]
+    rows[0]["evicted_bytes"] = 2 * MB
+    (folder / "sites.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    cell = strips_of(read_run(folder))[0].cells[0]
+    assert cell.reason.endswith("2.00 MB of it were given up under pressure")
+
+
+def test_findings_tell_who_lost_and_what_makes_runs_incomparable(make_run: Any) -> None:
+    ours = read_run(make_run("ours"))
+    worse = read_run(make_run("worse", peak_bytes=800 * MB, step_ms_median=300.0))
+    assert findings([ours, worse]) == [
+        "worse peaked at 2.00 × the memory above the floor of ours and took 1.50 × the time a "
+        "step, and so lost on both."
+    ]
+    other = read_run(make_run("other", seed=1, batch_size=32))
+    assert findings([ours, other])[-1] == (
+        "other and ours differ in batch size, seed: compare with care."
+    )
+    shorter = read_run(make_run("shorter", steps=20))
+    assert "their losses are not comparable" in findings([ours, shorter])[-1]
+
+
+def test_a_row_has_a_cell_for_every_column_also_without_figures(make_run: Any) -> None:
+    empty = {"budget_bytes": None, "predicted_peak_bytes": None, "step_ms_median": None}
+    empty |= {"examples_per_s": None, "loss": None, "metric": None, "policy": None}
+    cells = dict(zip(COLUMNS, row(read_run(make_run(**empty))), strict=True))
+    assert [name for name, text in cells.items() if text == "–"] == [
+        *("budget", "predicted", "step", "examples/s", "loss", "test"),
+    ]
+
+
+def test_the_page_is_one_file_that_asks_nothing_of_a_network(make_run: Any) -> None:
+    text = page([read_run(make_run())])
+    assert re.findall(r'(?:src|href)="(?!data:|#)[^"]*"', text) == []
+    assert not re.search(r"https?://|@import|url\(", text)
+
+
+def test_hostile_names_are_text_and_stay_inside_their_script(make_run: Any) -> None:
+    name = "</script><script>alert(1)</script>"
+    folder = make_run(model=name)
+    text = page([read_run(folder, name), read_run(folder, "b")])
+    assert "<script>alert" not in text
+
+
+def test_noise_is_a_curve_where_it_was_logged(make_run: Any) -> None:
+    folder = make_run()
+    assert "Gradient noise" not in page([read_run(folder)])
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    logged = [line | {NOISE_KEY: 0.1} if line["step"] % 10 == 0 else line for line in lines]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in logged))
+    text = page([read_run(folder)])
+    assert text.count('class="chart"') == 4
+    assert "Gradient noise of the codes" in text
+    assert "[10.0,0.1],[20.0,0.1]" in text
+
+
+def test_without_records_of_the_plan_the_page_says_so(make_run: Any) -> None:
+    folder = make_run()
+    for file in ("plan.json", "sites.jsonl"):
+        (folder / file).unlink()
+    text = page([read_run(folder)])
+    assert "holds no sites.jsonl" in text
+    assert 'class="strips"' not in text
+
+
+def test_sparks_rise_with_their_values() -> None:
+    assert spark([0, 1, 2, 3, 4, 5, 6, 7], 0, 7) == "▁▂▃▄▅▆▇█"
+    assert spark([5, 5], 5, 5) == "▁▁"
+
+
+def test_the_text_has_the_account_the_plan_and_the_comparison(make_run: Any) -> None:
+    console = Console(width=110, file=StringIO())
+    show_report(read_runs([make_run("one"), make_run("two", peak_bytes=500 * MB)]), console)
+    text = console.file.getvalue()
+    assert "two peaked at 0.80 × the memory above the floor of one" in text
+    assert text.count("margin for what is not foreseen") == 2
+    assert "one: resnet18 on cifar10 stayed 50 MB below its budget of 600 MB" in text
+    blocks = re.search(r"every saved tensor: (█+)", text)
+    assert blocks is not None
+    assert len(blocks.group(1)) == 5
+    assert re.search(r"█\s+exact mask\s+1 tensors\s+96.0 MB → 3.00 MB", text)
+
+
+def colours_of(path: Path) -> set[tuple[int, ...]]:
+    pixels = np.asarray(Image.open(path).convert("RGB")).reshape(-1, 3)
+    return {tuple(pixel) for pixel in np.unique(pixels, axis=0).tolist()}
+
+
+def test_the_picture_has_every_treatment_and_the_budget_in_it(
+    make_run: Any, tmp_path: Path
+) -> None:
+    draw_report([read_run(make_run())], tmp_path / "one.png")
+    found = colours_of(tmp_path / "one.png")
+    for colour in ((0xC0, 0x39, 0x2B), (0x35, 0x7A, 0x38), (0xB2, 0x6A, 0x00), (0x7F, 0xA6, 0xC9)):
+        assert colour in found
+
+
+def test_the_picture_of_two_runs_has_a_colour_for_each(make_run: Any, tmp_path: Path) -> None:
+    runs = read_runs([make_run("one"), make_run("two")])
+    draw_report(runs, tmp_path / "two.png")
+    assert {(0x2A, 0x78, 0xB8), (0xC2, 0x57, 0x0C)} <= colours_of(tmp_path / "two.png")
+
+
+def test_the_command_writes_page_and_picture(make_run: Any, tmp_path: Path) -> None:
+    run = make_run()
+    ran = CliRunner().invoke(app, ["report", str(run), "--png", str(tmp_path / "a.png")])
+    assert ran.exit_code == 0, ran.output
+    assert (run / "report.html").read_text().startswith("<!doctype html>")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert "measured peak" in ran.output
+
+
+def test_a_program_gets_the_comparison_as_json(make_run: Any) -> None:
+    one, two = make_run("one"), make_run("two", peak_bytes=500 * MB)
+    ran = CliRunner().invoke(app, ["report", str(one), str(two), "--json"])
+    told = json.loads(ran.stdout)
+    assert [run["name"] for run in told["runs"]] == ["one", "two"]
+    assert told["runs"][1]["peak_bytes"] == 500 * MB
+    assert told["findings"][0].startswith("two peaked at 0.80 ×")
+    assert told["page"] == str(one / "report.html")
+    assert told["picture"] is None
+
+
+def test_the_command_refuses_what_it_cannot_do(make_run: Any, tmp_path: Path) -> None:
+    run = make_run()
+    text_only = CliRunner().invoke(app, ["report", str(run), "--text"])
+    assert text_only.exit_code == 0
+    assert not (run / "report.html").exists()
+    both = CliRunner().invoke(app, ["report", str(run), "--text", "--html", "x.html"])
+    assert both.exit_code == 2
+    nowhere = CliRunner().invoke(app, ["report", str(run), "--html", str(tmp_path / "no" / "a")])
+    assert nowhere.exit_code == 2
+    assert "name another --html" in nowhere.stderr
+    drawn = CliRunner().invoke(app, ["report", str(run), "--png", str(tmp_path / "no" / "a.png")])
+    assert drawn.exit_code == 2
+    assert "name another --png" in drawn.stderr
