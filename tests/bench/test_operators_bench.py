@@ -62,8 +62,9 @@ def test_every_stage_adds_its_lever(result: Any) -> None:
     assert by_stage["codes"]["saved_bytes_peak"] < by_stage["codes"]["saved_bytes_plain"] / 10
     gradients = {stage: row["gradient_bytes"] for stage, row in by_stage.items()}
     assert gradients["release"] < gradients["chunked"] == gradients["plain"] > 1e6
+    buffers = sum(buffer.nbytes for buffer in resnet20().buffers())
     for row in rows:
-        assert row["terms"]["parameters"] == gradients["plain"]
+        assert row["terms"]["parameters, buffers"] == gradients["plain"] + buffers
         assert row["terms"]["optimizer state"] == gradients["plain"]
         assert all(count >= 0 for count in row["terms"].values())
     saved = by_stage["codes"]["saved_bytes_plain"]
@@ -103,7 +104,7 @@ def test_terms_add_up_to_the_peak() -> None:
     rows = operators.with_terms(made_up_waterfall())
     assert [row["terms"] for row in rows] == [
         {
-            "parameters": 50,
+            "parameters, buffers": 50,
             "optimizer state": 50,
             "saved": saved,
             "transient, gradients": transient,

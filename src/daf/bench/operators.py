@@ -192,7 +192,7 @@ def with_terms(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows of one waterfall, with plain's own saved bytes and each one's ``terms``.
 
     The account's terms, as far as they are exact: what is alive at the peak
-    beside parameters, optimizer state and saved tensors is the transient, whose part
+    beside parameters, buffers, optimizer state and saved tensors is the transient, whose part
     the gradients are; what the process holds beyond that is slack. Plain's saved
     bytes are those that the coded stages counted. Plain under glibc's defaults
     has what plain has under ours, and more slack.
@@ -205,7 +205,7 @@ def with_terms(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _terms(row: dict[str, Any], saved_plain: int, plain_alive: int | None) -> dict[str, int]:
     saved = row["saved_bytes_peak"] if row["saved_bytes_peak"] is not None else saved_plain
     terms = {
-        "parameters": row["parameter_bytes"],
+        "parameters, buffers": row["parameter_bytes"],
         "optimizer state": row["state_bytes"],
         "saved": saved,
     }

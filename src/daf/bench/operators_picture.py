@@ -8,7 +8,7 @@ from typing import Any
 
 _MB = 1e6
 _COLOURS = {
-    "parameters": "#7f8c8d",
+    "parameters, buffers": "#7f8c8d",
     "optimizer state": "#b2babb",
     "saved": "#c0392b",
     "transient, gradients": "#e59866",
