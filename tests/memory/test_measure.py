@@ -27,6 +27,12 @@ def hold(count_bytes: int) -> np.ndarray:
     return np.ones(count_bytes, dtype=np.uint8)
 
 
+@pytest.fixture(autouse=True)
+def no_free_memory() -> None:
+    """What earlier tests freed goes back first; a block placed there would grow nothing."""
+    allocator.return_free_memory()
+
+
 def test_resident_size_grows_by_what_is_held() -> None:
     before = measure.resident_bytes()
     block = hold(BLOCK_BYTES)

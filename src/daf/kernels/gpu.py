@@ -10,6 +10,7 @@ outside its contract. ``key`` is a 64-bit seed. Under Triton's interpreter
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -184,11 +185,16 @@ def decode_mask(
         planes.elements,
         destination.device,
         destination=elements,
-        off_value=float(off_value),
-        on_value=float(on_value),
+        off_bits=_float32_bits(off_value),
+        on_bits=_float32_bits(on_value),
         TYPE=kind,
         **plane_arguments(planes),
     )
+
+
+def _float32_bits(value: float) -> int:
+    """The pattern of a number in float32, as a signed integer."""
+    return int(np.float32(value).view(np.int32))
 
 
 def apply_mask(planes: DevicePlanes, gradient: Tensor, destination: Tensor) -> None:

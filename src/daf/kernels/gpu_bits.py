@@ -49,13 +49,13 @@ def encode_mask(
     store_plane(region, table, runs, page_words, 0, blocks, there, bits, BLOCKS, PAGED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["off_bits", "on_bits"])
 def decode_mask(
     destination,
     region,
     table,
-    off_value,
-    on_value,
+    off_bits,
+    on_bits,
     count,
     runs,
     page_words,
@@ -63,12 +63,12 @@ def decode_mask(
     PAGED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Two values for the two kinds of bit."""
+    """Two values for the two kinds of bit, given by their patterns: -0 stays -0."""
     blocks = tile_blocks(BLOCKS)
     place = tile_elements(blocks)
     there = blocks * 256 < count
     bits = load_plane(region, table, runs, page_words, 0, blocks, there, BLOCKS, PAGED)
-    values = tl.where(bits != 0, on_value, off_value)
+    values = tl.where(bits != 0, on_bits, off_bits).to(tl.float32, bitcast=True)
     store_elements(destination, place, place < count, values, TYPE)
 
 
