@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from types import MappingProxyType
 
@@ -18,6 +19,7 @@ from daf.execution.capture import Capture, compress
 from daf.plan import Method, Need, Policy, Treatment
 from daf.session import Session
 from daf.store.spill import SpillOptions, SpillStore, SpillWarning
+from daf.store.spill_file import DiskFile
 
 SPILL = Policy(
     "spill",
@@ -208,14 +210,23 @@ def _corrupt(store: SpillStore) -> None:
 
 
 def test_a_change_in_place_before_the_disk_has_it_is_reported_as_pytorch_does(
-    options: SpillOptions,
+    options: SpillOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    changed = threading.Event()
+
+    def write_later(self: DiskFile, content: memoryview, offset: int) -> int:
+        changed.wait(30)
+        return write(self, content, offset)
+
+    write = DiskFile.write
+    monkeypatch.setattr(DiskFile, "write", write_later)
     model = nn.Sequential(nn.Linear(256, 256), nn.Tanh())
     capture = compress(model, policy=SPILL, spill=options)
     with capture:
         outputs = model(batch())
         with torch.no_grad():
-            outputs.add_(1)  # at once, and nothing reaped it since
+            outputs.add_(1)
+        changed.set()
     with pytest.raises(SavedTensorError, match="modified by an inplace operation"):
         outputs.sum().backward()
 

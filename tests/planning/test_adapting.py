@@ -119,7 +119,8 @@ def test_a_budget_lowered_from_another_thread_in_mid_step_takes_planes_at_once()
             return_free_memory()  # earlier tests' leftovers would make room otherwise
             live = stats()["held_bytes.current"] - stats()["recycled_bytes.current"]
             seen["pool before"] = pool_of(session).live_bytes
-            session.budget = budget_for_account(live - 3 * MB)
+            # Some of it the system takes back by itself from a process that has run for long.
+            session.budget = budget_for_account(live - 5 * MB)
             seen["pool after"] = pool_of(session).live_bytes
             seen["account"] = stats()["held_bytes.current"]
             seen["limit"] = session._keeper._hard_limit_bytes
