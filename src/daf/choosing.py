@@ -54,12 +54,15 @@ class Choosing:
     """The plan in force, and how it came to be.
 
     ``plan`` is what training goes on with; ``first`` what the next step runs
-    under, until it was measured; ``evidence`` what that taught.
+    under, until it was measured; ``evidence`` what that taught. ``profile`` is
+    of PyTorch's own operators; ``fused_profile`` of fused and chunked ones, where these
+    were measured.
     """
 
     def __init__(self, terms: Terms) -> None:
         self.terms = terms
         self.profile: Profile | None = None
+        self.fused_profile: Profile | None = None
         self.plan: Plan | None = None
         self.first: Plan | None = None
         self.evidence: Evidence | None = None
@@ -75,18 +78,18 @@ class Choosing:
         """Whatever was chosen no longer holds."""
         self.plan = self.first = self._search = None
 
-    def begin(self, profile: Profile, budget_bytes: int) -> Plan:
-        """The first plan of a new profile, and what its first step runs under.
+    def begin(self, profile: Profile, budget_bytes: int, fused: Profile | None = None) -> Plan:
+        """The first plan of new profiles, and what its first step runs under.
 
         Raises:
             BudgetError: no plan fits; ``least_bytes`` is the least budget that would.
         """
-        self.profile, self.evidence = profile, None
+        self.profile, self.fused_profile, self.evidence = profile, fused, None
         self.plan = self._make(budget_bytes)
         if self._search is not None:
             self.plan = self._search.wait(PATIENCE_S) or self.plan
         if self.plan.return_freed_blocks and self._can_begin_tighter():
-            self.first = self._first_plan(profile, self.plan, budget_bytes)
+            self.first = self._first_plan(self._profile_of(self.plan), self.plan, budget_bytes)
         return self.plan
 
     def _first_plan(self, profile: Profile, plan: Plan, budget_bytes: int) -> Plan | None:
@@ -151,6 +154,7 @@ class Choosing:
             policy=self.terms.policy,
             tolerance=self.terms.tolerance,
             allowed=self.terms.allowed,
+            also=self._also,
         )
         if tighter is not None:
             self.first = self._search = None
@@ -162,9 +166,29 @@ class Choosing:
         assert self.profile is not None
         terms = self.terms
         least = planner.least_feasible_budget(
-            self.profile, policy=terms.policy, tolerance=terms.tolerance, allowed=terms.allowed
+            self.profile,
+            policy=terms.policy,
+            tolerance=terms.tolerance,
+            allowed=terms.allowed,
+            also=self._also,
         )
         return self._actual(least) + ANOTHER_PROCESS_BYTES
+
+    @property
+    def _also(self) -> tuple[Profile, ...]:
+        """Named levels and policies keep PyTorch's operators, for comparison."""
+        fused = self.fused_profile
+        return (fused,) if fused is not None and self.can_fuse else ()
+
+    @property
+    def can_fuse(self) -> bool:
+        """Is it the planner's to choose operators too?"""
+        return self.terms.policy == "optimal"
+
+    def _profile_of(self, plan: Plan) -> Profile:
+        assert self.profile is not None
+        fused = self.fused_profile
+        return fused if plan.policy.fused and fused is not None else self.profile
 
     # --- correction -------------------------------------------------------------------------
 
@@ -185,6 +209,7 @@ class Choosing:
             policy=self.terms.policy,
             tolerance=self.terms.tolerance,
             allowed=self.terms.allowed,
+            also=self._also,
         )
         try:
             plan = self._corrected(make(quickly=True))

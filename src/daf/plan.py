@@ -39,6 +39,14 @@ class Method(StrEnum):
     REPLAY = "replay"
 
 
+class Reading(StrEnum):
+    """How backward reads what stands for a saved tensor."""
+
+    WHOLE = "whole"  # decoded first
+    CHUNKS = "chunks"  # a chunk of the batch is decoded at a time
+    IN_PLACE = "in place"  # block by block where it lies, never decoded
+
+
 @dataclass(frozen=True, slots=True)
 class Treatment:
     """What the plan does at a site: a method, its width, and rotation rounds."""
@@ -77,7 +85,8 @@ class Policy:
     the operator behind it (design, section 4: BatchNorm, ReLU, convolution).
     ``fused`` lets batch normalisation, residual addition and ReLU run as one
     operator, where that was seen to be the same. ``chunked`` lets large
-    convolutions and linear layers decode their input a part of the batch at a time.
+    convolutions and linear layers decode their input a part of the batch at a time,
+    ``chunk_bytes`` of it (None: a size that costs next to no time).
 
     ``replayed`` names modules (paths in ``model.named_modules()``, nested ones
     allowed) whose every call holds only its inputs and is run again in backward.
@@ -89,6 +98,7 @@ class Policy:
     rederive: bool = True
     fused: bool = False
     chunked: bool = False
+    chunk_bytes: int | None = None
     weights: Mapping[Site, float] = field(default_factory=lambda: MappingProxyType({}))
     replayed: frozenset[str] = frozenset()
 

@@ -10,11 +10,12 @@ of a large one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from daf.plan import Method, Need, Site
+from daf.plan import FusionReport, Method, Need, Reading, Site
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,8 @@ class Saving:
     module call around it (-1: none). ``parents``: with codes at these sites
     backward computes the tensor from them (design, section 4); None where it
     cannot. ``packed_bits`` per element is what integers packed to (0: unknown).
+    ``reading``: how backward reads what stands for it, if that is a code. ``beside_bytes``
+    are held with it whatever its treatment (a fused operator's mask).
     """
 
     site: Site
@@ -73,6 +76,21 @@ class Saving:
     treatable: bool = True
     parents: frozenset[Site] | None = None
     packed_bits: float = 0.0
+    reading: Reading = Reading.WHOLE
+    beside_bytes: Affine = ZERO
+
+
+def decoded_bytes(reading: Reading, tensor_bytes: float, chunk_bytes: int) -> float:
+    """What reading a code brings to life beside what the operator itself takes.
+
+    A chunk is decoded while the gradient of the one before is copied away. A tensor that is one
+    chunk has a gradient of its own, instead of one that is written over the result's.
+    """
+    if reading is Reading.IN_PLACE:
+        return 0.0
+    if reading is Reading.WHOLE:
+        return tensor_bytes
+    return 2 * tensor_bytes / max(1, math.ceil(tensor_bytes / chunk_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +161,9 @@ class Profile:
     at a site harms the gradient; sites not named count 1. ``split_refusal``
     says why the batch must not be split, or is empty. ``update_bytes``:
     what the optimizer's own step holds in passing. ``recycles``: freed blocks
-    are recycled under a hard limit (``memory.keeper``).
+    are recycled under a hard limit (``memory.keeper``). ``chunk_bytes``: measured with fused
+    operators, and with chunks of so many bytes where the whole batch is larger (0: without).
+    ``fusions`` says which normalisations are fused, and why others are not.
     """
 
     floor_bytes: int
@@ -162,6 +182,19 @@ class Profile:
     update_bytes: int = 0
     split_refusal: str = ""
     recycles: bool = False
+    chunk_bytes: int = 0
+    fusions: tuple[FusionReport, ...] = ()
+
+    @property
+    def is_fused(self) -> bool:
+        """Was it measured with fused and chunked operators?"""
+        return self.chunk_bytes > 0
+
+    @property
+    def gains_by_fusing(self) -> bool:
+        """Is any operator fused, or read in chunks?"""
+        chunked = any(saving.reading is Reading.CHUNKS for saving in self.savings)
+        return chunked or any(fusion.pattern for fusion in self.fusions)
 
     def forward_backward_ms(self, examples: int) -> float:
         """A piece's time with everything kept: between measured sizes straight, beyond on a line.

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from daf.execution.observation import Observation, SavedTensor
 from daf.execution.treatments import SMALL_BYTES
 from daf.plan import KEEP, Method, Need
-from daf.profile import Affine, CallProfile, Saving, Timeline
+from daf.profile import Affine, CallProfile, Saving, Timeline, decoded_bytes
 
 _NOT_CODED = (Need.EXACT, Need.INPUT)
 
@@ -104,6 +104,8 @@ def _saving(points: list[tuple[int, SavedTensor]], moments: _Moments) -> Saving:
         treatable=found.treatable or small,
         parents=found.parents,
         packed_bits=8.0 * found.held_bytes / found.elements if packed else 0.0,
+        reading=found.reading,
+        beside_bytes=Affine.through((n, each.beside_bytes) for n, each in points),
     )
 
 
@@ -159,7 +161,8 @@ def _spans(observation: Observation) -> list[tuple[int, int, int]]:
     last: dict[int, SavedTensor] = {}
     for save in observation.saves:
         if save.treatment != KEEP:
-            found.append((save.read, save.released, save.tensor_bytes))
+            decoded = decoded_bytes(save.reading, save.tensor_bytes, observation.chunk_bytes)
+            found.append((save.read, save.released, int(decoded)))
         elif save.storage not in last or last[save.storage].released < save.released:
             last[save.storage] = save
     found += [(each.dies, each.released, each.storage_bytes) for each in last.values()]

@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 
 from daf.execution.capture import Capture
+from daf.execution.chunked_backward import CHUNK_BYTES
 from daf.execution.microbatch import (
     LossFunction,
     batch_size,
@@ -28,6 +30,7 @@ from daf.execution.microbatch import (
     split_refusal,
 )
 from daf.execution.observation import Observation
+from daf.execution.rehearsal import EXAMPLES, rehearse
 from daf.memory import account_meter, compiler, measure
 from daf.memory.keeper import MemoryKeeper
 from daf.plan import Policy, coded_policy, plain_policy
@@ -182,6 +185,7 @@ class Profiler:
         self._capture = capture
         self._keeper = keeper
         self._floor_bytes = floor_bytes
+        self._operators = _Operators()
 
     def profile(
         self,
@@ -191,6 +195,7 @@ class Profiler:
         *,
         allow_split: bool,
         spill: SpillOptions | None = None,
+        fused: bool = False,
         on_progress: Callable[[str], None] = lambda _: None,
     ) -> Profile:
         """Measure at the sizes of ``probe_sizes`` and, for times, at smaller ones; seconds.
@@ -205,6 +210,7 @@ class Profiler:
             budget_bytes: of the whole process.
             allow_split: the user permits micro-batches in any case.
             spill: where tensors may be spilled, if they may.
+            fused: with operators fused, where they were seen to allow it, and chunked.
             on_progress: told what is measured, as its turn comes.
 
         Raises:
@@ -212,7 +218,11 @@ class Profiler:
         """
         refusal = "" if allow_split else split_refusal(self._model)
         examples = batch_size(batch)
+        self._operators = _Operators(examples if fused else 0)
         with undisturbed(self._model):
+            if fused:
+                on_progress("fusions")
+                self._rehearse(batch, loss_fn)
             # Once unmeasured: code pages, thread pools and kernels' own buffers come to stay.
             on_progress("a first small step")
             self._observe(batch, loss_fn, probe_sizes(examples)[0])
@@ -220,6 +230,10 @@ class Profiler:
             on_progress("times")
             times = self._times(batch, loss_fn, observations, budget_bytes, split=not refusal)
         return self._profile(examples, observations, times, refusal, spill)
+
+    def _rehearse(self, batch: Any, loss_fn: LossFunction) -> None:
+        policy = self._operators.of(TIGHTEST, EXAMPLES)
+        rehearse(self._capture, self._model, policy, batch, loss_fn)
 
     # --- bytes ------------------------------------------------------------------------------
 
@@ -248,7 +262,8 @@ class Profiler:
         part = batch_slice(batch, 0, examples)
         self._make_room()
         observer = self._capture.observer(examples)
-        step = self._capture.step(TIGHTEST, seed=0, step_index=0, batch=part, watcher=observer)
+        policy = self._operators.of(TIGHTEST, examples)
+        step = self._capture.step(policy, seed=0, step_index=0, batch=part, watcher=observer)
         with observer.watching():
             with step:
                 loss = read_loss(loss_fn(self._model, part), examples)
@@ -256,6 +271,7 @@ class Profiler:
             loss.mean.backward()  # type: ignore[no-untyped-call]
         self._drop_gradients()
         observer.found.plain_bytes = self._capture.stats.plain_peak_bytes
+        observer.found.chunk_bytes = policy.chunk_bytes or 0
         return observer.found
 
     # --- times ------------------------------------------------------------------------------
@@ -285,6 +301,7 @@ class Profiler:
     def _time(self, batch: Any, loss_fn: LossFunction, policy: Policy, examples: int) -> float:
         """The faster of two: whatever disturbs only makes it longer."""
         part = batch_slice(batch, 0, examples)
+        policy = self._operators.of(policy, examples)
         found = []
         for _ in range(2):
             start_s = time.perf_counter()
@@ -329,6 +346,8 @@ class Profiler:
             update_bytes=update_bytes(self._optimizer),
             split_refusal=refusal,
             recycles=self._keeper.recycles,
+            chunk_bytes=self._operators.chunk_bytes,
+            fusions=self._capture.fusions() if self._operators.chunk_bytes else (),
         )
 
     def _make_room(self) -> None:
@@ -338,6 +357,28 @@ class Profiler:
     def _drop_gradients(self) -> None:
         for parameter in self._model.parameters():
             parameter.grad = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Operators:
+    """As PyTorch has them, or fused and chunked for a batch of ``batch_size`` (0: as they are).
+
+    Small steps have as many chunks as the whole batch will, so that bytes grow with the batch.
+    """
+
+    batch_size: int = 0
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Of a chunk in the whole batch; 0 where there are none."""
+        return CHUNK_BYTES if self.batch_size else 0
+
+    def of(self, policy: Policy, examples: int) -> Policy:
+        """The policy with these operators, for a step of so many examples."""
+        if not self.batch_size:
+            return policy
+        chunk_bytes = max(1, CHUNK_BYTES * examples // self.batch_size)
+        return replace(policy, fused=True, chunked=True, chunk_bytes=chunk_bytes)
 
 
 # What holds least, so that measuring fits wherever training will.

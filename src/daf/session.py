@@ -274,9 +274,10 @@ class Session:
         self._keeper.open()
         with self._keeper.unbounded():
             profile = self._measure_profile(batch, loss_fn, budget_bytes, on_progress)
+            fused = self._measure_fused(profile, batch, loss_fn, budget_bytes, on_progress)
         self._choosing.terms = self._choosing.terms._replace(allowed=self._allowed())
         try:
-            plan = self._choosing.begin(profile, budget_bytes)
+            plan = self._choosing.begin(profile, budget_bytes, fused)
         except BudgetError:
             self._keeper.close()
             raise
@@ -366,6 +367,8 @@ class Session:
         loss_fn: LossFunction,
         budget_bytes: int,
         on_progress: Callable[[str], None],
+        *,
+        fused: bool = False,
     ) -> Profile:
         profiler = Profiler(
             self.model, self.optimizer, self._capture, self._keeper, self.floor_bytes
@@ -376,8 +379,27 @@ class Session:
             budget_bytes,
             allow_split=self._allow_split,
             spill=self._spill,
+            fused=fused,
             on_progress=on_progress,
         )
+
+    def _measure_fused(
+        self,
+        profile: Profile,
+        batch: Any,
+        loss_fn: LossFunction,
+        budget_bytes: int,
+        on_progress: Callable[[str], None],
+    ) -> Profile | None:
+        """The same with fused and chunked operators; None where nothing is gained by them.
+
+        What fits as it is keeps PyTorch's operators, and with them every bit.
+        """
+        fits = planner.kept_peak_bytes(profile) <= budget_bytes
+        if fits or not self._choosing.can_fuse:
+            return None
+        found = self._measure_profile(batch, loss_fn, budget_bytes, on_progress, fused=True)
+        return found if found.gains_by_fusing else None
 
     def _allowed(self) -> Allowed:
         """What this session's execution can carry out."""
@@ -529,6 +551,7 @@ _CHOSEN: dict[str, type[Any]] = {
     "plan": Plan,
     "first": Plan,
     "profile": Profile,
+    "fused_profile": Profile,
     "evidence": Evidence,
 }
 _COUNTED = {

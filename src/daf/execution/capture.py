@@ -297,7 +297,7 @@ class _Running:
         watcher: Watcher | None = None,
     ) -> None:
         self._capture = capture
-        self._watcher = watcher
+        self.watcher = watcher
         self._sources = capture._sources
         self._ledger = capture._ledger
         self._tracker = capture._tracker
@@ -345,8 +345,8 @@ class _Running:
     def begin(self, operator: Callable[..., Any], arguments: tuple[Any, ...]) -> _Open:
         """An operator is about to run."""
         operands = None
-        if self._watcher is not None and self._pending is None:
-            self._watcher.moment()
+        if self.watcher is not None and self._pending is None:
+            self.watcher.moment()
         if self.replays.is_running:
             self.replays.note_operator(operator)
         elif operator in FOLLOWED and self._policy.rederive:
@@ -398,7 +398,7 @@ class _Running:
 
     def substituting(self) -> Substitute:
         """Runs other functions for some calls; never in replayed ones, which run again without."""
-        ours = substitute(self.pack)
+        ours = substitute(self.pack, self._policy.chunk_bytes)
 
         def choose(
             function: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]
@@ -457,8 +457,8 @@ class _Running:
         plain = tuple(source.plain() for source in sources)
         start_s = time.perf_counter()
         held, record.treatment = self._hold(saved, tensor, need, record, sources, call)
-        if self._watcher is not None:
-            self._watcher.saved(
+        if self.watcher is not None:
+            self.watcher.saved(
                 Save(
                     saved,
                     tensor,

@@ -12,6 +12,7 @@ from daf.execution.accounting import Ledger, Plain, Sources
 from daf.execution.fused import FusedNorm, Holder, Norm, NormHeld, run_forward
 from daf.execution.fusion import NormSite
 from daf.execution.held import Kept, Saved, Stored, Term
+from daf.execution.observation import Save, Watcher
 from daf.execution.ownership import is_held_by_none_but, sole_holders
 from daf.execution.provenance import Provenance
 from daf.execution.sites import SiteRecord, SiteTracker
@@ -39,6 +40,10 @@ class Hooks(Protocol):
 
     def note_read(self, tensor: Tensor, held: object) -> None:
         """A constant may be read in backward for as long as ``held`` lives."""
+
+    @property
+    def watcher(self) -> Watcher | None:
+        """Who is told of operators and saves."""
 
 
 class NormCarrier:
@@ -81,6 +86,9 @@ class NormCarrier:
         Raises:
             CodecError: the policy asks for a treatment that is unsound here.
         """
+        watcher = self.hooks.watcher
+        if watcher is not None:
+            watcher.moment()
         owned = is_held_by_none_but(norm)
         record = self._tracker.record(site.module, _NORM, site.call, 0)
         told, plain = self.ledger.told_bytes, self.ledger.plain_bytes
@@ -109,6 +117,8 @@ class NormCarrier:
         if held.mask is not None:
             record.held_bytes -= held.mask.nbytes
         self._learn(held, addend, result)
+        if watcher is not None and not holder.is_external:
+            watcher.saved(_save(saved, norm, held, holder, result))
         saved.settle(held, plain_held)
         return result
 
@@ -137,10 +147,10 @@ class _CountingHolder(Holder):
 
     def __init__(self, carrier: NormCarrier, norm: Norm, record: SiteRecord) -> None:
         self._carrier = carrier
-        self._record = record
+        self.record = record
         self._version = norm.x._version
-        self._is_external = carrier.hooks.is_constant(norm.x)
-        parts = norm.statistics if self._is_external else (norm.x, *norm.statistics)
+        self.is_external = carrier.hooks.is_constant(norm.x)
+        parts = norm.statistics if self.is_external else (norm.x, *norm.statistics)
         self.sources = tuple(carrier.sources.of(part) for part in parts)
         self.plain = tuple(source.plain() for source in self.sources)
         record.need = Need.NORM
@@ -151,14 +161,14 @@ class _CountingHolder(Holder):
                 f"asked to spill what {record.site} saves, which is a fused normalisation; these "
                 "keep or code it; give that site another treatment, or do not fuse"
             )
-        record.treatment = KEEP if self._is_external else treatment
+        record.treatment = KEEP if self.is_external else treatment
 
     def hold_input(self, norm: Norm) -> Kept | None:
         """The caller's own tensor, or what the policy keeps."""
-        if self._record.treatment.method is not Method.KEEP:
+        if self.record.treatment.method is not Method.KEEP:
             return None
-        counted = () if self._is_external else (kept_holding(self.sources[0], self._ledger),)
-        return Kept(norm.x, self._version, self._record.site, counted)
+        counted = () if self.is_external else (kept_holding(self.sources[0], self._ledger),)
+        return Kept(norm.x, self._version, self.record.site, counted)
 
     def new_mask(self, count: int) -> MaskCode:
         """Room for a mask."""
@@ -166,7 +176,7 @@ class _CountingHolder(Holder):
 
     def encode(self, norm: Norm, written: Emission) -> Stored[ValueCode]:
         """Code the normalised value as the policy says."""
-        record, carrier = self._record, self._carrier
+        record, carrier = self.record, self._carrier
         code = ValueCode(
             carrier.store,
             norm.x.detach(),
@@ -186,3 +196,24 @@ class _CountingHolder(Holder):
     @property
     def _ledger(self) -> Ledger:
         return self._carrier.ledger
+
+
+def _save(
+    saved: Saved, norm: Norm, held: NormHeld, holder: _CountingHolder, result: Tensor
+) -> Save:
+    """What a watcher is told: the input stands for itself, or its code does."""
+    mask_bytes = held.mask.nbytes if held.mask is not None else 0
+    return Save(
+        saved,
+        norm.x,
+        held,
+        holder.record.site,
+        Need.NORM,
+        holder.record.treatment,
+        holder.sources[:1],
+        holder.record.held_bytes,
+        ms=None,
+        treatable=True,
+        is_over=result.data_ptr() == norm.x.data_ptr(),
+        beside_bytes=mask_bytes,
+    )

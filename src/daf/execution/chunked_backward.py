@@ -42,6 +42,7 @@ def backward(
     needs: Sequence[bool],
     *,
     owned: bool,
+    chunk_bytes: int | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of input, weight and bias; chunk by chunk, unless the input is held as it is.
 
@@ -51,6 +52,7 @@ def backward(
         saved_tensors: reads the node's two saves, input and weight.
         needs: which of the three are asked for.
         owned: nobody else holds ``gradient``, so that it may be written over.
+        chunk_bytes: what a chunk of the input may take; None: ``CHUNK_BYTES``.
     """
     saved_input, saved_weight = all_asked_for(saved_tensors)
     weight, held = saved_weight.restore(Scratch()), saved_input.held
@@ -59,7 +61,7 @@ def backward(
     whole = _room(held.layout, gradient, owned=owned) if needs[0] else None
     of_weight: Tensor | None = None
     of_bias: Tensor | None = None
-    for first, last in chunks_of(held.layout.shape):
+    for first, last in chunks_of(held.layout.shape, chunk_bytes):
         x = held.restore_part(first, last)
         of_x, *shares = product.backward(gradient[first:last], x, weight, needs)
         if whole is not None and of_x is not None:
@@ -78,22 +80,24 @@ def _sum(before: Tensor | None, share: Tensor | None) -> Tensor | None:
     return share if before is None or share is None else before.add_(share)
 
 
-def chunks_of(shape: Sequence[int]) -> list[tuple[int, int]]:
+def chunks_of(shape: Sequence[int], chunk_bytes: int | None = None) -> list[tuple[int, int]]:
     """(first, last) entries of each chunk of a float32 batch, as equal as can be."""
     batch, *entry = shape
     entry_bytes = 4 * torch.Size(entry).numel()
-    count = min(batch, -(-batch * entry_bytes // CHUNK_BYTES))
+    count = min(batch, -(-batch * entry_bytes // (chunk_bytes or CHUNK_BYTES)))
     borders = [batch * i // count for i in range(count + 1)]
     return list(pairwise(borders))
 
 
-def is_chunkable(x: Any, weight: Any, bias: Any, pack: Callable[..., Any]) -> bool:
+def is_chunkable(
+    x: Any, weight: Any, bias: Any, pack: Callable[..., Any], chunk_bytes: int | None = None
+) -> bool:
     """Is the input several chunks, all of a known kind, and is the weight trained?"""
     return (
         is_plain(x)
         and is_plain(weight)
         and (bias is None or is_plain(bias))
-        and x.nbytes > CHUNK_BYTES
+        and x.nbytes > (chunk_bytes or CHUNK_BYTES)
         and has_usual_strides(x)
         and weight.requires_grad
         and not torch.is_autocast_enabled("cpu")

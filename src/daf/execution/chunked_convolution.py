@@ -57,10 +57,16 @@ class ChunkedConvolution(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        convolution: Convolution,
+        chunk_bytes: int | None = None,
     ) -> Tensor:
         """As ``torch.conv2d``."""
         ctx.save_for_backward(x, weight)
+        ctx.chunk_bytes = chunk_bytes
         ctx.convolution = convolution
         return convolution.forward(x, weight, bias)
 
@@ -72,9 +78,14 @@ class ChunkedConvolution(torch.autograd.Function):
             owned = holders_of(gradient) == sole_holders()
             needs = ctx.needs_input_grad[:3]
             found = chunked_backward.backward(
-                ctx.convolution, gradient, lambda: ctx.saved_tensors, needs, owned=owned
+                ctx.convolution,
+                gradient,
+                lambda: ctx.saved_tensors,
+                needs,
+                owned=owned,
+                chunk_bytes=ctx.chunk_bytes,
             )
-            return (*found, None)
+            return (*found, None, None)
 
 
 # --- who calls it ---------------------------------------------------------------------------
@@ -88,10 +99,14 @@ def conv2d(
     padding: Any = 0,
     dilation: Any = 1,
     groups: int = 1,
+    *,
+    chunk_bytes: int | None = None,
 ) -> Tensor:
     """``torch.conv2d`` for calls that passed :func:`is_chunkable`."""
     convolution = Convolution(_pair(stride), _pair(padding), _pair(dilation), groups)
-    result: Tensor = ChunkedConvolution.apply(x, weight, bias, convolution)  # type: ignore[no-untyped-call]
+    result: Tensor = ChunkedConvolution.apply(  # type: ignore[no-untyped-call]
+        x, weight, bias, convolution, chunk_bytes
+    )
     return result
 
 
@@ -100,6 +115,7 @@ def is_chunkable(
     arguments: Sequence[Any],
     keywords: Mapping[str, Any],
     pack: Callable[..., Any],
+    chunk_bytes: int | None = None,
 ) -> bool:
     """Is this a call of ``torch.conv2d`` whose input is several chunks, of a known kind?"""
     if operator is not torch.conv2d or len(arguments) < 2 or "padding" in keywords:
@@ -107,7 +123,7 @@ def is_chunkable(
     x, weight, *rest = arguments
     bias = rest[0] if rest else keywords.get("bias")
     return (
-        chunked_backward.is_chunkable(x, weight, bias, pack)
+        chunked_backward.is_chunkable(x, weight, bias, pack, chunk_bytes)
         and x.dim() == 4
         and not any(isinstance(value, str) for value in rest)
     )

@@ -39,9 +39,16 @@ class ChunkedLinear(torch.autograd.Function):
     reads_only_what_it_saved = True  # see parameter_reads
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        chunk_bytes: int | None = None,
+    ) -> Tensor:
         """As ``F.linear``."""
         ctx.save_for_backward(x, weight)
+        ctx.chunk_bytes = chunk_bytes
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -51,14 +58,22 @@ class ChunkedLinear(torch.autograd.Function):
         with torch._C.DisableTorchFunction():
             owned = holders_of(gradient) == sole_holders()
             needs = ctx.needs_input_grad[:3]
-            return chunked_backward.backward(
-                _Linear(), gradient, lambda: ctx.saved_tensors, needs, owned=owned
+            found = chunked_backward.backward(
+                _Linear(),
+                gradient,
+                lambda: ctx.saved_tensors,
+                needs,
+                owned=owned,
+                chunk_bytes=ctx.chunk_bytes,
             )
+            return (*found, None)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, chunk_bytes: int | None = None
+) -> Tensor:
     """``F.linear`` for calls that passed :func:`is_chunkable`."""
-    result: Tensor = ChunkedLinear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+    result: Tensor = ChunkedLinear.apply(x, weight, bias, chunk_bytes)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -67,6 +82,7 @@ def is_chunkable(
     arguments: Sequence[Any],
     keywords: Mapping[str, Any],
     pack: Callable[..., Any],
+    chunk_bytes: int | None = None,
 ) -> bool:
     """Is this a call of ``F.linear`` whose input is several chunks, of a known kind?"""
     if operator is not F.linear or len(arguments) < 2 or keywords.keys() - {"bias"}:
@@ -74,7 +90,7 @@ def is_chunkable(
     x, weight, *rest = arguments
     bias = rest[0] if rest else keywords.get("bias")
     return (
-        chunked_backward.is_chunkable(x, weight, bias, pack)
+        chunked_backward.is_chunkable(x, weight, bias, pack, chunk_bytes)
         and x.dim() >= 2
         and weight.dim() == 2
         and x.is_contiguous()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial, update_wrapper
 from typing import Any
 
 from daf.execution import chunked_convolution, chunked_linear
@@ -10,18 +11,29 @@ from daf.execution.ownership import sole_holders
 
 
 def substitute(
-    pack: Callable[..., Any],
+    pack: Callable[..., Any], chunk_bytes: int | None = None
 ) -> Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Callable[..., Any]]:
-    """What an operator mode is to run instead of an operator, where ``pack`` sees what it saves."""
+    """What an operator mode is to run instead of an operator, where ``pack`` sees what it saves.
+
+    ``chunk_bytes``: what a chunk of an input may take; None:
+    ``chunked_backward.CHUNK_BYTES``.
+    """
     sole_holders()  # known before the first backward pass asks
 
     def chosen(
         operator: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]
     ) -> Callable[..., Any]:
-        if chunked_convolution.is_chunkable(operator, arguments, keywords, pack):
-            return chunked_convolution.conv2d
-        if chunked_linear.is_chunkable(operator, arguments, keywords, pack):
-            return chunked_linear.linear
+        if chunked_convolution.is_chunkable(operator, arguments, keywords, pack, chunk_bytes):
+            return _with(chunk_bytes, chunked_convolution.conv2d)
+        if chunked_linear.is_chunkable(operator, arguments, keywords, pack, chunk_bytes):
+            return _with(chunk_bytes, chunked_linear.linear)
         return operator
 
     return chosen
+
+
+def _with(chunk_bytes: int | None, operator: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator with chunks of that size; its name, which names sites, stays."""
+    if chunk_bytes is None:
+        return operator
+    return update_wrapper(partial(operator, chunk_bytes=chunk_bytes), operator)

@@ -349,6 +349,11 @@ def unpacker(scratch: Scratch) -> Callable[[Saved], Tensor]:
     return unpack
 
 
+def is_asking() -> bool:
+    """Does whoever unpacks now want to know which save it is, and nothing decoded?"""
+    return _asked.get() is not None
+
+
 def asked_for(read: Callable[[], object]) -> Saved | None:
     """Which save ``read`` makes autograd unpack first, without decoding it."""
     asked = all_asked_for(read)

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from daf.execution.accounting import Source, Sources
-from daf.execution.held import Held, Kept, NormInput, Rederived, Saved
+from daf.execution.held import Held, Kept, Rederived, Saved, is_asking
 from daf.execution.microbatch import tensors_in_batch
 from daf.memory import account_meter
-from daf.plan import KEEP, Method, Need, Site, Treatment
+from daf.plan import KEEP, Method, Need, Reading, Site, Treatment
 
 NO_CALL = -1
 SMALLEST_TIMED_BYTES = 1 << 18
@@ -36,7 +36,8 @@ _KEPT_ANYWAY = (
 class SavedTensor:
     """One save: its site, what it needs and got, and the moments of its life.
 
-    ``dies``: the first moment at which only autograd holds its memory.
+    ``dies``: the first moment at which only autograd holds its memory. ``beside_bytes``
+    are held with it whatever the treatment.
     """
 
     site: Site
@@ -54,6 +55,8 @@ class SavedTensor:
     dies: int = -1
     read: int = -1
     released: int = -1
+    reading: Reading = Reading.WHOLE
+    beside_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -101,7 +104,8 @@ class Observation:
     Per moment: the peak of what was alive beyond what was before the step
     (``peak_bytes``), and the gradients that existed when it began. The first
     ``forward`` moments are the forward pass. ``step_ms`` is forward and backward
-    without ``coding_ms``, which encoding and decoding took.
+    without ``coding_ms``, which encoding and decoding took, as far as no operator does it
+    itself. ``chunk_bytes``: chunks of tensors that are read so had at most as many.
     """
 
     examples: int
@@ -114,6 +118,7 @@ class Observation:
     forward: int = 0
     step_ms: float = 0.0
     plain_bytes: int = 0
+    chunk_bytes: int = 0
 
     @property
     def coding_ms(self) -> float:
@@ -122,7 +127,12 @@ class Observation:
 
 
 class Save(NamedTuple):
-    """A tensor was saved and is stood for by ``held``, which took ``ms`` to make."""
+    """A tensor was saved and is stood for by ``held``, which took ``ms`` to make.
+
+    ``ms`` is None where an operator made it while it did other things. ``is_over``: the
+    tensor's memory already holds the operator's result. ``beside_bytes``: held with it
+    whatever the treatment.
+    """
 
     saved: Saved
     tensor: Tensor
@@ -132,8 +142,10 @@ class Save(NamedTuple):
     treatment: Treatment
     sources: tuple[Source, ...]
     held_bytes: int
-    ms: float
+    ms: float | None
     treatable: bool
+    is_over: bool = False
+    beside_bytes: int = 0
 
 
 class Watcher(Protocol):
@@ -261,13 +273,18 @@ class Observer:
             self._parents(save),
             self._open_calls[-1].place if self._open_calls else NO_CALL,
             max(0, self._now),
+            beside_bytes=save.beside_bytes,
         )
         self.found.saves.append(record)
-        self._time(self.found.encode, save.treatment, record.tensor_bytes, save.ms)
+        if save.ms is not None:
+            self._time(self.found.encode, save.treatment, record.tensor_bytes, save.ms)
         key = id(save.saved)
         self._by_saved[key] = record
         self._references.append(weakref.ref(save.saved, self._released(key, record)))
-        self._watched.setdefault(source, []).append(record)
+        if save.is_over:
+            record.dies = record.saved
+        else:
+            self._watched.setdefault(source, []).append(record)
         if isinstance(save.held, Kept):
             self._ours.setdefault(source, weakref.WeakSet()).add(save.held)
 
@@ -280,11 +297,12 @@ class Observer:
         self.moment()
         if record.read < 0:
             record.read = self._now
+            record.reading = _reading(saved)
 
     def has_read(self, saved: Saved, ms: float) -> None:
         """It was read."""
         record = self._by_saved.get(id(saved))
-        if record is not None:
+        if record is not None and not is_asking():
             self._time(self.found.decode, record.treatment, record.tensor_bytes, ms)
 
     # --- moments ----------------------------------------------------------------------------
@@ -394,10 +412,18 @@ class Observer:
         ]
 
 
+def _reading(saved: Saved) -> Reading:
+    """How the operator that unpacks it now goes on to read it."""
+    if not is_asking():
+        return Reading.WHOLE
+    return Reading.CHUNKS if isinstance(saved.held, Rederived) else Reading.IN_PLACE
+
+
 def _own_codes(held: Held) -> Iterator[Any]:
     """The codes and masks that a holding was made with."""
-    if isinstance(held, NormInput):
-        yield held.code
+    code = getattr(held, "code", None)
+    if code is not None:
+        yield code
     elif isinstance(held, Rederived):
         yield held.recipe[0].code
     mask = getattr(held, "mask", None)

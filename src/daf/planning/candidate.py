@@ -133,7 +133,7 @@ def without_margin(profile: Profile, budget_bytes: int) -> int:
 
 def _policy(profile: Profile, table: Table, selection: tuple[int, ...], name: str) -> Policy:
     uniform = _uniform_policy(table, selection)
-    if uniform is not None:
+    if uniform is not None and not profile.is_fused:
         return uniform
     columns = [column for column in selection if column < table.first[-1]]
     replayed = [
@@ -153,6 +153,9 @@ def _policy(profile: Profile, table: Table, selection: tuple[int, ...], name: st
         exact_policy().by_need,
         MappingProxyType(by_site),
         rederive=True,
+        fused=profile.is_fused,
+        chunked=profile.is_fused,
+        chunk_bytes=profile.chunk_bytes or None,
         weights=profile.weights,
         replayed=frozenset(replay.module for replay in replayed),
     )

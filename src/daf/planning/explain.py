@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from daf.plan import FusionReport
 from daf.planning.options import KEPT, Option, families
 from daf.planning.table import Table
 from daf.profile import Profile
@@ -11,6 +12,7 @@ from daf.units import format_bytes
 def explain(profile: Profile, table: Table, selection: tuple[int, ...]) -> tuple[str, ...]:
     """One line for the size of pieces, for gradients, every replay and every family of sites."""
     lines = [_about_pieces(profile, table), _about_gradients(table)]
+    lines += map(_about_fusion, profile.fusions)
     groups = families(profile.savings)
     peak = int(table.usage(table.amounts(list(selection))).argmax())
     row = table.row(peak)
@@ -72,6 +74,12 @@ def _about_gradients(table: Table) -> str:
     if table.release_gradients:
         return "gradients are released one by one: they do not fit together with what is saved"
     return "gradients are held until the update: so a step can be tried again"
+
+
+def _about_fusion(fusion: FusionReport) -> str:
+    if fusion.pattern:
+        return f"{fusion.module}: fused as {fusion.pattern}: one pass, and one code for all"
+    return f"{fusion.module}: not fused: {fusion.reason}"
 
 
 def _about_replay(table: Table, column: int) -> str:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from daf.kernels import header_bytes, plane_bytes
 from daf.kernels.tables import rotated_error
-from daf.plan import KEEP, Method, Need, Site, Treatment, coded_policy, exact_policy
-from daf.profile import Profile, Saving
+from daf.plan import KEEP, Method, Need, Reading, Site, Treatment, coded_policy, exact_policy
+from daf.profile import Profile, Saving, decoded_bytes
 
 WIDTHS = (8, 4, 3, 2, 1)
 KEPT, EXACT, SPILLED = "keep", "exact", "spill"
@@ -150,6 +150,7 @@ class OptionMaker:
             treatment != KEEP
             and saving.treatable
             and treatment.method in self._allowed.methods
+            and not (treatment.method is Method.SPILL and saving.reading is Reading.IN_PLACE)
             and saving.tensor_bytes.at(self._examples) >= SMALLEST_TREATED_BYTES
             and (treatment.method is not Method.PACK or saving.packed_bits > 0)
         )
@@ -177,7 +178,7 @@ class OptionMaker:
     ) -> Option:
         kept = [saving for saving in family if saving.site not in treatments]
         treated = [saving for saving in family if saving.site in treatments]
-        spans = [*self._kept_spans(kept)]
+        spans = [*self._kept_spans(kept), *self._spans_beside(family)]
         cost_ms = noise = 0.0
         coded: dict[tuple[object, ...], list[Saving]] = defaultdict(list)
         for saving in treated:
@@ -207,9 +208,18 @@ class OptionMaker:
             if sharing[0].dies <= last:
                 yield Span(sharing[0].dies, last, size)
 
+            for saving in sharing:  # used whole, it has a gradient of its own
+                if saving.reading is Reading.CHUNKS:
+                    yield Span(saving.read, saving.released, self._bytes(saving))
+
+    def _spans_beside(self, family: tuple[Saving, ...]) -> Iterator[Span]:
+        for saving in family:
+            yield Span(saving.saved, saving.released, saving.beside_bytes.at(self._examples))
+
     def _decoded_span(self, saving: Saving) -> Span:
         """What was dropped comes back as memory of its size, too, although nobody fills it."""
-        return Span(saving.read, saving.released, self._bytes(saving))
+        nbytes = decoded_bytes(saving.reading, self._bytes(saving), self._profile.chunk_bytes)
+        return Span(saving.read, saving.released, nbytes)
 
     def _code_span(self, shared: list[Saving], treatment: Treatment) -> Span:
         first = min(saving.saved for saving in shared)

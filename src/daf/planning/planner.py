@@ -6,6 +6,7 @@ Every function is pure: the same profile and budget give the same plan.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -16,6 +17,7 @@ from daf.planning import policies
 from daf.planning.candidate import Candidate, with_margin, without_margin
 from daf.planning.highs import LinearProgram
 from daf.planning.options import Allowed
+from daf.planning.table import kept_selection, make_table
 from daf.profile import Profile
 from daf.units import format_bytes
 
@@ -44,6 +46,7 @@ def make_plan(
     tolerance: float | None = None,
     allowed: Allowed = EVERYTHING,
     quickly: bool = False,
+    also: Sequence[Profile] = (),
 ) -> Plan:
     """The plan of a policy whose predicted peak is within the budget.
 
@@ -58,18 +61,25 @@ def make_plan(
         allowed: what execution can carry out.
         quickly: a greedy plan in milliseconds instead of the best one; ``bound_ms``
             says how far from the best it is at most.
+        also: what was measured of the same step with other operators; the fastest plan is taken.
 
     Raises:
         BudgetError: none fits; ``least_bytes`` is the least budget that would.
         UnknownNameError: there is no such policy.
     """
     name = _checked(policy)
-    limit = without_margin(profile, budget_bytes)
     for most in _tolerances(tolerance):
-        found = _find(name, profile, limit, most, allowed, quickly=quickly)
-        if found is not None:
-            return found.as_plan(profile, budget_bytes, name)
-    least = least_feasible_budget(profile, policy=policy, tolerance=tolerance, allowed=allowed)
+        found = []
+        for each in (profile, *also):
+            limit = without_margin(each, budget_bytes)
+            candidate = _find(name, each, limit, most, allowed, quickly=quickly)
+            if candidate is not None:
+                found.append(candidate.as_plan(each, budget_bytes, name))
+        if found:
+            return min(found, key=lambda plan: plan.predicted_step_ms)
+    least = least_feasible_budget(
+        profile, policy=policy, tolerance=tolerance, allowed=allowed, also=also
+    )
     raise BudgetError(refusal(profile, budget_bytes, least), least)
 
 
@@ -79,6 +89,7 @@ def least_feasible_budget(
     policy: str = "optimal",
     tolerance: float | None = None,
     allowed: Allowed = EVERYTHING,
+    also: Sequence[Profile] = (),
 ) -> int:
     """The least budget (bytes) under which ``make_plan`` finds a plan.
 
@@ -87,10 +98,14 @@ def least_feasible_budget(
         UnknownNameError: there is no such policy.
     """
     name = _checked(policy)
-    found = policies.least(name, profile, _tolerances(tolerance)[-1], allowed)
-    if found is None:
+    peaks = []
+    for each in (profile, *also):
+        found = policies.least(name, each, _tolerances(tolerance)[-1], allowed)
+        if found is not None:
+            peaks.append(found.peak_bytes(each))
+    if not peaks:
         raise BudgetError(f"no plan of policy {policy!r} adds as little noise as {tolerance}")
-    return found.peak_bytes(profile)
+    return min(peaks)
 
 
 def choose(
@@ -155,6 +170,12 @@ def first_plan(
     return found.as_plan(profile, budget_bytes, "first step")
 
 
+def kept_peak_bytes(profile: Profile) -> int:
+    """The process's peak (bytes) when the whole batch keeps everything, margin included."""
+    table = make_table(profile, profile.batch_size, EVERYTHING)
+    return with_margin(profile, table.peak_bytes(kept_selection(table)))
+
+
 def update_peak_bytes(profile: Profile, *, release: bool) -> int:
     """The process's peak (bytes) in the optimizer's own step, margin included."""
     gradients = 0 if release else profile.gradient_bytes
@@ -169,12 +190,15 @@ def tighter_plan(
     policy: str = "optimal",
     tolerance: float | None = None,
     allowed: Allowed = EVERYTHING,
+    also: Sequence[Profile] = (),
 ) -> Plan | None:
     """A plan that is predicted to hold clearly less than ``plan``; None if there is none.
 
     For a step that was refused memory although its plan was predicted to fit.
     """
-    find = partial(make_plan, profile, policy=policy, tolerance=tolerance, allowed=allowed)
+    find = partial(
+        make_plan, profile, policy=policy, tolerance=tolerance, allowed=allowed, also=also
+    )
     # The floor may lie above all of it, where memory from before was given back since.
     above = max(SMALLEST_STEP_BYTES, plan.predicted_peak_bytes - profile.floor_bytes)
     least: int | None = None

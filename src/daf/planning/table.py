@@ -154,7 +154,9 @@ def make_table(
     groups = families(profile.savings)
     maker = OptionMaker(profile, micro_batch, allowed)
     options = tuple(tuple(maker.options(group)) for group in groups)
-    replays = _replays(profile, groups, micro_batch) if allowed.replay else ()
+    replays = (
+        _replays(profile, groups, micro_batch) if allowed.replay and not profile.is_fused else ()
+    )
     base = base_bytes(profile, micro_batch, release_gradients=release_gradients)
     requires = _requirements(groups, options)
     return Table(micro_batch, release_gradients, options, replays, base, requires)
