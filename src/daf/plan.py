@@ -86,7 +86,8 @@ class Policy:
     ``fused`` lets batch normalisation, residual addition and ReLU run as one
     operator, where that was seen to be the same. ``chunked`` lets large
     convolutions and linear layers decode their input a part of the batch at a time,
-    ``chunk_bytes`` of it (None: a size that costs next to no time).
+    ``chunk_bytes`` of it, and use one that is held as it is in the same chunks (None: a size
+    that costs next to no time, and what is held as it is is used whole).
 
     ``replayed`` names modules (paths in ``model.named_modules()``, nested ones
     allowed) whose every call holds only its inputs and is run again in backward.
@@ -98,9 +99,9 @@ class Policy:
     rederive: bool = True
     fused: bool = False
     chunked: bool = False
-    chunk_bytes: int | None = None
     weights: Mapping[Site, float] = field(default_factory=lambda: MappingProxyType({}))
     replayed: frozenset[str] = frozenset()
+    chunk_bytes: int | None = None
 
     def weight(self, site: Site) -> float:
         """How much relative error at a site harms the gradient, beside other sites (1: as most).

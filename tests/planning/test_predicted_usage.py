@@ -10,13 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from daf import profiler
+from daf.execution import chunked_backward
 from daf.execution.capture import Capture
 from daf.memory.recycling import unsupported_reason
 from daf.memory.statistics import reset_peaks, stats
-from daf.plan import Policy
+from daf.plan import Policy, Reading
 from daf.planning.candidate import Candidate
+from daf.planning.greedy import lawful
 from daf.planning.options import Allowed
-from daf.planning.table import level_selection, make_table
+from daf.planning.table import Table, kept_selection, level_selection, make_table
 from daf.session import Session
 
 MIB = 2**20
@@ -82,20 +85,28 @@ def squares(model: nn.Module, x: Tensor) -> Tensor:
 class Step:
     """A session that was prepared on a batch four times as large as the largest probe."""
 
-    def __init__(self, make: Callable[[], tuple[nn.Module, Tensor]]) -> None:
+    def __init__(
+        self, make: Callable[[], tuple[nn.Module, Tensor]], *, fused: bool = False
+    ) -> None:
         torch.manual_seed(0)
         self.model, self.x = make()
         optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
         self.session = Session(self.model, optimizer, "8GB")
         self.session.prepare(self.x, squares)
         self.session._keeper.open()
+        self.profile = self.session.profile
+        if fused:
+            with self.session._keeper.unbounded():
+                self.profile = self.session._measure_profile(
+                    self.x, squares, 10**10, lambda _: None, fused=True
+                )
 
     def predicted(self, level: str) -> tuple[np.ndarray, Policy]:
         """(moments,) bytes beside what is resident before the step; and the policy."""
-        measured = self.session.profile
+        measured = self.profile
         assert measured is not None
         table = make_table(measured, measured.batch_size, Allowed(replay=False))
-        selection = level_selection(table, level)
+        selection = _selection(table, level)
         usage = table.usage(table.amounts(selection))[:-1]
         plan = Candidate(table, tuple(selection)).as_plan(measured, 10**12, level)
         return usage - measured.resident_bytes - measured.optimizer_bytes, plan.policy
@@ -113,6 +124,15 @@ class Step:
                 peak.run(policy, self.model, self.x)
         self.model.zero_grad()
         return peak.nbytes - before
+
+
+def _selection(table: Table, level: str) -> list[int]:
+    """One level everywhere; or ``"mixed"``: every other family kept, the others coded."""
+    if level != "mixed":
+        return level_selection(table, level)
+    kept, coded = kept_selection(table), level_selection(table, "2")
+    pairs = zip(kept, coded, strict=True)
+    return lawful(table, [pair[place % 2] for place, pair in enumerate(pairs)])
 
 
 class _Highest:
@@ -165,3 +185,28 @@ def test_a_step_four_times_the_probe_peaks_as_predicted(
         # What operators need in passing cannot be coded; it is most of the peak in some models.
         assert found["2"] < 0.9 * found["keep"]
         assert found["2"] < found["exact"] <= found["keep"] + MIB
+
+
+@needs_limit
+@pytest.mark.parametrize("make", [plain_network, residual_network, transformer])
+def test_fused_and_chunked_steps_peak_as_predicted_too(
+    make: Callable[[], tuple[nn.Module, Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk_bytes = 256 * 1024  # an eighth of the largest activations here
+    for module in (profiler, chunked_backward):
+        monkeypatch.setattr(module, "CHUNK_BYTES", chunk_bytes)
+    step = Step(make, fused=True)
+    with step.session:
+        assert step.profile is not None
+        is_convolutional = make is not transformer
+        assert any(each.pattern for each in step.profile.fusions) == is_convolutional
+        assert any(each.reading is Reading.CHUNKS for each in step.profile.savings)
+        found = {}
+        for level in ("keep", "mixed", "8", "2"):
+            usage, policy = step.predicted(level)
+            assert policy.fused
+            assert policy.chunk_bytes == chunk_bytes
+            found[level] = measured = step.measured_peak(policy)
+            assert measured <= 1.03 * usage.max() + MIB, (level, measured, usage.max())
+            assert measured >= 0.85 * usage.max() - MIB, (level, measured, usage.max())
+        assert found["2"] < found["8"] < found["keep"]

@@ -4,8 +4,8 @@ PyTorch's own backward wants its whole input, decoded, beside the gradients of
 result and input. Here one chunk of the batch is decoded, used for the gradient
 of that chunk's input and for its share of the weight's, and forgotten. Shares
 are added in the order of the batch: equal to PyTorch's up to the order of
-additions. An input that is held as it is (nothing coded) is used whole. The
-input's gradient is written over the result's where nobody else holds that and
+additions. An input that is held as it is (nothing coded) is used whole, bit for
+bit as PyTorch does, unless a size of chunks is asked for. The input's gradient is written over the result's where nobody else holds that and
 both have the same geometry.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from daf.execution.held import Rederived, all_asked_for
+from daf.execution.held import Kept, Rederived, all_asked_for
 from daf.execution.plain_call import autograd_objection, has_usual_strides, is_plain
 from daf.store.layout import Layout
 from daf.store.scratch import Scratch
@@ -44,7 +44,7 @@ def backward(
     owned: bool,
     chunk_bytes: int | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of input, weight and bias; chunk by chunk, unless the input is held as it is.
+    """Gradients of input, weight and bias; chunk by chunk, unless the input comes back whole.
 
     Args:
         product: what to do with a chunk.
@@ -52,11 +52,13 @@ def backward(
         saved_tensors: reads the node's two saves, input and weight.
         needs: which of the three are asked for.
         owned: nobody else holds ``gradient``, so that it may be written over.
-        chunk_bytes: what a chunk of the input may take; None: ``CHUNK_BYTES``.
+        chunk_bytes: what a chunk of the input may take, of one held as it is too; None:
+            ``CHUNK_BYTES`` of a coded one.
     """
     saved_input, saved_weight = all_asked_for(saved_tensors)
     weight, held = saved_weight.restore(Scratch()), saved_input.held
-    if not isinstance(held, Rederived):
+    in_chunks = Rederived if chunk_bytes is None else (Rederived, Kept)
+    if not isinstance(held, in_chunks):
         return product.backward(gradient, saved_input.restore(Scratch()), weight, needs)
     whole = _room(held.layout, gradient, owned=owned) if needs[0] else None
     of_weight: Tensor | None = None

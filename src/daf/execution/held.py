@@ -23,7 +23,7 @@ from daf.store.codec import (
     ValueCode,
     elements_in,
 )
-from daf.store.layout import Layout
+from daf.store.layout import Layout, layout_of
 from daf.store.scratch import Scratch
 from daf.store.spill import SpillRecord, SpillStore
 
@@ -105,6 +105,15 @@ class Kept(Held):
                 "Do not change it in place between forward and backward, or clone it before"
             )
         return self._tensor
+
+    def restore_part(self, first: int, last: int) -> Tensor:
+        """Entries [first, last) of the first dimension, where they lie."""
+        return self.restore(Scratch())[first:last]
+
+    @property
+    def layout(self) -> Layout:
+        """Of the tensor."""
+        return layout_of(self._tensor)
 
 
 class Shape(Held):

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -185,6 +186,17 @@ class _OpenCall(NamedTuple):
     place: int
     start_s: float
     coding_ms: float
+
+
+def unseen(hook: Callable[..., None]) -> Callable[..., None]:
+    """A hook whose own looks at tensors no function mode takes for the program's."""
+
+    @wraps(hook)
+    def unseen_hook(*arguments: Any, **keywords: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            hook(*arguments, **keywords)
+
+    return unseen_hook
 
 
 class Observer:
@@ -375,6 +387,7 @@ class Observer:
     # --- module calls -----------------------------------------------------------------------
 
     def _entering(self, path: str) -> Callable[..., None]:
+        @unseen
         def enter(_module: nn.Module, arguments: Any, keywords: Any) -> None:
             parent = self._open_calls[-1].place if self._open_calls else NO_CALL
             call = ModuleCall(path, parent, self._now + 1)
@@ -387,6 +400,7 @@ class Observer:
 
         return enter
 
+    @unseen
     def _leave(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         if not self._open_calls:
             return

@@ -208,10 +208,6 @@ class OptionMaker:
             if sharing[0].dies <= last:
                 yield Span(sharing[0].dies, last, size)
 
-            for saving in sharing:  # used whole, it has a gradient of its own
-                if saving.reading is Reading.CHUNKS:
-                    yield Span(saving.read, saving.released, self._bytes(saving))
-
     def _spans_beside(self, family: tuple[Saving, ...]) -> Iterator[Span]:
         for saving in family:
             yield Span(saving.saved, saving.released, saving.beside_bytes.at(self._examples))
