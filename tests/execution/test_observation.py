@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ from daf.execution import treatments
 from daf.execution.capture import Capture
 from daf.execution.held import Saved
 from daf.execution.observation import MethodTime, Observation, SavedTensor
+from daf.execution.rehearsal import rehearse
 from daf.memory.recycling import RecyclingAllocator, unsupported_reason
 from daf.memory.statistics import stats
-from daf.plan import KEEP, Method, Need, Policy, coded_policy, plain_policy
+from daf.plan import KEEP, Method, Need, Policy, Reading, coded_policy, plain_policy
 
 TIGHTEST = coded_policy(1)
 
@@ -378,3 +380,71 @@ def test_peaks_are_what_the_account_saw_moment_by_moment() -> None:
         assert found.peak_bytes[tanh.saved] == pytest.approx(2 * size, rel=0.02)
         assert max(found.peak_bytes[: found.forward]) >= 2 * size
         model.zero_grad()
+
+
+# --- fused and chunked operators ------------------------------------------------------------------
+
+
+def fused_network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=1, bias=False),
+    )
+
+
+def observe_fused(policy: Policy) -> Observation:
+    model, x = fused_network(), torch.randn(16, 3, 16, 16)
+    capture = Capture(model)
+    chunk_bytes = 16 * 1024
+    policy = replace(policy, fused=True, chunked=True, chunk_bytes=chunk_bytes)
+    rehearse(capture, model, policy, x, mean_square)
+    for _ in range(2):
+        observer = capture.observer(len(x))
+        with observer.watching():
+            with capture.step(policy, 0, 0, 0, x, watcher=observer):
+                loss = mean_square(model, x)
+            observer.begin_backward()
+            loss.backward()
+    assert [each.pattern for each in capture.fusions()] == ["batch_norm + relu"]
+    return observer.found
+
+
+def test_a_fused_norm_is_read_in_place_and_its_mask_is_held_beside() -> None:
+    found = observe_fused(coded_policy(2))
+    (norm,) = of(found, "1")
+    elements = 16 * 8 * 16 * 16
+    assert norm.site.operator == "batch_norm"
+    assert norm.reading is Reading.IN_PLACE
+    assert norm.treatment.bits == 2
+    assert norm.beside_bytes >= elements // 8  # a bit an element, in whole blocks
+    assert norm.held_bytes >= elements * 2 // 8
+    # Its input's memory already holds the result.
+    assert norm.dies == norm.saved
+    # Of the two coded tensors the loss's is timed; the norm's own was coded by the operator.
+    assert found.encode[Method.ROTATED].nbytes == norm.tensor_bytes
+
+
+def test_the_convolution_behind_is_read_in_chunks_from_the_norm_s_code() -> None:
+    found = observe_fused(coded_policy(2))
+    (norm,), (convolution,) = of(found, "1"), of(found, "3")
+    assert convolution.reading is Reading.CHUNKS
+    assert convolution.parents == {norm.site}
+    assert convolution.held_bytes == 0
+    assert norm.saved < convolution.saved < convolution.read < norm.read
+
+
+def test_a_fused_norm_that_keeps_its_input_writes_elsewhere() -> None:
+    found = observe_fused(plain_policy())
+    (norm,) = of(found, "1")
+    assert norm.treatment == KEEP
+    assert norm.dies > norm.saved
+    assert norm.beside_bytes > 0
+
+
+def test_looking_on_fuses_as_much_as_not_looking() -> None:
+    """The observer's own hooks are no readers of a normalisation's result."""
+    found = observe_fused(coded_policy(1))
+    assert not [each for each in found.saves if each.site.operator == "relu"]

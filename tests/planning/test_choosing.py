@@ -378,3 +378,67 @@ def test_the_first_step_is_predicted_without_the_state_that_its_update_makes() -
     assert whole is not None
     before_update = choosing.first.predicted_peak_bytes
     assert before_update == whole.predicted_peak_bytes - measured.optimizer_bytes
+
+
+# --- fused operators ------------------------------------------------------------------------------
+
+
+def fused(measured: Profile, speedup: float) -> Profile:
+    """The same step with fused operators, so many times as fast."""
+    times = tuple((examples, ms / speedup) for examples, ms in measured.piece_ms)
+    return replace(measured, piece_ms=times, chunk_bytes=8 * MIB)
+
+
+@few
+@given(profiles(most=6), st.floats(0.2, 0.95), st.sampled_from((0.5, 2.0)))
+def test_the_faster_operators_are_taken_whatever_the_budget(
+    measured: Profile, share: float, speedup: float
+) -> None:
+    other, budget = fused(measured, speedup), between(measured, share)
+    plan = chosen(measured).begin(measured, budget, other)
+    alone = [planner.make_plan(each, budget) for each in (measured, other) if fits(each, budget)]
+    assert plan.predicted_step_ms <= min(each.predicted_step_ms for each in alone)
+    if speedup > 1 and fits(other, budget) and len(measured.piece_ms) == 1:
+        assert plan.policy.fused
+    if plan.policy.fused:
+        assert plan.policy.chunk_bytes == other.chunk_bytes
+        assert not plan.policy.replayed
+
+
+def fits(measured: Profile, budget_bytes: int) -> bool:
+    return planner.least_feasible_budget(measured) <= budget_bytes
+
+
+def test_the_first_step_and_tighter_plans_of_a_fused_plan_are_its_own_profile_s() -> None:
+    measured = large(60)
+    other = fused(measured, 10.0)
+    choosing = chosen(measured)
+    plan = choosing.begin(measured, between(measured, 0.9), other)
+    assert plan.policy.fused
+    assert choosing.first is not None
+    assert choosing.first.policy.fused
+    tighter = choosing.tighten(plan)
+    assert tighter is not None
+    assert tighter.predicted_peak_bytes < plan.predicted_peak_bytes
+
+
+def test_the_least_budget_is_the_least_of_both() -> None:
+    measured = large(60)
+    smaller = replace(fused(measured, 0.5), resident_bytes=measured.resident_bytes - 20 * MIB)
+    choosing = chosen(measured)
+    least = planner.least_feasible_budget(smaller)
+    choosing.begin(measured, least, smaller)
+    assert choosing.plan is not None
+    assert choosing.plan.policy.fused
+    assert choosing.least_bytes() == least + ANOTHER_PROCESS_BYTES + 1
+    with pytest.raises(BudgetError) as error:
+        chosen(measured).begin(measured, least - MIB, smaller)
+    assert error.value.least_bytes == least + ANOTHER_PROCESS_BYTES + 1
+
+
+@pytest.mark.parametrize("policy", ["sage", "checkpoint", "2-bit"])
+def test_named_policies_keep_pytorch_s_operators(policy: str) -> None:
+    measured = large(20)
+    choosing = chosen(measured, policy=policy)
+    plan = choosing.begin(measured, 10**12, fused(measured, 10.0))
+    assert not plan.policy.fused

@@ -5,8 +5,9 @@ result and input. Here one chunk of the batch is decoded, used for the gradient
 of that chunk's input and for its share of the weight's, and forgotten. Shares
 are added in the order of the batch: equal to PyTorch's up to the order of
 additions. An input that is held as it is (nothing coded) is used whole, bit for
-bit as PyTorch does, unless a size of chunks is asked for. The input's gradient is written over the result's where nobody else holds that and
-both have the same geometry.
+bit as PyTorch does, unless a size of chunks is asked for. The input's gradient
+is written over the result's where nobody else holds that and both have the same
+geometry.
 """
 
 from __future__ import annotations
