@@ -81,7 +81,8 @@ def test_a_fused_plan_trains_within_its_budget_and_says_what_it_fuses() -> None:
         assert measured is not None
         assert budget_bytes is not None
         # Whichever is faster on this machine: here the fused plan is carried out.
-        session.plan = planner.make_plan(measured, budget_bytes)
+        allowed = session._choosing.terms.allowed
+        session.plan = planner.make_plan(measured, budget_bytes, allowed=allowed)
         session._choosing.first = session._choosing._search = None
         assert session.plan.policy.fused
         assert sum("fused as batch_norm + relu" in line for line in session.plan.choices) == 5
