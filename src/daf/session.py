@@ -20,7 +20,7 @@ from torch import nn
 from daf import governor
 from daf.adapting import Adapting, BudgetChange
 from daf.choosing import Choosing, Evidence, Terms
-from daf.errors import BudgetError, PlatformError, PoolFullError, UnknownNameError
+from daf.errors import BudgetError, DafError, PlatformError, PoolFullError, UnknownNameError
 from daf.execution.capture import Capture
 from daf.execution.gradient_step import Before, GradientStep
 from daf.execution.microbatch import LossFunction, batch_bytes, batch_size
@@ -132,6 +132,7 @@ class Session:
         self.saved_bytes_plain = 0
         self.saved_bytes_peak = 0
         self.evicted_bytes = 0
+        self.fusion_refusal = ""  # why PyTorch's operators stay, although others were tried
         self._fixed_policy = plain_policy() if bits is None else policy_for(bits)
         self._seed = seed
         self._allow_split = allow_batchnorm_split
@@ -393,12 +394,18 @@ class Session:
     ) -> Profile | None:
         """The same with fused and chunked operators; None where nothing is gained by them.
 
-        What fits as it is keeps PyTorch's operators, and with them every bit.
+        What fits as it is keeps PyTorch's operators, and with them every bit. So does a step
+        that does not go through with fused ones (second derivatives, say).
         """
+        self.fusion_refusal = ""
         fits = planner.kept_peak_bytes(profile) <= budget_bytes
         if fits or not self._choosing.can_fuse:
             return None
-        found = self._measure_profile(batch, loss_fn, budget_bytes, on_progress, fused=True)
+        try:
+            found = self._measure_profile(batch, loss_fn, budget_bytes, on_progress, fused=True)
+        except (DafError, RuntimeError) as error:
+            self.fusion_refusal = f"a small step failed with fused operators: {error}"
+            return None
         return found if found.gains_by_fusing else None
 
     def _allowed(self) -> Allowed:

@@ -126,3 +126,26 @@ def test_hooks_that_only_look_are_seen_by_no_function_mode() -> None:
         assert seen == []
         x.untyped_storage()
     assert seen == ["untyped_storage"]
+
+
+@needs_limit
+def test_a_loss_with_second_derivatives_keeps_pytorch_s_operators(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def penalised(model: nn.Module, batch: Batch) -> Tensor:
+        x = batch[0].detach().requires_grad_()
+        out = model(x)
+        (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        return F.cross_entropy(out, batch[1]) + slope.square().mean()
+
+    monkeypatch.setattr(planner, "kept_peak_bytes", lambda _: 10**12)  # fusing is always tried
+    for loss_fn, refused in ((cross_entropy, False), (penalised, True)):
+        model = network()
+        with Session(model, sgd(model), "8GB") as session:
+            plan = session.prepare(images(), loss_fn)
+            assert bool(session.fusion_refusal) == refused
+            assert (session._choosing.fused_profile is None) == refused
+            if refused:
+                assert "differentiate twice" in session.fusion_refusal
+                assert not plan.policy.fused
+            assert session.step(images(), loss_fn).loss > 0

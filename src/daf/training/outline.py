@@ -6,8 +6,10 @@ from typing import Any
 
 from daf.execution.capture import Capture
 from daf.execution.microbatch import batch_slice
+from daf.execution.rehearsal import rehearse
 from daf.plan import Plan
 from daf.profiler import undisturbed
+from daf.session import Session
 from daf.store.default import make_store
 from daf.training.batches import Batch
 from daf.training.job import Job
@@ -28,7 +30,7 @@ def outline_of(job: Job, batch: Batch) -> dict[str, Any]:
         "least_feasible_bytes": session.least_feasible_bytes(),
         "release_gradients": plan.release_gradients,
         "replayed": sorted(plan.policy.replayed),
-        "choices": list(plan.choices),
+        "choices": [*plan.choices, *_about_operators(job.session)],
         "process_settings": list(session.settings),
         "sites": sites_of(job, plan, batch),
     }
@@ -44,6 +46,13 @@ def sites_of(job: Job, plan: Plan, batch: Batch) -> list[dict[str, str | int]]:
     part = batch_slice(batch, 0, plan.micro_batch)
     capture = Capture(job.model, make_store(job.settings.pool_bytes))
     with undisturbed(job.model):
+        if plan.policy.fused:
+            rehearse(capture, job.model, plan.policy, batch, job.task.loss)
         with capture.step(plan.policy, seed=0, step_index=0, batch=part):
             job.task.loss(job.model, part)
         return [report.as_dict() for report in capture.sites()]
+
+
+def _about_operators(session: Session) -> list[str]:
+    refusal = session.fusion_refusal
+    return [f"operators: PyTorch's own: {refusal}"] if refusal else []
