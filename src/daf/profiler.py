@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -34,6 +34,7 @@ from daf.execution.rehearsal import EXAMPLES, rehearse
 from daf.memory import account_meter, compiler, measure
 from daf.memory.keeper import MemoryKeeper
 from daf.plan import Policy, coded_policy, plain_policy
+from daf.planning.calibration import calibrated
 from daf.profile import Profile
 from daf.profile_building import build
 from daf.speeds import device_speeds
@@ -229,7 +230,10 @@ class Profiler:
             observations = self._observations(batch, loss_fn, budget_bytes, on_progress)
             on_progress("times")
             times = self._times(batch, loss_fn, observations, budget_bytes, split=not refusal)
-        return self._profile(examples, observations, times, refusal, spill)
+        found = self._profile(examples, observations, times.kept, refusal, spill)
+        if times.coded_ms is None:
+            return found
+        return calibrated(found, times.kept[-1][0], times.coded_ms)
 
     def _rehearse(self, batch: Any, loss_fn: LossFunction) -> None:
         policy = self._operators.of(TIGHTEST, EXAMPLES)
@@ -284,8 +288,8 @@ class Profiler:
         budget_bytes: int,
         *,
         split: bool,
-    ) -> tuple[tuple[int, float], ...]:
-        """(examples, milliseconds) of forward and backward with everything kept."""
+    ) -> _Times:
+        """Forward and backward with everything kept, and the largest of these steps coded too."""
         largest = observations[-1]
         fitting = [
             each.examples
@@ -293,10 +297,11 @@ class Profiler:
             if self._expected(each, each.examples) + each.plain_bytes <= budget_bytes
         ]
         if not fitting:
-            return ((largest.examples, largest.step_ms),)
+            return _Times(((largest.examples, largest.step_ms),))
         sizes = [*_halvings(fitting[-1])] if split else fitting
         policy = plain_policy()
-        return tuple(sorted((n, self._time(batch, loss_fn, policy, n)) for n in sizes))
+        kept = sorted((n, self._time(batch, loss_fn, policy, n)) for n in sizes)
+        return _Times(tuple(kept), self._time(batch, loss_fn, TIGHTEST, kept[-1][0]))
 
     def _time(self, batch: Any, loss_fn: LossFunction, policy: Policy, examples: int) -> float:
         """The faster of two: whatever disturbs only makes it longer."""
@@ -357,6 +362,13 @@ class Profiler:
     def _drop_gradients(self) -> None:
         for parameter in self._model.parameters():
             parameter.grad = None
+
+
+class _Times(NamedTuple):
+    """``kept``: (examples, ms) with everything kept; ``coded_ms``: the largest of them coded."""
+
+    kept: tuple[tuple[int, float], ...]
+    coded_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,40 @@
+"""Prices of codes follow what a coded step took as a whole."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from synthetic import large
+
+from daf.planning.calibration import HIGHEST, LOWEST, calibrated
+from daf.planning.greedy import lawful
+from daf.planning.options import Allowed
+from daf.planning.table import level_selection, make_table
+from daf.profile import Profile
+
+MEASURED = large(40)
+EXAMPLES = MEASURED.piece_ms[-1][0]
+KEPT_MS = MEASURED.forward_backward_ms(EXAMPLES)
+
+
+def added_ms(profile: Profile, level: str = "1") -> float:
+    table = make_table(profile, EXAMPLES, Allowed(replay=False))
+    return float(table.cost_ms[lawful(table, level_selection(table, level))].sum())
+
+
+@given(st.floats(LOWEST, HIGHEST))
+def test_the_coded_step_comes_out_as_measured(factor: float) -> None:
+    coded_ms = KEPT_MS + factor * added_ms(MEASURED)
+    found = calibrated(MEASURED, EXAMPLES, coded_ms)
+    assert KEPT_MS + added_ms(found) == pytest.approx(coded_ms)
+    # Other levels follow, and what is not coding stays as it was.
+    assert added_ms(found, "8") == pytest.approx(factor * added_ms(MEASURED, "8"))
+    assert found.speeds.copy == MEASURED.speeds.copy
+    assert found.piece_ms == MEASURED.piece_ms
+
+
+@pytest.mark.parametrize(("coded_ms", "factor"), [(0.0, LOWEST), (1e9, HIGHEST)])
+def test_a_disturbed_measurement_goes_only_so_far(coded_ms: float, factor: float) -> None:
+    found = calibrated(MEASURED, EXAMPLES, coded_ms)
+    assert added_ms(found) == pytest.approx(factor * added_ms(MEASURED))
