@@ -207,6 +207,9 @@ class OptionMaker:
             size = sharing[0].storage_bytes.at(self._examples)
             if sharing[0].dies <= last:
                 yield Span(sharing[0].dies, last, size)
+            for saving in sharing:
+                if saving.reading is Reading.CHUNKS:  # nothing is decoded; a chunk has a gradient
+                    yield Span(saving.read, saving.released, self._decoded_bytes(saving) / 2)
 
     def _spans_beside(self, family: tuple[Saving, ...]) -> Iterator[Span]:
         for saving in family:
@@ -214,8 +217,10 @@ class OptionMaker:
 
     def _decoded_span(self, saving: Saving) -> Span:
         """What was dropped comes back as memory of its size, too, although nobody fills it."""
-        nbytes = decoded_bytes(saving.reading, self._bytes(saving), self._profile.chunk_bytes)
-        return Span(saving.read, saving.released, nbytes)
+        return Span(saving.read, saving.released, self._decoded_bytes(saving))
+
+    def _decoded_bytes(self, saving: Saving) -> float:
+        return decoded_bytes(saving.reading, self._bytes(saving), self._profile.chunk_bytes)
 
     def _code_span(self, shared: list[Saving], treatment: Treatment) -> Span:
         first = min(saving.saved for saving in shared)
