@@ -16,6 +16,7 @@ from daf.bench.pressure import (
     standard_error,
     steps_above_steady_budget,
     steps_to_restore,
+    thinned,
     within_budget_ms,
 )
 from daf.bench.pressure_picture import budget_corners, draw_pressure
@@ -82,6 +83,13 @@ def test_the_picture_shows_all_three(result: Any, tmp_path: Path) -> None:
     pixels = np.asarray(Image.open(tmp_path / "pressure.png").convert("RGB")).astype(int)
     for colour in ((0x2A, 0x78, 0xB8), (0xC0, 0x39, 0x2B), (0xD9, 0x8C, 0x1F), (0x58, 0x81, 0x57)):
         assert (abs(pixels - np.array(colour)).sum(axis=-1) < 12).sum() > 100
+
+
+def test_thinning_keeps_the_extremes_in_order() -> None:
+    sizes = (5, 9, 1, 7, 3, 4)
+    samples = [(10.01 + place * 0.02, size) for place, size in enumerate(sizes)]
+    assert thinned(samples) == [samples[1], samples[2], samples[5]]
+    assert thinned([]) == []
 
 
 def test_time_within_the_budget_is_when_memory_was_last_seen_above() -> None:

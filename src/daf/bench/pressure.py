@@ -15,9 +15,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from typing import Any
 
 from daf.bench.child import Child, ContestantError
@@ -27,6 +28,8 @@ from daf.memory import cgroup
 
 # A step counts as restored once it takes no longer than this times the median before.
 RESTORED = 1.1
+# Of memory over time a result keeps the extremes of so many seconds each.
+THINNED_S = 0.1
 # A process that holds more and more: bytes per second, and how many in the end.
 _GROW = """
 import sys, time
@@ -213,9 +216,19 @@ class _Pressed:
         """Steps, budgets and memory over time (seconds since the first step), and the squeeze."""
         rows = [*self.steps, {"part": "squeeze", "simulated": self.simulated, **self.squeeze}]
         rows += [{"part": "budget", **change} for change in self.facts.get("budgets", ())]
-        samples = self.facts.get("samples", ())
+        samples = thinned(self.facts.get("samples", ()))
         rows += [{"part": "memory", "at_s": at, "resident_bytes": size} for at, size in samples]
         return rows
+
+
+def thinned(samples: Iterable[tuple[float, int]]) -> list[tuple[float, int]]:
+    """The highest and the lowest sample of every ``THINNED_S``, in order."""
+    found = []
+    for _, group in itertools.groupby(samples, lambda sample: int(sample[0] / THINNED_S)):
+        within = [(at, size) for at, size in group]
+        lowest, highest = min(within, key=itemgetter(1)), max(within, key=itemgetter(1))
+        found += sorted({lowest, highest})
+    return found
 
 
 def figures_of(job: PressureJob, pressed: _Pressed, undisturbed: list[float]) -> dict[str, float]:
