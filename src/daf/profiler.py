@@ -33,6 +33,7 @@ from daf.execution.observation import Observation
 from daf.execution.rehearsal import EXAMPLES, rehearse
 from daf.memory import account_meter, compiler, measure
 from daf.memory.keeper import MemoryKeeper
+from daf.memory.statistics import stats
 from daf.plan import Policy, coded_policy, plain_policy
 from daf.planning.calibration import calibrated
 from daf.profile import Profile
@@ -187,6 +188,7 @@ class Profiler:
         self._keeper = keeper
         self._floor_bytes = floor_bytes
         self._operators = _Operators()
+        self._beside_bytes = 0
 
     def profile(
         self,
@@ -274,6 +276,8 @@ class Profiler:
             observer.begin_backward()
             loss.mean.backward()  # type: ignore[no-untyped-call]
         self._drop_gradients()
+        self._make_room()
+        self._note_beside()
         observer.found.plain_bytes = self._capture.stats.plain_peak_bytes
         observer.found.chunk_bytes = policy.chunk_bytes or 0
         return observer.found
@@ -316,6 +320,7 @@ class Profiler:
             found.append(1000.0 * (time.perf_counter() - start_s))
             self._drop_gradients()
         self._make_room()
+        self._note_beside()
         return min(found)
 
     # --- all together -----------------------------------------------------------------------
@@ -332,11 +337,13 @@ class Profiler:
         speeds = device_speeds(observations[-1], spill)
         self._make_room()
         state = optimizer_bytes_to_come(self._optimizer)
+        passing = update_bytes(self._optimizer)
+        self._note_beside()
         updated = gradient_bytes(self._model)
         touched = 2 * updated + sum(map(_state_bytes, self._optimizer.state.values())) + state
         return Profile(
             floor_bytes=self._floor_bytes,
-            resident_bytes=measure.resident_bytes(),
+            resident_bytes=self._resident_bytes(),
             parameter_bytes=parameter_bytes(self._model),
             gradient_bytes=updated,
             optimizer_bytes=state,
@@ -348,12 +355,23 @@ class Profiler:
             update_ms=1000.0 * UPDATE_PASSES * touched / speeds.copy,
             speeds=speeds,
             weights={},
-            update_bytes=update_bytes(self._optimizer),
+            update_bytes=passing,
             split_refusal=refusal,
             recycles=self._keeper.recycles,
             chunk_bytes=self._operators.chunk_bytes,
             fusions=self._capture.fusions() if self._operators.chunk_bytes else (),
         )
+
+    def _note_beside(self) -> None:
+        """Right behind a step: the system takes back pages of libraries that are not in use."""
+        if self._keeper.recycles:
+            beside = measure.resident_bytes() - stats()["held_bytes.current"]
+            self._beside_bytes = max(self._beside_bytes, beside)
+
+    def _resident_bytes(self) -> int:
+        """The process now, with whatever libraries a step brings into memory."""
+        account = stats()["held_bytes.current"] if self._keeper.recycles else 0
+        return max(measure.resident_bytes(), self._beside_bytes + account)
 
     def _make_room(self) -> None:
         self._capture.release_scratch()
