@@ -90,10 +90,23 @@ class Choosing:
         self.profile, self.fused_profile, self.evidence = profile, fused, None
         self.plan = self._make(budget_bytes)
         if self._search is not None:
-            self.plan = self._search.wait(PATIENCE_S) or self.plan
+            self.plan = self._searched(self.plan, budget_bytes)
         if self.plan.return_freed_blocks and self._can_begin_tighter():
             self.first = self._first_plan(self._profile_of(self.plan), self.plan, budget_bytes)
         return self.plan
+
+    def _searched(self, quick: Plan, budget_bytes: int) -> Plan:
+        """The best plan if it is found with patience; the search goes on if steps leave it room."""
+        assert self._search is not None
+        if self._has_room_to_search(quick, budget_bytes):
+            return self._search.wait(PATIENCE_S) or quick
+        search, self._search = self._search, None
+        return search.finish(PATIENCE_S) or quick
+
+    @staticmethod
+    def _has_room_to_search(plan: Plan, budget_bytes: int) -> bool:
+        """Beside a step that needs all of the budget there is none."""
+        return budget_bytes - plan.predicted_peak_bytes >= SEARCH_BYTES
 
     def _first_plan(self, profile: Profile, plan: Plan, budget_bytes: int) -> Plan | None:
         """Its peak does not hold the optimizer's state yet, which its update brings into being."""
@@ -142,9 +155,8 @@ class Choosing:
             if not can_refuse or error.least_bytes is None:
                 raise
             self.plan = self._make(error.least_bytes)
-        # Beside a step that needs all of the budget there is no room to search in.
-        if self._search and budget_bytes - self.plan.predicted_peak_bytes < SEARCH_BYTES:
-            self.plan = self._search.wait(PATIENCE_S) or self.plan
+        if self._search and not self._has_room_to_search(self.plan, budget_bytes):
+            self.plan = self._searched(self.plan, budget_bytes)
         return self.plan
 
     def tighten(self, plan: Plan) -> Plan | None:
@@ -219,7 +231,7 @@ class Choosing:
         except BudgetError as error:
             raise self._corrected_error(error, budget_bytes) from error
         if self.terms.policy == "optimal" and plan.policy.name != "plain":
-            self._search = BackgroundPlan(lambda: self._corrected(make()))
+            self._search = BackgroundPlan(lambda stop: self._corrected(make(stop=stop)))
         return plan
 
     @property

@@ -226,7 +226,7 @@ def test_the_best_plan_is_taken_over_between_two_steps_and_not_before() -> None:
     release = threading.Event()
     best = replace(quick, reason="the best")
 
-    def search() -> Plan:
+    def search(_stop: object) -> Plan:
         assert release.wait(30)
         return best
 
@@ -247,7 +247,7 @@ def test_a_search_that_finds_nothing_leaves_the_quick_plan() -> None:
     choosing = chosen(measured)
     quick = choosing.begin(measured, between(measured, 0.5))
 
-    def search() -> Plan:
+    def search(_stop: object) -> Plan:
         raise BudgetError("nothing fits")
 
     choosing._search = BackgroundPlan(search)
@@ -261,7 +261,7 @@ def test_a_search_for_an_old_budget_is_never_taken_over() -> None:
     choosing = chosen(measured)
     choosing.begin(measured, between(measured, 0.9))
     stale = replace(choosing.plan, reason="stale")  # type: ignore[type-var]
-    choosing._search = BackgroundPlan(lambda: stale)
+    choosing._search = BackgroundPlan(lambda _stop: stale)
     tight = between(measured, 0.3)
     choosing.again(tight, can_refuse=False)
     if choosing._search is not None:
@@ -442,3 +442,32 @@ def test_named_policies_keep_pytorch_s_operators(policy: str) -> None:
     choosing = chosen(measured, policy=policy)
     plan = choosing.begin(measured, 10**12, fused(measured, 10.0))
     assert not plan.policy.fused
+
+
+# --- room for the search --------------------------------------------------------------------------
+
+
+def test_a_search_is_stopped_with_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = large(40)
+    asked = iter([False, False, True])
+    found = planner.make_plan(measured, between(measured, 0.5), stop=lambda: next(asked, True))
+    best = planner.make_plan(measured, between(measured, 0.5))
+    assert next(asked, None) is None  # it was asked
+    assert best.predicted_step_ms <= found.predicted_step_ms
+    assert found.bound_ms <= best.predicted_step_ms
+
+
+def test_no_search_goes_on_beside_a_step_that_needs_all_of_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "PATIENCE_S", 0.0)
+    measured = large(60)
+    for share in (0.3, 0.6):
+        choosing = chosen(measured)
+        budget = between(measured, share)
+        plan = choosing.begin(measured, budget)
+        room = budget - plan.predicted_peak_bytes
+        assert (choosing._search is None) == (room < module.SEARCH_BYTES)
+        plan = choosing.again(budget - MIB, can_refuse=False)
+        running = {thread.name for thread in threading.enumerate()}
+        assert choosing._search is not None or "daf-planner" not in running

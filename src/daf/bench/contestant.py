@@ -32,6 +32,9 @@ class Entry:
     # DAF's own allocator, with this cap on what it recycles (None: no cap).
     recycle: bool = False
     recycle_cap_bytes: int | None = None
+    # With it: nothing is recycled in the first step, and from then on no more is held than that
+    # step's live bytes at their highest, and ``workload.LIMIT_ROOM_BYTES``.
+    recycle_tightly: bool = False
     # A budget of DAF's own choosing of plans; ``bits`` None then leaves the policy to the planner.
     budget_bytes: int | None = None
     # Something else than DAF (``bench.peers``), and how much of it: pieces, a share, bits.

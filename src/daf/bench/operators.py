@@ -171,7 +171,7 @@ def stage_entry(job: OperatorsJob, entry: Entry, stage: str) -> Entry:
     found = replace(entry, label=f"{entry.label}: {stage}")
     if ALLOCATOR in reached:
         recycles = unsupported_reason() is None
-        found = replace(found, return_freed_blocks=True, recycle=recycles)
+        found = replace(found, return_freed_blocks=True, recycle=recycles, recycle_tightly=recycles)
     return replace(found, bits=job.bits, levers=levers) if levers else found
 
 

@@ -41,6 +41,10 @@ OPTIMIZERS: Mapping[str, Callable[[nn.Module, float], torch.optim.Optimizer]] = 
 }
 
 
+# What blocks that do not fit each other may take beside those that are alive.
+LIMIT_ROOM_BYTES = 8 * 2**20
+
+
 class Workload:
     """Builds what an ``Entry`` names and runs its steps; every random choice follows the seed."""
 
@@ -52,7 +56,8 @@ class Workload:
         self.floor_bytes = measure.resident_bytes()
         if entry.recycle:
             # Until the process ends: nothing of the workload outlives it.
-            RecyclingAllocator(cap_bytes=entry.recycle_cap_bytes).__enter__()
+            cap_bytes = 0 if entry.recycle_tightly else entry.recycle_cap_bytes
+            self._allocator = RecyclingAllocator(cap_bytes=cap_bytes).__enter__()
         memory_format = MEMORY_FORMATS[entry.memory_format]
         self._build = partial(_built, recipe, data, memory_format, entry.seed)
         self.model = self._build()
@@ -75,7 +80,16 @@ class Workload:
         start_s = time.perf_counter()
         loss = self._run(batch)
         step_ms = 1000 * (time.perf_counter() - start_s)
+        self._tighten()
         return {"loss": loss, "step_ms": step_ms, "peak_bytes": measure.peak_bytes()}
+
+    def _tighten(self) -> None:
+        """Once a first step has told what is alive at most, hold no more than that."""
+        if self._entry.recycle_tightly and self._allocator.limit_bytes is None:
+            counts = stats()
+            highest = counts["live_bytes.peak"] + counts["external_bytes.peak"]
+            self._allocator.limit_bytes = highest + LIMIT_ROOM_BYTES
+            self._allocator.cap_bytes = None
 
     def write_gradient(self, path: Path) -> None:
         """Write the first batch's gradient at the first weights as raw fp32, in the model's order.

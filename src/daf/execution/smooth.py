@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from daf.kernels.tables import derivative_table
+from daf.memory.allocator import return_free_memory
 
+PLANNED_BITS = (2, 3, 4)  # of ``plan.coded_policy``
 _Function = Callable[[Tensor], Tensor]
 _RANGE = 100.0  # weighted range of inputs, as in the tables' source
 _SAVES_RESULT = frozenset({"SigmoidBackward0", "TanhBackward0"})
@@ -41,7 +43,9 @@ def smooth_code(node: Any, bits: int) -> SmoothCode | None:
         torch.autocast("cpu", enabled=False),
         torch.enable_grad(),
     ):
-        return _code(name, _parameters(node), bits)
+        parameters = _parameters(node)
+        _find_planned(name, parameters)
+        return _code(name, parameters, bits)
 
 
 def _parameters(node: Any) -> tuple[Any, ...]:
@@ -78,6 +82,16 @@ def _activation(name: str, parameters: tuple[Any, ...]) -> _Function:
     if name == "CeluBackward0":
         return lambda x: F.celu(x, *parameters)
     return lambda x: torch.ops.aten.elu(x, *parameters)
+
+
+@cache
+def _find_planned(name: str, parameters: tuple[Any, ...]) -> None:
+    """The codes of all widths that plans ask for, at once: finding one passes through some 20 MB,
+    which must not come on top of a step that a plan has made room for.
+    """
+    for bits in PLANNED_BITS:
+        _code(name, parameters, bits)
+        return_free_memory()
 
 
 @cache

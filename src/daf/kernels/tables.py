@@ -224,14 +224,18 @@ def _dense_in_the_middle(points: int) -> Doubles:
 def _best_borders(
     activation: Callable[[Doubles], Doubles], grid: Doubles, intervals: int
 ) -> Doubles:
-    """Interior borders, chosen from ``grid``, of the best fit with ``intervals`` pieces."""
-    rise = np.subtract.outer(activation(grid), activation(grid)).T
-    width = np.subtract.outer(grid, grid).T
+    """Interior borders, chosen from ``grid``, of the best fit with ``intervals`` pieces.
+
+    Two matrices of 5 MB exist at a time: tables are also made within tight budgets.
+    """
+    gain = np.subtract.outer(activation(grid), activation(grid)).T
+    total = np.subtract.outer(grid, grid).T  # the width of a piece from i to j
     with np.errstate(divide="ignore", invalid="ignore"):
-        gain = np.where(width > 0, rise**2 / width, -np.inf)  # gain[i, j]: one piece from i to j
+        np.divide(np.square(gain, out=gain), total, out=gain)
+    gain[total <= 0] = -np.inf  # gain[i, j]: one piece from i to j
     best, choices = gain[0], []
     for _ in range(intervals - 1):
-        total = best[:, None] + gain
+        np.add(best[:, None], gain, out=total)
         choices.append(total.argmax(axis=0))
         best = total.max(axis=0)
     place, places = len(grid) - 1, []

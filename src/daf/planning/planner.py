@@ -6,7 +6,7 @@ Every function is pure: the same profile and budget give the same plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -47,6 +47,7 @@ def make_plan(
     allowed: Allowed = EVERYTHING,
     quickly: bool = False,
     also: Sequence[Profile] = (),
+    stop: Callable[[], bool] = lambda: False,
 ) -> Plan:
     """The plan of a policy whose predicted peak is within the budget.
 
@@ -62,6 +63,7 @@ def make_plan(
         quickly: a greedy plan in milliseconds instead of the best one; ``bound_ms``
             says how far from the best it is at most.
         also: what was measured of the same step with other operators; the fastest plan is taken.
+        stop: asked now and then whether the best plan so far is good enough.
 
     Raises:
         BudgetError: none fits; ``least_bytes`` is the least budget that would.
@@ -72,7 +74,7 @@ def make_plan(
         found = []
         for each in (profile, *also):
             limit = without_margin(each, budget_bytes)
-            candidate = _find(name, each, limit, most, allowed, quickly=quickly)
+            candidate = _find(name, each, limit, most, allowed, quickly=quickly, stop=stop)
             if candidate is not None:
                 found.append(candidate.as_plan(each, budget_bytes, name))
         if found:
@@ -126,10 +128,17 @@ def choose(
 
 
 def _find(
-    name: str, profile: Profile, limit: int, tolerance: float, allowed: Allowed, *, quickly: bool
+    name: str,
+    profile: Profile,
+    limit: int,
+    tolerance: float,
+    allowed: Allowed,
+    *,
+    quickly: bool,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Candidate | None:
     searched = "quick" if quickly and name == "optimal" else name
-    found = policies.find(searched, profile, limit, tolerance, allowed)
+    found = policies.find(searched, profile, limit, tolerance, allowed, stop)
     if found is None and name in ("optimal", "sage"):
         # At the very least budget a search may miss what the least peak's own program finds.
         tightest = policies.least(name, profile, tolerance, allowed)

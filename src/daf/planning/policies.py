@@ -38,9 +38,17 @@ def knee(profile: Profile) -> int:
     return min(examples for examples, rate in rates.items() if rate >= KNEE_FRACTION * best)
 
 
-def optimal(profile: Profile, limit: int, tolerance: float, allowed: Allowed) -> Candidate | None:
-    """The least objective over all sizes and selections, proven by HiGHS."""
-    return Search(profile, limit, tolerance, allowed).run(exactly=True)
+def optimal(
+    profile: Profile,
+    limit: int,
+    tolerance: float,
+    allowed: Allowed,
+    stop: Callable[[], bool] = lambda: False,
+) -> Candidate | None:
+    """The least objective over all sizes and selections, proven by HiGHS; or, once ``stop`` is
+    true, the best so far.
+    """
+    return Search(profile, limit, tolerance, allowed, stop).run(exactly=True)
 
 
 def quick(profile: Profile, limit: int, tolerance: float, allowed: Allowed) -> Candidate | None:
@@ -184,12 +192,19 @@ LEVELS = tuple(name for name in _FIXED if name not in POLICIES)
 
 
 def find(
-    policy: str, profile: Profile, limit: int, tolerance: float, allowed: Allowed
+    policy: str,
+    profile: Profile,
+    limit: int,
+    tolerance: float,
+    allowed: Allowed,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Candidate | None:
     """What a policy chooses with its computed peak within ``limit``; None if nothing fits."""
+    if policy == "optimal":
+        return optimal(profile, limit, tolerance, allowed, stop)
     if policy in _FIXED:
         return _first_that_fits(_FIXED[policy](profile, allowed), limit)
-    search: Mapping[str, Strategy] = {"optimal": optimal, "quick": quick, "sage": sage}
+    search: Mapping[str, Strategy] = {"quick": quick, "sage": sage}
     return search[policy](profile, limit, tolerance, allowed)
 
 

@@ -9,7 +9,7 @@ the largest thing the planner holds, and few are needed twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from daf.planning.candidate import Candidate, noise_price_ms, pieces_of
@@ -50,9 +50,15 @@ class Search:
     """One search for the fastest candidate within a limit (bytes, margin not included)."""
 
     def __init__(
-        self, profile: Profile, limit_bytes: int, tolerance: float, allowed: Allowed
+        self,
+        profile: Profile,
+        limit_bytes: int,
+        tolerance: float,
+        allowed: Allowed,
+        stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self._profile = profile
+        self._stop = stop
         self._limit = limit_bytes
         self._tolerance = tolerance
         self._allowed = allowed
@@ -64,12 +70,12 @@ class Search:
         """The best that was found, with a bound that no candidate goes below; None: nothing fits.
 
         With ``exactly`` each size's best is proven by HiGHS where its bound leaves it open;
-        else it is the greedy one.
+        else it is the greedy one. Between sizes ``stop`` is asked whether what is known is enough.
         """
         for shape in sorted(shapes(self._profile, self._allowed), key=self._base_ms):
             self._lower_ms[shape] = self._base_ms(shape)
             # Even keeping everything is no faster, here and at all sizes that follow.
-            if self._lower_ms[shape] >= self._best_ms:
+            if self._lower_ms[shape] >= self._best_ms or (self._best and self._stop()):
                 break
             self._sweep(shape, exactly=exactly)
         if exactly:
@@ -104,7 +110,7 @@ class Search:
         """Exact answers where they can matter, the most promising first."""
         while open_shapes := self._lower_ms.keys() - self._settled:
             shape = min(open_shapes, key=lambda each: (self._lower_ms[each], each.micro_batch))
-            if self._lower_ms[shape] >= self._best_ms:
+            if self._lower_ms[shape] >= self._best_ms or self._stop():
                 return
             self._ask_exactly(shape, self._table(shape))
 

@@ -1,0 +1,35 @@
+"""Tables of derivative codes are found once for all widths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from daf.execution import smooth
+from daf.execution.capture import compress
+from daf.plan import Need, coded_policy
+
+
+def test_no_width_is_looked_for_when_a_later_plan_asks_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    smooth._find_planned.cache_clear()
+    smooth._code.cache_clear()
+    looked_for: list[int] = []
+    find = smooth.derivative_table
+
+    def noted(activation: Any, bits: int, low: float, high: float) -> Any:
+        looked_for.append(bits)
+        return find(activation, bits, low, high)
+
+    monkeypatch.setattr(smooth, "derivative_table", noted)
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU())
+    for bits in (1, 3, 4):
+        with compress(model, bits):
+            loss = model(torch.randn(64, 64)).square().mean()
+        loss.backward()
+        assert looked_for == list(smooth.PLANNED_BITS)
+    assert {coded_policy(bits).by_need[Need.SMOOTH].bits for bits in range(1, 9)} == set(looked_for)
