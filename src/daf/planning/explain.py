@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from daf.plan import FusionReport
 from daf.planning.options import KEPT, Option, families
-from daf.planning.table import Table
+from daf.planning.table import Table, largest_gradient_bytes
 from daf.profile import Profile
 from daf.units import format_bytes
 
@@ -50,7 +50,8 @@ def account_of(profile: Profile, table: Table, selection: tuple[int, ...]) -> di
 
 def _gradients_at(profile: Profile, table: Table, moment: int) -> int:
     if table.release_gradients:
-        return 0
+        in_backward = profile.timeline.forward <= moment < len(profile.timeline.gradient_bytes)
+        return largest_gradient_bytes(profile) if in_backward else 0
     existing = profile.timeline.gradient_bytes
     if table.micro_batch < profile.batch_size or moment >= len(existing):
         return profile.gradient_bytes

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -165,7 +166,9 @@ def make_table(
 def base_bytes(profile: Profile, micro_batch: int, *, release_gradients: bool) -> Floats:
     """(moments + 1,) bytes of the process without saved tensors; the last is the update's.
 
-    With several pieces every gradient exists from the second piece on.
+    With several pieces every gradient exists from the second piece on. Where gradients are
+    released, the largest is counted throughout backward: one waits while the next is formed,
+    and a step that has begun to change parameters cannot be tried again.
     """
     timeline = profile.timeline
     lines = [max(0.0, each.at(micro_batch)) for each in timeline.transient]
@@ -173,6 +176,7 @@ def base_bytes(profile: Profile, micro_batch: int, *, release_gradients: bool) -
     whole = float(profile.gradient_bytes)
     if release_gradients:
         gradients = np.zeros(len(transient) + 1)
+        gradients[timeline.forward : -1] = largest_gradient_bytes(profile)
     elif micro_batch < profile.batch_size:
         gradients = np.full(len(transient) + 1, whole)
     else:
@@ -180,6 +184,12 @@ def base_bytes(profile: Profile, micro_batch: int, *, release_gradients: bool) -
     fixed = profile.resident_bytes + profile.optimizer_bytes
     result: Floats = fixed + gradients + np.append(transient, float(profile.update_bytes))
     return result
+
+
+def largest_gradient_bytes(profile: Profile) -> int:
+    """The most that gradients grow by from one moment to the next, the update being the last."""
+    sizes = (0, *profile.timeline.gradient_bytes, profile.gradient_bytes)
+    return max(after - before for before, after in pairwise(sizes))
 
 
 def _requirements(
