@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from daf.report.peers_words import losses, verdicts, workloads_of
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 END = "<!-- /figures -->"
@@ -23,6 +25,11 @@ ASKED_OF_KERNELS = {
     "minmax_decode_vs_memcpy": 2.0,
     "avx2_worst_fraction": 0.5,
 }
+PEERS_HEAD = (
+    "| contestant | peak above floor ÷ plain's | predicted, MB above floor "
+    "| saved for backward, MB | step ÷ plain's | examples/s | last loss | gradient error |",
+    "|---|---|---|---|---|---|---|---|",
+)
 MEANT_OF_POOL = {
     "op_us_at_1e6": "µs a page, the dearest operation, a million live pages; at most 1",
     "tree_us_at_1e6": "µs a tree operation, a million nodes, random keys; at most 2",
@@ -251,32 +258,48 @@ def count_table(result: dict[str, Any], name: str, between: list[str]) -> str:
 
 
 def peers_figures(result: dict[str, Any]) -> str:
-    """The side-by-side's table, in Markdown; who did not run says why."""
-    machine = result["machine"]
+    """Where a peer wins, the figures, and every workload's table, in Markdown."""
+    rows, figures = result["rows"], result["figures"]
     lines = [
-        f"Measured by `daf bench peers --json` ({result['notes'][0]}; {machine['processor']}, "
-        f"{machine['cores']} cores, torch {machine['torch']}):",
+        measured_by(result, "peers"),
         "",
-        "| contestant | peak above floor ÷ plain's | predicted peak | saved for backward | "
-        "step ÷ plain's | examples/s | last loss | gradient error |",
-        "|---|---|---|---|---|---|---|---|",
-        *(peers_line(row) for row in result["rows"]),
+        *picture("peers", "Time against memory, everybody on every workload"),
+        "Where a peer wins:",
+        "",
+        *(f"- {sentence}" for sentence in losses(rows)),
+        "",
+        "| at half of plain's peak | DAF: peak | step | best peer: peak | step "
+        "| DAF's speed ÷ the min-max baseline's |",
+        "|---|---|---|---|---|---|",
+        *(figures_line(name, figures) for name in workloads_of(rows)),
     ]
+    for name, own in workloads_of(rows).items():
+        lines += ["", f"**{name}**", "", *PEERS_HEAD, *map(peers_line, own), ""]
+        lines += [f"- {sentence}" for sentence in verdicts(own)]
     return "\n".join(lines)
+
+
+def figures_line(name: str, figures: dict[str, float]) -> str:
+    """One workload's named figures; what could not be measured stays empty."""
+    keys = ("daf_peak_ratio", "daf_step_ratio", "best_peer_peak_ratio", "best_peer_step_ratio")
+    found = [figures.get(f"{name}_{key}") for key in (*keys, "speed_vs_minmax_baseline")]
+    cells = ["" if value is None else f"{value:.3f}" for value in found]
+    return f"| {name} | " + " | ".join(cells) + " |"
 
 
 def peers_line(row: dict[str, Any]) -> str:
     """One contestant."""
     if "step_ratio" not in row:
-        why = "its budget was refused" if "refused" in row else "failed"
+        why = "refused" if "refused" in row else "failed" if "failed" in row else "no time left"
         return f"| {row['contestant']} | {why} | | | | | | |"
     predicted, saved, error = (
         row[name] for name in ("predicted_peak_bytes", "saved_bytes_peak", "gradient_error")
     )
+    floor = row["floor_bytes"]
     return (
         f"| {row['contestant']} | {row['peak_ratio']:.3f} "
-        f"| {'' if predicted is None else f'{predicted / MB:.0f} MB'} "
-        f"| {'' if saved is None else f'{saved / MB:.1f} MB'} | {row['step_ratio']:.3f} "
+        f"| {'' if predicted is None else f'{(predicted - floor) / MB:.0f}'} "
+        f"| {'' if saved is None else f'{saved / MB:.1f}'} | {row['step_ratio']:.3f} "
         f"| {row['examples_per_s']:.1f} | {row['loss']:.4f} "
         f"| {'' if error is None else f'{error:.2g}'} |"
     )
@@ -284,12 +307,11 @@ def peers_line(row: dict[str, Any]) -> str:
 
 def packing_figures(result: dict[str, Any]) -> str:
     """What packing costs, in Markdown."""
-    machine = result["machine"]
     return "\n".join(
         [
-            f"Measured by `daf bench packing --json` ({result['notes'][0]}; "
-            f"{machine['processor']}):",
+            measured_by(result, "packing"),
             "",
+            *picture("packing", "What packing costs, stage by stage"),
             "| bits | quantize, ms | pack, ms | change layout, ms | one native pass, ms "
             "| memcpy, ms |",
             "|---|---|---|---|---|---|",
@@ -302,27 +324,33 @@ def packing_figures(result: dict[str, Any]) -> str:
     )
 
 
-def reduction_figures(result: dict[str, Any]) -> str:
+def reduce_figures(result: dict[str, Any]) -> str:
     """Every strategy's time over PyTorch's, in Markdown."""
-    machine = result["machine"]
+    names = ("tree", "atomics", "hybrid", "chosen")
+    lines = [
+        f"| {shape_cell(row)} | "
+        + " | ".join(
+            f"{row['microseconds'][name] / row['microseconds']['torch']:.2f}" for name in names
+        )
+        + f" | {row['choice']} | {row['rule'] or ''} |"
+        for row in result["rows"]
+    ]
     return "\n".join(
         [
-            f"Measured by `daf bench reduction --json` ({result['notes'][0]}; "
-            f"{machine['processor']}); times ÷ PyTorch's:",
+            f"{measured_by(result, 'reduce')} times ÷ PyTorch's.",
             "",
-            "| outer × channels × inner | tree | atomics | hybrid | the rule takes |",
-            "|---|---|---|---|---|",
-            *(
-                f"| {row['outer']:,} × {row['channels']:,} × {row['inner']:,} | "
-                + " | ".join(
-                    f"{row[f'{name}_ms'] / row['torch_ms']:.2f}"
-                    for name in ("tree", "atomics", "hybrid")
-                )
-                + f" | {row['rule']} |"
-                for row in result["rows"]
-            ),
+            *picture("reduce", "Time of each strategy over PyTorch's"),
+            "| outer × channels × inner | tree | atomics | hybrid | chosen while it runs | which "
+            "| the rule takes |",
+            "|---|---|---|---|---|---|---|",
+            *lines,
         ]
     )
+
+
+def shape_cell(row: dict[str, Any]) -> str:
+    """Three extents."""
+    return " × ".join(f"{row[name]:,}" for name in ("outer", "channels", "inner"))
 
 
 # (document, the results that its table is made of, by what); its marker names the results.
@@ -335,7 +363,7 @@ TABLES = (
     (ROOT / "docs" / "sweep.md", "survival", survival_figures),
     (ROOT / "docs" / "sweep.md", "pressure", pressure_figures),
     (ROOT / "docs" / "peers.md", "peers", peers_figures),
-    (ROOT / "docs" / "papers.md", "reduction", reduction_figures),
+    (ROOT / "docs" / "papers.md", "reduce", reduce_figures),
     (ROOT / "docs" / "papers.md", "packing", packing_figures),
 )
 
