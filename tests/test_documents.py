@@ -65,3 +65,51 @@ def test_the_sweep_s_table_tells_how_each_point_ended() -> None:
     assert "| w1 | 50 % | 500 | 490 | 470 | 1.040 |" in lines
     assert "| w1 | 25 % | 100 | refused, least 150 |  |  |" in lines
     assert "| w1 | checkpoint | 300 | 1.300 |" in lines
+
+
+# Numbers with units that documents may say of themselves: what was asked, what was set in the code,
+# what a paper claims, what follows from a format. What was measured comes out of a result.
+STATED = {
+    "README.md": set(),
+    "allocator.md": {"1 MiB", "16 times", "25 %", "2 MiB", "16 KiB", "1 GiB"},
+    "budget.md": {"16 MiB", "64 MiB", "20 ms", "1 GB", "4 MiB"},
+    "format.md": {"0.4 %"},
+    "gpu.md": {"70 %"},
+    "kernels.md": {"0.4 %"},
+    "operators.md": {"8 MiB"},
+    "papers.md": {"100 MB", "3.2 times"},
+    "peers.md": {"28 minutes"},
+    "pool.md": {"100 MB", "4 KiB", "128 KiB"},
+    "quickstart.md": {"700 MB"},
+    "report.md": {"50 ms"},
+    "sensitivity.md": {"2 %"},
+    "sweep.md": {"25 %", "10 %", "50 MB"},
+}
+UNITS = r"%|[kMG]B|[KMG]iB|ms|µs|ns|s|seconds|minutes|×|times|points?"
+QUANTITY = re.compile(rf"(?<![\w.,])\d[\d,]*(?:\.\d+)?\s?(?:{UNITS})(?!\w)")
+NOT_PROSE = re.compile(r"<!-- figures: \w+ -->.*?<!-- /figures -->|```.*?```|`[^`]*`", re.DOTALL)
+
+
+def quantities(text: str) -> set[str]:
+    """Numbers with units outside of rendered tables and code."""
+    return {" ".join(found.split()) for found in QUANTITY.findall(NOT_PROSE.sub("", text))}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_no_measured_figure_is_typed_by_hand(document: Path) -> None:
+    if document.name in ("CHANGELOG.md", "CONTRIBUTING.md"):
+        pytest.skip("says nothing of measurements")
+    assert quantities(document.read_text()) <= STATED.get(document.name, set())
+
+
+def test_a_quantity_is_found_in_prose_and_not_in_tables_or_code() -> None:
+    said = "It takes 1.25 times as long, 3 ms, and 10 % less.\n`40 ms`\n"
+    table = "<!-- figures: main -->\n| 7 ms |\n<!-- /figures -->\n"
+    assert quantities(said + table) == {"1.25 times", "3 ms", "10 %"}
+
+
+def test_every_result_has_its_command_in_the_readme_and_every_table_its_result() -> None:
+    told = (ROOT / "benchmarks" / "README.md").read_text()
+    named = set(re.findall(r"`results/([\w-]+)\.json`", told))
+    assert {name for _, name, _ in TABLES} <= named
+    assert {path.stem for path in (ROOT / "benchmarks" / "results").glob("*.json")} <= named
