@@ -1,6 +1,6 @@
 """Write the figures of ``benchmarks/results/*.json`` into the documents; none is typed by hand.
 
-python benchmarks/render.py            # rewrite
+python benchmarks/render.py            # rewrite tables, and draw pictures
 python benchmarks/render.py --check    # fail if a document does not say what the results say
 """
 
@@ -12,6 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from daf.bench.kernels_picture import draw_roofline
+from daf.bench.operators_picture import draw_waterfall
+from daf.bench.packing import draw_packing
+from daf.bench.peers_picture import draw_peers
+from daf.bench.pool_picture import draw_times
+from daf.bench.pressure_picture import draw_pressure
+from daf.bench.reduce_picture import draw_reduce
+from daf.bench.sweep_picture import draw_sweep
+from daf.report.allocator_picture import draw_trade
 from daf.report.peers_words import losses, verdicts, workloads_of
 
 ROOT = Path(__file__).parents[1]
@@ -366,6 +375,18 @@ TABLES = (
     (ROOT / "docs" / "papers.md", "reduce", reduce_figures),
     (ROOT / "docs" / "papers.md", "packing", packing_figures),
 )
+# (picture beside the documents, the results that it is drawn from, by what).
+PICTURES: tuple[tuple[str, str, Callable[[Any, Path], None]], ...] = (
+    ("roofline", "kernels", draw_roofline),
+    ("pool_times", "pool", draw_times),
+    ("allocator", "allocator", draw_trade),
+    ("operators", "operators", draw_waterfall),
+    ("sweep", "sweep", draw_sweep),
+    ("pressure", "pressure", draw_pressure),
+    ("peers", "peers", draw_peers),
+    ("packing", "packing", draw_packing),
+    ("reduce", "reduce", draw_reduce),
+)
 
 
 def begin(name: str) -> str:
@@ -382,8 +403,21 @@ def rendered(text: str, name: str, table_of: Callable[[dict[str, Any]], str]) ->
     return f"{before}{begin(name)}\n{table}{END}{after}"
 
 
+def draw(folder: Path) -> list[Path]:
+    """Draw the picture of every result that there is; where they are."""
+    drawn = []
+    for name, result, draw_rows in PICTURES:
+        results = RESULTS / f"{result}.json"
+        if results.exists():
+            drawn.append(folder / f"{name}.png")
+            draw_rows(json.loads(results.read_text())["rows"], drawn[-1])
+    return drawn
+
+
 def run(check: bool) -> int:
-    """Rewrite or check the documents; the process's exit code."""
+    """Draw pictures and rewrite the documents, or check these; the process's exit code."""
+    if not check:
+        draw(ROOT / "docs")
     for document, name, table_of in TABLES:
         text = document.read_text()
         wanted = rendered(text, name, table_of)

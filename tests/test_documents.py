@@ -113,3 +113,16 @@ def test_every_result_has_its_command_in_the_readme_and_every_table_its_result()
     named = set(re.findall(r"`results/([\w-]+)\.json`", told))
     assert {name for _, name, _ in TABLES} <= named
     assert {path.stem for path in (ROOT / "benchmarks" / "results").glob("*.json")} <= named
+
+
+# What no result draws: a run's own picture, and drawings of how things work.
+OTHER_PICTURES = {"memory.png", "how-step.svg", "how-treatments.svg"}
+
+
+def test_every_picture_in_the_documents_is_drawn_from_a_result(tmp_path: Path) -> None:
+    drawn = {path.name for path in renderer().draw(tmp_path)}
+    assert drawn >= {"roofline.png", "pool_times.png", "allocator.png", "sweep.png"}
+    assert all((tmp_path / name).stat().st_size > 10_000 for name in drawn)
+    texts = [document.read_text() for document in DOCUMENTS]
+    shown = {Path(name).name for text in texts for name in re.findall(r"!\[[^]]*\]\(([^)]+)", text)}
+    assert shown - OTHER_PICTURES <= drawn
