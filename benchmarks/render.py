@@ -12,6 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from papers import packing_figures, policy_lines, reduce_figures
+from side_by_side import peers_figures
+from words import MB, ROOT, measured_by, picture
+
 from daf.bench.kernels_picture import draw_roofline
 from daf.bench.operators_picture import draw_waterfall
 from daf.bench.packing import draw_packing
@@ -21,12 +25,9 @@ from daf.bench.pressure_picture import draw_pressure
 from daf.bench.reduce_picture import draw_reduce
 from daf.bench.sweep_picture import draw_sweep
 from daf.report.allocator_picture import draw_trade
-from daf.report.peers_words import losses, verdicts, workloads_of
 
-ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 END = "<!-- /figures -->"
-MB = 1e6
 ASKED_OF_KERNELS = {
     "rotated_encode_vs_memcpy": 1.0,
     "rotated_decode_vs_memcpy": 1.3,
@@ -34,11 +35,6 @@ ASKED_OF_KERNELS = {
     "minmax_decode_vs_memcpy": 2.0,
     "avx2_worst_fraction": 0.5,
 }
-PEERS_HEAD = (
-    "| contestant | peak above floor ÷ plain's | predicted, MB above floor "
-    "| saved for backward, MB | step ÷ plain's | examples/s | last loss | gradient error |",
-    "|---|---|---|---|---|---|---|---|",
-)
 MEANT_OF_POOL = {
     "op_us_at_1e6": "µs a page, the dearest operation, a million live pages; at most 1",
     "tree_us_at_1e6": "µs a tree operation, a million nodes, random keys; at most 2",
@@ -191,21 +187,6 @@ def allocator_figures(result: dict[str, Any]) -> str:
     )
 
 
-def measured_by(result: dict[str, Any], name: str) -> str:
-    """Which command, on what, on which machine."""
-    machine = result["machine"]
-    return (
-        f"Measured by `daf bench {name} --json` ({result['notes'][0]}; {machine['processor']}, "
-        f"{machine['cores']} cores, torch {machine['torch']}):"
-    )
-
-
-def picture(name: str, words: str) -> list[str]:
-    """A link to a picture beside the documents, if it was drawn."""
-    exists = (ROOT / "docs" / f"{name}.png").exists()
-    return [f"![{words}]({name}.png)", ""] if exists else []
-
-
 def sweep_figures(result: dict[str, Any]) -> str:
     """The sweep's tables, in Markdown: counts, then every point of DAF's own policy."""
     rows, figures = result["rows"], result["figures"]
@@ -224,6 +205,7 @@ def sweep_figures(result: dict[str, Any]) -> str:
             "|---|---|---|---|---|---|",
             *(f"| {row['workload']} | {row['asked']} | {point_cells(row)} |" for row in points),
             "",
+            *policy_lines(rows),
             "| workload | by hand | MB above the floor | step ÷ plain's |",
             "|---|---|---|---|",
             *(
@@ -264,102 +246,6 @@ def count_table(result: dict[str, Any], name: str, between: list[str]) -> str:
     figures = result["figures"].items()
     lines = [f"| {figure.replace('_', ' ')} | {value:.4g} |" for figure, value in figures]
     return "\n".join([measured_by(result, name), "", *between, "| | |", "|---|---|", *lines])
-
-
-def peers_figures(result: dict[str, Any]) -> str:
-    """Where a peer wins, the figures, and every workload's table, in Markdown."""
-    rows, figures = result["rows"], result["figures"]
-    lines = [
-        measured_by(result, "peers"),
-        "",
-        *picture("peers", "Time against memory, everybody on every workload"),
-        "Where a peer wins:",
-        "",
-        *(f"- {sentence}" for sentence in losses(rows)),
-        "",
-        "| at half of plain's peak | DAF: peak | step | best peer: peak | step "
-        "| DAF's speed ÷ the min-max baseline's |",
-        "|---|---|---|---|---|---|",
-        *(figures_line(name, figures) for name in workloads_of(rows)),
-    ]
-    for name, own in workloads_of(rows).items():
-        lines += ["", f"**{name}**", "", *PEERS_HEAD, *map(peers_line, own), ""]
-        lines += [f"- {sentence}" for sentence in verdicts(own)]
-    return "\n".join(lines)
-
-
-def figures_line(name: str, figures: dict[str, float]) -> str:
-    """One workload's named figures; what could not be measured stays empty."""
-    keys = ("daf_peak_ratio", "daf_step_ratio", "best_peer_peak_ratio", "best_peer_step_ratio")
-    found = [figures.get(f"{name}_{key}") for key in (*keys, "speed_vs_minmax_baseline")]
-    cells = ["" if value is None else f"{value:.3f}" for value in found]
-    return f"| {name} | " + " | ".join(cells) + " |"
-
-
-def peers_line(row: dict[str, Any]) -> str:
-    """One contestant."""
-    if "step_ratio" not in row:
-        why = "refused" if "refused" in row else "failed" if "failed" in row else "no time left"
-        return f"| {row['contestant']} | {why} | | | | | | |"
-    predicted, saved, error = (
-        row[name] for name in ("predicted_peak_bytes", "saved_bytes_peak", "gradient_error")
-    )
-    floor = row["floor_bytes"]
-    return (
-        f"| {row['contestant']} | {row['peak_ratio']:.3f} "
-        f"| {'' if predicted is None else f'{(predicted - floor) / MB:.0f}'} "
-        f"| {'' if saved is None else f'{saved / MB:.1f}'} | {row['step_ratio']:.3f} "
-        f"| {row['examples_per_s']:.1f} | {row['loss']:.4f} "
-        f"| {'' if error is None else f'{error:.2g}'} |"
-    )
-
-
-def packing_figures(result: dict[str, Any]) -> str:
-    """What packing costs, in Markdown."""
-    return "\n".join(
-        [
-            measured_by(result, "packing"),
-            "",
-            *picture("packing", "What packing costs, stage by stage"),
-            "| bits | quantize, ms | pack, ms | change layout, ms | one native pass, ms "
-            "| memcpy, ms |",
-            "|---|---|---|---|---|---|",
-            *(
-                f"| {row['bits']} | {row['quantize_ms']:.1f} | {row['pack_ms']:.1f} "
-                f"| {row['relayout_ms']:.1f} | {row['fused_ms']:.1f} | {row['memcpy_ms']:.1f} |"
-                for row in result["rows"]
-            ),
-        ]
-    )
-
-
-def reduce_figures(result: dict[str, Any]) -> str:
-    """Every strategy's time over PyTorch's, in Markdown."""
-    names = ("tree", "atomics", "hybrid", "chosen")
-    lines = [
-        f"| {shape_cell(row)} | "
-        + " | ".join(
-            f"{row['microseconds'][name] / row['microseconds']['torch']:.2f}" for name in names
-        )
-        + f" | {row['choice']} | {row['rule'] or ''} |"
-        for row in result["rows"]
-    ]
-    return "\n".join(
-        [
-            f"{measured_by(result, 'reduce')} times ÷ PyTorch's.",
-            "",
-            *picture("reduce", "Time of each strategy over PyTorch's"),
-            "| outer × channels × inner | tree | atomics | hybrid | chosen while it runs | which "
-            "| the rule takes |",
-            "|---|---|---|---|---|---|---|",
-            *lines,
-        ]
-    )
-
-
-def shape_cell(row: dict[str, Any]) -> str:
-    """Three extents."""
-    return " × ".join(f"{row[name]:,}" for name in ("outer", "channels", "inner"))
 
 
 # (document, the results that its table is made of, by what); its marker names the results.
