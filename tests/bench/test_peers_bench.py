@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from daf.bench import peers_job
-from daf.bench.child import Child, TooLateError
+from daf.bench.child import Child, ContestantError, TooLateError
 from daf.bench.peers_figures import figures_of
 from daf.bench.peers_job import PeersJob
 from daf.bench.peers_picture import draw_peers
@@ -30,6 +31,7 @@ from daf.bench.peers_table import (
 from daf.bench.workloads import WORKLOADS
 from daf.bench.workloads.sources import Sources
 from daf.cli import app
+from daf.errors import RunFolderError
 from daf.report.peers_page import COLUMNS, cells, peers_page
 from daf.report.peers_words import best_peer, losses, verdicts
 
@@ -54,6 +56,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
         return peers_job.run(TINY, file), file
 
 
+@pytest.mark.slow
 def test_the_whole_table_is_measured_and_refusals_are_told(measured: Any) -> None:
     rows = {row["contestant"]: row for row in measured[0].rows}
     assert list(rows) == ["plain", *(asked.label for asked in CONTESTANTS)]
@@ -79,6 +82,7 @@ def test_the_whole_table_is_measured_and_refusals_are_told(measured: Any) -> Non
     )
 
 
+@pytest.mark.slow
 def test_it_goes_on_where_it_stopped(measured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     result, file = measured
@@ -89,8 +93,13 @@ def test_it_goes_on_where_it_stopped(measured: Any, monkeypatch: pytest.MonkeyPa
     assert again.rows[:-1] == result.rows[:-1]
     assert again.rows[-1]["contestant"] == "torch.compile"
     assert peers_job.run(TINY, file).rows == again.rows
+    fewer = replace(TINY, contestants=CONTESTANTS[:1])  # rows are asked for by their names
+    assert peers_job.run(fewer, file).rows == again.rows[:2]
+    with pytest.raises(RunFolderError, match="another measurement"):
+        peers_job.run(replace(TINY, steps=3), file)
 
 
+@pytest.mark.slow
 def test_the_page_and_the_picture_show_everybody(measured: Any, tmp_path: Path) -> None:
     result = measured[0]
     page = peers_page(result.rows, result.figures, result.notes)
@@ -112,6 +121,21 @@ def test_time_that_is_over_is_told_and_not_kept(tmp_path: Path) -> None:
     assert "plain did not run" in verdicts(result.rows)[0]
 
 
+def test_a_workload_that_cannot_begin_is_told_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(self: Any) -> dict[str, Any]:
+        if self._name == "w3":
+            raise ContestantError("'w3, plain' ended with code 1")
+        return {"floor_bytes": 0, "peak_bytes": 100, "step_ms": 1.0}
+
+    monkeypatch.setattr(peers_job._Workload, "_measure_plain", fails)
+    job = PeersJob(("w3", "w6"), (), sources=Sources(None))
+    rows = peers_job.run(job).rows
+    assert rows[0]["failed"] == "'w3, plain' ended with code 1"
+    assert [row["workload"] for row in rows] == ["w3", "w6"]
+
+
 def test_who_does_not_answer_in_time_is_ended(tmp_path: Path) -> None:
     (tmp_path / "silent.py").write_text("import sys; sys.stdin.read()")
     waiting = Child("silent", {}, "silent", environment=os.environ | {"PYTHONPATH": str(tmp_path)})
@@ -121,13 +145,27 @@ def test_who_does_not_answer_in_time_is_ended(tmp_path: Path) -> None:
     assert waiting.end() == -signal.SIGKILL
 
 
-def test_compilers_share_what_is_left_of_their_workload() -> None:
-    share = peers_job._Share(compilers_s=time.monotonic() + 60, all_s=time.monotonic() + 600)
-    compiler, other = CONTESTANTS[-1], CONTESTANTS[0]
-    now = time.monotonic()
-    assert share.until_s(compiler, 2) == pytest.approx(now + 30, abs=1)
-    assert share.until_s(compiler, 1) == pytest.approx(now + 60, abs=1)
-    assert share.until_s(other, 1) == pytest.approx(now + 600, abs=1)
+def test_where_time_is_short_compilers_come_after_everybody_on_all_workloads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order: list[tuple[str, str]] = []
+
+    def row_of(name: str, made: Any) -> dict[str, Any]:
+        order.append((name, made))
+        return {"floor_bytes": 0, "peak_bytes": 100, "step_ms": 1.0}
+
+    monkeypatch.setattr(peers_job._Workload, "_measure_plain", lambda self: row_of(self._name, ""))
+    monkeypatch.setattr(peers_job, "measure_beside", lambda way, *_: row_of(way.workload, way.peer))
+    chosen = (CONTESTANTS[-1], CONTESTANTS[0])  # what compiles, and what does not
+    job = PeersJob(("w6", "w5"), chosen, minutes=1.0, sources=Sources(None))
+    result = peers_job.run(job)
+    first, last = [("w6", ""), ("w6", "checkpoint")], [("w6", "compile"), ("w5", "compile")]
+    assert order == [*first, ("w5", ""), ("w5", "checkpoint"), *last]
+    labels = [(row["workload"], row["contestant"]) for row in result.rows]
+    assert [name for name, _ in labels] == ["w6"] * 3 + ["w5"] * 3
+    order.clear()
+    peers_job.run(replace(job, minutes=None))
+    assert order[:3] == [("w6", ""), ("w6", "compile"), ("w6", "checkpoint")]
 
 
 def test_quick_has_every_kind_of_the_full_comparison() -> None:
@@ -211,6 +249,7 @@ def test_an_unknown_workload_is_refused() -> None:
     assert "unknown workload 'W9'" in ran.stderr
 
 
+@pytest.mark.slow
 def test_the_command_writes_json_page_and_picture(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, measured: Any
 ) -> None:

@@ -12,14 +12,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from daf.bench.child import TooLateError
+from daf.bench.child import ContestantError, TooLateError
 from daf.bench.contender import Contender, Way
 from daf.bench.peers_figures import figures_of
-from daf.bench.peers_row import Plain, measure_beside, plain_row
+from daf.bench.peers_row import Plain, check_time, measure_beside, plain_row
 from daf.bench.peers_table import FULL, PLAIN, QUICK, Asked
 from daf.bench.result import BenchResult
 from daf.bench.row_log import Row, RowLog
@@ -39,8 +39,8 @@ Report = Callable[[str, int, int], None]
 class PeersJob:
     """What is run. ``batch_sizes`` are those that are not the workload's own.
 
-    ``minutes``: when they are over nothing new starts. What compiles comes last on every
-    workload and is ended when that workload's share of the minutes is over.
+    ``minutes``: when they are over whoever runs is ended, and nobody starts. Whoever compiles
+    then comes after everybody else on all workloads.
     """
 
     workloads: tuple[str, ...] = tuple(WORKLOADS)
@@ -69,22 +69,38 @@ def run(
 ) -> BenchResult:
     """Run every contestant beside plain PyTorch, going on where ``rows_file`` ends."""
     log = RowLog(rows_file, _measured(job))
-    clock = _Clock(job)
-    rows: list[Row] = []
+    until_s = None if job.minutes is None else time.monotonic() + 60 * job.minutes
+    found: dict[str, dict[str, Row]] = {name: {} for name in job.workloads}
     expected = len(job.workloads) * (1 + len(job.contestants))
-    for place, name in enumerate(job.workloads):
+    for contestants in _rounds(job):
+        for name in job.workloads:
 
-        def say(what: str, name: str = name) -> None:
-            on_progress(f"{name}: {what}", len(log.rows), expected)
+            def say(what: str, name: str = name) -> None:
+                on_progress(f"{name}: {what}", len(log.rows), expected)
 
-        rows += _Workload(job, name, log, clock.share(place), say).rows()
-    return BenchResult("peers", rows, figures_of(rows), _notes(job))
+            rows = _Workload(job, name, log, until_s, say).rows(contestants)
+            found[name] |= {row["contestant"]: row for row in rows}
+    in_order = [row for of in found.values() for row in of.values()]
+    return BenchResult("peers", in_order, figures_of(in_order), _notes(job))
+
+
+def _rounds(job: PeersJob) -> list[tuple[Asked, ...]]:
+    """Where time is short, compilers may have what the others leave."""
+    if job.minutes is None:
+        return [job.contestants]
+    compiling = tuple(asked for asked in job.contestants if asked.compiles)
+    return [tuple(asked for asked in job.contestants if not asked.compiles), compiling]
 
 
 def _measured(job: PeersJob) -> dict[str, Any]:
-    """What rows depend on: of the sources their content, and not the patience of whoever waits."""
-    described = asdict(replace(job, sources=Sources(), minutes=None))
-    return {**described, "sources": job.sources.described()}
+    """What a row depends on beside its own name, so that later runs may ask for more of them."""
+    return {
+        "steps": job.steps,
+        "seed": job.seed,
+        "is_small": job.is_small,
+        "batch_sizes": dict(job.batch_sizes),
+        "sources": job.sources.described(),
+    }
 
 
 def _notes(job: PeersJob) -> tuple[str, ...]:
@@ -98,48 +114,27 @@ def _notes(job: PeersJob) -> tuple[str, ...]:
         "(compiling, measuring) are not timed",
         "peaks are whole-process high-water marks less plain's floor; steady ones leave the "
         "first steps out",
+        "plain's first optimizer step imports torch's compiler, which stays in memory; DAF's "
+        "sessions and the codes keep it out, as “plain, no compiler loaded” of the full comparison",
         "accumulation changes batch statistics, and so the mathematics, where a model has them",
         "compiled code and pieces of a batch draw other random numbers for dropout (w3, w4): their "
         "gradient's error is then mostly dropout's",
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """Until when a workload's compilers, and until when anything may run (``monotonic``)."""
-
-    compilers_s: float | None
-    all_s: float | None
-
-    def until_s(self, asked: Asked, compilers_left: int) -> float | None:
-        """When this contestant's time is up; those that compile share what is left evenly."""
-        if self.compilers_s is None or not asked.compiles:
-            return self.all_s
-        now = time.monotonic()
-        return now + max(0.0, self.compilers_s - now) / compilers_left
-
-
-class _Clock:
-    def __init__(self, job: PeersJob) -> None:
-        self._start_s = time.monotonic()
-        self._seconds = None if job.minutes is None else 60 * job.minutes
-        self._count = len(job.workloads)
-
-    def share(self, place: int) -> _Share:
-        if self._seconds is None:
-            return _Share(None, None)
-        part = self._seconds * (place + 1) / self._count
-        return _Share(self._start_s + part, self._start_s + self._seconds)
-
-
 class _Workload:
     """One workload: its plain contestant stays alive while any other needs it."""
 
     def __init__(
-        self, job: PeersJob, name: str, log: RowLog, share: _Share, say: Callable[[str], None]
+        self,
+        job: PeersJob,
+        name: str,
+        log: RowLog,
+        until_s: float | None,
+        say: Callable[[str], None],
     ) -> None:
         self._job, self._name, self._log = job, name, log
-        self._share, self._say = share, say
+        self._until_s, self._say = until_s, say
         folder = job.sources.folder
         self._way = Way(
             name,
@@ -151,24 +146,21 @@ class _Workload:
         )
         self._plain: Plain | None = None
 
-    def rows(self) -> list[Row]:
-        """Plain's row, then everybody's in their order; what came too late is told, not kept."""
+    def rows(self, contestants: tuple[Asked, ...]) -> list[Row]:
+        """Plain's row, then theirs in their order; what came too late is told, not kept."""
         with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
             self._stack, self._folder = stack, Path(folder)
             own = self._row(Asked(PLAIN), self._measure_plain)
-            if "step_ms" not in own:  # too late for it: too late for all
+            if "step_ms" not in own:  # too late, or without what it takes: so are all
                 return [own]
-            return [own, *(self._beside(asked, own) for asked in self._job.contestants)]
+            return [own, *(self._beside(asked, own) for asked in contestants)]
 
     def _beside(self, asked: Asked, plain: Row) -> Row:
-        compilers = [each for each in self._job.contestants if each.compiles]
-        left = len(compilers) - compilers.index(asked) if asked.compiles else 1
-        until_s = self._share.until_s(asked, left)
         way = replace(self._way, **asked.changes, budget_bytes=_budget(asked, plain))
         return self._row(
             asked,
             lambda: measure_beside(
-                way, self._running_plain(), plain, self._job.steps, self._folder, until_s
+                way, self._running_plain, plain, self._job.steps, self._folder, self._until_s
             ),
         )
 
@@ -185,10 +177,11 @@ class _Workload:
             return self._log.row(f"{self._name}: {asked.label}", lambda: {**named, **make()})
         except TooLateError:
             return {**named, "late": "there was not time enough for it; the full comparison has it"}
+        except ContestantError as error:  # plain's own, such as a library that is not installed
+            return {**named, "failed": str(error)}
 
     def _measure_plain(self) -> Row:
-        if self._share.all_s is not None and time.monotonic() >= self._share.all_s:
-            raise TooLateError(f"no time is left for {self._name}")
+        check_time(self._until_s, self._name)
         child = self._start_plain()
         row = plain_row(child, self._job.steps)
         self._plain = Plain(child, self._folder / PLAIN)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +39,31 @@ def plain_row(child: Contender, steps: int) -> Row:
     }
 
 
+def check_time(until_s: float | None, what: str) -> None:
+    """Is there any time left to begin?
+
+    Raises:
+        TooLateError: there is none.
+    """
+    if until_s is not None and time.monotonic() >= until_s:
+        raise TooLateError(f"no time is left for {what}")
+
+
 def measure_beside(
-    way: Way, plain: Plain, plain_row: Row, steps: int, folder: Path, until_s: float | None
+    way: Way,
+    running_plain: Callable[[], Plain],
+    plain_row: Row,
+    steps: int,
+    folder: Path,
+    until_s: float | None,
 ) -> Row:
     """One contestant in turn with plain; what it cannot do is told in its row.
 
     Raises:
         TooLateError: its time was up, ``until_s``.
     """
-    if until_s is not None and time.monotonic() >= until_s:
-        raise TooLateError(f"no time is left for {way.workload}, {way.peer}")
+    check_time(until_s, f"{way.workload}, {way.peer}")
+    plain = running_plain()
     child = Contender(way)
     child.until_s = until_s
     try:
