@@ -7,17 +7,20 @@ import os
 import signal
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from daf.bench import peers_job
+from daf.bench import peers_job, peers_row
 from daf.bench.child import Child, ContestantError, TooLateError
 from daf.bench.peers_figures import figures_of
 from daf.bench.peers_job import PeersJob
 from daf.bench.peers_picture import draw_peers
+from daf.bench.peers_row import warm_up_steps
 from daf.bench.peers_table import (
     BASELINE,
     FULL,
@@ -44,7 +47,7 @@ CONTESTANTS = (
     by_peer("torch.compile", "compile", compiles=True),
 )
 # No minute is left for compilers, which come last.
-TINY = PeersJob(("w6",), CONTESTANTS, steps=2, is_small=True, sources=Sources(None))
+TINY = PeersJob(("w6",), CONTESTANTS, 2, (), is_small=True, sources=Sources(None))
 
 
 @pytest.fixture(scope="module")
@@ -156,16 +159,19 @@ def test_where_time_is_short_compilers_come_after_everybody_on_all_workloads(
 
     monkeypatch.setattr(peers_job._Workload, "_measure_plain", lambda self: row_of(self._name, ""))
     monkeypatch.setattr(peers_job, "measure_beside", lambda way, *_: row_of(way.workload, way.peer))
-    chosen = (CONTESTANTS[-1], CONTESTANTS[0])  # what compiles, and what does not
+    budget = by_peer("activation budget", "activation-budget", 0.5, compiles=True)
+    chosen = (CONTESTANTS[-1], budget, CONTESTANTS[0])  # the last one does not compile
     job = PeersJob(("w6", "w5"), chosen, minutes=1.0, sources=Sources(None))
     result = peers_job.run(job)
-    first, last = [("w6", ""), ("w6", "checkpoint")], [("w6", "compile"), ("w5", "compile")]
-    assert order == [*first, ("w5", ""), ("w5", "checkpoint"), *last]
-    labels = [(row["workload"], row["contestant"]) for row in result.rows]
-    assert [name for name, _ in labels] == ["w6"] * 3 + ["w5"] * 3
+    assert order == [
+        *(("w6", ""), ("w6", "checkpoint"), ("w5", ""), ("w5", "checkpoint")),
+        *(("w6", "compile"), ("w5", "compile")),
+        *(("w6", "activation-budget"), ("w5", "activation-budget")),
+    ]
+    assert [row["workload"] for row in result.rows] == ["w6"] * 4 + ["w5"] * 4
     order.clear()
     peers_job.run(replace(job, minutes=None))
-    assert order[:3] == [("w6", ""), ("w6", "compile"), ("w6", "checkpoint")]
+    assert [name for name, _ in order] == ["w6"] * 4 + ["w5"] * 4
 
 
 def test_quick_has_every_kind_of_the_full_comparison() -> None:
@@ -178,6 +184,21 @@ def test_quick_has_every_kind_of_the_full_comparison() -> None:
     compiling = [asked.compiles for asked in FULL]
     assert compiling == sorted(compiling)  # last, so that they take nobody's time
     assert len({asked.label for asked in FULL}) == len(FULL)
+
+
+def test_half_as_many_steps_come_before_those_that_are_timed() -> None:
+    assert [warm_up_steps(steps) for steps in (1, 2, 5, 20)] == [2, 2, 2, 10]
+    order: list[str] = []
+
+    def step(name: str) -> dict[str, float]:
+        order.append(name)
+        return {"step_ms": 1.0}
+
+    ours, plain = (SimpleNamespace(step=partial(step, name)) for name in ("ours", "plain"))
+    found = peers_row._interleaved(ours, plain, 6)  # type: ignore[arg-type]
+    assert [len(side) for side in found] == [9, 6]
+    assert order[:3] == ["ours"] * 3
+    assert order[3:7] == ["plain", "ours", "ours", "plain"]  # whoever was first is then second
 
 
 def row(name: str, peak: float, step: float, kind: str = PEER, **more: Any) -> dict[str, Any]:

@@ -32,6 +32,9 @@ QUICK_WORKLOADS = ("w1", "w2c", "w3", "w4", "w5", "w6")
 # Half of the design's batches, where a step of them takes four seconds on two cores.
 QUICK_BATCHES = (("w3", 32), ("w4", 4))
 QUICK_MINUTES = 28.0
+# More steps where they take a fraction of a second: noise, and plans that are still searched for.
+QUICK_STEPS = (("w2c", 4), ("w6", 20))
+FULL_STEPS = (("w2c", 20), ("w6", 40))
 Report = Callable[[str, int, int], None]
 
 
@@ -39,13 +42,17 @@ Report = Callable[[str, int, int], None]
 class PeersJob:
     """What is run. ``batch_sizes`` are those that are not the workload's own.
 
+    ``steps`` are timed of everybody, but for workloads with ``step_counts`` of their own; half
+    as many, two at least, come before them.
+
     ``minutes``: when they are over whoever runs is ended, and nobody starts. Whoever compiles
-    then comes after everybody else on all workloads.
+    then comes after everybody else on all workloads, one way of compiling after the other.
     """
 
     workloads: tuple[str, ...] = tuple(WORKLOADS)
     contestants: tuple[Asked, ...] = FULL
     steps: int = 10
+    step_counts: tuple[tuple[str, int], ...] = FULL_STEPS
     batch_sizes: tuple[tuple[str, int], ...] = ()
     minutes: float | None = None
     seed: int = 0
@@ -60,7 +67,11 @@ def quick_job() -> PeersJob:
     the batches of W3 and W4; models, images and sentences at their full size.
     """
     return PeersJob(
-        QUICK_WORKLOADS, QUICK, steps=2, batch_sizes=QUICK_BATCHES, minutes=QUICK_MINUTES
+        *(QUICK_WORKLOADS, QUICK),
+        steps=2,
+        step_counts=QUICK_STEPS,
+        batch_sizes=QUICK_BATCHES,
+        minutes=QUICK_MINUTES,
     )
 
 
@@ -85,17 +96,18 @@ def run(
 
 
 def _rounds(job: PeersJob) -> list[tuple[Asked, ...]]:
-    """Where time is short, compilers may have what the others leave."""
+    """Where time is short, compilers may have what the others leave, one after the other."""
     if job.minutes is None:
         return [job.contestants]
-    compiling = tuple(asked for asked in job.contestants if asked.compiles)
-    return [tuple(asked for asked in job.contestants if not asked.compiles), compiling]
+    compiling = [(asked,) for asked in job.contestants if asked.compiles]
+    return [tuple(asked for asked in job.contestants if not asked.compiles), *compiling]
 
 
 def _measured(job: PeersJob) -> dict[str, Any]:
     """What a row depends on beside its own name, so that later runs may ask for more of them."""
     return {
         "steps": job.steps,
+        "step_counts": dict(job.step_counts),
         "seed": job.seed,
         "is_small": job.is_small,
         "batch_sizes": dict(job.batch_sizes),
@@ -105,13 +117,12 @@ def _measured(job: PeersJob) -> dict[str, Any]:
 
 def _notes(job: PeersJob) -> tuple[str, ...]:
     sizes = "small sizes" if job.is_small else "full sizes"
-    other = ", ".join(f"{name} {size}" for name, size in job.batch_sizes)
-    batches = f" but for batches: {other}" if other else ""
+    batches, counts = (_told(own, job) for own in (job.batch_sizes, job.step_counts))
     return (
-        f"{', '.join(job.workloads)}; {sizes}{batches}; {job.steps} timed steps; "
-        f"data: {job.sources.described()}",
-        "step ratios are medians over interleaved pairs with plain; the first two steps "
-        "(compiling, measuring) are not timed",
+        f"{', '.join(job.workloads)}; {sizes}{batches and f', batches: {batches}'}; "
+        f"{job.steps} timed steps{counts and f' ({counts})'}; data: {job.sources.described()}",
+        "step ratios are medians over interleaved pairs with plain; half as many steps before "
+        "them, two at least (compiling, measuring), are not timed",
         "peaks are whole-process high-water marks less plain's floor; steady ones leave the "
         "first steps out",
         "plain's first optimizer step imports torch's compiler, which stays in memory; DAF's "
@@ -120,6 +131,11 @@ def _notes(job: PeersJob) -> tuple[str, ...]:
         "compiled code and pieces of a batch draw other random numbers for dropout (w3, w4): their "
         "gradient's error is then mostly dropout's",
     )
+
+
+def _told(own: tuple[tuple[str, int], ...], job: PeersJob) -> str:
+    """What workloads of this job have of their own."""
+    return ", ".join(f"{name} {value}" for name, value in own if name in job.workloads)
 
 
 class _Workload:
@@ -135,6 +151,7 @@ class _Workload:
     ) -> None:
         self._job, self._name, self._log = job, name, log
         self._until_s, self._say = until_s, say
+        self._steps = dict(job.step_counts).get(name, job.steps)
         folder = job.sources.folder
         self._way = Way(
             name,
@@ -160,7 +177,7 @@ class _Workload:
         return self._row(
             asked,
             lambda: measure_beside(
-                way, self._running_plain, plain, self._job.steps, self._folder, self._until_s
+                way, self._running_plain, plain, self._steps, self._folder, self._until_s
             ),
         )
 
@@ -183,7 +200,7 @@ class _Workload:
     def _measure_plain(self) -> Row:
         check_time(self._until_s, self._name)
         child = self._start_plain()
-        row = plain_row(child, self._job.steps)
+        row = plain_row(child, self._steps)
         self._plain = Plain(child, self._folder / PLAIN)
         return {**row, "saved_bytes_peak": self._plain.saved_bytes}
 

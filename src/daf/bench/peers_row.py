@@ -15,7 +15,12 @@ from daf.bench.row_log import Row
 from daf.bench.sweep_point import gradient_error
 
 # Compilers compile in the first step, sessions measure in it, and a new plan runs in the second.
-WARM_UP_STEPS = 2
+LEAST_WARM_UP_STEPS = 2
+
+
+def warm_up_steps(steps: int) -> int:
+    """How many come before those that are timed: half as many, while sessions search for plans."""
+    return max(LEAST_WARM_UP_STEPS, steps // 2)
 
 
 class Plain:
@@ -30,10 +35,10 @@ class Plain:
 def plain_row(child: Contender, steps: int) -> Row:
     """Plain PyTorch alone, as many steps as everybody makes."""
     floor = child.prepare()["floor_bytes"]
-    done = [child.step() for _ in range(WARM_UP_STEPS + steps)]
+    done = [child.step() for _ in range(warm_up_steps(steps) + steps)]
     peak = max(step["peak_bytes"] for step in done)
     return {
-        **_row_of(done, child.facts(), floor, peak),
+        **_row_of(done, steps, child.facts(), (floor, peak)),
         "step_ratio": 1.0,
         "gradient_error": 0.0,
     }
@@ -84,8 +89,8 @@ def _measured(child: Contender, plain: Plain, plain_row: Row, steps: int, folder
     ours, theirs = _interleaved(child, plain.child, steps)
     if "raised" in ours[-1]:
         return {"refused": ours[-1]["raised"], "least_bytes": None}
-    row = _row_of(ours, child.facts(), plain_row["floor_bytes"], plain_row["peak_bytes"])
-    row["step_ratio"] = median_ratio(_times(ours), [step["step_ms"] for step in theirs])
+    row = _row_of(ours, steps, child.facts(), (plain_row["floor_bytes"], plain_row["peak_bytes"]))
+    row["step_ratio"] = median_ratio(_times(ours[-steps:]), _times(theirs))
     # Settled: the plan that training goes on with, not that of the first, careful step.
     gradient = folder / "ours"
     gradient.unlink(missing_ok=True)
@@ -100,8 +105,8 @@ def _interleaved(
     """Warm-up steps alone, then both in turn, the order alternating; ended early by a refusal."""
     ours: list[dict[str, Any]] = []
     theirs: list[dict[str, Any]] = []
-    for index in range(WARM_UP_STEPS + steps):
-        is_timed = index >= WARM_UP_STEPS
+    for index in range(warm_up_steps(steps) + steps):
+        is_timed = index >= warm_up_steps(steps)
         if is_timed and index % 2:
             theirs.append(plain.step())
         ours.append(child.step())
@@ -112,11 +117,14 @@ def _interleaved(
     return ours, theirs
 
 
-def _row_of(done: list[dict[str, Any]], facts: Row, floor: int, plain_peak: int) -> Row:
-    timed = done[WARM_UP_STEPS:]
+def _row_of(
+    done: list[dict[str, Any]], steps: int, facts: Row, floor_and_plain_peak: tuple[int, int]
+) -> Row:
+    floor, plain_peak = floor_and_plain_peak
+    timed = done[-steps:]
     peak = max(*(step["peak_bytes"] for step in done), facts.get("session_peak_bytes", 0))
     steady = max(step["peak_bytes"] for step in timed)
-    step_ms = statistics.median(_times(done))
+    step_ms = statistics.median(_times(timed))
     return {
         "floor_bytes": floor,
         "peak_bytes": peak,
@@ -132,4 +140,4 @@ def _row_of(done: list[dict[str, Any]], facts: Row, floor: int, plain_peak: int)
 
 
 def _times(done: list[dict[str, Any]]) -> list[float]:
-    return [step["step_ms"] for step in done[WARM_UP_STEPS:]]
+    return [step["step_ms"] for step in done]

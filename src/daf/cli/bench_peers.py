@@ -46,7 +46,9 @@ def peers_command(
     job = peers_job.quick_job() if quick else peers_job.PeersJob()
     if workload is not None:
         job = replace(job, workloads=named_workloads(workload))
-    job = replace(job, steps=steps or job.steps, minutes=minutes or job.minutes)
+    if steps is not None:
+        job = replace(job, steps=steps, step_counts=())
+    job = replace(job, minutes=minutes or job.minutes)
     with counted_progress() as progress:
         result = peers_job.run(job, rows_beside(out), progress)
     keep(result, out)

@@ -12,7 +12,7 @@ from daf.report.table import table
 from daf.units import format_bytes
 
 COLUMNS = (
-    *("contestant", "peak above floor", "÷ plain's", "without first steps", "predicted peak"),
+    *("contestant", "peak above floor", "÷ plain's", "without first steps", "predicted"),
     *("saved for backward", "step", "÷ plain's", "examples/s", "last loss", "gradient error"),
 )
 
@@ -44,8 +44,8 @@ def _section(name: str, rows: Rows) -> Markup:
     said = [element("li", sentence) for sentence in verdicts(rows)]
     bars = (
         joined(
-            _bars(rows, "peak_ratio", "Peak above the floor ÷ plain's"),
-            _bars(rows, "step_ratio", "Time a step ÷ plain's"),
+            _bars(rows, "peak_ratio", "Peak above the floor ÷ plain's (the line)"),
+            _bars(rows, "step_ratio", "Time a step ÷ plain's (the line)"),
         )
         if ran(rows)
         else ""
@@ -70,7 +70,7 @@ def cells(row: Row) -> list[str]:
         format_bytes(row["peak_bytes"] - row["floor_bytes"]),
         f"{row['peak_ratio']:.2f}",
         f"{row['steady_peak_ratio']:.2f}",
-        _bytes(row["predicted_peak_bytes"]),
+        _above_floor(row["predicted_peak_bytes"], row),
         _bytes(row["saved_bytes_peak"]),
         f"{row['step_ms']:,.0f} ms",
         f"{row['step_ratio']:.2f}",
@@ -104,6 +104,10 @@ def _bars(rows: Rows, key: str, heading: str) -> Markup:
     ]
     bars = element("ol", *items, class_="waterfall")
     return element("figure", element("figcaption", heading), bars)
+
+
+def _above_floor(nbytes: int | None, row: Row) -> str:
+    return "–" if nbytes is None else format_bytes(nbytes - row["floor_bytes"])
 
 
 def _bytes(count: int | None) -> str:
