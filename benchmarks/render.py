@@ -1,6 +1,6 @@
 """Write the figures of ``benchmarks/results/*.json`` into the documents; none is typed by hand.
 
-python benchmarks/render.py            # rewrite
+python benchmarks/render.py            # rewrite tables, and draw pictures
 python benchmarks/render.py --check    # fail if a document does not say what the results say
 """
 
@@ -12,10 +12,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from papers import packing_figures, policy_lines, reduce_figures
+from side_by_side import peers_figures
+from words import MB, ROOT, measured_by, picture
+
+from daf.bench.kernels_picture import draw_roofline
+from daf.bench.operators_picture import draw_waterfall
+from daf.bench.packing import draw_packing
+from daf.bench.peers_picture import draw_peers
+from daf.bench.pool_picture import draw_times
+from daf.bench.pressure_picture import draw_pressure
+from daf.bench.reduce_picture import draw_reduce
+from daf.bench.sweep_picture import draw_sweep
+from daf.report.allocator_picture import draw_trade
+
 RESULTS = ROOT / "benchmarks" / "results"
 END = "<!-- /figures -->"
-MB = 1e6
 ASKED_OF_KERNELS = {
     "rotated_encode_vs_memcpy": 1.0,
     "rotated_decode_vs_memcpy": 1.3,
@@ -175,21 +187,6 @@ def allocator_figures(result: dict[str, Any]) -> str:
     )
 
 
-def measured_by(result: dict[str, Any], name: str) -> str:
-    """Which command, on what, on which machine."""
-    machine = result["machine"]
-    return (
-        f"Measured by `daf bench {name} --json` ({result['notes'][0]}; {machine['processor']}, "
-        f"{machine['cores']} cores, torch {machine['torch']}):"
-    )
-
-
-def picture(name: str, words: str) -> list[str]:
-    """A link to a picture beside the documents, if it was drawn."""
-    exists = (ROOT / "docs" / f"{name}.png").exists()
-    return [f"![{words}]({name}.png)", ""] if exists else []
-
-
 def sweep_figures(result: dict[str, Any]) -> str:
     """The sweep's tables, in Markdown: counts, then every point of DAF's own policy."""
     rows, figures = result["rows"], result["figures"]
@@ -208,6 +205,7 @@ def sweep_figures(result: dict[str, Any]) -> str:
             "|---|---|---|---|---|---|",
             *(f"| {row['workload']} | {row['asked']} | {point_cells(row)} |" for row in points),
             "",
+            *policy_lines(rows),
             "| workload | by hand | MB above the floor | step ÷ plain's |",
             "|---|---|---|---|",
             *(
@@ -250,81 +248,6 @@ def count_table(result: dict[str, Any], name: str, between: list[str]) -> str:
     return "\n".join([measured_by(result, name), "", *between, "| | |", "|---|---|", *lines])
 
 
-def peers_figures(result: dict[str, Any]) -> str:
-    """The side-by-side's table, in Markdown; who did not run says why."""
-    machine = result["machine"]
-    lines = [
-        f"Measured by `daf bench peers --json` ({result['notes'][0]}; {machine['processor']}, "
-        f"{machine['cores']} cores, torch {machine['torch']}):",
-        "",
-        "| contestant | peak above floor ÷ plain's | predicted peak | saved for backward | "
-        "step ÷ plain's | examples/s | last loss | gradient error |",
-        "|---|---|---|---|---|---|---|---|",
-        *(peers_line(row) for row in result["rows"]),
-    ]
-    return "\n".join(lines)
-
-
-def peers_line(row: dict[str, Any]) -> str:
-    """One contestant."""
-    if "step_ratio" not in row:
-        why = "its budget was refused" if "refused" in row else "failed"
-        return f"| {row['contestant']} | {why} | | | | | | |"
-    predicted, saved, error = (
-        row[name] for name in ("predicted_peak_bytes", "saved_bytes_peak", "gradient_error")
-    )
-    return (
-        f"| {row['contestant']} | {row['peak_ratio']:.3f} "
-        f"| {'' if predicted is None else f'{predicted / MB:.0f} MB'} "
-        f"| {'' if saved is None else f'{saved / MB:.1f} MB'} | {row['step_ratio']:.3f} "
-        f"| {row['examples_per_s']:.1f} | {row['loss']:.4f} "
-        f"| {'' if error is None else f'{error:.2g}'} |"
-    )
-
-
-def packing_figures(result: dict[str, Any]) -> str:
-    """What packing costs, in Markdown."""
-    machine = result["machine"]
-    return "\n".join(
-        [
-            f"Measured by `daf bench packing --json` ({result['notes'][0]}; "
-            f"{machine['processor']}):",
-            "",
-            "| bits | quantize, ms | pack, ms | change layout, ms | one native pass, ms "
-            "| memcpy, ms |",
-            "|---|---|---|---|---|---|",
-            *(
-                f"| {row['bits']} | {row['quantize_ms']:.1f} | {row['pack_ms']:.1f} "
-                f"| {row['relayout_ms']:.1f} | {row['fused_ms']:.1f} | {row['memcpy_ms']:.1f} |"
-                for row in result["rows"]
-            ),
-        ]
-    )
-
-
-def reduction_figures(result: dict[str, Any]) -> str:
-    """Every strategy's time over PyTorch's, in Markdown."""
-    machine = result["machine"]
-    return "\n".join(
-        [
-            f"Measured by `daf bench reduction --json` ({result['notes'][0]}; "
-            f"{machine['processor']}); times ÷ PyTorch's:",
-            "",
-            "| outer × channels × inner | tree | atomics | hybrid | the rule takes |",
-            "|---|---|---|---|---|",
-            *(
-                f"| {row['outer']:,} × {row['channels']:,} × {row['inner']:,} | "
-                + " | ".join(
-                    f"{row[f'{name}_ms'] / row['torch_ms']:.2f}"
-                    for name in ("tree", "atomics", "hybrid")
-                )
-                + f" | {row['rule']} |"
-                for row in result["rows"]
-            ),
-        ]
-    )
-
-
 # (document, the results that its table is made of, by what); its marker names the results.
 TABLES = (
     (ROOT / "README.md", "main", main_figures),
@@ -335,8 +258,20 @@ TABLES = (
     (ROOT / "docs" / "sweep.md", "survival", survival_figures),
     (ROOT / "docs" / "sweep.md", "pressure", pressure_figures),
     (ROOT / "docs" / "peers.md", "peers", peers_figures),
-    (ROOT / "docs" / "papers.md", "reduction", reduction_figures),
+    (ROOT / "docs" / "papers.md", "reduce", reduce_figures),
     (ROOT / "docs" / "papers.md", "packing", packing_figures),
+)
+# (picture beside the documents, the results that it is drawn from, by what).
+PICTURES: tuple[tuple[str, str, Callable[[Any, Path], None]], ...] = (
+    ("roofline", "kernels", draw_roofline),
+    ("pool_times", "pool", draw_times),
+    ("allocator", "allocator", draw_trade),
+    ("operators", "operators", draw_waterfall),
+    ("sweep", "sweep", draw_sweep),
+    ("pressure", "pressure", draw_pressure),
+    ("peers", "peers", draw_peers),
+    ("packing", "packing", draw_packing),
+    ("reduce", "reduce", draw_reduce),
 )
 
 
@@ -354,8 +289,21 @@ def rendered(text: str, name: str, table_of: Callable[[dict[str, Any]], str]) ->
     return f"{before}{begin(name)}\n{table}{END}{after}"
 
 
+def draw(folder: Path) -> list[Path]:
+    """Draw the picture of every result that there is; where they are."""
+    drawn = []
+    for name, result, draw_rows in PICTURES:
+        results = RESULTS / f"{result}.json"
+        if results.exists():
+            drawn.append(folder / f"{name}.png")
+            draw_rows(json.loads(results.read_text())["rows"], drawn[-1])
+    return drawn
+
+
 def run(check: bool) -> int:
-    """Rewrite or check the documents; the process's exit code."""
+    """Draw pictures and rewrite the documents, or check these; the process's exit code."""
+    if not check:
+        draw(ROOT / "docs")
     for document, name, table_of in TABLES:
         text = document.read_text()
         wanted = rendered(text, name, table_of)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daf.bench import packing, reduction
+from daf.bench import packing
 from daf.bench.timing import interleaved_ms
-from daf.errors import KernelError
 
 
 @given(st.sampled_from(packing.WIDTHS), st.integers(0, 2**31))
@@ -50,23 +48,6 @@ def test_packing_tells_shares_of_what_it_timed(tmp_path: Path) -> None:
     assert set(result.figures) >= {"packing_share", "relayout_share", "fused_speed_vs_stages"}
     packing.draw_packing(result.rows, tmp_path / "packing.png")
     assert (tmp_path / "packing.png").stat().st_size > 10_000
-
-
-def test_reductions_are_those_of_pytorch_and_the_rule_is_one_of_them(tmp_path: Path) -> None:
-    result = reduction.run(reduction.ReductionJob(((1, 1, 5000), (3, 7, 11)), 2))
-    for row in result.rows:
-        strategies = [row[f"{name}_ms"] for name in ("tree", "atomics", "hybrid")]
-        assert row["best_ms"] == min(strategies)
-        assert row["rule_ms"] == row[f"{row['rule']}_ms"]
-    reduction.draw_reduction(result.rows, tmp_path / "reduction.png")
-    assert (tmp_path / "reduction.png").stat().st_size > 10_000
-
-
-def test_a_reduction_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reduction, "measure_ranges", lambda *_: None)
-    monkeypatch.setattr(reduction.torch, "empty", lambda *shape, **kind: torch.zeros(shape, **kind))
-    with pytest.raises(KernelError, match="TREE gave other ranges"):
-        reduction.run(reduction.ReductionJob(((3, 7, 11),), 1))
 
 
 def test_interleaved_calls_alternate_and_the_first_round_is_not_kept() -> None:

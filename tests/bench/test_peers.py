@@ -1,24 +1,25 @@
-"""The peers train as plain PyTorch does, each by its own means, and the table tells the truth."""
+"""The peers train as plain PyTorch does, each by its own means, and their bytes are counted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from typer.testing import CliRunner
 
-from daf.bench import peers, peers_job
-from daf.bench.peers import Setting, blocks_of, make_peer, minmax_policy
-from daf.cli import app
+from daf.bench import peers
+from daf.bench.first_state import FirstState
+from daf.bench.peers import Setting, make_peer
+from daf.bench.published import gact_policy, minmax_policy
+from daf.bench.saved_bytes import SavedBytes
 from daf.errors import PlatformError, UnknownNameError
-from daf.plan import Method, Need
-from daf.report.peers_page import COLUMNS, cells, peers_page, verdicts
+from daf.execution.capture import Capture
+from daf.plan import Method, Need, plain_policy
 
 Batch = tuple[Tensor, Tensor]
+BLOCKS = ("0.0", "0.1")
 
 
 class Block(nn.Module):
@@ -50,26 +51,37 @@ def batch() -> Batch:
 
 def trained(name: str, amount: float, batch: Batch, steps: int = 3) -> tuple[nn.Module, Any, Any]:
     made = model()
-    setting = Setting(made, torch.optim.SGD(made.parameters(), lr=0.1, momentum=0.9), loss_fn)
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1, momentum=0.9)
+    setting = Setting(made, optimizer, loss_fn, BLOCKS)
     peer = make_peer(name, setting, amount)
     return made, [peer.step(batch) for _ in range(steps)], peer
 
 
-def test_checkpointing_runs_every_block_twice_and_changes_nothing(batch: Batch) -> None:
+def calls(model: nn.Module) -> list[int]:
+    return [model.get_submodule(path).calls for path in BLOCKS]
+
+
+def test_checkpointing_runs_blocks_twice_and_changes_nothing(batch: Batch) -> None:
     plain, losses, _ = trained("plain", 0, batch)
-    theirs, same_losses, _ = trained("checkpoint", 0, batch)
+    theirs, same_losses, _ = trained("checkpoint", 1.0, batch)
     assert same_losses == losses
     for one, other in zip(plain.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(one, other)
-    assert [block.calls for block in blocks_of(plain)] == [3, 3]
-    assert [block.calls for block in blocks_of(theirs)] == [6, 6]
+    assert calls(plain) == [3, 3]
+    assert calls(theirs) == [6, 6]
+    assert calls(trained("checkpoint", 0.5, batch)[0]) == [6, 3]
 
 
-def test_blocks_are_what_one_would_checkpoint_by_hand() -> None:
-    assert [type(block) for block in blocks_of(model())] == [Block, Block]
-    assert blocks_of(nn.Sequential(nn.Linear(2, 2), nn.ReLU())) == []
-    with pytest.raises(PlatformError, match="no sequence of blocks"):
-        make_peer("checkpoint", Setting(nn.Linear(2, 2), None, loss_fn), 0)  # type: ignore[arg-type]
+def test_without_blocks_there_is_nothing_to_checkpoint(batch: Batch) -> None:
+    with pytest.raises(PlatformError, match="no blocks"):
+        make_peer("checkpoint", Setting(nn.Linear(2, 2), None, loss_fn), 1.0)  # type: ignore[arg-type]
+
+
+def test_the_compiler_stays_out_and_nothing_changes(batch: Batch) -> None:
+    plain, losses, _ = trained("plain", 0, batch)
+    theirs, same_losses, _ = trained("no-compiler", 0, batch)
+    assert same_losses == losses
+    assert all(map(torch.equal, plain.parameters(), theirs.parameters()))
 
 
 def test_accumulation_adds_up_to_the_whole_batch_also_when_pieces_differ(batch: Batch) -> None:
@@ -79,6 +91,11 @@ def test_accumulation_adds_up_to_the_whole_batch_also_when_pieces_differ(batch: 
     assert near == pytest.approx(losses, rel=1e-5)
     for one, other in zip(plain.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_one_example_is_not_cut_into_pieces(batch: Batch) -> None:
+    with pytest.raises(PlatformError, match="one example"):
+        trained("accumulate", 4, (batch[0][:1], batch[1][:1]))
 
 
 def test_disk_holds_large_tensors_in_files_while_they_are_wanted(
@@ -113,8 +130,64 @@ def test_minmax_codes_every_float_alike_and_counts_what_it_holds(batch: Batch) -
     assert 0 < held < 4 * 4096 * (16 * 2 + 64 * 2) * 0.3
 
 
+def test_gact_gives_widths_by_sensitivity_and_keeps_to_the_mean(batch: Batch) -> None:
+    made = model()
+    before = [parameter.clone() for parameter in made.parameters()]
+    policy = gact_policy(2, made, loss_fn, batch)
+    assert all(map(torch.equal, made.parameters(), before))
+    widths = [treatment.bits for treatment in policy.by_site.values()]
+    assert {treatment.method for treatment in policy.by_site.values()} == {Method.MINMAX}
+    assert set(widths) <= {1, 2, 4, 8}
+    assert len(set(widths)) > 1
+    uniform, allocated = (trained(name, 2, batch)[2] for name in ("minmax", "gact"))
+    assert allocated.saved_peak_bytes() < 1.1 * uniform.saved_peak_bytes()
+
+
+def saved(name: str, amount: float, batch: Batch) -> int:
+    made = model()
+    setting = Setting(made, torch.optim.SGD(made.parameters(), lr=0.1), loss_fn, BLOCKS)
+    peer = make_peer(name, setting, amount)
+    assert peer.saves_by_autograd
+    counted = SavedBytes(made, batch)
+    with counted.hooks():
+        peer.step(batch)
+    return counted.peak_bytes
+
+
+def test_saved_bytes_are_counted_by_storage_without_parameters_and_batch(batch: Batch) -> None:
+    rows = 4096 * 4
+    hidden, block_output, scores = 64 * rows, 16 * rows, 4 * rows
+    # Of a block its ReLU's result serves the layer behind it; of the loss scores and its weight.
+    plain = saved("plain", 0, batch)
+    assert plain == 2 * hidden + 2 * block_output + scores + 4
+    assert saved("checkpoint", 1.0, batch) == plain - 2 * hidden
+    assert saved("accumulate", 4, batch) == pytest.approx(plain / 4, rel=0.001)
+    made = model()
+    capture = Capture(made)
+    with capture.step(plain_policy(), seed=0, step_index=0, batch=batch):
+        loss_fn(made, batch)
+    assert capture.stats.plain_peak_bytes == plain  # as DAF itself counts
+
+
+def test_first_weights_come_back_from_disk_with_their_random_state() -> None:
+    made = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5)).to(
+        memory_format=torch.channels_last
+    )
+    first = FirstState(made)
+    before = {name: value.clone() for name, value in made.state_dict().items()}
+    drawn = torch.rand(4)
+    made(torch.randn(2, 3, 8, 8))
+    with torch.no_grad():
+        made[0].weight.mul_(2)
+    first.restore(made)
+    first.restore(made)  # any number of times
+    assert torch.equal(torch.rand(4), drawn)
+    assert all(torch.equal(value, before[name]) for name, value in made.state_dict().items())
+    assert made[0].weight.is_contiguous(memory_format=torch.channels_last)
+
+
 def test_a_peer_that_is_not_known_is_refused(batch: Batch) -> None:
-    with pytest.raises(UnknownNameError, match="known: plain, checkpoint"):
+    with pytest.raises(UnknownNameError, match="known: plain, no-compiler, checkpoint"):
         trained("magic", 0, batch)
 
 
@@ -124,103 +197,3 @@ def test_without_a_compiler_the_refusal_says_what_is_missing(
     monkeypatch.setattr(peers.shutil, "which", lambda _: None)
     with pytest.raises(PlatformError, match=r"needs one of c\+\+, g\+\+, clang\+\+"):
         trained("compile", 0, batch)
-
-
-TINY = """
-from torch import nn
-
-def block(width):
-    conv = nn.Conv2d(width, width, 3, padding=1)
-    return nn.Sequential(conv, nn.BatchNorm2d(width), nn.ReLU())
-
-def tiny(classes):
-    layers = nn.Sequential(block(16), block(16))
-    first = nn.Conv2d(1, 16, 3, padding=1)
-    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, classes))
-    return nn.Sequential(first, layers, *head)
-"""
-
-
-@pytest.fixture
-def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., peers_job.PeersJob]:
-    """A job on a tiny model whose activations outweigh its process's noise."""
-    (tmp_path / "tiny_peer.py").write_text(TINY)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    settings = {"steps": 2, "bits": (2,), "budgets": (0.01,), "seed": 3}
-    return lambda **more: peers_job.PeersJob(
-        *("tiny", "tiny_peer:tiny", "digits", 128), **settings | more
-    )
-
-
-@pytest.mark.slow
-def test_the_whole_table_is_measured_and_refusals_are_told(
-    quick: Callable[..., peers_job.PeersJob],
-) -> None:
-    chosen = {
-        "checkpointing": {"peer": "checkpoint"},
-        "min-max codes, 2 bits": {"peer": "minmax", "amount": 2},
-    }
-    result = peers_job.run(quick(peers=chosen))
-    rows = {row["contestant"]: row for row in result.rows}
-    assert list(rows) == [
-        *("plain", "checkpointing", "min-max codes, 2 bits", "DAF, 2 bits"),
-        "DAF, budget 1 %",
-    ]
-    plain, ours, coded = rows["plain"], rows["DAF, 2 bits"], rows["min-max codes, 2 bits"]
-    assert plain["peak_ratio"] == 1.0
-    assert plain["step_ratio"] == 1.0
-    assert plain["saved_bytes_peak"] == ours["saved_bytes_plain"]
-    assert ours["saved_bytes_peak"] < coded["saved_bytes_peak"] < plain["saved_bytes_peak"]
-    assert rows["checkpointing"]["gradient_error"] < 1e-5
-    # What the codes' table foretells: min-max at two bits errs more than rotated ones.
-    assert 0.01 < ours["gradient_error"] < coded["gradient_error"]
-    assert "asked for a budget of" in rows["DAF, budget 1 %"]["refused"]
-    assert result.figures["speed_vs_minmax_baseline"] == pytest.approx(
-        coded["step_ratio"] / ours["step_ratio"]
-    )
-    page = peers_page(result.rows, result.notes)
-    assert page.count('class="bar measured"') == 2  # one of DAF's in each of two charts
-    assert "DAF, budget 1 % did not run: " in page
-    assert all(len(cells(row)) == len(COLUMNS) for row in result.rows)
-
-
-def row(name: str, peak: float, step: float, *, is_daf: bool = False) -> dict[str, Any]:
-    return {"contestant": name, "peak_ratio": peak, "step_ratio": step, "is_daf": is_daf}
-
-
-def test_words_say_where_a_peer_wins() -> None:
-    ours = row("DAF", 0.5, 1.2, is_daf=True)
-    lost = {"contestant": "C", "failed": "killed"}
-    said = verdicts([row("plain", 1.0, 1.0), row("A", 0.4, 1.1), row("B", 0.9, 2.0), ours, lost])
-    assert said == [
-        "Fastest: plain, 1.00 × plain's step at 1.00 × its peak.",
-        "Smallest: A, 0.40 × plain's peak at 1.10 × its step.",
-        "Beside DAF: faster are “plain” and “A”; smaller is “A”; both is “A”.",
-        "C did not run: killed",
-    ]
-    alone = verdicts([row("plain", 1.0, 1.0), row("DAF", 0.5, 1.2, is_daf=True)])
-    assert alone[-1] == "Beside DAF: faster is “plain”; smaller is nobody; both is nobody."
-
-
-def test_figures_compare_at_the_same_budget(quick: Callable[..., peers_job.PeersJob]) -> None:
-    job = quick(budgets=(0.5, 0.25))
-    rows = [
-        *(row("plain", 1.0, 1.0), row("slow", 0.3, 3.0), row("quick", 0.45, 1.5)),
-        row("DAF, budget 50 %", 0.48, 1.1, is_daf=True),
-    ]
-    figures = peers_job.figures_of(rows, job)
-    assert figures == {
-        "daf_peak_ratio": 0.48,
-        "daf_step_ratio": 1.1,
-        "best_peer_peak_ratio": 0.45,
-        "best_peer_step_ratio": 1.5,
-    }
-    none_fits = peers_job.figures_of([rows[0], rows[3]], job)
-    assert none_fits["best_peer_peak_ratio"] == 1.0
-
-
-def test_an_unknown_workload_is_refused() -> None:
-    ran = CliRunner().invoke(app, ["bench", "peers", "--workload", "W9"])
-    assert ran.exit_code == 2
-    assert "known: W1" in ran.stderr

@@ -21,7 +21,7 @@ from daf.execution.microbatch import tensors_in_batch
 NOTHING = Sources(None)
 needs_transformers = ("w3", "w4")
 # How many modules a user would checkpoint: the published networks' blocks, or small ones' layers.
-BLOCKS = {"w1": 8, "w2a": 16, "w2b": 58, "w2c": 17, "w3": 2, "w4": 2, "w5": 9}
+BLOCKS = {"w1": 8, "w2a": 16, "w2b": 58, "w2c": 17, "w3": 2, "w4": 2, "w5": 9, "w6": 9}
 
 
 def small(name: str) -> Trainable:

@@ -27,7 +27,6 @@ from daf.report.page import page
 from daf.report.picture import draw_report
 from daf.report.runs import read_run, read_runs
 from daf.report.scale import thinned, ticks
-from daf.report.sections import NOISE_KEY
 from daf.report.terminal import show_report, spark
 from daf.report.treatments import COLOURS, strips_of, totals_by_method
 
@@ -184,16 +183,35 @@ def test_hostile_names_are_text_and_stay_inside_their_script(make_run: Any) -> N
     assert "<script>alert" not in text
 
 
-def test_noise_is_a_curve_where_it_was_logged(make_run: Any) -> None:
+def with_noise(folder: Path) -> Path:
+    """Every tenth step knows what codes add (0.25 and falling) beside the batch's own (2.0)."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        known = line["step"] % 10 == 0
+        line["added_variance"] = 2.5 / line["step"] if known else None
+        line["batch_variance"] = 2.0 if known else None
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    return folder
+
+
+def test_noise_of_codes_is_drawn_beside_the_batch_s_own(make_run: Any, tmp_path: Path) -> None:
     folder = make_run()
     assert "Gradient noise" not in page([read_run(folder)])
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    logged = [line | {NOISE_KEY: 0.1} if line["step"] % 10 == 0 else line for line in lines]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in logged))
-    text = page([read_run(folder)])
+    draw_report([read_run(folder)], tmp_path / "without.png")
+    run = read_run(with_noise(folder))
+    text = page([run])
     assert text.count('class="chart"') == 4
-    assert "Gradient noise of the codes" in text
-    assert "[10.0,0.1],[20.0,0.1]" in text
+    assert "Gradient noise: what codes add, beside the batch&#x27;s own" in text
+    assert "[10.0,0.25],[20.0,0.125]" in text
+    assert "[10.0,2.0],[20.0,2.0]" in text
+    assert "<b>0.031</b>" in text  # 2.5 / 40 of 2.0, at the end
+    draw_report([run], tmp_path / "with.png")
+    assert (tmp_path / "with.png").read_bytes() != (tmp_path / "without.png").read_bytes()
+    console = Console(width=100, file=StringIO())
+    show_report([run], console)
+    told = console.file.getvalue()
+    assert "noise of codes" in told
+    assert "0.031 of the batch's own noise at the end" in told
 
 
 def test_without_records_of_the_plan_the_page_says_so(make_run: Any) -> None:

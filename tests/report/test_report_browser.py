@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from daf.report.page import page
+from daf.report.peers_page import peers_page
 from daf.report.runs import read_runs
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -206,3 +207,36 @@ def test_several_runs_are_compared_first(opened: Callable[..., Any]) -> None:
     assert len(strokes) == 2
     assert tab.locator("section").count() == 3
     assert tab.locator("h2").count() == 2
+
+
+def contestant(name: str, kind: str, peak: float, step: float) -> dict[str, Any]:
+    """A row of a side-by-side on a plain run of 100 MB above its floor."""
+    row = {"workload": "w1", "contestant": name, "kind": kind, "percent": None}
+    row |= {"same_mathematics": True, "floor_bytes": 0, "peak_bytes": int(100e6 * peak)}
+    row |= {"peak_ratio": peak, "steady_peak_ratio": peak, "step_ratio": step, "step_ms": step}
+    row |= {"predicted_peak_bytes": None, "saved_bytes_peak": None, "gradient_error": None}
+    return row | {"examples_per_s": 1.0, "loss": 1.0}
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+def test_a_side_by_side_says_who_wins_and_fits(browser: Any, tmp_path: Path, width: int) -> None:
+    rows = [contestant("plain", "peer", 1.0, 1.0), contestant("A", "peer", 0.25, 1.1)]
+    rows += [contestant("DAF, 2 bits", "daf", 0.5, 1.5)]
+    rows += [{"workload": "w1", "contestant": "B", "kind": "peer", "failed": "it was killed"}]
+    file = tmp_path / "peers.html"
+    file.write_text(peers_page(rows, {"w1_daf_peak_ratio": 0.5}, ["w1; two steps"]), "utf-8")
+    context = browser.new_context(viewport={"width": width, "height": 800}, offline=True)
+    tab = context.new_page()
+    tab.goto(file.as_uri())
+    wins = tab.locator("section[aria-label='Where a peer wins'] li").all_inner_texts()
+    assert wins == [
+        "w1: “A” (1.10 × plain's step, 0.25 × its peak) beats “DAF, 2 bits” (1.50 × plain's step, "
+        "0.50 × its peak)."
+    ]
+    bars = tab.locator("section[aria-label='w1'] figure").first.locator(".bar")
+    widths = [bar.bounding_box()["width"] for bar in bars.all()]
+    assert widths[1] / widths[0] == pytest.approx(0.25, rel=0.05)
+    assert widths[2] / widths[0] == pytest.approx(0.5, rel=0.05)
+    assert tab.get_by_text("B did not run: it was killed.").count() == 1
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    context.close()

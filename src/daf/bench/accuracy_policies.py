@@ -98,7 +98,7 @@ def _uniform_minmax(bits: float, example: Example) -> Policy:
 def _allocated(bits: float, example: Example) -> Policy:
     base = coded_policy(1)
     elements = coded_elements(example, base)
-    found = _measured(example, coded_policy(2), elements)
+    found = measured(example, coded_policy(2), elements)
     budget = sum(_bytes_at(count, bits) for count in elements.values())
     treatments = [each for each in STANDARD_TREATMENTS if each != KEEP]
     sites = coded_sites(elements, found, treatments)
@@ -108,7 +108,7 @@ def _allocated(bits: float, example: Example) -> Policy:
 def _gact(bits: float, example: Example) -> Policy:
     base = minmax_policy(1)
     elements = coded_elements(example, base)
-    found = _measured(example, minmax_policy(2), elements)
+    found = measured(example, minmax_policy(2), elements)
     # Two gradients under different seeds of a 1-bit code differ by twice its variance.
     sensitivities = {site: 2 * value * minmax_error(1) for site, value in found.items()}
     return _minmax_widths(base, gact_widths(elements, sensitivities, bits))
@@ -175,8 +175,8 @@ def _sensitivity(example: Example, policy: Policy) -> Sensitivity:
     )
 
 
-def _measured(example: Example, policy: Policy, elements: Mapping[Site, int]) -> dict[Site, float]:
-    """Of every site; the least measured where a site had no code of its own while measuring."""
+def measured(example: Example, policy: Policy, elements: Mapping[Site, int]) -> dict[Site, float]:
+    """Variance per error of every site; the least measured where one had no code of its own."""
     found = {
         site: each.variance_per_error
         for site, each in _sensitivity(example, policy).sites.items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from daf.errors import DataError
 from daf.training.batches import Batch, BatchOrder
 from daf.training.data import load_data
 from daf.training.data.contents import ImageData
-from daf.training.data.spoken import read_spoken_digits
+from daf.training.data.spoken import load_new_speaker
 from daf.training.data.tokens import SentenceData
 from daf.training.models import Goal, find_model
 from daf.training.tasks import make_task
@@ -256,25 +256,13 @@ def personalisation_task(path: Path, *, learning_steps: int = 300) -> AccuracyTa
         general = make_task(Goal.CLASSIFY, others, model, augment=False)
         rate = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=5e-4)
         train_plainly(_prepared(model, rate, general, 64, seed, effort.steps(learning_steps)))
-        mine = _of_new_speaker(others, path)
+        mine = load_new_speaker(path)
         task = make_task(Goal.CLASSIFY, mine, model, augment=False)
         before = evaluate(model, task, effort.most_tests)
         optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
         return _prepared(model, optimizer, task, 32, seed, effort.steps(60), before)
 
     return AccuracyTask("personalisation", "accuracy_percent", True, prepare)
-
-
-def _of_new_speaker(others: ImageData, path: Path) -> ImageData:
-    """The last speaker's clips, every second of each digit for training."""
-    spoken = read_spoken_digits(path)
-    mine = np.flatnonzero(spoken.speakers == spoken.speakers.max())
-    order = mine[np.argsort(spoken.clips.labels[mine], kind="stable")]
-    trained = np.zeros(len(spoken.speakers), bool)
-    trained[order[::2]] = True
-    tested = np.zeros_like(trained)
-    tested[order[1::2]] = True
-    return replace(others, train=spoken.of(trained), test=spoken.of(tested))
 
 
 # --- training -----------------------------------------------------------------------------------

@@ -7,17 +7,31 @@ process is to be is one JSON argument. Each such process has a high-water mark o
 from __future__ import annotations
 
 import json
+import select
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import IO, Any
+
+import psutil
 
 from daf.errors import DafError
 from daf.memory.cgroup import LimitedGroup
 
+# glibc's thresholds as a session with a budget sets them (memory/allocator.py).
+RETURNING_FREED_BLOCKS: Mapping[str, str] = MappingProxyType(
+    {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
+)
+
 
 class ContestantError(DafError, RuntimeError):
     """A contestant's process ended instead of answering."""
+
+
+class TooLateError(ContestantError):
+    """A contestant had not answered when its time was up, and was ended."""
 
 
 class Child:
@@ -29,6 +43,8 @@ class Child:
         label: its name in messages.
         environment: instead of this process's own.
         group: the memory cgroup that it is born into.
+
+    ``until_s`` may be set to the moment (``time.monotonic``) at which waiting for it ends.
     """
 
     def __init__(
@@ -41,6 +57,7 @@ class Child:
         group: LimitedGroup | None = None,
     ) -> None:
         self._label = label
+        self.until_s: float | None = None
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, json.dumps(description)],
             stdin=subprocess.PIPE,
@@ -55,11 +72,13 @@ class Child:
 
         Raises:
             ContestantError: the process ended instead.
+            TooLateError: ``until_s`` came first; the process was killed.
         """
         stdin, stdout = self._pipes()
         try:
             stdin.write(" ".join([command, *map(str, words)]) + "\n")
             stdin.flush()
+            self._wait(command, stdout)
             line = stdout.readline()
         except BrokenPipeError:
             line = ""
@@ -70,6 +89,22 @@ class Child:
             )
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+    def _wait(self, command: str, stdout: IO[str]) -> None:
+        if self.until_s is None:
+            return
+        left_s = max(0.0, self.until_s - time.monotonic())
+        if not select.select([stdout], [], [], left_s)[0]:  # an answer is one line: all or nothing
+            self._kill()
+            raise TooLateError(f"{self._label!r} had not answered {command!r} when time was up")
+
+    def _kill(self) -> None:
+        """The process with those that it started, such as compilers."""
+        for each in [*psutil.Process(self._process.pid).children(recursive=True), self._process]:
+            try:
+                each.kill()
+            except psutil.NoSuchProcess:  # it ended by itself
+                continue
 
     def end(self) -> int:
         """End the process; -9 is a kill by the system."""

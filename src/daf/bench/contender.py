@@ -6,22 +6,24 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from daf.bench.child import Child, serve
-from daf.bench.peers import plain_step
-from daf.bench.static import accumulating_step, checkpoint_blocks
+from daf.bench.child import RETURNING_FREED_BLOCKS, Child, serve
+from daf.bench.first_state import FirstState
+from daf.bench.peers import Peer, Setting, make_peer
+from daf.bench.saved_bytes import SavedBytes
 from daf.bench.workloads import find_workload
 from daf.bench.workloads.sources import Sources
-from daf.errors import BudgetError
+from daf.errors import BudgetError, PlatformError
 from daf.memory import compiler, measure
 from daf.plan import Plan
 from daf.session import Session, StepReport
@@ -29,42 +31,62 @@ from daf.session import Session, StepReport
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How a workload is trained. ``budget_bytes`` given: in a session; else without any of DAF.
+    """How a workload is trained. With a budget or bits: in a session; else without any of DAF.
 
-    ``checkpointed`` is the share of the blocks that are checkpointed by hand, ``pieces``
-    how many the batch is cut into by hand. ``gradient_file`` receives the first
-    step's gradient, float32, parameter after parameter.
+    ``peer`` and its ``amount`` name the way without DAF (``peers.make_peer``).
+    ``gradient_file`` receives the first step's gradient, float32, parameter after parameter.
+    ``keeps_first_state``: for ``settled_gradient``, which goes back to the first weights.
+    ``batch_size`` None is the workload's own.
     """
 
     workload: str
     folder: str | None = None
     is_small: bool = False
+    batch_size: int | None = None
     budget_bytes: int | None = None
+    bits: int | None = None
     policy: str | None = None
     tolerance: float | None = None
-    checkpointed: float = 0.0
-    pieces: int = 1
+    peer: str = "plain"
+    amount: float = 0.0
+    return_freed_blocks: bool = False
     gradient_file: str | None = None
+    keeps_first_state: bool = False
     seed: int = 0
+
+    @property
+    def in_session(self) -> bool:
+        """Whether DAF trains."""
+        return self.budget_bytes is not None or self.bits is not None
 
 
 class Contender(Child):
     """The parent's handle on one way."""
 
     def __init__(self, way: Way) -> None:
-        super().__init__("daf.bench.contender", asdict(way), f"{way.workload}, {way.policy}")
+        more = RETURNING_FREED_BLOCKS if way.return_freed_blocks else {}
+        label = f"{way.workload}, {way.policy if way.in_session else way.peer}"
+        super().__init__("daf.bench.contender", asdict(way), label, environment=os.environ | more)
 
     def prepare(self) -> dict[str, Any]:
-        """floor_bytes and, in a session, the first plan, or a refusal and its ``least_bytes``."""
+        """floor_bytes and, in a session, the first plan; or a refusal and its ``least_bytes``."""
         return self.ask("prepare")
 
     def step(self) -> dict[str, Any]:
-        """loss, step_ms, peak_bytes and saved_bytes; or ``raised``, a budget's late refusal."""
+        """loss, step_ms, peak_bytes and saved_bytes; or ``raised``, a late refusal."""
         return self.ask("step")
 
     def facts(self) -> dict[str, Any]:
         """The prediction, the session's peak, saved bytes, and the plan that stands now."""
         return self.ask("facts")
+
+    def settled_gradient(self, path: Path) -> dict[str, Any]:
+        """Write the first batch's gradient at the first weights, as training is done by now.
+
+        Returns what was held for backward, where it can be counted from outside. Ask for it
+        last: the weights are those of training no more.
+        """
+        return self.ask("gradient", path)
 
 
 class Work:
@@ -73,58 +95,70 @@ class Work:
     def __init__(self, way: Way) -> None:
         sources = Sources(Path(way.folder) if way.folder else None)
         loaded = find_workload(way.workload).load(sources, way.is_small)
+        if way.batch_size is not None:
+            loaded = replace(loaded, batch_size=way.batch_size)
         measure.warm_up()
         compiler.keep_out()
         self.floor_bytes = measure.resident_bytes()
         self._way = way
+        self._examples = loaded.batch_size
         self._work = loaded.build(way.seed)
+        self._first = FirstState(self._work.model) if way.keeps_first_state else None
         self._index = 0
         self._predicted_bytes: int | None = None
+        self._peer: Peer | None = None
         measure.reset_peak()
         self._session = self._start_session()
-        model, blocks = self._work.model, self._work.blocks
-        checkpoint_blocks(model, blocks, way.checkpointed)
 
-    def answer(self, command: str) -> dict[str, Any]:
+    def answer(self, command: str, *words: str) -> dict[str, Any]:
         """Carry out one command."""
         if command == "prepare":
             return {"floor_bytes": self.floor_bytes, **self._prepare()}
         if command == "step":
             return self._step()
+        if command == "gradient":
+            return self._settled_gradient(Path(" ".join(words)))
         return self._facts()
 
     def _start_session(self) -> Session | None:
         way = self._way
-        if way.budget_bytes is None:
+        if not way.in_session:
             return None
         return Session(
             self._work.model,
             self._work.optimizer,
             way.budget_bytes,
+            bits=way.bits,
             seed=way.seed,
             floor_bytes=self.floor_bytes,
             **session_options(way.policy, way.tolerance),
         )
 
     def _prepare(self) -> dict[str, Any]:
-        if self._session is None:
-            return {}
         start_s = time.perf_counter()
         try:
+            if self._session is None:
+                self._peer = self._make_peer()
+                return {}
             plan = self._session.prepare(self._work.batch(0), self._work.task.loss)
-        except BudgetError as error:
-            return {"refusal": str(error), "least_bytes": error.least_bytes}
+        except (BudgetError, PlatformError) as error:
+            return {"refusal": str(error), "least_bytes": getattr(error, "least_bytes", None)}
         return {
             "prepare_ms": 1000 * (time.perf_counter() - start_s),
             "first_plan": plan_summary(plan),
         }
+
+    def _make_peer(self) -> Peer:
+        work, way = self._work, self._way
+        setting = Setting(work.model, work.optimizer, work.task.loss, work.blocks, way.seed)
+        return make_peer(way.peer, setting, way.amount)
 
     def _step(self) -> dict[str, Any]:
         batch = self._work.batch(self._index)
         start_s = time.perf_counter()
         try:
             found = self._trained(batch)
-        except BudgetError as error:
+        except (BudgetError, PlatformError) as error:
             return {"raised": str(error)}
         found = {"step_ms": 1000 * (time.perf_counter() - start_s), **found}
         if self._index == 0 and self._way.gradient_file is not None:
@@ -133,17 +167,26 @@ class Work:
         return found
 
     def _trained(self, batch: Any) -> dict[str, Any]:
-        work = self._work
         if self._session is not None:
             return _reported(self._session.step(batch, self._loss))
+        self._peer = self._peer or self._make_peer()
         measure.reset_peak()  # a session does so itself, and remembers
-        if self._way.pieces == 1:
-            loss = plain_step(work.model, work.optimizer, batch, work.task.loss)
-        else:
-            loss = accumulating_step(work.model, work.optimizer, work.task.loss, self._way.pieces)(
-                batch
-            )
-        return {"loss": loss, "peak_bytes": measure.peak_bytes()}
+        return {"loss": self._peer.step(batch), "peak_bytes": measure.peak_bytes()}
+
+    def _settled_gradient(self, path: Path) -> dict[str, Any]:
+        if self._first is None:
+            raise ValueError("asked for a settled gradient without keeps_first_state")
+        model, batch = self._work.model, self._work.batch(0)
+        self._first.restore(model)
+        if self._peer is None or not self._peer.saves_by_autograd:
+            self._trained(batch)
+            write_gradient(model, path)
+            return {}
+        counted = SavedBytes(model, batch)
+        with counted.hooks():
+            self._trained(batch)
+        write_gradient(model, path)
+        return {"saved_bytes_peak": counted.peak_bytes}
 
     def _loss(self, model: nn.Module, batch: Any) -> Any:
         """The task's loss; the prediction is written down before the first full-size step runs."""
@@ -152,11 +195,13 @@ class Work:
         return self._work.task.loss(model, batch)
 
     def _facts(self) -> dict[str, Any]:
-        session = self._session
+        session, examples = self._session, self._examples
         if session is None:
-            return {}
+            saved = self._peer.saved_peak_bytes() if self._peer else None
+            return {"examples": examples, "saved_bytes_peak": saved}
         return {
-            "predicted_peak_bytes": self._predicted_bytes,
+            "examples": examples,
+            "predicted_peak_bytes": self._predicted_bytes or None,
             # Profiling included, which the steps' own peaks are not.
             "session_peak_bytes": session.peak_bytes,
             "saved_bytes_plain": session.saved_bytes_plain,

@@ -10,10 +10,9 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from daf.bench.child import Child, ContestantError
+from daf.bench.child import RETURNING_FREED_BLOCKS, Child, ContestantError
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +34,6 @@ class Entry:
     # With it: nothing is recycled in the first step, and from then on no more is held than that
     # step's live bytes at their highest, and ``workload.LIMIT_ROOM_BYTES``.
     recycle_tightly: bool = False
-    # A budget of DAF's own choosing of plans; ``bits`` None then leaves the policy to the planner.
-    budget_bytes: int | None = None
-    # Something else than DAF (``bench.peers``), and how much of it: pieces, a share, bits.
-    peer: str | None = None
-    amount: float = 0.0
     # Another allocator's shared library, put before the C library's.
     preload: str | None = None
     # Which of ``levered.LEVERS`` a loop without planner uses; None: with bits, a session.
@@ -57,10 +51,6 @@ class Step:
     peak_bytes: int = 0
 
 
-class RefusedError(ContestantError):
-    """A contestant cannot do this job: its budget or its means are not enough; it lives on."""
-
-
 class Contestant:
     """The parent's handle on one contestant process."""
 
@@ -74,44 +64,30 @@ class Contestant:
             environment=_environment(entry),
         )
         try:
-            self._ask("ready")
+            self._child.ask("ready")
         except ContestantError:
             self.close()
             raise
 
     def step(self) -> Step:
         """Run one training step."""
-        answer = self._ask("step")
+        answer = self._child.ask("step")
         self.steps.append(Step(**answer))
         return self.steps[-1]
 
     def facts(self) -> dict[str, Any]:
         """floor_bytes, peak_bytes, saved_bytes_plain, saved_bytes_peak so far, and the account."""
-        return self._ask("facts")
-
-    def write_gradient(self, path: Path) -> None:
-        """Write the first batch's gradient at the first weights, in the model's order, as fp32.
-
-        Afterwards its weights are not those of its training any more: ask for it last.
-        """
-        self._ask("gradient", path)
+        return self._child.ask("facts")
 
     def close(self) -> None:
         """End the process."""
         self._child.end()
 
-    def _ask(self, command: str, *words: object) -> dict[str, Any]:
-        answer = self._child.ask(command, *words)
-        if "refused" in answer:
-            raise RefusedError(f"{self.entry.label}: {answer['refused']}")
-        return answer
-
 
 def _environment(entry: Entry) -> Mapping[str, str]:
     environment = dict(os.environ)
     if entry.return_freed_blocks:
-        # The same thresholds that a session with a budget sets (memory/allocator.py).
-        environment["MALLOC_MMAP_THRESHOLD_"] = environment["MALLOC_TRIM_THRESHOLD_"] = "131072"
+        environment.update(RETURNING_FREED_BLOCKS)
     if entry.preload is not None:
         environment["LD_PRELOAD"] = entry.preload
     return environment

@@ -6,36 +6,39 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from daf.bench.published import gact_policy, minmax_policy
+from daf.bench.static import accumulating_step, checkpoint_blocks
 from daf.errors import PlatformError, UnknownNameError
 from daf.execution.capture import Capture
-from daf.execution.microbatch import batch_size, pieces, read_loss, scale_gradients
-from daf.plan import Method, Need, Policy, Treatment, exact_policy
+from daf.execution.microbatch import LossFunction, batch_size, read_loss
+from daf.memory import compiler
+from daf.plan import Policy
 from daf.store.default import make_store
-from daf.training.batches import Batch
 
 COMPILERS = ("c++", "g++", "clang++")
 # Below this a file costs more than the bytes it frees.
 SPILL_FROM_BYTES = 100_000
 
-LossFunction = Callable[[nn.Module, Batch], Any]
-
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What every peer trains: the same model, optimizer and loss."""
+    """What every peer trains: the same model, optimizer and loss.
+
+    ``blocks`` are the modules that a user would checkpoint (paths in ``named_modules``).
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     loss_fn: LossFunction
+    blocks: tuple[str, ...] = ()
     seed: int = 0
 
 
@@ -44,27 +47,32 @@ class Peer:
     """A way to train: ``step`` returns a batch's mean loss.
 
     ``saved_peak_bytes`` tells what is held for backward at most, where the peer counts it.
+    ``saves_by_autograd`` says that hooks of autograd's see all that is held, so that
+    it can be counted from outside (``saved_bytes``).
     """
 
-    step: Callable[[Batch], float]
+    step: Callable[[Any], float]
     saved_peak_bytes: Callable[[], int | None] = lambda: None
+    saves_by_autograd: bool = False
 
 
 def make_peer(name: str, setting: Setting, amount: float) -> Peer:
-    """The peer called ``name``; ``amount`` is its pieces, its share of memory or its bits.
+    """The peer called ``name``; ``amount`` is its pieces, its share of blocks or memory, its bits.
 
     Raises:
         UnknownNameError: there is no such peer.
         PlatformError: it cannot work with this model or on this machine.
     """
-    makers = {
-        "plain": lambda: Peer(_stepper(setting)),
-        "checkpoint": lambda: _checkpointed(setting),
-        "accumulate": lambda: Peer(lambda batch: accumulated_step(setting, batch, int(amount))),
+    makers: dict[str, Callable[[], Peer]] = {
+        "plain": lambda: Peer(_stepper(setting), saves_by_autograd=True),
+        "no-compiler": lambda: _without_compiler(setting),
+        "checkpoint": lambda: _checkpointed(setting, amount),
+        "accumulate": lambda: _accumulating(setting, int(amount)),
         "compile": lambda: _compiled(setting, None),
         "activation-budget": lambda: _compiled(setting, amount),
         "disk": lambda: _on_disk(setting),
-        "minmax": lambda: _coded(setting, int(amount)),
+        "minmax": lambda: _coded(setting, lambda _: minmax_policy(int(amount))),
+        "gact": lambda: _coded(setting, lambda batch: _gact(setting, batch, int(amount))),
     }
     if name not in makers:
         raise UnknownNameError(f"unknown peer {name!r}; known: {', '.join(makers)}")
@@ -72,10 +80,7 @@ def make_peer(name: str, setting: Setting, amount: float) -> Peer:
 
 
 def plain_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: Any,
-    loss_fn: Callable[[nn.Module, Any], Any],
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, loss_fn: LossFunction
 ) -> float:
     """The loop that everybody writes: the side of a comparison without DAF."""
     optimizer.zero_grad(set_to_none=True)
@@ -87,60 +92,43 @@ def plain_step(
     return loss.item()
 
 
-def accumulated_step(setting: Setting, batch: Batch, count: int) -> float:
-    """Static accumulation (SAGE's SGA): the batch in ``count`` pieces, one update.
+def _stepper(setting: Setting, model: nn.Module | None = None) -> Callable[[Any], float]:
+    trained = setting.model if model is None else model
+    return lambda batch: plain_step(trained, setting.optimizer, batch, setting.loss_fn)
 
-    Layers with batch statistics then see those of the pieces: plain PyTorch does not refuse.
-    """
+
+def _without_compiler(setting: Setting) -> Peer:
+    """Plain, but its optimizer does not import torch's compiler, as DAF's sessions see to it."""
+    return Peer(lambda batch: _lean_step(setting, batch, nullcontext()), saves_by_autograd=True)
+
+
+def _lean_step(setting: Setting, batch: Any, forward: AbstractContextManager[Any]) -> float:
+    """A plain step whose forward pass runs in a context; torch's compiler stays out of it."""
     setting.optimizer.zero_grad(set_to_none=True)
-    examples = batch_size(batch)
-    total = weight = 0.0
-    for part in pieces(batch, -(-examples // count)):
-        loss = read_loss(setting.loss_fn(setting.model, part), batch_size(part))
-        scaled = loss.total if loss.is_sum else loss.total * loss.weight
-        scaled.backward()  # type: ignore[no-untyped-call]
-        total, weight = total + scaled.item(), weight + loss.weight
-    scale_gradients(list(setting.model.parameters()), 1.0 / weight)
-    setting.optimizer.step()
-    return total / weight
+    with forward:
+        loss = read_loss(setting.loss_fn(setting.model, batch), batch_size(batch)).mean
+    loss.backward()  # type: ignore[no-untyped-call]
+    compiler.step(setting.optimizer)
+    return loss.item()
 
 
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Members of sequences and lists that are made of modules but are no row of blocks themselves.
-
-    What one wraps by hand in ``checkpoint``: residual blocks, transformer layers.
-    """
-    found: list[nn.Module] = []
-    for child in model.children():
-        inner = blocks_of(child) if _is_row(child) or not _is_row(model) else []
-        is_block = _is_row(model) and any(child.children())
-        found += inner or ([child] if is_block else [])
-    return found
+def _checkpointed(setting: Setting, share: float) -> Peer:
+    if not setting.blocks:
+        raise PlatformError("the model has no blocks that one would checkpoint")
+    checkpoint_blocks(setting.model, setting.blocks, share)
+    return Peer(_stepper(setting), saves_by_autograd=True)
 
 
-def _is_row(module: nn.Module) -> bool:
-    return isinstance(module, (nn.Sequential, nn.ModuleList))
+def _accumulating(setting: Setting, pieces: int) -> Peer:
+    """Layers with batch statistics see those of the pieces: plain PyTorch does not refuse."""
+    step = accumulating_step(setting.model, setting.optimizer, setting.loss_fn, pieces)
 
+    def refusing(batch: Any) -> float:
+        if batch_size(batch) < 2:
+            raise PlatformError("a batch of one example cannot be cut into pieces")
+        return step(batch)
 
-def _stepper(setting: Setting) -> Callable[[Batch], float]:
-    model, optimizer, loss_fn = setting.model, setting.optimizer, setting.loss_fn
-    return lambda batch: plain_step(model, optimizer, batch, loss_fn)
-
-
-def _checkpointed(setting: Setting) -> Peer:
-    blocks = blocks_of(setting.model)
-    if not blocks:
-        raise PlatformError("the model has no sequence of blocks to checkpoint")
-    for block in blocks:
-        block.forward = _checkpointing(block.forward)
-    return Peer(_stepper(setting))
-
-
-def _checkpointing(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*inputs: Any, **named: Any) -> Any:
-        return checkpoint(forward, *inputs, use_reentrant=False, **named)
-
-    return run
+    return Peer(refusing, saves_by_autograd=True)
 
 
 def compiler_is_present() -> bool:
@@ -156,8 +144,7 @@ def _compiled(setting: Setting, activation_budget: float | None) -> Peer:
 
         functorch.activation_memory_budget = activation_budget
     compiled: Any = torch.compile(setting.model)
-    optimizer, loss_fn = setting.optimizer, setting.loss_fn
-    return Peer(lambda batch: plain_step(compiled, optimizer, batch, loss_fn))
+    return Peer(_stepper(setting, compiled))
 
 
 class _File:
@@ -191,7 +178,7 @@ def _on_disk(setting: Setting) -> Peer:
     def unpack(kept: Tensor | _File) -> Tensor:
         return kept.load() if isinstance(kept, _File) else kept
 
-    def step(batch: Batch) -> float:
+    def step(batch: Any) -> float:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             return plain(batch)
 
@@ -203,31 +190,22 @@ def _is_parameter(tensor: Tensor, model: nn.Module) -> bool:
     return any(each.untyped_storage().data_ptr() == address for each in model.parameters())
 
 
-def minmax_policy(bits: int) -> Policy:
-    """ActNN's and GACT's: one width of min-max codes wherever backward reads floats.
-
-    Masks, indices and dropped content are exact, as both papers have them. Their allocation of
-    widths by sensitivity is not part of it: every tensor has ``bits``.
-    """
-    code = Treatment(Method.MINMAX, bits)
-    lossy = dict.fromkeys((Need.LINEAR, Need.NORM, Need.PRODUCT, Need.PROBABILITY), code)
-    lossy[Need.SMOOTH] = Treatment(Method.DERIVATIVE, min(max(bits, 2), 4))
-    exact = dict(exact_policy().by_need)
-    return Policy(f"min-max {bits}", MappingProxyType(exact | lossy), rederive=False)
+def _gact(setting: Setting, batch: Any, bits: int) -> Policy:
+    return gact_policy(bits, setting.model, setting.loss_fn, batch)
 
 
-def _coded(setting: Setting, bits: int) -> Peer:
+def _coded(setting: Setting, policy_for: Callable[[Any], Policy]) -> Peer:
+    """Codes by this policy, which is settled on the first batch."""
     capture = Capture(setting.model, make_store(None))
-    policy, steps, peak_bytes = minmax_policy(bits), 0, 0
+    policy: Policy | None = None
+    steps = peak_bytes = 0
 
-    def step(batch: Batch) -> float:
-        nonlocal steps, peak_bytes
-        setting.optimizer.zero_grad(set_to_none=True)
-        with capture.step(policy, seed=setting.seed, step_index=steps, batch=batch):
-            loss = read_loss(setting.loss_fn(setting.model, batch), batch_size(batch)).mean
-        loss.backward()  # type: ignore[no-untyped-call]
-        setting.optimizer.step()
+    def step(batch: Any) -> float:
+        nonlocal policy, steps, peak_bytes
+        policy = policy or policy_for(batch)
+        coding = capture.step(policy, seed=setting.seed, step_index=steps, batch=batch)
+        loss = _lean_step(setting, batch, coding)
         steps, peak_bytes = steps + 1, max(peak_bytes, capture.stats.held_peak_bytes)
-        return loss.item()
+        return loss
 
     return Peer(step, lambda: peak_bytes)

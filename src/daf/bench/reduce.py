@@ -1,8 +1,11 @@
-"""``daf bench reduce``: the range of a tensor by every strategy, by PyTorch, by CUB, by the chosen.
+"""``daf bench reduce``: ranges by every strategy, by PyTorch, by CUB, by the chosen one.
 
-On a CUDA device the strategies are Triton's and times are those of events; else
-they are the native ones of the processor. CUB is reached through CuPy where
-that can be imported. Contestants take turns; rows are medians.
+The reduction micro-benchmark of DAF (arXiv 2507.07149): the least and greatest value of a tensor,
+or of its channels, by a tree, by atomics alone and by both (*hybrid reduction*).
+On a CUDA device the strategies are Triton's, of whole tensors, and times are those
+of events; else they are the native ones of the processor. CUB is reached through CuPy where that
+can be imported. Contestants take turns; rows are medians. Every strategy gives the
+same bits; one that does not ends the benchmark.
 """
 
 from __future__ import annotations
@@ -12,53 +15,82 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from daf.bench.result import BenchResult
 from daf.errors import KernelError
-from daf.kernels import ElementType, RangeStrategy, cpu_measure
+from daf.kernels import ElementType, RangeStrategy
 from daf.kernels.calibration import Chooser
+from daf.kernels.cpu_measure import measure_ranges, range_strategy, ranges_workspace_bytes
 
 Progress = Callable[[str], None]
 Work = Callable[[], object]
-CHOSEN, TORCH, CUB = "chosen", "torch.aminmax", "cub"
+CHOSEN, TORCH, CUB = "chosen", "torch", "cub"
 STRATEGIES = tuple(strategy.name.lower() for strategy in RangeStrategy)
+
+
+class Shape(NamedTuple):
+    """Element i is of channel (i // inner) % channels; a range for every channel."""
+
+    outer: int
+    channels: int
+    inner: int
+
+    def __str__(self) -> str:
+        return "×".join(map(str, self))
+
+
+def whole(elements: int) -> Shape:
+    """One range for all of a tensor."""
+    return Shape(1, 1, elements)
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceJob:
-    """What is run: elements (1 K to 256 M) of float32, and how many rounds of turns."""
+    """What is run: whole tensors of 1 K to 256 M floats; few channels, many, and one a column."""
 
-    counts: tuple[int, ...] = tuple(2**power for power in range(10, 29, 2))
+    shapes: tuple[Shape, ...] = (
+        *(whole(2**power) for power in range(10, 29, 2)),
+        *(Shape(128, 64, 1024), Shape(128, 512, 16), Shape(2**14, 1024, 1)),
+    )
     rounds: int = 15
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def quick_job() -> ReduceJob:
-    """The same at three sizes."""
-    return ReduceJob((2**10, 2**16, 2**20), 5)
+    """The same in seconds, on small tensors."""
+    shapes = (whole(2**10), whole(2**16), whole(2**20), Shape(16, 64, 64), Shape(2**8, 256, 1))
+    return ReduceJob(shapes, 5)
 
 
 def run(job: ReduceJob, on_progress: Progress = lambda _: None) -> BenchResult:
-    """Time every contestant at every size."""
+    """Time every contestant on every shape, on all cores.
+
+    Raises:
+        KernelError: a strategy's ranges are not PyTorch's.
+    """
     device = torch.device(job.device)
     chooser = Chooser(_device_name(device), STRATEGIES)
     rows = []
-    for count in job.counts:
-        on_progress(f"{count:,} elements")
-        rows.append(_row(torch.randn(count, device=device), job.rounds, chooser))
-    return BenchResult("reduce", rows, figures_of(rows), _notes(device))
+    for shape in job.shapes:
+        if shape.channels > 1 and device.type == "cuda":
+            continue  # the kernels of a GPU take whole tensors
+        on_progress(str(shape))
+        values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
+        rows.append(_row(values, job.rounds, chooser))
+    return BenchResult("reduce", rows, figures_of(rows), _notes(device, job.rounds))
 
 
-def _row(source: Tensor, rounds: int, chooser: Chooser) -> dict[str, Any]:
-    work = _contestants(source)
-    shape_class = str(source.numel().bit_length())
+def _row(values: Tensor, rounds: int, chooser: Chooser) -> dict[str, Any]:
+    work = _contestants(values)
+    shape = Shape(*values.shape)
+    shape_class = str(shape) if shape.channels > 1 else str(values.numel().bit_length())
 
     def seconds_of(name: str) -> float:
-        return _seconds(work[name], source.device)
+        return _seconds(work[name], values.device)
 
     chooser.choose(shape_class, seconds_of)
     chosen = ""
@@ -72,9 +104,22 @@ def _row(source: Tensor, rounds: int, chooser: Chooser) -> dict[str, Any]:
     for _ in range(rounds):
         for name in work:
             taken[name].append(seconds_of(name))
-        taken[CHOSEN].append(_seconds(reduce_by_choice, source.device))
-    microseconds = {name: 1e6 * statistics.median(values) for name, values in taken.items()}
-    return {"elements": source.numel(), "choice": chosen, "microseconds": microseconds}
+        taken[CHOSEN].append(_seconds(reduce_by_choice, values.device))
+    return {
+        "part": "reduce",
+        **shape._asdict(),
+        "threads": torch.get_num_threads(),
+        "choice": chosen,
+        "rule": _rule(shape) if values.device.type == "cpu" else None,
+        "microseconds": {name: 1e6 * statistics.median(found) for name, found in taken.items()},
+    }
+
+
+def _rule(shape: Shape) -> str:
+    """The strategy that the processor's kernels take where none is asked for."""
+    count = shape.outer * shape.channels * shape.inner
+    found = range_strategy(count, torch.get_num_threads(), shape.channels, shape.inner)
+    return found.name.lower()
 
 
 def _seconds(work: Work, device: torch.device) -> float:
@@ -92,61 +137,68 @@ def _seconds(work: Work, device: torch.device) -> float:
     return float(first.elapsed_time(last)) / 1e3
 
 
-def _contestants(source: Tensor) -> dict[str, Work]:
+def _contestants(values: Tensor) -> dict[str, Work]:
     """Each writes both ends; all are checked against PyTorch before any is timed."""
-    ours = _on_gpu(source) if source.device.type == "cuda" else _on_cpu(source)
-    work: dict[str, Work] = {**ours, TORCH: lambda: torch.aminmax(source)}
-    expected = torch.stack(torch.aminmax(source)).tolist()
+    ours = _on_gpu(values) if values.device.type == "cuda" else _on_cpu(values)
+    expected = torch.stack(_by_torch(values)).flatten().tolist()
     for name, reduce in ours.items():
-        found = [float(end) for end in reduce()]
+        found = [float(end) for part in reduce() for end in part.flatten()]
         if found != expected:
-            raise KernelError(f"asked {name} for the range {expected}, found {found}; report this")
-    return work | _cub(source)
+            raise KernelError(
+                f"asked {name} for the ranges {str(expected)[:80]}, found {str(found)[:80]}; "
+                "report this"
+            )
+    return {**ours, TORCH: lambda: _by_torch(values), **_cub(values)}
 
 
-def _on_cpu(source: Tensor) -> dict[str, Callable[[], Tensor]]:
-    return {strategy.name.lower(): _native(source, strategy) for strategy in RangeStrategy}
+def _by_torch(values: Tensor) -> tuple[Tensor, Tensor]:
+    if values.shape[1] == 1:
+        least, greatest = torch.aminmax(values)
+        return least.view(1), greatest.view(1)
+    return values.amin(dim=(0, 2)), values.amax(dim=(0, 2))
 
 
-def _native(source: Tensor, strategy: RangeStrategy) -> Callable[[], Tensor]:
-    count, threads = source.numel(), torch.get_num_threads()
-    size = cpu_measure.ranges_workspace_bytes(count, threads, strategy=strategy)
-    workspace = torch.empty(size + 1, dtype=torch.uint8)
-    ends = torch.empty(2)
+def _on_cpu(values: Tensor) -> dict[str, Callable[[], Tensor]]:
+    return {strategy.name.lower(): _native(values, strategy) for strategy in RangeStrategy}
+
+
+def _native(values: Tensor, strategy: RangeStrategy) -> Callable[[], Tensor]:
+    _, channels, inner = values.shape
+    count, threads = values.numel(), torch.get_num_threads()
+    size_bytes = ranges_workspace_bytes(count, threads, channels, inner, strategy)
+    workspace = torch.empty(max(1, size_bytes), dtype=torch.uint8)
+    ends = torch.empty(2, channels)
 
     def reduce() -> Tensor:
-        cpu_measure.measure_ranges(
-            source.data_ptr(),
-            ElementType.FLOAT32,
-            count,
-            ends.data_ptr(),
-            ends.data_ptr() + ends.itemsize,
-            workspace.data_ptr(),
-            threads,
-            strategy=strategy,
+        measure_ranges(
+            *(values.data_ptr(), ElementType.FLOAT32, count),
+            *(ends[0].data_ptr(), ends[1].data_ptr(), workspace.data_ptr(), threads),
+            *(channels, inner, strategy),
         )
         return ends
 
     return reduce
 
 
-def _on_gpu(source: Tensor) -> dict[str, Callable[[], tuple[Tensor, Tensor]]]:
+def _on_gpu(values: Tensor) -> dict[str, Callable[[], tuple[Tensor, Tensor]]]:
     from daf.kernels import gpu_reduce  # needs triton, which processors alone do not
 
+    flat = values.view(-1)
+
     def by(strategy: RangeStrategy) -> Callable[[], tuple[Tensor, Tensor]]:
-        return lambda: gpu_reduce.measure_ranges(source, strategy)
+        return lambda: gpu_reduce.measure_ranges(flat, strategy)
 
     return {strategy.name.lower(): by(strategy) for strategy in RangeStrategy}
 
 
-def _cub(source: Tensor) -> dict[str, Work]:
+def _cub(values: Tensor) -> dict[str, Work]:
     """CUB's device reduction through CuPy: the least, then the greatest."""
-    if source.device.type != "cuda" or find_spec("cupy") is None:
+    if values.device.type != "cuda" or find_spec("cupy") is None:
         return {}
     import cupy
 
     cupy._core.set_routine_accelerators(["cub"])
-    array = cupy.from_dlpack(source)
+    array = cupy.from_dlpack(values.view(-1))
     stream = cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
 
     def reduce() -> object:
@@ -157,15 +209,26 @@ def _cub(source: Tensor) -> dict[str, Work]:
 
 
 def figures_of(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Worst over sizes of the chosen's time to the best strategy's and to CUB's; best to CUB's."""
+    """Worst over shapes of the chosen's time to the best strategy's, PyTorch's and CUB's.
+
+    Of hybrid reduction and of the processor's rule too, to the best strategy's.
+    """
     times = [row["microseconds"] for row in rows]
     best = [min(found[name] for name in STRATEGIES) for found in times]
+
+    def worst(name: str) -> float:
+        return float(max(found[name] / least for found, least in zip(times, best, strict=True)))
+
     figures = {
-        "worst_vs_best": max(
-            found[CHOSEN] / least for found, least in zip(times, best, strict=True)
-        ),
+        "worst_vs_best": worst(CHOSEN),
         "worst_vs_torch": max(found[CHOSEN] / found[TORCH] for found in times),
+        "hybrid_worst_vs_best": worst("hybrid"),
     }
+    ruled = [
+        (row["microseconds"], row["rule"], least) for row, least in zip(rows, best, strict=True)
+    ]
+    if all(rule is not None for _, rule, _ in ruled):
+        figures["rule_worst_vs_best"] = max(found[rule] / least for found, rule, least in ruled)
     if all(CUB in found for found in times):
         ratios = [found[CHOSEN] / found[CUB] for found in times]
         figures |= {"worst_vs_cub": max(ratios), "best_vs_cub": min(ratios)}
@@ -176,6 +239,12 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def _notes(device: torch.device) -> tuple[str, ...]:
+def _notes(device: torch.device, rounds: int) -> tuple[str, ...]:
     missing = () if find_spec("cupy") else ("cub: not compared, CuPy is not installed",)
-    return (f"device: {_device_name(device)}", "ratios: below 1 the chosen is faster", *missing)
+    return (
+        f"float32, device: {_device_name(device)}, medians of {rounds} rounds",
+        "ratios: below 1 the one named first is faster; best: the fastest of the three strategies",
+        "chosen: picked while it runs, from times; rule: what the processor's kernels take where "
+        "none is asked for",
+        *missing,
+    )

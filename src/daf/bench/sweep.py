@@ -143,7 +143,8 @@ class _WorkloadSweep:
 
     def _by_hand(self, share: float, pieces: int) -> None:
         name = f"checkpoint {100 * share:.0f} % of blocks" if share else f"accumulate {pieces}"
-        way = replace(self._way, checkpointed=share, pieces=pieces)
+        peer, amount = ("checkpoint", share) if share else ("accumulate", float(pieces))
+        way = replace(self._way, peer=peer, amount=amount)
         self._row(
             f"by hand: {name}",
             lambda: {"part": "static", "strategy": name, **self._measure(way, is_timed=True)},

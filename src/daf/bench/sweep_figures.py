@@ -11,7 +11,7 @@ OWN_POLICY = "optimal"
 # Every workload can be trained at these shares of plain's peak above the floor.
 FEASIBLE_FROM_PERCENT = 50
 # Accumulation by hand computes something else here: batch statistics are each piece's own.
-BATCH_STATISTICS = ("w1", "w2a", "w2b", "w2c")
+BATCH_STATISTICS = ("w1", "w2a", "w2b", "w2c", "w5", "w6")
 
 
 def figures_of(rows: Rows) -> dict[str, float]:

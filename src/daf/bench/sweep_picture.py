@@ -16,7 +16,15 @@ _COLOURS: Mapping[str, str] = {
     "accumulate": "#8e5ea2",
     "quantize": "#c0392b",
 }
-_HAND_MARKERS = {"checkpoint": "^", "accumulate": "s"}
+# SAGE's names (Gim and Ko, MobiSys 2022): static or dynamic, checkpointing or accumulation.
+_NAMES: Mapping[str, str] = {
+    OWN_POLICY: "DAF",
+    "sage": "SAGE: DGA, then DGC",
+    "checkpoint": "DGC: replay alone",
+    "accumulate": "DGA: pieces alone",
+    "quantize": "codes alone",
+}
+_BY_HAND = {"checkpoint": ("^", "SGC, by hand"), "accumulate": ("s", "SGA, by hand")}
 _MB = 1e6
 
 
@@ -61,7 +69,7 @@ def _draw_panel(panel: Any, rows: Rows, workload: str) -> None:
     for policy, colour in _COLOURS.items():
         points = curve(rows, workload, policy)
         if points:
-            label = "DAF" if policy == OWN_POLICY else f"policy {policy}"
+            label = _NAMES[policy]
             panel.plot(*zip(*points, strict=True), color=colour, marker="o", ms=4, label=label)
     _draw_by_hand(panel, rows, workload)
     plain = next(r for r in rows if r["part"] == "plain" and r["workload"] == workload)
@@ -81,7 +89,7 @@ def _draw_panel(panel: Any, rows: Rows, workload: str) -> None:
 
 def _draw_by_hand(panel: Any, rows: Rows, workload: str) -> None:
     """At the peak that each was measured to have."""
-    for kind, marker in _HAND_MARKERS.items():
+    for kind, (marker, label) in _BY_HAND.items():
         points = [
             ((row["peak_bytes"] - row["floor_bytes"]) / _MB, 1 / row["step_ratio"])
             for row in rows
@@ -96,5 +104,5 @@ def _draw_by_hand(panel: Any, rows: Rows, workload: str) -> None:
                 color=_QUIET,
                 marker=marker,
                 linestyle="",
-                label=f"{kind} by hand",
+                label=label,
             )

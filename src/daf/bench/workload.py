@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +12,7 @@ from torch import nn
 
 from daf.bench.contestant import Entry
 from daf.bench.levered import LeveredLoop, gradient_bytes, state_bytes
-from daf.bench.peers import Setting, make_peer
+from daf.bench.peers import plain_step
 from daf.memory import measure
 from daf.memory.recycling import RecyclingAllocator
 from daf.memory.statistics import audit, stats
@@ -59,8 +57,7 @@ class Workload:
             cap_bytes = 0 if entry.recycle_tightly else entry.recycle_cap_bytes
             self._allocator = RecyclingAllocator(cap_bytes=cap_bytes).__enter__()
         memory_format = MEMORY_FORMATS[entry.memory_format]
-        self._build = partial(_built, recipe, data, memory_format, entry.seed)
-        self.model = self._build()
+        self.model = _built(recipe, data, memory_format, entry.seed)
         self.task = make_task(goal, data, self.model, memory_format=memory_format)
         self.order = BatchOrder(self.task.train_examples, entry.batch_size, entry.seed)
         self.optimizer = OPTIMIZERS[entry.optimizer](self.model, entry.learning_rate)
@@ -69,8 +66,6 @@ class Workload:
         self._peak_bytes = 0
         self._session = self._start_session()
         self._levered = self._start_levered()
-        setting = Setting(self.model, self.optimizer, self.task.loss, entry.seed)
-        self._peer = make_peer(entry.peer or "plain", setting, entry.amount)
 
     def step(self) -> dict[str, float]:
         """One training step: its mean loss, its peak and its time, data loading left out."""
@@ -91,18 +86,6 @@ class Workload:
             self._allocator.limit_bytes = highest + LIMIT_ROOM_BYTES
             self._allocator.cap_bytes = None
 
-    def write_gradient(self, path: Path) -> None:
-        """Write the first batch's gradient at the first weights as raw fp32, in the model's order.
-
-        The optimizer's step follows as ever, so the model is of no use afterwards.
-        """
-        self.model.load_state_dict(self._build().state_dict())
-        torch.manual_seed(self._entry.seed)
-        self._step_index = 0
-        hook = self.optimizer.register_step_pre_hook(lambda *_: _write_gradients(self.model, path))
-        self._run(self._next_batch())
-        hook.remove()
-
     def facts(self) -> dict[str, Any]:
         """Bytes so far, in ``summary.json``'s names."""
         session, counted = self._session, self._session or self._levered
@@ -111,11 +94,8 @@ class Workload:
             "peak_bytes": max(
                 self._peak_bytes, session.peak_bytes if session else measure.peak_bytes()
             ),
-            "predicted_peak_bytes": session.predicted_peak_bytes if session else None,
             "saved_bytes_plain": counted.saved_bytes_plain if counted else None,
-            "saved_bytes_peak": (
-                counted.saved_bytes_peak if counted else self._peer.saved_peak_bytes()
-            ),
+            "saved_bytes_peak": counted.saved_bytes_peak if counted else None,
             "parameter_bytes": parameter_bytes(self.model),
             "gradient_bytes": self._gradient_bytes(),
             "state_bytes": state_bytes(self.optimizer),
@@ -140,14 +120,14 @@ class Workload:
 
     def _start_session(self) -> Session | None:
         entry = self._entry
-        if entry.levers is not None or (entry.bits is None and entry.budget_bytes is None):
+        if entry.levers is not None or entry.bits is None:
             return None
         return Session(
             self.model,
             self.optimizer,
-            self._entry.budget_bytes,
-            bits=self._entry.bits,
-            seed=self._entry.seed,
+            None,
+            bits=entry.bits,
+            seed=entry.seed,
             floor_bytes=self.floor_bytes,
         )
 
@@ -169,7 +149,7 @@ class Workload:
             return self._session.step(batch, self.task.loss).loss
         if self._levered is not None:
             return self._levered.step(batch, self.task.loss)
-        return self._peer.step(batch)
+        return plain_step(self.model, self.optimizer, batch, self.task.loss)
 
 
 def _built(
@@ -182,10 +162,3 @@ def _built(
     model = recipe.build(data.facts)
     model.to(memory_format=memory_format)  # type: ignore[call-overload]
     return model
-
-
-def _write_gradients(model: nn.Module, path: Path) -> None:
-    with path.open("wb") as file:
-        for parameter in model.parameters():
-            gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-            gradient.detach().float().contiguous().numpy().tofile(file)

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
-from rich.table import Table
 
 from daf.bench import accuracy as accuracy_bench
-from daf.bench import accuracy_jobs, main_job, packing, reduction
+from daf.bench import accuracy_jobs, main_job, packing
 from daf.bench import allocator as allocator_bench
 from daf.bench import gradients as gradients_bench
 from daf.bench import kernels as kernels_bench
@@ -35,28 +24,26 @@ from daf.bench.kernels_picture import draw_roofline
 from daf.bench.operators_picture import draw_waterfall
 from daf.bench.pool_picture import draw_times
 from daf.bench.pressure_picture import draw_pressure
-from daf.bench.result import BenchResult
+from daf.bench.reduce_picture import draw_reduce
 from daf.bench.sweep_picture import draw_sweep
 from daf.bench.workloads import named_workloads
+from daf.cli.bench_output import (
+    JsonOption,
+    OnlyOption,
+    OutOption,
+    PictureOption,
+    QuickOption,
+    counted_progress,
+    keep,
+    rows_beside,
+    show,
+)
 from daf.cli.bench_peers import peers_command
 from daf.report.allocator_picture import draw_trade
 
 app = typer.Typer(help="Measure DAF against what a user would pick instead.")
 
 app.command("peers")(peers_command)
-
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-QuickOption = Annotated[bool, typer.Option("--quick", help="A short run with fewer steps.")]
-OnlyOption = Annotated[
-    str | None, typer.Option(help="These workloads only, as in 'W1,W3'; by default all.")
-]
-OutOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="Write the result to this JSON file, and rows as they come beside it (.jsonl): "
-        "the same command goes on where it was interrupted."
-    ),
-]
 
 
 @app.callback()
@@ -251,23 +238,6 @@ def packing_command(
     show(result, as_json=as_json)
 
 
-@app.command("reduction")
-def reduction_command(
-    picture: Annotated[
-        Path | None, typer.Option(help="Draw the strategies into this PNG file.")
-    ] = None,
-    quick: QuickOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Time ranges of tensors and channels by tree, atomics and both, beside PyTorch's."""
-    job = reduction.quick_job() if quick else reduction.ReductionJob()
-    with Console(stderr=True).status("starting") as status:
-        result = reduction.run(job, on_progress=status.update)
-    if picture is not None:
-        reduction.draw_reduction(result.rows, picture)
-    show(result, as_json=as_json)
-
-
 @app.command("kernels")
 def kernels_command(
     picture: Annotated[
@@ -311,53 +281,13 @@ def accuracy_command(
 
 
 @app.command("reduce")
-def reduce_command(quick: QuickOption = False, as_json: JsonOption = False) -> None:
-    """Time the range of a tensor by every strategy, by PyTorch, by CUB and by the chosen one."""
+def reduce_command(
+    picture: PictureOption = None, quick: QuickOption = False, as_json: JsonOption = False
+) -> None:
+    """Time ranges of tensors and channels by every strategy, PyTorch, CUB and the chosen one."""
     job = reduce_bench.quick_job() if quick else reduce_bench.ReduceJob()
     with Console(stderr=True).status("starting") as status:
         result = reduce_bench.run(job, on_progress=status.update)
+    if picture is not None:
+        draw_reduce(result.rows, picture)
     show(result, as_json=as_json)
-
-
-@contextmanager
-def counted_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on standard error for what is done, of what is expected."""
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("starting", total=None)
-
-        def report(what: str, done: int, expected: int) -> None:
-            progress.update(task, description=what, completed=done, total=expected)
-
-        yield report
-
-
-def rows_beside(out: Path | None) -> Path | None:
-    """Where the rows of a long measurement are kept."""
-    return out.with_suffix(".jsonl") if out is not None else None
-
-
-def keep(result: BenchResult, out: Path | None) -> None:
-    """Write a result where that was asked."""
-    if out is not None:
-        out.write_text(result.as_json())
-
-
-def show(result: BenchResult, *, as_json: bool) -> None:
-    """Print a benchmark's outcome, for programs or for people."""
-    if as_json:
-        typer.echo(result.as_json())
-        return
-    table = Table("figure", "value", title=f"daf bench {result.name}")
-    for name, value in result.figures.items():
-        table.add_row(name, f"{value:,.4g}" if isinstance(value, float) else f"{value:,}")
-    console = Console()
-    console.print(table)
-    for note in result.notes:
-        console.print(f"[dim]{note}[/dim]")

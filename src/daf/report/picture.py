@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from daf.report.account import waterfall
 from daf.report.memory_picture import levels_of, spread, title
+from daf.report.noise import noise_of
 from daf.report.runs import Run
-from daf.report.scale import thinned
+from daf.report.scale import Point, thinned
 from daf.report.treatments import COLOURS, strips_of, totals_by_method
 
 _INK = "#22303c"
@@ -48,7 +49,11 @@ def _draw_one(rows: Sequence[Any], run: Run) -> None:
     _memory(rows[0].subplots(), [run])
     _account(rows[1].subplots(), run)
     _plan(rows[2].subplots(), run)
-    _training(rows[3].subplots(1, 2), [run])
+    noise = noise_of(run)
+    panels = rows[3].subplots(1, 3 if noise else 2)
+    _training(panels[:2], [run])
+    if noise:
+        _noise(panels[2], noise)
 
 
 def _draw_several(rows: Sequence[Any], runs: Sequence[Run]) -> None:
@@ -135,6 +140,14 @@ def _training(both: Sequence[Any], runs: Sequence[Run]) -> None:
     both[1].set_ylim(bottom=0)
     _dress(both[0], "Training loss", "step")
     _dress(both[1], "Throughput", "step", "examples a second")
+
+
+def _noise(axes: Any, noise: Mapping[str, Sequence[Point]]) -> None:
+    for (name, points), colour in zip(noise.items(), (_RUNS[0], _BUDGET), strict=True):
+        axes.plot(*zip(*thinned(points, fmean), strict=True), color=colour, label=name)
+    axes.legend(frameon=False)
+    axes.set_ylim(bottom=0)
+    _dress(axes, "Gradient noise", "step", "variance")
 
 
 def _side_by_side(both: Sequence[Any], runs: Sequence[Run]) -> None:

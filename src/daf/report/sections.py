@@ -10,6 +10,7 @@ from daf.report.account import Bar, waterfall
 from daf.report.chart import LevelLine, LineChart, Series, Shade
 from daf.report.markup import Markup, element
 from daf.report.memory_picture import has_moved, levels_of
+from daf.report.noise import last_noise, noise_of, points_of
 from daf.report.runs import Record, Run
 from daf.report.scale import Point, number, thinned
 from daf.units import format_bytes
@@ -22,12 +23,10 @@ _STYLES = {
 }
 _PHASES = {"profile": "measuring", "evaluate": "testing"}
 _SMOOTHED_FROM_STEPS = 20
-# What `metrics.jsonl` may hold of gradient noise: added variance over the mini-batch's own.
-NOISE_KEY = "gradient_noise"
 
 
 def tiles(run: Run) -> Markup:
-    """The run in six numbers."""
+    """The run in a few numbers."""
     summary = run.summary
     cells = [_peak_tile(run)]
     error = run.prediction_error
@@ -45,6 +44,9 @@ def tiles(run: Run) -> Markup:
         rate = f"a step, median; {number(summary['examples_per_s'])} examples a second"
         cells.append((f"{summary['step_ms_median']:,.0f} ms", rate))
         cells.append((f"{summary['loss']:.4f}", "training loss, mean of the last steps"))
+    noise = last_noise(run)
+    if noise is not None:
+        cells.append((f"{noise:.3f}", "noise that codes add to the gradient ÷ the batch's own"))
     if summary["metric"] is not None:
         name = str(summary["metric_name"]).replace("_percent", " (percent)").replace("_", " ")
         cells.append((f"{summary['metric']:.4g}", f"{name} at the end"))
@@ -154,19 +156,25 @@ def training_charts(run: Run) -> Markup:
             "Throughput", "step", "examples a second", curve(run, "examples_per_s", "run-2")
         ).html(),
     ]
-    if noise := curve(run, NOISE_KEY, "run-3"):
-        name = "added variance ÷ the mini-batch's own"
-        charts.append(LineChart("Gradient noise of the codes", "step", name, noise).html())
-    return element("div", *charts, class_="pair")
+    return element("div", *charts, *noise_chart(run), class_="pair")
+
+
+def noise_chart(run: Run) -> list[Markup]:
+    """The gradient's noise that codes add, beside the batch's own; nothing if not measured."""
+    styles = ("memory", "budget")
+    series = [
+        Series(name, thinned(points, fmean), style)
+        for (name, points), style in zip(noise_of(run).items(), styles, strict=False)
+    ]
+    if not series:
+        return []
+    title = "Gradient noise: what codes add, beside the batch's own"
+    return [LineChart(title, "step", "variance", series).html()]
 
 
 def curve(run: Run, key: str, style: str, name: str | None = None) -> list[Series]:
     """A quantity over steps; where there are many, faint as it was and plain as a running mean."""
-    points = [
-        (float(record["step"]), float(record[key]))
-        for record in run.steps
-        if record.get(key) is not None
-    ]
+    points = points_of(run, key)
     if not points:
         return []
     title = name or key.replace("_", " ").replace(" per s", " a second")

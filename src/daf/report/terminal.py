@@ -12,6 +12,7 @@ from rich.text import Text
 from daf.report.account import waterfall
 from daf.report.comparison import COLUMNS, findings, row
 from daf.report.memory_picture import title
+from daf.report.noise import ADDED, last_noise, points_of
 from daf.report.runs import Run
 from daf.report.scale import number, thinned
 from daf.report.treatments import COLOURS, strips_of, totals_by_method
@@ -57,13 +58,17 @@ def _lines(run: Run) -> Table:
     most = max([*heights, (run.budget_bytes or 0) / 1e6])
     seconds = f"{run.memory.seconds[-1]:.0f} s"
     grid.add_row("memory", spark(heights, 0.0, most), f"0 to {most:,.0f} MB, {seconds}")
-    for key, name in (("loss", "loss"), ("examples_per_s", "examples/s")):
-        points = [(float(step["step"]), float(step[key])) for step in run.steps]
+    told = (("loss", "loss"), ("examples_per_s", "examples/s"), (ADDED, "noise of codes"))
+    for key, name in told:
+        points = points_of(run, key)
         if points:
             values = [value for _, value in thinned(points, fmean, _LINE_WIDTH)]
             low, high = min(values), max(values)
             words = f"{number(low)} to {number(high)}, {len(points)} steps"
             grid.add_row(name, spark(values, low, high), words)
+    noise = last_noise(run)
+    if noise is not None:
+        grid.add_row("", "", f"{noise:.3f} of the batch's own noise at the end")
     return grid
 
 

@@ -10,6 +10,7 @@ is measured between the two.
 | w3 | BERT-small, naming a sentence's sentiment | 64 sentences of 128 words | AdamW |
 | w4 | GPT-2's shape, 6 layers 384 wide, LoRA on attention | 8 windows of 512 tokens | AdamW |
 | w5 | U-Net, cleaning an image of noise | one image of 512² | SGD with momentum |
+| w6 | ResNet-20, spoken digits of one speaker | 32 pictures of 32² | SGD with momentum |
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from daf.bench.workloads.images import ImageShape, load_images
+from daf.bench.workloads.images import ImageShape, load_images, load_speaker
 from daf.bench.workloads.sources import Sources
 from daf.bench.workloads.texts import load_decoder, load_encoder
 from daf.bench.workloads.trainable import Loaded
@@ -74,6 +75,13 @@ _ALL = (
         "U-Net, one 512² image",
         ImageShape("unet", 1, "DoubleConv", 512),
         ImageShape("unet", 1, "DoubleConv", 64),
+    ),
+    Workload(
+        "w6",
+        "ResNet-20, a new speaker",
+        lambda sources, is_small: load_speaker(
+            sources, ImageShape("resnet20", 8 if is_small else 32, "ThinBlock", 32)
+        ),
     ),
 )
 WORKLOADS: Mapping[str, Workload] = {workload.name: workload for workload in _ALL}

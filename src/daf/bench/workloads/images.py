@@ -10,8 +10,13 @@ from torch import nn
 from daf.bench.workloads.sources import Sources
 from daf.bench.workloads.trainable import Loaded, Trains, momentum
 from daf.training.data import load_data
+from daf.training.data.contents import ImageData, TextData
+from daf.training.data.spoken import load_new_speaker
+from daf.training.data.tokens import SentenceData
 from daf.training.models import find_model
 from daf.training.tasks import make_task, settle_goal
+
+Data = ImageData | TextData | SentenceData
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +30,22 @@ class ImageShape:
 
 
 def load_images(sources: Sources, shape: ImageShape) -> Loaded:
-    """Read the images and import the model's code; channels-last, as is fastest on processors."""
-    data = load_data(sources.images, image_size=shape.pixels)
+    """Read the images and import the model's code."""
+    return _loaded(load_data(sources.images, image_size=shape.pixels), shape)
+
+
+def load_speaker(sources: Sources, shape: ImageShape) -> Loaded:
+    """A keyword network on the clips of one speaker, as pictures of their sound.
+
+    Its weights are random, as costs no less than those that other speakers taught.
+    """
+    clips = sources.spoken
+    data = load_new_speaker(clips) if clips else load_data("digits", image_size=shape.pixels)
+    return _loaded(data, shape)
+
+
+def _loaded(data: Data, shape: ImageShape) -> Loaded:
+    """Channels-last, as is fastest on processors."""
     recipe = find_model(shape.model)
     goal = settle_goal(shape.model, recipe.goal, data)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _CIFAR = "cifar10_10k_2k.npz"
+_SPOKEN = "spoken_digits_8k_1s.npz"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,11 @@ class Sources:
         return self._file("e2e/train_10k.txt")
 
     @property
+    def spoken(self) -> Path | None:
+        """Clips of spoken digits, an ``.npz`` (Free Spoken Digit Dataset)."""
+        return self._file(_SPOKEN)
+
+    @property
     def byte_pairs(self) -> tuple[Path, Path] | None:
         """GPT-2's vocabulary and merges."""
         vocabulary = self._file("gpt2_bpe/encoder.json")
@@ -46,7 +52,8 @@ class Sources:
         images = "CIFAR-10 subset" if self._file(_CIFAR) else "scikit-learn's digits"
         sentences = "SST-2" if self.sentences else "made-up sentences"
         tokens = "E2E in GPT-2's byte pairs" if self._has_tokens else "made-up tokens"
-        return f"{images}; {sentences}; {tokens}"
+        clips = "spoken digits" if self.spoken else "scikit-learn's digits for clips"
+        return f"{images}; {sentences}; {tokens}; {clips}"
 
     @property
     def _has_tokens(self) -> bool:

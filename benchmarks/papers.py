@@ -1,0 +1,134 @@
+"""What was seen of the papers' experiments: tables and sentences, in Markdown."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from words import measured_by, picture
+
+POLICIES = {
+    "optimal": "DAF",
+    "sage": "SAGE",
+    "checkpoint": "DGC",
+    "accumulate": "DGA",
+    "quantize": "codes alone",
+}
+
+
+def policy_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """Step time by budget and policy, where several were compared; and who is fastest how often."""
+    points = [row for row in rows if row["part"] == "budget" and row.get("percent") is not None]
+    names = [name for name in POLICIES if any(row["policy"] == name for row in points)]
+    if len(names) < 2:
+        return []
+    table: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
+    for row in points:
+        table.setdefault((row["workload"], row["percent"]), {})[row["policy"]] = row
+    compared = {key: of for key, of in table.items() if len(of) > 1}
+    titles = [POLICIES[name] for name in names]
+    return [
+        "| workload | budget, % | " + " | ".join(f"{title}: step" for title in titles) + " |",
+        "|---" * (2 + len(names)) + "|",
+        *(
+            f"| {workload} | {percent} | {' | '.join(step_cell(of.get(name)) for name in names)} |"
+            for (workload, percent), of in compared.items()
+        ),
+        "",
+        fastest_seen([ratios_of(of) for of in compared.values()]),
+        "",
+    ]
+
+
+def step_cell(row: dict[str, Any] | None) -> str:
+    """A point's step ÷ plain's, or how it ended."""
+    if row is None:
+        return ""
+    return f"{row['step_ratio']:.3f}" if "step_ratio" in row else row["outcome"]
+
+
+def ratios_of(policies: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Of those that trained at one budget."""
+    return {name: row["step_ratio"] for name, row in policies.items() if "step_ratio" in row}
+
+
+def fastest_seen(points: list[dict[str, float]]) -> str:
+    """At how many budgets each was fastest."""
+    fastest = Counter(min(of, key=lambda name: of[name]) for of in points if of)
+    told = ", ".join(f"{POLICIES[name]} {count}" for name, count in fastest.most_common())
+    return f"Seen here: the fastest of these at {sum(fastest.values())} budgets was {told}."
+
+
+def packing_figures(result: dict[str, Any]) -> str:
+    """What packing costs, in Markdown."""
+    return "\n".join(
+        [
+            measured_by(result, "packing"),
+            "",
+            packing_seen(result["figures"]),
+            "",
+            *picture("packing", "What packing costs, stage by stage"),
+            "| bits | quantize, ms | pack, ms | change layout, ms | one native pass, ms "
+            "| memcpy, ms |",
+            "|---|---|---|---|---|---|",
+            *(
+                f"| {row['bits']} | {row['quantize_ms']:.1f} | {row['pack_ms']:.1f} "
+                f"| {row['relayout_ms']:.1f} | {row['fused_ms']:.1f} | {row['memcpy_ms']:.1f} |"
+                for row in result["rows"]
+            ),
+        ]
+    )
+
+
+def packing_seen(figures: dict[str, float]) -> str:
+    """The result in a sentence."""
+    return (
+        "Seen here, at 2 bits with PyTorch's operators: packing is "
+        f"{100 * figures['packing_share']:.0f} % of quantizing and packing, and changing the "
+        f"layout afterwards {100 * figures['relayout_share']:.0f} % of all three; one native pass "
+        f"is {figures['fused_speed_vs_stages']:.1f} times as fast as quantizing and packing."
+    )
+
+
+def reduce_figures(result: dict[str, Any]) -> str:
+    """Every strategy's time over PyTorch's, in Markdown."""
+    names = ("tree", "atomics", "hybrid", "chosen")
+    lines = [
+        f"| {shape_cell(row)} | "
+        + " | ".join(
+            f"{row['microseconds'][name] / row['microseconds']['torch']:.2f}" for name in names
+        )
+        + f" | {row['choice']} | {row['rule'] or ''} |"
+        for row in result["rows"]
+    ]
+    return "\n".join(
+        [
+            f"{measured_by(result, 'reduce')} times ÷ PyTorch's.",
+            "",
+            reduce_seen(result),
+            "",
+            *picture("reduce", "Time of each strategy over PyTorch's"),
+            "| outer × channels × inner | tree | atomics | hybrid | chosen while it runs | which "
+            "| the rule takes |",
+            "|---|---|---|---|---|---|---|",
+            *lines,
+        ]
+    )
+
+
+def shape_cell(row: dict[str, Any]) -> str:
+    """Three extents."""
+    return " × ".join(f"{row[name]:,}" for name in ("outer", "channels", "inner"))
+
+
+def reduce_seen(result: dict[str, Any]) -> str:
+    """The result in a sentence."""
+    names = ("tree", "atomics", "hybrid")
+    best = Counter(min(names, key=row["microseconds"].__getitem__) for row in result["rows"])
+    told = ", ".join(f"{name} on {best[name]}" for name in names)
+    figures = result["figures"]
+    return (
+        f"Seen here: of {len(result['rows'])} shapes, best is {told}; hybrid takes at most "
+        f"{figures['hybrid_worst_vs_best']:.2f} times the best one's time, what is chosen while it "
+        f"runs at most {figures['worst_vs_best']:.2f} times."
+    )
