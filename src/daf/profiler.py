@@ -36,6 +36,7 @@ from daf.memory.keeper import MemoryKeeper
 from daf.memory.statistics import stats
 from daf.plan import Policy, coded_policy, plain_policy
 from daf.planning.calibration import calibrated
+from daf.planning.candidate import MARGIN_BYTES
 from daf.profile import Profile
 from daf.profile_building import build
 from daf.speeds import device_speeds
@@ -259,10 +260,11 @@ class Profiler:
         return found
 
     def _expected(self, found: Observation, examples: int) -> float:
-        """The process's peak if everything but gradients grows with the batch."""
+        """The process's peak if everything but gradients grows with the batch, and some more."""
         gradients = gradient_bytes(self._model)
         growing = max(0, max(found.peak_bytes) - gradients)
-        return measure.resident_bytes() + gradients + growing * examples / found.examples
+        held = self._resident_bytes() + gradients + growing * examples / found.examples
+        return held + MARGIN_BYTES
 
     def _observe(self, batch: Any, loss_fn: LossFunction, examples: int) -> Observation:
         part = batch_slice(batch, 0, examples)

@@ -22,9 +22,10 @@ from daf.planning.table import Table, kept_selection, level_selection
 from daf.profile import Profile
 from daf.units import format_bytes
 
-# What the account does not see: blocks rounded up, glibc's small blocks, Python's own objects.
+# What the account does not see: blocks rounded up, glibc's small blocks, Python's own objects, and
+# pages of libraries (the solver's, those that an error passes through) that come and go.
 MARGIN_FRACTION = 0.02
-MARGIN_BYTES = 8 * 2**20
+MARGIN_BYTES = 11 * 2**20
 # What one unit of relative error is worth, in steps: so little that it only decides between
 # choices that are equally fast, such as two widths of one code.
 NOISE_PRICE = 0.02
