@@ -31,8 +31,8 @@ class Entry:
     # DAF's own allocator, with this cap on what it recycles (None: no cap).
     recycle: bool = False
     recycle_cap_bytes: int | None = None
-    # With it: nothing is recycled in the first step, and from then on no more is held than that
-    # step's live bytes at their highest, and ``workload.LIMIT_ROOM_BYTES``.
+    # With it: nothing is recycled in the first two steps, and from then on no more is held than
+    # their live bytes at their highest, and ``workload.LIMIT_ROOM_BYTES``.
     recycle_tightly: bool = False
     # Another allocator's shared library, put before the C library's.
     preload: str | None = None

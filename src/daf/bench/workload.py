@@ -79,8 +79,12 @@ class Workload:
         return {"loss": loss, "step_ms": step_ms, "peak_bytes": measure.peak_bytes()}
 
     def _tighten(self) -> None:
-        """Once a first step has told what is alive at most, hold no more than that."""
-        if self._entry.recycle_tightly and self._allocator.limit_bytes is None:
+        """Once two steps have told what is alive at most, hold no more than that.
+
+        The first of them brings the optimizer's state into being.
+        """
+        is_known = self._step_index >= 2 and self._entry.recycle_tightly
+        if is_known and self._allocator.limit_bytes is None:
             counts = stats()
             highest = counts["live_bytes.peak"] + counts["external_bytes.peak"]
             self._allocator.limit_bytes = highest + LIMIT_ROOM_BYTES
