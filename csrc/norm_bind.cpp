@@ -7,6 +7,7 @@
 #include <nanobind/stl/string.h>
 
 #include "bind_jobs.h"
+#include "rows_jobs.h"
 
 namespace nb = nanobind;
 
@@ -75,16 +76,19 @@ void run_gradient(Job job, Kernel<Job> kernel, const nb::tuple& fields, uint64_t
 }
 
 void emit(const std::string& set, uintptr_t source, uint64_t count, int threads,
-          const nb::tuple& affine, const nb::tuple& passing, const nb::tuple& mask) {
+          const nb::tuple& affine, const nb::tuple& passing, const nb::tuple& mask,
+          const nb::tuple& rows) {
   const Emission emission = make_emission(passing, count);
   const Pages pages = make_pages(mask);
   ReadBlocks job{make_source(source, int(ElementType::float32), count, make_affine(affine))};
   job.source.emission = &emission;
-  const Kernel<ReadBlocks> kernel = table_named(set).read_blocks;
+  const KernelTable& table = table_named(set);
+  const Kernel<ReadBlocks> kernel = table.read_blocks;
   if (pages.runs)
-    run<PagesJob<ReadBlocks>>({job, kernel, pages, pages}, do_pages<ReadBlocks>, count, threads);
+    run_source<PagesJob<ReadBlocks>>({job, kernel, pages, pages}, do_pages<ReadBlocks>, job.source,
+                                     rows, table, threads);
   else
-    run(job, kernel, count, threads);
+    run_source(job, kernel, job.source, rows, table, threads);
 }
 
 void backward_kept(const std::string& set, uintptr_t source, uint64_t count, int threads,
