@@ -76,7 +76,8 @@ class Policy:
     ``rederive`` allows one code to serve a normalisation, its activation and
     the operator behind it (design, section 4: BatchNorm, ReLU, convolution).
     ``fused`` lets batch normalisation, residual addition and ReLU run as one
-    operator, where that was seen to be the same. ``chunked`` lets large
+    operator, where that was seen to be the same, and layer and root-mean-square
+    normalisation as operators that read their code directly. ``chunked`` lets large
     convolutions and linear layers decode their input a part of the batch at a time.
 
     ``replayed`` names modules (paths in ``model.named_modules()``, nested ones
@@ -203,9 +204,9 @@ class SiteReport:
 
 @dataclass(frozen=True, slots=True)
 class FusionReport:
-    """Whether a batch normalisation is fused with what follows it, and as what, or why not.
+    """Whether an operator is fused (with what follows it), and as what, or why not.
 
-    ``module`` and ``call`` are those of its :class:`Site`; ``pattern`` is empty
+    ``module``, ``call`` and ``operator`` are those of its :class:`Site`; ``pattern`` is empty
     where it stays as it is, ``reason`` where it is fused.
     """
 
@@ -213,6 +214,7 @@ class FusionReport:
     call: int
     pattern: str
     reason: str
+    operator: str = "batch_norm"
 
 
 @dataclass(frozen=True, slots=True)
