@@ -54,10 +54,11 @@ struct RunningRows;
 // What a writer of blocks does with normalised values of rows: docs/format.md, section 11.
 struct RowGradient {
   const float* gradient;
-  float* destination = nullptr;  // none: only the sums along the rows' places are taken
+  float* destination = nullptr;  // none: only the sums are taken
   const float* gamma = nullptr;  // one for each place along a row; none: 1
   const float* scale = nullptr;  // one for each row
   bool centred = true;
+  bool sums = true;  // along the rows' places
   RunningRows* running = nullptr;
 };
 

@@ -92,25 +92,26 @@ class RowTaker {
   }
 
   void take(const float* values, float scale) const {
-    V::D sum = no_sums(), product = no_sums();
+    auto sum = V::set(0.0f), product = V::set(0.0f);
     each_vector_of_row(length_, [&](size_t place, auto lanes) {
       const auto value = load_part(values + place, lanes);
       const auto given = load_part(gradient_ + place, lanes);
-      const auto wide_value = V::widen(value), wide = V::widen(given);
-      V::store(beta_ + place, V::add(V::load(beta_ + place), wide));
-      V::store(gamma_ + place, V::add_product(V::load(gamma_ + place), wide, wide_value));
-      const auto scaled = V::widen(by_gamma(given, place, lanes));
+      if (job_.sums) {
+        add_to(beta_ + place, given);
+        add_to(gamma_ + place, V::multiply(given, value));
+      }
+      const auto scaled = by_gamma(given, place, lanes);
       sum = V::add(sum, scaled);
-      product = V::add_product(product, scaled, wide_value);
+      product = V::add(product, V::multiply(scaled, value));
     });
-    if (destination_) write(values, scale, fold_lanes(sum), fold_lanes(product));
+    if (destination_) write(values, scale, V::tree_sum(sum), V::tree_sum(product));
   }
 
  private:
-  void write(const float* values, float scale, double sum, double product) const {
+  void write(const float* values, float scale, float sum, float product) const {
     const double wide = double(scale), length = double(length_);
-    const auto of_value = V::set(float(-(wide * (product / length))));
-    const auto offset = V::set(job_.centred ? float(-(wide * (sum / length))) : 0.0f);
+    const auto of_value = V::set(float(-(wide * (double(product) / length))));
+    const auto offset = V::set(job_.centred ? float(-(wide * (double(sum) / length))) : 0.0f);
     const auto of_gradient = V::set(scale);
     each_vector_of_row(length_, [&](size_t place, auto lanes) {
       const auto given = by_gamma(load_part(gradient_ + place, lanes), place, lanes);
@@ -118,6 +119,10 @@ class RowTaker {
       const auto found = V::add(V::multiply(given, of_gradient), V::add(value, offset));
       store_part(destination_ + place, canonical(found), lanes);
     });
+  }
+
+  static DAF_MEMBER_INLINE void add_to(float* sums, V::F more) {
+    V::store(sums, V::add(V::load(sums), more));
   }
 
   template <class Lanes>
@@ -130,7 +135,7 @@ class RowTaker {
   const size_t length_;
   const float* gradient_;
   float* destination_;
-  double *beta_, *gamma_;
+  float *beta_, *gamma_;
 };
 
 // A block of normalised values, of which `left` are the tensor's: rows that are whole are done.

@@ -16,16 +16,17 @@ size_t values_room(const RowsPlan& plan) { return padded_length(plan) + block_el
 RowSums place(const RowsPlan& plan, Workspace& workspace) {
   const uint64_t partial = plan.spans * padded_length(plan);
   RowSums whole{plan, nullptr, nullptr, nullptr};
-  whole.beta = workspace.take<double>(partial);
-  whole.gamma = workspace.take<double>(partial);
+  whole.beta = workspace.take<float>(partial);
+  whole.gamma = workspace.take<float>(partial);
   whole.values = workspace.take<float>(plan.shares * values_room(plan));
   return whole;
 }
 
-void finish(const RowsPlan& plan, double* spans, double* results) {
-  fold_rows(spans, plan.spans, padded_length(plan), [](double a, double b) { return a + b; });
+void finish(const RowsPlan& plan, const float* spans, double* results) {
+  const uint64_t width = padded_length(plan);
   for (uint64_t i = 0; i < plan.length; ++i) {
-    const double sum = plan.spans == 0 ? 0.0 : spans[i];
+    double sum = 0.0;
+    for (size_t span = 0; span < plan.spans; ++span) sum += spans[span * width + i];
     store_result(results, i, std::isnan(sum) ? std::numeric_limits<double>::quiet_NaN() : sum);
   }
 }
@@ -63,8 +64,8 @@ Extent share_blocks(const RowsPlan& plan, size_t share) {
 RunningRows begin_share(const RowSums& whole, size_t share) {
   const Extent spans = share_of(whole.plan.spans, share, whole.plan.shares);
   const uint64_t width = padded_length(whole.plan);
-  for (double* sums : {whole.beta, whole.gamma})
-    std::fill(sums + spans.first * width, sums + spans.last * width, 0.0);
+  for (float* sums : {whole.beta, whole.gamma})
+    std::fill(sums + spans.first * width, sums + spans.last * width, 0.0f);
   float* values = whole.values + share * values_room(whole.plan);
   return {&whole, values, 0, spans.first * rows_per_span};
 }

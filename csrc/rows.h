@@ -15,8 +15,8 @@ struct RowsPlan {
 
 struct RowSums {
   RowsPlan plan;
-  double *beta, *gamma;  // spans × padded length
-  float* values;         // shares × (padded length + a block)
+  float *beta, *gamma;  // spans × padded length
+  float* values;        // shares × (padded length + a block)
 };
 
 // What one share of the threads has of its present row; blocks come in ascending order.

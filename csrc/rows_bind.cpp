@@ -49,7 +49,7 @@ void run_backward(Job job, Kernel<Job> kernel, const nb::tuple& fields, uint64_t
   const RowSums sums = lay_out(plan, place(8));
   const RowGradient gradient{at<const float>(place(2)), at<float>(place(3)),
                              at<const float>(place(4)), at<const float>(place(5)),
-                             nb::cast<bool>(fields[1])};
+                             nb::cast<bool>(fields[1]), place(6) != 0};
   target_of(job).count = count;
   const BackwardCall<Job> call{
       job, kernel, gradient, sums, at<double>(place(6)), at<double>(place(7))};
@@ -62,7 +62,7 @@ void run_backward(Job job, Kernel<Job> kernel, const nb::tuple& fields, uint64_t
   run_shares(
       [](const void* opaque, size_t, size_t) {
         const auto& all = *static_cast<const BackwardCall<Job>*>(opaque);
-        finish_rows(all.sums, all.beta, all.gamma);
+        if (all.beta) finish_rows(all.sums, all.beta, all.gamma);
         return true;
       },
       &call, 1);

@@ -127,8 +127,8 @@ def run_backward(cases, case: Case, done: Forward, codec: str, *, threads: int =
         target,
         case.gamma.ctypes.data if what["gamma"] else 0,
         done.scale.address,
-        sums.address,
-        products.address,
+        sums.address if what.get("summing", True) else 0,
+        products.address if what.get("summing", True) else 0,
         workspace.address,
     )
     with done.planes.pinned() as view:
@@ -180,6 +180,17 @@ def test_without_a_destination_only_sums_are_taken(cases, instruction_set) -> No
     assert x is None
     same_bytes(beta, expected.beta)
     same_bytes(gamma, expected.gamma)
+
+
+def test_without_sums_only_the_input_s_gradient_is_written(cases, instruction_set) -> None:
+    case = make_case(cases, 40, 48, centred=False)
+    done = Forward(cases, case, "minmax")
+    asked = {"target": "over", "gamma": True, "summing": False}
+    x, beta, gamma = run_backward(cases, case, done, "minmax", **asked)
+    same_bytes(x, expect_backward(case, decoded(case, "minmax"), gamma=True).x)
+    untouched = cases.guarded(case.length, np.float64).opened()
+    same_bytes(beta, untouched)
+    same_bytes(gamma, untouched)
 
 
 @pytest.mark.parametrize("length", [100, 512])

@@ -130,10 +130,12 @@ class RowsHeld(Held):
             x = gradient if owned else self._layout.empty()
         gamma = self.result.content.scale if self.result is not None else None
         centred = self._moments.centred
-        asked = RowBackward(self._length, centred, gradient, x, gamma, self._scale)
+        summing = needs[1] or needs[2]
+        asked = RowBackward(self._length, centred, gradient, x, gamma, self._scale, summing)
         sums = asked.run(self._values())
-        weight = sums.products.float().view(shape) if needs[1] else None
-        return RowGradients(x, weight, sums.gradient.float().view(shape) if needs[2] else None)
+        weight = sums.products.float().view(shape) if sums is not None and needs[1] else None
+        bias = sums.gradient.float().view(shape) if sums is not None and needs[2] else None
+        return RowGradients(x, weight, bias)
 
     def _values(self) -> ValueCode | KeptRows:
         if not isinstance(self._source, Kept):

@@ -171,7 +171,8 @@ class RowGradient(NamedTuple):
     gradient itself, or 0 for none. ``gamma_pointer``: (length,), or 0 for none. ``scale_pointer``:
     (rows,), what the rows' affine multiplies with. ``sums_pointer`` and ``products_pointer``:
     (length,) float64 each, written: of the gradient (beta's) and of its product with the
-    values (gamma's). ``workspace_pointer``: as many bytes as ``rows.workspace_bytes`` says.
+    values (gamma's); 0 for neither. ``workspace_pointer``: as many bytes as
+    ``rows.workspace_bytes`` says.
     """
 
     length: int

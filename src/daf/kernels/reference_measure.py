@@ -114,7 +114,7 @@ def halve(rows: NDArray[Any]) -> NDArray[Any]:
     width = 1
     while width < len(rows):
         width *= 2
-    padded = np.concatenate([rows, np.zeros((width - len(rows), *rows.shape[1:]))])
+    padded = np.concatenate([rows, np.zeros((width - len(rows), *rows.shape[1:]), rows.dtype)])
     while width > 1:
         width //= 2
         padded = padded[:width] + padded[width:]

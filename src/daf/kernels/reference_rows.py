@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from daf.kernels import ROWS_PER_SPAN, ElementType
 from daf.kernels.elements import Floats, narrow
@@ -44,31 +45,31 @@ def row_gradients(
     v, d = values.reshape(rows, -1), gradient.reshape(rows, -1)
     length = v.shape[1]
     g = d if gamma is None else d * gamma
-    wide, r = v.astype(np.float64), scale.astype(np.float64)
-    of_value = -(r * (_row_sums(g.astype(np.float64) * wide) / length))
-    offset = -(r * (_row_sums(g.astype(np.float64)) / length)) if centred else np.zeros(rows)
+    r = scale.astype(np.float64)
+    of_value = -(r * (_row_sums(g * v).astype(np.float64) / length))
+    offset = -(r * (_row_sums(g).astype(np.float64) / length)) if centred else np.zeros(rows)
     a, b = of_value.astype(np.float32)[:, None], offset.astype(np.float32)[:, None]
     x = _canonical(g * scale[:, None] + (v * a + b)).reshape(-1)
-    given = d.astype(np.float64)
-    return RowGradients(x, _column_sums(given), _column_sums(given * wide))
+    return RowGradients(x, _column_sums(d), _column_sums(d * v))
 
 
-def _row_sums(elements: Doubles) -> Doubles:
-    """(rows, length) to (rows,): sixteen lanes, then by halving strides."""
+def _row_sums(elements: NDArray[Any]) -> NDArray[Any]:
+    """(rows, length) to (rows,): sixteen lanes, then by halving strides; all of one dtype."""
     rows, length = elements.shape
-    lanes = np.zeros((LANES, rows))
+    lanes = np.zeros((LANES, rows), elements.dtype)
     for place in range(length):
         lanes[place % LANES] += elements[:, place]
     return halve(lanes)
 
 
-def _column_sums(elements: Doubles) -> Doubles:
-    """(rows, length) to (length,): spans row after row, then by halving strides."""
-    rows, length = elements.shape
-    spans = np.zeros((max(1, -(-rows // ROWS_PER_SPAN)), length))
-    for row in range(rows):
-        spans[row // ROWS_PER_SPAN] += elements[row]
-    total = halve(spans)
+def _column_sums(elements: Floats) -> Doubles:
+    """(rows, length) to (length,): spans row after row in float32, then these in float64."""
+    total = np.zeros(elements.shape[1])
+    for first in range(0, len(elements), ROWS_PER_SPAN):
+        span = np.zeros(elements.shape[1], np.float32)
+        for row in elements[first : first + ROWS_PER_SPAN]:
+            span += row
+        total += span
     return np.where(np.isnan(total), np.nan, total)
 
 

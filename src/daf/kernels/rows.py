@@ -68,7 +68,8 @@ def backward_minmax(fields: PageFields, gradient: RowGradient, threads: int) -> 
 def _checked(gradient: RowGradient, count: int) -> RowGradient:
     _check_length(count, gradient.length)
     places = gradient._asdict()
-    for name in ("sums", "products", "workspace", *(("gradient", "scale") if count else ())):
+    wanted = ("sums", "products") if gradient.sums_pointer or gradient.products_pointer else ()
+    for name in (*wanted, "workspace", *(("gradient", "scale") if count else ())):
         check_pointer(name, places[f"{name}_pointer"])
     return gradient
 

@@ -33,7 +33,8 @@ class RowBackward(NamedTuple):
     """What backward is given besides values.
 
     ``gradient`` is that of the result; ``written`` receives the input's and may be ``gradient``
-    itself, or None; ``gamma`` is (length,) or None; ``scale`` (rows,) is the affine's.
+    itself, or None; ``gamma`` is (length,) or None; ``scale`` (rows,) is the affine's;
+    without ``summing`` no sums are taken.
     """
 
     length: int
@@ -42,11 +43,13 @@ class RowBackward(NamedTuple):
     written: Tensor | None
     gamma: Tensor | None
     scale: Tensor
+    summing: bool
 
-    def run(self, values: ValueCode | KeptRows) -> RowSums:
+    def run(self, values: ValueCode | KeptRows) -> RowSums | None:
         """One pass; nothing is decoded but the row at hand."""
         threads, count = torch.get_num_threads(), self.gradient.numel()
-        sums = RowSums(*torch.empty(2, self.length, dtype=torch.float64))
+        room = torch.empty(2, self.length, dtype=torch.float64)
+        sums = RowSums(*room) if self.summing else None
         size = rows.workspace_bytes(count, self.length, threads)
         workspace = torch.empty(size, dtype=torch.uint8)
         asked = self._asked(sums, workspace)
@@ -62,7 +65,7 @@ class RowBackward(NamedTuple):
                 rows.backward_minmax(view.fields, asked, threads)
         return sums
 
-    def _asked(self, sums: RowSums, workspace: Tensor) -> RowGradient:
+    def _asked(self, sums: RowSums | None, workspace: Tensor) -> RowGradient:
         return RowGradient(
             self.length,
             self.centred,
@@ -70,8 +73,8 @@ class RowBackward(NamedTuple):
             self.written.data_ptr() if self.written is not None else 0,
             self.gamma.data_ptr() if self.gamma is not None else 0,
             self.scale.data_ptr(),
-            sums.gradient.data_ptr(),
-            sums.products.data_ptr(),
+            sums.gradient.data_ptr() if sums is not None else 0,
+            sums.products.data_ptr() if sums is not None else 0,
             workspace.data_ptr(),
         )
 
