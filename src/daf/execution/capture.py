@@ -55,6 +55,7 @@ from daf.execution.evictions import Evictions
 from daf.execution.fused_rows_call import is_row_norm
 from daf.execution.fusing import Fusing, FusingMode
 from daf.execution.fusing_rows import RowFusing, RowFusion
+from daf.execution.fusing_smooth import SmoothFusing, SmoothFusion, is_smooth
 from daf.execution.fusion import Fusion
 from daf.execution.held import Held, Kept, Saved, unpacker
 from daf.execution.microbatch import tensors_in_batch
@@ -117,6 +118,7 @@ class Capture:
         self._provenance = Provenance()
         self._fusion = Fusion()
         self._row_fusion = RowFusion()
+        self._smooth_fusion = SmoothFusion()
         self._treater = Treater(store, spilled, self._ledger, self._provenance)
         self._scratch = Scratch()
         self.parameter_reads = ParameterReads()
@@ -248,7 +250,8 @@ class Capture:
 
         Empty unless the policy asks for it; known once a step has run them.
         """
-        return (*self._fusion.reports(), *self._row_fusion.reports())
+        fusions = (self._fusion, self._row_fusion, self._smooth_fusion)
+        return tuple(report for fusion in fusions for report in fusion.reports())
 
     @property
     def replays(self) -> tuple[tuple[str, int], ...]:
@@ -402,7 +405,9 @@ class _Running:
     def substituting(self) -> Substitute:
         """Runs other functions for some calls; never in replayed ones, which run again without."""
         chunked = substitute(self.pack) if self._policy.chunked else None
-        rows = self._row_fusing() if self._policy.fused else None
+        carrier = self._norm_carrier() if self._policy.fused else None
+        rows = RowFusing(self._capture._row_fusion, carrier) if carrier else None
+        smooth = SmoothFusing(self._capture._smooth_fusion, carrier) if carrier else None
 
         def choose(
             function: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]
@@ -411,6 +416,8 @@ class _Running:
                 return function
             if rows is not None and is_row_norm(function):
                 return rows.chosen(function, arguments, keywords)
+            if smooth is not None and is_smooth(function):
+                return smooth.chosen(function, arguments, keywords)
             return function if chunked is None else chunked(function, arguments, keywords)
 
         return choose
@@ -418,9 +425,6 @@ class _Running:
     def fusing(self) -> Fusing:
         """Lets normalisations wait for their ReLU."""
         return Fusing(self._capture._fusion, self._norm_carrier())
-
-    def _row_fusing(self) -> RowFusing:
-        return RowFusing(self._capture._row_fusion, self._norm_carrier())
 
     def _norm_carrier(self) -> NormCarrier:
         parts = (self._ledger, self._sources, self._tracker, self._provenance)

@@ -170,9 +170,13 @@ class CountingHolder:
         return Kept(x, self._version, self._record.site, counted)
 
     def encode(
-        self, x: Tensor, channels: Channels, written: Emission, rows: RowMoments | None = None
+        self,
+        x: Tensor,
+        channels: Channels | None,
+        written: Emission | None,
+        rows: RowMoments | None = None,
     ) -> Stored[ValueCode]:
-        """Code ``channels`` of the input as the policy says."""
+        """Code ``channels`` of the input as the record says."""
         record, carrier = self._record, self._carrier
         code = ValueCode(
             carrier.store,

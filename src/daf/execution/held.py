@@ -48,12 +48,52 @@ class Stored(Holding, Generic[Content]):
         self.content = content
 
 
+class Derivation:
+    """A function that is applied in place to the only term of a recipe; it maps 0 to 0.
+
+    ``readers`` counts the saved tensors that are derived so, by itself or scaled.
+    """
+
+    __slots__ = ("_function", "_scale", "_unscaled", "readers")
+
+    def __init__(
+        self,
+        function: Callable[[Tensor], None],
+        scale: float = 1.0,
+        unscaled: Derivation | None = None,
+    ) -> None:
+        self._function = function
+        self._scale = scale
+        self._unscaled = unscaled
+        self.readers = 0
+
+    def apply_(self, tensor: Tensor) -> None:
+        """Apply it."""
+        self._function(tensor)
+        if self._scale != 1.0:
+            tensor.mul_(self._scale)
+
+    def scaled(self, factor: float) -> Derivation:
+        """``factor`` times the same."""
+        return Derivation(self._function, self._scale * factor, self)
+
+    def note_reader(self) -> None:
+        """One more saved tensor is derived so."""
+        self.readers += 1
+        if self._unscaled is not None:
+            self._unscaled.note_reader()
+
+
 class Term(NamedTuple):
-    """One step of a recipe: add ``channels(code)`` to the sum so far, then zero by ``mask``."""
+    """One step of a recipe: add ``channels(code)`` to the sum so far, then zero by ``mask``.
+
+    A term with a ``derivation`` is a recipe's only one.
+    """
 
     code: Stored[ValueCode]
     channels: Stored[Channels] | None = None
     mask: Stored[MaskCode] | None = None
+    derivation: Derivation | None = None
 
 
 Recipe = tuple[Term, ...]
@@ -153,32 +193,37 @@ class Rederived(Held):
     def restore(self, scratch: Scratch) -> Tensor:
         """Decode every term onto the sum of those before it."""
         out = scratch.empty(self.layout)
+        self._decode(out, None)
+        return out
+
+    def restore_part(self, first: int, last: int) -> Tensor:
+        """Entries [first, last) of the first dimension, which must be the outermost in memory."""
+        shape, stride = self.layout.shape, self.layout.stride
+        row = math.prod(shape[1:])
+        start = first * row // BLOCK_ELEMENTS
+        room = self.restore_blocks(start, -(-last * row // BLOCK_ELEMENTS))
+        behind = first * row - start * BLOCK_ELEMENTS
+        return room.as_strided((last - first, *shape[1:]), stride, behind)
+
+    def restore_blocks(self, first: int, last: int) -> Tensor:
+        """The elements of blocks [first, last) of 256, in memory order."""
+        shape, _, dtype, device = self.layout
+        blocks = (first, last)
+        room = torch.empty(elements_in(blocks, math.prod(shape)), dtype=dtype, device=device)
+        self._decode(room, blocks)
+        return room
+
+    def _decode(self, out: Tensor, blocks: tuple[int, int] | None) -> None:
         for place, term in enumerate(self.recipe):
             term.code.content.decode(
                 out,
                 term.channels.content if term.channels else None,
                 term.mask.content if term.mask else None,
                 accumulate=place > 0,
-            )
-        return out
-
-    def restore_part(self, first: int, last: int) -> Tensor:
-        """Entries [first, last) of the first dimension, which must be the outermost in memory."""
-        shape, stride, dtype, device = self.layout
-        row = math.prod(shape[1:])
-        start, count = first * row // BLOCK_ELEMENTS, math.prod(shape)
-        blocks = (start, -(-last * row // BLOCK_ELEMENTS))
-        room = torch.empty(elements_in(blocks, count), dtype=dtype, device=device)
-        for place, term in enumerate(self.recipe):
-            term.code.content.decode(
-                room,
-                term.channels.content if term.channels else None,
-                term.mask.content if term.mask else None,
-                accumulate=place > 0,
                 blocks=blocks,
             )
-        behind = first * row - start * BLOCK_ELEMENTS
-        return room.as_strided((last - first, *shape[1:]), stride, behind)
+        if self.recipe[0].derivation is not None:
+            self.recipe[0].derivation.apply_(out)
 
 
 class NormInput(Held):
