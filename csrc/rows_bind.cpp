@@ -6,39 +6,12 @@
 #include <nanobind/stl/string.h>
 
 #include "bind_jobs.h"
-#include "rows.h"
+#include "norm_jobs.h"
 
 namespace nb = nanobind;
 
 namespace daf {
 namespace {
-
-template <class Job>
-struct BackwardCall {
-  const Job& job;
-  Kernel<Job> kernel;
-  const RowGradient& gradient;
-  const RowSums& sums;
-  double *beta, *gamma;
-};
-
-Target& target_of(CopyBlocks& job) { return job.target; }
-template <class Job>
-Target& target_of(PagesJob<Job>& job) {
-  return job.job.target;
-}
-
-template <class Job>
-bool backward_share(const BackwardCall<Job>& call, size_t share) {
-  const Extent blocks = share_blocks(call.sums.plan, share);
-  if (blocks.first >= blocks.last) return true;
-  RunningRows running = begin_share(call.sums, share);
-  RowGradient gradient = call.gradient;
-  gradient.running = &running;
-  Job job = call.job;
-  target_of(job).rows = &gradient;
-  return call.kernel(job, blocks.first, blocks.last);
-}
 
 // (length, centred, gradient, destination, gamma, scale, sums of beta, of gamma, workspace).
 template <class Job>
@@ -51,21 +24,8 @@ void run_backward(Job job, Kernel<Job> kernel, const nb::tuple& fields, uint64_t
                              at<const float>(place(4)), at<const float>(place(5)),
                              nb::cast<bool>(fields[1]), place(6) != 0};
   target_of(job).count = count;
-  const BackwardCall<Job> call{
-      job, kernel, gradient, sums, at<double>(place(6)), at<double>(place(7))};
   const nb::gil_scoped_release release;
-  run_shares(
-      [](const void* opaque, size_t share, size_t) {
-        return backward_share(*static_cast<const BackwardCall<Job>*>(opaque), share);
-      },
-      &call, plan.shares);
-  run_shares(
-      [](const void* opaque, size_t, size_t) {
-        const auto& all = *static_cast<const BackwardCall<Job>*>(opaque);
-        if (all.beta) finish_rows(all.sums, all.beta, all.gamma);
-        return true;
-      },
-      &call, 1);
+  take_row_gradient(job, kernel, gradient, sums, at<double>(place(6)), at<double>(place(7)));
 }
 
 void backward_kept(const std::string& set, uintptr_t source, uint64_t count, int threads,
