@@ -248,6 +248,19 @@ def test_plain_s_bytes_are_those_that_plain_holds(kind, affine) -> None:
     assert told[0] == told[1]
 
 
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"elementwise_affine": False}], ids=str)
+def test_the_site_is_that_of_the_unfused_step(options) -> None:
+    """So that a policy for single sites means the same."""
+    norm, x, found = make(nn.LayerNorm, 64, **options), torch.randn(64, 64, requires_grad=True), []
+    for fused in (False, True):
+        capture = compress(norm, 2, fused=fused)
+        with capture:
+            norm(x * 1)
+        found.append([(r.site, r.treatment) for r in capture.sites() if r.need is Need.NORM])
+    assert found[0] == found[1]
+    assert len(found[0]) == 1
+
+
 def test_a_pool_that_gives_up_planes_still_gives_a_gradient() -> None:
     torch.manual_seed(9)
     model = Normed(make(nn.LayerNorm, 512))

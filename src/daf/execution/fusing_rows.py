@@ -63,7 +63,8 @@ class RowFusing:
 
     def _run(self, name: str, norm: RowNorm) -> Tensor:
         carrier = self._carrier
-        record = carrier.tracker.record(*_site(carrier, name), 0)
+        path, call = carrier.tracker.next_call(name)
+        record = carrier.tracker.record(path, name, call, _place_of_input(norm))
         told, plain = carrier.ledger.told_bytes, carrier.ledger.plain_bytes
         made: list[tuple[RowsHeld, CountingHolder, tuple[Plain, ...]]] = []
 
@@ -101,6 +102,6 @@ class RowFusing:
             self._carrier.provenance.learn(result, held)
 
 
-def _site(carrier: NormCarrier, name: str) -> tuple[str, str, int]:
-    path, call = carrier.tracker.next_call(name)
-    return path, name, call
+def _place_of_input(norm: RowNorm) -> int:
+    """How many tensors PyTorch's own operator saves before its input: beta."""
+    return int(norm.bias is not None)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from daf.execution.carrying import CountingHolder, NormCarrier
+from daf.execution.derivation import Derivation
 from daf.execution.fused_smooth import (
     LEAST_BITS,
     FusedSmooth,
@@ -22,7 +23,7 @@ from daf.execution.fused_smooth import (
     SmoothHeld,
     shared_treatment,
 )
-from daf.execution.held import Derivation, Recipe, Rederived, Term
+from daf.execution.held import Recipe, Rederived, Term
 from daf.execution.normalisation import channel_stride
 from daf.execution.ownership import sole_holders
 from daf.execution.plain_call import autograd_objection, has_usual_strides, is_plain
