@@ -93,7 +93,7 @@ class Reader {
     if (here < block_elements) from = copy_tail(from, here * bytes);
     load_elements(block, from, source_.type);
     if (rows_.used()) {
-      rows_.move_to(index);
+      rows_.move_to(index, here);  // behind the end may lie a row that another thread measures
       apply_affine(block, rows_);
       if (here < block_elements) fill_padding(block, here, 0.0f);
     }
