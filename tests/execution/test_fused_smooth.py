@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from daf.execution import fused_smooth
 from daf.execution.capture import compress
 from daf.plan import KEEP, Method, Need, Treatment, coded_policy
+from daf.store.buffers import PlainStore
 from daf.store.codec import ValueCode
 
 ACTIVATIONS = [nn.GELU(), nn.GELU(approximate="tanh"), nn.SiLU()]
@@ -113,6 +115,44 @@ def test_the_bias_is_as_stated(activation) -> None:
         bias = ((each.mean(0) - expected).square().mean() - noise) / energy
         assert 0 < each.var(0).mean() / energy < 0.06
         assert abs(bias) < 0.0005
+
+
+def table_rows() -> list[list[float]]:
+    """The numbers of the table in the documents: bits, bytes apart and shared, errors."""
+    text = (Path(__file__).parents[2] / "docs" / "operators.md").read_text()
+    rows = text.partition("| bits asked for |")[2].splitlines()[2:6]
+    return [[float(number) for number in row.replace("|", ",").split(",")[1:-1]] for row in rows]
+
+
+def test_the_documents_table_is_measured() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1 << 16)
+    plain = x.clone().requires_grad_()
+    result = F.gelu(plain)
+    (slope,) = torch.autograd.grad(result.sum(), plain)
+    result = result.detach()
+
+    def error(found: Tensor, true: Tensor) -> float:
+        return float((found - true).square().sum() / true.square().sum())
+
+    def decoded(values: Tensor, treatment: Treatment) -> Tensor:
+        out = torch.empty_like(values)
+        ValueCode(PlainStore(), values, treatment, 7).decode(out)
+        return out
+
+    policy_bits = {1: 2, 2: 2, 3: 3, 4: 4}  # of the derivative code
+    for bits, apart, shared, *errors in table_rows():
+        linear = Treatment(Method.ROTATED, int(bits))
+        one_code = fused_smooth.shared_treatment(linear)
+        assert one_code is not None
+        header = 0.125
+        assert apart == pytest.approx(bits + policy_bits[int(bits)] + header, abs=0.05)
+        assert shared == pytest.approx(one_code.bits + header, abs=0.05)
+        again = decoded(x, one_code).requires_grad_()
+        (derived,) = torch.autograd.grad(F.gelu(again).sum(), again)
+        assert errors[0] == pytest.approx(error(decoded(result, linear), result), rel=0.1)
+        assert errors[1] == pytest.approx(error(F.gelu(again.detach()), result), rel=0.1)
+        assert errors[3] == pytest.approx(error(derived, slope), rel=0.1)
 
 
 def test_an_activation_that_no_layer_reads_is_left_alone_from_the_second_step_on() -> None:
