@@ -248,6 +248,38 @@ def count_table(result: dict[str, Any], name: str, between: list[str]) -> str:
     return "\n".join([measured_by(result, name), "", *between, "| | |", "|---|---|", *lines])
 
 
+def operator_speed_figures(result: dict[str, Any]) -> str:
+    """Every operator's time and bytes to PyTorch's, in Markdown; beside it, codes without it."""
+    rows = result["rows"]
+    plain, codes, ours = (
+        {(row["operator"], *row["shape"]): row for row in rows if row["contestant"] == name}
+        for name in ("plain", "codes", "ours")
+    )
+    return "\n".join(
+        [
+            measured_by(result, "operators --speed"),
+            "",
+            "| operator | shape | forward | backward | both | codes without it, both "
+            "| bytes forward | bytes backward |",
+            "|---|---|---|---|---|---|---|---|",
+            *(
+                f"| {row['operator']} | {' × '.join(map(str, row['shape']))} "
+                f"| {row['forward_ratio']:.2f} | {row['backward_ratio']:.2f} "
+                f"| **{row['step_ratio']:.2f}** "
+                f"| {format(codes[key]['step_ratio'], '.2f') if key in codes else ''} "
+                f"| {bytes_cell(row, plain[key], 'forward')} "
+                f"| {bytes_cell(row, plain[key], 'backward')} |"
+                for key, row in ours.items()
+            ),
+        ]
+    )
+
+
+def bytes_cell(ours: dict[str, Any], plain: dict[str, Any], way: str) -> str:
+    """Megabytes that an operator moves, and PyTorch's sequence."""
+    return " of ".join(f"{row[f'{way}_bytes'] / MB:.1f}" for row in (ours, plain)) + " MB"
+
+
 # (document, the results that its table is made of, by what); its marker names the results.
 TABLES = (
     (ROOT / "README.md", "main", main_figures),
@@ -259,6 +291,7 @@ TABLES = (
     (ROOT / "docs" / "sweep.md", "pressure", pressure_figures),
     (ROOT / "docs" / "peers.md", "peers", peers_figures),
     (ROOT / "docs" / "papers.md", "reduce", reduce_figures),
+    (ROOT / "docs" / "operators.md", "operator_speed", operator_speed_figures),
     (ROOT / "docs" / "papers.md", "packing", packing_figures),
 )
 # (picture beside the documents, the results that it is drawn from, by what).

@@ -15,14 +15,15 @@ class AffineRows {
   const float* scale() const { return scale_; }
   const float* shift() const { return shift_; }
 
-  void move_to(uint64_t block) {
+  // Of the block's elements the first `valid` count: nothing is read for the others.
+  void move_to(uint64_t block, size_t valid = block_elements) {
     const uint64_t first = block * block_elements;
     const uint64_t channel = first / affine_.inner % affine_.channels;
     if (affine_.inner == 1 && affine_.channels % block_elements == 0) {
       scale_ = affine_.scale + channel;
       shift_ = affine_.shift + channel;
     } else if (!still_right(channel)) {
-      fill(first, channel);
+      fill(first, channel, valid);
     }
   }
 
@@ -37,11 +38,11 @@ class AffineRows {
     return right;
   }
 
-  void fill(uint64_t first, uint64_t channel) {
+  void fill(uint64_t first, uint64_t channel, size_t valid) {
     scale_ = scale_row_;
     shift_ = shift_row_;
     uint64_t within = first % affine_.inner;
-    for (uint64_t place = 0; place < block_elements;) {
+    for (uint64_t place = 0; place < valid;) {
       uint64_t run = affine_.inner == 1 ? affine_.channels - channel : affine_.inner - within;
       if (run > block_elements - place) run = block_elements - place;
       affine_.inner == 1 ? copy(place, channel, run) : repeat(place, channel, run);

@@ -17,6 +17,7 @@
 #include "pages_bind.h"
 #include "pool_bind.h"
 #include "rotated_constants.h"
+#include "rows_bind.h"
 
 namespace nb = nanobind;
 
@@ -198,4 +199,5 @@ NB_MODULE(_native, module) {
   daf::bind_measure(module);
   daf::bind_pages(module);
   daf::bind_norm(module);
+  daf::bind_rows(module);
 }

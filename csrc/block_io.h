@@ -3,7 +3,7 @@
 // Include after a vector_*.h.
 #pragma once
 
-#include "norm.h"
+#include "row_norm.h"
 
 namespace {
 
@@ -93,7 +93,7 @@ class Reader {
     if (here < block_elements) from = copy_tail(from, here * bytes);
     load_elements(block, from, source_.type);
     if (rows_.used()) {
-      rows_.move_to(index);
+      rows_.move_to(index, here);  // behind the end may lie a row that another thread measures
       apply_affine(block, rows_);
       if (here < block_elements) fill_padding(block, here, 0.0f);
     }
@@ -133,7 +133,7 @@ class Writer {
       : target_(target), rows_(target.affine), gradient_(target.gradient) {
     const bool aligned = reinterpret_cast<uintptr_t>(target.data) % 64 == 0;
     plain_ = target.type == ElementType::float32 && !rows_.used() && !target.accumulate &&
-             !target.mask && !target.gradient;
+             !target.mask && !target.gradient && !target.rows;
     streams_ = plain_ && target.stream && aligned;
   }
   ~Writer() {
@@ -160,6 +160,7 @@ class Writer {
   DAF_NEVER_INLINE void write_any(Block& block, size_t index) {
     const uint64_t left = target_.count - index * block_elements;
     if (target_.gradient) return gradient_.take(block, index, left, target_.mask);
+    if (target_.rows) return take_row_values(*target_.rows, block, left);
     const size_t bytes = element_bytes(target_.type);
     char* to = static_cast<char*>(target_.data) + index * block_elements * bytes;
     if (left >= block_elements) {

@@ -49,6 +49,19 @@ struct NormGradient {
   RunningSums* sums = nullptr;
 };
 
+struct RunningRows;
+
+// What a writer of blocks does with normalised values of rows: docs/format.md, section 11.
+struct RowGradient {
+  const float* gradient;
+  float* destination = nullptr;  // none: only the sums are taken
+  const float* gamma = nullptr;  // one for each place along a row; none: 1
+  const float* scale = nullptr;  // one for each row
+  bool centred = true;
+  bool sums = true;  // along the rows' places
+  RunningRows* running = nullptr;
+};
+
 struct Source {
   const void* data = nullptr;
   ElementType type = ElementType::float32;
@@ -68,6 +81,7 @@ struct Target {
   bool accumulate = false;
   bool stream = false;  // write around the caches
   const NormGradient* gradient = nullptr;
+  const RowGradient* rows = nullptr;
 };
 
 // Where the planes of a code lie: one after the other from `first` on, or plane p where starts[p]
@@ -172,6 +186,15 @@ struct CopyBlocks {
   Target target;
 };
 
+// Rows of `length` elements, and what makes normalised values of each: written.
+struct MeasureRows {
+  const float* data;
+  uint64_t length;
+  double epsilon;
+  bool centred;
+  float *scale, *shift;
+};
+
 // One entry for each operation and instruction set: does blocks [first, last) and says
 // whether they could be done (derivative: all finite; integers: all fit).
 template <class Job>
@@ -192,6 +215,7 @@ struct KernelTable {
   Kernel<MeasureRanges> measure_ranges;  // does shares of the plan, not blocks
   Kernel<ReadBlocks> read_blocks;
   Kernel<CopyBlocks> copy_blocks;
+  Kernel<MeasureRows> measure_rows;  // does rows, not blocks
 };
 
 inline size_t block_count(uint64_t count) { return (count + block_elements - 1) / block_elements; }

@@ -13,7 +13,7 @@ function(daf_add_kernel_set target name)
 endfunction()
 
 function(daf_add_kernels target)
-  foreach(name dispatch threads kernels_portable channels ranges strided sums)
+  foreach(name dispatch threads kernels_portable channels ranges rows strided sums)
     target_sources(${target} PRIVATE "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/${name}.cpp")
   endforeach()
   target_include_directories(${target} PRIVATE "${CMAKE_CURRENT_FUNCTION_LIST_DIR}")

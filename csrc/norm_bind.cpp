@@ -7,56 +7,13 @@
 #include <nanobind/stl/string.h>
 
 #include "bind_jobs.h"
+#include "norm_jobs.h"
+#include "rows_jobs.h"
 
 namespace nb = nanobind;
 
 namespace daf {
 namespace {
-
-Target& target_of(CopyBlocks& job) { return job.target; }
-template <class Job>
-Target& target_of(PagesJob<Job>& job) {
-  return job.job.target;
-}
-
-template <class Job>
-struct GradientCall {
-  const Job& job;
-  Kernel<Job> kernel;
-  const NormGradient& gradient;
-  const Sums& sums;
-};
-
-template <class Job>
-bool sum_share(const GradientCall<Job>& call, size_t share) {
-  const Extent blocks = share_blocks(call.sums.plan, share);
-  if (blocks.first >= blocks.last) return true;
-  RunningSums running = begin_share(call.sums, share);
-  NormGradient gradient = call.gradient;
-  gradient.sums = &running;
-  Job job = call.job;
-  target_of(job).gradient = &gradient;
-  const bool good = call.kernel(job, blocks.first, blocks.last);
-  finish_share(running);
-  return good;
-}
-
-template <class Job>
-void run_sums(const Job& job, Kernel<Job> kernel, const NormGradient& gradient, const Sums& sums) {
-  const GradientCall<Job> call{job, kernel, gradient, sums};
-  const nb::gil_scoped_release release;
-  run_shares(
-      [](const void* opaque, size_t share, size_t) {
-        return sum_share(*static_cast<const GradientCall<Job>*>(opaque), share);
-      },
-      &call, sums.plan.shares);
-  run_shares(
-      [](const void* opaque, size_t, size_t) {
-        finish_sums(static_cast<const GradientCall<Job>*>(opaque)->sums);
-        return true;
-      },
-      &call, 1);
-}
 
 // (gradient, destination, of_value, of_gradient, sums): with sums the first pass, else the second.
 template <class Job>
@@ -68,23 +25,29 @@ void run_gradient(Job job, Kernel<Job> kernel, const nb::tuple& fields, uint64_t
                               make_affine(tuple(3)), nullptr};
   target_of(job).count = count;
   target_of(job).gradient = &gradient;
-  if (tuple(4).size() == 0)
+  if (tuple(4).size() == 0) {
     run(job, kernel, count, threads);
-  else
-    run_sums(job, kernel, gradient, make_sums(tuple(4), count, threads));
+    return;
+  }
+  const Sums sums = make_sums(tuple(4), count, threads);
+  const nb::gil_scoped_release release;
+  sum_gradient(job, kernel, gradient, sums);
 }
 
 void emit(const std::string& set, uintptr_t source, uint64_t count, int threads,
-          const nb::tuple& affine, const nb::tuple& passing, const nb::tuple& mask) {
+          const nb::tuple& affine, const nb::tuple& passing, const nb::tuple& mask,
+          const nb::tuple& rows) {
   const Emission emission = make_emission(passing, count);
   const Pages pages = make_pages(mask);
   ReadBlocks job{make_source(source, int(ElementType::float32), count, make_affine(affine))};
   job.source.emission = &emission;
-  const Kernel<ReadBlocks> kernel = table_named(set).read_blocks;
+  const KernelTable& table = table_named(set);
+  const Kernel<ReadBlocks> kernel = table.read_blocks;
   if (pages.runs)
-    run<PagesJob<ReadBlocks>>({job, kernel, pages, pages}, do_pages<ReadBlocks>, count, threads);
+    run_source<PagesJob<ReadBlocks>>({job, kernel, pages, pages}, do_pages<ReadBlocks>, job.source,
+                                     rows, table, threads);
   else
-    run(job, kernel, count, threads);
+    run_source(job, kernel, job.source, rows, table, threads);
 }
 
 void backward_kept(const std::string& set, uintptr_t source, uint64_t count, int threads,

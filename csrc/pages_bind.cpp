@@ -7,6 +7,7 @@
 
 #include "bind_jobs.h"
 #include "pages.h"
+#include "rows_jobs.h"
 
 namespace nb = nanobind;
 
@@ -31,7 +32,8 @@ void run_pages_of(const PagesJob<Job>& job, Extent blocks, int threads) {
 
 void encode_rotated(const std::string& set, uintptr_t source, int type, const nb::tuple& fields,
                     int rounds, uint64_t key, uintptr_t thresholds, uintptr_t levels, int threads,
-                    const nb::tuple& affine, const nb::tuple& passing, const nb::tuple& mask) {
+                    const nb::tuple& affine, const nb::tuple& passing, const nb::tuple& mask,
+                    const nb::tuple& rows) {
   const Pages pages = make_pages(fields);
   const Emission emission = make_emission(passing, pages.count);
   EncodeRotated job{make_source(source, type, pages.count, make_affine(affine)),
@@ -43,8 +45,9 @@ void encode_rotated(const std::string& set, uintptr_t source, int type, const nb
                     at<const int8_t>(thresholds),
                     at<const int8_t>(levels)};
   if (emission.destination) job.source.emission = &emission;
-  run_pages<EncodeRotated>({job, table_named(set).encode_rotated, pages, make_pages(mask)},
-                           threads);
+  const KernelTable& table = table_named(set);
+  run_source<PagesJob<EncodeRotated>>({job, table.encode_rotated, pages, make_pages(mask)},
+                                      do_pages<EncodeRotated>, job.source, rows, table, threads);
 }
 
 void decode_rotated(const std::string& set, const nb::tuple& fields, int rounds, uint64_t key,
@@ -69,13 +72,15 @@ void decode_rotated(const std::string& set, const nb::tuple& fields, int rounds,
 
 void encode_minmax(const std::string& set, uintptr_t source, int type, const nb::tuple& fields,
                    uint64_t key, int threads, const nb::tuple& affine, const nb::tuple& passing,
-                   const nb::tuple& mask) {
+                   const nb::tuple& mask, const nb::tuple& rows) {
   const Pages pages = make_pages(fields);
   const Emission emission = make_emission(passing, pages.count);
   EncodeMinmax job{make_source(source, type, pages.count, make_affine(affine)), pages.bits, key,
                    nullptr, nullptr};
   if (emission.destination) job.source.emission = &emission;
-  run_pages<EncodeMinmax>({job, table_named(set).encode_minmax, pages, make_pages(mask)}, threads);
+  const KernelTable& table = table_named(set);
+  run_source<PagesJob<EncodeMinmax>>({job, table.encode_minmax, pages, make_pages(mask)},
+                                     do_pages<EncodeMinmax>, job.source, rows, table, threads);
 }
 
 void decode_minmax(const std::string& set, const nb::tuple& fields, uintptr_t destination, int type,

@@ -65,7 +65,8 @@ constexpr KernelTable make_table(const char* name) {
           decode_integers_any,
           measure_ranges_shares,
           read_blocks_range,
-          copy_blocks_range};
+          copy_blocks_range,
+          measure_rows_range};
 }
 
 }  // namespace

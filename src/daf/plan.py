@@ -84,7 +84,9 @@ class Policy:
     ``rederive`` allows one code to serve a normalisation, its activation and
     the operator behind it (design, section 4: BatchNorm, ReLU, convolution).
     ``fused`` lets batch normalisation, residual addition and ReLU run as one
-    operator, where that was seen to be the same. ``chunked`` lets large
+    operator, where that was seen to be the same; ``fused_rows``
+    lets layer and root-mean-square normalisation and smooth activations run as operators that
+    read their code directly. ``chunked`` lets large
     convolutions and linear layers decode their input a part of the batch at a time,
     ``chunk_bytes`` of it, and use one that is held as it is in the same chunks (None: a size
     that costs next to no time, and what is held as it is is used whole).
@@ -102,6 +104,7 @@ class Policy:
     weights: Mapping[Site, float] = field(default_factory=lambda: MappingProxyType({}))
     replayed: frozenset[str] = frozenset()
     chunk_bytes: int | None = None
+    fused_rows: bool = False
 
     def weight(self, site: Site) -> float:
         """How much relative error at a site harms the gradient, beside other sites (1: as most).
@@ -214,9 +217,9 @@ class SiteReport:
 
 @dataclass(frozen=True, slots=True)
 class FusionReport:
-    """Whether a batch normalisation is fused with what follows it, and as what, or why not.
+    """Whether an operator is fused (with what follows it), and as what, or why not.
 
-    ``module`` and ``call`` are those of its :class:`Site`; ``pattern`` is empty
+    ``module``, ``call`` and ``operator`` are those of its :class:`Site`; ``pattern`` is empty
     where it stays as it is, ``reason`` where it is fused.
     """
 
@@ -224,6 +227,7 @@ class FusionReport:
     call: int
     pattern: str
     reason: str
+    operator: str = "batch_norm"
 
 
 @dataclass(frozen=True, slots=True)

@@ -274,3 +274,18 @@ def test_without_permission_everything_is_coded_by_itself() -> None:
     methods = {r.site.operator: r.treatment.method for r in capture.sites()}
     assert methods["conv2d"] is Method.ROTATED
     out.sum().backward()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("norm", [nn.LayerNorm(64), nn.GroupNorm(4, 64)], ids=str)
+def test_gamma_and_beta_come_back_where_their_norm_saves_them(norm: nn.Module, fused: bool) -> None:
+    """PyTorch's layer norm saves beta before its input, the others do not save it."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 2)
+        norm.bias.uniform_(-3, 3)
+    model, x = nn.Sequential(norm, nn.Linear(64, 8)), torch.randn(128, 64, requires_grad=True)
+    with compress(model, 8, fused=fused):
+        out = model(x * 1)
+    found, true = out.grad_fn._saved_mat1.detach(), norm(x).detach()
+    assert (found - true).square().sum() < 1e-3 * true.square().sum()

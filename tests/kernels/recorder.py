@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 import struct
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from daf.errors import KernelError
-from daf.kernels import ElementType, reference, tables, words_per_plane
+from daf.kernels import (
+    ElementType,
+    reference,
+    reference_norm,
+    reference_rows,
+    tables,
+    words_per_plane,
+)
 from daf.kernels.elements import element_dtype
 
 # As in native/cases.h.
-OPERATIONS = tuple(
-    f"{way}_{codec}"
-    for codec in ("rotated", "minmax", "mask", "derivative", "integers")
-    for way in ("encode", "decode")
+OPERATIONS = (
+    *(
+        f"{way}_{codec}"
+        for codec in ("rotated", "minmax", "mask", "derivative", "integers")
+        for way in ("encode", "decode")
+    ),
+    *("emit", "sum_gradient", "write_gradient", "emit_rows", "row_gradient"),
 )
+CODECS = ("rotated", "minmax", "kept")
 PARAMETERS = (
     *("operation", "type", "bits", "rounds", "item_bytes", "predicate", "accumulate", "done"),
     *("low", "high", "count", "key", "base", "channels", "inner"),
+    *("second_channels", "second_inner", "codec", "centred", "epsilon"),
 )
 SLOTS = (
-    *("input", "headers", "mask", "scale", "shift", "table", "thresholds"),
-    *("output", "output_headers"),
+    *("input", "headers", "mask", "scale", "shift", "table", "thresholds", "gradient"),
+    *("second_scale", "second_shift", "third_scale", "third_shift"),
+    *("output", "output_headers", "result", "result_mask", "sums", "products"),
 )
 TYPE_OF = {element_dtype(element_type): element_type for element_type in ElementType}
 Content = dict[str, np.ndarray | None]
@@ -120,6 +133,56 @@ class Recorder:
         self._write("decode_integers", {"input": planes, "output": result}, **shape)
         return result
 
+    # --- normalisations ---------------------------------------------------------------------
+
+    def emit(self, norm, codec, bits, addend, rectify):
+        values = norm.before.apply(norm.x, 0)
+        emitted = reference_norm.emit(values, norm.result, addend, rectify)
+        content = {"gradient": addend, "result": emitted.result, "result_mask": emitted.mask}
+        self._write(
+            "emit",
+            _coded(norm.x, codec, bits, norm.key, norm.before) | content | _second(norm.result),
+            **_shape(norm.x, norm.before, bits=bits, rounds=1, key=norm.key),
+            **_second_shape(norm.result, codec),
+        )
+
+    def gradients(self, norm, codec, bits, mask):
+        """Both passes of backward."""
+        values, content, given = _values(norm, codec, bits)
+        given |= _second_shape(norm.result, codec)
+        channels, inner = len(norm.result.scale), norm.result.inner
+        taken = reference_norm.gradient_sums(values, norm.gradient, mask, channels, inner)
+        content |= {"gradient": norm.gradient, "mask": mask}
+        written = {"result": reference_norm.masked(norm.gradient, mask)}
+        summed = {"sums": taken.sums, "products": taken.squares}
+        self._write("sum_gradient", content | written | summed, **given)
+        factors = (norm.of_value, norm.result)
+        found = reference_norm.input_gradient(values, norm.gradient, mask, *factors)
+        third = {"third_scale": norm.of_value.scale, "third_shift": norm.of_value.shift}
+        content |= _second(norm.result) | third | {"result": found}
+        self._write("write_gradient", content, **given)
+
+    def emit_rows(self, norm, codec, bits):
+        affine = reference_rows.row_affine(norm.x, norm.length, norm.epsilon, centred=norm.centred)
+        emitted = reference_norm.emit(affine.apply(norm.x, 0), norm.result, None, rectify=False)
+        content = _coded(norm.x, codec, bits, norm.key, affine) | _second(norm.result)
+        del content["scale"], content["shift"]
+        content |= {"result": emitted.result, "sums": affine.scale, "products": affine.shift}
+        given = _shape(norm.x, bits=bits, rounds=1, key=norm.key, inner=norm.length)
+        given |= _second_shape(norm.result, codec)
+        self._write("emit_rows", content, **given, **norm.moments)
+
+    def row_gradients(self, norm, codec, bits, gamma):
+        before = reference_rows.row_affine(norm.x, norm.length, norm.epsilon, centred=norm.centred)
+        values, content, given = _values(norm._replace(before=before), codec, bits)
+        found = reference_rows.row_gradients(
+            values, norm.gradient, before.scale, gamma, centred=norm.centred
+        )
+        content |= {"gradient": norm.gradient, "second_scale": gamma, "third_scale": before.scale}
+        content |= {"result": found.x, "sums": found.beta, "products": found.gamma}
+        given |= {"second_inner": norm.length, "codec": CODECS.index(codec)}
+        self._write("row_gradient", content, **given, **norm.moments)
+
     # --- the file ---------------------------------------------------------------------------
 
     def _write(self, operation: str, content: Content, **given: Any) -> None:
@@ -130,7 +193,7 @@ class Recorder:
             f"case {self.case_count}, {operation}, {given['bits']} bits, {given['count']} elements"
         )
         self._write_bytes(name.encode())
-        self._file.write(struct.pack("<8I2f5Q", *values))
+        self._file.write(struct.pack("<8I2f5Q2Q2Id", *values))
         for slot in (*SLOTS, "before"):
             array = content.get(slot)
             self._write_bytes(b"" if array is None else array.tobytes())
@@ -168,3 +231,63 @@ def _room(source: np.ndarray, bits: int) -> np.ndarray:
 def _integers(items: np.ndarray, bits: int, base: int) -> Any:
     size = {"count": len(items), "item_bytes": items.itemsize}
     return size | {"bits": bits, "base": base & (2**64 - 1)}
+
+
+class Norm(NamedTuple):
+    """A normalisation of ``x``: the affine to its values and to its result, and a gradient.
+
+    ``of_value`` is a factor of backward's second pass. Of rows, ``before`` is measured.
+    """
+
+    x: np.ndarray
+    before: reference.Affine | None
+    result: reference.Affine
+    gradient: np.ndarray
+    key: int
+    of_value: reference.Affine | None = None
+    length: int = 0
+    centred: bool = True
+    epsilon: float = 1e-5
+
+    @property
+    def moments(self) -> Any:
+        return {"centred": int(self.centred), "epsilon": self.epsilon}
+
+
+def _coded(x, codec: str, bits: int, key: int, affine: reference.Affine) -> Content:
+    """What an encoder of that codec reads and writes."""
+    if codec == "kept":
+        return {"input": x} | _affine_rows(affine)
+    if codec == "minmax":
+        return _encoded(x, reference.encode_minmax(x, bits, key, affine), affine)
+    written = _encoded(x, reference.encode_rotated(x, bits, 1, key, affine), affine)
+    thresholds, levels = tables.rotated_thresholds(bits), tables.rotated_levels(bits, bits)
+    return written | {"thresholds": thresholds, "table": levels}
+
+
+def _values(norm: Norm, codec: str, bits: int) -> tuple[np.ndarray, Content, Any]:
+    """Where backward's values come from: they, what is read for them, and its parameters."""
+    target = reference.Target(len(norm.x))
+    given = _shape(norm.x, bits=bits, rounds=1, key=norm.key)
+    if codec == "kept":
+        content = {"input": norm.x} | _affine_rows(norm.before)
+        shape = {"channels": len(norm.before.scale), "inner": norm.before.inner}
+        return norm.before.apply(norm.x, 0), content, given | shape
+    if codec == "minmax":
+        code = reference.encode_minmax(norm.x, bits, norm.key, norm.before)
+        values = reference.decode_minmax(code, target, bits)
+        return values, {"input": code.planes, "headers": code.headers}, given
+    code = reference.encode_rotated(norm.x, bits, 1, norm.key, norm.before)
+    values = reference.decode_rotated(code, target, bits, 1, norm.key)
+    content = {"input": code.planes, "headers": code.headers}
+    table = {"table": tables.rotated_levels(bits, bits)}
+    return values, content | table, given | {"low": tables.rotated_level_factor(bits, bits)}
+
+
+def _second(affine: reference.Affine) -> Content:
+    return {"second_scale": affine.scale, "second_shift": affine.shift}
+
+
+def _second_shape(affine: reference.Affine, codec: str) -> Any:
+    shape = {"second_channels": len(affine.scale), "second_inner": affine.inner}
+    return shape | {"codec": CODECS.index(codec)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from recorder import CODECS, Norm
 
 from daf.errors import KernelError
 from daf.kernels import ElementType, Predicate, reference
@@ -26,6 +27,8 @@ def record_all(oracle, cases) -> None:
         masks,
         derivatives,
         integers,
+        norms,
+        rows,
         large,
     ):
         record(oracle, cases)
@@ -154,6 +157,50 @@ def integers(oracle, cases) -> None:
         oracle.encode_integers(np.array([0, 3, 8], np.int64), 3, 0)
 
 
+def norms(oracle, cases) -> None:
+    """Forward in passing and both passes of backward, from codes and from the input itself."""
+    for channels, inner in ((16, 1), (300, 1), (7, 1), (3, 256), (5, 49), (1, 1)):
+        for kind, count in (("smooth", 1100), ("mixed", 777), ("broken", 1024)):
+            norm = norm_of(cases, kind, count, channels, inner)
+            mask = reference.encode_mask(norm.gradient[::-1], Predicate.ABOVE, 0.0, 0.0)
+            for place, codec in enumerate(CODECS):
+                bits = 1 + (channels + place) % 4
+                oracle.emit(norm, codec, bits, norm.gradient, rectify=True)
+                oracle.emit(norm, codec, bits, None, rectify=False)
+                oracle.gradients(norm, codec, bits, mask)
+                oracle.gradients(norm, codec, bits, None)
+
+
+def norm_of(cases, kind: str, count: int, channels: int, inner: int) -> Norm:
+    scales = [cases.gaussian(channels, seed) for seed in range(6)]
+    before, result, of_value = (
+        reference.Affine(scales[2 * i], scales[2 * i + 1], inner) for i in range(3)
+    )
+    x = getattr(cases, kind)(count, channels)
+    return Norm(x, before, result, cases.gaussian(count, 9), KEY, of_value)
+
+
+def rows(oracle, cases) -> None:
+    """Rows shorter and longer than a block, on block borders and not, several spans of them."""
+    for row_count, length in ((1, 1), (3, 5), (7, 64), (2, 1000), (5, 256), (6, 384), (600, 17)):
+        for centred in (True, False):
+            for kind in ("smooth", "mixed", "broken"):
+                norm = rows_of(cases, kind, row_count, length, centred=centred)
+                for place, codec in enumerate(CODECS):
+                    bits = 1 + (length + place) % 4
+                    oracle.emit_rows(norm, codec, bits)
+                    oracle.row_gradients(norm, codec, bits, norm.result.scale)
+                    oracle.row_gradients(norm, codec, bits, None)
+
+
+def rows_of(cases, kind: str, row_count: int, length: int, *, centred: bool) -> Norm:
+    count = row_count * length
+    result = reference.Affine(cases.gaussian(length, 3), cases.gaussian(length, 4), 1)
+    x = getattr(cases, kind)(max(count, 16), length)[:count]
+    gradient = cases.gaussian(count, 9)
+    return Norm(x, None, result, gradient, KEY, length=length, centred=centred)
+
+
 def large(oracle, cases) -> None:
     """Every operation on several threads, refusals by one of them included."""
     source, target = cases.smooth(LARGE_COUNT, 4), reference.Target(LARGE_COUNT)
@@ -168,3 +215,9 @@ def large(oracle, cases) -> None:
     oracle.decode_integers(oracle.encode_integers(items, 32, -(2**31)), LARGE_COUNT, -(2**31), 4)
     source[-1] = np.nan
     oracle.encode_derivative(source, 2, borders)
+    norm = norm_of(cases, "smooth", LARGE_COUNT, 64, 1)
+    oracle.emit(norm, "rotated", 2, norm.gradient, rectify=True)
+    oracle.gradients(norm, "rotated", 2, words)
+    norm = rows_of(cases, "smooth", 1500, 100, centred=True)
+    oracle.emit_rows(norm, "rotated", 2)
+    oracle.row_gradients(norm, "minmax", 2, norm.result.scale)

@@ -89,7 +89,8 @@ def lever_policy(levers: Sequence[str], bits: int | str) -> Policy:
     if unknown:
         raise UnknownNameError(f"unknown lever {', '.join(unknown)}; known: {', '.join(LEVERS)}")
     policy = policy_for(bits) if "codes" in levers else plain_policy()
-    return replace(policy, fused="fused" in levers, chunked="chunked" in levers)
+    fused = "fused" in levers
+    return replace(policy, fused=fused, fused_rows=fused, chunked="chunked" in levers)
 
 
 def gradient_bytes(model: nn.Module) -> int:

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from daf.bench import accuracy as accuracy_bench
-from daf.bench import accuracy_jobs, main_job, packing
+from daf.bench import accuracy_jobs, main_job, operator_speed, packing
 from daf.bench import allocator as allocator_bench
 from daf.bench import gradients as gradients_bench
 from daf.bench import kernels as kernels_bench
@@ -107,16 +107,30 @@ def operators_command(
     picture: Annotated[
         Path | None, typer.Option(help="Draw what each lever takes off into this PNG file.")
     ] = None,
+    speed: Annotated[
+        bool, typer.Option("--speed", help="Time each operator alone, forward and backward.")
+    ] = False,
     quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Compare fused and chunked operators, codes and gradient release with plain PyTorch."""
+    if speed:
+        time_operators(quick=quick, as_json=as_json)
+        return
     name = images or main_job.default_data()
     job = operators_bench.quick_job(name) if quick else operators_bench.full_job(name, text)
     with Console(stderr=True).status("starting") as status:
         result = operators_bench.run(job, on_progress=status.update)
     if picture is not None:
         draw_waterfall(result.rows, picture)
+    show(result, as_json=as_json)
+
+
+def time_operators(*, quick: bool, as_json: bool) -> None:
+    """Each operator beside PyTorch's own sequence."""
+    job = operator_speed.quick_job() if quick else operator_speed.SpeedJob()
+    with Console(stderr=True).status("starting") as status:
+        result = operator_speed.run(job, on_progress=status.update)
     show(result, as_json=as_json)
 
 

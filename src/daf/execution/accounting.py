@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -87,12 +87,18 @@ class Holding:
         self._ledger.add_held(-self.nbytes, in_store=self._in_store)
 
 
+class Unmade(NamedTuple):
+    """A storage that plain PyTorch would make and hold, and that was never made here."""
+
+    nbytes: int
+
+
 class Plain:
     """A storage that autograd would hold, in the ledger for as long as this object lives."""
 
     __slots__ = ("__weakref__", "_ledger", "source")
 
-    def __init__(self, ledger: Ledger, source: Source) -> None:
+    def __init__(self, ledger: Ledger, source: Source | Unmade) -> None:
         self._ledger = ledger
         self.source = source
         ledger.add_plain(source.nbytes)

@@ -52,7 +52,10 @@ from daf.execution.accounting import Ledger, Source, Sources, strided_parts
 from daf.execution.carrying import NormCarrier
 from daf.execution.chunking import substitute
 from daf.execution.evictions import Evictions
+from daf.execution.fused_rows_call import is_row_norm
 from daf.execution.fusing import Fusing, FusingMode
+from daf.execution.fusing_rows import RowFusing, RowFusion
+from daf.execution.fusing_smooth import SmoothFusing, SmoothFusion, is_smooth
 from daf.execution.fusion import Fusion
 from daf.execution.held import Held, Kept, Saved, unpacker
 from daf.execution.microbatch import tensors_in_batch
@@ -114,6 +117,8 @@ class Capture:
         self._tracker = SiteTracker(model)
         self._provenance = Provenance()
         self._fusion = Fusion()
+        self._row_fusion = RowFusion()
+        self._smooth_fusion = SmoothFusion()
         self._treater = Treater(store, spilled, self._ledger, self._provenance)
         self._scratch = Scratch()
         self.parameter_reads = ParameterReads()
@@ -164,7 +169,7 @@ class Capture:
                 stack.enter_context(self._tracker.following())
                 stack.enter_context(self._watching_inputs())
                 stack.enter_context(running.replays.watching())
-                ours = running.substituting() if policy.chunked else None
+                ours = running.substituting() if policy.chunked or policy.fused_rows else None
                 fusing = running.fusing() if policy.fused else None
                 mode = FusingMode(running, ours, fusing) if fusing else OperatorMode(running, ours)
                 stack.enter_context(mode)
@@ -241,11 +246,12 @@ class Capture:
         return tuple(self._tracker.reports(self._evictions.bytes_by_tag))
 
     def fusions(self) -> tuple[FusionReport, ...]:
-        """Which batch normalisations are fused with what follows, and which not and why.
+        """Which operators are fused (with what follows), and which not and why.
 
         Empty unless the policy asks for it; known once a step has run them.
         """
-        return self._fusion.reports()
+        fusions = (self._fusion, self._row_fusion, self._smooth_fusion)
+        return tuple(report for fusion in fusions for report in fusion.reports())
 
     @property
     def replays(self) -> tuple[tuple[str, int], ...]:
@@ -398,20 +404,31 @@ class _Running:
 
     def substituting(self) -> Substitute:
         """Runs other functions for some calls; never in replayed ones, which run again without."""
-        ours = substitute(self.pack, self._policy.chunk_bytes)
+        chunked = substitute(self.pack, self._policy.chunk_bytes) if self._policy.chunked else None
+        carrier = self._norm_carrier() if self._policy.fused_rows else None
+        rows = RowFusing(self._capture._row_fusion, carrier) if carrier else None
+        smooth = SmoothFusing(self._capture._smooth_fusion, carrier) if carrier else None
 
         def choose(
             function: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]
         ) -> Callable[..., Any]:
-            return function if self.replays.is_running else ours(function, arguments, keywords)
+            if self.replays.is_running:
+                return function
+            if rows is not None and is_row_norm(function):
+                return rows.chosen(function, arguments, keywords)
+            if smooth is not None and is_smooth(function):
+                return smooth.chosen(function, arguments, keywords)
+            return function if chunked is None else chunked(function, arguments, keywords)
 
         return choose
 
     def fusing(self) -> Fusing:
         """Lets normalisations wait for their ReLU."""
+        return Fusing(self._capture._fusion, self._norm_carrier())
+
+    def _norm_carrier(self) -> NormCarrier:
         parts = (self._ledger, self._sources, self._tracker, self._provenance)
-        carrier = NormCarrier(self, self._policy, self._key, self._capture._store, *parts)
-        return Fusing(self._capture._fusion, carrier)
+        return NormCarrier(self, self._policy, self._key, self._capture._store, *parts)
 
     # --- settling ---------------------------------------------------------------------------
 
@@ -559,7 +576,9 @@ class compress:  # noqa: N801 - used as a statement, like torch.no_grad
                 to one bit; ``stats`` says how much. The attribute may be changed at any time.
             spill: where tensors go whose treatment is *spill*, and how much of them.
             fused: experimental: run batch normalisation, residual addition and ReLU as one
-                operator from the second entry on; ``fusions()`` tells where, and why not elsewhere.
+                operator from the second entry on, and layer and root-mean-square normalisation
+                so that they read their code directly; ``fusions()`` tells where, and why not
+                elsewhere.
             chunked: experimental: large convolutions and linear layers decode their input a part
                 of the batch at a time in backward, which takes less memory.
 
@@ -572,6 +591,7 @@ class compress:  # noqa: N801 - used as a statement, like torch.no_grad
         self._policy = replace(
             self._policy,
             fused=fused or self._policy.fused,
+            fused_rows=fused or self._policy.fused_rows,
             chunked=chunked or self._policy.chunked,
         )
         self._model = model
@@ -615,5 +635,5 @@ class compress:  # noqa: N801 - used as a statement, like torch.no_grad
         return self._capture.sites()
 
     def fusions(self) -> tuple[FusionReport, ...]:
-        """Which batch normalisations run as one operator with what follows, and why not others."""
+        """Which operators are fused (with what follows), and which not and why."""
         return self._capture.fusions()

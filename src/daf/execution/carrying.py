@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -17,10 +18,10 @@ from daf.execution.ownership import is_held_by_none_but, sole_holders
 from daf.execution.provenance import Provenance
 from daf.execution.sites import SiteRecord, SiteTracker
 from daf.execution.treatments import check_sound, kept_holding
-from daf.kernels import Emission
+from daf.kernels import Emission, RowMoments
 from daf.plan import KEEP, Method, Need, Policy, Treatment
 from daf.store.buffers import Store
-from daf.store.codec import MaskCode, ValueCode
+from daf.store.codec import Channels, MaskCode, ValueCode
 
 _NORM = "batch_norm"
 _MASK = Treatment(Method.MASK, 1)
@@ -67,16 +68,16 @@ class NormCarrier:
         self.store = store
         self.ledger = ledger
         self.sources = sources
-        self._tracker = tracker
-        self._provenance = provenance
+        self.tracker = tracker
+        self.provenance = provenance
 
     def norm_site(self) -> NormSite:
         """Where the normalisation that runs now is."""
-        return NormSite(*self._tracker.present_call(_NORM))
+        return NormSite(*self.tracker.present_call(_NORM))
 
     def enter_norm(self) -> None:
         """One more of them ran there."""
-        self._tracker.next_call(_NORM)
+        self.tracker.next_call(_NORM)
 
     def carry(
         self, norm: Norm, site: NormSite, addend: Tensor | None, rectifier: str | None
@@ -90,9 +91,9 @@ class NormCarrier:
         if watcher is not None:
             watcher.moment()
         owned = is_held_by_none_but(norm)
-        record = self._tracker.record(site.module, _NORM, site.call, 0)
+        record = self.tracker.record(site.module, _NORM, site.call, 0)
         told, plain = self.ledger.told_bytes, self.ledger.plain_bytes
-        holder = _CountingHolder(self, norm, record)
+        holder = _NormHolder(self, norm, record)
         made: list[NormHeld] = []
 
         def run() -> Tensor:
@@ -123,8 +124,8 @@ class NormCarrier:
         return result
 
     def _note_mask(self, rectifier: str, held: NormHeld, result: Tensor) -> Plain:
-        path, call = self._tracker.next_call(rectifier)
-        record = self._tracker.record(path, rectifier, call, 0)
+        path, call = self.tracker.next_call(rectifier)
+        record = self.tracker.record(path, rectifier, call, 0)
         assert held.mask is not None
         plain = self.ledger.plain_bytes
         plain_held = self.sources.of(result).plain()
@@ -137,25 +138,33 @@ class NormCarrier:
         code = held.code
         if code is None or not self.policy.rederive:
             return
-        held.recipe = self._provenance.added(addend, Term(code, held.result), held.mask)
+        held.recipe = self.provenance.added(addend, Term(code, held.result), held.mask)
         if held.recipe is not None:
-            self._provenance.learn(result, held)
+            self.provenance.learn(result, held)
 
 
-class _CountingHolder(Holder):
-    """Holds for one call as the policy says, and tells the ledger."""
+class CountingHolder:
+    """Holds what one normalisation needs as the policy says, and tells the ledger."""
 
-    def __init__(self, carrier: NormCarrier, norm: Norm, record: SiteRecord) -> None:
+    def __init__(
+        self,
+        carrier: NormCarrier,
+        x: Tensor,
+        beside: Sequence[Tensor],
+        need: Need,
+        record: SiteRecord,
+    ) -> None:
+        """For input ``x``; ``beside``: what plain PyTorch would save too."""
         self._carrier = carrier
         self.record = record
-        self._version = norm.x._version
-        self.is_external = carrier.hooks.is_constant(norm.x)
-        parts = norm.statistics if self.is_external else (norm.x, *norm.statistics)
+        self._version = x._version
+        self.is_external = carrier.hooks.is_constant(x)
+        parts = tuple(beside) if self.is_external else (x, *beside)
         self.sources = tuple(carrier.sources.of(part) for part in parts)
         self.plain = tuple(source.plain() for source in self.sources)
-        record.need = Need.NORM
-        treatment = carrier.policy.treatment(Need.NORM, record.site)
-        check_sound(treatment.method, Need.NORM, record.site)
+        record.need = need
+        treatment = carrier.policy.treatment(need, record.site)
+        check_sound(treatment.method, need, record.site)
         if treatment.method is Method.SPILL:
             raise CodecError(
                 f"asked to spill what {record.site} saves, which is a fused normalisation; these "
@@ -163,29 +172,32 @@ class _CountingHolder(Holder):
             )
         record.treatment = KEEP if self.is_external else treatment
 
-    def hold_input(self, norm: Norm) -> Kept | None:
+    def hold_input(self, x: Tensor) -> Kept | None:
         """The caller's own tensor, or what the policy keeps."""
         if self.record.treatment.method is not Method.KEEP:
             return None
         counted = () if self.is_external else (kept_holding(self.sources[0], self._ledger),)
-        return Kept(norm.x, self._version, self.record.site, counted)
+        return Kept(x, self._version, self.record.site, counted)
 
-    def new_mask(self, count: int) -> MaskCode:
-        """Room for a mask."""
-        return MaskCode.unwritten(self._carrier.store, count)
-
-    def encode(self, norm: Norm, written: Emission) -> Stored[ValueCode]:
-        """Code the normalised value as the policy says."""
+    def encode(
+        self,
+        x: Tensor,
+        channels: Channels | None,
+        written: Emission | None,
+        rows: RowMoments | None = None,
+    ) -> Stored[ValueCode]:
+        """Code ``channels`` of the input as the record says."""
         record, carrier = self.record, self._carrier
         code = ValueCode(
             carrier.store,
-            norm.x.detach(),
+            x,
             record.treatment,
             record.code_key(carrier.key),
-            norm.statistics.forward(norm.geometry.inner),
+            channels,
             weight=carrier.policy.weight(record.site),
             tag=record.name_hash,
             emission=written,
+            rows=rows,
         )
         return self.stored(code)
 
@@ -198,9 +210,35 @@ class _CountingHolder(Holder):
         return self._carrier.ledger
 
 
-def _save(
-    saved: Saved, norm: Norm, held: NormHeld, holder: _CountingHolder, result: Tensor
-) -> Save:
+class _NormHolder(Holder):
+    """The same in the words of the operator with batch normalisation."""
+
+    def __init__(self, carrier: NormCarrier, norm: Norm, record: SiteRecord) -> None:
+        self._store = carrier.store
+        self._counting = CountingHolder(carrier, norm.x, norm.statistics, Need.NORM, record)
+        self.plain = self._counting.plain
+        self.record, self.sources = record, self._counting.sources
+        self.is_external = self._counting.is_external
+
+    def hold_input(self, norm: Norm) -> Kept | None:
+        """The input itself, if that is to be held."""
+        return self._counting.hold_input(norm.x)
+
+    def new_mask(self, count: int) -> MaskCode:
+        """Room for a mask."""
+        return MaskCode.unwritten(self._store, count)
+
+    def encode(self, norm: Norm, written: Emission) -> Stored[ValueCode]:
+        """Code the normalised value."""
+        forward = norm.statistics.forward(norm.geometry.inner)
+        return self._counting.encode(norm.x.detach(), forward, written)
+
+    def stored(self, content: Any) -> Stored[Any]:
+        """Count something that is held."""
+        return self._counting.stored(content)
+
+
+def _save(saved: Saved, norm: Norm, held: NormHeld, holder: _NormHolder, result: Tensor) -> Save:
     """What a watcher is told: the input stands for itself, or its code does."""
     mask_bytes = held.mask.nbytes if held.mask is not None else 0
     return Save(

@@ -66,7 +66,7 @@ def objection(call: NormArguments, pack: Callable[..., Any], least_bytes: int) -
         return "it has one value per channel"
     vectors = (call.weight, call.bias, call.running_mean, call.running_var)
     channels = (x.shape[1],)
-    if not all(v is None or _is_vector(v, channels) for v in vectors):
+    if not all(v is None or is_vector(v, channels) for v in vectors):
         return "its parameters or statistics are no contiguous float32 vectors"
     if (call.running_mean is None) != (call.running_var is None):
         return "it has only one of the running statistics"
@@ -77,5 +77,6 @@ def objection(call: NormArguments, pack: Callable[..., Any], least_bytes: int) -
     return autograd_objection((x, call.weight, call.bias), pack)
 
 
-def _is_vector(tensor: Any, shape: tuple[int, ...]) -> bool:
+def is_vector(tensor: Any, shape: tuple[int, ...]) -> bool:
+    """A contiguous float32 tensor of this shape on the CPU?"""
     return is_plain(tensor) and tuple(tensor.shape) == shape and tensor.is_contiguous()

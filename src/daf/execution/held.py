@@ -13,6 +13,7 @@ from torch import Tensor
 
 from daf.errors import SavedTensorError
 from daf.execution.accounting import Holding, Ledger, Plain
+from daf.execution.derivation import Derivation
 from daf.kernels import BLOCK_ELEMENTS
 from daf.plan import Need, Site
 from daf.store.codec import (
@@ -49,11 +50,15 @@ class Stored(Holding, Generic[Content]):
 
 
 class Term(NamedTuple):
-    """One step of a recipe: add ``channels(code)`` to the sum so far, then zero by ``mask``."""
+    """One step of a recipe: add ``channels(code)`` to the sum so far, then zero by ``mask``.
+
+    A term with a ``derivation`` is a recipe's only one.
+    """
 
     code: Stored[ValueCode]
     channels: Stored[Channels] | None = None
     mask: Stored[MaskCode] | None = None
+    derivation: Derivation | None = None
 
 
 Recipe = tuple[Term, ...]
@@ -162,32 +167,37 @@ class Rederived(Held):
     def restore(self, scratch: Scratch) -> Tensor:
         """Decode every term onto the sum of those before it."""
         out = scratch.empty(self.layout)
+        self._decode(out, None)
+        return out
+
+    def restore_part(self, first: int, last: int) -> Tensor:
+        """Entries [first, last) of the first dimension, which must be the outermost in memory."""
+        shape, stride = self.layout.shape, self.layout.stride
+        row = math.prod(shape[1:])
+        start = first * row // BLOCK_ELEMENTS
+        room = self.restore_blocks(start, -(-last * row // BLOCK_ELEMENTS))
+        behind = first * row - start * BLOCK_ELEMENTS
+        return room.as_strided((last - first, *shape[1:]), stride, behind)
+
+    def restore_blocks(self, first: int, last: int) -> Tensor:
+        """The elements of blocks [first, last) of 256, in memory order."""
+        shape, _, dtype, device = self.layout
+        blocks = (first, last)
+        room = torch.empty(elements_in(blocks, math.prod(shape)), dtype=dtype, device=device)
+        self._decode(room, blocks)
+        return room
+
+    def _decode(self, out: Tensor, blocks: tuple[int, int] | None) -> None:
         for place, term in enumerate(self.recipe):
             term.code.content.decode(
                 out,
                 term.channels.content if term.channels else None,
                 term.mask.content if term.mask else None,
                 accumulate=place > 0,
-            )
-        return out
-
-    def restore_part(self, first: int, last: int) -> Tensor:
-        """Entries [first, last) of the first dimension, which must be the outermost in memory."""
-        shape, stride, dtype, device = self.layout
-        row = math.prod(shape[1:])
-        start, count = first * row // BLOCK_ELEMENTS, math.prod(shape)
-        blocks = (start, -(-last * row // BLOCK_ELEMENTS))
-        room = torch.empty(elements_in(blocks, count), dtype=dtype, device=device)
-        for place, term in enumerate(self.recipe):
-            term.code.content.decode(
-                room,
-                term.channels.content if term.channels else None,
-                term.mask.content if term.mask else None,
-                accumulate=place > 0,
                 blocks=blocks,
             )
-        behind = first * row - start * BLOCK_ELEMENTS
-        return room.as_strided((last - first, *shape[1:]), stride, behind)
+        if self.recipe[0].derivation is not None:
+            self.recipe[0].derivation.apply_(out)
 
 
 class NormInput(Held):

@@ -16,8 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from daf.execution.held import Kept
 from daf.execution.rules import saved_in
 from daf.store.codec import Channels
+from daf.store.scratch import Scratch
 
 
 class Normalisation(NamedTuple):
@@ -101,7 +103,10 @@ def _vector(tensor: Tensor) -> Tensor:
 
 def _statistic(node: Any, slot: str) -> Tensor | None:
     saved = saved_in(node, slot)
-    return saved.tensor if saved is not None else None
+    if saved is None:
+        return None
+    # A parameter that the node saved before its input is settled already.
+    return saved.held.restore(Scratch()) if isinstance(saved.held, Kept) else saved.tensor
 
 
 def channel_stride(x: Tensor) -> int | None:

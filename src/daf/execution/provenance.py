@@ -111,7 +111,7 @@ class Provenance:
         if not operands.trusted:
             return None
         found = self._resolve(node.next_functions[0], _MOST_ADDITIONS)
-        if found is None:
+        if found is None or found[0].derivation is not None:
             return None
         return (*found[:-1], found[-1]._replace(mask=mask)) if found[-1].mask is None else None
 
@@ -158,7 +158,7 @@ def _maker(node: Any, output: int) -> tuple[Any, int]:
 
 def _sum(first: Recipe, second: Recipe) -> Recipe | None:
     """One chain for both: the part that is appended must have no mask, which would zero both."""
-    if len(first) + len(second) > MOST_TERMS:
+    if len(first) + len(second) > MOST_TERMS or any(term.derivation for term in first + second):
         return None
     if all(term.mask is None for term in second):
         return first + second

@@ -175,7 +175,7 @@ class Treater:
         if job.need is Need.SIGN:
             return self._sign(job, rederive)
         if job.need is Need.TWO_VALUED:
-            return self._two_values(job)
+            return self._two_values(job, rederive)
         if job.need is Need.SMOOTH:
             return self._derivative(job)
         return self._values(job, rederive)
@@ -251,7 +251,7 @@ class Treater:
         if held.recipe is not None:
             self._provenance.learn(job.tensor, held)
 
-    def _two_values(self, job: Job) -> Held | None:
+    def _two_values(self, job: Job, rederive: bool) -> Held | None:
         """Dropout's noise, if it really takes two values."""
         if not is_dense(job.tensor):
             return None
@@ -264,7 +264,31 @@ class Treater:
         code.decode(again, low, high)
         if not torch.equal(again, job.tensor):
             return None
-        return TwoValues(Stored(self._ledger, code), layout, low, high)
+        held = TwoValues(Stored(self._ledger, code), layout, low, high)
+        if rederive and low == 0.0:
+            self._learn_dropped(job, held, high)
+        return held
+
+    def _learn_dropped(self, job: Job, held: TwoValues, factor: float) -> None:
+        """What dropout did to a tensor that is known, the layers behind can do again."""
+        x, result = next(iter(job.call.arguments), None), _first_result(job.call.result)
+        if job.saved.slot != "other" or not isinstance(x, Tensor) or result is None or result is x:
+            return
+        if not (x.stride() == result.stride() == job.tensor.stride()):
+            return
+        recipe = self._provenance.recipe(x, x._version)
+        if recipe is not None and len(recipe) == 1 and recipe[0].mask is None:
+            held.recipe = (self._scaled(recipe[0], factor)._replace(mask=held.mask),)
+            self._provenance.learn(result, held)
+
+    def _scaled(self, term: Term, factor: float) -> Term:
+        if term.derivation is not None:
+            return term._replace(derivation=term.derivation.scaled(factor))
+        channels = Channels(torch.full((1,), factor), torch.zeros(1), 1)
+        if term.channels is not None:
+            scale, shift, inner = term.channels.content
+            channels = Channels(scale * factor, shift * factor, inner)
+        return term._replace(channels=Stored(self._ledger, channels))
 
     # --- lossy ------------------------------------------------------------------------------
 
@@ -305,6 +329,8 @@ class Treater:
             return None
         if any(term.code.content.treatment.bits < job.treatment.bits for term in recipe):
             return None
+        if recipe[0].derivation is not None:
+            recipe[0].derivation.note_reader()
         return Rederived(recipe, layout_of(job.tensor))
 
     def _normalised(self, job: Job, rederive: bool) -> Held | None:
@@ -350,7 +376,7 @@ def _is_borrowed(held: Held) -> bool:
     """Does this hold only codes that others made?"""
     if not isinstance(held, Rederived):
         return False
-    return len(held.recipe) > 1 or held.recipe[0][1:] != (None, None)
+    return len(held.recipe) > 1 or held.recipe[0][1:] != (None, None, None)
 
 
 def _is_result(job: Job) -> bool:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 FORMAT_VERSION = 3
 BLOCK_ELEMENTS = 256
 HEADER_BYTES_PER_BLOCK = 4
+ROWS_PER_SPAN = 256  # of sums over rows; as in csrc/rows.h
 ROTATED_BITS = (1, 2, 3, 4)
 MINMAX_BITS = (1, 2, 3, 4, 5, 6, 7, 8)
 
@@ -149,6 +150,40 @@ class NormGradient(NamedTuple):
     of_gradient: ChannelAffine | None = None
     sums: ChannelSums | None = None
     mask: PageFields | None = None
+
+
+class RowMoments(NamedTuple):
+    """Rows are measured before they are read, and the affine of each is written.
+
+    Rows are runs of ``affine.inner`` elements, one channel each; the affine's scale and shift
+    then are addresses of room: ``(x - mean) / deviation`` where ``centred``, else ``x`` by the
+    root of its mean square. ``epsilon`` is added under the root.
+    """
+
+    epsilon: float
+    centred: bool
+
+
+class RowGradient(NamedTuple):
+    """Backward of a normalisation of rows of ``length`` over its normalised values (float32).
+
+    ``gradient_pointer``: of the result. ``destination_pointer``: for the input's gradient, or the
+    gradient itself, or 0 for none. ``gamma_pointer``: (length,), or 0 for none. ``scale_pointer``:
+    (rows,), what the rows' affine multiplies with. ``sums_pointer`` and ``products_pointer``:
+    (length,) float64 each, written: of the gradient (beta's) and of its product with the
+    values (gamma's); 0 for neither. ``workspace_pointer``: as many bytes as
+    ``rows.workspace_bytes`` says.
+    """
+
+    length: int
+    centred: bool
+    gradient_pointer: int
+    destination_pointer: int
+    gamma_pointer: int
+    scale_pointer: int
+    sums_pointer: int
+    products_pointer: int
+    workspace_pointer: int
 
 
 def block_count(count: int) -> int:

@@ -15,9 +15,11 @@ from daf.kernels import (
     ROTATED_BITS,
     ChannelAffine,
     ChannelSums,
+    ElementType,
     Emission,
     NormGradient,
     PageFields,
+    RowMoments,
 )
 from daf.kernels.contract import (
     affine_fields,
@@ -34,13 +36,22 @@ from daf.kernels.page_contract import (
     is_whole,
     levels_of,
     mask_fields,
+    row_fields,
 )
 
 
 def emit(
-    source: int, count: int, affine: ChannelAffine | None, emission: Emission, threads: int
+    source: int,
+    count: int,
+    affine: ChannelAffine | None,
+    emission: Emission,
+    threads: int,
+    rows: RowMoments | None = None,
 ) -> None:
-    """Carry out the emission from ``count`` elements, ``affine`` making values of them."""
+    """Carry out the emission from ``count`` elements, ``affine`` making values of them.
+
+    With ``rows`` the affine is measured just before.
+    """
     check_call(count, threads, source=source)
     if count:
         _native.norm.emit(
@@ -50,6 +61,7 @@ def emit(
             threads,
             affine_fields(affine),
             *emission_fields(emission, count),
+            row_fields(rows, affine, ElementType.FLOAT32, count),
         )
 
 

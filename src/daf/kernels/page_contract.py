@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from daf.errors import KernelError
-from daf.kernels import ChannelAffine, Emission, PageFields
+from daf.kernels import ChannelAffine, ElementType, Emission, PageFields, RowMoments
 from daf.kernels.contract import affine_fields, check_call, check_member, check_pointer
 from daf.kernels.tables import rotated_level_factor, rotated_levels
 
@@ -72,3 +72,22 @@ def emission_fields(
         affine_fields(emission.affine),
     )
     return fields, mask_fields(emission.mask, count)
+
+
+def row_fields(
+    rows: RowMoments | None, affine: ChannelAffine | None, element_type: ElementType, count: int
+) -> RowMoments | tuple[()]:
+    """Rows to measure as the native code takes them, or nothing."""
+    if rows is None:
+        return ()
+    if affine is None or affine.channels * affine.inner != count:
+        raise KernelError(
+            f"asked to measure the rows of {count} elements into {affine}; give room for the "
+            "affine of each row, inner being a row's length"
+        )
+    if element_type is not ElementType.FLOAT32 or not rows.epsilon >= 0:
+        raise KernelError(
+            f"asked to measure rows of {element_type!r} with epsilon {rows.epsilon}; rows are "
+            "float32, epsilon 0 or more"
+        )
+    return rows

@@ -20,6 +20,7 @@ from daf.kernels import (
     Emission,
     PageFields,
     Predicate,
+    RowMoments,
 )
 from daf.kernels.contract import (
     INTEGER_BITS,
@@ -41,6 +42,7 @@ from daf.kernels.page_contract import (
     is_whole,
     levels_of,
     mask_fields,
+    row_fields,
 )
 from daf.kernels.tables import rotated_levels, rotated_thresholds
 
@@ -56,10 +58,12 @@ def encode_rotated(
     threads: int,
     affine: ChannelAffine | None = None,
     emission: Emission | None = None,
+    rows: RowMoments | None = None,
 ) -> None:
     """Write the headers, and of every run the planes that it has: the first of its ``bits``.
 
-    ``emission`` is computed from the values coded, while they are read.
+    ``emission`` is computed from the values coded, while they are read; with ``rows`` the
+    affine is measured just before.
     """
     check_fields(fields, threads, ROTATED_BITS, source=source)
     check_rotation(rounds, key)
@@ -75,6 +79,7 @@ def encode_rotated(
         threads,
         affine_fields(affine),
         *emission_fields(emission, fields.elements),
+        row_fields(rows, affine, element_type, fields.elements),
     )
 
 
@@ -122,8 +127,9 @@ def encode_minmax(
     threads: int,
     affine: ChannelAffine | None = None,
     emission: Emission | None = None,
+    rows: RowMoments | None = None,
 ) -> None:
-    """Write every plane and the headers, rounding stochastically; ``emission`` as above."""
+    """Write every plane and the headers, rounding stochastically; options as above."""
     check_whole(fields, threads, MINMAX_BITS, source=source)
     check_key(key)
     kind = element_type_number(element_type)
@@ -136,6 +142,7 @@ def encode_minmax(
         threads,
         affine_fields(affine),
         *emission_fields(emission, fields.elements),
+        row_fields(rows, affine, element_type, fields.elements),
     )
 
 

@@ -104,17 +104,17 @@ def _sums(values: Doubles, channels: int, inner: int) -> Doubles:
         place % LANES,
     )
     np.add.at(lanes, cell, values)  # one after the other, in the order of the elements
-    rows = _halve(np.moveaxis(lanes, 2, 0))
-    total = _halve(rows)
+    rows = halve(np.moveaxis(lanes, 2, 0))
+    total = halve(rows)
     return np.where(np.isnan(total), np.nan, total)
 
 
-def _halve(rows: NDArray[Any]) -> NDArray[Any]:
+def halve(rows: NDArray[Any]) -> NDArray[Any]:
     """(n, …) to (…): rows of +0 up to a power of two, then halving strides."""
     width = 1
     while width < len(rows):
         width *= 2
-    padded = np.concatenate([rows, np.zeros((width - len(rows), *rows.shape[1:]))])
+    padded = np.concatenate([rows, np.zeros((width - len(rows), *rows.shape[1:]), rows.dtype)])
     while width > 1:
         width //= 2
         padded = padded[:width] + padded[width:]

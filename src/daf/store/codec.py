@@ -19,6 +19,7 @@ from daf.kernels import (
     Emission,
     PageFields,
     Predicate,
+    RowMoments,
     pages,
 )
 from daf.plan import Method, Treatment
@@ -153,6 +154,7 @@ class ValueCode:
         weight: float = 1.0,
         tag: int = 0,
         emission: Emission | None = None,
+        rows: RowMoments | None = None,
     ) -> None:
         """Encode a dense tensor, after ``channels`` has been applied to it.
 
@@ -165,6 +167,7 @@ class ValueCode:
             weight: how much relative error here harms the gradient, beside other tensors.
             tag: 64-bit name under which the store tells what it gave up.
             emission: what is computed of the values coded, in the same pass.
+            rows: how to measure ``channels``, whose vectors are then written before they are read.
 
         Raises:
             CodecError: the treatment is no value code, or the dtype has none.
@@ -178,12 +181,11 @@ class ValueCode:
         self.planes: Planes = self._allocate(store, weight, tag)
         source, fields = tensor.data_ptr(), self.planes.view.fields
         affine = channels.pointers() if channels else None
-        threads = torch.get_num_threads()
+        options = (torch.get_num_threads(), affine, emission, rows)
         if treatment.method is Method.ROTATED:
-            rounds = treatment.rounds
-            pages.encode_rotated(source, kind, fields, rounds, key, threads, affine, emission)
+            pages.encode_rotated(source, kind, fields, treatment.rounds, key, *options)
         else:
-            pages.encode_minmax(source, kind, fields, key, threads, affine, emission)
+            pages.encode_minmax(source, kind, fields, key, *options)
         self.planes.seal()
 
     def _allocate(self, store: Store, weight: float, tag: int) -> Planes:

@@ -20,8 +20,16 @@ enum class Operation : uint32_t {
   decode_derivative,
   encode_integers,
   decode_integers,
+  // Normalisations; `codec` says where the values come from.
+  emit,
+  sum_gradient,
+  write_gradient,
+  emit_rows,
+  row_gradient,
 };
-constexpr uint32_t operation_count = 10;
+constexpr uint32_t operation_count = 15;
+
+enum class Codec : uint32_t { rotated, minmax, kept };
 
 // As they lie in the file: little-endian, without gaps.
 struct Parameters {
@@ -29,11 +37,37 @@ struct Parameters {
   uint32_t done;    // what the kernel must return; its bytes count only where this is 1
   float low, high;  // decode_rotated: the levels' factor in `low`
   uint64_t count, key, base, channels, inner;
+  // Of normalisations: those of the second and third affine, whether rows are centred, and what is
+  // added under their root. Of rows, `second_inner` is the length.
+  uint64_t second_channels, second_inner;
+  uint32_t codec, centred;
+  double epsilon;
 };
-static_assert(sizeof(Parameters) == 80);
+static_assert(sizeof(Parameters) == 112);
 
 // What a kernel reads and writes; operations use what they need.
-enum Slot { input, headers, mask, scale, shift, table, thresholds, output, output_headers, slots };
+// `gradient` is also an addend, `result` what is written in passing or a gradient.
+enum Slot {
+  input,
+  headers,
+  mask,
+  scale,
+  shift,
+  table,
+  thresholds,
+  gradient,
+  second_scale,
+  second_shift,
+  third_scale,
+  third_shift,
+  output,
+  output_headers,
+  result,
+  result_mask,
+  sums,
+  products,
+  slots
+};
 constexpr int first_output = output;
 
 using Bytes = std::vector<uint8_t>;

@@ -14,10 +14,12 @@ const char* volatile running_set = "";
 namespace {
 
 constexpr const char* placement_names[] = {"at the start", "displaced", "at the end"};
-constexpr const char* slot_names[] = {"input", "headers",    "mask",   "scale",         "shift",
-                                      "table", "thresholds", "output", "output headers"};
-// Elements and planes may lie anywhere, the rest as C++ has it.
-constexpr size_t alignments[slots] = {1, 2, 4, 4, 4, 4, 4, 1, 2};
+constexpr const char* slot_names[] = {
+    "input",      "headers",        "mask",         "scale",        "shift",       "table",
+    "thresholds", "gradient",       "second scale", "second shift", "third scale", "third shift",
+    "output",     "output headers", "result",       "result mask",  "sums",        "products"};
+// Elements and planes may lie anywhere, the rest as C++ has it; sums as floats.
+constexpr size_t alignments[slots] = {1, 2, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 1, 2, 4, 4, 4, 4};
 
 // Of a caller who rounds upwards, flushes denormals and (on Arm) has another fp16 and another NaN.
 #if defined(__x86_64__)
@@ -104,9 +106,8 @@ Buffers Checker::place(const Run& run) {
     const size_t size = run.given.content[slot].size();
     uint8_t* to = memory_[slot].place(size, run.placement, alignments[slot]);
     if (slot <= output && !content.empty()) std::memcpy(to, content.data(), content.size());
-    result.at[slot] = to;
+    result.at[slot] = size ? to : nullptr;
   }
-  if (run.given.content[mask].empty()) result.at[mask] = nullptr;
   return result;
 }
 

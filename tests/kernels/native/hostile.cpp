@@ -21,18 +21,32 @@ bool has_headers(Operation operation) {
          operation == Operation::decode_minmax;
 }
 
+bool is_integers(Operation operation) {
+  return operation == Operation::encode_integers || operation == Operation::decode_integers;
+}
+
+bool is_norm(Operation operation) { return operation >= Operation::emit; }
+
+bool is_forward(Operation operation) {
+  return operation == Operation::emit || operation == Operation::emit_rows;
+}
+
+bool is_of_rows(Operation operation) {
+  return operation == Operation::emit_rows || operation == Operation::row_gradient;
+}
+
 bool is_decoder(Operation operation) { return uint32_t(operation) % 2 == 1; }
 
 uint64_t most_bits(Operation operation) {
   if (is_rotated(operation)) return 4;
   if (operation == Operation::encode_mask || operation == Operation::decode_mask) return 1;
-  return operation >= Operation::encode_integers ? 64 : 8;
+  return is_integers(operation) ? 64 : 8;
 }
 
 size_t elements_size(const Case& given) {
   const Parameters& chosen = given.parameters;
-  const bool integers = given.operation() >= Operation::encode_integers;
-  return chosen.count * (integers ? chosen.item_bytes : element_bytes(ElementType(chosen.type)));
+  return chosen.count * (is_integers(given.operation()) ? chosen.item_bytes
+                                                        : element_bytes(ElementType(chosen.type)));
 }
 
 size_t planes_size(const Case& given) {
@@ -97,7 +111,10 @@ Case HostileCases::make(Operation operation, uint64_t count) {
   chosen.operation = uint32_t(operation);
   chosen.count = count;
   choose_parameters(chosen);
-  is_decoder(operation) ? fill_decoder(result) : fill_encoder(result);
+  if (is_norm(operation))
+    fill_norm(result);
+  else
+    is_decoder(operation) ? fill_decoder(result) : fill_encoder(result);
   for (const int row : {scale, shift}) result.content[row] = tame_or_wild(4 * chosen.channels);
   result.name = "operation " + std::to_string(chosen.operation) + ", " +
                 std::to_string(chosen.bits) + " bits, element type " + std::to_string(chosen.type) +
@@ -151,6 +168,71 @@ void HostileCases::fill_decoder(Case& result) {
     result.content[table] = levels();
   else if (result.operation() == Operation::decode_derivative)
     result.content[table] = tame_or_wild(size_t{4} << chosen.bits);
+}
+
+// One whose values come from any codec, with an addend or mask or without.
+void HostileCases::fill_norm(Case& given) {
+  Parameters& chosen = given.parameters;
+  chosen.type = uint32_t(ElementType::float32);
+  chosen.codec = uint32_t(below(3));
+  chosen.bits = uint32_t(1 + below(Codec(chosen.codec) == Codec::rotated ? 4 : 8));
+  chosen.low = 0x1p-11f;
+  chosen.centred = uint32_t(below(2));
+  chosen.epsilon = below(2) ? 1e-5 : 0.0;
+  chosen.second_inner = below(2) ? 1 : 1 + below(300);
+  chosen.second_channels = 1 + below(600);
+  if (is_of_rows(given.operation())) {
+    const uint64_t length = 1 + below(std::min<uint64_t>(chosen.count, 700));
+    chosen.count -= chosen.count % length;
+    chosen.inner = chosen.second_inner = length;
+    chosen.second_channels = chosen.count / length;
+  }
+  chosen.channels = Codec(chosen.codec) == Codec::kept ? 1 + below(600) : 0;
+  if (is_of_rows(given.operation()) && chosen.channels) chosen.channels = chosen.second_channels;
+  is_forward(given.operation()) ? fill_norm_forward(given) : fill_norm_backward(given);
+}
+
+void HostileCases::fill_norm_forward(Case& given) {
+  Parameters& chosen = given.parameters;
+  const size_t floats = 4 * chosen.count, plane = 4 * words_per_block * block_count(chosen.count);
+  given.content[input] = tame_or_wild(floats);
+  if (Codec(chosen.codec) != Codec::kept) {
+    given.content[output].resize(planes_size(given));
+    given.content[output_headers].resize(4 * block_count(chosen.count));
+    given.content[thresholds] = bytes(table_cells * chosen.bits);
+    given.content[table] = levels();
+  }
+  given.content[result].resize(floats);
+  if (below(2)) given.content[gradient] = tame_or_wild(floats);
+  if (below(2)) given.content[result_mask].resize(plane);
+  if (given.operation() == Operation::emit_rows) {
+    for (const int row : {sums, products})
+      given.content[row].resize(4 * (chosen.count / chosen.inner));
+    chosen.second_inner = 1;  // gamma and beta: along the row
+    chosen.second_channels = chosen.inner;
+  }
+  for (const int row : {second_scale, second_shift})
+    given.content[row] = tame_or_wild(4 * chosen.second_channels);
+}
+
+void HostileCases::fill_norm_backward(Case& given) {
+  const Parameters& chosen = given.parameters;
+  const size_t floats = 4 * chosen.count, blocks = block_count(chosen.count);
+  const bool kept = Codec(chosen.codec) == Codec::kept;
+  given.content[input] = kept ? tame_or_wild(floats) : bytes(planes_size(given));
+  if (!kept) given.content[headers] = tame_or_wild(4 * blocks);
+  given.content[table] = levels();
+  given.content[gradient] = tame_or_wild(floats);
+  given.content[result].resize(floats);
+  const bool of_rows = is_of_rows(given.operation());
+  if (!of_rows && below(2)) given.content[mask] = bytes(4 * words_per_block * blocks);
+  const uint64_t width = of_rows ? chosen.second_inner : chosen.second_channels;
+  if (of_rows || given.operation() == Operation::sum_gradient)
+    for (const int row : {sums, products}) given.content[row].resize(8 * width);
+  if (!of_rows || below(2))
+    for (const int row : {second_scale, second_shift}) given.content[row] = tame_or_wild(4 * width);
+  for (const int row : {third_scale, third_shift})
+    given.content[row] = tame_or_wild(4 * chosen.second_channels);
 }
 
 }  // namespace daf::vectors

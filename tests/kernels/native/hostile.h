@@ -21,6 +21,9 @@ class HostileCases {
   void choose_parameters(Parameters& chosen);
   void fill_encoder(Case& result);
   void fill_decoder(Case& result);
+  void fill_norm(Case& given);
+  void fill_norm_forward(Case& given);
+  void fill_norm_backward(Case& given);
   uint64_t below(uint64_t limit) { return random_() % limit; }
   Bytes bytes(size_t size);
   Bytes tame_or_wild(size_t size);

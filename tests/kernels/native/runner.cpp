@@ -1,36 +1,9 @@
 #include "runner.h"
 
-#include "threads.h"
+#include "call.h"
 
 namespace daf::vectors {
 namespace {
-
-// One call: everything that the jobs are filled from.
-struct Call {
-  const Parameters& given;
-  const Buffers& buffers;
-  const KernelTable& kernels;
-  int threads;
-
-  template <class T>
-  T* at(Slot slot) const {
-    return reinterpret_cast<T*>(buffers.at[slot]);
-  }
-  Affine affine() const {
-    return {given.channels, given.inner, at<const float>(scale), at<const float>(shift)};
-  }
-  Source source() const {
-    return {at<void>(input), ElementType(given.type), given.count, affine()};
-  }
-  Target target() const {
-    return {at<void>(output),   ElementType(given.type), given.count,   affine(),
-            at<uint32_t>(mask), given.accumulate != 0,   buffers.stream};
-  }
-  template <class Job>
-  bool run(const Job& job, Kernel<Job> kernel) const {
-    return run_kernel(job, kernel, block_count(given.count), threads);
-  }
-};
 
 bool encode_rotated(const Call& call) {
   const EncodeRotated job{call.source(),
@@ -109,9 +82,10 @@ bool decode_integers(const Call& call) {
 
 // In the order of Operation.
 using Runner = bool (*)(const Call&);
-constexpr Runner runners[] = {encode_rotated,  decode_rotated, encode_minmax,     decode_minmax,
-                              encode_mask,     decode_mask,    encode_derivative, decode_derivative,
-                              encode_integers, decode_integers};
+constexpr Runner runners[] = {
+    encode_rotated, decode_rotated,    encode_minmax,     decode_minmax,   encode_mask,
+    decode_mask,    encode_derivative, decode_derivative, encode_integers, decode_integers,
+    emit,           sum_gradient,      write_gradient,    emit_rows,       row_gradient};
 static_assert(sizeof runners / sizeof *runners == operation_count);
 
 }  // namespace

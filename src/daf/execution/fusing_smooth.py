@@ -1,0 +1,168 @@
+"""Running GELU and SiLU so that one code serves them and the layer behind.
+
+Whether there is such a layer shows when it saves its input. An activation whose
+result no layer derived in its first step is left alone from then on: a code of
+its derivative is smaller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from daf.execution.carrying import CountingHolder, NormCarrier
+from daf.execution.derivation import Derivation
+from daf.execution.fused_smooth import (
+    LEAST_BITS,
+    FusedSmooth,
+    Smooth,
+    SmoothHeld,
+    shared_treatment,
+)
+from daf.execution.held import Recipe, Rederived, Term
+from daf.execution.normalisation import channel_stride
+from daf.execution.ownership import sole_holders
+from daf.execution.plain_call import autograd_objection, has_usual_strides, is_plain
+from daf.execution.treatments import SMALL_BYTES
+from daf.plan import FusionReport, Method, Need, Site, Treatment
+from daf.store.layout import layout_of
+
+_UNREAD = "no layer behind it reads its result in backward"
+
+
+class SmoothFusion:
+    """What became of each activation."""
+
+    def __init__(self) -> None:
+        self._reports: dict[Site, FusionReport] = {}
+        self._derivations: dict[Site, Derivation] = {}
+
+    def reports(self) -> tuple[FusionReport, ...]:
+        """Every one seen so far."""
+        return tuple(self._reports.values())
+
+    def is_unread(self, site: Site) -> bool:
+        """Did no layer derive its result when it last ran fused?"""
+        before = self._derivations.get(site)
+        return before is not None and before.readers == 0
+
+    def note(self, site: Site, reason: str) -> None:
+        """It ran fused, or why not."""
+        pattern = "" if reason else f"{site.operator} + layer behind"
+        self._reports[site] = FusionReport(site.module, site.call, pattern, reason, site.operator)
+
+    def derive(self, site: Site, derivation: Derivation) -> None:
+        """It runs fused, and this is what the layer behind is told."""
+        self._derivations[site] = derivation
+
+
+def is_smooth(operator: Callable[..., Any]) -> bool:
+    """Is this the function that modules of GELU or SiLU call?"""
+    return operator in (F.gelu, F.silu)
+
+
+def read_call(
+    operator: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]
+) -> tuple[Any, Smooth] | None:
+    """(input, activation); None where the arguments are odd, or it works in place."""
+    names = dict(keywords)
+    if "input" in names and not arguments:
+        arguments = (names.pop("input"),)
+    if len(arguments) != 1:
+        return None
+    if operator is F.gelu:
+        approximate = names.pop("approximate", "none")
+        known = approximate in ("none", "tanh") and not names
+        return (arguments[0], Smooth("gelu", approximate)) if known else None
+    inplace = names.pop("inplace", False)
+    return None if names or inplace else (arguments[0], Smooth("silu"))
+
+
+class SmoothFusing:
+    """Runs them for one ``with`` of a capture."""
+
+    def __init__(self, fusion: SmoothFusion, carrier: NormCarrier) -> None:
+        self._fusion = fusion
+        self._carrier = carrier
+        sole_holders()  # known before the first backward pass asks
+
+    def chosen(
+        self,
+        operator: Callable[..., Any],
+        arguments: Sequence[Any],
+        keywords: Mapping[str, Any],
+    ) -> Callable[..., Any]:
+        """What to run in the place of ``F.gelu`` or ``F.silu``: perhaps itself."""
+        name: str = operator.__name__
+        path, count = self._carrier.tracker.present_call(name)
+        site = Site(path, name, count, 0)
+        call = read_call(operator, arguments, keywords)
+        treatment = self._treatment(site)
+        reason = self._objection(call, site, treatment)
+        self._fusion.note(site, reason)
+        if call is None or treatment is None or reason:
+            return operator
+        x, smooth = call
+        return lambda *_arguments, **_keywords: self._run(x, smooth, site, treatment)
+
+    def _treatment(self, site: Site) -> Treatment | None:
+        """How the input is coded where that is to serve the layer behind too."""
+        policy = self._carrier.policy
+        if policy.treatment(Need.SMOOTH, site).method is not Method.DERIVATIVE:
+            return None
+        linear = policy.by_need.get(Need.LINEAR)
+        return shared_treatment(linear) if linear is not None and policy.rederive else None
+
+    def _objection(
+        self, call: tuple[Any, Smooth] | None, site: Site, treatment: Treatment | None
+    ) -> str:
+        if call is None:
+            return "its arguments are odd, or it works in place"
+        x, _ = call
+        if treatment is None:
+            return "the policy does not code both it and the layer behind"
+        if not is_plain(x):
+            return "its input is no float32 tensor on the CPU"
+        if channel_stride(x) is None or not has_usual_strides(x):
+            return "its input lies neither contiguous nor channels-last"
+        if x.nbytes < SMALL_BYTES:
+            return "its input is small"
+        if torch.is_autocast_enabled("cpu"):
+            return "autocast is on"
+        unsaved = autograd_objection((x,), self._carrier.pack)
+        if unsaved or not self._carrier.hooks.is_constant(x):
+            return unsaved or (_UNREAD if self._fusion.is_unread(site) else "")
+        return "its input is the caller's own"
+
+    def _run(self, x: Tensor, smooth: Smooth, site: Site, treatment: Treatment) -> Tensor:
+        carrier = self._carrier
+        carrier.tracker.next_call(site.operator)
+        record = carrier.tracker.record(site.module, site.operator, site.call, 0)
+        told, plain = carrier.ledger.told_bytes, carrier.ledger.plain_bytes
+        holder = CountingHolder(carrier, x, (), Need.SMOOTH, record)
+        with carrier.hooks.collecting() as pending:
+            result: Tensor = FusedSmooth.apply(x, lambda: smooth.forward(x.detach()))  # type: ignore[no-untyped-call]
+        recipe = self._known(x)
+        record.treatment = Treatment(Method.REDERIVE) if recipe is not None else treatment
+        if recipe is None:
+            recipe = (Term(holder.encode(x.detach(), None, None)),)
+        held = SmoothHeld(smooth, Rederived(recipe, layout_of(x)))
+        derivation = Derivation(smooth.apply_)
+        held.recipe = (recipe[0]._replace(derivation=derivation),)
+        carrier.provenance.learn(result, held)
+        self._fusion.derive(site, derivation)
+        record.plain_bytes += carrier.ledger.plain_bytes - plain
+        record.held_bytes += carrier.ledger.told_bytes - told
+        pending[0].settle(held, holder.plain)
+        return result
+
+    def _known(self, x: Tensor) -> Recipe | None:
+        """What is held anyway and tells the input well enough: a normalisation's code."""
+        recipe = self._carrier.provenance.recipe(x, x._version)
+        if recipe is None or len(recipe) > 1 or recipe[0].mask or recipe[0].derivation:
+            return None
+        return recipe if recipe[0].code.content.treatment.bits >= LEAST_BITS else None

@@ -1,0 +1,92 @@
+"""A normalisation of rows: forward with or without a code, and backward in one pass.
+
+Tensors are dense float32 on the CPU, contiguous; a row is ``length`` elements.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from daf.kernels import Emission, RowGradient, RowMoments, norm, rows
+from daf.plan import Method
+from daf.store.codec import Channels, ValueCode
+
+
+class RowSums(NamedTuple):
+    """(length,) float64 each: of the result's gradient, and of its products with the values."""
+
+    gradient: Tensor
+    products: Tensor
+
+
+class KeptRows(NamedTuple):
+    """The values of an input that is held as it is: ``affine`` of it."""
+
+    x: Tensor
+    affine: Channels
+
+
+class RowBackward(NamedTuple):
+    """What backward is given besides values.
+
+    ``gradient`` is that of the result; ``written`` receives the input's and may be ``gradient``
+    itself, or None; ``gamma`` is (length,) or None; ``scale`` (rows,) is the affine's;
+    without ``summing`` no sums are taken.
+    """
+
+    length: int
+    centred: bool
+    gradient: Tensor
+    written: Tensor | None
+    gamma: Tensor | None
+    scale: Tensor
+    summing: bool
+
+    def run(self, values: ValueCode | KeptRows) -> RowSums | None:
+        """One pass; nothing is decoded but the row at hand."""
+        threads, count = torch.get_num_threads(), self.gradient.numel()
+        room = torch.empty(2, self.length, dtype=torch.float64)
+        sums = RowSums(*room) if self.summing else None
+        size = rows.workspace_bytes(count, self.length, threads)
+        workspace = torch.empty(size, dtype=torch.uint8)
+        asked = self._asked(sums, workspace)
+        if isinstance(values, KeptRows):
+            source, affine = values.x.data_ptr(), values.affine.pointers()
+            rows.backward_kept(source, count, affine, asked, threads)
+            return sums
+        with values.planes.pinned() as view:
+            if values.treatment.method is Method.ROTATED:
+                rounds, key = values.treatment.rounds, values.key
+                rows.backward_rotated(view.fields, rounds, key, asked, threads)
+            else:
+                rows.backward_minmax(view.fields, asked, threads)
+        return sums
+
+    def _asked(self, sums: RowSums | None, workspace: Tensor) -> RowGradient:
+        return RowGradient(
+            self.length,
+            self.centred,
+            self.gradient.data_ptr(),
+            self.written.data_ptr() if self.written is not None else 0,
+            self.gamma.data_ptr() if self.gamma is not None else 0,
+            self.scale.data_ptr(),
+            sums.gradient.data_ptr() if sums is not None else 0,
+            sums.products.data_ptr() if sums is not None else 0,
+            workspace.data_ptr(),
+        )
+
+
+def unmeasured(x: Tensor, length: int) -> Channels:
+    """Room for the affine of each row."""
+    # Two tensors: the second may be forgotten before the first.
+    scale, shift = (torch.empty(x.numel() // length, dtype=torch.float32) for _ in range(2))
+    return Channels(scale, shift, length)
+
+
+def emit_rows(x: Tensor, affine: Channels, moments: RowMoments, written: Emission) -> None:
+    """Forward without a code; ``affine`` is measured on the way."""
+    threads = torch.get_num_threads()
+    norm.emit(x.data_ptr(), x.numel(), affine.pointers(), written, threads, moments)

@@ -1,0 +1,160 @@
+"""Each operator runs as what it is called, bytes are counted exactly, figures follow from rows."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from typer.testing import CliRunner
+
+from daf.bench import operator_speed
+from daf.bench.operator_cases import full_cases, image_cases, text_cases
+from daf.bench.traffic import counting
+from daf.cli.bench import app
+from daf.execution import chunked_backward
+from daf.execution.capture import compress
+
+TINY = operator_speed.SpeedJob((*image_cases(8, 16, 16), *text_cases(256, 64, 100)), rounds=2)
+NAMES = {
+    "batch_norm + relu": "FusedNormBackward",
+    "batch_norm + add + relu": "FusedNormBackward",
+    "conv2d": "ChunkedConvolutionBackward",
+    "layer_norm": "FusedRowNormBackward",
+    "rms_norm": "FusedRowNormBackward",
+    "layer_norm + linear": "FusedRowNormBackward",
+    "gelu + linear": "FusedSmoothBackward",
+    "linear": "ChunkedLinearBackward",
+    "linear + cross_entropy": "_SummedCrossEntropyBackward",
+}
+
+
+@pytest.fixture(scope="module")
+def result() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunked_backward, "CHUNK_BYTES", 1 << 14)
+        return operator_speed.run(TINY)
+
+
+def test_figures_follow_from_the_rows(result: Any) -> None:
+    ours = [row for row in result.rows if row["contestant"] == "ours"]
+    plain = [row for row in result.rows if row["contestant"] == "plain"]
+    assert len(ours) == len(plain) == len(TINY.cases)
+    for way in ("forward", "backward", "step"):
+        worst = max(row[f"{way}_ratio"] for row in ours)
+        assert result.figures[f"worst_{way}_ratio"] == worst > 0
+        assert all(row[f"{way}_ratio"] == 1 for row in plain)
+    for way in ("forward", "backward"):
+        shares = [
+            one[f"{way}_bytes"] / other[f"{way}_bytes"]
+            for one, other in zip(ours, plain, strict=True)
+        ]
+        product = torch.tensor(shares, dtype=torch.float64).log().mean().exp()
+        assert result.figures[f"mean_{way}_bytes_ratio"] == pytest.approx(float(product))
+
+
+@pytest.mark.parametrize("case", TINY.cases, ids=lambda case: f"{case.name} {case.shape[1]}")
+def test_every_operator_is_what_it_is_called_and_computes_the_same(case, monkeypatch) -> None:
+    monkeypatch.setattr(chunked_backward, "CHUNK_BYTES", 1 << 14)
+    group = operator_speed.contestants_of(case, 8)
+    found: dict[str, tuple[list[Any], list[torch.Tensor]]] = {}
+    for each in group:
+        names: list[str] = []
+
+        def note(way: str, call: Any, names: list[str] = names) -> Any:
+            end = call()
+            if way == "forward":
+                names[:] = node_names(end.grad_fn)
+            return end
+
+        for _ in range(operator_speed.WARM_UP_ROUNDS):
+            each.run(note)
+        found[each.name] = names, each.gradients()
+    assert NAMES[case.name] in found["ours"][0]
+    assert NAMES[case.name] not in found["plain"][0]
+    for one, other in zip(found["ours"][1], found["plain"][1], strict=True):
+        assert (one - other).square().sum() < 1e-3 * other.square().sum()
+
+
+def node_names(root: Any) -> list[str]:
+    names, todo = [], [root]
+    while todo:
+        node = todo.pop()
+        names.append(node.name())
+        todo += [below for below, _ in node.next_functions if below is not None]
+    return names
+
+
+def test_bytes_of_known_operators() -> None:
+    x, gradient = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64)
+    norm = nn.LayerNorm(64)
+    y = x * 1
+    with compress(norm, 2, fused=True), counting() as forward:
+        out = norm(y)
+    with counting() as backward:
+        out.backward(gradient)
+    tensor, code = 4 * 64 * 64, 64 * 64 * 2 // 8 + 4 * 16
+    vector = 4 * 64
+    assert forward.nbytes == 2 * tensor + code + 2 * 2 * vector  # gamma and beta are copied
+    of_vectors = 2 * (8 + 4) * 64  # float64 sums to float32
+    multiplied = 2 * tensor  # the x * 1 before
+    assert backward.nbytes == 2 * tensor + code + of_vectors + multiplied
+    with counting() as views:
+        x.detach().view(-1).t()
+        torch.empty(1000)
+    assert views.nbytes == 0
+    with counting() as added:
+        _ = x.detach() + gradient
+        F.relu(gradient, inplace=True)
+        _ = torch.zeros(1).expand(64, 64) + gradient
+    assert added.nbytes == 3 * tensor + tensor + (4 + 4 + 2 * tensor)
+
+
+def test_kernels_are_themselves_again_afterwards() -> None:
+    from daf.kernels import norm, pages, rows
+
+    before = (pages.encode_rotated, norm.emit, rows.backward_kept)
+    with counting():
+        assert pages.encode_rotated is not before[0]
+    with pytest.raises(RuntimeError, match="shape"), counting():
+        torch.zeros(3).view(2)
+    assert (pages.encode_rotated, norm.emit, rows.backward_kept) == before
+
+
+def test_the_full_job_is_of_w1_and_bert_small() -> None:
+    shapes = {(case.name, case.shape) for case in full_cases()}
+    assert ("batch_norm + relu", (128, 64, 32, 32)) in shapes
+    assert ("batch_norm + relu", (128, 512, 4, 4)) in shapes
+    assert ("layer_norm", (8192, 512)) in shapes
+    assert ("gelu + linear", (8192, 2048)) in shapes
+    assert {name for name, _ in shapes} == set(NAMES)
+
+
+def test_the_command_prints_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = operator_speed.SpeedJob(text_cases(64, 64, 100)[:1], rounds=1)
+    monkeypatch.setattr(operator_speed, "quick_job", lambda: tiny)
+    done = CliRunner().invoke(app, ["operators", "--speed", "--quick", "--json"])
+    assert done.exit_code == 0, done.output
+    printed = json.loads(done.stdout)
+    assert printed["benchmark"] == "operator_speed"
+    assert [row["contestant"] for row in printed["rows"]] == ["plain", "codes", "ours"]
+
+
+def test_the_document_s_table_tells_the_rows(result: Any) -> None:
+    path = Path(__file__).parents[2] / "benchmarks" / "render.py"
+    spec = importlib.util.spec_from_file_location("render", path)
+    assert spec is not None
+    assert spec.loader is not None
+    render = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(render)
+    lines = render.operator_speed_figures(json.loads(result.as_json())).splitlines()
+    ours = [row for row in result.rows if row["contestant"] == "ours"]
+    assert len([line for line in lines if line.startswith("| ") and "×" in line]) == len(ours)
+    row = next(row for row in ours if row["operator"] == "rms_norm")
+    (line,) = (line for line in lines if line.startswith("| rms_norm"))
+    assert f"| {row['forward_ratio']:.2f} | {row['backward_ratio']:.2f} |" in line
