@@ -442,7 +442,7 @@ def test_the_caller_s_own_batch_is_kept_by_reference() -> None:
     """It is alive anyway: a code would only add bytes."""
     model = Normed(make(nn.LayerNorm, 64)).norm
     capture, x = Capture(model), torch.randn(64, 64)
-    policy = replace(coded_policy(2), fused=True)
+    policy = replace(coded_policy(2), fused=True, fused_rows=True)
     with capture.step(policy, 0, 0, batch=x):
         out = model(x)
     (norm,) = (r for r in capture.sites() if r.need is Need.NORM)
@@ -455,7 +455,7 @@ def test_a_treatment_that_is_unsound_is_refused() -> None:
     norm, x = make(nn.LayerNorm, 64), torch.randn(64, 64, requires_grad=True)
     for need_treatment in (Method.SPILL, Method.MASK):
         treatment = replace(KEEP, method=need_treatment)
-        policy = replace(coded_policy(2), by_need={Need.NORM: treatment}, fused=True)
+        policy = replace(coded_policy(2), by_need={Need.NORM: treatment}, fused_rows=True)
         capture = compress(norm, policy=policy)
         with pytest.raises(DafError, match="layer_norm"), capture:
             norm(x * 1)

@@ -312,7 +312,7 @@ class _Running:
         self._spill = capture._spill
         self._evictions = capture._evictions
         self._parameter_reads = capture.parameter_reads
-        if policy.fused and policy.replayed:
+        if (policy.fused or policy.fused_rows) and policy.replayed:
             raise CodecError(
                 f"policy {policy.name!r} asks for fused operators and for replayed calls; a fused "
                 "one may wait beyond the end of a call, so ask for one of the two"
