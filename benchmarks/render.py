@@ -231,6 +231,18 @@ def point_cells(row: dict[str, Any]) -> str:
     return " | ".join([*cells, f"{row['step_ratio']:.3f}" if "step_ratio" in row else apart])
 
 
+def policies_figures(result: dict[str, Any]) -> str:
+    """Step times of every policy at the same budgets, in Markdown, and their picture."""
+    return "\n".join(
+        [
+            measured_by(result, "sweep --policies"),
+            "",
+            *picture("policies", "Throughput against memory, every policy"),
+            *policy_lines(result["rows"]),
+        ]
+    ).rstrip()
+
+
 def survival_figures(result: dict[str, Any]) -> str:
     """How random models under random budgets ended, in Markdown."""
     return count_table(result, "survival", [])
@@ -287,6 +299,7 @@ TABLES = (
     (ROOT / "docs" / "pool.md", "pool", pool_figures),
     (ROOT / "docs" / "allocator.md", "allocator", allocator_figures),
     (ROOT / "docs" / "sweep.md", "sweep", sweep_figures),
+    (ROOT / "docs" / "sweep.md", "policies", policies_figures),
     (ROOT / "docs" / "sweep.md", "survival", survival_figures),
     (ROOT / "docs" / "sweep.md", "pressure", pressure_figures),
     (ROOT / "docs" / "peers.md", "peers", peers_figures),
@@ -301,6 +314,7 @@ PICTURES: tuple[tuple[str, str, Callable[[Any, Path], None]], ...] = (
     ("allocator", "allocator", draw_trade),
     ("operators", "operators", draw_waterfall),
     ("sweep", "sweep", draw_sweep),
+    ("policies", "policies", draw_sweep),
     ("pressure", "pressure", draw_pressure),
     ("peers", "peers", draw_peers),
     ("packing", "packing", draw_packing),
