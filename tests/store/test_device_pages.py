@@ -62,7 +62,7 @@ def test_no_page_goes_to_a_stream_while_another_still_uses_it(steps) -> None:
             try:
                 found = pages.allocate(amount, stream)
             except PoolFullError:
-                # Only an event tells that a stream has passed, even where its work on these is done.
+                # Only an event tells that a stream has passed, even where its work is done.
                 waiting = {
                     page
                     for event, freed in given_back
