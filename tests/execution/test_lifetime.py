@@ -69,6 +69,33 @@ def test_a_graph_dropped_without_backward_gives_everything_back(bits: int | str)
         gc.enable()
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("bits", POLICIES)
+def test_a_model_that_keeps_a_result_goes_when_nobody_holds_it(
+    bits: int | str, fused: bool
+) -> None:
+    """Autograd's graph keeps the hooks, unseen by the collector; they must not keep the model."""
+
+    class Remembering(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = network()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = self.inner(x)
+            return self.last
+
+    model = Remembering()
+    capture = compress(model, bits, fused=fused, chunked=fused)
+    for _ in range(2):
+        with capture:
+            loss = model(torch.randn(2, 3, 8, 8)).sum()
+    alive = weakref.ref(model)
+    del model, capture, loss
+    gc.collect()
+    assert alive() is None
+
+
 def test_a_policy_that_raises_leaves_no_cycle() -> None:
     model = network()
     seen: list[weakref.ref[Tensor]] = []

@@ -38,6 +38,7 @@ for them yet. ``torch.func`` transforms do not work under saved-tensor hooks.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -174,7 +175,7 @@ class Capture:
                 mode = FusingMode(running, ours, fusing) if fusing else OperatorMode(running, ours)
                 stack.enter_context(mode)
                 unpack = self._unpack if watcher is None else watched(self._unpack, watcher)
-                hooks = torch.autograd.graph.saved_tensors_hooks(running.pack, unpack)
+                hooks = torch.autograd.graph.saved_tensors_hooks(running.hook, unpack)
                 stack.enter_context(hooks)
                 yield self
                 if fusing:
@@ -284,6 +285,21 @@ def _without_graph(batch: Any) -> Iterator[Tensor]:
     return (tensor for tensor in tensors_in_batch(batch) if tensor.grad_fn is None)
 
 
+def _weakly(pack: Callable[[Tensor], Saved]) -> Callable[[Tensor], Saved]:
+    """The same for autograd, whose graph keeps the hook for as long as a result lives.
+
+    Strongly, it would keep the model too: one that holds a result of its own would never go.
+    """
+    reference = weakref.WeakMethod(pack)
+
+    def hook(tensor: Tensor) -> Saved:
+        alive = reference()
+        assert alive is not None  # hooks are called only inside the ``with`` that holds it
+        return alive(tensor)
+
+    return hook
+
+
 class _Open(NamedTuple):
     """An operator that has begun: the state before it, and what is known of its arguments."""
 
@@ -331,6 +347,7 @@ class _Running:
         )
         self.replays = Replays(capture._model, policy.replayed, keeper, capture._replay_log)
         self._pending: list[Saved] | None = None  # None: no operator is running
+        self.hook = _weakly(self.pack)
 
     # --- hooks ------------------------------------------------------------------------------
 
@@ -404,7 +421,7 @@ class _Running:
 
     def substituting(self) -> Substitute:
         """Runs other functions for some calls; never in replayed ones, which run again without."""
-        chunked = substitute(self.pack, self._policy.chunk_bytes) if self._policy.chunked else None
+        chunked = substitute(self.hook, self._policy.chunk_bytes) if self._policy.chunked else None
         carrier = self._norm_carrier() if self._policy.fused_rows else None
         rows = RowFusing(self._capture._row_fusion, carrier) if carrier else None
         smooth = SmoothFusing(self._capture._smooth_fusion, carrier) if carrier else None

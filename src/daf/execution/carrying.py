@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -30,8 +30,9 @@ _MASK = Treatment(Method.MASK, 1)
 class Hooks(Protocol):
     """The saved-tensor hooks of one ``with``."""
 
-    def pack(self, tensor: Tensor) -> Saved:
-        """What autograd calls."""
+    @property
+    def hook(self) -> Callable[[Tensor], Saved]:
+        """What autograd calls for every tensor it saves."""
 
     def collecting(self) -> AbstractContextManager[list[Saved]]:
         """Everything packed inside is the caller's to settle."""
@@ -61,7 +62,7 @@ class NormCarrier:
         tracker: SiteTracker,
         provenance: Provenance,
     ) -> None:
-        self.pack = hooks.pack
+        self.pack = hooks.hook
         self.hooks = hooks
         self.policy = policy
         self.key = key
