@@ -117,14 +117,11 @@ def test_a_budget_lowered_from_another_thread_in_mid_step_takes_planes_at_once()
 
         def squeeze() -> None:
             return_free_memory()  # earlier tests' leftovers would make room otherwise
-            live = stats()["held_bytes.current"] - stats()["recycled_bytes.current"]
+            # Neither recycled blocks nor what blocks have beyond what was asked: both go first.
+            live = stats()["live_bytes.current"] + stats()["external_bytes.current"]
             seen["pool before"] = pool_of(session).live_bytes
-            # A process that has run for long gives some back beside the pool, so lower by and by.
-            for lower_mb in range(5, 60, 5):
-                session.budget = budget_for_account(live - lower_mb * MB)
-                seen["pool after"] = pool_of(session).live_bytes
-                if seen["pool before"] - seen["pool after"] > 2 * MB:
-                    break
+            session.budget = budget_for_account(live - 3 * MB)
+            seen["pool after"] = pool_of(session).live_bytes
             seen["account"] = stats()["held_bytes.current"]
             seen["limit"] = session._keeper._hard_limit_bytes
 
@@ -134,11 +131,10 @@ def test_a_budget_lowered_from_another_thread_in_mid_step_takes_planes_at_once()
         assert measure.resident_bytes() <= session.budget_bytes
         change = session.budget_history[-1]
     assert seen["pool before"] - seen["pool after"] > 2 * MB
-    assert sum(each.evicted_bytes for each in session.budget_history) > 2 * MB
     assert seen["account"] <= seen["limit"]
     assert halve.attempts == 1  # it finished; nothing was done twice
     assert math.isfinite(report.loss)
-    assert report.evicted_bytes >= change.evicted_bytes > 0
+    assert report.evicted_bytes >= change.evicted_bytes > 2 * MB
     assert change.budget_bytes == report.budget_bytes
     assert change.reason == "as asked"
 
