@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from daf.governor.budget import (
     reserve_bytes,
     step_bytes,
 )
+from daf.governor.growth import AHEAD_S, MOST_BYTES, Growth
 
 
 class Clock:
@@ -180,6 +182,40 @@ def test_a_squeeze_is_followed_at_once_and_its_end_after_a_while(
     assert governor.refresh().budget_bytes == seen[-1]
     clock.now_s += RISE_AFTER_S / 2
     assert governor.refresh() == (900 * MB, "as asked")
+
+
+def test_what_grows_fast_is_left_what_it_takes_until_the_budget_is_felt(
+    tree: Tree, clock: Clock, govern: Any
+) -> None:
+    tree.enter_v2("/app")
+    tree.v2_group("/app", used_mb=370, maximum_mb=1000)
+    governor = govern("900MB")
+    for taken_mb in (80, 90, 100):  # 10 MB in 20 ms
+        tree.v2_group("/app", used_mb=300 + taken_mb, maximum_mb=1000)
+        clock.now_s += 0.02
+        governor.refresh()
+    left = 900 * MB - 30 * MB
+    assert left - step_bytes(left) < governor.reading.budget_bytes <= left
+    assert "less 30.0 MB left to others" in governor.reading.reason
+    tree.v2_group("/app", used_mb=360, maximum_mb=1000)  # it shrinks, and then stands still
+    for _ in range(2):
+        clock.now_s += RISE_AFTER_S
+        governor.refresh()
+    assert governor.reading == (900 * MB, "as asked")
+
+
+def test_growth_is_a_rate_of_readings_far_enough_apart_and_bounded() -> None:
+    growth, bound = Growth(), Bound("group", 1000 * MB, 900 * MB)
+    growth.note((bound,), 1.0)
+    assert growth.ahead_bytes(bound) == 0
+    growth.note((replace(bound, most_bytes=890 * MB),), 1.001)  # 10 GB/s, or chance
+    assert growth.ahead_bytes(bound) == 0
+    growth.note((replace(bound, most_bytes=880 * MB),), 1.1)
+    assert growth.ahead_bytes(bound) == pytest.approx(20 * MB * AHEAD_S / 0.1, rel=1e-6)
+    growth.note((replace(bound, most_bytes=100 * MB),), 1.2)
+    assert growth.ahead_bytes(bound) == MOST_BYTES
+    growth.note((bound,), 1.3)
+    assert growth.ahead_bytes(bound) == 0
 
 
 @given(

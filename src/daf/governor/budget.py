@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from daf.governor.groups import MemoryGroup, memory_groups
+from daf.governor.growth import MOST_BYTES, Growth
 from daf.governor.limits import Bound, read_bounds
 from daf.governor.pressure import STALLED_SHARE, Backoff, PressureSampler
 from daf.governor.request import Budget, Request, parse_budget
@@ -18,8 +19,8 @@ MIB = 2**20
 # What "auto" leaves to everybody else: a twentieth of the tightest limit, and at least this much.
 AUTO_RESERVE_FRACTION = 0.05
 AUTO_RESERVE_BYTES = 64 * MIB
-# What a budget in bytes leaves free of a limit that others fill up too: a second process that
-# allocates 50 MB/s takes a fifth of it between two readings.
+# What a budget in bytes leaves free of a limit that others fill up too, however slowly they do; of
+# one that they fill fast it leaves more (``growth``).
 RESERVE_BYTES = 16 * MIB
 # Live limits never stand still. Budgets that follow them fall in steps of this size, and rise only
 # once there has been room for two steps more for a while, so that not every reading is a new plan.
@@ -30,6 +31,7 @@ RISE_STEPS = 3
 RISE_AFTER_S = 0.25
 # A process is seldom moved to another cgroup, and finding its groups costs more than reading them.
 GROUPS_LAST_S = 1.0
+STANDING_STILL = Growth()
 
 
 class Reading(NamedTuple):
@@ -47,21 +49,28 @@ class Goal(NamedTuple):
     is_live: bool
 
 
-def reserve_bytes(request: Request, bound: Bound) -> int:
+def reserve_bytes(request: Request, bound: Bound, growth: Growth = STANDING_STILL) -> int:
     """What this budget leaves free of a bound: for one in bytes, nothing where nobody shares it."""
+    ahead_bytes = growth.ahead_bytes(bound)
     if request.is_auto:
-        return max(AUTO_RESERVE_BYTES, int(AUTO_RESERVE_FRACTION * bound.ceiling_bytes))
+        share_bytes = int(AUTO_RESERVE_FRACTION * bound.ceiling_bytes)
+        return max(AUTO_RESERVE_BYTES, share_bytes, ahead_bytes)
     others_bytes = max(0, bound.ceiling_bytes - bound.most_bytes)
-    return min(RESERVE_BYTES, others_bytes)
+    return max(min(RESERVE_BYTES, others_bytes), ahead_bytes)
 
 
-def goal_of(request: Request, bounds: tuple[Bound, ...], backoff: float = 0.0) -> Goal:
+def goal_of(
+    request: Request,
+    bounds: tuple[Bound, ...],
+    backoff: float = 0.0,
+    growth: Growth = STANDING_STILL,
+) -> Goal:
     """The budget under these bounds; ``backoff`` is the share that ``"auto"`` gives up.
 
     Never above a ceiling, nor above what a bound leaves this process less the reserve.
     """
     lowest = min(bounds, key=lambda bound: bound.ceiling_bytes)
-    left = {bound: bound.most_bytes - reserve_bytes(request, bound) for bound in bounds}
+    left = {bound: bound.most_bytes - reserve_bytes(request, bound, growth) for bound in bounds}
     tightest = min(left, key=left.__getitem__)
     live = left[tightest]
     asked = _asked_bytes(request, lowest.ceiling_bytes)
@@ -105,6 +114,7 @@ class Governor:
         self._system = system
         self._clock = clock
         self._backoff = Backoff()
+        self._growth = Growth()
         self._sampler: PressureSampler | None = None
         self._may_rise_since_s: float | None = None
         self._asked: Budget = None
@@ -168,10 +178,11 @@ class Governor:
             return self.reading
 
     def _settled(self, request: Request, *, at_once: bool, urgent: bool) -> Reading:
-        near = None if request.nbytes is None else request.nbytes + RESERVE_BYTES
+        near = None if request.nbytes is None else request.nbytes + MOST_BYTES
         self._bounds = read_bounds(self._system, near, self._memory_groups())
+        self._growth.note(self._bounds, self._clock())
         backoff = self._pressure(urgent) if request.is_auto else 0.0
-        goal = goal_of(request, self._bounds, backoff)
+        goal = goal_of(request, self._bounds, backoff, self._growth)
         before = self.reading.budget_bytes
         if at_once or before is None:
             self._may_rise_since_s = None
