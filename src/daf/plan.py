@@ -225,7 +225,8 @@ class Plan:
     as that is whole. ``bound_ms``: no plan within the budget takes less, time and the small price
     of noise together, so it proves how good this one is. ``choices`` gives one line for every
     choice: what was chosen and why. ``account`` holds the terms of the predicted peak (bytes),
-    which add up to its ``predicted_peak``.
+    which add up to its ``predicted_peak``. ``added_noise``: the variance that codes are expected to
+    add to the gradient, relative to the batch's own.
     """
 
     policy: Policy
@@ -238,6 +239,7 @@ class Plan:
     bound_ms: float = 0.0
     choices: tuple[str, ...] = ()
     account: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    added_noise: float = 0.0
 
 
 def policy_named(name: str) -> Policy:

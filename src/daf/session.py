@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -19,8 +19,9 @@ from torch import nn
 
 from daf import governor
 from daf.adapting import Adapting, BudgetChange
+from daf.asked import checked_tolerance, policy_name, refuse_gpu
 from daf.choosing import Choosing, Evidence, Terms
-from daf.errors import BudgetError, PlatformError, PoolFullError, UnknownNameError
+from daf.errors import BudgetError, PoolFullError
 from daf.execution.capture import Capture
 from daf.execution.gradient_step import Before, GradientStep
 from daf.execution.microbatch import LossFunction, batch_bytes, batch_size
@@ -28,12 +29,17 @@ from daf.execution.release import GradientRelease, ReleaseMode, release_refusal
 from daf.memory import compiler, measure
 from daf.memory.keeper import MemoryKeeper
 from daf.memory.recycling import unsupported_reason
+from daf.noise import NoiseRecord
+from daf.noise_control import NoiseControl
 from daf.plain_data import from_plain, to_plain
 from daf.plan import Method, Plan, plain_policy, policy_for
 from daf.planning import planner
 from daf.planning.options import Allowed
 from daf.profile import Profile
 from daf.profiler import Profiler, gradient_bytes, parameter_bytes
+from daf.sensing import Sensing
+from daf.sensitivity.result import Sensitivity
+from daf.step_report import StepReport
 from daf.store.default import make_store
 from daf.store.spill import SpillOptions
 from daf.units import format_bytes, parse_optional_bytes
@@ -41,28 +47,6 @@ from daf.units import format_bytes, parse_optional_bytes
 Refusal = TypeVar("Refusal", PoolFullError, RuntimeError)
 # A measured small step needs the gradients and about as much again in workspaces and activations.
 ROOM_TO_MEASURE = 4
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """What one step did (bytes, milliseconds).
-
-    ``peak_bytes`` is the process's peak during the step; ``evicted_bytes`` of
-    codes were given up under the pool's cap or the budget, least important first.
-    ``released_gradients`` were stepped and freed inside backward; ``overrun_bytes``
-    is what such a step, which cannot be retried, needed beyond the budget to finish.
-    ``budget_bytes`` was in force at its end (None: no budget).
-    """
-
-    loss: float
-    step_ms: float
-    peak_bytes: int
-    saved_bytes: int
-    micro_batch: int
-    evicted_bytes: int = 0
-    released_gradients: int = 0
-    overrun_bytes: int = 0
-    budget_bytes: int | None = None
 
 
 class Session:
@@ -81,9 +65,10 @@ class Session:
             planner choose. Without a budget None means ``"plain"``.
         policy: how the planner chooses under a budget: ``"optimal"``, or to compare with it
             ``"sage"``, ``"checkpoint"``, ``"accumulate"``, ``"quantize"`` (``planning.policies``).
-        tolerance: the most relative error that codes may add at the mean of lossy sites (0:
-            only what is exact). None: as little as two bits everywhere would, and where that
-            cannot hold the budget, as much as it takes.
+        tolerance: the most variance that codes may add to the gradient, relative to the
+            batch's own (0: only what is exact). None: a seventh, and where that cannot hold
+            the budget, as much as it takes. Until the two were measured, two bits
+            everywhere are taken to add a seventh.
         seed: names the run in the codes' random rotations.
         floor_bytes: the process before the model existed; by default the
             resident size now, less the model.
@@ -94,6 +79,9 @@ class Session:
             their own. Below what they need, planes of ``rotated`` codes are given up, the
             least important first, down to one bit; reports say how much. The attribute may
             be changed at any moment, in mid-step and from another thread too.
+        sensitivity: measure what each site's code adds to the gradient, and plan by that
+            (True: after the first plan, then whenever 2 % of the training time has been
+            earned); False never does. Or what an earlier run of this model found.
         release_gradients: step each parameter inside backward, as its gradient completes, and
             free the gradient (``grad`` is None afterwards): the same result, bit for bit. True
             raises where something needs the gradients later; ``"auto"`` then leaves it, and
@@ -124,6 +112,7 @@ class Session:
         pool_bytes: str | int | None = None,
         release_gradients: ReleaseMode = False,
         spill: SpillOptions | None = None,
+        sensitivity: Sensitivity | bool = True,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -145,14 +134,18 @@ class Session:
         self._gradient = GradientStep(
             model, optimizer, self._capture, self._release, self._keeper.must_finish
         )
-        self._choosing = Choosing(Terms(_policy_name(bits, policy), _checked(tolerance)))
+        tolerance = checked_tolerance(tolerance)
+        self._choosing = Choosing(Terms(policy_name(bits, policy), tolerance))
+        known = sensitivity if isinstance(sensitivity, Sensitivity) else None
+        sensing = Sensing(model, self._keeper, seed, known=known, is_on=bool(sensitivity))
+        self._noise = NoiseControl(sensing, self._choosing, self._capture, tolerance)
         self._step_index = 0
         self._planned_for_bytes = 0
         self._peak_bytes = 0
         self._adapting = Adapting(budget, self._keeper, self._capture.release_scratch)
         self._planned_budget_bytes = self.budget_bytes
         if self.budget_bytes is not None:
-            _refuse_gpu(model)
+            refuse_gpu(model)
         measure.reset_peak()
 
     def __enter__(self) -> Session:
@@ -187,7 +180,7 @@ class Session:
     @budget.setter
     def budget(self, value: governor.Budget) -> None:
         if value is not None:
-            _refuse_gpu(self.model)
+            refuse_gpu(self.model)
         self._adapting.ask(value)
 
     @property
@@ -245,6 +238,21 @@ class Session:
         """What was measured before planning; None before ``prepare`` or without a budget."""
         return self._choosing.profile
 
+    @property
+    def sensitivity(self) -> Sensitivity | None:
+        """What is known of every site's part in the gradient's noise; for another run's session."""
+        return self._noise.sensing.sensitivity
+
+    @property
+    def noise(self) -> NoiseControl:
+        """Measures, and what was found: noise by site, records, time spent."""
+        return self._noise
+
+    @property
+    def noise_history(self) -> list[NoiseRecord]:
+        """What codes added beside the batch's own noise, at every measurement."""
+        return list(self._noise.history)
+
     def prepare(
         self,
         batch: Any,
@@ -260,7 +268,7 @@ class Session:
             return self.plan
         if self.budget_bytes is None:
             self.plan = Plan(
-                self._fixed_policy,
+                self._noise.with_weights(self._fixed_policy),
                 batch_size(batch),
                 predicted_peak_bytes=0,
                 return_freed_blocks=False,
@@ -276,7 +284,11 @@ class Session:
             profile = self._measure_profile(batch, loss_fn, budget_bytes, on_progress)
         self._choosing.terms = self._choosing.terms._replace(allowed=self._allowed())
         try:
-            plan = self._choosing.begin(profile, budget_bytes)
+            self._keeper.bound(budget_bytes, budget_bytes)
+            weigh = partial(
+                self._noise.weigh, batch=batch, loss_fn=loss_fn, budget_bytes=budget_bytes
+            )
+            plan = self._choosing.begin(profile, budget_bytes, weigh)
         except BudgetError:
             self._keeper.close()
             raise
@@ -325,6 +337,9 @@ class Session:
         elif self._choosing.first is not None:
             self._settle(peak)
         stats = self._capture.stats
+        overrun_bytes = self._keeper.overrun_bytes
+        step = self._step_index - 1, step_ms
+        noise = self._noise.after_step(batch, loss_fn, running, step, self._planned_budget_bytes)
         return StepReport(
             loss,
             step_ms,
@@ -333,8 +348,9 @@ class Session:
             running.micro_batch,
             stats.evicted_bytes,
             self._release.count.released,
-            self._keeper.overrun_bytes,
+            overrun_bytes,
             self.budget_bytes,
+            *noise,
         )
 
     def explain(self) -> list[dict[str, Any]]:
@@ -346,7 +362,8 @@ class Session:
         choosing = self._choosing
         chosen = {name: to_plain(getattr(choosing, name)) for name in _CHOSEN}
         counted = {name: getattr(self, attribute) for name, attribute in _COUNTED.items()}
-        return chosen | counted | {"peak_bytes": self.peak_bytes}
+        noise = {"noise": self._noise.state_dict()}
+        return chosen | counted | noise | {"peak_bytes": self.peak_bytes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state_dict``: nothing is measured or planned again."""
@@ -357,6 +374,7 @@ class Session:
             setattr(self, attribute, state[name])
         self._peak_bytes = state["peak_bytes"]
         self._choosing.terms = self._choosing.terms._replace(allowed=self._allowed())
+        self._noise.load_state_dict(state["noise"])
         if self.plan is not None and self.plan.return_freed_blocks:
             self._keeper.open()
 
@@ -543,37 +561,7 @@ _COUNTED = {
 }
 
 
-def _policy_name(bits: int | str | None, policy: str | None) -> str:
-    if bits is not None and policy is not None:
-        raise ValueError(
-            f"asked for bits={bits!r} and policy={policy!r}; bits fix every site, so that there is "
-            "nothing left for a policy to choose; give one of the two"
-        )
-    if policy is not None and policy not in planner.POLICIES:
-        known = ", ".join(planner.POLICIES)
-        raise UnknownNameError(f"asked for the policy {policy!r}; known: {known}")
-    return policy_for(bits).name if bits is not None else policy or "optimal"
-
-
-def _checked(tolerance: float | None) -> float | None:
-    if tolerance is not None and not tolerance >= 0:
-        raise ValueError(
-            f"asked for a tolerance of {tolerance!r}; it is a relative error: 0 (exact) or more, "
-            f"{planner.DEFAULT_TOLERANCE} for two bits everywhere"
-        )
-    return tolerance
-
-
 def _bare(error: Refusal) -> Refusal:
     """An error without tracebacks, its causes' included, whose frames hold a step's tensors."""
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
-
-
-def _refuse_gpu(model: nn.Module) -> None:
-    device = next((each.device for each in model.parameters()), torch.device("cpu"))
-    if device.type != "cpu":
-        raise PlatformError(
-            f"asked for a budget for a model on {device}; budgets bound the process's own memory; "
-            "move the model to the CPU, or pass budget=None"
-        )

@@ -16,7 +16,7 @@ from daf.errors import NonFiniteLossError, PlatformError
 from daf.memory import measure
 from daf.memory.recycling import unsupported_reason
 from daf.memory.tracking import recorded
-from daf.session import StepReport
+from daf.step_report import StepReport
 from daf.training.checkpoint import load_model, read_checkpoint, write_checkpoint
 from daf.training.interrupt import InterruptWatch
 from daf.training.job import Job, make_job

@@ -1,0 +1,56 @@
+"""What a session was asked for, checked."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from daf.errors import PlatformError, UnknownNameError
+from daf.plan import policy_for
+from daf.planning import planner
+
+
+def policy_name(bits: int | str | None, policy: str | None) -> str:
+    """Which of the planner's policies or levels was asked for.
+
+    Raises:
+        UnknownNameError: none has that name.
+        ValueError: ``bits`` names no policy, or both were given.
+    """
+    if bits is not None and policy is not None:
+        raise ValueError(
+            f"asked for bits={bits!r} and policy={policy!r}; bits fix every site, so that there is "
+            "nothing left for a policy to choose; give one of the two"
+        )
+    if policy is not None and policy not in planner.POLICIES:
+        known = ", ".join(planner.POLICIES)
+        raise UnknownNameError(f"asked for the policy {policy!r}; known: {known}")
+    return policy_for(bits).name if bits is not None else policy or "optimal"
+
+
+def checked_tolerance(tolerance: float | None) -> float | None:
+    """The tolerance, which is 0 or more.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if tolerance is not None and not tolerance >= 0:
+        raise ValueError(
+            f"asked for a tolerance of {tolerance!r}; it is the noise that codes may add, relative "
+            f"to the batch's own: 0 (exact) or more, by default {planner.DEFAULT_TOLERANCE}"
+        )
+    return None if tolerance is None else float(tolerance)
+
+
+def refuse_gpu(model: nn.Module) -> None:
+    """Budgets bound the process's own memory.
+
+    Raises:
+        PlatformError: the model is on another device.
+    """
+    device = next((each.device for each in model.parameters()), torch.device("cpu"))
+    if device.type != "cpu":
+        raise PlatformError(
+            f"asked for a budget for a model on {device}; budgets bound the process's own memory; "
+            "move the model to the CPU, or pass budget=None"
+        )
