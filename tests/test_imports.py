@@ -36,6 +36,7 @@ ROWS = (
     ("daf.allocation", 4),
     ("daf.noise", 2),
     ("daf.execution", 3),
+    ("daf.files", 2),
     ("daf.store", 2),
     ("daf.memory", 2),
     ("daf.kernels", 1),

@@ -66,9 +66,9 @@ class NoiseControl:
         self._capture = capture
         self._is_told = False
         self._asked = tolerance
-        wanted = DEFAULT_TOLERANCE if tolerance is None else tolerance
+        self.tolerance = DEFAULT_TOLERANCE if tolerance is None else tolerance
         self._watch = NoiseWatch(
-            max(wanted, LEAST_TOLERANCE),
+            max(self.tolerance, LEAST_TOLERANCE),
             lambda _: self._has_widened,
             interval=1,
             memory=0.0,

@@ -8,9 +8,11 @@ tightest plan, measures that, and goes on with the fastest plan that fits.
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -21,7 +23,7 @@ from daf import governor
 from daf.adapting import Adapting, BudgetChange
 from daf.asked import checked_tolerance, policy_name, refuse_gpu
 from daf.choosing import Choosing, Evidence, Terms
-from daf.errors import BudgetError, PoolFullError
+from daf.errors import BudgetError, DivergedError, NonFiniteLossError, PoolFullError
 from daf.execution.capture import Capture
 from daf.execution.gradient_step import Before, GradientStep
 from daf.execution.microbatch import LossFunction, batch_bytes, batch_size
@@ -35,8 +37,10 @@ from daf.plain_data import from_plain, to_plain
 from daf.plan import Method, Plan, plain_policy, policy_for
 from daf.planning import planner
 from daf.planning.options import Allowed
+from daf.planning.widths import is_lossy
 from daf.profile import Profile
 from daf.profiler import Profiler, gradient_bytes, parameter_bytes
+from daf.retracing import Retracing
 from daf.sensing import Sensing
 from daf.sensitivity.result import Sensitivity
 from daf.step_report import StepReport
@@ -82,6 +86,10 @@ class Session:
         sensitivity: measure what each site's code adds to the gradient, and plan by that
             (True: after the first plan, then whenever 2 % of the training time has been
             earned); False never does. Or what an earlier run of this model found.
+        retrace: when the losses say that the run diverges under its codes (inf, NaN, or far above
+            the usual ones again and again), go back to the last good state with wider codes,
+            once; ``StepReport.retraced_to`` tells. The state is written to this file
+            every 100 steps (True: to a temporary one). The second time it is an error.
         release_gradients: step each parameter inside backward, as its gradient completes, and
             free the gradient (``grad`` is None afterwards): the same result, bit for bit. True
             raises where something needs the gradients later; ``"auto"`` then leaves it, and
@@ -113,6 +121,7 @@ class Session:
         release_gradients: ReleaseMode = False,
         spill: SpillOptions | None = None,
         sensitivity: Sensitivity | bool = True,
+        retrace: Path | bool = False,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -139,6 +148,7 @@ class Session:
         known = sensitivity if isinstance(sensitivity, Sensitivity) else None
         sensing = Sensing(model, self._keeper, seed, known=known, is_on=bool(sensitivity))
         self._noise = NoiseControl(sensing, self._choosing, self._capture, tolerance)
+        self._retracing = Retracing(model, optimizer, retrace)
         self._step_index = 0
         self._planned_for_bytes = 0
         self._peak_bytes = 0
@@ -163,6 +173,7 @@ class Session:
         """Undo what was set in the process (see ``settings``), and watch no limits any more."""
         self._adapting.close()
         self._keeper.close()
+        self._retracing.close()
 
     @property
     def budget(self) -> governor.Budget:
@@ -314,6 +325,8 @@ class Session:
             NonFiniteLossError: the loss is inf or NaN; parameters and buffers are untouched.
             ReleaseRefusedError: gradients must be released, and something needs them later.
             CommittedStepError: backward failed after parameters had been updated.
+            DivergedError: ``retrace`` was asked for, and the run diverges again or codes cannot
+                be wider.
         """
         self._follow_budget(self._adapting.begin_step())
         if self.budget_bytes is not None and batch_bytes(batch) > self._planned_for_bytes:
@@ -323,11 +336,20 @@ class Session:
         running = self._choosing.running or plan
         self._begin_peak()
         start_s = time.perf_counter()
-        loss, running = self._within_budget(batch, loss_fn, running)
+        try:
+            loss, running = self._within_budget(batch, loss_fn, running)
+            has_diverged = self._has_diverged(loss, running)
+        except NonFiniteLossError:
+            if not self._has_diverged(math.nan, running):
+                raise
+            loss, has_diverged = math.nan, True
+        if has_diverged:
+            return self._go_back(loss, running, 1000 * (time.perf_counter() - start_s))
         if running.return_freed_blocks:
             self._capture.release_scratch()
         with self._keeper.unbounded():
             compiler.step(self.optimizer)
+            self._retracing.save_if_good()
         step_ms = 1000 * (time.perf_counter() - start_s)
         peak = self._end_peak()
         self._count_saved(batch)
@@ -353,6 +375,37 @@ class Session:
             *noise,
         )
 
+    def _has_diverged(self, loss: float, running: Plan) -> bool:
+        """Only what codes may have caused is watched: exact runs are the user's own."""
+        return is_lossy(running.policy) and self._retracing.note(self._step_index, loss)
+
+    def _go_back(self, loss: float, running: Plan, step_ms: float) -> StepReport:
+        """To the last good state, with wider codes.
+
+        Raises:
+            DivergedError: the budget has no room for any.
+        """
+        reason = self._retracing.watch.reason
+        if not self._noise.widen(self._planned_budget_bytes):
+            raise DivergedError(
+                f"{reason}; codes of {running.policy.name} cannot be wider here: raise the budget "
+                "or the bits, or lower the learning rate"
+            )
+        with self._keeper.unbounded():
+            self._step_index = self._retracing.restore()
+        self._noise.tell(
+            f"{reason}; going back to the state after step {self._step_index} with wider codes"
+        )
+        return StepReport(
+            loss,
+            step_ms,
+            self._end_peak(),
+            self._capture.stats.held_peak_bytes,
+            running.micro_batch,
+            budget_bytes=self.budget_bytes,
+            retraced_to=self._step_index,
+        )
+
     def explain(self) -> list[dict[str, Any]]:
         """One row per site of the last captured step: site, need, treatment, bytes."""
         return [report.as_dict() for report in self._capture.sites()]
@@ -362,7 +415,7 @@ class Session:
         choosing = self._choosing
         chosen = {name: to_plain(getattr(choosing, name)) for name in _CHOSEN}
         counted = {name: getattr(self, attribute) for name, attribute in _COUNTED.items()}
-        noise = {"noise": self._noise.state_dict()}
+        noise = {"noise": self._noise.state_dict(), "retracing": self._retracing.state_dict()}
         return chosen | counted | noise | {"peak_bytes": self.peak_bytes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -375,6 +428,7 @@ class Session:
         self._peak_bytes = state["peak_bytes"]
         self._choosing.terms = self._choosing.terms._replace(allowed=self._allowed())
         self._noise.load_state_dict(state["noise"])
+        self._retracing.load_state_dict(state["retracing"])
         if self.plan is not None and self.plan.return_freed_blocks:
             self._keeper.open()
 
