@@ -37,15 +37,20 @@ class Method(StrEnum):
     REDERIVE = "rederive"
     SPILL = "spill"
     REPLAY = "replay"
+    AVERAGED = "averaged"  # a published baseline; no plan chooses it
 
 
 @dataclass(frozen=True, slots=True)
 class Treatment:
-    """What the plan does at a site: a method, its width, and rotation rounds."""
+    """What the plan does at a site: a method, its width, and rotation rounds.
+
+    ``group``: how many neighbours share a mean that is coded instead of them (*averaged*).
+    """
 
     method: Method
     bits: int = 0
     rounds: int = 1
+    group: int = 1
 
 
 KEEP = Treatment(Method.KEEP)

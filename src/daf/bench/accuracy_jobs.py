@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from daf.bench.accuracy import POLICIES, QUICK, QUICK_POLICIES, AccuracyJob
+from daf.bench.accuracy import POLICIES, QUICK, QUICK_POLICIES, AccuracyJob, Task
+from daf.bench.accuracy_bias import NETWORKS, BiasTask
+from daf.bench.accuracy_budget import BudgetTask
 from daf.bench.accuracy_tasks import (
     AccuracyTask,
     Effort,
@@ -18,6 +20,7 @@ from daf.bench.accuracy_tasks import (
 )
 from daf.errors import UnknownNameError
 
+_SPOKEN = "spoken_digits_8k_1s.npz"
 _GLUE_FOLDERS = {"sst2": "SST-2", "mrpc": "MRPC", "stsb": "STS-B"}
 
 
@@ -30,7 +33,12 @@ def _image(model: str, folder: Path) -> AccuracyTask:
     return image_task(model, f"cifar10:{file}" if file.exists() else "digits")
 
 
-_TASKS: Mapping[str, Callable[[Path], AccuracyTask]] = {
+def _bias(network: str, folder: Path) -> BiasTask:
+    del folder
+    return BiasTask(network)
+
+
+_TASKS: Mapping[str, Callable[[Path], Task]] = {
     "resnet20": partial(_image, "resnet20"),
     "resnet18": partial(_image, "resnet18"),
     **{
@@ -39,10 +47,17 @@ _TASKS: Mapping[str, Callable[[Path], AccuracyTask]] = {
         for lora in (False, True)
     },
     "gpt2-e2e-lora": lambda folder: generation_task(folder / "e2e"),
-    "personalisation": lambda folder: personalisation_task(folder / "spoken_digits_8k_1s.npz"),
+    "personalisation": lambda folder: personalisation_task(folder / _SPOKEN),
+    "personalisation-budget": lambda folder: BudgetTask(folder / _SPOKEN),
+    **{f"bias-{each}": partial(_bias, each) for each in NETWORKS},
 }
 TASK_NAMES = tuple(_TASKS)
-_QUICK_TASKS = ("resnet20", "personalisation")
+_QUICK_TASKS = (
+    "resnet20",
+    "personalisation",
+    "personalisation-budget",
+    *(f"bias-{each}" for each in NETWORKS),
+)
 
 
 def make_job(

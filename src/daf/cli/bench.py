@@ -31,6 +31,7 @@ from daf.bench import pressure as pressure_bench
 from daf.bench import reduce as reduce_bench
 from daf.bench import survival as survival_bench
 from daf.bench import sweep as sweep_bench
+from daf.bench.accuracy_picture import draw_curves
 from daf.bench.kernels_picture import draw_roofline
 from daf.bench.operators_picture import draw_waterfall
 from daf.bench.pool_picture import draw_times
@@ -300,6 +301,9 @@ def accuracy_command(
     rows: Annotated[
         Path | None, typer.Option(help="JSON lines to write rows to, and to go on from.")
     ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="A PNG to draw accuracy against bytes in.")
+    ] = None,
     quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -307,6 +311,8 @@ def accuracy_command(
     job = accuracy_jobs.make_job(tasks, policies, seeds, data, quick=quick)
     with Console(stderr=True).status("starting") as status:
         result = accuracy_bench.run(job, rows, on_progress=status.update)
+    if picture is not None:
+        draw_curves(result.rows, accuracy_bench.metrics_of(job), picture)
     show(result, as_json=as_json)
 
 

@@ -15,6 +15,7 @@ from daf.errors import SavedTensorError
 from daf.execution.accounting import Holding, Ledger, Plain
 from daf.kernels import BLOCK_ELEMENTS
 from daf.plan import Need, Site
+from daf.store.averaged import AveragedCode
 from daf.store.codec import (
     Channels,
     DerivativeCode,
@@ -179,6 +180,23 @@ class Rederived(Held):
             )
         behind = first * row - start * BLOCK_ELEMENTS
         return room.as_strided((last - first, *shape[1:]), stride, behind)
+
+
+class Averaged(Held):
+    """Means of neighbours."""
+
+    __slots__ = ("code", "layout")
+
+    def __init__(self, code: Stored[AveragedCode], layout: Layout) -> None:
+        super().__init__()
+        self.code = code
+        self.layout = layout
+
+    def restore(self, scratch: Scratch) -> Tensor:
+        """Every neighbour is their mean."""
+        out = scratch.empty(self.layout)
+        self.code.content.decode(out)
+        return out
 
 
 class NormInput(Held):
