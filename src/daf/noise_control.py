@@ -94,7 +94,7 @@ class NoiseControl:
         if self.sensing.sensitivity is None and plan.added_noise > 0.0:
             resident = measure.resident_bytes()
             room = Room(profile, budget_bytes)
-            pool_bytes = self._pool_bytes()
+            pool_bytes = self._capture.pool_bytes
             self.sensing.measure(batch, loss_fn, 0, room=room, pool_bytes=pool_bytes)
             # Code that was loaded for it, and small blocks of the allocator's, came to stay.
             stays = max(0, measure.resident_bytes() - resident)
@@ -169,7 +169,7 @@ class NoiseControl:
             index,
             room=room,
             policy=None if planned else running.policy,
-            pool_bytes=self._pool_bytes(),
+            pool_bytes=self._capture.pool_bytes,
         )
         if not is_new:
             return
@@ -205,9 +205,6 @@ class NoiseControl:
                 "on, because there is no room for more bits: raise the budget, the bits or the "
                 "batch if the loss suffers"
             )
-
-    def _pool_bytes(self) -> int | None:
-        return self._capture.pool_bytes
 
     # --- counting ---------------------------------------------------------------------------
 

@@ -209,6 +209,8 @@ def test_jobs_by_name() -> None:
     job = make_job("resnet20, gpt2-e2e-lora", "plain", 2, Path("none"), quick=True)
     assert [task.name for task in job.tasks] == ["resnet20", "gpt2-e2e-lora"]
     assert (job.policies, list(job.seeds)) == (("plain",), [0, 1])
+    part = make_job("resnet20", None, 1, None, quick=False, first_seed=2, steps_share=0.4)
+    assert (list(part.seeds), part.effort.steps(100)) == ([2], 40)
     assert [task.name for task in make_job(None, None, 3, None, quick=False).tasks] == [*TASK_NAMES]
     with pytest.raises(UnknownNameError, match="unknown task 'mlp'"):
         make_job("mlp", None, 1, None, quick=True)

@@ -67,8 +67,13 @@ def make_job(
     folder: Path | None,
     *,
     quick: bool,
+    first_seed: int = 0,
+    steps_share: float = 1.0,
 ) -> AccuracyJob:
     """From a command line's words: names with commas between them.
+
+    Seeds are ``seeds`` of them from ``first_seed`` on, so that a long job can be run in parts;
+    ``steps_share`` of every task's steps are trained, under a schedule of that length.
 
     Raises:
         UnknownNameError: no such task.
@@ -81,8 +86,8 @@ def make_job(
     return AccuracyJob(
         [_TASKS[name](place) for name in names],
         _names(policies, QUICK_POLICIES if quick else POLICIES),
-        range(seeds),
-        QUICK if quick else Effort(),
+        range(first_seed, first_seed + seeds),
+        QUICK if quick else Effort(steps_share),
     )
 
 

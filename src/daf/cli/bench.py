@@ -304,11 +304,23 @@ def accuracy_command(
     picture: Annotated[
         Path | None, typer.Option(help="A PNG to draw accuracy against bytes in.")
     ] = None,
+    first_seed: Annotated[int, typer.Option(min=0, help="For a job run in parts.")] = 0,
+    steps_share: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="Of every task's steps.")
+    ] = 1.0,
     quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Compare accuracy under DAF with plain PyTorch and published codecs, over seeds."""
-    job = accuracy_jobs.make_job(tasks, policies, seeds, data, quick=quick)
+    job = accuracy_jobs.make_job(
+        tasks,
+        policies,
+        seeds,
+        data,
+        quick=quick,
+        first_seed=first_seed,
+        steps_share=steps_share,
+    )
     with Console(stderr=True).status("starting") as status:
         result = accuracy_bench.run(job, rows, on_progress=status.update)
     if picture is not None:
