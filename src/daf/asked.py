@@ -5,9 +5,16 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from daf.errors import PlatformError, UnknownNameError
+from daf import governor
+from daf.errors import BudgetError, PlatformError, UnknownNameError
+from daf.memory import measure
 from daf.plan import policy_for
 from daf.planning import planner
+from daf.profiler import gradient_bytes
+from daf.units import format_bytes
+
+# A measured small step needs the gradients and about as much again in workspaces and activations.
+ROOM_TO_MEASURE = 4
 
 
 def policy_name(bits: int | str | None, policy: str | None) -> str:
@@ -53,4 +60,22 @@ def refuse_gpu(model: nn.Module) -> None:
         raise PlatformError(
             f"asked for a budget for a model on {device}; budgets bound the process's own memory; "
             "move the model to the CPU, or pass budget=None"
+        )
+
+
+def refuse_without_room(model: nn.Module, budget_bytes: int) -> None:
+    """A hopeless budget is still measured, to name the least one, if the machine has room.
+
+    Raises:
+        BudgetError: the process with its gradients alone is beyond it, and there is no room.
+    """
+    gradients = gradient_bytes(model)
+    least = measure.resident_bytes() + gradients
+    if least > budget_bytes and governor.headroom_bytes() < ROOM_TO_MEASURE * gradients:
+        raise BudgetError(
+            f"asked for a budget of {format_bytes(budget_bytes)}; the process with its "
+            f"model and gradients alone takes {format_bytes(least)}, before any batch, and "
+            "there is no room here to measure more; try a budget well above that, or a "
+            "smaller model",
+            least,
         )

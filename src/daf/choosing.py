@@ -12,9 +12,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from daf.errors import BudgetError
+from daf.plain_data import from_plain, to_plain
 from daf.plan import Plan
 from daf.planning import planner
 from daf.planning.background import BackgroundPlan
@@ -213,6 +214,16 @@ class Choosing:
             tighter = self.plan = self._corrected(tighter)
         return tighter
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs (JSON-able)."""
+        return {name: to_plain(getattr(self, name)) for name in _KEPT}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state_dict``; other keys are left alone."""
+        for name, kind in _KEPT.items():
+            found = None if state[name] is None else from_plain(kind, state[name])
+            setattr(self, name, found)
+
     def least_bytes(self) -> int:
         """The least budget that any plan fits, as far as is known now."""
         assert self.profile is not None
@@ -284,3 +295,11 @@ class Choosing:
             return error
         least = self._actual(error.least_bytes) + ANOTHER_PROCESS_BYTES
         return BudgetError(planner.refusal(self.profile, budget_bytes, least), least)
+
+
+_KEPT: dict[str, type[Any]] = {
+    "plan": Plan,
+    "first": Plan,
+    "profile": Profile,
+    "evidence": Evidence,
+}

@@ -21,8 +21,8 @@ from torch import nn
 
 from daf import governor
 from daf.adapting import Adapting, BudgetChange
-from daf.asked import checked_tolerance, policy_name, refuse_gpu
-from daf.choosing import Choosing, Evidence, Terms
+from daf.asked import checked_tolerance, policy_name, refuse_gpu, refuse_without_room
+from daf.choosing import Choosing, Terms
 from daf.errors import BudgetError, DivergedError, NonFiniteLossError, PoolFullError
 from daf.execution.capture import Capture
 from daf.execution.gradient_step import Before, GradientStep
@@ -33,24 +33,21 @@ from daf.memory.keeper import MemoryKeeper
 from daf.memory.recycling import unsupported_reason
 from daf.noise import NoiseRecord
 from daf.noise_control import NoiseControl
-from daf.plain_data import from_plain, to_plain
 from daf.plan import Method, Plan, plain_policy, policy_for
 from daf.planning import planner
 from daf.planning.options import Allowed
 from daf.planning.widths import is_lossy
 from daf.profile import Profile
-from daf.profiler import Profiler, gradient_bytes, parameter_bytes
+from daf.profiler import Profiler, parameter_bytes
 from daf.retracing import Retracing
 from daf.sensing import Sensing
 from daf.sensitivity.result import Sensitivity
 from daf.step_report import StepReport
 from daf.store.default import make_store
 from daf.store.spill import SpillOptions
-from daf.units import format_bytes, parse_optional_bytes
+from daf.units import parse_optional_bytes
 
 Refusal = TypeVar("Refusal", PoolFullError, RuntimeError)
-# A measured small step needs the gradients and about as much again in workspaces and activations.
-ROOM_TO_MEASURE = 4
 
 
 class Session:
@@ -286,7 +283,7 @@ class Session:
                 reason="no budget was given",
             )
             return self.plan
-        self._refuse_without_room_to_measure()
+        refuse_without_room(self.model, self.budget_bytes)
         planner.warm_up()
         self._planned_for_bytes = batch_bytes(batch)
         budget_bytes = self._planned_budget_bytes = self.budget_bytes
@@ -412,17 +409,14 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to go on as this one would have (JSON-able)."""
-        choosing = self._choosing
-        chosen = {name: to_plain(getattr(choosing, name)) for name in _CHOSEN}
+        chosen = self._choosing.state_dict()
         counted = {name: getattr(self, attribute) for name, attribute in _COUNTED.items()}
         noise = {"noise": self._noise.state_dict(), "retracing": self._retracing.state_dict()}
         return chosen | counted | noise | {"peak_bytes": self.peak_bytes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state_dict``: nothing is measured or planned again."""
-        for name, kind in _CHOSEN.items():
-            found = None if state[name] is None else from_plain(kind, state[name])
-            setattr(self._choosing, name, found)
+        self._choosing.load_state_dict(state)
         for name, attribute in _COUNTED.items():
             setattr(self, attribute, state[name])
         self._peak_bytes = state["peak_bytes"]
@@ -460,20 +454,6 @@ class Session:
             release_gradients=can_release,
             must_release=can_release and self._release.is_demanded,
         )
-
-    def _refuse_without_room_to_measure(self) -> None:
-        """A hopeless budget is still measured, to name the least one, if the machine has room."""
-        assert self.budget_bytes is not None
-        gradients = gradient_bytes(self.model)
-        least = measure.resident_bytes() + gradients
-        if least > self.budget_bytes and governor.headroom_bytes() < ROOM_TO_MEASURE * gradients:
-            raise BudgetError(
-                f"asked for a budget of {format_bytes(self.budget_bytes)}; the process with its "
-                f"model and gradients alone takes {format_bytes(least)}, before any batch, and "
-                "there is no room here to measure more; try a budget well above that, or a "
-                "smaller model",
-                least,
-            )
 
     def _adopt(self, plan: Plan) -> Plan:
         """Set in the process what the plan asks for; its prediction stands from now on."""
@@ -596,13 +576,7 @@ class Session:
         self._choosing.settle(measured_peak_bytes, budget_bytes)
 
 
-# What a session's state holds: of its plans, by their kinds, and of its own counts.
-_CHOSEN: dict[str, type[Any]] = {
-    "plan": Plan,
-    "first": Plan,
-    "profile": Profile,
-    "evidence": Evidence,
-}
+# What a session's state holds of its own counts.
 _COUNTED = {
     "seed": "_seed",
     "step_index": "_step_index",
