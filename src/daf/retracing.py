@@ -114,5 +114,5 @@ class Retracing:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state_dict``. A state that was kept in a temporary file is gone."""
         self.watch.load_state_dict(state)
-        if not self._file().exists():
+        if self._path is None or not self._path.exists():
             self.watch.good_step = None
