@@ -243,6 +243,76 @@ def policies_figures(result: dict[str, Any]) -> str:
     ).rstrip()
 
 
+def accuracy_figures(result: dict[str, Any]) -> str:
+    """Accuracy by task and policy, what failed, bias, and the budgeted personalisation."""
+    figures = result["figures"]
+    kinds = {row["task"]: row for row in result["rows"] if "skipped" not in row}
+    trained = [task for task, row in kinds.items() if "metrics" in row]
+    lines = [measured_by(result, "accuracy"), ""]
+    lines += picture("accuracy", "Accuracy against bytes held, by codec and allocation")
+    for task in trained:
+        lines += accuracy_table(task, result["rows"], figures)
+    budgeted = [name for name in figures if name.startswith("personalisation-budget/")]
+    if budgeted:
+        lines += ["| adapting to a new speaker | |", "|---|---|"]
+        lines += [f"| {figure_words(name)} | {figures[name]:.4g} |" for name in budgeted] + [""]
+    biases = [name for name in figures if name.startswith("bias-") and name.endswith("/deviations")]
+    if biases:
+        lines += ["| network, codes | squared bias | standard errors | variance |"]
+        lines += ["|---|---|---|---|"]
+        for name in (each.removesuffix("/deviations") for each in biases):
+            cells = [
+                f"{figures[f'{name}/squared_bias']:.2g}",
+                f"{figures[f'{name}/deviations']:.1f}",
+            ]
+            cells.append(f"{figures[f'{name}/variance']:.2g}")
+            lines.append(f"| {name.removeprefix('bias-')} | {' | '.join(cells)} |")
+    return "\n".join(lines).rstrip("\n")
+
+
+def accuracy_table(task: str, rows: list[dict[str, Any]], figures: dict[str, float]) -> list[str]:
+    """A line for every policy of a task, and what the task shows as a whole."""
+    policies = dict.fromkeys(row["policy"] for row in rows if row["task"] == task)
+    ends = ("_percent", "/token_loss")
+    lines = [
+        f"| {task} | metric | spread | saved | step | added noise | failed, caught |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for policy in policies:
+        name = f"{task}/{policy}"
+        own = {
+            key.removeprefix(f"{name}/"): each
+            for key, each in figures.items()
+            if key.startswith(f"{name}/")
+        }
+        metric = next((each for key, each in own.items() if f"/{key}".endswith(ends)), None)
+        failed = f"{own['failed']:.0f}, {own['caught']:.0%}" if "failed" in own else ""
+        ratio = f"{own['saved_ratio']:.1f}×" if "saved_ratio" in own else ""
+        cells = [
+            "" if metric is None else f"{metric:.2f}",
+            number(own.get("spread")),
+            ratio,
+            *(number(own.get(key)) for key in ("step_ratio", "added_noise")),
+            failed,
+        ]
+        lines.append(f"| {policy} | {' | '.join(cells)} |")
+    lines.append("")
+    for key in ("saved_ratio_within_half_point", "bytes_vs_best_baseline"):
+        if f"{task}/{key}" in figures:
+            lines += [f"{task}, {key.replace('_', ' ')}: **{figures[f'{task}/{key}']:.3g}**.", ""]
+    return lines
+
+
+def number(value: float | None) -> str:
+    """Three digits, or nothing."""
+    return "" if value is None else f"{value:.3g}"
+
+
+def figure_words(name: str) -> str:
+    """A figure's name without its task, as words."""
+    return name.partition("/")[2].replace("/", ", ").replace("_", " ")
+
+
 def survival_figures(result: dict[str, Any]) -> str:
     """How random models under random budgets ended, in Markdown."""
     return count_table(result, "survival", [])
@@ -302,6 +372,7 @@ TABLES = (
     (ROOT / "docs" / "sweep.md", "policies", policies_figures),
     (ROOT / "docs" / "sweep.md", "survival", survival_figures),
     (ROOT / "docs" / "sweep.md", "pressure", pressure_figures),
+    (ROOT / "docs" / "sensitivity.md", "accuracy", accuracy_figures),
     (ROOT / "docs" / "peers.md", "peers", peers_figures),
     (ROOT / "docs" / "papers.md", "reduce", reduce_figures),
     (ROOT / "docs" / "operators.md", "operator_speed", operator_speed_figures),

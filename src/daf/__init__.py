@@ -4,7 +4,8 @@ from daf.errors import BudgetError, DafError, NonFiniteLossError
 from daf.execution.capture import compress
 from daf.execution.chunked import chunked_cross_entropy
 from daf.plan import Plan
-from daf.session import Session, StepReport
+from daf.session import Session
+from daf.step_report import StepReport
 
 __all__ = [
     "BudgetError",

@@ -7,17 +7,24 @@ holds as little as its pieces can; what it measures corrects every later plan.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from daf.errors import BudgetError
+from daf.plain_data import from_plain, to_plain
 from daf.plan import Plan
 from daf.planning import planner
 from daf.planning.background import BackgroundPlan
 from daf.planning.options import Allowed
+from daf.planning.widths import wider_level
 from daf.profile import Profile
 
+# Tried in turn where a tolerance cannot be kept, so that no more is added than must be.
+WIDER_TOLERANCES = (0.05, 0.14, 0.5, 1.0)
 # A plan is waited for so long before the first step, which takes as long as measuring did.
 PATIENCE_S = 3.0
 # By how much the same process holds more when it is started again, where a least budget is named.
@@ -49,8 +56,13 @@ class Terms(NamedTuple):
     """What plans are made under: a policy's name, a tolerance, and what execution can do."""
 
     policy: str
-    tolerance: float | None
+    tolerance: planner.Tolerance
     allowed: Allowed = planner.EVERYTHING
+
+
+# Of PyTorch's own operators, and of fused ones where these were measured.
+Profiles = tuple[Profile, Profile | None]
+Weigh = Callable[[Profiles, Plan], Profiles]
 
 
 class Choosing:
@@ -81,18 +93,28 @@ class Choosing:
         """Whatever was chosen no longer holds."""
         self.plan = self.first = self._search = None
 
-    def begin(self, profile: Profile, budget_bytes: int, fused: Profile | None = None) -> Plan:
+    def begin(
+        self,
+        profile: Profile,
+        budget_bytes: int,
+        fused: Profile | None = None,
+        weigh: Weigh = lambda profiles, _: profiles,
+    ) -> Plan:
         """The first plan of new profiles, and what its first step runs under.
+
+        ``weigh`` is shown a quick plan, and returns the profiles, weighed if it needs that.
 
         Raises:
             BudgetError: no plan fits; ``least_bytes`` is the least budget that would.
         """
         self.profile, self.fused_profile, self.evidence = profile, fused, None
-        self.plan = self._make(budget_bytes)
+        quick = self._quick(budget_bytes)
+        self.profile, self.fused_profile = weigh((profile, fused), quick)
+        self.plan = self._make(budget_bytes, quick if self.profile is profile else None)
         if self._search is not None:
             self.plan = self._searched(self.plan, budget_bytes)
         if self.plan.return_freed_blocks and self._can_begin_tighter():
-            self.first = self._first_plan(self._profile_of(self.plan), self.plan, budget_bytes)
+            self.first = self._first_plan(self.profile_of(self.plan), self.plan, budget_bytes)
         return self.plan
 
     def _searched(self, quick: Plan, budget_bytes: int) -> Plan:
@@ -159,6 +181,47 @@ class Choosing:
             self.plan = self._searched(self.plan, budget_bytes)
         return self.plan
 
+    def reweigh(self, profiles: Profiles, budget_bytes: int) -> None:
+        """Plan anew with newer sensitivities; where that cannot be, the old plan stays in force.
+
+        A tolerance that no plan of this budget keeps, as is known now, is kept as nearly as can be.
+        """
+        self.profile, self.fused_profile = profiles
+        try:
+            self.plan = self._make(budget_bytes)
+        except BudgetError:
+            if not isinstance(self.terms.tolerance, float):
+                return
+            self.aim_for(self.terms.tolerance, budget_bytes)
+
+    def aim_for(self, tolerance: float, budget_bytes: int) -> None:
+        """Keep to this tolerance if the budget allows, and plan anew; else as little as can be."""
+        self.terms = self.terms._replace(
+            tolerance=(
+                tolerance,
+                *(each for each in WIDER_TOLERANCES if each > tolerance),
+                math.inf,
+            )
+        )
+        with suppress(BudgetError):
+            self.plan = self._make(budget_bytes)
+
+    def widen(self, tolerance: float, budget_bytes: int) -> bool:
+        """Wider codes from now on, of this tolerance if that fits; False: none fit."""
+        before, terms = self.plan, self.terms
+        assert before is not None
+        level = wider_level(terms.policy)
+        if level is not None:
+            self.terms = terms._replace(policy=level)
+            with suppress(BudgetError):
+                self.plan = self._make(budget_bytes)
+        else:
+            self.aim_for(tolerance, budget_bytes)
+        if self.plan is not None and self.plan.added_noise < before.added_noise:
+            return True
+        self.plan, self.terms, self._search = before, terms, None
+        return False
+
     def tighten(self, plan: Plan) -> Plan | None:
         """A plan that holds less than ``plan`` did, from now on in force; None: there is none."""
         assert self.profile is not None
@@ -175,6 +238,16 @@ class Choosing:
             self.first = self._search = None
             tighter = self.plan = self._corrected(tighter)
         return tighter
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs (JSON-able)."""
+        return {name: to_plain(getattr(self, name)) for name in _KEPT}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state_dict``; other keys are left alone."""
+        for name, kind in _KEPT.items():
+            found = None if state[name] is None else from_plain(kind, state[name])
+            setattr(self, name, found)
 
     def least_bytes(self) -> int:
         """The least budget that any plan fits, as far as is known now."""
@@ -200,7 +273,14 @@ class Choosing:
         """Is it the planner's to choose operators too?"""
         return self.terms.policy == "optimal"
 
-    def _profile_of(self, plan: Plan) -> Profile:
+    @property
+    def profiles(self) -> Profiles:
+        """Both of them, once there are any."""
+        assert self.profile is not None
+        return self.profile, self.fused_profile
+
+    def profile_of(self, plan: Plan) -> Profile:
+        """Of the operators that a plan runs."""
         assert self.profile is not None
         fused = self.fused_profile
         return fused if plan.policy.fused and fused is not None else self.profile
@@ -213,23 +293,28 @@ class Choosing:
             return 1.0
         return self.evidence.factor(self.profile.floor_bytes)
 
-    def _make(self, budget_bytes: int) -> Plan:
-        """A quick plan now, the best one in the background."""
+    def _maker(self, budget_bytes: int) -> Callable[..., Plan]:
         assert self.profile is not None
-        self._search = None
-        make = partial(
+        return partial(
             planner.make_plan,
             self.profile,
-            self._modelled(budget_bytes),
+            self.modelled(budget_bytes),
             policy=self.terms.policy,
             tolerance=self.terms.tolerance,
             allowed=self.terms.allowed,
             also=self._also,
         )
+
+    def _quick(self, budget_bytes: int) -> Plan:
         try:
-            plan = self._corrected(make(quickly=True))
+            return self._corrected(self._maker(budget_bytes)(quickly=True))
         except BudgetError as error:
             raise self._corrected_error(error, budget_bytes) from error
+
+    def _make(self, budget_bytes: int, quick: Plan | None = None) -> Plan:
+        """A quick plan now, the best one in the background."""
+        self._search = None
+        plan, make = quick or self._quick(budget_bytes), self._maker(budget_bytes)
         if self.terms.policy == "optimal" and plan.policy.name != "plain":
             self._search = BackgroundPlan(lambda stop: self._corrected(make(stop=stop)))
         return plan
@@ -245,8 +330,8 @@ class Choosing:
         """Named levels and policies are what was asked for, from the first step on."""
         return self.terms.policy == "optimal"
 
-    def _modelled(self, budget_bytes: int) -> int:
-        """A budget in the profile's own measure."""
+    def modelled(self, budget_bytes: int) -> int:
+        """A budget (bytes) in the profile's own measure, as evidence has corrected it."""
         assert self.profile is not None
         floor = self.profile.floor_bytes
         return floor + int((budget_bytes - floor) / self._factor)
@@ -257,7 +342,7 @@ class Choosing:
         return floor + int((modelled_bytes - floor) * self._factor) + 1
 
     def _predicted(self, plan: Plan) -> int:
-        return self._modelled(plan.predicted_peak_bytes)
+        return self.modelled(plan.predicted_peak_bytes)
 
     def _corrected(self, plan: Plan) -> Plan:
         if self._factor == 1.0:
@@ -270,3 +355,12 @@ class Choosing:
             return error
         least = self._actual(error.least_bytes) + self._allowance_bytes
         return BudgetError(planner.refusal(self.profile, budget_bytes, least), least)
+
+
+_KEPT: dict[str, type[Any]] = {
+    "plan": Plan,
+    "first": Plan,
+    "profile": Profile,
+    "fused_profile": Profile,
+    "evidence": Evidence,
+}

@@ -45,6 +45,10 @@ class NonFiniteLossError(DafError, FloatingPointError):
     """The loss became inf or NaN; the parameters are those from before that step."""
 
 
+class DivergedError(DafError, ArithmeticError):
+    """The losses say that the run no longer learns, and going back has not helped or cannot."""
+
+
 class CodecError(DafError, ValueError):
     """A tensor cannot be coded as asked (bits, dtype, layout), or a code was used wrongly."""
 

@@ -37,6 +37,7 @@ class Method(StrEnum):
     REDERIVE = "rederive"
     SPILL = "spill"
     REPLAY = "replay"
+    AVERAGED = "averaged"  # a published baseline; no plan chooses it
 
 
 class Reading(StrEnum):
@@ -49,11 +50,15 @@ class Reading(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Treatment:
-    """What the plan does at a site: a method, its width, and rotation rounds."""
+    """What the plan does at a site: a method, its width, and rotation rounds.
+
+    ``group``: how many neighbours share a mean that is coded instead of them (*averaged*).
+    """
 
     method: Method
     bits: int = 0
     rounds: int = 1
+    group: int = 1
 
 
 KEEP = Treatment(Method.KEEP)
@@ -240,7 +245,8 @@ class Plan:
     as that is whole. ``bound_ms``: no plan within the budget takes less, time and the small price
     of noise together, so it proves how good this one is. ``choices`` gives one line for every
     choice: what was chosen and why. ``account`` holds the terms of the predicted peak (bytes),
-    which add up to its ``predicted_peak``.
+    which add up to its ``predicted_peak``. ``added_noise``: the variance that codes are expected to
+    add to the gradient, relative to the batch's own.
     """
 
     policy: Policy
@@ -253,6 +259,7 @@ class Plan:
     bound_ms: float = 0.0
     choices: tuple[str, ...] = ()
     account: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    added_noise: float = 0.0
 
 
 def policy_named(name: str) -> Policy:

@@ -158,7 +158,9 @@ class Profile:
     without the ``optimizer_bytes`` of state that do not exist yet.
     ``piece_ms`` holds (examples, milliseconds) of forward and backward with
     everything kept, at growing sizes. ``weights`` says how much relative error
-    at a site harms the gradient; sites not named count 1. ``split_refusal``
+    at a site harms the gradient, beside other sites; sites not named count 1. A weight of 1
+    with an error of 1 adds ``noise_per_weight`` of the batch's own noise (0: not
+    measured). ``split_refusal``
     says why the batch must not be split, or is empty. ``update_bytes``:
     what the optimizer's own step holds in passing. ``recycles``: freed blocks
     are recycled under a hard limit (``memory.keeper``). ``chunk_bytes``: measured with fused
@@ -179,6 +181,7 @@ class Profile:
     update_ms: float
     speeds: DeviceSpeeds
     weights: Mapping[Site, float]
+    noise_per_weight: float = 0.0
     update_bytes: int = 0
     split_refusal: str = ""
     recycles: bool = False

@@ -8,9 +8,11 @@ tightest plan, measures that, and goes on with the fastest plan that fits.
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -19,8 +21,9 @@ from torch import nn
 
 from daf import governor
 from daf.adapting import Adapting, BudgetChange
-from daf.choosing import Choosing, Evidence, Terms
-from daf.errors import BudgetError, DafError, PlatformError, PoolFullError, UnknownNameError
+from daf.asked import checked_tolerance, policy_name, refuse_gpu, refuse_without_room
+from daf.choosing import Choosing, Terms
+from daf.errors import BudgetError, DafError, DivergedError, NonFiniteLossError, PoolFullError
 from daf.execution.capture import Capture
 from daf.execution.gradient_step import Before, GradientStep
 from daf.execution.microbatch import LossFunction, batch_bytes, batch_size
@@ -28,41 +31,23 @@ from daf.execution.release import GradientRelease, ReleaseMode, release_refusal
 from daf.memory import compiler, measure
 from daf.memory.keeper import MemoryKeeper
 from daf.memory.recycling import unsupported_reason
-from daf.plain_data import from_plain, to_plain
+from daf.noise import NoiseRecord
+from daf.noise_control import NoiseControl
 from daf.plan import Method, Plan, plain_policy, policy_for
 from daf.planning import planner
 from daf.planning.options import Allowed
+from daf.planning.widths import is_lossy
 from daf.profile import Profile
-from daf.profiler import Profiler, gradient_bytes, parameter_bytes
+from daf.profiler import Profiler, parameter_bytes
+from daf.retracing import Retracing
+from daf.sensing import Sensing
+from daf.sensitivity.result import Sensitivity
+from daf.step_report import StepReport
 from daf.store.default import make_store
 from daf.store.spill import SpillOptions
-from daf.units import format_bytes, parse_optional_bytes
+from daf.units import parse_optional_bytes
 
 Refusal = TypeVar("Refusal", PoolFullError, RuntimeError)
-# A measured small step needs the gradients and about as much again in workspaces and activations.
-ROOM_TO_MEASURE = 4
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """What one step did (bytes, milliseconds).
-
-    ``peak_bytes`` is the process's peak during the step; ``evicted_bytes`` of
-    codes were given up under the pool's cap or the budget, least important first.
-    ``released_gradients`` were stepped and freed inside backward; ``overrun_bytes``
-    is what such a step, which cannot be retried, needed beyond the budget to finish.
-    ``budget_bytes`` was in force at its end (None: no budget).
-    """
-
-    loss: float
-    step_ms: float
-    peak_bytes: int
-    saved_bytes: int
-    micro_batch: int
-    evicted_bytes: int = 0
-    released_gradients: int = 0
-    overrun_bytes: int = 0
-    budget_bytes: int | None = None
 
 
 class Session:
@@ -81,9 +66,10 @@ class Session:
             planner choose. Without a budget None means ``"plain"``.
         policy: how the planner chooses under a budget: ``"optimal"``, or to compare with it
             ``"sage"``, ``"checkpoint"``, ``"accumulate"``, ``"quantize"`` (``planning.policies``).
-        tolerance: the most relative error that codes may add at the mean of lossy sites (0:
-            only what is exact). None: as little as two bits everywhere would, and where that
-            cannot hold the budget, as much as it takes.
+        tolerance: the most variance that codes may add to the gradient, relative to the
+            batch's own (0: only what is exact). None: a seventh, and where that cannot hold
+            the budget, as much as it takes. Until the two were measured, two bits
+            everywhere are taken to add a seventh.
         seed: names the run in the codes' random rotations.
         floor_bytes: the process before the model existed; by default the
             resident size now, less the model.
@@ -94,6 +80,13 @@ class Session:
             their own. Below what they need, planes of ``rotated`` codes are given up, the
             least important first, down to one bit; reports say how much. The attribute may
             be changed at any moment, in mid-step and from another thread too.
+        sensitivity: measure what each site's code adds to the gradient, and plan by that
+            (True: after the first plan, then whenever 2 % of the training time has been
+            earned); False never does. Or what an earlier run of this model found.
+        retrace: when the losses say that the run diverges under its codes (inf, NaN, or far above
+            the usual ones again and again), go back to the last good state with wider codes,
+            once; ``StepReport.retraced_to`` tells. The state is written to this file
+            every 100 steps (True: to a temporary one). The second time it is an error.
         release_gradients: step each parameter inside backward, as its gradient completes, and
             free the gradient (``grad`` is None afterwards): the same result, bit for bit. True
             raises where something needs the gradients later; ``"auto"`` then leaves it, and
@@ -124,6 +117,8 @@ class Session:
         pool_bytes: str | int | None = None,
         release_gradients: ReleaseMode = False,
         spill: SpillOptions | None = None,
+        sensitivity: Sensitivity | bool = True,
+        retrace: Path | bool = False,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -146,14 +141,19 @@ class Session:
         self._gradient = GradientStep(
             model, optimizer, self._capture, self._release, self._keeper.must_finish
         )
-        self._choosing = Choosing(Terms(_policy_name(bits, policy), _checked(tolerance)))
+        tolerance = checked_tolerance(tolerance)
+        self._choosing = Choosing(Terms(policy_name(bits, policy), tolerance))
+        known = sensitivity if isinstance(sensitivity, Sensitivity) else None
+        sensing = Sensing(model, self._keeper, seed, known=known, is_on=bool(sensitivity))
+        self._noise = NoiseControl(sensing, self._choosing, self._capture, tolerance)
+        self._retracing = Retracing(model, optimizer, retrace)
         self._step_index = 0
         self._planned_for_bytes = 0
         self._peak_bytes = 0
         self._adapting = Adapting(budget, self._keeper, self._capture.release_scratch)
         self._planned_budget_bytes = self.budget_bytes
         if self.budget_bytes is not None:
-            _refuse_gpu(model)
+            refuse_gpu(model)
         measure.reset_peak()
 
     def __enter__(self) -> Session:
@@ -171,6 +171,7 @@ class Session:
         """Undo what was set in the process (see ``settings``), and watch no limits any more."""
         self._adapting.close()
         self._keeper.close()
+        self._retracing.close()
 
     @property
     def budget(self) -> governor.Budget:
@@ -188,7 +189,7 @@ class Session:
     @budget.setter
     def budget(self, value: governor.Budget) -> None:
         if value is not None:
-            _refuse_gpu(self.model)
+            refuse_gpu(self.model)
         self._adapting.ask(value)
 
     @property
@@ -246,6 +247,25 @@ class Session:
         """What was measured before planning; None before ``prepare`` or without a budget."""
         return self._choosing.profile
 
+    def profile_of(self, plan: Plan) -> Profile | None:
+        """What was measured of the operators that this plan runs, fused ones or PyTorch's own."""
+        return None if self.profile is None else self._choosing.profile_of(plan)
+
+    @property
+    def sensitivity(self) -> Sensitivity | None:
+        """What is known of every site's part in the gradient's noise; for another run's session."""
+        return self._noise.sensing.sensitivity
+
+    @property
+    def noise(self) -> NoiseControl:
+        """Measures, and what was found: noise by site, records, time spent."""
+        return self._noise
+
+    @property
+    def noise_history(self) -> list[NoiseRecord]:
+        """What codes added beside the batch's own noise, at every measurement."""
+        return list(self._noise.history)
+
     def prepare(
         self,
         batch: Any,
@@ -261,14 +281,14 @@ class Session:
             return self.plan
         if self.budget_bytes is None:
             self.plan = Plan(
-                self._fixed_policy,
+                self._noise.with_weights(self._fixed_policy),
                 batch_size(batch),
                 predicted_peak_bytes=0,
                 return_freed_blocks=False,
                 reason="no budget was given",
             )
             return self.plan
-        self._refuse_without_room_to_measure()
+        refuse_without_room(self.model, self.budget_bytes)
         planner.warm_up()
         self._planned_for_bytes = batch_bytes(batch)
         budget_bytes = self._planned_budget_bytes = self.budget_bytes
@@ -278,7 +298,11 @@ class Session:
             fused = self._measure_fused(profile, batch, loss_fn, budget_bytes, on_progress)
         self._choosing.terms = self._choosing.terms._replace(allowed=self._allowed())
         try:
-            plan = self._choosing.begin(profile, budget_bytes, fused)
+            self._keeper.bound(budget_bytes, budget_bytes)
+            weigh = partial(
+                self._noise.weigh, batch=batch, loss_fn=loss_fn, budget_bytes=budget_bytes
+            )
+            plan = self._choosing.begin(profile, budget_bytes, fused, weigh)
         except BudgetError:
             self._keeper.close()
             raise
@@ -304,6 +328,8 @@ class Session:
             NonFiniteLossError: the loss is inf or NaN; parameters and buffers are untouched.
             ReleaseRefusedError: gradients must be released, and something needs them later.
             CommittedStepError: backward failed after parameters had been updated.
+            DivergedError: ``retrace`` was asked for, and the run diverges again or codes cannot
+                be wider.
         """
         self._follow_budget(self._adapting.begin_step())
         if self.budget_bytes is not None and batch_bytes(batch) > self._planned_for_bytes:
@@ -313,11 +339,20 @@ class Session:
         running = self._choosing.running or plan
         self._begin_peak()
         start_s = time.perf_counter()
-        loss, running = self._within_budget(batch, loss_fn, running)
+        try:
+            loss, running = self._within_budget(batch, loss_fn, running)
+            has_diverged = self._has_diverged(loss, running)
+        except NonFiniteLossError:
+            if not self._has_diverged(math.nan, running):
+                raise
+            loss, has_diverged = math.nan, True
+        if has_diverged:
+            return self._go_back(loss, running, 1000 * (time.perf_counter() - start_s))
         if running.return_freed_blocks:
             self._capture.release_scratch()
         with self._keeper.unbounded():
             compiler.step(self.optimizer)
+            self._retracing.save_if_good()
         step_ms = 1000 * (time.perf_counter() - start_s)
         peak = self._end_peak()
         self._count_saved(batch)
@@ -327,6 +362,9 @@ class Session:
         elif self._choosing.first is not None:
             self._settle(peak)
         stats = self._capture.stats
+        overrun_bytes = self._keeper.overrun_bytes
+        step = self._step_index - 1, step_ms
+        noise = self._noise.after_step(batch, loss_fn, running, step, self._planned_budget_bytes)
         return StepReport(
             loss,
             step_ms,
@@ -335,8 +373,40 @@ class Session:
             running.micro_batch,
             stats.evicted_bytes,
             self._release.count.released,
-            self._keeper.overrun_bytes,
+            overrun_bytes,
             self.budget_bytes,
+            *noise,
+        )
+
+    def _has_diverged(self, loss: float, running: Plan) -> bool:
+        """Only what codes may have caused is watched: exact runs are the user's own."""
+        return is_lossy(running.policy) and self._retracing.note(self._step_index, loss)
+
+    def _go_back(self, loss: float, running: Plan, step_ms: float) -> StepReport:
+        """To the last good state, with wider codes.
+
+        Raises:
+            DivergedError: the budget has no room for any.
+        """
+        reason = self._retracing.watch.reason
+        if not self._noise.widen(self._planned_budget_bytes):
+            raise DivergedError(
+                f"{reason}; codes of {running.policy.name} cannot be wider here: raise the budget "
+                "or the bits, or lower the learning rate"
+            )
+        with self._keeper.unbounded():
+            self._step_index = self._retracing.restore()
+        self._noise.tell(
+            f"{reason}; going back to the state after step {self._step_index} with wider codes"
+        )
+        return StepReport(
+            loss,
+            step_ms,
+            self._end_peak(),
+            self._capture.stats.held_peak_bytes,
+            running.micro_batch,
+            budget_bytes=self.budget_bytes,
+            retraced_to=self._step_index,
         )
 
     def explain(self) -> list[dict[str, Any]]:
@@ -345,20 +415,20 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to go on as this one would have (JSON-able)."""
-        choosing = self._choosing
-        chosen = {name: to_plain(getattr(choosing, name)) for name in _CHOSEN}
+        chosen = self._choosing.state_dict()
         counted = {name: getattr(self, attribute) for name, attribute in _COUNTED.items()}
-        return chosen | counted | {"peak_bytes": self.peak_bytes}
+        noise = {"noise": self._noise.state_dict(), "retracing": self._retracing.state_dict()}
+        return chosen | counted | noise | {"peak_bytes": self.peak_bytes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state_dict``: nothing is measured or planned again."""
-        for name, kind in _CHOSEN.items():
-            found = None if state[name] is None else from_plain(kind, state[name])
-            setattr(self._choosing, name, found)
+        self._choosing.load_state_dict(state)
         for name, attribute in _COUNTED.items():
             setattr(self, attribute, state[name])
         self._peak_bytes = state["peak_bytes"]
         self._choosing.terms = self._choosing.terms._replace(allowed=self._allowed())
+        self._noise.load_state_dict(state["noise"])
+        self._retracing.load_state_dict(state["retracing"])
         if self.plan is not None and self.plan.return_freed_blocks:
             self._keeper.open()
 
@@ -417,20 +487,6 @@ class Session:
             release_gradients=can_release,
             must_release=can_release and self._release.is_demanded,
         )
-
-    def _refuse_without_room_to_measure(self) -> None:
-        """A hopeless budget is still measured, to name the least one, if the machine has room."""
-        assert self.budget_bytes is not None
-        gradients = gradient_bytes(self.model)
-        least = measure.resident_bytes() + gradients
-        if least > self.budget_bytes and governor.headroom_bytes() < ROOM_TO_MEASURE * gradients:
-            raise BudgetError(
-                f"asked for a budget of {format_bytes(self.budget_bytes)}; the process with its "
-                f"model and gradients alone takes {format_bytes(least)}, before any batch, and "
-                "there is no room here to measure more; try a budget well above that, or a "
-                "smaller model",
-                least,
-            )
 
     def _adopt(self, plan: Plan) -> Plan:
         """Set in the process what the plan asks for; its prediction stands from now on."""
@@ -553,14 +609,7 @@ class Session:
         self._choosing.settle(measured_peak_bytes, budget_bytes)
 
 
-# What a session's state holds: of its plans, by their kinds, and of its own counts.
-_CHOSEN: dict[str, type[Any]] = {
-    "plan": Plan,
-    "first": Plan,
-    "profile": Profile,
-    "fused_profile": Profile,
-    "evidence": Evidence,
-}
+# What a session's state holds of its own counts.
 _COUNTED = {
     "seed": "_seed",
     "step_index": "_step_index",
@@ -573,37 +622,7 @@ _COUNTED = {
 }
 
 
-def _policy_name(bits: int | str | None, policy: str | None) -> str:
-    if bits is not None and policy is not None:
-        raise ValueError(
-            f"asked for bits={bits!r} and policy={policy!r}; bits fix every site, so that there is "
-            "nothing left for a policy to choose; give one of the two"
-        )
-    if policy is not None and policy not in planner.POLICIES:
-        known = ", ".join(planner.POLICIES)
-        raise UnknownNameError(f"asked for the policy {policy!r}; known: {known}")
-    return policy_for(bits).name if bits is not None else policy or "optimal"
-
-
-def _checked(tolerance: float | None) -> float | None:
-    if tolerance is not None and not tolerance >= 0:
-        raise ValueError(
-            f"asked for a tolerance of {tolerance!r}; it is a relative error: 0 (exact) or more, "
-            f"{planner.DEFAULT_TOLERANCE} for two bits everywhere"
-        )
-    return tolerance
-
-
 def _bare(error: Refusal) -> Refusal:
     """An error without tracebacks, its causes' included, whose frames hold a step's tensors."""
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
-
-
-def _refuse_gpu(model: nn.Module) -> None:
-    device = next((each.device for each in model.parameters()), torch.device("cpu"))
-    if device.type != "cpu":
-        raise PlatformError(
-            f"asked for a budget for a model on {device}; budgets bound the process's own memory; "
-            "move the model to the CPU, or pass budget=None"
-        )

@@ -13,8 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from daf.bench import accuracy_following
 from daf.bench.accuracy import AccuracyJob, figures, read_rows, run, train_once
+from daf.bench.accuracy_bias import BiasTask
+from daf.bench.accuracy_budget import BudgetTask
 from daf.bench.accuracy_jobs import TASK_NAMES, make_job
+from daf.bench.accuracy_picture import curve, draw_curves
 from daf.bench.accuracy_policies import Example, coded_elements, make_policy
 from daf.bench.accuracy_tasks import (
     AccuracyTask,
@@ -27,8 +31,9 @@ from daf.bench.accuracy_tasks import (
 )
 from daf.errors import DataError, RunFolderError, UnknownNameError
 from daf.execution.capture import compress
-from daf.plan import Method, Need, coded_policy
+from daf.plan import Method, Need, Treatment, coded_policy
 
+ROOT = Path(__file__).parents[2]
 TINY = Effort(most_steps=3, most_tests=32)
 
 
@@ -204,6 +209,8 @@ def test_jobs_by_name() -> None:
     job = make_job("resnet20, gpt2-e2e-lora", "plain", 2, Path("none"), quick=True)
     assert [task.name for task in job.tasks] == ["resnet20", "gpt2-e2e-lora"]
     assert (job.policies, list(job.seeds)) == (("plain",), [0, 1])
+    part = make_job("resnet20", None, 1, None, quick=False, first_seed=2, steps_share=0.4)
+    assert (list(part.seeds), part.effort.steps(100)) == ([2], 40)
     assert [task.name for task in make_job(None, None, 3, None, quick=False).tasks] == [*TASK_NAMES]
     with pytest.raises(UnknownNameError, match="unknown task 'mlp'"):
         make_job("mlp", None, 1, None, quick=True)
@@ -213,10 +220,7 @@ def test_jobs_by_name() -> None:
 
 
 def test_personalisation_learns_others_first(tmp_path: Path) -> None:
-    audio = (np.random.default_rng(0).standard_normal((60, 8000)) * 3000).astype(np.int16)
-    path = tmp_path / "s.npz"
-    labels, speakers = np.tile(np.arange(10), 6), np.repeat([0, 0, 0, 0, 1, 1], 10)
-    np.savez(path, audio=audio, label=labels, speaker=speakers)
+    path = write_spoken(tmp_path / "s.npz")
     task = personalisation_task(path)
     prepared = task.prepare(0, TINY)
     assert (prepared.task.train_examples, prepared.task.test_examples) == (10, 10)
@@ -252,3 +256,132 @@ def test_lora_without_its_library_says_so(tmp_path: Path, monkeypatch: pytest.Mo
     pytest.importorskip("transformers")
     with pytest.raises(DataError, match="pip install peft"):
         generation_task(folder, pretraining_steps=1).prepare(0, Effort(most_steps=1, most_tests=4))
+
+
+# --- what follows a run -------------------------------------------------------------------------
+
+
+def test_allocations_are_fitted_anew_and_noise_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accuracy_following, "FIRST_FIT", 2)
+    assert accuracy_following.fit_steps(20) == (0, 2, 6, 18)
+    task = image_task("resnet20", "digits", batch_size=32)
+    row = train_once(task, "allocated-1.5", 0, TINY)
+    assert row["fits"] == 2
+    assert [step for step, _ in row["added_noise"]] == [0, 2]
+    assert row["fitted_ms"] > 0
+    uniform = train_once(task, "rotated-1", 0, TINY)
+    assert uniform["fits"] == 1
+    # Half a bit more, spread by sensitivity, adds much less than one bit everywhere.
+    assert 0 < row["added_noise"][0][1] < 0.7 * uniform["added_noise"][0][1]
+    assert train_once(task, "plain", 0, TINY)["added_noise"] == []
+
+
+def test_averaging_holds_half_as_much_and_gives_back_means(example: Example) -> None:
+    half, whole = held_bytes(example, "alam-0.5"), held_bytes(example, "alam-1")
+    assert half < whole < held_bytes(example, "alam-2")
+    policy = make_policy("alam-0.5", example)
+    assert policy.by_need[Need.LINEAR] == Treatment(Method.AVERAGED, 2, group=4)
+    x = torch.arange(4096.0).view(2, 2048).requires_grad_()
+    weight = torch.ones(1, 2048, requires_grad=True)
+    with compress(nn.Identity(), policy=make_policy("alam-4", example)):
+        y = F.linear(x.relu(), weight)
+    y.sum().backward()
+    means = x.detach().view(2, -1, 2).mean(2).repeat_interleave(2, dim=1)
+    torch.testing.assert_close(weight.grad, means.sum(0, keepdim=True), rtol=0, atol=8.0)
+    assert not torch.allclose(weight.grad, x.detach().sum(0, keepdim=True), rtol=0, atol=0.4)
+
+
+def test_what_fails_is_told_and_whether_it_was_caught() -> None:
+    noisy = {"added_noise": [[0, 0.5]], "diverged_at": None}
+    quiet = {"added_noise": [[0, 0.01]], "diverged_at": None}
+    rows = [
+        *made_up("plain", [90.0, 91.0], 1.0, 100.0),
+        *({**row, **noisy} for row in made_up("minmax-1", [12.0, 0.0], 20.0, 100.0)),
+        *({**row, **quiet} for row in made_up("gact-2", [50.0, 91.0], 15.0, 100.0)),
+        *({**row, **quiet} for row in made_up("rotated-2", [90.0, 91.0], 15.0, 100.0)),
+    ]
+    task = AccuracyTask("t", "accuracy_percent", True, lambda *_: None)  # type: ignore[arg-type,return-value]
+    found = figures(rows, [task])
+    assert (found["t/minmax-1/failed"], found["t/minmax-1/caught"]) == (2.0, 1.0)
+    assert (found["t/gact-2/failed"], found["t/gact-2/caught"]) == (1.0, 0.0)
+    assert "t/rotated-2/failed" not in found
+    assert found["t/rotated-2/added_noise"] == 0.01
+
+
+def test_a_bias_is_found_where_there_is_one_and_only_there() -> None:
+    effort = Effort(most_steps=1)
+    task = BiasTask("convolutions", ("rotated-2", "alam-1"))
+    rows = [
+        {"task": task.name, "policy": policy, "seed": 0} | task.measure(policy, 0, effort)
+        for policy in task.policies
+    ]
+    found = task.figures(rows)
+    assert found["bias-convolutions/rotated-2/claim_holds"] == 1.0
+    assert found["bias-convolutions/alam-1/deviations"] > 6
+    assert "bias-convolutions/alam-1/claim_holds" not in found
+    assert rows[0]["variance"] > 10 * abs(rows[0]["squared_bias"])
+
+
+def write_spoken(path: Path) -> Path:
+    audio = (np.random.default_rng(0).standard_normal((60, 8000)) * 3000).astype(np.int16)
+    labels, speakers = np.tile(np.arange(10), 6), np.repeat([0, 0, 0, 0, 1, 1], 10)
+    np.savez(path, audio=audio, label=labels, speaker=speakers)
+    return path
+
+
+def test_a_network_is_adapted_within_its_megabytes(tmp_path: Path) -> None:
+    task = BudgetTask(write_spoken(tmp_path / "s.npz"))
+    row = task.measure("within-64MB", 0, Effort(most_steps=2, most_tests=10))
+    assert row["budget_bytes"] == row["floor_bytes"] + 64_000_000
+    assert row["floor_bytes"] < row["peak_bytes"] <= row["budget_bytes"]
+    found = task.figures([{"policy": "within-64MB"} | row])
+    above = found["personalisation-budget/within-64MB/peak_above_floor_mb"]
+    assert above == (row["peak_bytes"] - row["floor_bytes"]) / 1e6
+    with pytest.raises(DataError, match="there is no such file"):
+        BudgetTask(tmp_path / "none.npz").measure("plain", 0, TINY)
+
+
+def test_curves_are_sorted_and_drawn(tmp_path: Path) -> None:
+    rows = [
+        *made_up("plain", [90.0, 91.0], 1.0, 100.0),
+        *made_up("rotated-1", [88.0, 90.0], 20.0, 130.0),
+        *made_up("rotated-2", [91.0, 90.0], 16.0, 130.0),
+        *made_up("alam-0.5", [60.0, 0.0], 40.0, 130.0),
+    ]
+    assert curve(rows, "rotated", "accuracy_percent") == [
+        (1.6, 89.0, 88.0, 90.0),
+        (2.0, 90.5, 90.0, 91.0),
+    ]
+    assert curve(rows, "alam", "accuracy_percent") == [(0.8, 30.0, 0.0, 60.0)]
+    path = tmp_path / "curve.png"
+    draw_curves(rows, {"t": "accuracy_percent"}, path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_results_are_rendered_by_task_and_policy() -> None:
+    spec = importlib.util.spec_from_file_location("render", ROOT / "benchmarks" / "render.py")
+    assert spec is not None
+    assert spec.loader is not None
+    render = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(render)
+    noisy = {"added_noise": [[0, 0.5]], "diverged_at": None}
+    rows = [
+        *made_up("plain", [90.0, 91.0], 1.0, 100.0),
+        *({**row, **noisy} for row in made_up("rotated-1", [90.5, 90.5], 20.0, 130.0)),
+    ]
+    task = AccuracyTask("t", "accuracy_percent", True, lambda *_: None)  # type: ignore[arg-type,return-value]
+    bias = {
+        "bias-gelu/rotated-1/squared_bias": 0.001,
+        "bias-gelu/rotated-1/deviations": 7.0,
+        "bias-gelu/rotated-1/variance": 0.2,
+    }
+    result = {
+        "machine": {"processor": "P", "cores": 2, "torch": "2"},
+        "notes": ["a note"],
+        "rows": rows,
+        "figures": figures(rows, [task]) | bias,
+    }
+    lines = render.accuracy_figures(result).splitlines()
+    assert "| rotated-1 | 90.50 | 0 | 20.0× | 1.3 | 0.5 |  |" in lines
+    assert "t, saved ratio within half point: **20**." in lines
+    assert "| gelu/rotated-1 | 0.001 | 7.0 | 0.2 |" in lines

@@ -58,6 +58,17 @@ def explodes(classes):
     return Tiny(classes, lambda step: step >= 3, lambda x: x * float("inf"))
 
 
+def diverges(classes):
+    """From its fifth step on, for as long as codes have a single bit."""
+    import gc
+    from daf.session import Session
+    def explode(x):
+        sessions = [each for each in gc.get_objects() if type(each) is Session and each.plan]
+        narrow = any(each.plan.policy.name == "1-bit" for each in sessions)
+        return x * float("inf") if narrow else x
+    return Tiny(classes, lambda step: step >= 5, explode)
+
+
 def interrupts(classes):
     """Where the environment asks for it, interrupts its own process in the midst of a step."""
     def interrupt(x):

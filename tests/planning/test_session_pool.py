@@ -18,7 +18,8 @@ from daf.memory import measure
 from daf.memory.recycling import unsupported_reason
 from daf.memory.statistics import stats
 from daf.plan import coded_policy
-from daf.session import Session, StepReport
+from daf.session import Session
+from daf.step_report import StepReport
 from daf.store.pool import PagedStore
 
 Batch = tuple[Tensor, Tensor]

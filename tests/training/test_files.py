@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from daf.errors import RunFolderError
-from daf.training.atomic import GrowingFile, replacing
-from daf.training.checkpoint import read_checkpoint, write_checkpoint
-from daf.training.plain_state import from_plain, to_plain
+from daf.files.atomic import GrowingFile, replacing
+from daf.files.checkpoint import read_checkpoint, write_checkpoint
+from daf.files.plain_state import from_plain, to_plain
+from daf.files.tensor_file import read_tensors, write_tensors
 from daf.training.run_folder import RunFolder
 from daf.training.settings import TrainSettings
-from daf.training.tensor_file import read_tensors, write_tensors
 
 
 def tensors() -> dict[str, torch.Tensor]:

@@ -19,39 +19,45 @@ from typing import Any
 
 import torch
 
-from daf.bench.accuracy_policies import Example, make_policy
+from daf.bench.accuracy_bias import BiasTask
+from daf.bench.accuracy_budget import BudgetTask
+from daf.bench.accuracy_following import Follower
 from daf.bench.accuracy_tasks import AccuracyTask, Effort, batches, evaluate, mean_loss
 from daf.bench.result import BenchResult
 from daf.errors import DataError, RunFolderError
-from daf.execution.capture import compress
+from daf.noise import Action, DivergenceWatch
+from daf.planning.planner import DEFAULT_TOLERANCE
 
 POLICIES = (
     "plain",
     *(f"rotated-{bits}" for bits in (1, 2, 4)),
-    *(f"allocated-{bits}" for bits in (1.5, 2, 3)),
-    *(f"minmax-{bits}" for bits in (2, 4, 8)),
-    "gact-2",
-    "actnn-2",
+    *(f"allocated-{bits}" for bits in (1.1, 1.25, 1.5, 2, 3)),
+    *(f"minmax-{bits}" for bits in (1, 2, 4, 8)),
+    *(f"gact-{bits}" for bits in (1.5, 2, 4)),
+    *(f"actnn-{bits}" for bits in (1.5, 2, 4)),
+    *(f"alam-{bits}" for bits in (0.5, 1, 2)),
 )
 FULL = Effort()
 WITHIN_POINTS = 0.5
+FAR_POINTS = 10.0
 _FIRST_STEPS = 2  # the first step loads code, and its account is still incomplete
 
 Row = dict[str, Any]
+Task = AccuracyTask | BiasTask | BudgetTask
 
 
 @dataclass(frozen=True, slots=True)
 class AccuracyJob:
     """What is run."""
 
-    tasks: Sequence[AccuracyTask]
+    tasks: Sequence[Task]
     policies: Sequence[str] = POLICIES
     seeds: Sequence[int] = (0, 1, 2)
     effort: Effort = FULL
 
 
 QUICK = Effort(most_steps=12, most_tests=256)
-QUICK_POLICIES = ("plain", "rotated-2", "allocated-2", "gact-2")
+QUICK_POLICIES = ("plain", "rotated-2", "allocated-1.5", "gact-2", "minmax-1", "alam-0.5")
 
 
 def run(
@@ -71,12 +77,12 @@ def run(
     effort = _effort_name(job.effort)
     for task in job.tasks:
         for seed in job.seeds:
-            for policy in job.policies:
+            for policy in job.policies if isinstance(task, AccuracyTask) else task.policies:
                 if (task.name, policy, seed, effort) in done:
                     continue
                 on_progress(f"{task.name}, {policy}, seed {seed}")
                 try:
-                    row = train_once(task, policy, seed, job.effort)
+                    row = measured_row(task, policy, seed, job.effort)
                 except DataError as error:
                     row = {"task": task.name, "policy": policy, "seed": seed, "skipped": str(error)}
                 row["effort"] = effort
@@ -87,11 +93,29 @@ def run(
     return BenchResult("accuracy", wanted, figures(wanted, job.tasks), _NOTES)
 
 
+def metrics_of(job: AccuracyJob) -> dict[str, str]:
+    """The metric of every task that is trained for accuracy, by the task's name."""
+    return {each.name: each.metric for each in job.tasks if isinstance(each, AccuracyTask)}
+
+
 _NOTES = (
     "saved_ratio: most bytes saved for backward in a step, plain over held, at plain's micro-batch",
     "step_ratio: median step time over plain's with the same seed; runs are not interleaved",
-    "gact and actnn are re-implementations of the published allocations with min-max codes",
+    "gact and actnn are re-implementations of the published allocations with min-max codes, alam "
+    "of averaging neighbours",
+    "added_noise: (step, variance that codes added over the batch's own), measured while training",
 )
+
+
+def measured_row(task: Task, policy: str, seed: int, effort: Effort) -> Row:
+    """Whatever a task measures of one policy.
+
+    Raises:
+        DataError: something that it needs is not there.
+    """
+    if isinstance(task, AccuracyTask):
+        return train_once(task, policy, seed, effort)
+    return {"task": task.name, "policy": policy, "seed": seed} | task.measure(policy, seed, effort)
 
 
 def train_once(task: AccuracyTask, policy_name: str, seed: int, effort: Effort) -> Row:
@@ -99,31 +123,34 @@ def train_once(task: AccuracyTask, policy_name: str, seed: int, effort: Effort) 
     prepared = task.prepare(seed, effort)
     model, loss_fn = prepared.model, prepared.task.loss
     model.train()
-    first = next(iter(batches(prepared, seed)))
-    start_s = time.perf_counter()
-    policy = make_policy(policy_name, Example(model, loss_fn, first))
-    fitted_ms = 1000 * (time.perf_counter() - start_s)
-    coded = compress(model, policy=policy, seed=seed)
+    follower = Follower(policy_name, model, loss_fn, prepared.steps)
+    divergence = DivergenceWatch()
+    diverged_at: int | None = None
+    held_rows: list[tuple[int, int]] = []
     step_ms: list[float] = []
     losses: list[float] = []
-    plain_bytes = held_bytes = 0
     order = hashlib.blake2b(digest_size=8)
-    for batch in batches(prepared, seed):
+    for step, batch in enumerate(batches(prepared, seed)):
+        coded = follower.policy_for(step, batch, seed)
         order.update(batch[0].contiguous().numpy().tobytes())
         start_s = time.perf_counter()
         prepared.optimizer.zero_grad()
         with coded:
             loss = mean_loss(loss_fn(model, batch))
         losses.append(float(loss.detach()))
+        if divergence.note(step, losses[-1]) in (Action.RETRACE, Action.STOP):
+            diverged_at = step if diverged_at is None else diverged_at
         if not math.isfinite(losses[-1]):
             break
         loss.backward()  # type: ignore[no-untyped-call]
         prepared.optimizer.step()
         prepared.schedule.step()
         step_ms.append(1000 * (time.perf_counter() - start_s))
-        plain_bytes = max(plain_bytes, coded.stats.plain_peak_bytes)
-        held_bytes = max(held_bytes, coded.stats.held_peak_bytes)
+        held_rows.append((coded.stats.plain_peak_bytes, coded.stats.held_peak_bytes))
+        follower.note_noise(step, batch)
     finished = len(step_ms) == prepared.steps and _is_finite(model)
+    plain_bytes = max((plain for plain, _ in held_rows), default=0)
+    held_bytes = max((held for _, held in held_rows), default=0)
     metrics = evaluate(model, prepared.task, effort.most_tests) if finished else {}
     return {
         "task": task.name,
@@ -138,7 +165,11 @@ def train_once(task: AccuracyTask, policy_name: str, seed: int, effort: Effort) 
         "saved_bytes": held_bytes,
         "saved_ratio": plain_bytes / held_bytes if held_bytes else None,
         "step_ms": statistics.median(step_ms[_FIRST_STEPS:] or step_ms or [0.0]),
-        "fitted_ms": fitted_ms,
+        "fitted_ms": follower.fitted_ms,
+        "fits": follower.fits,
+        "trained_ms": sum(step_ms),
+        "added_noise": follower.noise,
+        "diverged_at": diverged_at,
         "data_order": order.hexdigest(),
     }
 
@@ -196,7 +227,7 @@ def _append(rows_file: Path | None, row: Row) -> None:
 # --- figures ------------------------------------------------------------------------------------
 
 
-def figures(rows: Iterable[Row], tasks: Iterable[AccuracyTask]) -> dict[str, float]:
+def figures(rows: Iterable[Row], tasks: Iterable[Task]) -> dict[str, float]:
     """Per task and policy means and spreads; per task the largest saved ratio near plain's metric.
 
     *Near*: the mean is within half a point of plain's (for a loss, within 1 %) and within plain's
@@ -206,6 +237,9 @@ def figures(rows: Iterable[Row], tasks: Iterable[AccuracyTask]) -> dict[str, flo
     listed = [row for row in rows if "skipped" not in row]
     for task in tasks:
         own = [row for row in listed if row["task"] == task.name]
+        if not isinstance(task, AccuracyTask):
+            found |= task.figures(own)
+            continue
         means = {}
         for policy in dict.fromkeys(row["policy"] for row in own):
             group = [row for row in own if row["policy"] == policy]
@@ -218,9 +252,53 @@ def figures(rows: Iterable[Row], tasks: Iterable[AccuracyTask]) -> dict[str, flo
             found[f"{name}/{task.metric}"] = means[policy]
             found[f"{name}/spread"] = max(values) - min(values)
             found[f"{name}/saved_ratio"] = min(row["saved_ratio"] for row in group)
+            found |= _noise_figures(name, group)
             if (ratio := _step_ratio(group, own)) is not None:
                 found[f"{name}/step_ratio"] = ratio
         found |= _near_plain(task, means, found)
+        found |= _failures(task, own, means)
+    return found
+
+
+def _failures(task: AccuracyTask, own: list[Row], means: dict[str, float]) -> dict[str, float]:
+    """Policies under which a model does not learn, and the share of such runs that was caught.
+
+    It does not learn if a run ends early or is far behind plain's: ``FAR_POINTS``, or a loss
+    larger by a quarter. Caught: codes were seen to add more than the tolerance, or the loss astray.
+    """
+    if "plain" not in means:
+        return {}
+    plain, found = means["plain"], {}
+    for policy in dict.fromkeys(row["policy"] for row in own):
+        group = [row for row in own if row["policy"] == policy]
+        failed = [row for row in group if _is_far(task, row, plain)]
+        if failed:
+            found[f"{task.name}/{policy}/failed"] = float(len(failed))
+            caught = sum(map(_is_caught, failed)) / len(failed)
+            found[f"{task.name}/{policy}/caught"] = caught
+    return found
+
+
+def _is_far(task: AccuracyTask, row: Row, plain: float) -> bool:
+    if not row["finished"]:
+        return True
+    value = row["metrics"][task.metric]
+    return bool(value < plain - FAR_POINTS if task.higher_is_better else value > 1.25 * plain)
+
+
+def _is_caught(row: Row) -> bool:
+    noises = [noise for _, noise in row.get("added_noise") or ()]
+    too_much = any(noise is None or noise > DEFAULT_TOLERANCE for noise in noises)
+    return too_much or row.get("diverged_at") is not None
+
+
+def _noise_figures(name: str, group: list[Row]) -> dict[str, float]:
+    """The worst added noise seen, and for DAF's own allocation what measuring it took."""
+    noises = [noise for row in group for _, noise in row.get("added_noise") or () if noise]
+    found = {f"{name}/added_noise": max(noises)} if noises else {}
+    trained = sum(row.get("trained_ms", 0.0) for row in group)
+    if "/allocated-" in name and trained:
+        found[f"{name}/sensitivity_overhead"] = sum(row["fitted_ms"] for row in group) / trained
     return found
 
 
@@ -247,7 +325,7 @@ def _near_plain(
         near = [each for each in means if each.startswith(kinds) and loss(each) <= allowed]
         return max((found[f"{task.name}/{each}/saved_ratio"] for each in near), default=0.0)
 
-    ours, theirs = best(("rotated", "allocated")), best(("minmax", "gact", "actnn"))
+    ours, theirs = best(("rotated", "allocated")), best(("minmax", "gact", "actnn", "alam"))
     result = {f"{task.name}/saved_ratio_within_half_point": ours}
     if ours and theirs:
         result[f"{task.name}/bytes_vs_best_baseline"] = theirs / ours

@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from daf.bench.accuracy import POLICIES, QUICK, QUICK_POLICIES, AccuracyJob
+from daf.bench.accuracy import POLICIES, QUICK, QUICK_POLICIES, AccuracyJob, Task
+from daf.bench.accuracy_bias import NETWORKS, BiasTask
+from daf.bench.accuracy_budget import BudgetTask
 from daf.bench.accuracy_tasks import (
     AccuracyTask,
     Effort,
@@ -18,6 +20,7 @@ from daf.bench.accuracy_tasks import (
 )
 from daf.errors import UnknownNameError
 
+_SPOKEN = "spoken_digits_8k_1s.npz"
 _GLUE_FOLDERS = {"sst2": "SST-2", "mrpc": "MRPC", "stsb": "STS-B"}
 
 
@@ -30,7 +33,12 @@ def _image(model: str, folder: Path) -> AccuracyTask:
     return image_task(model, f"cifar10:{file}" if file.exists() else "digits")
 
 
-_TASKS: Mapping[str, Callable[[Path], AccuracyTask]] = {
+def _bias(network: str, folder: Path) -> BiasTask:
+    del folder
+    return BiasTask(network)
+
+
+_TASKS: Mapping[str, Callable[[Path], Task]] = {
     "resnet20": partial(_image, "resnet20"),
     "resnet18": partial(_image, "resnet18"),
     **{
@@ -39,10 +47,17 @@ _TASKS: Mapping[str, Callable[[Path], AccuracyTask]] = {
         for lora in (False, True)
     },
     "gpt2-e2e-lora": lambda folder: generation_task(folder / "e2e"),
-    "personalisation": lambda folder: personalisation_task(folder / "spoken_digits_8k_1s.npz"),
+    "personalisation": lambda folder: personalisation_task(folder / _SPOKEN),
+    "personalisation-budget": lambda folder: BudgetTask(folder / _SPOKEN),
+    **{f"bias-{each}": partial(_bias, each) for each in NETWORKS},
 }
 TASK_NAMES = tuple(_TASKS)
-_QUICK_TASKS = ("resnet20", "personalisation")
+_QUICK_TASKS = (
+    "resnet20",
+    "personalisation",
+    "personalisation-budget",
+    *(f"bias-{each}" for each in NETWORKS),
+)
 
 
 def make_job(
@@ -52,8 +67,13 @@ def make_job(
     folder: Path | None,
     *,
     quick: bool,
+    first_seed: int = 0,
+    steps_share: float = 1.0,
 ) -> AccuracyJob:
     """From a command line's words: names with commas between them.
+
+    Seeds are ``seeds`` of them from ``first_seed`` on, so that a long job can be run in parts;
+    ``steps_share`` of every task's steps are trained, under a schedule of that length.
 
     Raises:
         UnknownNameError: no such task.
@@ -66,8 +86,8 @@ def make_job(
     return AccuracyJob(
         [_TASKS[name](place) for name in names],
         _names(policies, QUICK_POLICIES if quick else POLICIES),
-        range(seeds),
-        QUICK if quick else Effort(),
+        range(first_seed, first_seed + seeds),
+        QUICK if quick else Effort(steps_share),
     )
 
 

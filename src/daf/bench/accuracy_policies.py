@@ -4,6 +4,8 @@
 as many bytes as B bits everywhere would: ``allocated-B`` by measured sensitivity,
 ``gact-B`` and ``actnn-B`` as published, with min-max codes. ActNN's formula takes the
 energy of a block for its range, in which blocks of Gaussian values are proportional.
+``alam-B`` codes means of two neighbours (of four below one bit) in min-max codes of B bits
+per element, as ALAM does. All but DAF's own are re-implementations.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ from daf.sensitivity.undisturbed import undisturbed
 
 _VALUE_NEEDS = (Need.LINEAR, Need.NORM, Need.PRODUCT)
 _SEEDED = (Method.ROTATED, Method.MINMAX)
-POLICY_FORMS = ("plain", "rotated-B", "minmax-B", "allocated-B", "gact-B", "actnn-B")
+POLICY_FORMS = ("plain", "rotated-B", "minmax-B", "allocated-B", "gact-B", "actnn-B", "alam-B")
+REFITTED = ("allocated", "gact", "actnn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +73,11 @@ def make_policy(name: str, example: Example) -> Policy:
         bits = float(number)
     except ValueError:
         bits = 0.0
-    if kind not in _MAKERS or not 1 <= bits <= 8 or (kind in _WHOLE and bits != int(bits)):
+    least = _LEAST_AVERAGED if kind == "alam" else 1
+    if kind not in _MAKERS or not least <= bits <= 8 or (kind in _WHOLE and bits != int(bits)):
         raise UnknownNameError(
             f"unknown policy {name!r}; known: {', '.join(POLICY_FORMS)} with B from 1 to 8, whole "
-            "for one width everywhere"
+            f"for one width everywhere (alam: {_LEAST_AVERAGED} to 4)"
         )
     return replace(_MAKERS[kind](bits, example), name=name)
 
@@ -93,6 +97,15 @@ def _uniform(bits: float, example: Example) -> Policy:
 def _uniform_minmax(bits: float, example: Example) -> Policy:
     del example
     return minmax_policy(int(bits))
+
+
+def _averaged(bits: float, example: Example) -> Policy:
+    del example
+    group = 2 if bits >= 1 else 4
+    width = min(8, max(1, round(bits * group)))
+    by_need = dict(coded_policy(max(1, width)).by_need)
+    by_need |= dict.fromkeys(_VALUE_NEEDS, Treatment(Method.AVERAGED, width, group=group))
+    return Policy(f"alam-{bits}", MappingProxyType(by_need))
 
 
 def _allocated(bits: float, example: Example) -> Policy:
@@ -129,12 +142,14 @@ def _actnn(bits: float, example: Example) -> Policy:
 
 
 _WHOLE = ("rotated", "minmax")
+_LEAST_AVERAGED = 0.25
 _MAKERS: Mapping[str, Callable[[float, Example], Policy]] = {
     "rotated": _uniform,
     "minmax": _uniform_minmax,
     "allocated": _allocated,
     "gact": _gact,
     "actnn": _actnn,
+    "alam": _averaged,
 }
 
 

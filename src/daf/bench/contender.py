@@ -26,7 +26,8 @@ from daf.bench.workloads.sources import Sources
 from daf.errors import BudgetError, PlatformError
 from daf.memory import compiler, measure
 from daf.plan import Plan
-from daf.session import Session, StepReport
+from daf.session import Session
+from daf.step_report import StepReport
 
 
 @dataclass(frozen=True, slots=True)

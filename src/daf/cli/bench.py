@@ -20,6 +20,7 @@ from daf.bench import pressure as pressure_bench
 from daf.bench import reduce as reduce_bench
 from daf.bench import survival as survival_bench
 from daf.bench import sweep as sweep_bench
+from daf.bench.accuracy_picture import draw_curves
 from daf.bench.kernels_picture import draw_roofline
 from daf.bench.operators_picture import draw_waterfall
 from daf.bench.pool_picture import draw_times
@@ -284,13 +285,30 @@ def accuracy_command(
     rows: Annotated[
         Path | None, typer.Option(help="JSON lines to write rows to, and to go on from.")
     ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="A PNG to draw accuracy against bytes in.")
+    ] = None,
+    first_seed: Annotated[int, typer.Option(min=0, help="For a job run in parts.")] = 0,
+    steps_share: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="Of every task's steps.")
+    ] = 1.0,
     quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Compare accuracy under DAF with plain PyTorch and published codecs, over seeds."""
-    job = accuracy_jobs.make_job(tasks, policies, seeds, data, quick=quick)
+    job = accuracy_jobs.make_job(
+        tasks,
+        policies,
+        seeds,
+        data,
+        quick=quick,
+        first_seed=first_seed,
+        steps_share=steps_share,
+    )
     with Console(stderr=True).status("starting") as status:
         result = accuracy_bench.run(job, rows, on_progress=status.update)
+    if picture is not None:
+        draw_curves(result.rows, accuracy_bench.metrics_of(job), picture)
     show(result, as_json=as_json)
 
 

@@ -76,6 +76,13 @@ ReleaseGradients = Annotated[
         "whose batch is not cut.",
     ),
 ]
+Sensitivity = Annotated[
+    str | None,
+    typer.Option(
+        help="Folder of an earlier run of this model, or its sensitivity.json: what was measured "
+        "there is where this run begins."
+    ),
+]
 AllowSplit = Annotated[
     bool, typer.Option(help="Allow smaller batches inside a step though batch norm sees them.")
 ]

@@ -17,6 +17,8 @@ from daf.training.outline import outline_of
 from daf.training.settings import TrainSettings
 from daf.units import format_bytes
 
+WORST_SITES = 5
+
 
 def plan_command(
     ctx: typer.Context,
@@ -32,6 +34,7 @@ def plan_command(
     policy: options.Policy = None,
     tolerance: options.Tolerance = None,
     pool_bytes: options.PoolBytes = None,
+    sensitivity: options.Sensitivity = None,
     allow_batchnorm_split: options.AllowSplit = False,
     goal: options.GoalOption = None,
     image_size: options.ImageSize = None,
@@ -60,10 +63,28 @@ def _show(outline: dict[str, Any]) -> None:
         for name, size in outline["account"].items():
             account.add_row(name.replace("_", " "), format_bytes(size))
         console.print(account)
+    if outline["noise"] is not None:
+        _show_noise(console, outline["noise"])
     if outline["choices"]:
         console.print(_choice_table(outline["choices"]))
     if outline["sites"]:
         console.print(_site_table(outline["sites"]))
+
+
+def _show_noise(console: Console, noise: dict[str, Any]) -> None:
+    """The total, and the few sites that add most."""
+    known = "measured" if noise["is_measured"] else "expected; nothing was measured"
+    console.print(
+        f"codes add {noise['added_noise']:.3g} of the batch's own gradient noise ({known}), of "
+        f"at most {noise['tolerance']:.3g}",
+        highlight=False,
+    )
+    table = Table("saved tensor", "treatment", "noise", "of all", title="noise: the worst")
+    for row in noise["sites"][:WORST_SITES]:
+        treatment = f"{row['method']} {row['bits'] or ''}".strip()
+        share = f"{row['added_noise'] / noise['added_noise']:.0%}"
+        table.add_row(row["site"], treatment, f"{row['added_noise']:.3g}", share)
+    console.print(table)
 
 
 def _choice_table(choices: list[str]) -> Table:

@@ -51,6 +51,14 @@ def train_command(
     tolerance: options.Tolerance = None,
     pool_bytes: options.PoolBytes = None,
     release_gradients: options.ReleaseGradients = False,
+    sensitivity: options.Sensitivity = None,
+    retrace: Annotated[
+        bool,
+        typer.Option(
+            "--retrace/--no-retrace",
+            help="Go back to the last good state, with wider codes, if the run diverges; once.",
+        ),
+    ] = True,
     allow_batchnorm_split: options.AllowSplit = False,
     goal: options.GoalOption = None,
     augment: options.Augment = None,

@@ -16,6 +16,7 @@ from daf.execution.accounting import Holding, Ledger, Plain
 from daf.execution.derivation import Derivation
 from daf.kernels import BLOCK_ELEMENTS
 from daf.plan import Need, Site
+from daf.store.averaged import AveragedCode
 from daf.store.codec import (
     Channels,
     DerivativeCode,
@@ -198,6 +199,23 @@ class Rederived(Held):
             )
         if self.recipe[0].derivation is not None:
             self.recipe[0].derivation.apply_(out)
+
+
+class Averaged(Held):
+    """Means of neighbours."""
+
+    __slots__ = ("code", "layout")
+
+    def __init__(self, code: Stored[AveragedCode], layout: Layout) -> None:
+        super().__init__()
+        self.code = code
+        self.layout = layout
+
+    def restore(self, scratch: Scratch) -> Tensor:
+        """Every neighbour is their mean."""
+        out = scratch.empty(self.layout)
+        self.code.content.decode(out)
+        return out
 
 
 class NormInput(Held):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from daf.errors import CodecError
 from daf.execution.accounting import Holding, Ledger, Source
 from daf.execution.held import (
+    Averaged,
     Derivative,
     Held,
     Integers,
@@ -31,6 +33,7 @@ from daf.execution.rules import saved_in, sign_rule, tensors_in
 from daf.execution.smooth import smooth_code
 from daf.kernels import Predicate
 from daf.plan import KEEP, Method, Need, Site, Treatment
+from daf.store.averaged import AveragedCode
 from daf.store.buffers import Store
 from daf.store.codec import (
     Channels,
@@ -47,7 +50,7 @@ from daf.store.spill import SpillRecord, SpillStore
 SMALL_BYTES = 4096  # smaller tensors are kept: their codes' headers and our objects cost as much
 _REDERIVED = Treatment(Method.REDERIVE)
 _INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
-_VALUE_METHODS = frozenset({Method.KEEP, Method.ROTATED, Method.MINMAX})
+_VALUE_METHODS = frozenset({Method.KEEP, Method.ROTATED, Method.MINMAX, Method.AVERAGED})
 _EVERYWHERE = frozenset({Method.SPILL})  # every bit comes back
 SOUND: Mapping[Need, frozenset[Method]] = {
     Need.LINEAR: _VALUE_METHODS,
@@ -305,6 +308,8 @@ class Treater:
 
     def _values(self, job: Job, rederive: bool) -> Held | None:
         held: Held | None
+        if job.treatment.method is Method.AVERAGED:
+            return self._averaged(job)
         if job.need is Need.NORM and is_dense(job.tensor):
             held = self._normalised(job, rederive)
         else:
@@ -321,6 +326,18 @@ class Treater:
         if rederive and dense is job.tensor and not _is_result(job):
             self._provenance.learn(job.tensor, held)
         return held
+
+    def _averaged(self, job: Job) -> Held:
+        dense = _dense(job.tensor)
+        key = self._content_key(job, job.treatment)
+        code = job.source.recall(key, Stored)
+        if code is None:
+            treatment = job.treatment
+            means = replace(treatment, method=Method.MINMAX, group=1)
+            made = AveragedCode(self._store, dense, treatment.group, means, job.key)
+            code = Stored(self._ledger, made)
+            job.source.remember(key, code)
+        return Averaged(code, layout_of(dense))
 
     def _rederived(self, job: Job) -> Held | None:
         """From codes held anyway, if they are at least as wide as the plan asks for here."""

@@ -36,3 +36,16 @@ def relative_error(treatment: Treatment) -> float:
     if treatment.method in (Method.ROTATED, Method.DERIVATIVE):
         return rotated_error(treatment.bits, treatment.bits)
     return 0.0
+
+
+def error_growth(bits: int, lost_planes: float) -> float:
+    """By which factor a ``rotated`` code's error grows when planes are given up, the last first.
+
+    Of a plane that is lost in part, the error counts in proportion.
+    """
+    lost = min(bits - 1.0, lost_planes)
+    kept, part = bits - int(lost), lost - int(lost)
+    error = rotated_error(bits, kept)
+    if part > 0.0:
+        error += part * (rotated_error(bits, kept - 1) - error)
+    return error / rotated_error(bits, bits)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from daf.plan import (
@@ -18,6 +18,7 @@ from daf.plan import (
     plain_policy,
 )
 from daf.planning.explain import account_of, explain
+from daf.planning.options import served_weights
 from daf.planning.table import Table, kept_selection, level_selection
 from daf.profile import Profile
 from daf.units import format_bytes
@@ -26,7 +27,7 @@ from daf.units import format_bytes
 # pages of libraries (the solver's, those that an error passes through) that come and go.
 MARGIN_FRACTION = 0.02
 MARGIN_BYTES = 11 * 2**20
-# What one unit of relative error is worth, in steps: so little that it only decides between
+# What as much noise as the batch's own is worth, in steps: so little that it only decides between
 # choices that are equally fast, such as two widths of one code.
 NOISE_PRICE = 0.02
 # What plain PyTorch holds above the floor under glibc's defaults, over what it holds when freed
@@ -55,7 +56,7 @@ class Candidate:
 
     @property
     def noise(self) -> float:
-        """Relative error that the codes add: the mean over lossy sites by weight."""
+        """Variance that the codes add to the gradient, relative to the batch's own."""
         return float(self.table.noise[list(self.selection)].sum())
 
     def objective(self, profile: Profile) -> float:
@@ -87,6 +88,7 @@ class Candidate:
             bound_ms=self.bound_ms,
             choices=explain(profile, self.table, self.selection),
             account=MappingProxyType(self.account(profile, peak)),
+            added_noise=self.noise,
         )
 
     def account(self, profile: Profile, predicted_peak_bytes: int) -> dict[str, int]:
@@ -133,9 +135,10 @@ def without_margin(profile: Profile, budget_bytes: int) -> int:
 
 
 def _policy(profile: Profile, table: Table, selection: tuple[int, ...], name: str) -> Policy:
+    weights = MappingProxyType(served_weights(profile) if profile.weights else {})
     uniform = _uniform_policy(table, selection)
     if uniform is not None and not profile.is_fused:
-        return uniform
+        return replace(uniform, weights=weights)
     columns = [column for column in selection if column < table.first[-1]]
     replayed = [
         table.replays[column - int(table.first[-1])]
@@ -157,7 +160,7 @@ def _policy(profile: Profile, table: Table, selection: tuple[int, ...], name: st
         fused=profile.is_fused,
         chunked=profile.is_fused,
         chunk_bytes=profile.chunk_bytes or None,
-        weights=profile.weights,
+        weights=weights,
         replayed=frozenset(replay.module for replay in replayed),
     )
 

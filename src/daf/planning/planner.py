@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -17,15 +18,19 @@ from daf.planning import policies
 from daf.planning.candidate import Candidate, with_margin, without_margin
 from daf.planning.highs import LinearProgram
 from daf.planning.options import Allowed
-from daf.planning.table import kept_selection, make_table
+from daf.planning.table import kept_selection, level_selection, make_table
 from daf.profile import Profile
 from daf.units import format_bytes
 
 POLICIES = policies.POLICIES
 LEVELS = policies.LEVELS
-# Two bits everywhere, with a little room for the few sites that get fewer (design, section 4).
+# Before anything was measured: two bits everywhere, with a little room for the few sites that get
+# fewer. As a seventh of the batch's own variance it costs what a batch smaller by an eighth would.
 DEFAULT_TOLERANCE = 0.14
 EVERYTHING = Allowed()
+# The most noise, relative to the batch's own; several are tried in turn. None: the default, and
+# if that cannot be, as much as it takes.
+Tolerance = float | tuple[float, ...] | None
 # By how much of what a refused plan holds above the floor the next one holds less, tried in
 # turn; if neither fits, the least of all is next.
 TIGHTER_SHARES = (0.25, 0.1)
@@ -43,7 +48,7 @@ def make_plan(
     budget_bytes: int,
     *,
     policy: str = "optimal",
-    tolerance: float | None = None,
+    tolerance: Tolerance = None,
     allowed: Allowed = EVERYTHING,
     quickly: bool = False,
     also: Sequence[Profile] = (),
@@ -56,9 +61,9 @@ def make_plan(
         budget_bytes: the whole process's budget, floor included.
         policy: one of ``POLICIES``, of which ``"optimal"`` takes the least time a step; or one
             of ``LEVELS``, the same at every site.
-        tolerance: the most relative error that codes may add (the mean over lossy sites by
-            weight; 0: only lossless treatments). None: ``DEFAULT_TOLERANCE``, and where
-            that cannot hold the budget, as much as it takes.
+        tolerance: the most variance that codes may add to the gradient, relative to the
+            batch's own (0: only lossless treatments). None: ``DEFAULT_TOLERANCE``, and
+            where that cannot hold the budget, as much as it takes. Several are tried in turn.
         allowed: what execution can carry out.
         quickly: a greedy plan in milliseconds instead of the best one; ``bound_ms``
             says how far from the best it is at most.
@@ -89,7 +94,7 @@ def least_feasible_budget(
     profile: Profile,
     *,
     policy: str = "optimal",
-    tolerance: float | None = None,
+    tolerance: Tolerance = None,
     allowed: Allowed = EVERYTHING,
     also: Sequence[Profile] = (),
 ) -> int:
@@ -115,7 +120,7 @@ def choose(
     budget_bytes: int,
     *,
     policy: str = "optimal",
-    tolerance: float | None = None,
+    tolerance: Tolerance = None,
     allowed: Allowed = EVERYTHING,
 ) -> Candidate | None:
     """The candidate behind ``make_plan``'s plan, for its account; None where nothing fits."""
@@ -147,8 +152,10 @@ def _find(
     return found
 
 
-def _tolerances(tolerance: float | None) -> tuple[float, ...]:
-    return (DEFAULT_TOLERANCE, math.inf) if tolerance is None else (tolerance,)
+def _tolerances(tolerance: Tolerance) -> tuple[float, ...]:
+    if tolerance is None:
+        return DEFAULT_TOLERANCE, math.inf
+    return tolerance if isinstance(tolerance, tuple) else (tolerance,)
 
 
 def _checked(policy: str) -> str:
@@ -163,7 +170,7 @@ def first_plan(
     plan: Plan,
     budget_bytes: int,
     *,
-    tolerance: float | None = None,
+    tolerance: Tolerance = None,
     allowed: Allowed = EVERYTHING,
 ) -> Plan | None:
     """For the first full-size step: the plan's pieces, holding as little as one level can.
@@ -185,6 +192,19 @@ def kept_peak_bytes(profile: Profile) -> int:
     return with_margin(profile, table.peak_bytes(kept_selection(table)))
 
 
+def level_peak_bytes(profile: Profile, examples: int, level: str) -> int:
+    """The process's peak (bytes) in one piece at one of ``LEVELS``' words for options (``keep``,
+    ``exact`` or a width), every tensor with a code of its own; margin included.
+    """
+    table = make_table(profile, examples, replace(EVERYTHING, replay=False))
+    followed = [table.option(column) for column in level_selection(table, level)]
+    own = [
+        table.column_of(family, option.level, follow=False)
+        for family, option in enumerate(followed)
+    ]
+    return with_margin(profile, table.peak_bytes([each for each in own if each is not None]))
+
+
 def update_peak_bytes(profile: Profile, *, release: bool) -> int:
     """The process's peak (bytes) in the optimizer's own step, margin included."""
     gradients = 0 if release else profile.gradient_bytes
@@ -197,7 +217,7 @@ def tighter_plan(
     plan: Plan,
     *,
     policy: str = "optimal",
-    tolerance: float | None = None,
+    tolerance: Tolerance = None,
     allowed: Allowed = EVERYTHING,
     also: Sequence[Profile] = (),
 ) -> Plan | None:

@@ -6,7 +6,8 @@
 - ``checkpoint``: Chen et al. (2016): replay the level of the model's tree that has
   nearest to the square root of as many blocks as there are layers.
 - ``accumulate``: everything kept, the largest piece that fits.
-- ``quantize``: the whole batch, one width everywhere, the widest that fits.
+- ``quantize``: the whole batch, no replay: one width everywhere, the widest that fits; once
+  sensitivities were measured, the widths that add least noise in the budget's bytes.
 - ``plain``, ``exact``, ``8-bit`` … ``1-bit``: that at every site, in the largest pieces that fit.
 """
 
@@ -16,7 +17,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from daf.planning.candidate import Candidate, with_margin
+from daf.plan import Method
+from daf.planning.candidate import Candidate, noise_price_ms, with_margin
 from daf.planning.greedy import lawful, solve_greedily
 from daf.planning.options import WIDTHS, Allowed
 from daf.planning.search import Search, Shape, piece_sizes, shapes
@@ -27,6 +29,7 @@ from daf.profile import Profile
 # A piece is at the knee when it has this share of the best measured examples per second.
 KNEE_FRACTION = 0.95
 _SMALLEST_SIZES = 8
+_NOISE_FIRST = 1e4  # times its ordinary price noise outweighs all time that codes take
 
 Strategy = Callable[[Profile, int, float, Allowed], Candidate | None]
 
@@ -180,6 +183,17 @@ def _at_level(level: str) -> Callable[[Profile, Allowed], Iterator[Candidate]]:
     return candidates
 
 
+def _least_noise(profile: Profile, limit: int, allowed: Allowed) -> Candidate | None:
+    """Codes alone, of the whole batch: the widths of least noise whose peak is within the limit."""
+    own = replace(allowed, replay=False, methods=allowed.methods - {Method.SPILL})
+    table = make_table(profile, profile.batch_size, own)
+    price_ms = _NOISE_FIRST * noise_price_ms(profile)
+    found = Program(table, math.inf, price_ms).least_objective(limit)
+    if found is None or math.isinf(found.objective):
+        found = solve_greedily(table, limit, math.inf, price_ms)
+    return Candidate(table, found.selection) if found else None
+
+
 _FIXED: Mapping[str, Callable[[Profile, Allowed], Iterator[Candidate]]] = {
     "accumulate": _accumulating,
     "checkpoint": _checkpointing,
@@ -202,6 +216,8 @@ def find(
     """What a policy chooses with its computed peak within ``limit``; None if nothing fits."""
     if policy == "optimal":
         return optimal(profile, limit, tolerance, allowed, stop)
+    if policy == "quantize" and profile.weights:
+        return _least_noise(profile, limit, allowed)
     if policy in _FIXED:
         return _first_that_fits(_FIXED[policy](profile, allowed), limit)
     search: Mapping[str, Strategy] = {"quick": quick, "sage": sage}

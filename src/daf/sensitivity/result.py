@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,6 +22,11 @@ class SiteSensitivity:
     variance_per_error: float
     standard_error: float
     prior: float = 0.0
+
+    @property
+    def at_least(self) -> float:
+        """What to reckon with: a value that is lost in its error may be as large as that."""
+        return max(self.variance_per_error, self.standard_error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +49,33 @@ class Sensitivity:
     def weights(self) -> dict[Site, float]:
         """In proportion, 1 on average: for ``Policy.weights`` and ``Profile.weights``.
 
-        Sites that those do not name count 1, as a typical one does.
+        Sites that those do not name count 1, as a typical one does. What is not known to be less
+        than its standard error counts that much.
         """
-        values = {site: each.variance_per_error for site, each in self.sites.items()}
+        values = {site: each.at_least for site, each in self.sites.items()}
         total = sum(values.values())
         if total <= 0.0:
             return dict.fromkeys(values, 1.0)
         return {site: len(values) * value / total for site, value in values.items()}
+
+    @property
+    def noise_per_weight(self) -> float:
+        """What an error of 1 adds at a site of weight 1, relative to the batch's own noise.
+
+        For ``Profile.noise_per_weight``; 0 where the batch's own noise is not known.
+        """
+        if not self.batch_variance or not self.sites:
+            return 0.0
+        total = sum(each.at_least for each in self.sites.values())
+        return total / len(self.sites) / self.batch_variance
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every number is: a gradient that overflows says nothing."""
+        own = self.batch_variance or 0.0
+        return all(map(math.isfinite, (own, self.gradient_energy))) and all(
+            math.isfinite(each.at_least) for each in self.sites.values()
+        )
 
     def added_variance(self, treatments: Mapping[Site, Treatment]) -> float:
         """Expected squared gradient error when sites are treated so; sites not measured add 0."""

@@ -14,6 +14,8 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
+from daf.sensitivity.non_negative import non_negative_least_squares
+
 Floats = NDArray[np.float64]
 Draws = NDArray[np.int64]
 DRAWS = 3
@@ -81,7 +83,7 @@ def separate(
         system = np.vstack([matrix * weight[:, None], np.diag(1.0 / deviation)])
         target = np.concatenate([measured * weight, expected_values / deviation])
         scale = 1.0 / np.abs(system).max(0)  # unknowns span many orders of magnitude
-        values = _non_negative(system * scale, target) * scale
+        values = non_negative_least_squares(system * scale, target) * scale
         residual = measured / np.maximum(matrix @ values, _TINY) - 1.0
         scatter = max(_LEAST_SCATTER, float(np.sqrt(np.mean(np.square(residual)))))
     without = [
@@ -107,16 +109,7 @@ def _model_errors(system: Floats) -> Floats:
 
 
 def _jackknife_errors(system: Floats, target: Floats, without: list[NDArray[np.bool_]]) -> Floats:
-    values = np.stack([_non_negative(system[rows], target[rows]) for rows in without])
+    values = np.stack([non_negative_least_squares(system[rows], target[rows]) for rows in without])
     spread = np.square(values - values.mean(0)).sum(0)
     errors: Floats = np.sqrt(spread * (len(without) - 1) / len(without))
     return errors
-
-
-def _non_negative(system: Floats, target: Floats) -> Floats:
-    # Imported here: SciPy's optimizers hold some 36 MB, and a process that never measures
-    # should not.
-    from scipy.optimize import nnls
-
-    values: Floats = nnls(system, target)[0]
-    return values

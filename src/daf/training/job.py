@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from daf.session import Session
 from daf.training.batches import Batch, BatchOrder, Indices
 from daf.training.data import load_data
 from daf.training.models import Goal, find_model
+from daf.training.run_folder import read_sensitivity
 from daf.training.settings import MEMORY_FORMATS, OPTIMIZERS, TrainSettings, checked_choice
 from daf.training.tasks import goal_reads_images, make_task, settle_goal
 from daf.training.tasks.task import Task
@@ -52,8 +54,12 @@ class Job:
             yield np.arange(start, stop, dtype=np.int64)
 
 
-def make_job(settings: TrainSettings) -> Job:
+def make_job(settings: TrainSettings, good_state: Path | None = None) -> Job:
     """Load, read the floor, then build.
+
+    Args:
+        settings: what was asked.
+        good_state: the file for the last good state; None: a diverging run is not retraced.
 
     Raises:
         UnknownNameError: a model, data set, optimizer or memory format is not known.
@@ -72,6 +78,7 @@ def make_job(settings: TrainSettings) -> Job:
     )
     goal = settle_goal(recipe.name, settings.goal or recipe.goal, data)
     optimizer_name = settings.optimizer or ("sgd" if goal_reads_images(goal) else "adamw")
+    known = read_sensitivity(Path(settings.sensitivity)) if settings.sensitivity else True
     floor_bytes = _floor_bytes()
 
     _seed_everything(settings.seed)
@@ -94,6 +101,8 @@ def make_job(settings: TrainSettings) -> Job:
         allow_batchnorm_split=settings.allow_batchnorm_split,
         pool_bytes=settings.pool_bytes,
         release_gradients="auto" if settings.release_gradients else False,
+        sensitivity=known,
+        retrace=good_state if settings.retrace and good_state is not None else False,
     )
     return Job(settings, goal, optimizer_name, model, optimizer, task, order, session)
 

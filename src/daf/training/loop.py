@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ import torch
 from torch import nn
 
 from daf.errors import NonFiniteLossError, PlatformError
+from daf.files.checkpoint import load_model, read_checkpoint, write_checkpoint
 from daf.memory import measure
 from daf.memory.recycling import unsupported_reason
 from daf.memory.tracking import recorded
-from daf.session import StepReport
-from daf.training.checkpoint import load_model, read_checkpoint, write_checkpoint
+from daf.step_report import StepReport
 from daf.training.interrupt import InterruptWatch
 from daf.training.job import Job, make_job
 from daf.training.memory_log import MemoryLog
@@ -54,7 +55,7 @@ def train(
         folder.claim()
     try:
         with InterruptWatch() as watch:
-            job = make_job(settings)
+            job = make_job(settings, folder.good_state)
             with job.session, MemoryLog(settings.memory_interval_ms) as memory:
                 run = _Run(job, folder, observer, watch, memory)
                 run.restore() if resume else run.prepare()
@@ -86,6 +87,7 @@ class _Run:
         self._memory = memory
         self._step = 0
         self._evaluations: list[dict[str, Any]] = []
+        self._retraces: list[dict[str, Any]] = []
         self._told_refusal = ""
         self._budgets_told = 0
         all_steps = job.order.steps_per_epoch * job.settings.epochs
@@ -113,6 +115,7 @@ class _Run:
         self._job.session.load_state_dict(state["session"])
         self._step = state["step"]
         self._evaluations = state["evaluations"]
+        self._retraces = state["retraces"]
         self._folder.keep_metrics_until(self._step)
         if self._job.session.plan is not None:
             self._observer.planned(self._job.session.plan)
@@ -123,6 +126,7 @@ class _Run:
         self._memory.write_to(self._folder)
         self._memory.mark("train")
         self._job.model.train()
+        self._job.session.noise.tell = self._observer.note
         try:
             self._steps_and_evaluations()
             return self._finish()
@@ -153,7 +157,10 @@ class _Run:
         batch = self._job.train_batch(self._step)
         self._job.task.tally.take_percent()
         with self._recording():
-            report = self._job.session.step(batch, self._job.task.loss)
+            report = self._job.session.step(batch, self._loss)
+        if report.retraced_to is not None:
+            self._go_back(report)
+            return
         elapsed_s = time.perf_counter() - start_s
         record = StepRecord(
             step=self._step + 1,
@@ -169,10 +176,30 @@ class _Run:
             overrun_bytes=report.overrun_bytes,
             budget_bytes=report.budget_bytes,
             budget_changes=self._budget_changes(),
+            added_variance=report.added_variance,
+            batch_variance=report.batch_variance,
+            measuring_ms=report.measuring_ms,
         )
         self._tell_of_release(report)
         self._step += 1
         self._log(record)
+
+    def _loss(self, model: nn.Module, batch: Any) -> Any:
+        """Measuring runs the loss too, which is no training to be counted."""
+        task = self._job.task
+        with task.tally.paused() if self._job.session.noise.sensing.is_measuring else nullcontext():
+            return task.loss(model, batch)
+
+    def _go_back(self, report: StepReport) -> None:
+        """The session has gone back to its last good state: so does the run, and its log."""
+        assert report.retraced_to is not None
+        loss = report.loss if math.isfinite(report.loss) else None
+        told = {"from_step": self._step + 1, "to_step": report.retraced_to, "loss": loss}
+        self._retraces.append(told)
+        self._step = report.retraced_to
+        self._evaluations = [each for each in self._evaluations if each["step"] <= self._step]
+        self._folder.keep_metrics_until(self._step)
+        self._checkpoint()
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
@@ -267,6 +294,7 @@ class _Run:
         state = {
             "step": self._step,
             "evaluations": self._evaluations,
+            "retraces": self._retraces,
             "session": self._job.session.state_dict(),
         }
         write_checkpoint(self._folder.checkpoint, self._job.model, self._job.optimizer, state)
@@ -290,7 +318,9 @@ class _Run:
         self._folder.write_weights(self._job.model)
         summary = summarize(
             self._job, self._folder.read_metrics(), self._evaluations, finished=finished
-        )
+        ) | {"retraces": self._retraces}
+        if self._job.session.sensitivity is not None:
+            self._folder.write_sensitivity(self._job.session.sensitivity)
         write_plan_records(self._job, self._folder)
         self._folder.write_summary(summary)
         return summary

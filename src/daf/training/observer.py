@@ -16,7 +16,7 @@ class StepRecord:
     were updated inside backward; ``overrun_bytes``: see :class:`daf.StepReport`.
     ``budget_bytes`` was in force at the step's end; ``budget_changes`` tells every change since
     the step before (``time_s`` in seconds of the run; bytes, reason, bytes of codes given up at
-    once).
+    once). ``added_variance``, ``batch_variance`` and ``measuring_ms``: see :class:`daf.StepReport`.
     """
 
     step: int
@@ -32,6 +32,9 @@ class StepRecord:
     overrun_bytes: int = 0
     budget_bytes: int | None = None
     budget_changes: tuple[dict[str, Any], ...] = ()
+    added_variance: float | None = None
+    batch_variance: float | None = None
+    measuring_ms: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """The record as a line of ``metrics.jsonl``."""

@@ -8,6 +8,7 @@ from daf.execution.capture import Capture
 from daf.execution.microbatch import batch_slice
 from daf.execution.rehearsal import rehearse
 from daf.plan import Plan
+from daf.planning.noise import expected_noise
 from daf.profiler import undisturbed
 from daf.session import Session
 from daf.store.default import make_store
@@ -31,6 +32,7 @@ def outline_of(job: Job, batch: Batch) -> dict[str, Any]:
         "release_gradients": plan.release_gradients,
         "replayed": sorted(plan.policy.replayed),
         "choices": [*plan.choices, *_about_operators(job.session)],
+        "noise": noise_of(session, plan),
         "process_settings": list(session.settings),
         "sites": sites_of(job, plan, batch),
     }
@@ -39,6 +41,38 @@ def outline_of(job: Job, batch: Batch) -> dict[str, Any]:
 def account_of(plan: Plan) -> dict[str, int] | None:
     """The terms of the predicted peak (bytes); None without a budget, where nothing is measured."""
     return dict(plan.account) if plan.account else None
+
+
+def noise_of(session: Session, plan: Plan) -> dict[str, Any] | None:
+    """What the plan's codes are expected to add, site by site, the most first; None: nothing.
+
+    Noise is the variance that codes add to the gradient, relative to the batch's own.
+    """
+    profile = session.profile_of(plan)
+    if profile is None:
+        return None
+    by_site = expected_noise(profile, plan.policy, plan.micro_batch)
+    if not by_site:
+        return None
+    treatments = {
+        each.site: plan.policy.treatment(each.need, each.site) for each in profile.savings
+    }
+    rows = [
+        {
+            "site": str(site),
+            "method": treatments[site].method.value,
+            "bits": treatments[site].bits,
+            "added_noise": noise,
+            "weight": profile.weight(site),
+        }
+        for site, noise in sorted(by_site.items(), key=lambda each: -each[1])
+    ]
+    return {
+        "added_noise": sum(by_site.values()),
+        "tolerance": session.noise.tolerance,
+        "is_measured": session.sensitivity is not None,
+        "sites": rows,
+    }
 
 
 def sites_of(job: Job, plan: Plan, batch: Batch) -> list[dict[str, str | int]]:

@@ -8,6 +8,7 @@
 ``model.safetensors``  the weights alone
 ``summary.json``       the run in numbers
 ``plan.json``          the plan it ended with: policy, reasons, the account of its peak
+``sensitivity.json``   what each site's code adds to the gradient, for other runs of the model
 ``sites.jsonl``        one line for every tensor saved in its last step, and what was done to it
 ``memory.png``         ``memory.jsonl`` as a picture
 ``history.jsonl``      who asked for memory in one step, if that was asked for
@@ -24,10 +25,13 @@ from typing import Any
 
 from torch import nn
 
-from daf.errors import RunFolderError
-from daf.training.atomic import GrowingFile, replacing, write_error
+from daf.errors import DataError, RunFolderError
+from daf.files.atomic import GrowingFile, replacing, write_error
+from daf.files.tensor_file import write_tensors
+from daf.sensitivity.result import Sensitivity
 from daf.training.settings import TrainSettings
-from daf.training.tensor_file import write_tensors
+
+_SENSITIVITY = "sensitivity.json"
 
 
 class RunFolder:
@@ -45,6 +49,8 @@ class RunFolder:
         self.history = path / "history.jsonl"
         self.plan = path / "plan.json"
         self.sites = path / "sites.jsonl"
+        self.sensitivity = path / _SENSITIVITY
+        self.good_state = self.checkpoint.with_name("good.safetensors")
 
     def claim(self) -> None:
         """Make the folder for a new run.
@@ -105,6 +111,10 @@ class RunFolder:
         """Write ``plan.json``, atomically."""
         _write_json(self.plan, plan)
 
+    def write_sensitivity(self, found: Sensitivity) -> None:
+        """Write ``sensitivity.json``, atomically."""
+        _write_json(self.sensitivity, found.as_dict())
+
     def write_sites(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write ``sites.jsonl``, atomically."""
         with replacing(self.sites) as file:
@@ -134,6 +144,23 @@ class RunFolder:
     def open_memory(self) -> GrowingFile:
         """``memory.jsonl``, to append to."""
         return GrowingFile(self.memory)
+
+
+def read_sensitivity(path: Path) -> Sensitivity:
+    """What an earlier run measured: of its folder, or of a file.
+
+    Raises:
+        DataError: there is none, or it holds something else.
+    """
+    file = path / _SENSITIVITY if path.is_dir() else path
+    try:
+        value = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"asked for the sensitivities in {file}: {error}; name the folder of a run under a "
+            "budget that coded something, or leave it out, so that they are measured"
+        ) from error
+    return Sensitivity.from_dict(value)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -32,7 +32,9 @@ class TrainSettings:
     steps; None: at the end of an epoch.
     ``pool_bytes`` caps what codes hold; None: no cap of their own. ``history``:
     record who asked for memory in one step. ``release_gradients`` steps
-    parameters inside backward wherever that is allowed.
+    parameters inside backward wherever that is allowed. ``sensitivity``: the file, or the
+    folder of an earlier run of the model, that holds what was measured; None: it is
+    measured. ``retrace``: a diverging run goes back to its last good state, once.
     """
 
     model: str
@@ -62,6 +64,8 @@ class TrainSettings:
     pool_bytes: int | None = None
     history: bool = False
     release_gradients: bool = False
+    sensitivity: str | None = None
+    retrace: bool = True
 
     def as_json(self) -> dict[str, Any]:
         """The settings as what JSON can hold."""

@@ -37,6 +37,7 @@ def summarize(
         "loss": statistics.fmean(recent) if recent else None,
         "metric": evaluations[-1]["metric"] if evaluations else None,
         "metric_name": job.task.metric_name,
+        "noise": noise_of(job),
         "finished": finished,
         "steps": len(steps),
         "evaluations": evaluations,
@@ -64,6 +65,29 @@ def _memory(job: Job) -> dict[str, Any]:
         "plan_reason": plan.reason if plan else None,
         "predicted_step_ms": plan.predicted_step_ms if plan else None,
         "process_settings": list(session.settings),
+    }
+
+
+def noise_of(job: Job) -> dict[str, Any] | None:
+    """What was measured of noise; None where nothing was.
+
+    Variances are squared lengths, of the gradient of a measured part's mean loss (``examples``);
+    their ratio holds for the batch. ``overhead``: time for measuring over that for training.
+    """
+    found, history = job.session.sensitivity, job.session.noise_history
+    if found is None:
+        return None
+    sensing = job.session.noise.sensing
+    last = history[-1].as_dict() if history else None
+    return {
+        "measurements": sensing.measurements,
+        "measured_ms": sensing.schedule.measured_ms,
+        "overhead": sensing.schedule.measured_ms / max(1e-9, sensing.schedule.trained_ms),
+        "examples": found.examples,
+        "batch_variance": found.batch_variance,
+        "added_noise": sum(job.session.noise.by_site.values()),
+        "by_site": {str(site): noise for site, noise in job.session.noise.by_site.items()},
+        "last_record": last,
     }
 
 

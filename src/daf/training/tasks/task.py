@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 from torch import Tensor, nn
@@ -24,6 +26,15 @@ class Tally:
         """Count the rows of ``scores`` [N, classes] that are highest at ``targets`` [N]."""
         self.right += int((scores.detach().argmax(1) == targets).sum())
         self.answered += len(targets)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing is counted inside."""
+        right, answered = self.right, self.answered
+        try:
+            yield
+        finally:
+            self.right, self.answered = right, answered
 
     def take_percent(self) -> float | None:
         """The share of right answers since the last call, in percent; None if none were given."""

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from daf.errors import RunFolderError
-from daf.training.atomic import replacing
-from daf.training.plain_state import from_plain, to_plain
-from daf.training.tensor_file import read_tensors, write_tensors
+from daf.files.atomic import replacing
+from daf.files.plain_state import from_plain, to_plain
+from daf.files.tensor_file import read_tensors, write_tensors
 
 FORMAT = "daf-checkpoint-1"
 _MODEL = "model/"

@@ -1,0 +1,87 @@
+"""A policy through one run: fitted anew as sensitivities change, its noise measured as it runs.
+
+Sensitivities move fast in the first steps and slowly later, so fits are at the beginning and after
+a growing number of steps, from a quarter of a batch each: some 2 % of a run of a thousand steps.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from torch import nn
+
+from daf.bench.accuracy_policies import REFITTED, Example, make_policy
+from daf.errors import NonFiniteLossError
+from daf.execution.capture import compress
+from daf.execution.microbatch import LossFunction, batch_size, batch_slice
+from daf.kernels.code_errors import relative_error
+from daf.plan import Site, Treatment, plain_policy
+from daf.sensitivity.estimate import measure_sensitivity
+
+PART = 4
+FIRST_FIT = 20
+GROWTH = 3.0
+
+
+def fit_steps(steps: int) -> tuple[int, ...]:
+    """0, then from ``FIRST_FIT`` on at steps that grow threefold, as far as there are steps."""
+    found = [0]
+    step = float(FIRST_FIT)
+    while step < steps:
+        found.append(int(step))
+        step *= GROWTH
+    return tuple(found)
+
+
+class Follower:
+    """One run's policy; ``noise`` holds (step, added noise relative to the batch's own)."""
+
+    def __init__(self, name: str, model: nn.Module, loss_fn: LossFunction, steps: int) -> None:
+        self.fitted_ms = 0.0
+        self.fits = 0
+        self.noise: list[list[float | None]] = []  # as JSON gives it back
+        self._name = name
+        self._model = model
+        self._loss_fn = loss_fn
+        self._fit_steps = fit_steps(steps)
+        self._noise_steps = {*self._fit_steps, steps - 1} if name != "plain" else set()
+        self._policy = plain_policy()
+        self._coded: Any = None
+
+    def policy_for(self, step: int, batch: Any, seed: int) -> Any:
+        """The context that a step runs in."""
+        is_refitted = self._name.partition("-")[0] in REFITTED
+        if self._coded is None or (is_refitted and step in self._fit_steps):
+            start_s = time.perf_counter()
+            self._policy = make_policy(self._name, self._example(batch))
+            self.fitted_ms += 1000 * (time.perf_counter() - start_s)
+            self.fits += 1
+            self._coded = compress(self._model, policy=self._policy, seed=seed + 7919 * step)
+        return self._coded
+
+    def note_noise(self, step: int, batch: Any) -> None:
+        """Measure what the codes of the last step add, if it is time to."""
+        if step not in self._noise_steps:
+            return
+        reports = self._coded.sites()
+        treatments: dict[Site, Treatment] = {each.site: each.treatment for each in reports}
+        part = self._example(batch).batch
+        try:
+            found = measure_sensitivity(
+                self._model, self._loss_fn, part, self._policy, separate_codes=False
+            )
+        except NonFiniteLossError:
+            self.noise.append([step, None])
+            return
+        own = found.batch_variance
+        added = sum(
+            each.variance_per_error * relative_error(treatments[site])
+            for site, each in found.sites.items()
+            if site in treatments
+        )
+        self.noise.append([step, added / own if own else None])
+
+    def _example(self, batch: Any) -> Example:
+        examples = max(1, batch_size(batch) // PART)
+        return Example(self._model, self._loss_fn, batch_slice(batch, 0, examples))

@@ -1,0 +1,78 @@
+"""Accuracy against bytes saved for backward: one line for every codec and allocation."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = Mapping[str, Any]
+# (what lines are called, colour); DAF's own first.
+FAMILIES: Mapping[str, tuple[str, str]] = {
+    "allocated": ("DAF: rotated codes, widths by measured sensitivity", "#c0392b"),
+    "rotated": ("DAF: rotated codes, one width", "#e59866"),
+    "gact": ("GACT's allocation, min-max codes", "#2a78b8"),
+    "actnn": ("ActNN's allocation, min-max codes", "#5aa6e6"),
+    "minmax": ("min-max codes, one width", "#7f8c8d"),
+    "alam": ("ALAM's averaging, min-max codes", "#8e44ad"),
+}
+_FLOAT_BITS = 32.0
+
+
+def curve(rows: Sequence[Row], family: str, metric: str) -> list[tuple[float, float, float, float]]:
+    """(bits per saved value, mean, least, greatest of the metric) of a family's policies, sorted.
+
+    Bits per saved value: 32 over the saved ratio, whatever is stored in place of the values. A run
+    that did not finish counts as no accuracy at all, 0.
+    """
+    found = []
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        if policy.partition("-")[0] != family:
+            continue
+        group = [row for row in rows if row["policy"] == policy and row["saved_ratio"]]
+        values = [row["metrics"].get(metric, 0.0) for row in group]
+        if values:
+            bits = statistics.mean(_FLOAT_BITS / row["saved_ratio"] for row in group)
+            found.append((bits, statistics.mean(values), min(values), max(values)))
+    return sorted(found)
+
+
+def draw_curves(rows: Sequence[Row], tasks: Mapping[str, str], path: Path) -> None:
+    """Draw a PNG with a panel for every task; ``tasks``: names, each with its metric."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # heavy, and wanted only here
+    from matplotlib.figure import Figure
+
+    chosen = {name: _rows_of(rows, name) for name in tasks}
+    shown = [name for name in tasks if any(row["policy"] != "plain" for row in chosen[name])]
+    figure = Figure(figsize=(6.4 * max(1, len(shown)), 4.8), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, max(1, len(shown)), squeeze=False)[0]
+    for panel, name in zip(panels, shown, strict=False):
+        _draw_panel(panel, name, chosen[name], tasks[name])
+    figure.savefig(path)
+
+
+def _rows_of(rows: Sequence[Row], task: str) -> list[Row]:
+    return [row for row in rows if row["task"] == task and "skipped" not in row]
+
+
+def _draw_panel(panel: Any, name: str, rows: list[Row], metric: str) -> None:
+    panel.set_title(name)
+    panel.set_xscale("log", base=2)
+    panel.set_xlabel("bits held per saved value (32 is plain PyTorch)")
+    panel.set_ylabel(metric.replace("_", " "))
+    plain = [row["metrics"][metric] for row in rows if row["policy"] == "plain" and row["metrics"]]
+    if plain:
+        panel.axhline(statistics.mean(plain), color="black", linewidth=1, label="plain PyTorch")
+        panel.axhspan(min(plain), max(plain), color="black", alpha=0.08)
+    for family, (words, colour) in FAMILIES.items():
+        points = curve(rows, family, metric)
+        if points:
+            bits, mean, least, most = zip(*points, strict=True)
+            low = [m - each for m, each in zip(mean, least, strict=True)]
+            high = [each - m for m, each in zip(mean, most, strict=True)]
+            panel.errorbar(
+                bits, mean, [low, high], color=colour, marker="o", capsize=2, label=words
+            )
+    panel.legend(fontsize=7)

@@ -1,0 +1,66 @@
+"""What a policy's codes are expected to add to the gradient, site by site."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from daf.kernels.code_errors import relative_error
+from daf.plan import KEEP, Method, Policy, Site, Treatment
+from daf.planning.options import LOSSY, SMALLEST_TREATED_BYTES, noise_per_weight
+from daf.profile import Profile, Saving
+
+_CODES = frozenset({Method.ROTATED, Method.MINMAX})
+
+
+def expected_noise(profile: Profile, policy: Policy, examples: int) -> dict[Site, float]:
+    """Variance that each site's code adds to the gradient, relative to the batch's own.
+
+    A tensor that is computed from other codes is told at its own site, with their errors.
+
+    Args:
+        profile: measured, with or without sensitivities.
+        policy: what is done.
+        examples: in a piece.
+    """
+    inside = _replayed_calls(profile, policy)
+    lossy = [each for each in profile.savings if each.need in LOSSY and each.treatable]
+    saves = Counter(each.site for each in lossy)
+    treatments = {
+        each.site: _treatment(each, policy, examples) for each in lossy if each.call not in inside
+    }
+    unit = noise_per_weight(profile)
+    found: dict[Site, float] = {}
+    for each in lossy:
+        if each.call in inside or not (error := _error(each, policy, treatments)):
+            continue
+        share = unit * profile.weight(each.site) / saves[each.site] * error
+        found[each.site] = found.get(each.site, 0.0) + share
+    return found
+
+
+def _treatment(saving: Saving, policy: Policy, examples: int) -> Treatment:
+    small = saving.tensor_bytes.at(examples) < SMALLEST_TREATED_BYTES
+    return KEEP if small else policy.treatment(saving.need, saving.site)
+
+
+def _error(saving: Saving, policy: Policy, treatments: dict[Site, Treatment]) -> float:
+    own = treatments[saving.site]
+    parents = [treatments.get(parent, KEEP) for parent in saving.parents or ()]
+    follows = policy.rederive and own.method in _CODES and parents
+    if follows and all(_serves(parent, own) for parent in parents):
+        return sum(map(relative_error, parents)) / len(parents)
+    return relative_error(own)
+
+
+def _serves(parent: Treatment, own: Treatment) -> bool:
+    """Execution takes another code where that has at least the bits that were asked for."""
+    return parent.method in _CODES and parent.bits >= own.bits
+
+
+def _replayed_calls(profile: Profile, policy: Policy) -> set[int]:
+    """Calls of replayed modules and all that they make; callers come before what they call."""
+    found: set[int] = set()
+    for index, call in enumerate(profile.calls):
+        if call.module in policy.replayed or call.parent in found:
+            found.add(index)
+    return found

@@ -1,0 +1,44 @@
+"""Policies that no planner made: do they lose anything, and what is one bit wider?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+
+from daf.kernels.code_errors import relative_error
+from daf.plan import Method, Policy, Treatment
+from daf.planning.options import WIDTHS
+
+_MOST_ROTATED = 4  # beyond it codes are min-max ones, of 8 bits as ``coded_policy`` has them
+
+
+def is_lossy(policy: Policy) -> bool:
+    """Whether any treatment adds noise to the gradient."""
+    treatments = (*policy.by_need.values(), *policy.by_site.values())
+    return any(relative_error(each) > 0.0 for each in treatments)
+
+
+def one_bit_wider(policy: Policy) -> Policy:
+    """The policy with every lossy code a bit wider; the same where none can be."""
+    return replace(
+        policy,
+        by_need=MappingProxyType({need: _wider(each) for need, each in policy.by_need.items()}),
+        by_site=MappingProxyType({site: _wider(each) for site, each in policy.by_site.items()}),
+    )
+
+
+def wider_level(level: str) -> str | None:
+    """The level above ``"1-bit"`` ... ``"4-bit"``; None where there is none."""
+    width = level.removesuffix("-bit")
+    wider = sorted(each for each in WIDTHS if width.isdigit() and each > int(width))
+    return f"{wider[0]}-bit" if wider else None
+
+
+def _wider(treatment: Treatment) -> Treatment:
+    if treatment.method is Method.ROTATED and treatment.bits >= _MOST_ROTATED:
+        return Treatment(Method.MINMAX, max(WIDTHS))
+    if treatment.method in (Method.ROTATED, Method.DERIVATIVE):
+        return replace(treatment, bits=min(_MOST_ROTATED, treatment.bits + 1))
+    if treatment.method is Method.MINMAX:
+        return replace(treatment, bits=min(max(WIDTHS), treatment.bits + 1))
+    return treatment

@@ -1,0 +1,118 @@
+"""Going back: a run that diverges under its codes goes on from its last good state, once.
+
+While codes lose anything, :class:`daf.noise.DivergenceWatch` is fed with every step's loss. It says
+when the state is good, which is then written to a file, and when a run has gone astray.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from daf.errors import DivergedError
+from daf.files.checkpoint import read_checkpoint, write_checkpoint
+from daf.noise import Action, DivergenceWatch
+
+_NAME = "good.safetensors"
+
+
+class Retracing:
+    """One session's good state.
+
+    Args:
+        model: whose parameters and buffers are kept.
+        optimizer: whose state is kept; its settings (learning rates) are left as they are.
+        asked: the file to keep it in, True for a temporary one, False for none: nothing is watched.
+        watch: tells good states and divergence.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        asked: Path | bool,
+        watch: DivergenceWatch | None = None,
+    ) -> None:
+        self.watch = watch or DivergenceWatch()
+        self.is_on = bool(asked)
+        self._model = model
+        self._optimizer = optimizer
+        self._path = asked if isinstance(asked, Path) else None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._action = Action.CONTINUE
+
+    def note(self, step_index: int, loss: float) -> bool:
+        """Hear a step's loss, before its update; True: it is time to go back.
+
+        Raises:
+            DivergedError: the run diverged again, or before there was a good state.
+        """
+        if not self.is_on:
+            return False
+        self._action = self.watch.note(step_index, loss)
+        if self._action is Action.STOP and math.isfinite(loss):
+            raise DivergedError(
+                f"{self.watch.reason}; going back was tried once, or there is nothing to go back "
+                "to: try a lower learning rate, more bits, or a larger budget"
+            )
+        return self._action is Action.RETRACE
+
+    def save_if_good(self) -> None:
+        """After the update of the step that was noted last: keep its state if that is good.
+
+        Raises:
+            RunFolderError: it cannot be written.
+        """
+        if self._action is not Action.SAVE:
+            return
+        self._action = Action.CONTINUE
+        state = {"step": self.watch.good_step}
+        write_checkpoint(self._file(), self._model, self._optimizer, state)
+
+    def restore(self) -> int:
+        """Make parameters, buffers, optimizer state and random states those of the good state.
+
+        Returns:
+            How many steps had been done then.
+
+        Raises:
+            RunFolderError: the file is gone or damaged.
+        """
+        settings = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self._optimizer.param_groups
+        ]
+        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.state.clear()  # before the file's copy needs the room
+        state = read_checkpoint(self._file(), self._model, self._optimizer)
+        for group, own in zip(self._optimizer.param_groups, settings, strict=True):
+            group.update(own)
+        return int(state["step"]) + 1
+
+    def close(self) -> None:
+        """Remove the temporary file."""
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _file(self) -> Path:
+        if self._path is not None:
+            return self._path
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="daf-")
+        return Path(self._folder.name) / _NAME
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs (JSON-able); the file stays where it is."""
+        return self.watch.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state_dict``. A state that was kept in a temporary file is gone."""
+        self.watch.load_state_dict(state)
+        if self._path is None or not self._path.exists():
+            self.watch.good_step = None

@@ -1,0 +1,239 @@
+"""A session's sensitivity: measured beside training, within its budget and some of its time.
+
+A measurement runs forward and backward passes over the first examples of a batch
+(``sensitivity.estimate``), as many as are predicted to fit. Where memory is refused all the same,
+it is given up, and the next one takes half as many. Parameters, gradients, buffers and random
+states are afterwards as they were, and nothing that goes wrong in it stops the training.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from daf.errors import DataError, NonFiniteLossError, PoolFullError
+from daf.execution.capture import Capture
+from daf.execution.gradient_step import Before
+from daf.execution.microbatch import LossFunction, batch_size, batch_slice
+from daf.memory.keeper import MemoryKeeper
+from daf.plan import Policy, coded_policy
+from daf.planning import planner
+from daf.planning.options import LOSSY
+from daf.profile import Profile
+from daf.sensitivity.estimate import Effort, measure_sensitivity
+from daf.sensitivity.result import Sensitivity
+from daf.sensitivity.schedule import Schedule
+from daf.store.default import make_store
+
+# Under which codes every site is measured: coarse enough for its noise to stand out.
+MEASURED_BITS = 2
+MEASURED_UNDER = coded_policy(MEASURED_BITS)
+PART = 4  # a measurement takes this part of a batch
+SMALLEST_PART = 4  # examples
+_EFFORT = Effort()
+# The base pass, those that redraw, and all pieces together.
+PASSES = 1 + _EFFORT.local + _EFFORT.others + 1
+_BYTES_PER_NUMBER = 8
+_COPIES = 2  # sketches are stacked once to be compared
+
+
+def _effort(examples: int) -> Effort:
+    """Pieces of at least two examples, as batch statistics need."""
+    return replace(_EFFORT, pieces=min(_EFFORT.pieces, examples // 2))
+
+
+class Room(NamedTuple):
+    """What a measurement has to fit into: the profile's own measure of the budget (bytes)."""
+
+    profile: Profile
+    budget_bytes: int
+
+
+class Sensing:
+    """Measures when it is time, and keeps what was found.
+
+    Args:
+        model: as it is trained.
+        keeper: refuses memory beyond the budget.
+        seed: of the codes.
+        known: from an earlier run of the same model, or None.
+        is_on: False measures never.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        keeper: MemoryKeeper,
+        seed: int,
+        *,
+        known: Sensitivity | None = None,
+        is_on: bool = True,
+    ) -> None:
+        self.sensitivity = known
+        self.schedule = Schedule()
+        self.measurements = 0
+        self.is_measuring = False
+        self.refusal = ""
+        self._model = model
+        self._keeper = keeper
+        self._seed = seed
+        self._is_on = is_on
+        self._most_examples: int | None = None
+        self._last_ms: float | None = None
+
+    def is_due(self, batch: Any, step_ms: float) -> bool:
+        """Has training lasted long enough for another measurement?"""
+        if not self._is_on or self.refusal:
+            return False
+        share = self._examples(batch) / max(1, batch_size(batch))
+        expected_ms = self._last_ms if self._last_ms is not None else PASSES * share * step_ms
+        return self.schedule.allows(expected_ms)
+
+    def measure(
+        self,
+        batch: Any,
+        loss_fn: LossFunction,
+        step_index: int,
+        *,
+        room: Room | None,
+        policy: Policy | None = None,
+        pool_bytes: int | None = None,
+    ) -> bool:
+        """Measure now, if it fits; True: there are new numbers.
+
+        Args:
+            batch: whose first examples are used.
+            loss_fn: the user's own.
+            step_index: names the codes' seeds.
+            room: what it must fit into; None: there is no budget.
+            policy: is measured as it runs, its codes serving several sites each; None: every
+                site by itself, to plan with.
+            pool_bytes: the most that codes may hold.
+        """
+        if not self._is_on or self.refusal:
+            return False
+        examples = self._examples_that_fit(batch, room)
+        if examples is None:
+            return False
+        start_s = time.perf_counter()
+        self.is_measuring = True
+        try:
+            found = self._guarded(
+                batch_slice(batch, 0, examples), loss_fn, step_index, policy, pool_bytes
+            )
+        finally:
+            self.is_measuring = False
+            self._last_ms = 1000.0 * (time.perf_counter() - start_s)
+            self.schedule.note_measurement(self._last_ms)
+        if found is None or not found.sites or not found.is_finite:
+            return False
+        self.measurements += 1
+        self.sensitivity = self.sensitivity.refreshed(found) if self.sensitivity else found
+        return True
+
+    def weighed(self, profile: Profile) -> Profile:
+        """The profile with what is known of its sites' sensitivities.
+
+        Raises:
+            DataError: what is known is of another model.
+        """
+        found = self.sensitivity
+        if found is None:
+            return profile
+        lossy = {each.site for each in profile.savings if each.need in LOSSY and each.treatable}
+        if lossy and not lossy & found.sites.keys():
+            raise DataError(
+                f"asked to plan with sensitivities of {len(found.sites)} sites, none of which is "
+                f"one of this model's {len(lossy)}; leave them out, so that they are measured"
+            )
+        return replace(profile, weights=found.weights(), noise_per_weight=found.noise_per_weight)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs (JSON-able)."""
+        return {
+            "sensitivity": self.sensitivity.as_dict() if self.sensitivity else None,
+            "measurements": self.measurements,
+            "trained_ms": self.schedule.trained_ms,
+            "measured_ms": self.schedule.measured_ms,
+            "last_ms": self._last_ms,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state_dict``."""
+        found = state["sensitivity"]
+        self.sensitivity = None if found is None else Sensitivity.from_dict(found)
+        self.measurements = state["measurements"]
+        self.schedule.trained_ms = state["trained_ms"]
+        self.schedule.measured_ms = state["measured_ms"]
+        self._last_ms = state["last_ms"]
+
+    # --- one measurement --------------------------------------------------------------------
+
+    def _guarded(
+        self,
+        part: Any,
+        loss_fn: LossFunction,
+        step_index: int,
+        policy: Policy | None,
+        pool_bytes: int | None,
+    ) -> Sensitivity | None:
+        """None: memory was refused or codes were given up, so less is tried next; or no loss."""
+        refusals, before = self._keeper.refusals(), Before(self._model)
+        capture = Capture(self._model, make_store(pool_bytes))
+        try:
+            found: Sensitivity | None = measure_sensitivity(
+                self._model,
+                loss_fn,
+                part,
+                policy or MEASURED_UNDER,
+                effort=_effort(batch_size(part)),
+                seed=self._seed,
+                step_index=step_index,
+                separate_codes=policy is None,
+                capture=capture,
+            )
+        except NonFiniteLossError:
+            found = None
+        except Exception as error:  # the user's own code may raise anything: training goes on
+            if not isinstance(error, PoolFullError) and self._keeper.refusals() == refusals:
+                self.refusal = f"sensitivities cannot be measured here: {error}"
+            self._most_examples = batch_size(part) // 2
+            error.__cause__ = error.__context__ = None
+            error.__traceback__ = None  # its frames hold the pass's tensors
+            before.forget_backward()
+            found = None
+        if capture.stats.evicted_bytes:
+            self._most_examples, found = batch_size(part) // 2, None
+        capture.release_scratch()
+        del capture
+        gc.collect()  # passes' frames and graphs can be parts of circles
+        self._keeper.flush()
+        return found
+
+    # --- how many examples ------------------------------------------------------------------
+
+    def _examples(self, batch: Any) -> int:
+        size = batch_size(batch)
+        wanted = min(size, max(SMALLEST_PART, -(-size // PART)))
+        return wanted if self._most_examples is None else min(wanted, self._most_examples)
+
+    def _examples_that_fit(self, batch: Any, room: Room | None) -> int | None:
+        examples = self._examples(batch)
+        least = min(batch_size(batch), SMALLEST_PART)
+        while examples >= least:
+            if room is None or self._predicted_bytes(room.profile, examples) <= room.budget_bytes:
+                return examples
+            examples //= 2
+        return None
+
+    def _predicted_bytes(self, profile: Profile, examples: int) -> int:
+        """The peak of a measurement: passes under codes, or a piece with everything kept."""
+        piece = -(-examples // max(1, _effort(examples).pieces))
+        widest = planner.level_peak_bytes(profile, examples, str(MEASURED_BITS))
+        peak = max(widest, planner.level_peak_bytes(profile, piece, "exact"))
+        trained = sum(1 for each in self._model.parameters() if each.requires_grad)
+        return peak + _COPIES * PASSES * trained * _EFFORT.buckets * _BYTES_PER_NUMBER

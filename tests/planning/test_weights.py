@@ -1,0 +1,155 @@
+"""Sensitivities in the planner: widths go where they count, for every policy that has widths."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from synthetic import MIB, profile, profiles, saving
+
+from daf.kernels.code_errors import error_growth, relative_error
+from daf.kernels.tables import rotated_error
+from daf.plan import KEEP, Method, Need, Policy, Treatment, coded_policy
+from daf.planning import planner, policies
+from daf.planning.noise import expected_noise
+from daf.planning.options import Allowed, noise_per_weight, served_weights
+from daf.planning.widths import is_lossy, one_bit_wider, wider_level
+from daf.profile import Profile
+
+few = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+CODES_ONLY = Allowed(methods=frozenset(Method) - {Method.SPILL}, replay=False)
+
+
+def equal_sites(count: int = 6) -> Profile:
+    return profile([saving(index, count, Need.LINEAR, 4 * MIB // 4) for index in range(count)])
+
+
+def weighted(measured: Profile, weights: list[float], per_weight: float = 0.05) -> Profile:
+    sites = [each.site for each in measured.savings]
+    named = dict(zip(sites, weights, strict=True))
+    return replace(measured, weights=named, noise_per_weight=per_weight)
+
+
+def with_planes(measured: Profile, planes: int) -> int:
+    """A budget that holds every site's first bit, and so many planes more."""
+    plane = measured.batch_size * 4 * MIB // 4 // 8
+    return planner.least_feasible_budget(measured, policy="1-bit") + int(1.02 * planes * plane)
+
+
+@pytest.mark.parametrize("policy", ["optimal", "quantize"])
+def test_bits_go_where_the_weight_is(policy: str) -> None:
+    measured = weighted(equal_sites(), [0.1, 0.1, 5.0, 0.6, 0.1, 0.1])
+    budget = with_planes(measured, 6)
+    plan = planner.make_plan(measured, budget, policy=policy, allowed=CODES_ONLY)
+    found = [plan.policy.treatment(each.need, each.site) for each in measured.savings]
+    errors = [relative_error(each) for each in found]
+    # The last is read again at once, and not alive at the peak.
+    assert errors[2] <= errors[3] < min(errors[0], errors[1], errors[4])
+    assert plan.predicted_peak_bytes <= budget
+    uniform = planner.make_plan(replace(measured, weights={}), budget, policy="quantize")
+    before = sum(expected_noise(measured, uniform.policy, measured.batch_size).values())
+    assert plan.added_noise < 0.5 * before
+
+
+@few
+@given(profiles(), st.floats(0.0, 1.0), st.data())
+def test_quantizing_by_weight_is_never_noisier_than_one_width_everywhere(
+    measured: Profile, share: float, data: st.DataObject
+) -> None:
+    sites = sorted({each.site for each in measured.savings}, key=str)
+    numbers = data.draw(st.lists(st.floats(0.01, 100.0), min_size=len(sites), max_size=len(sites)))
+    heavy = replace(measured, weights=dict(zip(sites, numbers, strict=True)), noise_per_weight=0.01)
+    least = planner.least_feasible_budget(heavy, policy="quantize")
+    budget = least + int(share * 0.2 * least)
+    plan = planner.make_plan(heavy, budget, policy="quantize")
+    fitting = [
+        each for each in policies._quantizing(heavy, CODES_ONLY) if each.peak_bytes(heavy) <= budget
+    ]
+    assert fitting
+    # HiGHS stops within a thousandth, of an objective that holds a little time too: saving a tenth
+    # of a step is worth as much as 0.0005 of noise there.
+    assert plan.added_noise <= min(each.noise for each in fitting) * 1.01 + 2e-3
+    assert plan.policy.replayed == frozenset()
+    assert plan.account["predicted_peak"] <= budget
+
+
+@few
+@given(profiles(), st.sampled_from(["1-bit", "2-bit", "4-bit", "optimal"]))
+def test_what_a_plan_says_it_adds_is_what_its_policy_is_expected_to_add(
+    measured: Profile, level: str
+) -> None:
+    budget = planner.least_feasible_budget(measured, policy=level)
+    plan = planner.make_plan(measured, budget, policy=level)
+    found = expected_noise(measured, plan.policy, plan.micro_batch)
+    assert sum(found.values()) == pytest.approx(plan.added_noise, rel=1e-9, abs=1e-12)
+
+
+def test_without_a_measurement_errors_of_one_everywhere_add_as_much_as_the_batch_has() -> None:
+    measured = equal_sites()
+    assert noise_per_weight(measured) * len(measured.savings) == pytest.approx(1.0)
+    policy = coded_policy(2)
+    found = expected_noise(measured, policy, measured.batch_size)
+    assert sum(found.values()) == pytest.approx(rotated_error(2, 2))
+
+
+def test_measured_noise_is_what_a_tolerance_bounds() -> None:
+    quiet = weighted(equal_sites(), [1.0] * 6, per_weight=0.01)
+    loud = replace(quiet, noise_per_weight=1.0)
+    budget = with_planes(quiet, 6)
+    narrow = planner.make_plan(quiet, budget, tolerance=0.05, allowed=CODES_ONLY)
+    assert 0.0 < narrow.added_noise <= 0.05
+    wide = planner.least_feasible_budget(loud, tolerance=0.05, allowed=CODES_ONLY)
+    assert wide > budget  # a hundred times as loud, so it takes more bytes
+    several = planner.make_plan(loud, budget, tolerance=(0.05, 0.2, 0.5), allowed=CODES_ONLY)
+    assert 0.2 < several.added_noise <= 0.5
+
+
+def test_a_code_that_serves_another_site_carries_that_one_s_weight_too() -> None:
+    norm = saving(0, 2, Need.NORM, 4 * MIB // 4)
+    conv = saving(1, 2, Need.LINEAR, 4 * MIB // 4, parents=frozenset({norm.site}))
+    measured = weighted(profile([norm, conv]), [0.5, 1.5], per_weight=0.1)
+    assert served_weights(measured) == {norm.site: 2.0, conv.site: 1.5}
+    plan = planner.make_plan(
+        measured, planner.least_feasible_budget(measured, policy="1-bit"), policy="1-bit"
+    )
+    assert plan.policy.weights == served_weights(measured)
+    found = expected_noise(measured, plan.policy, measured.batch_size)
+    error = rotated_error(1, 1)
+    assert found == pytest.approx({norm.site: 0.05 * error, conv.site: 0.15 * error})
+
+
+def test_nothing_is_added_by_what_is_replayed_or_kept() -> None:
+    measured = weighted(equal_sites(2), [1.0, 1.0], per_weight=1.0)
+    first, second = (each.site for each in measured.savings)
+    policy = replace(coded_policy(2), by_site={first: KEEP})
+    assert set(expected_noise(measured, policy, measured.batch_size)) == {second}
+
+
+def test_policies_become_a_bit_wider_until_they_cannot() -> None:
+    policy: Policy = coded_policy(1)
+    widths = []
+    while (wider := one_bit_wider(policy)) != policy:
+        policy = wider
+        widths.append(policy.by_need[Need.LINEAR])
+    assert widths[:3] == [Treatment(Method.ROTATED, bits) for bits in (2, 3, 4)]
+    assert widths[3] == Treatment(Method.MINMAX, 8)
+    assert policy.by_need[Need.SMOOTH] == Treatment(Method.DERIVATIVE, 4)
+    assert policy.by_need[Need.SIGN] == Treatment(Method.MASK, 1)
+    assert [wider_level(each) for each in ("1-bit", "4-bit", "8-bit", "optimal")] == [
+        "2-bit",
+        "8-bit",
+        None,
+        None,
+    ]
+    assert is_lossy(policy)
+    exact = replace(policy, by_need={Need.SIGN: Treatment(Method.MASK, 1)})
+    assert not is_lossy(exact)
+
+
+def test_lost_planes_make_a_code_as_bad_as_a_shorter_one() -> None:
+    assert error_growth(4, 0.0) == 1.0
+    assert error_growth(4, 2.0) == pytest.approx(rotated_error(4, 2) / rotated_error(4, 4))
+    assert error_growth(4, 1.5) == pytest.approx((error_growth(4, 1.0) + error_growth(4, 2.0)) / 2)
+    assert error_growth(4, 9.0) == error_growth(4, 3.0)  # the first plane stays
