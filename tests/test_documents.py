@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
+import papers
 import pytest
+import render
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
-
-
-sys.path.insert(0, str(ROOT / "benchmarks"))  # a script and what it imports beside it
-import papers  # noqa: E402
-import render  # noqa: E402
 
 TABLES = render.TABLES
 

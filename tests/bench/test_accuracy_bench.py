@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import render
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -359,11 +360,6 @@ def test_curves_are_sorted_and_drawn(tmp_path: Path) -> None:
 
 
 def test_results_are_rendered_by_task_and_policy() -> None:
-    spec = importlib.util.spec_from_file_location("render", ROOT / "benchmarks" / "render.py")
-    assert spec is not None
-    assert spec.loader is not None
-    render = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(render)
     noisy = {"added_noise": [[0, 0.5]], "diverged_at": None}
     rows = [
         *made_up("plain", [90.0, 91.0], 1.0, 100.0),

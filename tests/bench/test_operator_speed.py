@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
+import render
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -146,12 +145,6 @@ def test_the_command_prints_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_document_s_table_tells_the_rows(result: Any) -> None:
-    path = Path(__file__).parents[2] / "benchmarks" / "render.py"
-    spec = importlib.util.spec_from_file_location("render", path)
-    assert spec is not None
-    assert spec.loader is not None
-    render = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(render)
     lines = render.operator_speed_figures(json.loads(result.as_json())).splitlines()
     ours = [row for row in result.rows if row["contestant"] == "ours"]
     assert len([line for line in lines if line.startswith("| ") and "×" in line]) == len(ours)

@@ -100,6 +100,17 @@ def test_rows_added_and_tightened_between_solves_count() -> None:
     assert program.solve(whole=all_whole(program), most_nodes=MANY).objective == -2.0
 
 
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e12, 1e18])
+def test_costs_of_any_size_are_solved_and_told_as_they_were(size: float) -> None:
+    program = LinearProgram(size * np.array([3.0, 2.0, 5.0]), np.ones(3))
+    program.add_rows(Rows([0, 0, 0], [0, 1, 2], 1.0, lower=2.0, upper=3.0, count=1))
+    answer = program.solve(whole=all_whole(program), most_nodes=MANY)
+    assert answer.status is Status.SOLVED
+    assert answer.amounts is not None
+    assert answer.amounts.tolist() == [1.0, 1.0, 0.0]
+    assert (answer.objective, answer.bound) == pytest.approx((5 * size, 5 * size))
+
+
 @pytest.mark.parametrize("whole", [False, True])
 def test_what_has_no_solution_is_infeasible(whole: bool) -> None:
     program = LinearProgram(np.ones(2), np.ones(2))

@@ -68,9 +68,8 @@ def test_quantizing_by_weight_is_never_noisier_than_one_width_everywhere(
         each for each in policies._quantizing(heavy, CODES_ONLY) if each.peak_bytes(heavy) <= budget
     ]
     assert fitting
-    # HiGHS stops within a thousandth, of an objective that holds a little time too: saving a tenth
-    # of a step is worth as much as 0.0005 of noise there.
-    assert plan.added_noise <= min(each.noise for each in fitting) * 1.01 + 2e-3
+    # HiGHS stops within a thousandth, of an objective that holds a little time too.
+    assert plan.added_noise <= min(each.noise for each in fitting) * 1.002 + 1e-4
     assert plan.policy.replayed == frozenset()
     assert plan.account["predicted_peak"] <= budget
 
@@ -97,7 +96,7 @@ def test_without_a_measurement_errors_of_one_everywhere_add_as_much_as_the_batch
 def test_measured_noise_is_what_a_tolerance_bounds() -> None:
     quiet = weighted(equal_sites(), [1.0] * 6, per_weight=0.01)
     loud = replace(quiet, noise_per_weight=1.0)
-    budget = with_planes(quiet, 6)
+    budget = with_planes(quiet, 7)
     narrow = planner.make_plan(quiet, budget, tolerance=0.05, allowed=CODES_ONLY)
     assert 0.0 < narrow.added_noise <= 0.05
     wide = planner.least_feasible_budget(loud, tolerance=0.05, allowed=CODES_ONLY)

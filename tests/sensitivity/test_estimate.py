@@ -183,7 +183,7 @@ def test_weights_go_into_a_policy() -> None:
     assert np.mean(list(weights.values())) == pytest.approx(1.0)
     policy = replace(POLICY, weights=weights)
     ordered = sorted(found.sites, key=policy.weight)
-    by_value = sorted(found.sites, key=lambda site: found.sites[site].variance_per_error)
+    by_value = sorted(found.sites, key=lambda site: found.sites[site].at_least)
     assert ordered == by_value
     assert policy.weight(Site("nowhere", "linear", 0, 0)) == 1.0
 

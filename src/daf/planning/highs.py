@@ -7,7 +7,7 @@ lets other Python threads run while it solves.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,8 @@ _OPTIONS: dict[str, Any] = {
     "parallel": "off",
     "random_seed": 0,
 }
+# Beyond it (1e12 was seen) HiGHS gives up; costs that are scaled down so far drown anyway.
+_LARGEST_COST = 1e9
 _CONTINUOUS, _INTEGER = 0, 1  # HighsVarType
 _ROW_WISE, _MINIMISE = 2, 1  # MatrixFormat, ObjSense
 
@@ -96,13 +98,23 @@ class LinearProgram:
         if np.any((cost < 0) & np.isinf(upper)):
             raise ValueError("a column without an upper bound has a negative cost")
         self._columns = np.arange(len(cost), dtype=np.int32)
+        self._scale = min(1.0, _LARGEST_COST / max(1.0, float(np.abs(cost).max(initial=0.0))))
         self._highs = _new_highs()
         nothing, none = np.zeros(0), np.zeros(0, dtype=np.int32)
         kinds = np.full(len(cost), _CONTINUOUS, dtype=np.int32)
-        zeros = np.zeros(len(cost))
+        zeros, scaled = np.zeros(len(cost)), self._scale * cost
         size = (len(cost), 0, 0, _ROW_WISE, _MINIMISE, 0.0)
         self._highs.passModel(
-            *size, cost, zeros, upper, nothing, nothing, np.zeros(1, np.int32), none, nothing, kinds
+            *size,
+            self._scale * cost,
+            zeros,
+            upper,
+            nothing,
+            nothing,
+            np.zeros(1, np.int32),
+            none,
+            nothing,
+            kinds,
         )
 
     def __len__(self) -> int:
@@ -143,7 +155,13 @@ class LinearProgram:
         highs.setOptionValue("mip_rel_gap", relative_gap)
         highs.setOptionValue("mip_max_nodes", most_nodes)
         _run(highs)
-        return _answer(highs, mixed=whole is not None)
+        return self._unscaled(_answer(highs, mixed=whole is not None))
+
+    def _unscaled(self, answer: Answer) -> Answer:
+        if self._scale == 1.0:
+            return answer
+        own = answer.objective / self._scale, answer.bound / self._scale
+        return replace(answer, objective=own[0], bound=own[1])
 
 
 def _new_highs() -> Highs:

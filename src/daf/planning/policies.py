@@ -29,7 +29,7 @@ from daf.profile import Profile
 # A piece is at the knee when it has this share of the best measured examples per second.
 KNEE_FRACTION = 0.95
 _SMALLEST_SIZES = 8
-_NOISE_FIRST = 1e4  # times its ordinary price noise outweighs all time that codes take
+_NOISE_FIRST = 1e6  # times its ordinary price noise outweighs all time that codes take
 
 Strategy = Callable[[Profile, int, float, Allowed], Candidate | None]
 

@@ -22,6 +22,7 @@ _MOST_ROUNDS = 40
 # so that the same profile gives the same plan.
 _MOST_NODES = 100
 RELATIVE_GAP = 1e-3  # of what the choices add to a step, which is a part of it
+_HOPELESS = 1e3
 _SMALL_COLUMNS = 60  # programs up to this are solved to the last byte
 
 
@@ -209,7 +210,15 @@ class Program:
         if table.requires:
             yield self._requirements()
         if np.isfinite(self._tolerance):
-            yield Rows.of_dense(table.noise[None, :], lower=-np.inf, upper=self._tolerance)
+            yield self._quiet_enough()
+
+    def _quiet_enough(self) -> Rows:
+        """Noise as a share of the tolerance, so that its size is no matter; one of hopeless noise
+        is as impossible with ``_HOPELESS`` shares.
+        """
+        unit = self._tolerance or 1.0
+        shares = np.minimum(self._table.noise[None, :] / unit, _HOPELESS)
+        return Rows.of_dense(shares, lower=-np.inf, upper=self._tolerance / unit)
 
     def _requirements(self) -> Rows:
         table = self._table
