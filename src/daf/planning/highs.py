@@ -106,7 +106,7 @@ class LinearProgram:
         size = (len(cost), 0, 0, _ROW_WISE, _MINIMISE, 0.0)
         self._highs.passModel(
             *size,
-            self._scale * cost,
+            scaled,
             zeros,
             upper,
             nothing,
