@@ -32,6 +32,7 @@ POLICIES = (
     "plain",
     *(f"rotated-{bits}" for bits in (1, 2, 4)),
     *(f"allocated-{bits}" for bits in (1.1, 1.25, 1.5, 2, 3)),
+    *(f"fused-{each}" for each in ("rotated-1", "rotated-2", "allocated-1.25", "allocated-1.5")),
     *(f"minmax-{bits}" for bits in (1, 2, 4, 8)),
     *(f"gact-{bits}" for bits in (1.5, 2, 4)),
     *(f"actnn-{bits}" for bits in (1.5, 2, 4)),
@@ -297,7 +298,7 @@ def _noise_figures(name: str, group: list[Row]) -> dict[str, float]:
     noises = [noise for row in group for _, noise in row.get("added_noise") or () if noise]
     found = {f"{name}/added_noise": max(noises)} if noises else {}
     trained = sum(row.get("trained_ms", 0.0) for row in group)
-    if "/allocated-" in name and trained:
+    if "allocated-" in name and trained:
         found[f"{name}/sensitivity_overhead"] = sum(row["fitted_ms"] for row in group) / trained
     return found
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from daf.bench.accuracy_policies import REFITTED, Example, make_policy
+from daf.bench.accuracy_policies import Example, is_refitted, make_policy, unfused
 from daf.errors import NonFiniteLossError
 from daf.execution.capture import compress
 from daf.execution.microbatch import LossFunction, batch_size, batch_slice
@@ -51,8 +51,7 @@ class Follower:
 
     def policy_for(self, step: int, batch: Any, seed: int) -> Any:
         """The context that a step runs in."""
-        is_refitted = self._name.partition("-")[0] in REFITTED
-        if self._coded is None or (is_refitted and step in self._fit_steps):
+        if self._coded is None or (is_refitted(self._name) and step in self._fit_steps):
             start_s = time.perf_counter()
             self._policy = make_policy(self._name, self._example(batch))
             self.fitted_ms += 1000 * (time.perf_counter() - start_s)
@@ -66,10 +65,10 @@ class Follower:
             return
         reports = self._coded.sites()
         treatments: dict[Site, Treatment] = {each.site: each.treatment for each in reports}
-        part = self._example(batch).batch
+        part, policy = self._example(batch).batch, unfused(self._policy)
         try:
             found = measure_sensitivity(
-                self._model, self._loss_fn, part, self._policy, separate_codes=False
+                self._model, self._loss_fn, part, policy, separate_codes=False
             )
         except NonFiniteLossError:
             self.noise.append([step, None])

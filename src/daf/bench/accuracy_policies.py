@@ -5,7 +5,8 @@ as many bytes as B bits everywhere would: ``allocated-B`` by measured sensitivit
 ``gact-B`` and ``actnn-B`` as published, with min-max codes. ActNN's formula takes the
 energy of a block for its range, in which blocks of Gaussian values are proportional.
 ``alam-B`` codes means of two neighbours (of four below one bit) in min-max codes of B bits
-per element, as ALAM does. All but DAF's own are re-implementations.
+per element, as ALAM does. All but DAF's own are re-implementations. ``fused-`` before a name:
+the same codes, held by operators that are fused and chunked where that can be.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ from daf.sensitivity.undisturbed import undisturbed
 _VALUE_NEEDS = (Need.LINEAR, Need.NORM, Need.PRODUCT)
 _SEEDED = (Method.ROTATED, Method.MINMAX)
 POLICY_FORMS = ("plain", "rotated-B", "minmax-B", "allocated-B", "gact-B", "actnn-B", "alam-B")
-REFITTED = ("allocated", "gact", "actnn")
+FUSED = "fused-"
+_REFITTED = ("allocated", "gact", "actnn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,8 @@ def make_policy(name: str, example: Example) -> Policy:
     """
     if name == "plain":
         return plain_policy()
+    if name.startswith(FUSED):
+        return fused(replace(make_policy(name.removeprefix(FUSED), example), name=name))
     kind, _, number = name.partition("-")
     try:
         bits = float(number)
@@ -80,6 +84,21 @@ def make_policy(name: str, example: Example) -> Policy:
             f"for one width everywhere (alam: {_LEAST_AVERAGED} to 4)"
         )
     return replace(_MAKERS[kind](bits, example), name=name)
+
+
+def fused(policy: Policy) -> Policy:
+    """The policy with fused and chunked operators."""
+    return replace(policy, fused=True, fused_rows=True, chunked=True)
+
+
+def unfused(policy: Policy) -> Policy:
+    """The policy with PyTorch's own operators."""
+    return replace(policy, fused=False, fused_rows=False, chunked=False)
+
+
+def is_refitted(name: str) -> bool:
+    """Is the policy of that name fitted to a model?"""
+    return name.removeprefix(FUSED).partition("-")[0] in _REFITTED
 
 
 def minmax_policy(bits: int) -> Policy:
