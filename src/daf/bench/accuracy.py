@@ -22,6 +22,7 @@ import torch
 from daf.bench.accuracy_bias import BiasTask
 from daf.bench.accuracy_budget import BudgetTask
 from daf.bench.accuracy_following import Follower
+from daf.bench.accuracy_policies import APART, FUSED
 from daf.bench.accuracy_tasks import AccuracyTask, Effort, batches, evaluate, mean_loss
 from daf.bench.result import BenchResult
 from daf.errors import DataError, RunFolderError
@@ -37,7 +38,10 @@ POLICIES = (
     *(f"gact-{bits}" for bits in (1.5, 2, 4)),
     *(f"actnn-{bits}" for bits in (1.5, 2, 4)),
     *(f"alam-{bits}" for bits in (0.5, 1, 2)),
+    *(f"apart-{each}" for each in ("gact-2", "actnn-2", "minmax-2", "alam-1")),
 )
+_OURS = ("rotated", "allocated")
+_THEIRS = ("minmax", "gact", "actnn", "alam")
 FULL = Effort()
 WITHIN_POINTS = 0.5
 FAR_POINTS = 10.0
@@ -326,8 +330,14 @@ def _near_plain(
         near = [each for each in means if each.startswith(kinds) and loss(each) <= allowed]
         return max((found[f"{task.name}/{each}/saved_ratio"] for each in near), default=0.0)
 
-    ours, theirs = best(("rotated", "allocated")), best(("minmax", "gact", "actnn", "alam"))
-    result = {f"{task.name}/saved_ratio_within_half_point": ours}
+    ours, theirs = best(_OURS), best(_THEIRS)
+    fused, apart = (
+        best(tuple(prefix + each for each in kinds))
+        for prefix, kinds in ((FUSED, _OURS), (APART, _THEIRS))
+    )
+    result = {f"{task.name}/saved_ratio_within_half_point": max(ours, fused)}
     if ours and theirs:
         result[f"{task.name}/bytes_vs_best_baseline"] = theirs / ours
+    if fused and apart:
+        result[f"{task.name}/fused_bytes_vs_best_published"] = apart / fused
     return result

@@ -6,7 +6,8 @@ as many bytes as B bits everywhere would: ``allocated-B`` by measured sensitivit
 energy of a block for its range, in which blocks of Gaussian values are proportional.
 ``alam-B`` codes means of two neighbours (of four below one bit) in min-max codes of B bits
 per element, as ALAM does. All but DAF's own are re-implementations. ``fused-`` before a name:
-the same codes, held by operators that are fused and chunked where that can be.
+the same codes, held by operators that are fused and chunked where that can be; ``apart-``: no
+code serves a second tensor, as where codes were published.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from daf.sensitivity.undisturbed import undisturbed
 _VALUE_NEEDS = (Need.LINEAR, Need.NORM, Need.PRODUCT)
 _SEEDED = (Method.ROTATED, Method.MINMAX)
 POLICY_FORMS = ("plain", "rotated-B", "minmax-B", "allocated-B", "gact-B", "actnn-B", "alam-B")
-FUSED = "fused-"
+FUSED, APART = "fused-", "apart-"
 _REFITTED = ("allocated", "gact", "actnn")
 
 
@@ -72,6 +73,9 @@ def make_policy(name: str, example: Example) -> Policy:
         return plain_policy()
     if name.startswith(FUSED):
         return fused(replace(make_policy(name.removeprefix(FUSED), example), name=name))
+    if name.startswith(APART):
+        made = make_policy(name.removeprefix(APART), example)
+        return replace(made, name=name, rederive=False)
     kind, _, number = name.partition("-")
     try:
         bits = float(number)
@@ -98,7 +102,7 @@ def unfused(policy: Policy) -> Policy:
 
 def is_refitted(name: str) -> bool:
     """Is the policy of that name fitted to a model?"""
-    return name.removeprefix(FUSED).partition("-")[0] in _REFITTED
+    return name.removeprefix(FUSED).removeprefix(APART).partition("-")[0] in _REFITTED
 
 
 def minmax_policy(bits: int) -> Policy:
