@@ -297,7 +297,11 @@ def accuracy_table(task: str, rows: list[dict[str, Any]], figures: dict[str, flo
         ]
         lines.append(f"| {policy} | {' | '.join(cells)} |")
     lines.append("")
-    for key in ("saved_ratio_within_half_point", "bytes_vs_best_baseline"):
+    for key in (
+        "saved_ratio_within_half_point",
+        "bytes_vs_best_baseline",
+        "fused_bytes_vs_best_published",
+    ):
         if f"{task}/{key}" in figures:
             lines += [f"{task}, {key.replace('_', ' ')}: **{figures[f'{task}/{key}']:.3g}**.", ""]
     return lines

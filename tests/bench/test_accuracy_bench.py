@@ -20,7 +20,13 @@ from daf.bench.accuracy_bias import BiasTask
 from daf.bench.accuracy_budget import BudgetTask
 from daf.bench.accuracy_jobs import TASK_NAMES, make_job
 from daf.bench.accuracy_picture import curve, draw_curves
-from daf.bench.accuracy_policies import Example, coded_elements, make_policy
+from daf.bench.accuracy_policies import (
+    Example,
+    coded_elements,
+    is_refitted,
+    make_policy,
+    unfused,
+)
 from daf.bench.accuracy_tasks import (
     AccuracyTask,
     Effort,
@@ -95,7 +101,35 @@ def test_minmax_is_the_published_codec(example: Example) -> None:
     assert by_need[Need.SIGN].method is Method.MASK
 
 
-@pytest.mark.parametrize("name", ["rotated", "rotated-1.5", "allocated-9", "best-2", "gact-x"])
+def test_codes_may_be_held_by_fused_operators_or_each_for_itself(example: Example) -> None:
+    shared = make_policy("rotated-2", example)
+    policy = make_policy("fused-rotated-2", example)
+    assert (policy.fused, policy.fused_rows, policy.chunked) == (True, True, True)
+    assert policy.by_need == shared.by_need
+    assert unfused(policy) == replace(shared, name="fused-rotated-2")
+    apart = make_policy("apart-gact-2", example)
+    assert (shared.rederive, apart.rederive) == (True, False)
+    assert apart.by_site.keys() > make_policy("gact-2", example).by_site.keys()
+    uniform = held_bytes(example, "apart-minmax-2")
+    assert uniform > held_bytes(example, "minmax-2")
+    assert 0.7 * uniform < held_bytes(example, "apart-gact-2") <= 1.02 * uniform
+    refitted = ["plain", "rotated-1", "gact-2", "fused-allocated-1.5", "apart-actnn-2"]
+    assert [is_refitted(name) for name in refitted] == [False, False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rotated",
+        "rotated-1.5",
+        "allocated-9",
+        "best-2",
+        "gact-x",
+        "fused-best-2",
+        "apart-",
+        "fused-",
+    ],
+)
 def test_unknown_policies_are_refused(example: Example, name: str) -> None:
     with pytest.raises(UnknownNameError, match="unknown policy"):
         make_policy(name, example)
@@ -196,14 +230,18 @@ def test_figures_by_hand() -> None:
         *made_up("allocated-2", [91.0, 90.5, 90.5], 16.0, 120.0),
         *made_up("minmax-4", [90.9, 91.0, 91.1], 7.0, 110.0),
         *made_up("gact-2", [60.0, 0.0, 61.0], 15.0, 110.0),
+        *made_up("fused-rotated-2", [91.0, 90.8, 90.7], 18.0, 90.0),
+        *made_up("fused-rotated-1", [88.0, 90.0, 89.0], 22.0, 90.0),
+        *made_up("apart-minmax-4", [90.9, 91.0, 91.1], 6.0, 110.0),
     ]
     task = AccuracyTask("t", "accuracy_percent", True, lambda *_: None)  # type: ignore[arg-type,return-value]
     found = figures(rows, [task])
     assert found["t/plain/spread"] == 2.0
     assert found["t/allocated-2/step_ratio"] == 1.2
     assert found["t/gact-2/unfinished"] == 1
-    assert found["t/saved_ratio_within_half_point"] == 16.0
+    assert found["t/saved_ratio_within_half_point"] == 18.0
     assert found["t/bytes_vs_best_baseline"] == pytest.approx(7 / 16)
+    assert found["t/fused_bytes_vs_best_published"] == pytest.approx(6 / 18)
 
 
 def test_jobs_by_name() -> None:

@@ -56,11 +56,15 @@ _REFITTED = ("allocated", "gact", "actnn")
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """What a policy may be fitted to: a model, a loss and one training batch."""
+    """What a policy may be fitted to: a model, a loss and one training batch.
+
+    ``rederive``: whether one code may serve several tensors.
+    """
 
     model: nn.Module
     loss_fn: LossFunction
     batch: Any
+    rederive: bool = True
 
 
 def make_policy(name: str, example: Example) -> Policy:
@@ -74,8 +78,8 @@ def make_policy(name: str, example: Example) -> Policy:
     if name.startswith(FUSED):
         return fused(replace(make_policy(name.removeprefix(FUSED), example), name=name))
     if name.startswith(APART):
-        made = make_policy(name.removeprefix(APART), example)
-        return replace(made, name=name, rederive=False)
+        alone = replace(example, rederive=False)
+        return replace(make_policy(name.removeprefix(APART), alone), name=name)
     kind, _, number = name.partition("-")
     try:
         bits = float(number)
@@ -87,7 +91,7 @@ def make_policy(name: str, example: Example) -> Policy:
             f"unknown policy {name!r}; known: {', '.join(POLICY_FORMS)} with B from 1 to 8, whole "
             f"for one width everywhere (alam: {_LEAST_AVERAGED} to 4)"
         )
-    return replace(_MAKERS[kind](bits, example), name=name)
+    return replace(_MAKERS[kind](bits, example), name=name, rederive=example.rederive)
 
 
 def fused(policy: Policy) -> Policy:
@@ -191,7 +195,7 @@ def _bytes_at(elements: int, bits: float) -> int:
 
 def coded_elements(example: Example, policy: Policy) -> dict[Site, int]:
     """Elements of every site that holds a value code of its own under ``policy``."""
-    capture = Capture(example.model)
+    capture, policy = Capture(example.model), replace(policy, rederive=example.rederive)
     with undisturbed(example.model):
         with capture.step(policy, 0, 0, batch=example.batch):
             result = example.loss_fn(example.model, example.batch)
@@ -208,8 +212,9 @@ def _elements(report: SiteReport) -> int:
 
 
 def _sensitivity(example: Example, policy: Policy) -> Sensitivity:
+    own = replace(policy, rederive=example.rederive)
     return measure_sensitivity(
-        example.model, example.loss_fn, example.batch, policy, separate_codes=False
+        example.model, example.loss_fn, example.batch, own, separate_codes=False
     )
 
 
