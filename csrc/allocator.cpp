@@ -241,18 +241,25 @@ void* redirected_aligned_alloc(size_t alignment, size_t bytes) {
 
 void redirected_free(void* pointer) { release(pointer); }
 
+// A block that glibc serves is no tensor of ours any more.
+void forget_small(void* pointer) {
+  const SmallBlock known = state().small.remove(pointer);
+  if (!known.address) return;
+  state().events.note(pointer, -1, current_label);
+  leave_small(known.bytes);
+}
+
+// Other libraries free large tensors, never small ones: these are not looked up. While the heap is
+// about to close, or has no room, glibc serves large ones too.
 void free_elsewhere(void* pointer) {
-  if (state().heap.owns(pointer)) {
-    release_large(pointer);
-  } else {
-    ::free(pointer);
-  }
+  if (state().heap.owns(pointer)) return release_large(pointer);
+  if (::malloc_usable_size(pointer) >= large_from_bytes) forget_small(pointer);
+  ::free(pointer);
 }
 
 void* redirected_realloc(void* pointer, size_t bytes) {
   if (!state().heap.owns(pointer)) {
-    const SmallBlock known = state().small.remove(pointer);
-    if (known.address) leave_small(known.bytes);
+    forget_small(pointer);
     return ::realloc(pointer, bytes);
   }
   void* moved = ::malloc(bytes);
@@ -278,11 +285,7 @@ int allocate(void** pointer, size_t alignment, size_t bytes) {
 
 void release(void* pointer) {
   if (state().heap.owns(pointer)) return release_large(pointer);
-  const SmallBlock known = state().small.remove(pointer);
-  if (known.address) {
-    state().events.note(pointer, -1, current_label);
-    leave_small(known.bytes);
-  }
+  forget_small(pointer);
   ::free(pointer);
 }
 

@@ -2,6 +2,7 @@
 
 #include "relocations.h"
 
+#include <dlfcn.h>
 #include <elf.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -117,10 +118,19 @@ void Relocations::restore(uint32_t which) { walk(0, which); }
 // All writing happens inside the walk: the linker's lock is held there, so that no library can
 // be unloaded between looking and writing.
 void Relocations::walk(uint32_t apply, uint32_t restore) {
+  resolve();
   apply_ = apply;
   restore_ = restore;
   first_ = true;
   dl_iterate_phdr(&Relocations::visit, this);
+}
+
+// Before the walk: looking up takes a lock that must not be waited for under the walk's.
+void Relocations::resolve() {
+  if (!resolved_.empty()) return;
+  for (const Redirection& redirection : redirections_) {
+    resolved_.push_back(reinterpret_cast<uintptr_t>(dlsym(RTLD_DEFAULT, redirection.symbol)));
+  }
 }
 
 int Relocations::visit(dl_phdr_info* info, size_t, void* opaque) {
@@ -169,8 +179,10 @@ Relocations::Library Relocations::scan(const dl_phdr_info& info) const {
       if (type != jump_slot_type && type != global_type) continue;
       const auto found = wanted.find(uint32_t(ELF64_R_SYM(entry[index].r_info)));
       if (found == wanted.end()) continue;
-      const uintptr_t address = info.dlpi_addr + entry[index].r_offset;
-      library.slots.push_back({reinterpret_cast<uintptr_t*>(address), found->second, chosen});
+      auto* slot = reinterpret_cast<uintptr_t*>(info.dlpi_addr + entry[index].r_offset);
+      const bool is_stub = contains(info, reinterpret_cast<const void*>(*slot));
+      const uintptr_t resolved = is_stub ? resolved_[found->second] : 0;
+      library.slots.push_back({slot, found->second, chosen, resolved});
     }
   };
   collect(dynamic.calls, 0, dynamic.calls_count);
@@ -201,7 +213,7 @@ void Relocations::update(const Slot& slot) {
   if (ours == 0) return;
   const uintptr_t now = __atomic_load_n(slot.address, __ATOMIC_ACQUIRE);
   if ((apply_ & bit) && now != ours) {
-    originals_[slot.address] = now;
+    originals_[slot.address] = slot.resolved ? slot.resolved : now;
     __atomic_store_n(slot.address, ours, __ATOMIC_RELEASE);
   } else if ((restore_ & bit) && now == ours) {
     __atomic_store_n(slot.address, originals_.at(slot.address), __ATOMIC_RELEASE);

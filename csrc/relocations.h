@@ -42,6 +42,9 @@ class Relocations {
     uintptr_t* address;
     uint32_t redirection;
     bool chosen;
+    // The function itself, where the slot held its library's own stub when it was found: the first
+    // call through a stub has the linker write to the slot, over whatever is there by then.
+    uintptr_t resolved;
   };
   struct Library {
     uintptr_t protected_first = 0;  // pages that are read-only after relocation: [first, last)
@@ -53,11 +56,13 @@ class Relocations {
   void walk(uint32_t apply, uint32_t restore);
   bool unchanged(const dl_phdr_info& info) const;
   Library scan(const dl_phdr_info& info) const;
+  void resolve();
   void update(const Library& library);
   void update(const Slot& slot);
   uintptr_t replacement(const Slot& slot) const;
 
   std::vector<Redirection> redirections_;
+  std::vector<uintptr_t> resolved_;  // what the redirected symbols are for everybody
   Choice choice_;
   std::vector<Library> libraries_;
   std::unordered_map<uintptr_t*, uintptr_t> originals_;
