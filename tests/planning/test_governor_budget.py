@@ -24,7 +24,7 @@ from daf.governor.budget import (
     reserve_bytes,
     step_bytes,
 )
-from daf.governor.growth import AHEAD_S, MOST_BYTES, Growth
+from daf.governor.growth import AHEAD_READINGS, AHEAD_S, MOST_AHEAD_S, MOST_BYTES, Growth
 
 
 class Clock:
@@ -210,11 +210,16 @@ def test_growth_is_a_rate_of_readings_far_enough_apart_and_bounded() -> None:
     assert growth.ahead_bytes(bound) == 0
     growth.note((replace(bound, most_bytes=890 * MB),), 1.001)  # 10 GB/s, or chance
     assert growth.ahead_bytes(bound) == 0
-    growth.note((replace(bound, most_bytes=880 * MB),), 1.1)
-    assert growth.ahead_bytes(bound) == pytest.approx(20 * MB * AHEAD_S / 0.1, rel=1e-6)
-    growth.note((replace(bound, most_bytes=100 * MB),), 1.2)
+    growth.note((replace(bound, most_bytes=895 * MB),), 1.015)
+    assert growth.ahead_bytes(bound) == pytest.approx(5 * MB * AHEAD_S / 0.015, rel=1e-6)
+    growth.note((replace(bound, most_bytes=885 * MB),), 1.065)  # readings come late
+    assert growth.ahead_bytes(bound) == pytest.approx(10 * MB * AHEAD_READINGS, rel=1e-6)
+    growth.note((replace(bound, most_bytes=785 * MB),), 2.065)
+    assert growth.ahead_bytes(bound) == pytest.approx(100 * MB * MOST_AHEAD_S, rel=1e-6)
+    growth.note((replace(bound, most_bytes=100 * MB),), 2.165)
     assert growth.ahead_bytes(bound) == MOST_BYTES
-    growth.note((bound,), 1.3)
+    # Somebody lowered the limit; nobody grew.
+    growth.note((Bound("group", 500 * MB, -400 * MB),), 2.265)
     assert growth.ahead_bytes(bound) == 0
 
 

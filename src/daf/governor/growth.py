@@ -6,8 +6,10 @@ from daf.governor.limits import Bound
 
 MIB = 2**20
 # From a reading to the moment at which a lower budget is felt: the next reading, and the kernel
-# that is running when it comes.
-AHEAD_S = 0.06
+# that is running when it comes. Where readings come late, because others take the processor too, so
+# does all else.
+AHEAD_S, MOST_AHEAD_S = 0.06, 0.2
+AHEAD_READINGS = 3
 # Two readings closer together than this tell more of chance than of a rate.
 LEAST_BETWEEN_S = 0.01
 # What a rate may cost at most; a jump is no rate, and would take the whole budget.
@@ -15,7 +17,7 @@ MOST_BYTES = 64 * MIB
 
 
 class Growth:
-    """Remembers what every bound left, reading by reading."""
+    """Remembers what others held of every bound, reading by reading."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[float, int]] = {}
@@ -24,15 +26,17 @@ class Growth:
     def note(self, bounds: tuple[Bound, ...], now_s: float) -> None:
         """Another reading (seconds that only grow)."""
         for bound in bounds:
-            seen_s, before = self._seen.get(bound.name, (now_s, bound.most_bytes))
-            if now_s - seen_s >= LEAST_BETWEEN_S:
-                lost = max(0, before - bound.most_bytes)
-                ahead = int(lost * AHEAD_S / (now_s - seen_s))
-                self._ahead[bound.name] = min(MOST_BYTES, ahead)
+            others_bytes = bound.ceiling_bytes - bound.most_bytes
+            seen_s, before = self._seen.get(bound.name, (now_s, others_bytes))
+            between_s = now_s - seen_s
+            if between_s >= LEAST_BETWEEN_S:
+                ahead_s = min(MOST_AHEAD_S, max(AHEAD_S, AHEAD_READINGS * between_s))
+                ahead_bytes = int(max(0, others_bytes - before) * ahead_s / between_s)
+                self._ahead[bound.name] = min(MOST_BYTES, ahead_bytes)
             elif bound.name in self._seen:
                 continue
-            self._seen[bound.name] = (now_s, bound.most_bytes)
+            self._seen[bound.name] = (now_s, others_bytes)
 
     def ahead_bytes(self, bound: Bound) -> int:
-        """What others take within ``AHEAD_S`` if they go on as between the last two readings."""
+        """What others take before it is felt if they go on as between the last two readings."""
         return self._ahead.get(bound.name, 0)
