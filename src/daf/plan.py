@@ -225,7 +225,7 @@ class FusionReport:
     """Whether an operator is fused (with what follows it), and as what, or why not.
 
     ``module``, ``call`` and ``operator`` are those of its :class:`Site`; ``pattern`` is empty
-    where it stays as it is, ``reason`` where it is fused.
+    where it stays as it is; ``reason`` says why no more of what follows it is fused.
     """
 
     module: str

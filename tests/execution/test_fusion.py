@@ -14,7 +14,13 @@ from torch.utils.checkpoint import checkpoint
 
 from daf.errors import CodecError, FusionError
 from daf.execution.capture import compress
-from daf.execution.fusion import WITH_ADDITION, WITH_RELU
+from daf.execution.fusion import (
+    ALONE,
+    WITH_ADDITION,
+    WITH_ADDITION_6,
+    WITH_RELU,
+    WITH_RELU6,
+)
 from daf.plan import Method, Need, Policy, Treatment
 
 Forward = Callable[["Model", Tensor], Any]
@@ -28,6 +34,8 @@ class Model(nn.Module):
         self.one, self.two = nn.BatchNorm2d(8), nn.BatchNorm2d(8)
         self.relu = nn.ReLU()
         self.inplace = nn.ReLU(inplace=True)
+        self.relu6 = nn.ReLU6()
+        self.inplace6 = nn.ReLU6(inplace=True)
         self.aside: list[Tensor] = []
         self.run = forward
         self.calls = 0
@@ -84,6 +92,12 @@ FUSED: dict[str, tuple[Forward, dict[str, str]]] = {
     "residual first": (lambda m, x: F.relu(x + m.one(x)), {"one": WITH_ADDITION}),
     "torch.add": (lambda m, x: F.relu(torch.add(m.one(x), x)), {"one": WITH_ADDITION}),
     "add_": (lambda m, x: F.relu_(m.one(x).add_(x)), {"one": WITH_ADDITION}),
+    "relu6": (lambda m, x: m.relu6(m.one(x)), {"one": WITH_RELU6}),
+    "relu6 in place": (lambda m, x: m.inplace6(m.one(x)), {"one": WITH_RELU6}),
+    "F.relu6": (lambda m, x: F.relu6(m.one(x)), {"one": WITH_RELU6}),
+    "hardtanh from 0": (lambda m, x: F.hardtanh(m.one(x), 0, 0.7), {"one": WITH_RELU6}),
+    "hardtanh_": (lambda m, x: F.hardtanh_(m.one(x), 0.0, 0.7), {"one": WITH_RELU6}),
+    "residual relu6": (lambda m, x: m.relu6(m.one(x) + 4 * x), {"one": WITH_ADDITION_6}),
     "two norms": (
         lambda m, x: F.relu(m.one(x) + m.two(x.sin())),
         {"one": WITH_ADDITION, "two": WITH_ADDITION},
@@ -137,7 +151,7 @@ def changed_addend(m: Model, x: Tensor) -> Tensor:
     return F.relu(y)
 
 
-NOT_FUSED: dict[str, tuple[Forward, str]] = {
+FUSED_ALONE: dict[str, tuple[Forward, str]] = {
     "read by another": (lambda m, x: (lambda y: F.relu(y) + y.sin())(m.one(x)), "relu, sin"),
     "no relu": (lambda m, x: m.one(x).sin(), "sin"),
     "nobody": (lambda m, x: (m.one(x), x)[1], "nobody"),
@@ -157,6 +171,12 @@ NOT_FUSED: dict[str, tuple[Forward, str]] = {
     "put aside": (put_aside, "outlives"),
     "input changed": (changed_input, "changed before relu"),
     "addend changed": (changed_addend, "changed before relu"),
+    "hardtanh": (lambda m, x: F.hardtanh(m.one(x)), "its result is read by hardtanh"),
+    "hardtanh below 0": (lambda m, x: F.hardtanh_(m.one(x), -0.1, 2.0), "read by hardtanh_"),
+}
+
+
+NOT_FUSED: dict[str, tuple[Forward, str]] = {
     "eval": (
         lambda m, x: F.relu(F.batch_norm(x, m.one.running_mean, m.one.running_var)),
         "batch's statistics",
@@ -178,13 +198,77 @@ NOT_FUSED: dict[str, tuple[Forward, str]] = {
 }
 
 
+@pytest.mark.parametrize("name", FUSED_ALONE)
+def test_what_is_fused_by_itself_and_why_no_more(name: str) -> None:
+    forward, reason = FUSED_ALONE[name]
+    capture = assert_same(forward, 4 if name == "input changed" else "exact")
+    (verdict,) = verdicts(capture).values()
+    assert verdict[0] == ALONE
+    assert reason in verdict[1]
+
+
 @pytest.mark.parametrize("name", NOT_FUSED)
 def test_what_is_not_fused_and_why(name: str) -> None:
     forward, reason = NOT_FUSED[name]
-    capture = assert_same(forward, 4 if name == "input changed" else "exact")
+    capture = assert_same(forward)
     (verdict,) = verdicts(capture).values()
     assert verdict[0] == ""
     assert reason in verdict[1]
+
+
+@pytest.mark.parametrize("bits", ["exact", 2])
+def test_gradients_stop_below_zero_and_from_the_bound_on(bits: Any) -> None:
+    found, expected = (
+        two_steps(lambda m, x: F.hardtanh(m.one(x), 0.0, 0.7), fused=fused, bits=bits)[0]
+        for fused in (True, False)
+    )
+    out = found["out 1"]
+    assert out.min() == 0.0
+    assert out.max() == pytest.approx(0.7)
+    assert 0.1 < float((out == out.max()).float().mean()) < 0.5
+    torch.testing.assert_close(out, expected["out 1"])
+
+
+@pytest.mark.parametrize("most", [0.7, 6.0])
+def test_a_bound_s_mask_is_pytorch_s_at_the_bounds_themselves(most: float) -> None:
+    """Beta's gradient counts the bits."""
+    model = Model(lambda m, x: F.hardtanh(m.one(x), 0.0, most))
+    with torch.no_grad():
+        model.one.weight.zero_()
+        model.one.bias.copy_(torch.tensor([-1, 0, most / 2, most, most + 1, -0.0, 1e-30, most]))
+    x = make_input().detach()
+    gradients = []
+    for fused in (True, False):
+        capture = compress(model, "exact", fused=fused)
+        for _ in range(2):
+            model.zero_grad()
+            with capture:
+                out = model(x)
+            out.sum().backward()
+        gradients.append(model.one.bias.grad.clone())
+    assert torch.equal(*gradients)
+    assert (gradients[0] == torch.tensor([0, 0, 324, 0, 0, 0, 324, 0])).all()
+
+
+def test_a_norm_by_itself_holds_no_more_and_writes_over_its_input() -> None:
+    """The code alone is held, and the convolution's result is where the norm's is."""
+    torch.manual_seed(0)
+    convolution, norm = nn.Conv2d(8, 16, 1, bias=False), nn.BatchNorm2d(16)
+    places: list[int] = []
+    convolution.register_forward_hook(lambda _m, _x, y: places.append(y.data_ptr()))
+    tanh = nn.Tanh()
+    tanh.register_forward_pre_hook(lambda _m, given: places.append(given[0].data_ptr()))
+    model, x = nn.Sequential(convolution, norm, tanh), torch.randn(8, 8, 16, 16)
+    capture = compress(model, 2, fused=True)
+    for _ in range(2):
+        with capture:
+            out = model(x)
+    assert [r.pattern for r in capture.fusions()] == [ALONE]
+    assert places[0] != places[1]
+    assert places[2] == places[3]
+    assert next(r for r in capture.sites() if r.site.operator == "batch_norm").held_bytes < (
+        out.nbytes / 12
+    )
 
 
 def test_a_forward_hook_of_the_user_sees_the_norm_s_result() -> None:
@@ -196,8 +280,9 @@ def test_a_forward_hook_of_the_user_sees_the_norm_s_result() -> None:
     for _ in range(2):
         with capture:
             model(x)
-    assert seen[0] == seen[1] > 0
-    assert verdicts(capture)["one"][0] == ""
+    assert seen[0] == pytest.approx(seen[1], rel=1e-6)
+    assert seen[0] > 0
+    assert verdicts(capture)["one"][0] == ALONE
 
 
 def test_batches_of_one_value_per_channel_are_refused_as_pytorch_does() -> None:
@@ -280,7 +365,7 @@ def test_another_reader_is_given_the_real_result_and_the_place_is_given_up() -> 
     expected = F.batch_norm(x, None, None, training=True).sin().sum()
     true = torch.autograd.grad(expected, x)[0]
     torch.testing.assert_close(x.grad, true, rtol=1e-4, atol=1e-4)
-    assert verdicts(capture) == {"one": ("", "its result was also read by sin")}
+    assert verdicts(capture) == {"one": (ALONE, "its result was also read by sin")}
 
 
 def test_a_relu_without_gradients_is_no_pattern() -> None:

@@ -16,9 +16,10 @@ from daf.execution.held import Kept, Saved, Stored, Term
 from daf.execution.observation import Save, Watcher
 from daf.execution.ownership import is_held_by_none_but, sole_holders
 from daf.execution.provenance import Provenance
+from daf.execution.rectifiers import Rectifier
 from daf.execution.sites import SiteRecord, SiteTracker
 from daf.execution.treatments import check_sound, kept_holding
-from daf.kernels import Emission, RowMoments
+from daf.kernels import Emission, Predicate, RowMoments
 from daf.plan import KEEP, Method, Need, Policy, Treatment
 from daf.store.buffers import Store
 from daf.store.codec import Channels, MaskCode, ValueCode
@@ -81,9 +82,9 @@ class NormCarrier:
         self.tracker.next_call(_NORM)
 
     def carry(
-        self, norm: Norm, site: NormSite, addend: Tensor | None, rectifier: str | None
+        self, norm: Norm, site: NormSite, addend: Tensor | None, rectifier: Rectifier | None
     ) -> Tensor:
-        """Run the operator; ``rectifier`` names the ReLU function, if one comes last.
+        """Run the operator; ``rectifier`` is the ReLU function, if one comes last.
 
         Raises:
             CodecError: the policy asks for a treatment that is unsound here.
@@ -96,9 +97,10 @@ class NormCarrier:
         told, plain = self.ledger.told_bytes, self.ledger.plain_bytes
         holder = _NormHolder(self, norm, record)
         made: list[NormHeld] = []
+        most = None if rectifier is None else rectifier.most
 
         def run() -> Tensor:
-            out, held = run_forward(norm, addend, rectifier is not None, holder, owned=owned)
+            out, held = run_forward(norm, addend, most, holder, owned=owned)
             made.append(held)
             return out
 
@@ -114,11 +116,12 @@ class NormCarrier:
         plain_held = holder.plain
         record.plain_bytes += self.ledger.plain_bytes - plain
         if rectifier is not None:
-            plain_held = (*plain_held, self._note_mask(rectifier, held, result))
+            plain_held = (*plain_held, self._note_mask(rectifier.name, held, result))
         record.held_bytes += self.ledger.told_bytes - told
         if held.mask is not None:
             record.held_bytes -= held.mask.nbytes
-        self._learn(held, addend, result)
+        if rectifier is None or not rectifier.is_bounded:
+            self._learn(held, addend, result)
         if watcher is not None and not holder.is_external:
             watcher.saved(_save(saved, norm, held, holder, result))
         saved.settle(held, plain_held)
@@ -228,6 +231,10 @@ class _NormHolder(Holder):
     def new_mask(self, count: int) -> MaskCode:
         """Room for a mask."""
         return MaskCode.unwritten(self._store, count)
+
+    def mask_of(self, x: Tensor, most: float) -> MaskCode:
+        """Which elements are above 0 and below ``most``, as PyTorch's backward asks."""
+        return MaskCode(self._store, x, Predicate.INSIDE, 0.0, most)
 
     def encode(self, norm: Norm, written: Emission) -> Stored[ValueCode]:
         """Code the normalised value."""

@@ -1,4 +1,4 @@
-"""Batch normalisation, residual addition and ReLU as one autograd operator.
+"""Batch normalisation, residual addition and ReLU (or ReLU6) as one autograd operator.
 
 Forward reads the input twice: once for the statistics, once to write the
 result, the exact 1-bit mask and the code of the normalised value, a few blocks
@@ -20,6 +20,7 @@ tensor is, and freed with it. Second derivatives are refused by autograd.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -208,6 +209,10 @@ class Holder:
         """Room for a mask."""
         raise NotImplementedError
 
+    def mask_of(self, x: Tensor, most: float) -> MaskCode:
+        """Which elements are above 0 and below ``most``."""
+        raise NotImplementedError
+
     def encode(self, norm: Norm, written: Emission) -> Stored[ValueCode]:
         """Code the normalised value; ``written`` is the emission to carry out meanwhile."""
         raise NotImplementedError
@@ -218,18 +223,19 @@ class Holder:
 
 
 def run_forward(
-    norm: Norm, addend: Tensor | None, rectify: bool, holder: Holder, *, owned: bool = False
+    norm: Norm, addend: Tensor | None, most: float | None, holder: Holder, *, owned: bool = False
 ) -> tuple[Tensor, NormHeld]:
     """The result, in the input's layout, and what backward needs.
 
-    ``addend`` is float32 in the input's layout; ``rectify``: ReLU comes last; ``owned``:
-    nobody else holds the input, which is written over if it is coded.
+    ``addend`` is float32 in the input's layout. ``most``: a ReLU comes last that lets pass
+    no more than this; None: there is none. ``owned``: nobody else holds the input, which is
+    written over if it is coded.
     """
     source: Stored[ValueCode] | Kept | None = holder.hold_input(norm)
     # Every block is read, and coded from registers, before it is written.
     out = _over(norm.x) if owned and source is None else layout_of(norm.x).empty()
     result = norm.result()
-    mask = holder.new_mask(norm.x.numel()) if rectify else None
+    mask = holder.new_mask(norm.x.numel()) if most == math.inf else None
     written = emission(out, result, addend, mask)
     if source is None:
         source = holder.encode(norm, written)
@@ -237,6 +243,9 @@ def run_forward(
         emit(norm.x, norm.statistics.forward(norm.geometry.inner), written)
     if mask is not None:
         mask.planes.seal()
+    elif most is not None:  # the kernel knows no upper bound: two more passes
+        mask = holder.mask_of(out, most)
+        out.clamp_(0.0, most)
     counted = [holder.stored(part) if part is not None else None for part in (mask, result)]
     vectors = holder.stored(Channels(*norm.statistics, norm.geometry.inner))
     return out, NormHeld(norm, source, counted[0], counted[1], vectors)

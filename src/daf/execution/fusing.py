@@ -1,9 +1,10 @@
-"""Running the normalisations that were found to be fusible: each waits for its ReLU.
+"""Running the normalisations that were found to be fusible: most wait until they are read.
 
 A normalisation takes its statistics and returns a *stand-in*: a tensor of NaN
 with the right geometry and no memory. The addition and the ReLU recognise it,
 and the ReLU computes all three. Every operator that touches a stand-in
-otherwise is given the real thing, computed then, and the place is not fused in
+otherwise is given the real thing, computed then, when nobody may hold the normalisation's
+input any more; where a ReLU was expected, it is not waited for in
 later steps. What can no longer be computed raises FusionError.
 """
 
@@ -28,7 +29,7 @@ from daf.execution.fusion import (
     is_plain_addition,
 )
 from daf.execution.operator_mode import Listener, OperatorMode, Substitute
-from daf.execution.provenance import RELUS
+from daf.execution.rectifiers import Rectifier, read_rectifier
 from daf.execution.treatments import SMALL_BYTES
 
 
@@ -45,9 +46,9 @@ class Carrier(Protocol):
         """One more of them ran there, and left no trace of its own."""
 
     def carry(
-        self, norm: Norm, site: NormSite, addend: Tensor | None, rectifier: str | None
+        self, norm: Norm, site: NormSite, addend: Tensor | None, rectifier: Rectifier | None
     ) -> Tensor:
-        """Run the operator; ``rectifier`` names the ReLU function, if one comes last."""
+        """Run the operator; ``rectifier`` is the ReLU function, if one comes last."""
 
 
 class _Waiting:
@@ -107,13 +108,15 @@ class Fusing:
         reason = "its arguments are odd"
         if call is not None:
             reason = objection(call, self._carrier.pack, SMALL_BYTES)
-        if call is not None and not reason and self._fusion.is_fused(site):
+        if call is not None and not reason and not self._fusion.is_open(site):
             self._carrier.enter_norm()
-            return self._stand_in(_Waiting(call.start(), site))
+            if self._fusion.waits(site):
+                return self._stand_in(_Waiting(call.start(), site))
+            return self._carrier.carry(call.start(), site, None, None)
         result = run()
         if call is None or reason:
             self._observation.refuse(site, reason)
-        elif self._fusion.is_open(site):
+        else:
             self._observation.norm(site, call, result)
         return result
 
@@ -123,8 +126,9 @@ class Fusing:
         """The result of an addition or ReLU that a stand-in waited for; None for all others."""
         if not self._waiting or not torch.is_grad_enabled():
             return None
-        if operator in RELUS and isinstance(arguments[0] if arguments else None, Tensor):
-            return self._rectify(operator, arguments[0], keywords)
+        rectified = read_rectifier(operator, arguments, keywords)
+        if rectified is not None:
+            return self._rectify(*rectified)
         if is_plain_addition(operator, arguments, keywords):
             return self._add(operator, *arguments)
         return None
@@ -193,16 +197,13 @@ class Fusing:
         reference, waiting = self._waiting.get(id(tensor), (None, None))
         return waiting if reference is not None and reference() is tensor else None
 
-    def _rectify(
-        self, operator: Callable[..., Any], stand_in: Tensor, keywords: Mapping[str, Any]
-    ) -> Tensor | None:
+    def _rectify(self, stand_in: Tensor, rectifier: Rectifier) -> Tensor | None:
         waiting = self._find(stand_in)
-        if waiting is None or waiting.result is not None:
+        if waiting is None or waiting.result is not None or self._fusion.is_alone(waiting.site):
             return None
-        name = getattr(operator, "__name__", "relu")
         norm, addend = waiting.take()
-        result = self._carrier.carry(norm, waiting.site, addend, name)
-        if keywords.get("inplace") or name.endswith("_"):
+        result = self._carrier.carry(norm, waiting.site, addend, rectifier)
+        if rectifier.is_in_place:
             waiting.result = result
         return result
 
@@ -230,12 +231,11 @@ class Fusing:
     def _compute(self, waiting: _Waiting, reader: str) -> Tensor:
         """The real tensor; with a ``reader`` that was not expected, the place is given up."""
         if waiting.result is None:
-            if reader:
+            if reader and not self._fusion.is_alone(waiting.site):
                 self._fusion.give_up(waiting.site, f"its result was also read by {reader}")
             norm, addend = waiting.take()
             with torch.enable_grad():
-                result = self._carrier.carry(norm, waiting.site, None, None)
-                waiting.result = result if addend is None else result + addend
+                waiting.result = self._carrier.carry(norm, waiting.site, addend, None)
         return waiting.result
 
 

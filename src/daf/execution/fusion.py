@@ -1,8 +1,8 @@
 """Finding the places where batch normalisation, addition and ReLU are one operator.
 
-A normalisation may be fused when nobody reads its result but the ReLU behind
-it, or the addition whose sum nobody reads but the ReLU behind that. This is
-observed in the first step that runs the normalisation: every operator that
+A normalisation may be fused with what follows when nobody reads its result but the ReLU (or ReLU6)
+behind it, or the addition whose sum nobody reads but the ReLU behind that; any other is
+fused by itself, where first it is read if that was seen. This is observed in the first step that runs the normalisation: every operator that
 touches the result is seen, hooks of modules and of tensors included, and a
 result (or sum) that outlives the step is not fused. Tracing by ``torch.fx``
 would see less: neither hooks nor what a module puts aside.
@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from daf.execution.fused_call import NormArguments
-from daf.execution.provenance import ADDITIONS, RELUS
+from daf.execution.provenance import ADDITIONS
+from daf.execution.rectifiers import Rectifier, read_rectifier
 from daf.plan import FusionReport
 
 # Reading these of a result tells nothing of its content, and they are the same without any.
@@ -39,8 +40,11 @@ METADATA: frozenset[Any] = frozenset(
         *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device")),
     }
 )
+ALONE = "batch_norm"
 WITH_RELU = "batch_norm + relu"
+WITH_RELU6 = "batch_norm + relu6"
 WITH_ADDITION = "batch_norm + add + relu"
+WITH_ADDITION_6 = "batch_norm + add + relu6"
 
 
 class NormSite(NamedTuple):
@@ -82,7 +86,8 @@ class _Seen:
 
     parts: dict[weakref.ref[Tensor], int]  # what it was computed from, at which version
     result: weakref.ref[Tensor]
-    readers: list[str | _Seen] = field(default_factory=list)
+    readers: list[str | Rectifier | _Seen] = field(default_factory=list)
+    trouble: str = ""  # why it must be computed at once
 
     def is_changed(self) -> bool:
         """Was a part changed in place since?"""
@@ -123,8 +128,9 @@ class Observation:
         }
         if not read:
             return
-        if operator in RELUS and isinstance(result, Tensor):
-            self._rectified(next(iter(read.values())), arguments[0], result)
+        rectified = read_rectifier(operator, arguments, keywords)
+        if rectified is not None and isinstance(result, Tensor):
+            self._rectified(next(iter(read.values())), *rectified, result)
         elif is_plain_addition(operator, arguments, keywords) and isinstance(result, Tensor):
             self._added(tuple(read.values()), arguments, result)
         else:
@@ -137,11 +143,12 @@ class Observation:
             if isinstance(seen, str):
                 yield FusionReport(*site, "", seen)
 
-    def verdicts(self) -> Iterator[FusionReport]:
-        """What may be fused, and what not and why; asked once the step is over."""
+    def verdicts(self) -> Iterator[tuple[FusionReport, bool]]:
+        """What is fused with what, and whether it may wait; asked once the step is over."""
         for site, seen in self._norms.items():
             if isinstance(seen, _Seen):
-                yield FusionReport(*site, *_judge(seen))
+                pattern, reason = _judge(seen)
+                yield FusionReport(*site, pattern, reason), _may_wait(seen)
 
     def _watch(self, parts: Sequence[Tensor], result: Tensor) -> _Seen:
         seen = _Seen({weakref.ref(part): part._version for part in parts}, weakref.ref(result))
@@ -152,8 +159,10 @@ class Observation:
         seen = self._watched.get(id(tensor))
         return seen if seen is not None and seen.result() is tensor else None
 
-    def _rectified(self, seen: _Seen, given: Tensor, result: Tensor) -> None:
-        seen.readers.append("changed before relu" if seen.is_changed() else _RELU)
+    def _rectified(self, seen: _Seen, given: Tensor, rectifier: Rectifier, result: Tensor) -> None:
+        seen.readers.append(rectifier)
+        if seen.is_changed():
+            seen.trouble = f"changed before {rectifier.name}"
         if result is given:
             del self._watched[id(result)]  # it holds something else now
 
@@ -164,35 +173,44 @@ class Observation:
         others = [given for given in arguments if self._find(given) is None and given is not result]
         total = self._watch((*parts, *others), result)
         if changed or onto_other:
-            total.readers.append("changed before add" if changed else "added onto another tensor")
+            total.trouble = "changed before add" if changed else "added onto another tensor"
         for seen in read:
             seen.readers.append(total)
 
 
-_RELU = "relu"
-
-
 def _judge(seen: _Seen) -> tuple[str, str]:
-    """(pattern, reason): one of them is empty."""
+    """(pattern, reason why no more is fused)."""
     reason = _objection(seen)
-    if not reason and seen.readers == [_RELU]:
-        return WITH_RELU, ""
-    behind = seen.readers[0] if len(seen.readers) == 1 else None
-    if not reason and isinstance(behind, _Seen):
-        reason = _objection(behind)
-        if not reason and behind.readers == [_RELU]:
-            return WITH_ADDITION, ""
-        return "", reason or f"its sum is read by {_names(behind)}"
-    return "", reason or f"its result is read by {_names(seen)}"
+    behind = seen.readers[0] if len(seen.readers) == 1 and not reason else None
+    if isinstance(behind, Rectifier):
+        return WITH_RELU6 if behind.is_bounded else WITH_RELU, ""
+    if not isinstance(behind, _Seen):
+        return ALONE, reason or f"its result is read by {_names(seen)}"
+    reason = _objection(behind)
+    last = behind.readers[0] if len(behind.readers) == 1 and not reason else None
+    if isinstance(last, Rectifier):
+        return WITH_ADDITION_6 if last.is_bounded else WITH_ADDITION, ""
+    return ALONE, reason or f"its sum is read by {_names(behind)}"
 
 
 def _objection(seen: _Seen) -> str:
-    return "its result outlives the step" if seen.result() is not None else ""
+    return "its result outlives the step" if seen.result() is not None else seen.trouble
+
+
+def _may_wait(seen: _Seen) -> bool:
+    """Did only operators that were seen read it, and was it there for one of them?"""
+    sums = (reader for reader in seen.readers if isinstance(reader, _Seen))
+    return bool(seen.readers) and not _objection(seen) and all(map(_may_wait, sums))
 
 
 def _names(seen: _Seen) -> str:
-    names = ["add" if isinstance(reader, _Seen) else reader for reader in seen.readers]
-    return ", ".join(names) or "nobody"
+    return ", ".join(map(_name, seen.readers)) or "nobody"
+
+
+def _name(reader: str | Rectifier | _Seen) -> str:
+    if isinstance(reader, Rectifier):
+        return reader.name
+    return "add" if isinstance(reader, _Seen) else reader
 
 
 class Fusion:
@@ -200,6 +218,7 @@ class Fusion:
 
     def __init__(self) -> None:
         self._decided: dict[NormSite, FusionReport] = {}
+        self._waiting: set[NormSite] = set()
         self._objections: dict[NormSite, FusionReport] = {}  # of the last step only
 
     def reports(self) -> tuple[FusionReport, ...]:
@@ -210,20 +229,26 @@ class Fusion:
         """Must it still be observed?"""
         return site not in self._decided
 
-    def is_fused(self, site: NormSite) -> bool:
-        """Does it wait for its ReLU?"""
-        found = self._decided.get(site)
-        return found is not None and bool(found.pattern)
+    def waits(self, site: NormSite) -> bool:
+        """Is it computed only when it is read?"""
+        return site in self._waiting
+
+    def is_alone(self, site: NormSite) -> bool:
+        """May anybody read it?"""
+        return self._decided[site].pattern == ALONE
 
     def learn(self, observation: Observation) -> None:
         """A step is over."""
         self._objections = {_site(report): report for report in observation.objections()}
-        for report in observation.verdicts():
+        for report, may_wait in observation.verdicts():
+            if may_wait and self.is_open(_site(report)):
+                self._waiting.add(_site(report))
             self._decided.setdefault(_site(report), report)
 
     def give_up(self, site: NormSite, reason: str) -> None:
-        """From now on it is left as it is."""
-        self._decided[site] = FusionReport(*site, "", reason)
+        """From now on it is fused by itself, and computed at once."""
+        self._waiting.discard(site)
+        self._decided[site] = FusionReport(*site, ALONE, reason)
 
 
 def _site(report: FusionReport) -> NormSite:
