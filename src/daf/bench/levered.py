@@ -14,6 +14,7 @@ from daf.execution.capture import Capture
 from daf.execution.microbatch import LossFunction, batch_size, read_loss
 from daf.execution.rehearsal import rehearse
 from daf.execution.release import GradientRelease
+from daf.memory import compiler
 from daf.plan import Policy, plain_policy, policy_for
 
 LEVERS = ("codes", "fused", "chunked", "release")
@@ -67,7 +68,7 @@ class LeveredLoop:
         del loss
         self.capture.release_scratch()
         self._note_bytes()
-        self._optimizer.step()
+        compiler.step(self._optimizer)
         self._step_index += 1
         return mean
 

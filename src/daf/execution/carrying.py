@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from daf.errors import CodecError
-from daf.execution.accounting import Ledger, Plain, Sources
+from daf.execution.accounting import Ledger, Plain, Sources, Unmade
 from daf.execution.fused import FusedNorm, Holder, Norm, NormHeld, run_forward
 from daf.execution.fusion import NormSite
 from daf.execution.held import Kept, Saved, Stored, Term
@@ -116,7 +116,7 @@ class NormCarrier:
         plain_held = holder.plain
         record.plain_bytes += self.ledger.plain_bytes - plain
         if rectifier is not None:
-            plain_held = (*plain_held, self._note_mask(rectifier.name, held, result))
+            plain_held = (*plain_held, self._note_mask(rectifier, held, result))
         record.held_bytes += self.ledger.told_bytes - told
         if held.mask is not None:
             record.held_bytes -= held.mask.nbytes
@@ -127,12 +127,15 @@ class NormCarrier:
         saved.settle(held, plain_held)
         return result
 
-    def _note_mask(self, rectifier: str, held: NormHeld, result: Tensor) -> Plain:
-        path, call = self.tracker.next_call(rectifier)
-        record = self.tracker.record(path, rectifier, call, 0)
+    def _note_mask(self, rectifier: Rectifier, held: NormHeld, result: Tensor) -> Plain:
+        path, call = self.tracker.next_call(rectifier.name)
+        record = self.tracker.record(path, rectifier.name, call, 0)
         assert held.mask is not None
         plain = self.ledger.plain_bytes
-        plain_held = self.sources.of(result).plain()
+        if rectifier.is_bounded and not rectifier.is_in_place:  # PyTorch saves its input
+            plain_held = Plain(self.ledger, Unmade(result.nbytes))
+        else:
+            plain_held = self.sources.of(result).plain()
         record.need, record.treatment = Need.SIGN, _MASK
         record.plain_bytes += self.ledger.plain_bytes - plain
         record.held_bytes += held.mask.nbytes
