@@ -1,11 +1,12 @@
 """Finding the places where batch normalisation, addition and ReLU are one operator.
 
-A normalisation may be fused with what follows when nobody reads its result but the ReLU (or ReLU6)
-behind it, or the addition whose sum nobody reads but the ReLU behind that; any other is
-fused by itself, where first it is read if that was seen. This is observed in the first step that runs the normalisation: every operator that
-touches the result is seen, hooks of modules and of tensors included, and a
-result (or sum) that outlives the step is not fused. Tracing by ``torch.fx``
-would see less: neither hooks nor what a module puts aside.
+A normalisation may be fused with what follows when nobody reads its result but
+the ReLU (or ReLU6) behind it, or the addition whose sum nobody reads but the
+ReLU behind that; any other is fused by itself. This is observed in the first
+step that runs the normalisation: every operator that touches the result is
+seen, hooks of modules and of tensors included. A result (or sum) that outlives
+the step, or parts of which change before it is read, is computed at once.
+Tracing by ``torch.fx`` would see less: neither hooks nor what a module puts aside.
 
 A later step that does otherwise is recognised (``fusing``). What no function
 mode sees (a scripted function, an extension called past PyTorch's dispatch)
