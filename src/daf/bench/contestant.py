@@ -40,6 +40,8 @@ class Entry:
     levers: tuple[str, ...] | None = None
     image_size: int | None = None  # pixels per side; None: the data's own
     optimizer: str = "sgd"
+    # As DAF's own commands do; otherwise the first optimizer imports torch's compiler.
+    keep_compiler_out: bool = False
 
 
 @dataclass(frozen=True, slots=True)

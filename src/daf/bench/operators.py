@@ -92,7 +92,8 @@ def _notes(job: OperatorsJob) -> tuple[str, ...]:
     return (
         f"{job.bits} bits, levers {', '.join(LEVERS)}; batches are whole; {job.steps} steps",
         "peaks are whole-process high-water marks above the floor, from before the model existed",
-        "peak_ratio: plain under glibc's defaults; _same_allocator: plain under DAF's settings",
+        "peak_ratio: plain as everybody's; _same_allocator: plain under DAF's allocator settings "
+        "and without torch's compiler, which plain's optimizer imports",
         "rest_ratio: of peaks above floor without parameters, gradients and optimizer state",
         "step_ratio: DAF's step to plain's under glibc's defaults, at plain's best memory format",
     )
@@ -171,7 +172,13 @@ def stage_entry(job: OperatorsJob, entry: Entry, stage: str) -> Entry:
     found = replace(entry, label=f"{entry.label}: {stage}")
     if ALLOCATOR in reached:
         recycles = unsupported_reason() is None
-        found = replace(found, return_freed_blocks=True, recycle=recycles, recycle_tightly=recycles)
+        found = replace(
+            found,
+            return_freed_blocks=True,
+            recycle=recycles,
+            recycle_tightly=recycles,
+            keep_compiler_out=True,
+        )
     return replace(found, bits=job.bits, levers=levers) if levers else found
 
 

@@ -83,12 +83,28 @@ def plain_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, loss_fn: LossFunction
 ) -> float:
     """The loop that everybody writes: the side of a comparison without DAF."""
+    loss = _backward(model, optimizer, batch, loss_fn)
+    optimizer.step()
+    return loss
+
+
+def lean_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, loss_fn: LossFunction
+) -> float:
+    """The same without importing torch's compiler, if the optimizer was made without it."""
+    loss = _backward(model, optimizer, batch, loss_fn)
+    compiler.step(optimizer)
+    return loss
+
+
+def _backward(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, loss_fn: LossFunction
+) -> float:
     optimizer.zero_grad(set_to_none=True)
     found = loss_fn(model, batch)
     # A sum with its weight, or the mean itself (the design's section 2).
     loss: Tensor = found[0] / found[1] if isinstance(found, tuple) else found
     loss.backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
     return loss.item()
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from daf.bench.contestant import Entry
 from daf.bench.levered import LeveredLoop, gradient_bytes, state_bytes
-from daf.bench.peers import plain_step
+from daf.bench.peers import lean_step, plain_step
 from daf.memory import compiler, measure
 from daf.memory.recycling import RecyclingAllocator
 from daf.memory.statistics import audit, stats
@@ -60,7 +60,8 @@ class Workload:
         self.model = _built(recipe, data, memory_format, entry.seed)
         self.task = make_task(goal, data, self.model, memory_format=memory_format)
         self.order = BatchOrder(self.task.train_examples, entry.batch_size, entry.seed)
-        compiler.keep_out()  # of plain's process too, so that nobody's peak has it
+        if entry.keep_compiler_out:
+            compiler.keep_out()
         self.optimizer = OPTIMIZERS[entry.optimizer](self.model, entry.learning_rate)
         self._entry = entry
         self._step_index = 0
@@ -154,7 +155,8 @@ class Workload:
             return self._session.step(batch, self.task.loss).loss
         if self._levered is not None:
             return self._levered.step(batch, self.task.loss)
-        return plain_step(self.model, self.optimizer, batch, self.task.loss)
+        step = lean_step if self._entry.keep_compiler_out else plain_step
+        return step(self.model, self.optimizer, batch, self.task.loss)
 
 
 def _built(
