@@ -39,6 +39,7 @@ class Entry:
     # Which of ``levered.LEVERS`` a loop without planner uses; None: with bits, a session.
     levers: tuple[str, ...] | None = None
     image_size: int | None = None  # pixels per side; None: the data's own
+    context: int | None = None  # bytes per window of text; None: the data's own
     optimizer: str = "sgd"
     # As DAF's own commands do; otherwise the first optimizer imports torch's compiler.
     keep_compiler_out: bool = False

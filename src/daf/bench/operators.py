@@ -45,18 +45,23 @@ class OperatorsJob:
 
 
 def full_job(images: str, text: str | None) -> OperatorsJob:
-    """W1; MobileNet-v2, ResNet-50 and DenseNet-121 at 224² and batch 16; with a text, BERT-small.
+    """W1; MobileNet-v2, ResNet-50 and DenseNet-121 at 224² and batch 16; BERT-small and a GPT-2.
 
     Args:
         images: data set of images, in ``training.data``'s names.
-        text: the same of text, or None.
+        text: the same of text, or None: then there are no language models.
     """
     large = ("mobilenet_v2", "resnet50", "densenet121")
     shape: dict[str, Any] = {"image_size": 224, "learning_rate": 0.01}
     entries = [w1(images), *(Entry(name, name, images, 16, **shape) for name in large)]
     if text is not None:
         bert = Entry("bert_small", "bert_small", text, 64, memory_format="contiguous")
-        entries.append(replace(bert, optimizer="adamw", learning_rate=1e-4))
+        bert = replace(bert, optimizer="adamw", learning_rate=1e-4)
+        decoder = "daf.bench.workloads.gpt2:gpt2_lora"
+        entries += [
+            bert,
+            replace(bert, label="gpt2_lora", model=decoder, batch_size=8, context=512),
+        ]
     return OperatorsJob(tuple(entries), Entry("resnet20", "resnet20", images, 128))
 
 

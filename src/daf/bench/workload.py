@@ -48,7 +48,7 @@ class Workload:
 
     def __init__(self, entry: Entry) -> None:
         recipe = find_model(entry.model)
-        data = load_data(entry.data, image_size=entry.image_size)
+        data = load_data(entry.data, image_size=entry.image_size, context=entry.context)
         goal = settle_goal(entry.model, recipe.goal, data)
         measure.warm_up()
         self.floor_bytes = measure.resident_bytes()
