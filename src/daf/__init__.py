@@ -1,8 +1,8 @@
 """DAF: train any PyTorch model inside a byte budget."""
 
 from daf.errors import BudgetError, DafError, NonFiniteLossError
-from daf.execution.capture import compress
 from daf.execution.chunked import chunked_cross_entropy
+from daf.execution.compression import compress
 from daf.plan import Plan
 from daf.session import Session
 from daf.step_report import StepReport

@@ -7,14 +7,13 @@ tightest plan, measures that, and goes on with the fastest plan that fits.
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,12 +21,14 @@ from torch import nn
 from daf import governor
 from daf.adapting import Adapting, BudgetChange
 from daf.asked import checked_tolerance, policy_name, refuse_gpu, refuse_without_room
+from daf.attempts import Attempts, Replanning
 from daf.choosing import Choosing, Terms
-from daf.errors import BudgetError, DafError, DivergedError, NonFiniteLossError, PoolFullError
+from daf.errors import BudgetError, DivergedError, NonFiniteLossError
 from daf.execution.capture import Capture
 from daf.execution.gradient_step import Before, GradientStep
 from daf.execution.microbatch import LossFunction, batch_bytes, batch_size
 from daf.execution.release import GradientRelease, ReleaseMode, release_refusal
+from daf.measuring import Measuring
 from daf.memory import compiler, measure
 from daf.memory.keeper import MemoryKeeper
 from daf.memory.recycling import unsupported_reason
@@ -46,8 +47,6 @@ from daf.step_report import StepReport
 from daf.store.default import make_store
 from daf.store.spill import SpillOptions
 from daf.units import parse_optional_bytes
-
-Refusal = TypeVar("Refusal", PoolFullError, RuntimeError)
 
 
 class Session:
@@ -127,10 +126,8 @@ class Session:
         self.saved_bytes_plain = 0
         self.saved_bytes_peak = 0
         self.evicted_bytes = 0
-        self.fusion_refusal = ""  # why PyTorch's operators stay, although others were tried
         self._fixed_policy = plain_policy() if bits is None else policy_for(bits)
         self._seed = seed
-        self._allow_split = allow_batchnorm_split
         self._spill = spill
         store = make_store(parse_optional_bytes(pool_bytes))
         self._capture = Capture(model, store, spill)
@@ -138,7 +135,7 @@ class Session:
         self._release = GradientRelease(
             release_gradients, model, optimizer, self._capture.parameter_reads
         )
-        self._gradient = GradientStep(
+        gradient = GradientStep(
             model, optimizer, self._capture, self._release, self._keeper.must_finish
         )
         tolerance = checked_tolerance(tolerance)
@@ -151,6 +148,12 @@ class Session:
         self._planned_for_bytes = 0
         self._peak_bytes = 0
         self._adapting = Adapting(budget, self._keeper, self._capture.release_scratch)
+        self._attempts = Attempts(gradient, optimizer, self._capture, self._keeper, self._adapting)
+        self._measuring = Measuring(
+            lambda: Profiler(model, optimizer, self._capture, self._keeper, self.floor_bytes),
+            allow_split=allow_batchnorm_split,
+            spill=spill,
+        )
         self._planned_budget_bytes = self.budget_bytes
         if self.budget_bytes is not None:
             refuse_gpu(model)
@@ -229,6 +232,11 @@ class Session:
         self._capture.pool_bytes = parse_optional_bytes(value)
 
     @property
+    def fusion_refusal(self) -> str:
+        """Why PyTorch's operators stay, although fused ones were tried; else empty."""
+        return self._measuring.fusion_refusal
+
+    @property
     def release_refusal(self) -> str:
         """Why the last step released no gradients although that was asked for; else empty."""
         return self._release.refusal
@@ -294,8 +302,9 @@ class Session:
         budget_bytes = self._planned_budget_bytes = self.budget_bytes
         self._keeper.open()
         with self._keeper.unbounded():
-            profile = self._measure_profile(batch, loss_fn, budget_bytes, on_progress)
-            fused = self._measure_fused(profile, batch, loss_fn, budget_bytes, on_progress)
+            profile, fused = self._measuring.profiles(
+                batch, loss_fn, budget_bytes, on_progress, can_fuse=self._choosing.can_fuse
+            )
         self._choosing.terms = self._choosing.terms._replace(allowed=self._allowed())
         try:
             self._keeper.bound(budget_bytes, budget_bytes)
@@ -340,7 +349,7 @@ class Session:
         self._begin_peak()
         start_s = time.perf_counter()
         try:
-            loss, running = self._within_budget(batch, loss_fn, running)
+            loss, running = self._run(batch, loss_fn, running)
             has_diverged = self._has_diverged(loss, running)
         except NonFiniteLossError:
             if not self._has_diverged(math.nan, running):
@@ -432,52 +441,6 @@ class Session:
         if self.plan is not None and self.plan.return_freed_blocks:
             self._keeper.open()
 
-    def _measure_profile(
-        self,
-        batch: Any,
-        loss_fn: LossFunction,
-        budget_bytes: int,
-        on_progress: Callable[[str], None],
-        *,
-        fused: bool = False,
-    ) -> Profile:
-        profiler = Profiler(
-            self.model, self.optimizer, self._capture, self._keeper, self.floor_bytes
-        )
-        return profiler.profile(
-            batch,
-            loss_fn,
-            budget_bytes,
-            allow_split=self._allow_split,
-            spill=self._spill,
-            fused=fused,
-            on_progress=on_progress,
-        )
-
-    def _measure_fused(
-        self,
-        profile: Profile,
-        batch: Any,
-        loss_fn: LossFunction,
-        budget_bytes: int,
-        on_progress: Callable[[str], None],
-    ) -> Profile | None:
-        """The same with fused and chunked operators; None where nothing is gained by them.
-
-        What fits as it is keeps PyTorch's operators, and with them every bit. So does a step
-        that does not go through with fused ones (second derivatives, say).
-        """
-        self.fusion_refusal = ""
-        fits = planner.kept_peak_bytes(profile) <= budget_bytes
-        if fits or not self._choosing.can_fuse:
-            return None
-        try:
-            found = self._measure_profile(batch, loss_fn, budget_bytes, on_progress, fused=True)
-        except (DafError, RuntimeError) as error:
-            self.fusion_refusal = f"a small step failed with fused operators: {error}"
-            return None
-        return found if found.gains_by_fusing else None
-
     def _allowed(self) -> Allowed:
         """What this session's execution can carry out."""
         without = frozenset() if self._spill else frozenset({Method.SPILL})
@@ -520,44 +483,10 @@ class Session:
         can_refuse = unsupported_reason() is None
         return self._adopt(self._choosing.again(budget_bytes, can_refuse=can_refuse))
 
-    def _within_budget(self, batch: Any, loss_fn: LossFunction, plan: Plan) -> tuple[float, Plan]:
-        """The gradient under this plan, or under a tighter one if an allocation was refused."""
-        before = Before(self.model)
-        while True:
-            self._adapting.bound(plan)
-            found = self._attempt(batch, loss_fn, plan, before)
-            if isinstance(found, float):
-                return found, plan
-            self._clear_away(before)
-            tighter = self._tighter(plan)
-            if tighter is None:
-                raise found if isinstance(found, PoolFullError) else self._refusal() from found
-            plan = tighter
-
-    def _attempt(
-        self, batch: Any, loss_fn: LossFunction, plan: Plan, before: Before
-    ) -> float | PoolFullError | RuntimeError:
-        """The loss, or the error of an allocation that was refused; any other is raised."""
-        refusals = self._keeper.refusals()
-        key = (self._seed, self._step_index)
-        planned = self.profile is not None
-        try:
-            return self._gradient.run(batch, loss_fn, plan, key, before, planned=planned)
-        except PoolFullError as error:
-            return _bare(error)
-        except RuntimeError as error:
-            if self._keeper.refusals() == refusals:
-                raise
-            return _bare(error)
-
-    def _clear_away(self, before: Before) -> None:
-        """Nothing of a refused step stays: a tighter plan needs the room, and so does planning."""
-        self.optimizer.zero_grad(set_to_none=True)
-        before.forget_backward()
-        self._capture.release_scratch()
-        gc.collect()  # a failed step's frames and graph can be parts of circles
-        self._keeper.flush()
-        before.restore()
+    def _run(self, batch: Any, loss_fn: LossFunction, plan: Plan) -> tuple[float, Plan]:
+        key, before = (self._seed, self._step_index), Before(self.model)
+        replanning = None if self.profile is None else Replanning(self._tighter, self._refusal)
+        return self._attempts.run(batch, loss_fn, plan, key, before, replanning)
 
     def _tighter(self, plan: Plan) -> Plan | None:
         """The next tighter plan, adopted; None where none is known.
@@ -620,9 +549,3 @@ _COUNTED = {
     "saved_bytes_peak": "saved_bytes_peak",
     "evicted_bytes": "evicted_bytes",
 }
-
-
-def _bare(error: Refusal) -> Refusal:
-    """An error without tracebacks, its causes' included, whose frames hold a step's tensors."""
-    error.__cause__ = error.__context__ = None
-    return error.with_traceback(None)

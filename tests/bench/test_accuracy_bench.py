@@ -37,7 +37,7 @@ from daf.bench.accuracy_tasks import (
     sentence_task,
 )
 from daf.errors import DataError, RunFolderError, UnknownNameError
-from daf.execution.capture import compress
+from daf.execution.compression import compress
 from daf.plan import Method, Need, Treatment, coded_policy
 
 ROOT = Path(__file__).parents[2]

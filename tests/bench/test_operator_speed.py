@@ -17,7 +17,7 @@ from daf.bench.operator_cases import full_cases, image_cases, text_cases
 from daf.bench.traffic import counting
 from daf.cli.bench import app
 from daf.execution import chunked_backward
-from daf.execution.capture import compress
+from daf.execution.compression import compress
 
 TINY = operator_speed.SpeedJob((*image_cases(8, 16, 16), *text_cases(256, 64, 100)), rounds=2)
 NAMES = {

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from daf.execution.capture import compress
+from daf.execution.compression import compress
 from daf.execution.microbatch import tensors_in_batch
 from daf.plan import Policy, SiteReport
 

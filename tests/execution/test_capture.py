@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import daf
 from daf.errors import CodecError, SavedTensorError
-from daf.execution.capture import Capture, compress
+from daf.execution.capture import Capture
+from daf.execution.compression import compress
 from daf.plan import Method, Need, Policy, Treatment, exact_policy
 
 pytestmark = pytest.mark.usefixtures("code_everything")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from daf.execution import chunked_backward
 from daf.execution.accounting import Ledger
-from daf.execution.capture import compress
+from daf.execution.compression import compress
 from daf.execution.held import Rederived, Stored, Term
 from daf.kernels import Predicate
 from daf.plan import Method, Treatment

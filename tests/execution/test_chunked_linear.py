@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf.execution import chunked_backward
-from daf.execution.capture import compress
+from daf.execution.compression import compress
 from daf.execution.parameter_reads import DECLARATION
 from daf.plan import Method
 from daf.store.codec import ValueCode

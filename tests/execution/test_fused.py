@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from daf.errors import SavedTensorError
 from daf.execution import fused
-from daf.execution.capture import Capture, compress
+from daf.execution.capture import Capture
+from daf.execution.compression import compress
 from daf.plan import Method, Need, coded_policy
 
 FORMATS = [torch.contiguous_format, torch.channels_last]

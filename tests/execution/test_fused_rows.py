@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from daf.errors import DafError, SavedTensorError
 from daf.execution import fused_rows
-from daf.execution.capture import Capture, compress
+from daf.execution.capture import Capture
+from daf.execution.compression import compress
 from daf.plan import KEEP, Method, Need, coded_policy
 from daf.store.codec import ValueCode
 

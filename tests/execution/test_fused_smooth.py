@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf.execution import fused_smooth
-from daf.execution.capture import compress
+from daf.execution.compression import compress
 from daf.plan import KEEP, Method, Need, Treatment, coded_policy
 from daf.store.buffers import PlainStore
 from daf.store.codec import ValueCode

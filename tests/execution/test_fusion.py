@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from daf.errors import CodecError, FusionError
-from daf.execution.capture import compress
+from daf.execution.compression import compress
 from daf.execution.fusion import (
     ALONE,
     WITH_ADDITION,

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from daf.errors import CodecError
 from daf.execution.accounting import Ledger, Sources
-from daf.execution.capture import Capture, compress
+from daf.execution.capture import Capture
+from daf.execution.compression import compress
 from daf.plan import Method, Need, Policy, Treatment, policy_for
 from daf.store.buffers import PlainStore
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf.execution import chunked_backward
-from daf.execution.capture import compress
+from daf.execution.compression import compress
 from daf.execution.ownership import is_held_by_none_but
 
 KEEPERS: dict[str, Callable[[Tensor], Any]] = {

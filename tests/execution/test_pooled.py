@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf.errors import PlatformError, PoolFullError, UnitError
-from daf.execution.capture import Capture, compress
+from daf.execution.capture import Capture
+from daf.execution.compression import compress
 from daf.plan import Method, Need, Site, coded_policy, policy_for
 from daf.store.buffers import PlainStore
 from daf.store.pool import PagedStore

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf.execution import rules
-from daf.execution.capture import Capture, compress
+from daf.execution.capture import Capture
+from daf.execution.compression import compress
 from daf.plan import Method, coded_policy
 
 FORMATS = [torch.contiguous_format, torch.channels_last]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from daf.execution import smooth
-from daf.execution.capture import compress
+from daf.execution.compression import compress
 from daf.plan import Need, coded_policy
 
 

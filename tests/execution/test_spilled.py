@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from daf.errors import SavedTensorError, SpillError
 from daf.execution import treatments
-from daf.execution.capture import Capture, compress
+from daf.execution.capture import Capture
+from daf.execution.compression import compress
 from daf.plan import Method, Need, Policy, Treatment
 from daf.session import Session
 from daf.store.spill import SpillOptions, SpillStore, SpillWarning

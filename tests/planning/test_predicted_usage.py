@@ -97,7 +97,7 @@ class Step:
         self.profile = self.session.profile
         if fused:
             with self.session._keeper.unbounded():
-                self.profile = self.session._measure_profile(
+                self.profile = self.session._measuring._profile(
                     self.x, squares, 10**10, lambda _: None, fused=True
                 )
 

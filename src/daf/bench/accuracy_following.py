@@ -13,7 +13,7 @@ from torch import nn
 
 from daf.bench.accuracy_policies import Example, is_refitted, make_policy, unfused
 from daf.errors import NonFiniteLossError
-from daf.execution.capture import compress
+from daf.execution.compression import compress
 from daf.execution.microbatch import LossFunction, batch_size, batch_slice
 from daf.kernels.code_errors import relative_error
 from daf.plan import Site, Treatment, plain_policy

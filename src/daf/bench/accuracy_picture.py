@@ -16,6 +16,10 @@ FAMILIES: Mapping[str, tuple[str, str]] = {
     "actnn": ("ActNN's allocation, min-max codes", "#5aa6e6"),
     "minmax": ("min-max codes, one width", "#7f8c8d"),
     "alam": ("ALAM's averaging, min-max codes", "#8e44ad"),
+    "fused-allocated": ("DAF, allocated, fused operators", "#7d1f14"),
+    "apart-gact": ("GACT as published", "#16384f"),
+    "apart-actnn": ("ActNN as published", "#3b7ca8"),
+    "apart-minmax": ("min-max codes as published", "#bdc3c7"),
 }
 _FLOAT_BITS = 32.0
 
@@ -28,7 +32,7 @@ def curve(rows: Sequence[Row], family: str, metric: str) -> list[tuple[float, fl
     """
     found = []
     for policy in dict.fromkeys(row["policy"] for row in rows):
-        if policy.partition("-")[0] != family:
+        if policy.rpartition("-")[0] != family:
             continue
         group = [row for row in rows if row["policy"] == policy and row["saved_ratio"]]
         values = [row["metrics"].get(metric, 0.0) for row in group]

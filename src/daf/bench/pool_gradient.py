@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from daf.execution.capture import compress
+from daf.execution.compression import compress
 from daf.kernels import plane_bytes
 from daf.kernels.tables import rotated_error
 from daf.plan import Need

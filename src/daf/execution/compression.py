@@ -1,0 +1,127 @@
+"""``daf.compress``: capture in anybody's training loop.
+
+A ``with`` statement around the forward pass and the loss; backward may run inside or after it::
+
+    with daf.compress(model, bits=2):
+        loss = loss_fn(model(x), y)
+    loss.backward()
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from types import TracebackType
+from typing import Self
+
+from torch import nn
+
+from daf.execution.capture import Capture
+from daf.execution.sites import mix_key
+from daf.plan import (
+    CaptureStats,
+    FusionReport,
+    Policy,
+    SiteReport,
+    policy_for,
+)
+from daf.store.default import make_store
+from daf.store.spill import SpillOptions
+from daf.units import parse_optional_bytes
+
+
+class compress:  # noqa: N801 - used as a statement, like torch.no_grad
+    """Hold what autograd saves inside the ``with`` as codes; see the module for an example.
+
+    One object may be entered once for every step. ``stats`` and ``sites()``
+    tell what the last step cost. Every entry takes fresh seeds: they follow from
+    ``seed``, how often the object was entered, and how often the parameters
+    were updated.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        bits: int | str = 2,
+        *,
+        seed: int = 0,
+        policy: Policy | None = None,
+        pool_bytes: str | int | None = None,
+        spill: SpillOptions | None = None,
+        fused: bool = False,
+        chunked: bool = False,
+    ) -> None:
+        """Prepare for ``model``.
+
+        Args:
+            model: whose parameters and buffers are left alone, and whose module paths name sites.
+            bits: 1 to 8 bits for every element wherever a lossy code is sound, ``"exact"``
+                for gradients that equal plain PyTorch's bit for bit, ``"plain"`` to only count.
+            seed: of the run.
+            policy: instead of ``bits``, a treatment for every kind of site.
+            pool_bytes: the most that codes may hold, as ``"200MB"`` or an int. Below what
+                they need, the least important planes of ``rotated`` codes are given up, down
+                to one bit; ``stats`` says how much. The attribute may be changed at any time.
+            spill: where tensors go whose treatment is *spill*, and how much of them.
+            fused: experimental: run batch normalisation, residual addition and ReLU as one
+                operator from the second entry on, and layer and root-mean-square normalisation
+                so that they read their code directly; ``fusions()`` tells where, and why not
+                elsewhere.
+            chunked: experimental: large convolutions and linear layers decode their input a part
+                of the batch at a time in backward, which takes less memory.
+
+        Raises:
+            ValueError: ``bits`` is none of these, or ``pool_bytes`` cannot be read.
+            PoolFullError: in the forward pass, where even one bit and all that must stay whole
+                do not fit ``pool_bytes``.
+        """
+        self._policy = policy or policy_for(bits)
+        self._policy = replace(
+            self._policy,
+            fused=fused or self._policy.fused,
+            fused_rows=fused or self._policy.fused_rows,
+            chunked=chunked or self._policy.chunked,
+        )
+        self._model = model
+        self._capture = Capture(model, make_store(parse_optional_bytes(pool_bytes)), spill)
+        self._seed = seed
+        self._entries = 0
+        self._open: list[AbstractContextManager[Capture]] = []
+
+    def __enter__(self) -> Self:
+        step_index = mix_key(self._entries, sum(p._version for p in self._model.parameters()))
+        self._entries += 1
+        step = self._capture.step(self._policy, self._seed, step_index)
+        step.__enter__()
+        self._open.append(step)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None:
+        return self._open.pop().__exit__(kind, error, trace)
+
+    @property
+    def pool_bytes(self) -> int | None:
+        """The most that codes may hold; setting it acts at once, in mid-step too."""
+        return self._capture.pool_bytes
+
+    @pool_bytes.setter
+    def pool_bytes(self, value: str | int | None) -> None:
+        self._capture.pool_bytes = parse_optional_bytes(value)
+
+    @property
+    def stats(self) -> CaptureStats:
+        """Bytes that plain PyTorch would hold and that are held, now and at peak over the step."""
+        return self._capture.stats
+
+    def sites(self) -> tuple[SiteReport, ...]:
+        """What was done at every site of the last step."""
+        return self._capture.sites()
+
+    def fusions(self) -> tuple[FusionReport, ...]:
+        """Which operators are fused (with what follows), and which not and why."""
+        return self._capture.fusions()

@@ -1,0 +1,347 @@
+"""One step under capture: packs what autograd saves, and settles it when its operator returns."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from daf.errors import CodecError
+from daf.execution.accounting import Ledger, Source, Sources, strided_parts
+from daf.execution.carrying import NormCarrier
+from daf.execution.chunking import substitute
+from daf.execution.evictions import Evictions
+from daf.execution.fused_rows_call import is_row_norm
+from daf.execution.fusing import Fusing
+from daf.execution.fusing_rows import RowFusing, RowFusion
+from daf.execution.fusing_smooth import SmoothFusing, SmoothFusion, is_smooth
+from daf.execution.fusion import Fusion
+from daf.execution.held import Held, Kept, Saved
+from daf.execution.observation import Save, Watcher
+from daf.execution.operator_mode import Substitute
+from daf.execution.parameter_reads import ParameterReads
+from daf.execution.provenance import ADDITIONS, FOLLOWED, Operands, Provenance
+from daf.execution.replay import ReplayLog, Replays
+from daf.execution.replay_keeper import ReplayKeeper
+from daf.execution.rules import name_saves, need_of, parameter_behind
+from daf.execution.sites import SiteRecord, SiteTracker, mix_key
+from daf.execution.treatments import Call, Job, Treater, is_integer, is_treatable
+from daf.plan import (
+    KEEP,
+    Need,
+    Policy,
+    Site,
+    Treatment,
+)
+from daf.store.buffers import Store
+from daf.store.scratch import Scratch
+from daf.store.spill import SpillStore
+
+_OUTSIDE_CALL = Call(None, (), {}, None, None)
+_CUSTOM = "autograd.Function"
+_NOISY = ("dropout", "attention", "lstm", "gru", "rnn")
+
+
+class Fusions(NamedTuple):
+    """What became of each place where operators could be fused, from step to step."""
+
+    norms: Fusion
+    rows: RowFusion
+    smooth: SmoothFusion
+
+
+class Parts(NamedTuple):
+    """What a capture has for all its steps."""
+
+    model: nn.Module
+    store: Store
+    spill: SpillStore
+    ledger: Ledger
+    evictions: Evictions
+    sources: Sources
+    tracker: SiteTracker
+    provenance: Provenance
+    treater: Treater
+    scratch: Scratch
+    parameter_reads: ParameterReads
+    replay_log: ReplayLog
+    fusions: Fusions
+
+
+class _Open(NamedTuple):
+    """An operator that has begun: the state before it, and what is known of its arguments."""
+
+    outer: list[Saved] | None
+    first_sequence_number: int
+    operands: Operands | None
+
+
+def _weakly(pack: Callable[[Tensor], Saved]) -> Callable[[Tensor], Saved]:
+    """The same for autograd, whose graph keeps the hook for as long as a result lives.
+
+    Strongly, it would keep the model too: one that holds a result of its own would never go.
+    """
+    reference = weakref.WeakMethod(pack)
+
+    def hook(tensor: Tensor) -> Saved:
+        alive = reference()
+        assert alive is not None  # hooks are called only inside the ``with`` that holds it
+        return alive(tensor)
+
+    return hook
+
+
+class Running:
+    """One ``with`` of a capture: packs what is saved and settles it when its operator returns."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        policy: Policy,
+        key_parts: tuple[int, ...],
+        watcher: Watcher | None = None,
+    ) -> None:
+        self._parts = parts
+        self.watcher = watcher
+        self._sources = parts.sources
+        self._ledger = parts.ledger
+        self._tracker = parts.tracker
+        self._provenance = parts.provenance
+        self._treater = parts.treater
+        self._spill = parts.spill
+        self._evictions = parts.evictions
+        self._parameter_reads = parts.parameter_reads
+        if (policy.fused or policy.fused_rows) and policy.replayed:
+            raise CodecError(
+                f"policy {policy.name!r} asks for fused operators and for replayed calls; a fused "
+                "one may wait beyond the end of a call, so ask for one of the two"
+            )
+        self._policy = policy
+        self._key = mix_key(*key_parts)
+        keeper = ReplayKeeper(
+            parts.ledger,
+            parts.sources,
+            parts.tracker,
+            parts.treater,
+            parts.scratch,
+            self._parameter_reads,
+            self._hold_input,
+            self.is_constant,
+        )
+        self.replays = Replays(parts.model, policy.replayed, keeper, parts.replay_log)
+        self._pending: list[Saved] | None = None  # None: no operator is running
+        self.hook = _weakly(self.pack)
+
+    # --- hooks ------------------------------------------------------------------------------
+
+    def pack(self, tensor: Tensor) -> Saved:
+        """The hook that autograd calls for every tensor it saves."""
+        if self.replays.is_running:
+            with torch._C.DisableTorchFunction():
+                return self.replays.pack(tensor)
+        if self._pending is not None:
+            saved = Saved(tensor)
+            self._pending.append(saved)
+            return saved
+        with torch._C.DisableTorchFunction():
+            saved = Saved(tensor)
+            self._settle([saved], _CUSTOM, _OUTSIDE_CALL)
+            return saved
+
+    def begin(self, operator: Callable[..., Any], arguments: tuple[Any, ...]) -> _Open:
+        """An operator is about to run."""
+        operands = None
+        if self.watcher is not None and self._pending is None:
+            self.watcher.moment()
+        if self.replays.is_running:
+            self.replays.note_operator(operator)
+        elif operator in FOLLOWED and self._policy.rederive:
+            operands = self._provenance.operands(arguments)
+        opened = _Open(self._pending, torch._C._autograd._get_sequence_nr(), operands)
+        self._pending = []
+        return opened
+
+    def end(
+        self,
+        opened: _Open,
+        operator: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        keywords: Mapping[str, Any],
+        result: Any,
+    ) -> None:
+        """It returned: settle what it saved."""
+        pending, self._pending = self._pending, opened.outer
+        if pending:
+            name_saves(result, opened.first_sequence_number)
+            call = Call(operator, arguments, keywords, result, opened.operands)
+            self._settle(pending, getattr(operator, "__name__", type(operator).__name__), call)
+        elif opened.operands is not None and operator in ADDITIONS and not keywords:
+            self._provenance.learn_sum(arguments, result, opened.operands)
+
+    def abandon(self, opened: _Open) -> None:
+        """It raised: what it saved is dropped."""
+        for saved in self._pending or ():
+            saved.drop()
+        self._pending = opened.outer
+
+    @contextmanager
+    def collecting(self) -> Iterator[list[Saved]]:
+        """Everything packed inside is the caller's to settle; dropped if that fails."""
+        outer, self._pending = self._pending, []
+        collected = self._pending
+        try:
+            yield collected
+        except BaseException:
+            for saved in collected:
+                saved.drop()
+            raise
+        finally:
+            self._pending = outer
+
+    def note_read(self, tensor: Tensor, held: object) -> None:
+        """A constant may be read in backward for as long as ``held`` lives."""
+        self._parameter_reads.note(tensor, held)
+
+    def substituting(self) -> Substitute:
+        """Runs other functions for some calls; never in replayed ones, which run again without."""
+        chunked = substitute(self.hook, self._policy.chunk_bytes) if self._policy.chunked else None
+        carrier = self._norm_carrier() if self._policy.fused_rows else None
+        rows = RowFusing(self._parts.fusions.rows, carrier) if carrier else None
+        smooth = SmoothFusing(self._parts.fusions.smooth, carrier) if carrier else None
+
+        def choose(
+            function: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+        ) -> Callable[..., Any]:
+            if self.replays.is_running:
+                return function
+            if rows is not None and is_row_norm(function):
+                return rows.chosen(function, arguments, keywords)
+            if smooth is not None and is_smooth(function):
+                return smooth.chosen(function, arguments, keywords)
+            return function if chunked is None else chunked(function, arguments, keywords)
+
+        return choose
+
+    def fusing(self) -> Fusing:
+        """Lets normalisations wait for their ReLU."""
+        return Fusing(self._parts.fusions.norms, self._norm_carrier())
+
+    def _norm_carrier(self) -> NormCarrier:
+        kept = (self._ledger, self._sources, self._tracker, self._provenance)
+        return NormCarrier(self, self._policy, self._key, self._parts.store, *kept)
+
+    # --- settling ---------------------------------------------------------------------------
+
+    def _settle(self, pending: list[Saved], operator: str, call: Call) -> None:
+        try:
+            self._settle_all(pending, operator, call)
+        finally:
+            for saved in pending:
+                saved.drop()  # which settling has done, unless it raised
+
+    def _settle_all(self, pending: list[Saved], operator: str, call: Call) -> None:
+        needs = [self._need(saved, operator, call) for saved in pending]
+        path, count = self._tracker.next_call(operator)
+        for place, (saved, need) in enumerate(zip(pending, needs, strict=True)):
+            assert saved.tensor is not None
+            if self.is_constant(saved.tensor):
+                site = Site(path, operator, count, place)
+                kept = Kept(saved.tensor, saved.version, site)
+                self._parameter_reads.note(saved.tensor, kept)
+                saved.settle(kept)
+            else:
+                record = self._tracker.record(path, operator, count, place)
+                self._settle_one(saved, need, record, call)
+        self._evictions.collect()
+
+    def _need(self, saved: Saved, operator: str, call: Call) -> Need:
+        tensor = saved.tensor
+        assert tensor is not None
+        need = need_of(saved, self.is_constant)
+        if need is Need.EXACT and is_integer(tensor):
+            return Need.INTEGER
+        if need is Need.LINEAR and _may_be_noise(tensor, operator, call):
+            return Need.TWO_VALUED
+        return need
+
+    def _settle_one(self, saved: Saved, need: Need, record: SiteRecord, call: Call) -> None:
+        tensor = saved.tensor
+        assert tensor is not None
+        record.need = need
+        plain_before, told_before = self._ledger.plain_bytes, self._ledger.told_bytes
+        spilled_before = self._spill.taken_bytes
+        sources = tuple(self._sources.of(part) for part in strided_parts(tensor))
+        plain = tuple(source.plain() for source in sources)
+        start_s = time.perf_counter()
+        held, record.treatment = self._hold(saved, tensor, need, record, sources, call)
+        if self.watcher is not None:
+            self.watcher.saved(
+                Save(
+                    saved,
+                    tensor,
+                    held,
+                    record.site,
+                    need,
+                    record.treatment,
+                    sources,
+                    self._ledger.told_bytes - told_before,
+                    1000.0 * (time.perf_counter() - start_s),
+                    is_treatable(tensor),
+                )
+            )
+        record.plain_bytes += self._ledger.plain_bytes - plain_before
+        record.held_bytes += self._ledger.told_bytes - told_before
+        record.spilled_bytes += self._spill.taken_bytes - spilled_before
+        saved.settle(held, plain)
+
+    def _hold(
+        self,
+        saved: Saved,
+        tensor: Tensor,
+        need: Need,
+        record: SiteRecord,
+        sources: tuple[Source, ...],
+        call: Call,
+    ) -> tuple[Held, Treatment]:
+        site = record.site
+        treatment = self._policy.treatment(need, record.site)
+        if not is_treatable(tensor):
+            return self._treater.keep(tensor, saved.version, site, sources), KEEP
+        key = record.code_key(self._key)
+        weight, tag = self._policy.weight(site), record.name_hash
+        job = Job(saved, tensor, need, treatment, sources[0], call, site, key, weight, tag)
+        return self._treater.treat(job, rederive=self._policy.rederive)
+
+    def _hold_input(
+        self, saved: Saved, need: Need, record: SiteRecord, sources: tuple[Source, ...]
+    ) -> tuple[Held, Treatment]:
+        """An input of a replayed call."""
+        assert saved.tensor is not None
+        spilled_before = self._spill.taken_bytes
+        held = self._hold(saved, saved.tensor, need, record, sources, _OUTSIDE_CALL)
+        record.spilled_bytes += self._spill.taken_bytes - spilled_before
+        return held
+
+    def is_constant(self, tensor: Tensor) -> bool:
+        """Is this a parameter, a buffer, the caller's batch, or a view or cast copy of one?"""
+        if tensor.layout is not torch.strided:
+            parts = strided_parts(tensor)
+            return bool(parts) and all(map(self._sources.is_external, parts))
+        if self._sources.is_external(tensor):
+            return True
+        leaf = parameter_behind(tensor)
+        return leaf is not None and leaf is not tensor and self.is_constant(leaf)
+
+
+def _may_be_noise(tensor: Tensor, operator: str, call: Call) -> bool:
+    """Is this a factor that a dropping operator made itself?"""
+    return (
+        not tensor.requires_grad
+        and any(word in operator for word in _NOISY)
+        and all(tensor is not argument for argument in call.arguments)
+    )
