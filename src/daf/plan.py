@@ -89,12 +89,12 @@ class Policy:
     ``rederive`` allows one code to serve a normalisation, its activation and
     the operator behind it (design, section 4: BatchNorm, ReLU, convolution).
     ``fused`` lets batch normalisation, residual addition and ReLU run as one
-    operator, where that was seen to be the same; ``fused_rows``
-    lets layer and root-mean-square normalisation and smooth activations run as operators that
-    read their code directly. ``chunked`` lets large
-    convolutions and linear layers decode their input a part of the batch at a time,
-    ``chunk_bytes`` of it, and use one that is held as it is in the same chunks (None: a size
-    that costs next to no time, and what is held as it is is used whole).
+    operator, where that was seen to be the same; ``fused_rows`` lets layer and
+    root-mean-square normalisation, ``fused_smooth`` GELU and SiLU run as operators that
+    read their code directly. ``chunked`` lets large convolutions and linear layers
+    decode their input a part of the batch at a time, ``chunk_bytes`` of it, and use
+    one that is held as it is in the same chunks (None: a size that costs next to no
+    time, and what is held as it is is used whole).
 
     ``replayed`` names modules (paths in ``model.named_modules()``, nested ones
     allowed) whose every call holds only its inputs and is run again in backward.
@@ -110,6 +110,7 @@ class Policy:
     replayed: frozenset[str] = frozenset()
     chunk_bytes: int | None = None
     fused_rows: bool = False
+    fused_smooth: bool = False
 
     def weight(self, site: Site) -> float:
         """How much relative error at a site harms the gradient, beside other sites (1: as most).

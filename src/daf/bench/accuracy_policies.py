@@ -96,12 +96,12 @@ def make_policy(name: str, example: Example) -> Policy:
 
 def fused(policy: Policy) -> Policy:
     """The policy with fused and chunked operators."""
-    return replace(policy, fused=True, fused_rows=True, chunked=True)
+    return replace(policy, fused=True, fused_rows=True, fused_smooth=True, chunked=True)
 
 
 def unfused(policy: Policy) -> Policy:
     """The policy with PyTorch's own operators."""
-    return replace(policy, fused=False, fused_rows=False, chunked=False)
+    return replace(policy, fused=False, fused_rows=False, fused_smooth=False, chunked=False)
 
 
 def is_refitted(name: str) -> bool:

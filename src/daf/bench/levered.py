@@ -91,7 +91,13 @@ def lever_policy(levers: Sequence[str], bits: int | str) -> Policy:
         raise UnknownNameError(f"unknown lever {', '.join(unknown)}; known: {', '.join(LEVERS)}")
     policy = policy_for(bits) if "codes" in levers else plain_policy()
     fused = "fused" in levers
-    return replace(policy, fused=fused, fused_rows=fused, chunked="chunked" in levers)
+    return replace(
+        policy,
+        fused=fused,
+        fused_rows=fused,
+        fused_smooth=fused,
+        chunked="chunked" in levers,
+    )
 
 
 def gradient_bytes(model: nn.Module) -> int:

@@ -160,7 +160,7 @@ class Capture:
                 stack.enter_context(self._tracker.following())
                 stack.enter_context(self._watching_inputs())
                 stack.enter_context(running.replays.watching())
-                ours = running.substituting() if policy.chunked or policy.fused_rows else None
+                ours = running.substituting() if running.substitutes else None
                 fusing = running.fusing() if policy.fused else None
                 mode = FusingMode(running, ours, fusing) if fusing else OperatorMode(running, ours)
                 stack.enter_context(mode)

@@ -64,9 +64,9 @@ class compress:  # noqa: N801 - used as a statement, like torch.no_grad
                 to one bit; ``stats`` says how much. The attribute may be changed at any time.
             spill: where tensors go whose treatment is *spill*, and how much of them.
             fused: experimental: run batch normalisation, residual addition and ReLU as one
-                operator from the second entry on, and layer and root-mean-square normalisation
-                so that they read their code directly; ``fusions()`` tells where, and why not
-                elsewhere.
+                operator from the second entry on, and layer and root-mean-square normalisation,
+                GELU and SiLU so that they read their code directly; ``fusions()`` tells
+                where, and why not elsewhere.
             chunked: experimental: large convolutions and linear layers decode their input a part
                 of the batch at a time in backward, which takes less memory.
 
@@ -80,6 +80,7 @@ class compress:  # noqa: N801 - used as a statement, like torch.no_grad
             self._policy,
             fused=fused or self._policy.fused,
             fused_rows=fused or self._policy.fused_rows,
+            fused_smooth=fused or self._policy.fused_smooth,
             chunked=chunked or self._policy.chunked,
         )
         self._model = model

@@ -14,7 +14,8 @@ from daf.execution.accounting import Plain, Unmade
 from daf.execution.carrying import CountingHolder, NormCarrier
 from daf.execution.fused_rows import FusedRowNorm, RowNorm, RowsHeld, run_forward
 from daf.execution.fused_rows_call import objection, read_call, row_norm_of
-from daf.execution.held import Term
+from daf.execution.held import Saved, Term
+from daf.execution.observation import Save
 from daf.execution.ownership import sole_holders
 from daf.execution.treatments import SMALL_BYTES
 from daf.plan import FusionReport, Need
@@ -83,6 +84,8 @@ class RowFusing:
         record.plain_bytes += carrier.ledger.plain_bytes - plain
         record.held_bytes += carrier.ledger.told_bytes - told
         self._learn(held, result)
+        if carrier.hooks.watcher is not None and not holder.is_external:
+            carrier.hooks.watcher.saved(_save(saved, norm, held, holder))
         saved.settle(held, (*holder.plain, *beside))
         return result
 
@@ -100,6 +103,23 @@ class RowFusing:
         if code is not None and self._carrier.policy.rederive:
             held.recipe = (Term(code, held.result),)
             self._carrier.provenance.learn(result, held)
+
+
+def _save(saved: Saved, norm: RowNorm, held: RowsHeld, holder: CountingHolder) -> Save:
+    """What a watcher is told: the input stands for itself, or its code does."""
+    record = holder.record
+    return Save(
+        saved,
+        norm.x,
+        held,
+        record.site,
+        Need.NORM,
+        record.treatment,
+        holder.sources[:1],
+        record.held_bytes,
+        ms=None,
+        treatable=True,
+    )
 
 
 def _place_of_input(norm: RowNorm) -> int:

@@ -116,7 +116,7 @@ class Running:
         self._spill = parts.spill
         self._evictions = parts.evictions
         self._parameter_reads = parts.parameter_reads
-        if (policy.fused or policy.fused_rows) and policy.replayed:
+        if (policy.fused or policy.fused_rows or policy.fused_smooth) and policy.replayed:
             raise CodecError(
                 f"policy {policy.name!r} asks for fused operators and for replayed calls; a fused "
                 "one may wait beyond the end of a call, so ask for one of the two"
@@ -207,12 +207,17 @@ class Running:
         """A constant may be read in backward for as long as ``held`` lives."""
         self._parameter_reads.note(tensor, held)
 
+    @property
+    def substitutes(self) -> bool:
+        """Does the policy ask for other functions than PyTorch's?"""
+        return self._policy.chunked or self._policy.fused_rows or self._policy.fused_smooth
+
     def substituting(self) -> Substitute:
         """Runs other functions for some calls; never in replayed ones, which run again without."""
         chunked = substitute(self.hook, self._policy.chunk_bytes) if self._policy.chunked else None
-        carrier = self._norm_carrier() if self._policy.fused_rows else None
-        rows = RowFusing(self._parts.fusions.rows, carrier) if carrier else None
-        smooth = SmoothFusing(self._parts.fusions.smooth, carrier) if carrier else None
+        carrier, fusions = self._norm_carrier(), self._parts.fusions
+        rows = RowFusing(fusions.rows, carrier) if self._policy.fused_rows else None
+        smooth = SmoothFusing(fusions.smooth, carrier) if self._policy.fused_smooth else None
 
         def choose(
             function: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]
