@@ -334,6 +334,40 @@ def count_table(result: dict[str, Any], name: str, between: list[str]) -> str:
     return "\n".join([measured_by(result, name), "", *between, "| | |", "|---|---|", *lines])
 
 
+_OPERATOR_FIGURES = (
+    "peak_ratio",
+    "peak_ratio_same_allocator",
+    "rest_ratio",
+    "step_ratio",
+    "saved_ratio",
+)
+
+
+def operators_figures(result: dict[str, Any]) -> str:
+    """Every model's ratios, the training loss, and the waterfall, in Markdown."""
+    figures = result["figures"]
+    models = dict.fromkeys(row["workload"] for row in result["rows"] if row["part"] == "compare")
+    lines = [
+        measured_by(result, "operators"),
+        "",
+        *picture("operators", "What each lever takes off plain's peak"),
+        f"| model | {' | '.join(f'`{name}`' for name in _OPERATOR_FIGURES)} |",
+        "|---|---|---|---|---|---|",
+    ]
+    for place, model in enumerate(models):
+        prefix = "" if place == 0 else f"{model}_"
+        values = (f"{figures[prefix + name]:.2f}" for name in _OPERATOR_FIGURES)
+        lines.append(f"| {model} | {' | '.join(values)} |")
+    if "loss_ratio" in figures:
+        spread = 100 * figures["plain_loss_spread"]
+        lines += [
+            "",
+            f"Late training loss of a ResNet-20: {figures['loss_ratio']:.3f} of plain's, whose own "
+            f"spread over seeds is {spread:.1f} %.",
+        ]
+    return "\n".join(lines)
+
+
 def operator_speed_figures(result: dict[str, Any]) -> str:
     """Every operator's time and bytes to PyTorch's, in Markdown; beside it, codes without it."""
     rows = result["rows"]
@@ -379,6 +413,7 @@ TABLES = (
     (ROOT / "docs" / "sensitivity.md", "accuracy", accuracy_figures),
     (ROOT / "docs" / "peers.md", "peers", peers_figures),
     (ROOT / "docs" / "papers.md", "reduce", reduce_figures),
+    (ROOT / "docs" / "operators.md", "operators", operators_figures),
     (ROOT / "docs" / "operators.md", "operator_speed", operator_speed_figures),
     (ROOT / "docs" / "papers.md", "packing", packing_figures),
 )

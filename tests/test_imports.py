@@ -17,6 +17,8 @@ ROWS = (
     ("daf.report", 6),
     ("daf.session", 5),
     ("daf.adapting", 5),
+    ("daf.attempts", 5),
+    ("daf.measuring", 5),
     ("daf.step_report", 0),
     ("daf.asked", 5),
     ("daf.sensing", 5),

@@ -96,7 +96,7 @@ def test_the_same_seed_and_step_repeat_every_bit() -> None:
     found = []
     for seed, step in ((0, 3), (0, 3), (0, 4), (1, 3)):
         torch.manual_seed(5)
-        with capture.step(daf.execution.capture.policy_for(2), seed, step):
+        with capture.step(policy_for(2), seed, step):
             loss = model(x).sum()
         loss.backward()
         found.append(gradients(model))
@@ -154,7 +154,7 @@ def test_change_in_place_of_what_was_coded_does_no_harm() -> None:
     def run(*, disturb: bool) -> list[Tensor]:
         middle = []
         handle = model[1].register_forward_pre_hook(lambda _, inputs: middle.append(inputs[0]))
-        with Capture(model).step(daf.execution.capture.policy_for(4), 0, 0):
+        with Capture(model).step(policy_for(4), 0, 0):
             loss = model(x).sum()
         handle.remove()
         if disturb:
