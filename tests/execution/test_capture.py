@@ -15,7 +15,7 @@ import daf
 from daf.errors import CodecError, SavedTensorError
 from daf.execution.capture import Capture
 from daf.execution.compression import compress
-from daf.plan import Method, Need, Policy, Treatment, exact_policy
+from daf.plan import Method, Need, Policy, Treatment, exact_policy, policy_for
 
 pytestmark = pytest.mark.usefixtures("code_everything")
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+_MOST_COLUMNS = 2
 _MB = 1e6
 _COLOURS = {
     "parameters, buffers": "#7f8c8d",
@@ -25,11 +26,15 @@ def draw_waterfall(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
     chosen = [row for row in rows if row["part"] == "waterfall"]
     workloads = list(dict.fromkeys(row["workload"] for row in chosen))
-    figure = Figure(figsize=(7.2 * len(workloads), 4.8), dpi=120, layout="constrained")
+    columns = min(_MOST_COLUMNS, len(workloads))
+    lines = -(-len(workloads) // columns)
+    figure = Figure(figsize=(7.2 * columns, 4.8 * lines), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(workloads), squeeze=False)[0]
-    for panel, workload in zip(panels, workloads, strict=True):
+    panels = figure.subplots(lines, columns, squeeze=False).flatten()
+    for panel, workload in zip(panels, workloads, strict=False):
         _draw_panel(panel, workload, [row for row in chosen if row["workload"] == workload])
+    for panel in panels[len(workloads) :]:
+        panel.set_axis_off()
     figure.savefig(path)
 
 
