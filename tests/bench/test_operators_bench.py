@@ -222,7 +222,9 @@ def test_the_full_job_is_the_issue_s() -> None:
         ("resnet50", 16, "sgd"),
         ("densenet121", 16, "sgd"),
         ("bert_small", 64, "adamw"),
+        ("daf.bench.workloads.gpt2:gpt2_lora", 8, "adamw"),
     ]
+    assert [entry.context for entry in job.entries] == [None] * 5 + [512]
     assert replace(job, entries=()).loss_seeds == (0, 1, 2)
 
 
