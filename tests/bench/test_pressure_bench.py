@@ -22,9 +22,9 @@ from daf.bench.pressure import (
 from daf.bench.pressure_picture import budget_corners, draw_pressure
 from daf.memory import cgroup
 
-# Eight times the rate that the full benchmark states; what is left does not hold the plain step.
+# Twice the rate that the full benchmark states; what is left does not hold the plain step.
 TINY = replace(
-    pressure.quick_job(), steps=2, threads=1, rate_bytes_per_s=400e6, squeezed_fraction=0.65
+    pressure.quick_job(), steps=2, threads=1, rate_bytes_per_s=100e6, squeezed_fraction=0.65
 )
 
 
