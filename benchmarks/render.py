@@ -16,6 +16,7 @@ from papers import packing_figures, policy_lines, reduce_figures
 from side_by_side import peers_figures
 from words import MB, ROOT, measured_by, picture
 
+from daf.bench.accuracy_picture import draw_curves
 from daf.bench.kernels_picture import draw_roofline
 from daf.bench.operators_picture import draw_waterfall
 from daf.bench.packing import draw_packing
@@ -270,6 +271,12 @@ def accuracy_figures(result: dict[str, Any]) -> str:
     return "\n".join(lines).rstrip("\n")
 
 
+def draw_accuracy(rows: Any, path: Path) -> None:
+    """Accuracy against bytes held, a panel for every task that was trained."""
+    metrics = {row["task"]: next(iter(row["metrics"])) for row in rows if row.get("metrics")}
+    draw_curves(rows, metrics, path)
+
+
 def accuracy_table(task: str, rows: list[dict[str, Any]], figures: dict[str, float]) -> list[str]:
     """A line for every policy of a task, and what the task shows as a whole."""
     policies = dict.fromkeys(row["policy"] for row in rows if row["task"] == task)
@@ -423,6 +430,7 @@ PICTURES: tuple[tuple[str, str, Callable[[Any, Path], None]], ...] = (
     ("pool_times", "pool", draw_times),
     ("allocator", "allocator", draw_trade),
     ("operators", "operators", draw_waterfall),
+    ("accuracy", "accuracy", draw_accuracy),
     ("sweep", "sweep", draw_sweep),
     ("policies", "policies", draw_sweep),
     ("pressure", "pressure", draw_pressure),

@@ -95,7 +95,8 @@ def run(
                 if "skipped" not in row:
                     _append(rows_file, row)
     wanted = [row for row in rows if row["effort"] == effort]
-    return BenchResult("accuracy", wanted, figures(wanted, job.tasks), _NOTES)
+    notes = (f"{100 * job.effort.steps_share:g} % of every task's steps", *_NOTES)
+    return BenchResult("accuracy", wanted, figures(wanted, job.tasks), notes)
 
 
 def metrics_of(job: AccuracyJob) -> dict[str, str]:
