@@ -348,13 +348,7 @@ class Session:
         running = self._choosing.running or plan
         self._begin_peak()
         start_s = time.perf_counter()
-        try:
-            loss, running = self._run(batch, loss_fn, running)
-            has_diverged = self._has_diverged(loss, running)
-        except NonFiniteLossError:
-            if not self._has_diverged(math.nan, running):
-                raise
-            loss, has_diverged = math.nan, True
+        loss, running, has_diverged = self._run_watched(batch, loss_fn, running)
         if has_diverged:
             return self._go_back(loss, running, 1000 * (time.perf_counter() - start_s))
         if running.return_freed_blocks:
@@ -386,6 +380,18 @@ class Session:
             self.budget_bytes,
             *noise,
         )
+
+    def _run_watched(
+        self, batch: Any, loss_fn: LossFunction, plan: Plan
+    ) -> tuple[float, Plan, bool]:
+        """The loss, the plan that held, and whether the run has gone astray under its codes."""
+        try:
+            loss, running = self._run(batch, loss_fn, plan)
+        except NonFiniteLossError:
+            if not self._has_diverged(math.nan, plan):
+                raise
+            return math.nan, plan, True
+        return loss, running, self._has_diverged(loss, running)
 
     def _has_diverged(self, loss: float, running: Plan) -> bool:
         """Only what codes may have caused is watched: exact runs are the user's own."""

@@ -143,6 +143,13 @@ def changed_input(m: Model, x: Tensor) -> Tensor:
     return F.relu(y)
 
 
+def changed_input_unrectified(m: Model, x: Tensor) -> Tensor:
+    y = m.one(x)
+    with torch.no_grad():
+        x.detach().mul_(1.0)
+    return y.sin()
+
+
 def changed_addend(m: Model, x: Tensor) -> Tensor:
     addend = x.cos()
     y = m.one(x) + addend
@@ -171,6 +178,7 @@ FUSED_ALONE: dict[str, tuple[Forward, str]] = {
     "put aside": (put_aside, "outlives"),
     "input changed": (changed_input, "changed before relu"),
     "addend changed": (changed_addend, "changed before relu"),
+    "input changed, no relu": (changed_input_unrectified, "changed before sin"),
     "hardtanh": (lambda m, x: F.hardtanh(m.one(x)), "its result is read by hardtanh"),
     "hardtanh below 0": (lambda m, x: F.hardtanh_(m.one(x), -0.1, 2.0), "read by hardtanh_"),
 }
@@ -201,7 +209,7 @@ NOT_FUSED: dict[str, tuple[Forward, str]] = {
 @pytest.mark.parametrize("name", FUSED_ALONE)
 def test_what_is_fused_by_itself_and_why_no_more(name: str) -> None:
     forward, reason = FUSED_ALONE[name]
-    capture = assert_same(forward, 4 if name == "input changed" else "exact")
+    capture = assert_same(forward, 4 if name.startswith("input changed") else "exact")
     (verdict,) = verdicts(capture).values()
     assert verdict[0] == ALONE
     assert reason in verdict[1]
@@ -227,6 +235,9 @@ def test_gradients_stop_below_zero_and_from_the_bound_on(bits: Any) -> None:
     assert out.max() == pytest.approx(0.7)
     assert 0.1 < float((out == out.max()).float().mean()) < 0.5
     torch.testing.assert_close(out, expected["out 1"])
+    # Beta's gradient sums what the mask lets pass, whatever the code.
+    torch.testing.assert_close(found["one.bias 1"], expected["one.bias 1"], rtol=1e-4, atol=1e-4)
+    assert float(found["one.bias 1"].abs().min()) > 1.0
 
 
 @pytest.mark.parametrize("most", [0.7, 6.0])

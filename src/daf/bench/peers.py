@@ -83,28 +83,31 @@ def plain_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, loss_fn: LossFunction
 ) -> float:
     """The loop that everybody writes: the side of a comparison without DAF."""
-    loss = _backward(model, optimizer, batch, loss_fn)
-    optimizer.step()
-    return loss
-
-
-def lean_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, loss_fn: LossFunction
-) -> float:
-    """The same without importing torch's compiler, if the optimizer was made without it."""
-    loss = _backward(model, optimizer, batch, loss_fn)
-    compiler.step(optimizer)
-    return loss
-
-
-def _backward(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, loss_fn: LossFunction
-) -> float:
     optimizer.zero_grad(set_to_none=True)
     found = loss_fn(model, batch)
     # A sum with its weight, or the mean itself (the design's section 2).
     loss: Tensor = found[0] / found[1] if isinstance(found, tuple) else found
     loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    return loss.item()
+
+
+def lean_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Any,
+    loss_fn: LossFunction,
+    forward: AbstractContextManager[Any] | None = None,
+) -> float:
+    """The same without importing torch's compiler, if the optimizer was made without it.
+
+    The forward pass runs in the context ``forward``, if there is one.
+    """
+    optimizer.zero_grad(set_to_none=True)
+    with forward or nullcontext():
+        loss = read_loss(loss_fn(model, batch), batch_size(batch)).mean
+    loss.backward()  # type: ignore[no-untyped-call]
+    compiler.step(optimizer)
     return loss.item()
 
 
@@ -115,17 +118,13 @@ def _stepper(setting: Setting, model: nn.Module | None = None) -> Callable[[Any]
 
 def _without_compiler(setting: Setting) -> Peer:
     """Plain, but its optimizer does not import torch's compiler, as DAF's sessions see to it."""
-    return Peer(lambda batch: _lean_step(setting, batch, nullcontext()), saves_by_autograd=True)
+    return Peer(lambda batch: _lean_step(setting, batch), saves_by_autograd=True)
 
 
-def _lean_step(setting: Setting, batch: Any, forward: AbstractContextManager[Any]) -> float:
-    """A plain step whose forward pass runs in a context; torch's compiler stays out of it."""
-    setting.optimizer.zero_grad(set_to_none=True)
-    with forward:
-        loss = read_loss(setting.loss_fn(setting.model, batch), batch_size(batch)).mean
-    loss.backward()  # type: ignore[no-untyped-call]
-    compiler.step(setting.optimizer)
-    return loss.item()
+def _lean_step(
+    setting: Setting, batch: Any, forward: AbstractContextManager[Any] | None = None
+) -> float:
+    return lean_step(setting.model, setting.optimizer, batch, setting.loss_fn, forward)
 
 
 def _checkpointed(setting: Setting, share: float) -> Peer:

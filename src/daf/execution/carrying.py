@@ -12,7 +12,7 @@ from daf.errors import CodecError
 from daf.execution.accounting import Ledger, Plain, Sources, Unmade
 from daf.execution.fused import FusedNorm, Holder, Norm, NormHeld, run_forward
 from daf.execution.fusion import NormSite
-from daf.execution.held import Kept, Saved, Stored, Term
+from daf.execution.held import Held, Kept, Saved, Stored, Term
 from daf.execution.observation import Save, Watcher
 from daf.execution.ownership import is_held_by_none_but, sole_holders
 from daf.execution.provenance import Provenance
@@ -123,7 +123,11 @@ class NormCarrier:
         if rectifier is None or not rectifier.is_bounded:
             self._learn(held, addend, result)
         if watcher is not None and not holder.is_external:
-            watcher.saved(_save(saved, norm, held, holder, result))
+            is_over = result.data_ptr() == norm.x.data_ptr()
+            beside = held.mask.nbytes if held.mask is not None else 0
+            watcher.saved(
+                told_of(saved, norm.x, held, holder, is_over=is_over, beside_bytes=beside)
+            )
         saved.settle(held, plain_held)
         return result
 
@@ -249,20 +253,28 @@ class _NormHolder(Holder):
         return self._counting.stored(content)
 
 
-def _save(saved: Saved, norm: Norm, held: NormHeld, holder: _NormHolder, result: Tensor) -> Save:
-    """What a watcher is told: the input stands for itself, or its code does."""
-    mask_bytes = held.mask.nbytes if held.mask is not None else 0
+def told_of(
+    saved: Saved,
+    x: Tensor,
+    held: Held,
+    holder: CountingHolder | _NormHolder,
+    *,
+    is_over: bool = False,
+    beside_bytes: int = 0,
+) -> Save:
+    """What a watcher is told of a fused operator: its input stands for itself, or its code does."""
+    record = holder.record
     return Save(
         saved,
-        norm.x,
+        x,
         held,
-        holder.record.site,
-        Need.NORM,
-        holder.record.treatment,
+        record.site,
+        record.need,
+        record.treatment,
         holder.sources[:1],
-        holder.record.held_bytes,
+        record.held_bytes,
         ms=None,
         treatable=True,
-        is_over=result.data_ptr() == norm.x.data_ptr(),
-        beside_bytes=mask_bytes,
+        is_over=is_over,
+        beside_bytes=beside_bytes,
     )

@@ -11,11 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from daf.execution.accounting import Plain, Unmade
-from daf.execution.carrying import CountingHolder, NormCarrier
+from daf.execution.carrying import CountingHolder, NormCarrier, told_of
 from daf.execution.fused_rows import FusedRowNorm, RowNorm, RowsHeld, run_forward
 from daf.execution.fused_rows_call import objection, read_call, row_norm_of
-from daf.execution.held import Saved, Term
-from daf.execution.observation import Save
+from daf.execution.held import Term
 from daf.execution.ownership import sole_holders
 from daf.execution.treatments import SMALL_BYTES
 from daf.plan import FusionReport, Need
@@ -85,7 +84,7 @@ class RowFusing:
         record.held_bytes += carrier.ledger.told_bytes - told
         self._learn(held, result)
         if carrier.hooks.watcher is not None and not holder.is_external:
-            carrier.hooks.watcher.saved(_save(saved, norm, held, holder))
+            carrier.hooks.watcher.saved(told_of(saved, norm.x, held, holder))
         saved.settle(held, (*holder.plain, *beside))
         return result
 
@@ -103,23 +102,6 @@ class RowFusing:
         if code is not None and self._carrier.policy.rederive:
             held.recipe = (Term(code, held.result),)
             self._carrier.provenance.learn(result, held)
-
-
-def _save(saved: Saved, norm: RowNorm, held: RowsHeld, holder: CountingHolder) -> Save:
-    """What a watcher is told: the input stands for itself, or its code does."""
-    record = holder.record
-    return Save(
-        saved,
-        norm.x,
-        held,
-        record.site,
-        Need.NORM,
-        record.treatment,
-        holder.sources[:1],
-        record.held_bytes,
-        ms=None,
-        treatable=True,
-    )
 
 
 def _place_of_input(norm: RowNorm) -> int:

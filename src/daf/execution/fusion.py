@@ -90,6 +90,12 @@ class _Seen:
     readers: list[str | Rectifier | _Seen] = field(default_factory=list)
     trouble: str = ""  # why it must be computed at once
 
+    def read_by(self, reader: str | Rectifier) -> None:
+        """Somebody reads it; too late if a part is no longer what it was."""
+        self.readers.append(reader)
+        if self.is_changed():
+            self.trouble = f"changed before {_name(reader)}"
+
     def is_changed(self) -> bool:
         """Was a part changed in place since?"""
         alive = ((part(), version) for part, version in self.parts.items())
@@ -136,7 +142,7 @@ class Observation:
             self._added(tuple(read.values()), arguments, result)
         else:
             for seen in read.values():
-                seen.readers.append(getattr(operator, "__name__", str(operator)))
+                seen.read_by(getattr(operator, "__name__", str(operator)))
 
     def objections(self) -> Iterator[FusionReport]:
         """What could not be fused in this step, whoever reads it."""
@@ -161,9 +167,7 @@ class Observation:
         return seen if seen is not None and seen.result() is tensor else None
 
     def _rectified(self, seen: _Seen, given: Tensor, rectifier: Rectifier, result: Tensor) -> None:
-        seen.readers.append(rectifier)
-        if seen.is_changed():
-            seen.trouble = f"changed before {rectifier.name}"
+        seen.read_by(rectifier)
         if result is given:
             del self._watched[id(result)]  # it holds something else now
 

@@ -27,14 +27,13 @@ class Growth:
         """Another reading (seconds that only grow)."""
         for bound in bounds:
             others_bytes = bound.ceiling_bytes - bound.most_bytes
-            seen_s, before = self._seen.get(bound.name, (now_s, others_bytes))
+            seen_s, before = self._seen.setdefault(bound.name, (now_s, others_bytes))
             between_s = now_s - seen_s
-            if between_s >= LEAST_BETWEEN_S:
-                ahead_s = min(MOST_AHEAD_S, max(AHEAD_S, AHEAD_READINGS * between_s))
-                ahead_bytes = int(max(0, others_bytes - before) * ahead_s / between_s)
-                self._ahead[bound.name] = min(MOST_BYTES, ahead_bytes)
-            elif bound.name in self._seen:
+            if between_s < LEAST_BETWEEN_S:
                 continue
+            ahead_s = min(MOST_AHEAD_S, max(AHEAD_S, AHEAD_READINGS * between_s))
+            ahead_bytes = int(max(0, others_bytes - before) * ahead_s / between_s)
+            self._ahead[bound.name] = min(MOST_BYTES, ahead_bytes)
             self._seen[bound.name] = (now_s, others_bytes)
 
     def ahead_bytes(self, bound: Bound) -> int:
