@@ -93,7 +93,7 @@ class Adapting:
         """
         self._governor.refresh()
         self._act()
-        self._watch()
+        self.watch()
         return self.budget_bytes
 
     def bound(self, plan: Plan) -> None:
@@ -110,7 +110,7 @@ class Adapting:
 
     # --- watching ---------------------------------------------------------------------------
 
-    def _watch(self) -> None:
+    def watch(self) -> None:
         """Have a thread look at the limits, where there are any to follow."""
         if self._watcher is not None and self._watcher.is_alive:
             return
@@ -126,8 +126,8 @@ class Adapting:
         except Exception:  # a user's function may raise anything; the next step's refresh tells
             return LOOK_FAR_S
         self._act()
-        near = callable(self.asked) or self._governor.slack_bytes() < FAR_BYTES
-        return LOOK_S if near else LOOK_FAR_S
+        near = self._keeper.follow_growth() or self._governor.slack_bytes() < FAR_BYTES
+        return LOOK_S if near or callable(self.asked) else LOOK_FAR_S
 
     def _act(self) -> None:
         budget_bytes, before = self._governor.reading.budget_bytes, self.budget_bytes

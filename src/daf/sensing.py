@@ -119,6 +119,8 @@ class Sensing:
         examples = self._examples_that_fit(batch, room)
         if examples is None:
             return False
+        if room is not None:
+            self._keeper.expect(self._predicted_bytes(room.profile, examples))
         start_s = time.perf_counter()
         self.is_measuring = True
         try:

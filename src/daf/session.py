@@ -308,6 +308,7 @@ class Session:
         self._choosing.terms = self._choosing.terms._replace(allowed=self._allowed())
         try:
             self._keeper.bound(budget_bytes, budget_bytes)
+            self._adapting.watch()
             weigh = partial(
                 self._noise.weigh, batch=batch, loss_fn=loss_fn, budget_bytes=budget_bytes
             )

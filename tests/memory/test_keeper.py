@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from daf.memory import measure
 from daf.memory.keeper import MemoryKeeper
 from daf.memory.recycling import unsupported_reason
+from daf.memory.statistics import stats
 
 MIB = 2**20
 REASON = unsupported_reason()
@@ -57,6 +59,54 @@ def test_beyond_what_was_expected_freed_blocks_go_first_and_nothing_is_refused(
         assert measure.resident_bytes() < resident + 100 * MIB
     assert whole(hold(200))
     assert keeper.refusals() == refusals
+
+
+def grow_beside(count_mib: int) -> mmap.mmap:
+    """Memory of the process that its allocator knows nothing of."""
+    grown = mmap.mmap(-1, count_mib * MIB)
+    grown.write(b"1" * (count_mib * MIB))
+    return grown
+
+
+def test_growth_beside_the_account_is_taken_off_the_limit(keeper: MemoryKeeper) -> None:
+    budget = measure.resident_bytes() + 100 * MIB
+    keeper.bound(budget, budget)
+    with grow_beside(40):
+        assert not keeper.follow_growth()  # far from the limit as yet
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            hold(64)
+        held = hold(50)
+        assert whole(held)
+        assert keeper.follow_growth()  # near it now
+        assert measure.resident_bytes() <= budget
+
+
+def test_growth_within_what_was_spared_changes_nothing(keeper: MemoryKeeper) -> None:
+    budget = measure.resident_bytes() + 100 * MIB
+    keeper.bound(budget, budget)
+    limit = stats()["limit_bytes"]
+    with grow_beside(1):
+        keeper.follow_growth()
+    assert stats()["limit_bytes"] == limit
+
+
+def test_recycled_blocks_make_way_for_growth_beside_the_account(keeper: MemoryKeeper) -> None:
+    budget = measure.resident_bytes() + 100 * MIB
+    keeper.bound(budget, budget)
+    hold(80)  # recycled
+    with grow_beside(15):
+        keeper.follow_growth()
+        assert measure.resident_bytes() <= budget
+
+
+def test_less_is_kept_for_reuse_when_less_is_expected(keeper: MemoryKeeper) -> None:
+    resident = measure.resident_bytes()
+    keeper.bound(resident + 400 * MIB, resident + 400 * MIB)
+    hold(200)
+    assert measure.resident_bytes() > resident + 190 * MIB
+    keeper.expect(resident + 100 * MIB)
+    assert measure.resident_bytes() < resident + 100 * MIB
+    assert whole(hold(200))  # the bound is where it was
 
 
 def test_what_must_not_fail_half_way_is_not_bounded(keeper: MemoryKeeper) -> None:

@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf import sensing
-from daf.errors import BudgetError, DataError
+from daf.errors import BudgetError, DataError, NonFiniteLossError
 from daf.execution.capture import Capture
 from daf.kernels.code_errors import relative_error
 from daf.memory import measure
 from daf.memory.recycling import unsupported_reason
+from daf.memory.statistics import stats
 from daf.noise import Response
 from daf.plan import Method, Plan, Policy, plain_policy
 from daf.planning import planner
@@ -249,6 +250,29 @@ def test_measuring_keeps_within_the_budget() -> None:
             session.step(batch, cross_entropy)
         assert session.noise.sensing.measurements == 4
         assert session.peak_bytes <= budget
+
+
+@needs_limit
+def test_a_measurement_keeps_no_more_freed_blocks_than_it_is_predicted_to_need(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    budget = least_budget(policy="quantize") + 2_000_000
+    session, batch = session_for(Branches(), budget, policy="quantize"), images()
+    limits = []
+
+    def look(*_: Any, **__: Any) -> Sensitivity:
+        others = measure.resident_bytes() - stats()["held_bytes.current"]
+        limits.append(others + stats()["limit_bytes"])
+        raise NonFiniteLossError("enough was seen")
+
+    monkeypatch.setattr(sensing, "measure_sensitivity", look)
+    with session:
+        session.prepare(batch, cross_entropy)
+        found = session.noise.sensing
+        assert session.profile is not None
+        predicted = found._predicted_bytes(session.profile, found._examples(batch))
+    assert len(limits) == 1
+    assert limits[0] <= predicted < budget
 
 
 def test_what_goes_wrong_in_a_measurement_is_told_and_stops_nothing() -> None:

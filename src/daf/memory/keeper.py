@@ -22,6 +22,10 @@ from daf.units import format_bytes
 # that oneDNN generates for new shapes.
 SPARE_FRACTION = 0.0025
 SPARE_BYTES = 6 * 2**20
+# Of which so much stays free when that grew further: for what comes until it is looked at again.
+LEAST_SPARE_BYTES = 2 * 2**20
+# Closer to the limit than this, what grows beside the account matters within milliseconds.
+NEAR_BYTES = 16 * 2**20
 
 # One account serves the whole process, so one lock does. It is taken across a fork, or a child
 # could find it held by a thread that it does not have.
@@ -48,6 +52,7 @@ class MemoryKeeper:
         self._recycling: RecyclingAllocator | None = None
         self._limit_bytes: int | None = None
         self._hard_limit_bytes = 0
+        self._budget_bytes = 0
         self._unbounded = 0
         # How far beyond the limit the allocation lay that was refused last.
         self.missing_bytes = 0
@@ -105,10 +110,40 @@ class MemoryKeeper:
             self._recycling.refresh()
             self.overrun_bytes = 0
             self._must_finish = False
-            self._hard_limit_bytes = _account_limit(budget_bytes, budget_bytes)
-            expected = _account_limit(expected_bytes, budget_bytes)
+            self._budget_bytes = budget_bytes
+            self._hard_limit_bytes = self._limit_bytes = _account_limit(budget_bytes, budget_bytes)
+            self.expect(expected_bytes)
+
+    def expect(self, expected_bytes: int) -> None:
+        """From now on freed blocks are kept up to this; the bound stays. Nothing without one."""
+        with account_lock:
+            if self._recycling is None or self._limit_bytes is None:
+                return
+            expected = _account_limit(expected_bytes, self._budget_bytes)
             self._limit_bytes = min(expected, self._hard_limit_bytes)
             self._apply()
+
+    def follow_growth(self) -> bool:
+        """Take off the limit what the rest of the process grew by beyond what was spared for it.
+
+        Called now and then from another thread. A refused step is tried again under a
+        tighter plan; a budget that is passed is broken.
+
+        Returns:
+            Whether the limit is near, so that another look should come soon.
+        """
+        with account_lock:
+            if self._recycling is None or self._limit_bytes is None or self._unbounded:
+                return False
+            held_bytes = stats()["held_bytes.current"]
+            limit_bytes = limit_for_process(self._budget_bytes, LEAST_SPARE_BYTES)
+            # What is given to the account meanwhile would look like the others' growth.
+            is_quiet = stats()["held_bytes.current"] == held_bytes
+            if is_quiet and not self._must_finish and limit_bytes < self._hard_limit_bytes:
+                self._hard_limit_bytes = limit_bytes
+                self._limit_bytes = min(self._limit_bytes, limit_bytes)
+                self._apply()
+            return held_bytes > self._hard_limit_bytes - NEAR_BYTES
 
     def rebound(self, budget_bytes: int | None) -> int:
         """Another budget in the midst of a step: acts at once, from any thread.
@@ -127,6 +162,7 @@ class MemoryKeeper:
                 return 0
             over_bytes = measure.resident_bytes() - budget_bytes
             if self._recycling is not None and self._limit_bytes is not None:
+                self._budget_bytes = budget_bytes
                 self._hard_limit_bytes = _account_limit(budget_bytes, budget_bytes)
                 self._limit_bytes = min(self._limit_bytes, self._hard_limit_bytes)
                 self._apply()
