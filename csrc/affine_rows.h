@@ -19,23 +19,48 @@ class AffineRows {
   void move_to(uint64_t block, size_t valid = block_elements) {
     const uint64_t first = block * block_elements;
     const uint64_t channel = first / affine_.inner % affine_.channels;
-    if (affine_.inner == 1 && affine_.channels % block_elements == 0) {
+    if (affine_.inner != 1) {
+      if (!still_right(channel)) fill(first, channel, valid);
+    } else if (affine_.channels % block_elements == 0) {
       scale_ = affine_.scale + channel;
       shift_ = affine_.shift + channel;
-    } else if (!still_right(channel)) {
-      fill(first, channel, valid);
+    } else if (affine_.channels <= most_continued && !affine_.growing) {
+      if (!filled_) continue_tables();
+      scale_ = scale_row_ + channel;
+      shift_ = shift_row_ + channel;
+    } else {
+      wrap(channel, valid);
     }
   }
 
  private:
-  // Rows repeat where the block's channels are the same as those of the last one.
+  static constexpr uint64_t most_continued = 2048;
+
+  // A block of one channel is right for the next one of it.
   bool still_right(uint64_t channel) {
-    const bool periodic = affine_.inner == 1 && block_elements % affine_.channels == 0;
-    const bool single = affine_.inner % block_elements == 0;
-    const bool right = (periodic || single) && filled_ && channel == channel_;
+    const bool right = affine_.inner % block_elements == 0 && filled_ && channel == channel_;
     filled_ = true;
     channel_ = channel;
     return right;
+  }
+
+  // Channels that begin anew behind the last one: a block may then begin with any of them.
+  void continue_tables() {
+    const uint64_t length = affine_.channels + block_elements;
+    for (uint64_t place = 0; place < length; place += affine_.channels) {
+      const uint64_t left = length - place;
+      copy(place, 0, left < affine_.channels ? left : affine_.channels);
+    }
+    filled_ = true;
+  }
+
+  void wrap(uint64_t channel, size_t valid) {
+    scale_ = scale_row_;
+    shift_ = shift_row_;
+    const uint64_t left = affine_.channels - channel;
+    const uint64_t before = left < valid ? left : valid;
+    copy(0, channel, before);
+    copy(before, 0, valid - before);
   }
 
   void fill(uint64_t first, uint64_t channel, size_t valid) {
@@ -43,13 +68,12 @@ class AffineRows {
     shift_ = shift_row_;
     uint64_t within = first % affine_.inner;
     for (uint64_t place = 0; place < valid;) {
-      uint64_t run = affine_.inner == 1 ? affine_.channels - channel : affine_.inner - within;
+      uint64_t run = affine_.inner - within;
       if (run > block_elements - place) run = block_elements - place;
-      affine_.inner == 1 ? copy(place, channel, run) : repeat(place, channel, run);
+      repeat(place, channel, run);
       place += run;
       within = 0;
-      channel += affine_.inner == 1 ? run : 1;
-      if (channel == affine_.channels) channel = 0;
+      if (++channel == affine_.channels) channel = 0;
     }
   }
 
@@ -70,8 +94,8 @@ class AffineRows {
   const float *scale_ = nullptr, *shift_ = nullptr;
   uint64_t channel_ = 0;
   bool filled_ = false;
-  alignas(64) float scale_row_[block_elements];
-  alignas(64) float shift_row_[block_elements];
+  alignas(64) float scale_row_[most_continued + block_elements];
+  alignas(64) float shift_row_[most_continued + block_elements];
 };
 
 DAF_INLINE void apply_affine(Block& block, const AffineRows& rows) {

@@ -31,12 +31,12 @@ inline Source make_source(uintptr_t address, int type, uint64_t count, const Aff
 // Larger results than this leave the caches before anybody reads them.
 inline constexpr uint64_t stream_from_bytes = 8 << 20;
 
-// (channels, inner, scale, shift), or an empty tuple for none.
-inline Affine make_affine(const nanobind::tuple& fields) {
+// (channels, inner, scale, shift), or an empty tuple for none; `rows` measure it, if they are any.
+inline Affine make_affine(const nanobind::tuple& fields, const nanobind::tuple& rows = {}) {
   if (fields.size() == 0) return {};
   return {nanobind::cast<uint64_t>(fields[0]), nanobind::cast<uint64_t>(fields[1]),
           at<const float>(nanobind::cast<uintptr_t>(fields[2])),
-          at<const float>(nanobind::cast<uintptr_t>(fields[3]))};
+          at<const float>(nanobind::cast<uintptr_t>(fields[3])), rows.size() != 0};
 }
 
 // Where element 0 of a tensor would lie whose blocks from `first` on lie at `address`.

@@ -24,6 +24,7 @@ struct Affine {
   uint64_t inner = 1;
   const float* scale = nullptr;
   const float* shift = nullptr;
+  bool growing = false;  // written while it is read, elsewhere
 };
 
 struct RunningSums;

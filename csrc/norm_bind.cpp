@@ -39,7 +39,7 @@ void emit(const std::string& set, uintptr_t source, uint64_t count, int threads,
           const nb::tuple& rows) {
   const Emission emission = make_emission(passing, count);
   const Pages pages = make_pages(mask);
-  ReadBlocks job{make_source(source, int(ElementType::float32), count, make_affine(affine))};
+  ReadBlocks job{make_source(source, int(ElementType::float32), count, make_affine(affine, rows))};
   job.source.emission = &emission;
   const KernelTable& table = table_named(set);
   const Kernel<ReadBlocks> kernel = table.read_blocks;

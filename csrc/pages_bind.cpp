@@ -36,7 +36,7 @@ void encode_rotated(const std::string& set, uintptr_t source, int type, const nb
                     const nb::tuple& rows) {
   const Pages pages = make_pages(fields);
   const Emission emission = make_emission(passing, pages.count);
-  EncodeRotated job{make_source(source, type, pages.count, make_affine(affine)),
+  EncodeRotated job{make_source(source, type, pages.count, make_affine(affine, rows)),
                     pages.bits,
                     rounds,
                     key,
@@ -75,8 +75,8 @@ void encode_minmax(const std::string& set, uintptr_t source, int type, const nb:
                    const nb::tuple& mask, const nb::tuple& rows) {
   const Pages pages = make_pages(fields);
   const Emission emission = make_emission(passing, pages.count);
-  EncodeMinmax job{make_source(source, type, pages.count, make_affine(affine)), pages.bits, key,
-                   nullptr, nullptr};
+  EncodeMinmax job{make_source(source, type, pages.count, make_affine(affine, rows)), pages.bits,
+                   key, nullptr, nullptr};
   if (emission.destination) job.source.emission = &emission;
   const KernelTable& table = table_named(set);
   run_source<PagesJob<EncodeMinmax>>({job, table.encode_minmax, pages, make_pages(mask)},

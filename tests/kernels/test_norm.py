@@ -40,6 +40,8 @@ GEOMETRIES = (
     (6144, 24, 4),
     (3 * 4096 + 768, 3, 256),
     (30_001, 96, 1),
+    (9_000, 320, 1),
+    (9_000, 2_100, 1),  # more channels than are laid out anew
 )
 INPUTS = ("mixed", "broken")
 

@@ -193,7 +193,7 @@ def test_without_sums_only_the_input_s_gradient_is_written(cases, instruction_se
     same_bytes(gamma, untouched)
 
 
-@pytest.mark.parametrize("length", [100, 512])
+@pytest.mark.parametrize("length", [1, 100, 512])
 def test_threads_change_nothing(cases, length) -> None:
     case = make_case(cases, 1500, length, centred=True)
     values = decoded(case, "rotated")
