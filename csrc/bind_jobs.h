@@ -72,13 +72,15 @@ inline Sums make_sums(const nanobind::tuple& fields, uint64_t count, int threads
   return lay_out(plan, number(4), at<double>(number(2)), at<double>(number(3)));
 }
 
-// (destination, addend, affine), or an empty tuple for none.
+// (destination, addend, affine, most), or an empty tuple for none.
 inline Emission make_emission(const nanobind::tuple& fields, uint64_t count) {
   if (fields.size() == 0) return {nullptr, {}, nullptr, nullptr, false};
   return {at<float>(nanobind::cast<uintptr_t>(fields[0])),
           make_affine(nanobind::cast<nanobind::tuple>(fields[2])),
-          at<const float>(nanobind::cast<uintptr_t>(fields[1])), nullptr,
-          count * sizeof(float) >= stream_from_bytes};
+          at<const float>(nanobind::cast<uintptr_t>(fields[1])),
+          nullptr,
+          count * sizeof(float) >= stream_from_bytes,
+          nanobind::cast<float>(fields[3])};
 }
 
 // daf.kernels.PageFields, in its order; an empty tuple for none.

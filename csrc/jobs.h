@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include "channels.h"
 #include "strided.h"
@@ -30,13 +31,15 @@ struct Affine {
 struct RunningSums;
 
 // What a reader of blocks writes in passing: its value * scale[c] + shift[c], plus the addend's
-// element; with a mask, what is not above 0 becomes 0 and the others set their bit.
+// element; with a mask, what is not above 0 becomes 0, what is not below `most` (NaN: no bound)
+// becomes that, and the others set their bit.
 struct Emission {
   float* destination;
   Affine affine;
   const float* addend = nullptr;
   uint32_t* mask = nullptr;
   bool stream = false;  // write around the caches
+  float most = std::numeric_limits<float>::quiet_NaN();
 };
 
 // What a writer of blocks does with normalised values instead of writing them. With `sums`: of the

@@ -77,11 +77,14 @@ class Emitter {
  private:
   DAF_MEMBER_INLINE void rectify(Block& block, uint32_t* words, size_t valid) {
     auto* halves = reinterpret_cast<uint16_t*>(words);
-    const auto zero = V::set(0.0f);
+    const auto zero = V::set(0.0f), most = V::set(emission_.most);
     DAF_EACH_VECTOR {
-      const uint16_t above = uint16_t(~V::mask_bits(V::less_equal(block.x[t], zero)));
-      store_half(halves + t, above & real_lanes(valid, t));
-      block.x[t] = V::select(V::mask_from(above), block.x[t], zero);
+      const auto above = V::less_equal(most, block.x[t]);
+      const auto positive = uint16_t(~V::mask_bits(V::less_equal(block.x[t], zero)));
+      const auto passing = uint16_t(positive & ~V::mask_bits(above));
+      store_half(halves + t, passing & real_lanes(valid, t));
+      const auto bounded = V::select(above, most, block.x[t]);
+      block.x[t] = V::select(V::mask_from(positive), bounded, zero);
     }
   }
 

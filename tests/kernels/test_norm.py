@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -117,12 +119,13 @@ class Room:
         self.code = self.store.allocate_planes(case.count, bits, minimum_bits=1)
         self.mask = self.store.allocate_planes(case.count, 1, headers=False)
 
-    def emission(self, *, addend: bool, rectify: bool) -> Emission:
+    def emission(self, *, addend: bool, rectify: bool, most: float = math.inf) -> Emission:
         return Emission(
             self.out.address,
             self.addend.address if addend else 0,
             native(self.case.result),
             self.mask.view.fields if rectify else None,
+            most,
         )
 
     def seal(self) -> None:
@@ -130,9 +133,11 @@ class Room:
         self.mask.seal()
 
 
-def oracle_of(case: Case, *, addend: bool, rectify: bool) -> reference_norm.Emitted:
+def oracle_of(
+    case: Case, *, addend: bool, rectify: bool, most: float = math.inf
+) -> reference_norm.Emitted:
     extra = case.addend if addend else None
-    return reference_norm.emit(case.values, case.result, extra, rectify)
+    return reference_norm.emit(case.values, case.result, extra, rectify, most)
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
@@ -161,6 +166,43 @@ def test_forward_is_the_oracle_s(cases, instruction_set, codec, addend, rectify,
             assert_planes(room, reference.encode_rotated(case.x, 2, 1, KEY, case.forward))
         elif codec == "minmax":
             assert_planes(room, reference.encode_minmax(case.x, 2, KEY, case.forward))
+
+
+@pytest.mark.parametrize("addend", [False, True])
+@pytest.mark.parametrize("most", [0.25, 6.0])
+def test_a_rectifier_with_an_upper_bound(cases, instruction_set, most, addend) -> None:
+    for kind in INPUTS:
+        case = make_case(cases, 30_001, 96, 1, kind)
+        room = Room(cases, case)
+        emission = room.emission(addend=addend, rectify=True, most=most)
+        norm.emit(case.x.ctypes.data, case.count, native(case.forward), emission, 1)
+        room.seal()
+        expected = oracle_of(case, addend=addend, rectify=True, most=most)
+        same_bytes(room.out.opened(), expected.result)
+        same_bytes(mask_words(room.mask, case.count), expected.mask)
+        values = torch.from_numpy(
+            reference_norm.emit(
+                case.values, case.result, case.addend if addend else None, False
+            ).result
+        ).requires_grad_()
+        passed = torch.nn.functional.hardtanh(values, 0.0, most)
+        passed.sum().backward()
+        np.testing.assert_array_equal(expected.result, passed.detach().numpy())
+        bits = np.unpackbits(expected.mask.view(np.uint8), bitorder="little")[: case.count]
+        number = ~np.isnan(expected.result)  # PyTorch's own kernels differ about NaN
+        np.testing.assert_array_equal(bits[number], values.grad.numpy()[number])
+
+
+@pytest.mark.parametrize("most", [0.0, -1.0, math.nan])
+def test_a_bound_that_lets_nothing_pass_is_refused(cases, most) -> None:
+    case = make_case(cases, 256, 16, 1)
+    room = Room(cases, case)
+    emission = room.emission(addend=False, rectify=True, most=most)
+    with pytest.raises(KernelError, match="give a bound above 0"):
+        norm.emit(case.x.ctypes.data, case.count, native(case.forward), emission, 1)
+    without = room.emission(addend=False, rectify=False, most=6.0)
+    with pytest.raises(KernelError, match="and a mask"):
+        norm.emit(case.x.ctypes.data, case.count, native(case.forward), without, 1)
 
 
 def assert_planes(room: Room, code: reference.Code) -> None:

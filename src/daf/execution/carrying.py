@@ -19,7 +19,7 @@ from daf.execution.provenance import Provenance
 from daf.execution.rectifiers import Rectifier
 from daf.execution.sites import SiteRecord, SiteTracker
 from daf.execution.treatments import check_sound, kept_holding
-from daf.kernels import Emission, Predicate, RowMoments
+from daf.kernels import Emission, RowMoments
 from daf.plan import KEEP, Method, Need, Policy, Treatment
 from daf.store.buffers import Store
 from daf.store.codec import Channels, MaskCode, ValueCode
@@ -238,10 +238,6 @@ class _NormHolder(Holder):
     def new_mask(self, count: int) -> MaskCode:
         """Room for a mask."""
         return MaskCode.unwritten(self._store, count)
-
-    def mask_of(self, x: Tensor, most: float) -> MaskCode:
-        """Which elements are above 0 and below ``most``, as PyTorch's backward asks."""
-        return MaskCode(self._store, x, Predicate.INSIDE, 0.0, most)
 
     def encode(self, norm: Norm, written: Emission) -> Stored[ValueCode]:
         """Code the normalised value."""

@@ -209,10 +209,6 @@ class Holder:
         """Room for a mask."""
         raise NotImplementedError
 
-    def mask_of(self, x: Tensor, most: float) -> MaskCode:
-        """Which elements are above 0 and below ``most``."""
-        raise NotImplementedError
-
     def encode(self, norm: Norm, written: Emission) -> Stored[ValueCode]:
         """Code the normalised value; ``written`` is the emission to carry out meanwhile."""
         raise NotImplementedError
@@ -235,17 +231,14 @@ def run_forward(
     # Every block is read, and coded from registers, before it is written.
     out = _over(norm.x) if owned and source is None else layout_of(norm.x).empty()
     result = norm.result()
-    mask = holder.new_mask(norm.x.numel()) if most == math.inf else None
-    written = emission(out, result, addend, mask)
+    mask = None if most is None else holder.new_mask(norm.x.numel())
+    written = emission(out, result, addend, mask, math.inf if most is None else most)
     if source is None:
         source = holder.encode(norm, written)
     else:
         emit(norm.x, norm.statistics.forward(norm.geometry.inner), written)
     if mask is not None:
         mask.planes.seal()
-    elif most is not None:  # the kernel knows no upper bound: two more passes
-        mask = holder.mask_of(out, most)
-        out.clamp_(0.0, most)
     counted = [holder.stored(part) if part is not None else None for part in (mask, result)]
     vectors = holder.stored(Channels(*norm.statistics, norm.geometry.inner))
     return out, NormHeld(norm, source, counted[0], counted[1], vectors)

@@ -14,6 +14,7 @@ in memory. Headers are an array of their own: per block two bf16 numbers.
 
 from __future__ import annotations
 
+import math
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -124,15 +125,16 @@ class Emission(NamedTuple):
     """A normalisation's forward, while an encoder reads what it codes (float32).
 
     ``destination`` gets ``value * scale[c] + shift[c]`` (``affine``, if there is one), plus
-    ``addend``'s element (0: none). With a ``mask`` what is not above 0 becomes 0; the others, and
-    NaN, set their bit. Pointers are addresses of as many float32 numbers as are coded; a mask's
-    pages may be of another size.
+    ``addend``'s element (0: none). With a ``mask`` what is not above 0 becomes 0 and what is not
+    below ``most`` becomes that; the others, and NaN, set their bit. Pointers are addresses of as
+    many float32 numbers as are coded; a mask's pages may be of another size.
     """
 
     destination_pointer: int
     addend_pointer: int = 0
     affine: ChannelAffine | None = None
     mask: PageFields | None = None
+    most: float = math.inf
 
 
 class NormGradient(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from daf.errors import KernelError
 from daf.kernels import ChannelAffine, ElementType, Emission, PageFields, RowMoments
 from daf.kernels.contract import affine_fields, check_call, check_member, check_pointer
@@ -56,7 +58,7 @@ def mask_fields(mask: PageFields | None, count: int) -> PageFields | tuple[()]:
     return mask
 
 
-_Emitted = tuple[int, int, ChannelAffine | tuple[()]]
+_Emitted = tuple[int, int, ChannelAffine | tuple[()], float]
 
 
 def emission_fields(
@@ -66,10 +68,17 @@ def emission_fields(
     if emission is None:
         return (), ()
     check_pointer("destination", emission.destination_pointer)
+    if not emission.most > 0 or (emission.mask is None and emission.most != math.inf):
+        raise KernelError(
+            f"asked to let pass what is above 0 and below {emission.most}; give a bound above 0, "
+            "and a mask"
+        )
     fields = (
         emission.destination_pointer,
         emission.addend_pointer,
         affine_fields(emission.affine),
+        # To the kernel NaN is no bound: no number is as great.
+        math.nan if emission.most == math.inf else emission.most,
     )
     return fields, mask_fields(emission.mask, count)
 

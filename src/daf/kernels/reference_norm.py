@@ -21,15 +21,23 @@ class Emitted(NamedTuple):
 
 
 @np.errstate(all="ignore")
-def emit(values: Floats, affine: Affine | None, addend: Floats | None, rectify: bool) -> Emitted:
-    """From normalised values (count,): affine, addend, ReLU."""
+def emit(
+    values: Floats,
+    affine: Affine | None,
+    addend: Floats | None,
+    rectify: bool,
+    most: float = float("inf"),
+) -> Emitted:
+    """From normalised values (count,): affine, addend, ReLU that lets pass at most ``most``."""
     result = values if affine is None else affine.apply(values, 0)
     if addend is not None:
         result = result + addend
     if not rectify:
         return Emitted(_canonical(result), None)
-    mask = encode_mask(result, Predicate.INSIDE, 0.0, float("nan"))
-    return Emitted(_canonical(np.where(result <= 0, np.float32(0), result)), mask)
+    high = np.float32(float("nan") if most == float("inf") else most)
+    mask = encode_mask(result, Predicate.INSIDE, 0.0, float(high))
+    bounded = np.where(result >= high, high, result)
+    return Emitted(_canonical(np.where(result <= 0, np.float32(0), bounded)), mask)
 
 
 def masked(gradient: Floats, mask: Planes | None) -> Floats:

@@ -7,6 +7,7 @@ Tensors are dense float32 on the CPU. Element i of the memory belongs to channel
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, Protocol
 
 import torch
@@ -81,7 +82,11 @@ def measure(x: Tensor, geometry: Geometry) -> Sums:
 
 
 def emission(
-    out: Tensor, result: Channels | None, addend: Tensor | None, mask: MaskCode | None
+    out: Tensor,
+    result: Channels | None,
+    addend: Tensor | None,
+    mask: MaskCode | None,
+    most: float = math.inf,
 ) -> Emission:
     """What to write while values are read; keep every argument alive until that is done.
 
@@ -91,12 +96,14 @@ def emission(
         result: gamma and beta; None: neither.
         addend: in the layout of ``out``, or None.
         mask: yet unwritten; its bits are set where ReLU lets through.
+        most: what ReLU lets through at most, with a mask.
     """
     return Emission(
         out.data_ptr(),
         addend.data_ptr() if addend is not None else 0,
         result.pointers() if result is not None else None,
         mask.planes.view.fields if mask is not None else None,
+        most,
     )
 
 
