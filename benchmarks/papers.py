@@ -12,6 +12,7 @@ POLICIES = {
     "sage": "SAGE",
     "checkpoint": "DGC",
     "accumulate": "DGA",
+    "reduce": "subgraph reduction",
     "quantize": "codes alone",
 }
 

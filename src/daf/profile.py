@@ -99,7 +99,8 @@ class CallProfile:
 
     Moments ``first_forward`` to ``last_forward`` passed inside it. Its inputs
     are (storage, bytes); a storage of -1 is one that autograd never saved.
-    ``replayable``: it can be run again, because its inputs stay as they are.
+    ``replayable``: it can be run again, because its inputs stay as they are. ``operators``: how
+    many ran inside, the module's own and those of modules inside it.
     """
 
     module: str
@@ -110,6 +111,7 @@ class CallProfile:
     inputs: tuple[tuple[int, Affine], ...] = ()
     output_bytes: Affine = ZERO
     replayable: bool = True
+    operators: int = 1
 
 
 @dataclass(frozen=True, slots=True)

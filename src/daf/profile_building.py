@@ -127,6 +127,7 @@ def _calls(observations: Sequence[Observation], moments: _Moments) -> tuple[Call
                 inputs=inputs,
                 output_bytes=Affine.through((n, each.output_bytes) for n, each in points),
                 replayable=all(each.replayable for _, each in points),
+                operators=call.operators,
             )
         )
     return tuple(found)

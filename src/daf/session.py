@@ -64,7 +64,8 @@ class Session:
         bits: the same at every site (1 … 8, ``"exact"``, ``"plain"``); None lets the
             planner choose. Without a budget None means ``"plain"``.
         policy: how the planner chooses under a budget: ``"optimal"``, or to compare with it
-            ``"sage"``, ``"checkpoint"``, ``"accumulate"``, ``"quantize"`` (``planning.policies``).
+            ``"sage"``, ``"checkpoint"``, ``"accumulate"``, ``"reduce"``, ``"quantize"``
+            (``planning.policies``).
         tolerance: the most variance that codes may add to the gradient, relative to the
             batch's own (0: only what is exact). None: a seventh, and where that cannot hold
             the budget, as much as it takes. Until the two were measured, two bits

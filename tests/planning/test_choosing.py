@@ -142,7 +142,9 @@ def test_no_tolerance_means_only_exact_treatments(measured: Profile, share: floa
     assert lossy_sites(measured, plan) == []
 
 
-@pytest.mark.parametrize("policy", ["sage", "checkpoint", "accumulate", "quantize", "2-bit"])
+@pytest.mark.parametrize(
+    "policy", ["sage", "checkpoint", "accumulate", "reduce", "quantize", "2-bit"]
+)
 def test_what_was_named_runs_as_named_from_the_first_step(policy: str) -> None:
     measured = large(40)
     choosing = chosen(measured, policy=policy)
@@ -436,7 +438,7 @@ def test_the_least_budget_is_the_least_of_both() -> None:
     assert error.value.least_bytes == least + ANOTHER_PROCESS_BYTES + 1
 
 
-@pytest.mark.parametrize("policy", ["sage", "checkpoint", "2-bit"])
+@pytest.mark.parametrize("policy", ["sage", "checkpoint", "reduce", "2-bit"])
 def test_named_policies_keep_pytorch_s_operators(policy: str) -> None:
     measured = large(20)
     choosing = chosen(measured, policy=policy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -293,6 +294,36 @@ def test_checkpoint_replays_one_level_of_blocks_and_codes_nothing() -> None:
     plan = planner.make_plan(measured, budget_at(measured, 0.5), policy="checkpoint")
     assert plan.policy.replayed == {f"block{n}" for n in range(1, 11)}
     assert set(plan.policy.by_site.values()) <= {KEEP}
+
+
+def test_reduce_computes_again_whatever_few_operators_do() -> None:
+    measured = row_of(20)
+    counts = {"block1": 5, "block2": 6, "block3": 1, "block4": 12}
+    slow = {"block3": Affine(900.0, 900.0)}  # no cost counts
+    calls = tuple(
+        replace(
+            call,
+            operators=counts.get(call.module, 99),
+            forward_ms=slow.get(call.module, call.forward_ms),
+        )
+        for call in measured.calls
+    )
+    plan = planner.make_plan(
+        replace(measured, calls=calls), budget_at(measured, 0.95), policy="reduce"
+    )
+    assert plan.policy.replayed == {"block1", "block3"}
+    assert set(plan.policy.by_site.values()) <= {KEEP}
+
+
+def test_reduce_takes_the_outermost_of_nested_calls() -> None:
+    measured = row_of(4)
+    whole, first, second = measured.calls
+    inner = replace(first, module="block1.inner", parent=1, operators=2)
+    savings = tuple(replace(each, call=3) if each.call == 1 else each for each in measured.savings)
+    calls = (whole, replace(first, operators=4), replace(second, operators=7), inner)
+    nested = replace(measured, calls=calls, savings=savings)
+    plan = planner.make_plan(nested, budget_at(measured, 0.95), policy="reduce")
+    assert plan.policy.replayed == {"block1"}
 
 
 def test_sage_takes_pieces_down_to_the_knee_and_then_evicts() -> None:

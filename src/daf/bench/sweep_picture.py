@@ -14,6 +14,7 @@ _COLOURS: Mapping[str, str] = {
     "sage": "#588157",
     "checkpoint": "#d98c1f",
     "accumulate": "#8e5ea2",
+    "reduce": "#6b705c",
     "quantize": "#c0392b",
 }
 # SAGE's names (Gim and Ko, MobiSys 2022): static or dynamic, checkpointing or accumulation.
@@ -22,6 +23,7 @@ _NAMES: Mapping[str, str] = {
     "sage": "SAGE: DGA, then DGC",
     "checkpoint": "DGC: replay alone",
     "accumulate": "DGA: pieces alone",
+    "reduce": "five operators' results computed again",
     "quantize": "codes alone",
 }
 _BY_HAND = {"checkpoint": ("^", "SGC, by hand"), "accumulate": ("s", "SGA, by hand")}

@@ -76,6 +76,11 @@ class ModuleCall:
     output_bytes: int = 0
     replayable: bool = True
 
+    @property
+    def operators(self) -> int:
+        """How many ran inside: each began a moment."""
+        return self.last_moment - self.first_moment + 1
+
 
 @dataclass(slots=True)
 class MethodTime:

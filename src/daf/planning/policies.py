@@ -6,6 +6,8 @@
 - ``checkpoint``: Chen et al. (2016): replay the level of the model's tree that has
   nearest to the square root of as many blocks as there are layers.
 - ``accumulate``: everything kept, the largest piece that fits.
+- ``reduce``: SAGE's subgraph reduction alone: whatever at most five operators compute is
+  computed again, however long they take; the largest piece that fits.
 - ``quantize``: the whole batch, no replay: one width everywhere, the widest that fits; once
   sensitivities were measured, the widths that add least noise in the budget's bytes.
 - ``plain``, ``exact``, ``8-bit`` … ``1-bit``: that at every site, in the largest pieces that fit.
@@ -14,7 +16,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from daf.plan import Method
@@ -29,6 +31,8 @@ from daf.profile import Profile
 # A piece is at the knee when it has this share of the best measured examples per second.
 KNEE_FRACTION = 0.95
 _SMALLEST_SIZES = 8
+# SAGE's fixed threshold (Gim and Ko, 2022).
+REDUCED_OPERATORS = 5
 _NOISE_FIRST = 1e6  # times its ordinary price noise outweighs all time that codes take
 
 Strategy = Callable[[Profile, int, float, Allowed], Candidate | None]
@@ -156,11 +160,32 @@ def checkpointed(profile: Profile, table: Table) -> tuple[int, ...]:
         levels.setdefault(each.module.count("."), []).append(place)
     wanted = math.sqrt(max(1, layers))
     blocks = min(levels.values(), key=lambda level: abs(len(level) - wanted), default=[])
-    covered: set[int] = set()
-    for place in blocks:
-        covered |= table.replays[place].families
+    return _replaying(table, blocks)
+
+
+def _replaying(table: Table, places: Sequence[int]) -> tuple[int, ...]:
+    """These replays, and everything else kept."""
+    covered = frozenset[int]().union(*(table.replays[place].families for place in places))
     kept = [c for family, c in enumerate(kept_selection(table)) if family not in covered]
-    return tuple(kept + [table.replay_column(place) for place in blocks])
+    return tuple(kept + [table.replay_column(place) for place in places])
+
+
+def _reducing(profile: Profile, allowed: Allowed) -> Iterator[Candidate]:
+    for size in piece_sizes(profile):
+        table = make_table(profile, size, replace(allowed, widths=()))
+        yield Candidate(table, reduced(table))
+
+
+def reduced(table: Table) -> tuple[int, ...]:
+    """Everything kept but what lies in the largest calls of so few operators."""
+    few = [place for place, each in enumerate(table.replays) if each.operators <= REDUCED_OPERATORS]
+    chosen: list[int] = []
+    covered: set[int] = set()
+    for place in sorted(few, key=lambda place: -len(table.replays[place].families)):
+        if not covered & table.replays[place].families:
+            chosen.append(place)
+            covered |= table.replays[place].families
+    return _replaying(table, chosen)
 
 
 def _quantizing(profile: Profile, allowed: Allowed) -> Iterator[Candidate]:
@@ -197,11 +222,12 @@ def _least_noise(profile: Profile, limit: int, allowed: Allowed) -> Candidate | 
 _FIXED: Mapping[str, Callable[[Profile, Allowed], Iterator[Candidate]]] = {
     "accumulate": _accumulating,
     "checkpoint": _checkpointing,
+    "reduce": _reducing,
     "quantize": _quantizing,
     "plain": _at_level("keep"),
     "exact": _at_level("exact"),
 } | {f"{width}-bit": _at_level(str(width)) for width in WIDTHS}
-POLICIES = ("optimal", "sage", "checkpoint", "accumulate", "quantize")
+POLICIES = ("optimal", "sage", "checkpoint", "accumulate", "reduce", "quantize")
 LEVELS = tuple(name for name in _FIXED if name not in POLICIES)
 
 

@@ -33,6 +33,7 @@ class Replay:
     families: frozenset[int]
     spans: tuple[Span, ...]
     cost_ms: float
+    operators: int  # of the call with most of them
 
 
 @dataclass(frozen=True)
@@ -249,7 +250,8 @@ def _replays(
                 if savings:
                     spans += _replay_spans(profile, profile.calls[index], savings, held, examples)
             cost_ms = sum(profile.calls[call].forward_ms.at(examples) for call in calls)
-            found.append(Replay(module, whole, tuple(spans), cost_ms))
+            operators = max(profile.calls[call].operators for call in calls)
+            found.append(Replay(module, whole, tuple(spans), cost_ms, operators))
     return tuple(found)
 
 
