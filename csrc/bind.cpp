@@ -18,6 +18,7 @@
 #include "pool_bind.h"
 #include "rotated_constants.h"
 #include "rows_bind.h"
+#include "team.h"
 
 namespace nb = nanobind;
 
@@ -193,6 +194,7 @@ NB_MODULE(_native, module) {
   module.def("encode_integers", &daf::encode_integers);
   module.def("decode_integers", &daf::decode_integers);
   module.def("copy", &daf::copy);
+  module.def("team_threads", &daf::team_threads);
   daf::bind_kernels_measure(module);
   daf::bind_allocator(module);
   daf::bind_pool(module);

@@ -13,13 +13,13 @@ function(daf_add_kernel_set target name)
 endfunction()
 
 function(daf_add_kernels target)
-  foreach(name dispatch threads kernels_portable channels ranges rows strided sums)
+  foreach(name dispatch threads team kernels_portable channels ranges rows strided sums)
     target_sources(${target} PRIVATE "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/${name}.cpp")
   endforeach()
   target_include_directories(${target} PRIVATE "${CMAKE_CURRENT_FUNCTION_LIST_DIR}")
   target_compile_features(${target} PRIVATE cxx_std_17)
   find_package(Threads REQUIRED)
-  target_link_libraries(${target} PRIVATE Threads::Threads)
+  target_link_libraries(${target} PRIVATE Threads::Threads ${CMAKE_DL_LIBS})
 
   # The bytes are part of the format: nothing may be contracted into a fused operation.
   if(MSVC)

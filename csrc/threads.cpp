@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "float_mode.h"
+#include "team.h"
 
 #if defined(__unix__) || defined(__APPLE__)
 #include <pthread.h>
@@ -40,7 +41,8 @@ struct Work {
   }
 };
 
-// Sleeping helpers that join whatever work is offered. Never destroyed: helpers outlive main.
+// Sleeping helpers that join whatever work is offered, where PyTorch's own threads cannot. Never
+// destroyed: helpers outlive main.
 class Pool {
  public:
   void run(Work& work, int helpers) {
@@ -121,10 +123,12 @@ Pool& shared_pool() {
   return *current;
 }
 
+void take_pieces(void* work) { static_cast<Work*>(work)->take_pieces(); }
+
 bool run_pieces(Work&& work, int threads) {
   if (threads < 2)
     work.take_pieces();
-  else
+  else if (!run_on_team(take_pieces, &work, threads))
     shared_pool().run(work, threads - 1);
   return work.good;
 }

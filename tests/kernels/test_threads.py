@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
+from daf._native import team_threads
 
 from daf.kernels import ElementType, block_count, cpu, words_per_plane
 
@@ -54,13 +57,48 @@ def test_a_refusal_by_one_thread_is_everybody_s(source) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_forked_child_has_threads_of_its_own(source) -> None:
-    expected = encoded(source, 3)
+@pytest.mark.parametrize("threads", [2, 3])
+def test_a_forked_child_has_threads_of_its_own(source, threads) -> None:
+    expected = encoded(source, threads)
     child = os.fork()
     if child == 0:
-        os._exit(0 if encoded(source, 3) == expected else 1)
+        os._exit(0 if encoded(source, threads) == expected and not team_threads() else 1)
     assert os.waitpid(child, 0)[1] == 0
-    assert encoded(source, 3) == expected
+    assert encoded(source, threads) == expected
+
+
+IN_A_PROCESS_OF_ITS_OWN = """
+import os
+import numpy as np
+import torch
+from daf.kernels import cpu
+
+def tasks():
+    return len(os.listdir("/proc/self/task"))
+
+torch.set_num_threads(2)
+torch.ones(1 << 20).add(1)
+source, copy = np.ones(1 << 20, np.float32), np.empty(1 << 20, np.float32)
+before = tasks()
+cpu.copy(source.ctypes.data, copy.ctypes.data, source.nbytes, 2)
+with_team = tasks()
+cpu.copy(source.ctypes.data, copy.ctypes.data, source.nbytes, 3)
+print(before, with_team, tasks())
+"""
+
+
+@pytest.mark.skipif(
+    "OpenMP" not in torch.__config__.parallel_info() or not os.path.exists("/proc/self/task"),
+    reason="PyTorch computes without OpenMP here, or its threads cannot be counted",
+)
+def test_pytorch_s_own_threads_compute_and_helpers_only_beyond_them() -> None:
+    assert team_threads() == torch.get_num_threads()
+    found = subprocess.run(
+        [sys.executable, "-c", IN_A_PROCESS_OF_ITS_OWN], capture_output=True, text=True, check=True
+    )
+    before, with_team, beyond = map(int, found.stdout.split())
+    assert with_team == before
+    assert beyond == before + 2
 
 
 def test_flushed_denormals_of_the_caller_change_nothing(cases) -> None:

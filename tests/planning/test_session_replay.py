@@ -106,8 +106,8 @@ def test_calls_of_few_operators_are_computed_again_whatever_they_cost() -> None:
     expected, _ = reduced(None)
     found, session = reduced("reduce")
     assert session.plan is not None
-    # The block of six operators is not, only the largest parts of it that have fewer; the first layer
-    # saves nothing but the batch.
+    # The block of six operators is not, only the largest parts of it that have fewer; and the
+    # first layer saves nothing but the batch.
     assert session.plan.policy.replayed == {"1", "2.norm", "2.up", "2.down", "3"}
     assert session.saved_bytes_peak < 0.7 * session.saved_bytes_plain
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
