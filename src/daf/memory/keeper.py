@@ -23,7 +23,7 @@ from daf.units import format_bytes
 SPARE_FRACTION = 0.0025
 SPARE_BYTES = 6 * 2**20
 # Of which so much stays free when that grew further: for what comes until it is looked at again.
-LEAST_SPARE_BYTES = 2 * 2**20
+LEAST_SPARE_BYTES = 4 * 2**20
 # Closer to the limit than this, what grows beside the account matters within milliseconds.
 NEAR_BYTES = 16 * 2**20
 
@@ -126,8 +126,9 @@ class MemoryKeeper:
     def follow_growth(self) -> bool:
         """Take off the limit what the rest of the process grew by beyond what was spared for it.
 
-        Called now and then from another thread. A refused step is tried again under a
-        tighter plan; a budget that is passed is broken.
+        Called now and then from another thread. What glibc keeps between small blocks goes back
+        to the system first. A refused step is tried again under a tighter plan; a budget that is
+        passed is broken.
 
         Returns:
             Whether the limit is near, so that another look should come soon.
@@ -135,15 +136,23 @@ class MemoryKeeper:
         with account_lock:
             if self._recycling is None or self._limit_bytes is None or self._unbounded:
                 return False
-            held_bytes = stats()["held_bytes.current"]
-            limit_bytes = limit_for_process(self._budget_bytes, LEAST_SPARE_BYTES)
-            # What is given to the account meanwhile would look like the others' growth.
-            is_quiet = stats()["held_bytes.current"] == held_bytes
-            if is_quiet and not self._must_finish and limit_bytes < self._hard_limit_bytes:
-                self._hard_limit_bytes = limit_bytes
-                self._limit_bytes = min(self._limit_bytes, limit_bytes)
+            if self._overgrown_bytes() > 0:
+                allocator.return_free_memory()
+            over_bytes = 0 if self._must_finish else self._overgrown_bytes()
+            if over_bytes > 0:
+                self._hard_limit_bytes = max(0, self._hard_limit_bytes - over_bytes)
+                self._limit_bytes = min(self._limit_bytes, self._hard_limit_bytes)
                 self._apply()
-            return held_bytes > self._hard_limit_bytes - NEAR_BYTES
+            return stats()["held_bytes.current"] > self._hard_limit_bytes - NEAR_BYTES
+
+    def _overgrown_bytes(self) -> int:
+        """By how much the process would pass its budget if all of the limit were used; 0 if not
+        known: what is given to the account meanwhile would look like the others' growth.
+        """
+        held_bytes = stats()["held_bytes.current"]
+        limit_bytes = limit_for_process(self._budget_bytes, LEAST_SPARE_BYTES)
+        is_quiet = stats()["held_bytes.current"] == held_bytes
+        return max(0, self._hard_limit_bytes - limit_bytes) if is_quiet else 0
 
     def rebound(self, budget_bytes: int | None) -> int:
         """Another budget in the midst of a step: acts at once, from any thread.
