@@ -24,6 +24,7 @@ ROWS = (
     ("daf.sensing", 5),
     ("daf.noise_control", 5),
     ("daf.retracing", 5),
+    ("daf.model_bytes", 3),
     ("daf.profiler", 4),
     ("daf.profile_building", 4),
     ("daf.choosing", 5),

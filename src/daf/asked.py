@@ -8,9 +8,9 @@ from torch import nn
 from daf import governor
 from daf.errors import BudgetError, PlatformError, UnknownNameError
 from daf.memory import measure
+from daf.model_bytes import gradient_bytes
 from daf.plan import policy_for
 from daf.planning import planner
-from daf.profiler import gradient_bytes
 from daf.units import format_bytes
 
 # A measured small step needs the gradients and about as much again in workspaces and activations.

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy
@@ -31,10 +32,18 @@ from daf.execution.microbatch import (
 )
 from daf.execution.observation import Observation
 from daf.execution.rehearsal import EXAMPLES, rehearse
-from daf.memory import account_meter, compiler, measure
+from daf.memory import measure
 from daf.memory.keeper import MemoryKeeper
 from daf.memory.statistics import stats
+from daf.model_bytes import (
+    gradient_bytes,
+    optimizer_bytes_to_come,
+    parameter_bytes,
+    state_bytes,
+    update_bytes,
+)
 from daf.plan import Policy, coded_policy, plain_policy
+from daf.planning import planner
 from daf.planning.calibration import calibrated
 from daf.planning.candidate import MARGIN_BYTES
 from daf.profile import Profile
@@ -42,101 +51,10 @@ from daf.profile_building import build
 from daf.speeds import device_speeds
 from daf.store.spill import SpillOptions
 
-PROBE_ELEMENTS = 4096
-UPDATE_PROBE_ELEMENTS = 1 << 19
+# Of examples, where layers take statistics over them.
+LEAST_WITH_STATISTICS = 2
 # Bytes of the same order count in an update: parameter, gradient and state, read and written.
 UPDATE_PASSES = 2
-
-
-def storage_bytes(tensors: Iterator[torch.Tensor]) -> int:
-    """Bytes of the distinct storages behind some tensors."""
-    sizes = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
-    }
-    return sum(sizes.values())
-
-
-def parameter_bytes(model: nn.Module) -> int:
-    """Bytes of parameters and buffers, shared ones counted once."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return storage_bytes(iter(tensors))
-
-
-def gradient_bytes(model: nn.Module) -> int:
-    """Bytes that gradients take once they all exist."""
-    trained = {id(each): each for each in model.parameters() if each.requires_grad}
-    return sum(each.numel() * each.element_size() for each in trained.values())
-
-
-def _state_bytes(state: Mapping[Any, Any]) -> int:
-    values = state.values()
-    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
-
-
-def optimizer_bytes_to_come(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of optimizer state that the first step will create.
-
-    Found by running an optimizer of the same class and settings on one small
-    parameter; where its constructor takes something else, two numbers per
-    parameter (Adam's) are assumed.
-    """
-    pending = [
-        (group, parameter)
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.requires_grad and parameter not in optimizer.state
-    ]
-    ratios = {id(group): _state_ratio(optimizer, group) for group, _ in pending}
-    return int(sum(ratios[id(group)] * parameter.nbytes for group, parameter in pending))
-
-
-def _state_ratio(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float:
-    trial = _trial(optimizer, group, PROBE_ELEMENTS)
-    if trial is None:
-        return 2.0
-    (probe,) = trial.param_groups[0]["params"]
-    return float(_state_bytes(trial.state[probe]) / probe.nbytes)
-
-
-def update_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes that the optimizer's step holds in passing, beside the state that it leaves.
-
-    A parameter is updated after another, so the largest tells; how much of it, a trial on a
-    made-up one does. Where that cannot be, two tensors like it are assumed.
-    """
-    largest = [
-        (group, max((each.nbytes for each in group["params"] if each.requires_grad), default=0))
-        for group in optimizer.param_groups
-    ]
-    return max(
-        (int(nbytes * _update_ratio(optimizer, group)) for group, nbytes in largest), default=0
-    )
-
-
-def _update_ratio(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float:
-    trial = _trial(optimizer, group, UPDATE_PROBE_ELEMENTS)
-    if trial is None or not account_meter.is_exact():
-        return 2.0
-    (probe,) = trial.param_groups[0]["params"]
-    meter = account_meter.open_meter()
-    meter.begin()
-    compiler.step(trial)
-    return float(meter.take_peak() / probe.nbytes)
-
-
-def _trial(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], elements: int
-) -> torch.optim.Optimizer | None:
-    """An optimizer of the same class and settings that has made one step of a small parameter."""
-    probe = nn.Parameter(torch.zeros(elements))
-    probe.grad = torch.ones_like(probe)
-    settings = {name: group[name] for name in optimizer.defaults if name in group}
-    try:
-        trial = type(optimizer)([probe], **settings)
-        compiler.step(trial)
-    except (TypeError, ValueError, RuntimeError):
-        return None
-    return trial
 
 
 @contextmanager
@@ -199,14 +117,14 @@ class Profiler:
         *,
         allow_split: bool,
         spill: SpillOptions | None = None,
-        fused: bool = False,
+        own: Profile | None = None,
         on_progress: Callable[[str], None] = lambda _: None,
     ) -> Profile:
         """Measure at the sizes of ``probe_sizes`` and, for times, at smaller ones; seconds.
 
-        Nothing but the smallest observed step is run if it is expected to pass
-        the budget: if that one does not fit, the job does not, and it only
-        serves to name the least budget that would.
+        Nothing but the smallest step that training may take is run if it is expected to pass
+        the budget: if that one does not fit, the job does not, and it only serves to name the
+        least budget that would.
 
         Args:
             batch: the real batch; its first examples are used.
@@ -214,23 +132,32 @@ class Profiler:
             budget_bytes: of the whole process.
             allow_split: the user permits micro-batches in any case.
             spill: where tensors may be spilled, if they may.
-            fused: with operators fused, where they were seen to allow it, and chunked.
+            own: what was found with PyTorch's own operators, to measure now with operators fused,
+                where they were seen to allow it, and chunked; None: measure those.
             on_progress: told what is measured, as its turn comes.
 
         Raises:
             PoolFullError: the pool cannot hold even the smallest step of the tightest policy.
         """
         refusal = "" if allow_split else split_refusal(self._model)
-        examples = batch_size(batch)
-        self._operators = _Operators(examples if fused else 0)
+        examples, least = batch_size(batch), self._least_examples()
+        self._operators = _Operators(examples if own else 0)
         with undisturbed(self._model):
-            if fused:
+            expected: Callable[[int], float]
+            if own is not None:
                 on_progress("fusions")
-                self._rehearse(batch, loss_fn)
+                expected = partial(planner.level_peak_bytes, own, level=str(TIGHTEST_BITS))
+                few = _fitting((min(EXAMPLES, examples),), expected, budget_bytes, least)[0]
+                self._rehearse(batch, loss_fn, few)
+            else:
+                on_progress("the smallest step")
+                smallest = self._observe(batch, loss_fn, min(least, examples))
+                expected = partial(self._expected, smallest)
+            sizes = _fitting(probe_sizes(examples), expected, budget_bytes, least)
             # Once unmeasured: code pages, thread pools and kernels' own buffers come to stay.
             on_progress("a first small step")
-            self._observe(batch, loss_fn, probe_sizes(examples)[0])
-            observations = self._observations(batch, loss_fn, budget_bytes, on_progress)
+            self._observe(batch, loss_fn, sizes[0])
+            observations = self._observations(batch, loss_fn, sizes, budget_bytes, on_progress)
             on_progress("times")
             times = self._times(batch, loss_fn, observations, budget_bytes, split=not refusal)
         found = self._profile(examples, observations, times.kept, refusal, spill)
@@ -238,9 +165,13 @@ class Profiler:
             return found
         return calibrated(found, times.kept[-1][0], times.coded_ms)
 
-    def _rehearse(self, batch: Any, loss_fn: LossFunction) -> None:
-        policy = self._operators.of(TIGHTEST, EXAMPLES)
-        rehearse(self._capture, self._model, policy, batch, loss_fn)
+    def _rehearse(self, batch: Any, loss_fn: LossFunction, examples: int) -> None:
+        policy = self._operators.of(TIGHTEST, examples)
+        rehearse(self._capture, self._model, policy, batch, loss_fn, examples)
+
+    def _least_examples(self) -> int:
+        """As few as a step may have."""
+        return LEAST_WITH_STATISTICS if split_refusal(self._model) else 1
 
     # --- bytes ------------------------------------------------------------------------------
 
@@ -248,11 +179,12 @@ class Profiler:
         self,
         batch: Any,
         loss_fn: LossFunction,
+        sizes: Sequence[int],
         budget_bytes: int,
         on_progress: Callable[[str], None],
     ) -> list[Observation]:
         found: list[Observation] = []
-        for size in probe_sizes(batch_size(batch)):
+        for size in sizes:
             if found and self._expected(found[-1], size) > budget_bytes:
                 break
             on_progress(f"bytes at {size}")
@@ -342,7 +274,7 @@ class Profiler:
         passing = update_bytes(self._optimizer)
         self._note_beside()
         updated = gradient_bytes(self._model)
-        touched = 2 * updated + sum(map(_state_bytes, self._optimizer.state.values())) + state
+        touched = 2 * updated + sum(map(state_bytes, self._optimizer.state.values())) + state
         return Profile(
             floor_bytes=self._floor_bytes,
             resident_bytes=self._resident_bytes(),
@@ -414,7 +346,8 @@ class _Operators:
 
 
 # What holds least, so that measuring fits wherever training will.
-TIGHTEST = coded_policy(1)
+TIGHTEST_BITS = 1
+TIGHTEST = coded_policy(TIGHTEST_BITS)
 
 
 def _halvings(examples: int) -> Iterator[int]:
@@ -426,6 +359,20 @@ def _halvings(examples: int) -> Iterator[int]:
 
 def probe_sizes(examples: int) -> tuple[int, ...]:
     """Two sizes to measure: an eighth and a quarter of the batch, at least 2 (batch norm) and 4."""
-    larger = min(examples, max(4, examples // 4))
-    smaller = min(examples, max(2, larger // 2))
+    larger = min(examples, max(2 * LEAST_WITH_STATISTICS, examples // 4))
+    smaller = min(examples, max(LEAST_WITH_STATISTICS, larger // 2))
     return (smaller,) if smaller == larger else (smaller, larger)
+
+
+def _fitting(
+    sizes: Sequence[int], expected: Callable[[int], float], budget_bytes: int, least: int
+) -> tuple[int, ...]:
+    """Those of the sizes whose peak is expected within a budget; else the largest half that is.
+
+    What is no larger than ``least`` is taken in any case.
+    """
+    fitting = tuple(size for size in sizes if expected(size) <= budget_bytes)
+    if fitting:
+        return fitting
+    halves = [each for each in _halvings(sizes[0]) if each >= least] or [sizes[0]]
+    return (next((each for each in halves if expected(each) <= budget_bytes), halves[-1]),)

@@ -32,6 +32,7 @@ from daf.measuring import Measuring
 from daf.memory import compiler, measure
 from daf.memory.keeper import MemoryKeeper
 from daf.memory.recycling import unsupported_reason
+from daf.model_bytes import parameter_bytes
 from daf.noise import NoiseRecord
 from daf.noise_control import NoiseControl
 from daf.plan import Method, Plan, plain_policy, policy_for
@@ -39,7 +40,7 @@ from daf.planning import planner
 from daf.planning.options import Allowed
 from daf.planning.widths import is_lossy
 from daf.profile import Profile
-from daf.profiler import Profiler, parameter_bytes
+from daf.profiler import Profiler
 from daf.retracing import Retracing
 from daf.sensing import Sensing
 from daf.sensitivity.result import Sensitivity

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from daf.errors import BudgetError, NonFiniteLossError, UnitError
 from daf.memory import measure
 from daf.memory.recycling import unsupported_reason
+from daf.model_bytes import optimizer_bytes_to_come
 from daf.plan import coded_policy
-from daf.profiler import optimizer_bytes_to_come, undisturbed
+from daf.planning import planner
+from daf.profiler import undisturbed
 from daf.session import Session
 
 Batch = tuple[Tensor, Tensor]
@@ -393,3 +395,29 @@ def test_peak_covers_profiling_and_steps() -> None:
         report = session.step(batch, cross_entropy)
         assert session.peak_bytes >= report.peak_bytes >= measure.resident_bytes() - 64 * 2**20
         assert session.predicted_peak_bytes is not None
+
+
+@needs_peak
+@pytest.mark.skipif(unsupported_reason() is not None, reason=str(unsupported_reason()))
+def test_measuring_takes_no_more_examples_than_the_budget_has_room_for() -> None:
+    def mean_square(model: nn.Module, batch: Batch) -> Tensor:
+        return F.mse_loss(model(batch[0]), batch[1])
+
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Tanh())]
+    model, batch = nn.Sequential(*layers), (torch.randn(4, 60_000, 64), torch.randn(4, 60_000, 64))
+    with Session(model, sgd(model), "10MB") as session, pytest.raises(BudgetError) as caught:
+        session.prepare(batch, mean_square)
+    assert caught.value.least_bytes is not None
+    budget = caught.value.least_bytes + 4 * 2**20
+    measure.reset_peak()
+    with Session(model, sgd(model), budget) as session:
+        session.prepare(batch, mean_square)
+        assert session.peak_bytes <= budget
+        for _ in range(3):
+            assert session.step(batch, mean_square).peak_bytes <= budget
+    assert session.plan is not None
+    assert session.plan.micro_batch == 1
+    assert session.profile is not None
+    # Two examples, as would be measured in any larger room, would not have fitted.
+    assert planner.level_peak_bytes(session.profile, 2, "1") > budget

@@ -16,7 +16,7 @@ from daf.bench.peers import lean_step, plain_step
 from daf.memory import compiler, measure
 from daf.memory.recycling import RecyclingAllocator
 from daf.memory.statistics import audit, stats
-from daf.profiler import parameter_bytes
+from daf.model_bytes import parameter_bytes
 from daf.session import Session
 from daf.training.batches import Batch, BatchOrder
 from daf.training.data import load_data

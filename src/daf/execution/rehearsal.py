@@ -21,7 +21,12 @@ EXAMPLES = 4  # batch statistics need several; tensors of fewer elements are not
 
 
 def rehearse(
-    capture: Capture, model: nn.Module, policy: Policy, batch: Any, loss_fn: LossFunction
+    capture: Capture,
+    model: nn.Module,
+    policy: Policy,
+    batch: Any,
+    loss_fn: LossFunction,
+    examples: int = EXAMPLES,
 ) -> None:
     """Run ``loss_fn`` forward on the first examples of ``batch``; nothing of the model changes.
 
@@ -31,7 +36,7 @@ def rehearse(
     Raises:
         CodecError: the policy asks for a treatment that is unsound at a site.
     """
-    part = batch_slice(batch, 0, min(EXAMPLES, batch_size(batch)))
+    part = batch_slice(batch, 0, min(examples, batch_size(batch)))
     with _restored(model), capture.step(policy, seed=0, step_index=0, batch=part):
         loss_fn(model, part)
 
