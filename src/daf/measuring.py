@@ -9,7 +9,7 @@ from daf.errors import DafError
 from daf.execution.microbatch import LossFunction
 from daf.planning import planner
 from daf.profile import Profile
-from daf.profiler import LEAST_WITH_STATISTICS, TIGHTEST_BITS, Profiler
+from daf.profiler import Profiler
 from daf.store.spill import SpillOptions
 
 
@@ -52,9 +52,6 @@ class Measuring:
         own = self._profile(batch, loss_fn, budget_bytes, on_progress)
         if not can_fuse or planner.kept_peak_bytes(own) <= budget_bytes:
             return own, None
-        if _smallest_peak_bytes(own) > budget_bytes:
-            self.fusion_refusal = "there is no room for the smallest step to try it on"
-            return own, None
         try:
             found = self._profile(batch, loss_fn, budget_bytes, on_progress, own=own)
         except (DafError, RuntimeError) as error:
@@ -80,9 +77,3 @@ class Measuring:
             own=own,
             on_progress=on_progress,
         )
-
-
-def _smallest_peak_bytes(profile: Profile) -> int:
-    """Of a step that has as few examples and as narrow codes as can be."""
-    examples = LEAST_WITH_STATISTICS if profile.split_refusal else 1
-    return planner.level_peak_bytes(profile, examples, str(TIGHTEST_BITS))

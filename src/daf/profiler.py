@@ -53,6 +53,8 @@ from daf.store.spill import SpillOptions
 
 # Of examples, where layers take statistics over them.
 LEAST_WITH_STATISTICS = 2
+# The process's peak (bytes) in a step of so many examples.
+Expectation = Callable[[int], float]
 # Bytes of the same order count in an update: parameter, gradient and state, read and written.
 UPDATE_PASSES = 2
 
@@ -140,20 +142,14 @@ class Profiler:
             PoolFullError: the pool cannot hold even the smallest step of the tightest policy.
         """
         refusal = "" if allow_split else split_refusal(self._model)
-        examples, least = batch_size(batch), self._least_examples()
+        examples = batch_size(batch)
         self._operators = _Operators(examples if own else 0)
         with undisturbed(self._model):
-            expected: Callable[[int], float]
+            expected = self._expectation(batch, loss_fn, own, on_progress)
             if own is not None:
                 on_progress("fusions")
-                expected = partial(planner.level_peak_bytes, own, level=str(TIGHTEST_BITS))
-                few = _fitting((min(EXAMPLES, examples),), expected, budget_bytes, least)[0]
-                self._rehearse(batch, loss_fn, few)
-            else:
-                on_progress("the smallest step")
-                smallest = self._observe(batch, loss_fn, min(least, examples))
-                expected = partial(self._expected, smallest)
-            sizes = _fitting(probe_sizes(examples), expected, budget_bytes, least)
+                self._rehearse(batch, loss_fn, expected, budget_bytes)
+            sizes = _sizes_within(probe_sizes(examples), expected, budget_bytes)
             # Once unmeasured: code pages, thread pools and kernels' own buffers come to stay.
             on_progress("a first small step")
             self._observe(batch, loss_fn, sizes[0])
@@ -165,13 +161,30 @@ class Profiler:
             return found
         return calibrated(found, times.kept[-1][0], times.coded_ms)
 
-    def _rehearse(self, batch: Any, loss_fn: LossFunction, examples: int) -> None:
+    def _expectation(
+        self,
+        batch: Any,
+        loss_fn: LossFunction,
+        own: Profile | None,
+        on_progress: Callable[[str], None],
+    ) -> Expectation:
+        """The peak of a step of few examples. Where a batch cannot be cut it needs no looking
+        at: a job that has no room for a few examples has none for all of them.
+        """
+        if split_refusal(self._model):
+            return lambda _: 0.0
+        if own is not None:
+            return partial(planner.level_peak_bytes, own, level=str(TIGHTEST_BITS))
+        on_progress("the smallest step")
+        return partial(self._expected, self._observe(batch, loss_fn, 1))
+
+    def _rehearse(
+        self, batch: Any, loss_fn: LossFunction, expected: Expectation, budget_bytes: int
+    ) -> None:
+        wanted = (min(EXAMPLES, batch_size(batch)),)
+        examples = _sizes_within(wanted, expected, budget_bytes)[-1]
         policy = self._operators.of(TIGHTEST, examples)
         rehearse(self._capture, self._model, policy, batch, loss_fn, examples)
-
-    def _least_examples(self) -> int:
-        """As few as a step may have."""
-        return LEAST_WITH_STATISTICS if split_refusal(self._model) else 1
 
     # --- bytes ------------------------------------------------------------------------------
 
@@ -364,15 +377,12 @@ def probe_sizes(examples: int) -> tuple[int, ...]:
     return (smaller,) if smaller == larger else (smaller, larger)
 
 
-def _fitting(
-    sizes: Sequence[int], expected: Callable[[int], float], budget_bytes: int, least: int
+def _sizes_within(
+    wanted: Sequence[int], expected: Expectation, budget_bytes: int
 ) -> tuple[int, ...]:
-    """Those of the sizes whose peak is expected within a budget; else the largest half that is.
-
-    What is no larger than ``least`` is taken in any case.
+    """The largest as many of the sizes, or halves of the smallest, whose peak is expected within
+    a budget; one example in any case, which is the least that training can take.
     """
-    fitting = tuple(size for size in sizes if expected(size) <= budget_bytes)
-    if fitting:
-        return fitting
-    halves = [each for each in _halvings(sizes[0]) if each >= least] or [sizes[0]]
-    return (next((each for each in halves if expected(each) <= budget_bytes), halves[-1]),)
+    sizes = sorted({*wanted, *_halvings(wanted[0])})
+    fitting = [size for size in sizes if expected(size) <= budget_bytes]
+    return tuple(fitting[-len(wanted) :] or sizes[:1])

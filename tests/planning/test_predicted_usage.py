@@ -98,7 +98,7 @@ class Step:
         if fused:
             with self.session._keeper.unbounded():
                 self.profile = self.session._measuring._profile(
-                    self.x, squares, 10**10, lambda _: None, fused=True
+                    self.x, squares, 10**10, lambda _: None, own=self.profile
                 )
 
     def predicted(self, level: str) -> tuple[np.ndarray, Policy]:
