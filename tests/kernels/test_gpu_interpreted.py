@@ -16,8 +16,11 @@ FILES = sorted(Path(__file__).parent.glob("test_gpu*.py"))
 
 def test_gpu_kernels_under_the_interpreter() -> None:
     own = [str(path) for path in FILES if path.stem in ("test_gpu", "test_gpu_reduce")]
+    own.append(str(Path(__file__).parents[1] / "execution" / "test_device_capture.py"))
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *own]
+    # How errors shrink with bits is seen on the processor, whose gradients these are to the bit.
+    chosen = ["-k", "not errors_shrink_with_bits"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, *own]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert int(re.findall(r"(\d+) passed", done.stdout)[-1]) > 20

@@ -24,8 +24,8 @@ stays below 0.0003 of the gradient's square at 2 bits; derivative codes of
 smooth activations are biased by their steps. Second derivatives through coded
 tensors are those of the decoded values.
 
-Tensors on devices other than the CPU are kept by reference: there is no kernel
-for them yet. ``torch.func`` transforms do not work under saved-tensor hooks.
+Tensors on a GPU are coded there where Triton is installed (``store.device_codec``), those on
+other devices kept by reference. ``torch.func`` transforms do not work under saved-tensor hooks.
 """
 
 from __future__ import annotations

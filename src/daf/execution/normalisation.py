@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from daf.execution.held import Kept
-from daf.execution.rules import saved_in
+from daf.execution.rules import BATCH_NORMS, saved_in
 from daf.store.codec import Channels
 from daf.store.scratch import Scratch
 
@@ -56,7 +56,7 @@ def normalisation_of(
         return None
     gamma = _statistic(node, "weight")
     channels = x.shape[1]
-    if name == "NativeBatchNormBackward0" and node._saved_training:
+    if name in BATCH_NORMS and node._saved_training:
         inner = channel_stride(x)
         if inner is None:
             return None

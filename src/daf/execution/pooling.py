@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from daf.execution.held import Held, Stored
-from daf.store.codec import IntegerCode
+from daf.store.coder import Packed
 from daf.store.layout import Layout
 from daf.store.scratch import Scratch
 
@@ -43,7 +43,7 @@ class Windows(NamedTuple):
             size = self.input_size[axis]
             coordinate = rest.remainder(size) if axis else rest
             rest = rest.div(size, rounding_mode="floor") if axis else rest
-            coordinate = coordinate - self._starts(indices.shape, axis)
+            coordinate = coordinate - self._starts(indices, axis)
             place += coordinate.div_(self.dilation[axis], rounding_mode="floor").mul_(scale)
             scale *= self.kernel[axis]
         return place
@@ -57,15 +57,16 @@ class Windows(NamedTuple):
             size = self.kernel[axis]
             step = rest.remainder(size) if axis else rest
             rest = rest.div(size, rounding_mode="floor") if axis else rest
-            coordinate = step.mul(self.dilation[axis]).add_(self._starts(offsets.shape, axis))
+            coordinate = step.mul(self.dilation[axis]).add_(self._starts(offsets, axis))
             flat += coordinate.mul_(scale)
             scale *= self.input_size[axis]
         return flat
 
-    def _starts(self, shape: Sequence[int], axis: int) -> Tensor:
+    def _starts(self, outputs: Tensor, axis: int) -> Tensor:
         """Where each output's window begins along one spatial axis, shaped to broadcast."""
         place = axis - len(self.kernel)
-        starts = torch.arange(shape[place], dtype=torch.int32)
+        count = outputs.shape[place]
+        starts = torch.arange(count, dtype=torch.int32, device=outputs.device)
         starts = starts * self.stride[axis] - self.padding[axis]
         return starts.reshape(-1, *[1] * (-place - 1))
 
@@ -92,7 +93,7 @@ class WindowPlaces(Held):
 
     __slots__ = ("_code", "_layout", "_windows")
 
-    def __init__(self, code: Stored[IntegerCode], layout: Layout, windows: Windows) -> None:
+    def __init__(self, code: Stored[Packed], layout: Layout, windows: Windows) -> None:
         super().__init__()
         self._code = code
         self._layout = layout

@@ -37,6 +37,9 @@ _SELF_SHAPE = {"self": Need.SHAPE}
 _SELF_SMOOTH = {"self": Need.SMOOTH}
 _ATTENTION = dict.fromkeys(("query", "key", "value", "output", "out"), Need.PRODUCT)
 
+# PyTorch's own, cuDNN's and MIOpen's: ``result1`` is the mean, ``result2`` the inverse deviation.
+BATCH_NORMS = ("NativeBatchNormBackward0", "CudnnBatchNormBackward0", "MiopenBatchNormBackward0")
+
 NEEDS: Mapping[str, Mapping[str, Need]] = {
     **{
         name: {slot: Need.PRODUCT for slot in slots if slot != "weight"}
@@ -47,7 +50,7 @@ NEEDS: Mapping[str, Mapping[str, Need]] = {
     "ConvTbcBackward0": {"self": Need.LINEAR},
     "MulBackward0": {"self": Need.LINEAR, "other": Need.LINEAR},
     "PowBackward0": {"self": Need.LINEAR},  # exponents 2 and 3 only: see need_of
-    "NativeBatchNormBackward0": _NORM,
+    **dict.fromkeys(BATCH_NORMS, _NORM),
     "NativeLayerNormBackward0": _NORM,
     "NativeGroupNormBackward0": _NORM,
     "FusedRmsNormBackward0": _NORM,
@@ -91,6 +94,7 @@ NEEDS: Mapping[str, Mapping[str, Need]] = {
     "ScaledDotProductFlashAttentionForCpuBackward0": _ATTENTION,
     "ScaledDotProductFlashAttentionBackward0": _ATTENTION,
     "ScaledDotProductEfficientAttentionBackward0": _ATTENTION,
+    "ScaledDotProductCudnnAttentionBackward0": _ATTENTION,
 }
 
 # Nodes whose result is the same memory in another shape.
@@ -180,7 +184,7 @@ def need_of(saved: Saved, is_constant: Callable[[Tensor], bool]) -> Need:
         return _product_need(saved, PRODUCT_SLOTS[name], is_constant)
     if name == "PowBackward0":
         return {2: Need.LINEAR, 3: Need.PRODUCT}.get(node._saved_exponent, Need.EXACT)
-    if name == "NativeBatchNormBackward0" and not node._saved_training:
+    if name in BATCH_NORMS and not node._saved_training:
         return Need.LINEAR
     return need
 

@@ -35,14 +35,8 @@ from daf.kernels import Predicate
 from daf.plan import KEEP, Method, Need, Site, Treatment
 from daf.store.averaged import AveragedCode
 from daf.store.buffers import Store
-from daf.store.codec import (
-    Channels,
-    DerivativeCode,
-    IntegerCode,
-    MaskCode,
-    ValueCode,
-    is_codable,
-)
+from daf.store.codec import Channels, is_codable
+from daf.store.coder import Coder, Packed, Values, can_code_on, is_read_freely
 from daf.store.layout import is_dense, layout_of, overlaps
 from daf.store.scratch import Scratch
 from daf.store.spill import SpillRecord, SpillStore
@@ -93,11 +87,13 @@ class Job(NamedTuple):
 
 
 def is_treatable(tensor: Tensor) -> bool:
-    """Can anything but keeping be done? (A plain strided CPU tensor that is not small.)"""
+    """Can anything but keeping be done? (A plain strided tensor that is not small, where there
+    are kernels for it.)
+    """
     return (
         tensor.layout is torch.strided
         and tensor.nbytes >= SMALL_BYTES
-        and tensor.device.type == "cpu"
+        and can_code_on(tensor.device)
         and type(tensor) in (Tensor, torch.nn.Parameter)
         and not tensor.is_complex()
         and not tensor.is_quantized
@@ -140,6 +136,7 @@ class Treater:
         self, store: Store, spill: SpillStore, ledger: Ledger, provenance: Provenance
     ) -> None:
         self._store = store
+        self._coder = Coder(store)
         self._spill = spill
         self._ledger = ledger
         self._provenance = provenance
@@ -186,8 +183,8 @@ class Treater:
     # --- lossless ---------------------------------------------------------------------------
 
     def _spilled(self, job: Job) -> Held | None:
-        if job.source.recall("kept", Holding) is not None:
-            return None  # the storage stays alive anyway
+        if not is_read_freely(job.tensor) or job.source.recall("kept", Holding) is not None:
+            return None  # on a device, or the storage stays alive anyway
         key = ("spilled", job.saved.version)
         record = job.source.recall(key, SpillRecord)
         if record is None:
@@ -212,15 +209,17 @@ class Treater:
             job.source.remember(key, code)
         return Integers(code, layout_of(job.tensor))
 
-    def _packed(self, tensor: Tensor) -> IntegerCode | None:
+    def _packed(self, tensor: Tensor) -> Packed | None:
         if tensor.dtype is torch.bool:
-            return IntegerCode(self._store, tensor, 1, 0)
+            return self._coder.integers(tensor, 1, 0)
+        if not is_read_freely(tensor):
+            return None  # their range is known on the device alone
         signed = tensor.view(torch.int8) if tensor.dtype is torch.uint8 else tensor
         low, high = (int(bound) for bound in torch.aminmax(signed))
         bits = max(1, (high - low).bit_length())
         if bits >= 8 * tensor.element_size():
             return None
-        return IntegerCode(self._store, tensor, bits, low)
+        return self._coder.integers(tensor, bits, low)
 
     def _window_places(self, job: Job) -> Held | None:
         pooled = saved_in(job.saved.node, "self")
@@ -228,7 +227,7 @@ class Treater:
             return None
         windows = windows_of(job.saved.node, _shape_of(pooled))
         places = windows.offsets(job.tensor)
-        code = Stored(self._ledger, IntegerCode(self._store, places, windows.bits, 0))
+        code = Stored(self._ledger, self._coder.integers(places, windows.bits, 0))
         return WindowPlaces(code, layout_of(job.tensor), windows)
 
     def _sign(self, job: Job, rederive: bool) -> Held | None:
@@ -238,7 +237,7 @@ class Treater:
         key = self._content_key(job, "mask", rule.predicate, rule.low, rule.high)
         mask = job.source.recall(key, Stored)
         if mask is None:
-            code = MaskCode(self._store, job.tensor, rule.predicate, rule.low, rule.high)
+            code = self._coder.mask(job.tensor, rule.predicate, rule.low, rule.high)
             mask = Stored(self._ledger, code)
             job.source.remember(key, mask)
         held = TwoValues(mask, layout_of(job.tensor), rule.off_value, rule.on_value)
@@ -256,12 +255,12 @@ class Treater:
 
     def _two_values(self, job: Job, rederive: bool) -> Held | None:
         """Dropout's noise, if it really takes two values."""
-        if not is_dense(job.tensor):
+        if not is_dense(job.tensor) or not is_read_freely(job.tensor):
             return None
         low, high = (float(bound) for bound in torch.aminmax(job.tensor))
         if not low < high:
             return None
-        code = MaskCode(self._store, job.tensor, Predicate.ABOVE, low)
+        code = self._coder.mask(job.tensor, Predicate.ABOVE, low)
         layout = layout_of(job.tensor)
         again = layout.empty()
         code.decode(again, low, high)
@@ -300,7 +299,7 @@ class Treater:
         if table is None:
             return None
         dense = _dense(job.tensor)
-        code = DerivativeCode.encode(self._store, dense, job.treatment.bits, table.borders)
+        code = self._coder.intervals(dense, job.treatment.bits, table.borders)
         if code is None:
             return None
         stored = Stored(self._ledger, code)
@@ -309,7 +308,7 @@ class Treater:
     def _values(self, job: Job, rederive: bool) -> Held | None:
         held: Held | None
         if job.treatment.method is Method.AVERAGED:
-            return self._averaged(job)
+            return self._averaged(job) if is_read_freely(job.tensor) else None
         if job.need is Need.NORM and is_dense(job.tensor):
             held = self._normalised(job, rederive)
         else:
@@ -368,15 +367,9 @@ class Treater:
 
     def _value_code(
         self, job: Job, tensor: Tensor, channels: Channels | None = None
-    ) -> Stored[ValueCode]:
-        code = ValueCode(
-            self._store,
-            tensor,
-            job.treatment,
-            job.key,
-            channels,
-            weight=job.weight,
-            tag=job.tag,
+    ) -> Stored[Values]:
+        code = self._coder.values(
+            tensor, job.treatment, job.key, channels, weight=job.weight, tag=job.tag
         )
         return Stored(self._ledger, code)
 

@@ -122,7 +122,7 @@ class MaskCode:
 
     def decode(self, out: Tensor, off_value: float, on_value: float) -> None:
         """Write the two values into a dense tensor of the coded element count."""
-        _check_count(self.count, out)
+        check_count(self.count, out)
         with self.planes.pinned() as view:
             pages.decode_mask(
                 view.fields,
@@ -217,7 +217,7 @@ class ValueCode:
         With ``blocks`` (first, last), ``out`` holds the elements of these
         blocks of 256 alone.
         """
-        _check_count(self.count if blocks is None else elements_in(blocks, self.count), out)
+        check_count(self.count if blocks is None else elements_in(blocks, self.count), out)
         if mask is None:
             with self.planes.pinned() as view:
                 self._decode(view.fields, out, channels, None, accumulate, blocks)
@@ -285,7 +285,7 @@ class DerivativeCode:
 
     def decode(self, out: Tensor, levels: Tensor) -> None:
         """Write ``levels[interval]`` into a dense tensor; levels: (2**bits,) float32."""
-        _check_count(self.count, out)
+        check_count(self.count, out)
         with self.planes.pinned() as view:
             pages.decode_derivative(
                 view.fields,
@@ -326,7 +326,7 @@ class IntegerCode:
 
     def decode(self, out: Tensor) -> None:
         """Write the integers into a dense tensor of the coded element count."""
-        _check_count(self.count, out)
+        check_count(self.count, out)
         with self.planes.pinned() as view:
             pages.decode_integers(
                 view.fields,
@@ -343,7 +343,12 @@ def elements_in(blocks: tuple[int, int], count: int) -> int:
     return min(last * BLOCK_ELEMENTS, count) - first * BLOCK_ELEMENTS
 
 
-def _check_count(count: int, out: Tensor) -> None:
+def check_count(count: int, out: Tensor) -> None:
+    """Refuse a tensor of another element count than was coded.
+
+    Raises:
+        CodecError: it is one.
+    """
     if out.numel() != count:
         raise CodecError(
             f"asked to decode {count} elements into a tensor of {out.numel()}; "

@@ -1,0 +1,147 @@
+"""Making codes where a tensor is: on the processor, or on a GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from functools import cache
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from daf.errors import KernelError
+from daf.kernels import Predicate
+from daf.plan import Treatment
+from daf.store.buffers import Store
+from daf.store.codec import Channels, DerivativeCode, IntegerCode, MaskCode, ValueCode
+
+# Device types whose tensors Triton's kernels code (ROCm calls itself cuda too).
+DEVICE_TYPES: Collection[str] = ("cuda",)
+
+
+class Code(Protocol):
+    """Something of a tensor's, in a store or not, with as many elements."""
+
+    @property
+    def count(self) -> int:
+        """Elements."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are there."""
+
+    @property
+    def in_store(self) -> bool:
+        """Does a store count them?"""
+
+
+class Mask(Code, Protocol):
+    """One bit for every element."""
+
+    def decode(self, out: Tensor, off_value: float, on_value: float) -> None:
+        """Write one of two values for every element."""
+
+
+class Values(Code, Protocol):
+    """Floats in a few bits each."""
+
+    @property
+    def treatment(self) -> Treatment:
+        """What they are coded by."""
+
+    def decode(
+        self,
+        out: Tensor,
+        channels: Channels | None = None,
+        mask: Any = None,  # a Mask of the same device
+        accumulate: bool = False,
+        blocks: tuple[int, int] | None = None,
+    ) -> None:
+        """Write them; see ``codec.ValueCode``."""
+
+
+class Intervals(Code, Protocol):
+    """In which interval every element lies."""
+
+    def decode(self, out: Tensor, levels: Tensor) -> None:
+        """Write the level of every element's interval."""
+
+
+class Packed(Code, Protocol):
+    """Integers."""
+
+    def decode(self, out: Tensor) -> None:
+        """Write them."""
+
+
+def can_code_on(device: torch.device) -> bool:
+    """Are there kernels for tensors there? (On a GPU: is Triton installed?)"""
+    if device.type in DEVICE_TYPES:
+        return _device_codec() is not None
+    return device.type == "cpu"
+
+
+class Coder:
+    """Makes codes of tensors; those of the processor's go to ``store``."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def mask(
+        self, tensor: Tensor, predicate: Predicate, low: float, high: float = math.nan
+    ) -> Mask:
+        """One bit of every element of a dense tensor."""
+        codec = _codec_on(tensor)
+        if codec is not None:
+            return codec.DeviceMaskCode(tensor, predicate, low, high)  # type: ignore[no-any-return]
+        return MaskCode(self._store, tensor, predicate, low, high)
+
+    def values(
+        self,
+        tensor: Tensor,
+        treatment: Treatment,
+        key: int,
+        channels: Channels | None,
+        *,
+        weight: float,
+        tag: int,
+    ) -> Values:
+        """A dense tensor's floats; the arguments are those of ``codec.ValueCode``."""
+        codec = _codec_on(tensor)
+        if codec is not None:
+            return codec.DeviceValueCode(tensor, treatment, key, channels)  # type: ignore[no-any-return]
+        return ValueCode(self._store, tensor, treatment, key, channels, weight=weight, tag=tag)
+
+    def intervals(self, tensor: Tensor, bits: int, borders: Tensor) -> Intervals | None:
+        """Intervals of a dense tensor's elements; None if it is known that one is not finite."""
+        codec = _codec_on(tensor)
+        if codec is not None:
+            return codec.DeviceDerivativeCode(tensor, bits, borders)  # type: ignore[no-any-return]
+        return DerivativeCode.encode(self._store, tensor, bits, borders)
+
+    def integers(self, tensor: Tensor, bits: int, base: int) -> Packed:
+        """A dense tensor's integers, which lie in ``base … base + 2**bits - 1``."""
+        codec = _codec_on(tensor)
+        if codec is not None:
+            return codec.DeviceIntegerCode(tensor, bits, base)  # type: ignore[no-any-return]
+        return IntegerCode(self._store, tensor, bits, base)
+
+
+def is_read_freely(tensor: Tensor) -> bool:
+    """May the program look at the elements without waiting for a device?"""
+    return tensor.device.type not in DEVICE_TYPES
+
+
+def _codec_on(tensor: Tensor) -> ModuleType | None:
+    return None if is_read_freely(tensor) else _device_codec()
+
+
+@cache
+def _device_codec() -> ModuleType | None:
+    try:
+        from daf.store import device_codec
+    except (KernelError, ImportError):  # no Triton here
+        return None
+    return device_codec

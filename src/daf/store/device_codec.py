@@ -1,0 +1,167 @@
+"""Codes of tensors on a GPU: their planes lie there too, and nothing waits for the device.
+
+The same formats as ``codec``, made by Triton (``kernels.gpu``). Planes are tensors
+of PyTorch's caching allocator, so that room freed on a stream is that stream's
+again in order, as it is for every other tensor; a store of pages gives up
+nothing of them. Importing this raises KernelError where Triton is not installed.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from daf.errors import CodecError
+from daf.kernels import Predicate, gpu
+from daf.kernels.gpu_launch import Affine
+from daf.kernels.gpu_planes import DevicePlanes, allocate_flat
+from daf.plan import Method, Treatment
+from daf.store.codec import Channels, check_count
+
+
+class _DeviceCode:
+    """Planes on a device, with headers or without."""
+
+    __slots__ = ("count", "planes")
+    in_store = False
+
+    def __init__(self, tensor: Tensor, bits: int, *, headers: bool) -> None:
+        self.count = tensor.numel()
+        self.planes: DevicePlanes = allocate_flat(self.count, bits, tensor.device, headers=headers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the planes and headers, on the device."""
+        headers = self.planes.headers
+        return self.planes.region.nbytes + (0 if headers is None else headers.nbytes)
+
+
+class DeviceMaskCode(_DeviceCode):
+    """``codec.MaskCode`` on a device."""
+
+    __slots__ = ()
+
+    def __init__(
+        self, tensor: Tensor, predicate: Predicate, low: float, high: float = math.nan
+    ) -> None:
+        """Encode a dense tensor."""
+        super().__init__(tensor, 1, headers=False)
+        gpu.encode_mask(_in_memory_order(tensor), self.planes, predicate, low, high)
+
+    def decode(self, out: Tensor, off_value: float, on_value: float) -> None:
+        """Write the two values into a dense tensor of the coded element count."""
+        check_count(self.count, out)
+        gpu.decode_mask(self.planes, off_value, on_value, _in_memory_order(out))
+
+
+class DeviceValueCode(_DeviceCode):
+    """``codec.ValueCode`` on a device; all its planes stay."""
+
+    __slots__ = ("key", "treatment")
+
+    def __init__(
+        self, tensor: Tensor, treatment: Treatment, key: int, channels: Channels | None = None
+    ) -> None:
+        """Encode a dense tensor, after ``channels`` (vectors on its device) has been applied.
+
+        Raises:
+            CodecError: the treatment is neither *rotated* nor *minmax*.
+            KernelError: the dtype has no code.
+        """
+        if treatment.method not in (Method.ROTATED, Method.MINMAX):
+            raise CodecError(f"asked for a value code by {treatment.method}; use rotated or minmax")
+        super().__init__(tensor, treatment.bits, headers=True)
+        self.treatment = treatment
+        self.key = key
+        source, affine = _in_memory_order(tensor), _affine(channels)
+        if treatment.method is Method.ROTATED:
+            gpu.encode_rotated(source, self.planes, treatment.rounds, key, affine)
+        else:
+            gpu.encode_minmax(source, self.planes, key, affine)
+
+    def decode(
+        self,
+        out: Tensor,
+        channels: Channels | None = None,
+        mask: DeviceMaskCode | None = None,
+        accumulate: bool = False,
+        blocks: tuple[int, int] | None = None,
+    ) -> None:
+        """Write the values, as ``codec.ValueCode.decode`` does.
+
+        Raises:
+            CodecError: parts were asked for, which only codes of the processor give.
+        """
+        if blocks is not None:
+            raise CodecError(
+                f"asked for blocks {blocks} of a code on {out.device}; it decodes as a whole"
+            )
+        check_count(self.count, out)
+        chosen = None if mask is None else mask.planes
+        place, affine = _in_memory_order(out), _affine(channels)
+        if self.treatment.method is Method.ROTATED:
+            rounds = self.treatment.rounds
+            gpu.decode_rotated(self.planes, rounds, self.key, place, affine, chosen, accumulate)
+        else:
+            gpu.decode_minmax(self.planes, place, affine, chosen, accumulate)
+
+
+class DeviceDerivativeCode(_DeviceCode):
+    """``codec.DerivativeCode`` on a device."""
+
+    __slots__ = ("_broken",)
+
+    def __init__(self, tensor: Tensor, bits: int, borders: Tensor) -> None:
+        """Code a dense tensor; ``borders``: (2**bits - 1,) float32, ascending, on any device.
+
+        Whether all elements are finite is known on the device alone; where one is
+        not, all of the tensor decodes to NaN.
+        """
+        super().__init__(tensor, bits, headers=False)
+        source, table = _in_memory_order(tensor), _table_on(borders, tensor.device)
+        self._broken = gpu.encode_derivative(source, self.planes, table)
+
+    def decode(self, out: Tensor, levels: Tensor) -> None:
+        """Write ``levels[interval]`` into a dense tensor; levels: (2**bits,) float32."""
+        check_count(self.count, out)
+        place = _in_memory_order(out)
+        gpu.decode_derivative(self.planes, _table_on(levels, out.device), place)
+        place.masked_fill_(self._broken != 0, math.nan)
+
+
+class DeviceIntegerCode(_DeviceCode):
+    """``codec.IntegerCode`` on a device; the caller knows that the range holds."""
+
+    __slots__ = ("base",)
+
+    def __init__(self, tensor: Tensor, bits: int, base: int) -> None:
+        """Encode a dense tensor of integers in ``base … base + 2**bits - 1``, or of booleans."""
+        super().__init__(tensor, bits, headers=False)
+        self.base = base
+        gpu.encode_integers(_signed(_in_memory_order(tensor)), self.planes, base)
+
+    def decode(self, out: Tensor) -> None:
+        """Write the integers into a dense tensor of the coded element count."""
+        check_count(self.count, out)
+        gpu.decode_integers(self.planes, self.base, _signed(_in_memory_order(out)))
+
+
+@cache
+def _table_on(table: Tensor, device: torch.device) -> Tensor:
+    """A table of an activation, of which there are few, copied once."""
+    return table.to(device)
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    return torch.as_strided(tensor.detach(), (tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def _signed(items: Tensor) -> Tensor:
+    return items.view(torch.int8) if items.dtype == torch.uint8 else items
+
+
+def _affine(channels: Channels | None) -> Affine | None:
+    return None if channels is None else Affine(channels.scale, channels.shift, channels.inner)

@@ -1,0 +1,191 @@
+"""Codes of tensors on a GPU, in whole steps: on one, or under Triton's interpreter.
+
+Interpreted, kernels of the device code the processor's tensors: they give the bytes of the
+processor's own kernels, so whole gradients must agree to the bit. Without a GPU these skip here;
+``test_gpu_interpreted`` runs them in a process that interprets.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from daf.errors import CodecError
+from daf.execution.capture import Capture
+from daf.kernels import header_bytes, plane_bytes
+from daf.plan import Method, Need, SiteReport, policy_for
+from daf.store import coder
+from daf.store.buffers import PlainStore
+
+pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not (INTERPRETED or torch.cuda.is_available()):
+    pytest.skip("no CUDA device; test_gpu_interpreted runs these", allow_module_level=True)
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+interpreted_only = pytest.mark.skipif(not INTERPRETED, reason="compares with the processor's bits")
+
+
+@pytest.fixture(autouse=True)
+def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Interpreted, the processor's tensors count as a device's."""
+    if INTERPRETED:
+        monkeypatch.setattr(coder, "DEVICE_TYPES", ("cpu",))
+    with np.errstate(all="ignore"):
+        yield
+
+
+class Residual(nn.Module):
+    """Every kind of site that has a code: norms, ReLU, a sum, pooling, GELU, products, masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.second = nn.Conv2d(8, 8, 3, padding=1)
+        self.behind = nn.BatchNorm2d(8)
+        self.pool = nn.MaxPool2d(2)
+        self.rows = nn.LayerNorm(8)
+        self.wide = nn.Linear(8, 32)
+        self.narrow = nn.Linear(32, 8)
+        self.classes = nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.first(x)))
+        x = self.pool(F.relu(x + self.behind(self.second(x))))
+        tokens = self.rows(x.flatten(2).transpose(1, 2).contiguous())
+        tokens = self.narrow(F.gelu(self.wide(tokens)))
+        weights = (tokens @ tokens.transpose(1, 2)).softmax(-1)
+        kept = (weights @ tokens).masked_fill(tokens.detach() > 1, 0.0)
+        return self.classes(F.silu(kept).mean(1))
+
+
+def step(
+    bits: int | str, *, processor: bool = False, channels_last: bool = True
+) -> tuple[list[Tensor], tuple[SiteReport, ...], Capture]:
+    """Gradients, sites and the capture, one step from the same state whoever codes."""
+    torch.manual_seed(0)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    model = Residual().to(DEVICE, memory_format=layout)
+    x = torch.randn(4, 3, 16, 16).to(DEVICE, memory_format=layout)
+    labels = torch.randint(10, (4,)).to(DEVICE)
+    capture = Capture(model, PlainStore())
+    with pytest.MonkeyPatch.context() as patch:
+        if processor:
+            patch.setattr(coder, "DEVICE_TYPES", ())
+        with capture.step(policy_for(bits), seed=3, step_index=5, batch=(x, labels)):
+            loss = F.cross_entropy(model(x), labels)
+        sites = capture.sites()
+        loss.backward()
+    return [each.grad for each in model.parameters() if each.grad is not None], sites, capture
+
+
+@interpreted_only
+@pytest.mark.parametrize(("bits", "channels_last"), [(2, True), (6, False)])
+def test_gradients_are_those_of_the_processor_s_codes(
+    bits: int | str, channels_last: bool, code_everything: None
+) -> None:
+    expected, sites, _ = step(bits, processor=True, channels_last=channels_last)
+    found, own_sites, _ = step(bits, channels_last=channels_last)
+    assert [site.treatment.method for site in own_sites] == [
+        site.treatment.method for site in sites
+    ]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("bits", [1, "exact"])
+def test_codes_lie_on_the_device_and_go_with_backward(
+    bits: int | str, code_everything: None
+) -> None:
+    gradients, sites, capture = step(bits)
+    treated = {site.treatment.method for site in sites}
+    assert {Method.MASK, Method.PACK, Method.DROP} <= treated
+    if bits != "exact":
+        assert {Method.DERIVATIVE, Method.REDERIVE} <= treated
+        assert capture.stats.held_peak_bytes < 0.6 * capture.stats.plain_peak_bytes
+    assert capture.stats.held_bytes == 0
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+def test_errors_shrink_with_bits(code_everything: None) -> None:
+    exact = torch.cat([each.flatten() for each in step("plain")[0]])
+
+    def error(bits: int) -> float:
+        found = torch.cat([each.flatten() for each in step(bits)[0]])
+        return float((found - exact).square().sum() / exact.square().sum())
+
+    coarse, fine = error(1), error(4)
+    assert 0 < fine < 0.1 * coarse
+
+
+def test_the_device_s_bytes_are_those_of_the_format() -> None:
+    values = torch.randn(5000, device=DEVICE)
+    made = coder.Coder(PlainStore())
+    policy = policy_for(2)
+    treatment = next(each for each in policy.by_need.values() if each.method is Method.ROTATED)
+    code = made.values(values, treatment, 7, None, weight=1.0, tag=0)
+    assert not code.in_store
+    assert code.nbytes == plane_bytes(5000, 2) + header_bytes(5000)
+    with pytest.raises(CodecError, match="decodes as a whole"):
+        code.decode(torch.empty(256, device=DEVICE), blocks=(0, 1))
+    with pytest.raises(CodecError, match="asked to decode 5000 elements into a tensor of 4999"):
+        code.decode(torch.empty(4999, device=DEVICE))
+
+
+def test_what_is_not_finite_stays_visible_behind_a_smooth_activation() -> None:
+    """Nobody waits to look: where one element is not finite, all of the tensor is NaN."""
+    model = nn.Sequential(nn.Identity(), nn.GELU())
+    for broken in (False, True):
+        x = torch.randn(64, 64, device=DEVICE, requires_grad=True)
+        with torch.no_grad():
+            x[3, 3] = float("inf") if broken else 0.0
+        capture = Capture(model, PlainStore())
+        with capture.step(policy_for(2), 0, 0):
+            out = model(x * 1).sum()
+        (site,) = (site for site in capture.sites() if site.treatment.method is Method.DERIVATIVE)
+        assert site.held_bytes == plane_bytes(64 * 64, 2)
+        out.backward()
+        assert x.grad is not None
+        assert bool(x.grad.isnan().all()) == broken
+
+
+def test_what_only_the_device_knows_is_kept() -> None:
+    """The range of integers, and whether noise takes two values: looking would wait."""
+    model = nn.Sequential(nn.Identity(), nn.Linear(64, 64), nn.Dropout(0.5))
+    x = torch.randn(64, 64, device=DEVICE, requires_grad=True)
+    places = torch.randint(0, 9, (64, 64), device=DEVICE)
+    capture = Capture(model, PlainStore())
+    with capture.step(policy_for(2), 0, 0):
+        out = model(x).gather(1, places * 1).sum()
+    (index,) = (site for site in capture.sites() if site.need is Need.INTEGER)
+    assert index.treatment.method is Method.KEEP
+    if INTERPRETED:  # the processor's dropout saves its noise as floats
+        (noise,) = (site for site in capture.sites() if site.need is Need.TWO_VALUED)
+        assert noise.treatment.method is Method.KEEP
+    out.backward()
+
+
+def test_without_triton_tensors_on_a_device_are_kept() -> None:
+    program = """
+        import sys
+        sys.modules["triton"] = None
+        import torch
+        from daf.store import coder
+        print(coder.can_code_on(torch.device("cuda")), coder.can_code_on(torch.device("cpu")))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "False True\n", "")
