@@ -20,7 +20,7 @@ from daf.bench.child import Child, ContestantError, TooLateError
 from daf.bench.peers_figures import figures_of
 from daf.bench.peers_job import PeersJob
 from daf.bench.peers_picture import draw_peers
-from daf.bench.peers_row import warm_up_steps
+from daf.bench.peers_row import MOST_WARM_UP_STEPS, warm_up_steps
 from daf.bench.peers_table import (
     BASELINE,
     FULL,
@@ -97,7 +97,10 @@ def test_it_goes_on_where_it_stopped(measured: Any, monkeypatch: pytest.MonkeyPa
     assert again.rows[-1]["contestant"] == "torch.compile"
     assert peers_job.run(TINY, file).rows == again.rows
     fewer = replace(TINY, contestants=CONTESTANTS[:1])  # rows are asked for by their names
-    assert peers_job.run(fewer, file).rows == again.rows[:2]
+    told: list[tuple[int, int]] = []
+    found = peers_job.run(fewer, file, lambda _, done, count: told.append((done, count)))
+    assert found.rows == again.rows[:2]
+    assert told == [(2, 2), (2, 2)]  # of those asked for, whatever else the file holds
     with pytest.raises(RunFolderError, match="another measurement"):
         peers_job.run(replace(TINY, steps=3), file)
 
@@ -199,6 +202,41 @@ def test_half_as_many_steps_come_before_those_that_are_timed() -> None:
     assert [len(side) for side in found] == [9, 6]
     assert order[:3] == ["ours"] * 3
     assert order[3:7] == ["plain", "ours", "ours", "plain"]  # whoever was first is then second
+
+
+@pytest.mark.parametrize("settled_after", [1, 5, 1000])
+def test_a_session_that_tries_plans_is_timed_once_it_has_one(settled_after: int) -> None:
+    done: list[dict[str, Any]] = []
+
+    def step() -> dict[str, Any]:
+        done.append({"step_ms": 1.0, "is_settled": len(done) + 1 >= settled_after})
+        return done[-1]
+
+    plain = SimpleNamespace(step=lambda: {"step_ms": 1.0})
+    ours, theirs = peers_row._interleaved(SimpleNamespace(step=step), plain, 6)  # type: ignore[arg-type]
+    assert len(theirs) == 6
+    assert len(ours) == 6 + {1: 3, 5: 5, 1000: MOST_WARM_UP_STEPS}[settled_after]
+
+
+def test_nothing_is_asked_of_a_session_that_was_refused() -> None:
+    answers = iter([{"step_ms": 1.0, "is_settled": False}, {"raised": "no room"}])
+    ours, theirs = peers_row._interleaved(
+        SimpleNamespace(step=lambda: next(answers)),  # type: ignore[arg-type]
+        SimpleNamespace(step=lambda: pytest.fail("plain is asked for nothing")),  # type: ignore[arg-type]
+        6,
+    )
+    assert ours[-1] == {"raised": "no room"}
+    assert theirs == []
+
+
+def test_losses_are_of_the_same_steps_whoever_warmed_up_longer() -> None:
+    facts = {"examples": 4, "saved_bytes_peak": 0}
+
+    def loss(count: int) -> float:
+        done = [{"loss": float(at), "step_ms": 1.0, "peak_bytes": 9} for at in range(count)]
+        return float(peers_row._row_of(done, 6, facts, (1, 9))["loss"])
+
+    assert loss(3 + 6) == loss(20 + 6) == pytest.approx(7.0)  # the sixth to the eighth
 
 
 def row(name: str, peak: float, step: float, kind: str = PEER, **more: Any) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from daf.allocation import (
 from daf.errors import UnknownNameError
 from daf.execution.capture import Capture
 from daf.execution.microbatch import LossFunction, batch_size, read_loss
+from daf.execution.undisturbed import undisturbed
 from daf.kernels import BLOCK_ELEMENTS, header_bytes, plane_bytes
 from daf.kernels.code_errors import GAUSSIAN_BLOCK_SQUARED_RANGE, minmax_error
 from daf.plan import (
@@ -42,10 +43,10 @@ from daf.plan import (
     Treatment,
     coded_policy,
     plain_policy,
+    with_fused_operators,
 )
 from daf.sensitivity.estimate import measure_sensitivity
 from daf.sensitivity.result import Sensitivity
-from daf.sensitivity.undisturbed import undisturbed
 
 _VALUE_NEEDS = (Need.LINEAR, Need.NORM, Need.PRODUCT)
 _SEEDED = (Method.ROTATED, Method.MINMAX)
@@ -76,7 +77,9 @@ def make_policy(name: str, example: Example) -> Policy:
     if name == "plain":
         return plain_policy()
     if name.startswith(FUSED):
-        return fused(replace(make_policy(name.removeprefix(FUSED), example), name=name))
+        return with_fused_operators(
+            replace(make_policy(name.removeprefix(FUSED), example), name=name)
+        )
     if name.startswith(APART):
         alone = replace(example, rederive=False)
         return replace(make_policy(name.removeprefix(APART), alone), name=name)
@@ -92,11 +95,6 @@ def make_policy(name: str, example: Example) -> Policy:
             f"for one width everywhere (alam: {_LEAST_AVERAGED} to 4)"
         )
     return replace(_MAKERS[kind](bits, example), name=name, rederive=example.rederive)
-
-
-def fused(policy: Policy) -> Policy:
-    """The policy with fused and chunked operators."""
-    return replace(policy, fused=True, fused_rows=True, fused_smooth=True, chunked=True)
 
 
 def unfused(policy: Policy) -> Policy:

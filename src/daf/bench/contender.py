@@ -46,6 +46,7 @@ class Way:
     batch_size: int | None = None
     budget_bytes: int | None = None
     bits: int | None = None
+    fused: bool = False
     policy: str | None = None
     tolerance: float | None = None
     peer: str = "plain"
@@ -74,7 +75,9 @@ class Contender(Child):
         return self.ask("prepare")
 
     def step(self) -> dict[str, Any]:
-        """loss, step_ms, peak_bytes and saved_bytes; or ``raised``, a late refusal."""
+        """loss, step_ms, peak_bytes, and of a session saved_bytes and is_settled; or ``raised``,
+        a late refusal.
+        """
         return self.ask("step")
 
     def facts(self) -> dict[str, Any]:
@@ -130,6 +133,7 @@ class Work:
             self._work.optimizer,
             way.budget_bytes,
             bits=way.bits,
+            fused=way.fused,
             seed=way.seed,
             floor_bytes=self.floor_bytes,
             **session_options(way.policy, way.tolerance),
@@ -169,7 +173,8 @@ class Work:
 
     def _trained(self, batch: Any) -> dict[str, Any]:
         if self._session is not None:
-            return _reported(self._session.step(batch, self._loss))
+            report = self._session.step(batch, self._loss)
+            return {**_reported(report), "is_settled": self._session.is_settled}
         self._peer = self._peer or self._make_peer()
         measure.reset_peak()  # a session does so itself, and remembers
         return {"loss": self._peer.step(batch), "peak_bytes": measure.peak_bytes()}

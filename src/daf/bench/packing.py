@@ -165,9 +165,12 @@ def draw_packing(rows: list[dict[str, Any]], path: Path) -> None:
             label=words[1],
         )
     axes.set_xticks(
-        [3 * i + 0.5 for i in range(len(rows))], [f"{row['bits']} bits" for row in rows]
+        [3 * i + 0.5 for i in range(len(rows))],
+        ["1 bit" if row["bits"] == 1 else f"{row['bits']} bits" for row in rows],
     )
     axes.set_ylabel(f"ms, {rows[0]['elements']:,} floats")
     axes.set_title("What packing costs", loc="left", fontweight="bold")
-    axes.legend(frameon=False)
+    figure.legend(frameon=False, ncols=5, loc="outside lower center")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
     figure.savefig(path)

@@ -83,17 +83,23 @@ def run(
     log = RowLog(rows_file, _measured(job))
     until_s = None if job.minutes is None else time.monotonic() + 60 * job.minutes
     found: dict[str, dict[str, Row]] = {name: {} for name in job.workloads}
-    expected = len(job.workloads) * (1 + len(job.contestants))
+    labels = (PLAIN, *(asked.label for asked in job.contestants))
+    expected = [_name(name, label) for name in job.workloads for label in labels]
     for contestants in _rounds(job):
         for name in job.workloads:
 
             def say(what: str, name: str = name) -> None:
-                on_progress(f"{name}: {what}", len(log.rows), expected)
+                on_progress(_name(name, what), sum(map(log.has, expected)), len(expected))
 
             rows = _Workload(job, name, log, until_s, say).rows(contestants)
             found[name] |= {row["contestant"]: row for row in rows}
     in_order = [row for of in found.values() for row in of.values()]
     return BenchResult("peers", in_order, figures_of(in_order), _notes(job))
+
+
+def _name(workload: str, label: str) -> str:
+    """A row's, in the log and to whoever watches."""
+    return f"{workload}: {label}"
 
 
 def _rounds(job: PeersJob) -> list[tuple[Asked, ...]]:
@@ -192,7 +198,7 @@ class _Workload:
             "same_mathematics": _computes_the_same(asked, self._name),
         }
         try:
-            return self._log.row(f"{self._name}: {asked.label}", lambda: {**named, **make()})
+            return self._log.row(_name(self._name, asked.label), lambda: {**named, **make()})
         except TooLateError:
             return {**named, "late": "there was not time enough for it; the full comparison has it"}
         except ContestantError as error:  # plain's own, such as a library that is not installed

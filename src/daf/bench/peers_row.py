@@ -16,6 +16,8 @@ from daf.bench.sweep_point import gradient_error
 
 # Compilers compile in the first step, sessions measure in it, and a new plan runs in the second.
 LEAST_WARM_UP_STEPS = 2
+# Sessions that are still trying plans go on until they have one, or so often.
+MOST_WARM_UP_STEPS = 32
 
 
 def warm_up_steps(steps: int) -> int:
@@ -105,16 +107,23 @@ def _interleaved(
     """Warm-up steps alone, then both in turn, the order alternating; ended early by a refusal."""
     ours: list[dict[str, Any]] = []
     theirs: list[dict[str, Any]] = []
-    for index in range(warm_up_steps(steps) + steps):
-        is_timed = index >= warm_up_steps(steps)
-        if is_timed and index % 2:
-            theirs.append(plain.step())
+    while _is_warming(ours, warm_up_steps(steps)):
         ours.append(child.step())
+    for index in range(steps):
         if "raised" in ours[-1]:
             break
-        if is_timed and not index % 2:
+        if not index % 2:
+            theirs.append(plain.step())
+        ours.append(child.step())
+        if index % 2:
             theirs.append(plain.step())
     return ours, theirs
+
+
+def _is_warming(done: list[dict[str, Any]], least: int) -> bool:
+    if len(done) < least:
+        return not done or "raised" not in done[-1]
+    return not done[-1].get("is_settled", True) and len(done) < MOST_WARM_UP_STEPS
 
 
 def _row_of(
@@ -125,6 +134,7 @@ def _row_of(
     peak = max(*(step["peak_bytes"] for step in done), facts.get("session_peak_bytes", 0))
     steady = max(step["peak_bytes"] for step in timed)
     step_ms = statistics.median(_times(timed))
+    counted = done[: warm_up_steps(steps) + steps]  # as many as plain's, whoever warmed up longer
     return {
         "floor_bytes": floor,
         "peak_bytes": peak,
@@ -135,7 +145,7 @@ def _row_of(
         "saved_bytes_peak": facts["saved_bytes_peak"],
         "step_ms": step_ms,
         "examples_per_s": 1000 * facts["examples"] / step_ms,
-        "loss": statistics.fmean(step["loss"] for step in timed[-max(1, len(timed) // 2) :]),
+        "loss": statistics.fmean(step["loss"] for step in counted[-max(1, steps // 2) :]),
     }
 
 

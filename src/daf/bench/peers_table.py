@@ -54,8 +54,13 @@ def ours_exactly(percent: int) -> Asked:
 
 
 def ours_with(bits: int) -> Asked:
-    """DAF at one width, without a budget."""
-    return Asked(DAF_BITS.format(bits), OURS, {"bits": bits})
+    """DAF at one width with fused operators, without a budget."""
+    return Asked(DAF_BITS.format(bits), OURS, {"bits": bits, "fused": True})
+
+
+def ours_unfused(bits: int) -> Asked:
+    """DAF's codes alone, as the peers' are: PyTorch's own operators."""
+    return Asked(f"DAF, {bits} bits, not fused", OURS, {"bits": bits})
 
 
 _SAME_ALLOCATOR = Asked("plain, same allocator", PEER, {"return_freed_blocks": True})
@@ -85,6 +90,7 @@ FULL = (
     by_policy("DGA", "accumulate", 50),
     by_policy("quantizing alone", "quantize", 50),
     *(ours_with(bits) for bits in (1, 2, 4)),
+    ours_unfused(BASELINE_BITS),
     *(ours_at(percent) for percent in (75, 50, 35, 25)),
     ours_exactly(50),
     _COMPILED,

@@ -29,7 +29,7 @@ def draw_reduce(rows: list[dict[str, Any]], path: Path) -> None:
     axes.set_yscale("log")
     axes.set_ylabel("time ÷ PyTorch's")
     axes.set_title("Ranges of tensors, and of channels", loc="left", fontweight="bold")
-    axes.legend(frameon=False, ncols=5)
+    figure.legend(frameon=False, ncols=6, loc="outside lower center")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.savefig(path)

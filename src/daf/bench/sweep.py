@@ -23,8 +23,8 @@ from daf.bench.sweep_figures import figures_of
 from daf.bench.sweep_point import By, measure_plain, measure_point, median_ms
 from daf.bench.workloads import WORKLOADS
 from daf.bench.workloads.sources import Sources, default_sources
+from daf.planning.planner import POLICIES
 
-POLICIES = ("optimal", "sage", "checkpoint", "accumulate", "reduce", "quantize")
 # The least budget must work and this share of it above the floor must not.
 TEN_PERCENT_LESS = 0.9
 Report = Callable[[str, int, int], None]

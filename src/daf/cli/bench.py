@@ -40,6 +40,7 @@ from daf.cli.bench_output import (
     show,
 )
 from daf.cli.bench_peers import peers_command
+from daf.planning.planner import POLICIES
 from daf.report.allocator_picture import draw_trade
 
 app = typer.Typer(help="Measure DAF against what a user would pick instead.")
@@ -226,7 +227,7 @@ def sweep_command(
         job,
         steps=steps or job.steps,
         tolerance=tolerance,
-        policies=sweep_bench.POLICIES if policies else job.policies,
+        policies=POLICIES if policies else job.policies,
     )
     with counted_progress() as report:
         result = sweep_bench.run(job, rows_beside(out), report)
