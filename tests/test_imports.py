@@ -28,6 +28,7 @@ ROWS = (
     ("daf.profiler", 4),
     ("daf.profile_building", 4),
     ("daf.choosing", 5),
+    ("daf.trials", 4),
     ("daf.plain_data", 0),
     ("daf.speeds", 4),
     ("daf.planning", 4),

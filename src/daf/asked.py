@@ -9,7 +9,7 @@ from daf import governor
 from daf.errors import BudgetError, PlatformError, UnknownNameError
 from daf.memory import measure
 from daf.model_bytes import gradient_bytes
-from daf.plan import policy_for
+from daf.plan import Policy, plain_policy, policy_for, with_fused_operators
 from daf.planning import planner
 from daf.units import format_bytes
 
@@ -33,6 +33,21 @@ def policy_name(bits: int | str | None, policy: str | None) -> str:
         known = ", ".join(planner.POLICIES)
         raise UnknownNameError(f"asked for the policy {policy!r}; known: {known}")
     return policy_for(bits).name if bits is not None else policy or "optimal"
+
+
+def fixed_policy(bits: int | str | None, *, fused: bool, has_budget: bool) -> Policy:
+    """What a session without a budget does at every step.
+
+    Raises:
+        ValueError: ``bits`` names no policy, or operators were to be fused under a budget.
+    """
+    if fused and has_budget:
+        raise ValueError(
+            "asked for fused=True under a budget; there the planner measures fused operators and "
+            "takes them where that pays; leave fused out, or pass budget=None"
+        )
+    policy = plain_policy() if bits is None else policy_for(bits)
+    return with_fused_operators(policy) if fused else policy
 
 
 def checked_tolerance(tolerance: float | None) -> float | None:

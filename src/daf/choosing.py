@@ -3,6 +3,7 @@
 A quick plan is there at once; the best one is sought in the background and
 taken over between two steps. The first full-size step runs under a plan that
 holds as little as its pieces can; what it measures corrects every later plan.
+Then the best plans of other kinds are tried as well (``trials``).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from daf.planning.background import BackgroundPlan
 from daf.planning.options import Allowed
 from daf.planning.widths import wider_level
 from daf.profile import Profile
+from daf.trials import Ran, Trials
 
 # Tried in turn where a tolerance cannot be kept, so that no more is added than must be.
 WIDER_TOLERANCES = (0.05, 0.14, 0.5, 1.0)
@@ -69,9 +71,9 @@ class Choosing:
     """The plan in force, and how it came to be.
 
     ``plan`` is what training goes on with; ``first`` what the next step runs
-    under, until it was measured; ``evidence`` what that taught. ``profile`` is
-    of PyTorch's own operators; ``fused_profile`` of fused and chunked ones, where these
-    were measured.
+    under, until it was measured; ``evidence`` what that taught; ``trials`` which plans are
+    tried, and what that taught. ``profile`` is of PyTorch's own operators; ``fused_profile``
+    of fused and chunked ones, where these were measured.
     """
 
     def __init__(self, terms: Terms) -> None:
@@ -81,17 +83,35 @@ class Choosing:
         self.plan: Plan | None = None
         self.first: Plan | None = None
         self.evidence: Evidence | None = None
+        self.trials = Trials()
         self._search: BackgroundPlan | None = None
-        self._budget_bytes = 0
 
     @property
     def running(self) -> Plan | None:
         """The plan for the next step."""
         return self.first or self.plan
 
+    def settle_on(self, plan: Plan | None) -> None:
+        """Go on with this plan; nothing else is sought or tried."""
+        self.give_up_search()
+        self.plan, self.first = plan, None
+
+    def give_up_search(self) -> None:
+        """Seek and try nothing; the plan in force stays."""
+        if self._search is not None:
+            self._search.stop()
+        self._search = None
+        self.trials.cancel()
+
+    @property
+    def is_settled(self) -> bool:
+        """Is the plan one to go on with: nothing to measure, to find or to try?"""
+        return not (self.first or self._search) and self.trials.is_settled
+
     def forget(self) -> None:
         """Whatever was chosen no longer holds."""
-        self.plan = self.first = self._search = None
+        self.settle_on(None)
+        self.trials.forget()
 
     def begin(
         self,
@@ -121,9 +141,14 @@ class Choosing:
         """The best plan if it is found with patience; the search goes on if steps leave it room."""
         assert self._search is not None
         if self._has_room_to_search(quick, budget_bytes):
-            return self._search.wait(PATIENCE_S) or quick
+            return self._found(self._search.wait(PATIENCE_S)) or quick
         search, self._search = self._search, None
-        return search.finish(PATIENCE_S) or quick
+        return self._found(search.finish(PATIENCE_S)) or quick
+
+    def _found(self, plans: tuple[Plan, ...]) -> Plan | None:
+        """The best of what a search found; the others may be tried."""
+        self.trials.offer(plans)
+        return plans[0] if plans else None
 
     @staticmethod
     def _has_room_to_search(plan: Plan, budget_bytes: int) -> bool:
@@ -155,10 +180,19 @@ class Choosing:
             self.plan = self._make(budget_bytes)
 
     def between_steps(self) -> None:
-        """Take over the best plan, once it is found."""
+        """Take over the best plan, once it is found, or the next one that is tried."""
         if self._search is not None and self._search.is_done:
-            self.plan = self._search.result or self.plan
+            self.plan = self._found(self._search.result) or self.plan
             self._search = None
+        if self.first is None and self._search is None:
+            self.plan = self.trials.next_plan() or self.plan
+
+    def note_step(self, plan: Plan, ran: Ran, share: float) -> None:
+        """A step ran to its end under this plan; after the last one tried, the fastest stays.
+
+        The arguments are those of ``Trials.note``.
+        """
+        self.plan = self.trials.note(plan, ran, share) or self.plan
 
     def again(self, budget_bytes: int, *, can_refuse: bool) -> Plan:
         """The plan under another budget.
@@ -177,6 +211,7 @@ class Choosing:
             if not can_refuse or error.least_bytes is None:
                 raise
             self.plan = self._make(error.least_bytes)
+            self.give_up_search()  # nothing else is to be tried beyond the budget
         if self._search and not self._has_room_to_search(self.plan, budget_bytes):
             self.plan = self._searched(self.plan, budget_bytes)
         return self.plan
@@ -219,12 +254,20 @@ class Choosing:
             self.aim_for(tolerance, budget_bytes)
         if self.plan is not None and self.plan.added_noise < before.added_noise:
             return True
-        self.plan, self.terms, self._search = before, terms, None
+        self.give_up_search()
+        self.plan, self.terms = before, terms
         return False
 
     def tighten(self, plan: Plan) -> Plan | None:
-        """A plan that holds less than ``plan`` did, from now on in force; None: there is none."""
+        """A plan that holds less than ``plan`` did, from now on in force; None: there is none.
+
+        Of plans that were tried, one that has proven to fit.
+        """
         assert self.profile is not None
+        proven = self.trials.drop(plan)
+        if proven is not None:
+            self.plan = proven
+            return proven
         told = replace(plan, predicted_peak_bytes=self._predicted(plan))
         tighter = planner.tighter_plan(
             self.profile,
@@ -235,19 +278,30 @@ class Choosing:
             also=self._also,
         )
         if tighter is not None:
-            self.first = self._search = None
-            tighter = self.plan = self._corrected(tighter)
+            tighter = self._corrected(tighter)
+            self.settle_on(tighter)
+            self.trials.may_try = False  # others may pass what was foretold of their bytes too
         return tighter
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs (JSON-able)."""
-        return {name: to_plain(getattr(self, name)) for name in _KEPT}
+        kept = {name: to_plain(getattr(self, name)) for name in _KEPT}
+        return kept | {
+            "trials": self.trials.state_dict(),
+            "was_searching": self._search is not None,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state_dict``; other keys are left alone."""
+        self.give_up_search()
         for name, kind in _KEPT.items():
             found = None if state[name] is None else from_plain(kind, state[name])
             setattr(self, name, found)
+        self.trials.load_state_dict(state["trials"])
+
+    def search_again(self, budget_bytes: int) -> None:
+        """What a session sought when its state was taken, one that was resumed seeks anew."""
+        self._search = BackgroundPlan(partial(_with_stop, self._maker(budget_bytes)))
 
     def least_bytes(self) -> int:
         """The least budget that any plan fits, as far as is known now."""
@@ -293,30 +347,37 @@ class Choosing:
             return 1.0
         return self.evidence.factor(self.profile.floor_bytes)
 
-    def _maker(self, budget_bytes: int) -> Callable[..., Plan]:
+    def _maker(self, budget_bytes: int) -> Callable[..., tuple[Plan, ...]]:
+        """Makes the best plan of every kind, the fastest as far as is known first."""
         assert self.profile is not None
-        return partial(
-            planner.make_plan,
-            self.profile,
+        make = partial(
+            planner.make_plans,
+            (self.profile, *self._also),
             self.modelled(budget_bytes),
             policy=self.terms.policy,
             tolerance=self.terms.tolerance,
             allowed=self.terms.allowed,
-            also=self._also,
         )
+
+        def corrected(*, quickly: bool = False, **options: Any) -> tuple[Plan, ...]:
+            options |= {"quickly": quickly, "exactly_too": self.can_fuse and not quickly}
+            found = map(self._corrected, make(**options))
+            return tuple(sorted(found, key=lambda plan: plan.predicted_step_ms))
+
+        return corrected
 
     def _quick(self, budget_bytes: int) -> Plan:
         try:
-            return self._corrected(self._maker(budget_bytes)(quickly=True))
+            return self._maker(budget_bytes)(quickly=True)[0]
         except BudgetError as error:
             raise self._corrected_error(error, budget_bytes) from error
 
     def _make(self, budget_bytes: int, quick: Plan | None = None) -> Plan:
         """A quick plan now, the best one in the background."""
-        self._search = None
+        self.give_up_search()
         plan, make = quick or self._quick(budget_bytes), self._maker(budget_bytes)
         if self.terms.policy == "optimal" and plan.policy.name != "plain":
-            self._search = BackgroundPlan(lambda stop: self._corrected(make(stop=stop)))
+            self._search = BackgroundPlan(partial(_with_stop, make))
         return plan
 
     @property
@@ -345,9 +406,10 @@ class Choosing:
         return self.modelled(plan.predicted_peak_bytes)
 
     def _corrected(self, plan: Plan) -> Plan:
+        timed = self.trials.corrected(plan)
         if self._factor == 1.0:
-            return plan
-        return replace(plan, predicted_peak_bytes=self._actual(plan.predicted_peak_bytes))
+            return timed
+        return replace(timed, predicted_peak_bytes=self._actual(plan.predicted_peak_bytes))
 
     def _corrected_error(self, error: BudgetError, budget_bytes: int) -> BudgetError:
         assert self.profile is not None
@@ -364,3 +426,7 @@ _KEPT: dict[str, type[Any]] = {
     "fused_profile": Profile,
     "evidence": Evidence,
 }
+
+
+def _with_stop(make: Callable[..., tuple[Plan, ...]], stop: Callable[[], bool]) -> tuple[Plan, ...]:
+    return make(stop=stop)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
 
@@ -158,6 +158,11 @@ def coded_policy(bits: int) -> Policy:
         Need.SMOOTH: Treatment(Method.DERIVATIVE, min(max(bits, 2), 4)),
     }
     return Policy(f"{bits}-bit", MappingProxyType(_EXACT | lossy))
+
+
+def with_fused_operators(policy: Policy) -> Policy:
+    """The policy with every operator fused or chunked that can be."""
+    return replace(policy, fused=True, fused_rows=True, fused_smooth=True, chunked=True)
 
 
 def _value(bits: int) -> Treatment:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +21,13 @@ from torch import nn
 
 from daf import governor
 from daf.adapting import Adapting, BudgetChange
-from daf.asked import checked_tolerance, policy_name, refuse_gpu, refuse_without_room
+from daf.asked import (
+    checked_tolerance,
+    fixed_policy,
+    policy_name,
+    refuse_gpu,
+    refuse_without_room,
+)
 from daf.attempts import Attempts, Replanning
 from daf.choosing import Choosing, Terms
 from daf.errors import BudgetError, DivergedError, NonFiniteLossError
@@ -35,7 +42,7 @@ from daf.memory.recycling import unsupported_reason
 from daf.model_bytes import parameter_bytes
 from daf.noise import NoiseRecord
 from daf.noise_control import NoiseControl
-from daf.plan import Method, Plan, plain_policy, policy_for
+from daf.plan import Method, Plan
 from daf.planning import planner
 from daf.planning.options import Allowed
 from daf.planning.widths import is_lossy
@@ -47,7 +54,12 @@ from daf.sensitivity.result import Sensitivity
 from daf.step_report import StepReport
 from daf.store.default import make_store
 from daf.store.spill import SpillOptions
+from daf.trials import Ran
 from daf.units import parse_optional_bytes
+
+# What PyTorch's kernels of another plan leave in the process for good: 4 MB beyond a budget were
+# seen. A plan that is only tried is refused that memory, and the one before goes on.
+NEW_OPERATORS_BYTES = 8 * 2**20
 
 
 class Session:
@@ -64,6 +76,10 @@ class Session:
             memory, ulimits) come first and are followed while it trains.
         bits: the same at every site (1 … 8, ``"exact"``, ``"plain"``); None lets the
             planner choose. Without a budget None means ``"plain"``.
+        fused: without a budget, run normalisations with what follows them, GELU and SiLU as
+            operators that read their code directly, and large convolutions and linear layers
+            in chunks, wherever that was seen to be the same (``compress``). Under a budget the
+            planner fuses where that pays.
         policy: how the planner chooses under a budget: ``"optimal"``, or to compare with it
             ``"sage"``, ``"checkpoint"``, ``"accumulate"``, ``"reduce"``, ``"quantize"``
             (``planning.policies``).
@@ -100,7 +116,8 @@ class Session:
         PoolFullError: ``pool_bytes`` was given, and the system grants no addresses.
         PlatformError: a budget was given for a model on a GPU.
         UnknownNameError: ``policy`` names none.
-        ValueError: ``bits`` names no policy, or both were given; a negative tolerance.
+        ValueError: ``bits`` names no policy, or both were given; a negative tolerance;
+            ``fused`` together with a budget.
     """
 
     def __init__(
@@ -110,6 +127,7 @@ class Session:
         budget: governor.Budget,
         *,
         bits: int | str | None = None,
+        fused: bool = False,
         policy: str | None = None,
         tolerance: float | None = None,
         seed: int = 0,
@@ -128,7 +146,7 @@ class Session:
         self.saved_bytes_plain = 0
         self.saved_bytes_peak = 0
         self.evicted_bytes = 0
-        self._fixed_policy = plain_policy() if bits is None else policy_for(bits)
+        self._fixed_policy = fixed_policy(bits, fused=fused, has_budget=budget is not None)
         self._seed = seed
         self._spill = spill
         store = make_store(parse_optional_bytes(pool_bytes))
@@ -137,7 +155,7 @@ class Session:
         self._release = GradientRelease(
             release_gradients, model, optimizer, self._capture.parameter_reads
         )
-        gradient = GradientStep(
+        self._gradient = gradient = GradientStep(
             model, optimizer, self._capture, self._release, self._keeper.must_finish
         )
         tolerance = checked_tolerance(tolerance)
@@ -148,6 +166,7 @@ class Session:
         self._retracing = Retracing(model, optimizer, retrace)
         self._step_index = 0
         self._planned_for_bytes = 0
+        self._uncut_examples = 0  # of the largest batch so far, where no plan cuts any
         self._peak_bytes = 0
         self._adapting = Adapting(budget, self._keeper, self._capture.release_scratch)
         self._attempts = Attempts(gradient, optimizer, self._capture, self._keeper, self._adapting)
@@ -174,6 +193,7 @@ class Session:
 
     def close(self) -> None:
         """Undo what was set in the process (see ``settings``), and watch no limits any more."""
+        self._choosing.give_up_search()
         self._adapting.close()
         self._keeper.close()
         self._retracing.close()
@@ -250,7 +270,12 @@ class Session:
 
     @plan.setter
     def plan(self, value: Plan | None) -> None:
-        self._choosing.plan = value
+        self._choosing.settle_on(value)
+
+    @property
+    def is_settled(self) -> bool:
+        """Is the plan one to go on with? Not while a better one is sought, or others are tried."""
+        return self.plan is not None and self._choosing.is_settled
 
     @property
     def profile(self) -> Profile | None:
@@ -265,6 +290,11 @@ class Session:
     def sensitivity(self) -> Sensitivity | None:
         """What is known of every site's part in the gradient's noise; for another run's session."""
         return self._noise.sensing.sensitivity
+
+    @property
+    def is_measuring(self) -> bool:
+        """Does the loss function run now for a measurement, which is no training?"""
+        return self._noise.sensing.is_measuring or self._gradient.is_rehearsing
 
     @property
     def noise(self) -> NoiseControl:
@@ -290,14 +320,7 @@ class Session:
         if self.plan is not None:
             return self.plan
         if self.budget_bytes is None:
-            self.plan = Plan(
-                self._noise.with_weights(self._fixed_policy),
-                batch_size(batch),
-                predicted_peak_bytes=0,
-                return_freed_blocks=False,
-                reason="no budget was given",
-            )
-            return self.plan
+            return self._without_budget(batch)
         refuse_without_room(self.model, self.budget_bytes)
         planner.warm_up()
         self._planned_for_bytes = batch_bytes(batch)
@@ -320,6 +343,17 @@ class Session:
             raise
         self._keeper.flush()  # what planning held
         return self._adopt(plan)
+
+    def _without_budget(self, batch: Any) -> Plan:
+        self._uncut_examples = batch_size(batch)
+        self.plan = Plan(
+            self._noise.with_weights(self._fixed_policy),
+            self._uncut_examples,
+            predicted_peak_bytes=0,
+            return_freed_blocks=False,
+            reason="no budget was given",
+        )
+        return self.plan
 
     def least_feasible_bytes(self) -> int | None:
         """The least budget that any plan fits, as far as is known; None before ``prepare``."""
@@ -348,7 +382,9 @@ class Session:
             self._choosing.forget()
         self._choosing.between_steps()
         plan = self._adopt(self.plan or self.prepare(batch, loss_fn))
-        running = self._choosing.running or plan
+        running = self._whole(self._choosing.running or plan, batch)
+        is_new = self._choosing.trials.is_trying_another
+        self._keeper.spare_more_bytes = NEW_OPERATORS_BYTES if is_new else 0
         self._begin_peak()
         start_s = time.perf_counter()
         loss, running, has_diverged = self._run_watched(batch, loss_fn, running)
@@ -367,6 +403,9 @@ class Session:
             self._tighter(running)
         elif self._choosing.first is not None:
             self._settle(peak)
+        else:
+            self._note_step(running, step_ms, batch)
+        self._count_held()
         stats = self._capture.stats
         overrun_bytes = self._keeper.overrun_bytes
         step = self._step_index - 1, step_ms
@@ -383,6 +422,20 @@ class Session:
             self.budget_bytes,
             *noise,
         )
+
+    def _whole(self, plan: Plan, batch: Any) -> Plan:
+        """Where nothing was planned no batch is cut, however much larger than the first."""
+        examples = batch_size(batch)
+        if plan.micro_batch != self._uncut_examples or examples <= self._uncut_examples:
+            return plan
+        self._uncut_examples = examples
+        self.plan = replace(plan, micro_batch=examples)
+        return self.plan
+
+    def _note_step(self, plan: Plan, step_ms: float, batch: Any) -> None:
+        share = batch_bytes(batch) / max(1, self._planned_for_bytes)
+        ran = Ran(step_ms, self._capture.stats.held_peak_bytes)
+        self._choosing.note_step(plan, ran, share)
 
     def _run_watched(
         self, batch: Any, loss_fn: LossFunction, plan: Plan
@@ -439,7 +492,7 @@ class Session:
         return chosen | counted | noise | {"peak_bytes": self.peak_bytes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state_dict``: nothing is measured or planned again."""
+        """Go on from ``state_dict``: nothing is measured again; a search begins anew."""
         self._choosing.load_state_dict(state)
         for name, attribute in _COUNTED.items():
             setattr(self, attribute, state[name])
@@ -449,6 +502,8 @@ class Session:
         self._retracing.load_state_dict(state["retracing"])
         if self.plan is not None and self.plan.return_freed_blocks:
             self._keeper.open()
+        if state["was_searching"] and self._planned_budget_bytes is not None:
+            self._choosing.search_again(self._planned_budget_bytes)
 
     def _allowed(self) -> Allowed:
         """What this session's execution can carry out."""
@@ -504,6 +559,7 @@ class Session:
         """
         if self.profile is None or self.budget_bytes is None:
             return None
+        self._keeper.spare_more_bytes = 0  # for a plan that is known to fit
         if self.budget_bytes != self._planned_budget_bytes:  # it moved in mid-step
             self._planned_budget_bytes = self.budget_bytes
             moved = self._replan(self.budget_bytes)
@@ -535,9 +591,14 @@ class Session:
         pieces_of_plain = max(1.0, batch_size(batch) / part)
         plain = int(stats.plain_peak_bytes * pieces_of_plain)
         self.saved_bytes_plain = max(self.saved_bytes_plain, plain)
-        # The first step ran under a tighter plan, so it says nothing of this plan's peak.
-        self.saved_bytes_peak = max(self.saved_bytes_peak, stats.held_peak_bytes)
         self.evicted_bytes += stats.evicted_bytes
+
+    def _count_held(self) -> None:
+        """Of plans that are tried, what the one held for backward that stays."""
+        trials = self._choosing.trials
+        if trials.trial is None:
+            held_bytes = max(self.saved_bytes_peak, self._capture.stats.held_peak_bytes)
+            self.saved_bytes_peak = trials.take_held_bytes() or held_bytes
 
     def _settle(self, measured_peak_bytes: int) -> None:
         budget_bytes = self._planned_budget_bytes
@@ -552,6 +613,7 @@ _COUNTED = {
     "seed": "_seed",
     "step_index": "_step_index",
     "planned_for_bytes": "_planned_for_bytes",
+    "uncut_examples": "_uncut_examples",
     "planned_budget_bytes": "_planned_budget_bytes",
     "predicted_peak_bytes": "predicted_peak_bytes",
     "saved_bytes_plain": "saved_bytes_plain",

@@ -715,6 +715,20 @@ def test_copies_made_inside_have_no_trace() -> None:
 # --- any nesting ------------------------------------------------------------------------------
 
 
+def test_a_mean_that_stayed_what_it_was_is_not_moved_by_a_replay() -> None:
+    """The first call adds a mean of 0 to one of 0; replayed after the second, it would decay it."""
+    model = nn.Sequential(nn.Identity(), nn.BatchNorm1d(2))
+    even, uneven = torch.tensor([[1.0, -2.0], [-1.0, 2.0]]), torch.tensor([[1.0, 2.0], [3.0, 5.0]])
+    weights = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
+    batch = even.requires_grad_(), uneven.requires_grad_()
+
+    def loss_of(module: nn.Module) -> Tensor:
+        return sum(((module[1](x * 1) * weights).sum() for x in batch), torch.zeros(()))  # type: ignore[index]
+
+    done = assert_exact(model, ["1"], loss_of)
+    assert done.replays == (("1", 1), ("1", 0))
+
+
 class Random(nn.Module):
     """Children in a row, with a shortcut where asked."""
 

@@ -48,6 +48,23 @@ def test_beyond_the_budget_an_allocation_is_refused_and_counted(keeper: MemoryKe
     assert whole(hold(64))
 
 
+def test_what_is_spared_beside_the_usual_is_refused_until_the_next_bound(
+    keeper: MemoryKeeper,
+) -> None:
+    budget = measure.resident_bytes() + 100 * MIB
+    keeper.spare_more_bytes = 60 * MIB
+    keeper.bound(budget, budget)
+    assert whole(hold(32))
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        hold(64)
+    keeper.rebound(budget + 8 * MIB)  # it moves in mid-step: as much is spared
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        hold(64)
+    keeper.spare_more_bytes = 0
+    keeper.bound(budget, budget)
+    assert whole(hold(64))
+
+
 def test_beyond_what_was_expected_freed_blocks_go_first_and_nothing_is_refused(
     keeper: MemoryKeeper,
 ) -> None:

@@ -228,16 +228,16 @@ def test_the_best_plan_is_taken_over_between_two_steps_and_not_before() -> None:
     release = threading.Event()
     best = replace(quick, reason="the best")
 
-    def search(_stop: object) -> Plan:
+    def search(_stop: object) -> tuple[Plan, ...]:
         assert release.wait(30)
-        return best
+        return (best,)
 
     choosing._search = BackgroundPlan(search)
     choosing.between_steps()
     assert choosing.plan is quick  # not found yet
     release.set()
     assert choosing._search is not None
-    assert choosing._search.wait(30) is best
+    assert choosing._search.wait(30) == (best,)
     assert choosing.plan is quick
     choosing.between_steps()
     assert choosing.plan is best
@@ -249,11 +249,11 @@ def test_a_search_that_finds_nothing_leaves_the_quick_plan() -> None:
     choosing = chosen(measured)
     quick = choosing.begin(measured, between(measured, 0.5))
 
-    def search(_stop: object) -> Plan:
+    def search(_stop: object) -> tuple[Plan, ...]:
         raise BudgetError("nothing fits")
 
     choosing._search = BackgroundPlan(search)
-    assert choosing._search.wait(30) is None
+    assert choosing._search.wait(30) == ()
     choosing.between_steps()
     assert choosing.plan is quick
 
@@ -263,7 +263,7 @@ def test_a_search_for_an_old_budget_is_never_taken_over() -> None:
     choosing = chosen(measured)
     choosing.begin(measured, between(measured, 0.9))
     stale = replace(choosing.plan, reason="stale")  # type: ignore[type-var]
-    choosing._search = BackgroundPlan(lambda _stop: stale)
+    choosing._search = BackgroundPlan(lambda _stop: (stale,))  # type: ignore[arg-type, return-value]
     tight = between(measured, 0.3)
     choosing.again(tight, can_refuse=False)
     if choosing._search is not None:

@@ -376,6 +376,21 @@ print(json.dumps(answer | dict(floor=floor)))
 """
 
 
+def test_without_a_budget_a_larger_batch_is_not_cut() -> None:
+    model, expected = convolutional(), convolutional()
+    with Session(model, sgd(model), None) as session:
+        found = [session.step(images(count), cross_entropy) for count in (6, 12, 6)]
+    assert [report.micro_batch for report in found] == [6, 12, 12]
+    optimizer = sgd(expected)
+    for report, count in zip(found, (6, 12, 6), strict=True):
+        optimizer.zero_grad()
+        loss = cross_entropy(expected, images(count))
+        loss.backward()
+        optimizer.step()
+        assert report.loss == loss.item()
+    assert all(map(torch.equal, model.state_dict().values(), expected.state_dict().values()))
+
+
 @needs_peak
 @pytest.mark.slow
 def test_the_process_stays_below_its_budget_and_the_least_budget_works() -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from copy import deepcopy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import daf.session
+from daf import trials
 from daf.execution.observation import unseen
 from daf.memory.recycling import unsupported_reason
-from daf.plan import Reading
+from daf.plan import Plan, Reading
 from daf.planning import planner
 from daf.session import Session
+from daf.step_report import StepReport
 
 Batch = tuple[Tensor, Tensor]
 MIB = 2**20
@@ -83,7 +89,6 @@ def test_a_fused_plan_trains_within_its_budget_and_says_what_it_fuses() -> None:
         # Whichever is faster on this machine: here the fused plan is carried out.
         allowed = session._choosing.terms.allowed
         session.plan = planner.make_plan(measured, budget_bytes, allowed=allowed)
-        session._choosing.first = session._choosing._search = None
         assert session.plan.policy.fused
         assert sum("fused as batch_norm + relu" in line for line in session.plan.choices) == 5
         reports = [session.step(images(), cross_entropy) for _ in range(3)]
@@ -110,6 +115,142 @@ def test_a_resumed_session_goes_on_with_fused_operators() -> None:
     with Session(model, sgd(model), session.budget_bytes) as resumed:
         resumed.load_state_dict(state)
         assert resumed._choosing.fused_profile == session._choosing.fused_profile
+
+
+def test_a_step_without_a_budget_is_fused_from_the_first_on_if_asked() -> None:
+    found = {}
+    for fused in (False, True):
+        model = network()
+        with Session(model, sgd(model), None, bits=2, fused=fused) as session:
+            reports = [session.step(images(), cross_entropy) for _ in range(2)]
+            patterns = [each.pattern for each in session._capture.fusions() if each.pattern]
+            found[fused] = reports, patterns
+    assert found[False][1] == []
+    assert found[True][1] == ["batch_norm + relu"] * 5
+    first, second = found[True][0]
+    assert first.saved_bytes == second.saved_bytes  # the first step held what the others do
+    assert first.loss == pytest.approx(found[False][0][0].loss, rel=1e-5)
+
+
+def gradient(model: nn.Module) -> Tensor:
+    found = [each.grad for each in model.parameters() if each.grad is not None]
+    return torch.cat([each.double().flatten() for each in found])
+
+
+def test_fused_operators_that_code_nothing_round_no_worse_than_pytorch_s() -> None:
+    x, labels = images()
+    plain, exact, fused = network(), network().double(), network()
+    cross_entropy(plain, (x, labels)).backward()
+    cross_entropy(exact, (x.double(), labels)).backward()
+    with Session(fused, torch.optim.SGD(fused.parameters(), 0.0), None, fused=True) as session:
+        session.step((x, labels), cross_entropy)
+    truth = gradient(exact)
+    # Where a value lies at a ReLU's zero, rounding decides; so plain's own error is the measure.
+    assert (gradient(fused) - truth).norm() <= 2 * (gradient(plain) - truth).norm()
+    for ours, theirs in zip(fused.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_resumed_session_fuses_in_its_first_step_as_the_one_before_would_have() -> None:
+    model = network()
+    optimizer = sgd(model)
+    with Session(model, optimizer, None, bits=2, fused=True) as session:
+        session.step(images(), cross_entropy)
+        weights, moments = deepcopy(model.state_dict()), deepcopy(optimizer.state_dict())
+        state = session.state_dict()
+        expected = [session.step(images(), cross_entropy) for _ in range(2)]
+    fresh = network()
+    fresh.load_state_dict(weights)
+    fresh_optimizer = sgd(fresh)
+    fresh_optimizer.load_state_dict(moments)
+    with Session(fresh, fresh_optimizer, None, bits=2, fused=True) as resumed:
+        resumed.load_state_dict(state)
+        found = [resumed.step(images(), cross_entropy) for _ in range(2)]
+    assert [each.saved_bytes for each in found] == [each.saved_bytes for each in expected]
+    assert [each.loss for each in found] == pytest.approx([each.loss for each in expected], 1e-5)
+
+
+def test_under_a_budget_operators_are_the_planner_s_choice() -> None:
+    model = network()
+    with pytest.raises(ValueError, match=r"fused=True under a budget.*leave fused out"):
+        Session(model, sgd(model), "8GB", bits=2, fused=True)
+
+
+@pytest.fixture
+def tries_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kind is tried, however fast or slow it is foretold to be on this machine."""
+    monkeypatch.setattr(trials, "WORTH_TRYING", math.inf)
+    monkeypatch.setattr(trials, "SHORTEST_MS", 0.0)
+
+
+def settled(session: Session) -> list[tuple[Plan, StepReport]]:
+    """Steps until nothing is tried any more, and two more: under which plan, and what it took."""
+    ran = []
+    after = 0
+    while after < 2 and len(ran) < 60:
+        after += session.is_settled
+        trying = session._choosing.trials.trial
+        report = session.step(images(), cross_entropy)
+        plan = trying.plan if trying else session.plan
+        assert plan is not None
+        ran.append((plan, report))
+    assert session.is_settled
+    return ran
+
+
+@needs_limit
+def test_the_best_plans_of_other_kinds_run_and_the_fastest_of_them_stays(
+    tries_all: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(daf.session, "NEW_OPERATORS_BYTES", 0)  # so that none is refused
+    with prepared(0.3) as session:
+        assert not session.is_settled
+        ran = settled(session)
+        plan = session.plan
+        assert plan is not None
+        factors = session._choosing.trials.factors
+        assert len(factors) > 1
+        assert f"the fastest of {len(factors)} tried" in plan.reason
+        assert max(report.peak_bytes for _, report in ran) <= (session.budget_bytes or 0)
+        # What backward holds is told of the plan that stayed, not of those that were tried.
+        stayed = [report for each, report in ran if each.policy == plan.policy]
+        assert len(stayed) < len(ran)
+        assert session.saved_bytes_peak == max(report.saved_bytes for report in stayed)
+
+
+@needs_limit
+def test_a_plan_that_is_only_tried_is_refused_more_and_what_it_held_is_forgotten(
+    tries_all: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(daf.session, "NEW_OPERATORS_BYTES", 100 * MIB)  # so that all are
+    with prepared(0.3) as session:
+        ran = settled(session)
+        trials_ = session._choosing.trials
+        assert session.plan is not None
+        assert trials_.factors.keys() == {trials.kind_of(session.plan)}
+        assert session.plan.reason.count("the fastest of 1 tried") == 1
+        assert session._keeper.spare_more_bytes == 0
+        assert max(report.peak_bytes for _, report in ran) <= (session.budget_bytes or 0)
+        stayed = [report for each, report in ran if each.policy == session.plan.policy]
+        assert session.saved_bytes_peak == max(report.saved_bytes for report in stayed)
+
+
+@needs_limit
+def test_half_batches_decide_no_trial(tries_all: None) -> None:
+    x, labels = images()
+    with prepared(0.3) as session:
+        for _ in range(60):
+            session.step((x, labels), cross_entropy)
+            if session._choosing.trials.trial is not None:
+                break
+        trial = session._choosing.trials.trial
+        assert trial is not None
+        for _ in range(3):
+            session.step((x[:32], labels[:32]), cross_entropy)
+        after = session._choosing.trials.trial
+        assert after is not None
+        assert after.times_ms == trial.times_ms
+        assert after.passed == trial.passed + 3
 
 
 def test_hooks_that_only_look_are_seen_by_no_function_mode() -> None:

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from synthetic import MIB, profile, profiles, saving
 
+from daf.errors import BudgetError
 from daf.kernels.code_errors import error_growth, relative_error
 from daf.kernels.tables import rotated_error
 from daf.plan import KEEP, Method, Need, Policy, Treatment, coded_policy
@@ -103,6 +104,17 @@ def test_measured_noise_is_what_a_tolerance_bounds() -> None:
     assert wide > budget  # a hundred times as loud, so it takes more bytes
     several = planner.make_plan(loud, budget, tolerance=(0.05, 0.2, 0.5), allowed=CODES_ONLY)
     assert 0.2 < several.added_noise <= 0.5
+
+
+def test_at_a_tolerance_of_none_nothing_is_coded_even_where_no_noise_was_seen() -> None:
+    silent = weighted(equal_sites(), [0.0] * 6)
+    budget = with_planes(silent, 12)
+    assert is_lossy(planner.make_plan(silent, budget, allowed=CODES_ONLY).policy)
+    with pytest.raises(BudgetError) as refused:
+        planner.make_plan(silent, budget, tolerance=0.0, allowed=CODES_ONLY)
+    assert refused.value.least_bytes is not None
+    exact = planner.make_plan(silent, refused.value.least_bytes, tolerance=0.0, allowed=CODES_ONLY)
+    assert not is_lossy(exact.policy)
 
 
 def test_a_code_that_serves_another_site_carries_that_one_s_weight_too() -> None:

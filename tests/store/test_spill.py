@@ -535,6 +535,32 @@ def test_whatever_is_asked_in_whatever_order_bytes_are_never_wrong(
     store.close()
 
 
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_record_that_a_waiting_thread_still_holds_is_counted_out_once(
+    tmp_path: Path, is_written: bool
+) -> None:
+    """Its last owner's finalizer runs in one thread while another waits for its writing."""
+    store = SpillStore(SpillOptions(directory=tmp_path, allow_memory=True))
+    busy = threading.Event()
+    if not is_written:
+        put_and_flush(store, tensor(0.0, 4))  # opens the file
+        assert store._space is not None
+        store._space.writer.submit(busy.wait, 30)
+    record = put(store, tensor(1.0, 8))
+    waiting = store._oldest()  # as whoever waits for room gets it
+    assert waiting is record
+    assert waiting.writing is not None
+    if is_written:
+        waiting.writing.result(30)
+    store._release(record)  # as the finalizer does
+    busy.set()
+    next_one = put_and_flush(store, tensor(2.0, 4))
+    assert store.stored_bytes == next_one.nbytes
+    assert store.in_memory_bytes == 0
+    assert bool((values(store.load(next_one)) == 2.0).all())
+    store.close()
+
+
 def test_threads_that_spill_and_load_at_once_get_their_own_bytes(tmp_path: Path) -> None:
     store = SpillStore(
         SpillOptions(directory=tmp_path, allow_memory=True, in_flight_bytes=256 * KIB)

@@ -46,6 +46,12 @@ Bits = Annotated[
     str | None,
     typer.Option(help="Fix the plan: 1 to 8 bits, 'exact' or 'plain'; by default it is chosen."),
 ]
+Fused = Annotated[
+    bool,
+    typer.Option(
+        "--fused", help="Fuse operators without a budget; under one the planner does so itself."
+    ),
+]
 Policy = Annotated[
     str | None,
     typer.Option(

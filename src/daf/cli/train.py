@@ -47,6 +47,7 @@ def train_command(
     memory_format: options.MemoryFormat = "channels_last",
     threads: options.Threads = None,
     bits: options.Bits = None,
+    fused: options.Fused = False,
     policy: options.Policy = None,
     tolerance: options.Tolerance = None,
     pool_bytes: options.PoolBytes = None,

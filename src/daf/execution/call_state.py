@@ -19,6 +19,9 @@ from torch.nn.parameter import is_lazy
 from daf.execution.module_tensors import ModuleTensors, Slot
 
 Count = Callable[[int], Any]  # begins to count bytes, for as long as what it returns lives
+# A call may write a buffer and leave its value as it was: a mean that is 0 already, of channels
+# whose mean is 0. Only of few elements can that be chance; larger ones are written the same again.
+MOST_BYTES_SAME_BY_CHANCE = 64 * 2**10
 
 
 class CallState:
@@ -34,14 +37,22 @@ class CallState:
             [device for device in devices if device.type == "cuda"]
         )
         self._buffers = list(_copies_of_buffers(module))
+        # Buffers that the call left at their values, perhaps by writing these again.
+        self._maybe_written: list[tuple[nn.Module, str]] = []
         self._counts: list[Any] = []
 
     def finish(self, count: Count) -> None:
         """The call returned: keep of its beginning only what it changed, and count those bytes."""
         if self._random is not None and not self._random.is_used():
             self._random = None
-        unchanged = {buffer.slot for buffer in self._buffers if not buffer.is_changed()}
+        same = [buffer for buffer in self._buffers if not buffer.is_changed()]
+        unchanged = {buffer.slot for buffer in same}
         self._buffers = [buffer for buffer in self._buffers if buffer.slot not in unchanged]
+        self._maybe_written = [
+            (buffer.owner, buffer.name)
+            for buffer in same
+            if buffer.value.nbytes <= MOST_BYTES_SAME_BY_CHANCE
+        ]
         self._tensors.finish(unchanged)
         if self._random is not None:
             self._counts.append(count(self._random.nbytes))
@@ -87,6 +98,10 @@ class CallState:
             for buffer in self._buffers:
                 copy = copies.setdefault(id(buffer.value), buffer.value.clone())
                 buffer.owner._buffers[buffer.name] = copy
+            for owner, name in self._maybe_written:
+                value = owner._buffers[name]
+                if value is not None:
+                    owner._buffers[name] = copies.setdefault(id(value), value.clone())
             yield
         finally:
             for buffers, entries in now:

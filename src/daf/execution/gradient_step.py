@@ -19,6 +19,7 @@ from daf.execution.microbatch import (
     scale_gradients,
 )
 from daf.execution.nonfinite import first_nonfinite
+from daf.execution.rehearsal import rehearse
 from daf.execution.release import GradientRelease
 from daf.plan import Plan, Policy
 
@@ -68,6 +69,8 @@ class GradientStep:
         self._capture = capture
         self._release = release
         self._on_commit = on_commit
+        self._has_rehearsed = False
+        self.is_rehearsing = False
 
     def run(
         self,
@@ -96,6 +99,7 @@ class GradientStep:
         """
         self._optimizer.zero_grad(set_to_none=True)
         parts = pieces(batch, plan.micro_batch)
+        self._rehearse_once(parts[0], loss_fn, plan.policy)
         self._release.begin(len(parts), held_by_plan=planned and not plan.release_gradients)
         total, weight, is_sum = 0.0, 0.0, False
         for index, part in enumerate(parts):
@@ -110,6 +114,21 @@ class GradientStep:
         if is_sum and len(parts) > 1:
             scale_gradients(list(self._model.parameters()), 1.0 / weight)
         return total / weight
+
+    def _rehearse_once(self, part: Any, loss_fn: LossFunction, policy: Policy) -> None:
+        """What may be fused is known in the first step already, in a resumed run's too.
+
+        But for what a few examples are too small to show: that is fused from the second step on.
+        """
+        if not policy.fused or self._has_rehearsed:
+            return
+        self.is_rehearsing = True
+        try:
+            if not self._capture.fusions():
+                rehearse(self._capture, self._model, policy, part, loss_fn)
+            self._has_rehearsed = True
+        finally:
+            self.is_rehearsing = False
 
     def _forward(
         self, part: Any, loss_fn: LossFunction, policy: Policy, key: tuple[int, int, int]

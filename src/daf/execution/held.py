@@ -17,14 +17,8 @@ from daf.execution.derivation import Derivation
 from daf.kernels import BLOCK_ELEMENTS
 from daf.plan import Need, Site
 from daf.store.averaged import AveragedCode
-from daf.store.codec import (
-    Channels,
-    DerivativeCode,
-    IntegerCode,
-    MaskCode,
-    ValueCode,
-    elements_in,
-)
+from daf.store.codec import Channels, elements_in
+from daf.store.coder import Intervals, Mask, Packed, Values
 from daf.store.layout import Layout, layout_of
 from daf.store.scratch import Scratch
 from daf.store.spill import SpillRecord, SpillStore
@@ -37,7 +31,7 @@ class _Sized(Protocol):
     def in_store(self) -> bool: ...
 
 
-Content = TypeVar("Content", bound=_Sized)
+Content = TypeVar("Content", bound=_Sized, covariant=True)
 
 
 class Stored(Holding, Generic[Content]):
@@ -56,9 +50,9 @@ class Term(NamedTuple):
     A term with a ``derivation`` is a recipe's only one.
     """
 
-    code: Stored[ValueCode]
+    code: Stored[Values]
     channels: Stored[Channels] | None = None
-    mask: Stored[MaskCode] | None = None
+    mask: Stored[Mask] | None = None
     derivation: Derivation | None = None
 
 
@@ -141,7 +135,7 @@ class TwoValues(Held):
 
     __slots__ = ("_layout", "_off", "_on", "mask")
 
-    def __init__(self, mask: Stored[MaskCode], layout: Layout, off: float, on: float) -> None:
+    def __init__(self, mask: Stored[Mask], layout: Layout, off: float, on: float) -> None:
         super().__init__()
         self.mask = mask
         self._layout = layout
@@ -228,7 +222,7 @@ class NormInput(Held):
 
     def __init__(
         self,
-        code: Stored[ValueCode],
+        code: Stored[Values],
         layout: Layout,
         mean: Tensor,
         inverse_deviation: Tensor,
@@ -254,9 +248,7 @@ class Derivative(Held):
 
     __slots__ = ("_code", "_layout", "_representatives")
 
-    def __init__(
-        self, code: Stored[DerivativeCode], layout: Layout, representatives: Tensor
-    ) -> None:
+    def __init__(self, code: Stored[Intervals], layout: Layout, representatives: Tensor) -> None:
         super().__init__()
         self._code = code
         self._layout = layout
@@ -274,7 +266,7 @@ class Integers(Held):
 
     __slots__ = ("_code", "_layout")
 
-    def __init__(self, code: Stored[IntegerCode], layout: Layout) -> None:
+    def __init__(self, code: Stored[Packed], layout: Layout) -> None:
         super().__init__()
         self._code = code
         self._layout = layout

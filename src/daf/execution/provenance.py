@@ -21,7 +21,7 @@ from torch import Tensor
 
 from daf.execution.held import Held, Recipe, Stored, Term
 from daf.execution.rules import ALIASES
-from daf.store.codec import MaskCode
+from daf.store.coder import Mask
 from daf.store.layout import is_dense
 
 MOST_TERMS = 4  # decoding a recipe costs one pass for each term
@@ -106,7 +106,7 @@ class Provenance:
             return None
         return found
 
-    def masked(self, node: Any, operands: Operands, mask: Stored[MaskCode]) -> Recipe | None:
+    def masked(self, node: Any, operands: Operands, mask: Stored[Mask]) -> Recipe | None:
         """The recipe of a ReLU's result, if that of its input is known."""
         if not operands.trusted:
             return None
@@ -115,9 +115,7 @@ class Provenance:
             return None
         return (*found[:-1], found[-1]._replace(mask=mask)) if found[-1].mask is None else None
 
-    def added(
-        self, addend: Tensor | None, term: Term, mask: Stored[MaskCode] | None
-    ) -> Recipe | None:
+    def added(self, addend: Tensor | None, term: Term, mask: Stored[Mask] | None) -> Recipe | None:
         """The recipe of ``addend`` plus one more term, then zero by ``mask``."""
         found: Recipe | None = (term,)
         if addend is not None:

@@ -6,15 +6,13 @@ step holds more than those behind it; with a few examples it holds next to nothi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
 from daf.execution.capture import Capture
 from daf.execution.microbatch import LossFunction, batch_size, batch_slice
+from daf.execution.undisturbed import undisturbed
 from daf.plan import Policy
 
 EXAMPLES = 4  # batch statistics need several; tensors of fewer elements are not worth fusing
@@ -30,25 +28,12 @@ def rehearse(
 ) -> None:
     """Run ``loss_fn`` forward on the first examples of ``batch``; nothing of the model changes.
 
-    Buffers and the CPU's random state are put back. Afterwards ``capture.fusions()`` tells
+    Buffers and random states are put back. Afterwards ``capture.fusions()`` tells
     what will be fused, and later steps of the capture do it.
 
     Raises:
         CodecError: the policy asks for a treatment that is unsound at a site.
     """
     part = batch_slice(batch, 0, min(examples, batch_size(batch)))
-    with _restored(model), capture.step(policy, seed=0, step_index=0, batch=part):
+    with undisturbed(model), capture.step(policy, seed=0, step_index=0, batch=part):
         loss_fn(model, part)
-
-
-@contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    random_state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(random_state)
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)

@@ -21,7 +21,7 @@ from daf.files.atomic import replacing
 from daf.files.plain_state import from_plain, to_plain
 from daf.files.tensor_file import read_tensors, write_tensors
 
-FORMAT = "daf-checkpoint-1"
+FORMAT = "daf-checkpoint-2"
 _MODEL = "model/"
 
 

@@ -54,6 +54,8 @@ class MemoryKeeper:
         self._hard_limit_bytes = 0
         self._budget_bytes = 0
         self._unbounded = 0
+        # Beside the usual, while something runs for the first time.
+        self.spare_more_bytes = 0
         # How far beyond the limit the allocation lay that was refused last.
         self.missing_bytes = 0
         # A step that has begun to change parameters is finished, at this cost beyond the budget.
@@ -111,7 +113,7 @@ class MemoryKeeper:
             self.overrun_bytes = 0
             self._must_finish = False
             self._budget_bytes = budget_bytes
-            self._hard_limit_bytes = self._limit_bytes = _account_limit(budget_bytes, budget_bytes)
+            self._hard_limit_bytes = self._limit_bytes = self._hard_limit_of(budget_bytes)
             self.expect(expected_bytes)
 
     def expect(self, expected_bytes: int) -> None:
@@ -145,6 +147,9 @@ class MemoryKeeper:
                 self._apply()
             return stats()["held_bytes.current"] > self._hard_limit_bytes - NEAR_BYTES
 
+    def _hard_limit_of(self, budget_bytes: int) -> int:
+        return max(0, _account_limit(budget_bytes, budget_bytes) - self.spare_more_bytes)
+
     def _overgrown_bytes(self) -> int:
         """By how much the process would pass its budget if all of the limit were used; 0 if not
         known: what is given to the account meanwhile would look like the others' growth.
@@ -172,7 +177,7 @@ class MemoryKeeper:
             over_bytes = measure.resident_bytes() - budget_bytes
             if self._recycling is not None and self._limit_bytes is not None:
                 self._budget_bytes = budget_bytes
-                self._hard_limit_bytes = _account_limit(budget_bytes, budget_bytes)
+                self._hard_limit_bytes = self._hard_limit_of(budget_bytes)
                 self._limit_bytes = min(self._limit_bytes, self._hard_limit_bytes)
                 self._apply()
                 over_bytes = stats()["held_bytes.current"] - self._hard_limit_bytes

@@ -1,4 +1,4 @@
-"""The best plan, sought on a thread while training goes on under a quick one."""
+"""The best plans, sought on a thread while training goes on under a quick one."""
 
 from __future__ import annotations
 
@@ -10,28 +10,35 @@ from daf.plan import Plan
 
 
 class BackgroundPlan:
-    """Runs ``make`` on a thread; ``result`` is there once it returned.
+    """Runs ``make`` on a thread; ``result`` is there once it returned: plans, the best one first.
 
-    ``make`` is given a question that it asks now and then: is it to stop, with the best plan so
-    far? A search that finds no plan leaves None: the quick plan in force stays.
+    ``make`` is given a question that it asks now and then: is it to stop, with the best plans so
+    far? A search that finds none leaves none: the quick plan in force stays.
+
+    The interpreter waits for the thread when it ends: torn down under the solver's own threads, the
+    process would abort. It is then told to stop.
     """
 
-    def __init__(self, make: Callable[[Callable[[], bool]], Plan]) -> None:
+    def __init__(self, make: Callable[[Callable[[], bool]], tuple[Plan, ...]]) -> None:
         self._make = make
         self._stop = threading.Event()
-        self._plan: Plan | None = None
-        self._thread = threading.Thread(target=self._run, name="daf-planner", daemon=True)
+        self._plans: tuple[Plan, ...] = ()
+        self._thread = threading.Thread(target=self._run, name="daf-planner", daemon=False)
         self._thread.start()
 
-    def wait(self, seconds: float) -> Plan | None:
-        """The plan, if it is found within so long."""
+    def stop(self) -> None:
+        """Nobody waits for the result any more; returns at once."""
+        self._stop.set()
+
+    def wait(self, seconds: float) -> tuple[Plan, ...]:
+        """The plans, if they are found within so long."""
         self._thread.join(seconds)
         return self.result
 
-    def finish(self, seconds: float) -> Plan | None:
+    def finish(self, seconds: float) -> tuple[Plan, ...]:
         """The same, but stopped after so long: afterwards nothing runs and nothing is held."""
         self._thread.join(seconds)
-        self._stop.set()
+        self.stop()
         self._thread.join()
         return self.result
 
@@ -41,12 +48,15 @@ class BackgroundPlan:
         return not self._thread.is_alive()
 
     @property
-    def result(self) -> Plan | None:
-        """The plan, if it was found by now."""
-        return self._plan if self.is_done else None
+    def result(self) -> tuple[Plan, ...]:
+        """The plans, if they were found by now."""
+        return self._plans if self.is_done else ()
+
+    def _must_stop(self) -> bool:
+        return self._stop.is_set() or not threading.main_thread().is_alive()
 
     def _run(self) -> None:
         try:
-            self._plan = self._make(self._stop.is_set)
+            self._plans = self._make(self._must_stop)
         except BudgetError:
-            self._plan = None
+            self._plans = ()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from daf.kernels import header_bytes, plane_bytes
 from daf.kernels.code_errors import relative_error
@@ -39,6 +39,10 @@ class Allowed:
     replay: bool = True
     release_gradients: bool = True
     must_release: bool = False
+
+    def within(self, tolerance: float) -> Allowed:
+        """No codes at a tolerance of 0, where noise that is measured as none is still noise."""
+        return replace(self, widths=()) if tolerance == 0 else self
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from daf.planning.candidate import Candidate, with_margin, without_margin
 from daf.planning.highs import LinearProgram
 from daf.planning.options import Allowed
 from daf.planning.table import kept_selection, level_selection, make_table
+from daf.planning.widths import is_lossy
 from daf.profile import Profile
 from daf.units import format_bytes
 
@@ -74,20 +75,58 @@ def make_plan(
         BudgetError: none fits; ``least_bytes`` is the least budget that would.
         UnknownNameError: there is no such policy.
     """
+    return make_plans(
+        (profile, *also),
+        budget_bytes,
+        policy=policy,
+        tolerance=tolerance,
+        allowed=allowed,
+        quickly=quickly,
+        stop=stop,
+    )[0]
+
+
+def make_plans(
+    profiles: Sequence[Profile],
+    budget_bytes: int,
+    *,
+    policy: str = "optimal",
+    tolerance: Tolerance = None,
+    allowed: Allowed = EVERYTHING,
+    quickly: bool = False,
+    exactly_too: bool = False,
+    stop: Callable[[], bool] = lambda: False,
+) -> tuple[Plan, ...]:
+    """The best plan with each profile's operators, the fastest foretold first.
+
+    The arguments are ``make_plan``'s. ``exactly_too``: beside each of these that adds noise also
+    the best one that adds none, if there is one.
+
+    Raises:
+        BudgetError: none fits; ``least_bytes`` is the least budget that would.
+        UnknownNameError: there is no such policy.
+    """
     name = _checked(policy)
+
+    def best(profile: Profile, most: float) -> Plan | None:
+        limit = without_margin(profile, budget_bytes)
+        found = _find(name, profile, limit, most, allowed, quickly=quickly, stop=stop)
+        return None if found is None else found.as_plan(profile, budget_bytes, name)
+
     for most in _tolerances(tolerance):
-        found = []
-        for each in (profile, *also):
-            limit = without_margin(each, budget_bytes)
-            candidate = _find(name, each, limit, most, allowed, quickly=quickly, stop=stop)
-            if candidate is not None:
-                found.append(candidate.as_plan(each, budget_bytes, name))
-        if found:
-            return min(found, key=lambda plan: plan.predicted_step_ms)
+        plans = []
+        for profile in profiles:
+            plan = best(profile, most)
+            plans += [] if plan is None else [plan]
+            if exactly_too and plan is not None and is_lossy(plan.policy) and not stop():
+                exact = best(profile, 0.0)
+                plans += [] if exact is None else [exact]
+        if plans:
+            return tuple(sorted(plans, key=lambda plan: plan.predicted_step_ms))
     least = least_feasible_budget(
-        profile, policy=policy, tolerance=tolerance, allowed=allowed, also=also
+        profiles[0], policy=policy, tolerance=tolerance, allowed=allowed, also=profiles[1:]
     )
-    raise BudgetError(refusal(profile, budget_bytes, least), least)
+    raise BudgetError(refusal(profiles[0], budget_bytes, least), least)
 
 
 def least_feasible_budget(

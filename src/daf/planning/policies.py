@@ -69,6 +69,7 @@ def tightest(profile: Profile, tolerance: float, allowed: Allowed) -> Candidate 
     Tensors too small to be treated can make a slightly larger piece hold less, so a few of
     the smallest are tried; the whole batch needs no gradients while it goes forward.
     """
+    allowed = allowed.within(tolerance)
     sizes = set(piece_sizes(profile)[-_SMALLEST_SIZES:]) | {profile.batch_size}
     chosen = [shape for shape in shapes(profile, allowed) if shape.micro_batch in sizes]
     best: Candidate | None = None
@@ -126,7 +127,7 @@ def lowest_level(
 
     Found at once, and so near the least that pieces of this size can hold.
     """
-    own = replace(allowed, replay=False)
+    own = replace(allowed.within(tolerance), replay=False)
     table = make_table(profile, size, own, release_gradients=release)
     levels = ("keep", "exact", *map(str, own.widths))
     selections = [lawful(table, level_selection(table, level)) for level in levels]

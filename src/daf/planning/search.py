@@ -61,7 +61,7 @@ class Search:
         self._stop = stop
         self._limit = limit_bytes
         self._tolerance = tolerance
-        self._allowed = allowed
+        self._allowed = allowed.within(tolerance)
         self._best: Candidate | None = None
         self._lower_ms: dict[Shape, float] = {}  # no step of that shape is shorter
         self._settled: set[Shape] = set()

@@ -10,10 +10,10 @@ from torch import nn
 
 from daf.execution.capture import Capture
 from daf.execution.microbatch import LossFunction
+from daf.execution.undisturbed import undisturbed
 from daf.plan import Policy, plain_policy
 from daf.sensitivity.passes import Passes
 from daf.sensitivity.sketch import BUCKETS
-from daf.sensitivity.undisturbed import undisturbed
 
 
 @dataclass(frozen=True, slots=True)

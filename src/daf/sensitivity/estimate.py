@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from daf.execution.capture import Capture
 from daf.execution.microbatch import LossFunction, batch_size, pieces
+from daf.execution.undisturbed import undisturbed
 from daf.kernels.code_errors import relative_error
 from daf.plan import Method, Need, Policy, Site, SiteReport, Treatment, exact_policy
 from daf.sensitivity.passes import Passes
@@ -33,7 +34,6 @@ from daf.sensitivity.prior import PriorObserver, product_weight
 from daf.sensitivity.result import Sensitivity, SiteSensitivity
 from daf.sensitivity.separate import random_draws, separate
 from daf.sensitivity.sketch import BUCKETS, sample_variance
-from daf.sensitivity.undisturbed import undisturbed
 
 _SEEDED = frozenset({Method.ROTATED, Method.MINMAX})
 _MEASURABLE = _SEEDED | {Method.DERIVATIVE}

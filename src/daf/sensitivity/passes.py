@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from daf.errors import NonFiniteLossError
 from daf.execution.capture import Capture
 from daf.execution.microbatch import LossFunction, batch_size, read_loss
+from daf.execution.undisturbed import RandomState
 from daf.plan import Policy, Site, SiteReport
 from daf.sensitivity.sketch import BUCKETS, GradientSketcher
-from daf.sensitivity.undisturbed import RandomState
 
 Around = Callable[[], Any]
 

@@ -82,6 +82,9 @@ class SpillRecord:
         self.loads = 0
         self.space = space
         self.writing: Future[int] | None = None
+        # No longer counted. Another thread that was waiting for it may still hold it for a moment:
+        # while a finalizer runs weak references answer.
+        self.is_forgotten = False
         self.on_release: Callable[[SpillRecord], None] | None = None
 
     def __del__(self) -> None:
@@ -218,7 +221,7 @@ class SpillStore:
     def _oldest(self) -> SpillRecord | None:
         while self._in_flight:
             record = self._in_flight[0]()
-            if record is not None:
+            if record is not None and not record.is_forgotten:
                 return record
             self._in_flight.popleft()
         return None
@@ -377,6 +380,7 @@ class SpillStore:
             self._forget(self._dropped.popleft())
 
     def _forget(self, record: SpillRecord) -> None:
+        record.is_forgotten = True
         self._live.pop(record.number, None)
         _, reading = self._ahead.pop(record.number, (0, None))
         if reading is not None:

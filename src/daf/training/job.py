@@ -94,6 +94,7 @@ def make_job(settings: TrainSettings, good_state: Path | None = None) -> Job:
         optimizer,
         settings.budget,
         bits=settings.bits,
+        fused=settings.fused,
         policy=settings.policy,
         tolerance=settings.tolerance,
         seed=settings.seed,

@@ -187,7 +187,7 @@ class _Run:
     def _loss(self, model: nn.Module, batch: Any) -> Any:
         """Measuring runs the loss too, which is no training to be counted."""
         task = self._job.task
-        with task.tally.paused() if self._job.session.noise.sensing.is_measuring else nullcontext():
+        with task.tally.paused() if self._job.session.is_measuring else nullcontext():
             return task.loss(model, batch)
 
     def _go_back(self, report: StepReport) -> None:

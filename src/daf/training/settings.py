@@ -24,7 +24,8 @@ class TrainSettings:
 
     ``budget`` is in bytes, a fraction of the machine or ``"auto"``; None
     trains plainly. ``bits`` is a width, ``"exact"``, ``"plain"`` or None (the
-    planner chooses, as ``policy`` says and within ``tolerance``; see ``Session``).
+    planner chooses, as ``policy`` says and within ``tolerance``); ``fused`` is for runs
+    without a budget; see ``Session``.
     ``optimizer``, ``learning_rate``, ``weight_decay``, ``augment``, ``goal``,
     ``image_size`` and ``context`` None: customary for the model and data.
     ``tokenizer``: the folder of a model whose tokenizer cuts sentences; None: byte by byte.
@@ -51,6 +52,7 @@ class TrainSettings:
     memory_format: str = "channels_last"
     threads: int | None = None
     bits: int | str | None = None
+    fused: bool = False
     policy: str | None = None
     tolerance: float | None = None
     allow_batchnorm_split: bool = False

@@ -1,0 +1,267 @@
+"""Which kind of plan is fastest: tried on the training itself, not only foretold.
+
+Times of steps are foretold from a few examples, whose tensors fit in caches that a whole
+batch's do not: MobileNet-v2 was foretold 230 ms and took 550. Plans of one kind are missed
+alike, those of another otherwise. So the best plan of every kind runs some steps of the
+training, and what is measured of a kind corrects what is foretold of it from then on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from daf.plain_data import from_plain, to_plain
+from daf.plan import Plan
+from daf.planning.widths import is_lossy
+
+# The first step of a plan finds the allocator's blocks as the plan before left them: not counted.
+LEAST_STEPS = 3
+# Short steps are timed badly, so that there are more of them: as many as take this long together.
+TOGETHER_MS = 150.0
+SHORTEST_MS = 10.0  # below it a step is mostly what Python does, whatever the plan
+# Beyond this multiple of the shortest time foretold a plan is not tried. Of MobileNet-v2's kinds
+# one took 2.4 times as long as foretold and another 1.4 times, which is the most seen: 1.7 apart.
+WORTH_TRYING = 1.75
+ALIKE = 0.02  # of times: then the plan that adds less noise is the better one
+# Steps of smaller batches tell little; where so many times a trial's steps were of such, it ends.
+MOST_PASSED = 5
+# A batch of at least this share of the bytes planned for counts, its time scaled up.
+LEAST_SHARE = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What plans are missed alike by: the operators they run, and whether they code."""
+
+    fused: bool
+    lossy: bool
+
+
+def kind_of(plan: Plan) -> Kind:
+    """The kind of a plan."""
+    return Kind(plan.policy.fused, is_lossy(plan.policy))
+
+
+class Ran(NamedTuple):
+    """One step: its time, scaled to a whole batch's, and the most that was held for backward."""
+
+    step_ms: float
+    held_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Plans that run in turn, ``steps_of_each``, and what the steps so far took.
+
+    ``passed``: how many more steps were of batches too small to count.
+    """
+
+    plans: tuple[Plan, ...]
+    steps_of_each: int = LEAST_STEPS
+    times_ms: tuple[float, ...] = ()
+    held_bytes: tuple[int, ...] = ()
+    passed: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Has every plan run, or does it take too long?"""
+        steps = self.steps_of_each * len(self.plans)
+        return len(self.times_ms) == steps or self.passed > MOST_PASSED * steps
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the next step."""
+        return self.plans[len(self.times_ms) // self.steps_of_each]
+
+    @property
+    def is_proving_the_first(self) -> bool:
+        """Has no plan run all its steps yet?"""
+        return len(self.times_ms) < self.steps_of_each
+
+    def noted(self, ran: Ran) -> Trial:
+        """The same, one step later."""
+        held_bytes = (*self.held_bytes, ran.held_bytes)
+        return replace(self, times_ms=(*self.times_ms, ran.step_ms), held_bytes=held_bytes)
+
+    def without_current(self) -> Trial:
+        """The same without the plan of the next step, which was refused memory."""
+        at = len(self.times_ms) // self.steps_of_each
+        ran = at * self.steps_of_each
+        return replace(
+            self,
+            plans=self.plans[:at] + self.plans[at + 1 :],
+            times_ms=self.times_ms[:ran],
+            held_bytes=self.held_bytes[:ran],
+        )
+
+    @property
+    def measured_ms(self) -> tuple[float, ...]:
+        """The least that a step of each plan took: what disturbs a machine only adds.
+
+        Of the plans that ran all their steps, which are the first ones.
+        """
+        starts = range(0, len(self.times_ms) - self.steps_of_each + 1, self.steps_of_each)
+        return tuple(min(self.times_ms[at + 1 : at + self.steps_of_each]) for at in starts)
+
+    def fastest(self) -> tuple[Plan, int]:
+        """The plan to go on with, whose time is now the measured one, and what it held (bytes).
+
+        The first where none has run all its steps.
+        """
+        if not self.measured_ms:
+            return self.plans[0], max(self.held_bytes, default=0)
+        best_ms = min(self.measured_ms)
+        alike = [at for at, ms in enumerate(self.measured_ms) if ms <= (1 + ALIKE) * best_ms]
+        at = min(alike, key=lambda at: (self.plans[at].added_noise, self.measured_ms[at]))
+        held = self.held_bytes[at * self.steps_of_each : (at + 1) * self.steps_of_each]
+        return self._timed(at), max(held)
+
+    def _timed(self, at: int) -> Plan:
+        plan, ms = self.plans[at], self.measured_ms[at]
+        reason = f"{plan.reason}; the fastest of {len(self.measured_ms)} tried, {ms:.0f} ms"
+        return replace(plan, predicted_step_ms=ms, bound_ms=min(plan.bound_ms, ms), reason=reason)
+
+    def factors(self, before: Mapping[Kind, float]) -> dict[Kind, float]:
+        """What foretold times of each kind are to be multiplied with, beside ``before``."""
+        return {
+            kind_of(plan): factor_of(kind_of(plan), before) * ms / plan.predicted_step_ms
+            for plan, ms in zip(self.plans, self.measured_ms, strict=False)
+        }
+
+
+def trial_of(plans: Sequence[Plan]) -> Trial | None:
+    """A trial of the plans that may be the fastest, in the order given; None where one stands out.
+
+    Args:
+        plans: one of every kind, the fastest foretold first.
+    """
+    if not plans or plans[0].predicted_step_ms < SHORTEST_MS:
+        return None
+    best_ms = plans[0].predicted_step_ms
+    worth = tuple(plan for plan in plans if plan.predicted_step_ms <= WORTH_TRYING * best_ms)
+    steps = max(LEAST_STEPS, math.ceil(TOGETHER_MS / best_ms))
+    return Trial(worth, steps) if len(worth) > 1 else None
+
+
+def factor_of(kind: Kind, factors: Mapping[Kind, float]) -> float:
+    """A kind's own factor; else the mean of those with its operators, or of all; 1 before any."""
+    if kind in factors:
+        return factors[kind]
+    alike = [factor for each, factor in factors.items() if each.fused == kind.fused]
+    known = alike or list(factors.values())
+    return sum(known) / len(known) if known else 1.0
+
+
+class Trials:
+    """A session's: at most one at a time, and none once one has ended.
+
+    ``trial`` is the one that goes on; ``finalists`` would begin the next; ``factors`` is what
+    was learnt of times; ``may_try`` is false once memory was refused to a plan that all trusted.
+    """
+
+    def __init__(self) -> None:
+        self.trial: Trial | None = None
+        self.finalists: tuple[Plan, ...] = ()
+        self.factors: Mapping[Kind, float] = {}
+        self.may_try = True
+        self._held_bytes: int | None = None
+
+    @property
+    def is_settled(self) -> bool:
+        """Is nothing tried, nor to be tried?"""
+        return not (self.trial or self.finalists)
+
+    @property
+    def is_trying_another(self) -> bool:
+        """Does the next step run a plan that is tried beside the one that is known to fit?"""
+        return self.trial is not None and not self.trial.is_proving_the_first
+
+    def offer(self, plans: tuple[Plan, ...]) -> None:
+        """The best plan of every kind, the fastest foretold first."""
+        if self.may_try and not self.factors:
+            self.finalists = plans
+
+    def cancel(self) -> None:
+        """These plans are no longer the right ones."""
+        self.trial, self.finalists = None, ()
+
+    def forget(self) -> None:
+        """Nor is anything that was learnt."""
+        self.cancel()
+        self.factors, self.may_try = {}, True
+
+    def next_plan(self) -> Plan | None:
+        """The plan to try in the next step, if any."""
+        if self.finalists:
+            self.trial, self.finalists = trial_of(self.finalists), ()
+        return None if self.trial is None else self.trial.plan
+
+    def note(self, plan: Plan, ran: Ran, share: float) -> Plan | None:
+        """A step ran to its end under this plan; after the last one, the plan that stays.
+
+        Args:
+            plan: what the step ran under; only a plan that is being tried counts.
+            ran: the step.
+            share: of the bytes planned for that its batch had.
+
+        Returns:
+            The fastest plan, or None.
+        """
+        if self.trial is None or plan is not self.trial.plan:
+            return None
+        if share < LEAST_SHARE:
+            self.trial = replace(self.trial, passed=self.trial.passed + 1)
+        else:
+            self.trial = self.trial.noted(ran._replace(step_ms=ran.step_ms / share))
+        return self._ended() if self.trial.is_over else None
+
+    def drop(self, plan: Plan) -> Plan | None:
+        """Memory was refused to this plan: one that has proven to fit, where there is one."""
+        trial = self.trial
+        if trial is None or plan is not trial.plan or trial.is_proving_the_first:
+            self.cancel()
+            return None
+        self.trial = trial.without_current()
+        return self._ended() if self.trial.is_over else self.trial.plans[0]
+
+    def _ended(self) -> Plan:
+        assert self.trial is not None
+        found, self._held_bytes = self.trial.fastest()
+        self.factors = self.trial.factors(self.factors)
+        self.trial = None
+        return found
+
+    def take_held_bytes(self) -> int | None:
+        """What the plan that stayed held for backward at most: told once, after a trial's end."""
+        taken, self._held_bytes = self._held_bytes, None
+        return taken
+
+    def corrected(self, plan: Plan) -> Plan:
+        """The plan with the times that are foretold now."""
+        slower = factor_of(kind_of(plan), self.factors)
+        return replace(
+            plan,
+            predicted_step_ms=plan.predicted_step_ms * slower,
+            bound_ms=plan.bound_ms * slower,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs (JSON-able)."""
+        return {name: to_plain(getattr(self, name)) for name in _KEPT}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state_dict``."""
+        for name, kind in _KEPT.items():
+            found = None if state[name] is None else from_plain(kind, state[name])
+            setattr(self, name, found)
+
+
+_KEPT: dict[str, Any] = {
+    "trial": Trial,
+    "finalists": tuple[Plan, ...],
+    "factors": Mapping[Kind, float],
+    "may_try": bool,
+}

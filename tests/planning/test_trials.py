@@ -1,0 +1,338 @@
+"""Plans of other kinds are tried in training, and the fastest stays: made-up machines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from synthetic import MIB, large
+
+from daf import choosing as module
+from daf.choosing import Choosing, Terms
+from daf.plan import Plan, coded_policy, exact_policy, with_fused_operators
+from daf.planning import planner
+from daf.profile import Affine, Profile
+from daf.trials import (
+    ALIKE,
+    LEAST_STEPS,
+    MOST_PASSED,
+    SHORTEST_MS,
+    TOGETHER_MS,
+    WORTH_TRYING,
+    Kind,
+    Ran,
+    Trial,
+    factor_of,
+    kind_of,
+    trial_of,
+)
+
+OWN_CODES, OWN_EXACT = Kind(False, True), Kind(False, False)
+FUSED_CODES, FUSED_EXACT = Kind(True, True), Kind(True, False)
+KINDS = (OWN_CODES, OWN_EXACT, FUSED_CODES, FUSED_EXACT)
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough patience that a background search always ends in time."""
+    monkeypatch.setattr(module, "PATIENCE_S", 60.0)
+
+
+def plan_of(kind: Kind, foretold_ms: float, noise: float | None = None) -> Plan:
+    policy = coded_policy(2) if kind.lossy else exact_policy()
+    return Plan(
+        with_fused_operators(policy) if kind.fused else policy,
+        8,
+        300 * MIB,
+        return_freed_blocks=True,
+        reason="made up",
+        predicted_step_ms=foretold_ms,
+        bound_ms=foretold_ms,
+        added_noise=float(kind.lossy) if noise is None else noise,
+    )
+
+
+def run(trial: Trial, times_ms: Mapping[Kind, tuple[float, ...]]) -> Trial:
+    """Every plan takes its kind's times, over and over."""
+    while not trial.is_over:
+        own = times_ms[kind_of(trial.plan)]
+        trial = trial.noted(Ran(own[len(trial.times_ms) % LEAST_STEPS], 0))
+    return trial
+
+
+# --- trials ---------------------------------------------------------------------------------------
+
+
+def test_every_plan_runs_in_turn_and_its_first_step_does_not_count() -> None:
+    plans = (plan_of(OWN_CODES, 100.0), plan_of(FUSED_CODES, 110.0), plan_of(OWN_EXACT, 120.0))
+    trial = trial_of(plans)
+    assert trial is not None
+    ran = []
+    times_ms = {OWN_CODES: (1, 300, 290), FUSED_CODES: (900, 210, 220), OWN_EXACT: (400, 250, 800)}
+    while not trial.is_over:
+        ran.append(trial.plan)
+        ms = times_ms[kind_of(trial.plan)][len(ran) % LEAST_STEPS - 1]
+        trial = trial.noted(Ran(ms, 100 + len(ran)))
+    assert ran == [plan for plan in plans for _ in range(LEAST_STEPS)]
+    assert trial.measured_ms == (290, 210, 250)
+    best, held_bytes = trial.fastest()
+    assert kind_of(best) == FUSED_CODES
+    assert held_bytes == 106  # of its own steps, the fourth to the sixth
+    assert (best.predicted_step_ms, best.bound_ms) == (210, 110)
+    assert "the fastest of 3 tried, 210 ms" in best.reason
+
+
+def test_of_plans_that_are_alike_the_one_that_adds_less_noise_stays() -> None:
+    trial = trial_of((plan_of(OWN_CODES, 100.0), plan_of(OWN_EXACT, 101.0)))
+    assert trial is not None
+    near = 200 * (1 + ALIKE / 2)
+    done = run(trial, {OWN_CODES: (200,) * 3, OWN_EXACT: (near,) * 3})
+    assert kind_of(done.fastest()[0]) == OWN_EXACT
+    done = run(trial, {OWN_CODES: (200,) * 3, OWN_EXACT: (200 * (1 + 2 * ALIKE),) * 3})
+    assert kind_of(done.fastest()[0]) == OWN_CODES
+
+
+def test_what_is_foretold_far_slower_or_takes_no_time_is_not_tried() -> None:
+    best = plan_of(OWN_CODES, 100.0)
+    near, far = (plan_of(OWN_EXACT, 100.0 * WORTH_TRYING * share) for share in (0.99, 1.01))
+    assert trial_of((best, near, far)) == Trial((best, near))
+    assert trial_of((best, far)) is None
+    assert trial_of((best,)) is None
+    assert trial_of(()) is None
+    short = plan_of(OWN_CODES, 0.9 * SHORTEST_MS)
+    assert trial_of((short, near)) is None
+
+
+def test_short_steps_are_more_so_that_together_they_take_as_long() -> None:
+    def steps(foretold_ms: float) -> int:
+        plans = plan_of(OWN_CODES, foretold_ms), plan_of(OWN_EXACT, foretold_ms)
+        trial = trial_of(plans)
+        assert trial is not None
+        return trial.steps_of_each
+
+    assert steps(1000.0) == steps(TOGETHER_MS / LEAST_STEPS) == LEAST_STEPS
+    assert steps(TOGETHER_MS / 10) == 10
+    assert steps(SHORTEST_MS) == TOGETHER_MS / SHORTEST_MS
+
+
+def test_a_kind_s_factor_is_measured_over_foretold_and_others_take_after_it() -> None:
+    trial = trial_of((plan_of(OWN_CODES, 100.0), plan_of(FUSED_CODES, 110.0)))
+    assert trial is not None
+    done = run(trial, {OWN_CODES: (250,) * 3, FUSED_CODES: (220,) * 3})
+    factors = done.factors({})
+    assert factors == pytest.approx({OWN_CODES: 2.5, FUSED_CODES: 2.0})
+    assert factor_of(OWN_EXACT, factors) == pytest.approx(2.5)
+    assert factor_of(FUSED_EXACT, factors) == pytest.approx(2.0)
+    assert factor_of(FUSED_EXACT, {OWN_CODES: 2.0, OWN_EXACT: 3.0}) == pytest.approx(2.5)
+    assert factor_of(OWN_CODES, {}) == 1.0
+    # What was foretold with factors is measured against those.
+    assert done.factors({OWN_CODES: 2.0}) == pytest.approx({OWN_CODES: 5.0, FUSED_CODES: 4.0})
+
+
+# --- in a session's choosing ----------------------------------------------------------------------
+
+
+def fused(measured: Profile) -> Profile:
+    times = tuple((examples, 0.5 * ms) for examples, ms in measured.piece_ms)
+    return replace(measured, piece_ms=times, chunk_bytes=8 * MIB)
+
+
+def with_slow_replays(measured: Profile) -> Profile:
+    """Codes are faster, but not by much."""
+    calls = tuple(
+        replace(call, forward_ms=Affine(4.0, 20 * call.forward_ms.per_example))
+        for call in measured.calls
+    )
+    return replace(measured, calls=calls)
+
+
+def begun(budget_share: float = 0.5, **terms: object) -> tuple[Choosing, int, Profile]:
+    measured = with_slow_replays(large(60))
+    least = planner.least_feasible_budget(measured)
+    budget = int(least + budget_share * (planner.kept_peak_bytes(measured) - least))
+    choosing = Choosing(Terms(**({"policy": "optimal", "tolerance": None} | terms)))  # type: ignore[arg-type]
+    choosing.begin(measured, budget, fused(measured))
+    if choosing.first is not None:
+        choosing.settle(choosing.first.predicted_peak_bytes, budget)
+    return choosing, budget, measured
+
+
+def train(choosing: Choosing, slowness: Mapping[Kind, float], most: int = 40) -> list[Plan]:
+    """Steps until the plan is settled: what was foretold, times how slow its kind really is."""
+    ran: list[Plan] = []
+    foretold: dict[int, float] = {}
+    while not choosing.is_settled and len(ran) < most:
+        if choosing._search is not None:
+            choosing._search.wait(60)
+        choosing.between_steps()
+        plan = choosing.running
+        assert plan is not None
+        ran.append(plan)
+        base = foretold.setdefault(id(plan), plan.predicted_step_ms)
+        choosing.note_step(plan, Ran(base * slowness[kind_of(plan)], 0), 1.0)
+    assert choosing.is_settled
+    return ran
+
+
+slownesses = st.fixed_dictionaries({kind: st.floats(0.5, 4.0) for kind in KINDS})
+
+
+@settings(max_examples=8, deadline=None)
+@given(slownesses, st.floats(0.2, 0.9))
+def test_the_plan_that_is_fastest_on_the_machine_stays(
+    slowness: dict[Kind, float], share: float
+) -> None:
+    choosing, budget, _ = begun(share)
+    ran = train(choosing, slowness)
+    tried = {id(plan): plan for plan in ran}.values()
+    assert all(plan.predicted_peak_bytes <= budget for plan in tried)
+    factors = choosing.trials.factors
+    assert (len(factors) > 1) == (len(tried) > 1)
+    if factors:
+        assert len(ran) >= LEAST_STEPS * len(factors)
+        real_ms = [plan.predicted_step_ms * slowness[kind_of(plan)] for plan in tried]
+        assert choosing.plan is not None
+        assert choosing.plan.predicted_step_ms <= (1 + ALIKE) * min(real_ms) + 1e-6
+        for kind, factor in factors.items():
+            assert factor == pytest.approx(slowness[kind])
+
+
+def test_another_budget_is_planned_for_with_what_was_measured() -> None:
+    slow_codes = {OWN_CODES: 4.0, OWN_EXACT: 1.0, FUSED_CODES: 4.0, FUSED_EXACT: 4.0}
+    choosing, budget, measured = begun(0.5)
+    train(choosing, slow_codes)
+    assert choosing.trials.factors[OWN_CODES] == pytest.approx(4.0)
+    assert choosing.plan is not None
+    assert kind_of(choosing.plan) == OWN_EXACT
+    again = choosing.again(budget - 4 * MIB, can_refuse=False)
+    assert kind_of(again) == OWN_EXACT  # foretold alone, codes would have been faster
+    foretold = planner.make_plan(measured, budget - 4 * MIB, also=(fused(measured),))
+    assert kind_of(foretold).lossy
+    assert train(choosing, slow_codes)  # the search is taken over, and nothing is tried again
+    assert choosing.trials.trial is None
+
+
+def test_a_trial_goes_on_where_it_was_in_a_resumed_session() -> None:
+    choosing, _, _ = begun()
+    slowness = {OWN_CODES: 3.0, OWN_EXACT: 2.0, FUSED_CODES: 1.0, FUSED_EXACT: 2.0}
+    while choosing.trials.trial is None or len(choosing.trials.trial.times_ms) <= LEAST_STEPS:
+        choosing.between_steps()
+        plan = choosing.running
+        assert plan is not None
+        choosing.note_step(plan, Ran(plan.predicted_step_ms * slowness[kind_of(plan)], 7), 1.0)
+    resumed = Choosing(choosing.terms)
+    resumed.load_state_dict(json.loads(json.dumps(choosing.state_dict())))
+    assert resumed.trials.trial == choosing.trials.trial
+    assert not resumed.is_settled
+    train(resumed, slowness)
+    train(choosing, slowness)
+    assert resumed.trials.factors == pytest.approx(dict(choosing.trials.factors))
+    assert resumed.plan == choosing.plan
+    settled = Choosing(choosing.terms)
+    settled.load_state_dict(json.loads(json.dumps(choosing.state_dict())))
+    assert settled.is_settled
+    assert settled.trials.factors == choosing.trials.factors
+
+
+def until_trial(choosing: Choosing) -> Trial:
+    while choosing.trials.trial is None:
+        choosing.between_steps()
+    return choosing.trials.trial
+
+
+def test_where_the_first_plan_is_refused_memory_a_tighter_one_stays() -> None:
+    choosing, _, _ = begun()
+    first = until_trial(choosing).plan
+    tighter = choosing.tighten(first)
+    assert tighter is not None
+    assert tighter.predicted_peak_bytes < first.predicted_peak_bytes
+    assert choosing.plan is tighter
+    assert choosing.is_settled
+    choosing.between_steps()
+    assert choosing.plan is tighter
+    assert not choosing.trials.may_try
+
+
+def test_where_a_later_one_is_refused_the_proven_one_goes_on_and_the_others_are_tried() -> None:
+    choosing, _, _ = begun()
+    first, refused, *others = until_trial(choosing).plans
+    assert others
+    for _ in range(LEAST_STEPS):
+        choosing.note_step(first, Ran(500.0, 70), 1.0)
+        choosing.between_steps()
+    assert choosing.plan is refused
+    assert choosing.tighten(refused) is first  # under which the step is tried again
+    assert choosing.note_step(first, Ran(400.0, 60), 1.0) is None  # which is no trial
+    choosing.between_steps()
+    assert choosing.plan is others[0]
+    held = [choosing.note_step(others[0], Ran(300.0, 50), 1.0) for _ in range(LEAST_STEPS)]
+    assert held == [None] * (LEAST_STEPS - 1) + [50]
+    assert choosing.plan is not None
+    assert choosing.plan.policy == others[0].policy
+    assert kind_of(refused) not in choosing.trials.factors
+    assert choosing.is_settled
+
+
+def test_where_the_last_one_is_refused_the_fastest_of_the_others_stays() -> None:
+    choosing, _, _ = begun()
+    plans = until_trial(choosing).plans
+    for at in range(LEAST_STEPS * (len(plans) - 1)):
+        plan = plans[at // LEAST_STEPS]
+        choosing.note_step(plan, Ran(500.0 - 100.0 * (plan is plans[0]), 0), 1.0)
+        choosing.between_steps()
+    assert choosing.plan is plans[-1]
+    kept = choosing.tighten(plans[-1])
+    assert kept is choosing.plan
+    assert kept is not None
+    assert kept.policy == plans[0].policy
+    assert choosing.is_settled
+
+
+def test_smaller_batches_decide_nothing_and_cannot_keep_a_trial_open() -> None:
+    choosing, _, _ = begun()
+    trial = until_trial(choosing)
+    steps = trial.steps_of_each * len(trial.plans)
+    choosing.note_step(trial.plan, Ran(90.0, 0), 0.9)  # near enough: its time counts as 100
+    assert choosing.trials.trial is not None
+    assert choosing.trials.trial.times_ms == pytest.approx((100.0,))
+    for _ in range(MOST_PASSED * steps + 1):
+        assert choosing.trials.trial is not None
+        choosing.between_steps()
+        choosing.note_step(trial.plan, Ran(1.0, 0), 0.5)
+    assert choosing.is_settled
+    assert choosing.trials.factors == {}
+    assert choosing.plan is trial.plans[0]
+
+
+def test_a_step_under_another_plan_is_not_counted() -> None:
+    choosing, _, _ = begun()
+    before = until_trial(choosing)
+    choosing.note_step(replace(before.plan, reason="another"), Ran(1.0, 0), 1.0)
+    assert choosing.trials.trial is before
+
+
+def test_nothing_is_tried_beyond_the_budget() -> None:
+    choosing, _, measured = begun()
+    until_trial(choosing)
+    plan = choosing.again(measured.floor_bytes + MIB, can_refuse=True)
+    assert plan.predicted_peak_bytes > measured.floor_bytes + MIB
+    assert choosing.is_settled
+
+
+@pytest.mark.parametrize("policy", ["checkpoint", "quantize", "4-bit"])
+def test_named_policies_are_not_tried_against_others(policy: str) -> None:
+    choosing, _, _ = begun(policy=policy)
+    for _ in range(5):
+        choosing.between_steps()
+    assert choosing.trials.trial is None
+    assert choosing.is_settled
+
+
+def test_what_may_add_no_noise_is_tried_with_other_operators_only() -> None:
+    choosing, _, _ = begun(0.9, tolerance=0.0)
+    ran = train(choosing, dict.fromkeys(KINDS, 1.0))
+    assert not any(kind_of(plan).lossy for plan in ran)
