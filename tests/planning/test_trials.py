@@ -266,11 +266,16 @@ def test_where_a_later_one_is_refused_the_proven_one_goes_on_and_the_others_are_
         choosing.between_steps()
     assert choosing.plan is refused
     assert choosing.tighten(refused) is first  # under which the step is tried again
-    assert choosing.note_step(first, Ran(400.0, 60), 1.0) is None  # which is no trial
+    trial = choosing.trials.trial
+    choosing.note_step(first, Ran(400.0, 60), 1.0)  # which is no trial
+    assert choosing.trials.trial is trial
     choosing.between_steps()
     assert choosing.plan is others[0]
-    held = [choosing.note_step(others[0], Ran(300.0, 50), 1.0) for _ in range(LEAST_STEPS)]
-    assert held == [None] * (LEAST_STEPS - 1) + [50]
+    for step in range(LEAST_STEPS):
+        assert choosing.trials.take_held_bytes() is None
+        choosing.note_step(others[0], Ran(300.0, 50 - step), 1.0)
+    assert choosing.trials.take_held_bytes() == 50
+    assert choosing.trials.take_held_bytes() is None
     assert choosing.plan is not None
     assert choosing.plan.policy == others[0].policy
     assert kind_of(refused) not in choosing.trials.factors
@@ -282,7 +287,7 @@ def test_where_the_last_one_is_refused_the_fastest_of_the_others_stays() -> None
     plans = until_trial(choosing).plans
     for at in range(LEAST_STEPS * (len(plans) - 1)):
         plan = plans[at // LEAST_STEPS]
-        choosing.note_step(plan, Ran(500.0 - 100.0 * (plan is plans[0]), 0), 1.0)
+        choosing.note_step(plan, Ran(500.0 - 100.0 * (plan is plans[0]), 100 - at), 1.0)
         choosing.between_steps()
     assert choosing.plan is plans[-1]
     kept = choosing.tighten(plans[-1])
@@ -290,6 +295,7 @@ def test_where_the_last_one_is_refused_the_fastest_of_the_others_stays() -> None
     assert kept is not None
     assert kept.policy == plans[0].policy
     assert choosing.is_settled
+    assert choosing.trials.take_held_bytes() == 100
 
 
 def test_smaller_batches_decide_nothing_and_cannot_keep_a_trial_open() -> None:
