@@ -376,9 +376,14 @@ class Choosing:
         """A quick plan now, the best one in the background."""
         self.give_up_search()
         plan, make = quick or self._quick(budget_bytes), self._maker(budget_bytes)
-        if self.terms.policy == "optimal" and plan.policy.name != "plain":
+        if self.terms.policy == "optimal" and not self._is_plain_pytorch(plan):
             self._search = BackgroundPlan(partial(_with_stop, make))
         return plan
+
+    def _is_plain_pytorch(self, plan: Plan) -> bool:
+        """The whole batch with everything kept: nothing that is sought would be faster."""
+        assert self.profile is not None
+        return plan.policy.name == "plain" and plan.micro_batch >= self.profile.batch_size
 
     @property
     def _allowance_bytes(self) -> int:

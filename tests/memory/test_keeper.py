@@ -51,7 +51,7 @@ def test_beyond_the_budget_an_allocation_is_refused_and_counted(keeper: MemoryKe
 def test_what_is_spared_beside_the_usual_is_refused_until_the_next_bound(
     keeper: MemoryKeeper,
 ) -> None:
-    budget = measure.resident_bytes() + 100 * MIB
+    budget = measure.resident_bytes() + 110 * MIB
     keeper.spare_more_bytes = 60 * MIB
     keeper.bound(budget, budget)
     assert whole(hold(32))

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from synthetic import MIB, large, profile, profiles, saving
+from synthetic import MIB, blocks, large, profile, profiles, saving
 
 from daf import choosing as module
 from daf.choosing import ANOTHER_PROCESS_BYTES, Choosing, Evidence, Terms
@@ -405,6 +405,26 @@ def test_the_faster_operators_are_taken_whatever_the_budget(
     if plan.policy.fused:
         assert plan.policy.chunk_bytes == other.chunk_bytes
         assert not plan.policy.replayed
+
+
+def test_pieces_that_keep_everything_are_no_reason_to_seek_nothing_better() -> None:
+    """With codes the pieces may be larger, and take less time."""
+    kept = ((0, 10_000), (0, 10_000), (2, 170_000), (3, 10_000))
+    measured = profile(
+        [
+            saving(n, 4, Need.LINEAR, elements, call=1 + n // 2, storage=storage)
+            for n, (storage, elements) in enumerate(kept)
+        ],
+        calls=blocks(4, 2),
+        refusal="",
+    )
+    budget = between(measured, 0.25)
+    quick = planner.make_plan(measured, budget, quickly=True)
+    assert quick.policy.name == "plain"
+    assert quick.micro_batch < measured.batch_size
+    plan = chosen(measured).begin(measured, budget)
+    assert plan.predicted_step_ms < quick.predicted_step_ms
+    assert plan.micro_batch > quick.micro_batch
 
 
 def fits(measured: Profile, budget_bytes: int) -> bool:
