@@ -77,9 +77,9 @@ struct Account {
   Gauge external;  // part of held: charged by the pool
   std::atomic<uint64_t> limit{no_limit};
 
-  Counter allocations;  // of 1 MiB and more
+  Counter allocations;  // of 128 KiB and more
   Counter small_allocations;
-  Counter frees;           // of 1 MiB and more
+  Counter frees;           // of 128 KiB and more
   Counter hits;            // served from one recycled block, without a system call
   Counter assembled;       // served by moving pages of several recycled blocks
   Counter moved_bytes;     // pages moved for those

@@ -4,8 +4,10 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <iterator>
 
 namespace daf {
 namespace {
@@ -115,6 +117,9 @@ void BlockHeap::keep_first(uint32_t slot, uint32_t count) {
 
 // A new range of slots: pages of recycled blocks first, the system's for the rest.
 Served BlockHeap::assemble(uint64_t held_bytes, bool must, uint32_t* slot) {
+  if (held_bytes < slot_bytes && takes_all(held_bytes) && nearest_partial(held_bytes, slot)) {
+    return resize(*slot, held_bytes, must);
+  }
   const uint32_t count = slots_for(held_bytes);
   if (!range_.take(count, slot)) return Served::no_memory;
   if (*slot + count > highest_slot_) highest_slot_ = *slot + count;
@@ -125,8 +130,11 @@ Served BlockHeap::assemble(uint64_t held_bytes, bool must, uint32_t* slot) {
 
 Served BlockHeap::fill(uint32_t slot, uint64_t held_bytes, bool must) {
   if (!range_.commit(slot, held_bytes)) return Served::no_memory;
-  const uint32_t gathered = gather_pages(slot, static_cast<uint32_t>(held_bytes / slot_bytes));
-  const uint64_t gathered_bytes = gathered * slot_bytes;
+  const auto whole = static_cast<uint32_t>(held_bytes / slot_bytes);
+  uint64_t gathered_bytes = gather_pages(slot, whole) * slot_bytes;
+  if (whole && takes_all(held_bytes - gathered_bytes)) {
+    gathered_bytes += gather_tail(slot + whole, held_bytes % slot_bytes);
+  }
   if (!charge(held_bytes - gathered_bytes, must)) {
     // Another thread's small blocks took what was left. What was gathered leaves the account,
     // and the caller gives the slots back.
@@ -134,12 +142,75 @@ Served BlockHeap::fill(uint32_t slot, uint64_t held_bytes, bool must) {
     account_.returned_bytes.add(gathered_bytes);
     return Served::over_limit;
   }
-  if (gathered) account_.assembled.add();
+  if (gathered_bytes) account_.assembled.add();
   account_.moved_bytes.add(gathered_bytes);
-  account_.fresh_bytes.add(held_bytes - gathered_bytes);
-  account_.current_phase().fresh_bytes.add(held_bytes - gathered_bytes);
+  count_fresh(held_bytes - gathered_bytes);
   blocks_[slot].held_bytes = held_bytes;
   return Served::yes;
+}
+
+void BlockHeap::count_fresh(uint64_t bytes) {
+  account_.fresh_bytes.add(bytes);
+  account_.current_phase().fresh_bytes.add(bytes);
+}
+
+// Whether so much more from the system would pass the limit: then nothing recycled lies idle.
+// Without a limit nothing ever does.
+bool BlockHeap::takes_all(uint64_t held_bytes) const {
+  const uint64_t limit = account_.limit.load();
+  return limit == no_limit || account_.held.current() + held_bytes > limit;
+}
+
+// The recycled block shorter than a slot whose size is nearest; false where there is none.
+bool BlockHeap::nearest_partial(uint64_t held_bytes, uint32_t* slot) const {
+  const auto larger = by_size_.lower_bound({held_bytes, 0, 0});
+  const bool has_larger = larger != by_size_.end() && std::get<0>(*larger) < slot_bytes;
+  const bool has_smaller = larger != by_size_.begin();
+  if (!has_larger && !has_smaller) return false;
+  auto nearest = has_smaller ? std::prev(larger) : larger;
+  if (has_larger && has_smaller &&
+      std::get<0>(*larger) - held_bytes < held_bytes - std::get<0>(*nearest)) {
+    nearest = larger;
+  }
+  *slot = std::get<2>(*nearest);
+  return true;
+}
+
+// Takes a recycled block shorter than a slot and gives it another such size where it lies: its
+// address range is a slot of its own.
+Served BlockHeap::resize(uint32_t slot, uint64_t held_bytes, bool must) {
+  const uint64_t before_bytes = blocks_[slot].held_bytes;
+  remove_recycled(slot);
+  if (before_bytes >= held_bytes) {
+    range_.discard(slot, held_bytes, before_bytes);
+    account_.held.subtract(before_bytes - held_bytes);
+    account_.returned_bytes.add(before_bytes - held_bytes);
+  } else if (!range_.commit(slot, held_bytes)) {
+    return_slots(slot, 1, before_bytes);
+    return Served::no_memory;
+  } else if (!charge(held_bytes - before_bytes, must)) {
+    return_slots(slot, 1, before_bytes);
+    return Served::over_limit;
+  } else {
+    count_fresh(held_bytes - before_bytes);
+  }
+  account_.assembled.add();
+  account_.moved_bytes.add(std::min(before_bytes, held_bytes));
+  blocks_[slot].held_bytes = held_bytes;
+  return Served::yes;
+}
+
+// Moves the pages of a recycled block shorter than a slot into the last, partial slot of a new
+// block; returns their bytes. What it held beyond them goes to the system.
+uint64_t BlockHeap::gather_tail(uint32_t to, uint64_t wanted_bytes) {
+  uint32_t from;
+  if (wanted_bytes == 0 || !nearest_partial(wanted_bytes, &from)) return 0;
+  const uint64_t held_bytes = blocks_[from].held_bytes;
+  const uint64_t moved_bytes = std::min(held_bytes, wanted_bytes);
+  if (!range_.move_part(from, to, moved_bytes)) return 0;
+  remove_recycled(from);
+  return_slots(from, 1, held_bytes - moved_bytes);
+  return moved_bytes;
 }
 
 // Moves pages of recycled blocks, the oldest first, into the whole slots of a new block.

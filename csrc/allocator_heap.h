@@ -1,4 +1,4 @@
-// Blocks of 1 MiB and more: kept when freed, reused by best fit, and given back least recently
+// Blocks of 128 KiB and more: kept when freed, reused by best fit, and given back least recently
 // used first.
 //
 // Three ways to serve an allocation, in this order:
@@ -8,6 +8,10 @@
 //      their sizes: about 2 microseconds per 2 MiB, where faulting them in costs 150 to 900;
 //   3. pages from the system, only for what is still missing.
 // Because of 2 recycled memory never lies idle while an allocation grows the process.
+//
+// What is shorter than a slot has no whole one to move. Within the limit each size then has blocks
+// of its own; at the limit, or without one, the recycled block of the nearest size grows or shrinks
+// where it lies, or gives its pages to the last, partial slot of a longer block.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +27,7 @@
 
 namespace daf {
 
-constexpr uint64_t large_from_bytes = 1 << 20;
+constexpr uint64_t large_from_bytes = 128 << 10;
 
 struct LiveBlock {
   uintptr_t address;
@@ -97,6 +101,11 @@ class BlockHeap {
   bool reuse(uint64_t held_bytes, uint32_t* slot);
   Served assemble(uint64_t held_bytes, bool must, uint32_t* slot);
   Served fill(uint32_t slot, uint64_t held_bytes, bool must);
+  bool takes_all(uint64_t held_bytes) const;
+  bool nearest_partial(uint64_t held_bytes, uint32_t* slot) const;
+  Served resize(uint32_t slot, uint64_t held_bytes, bool must);
+  uint64_t gather_tail(uint32_t to, uint64_t wanted_bytes);
+  void count_fresh(uint64_t bytes);
   uint32_t gather_pages(uint32_t slot, uint32_t wanted);
   uint32_t move_from_oldest(uint32_t to, uint32_t wanted);
   bool charge(uint64_t bytes, bool must);

@@ -64,8 +64,7 @@ bool AddressRange::commit(uint32_t slot, uint64_t bytes) {
   return true;
 }
 
-bool AddressRange::move_run(uint32_t from, uint32_t to, uint32_t count) {
-  const uint64_t bytes = count * slot_bytes;
+bool AddressRange::move(uint32_t from, uint32_t to, uint64_t bytes) {
   // DONTUNMAP keeps the source mapped: a hole could be taken by somebody else's mmap, whose
   // addresses would then look like ours.
   constexpr int flags = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
@@ -76,11 +75,15 @@ bool AddressRange::move_run(uint32_t from, uint32_t to, uint32_t count) {
 
 uint32_t AddressRange::move_pages(uint32_t from, uint32_t to, uint32_t count) {
   if (!can_move_) return 0;
-  if (move_run(from, to, count)) return count;
+  if (move(from, to, count * slot_bytes)) return count;
   // The slots lie in several mappings, as they do after an earlier move: one by one, then.
   uint32_t moved = 0;
-  while (can_move_ && moved < count && move_run(from + moved, to + moved, 1)) ++moved;
+  while (can_move_ && moved < count && move(from + moved, to + moved, slot_bytes)) ++moved;
   return moved;
+}
+
+bool AddressRange::move_part(uint32_t from, uint32_t to, uint64_t bytes) {
+  return can_move_ && move(from, to, bytes);
 }
 
 void AddressRange::discard(uint32_t slot, uint64_t first_byte, uint64_t end_byte) {

@@ -50,6 +50,8 @@ class AddressRange {
   // reserved and empty. Returns how many slots were moved: 0 where the kernel cannot (before
   // Linux 5.7).
   uint32_t move_pages(uint32_t from, uint32_t to, uint32_t count);
+  // Moves the first `bytes` of a slot, whole pages, in the same way; false where it cannot.
+  bool move_part(uint32_t from, uint32_t to, uint64_t bytes);
   // Gives the pages between two offsets from the start of a slot back to the system; both are
   // multiples of a page. The range stays committed, and reads as zeros.
   void discard(uint32_t slot, uint64_t first_byte, uint64_t end_byte);
@@ -57,7 +59,7 @@ class AddressRange {
   void give_back(uint32_t first, uint32_t count);
 
  private:
-  bool move_run(uint32_t from, uint32_t to, uint32_t count);
+  bool move(uint32_t from, uint32_t to, uint64_t bytes);
 
   uintptr_t base_ = 0;
   uint64_t bytes_ = 0;

@@ -1,6 +1,6 @@
 // Which small blocks are tensors, and how long they are.
 //
-// Blocks below 1 MiB stay with glibc, whose header tells their size but not who asked: the torch
+// Blocks below 128 KiB stay with glibc, whose header tells their size but not who asked: the torch
 // libraries free tensors and strings through the same slot. So the address of each small tensor
 // is noted when it is born. Only multiples of 64 can be one, which spares three quarters of all
 // other frees the look-up. Cost: about 30 ns to note, as much to forget.

@@ -101,11 +101,54 @@ def test_best_fit_takes_at_most_a_quarter_too_much() -> None:
         four = block(4)
         assert four.data_ptr() == addresses[0]
         fresh, held = number("fresh_bytes"), number("held_bytes.current")
-        one = block(1.25)  # what is left is far too large: its pages stay together
-        assert one.data_ptr() not in addresses
-        assert number("fresh_bytes") - fresh == int(1.25 * MIB)
-        assert number("held_bytes.current") - held == int(1.25 * MIB)
+        one = block(1.25)  # nine is far too large and stays whole; what is left of five grows
+        assert one.data_ptr() == addresses[0] + 4 * MIB
+        assert number("fresh_bytes") - fresh == int(0.25 * MIB)
+        assert number("held_bytes.current") - held == int(0.25 * MIB)
         del four, one
+
+
+def test_within_a_limit_every_short_size_has_blocks_of_its_own() -> None:
+    with RecyclingAllocator() as allocator:
+        allocator.limit_bytes = number("held_bytes.current") + 8 * MIB
+        sizes = (0.25, 0.5, 1.0, 1.75)
+        for size in sizes:
+            block(size)
+        assert number("recycled_bytes.current") == int(sum(sizes) * MIB)
+        fresh = number("fresh_bytes")
+        for _ in range(3):
+            for size in sizes:
+                assert float(block(size).sum()) == 3.0 * int(size * MIB / 4)
+        assert number("fresh_bytes") == fresh
+
+
+def test_at_the_limit_short_blocks_become_others_and_nothing_is_refused() -> None:
+    with RecyclingAllocator() as allocator:
+        allocator.limit_bytes = limit = number("held_bytes.current") + 2 * MIB
+        keep = block(0.5)
+        for size in (0.25, 0.5, 1.0, 1.25, 0.75, 1.5, 0.125, 1.375):
+            refused, fresh = number("refusals"), number("fresh_bytes")
+            assert float(block(size).sum()) == 3.0 * int(size * MIB / 4)
+            assert number("refusals") == refused
+            assert number("held_bytes.current") <= limit
+            assert number("fresh_bytes") - fresh <= int(size * MIB)
+        assert float(keep.sum()) == 1.5 * MIB / 4
+
+
+def test_the_last_slot_of_a_long_block_takes_a_short_one_s_pages() -> None:
+    with RecyclingAllocator():
+        short = block(1)
+        address = short.data_ptr()
+        del short
+        fresh, moved = number("fresh_bytes"), number("moved_bytes")
+        long = block(3.5)
+        if number("moved_bytes") == moved:
+            pytest.skip("this kernel cannot move pages")
+        assert long.data_ptr() != address
+        assert number("moved_bytes") - moved == MIB
+        assert number("fresh_bytes") - fresh == int(2.5 * MIB)
+        assert number("recycled_bytes.current") == 0
+        del long
 
 
 def test_pages_of_several_recycled_blocks_make_one_larger_block() -> None:

@@ -75,5 +75,5 @@ def _report(counts: dict[str, int], *, as_json: bool) -> str:
     return (
         f"daf run: tensors held at most {live} (with recycled blocks {held}); {fresh} came from "
         f"the system, {returned} went back; {counts['hits']} of {counts['allocations']} "
-        f"allocations of 1 MiB and more were recycled blocks"
+        f"allocations of 128 KiB and more were recycled blocks"
     )

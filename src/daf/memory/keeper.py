@@ -75,7 +75,7 @@ class MemoryKeeper:
             recycling = RecyclingAllocator(reclaim=self._make_room)
             self._recycling = self._resources.enter_context(recycling)
             self.settings.append(
-                "PyTorch's CPU blocks of 1 MiB and more are recycled, within the budget as a limit"
+                "PyTorch's CPU blocks of 128 KiB and more are recycled, with the budget as a limit"
             )
         if self._resources.enter_context(allocator.ReturnFreedBlocks()).active:
             size = format_bytes(allocator.RETURN_BLOCKS_FROM_BYTES)

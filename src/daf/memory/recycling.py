@@ -1,6 +1,6 @@
 """The CPU allocator that knows its budget, put under PyTorch while it is entered.
 
-Blocks of 1 MiB and more that PyTorch frees are kept and reused instead of
+Blocks of 128 KiB and more that PyTorch frees are kept and reused instead of
 going back to the kernel, where each would cost its page faults again; all
 bytes are one account with a hard limit, and passing it is PyTorch's own
 ``RuntimeError`` instead of a kill. How: docs/allocator.md.

@@ -29,10 +29,10 @@ def stats() -> dict[str, int]:
     ``live_bytes`` (asked for and not yet freed), ``held_bytes`` (what the
     limit bounds: whole pages of large blocks, live and recycled, plus small
     blocks as glibc rounds them, plus ``external_bytes``), ``recycled_bytes``,
-    ``small_bytes`` (blocks below 1 MiB), ``external_bytes`` (charged by the pool).
+    ``small_bytes`` (blocks below 128 KiB), ``external_bytes`` (charged by the pool).
 
     Counts since the process began: ``allocations``, ``frees`` and ``hits`` of
-    blocks of 1 MiB and more, ``assembled`` (served by moving pages of recycled
+    blocks of 128 KiB and more, ``assembled`` (served by moving pages of recycled
     blocks) and ``moved_bytes``, ``small_allocations``, ``fresh_bytes`` (from
     the system), ``returned_bytes`` and ``returned_blocks`` (to the system),
     ``emptied_for_limit``, ``reclaims``, ``refusals`` (allocations that failed), ``overdrafts``
@@ -72,7 +72,7 @@ def phase(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One live block of 1 MiB or more; ``held_bytes`` are its whole pages.
+    """One live block of 128 KiB or more; ``held_bytes`` are its whole pages.
 
     ``module`` and ``operator`` are "" unless a ``History`` was recording when
     it was born. ``order`` counts up with every block born.
@@ -87,7 +87,7 @@ class Block:
 
 
 def snapshot() -> dict[str, Any]:
-    """The statistics and every live block of 1 MiB and more, the oldest first.
+    """The statistics and every live block of 128 KiB and more, the oldest first.
 
     Returns:
         ``{"statistics": stats(), "blocks": [Block, ...]}``.

@@ -77,7 +77,7 @@ class Model {
 // A few words spread over the block, its ends included: enough to notice any overlap.
 template <class Visit>
 void each_word(const Held& block, Visit visit) {
-  constexpr uint64_t stride = mib;
+  constexpr uint64_t stride = mib / 8;
   for (uint64_t at = 0; at + 16 <= block.bytes; at += stride) visit(block.pointer + at);
   visit(block.pointer + (block.bytes - 8));
 }
@@ -151,7 +151,7 @@ void free_one(std::mt19937_64& random) {
   if (!model.take(random(), &block)) return;
   check_stamp(block);
   // Large blocks may end anywhere; small ones in the library that counts them.
-  if (block.bytes >= mib && random() % 4 == 0) {
+  if (block.bytes >= large_from_bytes && random() % 4 == 0) {
     other_free(block.pointer);
   } else {
     fake_free(block.pointer);
@@ -175,7 +175,7 @@ void check_account() {
           model.live_bytes());
   uint64_t large = 0, large_held = 0, small_held = 0;
   for (const Held& block : model.blocks()) {
-    if (block.bytes >= mib) {
+    if (block.bytes >= large_from_bytes) {
       ++large;
     } else {
       small_held += (block.bytes + 8 + 15) / 16 * 16;
@@ -322,6 +322,45 @@ void live_blocks_are_fitted() {
   allocator::set_limit(no_limit);
 }
 
+// At the limit a block shorter than a slot of 2 MiB is a recycled one of another size, and a longer
+// one's last slot takes such a block's pages; within it every size has blocks of its own.
+void short_blocks_change_size() {
+  Account& account = allocator::account();
+  allocator::trim(no_limit);
+  void* kept = nullptr;
+  require(fake_allocate(&kept, 64, mib / 2) == 0, "a short block");
+  const Held block{static_cast<char*>(kept), mib / 2, 5};
+  write_stamp(block);
+  const auto served = [&](uint64_t bytes, uint64_t fresh_bytes, const char* what) {
+    const uint64_t before = account.fresh_bytes.value();
+    void* found = nullptr;
+    require(fake_allocate(&found, 64, bytes) == 0, what);
+    std::memset(found, 3, bytes);
+    require(account.fresh_bytes.value() - before == fresh_bytes, what,
+            account.fresh_bytes.value() - before, fresh_bytes);
+    fake_free(found);
+  };
+  const uint64_t before = account.held.current();
+  allocator::set_limit(before + 8 * mib);
+  served(mib, mib, "the first short one");
+  served(mib / 2, mib / 2, "within the limit another size is another block");
+  served(mib, 0, "which the first one waits for");
+  require(account.held.current() == before + 3 * mib / 2, "both are kept");
+  allocator::set_limit(before + 3 * mib / 2);
+  served(5 * mib / 4, mib / 4, "at the limit the nearest one grows");
+  served(3 * mib / 4, 0, "or shrinks");
+  require(account.held.current() <= before + 3 * mib / 2, "within the limit");
+  allocator::set_limit(no_limit);
+  served(mib / 4, 0, "without a limit the nearest one shrinks");
+  allocator::trim(no_limit);
+  served(mib, mib, "the one that follows");
+  served(3 * mib, 2 * mib, "a longer one takes its pages into the last slot");
+  require(account.recycled.current() == 3 * mib, "and nothing else is held",
+          account.recycled.current(), 3 * mib);
+  check_stamp(block);
+  fake_free(kept);
+}
+
 void fork_works() {
   void* shared = nullptr;
   require(fake_allocate(&shared, 64, 4 * mib) == 0, "before fork");
@@ -385,6 +424,7 @@ int main(int argc, char** argv) {
   limit_holds();
   what_must_be_served_is();
   live_blocks_are_fitted();
+  short_blocks_change_size();
   grow_by_realloc();
   if (with_fork) fork_works();
   free_all();
