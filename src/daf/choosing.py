@@ -84,6 +84,7 @@ class Choosing:
         self.first: Plan | None = None
         self.evidence: Evidence | None = None
         self.trials = Trials()
+        self.searched_ms = 0.0  # the processor's, of the searches that ended
         self._search: BackgroundPlan | None = None
 
     @property
@@ -141,14 +142,20 @@ class Choosing:
         """The best plan if it is found with patience; the search goes on if steps leave it room."""
         assert self._search is not None
         if self._has_room_to_search(quick, budget_bytes):
-            return self._found(self._search.wait(PATIENCE_S)) or quick
-        search, self._search = self._search, None
-        return self._found(search.finish(PATIENCE_S)) or quick
+            self._search.wait(PATIENCE_S)
+        else:
+            self._search.finish(PATIENCE_S)
+        return self._taken_over() or quick
 
-    def _found(self, plans: tuple[Plan, ...]) -> Plan | None:
-        """The best of what a search found; the others may be tried."""
-        self.trials.offer(plans)
-        return plans[0] if plans else None
+    def _taken_over(self) -> Plan | None:
+        """The best that a search found which has ended; the others may be tried."""
+        search = self._search
+        if search is None or not search.is_done:
+            return None
+        self._search = None
+        self.searched_ms += search.took_ms
+        self.trials.offer(search.result)
+        return search.result[0] if search.result else None
 
     @staticmethod
     def _has_room_to_search(plan: Plan, budget_bytes: int) -> bool:
@@ -181,9 +188,7 @@ class Choosing:
 
     def between_steps(self) -> None:
         """Take over the best plan, once it is found, or the next one that is tried."""
-        if self._search is not None and self._search.is_done:
-            self.plan = self._found(self._search.result) or self.plan
-            self._search = None
+        self.plan = self._taken_over() or self.plan
         if self.first is None and self._search is None:
             self.plan = self.trials.next_plan() or self.plan
 

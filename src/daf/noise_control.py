@@ -7,6 +7,7 @@ the codes in force add beside the batch's own noise goes to a :class:`daf.noise.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -74,6 +75,7 @@ class NoiseControl:
             on_record=self._note,
         )
         self._has_widened = False
+        self._searched_ms: float | None = None  # counted so far; None before the first new plan
         self._by_site: dict[Site, float] = {}
         self._valid_for: tuple[object, ...] = (None, None, None)
 
@@ -128,6 +130,7 @@ class NoiseControl:
         """
         index, step_ms = step
         self.sensing.schedule.note_step(step_ms)
+        self._count_search()
         before_ms = self.sensing.schedule.measured_ms
         if is_lossy(running.policy) and self.sensing.is_due(batch, step_ms):
             self._measure(batch, loss_fn, running, index, budget_bytes)
@@ -186,11 +189,22 @@ class NoiseControl:
         self._observe(index)
 
     def _replan(self, running: Plan, budget_bytes: int) -> None:
+        start_s = time.perf_counter()
         weighed = self.sensing.weighed(self._choosing.profile_of(running))
         old = sum(expected_noise(weighed, running.policy, running.micro_batch).values())
+        self._count_search()
         self._choosing.reweigh(self._weighed(self._choosing.profiles), budget_bytes)
+        self._searched_ms = self._choosing.searched_ms
         plan = self._choosing.plan
         self._has_widened = plan is not None and plan.added_noise < old
+        self.sensing.schedule.note_planning(1000.0 * (time.perf_counter() - start_s))
+
+    def _count_search(self) -> None:
+        """What is sought because of new numbers is part of their price; the first plan is not."""
+        if self._searched_ms is not None:
+            found_ms = self._choosing.searched_ms
+            self.sensing.schedule.note_planning(found_ms - self._searched_ms)
+            self._searched_ms = found_ms
 
     def _observe(self, index: int) -> None:
         found = self.sensing.sensitivity

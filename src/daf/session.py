@@ -377,51 +377,62 @@ class Session:
             DivergedError: ``retrace`` was asked for, and the run diverges again or codes cannot
                 be wider.
         """
-        self._follow_budget(self._adapting.begin_step())
-        if self.budget_bytes is not None and batch_bytes(batch) > self._planned_for_bytes:
-            self._choosing.forget()
-        self._choosing.between_steps()
-        plan = self._adopt(self.plan or self.prepare(batch, loss_fn))
-        running = self._whole(self._choosing.running or plan, batch)
-        is_new = self._choosing.trials.is_trying_another
-        self._keeper.spare_more_bytes = NEW_OPERATORS_BYTES if is_new else 0
+        running = self._plan_for(batch, loss_fn)
         self._begin_peak()
         start_s = time.perf_counter()
         loss, running, has_diverged = self._run_watched(batch, loss_fn, running)
         if has_diverged:
             return self._go_back(loss, running, 1000 * (time.perf_counter() - start_s))
+        self._update(running)
+        step_ms = 1000 * (time.perf_counter() - start_s)
+        peak_bytes = self._end_peak()
+        self._count(batch)
+        self._learn(running, step_ms, peak_bytes, batch)
+        report = StepReport(
+            loss,
+            step_ms,
+            peak_bytes,
+            self._capture.stats.held_peak_bytes,
+            running.micro_batch,
+            self._capture.stats.evicted_bytes,
+            self._release.count.released,
+            self._keeper.overrun_bytes,
+            self.budget_bytes,
+        )
+        step = self._step_index - 1, step_ms
+        noise = self._noise.after_step(batch, loss_fn, running, step, self._planned_budget_bytes)
+        return replace(report, **noise._asdict())
+
+    def _plan_for(self, batch: Any, loss_fn: LossFunction) -> Plan:
+        """What the step that begins now runs under, made anew where budget or batch ask for it."""
+        self._follow_budget(self._adapting.begin_step())
+        if self.budget_bytes is not None and batch_bytes(batch) > self._planned_for_bytes:
+            self._choosing.forget()
+        self._choosing.between_steps()
+        plan = self._adopt(self.plan or self.prepare(batch, loss_fn))
+        is_new = self._choosing.trials.is_trying_another
+        self._keeper.spare_more_bytes = NEW_OPERATORS_BYTES if is_new else 0
+        return self._whole(self._choosing.running or plan, batch)
+
+    def _update(self, running: Plan) -> None:
+        """The optimizer's part of a step."""
         if running.return_freed_blocks:
             self._capture.release_scratch()
         with self._keeper.unbounded():
             compiler.step(self.optimizer)
             self._retracing.save_if_good()
-        step_ms = 1000 * (time.perf_counter() - start_s)
-        peak = self._end_peak()
-        self._count_saved(batch)
-        self._step_index += 1
+
+    def _learn(self, running: Plan, step_ms: float, peak_bytes: int, batch: Any) -> None:
+        """What a step that ended says of its plan."""
         if self._keeper.overrun_bytes:
             self._tighter(running)
         elif self._choosing.first is not None:
-            self._settle(peak)
+            self._settle(peak_bytes)
         else:
-            self._note_step(running, step_ms, batch)
+            share = batch_bytes(batch) / max(1, self._planned_for_bytes)
+            ran = Ran(step_ms, self._capture.stats.held_peak_bytes)
+            self._choosing.note_step(running, ran, share)
         self._count_held()
-        stats = self._capture.stats
-        overrun_bytes = self._keeper.overrun_bytes
-        step = self._step_index - 1, step_ms
-        noise = self._noise.after_step(batch, loss_fn, running, step, self._planned_budget_bytes)
-        return StepReport(
-            loss,
-            step_ms,
-            peak,
-            stats.held_peak_bytes,
-            running.micro_batch,
-            stats.evicted_bytes,
-            self._release.count.released,
-            overrun_bytes,
-            self.budget_bytes,
-            *noise,
-        )
 
     def _whole(self, plan: Plan, batch: Any) -> Plan:
         """Where nothing was planned no batch is cut, however much larger than the first."""
@@ -431,11 +442,6 @@ class Session:
         self._uncut_examples = examples
         self.plan = replace(plan, micro_batch=examples)
         return self.plan
-
-    def _note_step(self, plan: Plan, step_ms: float, batch: Any) -> None:
-        share = batch_bytes(batch) / max(1, self._planned_for_bytes)
-        ran = Ran(step_ms, self._capture.stats.held_peak_bytes)
-        self._choosing.note_step(plan, ran, share)
 
     def _run_watched(
         self, batch: Any, loss_fn: LossFunction, plan: Plan
@@ -585,7 +591,8 @@ class Session:
         self._peak_bytes = max(self._peak_bytes, peak)
         return peak
 
-    def _count_saved(self, batch: Any) -> None:
+    def _count(self, batch: Any) -> None:
+        self._step_index += 1
         stats = self._capture.stats
         part = self.plan.micro_batch if self.plan else 1
         pieces_of_plain = max(1.0, batch_size(batch) / part)

@@ -253,6 +253,32 @@ def test_measuring_keeps_within_the_budget() -> None:
 
 
 @needs_limit
+def test_planning_by_new_numbers_is_part_of_their_price() -> None:
+    model, batch = Branches(), images()
+    with session_for(model, least_budget(tolerance=None) + 2_000_000) as session:
+        session.prepare(batch, cross_entropy)
+        schedule, sensed = session.noise.sensing.schedule, session.noise.sensing
+        assert schedule.planned_ms == 0.0  # the first plan is needed anyway
+        schedule.trained_ms = 1e9
+        session.step(batch, cross_entropy)
+        foreground_ms = schedule.planned_ms
+        assert sensed.measurements == 2
+        assert foreground_ms > 0.0
+        schedule.trained_ms = 0.0  # so that nothing is measured again
+        while not session.is_settled:
+            session.step(batch, cross_entropy)
+        sought_ms = session._choosing.searched_ms
+        assert foreground_ms < schedule.planned_ms <= foreground_ms + sought_ms
+        spent_ms = schedule.measured_ms + schedule.planned_ms
+        assert sensed._last_ms is not None
+        next_ms = sensed._last_ms + schedule.planned_ms / sensed.measurements
+        schedule.trained_ms = (spent_ms + next_ms) / 0.02 - 1.0
+        assert not sensed.is_due(batch, 1.0)
+        schedule.trained_ms += 2.0
+        assert sensed.is_due(batch, 1.0)
+
+
+@needs_limit
 def test_a_measurement_keeps_no_more_freed_blocks_than_it_is_predicted_to_need(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

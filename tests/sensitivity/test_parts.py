@@ -142,13 +142,18 @@ def test_the_range_of_a_gaussian_block() -> None:
     assert abs(squared.mean() - GAUSSIAN_BLOCK_SQUARED_RANGE) < 4 * error
 
 
-@given(st.lists(st.floats(1, 1000), min_size=1, max_size=300), st.floats(1, 5000))
-def test_measuring_stays_within_its_share(steps: list[float], cost: float) -> None:
+@given(
+    st.lists(st.floats(1, 1000), min_size=1, max_size=300), st.floats(1, 5000), st.floats(0, 5000)
+)
+def test_measuring_and_planning_stay_within_their_share(
+    steps: list[float], cost: float, planning: float
+) -> None:
     schedule = Schedule()
     measured = 0
     for step_ms in steps:
         schedule.note_step(step_ms)
-        if schedule.allows(cost):
+        if schedule.allows(cost + planning):
             schedule.note_measurement(cost)
+            schedule.note_planning(planning)
             measured += 1
-        assert measured * cost <= 0.02 * schedule.trained_ms * (1 + 1e-9)
+        assert measured * (cost + planning) <= 0.02 * schedule.trained_ms * (1 + 1e-9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 from daf.errors import BudgetError
@@ -23,6 +24,7 @@ class BackgroundPlan:
         self._make = make
         self._stop = threading.Event()
         self._plans: tuple[Plan, ...] = ()
+        self.took_ms = 0.0  # of the processor, known once it is done
         self._thread = threading.Thread(target=self._run, name="daf-planner", daemon=False)
         self._thread.start()
 
@@ -60,3 +62,5 @@ class BackgroundPlan:
             self._plans = self._make(self._must_stop)
         except BudgetError:
             self._plans = ()
+        finally:
+            self.took_ms = 1000.0 * time.thread_time()

@@ -9,7 +9,8 @@ OVERHEAD = 0.02
 
 @dataclass(slots=True)
 class Schedule:
-    """Keeps the time spent on measuring within ``overhead`` of the training time (milliseconds).
+    """Keeps the time spent on measuring, and on planning by what was found, within ``overhead``
+    of the training time (milliseconds).
 
     The first measurement waits until it has been earned too; until then the analytic
     prior, which costs one pass, has to do.
@@ -18,6 +19,7 @@ class Schedule:
     overhead: float = OVERHEAD
     trained_ms: float = 0.0
     measured_ms: float = 0.0
+    planned_ms: float = 0.0
 
     def note_step(self, step_ms: float) -> None:
         """A training step took so long."""
@@ -27,6 +29,11 @@ class Schedule:
         """A measurement took so long."""
         self.measured_ms += measured_ms
 
+    def note_planning(self, planned_ms: float) -> None:
+        """A plan by new numbers took so long to find."""
+        self.planned_ms += planned_ms
+
     def allows(self, expected_ms: float) -> bool:
         """May a measurement that will take ``expected_ms`` begin now?"""
-        return self.measured_ms + expected_ms <= self.overhead * self.trained_ms
+        spent_ms = self.measured_ms + self.planned_ms
+        return spent_ms + expected_ms <= self.overhead * self.trained_ms
