@@ -353,7 +353,7 @@ class Choosing:
         return self.evidence.factor(self.profile.floor_bytes)
 
     def _maker(self, budget_bytes: int) -> Callable[..., tuple[Plan, ...]]:
-        """Makes the best plan of every kind, the fastest as far as is known first."""
+        """Makes the best plan of some kinds, the fastest as far as is known first."""
         assert self.profile is not None
         make = partial(
             planner.make_plans,
@@ -365,7 +365,7 @@ class Choosing:
         )
 
         def corrected(*, quickly: bool = False, **options: Any) -> tuple[Plan, ...]:
-            options |= {"quickly": quickly, "exactly_too": self.can_fuse and not quickly}
+            options |= {"quickly": quickly, "with_others": self.can_fuse and not quickly}
             found = map(self._corrected, make(**options))
             return tuple(sorted(found, key=lambda plan: plan.predicted_step_ms))
 

@@ -9,15 +9,12 @@ they were, so training starts as if it had not been profiled.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 from torch import nn
 
@@ -32,6 +29,7 @@ from daf.execution.microbatch import (
 )
 from daf.execution.observation import Observation
 from daf.execution.rehearsal import EXAMPLES, rehearse
+from daf.execution.undisturbed import apart_from_training
 from daf.memory import measure
 from daf.memory.keeper import MemoryKeeper
 from daf.memory.statistics import stats
@@ -57,31 +55,6 @@ LEAST_WITH_STATISTICS = 2
 Expectation = Callable[[int], float]
 # Bytes of the same order count in an update: parameter, gradient and state, read and written.
 UPDATE_PASSES = 2
-
-
-@contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Restore random states, buffers and gradients on exit, whatever the body did."""
-    torch_state, numpy_state, python_state = (
-        torch.get_rng_state(),
-        numpy.random.get_state(),
-        random.getstate(),
-    )
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                buffer.copy_(buffers[name])
-        torch.set_rng_state(torch_state)
-        numpy.random.set_state(numpy_state)
-        random.setstate(python_state)
 
 
 class Profiler:
@@ -144,7 +117,7 @@ class Profiler:
         refusal = "" if allow_split else split_refusal(self._model)
         examples = batch_size(batch)
         self._operators = _Operators(examples if own else 0)
-        with undisturbed(self._model):
+        with apart_from_training(self._model):
             expected = self._expectation(batch, loss_fn, own, on_progress)
             if own is not None:
                 on_progress("fusions")

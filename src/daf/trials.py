@@ -34,15 +34,16 @@ LEAST_SHARE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What plans are missed alike by: the operators they run, and whether they code."""
+    """What plans are missed alike by: the operators they run, whether they code, in what pieces."""
 
     fused: bool
     lossy: bool
+    micro_batch: int
 
 
 def kind_of(plan: Plan) -> Kind:
     """The kind of a plan."""
-    return Kind(plan.policy.fused, is_lossy(plan.policy))
+    return Kind(plan.policy.fused, is_lossy(plan.policy), plan.micro_batch)
 
 
 class Ran(NamedTuple):
@@ -147,11 +148,15 @@ def trial_of(plans: Sequence[Plan]) -> Trial | None:
 
 
 def factor_of(kind: Kind, factors: Mapping[Kind, float]) -> float:
-    """A kind's own factor; else the mean of those with its operators, or of all; 1 before any."""
+    """A kind's own factor; else the mean of those that are most like it; 1 before any.
+
+    First of those that differ in their pieces alone, then of those with its operators.
+    """
     if kind in factors:
         return factors[kind]
-    alike = [factor for each, factor in factors.items() if each.fused == kind.fused]
-    known = alike or list(factors.values())
+    pieces = [each for each in factors if (each.fused, each.lossy) == (kind.fused, kind.lossy)]
+    operators = [each for each in factors if each.fused == kind.fused]
+    known = [factors[each] for each in pieces or operators or factors]
     return sum(known) / len(known) if known else 1.0
 
 

@@ -18,6 +18,7 @@ from daf.planning import planner, policies
 from daf.planning.candidate import noise_price_ms, with_margin, without_margin
 from daf.planning.greedy import solve_greedily
 from daf.planning.options import Allowed
+from daf.planning.search import RIVAL_MS, RIVAL_PIECES
 from daf.planning.solve import RELATIVE_GAP, Program
 from daf.planning.table import Table, kept_selection, make_table
 from daf.profile import Affine, Profile
@@ -162,6 +163,24 @@ def test_more_budget_never_gives_a_slower_plan(
     # Noise has a price, so that time alone may differ by as much.
     priced = noise_price_ms(measured) * found[0].noise
     assert found[1].step_ms(measured) <= found[0].step_ms(measured) + priced + slack
+
+
+@few
+@given(profiles(splittable=True), st.floats(0.0, 1.0))
+def test_a_rival_has_much_larger_pieces_and_is_foretold_nearly_as_fast(
+    measured: Profile, fraction: float
+) -> None:
+    _, limit = limits(measured, fraction)
+    found = policies.optimal(measured, limit, math.inf, Allowed())
+    if found is None or found.rival is None:
+        return
+    rival = found.rival
+    assert rival.table.micro_batch >= RIVAL_PIECES * found.table.micro_batch
+    assert found.objective(measured) <= rival.objective(measured)
+    assert rival.objective(measured) <= RIVAL_MS * found.objective(measured)
+    assert rival.table.peak_bytes(list(rival.selection)) <= limit
+    assert rival.rival is None
+    assert found.bound_ms <= rival.step_ms(measured)
 
 
 @few

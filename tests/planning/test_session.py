@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf.errors import BudgetError, NonFiniteLossError, UnitError
+from daf.execution.undisturbed import apart_from_training
 from daf.memory import measure
 from daf.memory.recycling import unsupported_reason
 from daf.model_bytes import optimizer_bytes_to_come
 from daf.plan import coded_policy
 from daf.planning import planner
-from daf.profiler import undisturbed
 from daf.session import Session
 
 Batch = tuple[Tensor, Tensor]
@@ -154,14 +154,14 @@ def test_preparing_leaves_the_model_and_the_random_states_as_found() -> None:
     session.close()
 
 
-def test_undisturbed_restores_even_after_an_error() -> None:
+def test_what_is_apart_from_training_restores_even_after_an_error() -> None:
     model = convolutional()
     model[0].weight.grad = torch.ones_like(model[0].weight)
     kept = model[0].weight.grad
     mean = model[1].running_mean.clone()
 
     def fail() -> None:
-        with undisturbed(model):
+        with apart_from_training(model):
             model(images()[0]).sum().backward()
             raise RuntimeError("on purpose")
 

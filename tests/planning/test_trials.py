@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from daf import choosing as module
 from daf.choosing import Choosing, Terms
 from daf.plan import Plan, coded_policy, exact_policy, with_fused_operators
 from daf.planning import planner
+from daf.planning.search import RIVAL_PIECES
 from daf.profile import Affine, Profile
 from daf.trials import (
     ALIKE,
@@ -31,8 +33,9 @@ from daf.trials import (
     trial_of,
 )
 
-OWN_CODES, OWN_EXACT = Kind(False, True), Kind(False, False)
-FUSED_CODES, FUSED_EXACT = Kind(True, True), Kind(True, False)
+EXAMPLES = 32  # of ``large`` profiles
+OWN_CODES, OWN_EXACT = Kind(False, True, EXAMPLES), Kind(False, False, EXAMPLES)
+FUSED_CODES, FUSED_EXACT = Kind(True, True, EXAMPLES), Kind(True, False, EXAMPLES)
 KINDS = (OWN_CODES, OWN_EXACT, FUSED_CODES, FUSED_EXACT)
 
 
@@ -46,7 +49,7 @@ def plan_of(kind: Kind, foretold_ms: float, noise: float | None = None) -> Plan:
     policy = coded_policy(2) if kind.lossy else exact_policy()
     return Plan(
         with_fused_operators(policy) if kind.fused else policy,
-        8,
+        kind.micro_batch,
         300 * MIB,
         return_freed_blocks=True,
         reason="made up",
@@ -129,6 +132,8 @@ def test_a_kind_s_factor_is_measured_over_foretold_and_others_take_after_it() ->
     assert factor_of(FUSED_EXACT, factors) == pytest.approx(2.0)
     assert factor_of(FUSED_EXACT, {OWN_CODES: 2.0, OWN_EXACT: 3.0}) == pytest.approx(2.5)
     assert factor_of(OWN_CODES, {}) == 1.0
+    pieces = {replace(OWN_CODES, micro_batch=4): 2.0, replace(OWN_CODES, micro_batch=2): 3.0}
+    assert factor_of(OWN_CODES, {**pieces, OWN_EXACT: 9.0}) == pytest.approx(2.5)
     # What was foretold with factors is measured against those.
     assert done.factors({OWN_CODES: 2.0}) == pytest.approx({OWN_CODES: 5.0, FUSED_CODES: 4.0})
 
@@ -199,6 +204,28 @@ def test_the_plan_that_is_fastest_on_the_machine_stays(
         assert choosing.plan.predicted_step_ms <= (1 + ALIKE) * min(real_ms) + 1e-6
         for kind, factor in factors.items():
             assert factor == pytest.approx(slowness[kind])
+
+
+def test_larger_pieces_that_are_foretold_slower_and_run_faster_stay() -> None:
+    measured = replace(large(60), split_refusal="")
+    least = planner.least_feasible_budget(measured)
+    room = planner.kept_peak_bytes(measured) - least
+    budget, best, rival = next(
+        (budget, plans[0], plan)
+        for budget in (int(least + share * room) for share in (0.5, 0.4, 0.3, 0.2, 0.1))
+        for plans in [planner.make_plans((measured,), budget, with_others=True)]
+        for plan in plans
+        if plan.micro_batch >= RIVAL_PIECES * plans[0].micro_batch
+    )
+    choosing = Choosing(Terms("optimal", None))
+    choosing.begin(measured, budget)
+    if choosing.first is not None:
+        choosing.settle(choosing.first.predicted_peak_bytes, budget)
+    slowness = {kind_of(best): 2.0, kind_of(rival): 1.0}
+    train(choosing, defaultdict(lambda: 2.0, slowness))
+    assert choosing.plan is not None
+    assert choosing.plan.micro_batch == rival.micro_batch
+    assert choosing.trials.factors[kind_of(best)] == pytest.approx(2.0)
 
 
 def test_another_budget_is_planned_for_with_what_was_measured() -> None:

@@ -33,11 +33,25 @@ class RandomState:
 def undisturbed(model: nn.Module) -> Iterator[RandomState]:
     """Random states and buffers are at the end as at the beginning; gives the random state."""
     state = RandomState()
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    values = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
         yield state
     finally:
         with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+            for name, buffer in model.named_buffers():  # a module may have put another in its place
+                buffer.copy_(values[name])
         state.restore()
+
+
+@contextmanager
+def apart_from_training(model: nn.Module) -> Iterator[RandomState]:
+    """The same, with gradients put aside: the body finds none, and its own are dropped."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        with undisturbed(model) as state:
+            yield state
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient

@@ -94,13 +94,13 @@ def make_plans(
     tolerance: Tolerance = None,
     allowed: Allowed = EVERYTHING,
     quickly: bool = False,
-    exactly_too: bool = False,
+    with_others: bool = False,
     stop: Callable[[], bool] = lambda: False,
 ) -> tuple[Plan, ...]:
     """The best plan with each profile's operators, the fastest foretold first.
 
-    The arguments are ``make_plan``'s. ``exactly_too``: beside each of these that adds noise also
-    the best one that adds none, if there is one.
+    The arguments are ``make_plan``'s. ``with_others``: beside each of these, where there are such,
+    the best one that adds no noise, and one of much larger pieces that is nearly as fast.
 
     Raises:
         BudgetError: none fits; ``least_bytes`` is the least budget that would.
@@ -108,19 +108,19 @@ def make_plans(
     """
     name = _checked(policy)
 
-    def best(profile: Profile, most: float) -> Plan | None:
+    def best(profile: Profile, most: float) -> list[Plan]:
         limit = without_margin(profile, budget_bytes)
         found = _find(name, profile, limit, most, allowed, quickly=quickly, stop=stop)
-        return None if found is None else found.as_plan(profile, budget_bytes, name)
+        ways = [found, found.rival] if found is not None and with_others else [found]
+        return [each.as_plan(profile, budget_bytes, name) for each in ways if each is not None]
 
     for most in _tolerances(tolerance):
         plans = []
         for profile in profiles:
-            plan = best(profile, most)
-            plans += [] if plan is None else [plan]
-            if exactly_too and plan is not None and is_lossy(plan.policy) and not stop():
-                exact = best(profile, 0.0)
-                plans += [] if exact is None else [exact]
+            found = best(profile, most)
+            if with_others and found and is_lossy(found[0].policy) and not stop():
+                found += best(profile, 0.0)[:1]
+            plans += found
         if plans:
             return tuple(sorted(plans, key=lambda plan: plan.predicted_step_ms))
     least = least_feasible_budget(

@@ -7,9 +7,9 @@ from typing import Any
 from daf.execution.capture import Capture
 from daf.execution.microbatch import batch_slice
 from daf.execution.rehearsal import rehearse
+from daf.execution.undisturbed import apart_from_training
 from daf.plan import Plan
 from daf.planning.noise import expected_noise
-from daf.profiler import undisturbed
 from daf.session import Session
 from daf.store.default import make_store
 from daf.training.batches import Batch
@@ -79,7 +79,7 @@ def sites_of(job: Job, plan: Plan, batch: Batch) -> list[dict[str, str | int]]:
     """One row per saved tensor (bytes), from a forward pass over one piece under the plan."""
     part = batch_slice(batch, 0, plan.micro_batch)
     capture = Capture(job.model, make_store(job.settings.pool_bytes))
-    with undisturbed(job.model):
+    with apart_from_training(job.model):
         if plan.policy.fused:
             rehearse(capture, job.model, plan.policy, batch, job.task.loss)
         with capture.step(plan.policy, seed=0, step_index=0, batch=part):
