@@ -83,6 +83,7 @@ struct Account {
   Counter hits;            // served from one recycled block, without a system call
   Counter assembled;       // served by moving pages of several recycled blocks
   Counter moved_bytes;     // pages moved for those
+  Counter resized;         // served by a recycled block of another size, where it lies
   Counter fresh_bytes;     // taken from the system
   Counter returned_bytes;  // given back to the system
   Counter returned_blocks;

@@ -80,6 +80,7 @@ nb::dict statistics() {
   found["frees"] = account.frees.value();
   found["hits"] = account.hits.value();
   found["assembled"] = account.assembled.value();
+  found["resized"] = account.resized.value();
   found["moved_bytes"] = account.moved_bytes.value();
   found["fresh_bytes"] = account.fresh_bytes.value();
   found["returned_bytes"] = account.returned_bytes.value();

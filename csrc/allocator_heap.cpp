@@ -121,11 +121,22 @@ Served BlockHeap::assemble(uint64_t held_bytes, bool must, uint32_t* slot) {
     return resize(*slot, held_bytes, must);
   }
   const uint32_t count = slots_for(held_bytes);
-  if (!range_.take(count, slot)) return Served::no_memory;
-  if (*slot + count > highest_slot_) highest_slot_ = *slot + count;
+  if (!take_slots(count, slot)) return Served::no_memory;
   const Served served = fill(*slot, held_bytes, must);
   if (served != Served::yes) range_.give_back(*slot, count);
   return served;
+}
+
+// Where addresses have run out, those of recycled blocks are given up.
+bool BlockHeap::take_slots(uint32_t count, uint32_t* slot) {
+  if (!range_.take(count, slot) && (shed_locked(no_limit) == 0 || !range_.take(count, slot))) {
+    return false;
+  }
+  for (uint32_t each = *slot; each < *slot + count; ++each) {
+    blocks_[each].first_mapping_bytes = slot_bytes;
+  }
+  if (*slot + count > highest_slot_) highest_slot_ = *slot + count;
+  return true;
 }
 
 Served BlockHeap::fill(uint32_t slot, uint64_t held_bytes, bool must) {
@@ -169,7 +180,7 @@ bool BlockHeap::nearest_partial(uint64_t held_bytes, uint32_t* slot) const {
   if (!has_larger && !has_smaller) return false;
   auto nearest = has_smaller ? std::prev(larger) : larger;
   if (has_larger && has_smaller &&
-      std::get<0>(*larger) - held_bytes < held_bytes - std::get<0>(*nearest)) {
+      std::get<0>(*larger) - held_bytes <= held_bytes - std::get<0>(*nearest)) {
     nearest = larger;
   }
   *slot = std::get<2>(*nearest);
@@ -183,8 +194,7 @@ Served BlockHeap::resize(uint32_t slot, uint64_t held_bytes, bool must) {
   remove_recycled(slot);
   if (before_bytes >= held_bytes) {
     range_.discard(slot, held_bytes, before_bytes);
-    account_.held.subtract(before_bytes - held_bytes);
-    account_.returned_bytes.add(before_bytes - held_bytes);
+    count_returned(before_bytes - held_bytes);
   } else if (!range_.commit(slot, held_bytes)) {
     return_slots(slot, 1, before_bytes);
     return Served::no_memory;
@@ -194,8 +204,7 @@ Served BlockHeap::resize(uint32_t slot, uint64_t held_bytes, bool must) {
   } else {
     count_fresh(held_bytes - before_bytes);
   }
-  account_.assembled.add();
-  account_.moved_bytes.add(std::min(before_bytes, held_bytes));
+  account_.resized.add();
   blocks_[slot].held_bytes = held_bytes;
   return Served::yes;
 }
@@ -206,10 +215,17 @@ uint64_t BlockHeap::gather_tail(uint32_t to, uint64_t wanted_bytes) {
   uint32_t from;
   if (wanted_bytes == 0 || !nearest_partial(wanted_bytes, &from)) return 0;
   const uint64_t held_bytes = blocks_[from].held_bytes;
-  const uint64_t moved_bytes = std::min(held_bytes, wanted_bytes);
-  if (!range_.move_part(from, to, moved_bytes)) return 0;
+  const uint64_t movable_bytes = std::min(held_bytes, blocks_[from].first_mapping_bytes);
+  const uint64_t moved_bytes = std::min(movable_bytes, wanted_bytes);
+  if (moved_bytes == 0) return 0;
+  if (!range_.move_part(from, to, moved_bytes)) {
+    blocks_[to].first_mapping_bytes = 0;  // how many there are now, nobody knows
+    return 0;
+  }
+  blocks_[to].first_mapping_bytes = moved_bytes;
   remove_recycled(from);
-  return_slots(from, 1, held_bytes - moved_bytes);
+  range_.give_back(from, 1);
+  if (held_bytes > moved_bytes) count_returned(held_bytes - moved_bytes);
   return moved_bytes;
 }
 
@@ -390,8 +406,7 @@ uint64_t BlockHeap::fit_live(uint32_t slot) {
   }
   if (block.held_bytes > exact_bytes) {
     range_.discard(slot, exact_bytes, block.held_bytes);
-    account_.held.subtract(block.held_bytes - exact_bytes);
-    account_.returned_bytes.add(block.held_bytes - exact_bytes);
+    count_returned(block.held_bytes - exact_bytes);
     block.held_bytes = exact_bytes;
   }
   return before_bytes - exact_bytes;
@@ -399,10 +414,14 @@ uint64_t BlockHeap::fit_live(uint32_t slot) {
 
 void BlockHeap::return_slots(uint32_t slot, uint32_t count, uint64_t held_bytes) {
   range_.give_back(slot, count);
-  account_.held.subtract(held_bytes);
-  account_.returned_bytes.add(held_bytes);
+  count_returned(held_bytes);
   account_.returned_blocks.add();
-  account_.current_phase().returned_bytes.add(held_bytes);
+}
+
+void BlockHeap::count_returned(uint64_t bytes) {
+  account_.held.subtract(bytes);
+  account_.returned_bytes.add(bytes);
+  account_.current_phase().returned_bytes.add(bytes);
 }
 
 std::vector<LiveBlock> BlockHeap::live_blocks() {

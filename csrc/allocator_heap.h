@@ -82,13 +82,16 @@ class BlockHeap {
  private:
   enum class State : uint32_t { unused, live, recycled };
 
-  // Kept in the entry of its first slot; the other slots' entries are unused.
+  // Kept in the entry of its first slot; of the other slots' entries only the last field is used.
   struct Block {
     uint64_t bytes;       // asked for
     uint64_t held_bytes;  // whole pages; whole slots where pages were moved in
     uint64_t stamp;       // when it was freed, or allocated
     State state;
     uint32_t label;
+    // Of each slot: so many bytes of it lie in one mapping, as moving pages asks for. Less than the
+    // slot where its first pages were moved in and others came beside them.
+    uint64_t first_mapping_bytes;
   };
 
   using BySize = std::set<std::tuple<uint64_t, uint64_t, uint32_t>>;  // held, ~stamp, slot
@@ -105,6 +108,8 @@ class BlockHeap {
   bool nearest_partial(uint64_t held_bytes, uint32_t* slot) const;
   Served resize(uint32_t slot, uint64_t held_bytes, bool must);
   uint64_t gather_tail(uint32_t to, uint64_t wanted_bytes);
+  bool take_slots(uint32_t count, uint32_t* slot);
+  void count_returned(uint64_t bytes);
   void count_fresh(uint64_t bytes);
   uint32_t gather_pages(uint32_t slot, uint32_t wanted);
   uint32_t move_from_oldest(uint32_t to, uint32_t wanted);

@@ -70,13 +70,16 @@ bool AddressRange::move(uint32_t from, uint32_t to, uint64_t bytes) {
   constexpr int flags = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
   if (mremap(address(from), bytes, bytes, flags, address(to)) != MAP_FAILED) return true;
   if (errno == EINVAL) can_move_ = false;  // this kernel does not know the flag
+  // Before Linux 6.12 what lay at the target is gone by now; it is to stay ours, and usable.
+  constexpr int fresh = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+  mmap(address(to), bytes, PROT_READ | PROT_WRITE, fresh, -1, 0);
+  if (bytes == slot_bytes) madvise(address(to), bytes, MADV_HUGEPAGE);
   return false;
 }
 
 uint32_t AddressRange::move_pages(uint32_t from, uint32_t to, uint32_t count) {
   if (!can_move_) return 0;
-  if (move(from, to, count * slot_bytes)) return count;
-  // The slots lie in several mappings, as they do after an earlier move: one by one, then.
+  // One by one: together they may lie in several mappings, as they do after an earlier move.
   uint32_t moved = 0;
   while (can_move_ && moved < count && move(from + moved, to + moved, slot_bytes)) ++moved;
   return moved;

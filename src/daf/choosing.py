@@ -23,7 +23,7 @@ from daf.planning.background import BackgroundPlan
 from daf.planning.options import Allowed
 from daf.planning.widths import wider_level
 from daf.profile import Profile
-from daf.trials import Ran, Trials
+from daf.trials import Kind, Ran, Trials, kind_of
 
 # Tried in turn where a tolerance cannot be kept, so that no more is added than must be.
 WIDER_TOLERANCES = (0.05, 0.14, 0.5, 1.0)
@@ -84,8 +84,9 @@ class Choosing:
         self.first: Plan | None = None
         self.evidence: Evidence | None = None
         self.trials = Trials()
-        self.searched_ms = 0.0  # the processor's, of the searches that ended
+        self.reweighed_ms = 0.0  # the processor's, of searches by new sensitivities that ended
         self._search: BackgroundPlan | None = None
+        self._by_numbers: BackgroundPlan | None = None  # the last one that those began
 
     @property
     def running(self) -> Plan | None:
@@ -153,7 +154,8 @@ class Choosing:
         if search is None or not search.is_done:
             return None
         self._search = None
-        self.searched_ms += search.took_ms
+        if search is self._by_numbers:
+            self.reweighed_ms, self._by_numbers = self.reweighed_ms + search.took_ms, None
         self.trials.offer(search.result)
         return search.result[0] if search.result else None
 
@@ -230,9 +232,9 @@ class Choosing:
         try:
             self.plan = self._make(budget_bytes)
         except BudgetError:
-            if not isinstance(self.terms.tolerance, float):
-                return
-            self.aim_for(self.terms.tolerance, budget_bytes)
+            if isinstance(self.terms.tolerance, float):
+                self.aim_for(self.terms.tolerance, budget_bytes)
+        self._by_numbers = self._search
 
     def aim_for(self, tolerance: float, budget_bytes: int) -> None:
         """Keep to this tolerance if the budget allows, and plan anew; else as little as can be."""
@@ -367,7 +369,10 @@ class Choosing:
         def corrected(*, quickly: bool = False, **options: Any) -> tuple[Plan, ...]:
             options |= {"quickly": quickly, "with_others": self.can_fuse and not quickly}
             found = map(self._corrected, make(**options))
-            return tuple(sorted(found, key=lambda plan: plan.predicted_step_ms))
+            best: dict[Kind, Plan] = {}
+            for plan in sorted(found, key=lambda plan: plan.predicted_step_ms):
+                best.setdefault(kind_of(plan), plan)
+            return tuple(best.values())
 
         return corrected
 

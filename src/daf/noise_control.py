@@ -75,7 +75,7 @@ class NoiseControl:
             on_record=self._note,
         )
         self._has_widened = False
-        self._searched_ms: float | None = None  # counted so far; None before the first new plan
+        self._searched_ms = 0.0  # counted so far
         self._by_site: dict[Site, float] = {}
         self._valid_for: tuple[object, ...] = (None, None, None)
 
@@ -192,19 +192,16 @@ class NoiseControl:
         start_s = time.perf_counter()
         weighed = self.sensing.weighed(self._choosing.profile_of(running))
         old = sum(expected_noise(weighed, running.policy, running.micro_batch).values())
-        self._count_search()
         self._choosing.reweigh(self._weighed(self._choosing.profiles), budget_bytes)
-        self._searched_ms = self._choosing.searched_ms
         plan = self._choosing.plan
         self._has_widened = plan is not None and plan.added_noise < old
-        self.sensing.schedule.note_planning(1000.0 * (time.perf_counter() - start_s))
+        self.sensing.schedule.note_plan(1000.0 * (time.perf_counter() - start_s))
 
     def _count_search(self) -> None:
         """What is sought because of new numbers is part of their price; the first plan is not."""
-        if self._searched_ms is not None:
-            found_ms = self._choosing.searched_ms
-            self.sensing.schedule.note_planning(found_ms - self._searched_ms)
-            self._searched_ms = found_ms
+        ended_ms = self._choosing.reweighed_ms
+        self.sensing.schedule.note_search(ended_ms - self._searched_ms)
+        self._searched_ms = ended_ms
 
     def _observe(self, index: int) -> None:
         found = self.sensing.sensitivity

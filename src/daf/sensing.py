@@ -91,8 +91,7 @@ class Sensing:
             return False
         share = self._examples(batch) / max(1, batch_size(batch))
         expected_ms = self._last_ms if self._last_ms is not None else PASSES * share * step_ms
-        planning_ms = self.schedule.planned_ms / max(1, self.measurements)
-        return self.schedule.allows(expected_ms + planning_ms)
+        return self.schedule.allows(expected_ms + self.schedule.usual_planning_ms)
 
     def measure(
         self,
@@ -163,6 +162,7 @@ class Sensing:
             "trained_ms": self.schedule.trained_ms,
             "measured_ms": self.schedule.measured_ms,
             "planned_ms": self.schedule.planned_ms,
+            "plans": self.schedule.plans,
             "last_ms": self._last_ms,
         }
 
@@ -174,6 +174,7 @@ class Sensing:
         self.schedule.trained_ms = state["trained_ms"]
         self.schedule.measured_ms = state["measured_ms"]
         self.schedule.planned_ms = state["planned_ms"]
+        self.schedule.plans = state["plans"]
         self._last_ms = state["last_ms"]
 
     # --- one measurement --------------------------------------------------------------------

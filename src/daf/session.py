@@ -437,7 +437,8 @@ class Session:
     def _whole(self, plan: Plan, batch: Any) -> Plan:
         """Where nothing was planned no batch is cut, however much larger than the first."""
         examples = batch_size(batch)
-        if plan.micro_batch != self._uncut_examples or examples <= self._uncut_examples:
+        is_uncut = self.budget_bytes is None and plan.micro_batch == self._uncut_examples
+        if not is_uncut or examples <= self._uncut_examples:
             return plan
         self._uncut_examples = examples
         self.plan = replace(plan, micro_batch=examples)

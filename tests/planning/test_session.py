@@ -392,6 +392,40 @@ def test_without_a_budget_a_larger_batch_is_not_cut() -> None:
 
 
 @needs_peak
+def test_a_budget_that_comes_later_cuts_batches_as_it_must() -> None:
+    model = convolutional()
+    with Session(model, sgd(model), None) as session:
+        session.step(images(6), cross_entropy)
+        session.budget = "8GB"
+        session.step(images(12), cross_entropy)
+        assert session.plan is not None
+        session.plan = replace(session.plan, micro_batch=6)
+        assert session.step(images(12), cross_entropy).micro_batch == 6
+
+
+def test_a_buffer_that_a_forward_pass_makes_or_grows_stays_and_the_rest_is_restored() -> None:
+    class Caching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("cache", torch.zeros(2))
+            self.register_buffer("mean", torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.cache = torch.ones(len(x))
+            self.mean += x.mean()
+            self.register_buffer("made", torch.ones(1))
+            return x * torch.rand(())
+
+    model, before = Caching(), torch.get_rng_state()
+    with apart_from_training(model):
+        model(torch.ones(5))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(model.mean, torch.zeros(3))
+    assert len(model.cache) == 5
+    assert torch.equal(model.made, torch.ones(1))
+
+
+@needs_peak
 @pytest.mark.slow
 def test_the_process_stays_below_its_budget_and_the_least_budget_works() -> None:
     refused = run_in_fresh_process(BUDGETED.format(budget="floor + 100_000_000"))

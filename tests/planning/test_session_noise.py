@@ -267,11 +267,12 @@ def test_planning_by_new_numbers_is_part_of_their_price() -> None:
         schedule.trained_ms = 0.0  # so that nothing is measured again
         while not session.is_settled:
             session.step(batch, cross_entropy)
-        sought_ms = session._choosing.searched_ms
-        assert foreground_ms < schedule.planned_ms <= foreground_ms + sought_ms
+        assert session._choosing.reweighed_ms > 0.0
+        assert schedule.planned_ms == foreground_ms + session._choosing.reweighed_ms
+        assert schedule.plans == 1
         spent_ms = schedule.measured_ms + schedule.planned_ms
         assert sensed._last_ms is not None
-        next_ms = sensed._last_ms + schedule.planned_ms / sensed.measurements
+        next_ms = sensed._last_ms + schedule.planned_ms
         schedule.trained_ms = (spent_ms + next_ms) / 0.02 - 1.0
         assert not sensed.is_due(batch, 1.0)
         schedule.trained_ms += 2.0

@@ -368,4 +368,5 @@ def test_named_policies_are_not_tried_against_others(policy: str) -> None:
 def test_what_may_add_no_noise_is_tried_with_other_operators_only() -> None:
     choosing, _, _ = begun(0.9, tolerance=0.0)
     ran = train(choosing, dict.fromkeys(KINDS, 1.0))
+    assert {kind_of(plan).fused for plan in ran} == {False, True}
     assert not any(kind_of(plan).lossy for plan in ran)

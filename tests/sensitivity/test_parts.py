@@ -154,6 +154,7 @@ def test_measuring_and_planning_stay_within_their_share(
         schedule.note_step(step_ms)
         if schedule.allows(cost + planning):
             schedule.note_measurement(cost)
-            schedule.note_planning(planning)
+            schedule.note_plan(planning / 2)
+            schedule.note_search(planning / 2)
             measured += 1
         assert measured * (cost + planning) <= 0.02 * schedule.trained_ms * (1 + 1e-9)

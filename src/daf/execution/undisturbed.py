@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class RandomState:
@@ -37,10 +37,18 @@ def undisturbed(model: nn.Module) -> Iterator[RandomState]:
     try:
         yield state
     finally:
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():  # a module may have put another in its place
-                buffer.copy_(values[name])
         state.restore()
+        with torch.no_grad():
+            _restore(model, values)
+
+
+def _restore(model: nn.Module, values: dict[str, Tensor]) -> None:
+    """By name: a module may have put another buffer in its place. One that was made meanwhile, or
+    has another shape now, is a cache of the module's own, and stays.
+    """
+    for name, buffer in model.named_buffers():
+        if name in values and values[name].shape == buffer.shape:
+            buffer.copy_(values[name])
 
 
 @contextmanager

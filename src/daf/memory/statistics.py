@@ -33,7 +33,8 @@ def stats() -> dict[str, int]:
 
     Counts since the process began: ``allocations``, ``frees`` and ``hits`` of
     blocks of 128 KiB and more, ``assembled`` (served by moving pages of recycled
-    blocks) and ``moved_bytes``, ``small_allocations``, ``fresh_bytes`` (from
+    blocks) and ``moved_bytes``, ``resized`` (served by a recycled block that was
+    given another size), ``small_allocations``, ``fresh_bytes`` (from
     the system), ``returned_bytes`` and ``returned_blocks`` (to the system),
     ``emptied_for_limit``, ``reclaims``, ``refusals`` (allocations that failed), ``overdrafts``
     (oneDNN's, served beyond the limit because it would crash without).

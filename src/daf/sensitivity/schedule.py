@@ -20,6 +20,7 @@ class Schedule:
     trained_ms: float = 0.0
     measured_ms: float = 0.0
     planned_ms: float = 0.0
+    plans: int = 0
 
     def note_step(self, step_ms: float) -> None:
         """A training step took so long."""
@@ -29,9 +30,19 @@ class Schedule:
         """A measurement took so long."""
         self.measured_ms += measured_ms
 
-    def note_planning(self, planned_ms: float) -> None:
-        """A plan by new numbers took so long to find."""
+    def note_plan(self, planned_ms: float) -> None:
+        """A plan by new numbers took so long to make."""
         self.planned_ms += planned_ms
+        self.plans += 1
+
+    def note_search(self, searched_ms: float) -> None:
+        """The search for a better one took so long beside training."""
+        self.planned_ms += searched_ms
+
+    @property
+    def usual_planning_ms(self) -> float:
+        """What a new plan took so far, its search included; 0 before the first."""
+        return self.planned_ms / max(1, self.plans)
 
     def allows(self, expected_ms: float) -> bool:
         """May a measurement that will take ``expected_ms`` begin now?"""
