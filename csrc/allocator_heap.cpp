@@ -149,8 +149,7 @@ Served BlockHeap::fill(uint32_t slot, uint64_t held_bytes, bool must) {
   if (!charge(held_bytes - gathered_bytes, must)) {
     // Another thread's small blocks took what was left. What was gathered leaves the account,
     // and the caller gives the slots back.
-    account_.held.subtract(gathered_bytes);
-    account_.returned_bytes.add(gathered_bytes);
+    count_returned(gathered_bytes);
     return Served::over_limit;
   }
   if (gathered_bytes) account_.assembled.add();
