@@ -184,6 +184,19 @@ def test_a_rival_has_much_larger_pieces_and_is_foretold_nearly_as_fast() -> None
     assert rivals > 0
 
 
+def test_pieces_that_only_slow_codes_make_larger_are_no_rival() -> None:
+    slow = dict.fromkeys(Method, 5e7)
+    measured = replace(large(60), split_refusal="")
+    measured = replace(measured, speeds=replace(measured.speeds, encode=slow, decode=slow))
+    table = make_table(measured, measured.batch_size, Allowed())
+    kept, base = table.peak_bytes(kept_selection(table)), measured.resident_bytes
+    limit = int(base + 0.4 * (kept - base))
+    found = policies.optimal(measured, limit, math.inf, Allowed(replay=False))
+    assert found is not None
+    assert RIVAL_PIECES * found.table.micro_batch < measured.batch_size
+    assert found.rival is None
+
+
 @few
 @given(profiles(), st.floats(0.2, 1))
 def test_plans_are_deterministic(measured: Profile, fraction: float) -> None:
