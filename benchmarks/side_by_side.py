@@ -27,8 +27,8 @@ def peers_figures(result: dict[str, Any]) -> str:
         *(f"- {sentence}" for sentence in losses(rows)),
         "",
         "| at half of plain's peak | DAF: peak | step | best peer: peak | step "
-        "| DAF's speed ÷ the min-max baseline's |",
-        "|---|---|---|---|---|---|",
+        "| DAF's step ÷ the peer's, in turn | DAF's speed ÷ the min-max baseline's |",
+        "|---|---|---|---|---|---|---|",
         *(figures_line(name, figures) for name in workloads_of(rows)),
     ]
     for name, own in workloads_of(rows).items():
@@ -40,7 +40,8 @@ def peers_figures(result: dict[str, Any]) -> str:
 def figures_line(name: str, figures: dict[str, float]) -> str:
     """One workload's named figures; what could not be measured stays empty."""
     keys = ("daf_peak_ratio", "daf_step_ratio", "best_peer_peak_ratio", "best_peer_step_ratio")
-    found = [figures.get(f"{name}_{key}") for key in (*keys, "speed_vs_minmax_baseline")]
+    beside = ("daf_vs_best_peer_step_ratio", "speed_vs_minmax_baseline")
+    found = [figures.get(f"{name}_{key}") for key in (*keys, *beside)]
     cells = ["" if value is None else f"{value:.3f}" for value in found]
     return f"| {name} | " + " | ".join(cells) + " |"
 

@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from daf.bench import peers_job, peers_row
+from daf.bench import peers_duel, peers_job, peers_row
 from daf.bench.child import Child, ContestantError, TooLateError
+from daf.bench.contender import Way
+from daf.bench.peers_duel import measure_duel, pairs_of
 from daf.bench.peers_figures import figures_of
 from daf.bench.peers_job import PeersJob
 from daf.bench.peers_picture import draw_peers
@@ -31,12 +33,13 @@ from daf.bench.peers_table import (
     ours_at,
     ours_with,
 )
+from daf.bench.result import median_ratio
 from daf.bench.workloads import WORKLOADS
 from daf.bench.workloads.sources import Sources
 from daf.cli import app
 from daf.errors import RunFolderError
 from daf.report.peers_page import COLUMNS, cells, peers_page
-from daf.report.peers_words import best_peer, losses, verdicts
+from daf.report.peers_words import DUEL, best_peer, losses, verdicts
 
 CONTESTANTS = (
     by_peer("checkpointing (SGC)", "checkpoint", 1.0),
@@ -61,7 +64,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 
 @pytest.mark.slow
 def test_the_whole_table_is_measured_and_refusals_are_told(measured: Any) -> None:
-    rows = {row["contestant"]: row for row in measured[0].rows}
+    rows = {row["contestant"]: row for row in measured[0].rows if row["kind"] != DUEL}
     assert list(rows) == ["plain", *(asked.label for asked in CONTESTANTS)]
     plain, ours, coded = rows["plain"], rows["DAF, 2 bits"], rows[BASELINE]
     assert (plain["peak_ratio"], plain["step_ratio"], plain["gradient_error"]) == (1.0, 1.0, 0.0)
@@ -80,9 +83,20 @@ def test_the_whole_table_is_measured_and_refusals_are_told(measured: Any) -> Non
     assert "asked for a budget of" in rows["DAF, 1 %"]["refused"]
     assert rows["DAF, 1 %"]["least_bytes"] > rows["DAF, 1 %"]["budget_bytes"]
     assert "needs one of" in rows["torch.compile"]["refused"]
-    assert measured[0].figures["w6_speed_vs_minmax_baseline"] == pytest.approx(
-        coded["step_ratio"] / ours["step_ratio"]
+
+
+@pytest.mark.slow
+def test_daf_and_the_baseline_are_stepped_in_turn_with_each_other(measured: Any) -> None:
+    result = measured[0]
+    (duel,) = [row for row in result.rows if row["kind"] == DUEL]  # DAF at one hundredth refused
+    assert (duel["workload"], duel["contestant"], duel["against"]) == (
+        "w6",
+        "DAF, 2 bits",
+        BASELINE,
     )
+    assert len(duel["own_ms"]) == len(duel["other_ms"]) == TINY.steps
+    assert duel["ratio"] == pytest.approx(median_ratio(duel["own_ms"], duel["other_ms"]))
+    assert result.figures["w6_speed_vs_minmax_baseline"] == pytest.approx(1 / duel["ratio"])
 
 
 @pytest.mark.slow
@@ -90,11 +104,14 @@ def test_it_goes_on_where_it_stopped(measured: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     result, file = measured
     lines = file.read_text().splitlines()
-    file.write_text("\n".join(lines[:-1]) + "\n")  # the compiler's row is missing
+    kept = [line for line in lines if "torch.compile" not in line]
+    assert len(kept) == len(lines) - 1
+    file.write_text("\n".join(kept) + "\n")
     monkeypatch.setenv("PATH", "/nowhere")
     again = peers_job.run(TINY, file)
-    assert again.rows[:-1] == result.rows[:-1]
-    assert again.rows[-1]["contestant"] == "torch.compile"
+    assert again.rows[:-2] == result.rows[:-2]
+    assert again.rows[-2]["contestant"] == "torch.compile"
+    assert again.rows[-1] == result.rows[-1]  # the two in turn were not measured again
     assert peers_job.run(TINY, file).rows == again.rows
     fewer = replace(TINY, contestants=CONTESTANTS[:1])  # rows are asked for by their names
     told: list[tuple[int, int]] = []
@@ -112,7 +129,7 @@ def test_the_page_and_the_picture_show_everybody(measured: Any, tmp_path: Path) 
     assert page.count('class="bar measured"') == 2  # one of DAF's in each of two charts
     assert "DAF, 1 % did not run: asked for a budget of" in page
     assert "Where a peer wins" in page
-    assert all(len(cells(row)) == len(COLUMNS) for row in result.rows)
+    assert all(len(cells(row)) == len(COLUMNS) for row in result.rows if row["kind"] != DUEL)
     draw_peers(result.rows, tmp_path / "peers.png")
     assert (tmp_path / "peers.png").stat().st_size > 15_000
 
@@ -283,6 +300,85 @@ def test_every_loss_is_said_and_none_is_invented() -> None:
     assert len(losses([*peers, row("DAF, 2 bits", 0.49, 1.15, "daf")])) == 1
 
 
+def duel(ours: str, theirs: str, ratio: float) -> dict[str, Any]:
+    found = {"workload": "w1", "kind": DUEL, "contestant": ours, "against": theirs}
+    return found | {"ratio": ratio}
+
+
+def test_two_stepped_in_turn_with_each_other_decide_who_is_faster() -> None:
+    rows = [
+        *(row("plain", 1.0, 1.0), row("A", 0.48, 0.8), row("B", 0.4, 0.9), row("C", 0.3, 1.5)),
+        row("DAF, 50 %", 0.5, 1.2, "daf", percent=50),
+    ]
+
+    def said(*duels: dict[str, Any]) -> list[str]:
+        return [sentence.partition(": ")[2] for sentence in losses([*rows, *duels])]
+
+    told = {
+        name: f"“{name}” ({step:.2f} × plain's step, {peak:.2f} × its peak, gradient error 0)"
+        for name, peak, step in (("A", 0.48, 0.8), ("B", 0.4, 0.9), ("C", 0.3, 1.5))
+    }
+    ours = "“DAF, 50 %” (1.20 × plain's step, 0.50 × its peak, gradient error 0)"
+    turn = "× the peer's when these two are stepped in turn."
+    assert said() == [f"{told['A']} beats {ours}."]
+    assert said(duel("DAF, 50 %", "A", 1.1)) == [
+        f"{told['A']} beats {ours}, whose step is 1.10 {turn}"
+    ]
+    # Not confirmed: it is said, and so is the next one.
+    assert said(duel("DAF, 50 %", "A", 0.9)) == [
+        f"{told['A']} seems to beat {ours}, whose step is 0.90 {turn}",
+        f"{told['B']} beats {ours}.",
+    ]
+    # Its ratio to plain's hid it.
+    hidden = [duel("DAF, 50 %", *each) for each in (("A", 0.9), ("B", 1.0), ("C", 1.3))]
+    assert said(*hidden)[2:] == [f"{told['C']} beats {ours}, whose step is 1.30 {turn}"]
+    # Another budget's row is not decided by it, nor by one that failed.
+    failed = {**duel("DAF, 50 %", "A", 0.9), "failed": "killed"}
+    del failed["ratio"]
+    assert said(duel("DAF, 75 %", "A", 0.9), failed) == said()
+
+
+def test_pairs_are_those_that_the_figures_compare() -> None:
+    rows = [
+        *(row("plain", 1.0, 1.0), row("slow", 0.3, 3.0), row("quick", 0.45, 1.5)),
+        *(row("other", 0.2, 0.9, same_mathematics=False), row(BASELINE, 0.6, 2.4)),
+        *(row("DAF, 50 %", 0.48, 1.1, "daf", percent=50), row("DAF, 2 bits", 0.4, 1.2, "daf")),
+    ]
+    assert pairs_of(rows) == [("DAF, 50 %", "quick"), ("DAF, 2 bits", BASELINE)]
+    refused = {"workload": "w1", "contestant": "DAF, 50 %", "kind": "daf", "refused": "no plan"}
+    assert pairs_of([*rows[:5], refused]) == []
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("when", ["prepare", "warming", "timed"])
+def test_a_duel_that_one_refuses_has_no_ratio(
+    who: int, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[Any] = []
+
+    class Contender:
+        def __init__(self, way: Way) -> None:
+            self.refuses, self.count = (way.amount == who) and when, 0
+
+        def prepare(self) -> dict[str, Any]:
+            return {"refusal": "no room"} if self.refuses == "prepare" else {}
+
+        def step(self) -> dict[str, Any]:
+            self.count += 1
+            at = {"warming": 2, "timed": 5}.get(str(self.refuses))
+            return {"raised": "no room"} if self.count == at else {"step_ms": 1.0}
+
+        def end(self) -> None:
+            ended.append(self)
+
+    monkeypatch.setattr(peers_duel, "Contender", Contender)
+    ways = [Way("w6", amount=float(index)) for index in (0, 1)]
+    assert measure_duel(ways[0], ways[1], 6, None) == {"failed": "no room"}
+    assert len(ended) == 2
+    with pytest.raises(TooLateError):
+        measure_duel(ways[0], ways[1], 6, time.monotonic())
+
+
 def test_figures_compare_at_the_same_budget() -> None:
     rows = [
         *(row("plain", 1.0, 1.0), row("slow", 0.3, 3.0), row("quick", 0.45, 1.5)),
@@ -296,6 +392,13 @@ def test_figures_compare_at_the_same_budget() -> None:
         "w1_best_peer_step_ratio": 1.5,
         "w1_speed_vs_minmax_baseline": 2.0,
         "speed_vs_minmax_baseline": 2.0,
+    }
+    duels = [duel("DAF, 50 %", "quick", 0.8), duel("DAF, 2 bits", BASELINE, 0.4)]
+    duels.append({**duel("DAF, 50 %", "slow", 0.0), "workload": "w2a"})  # another workload's
+    assert figures_of([*rows, *duels]) == figures_of(rows) | {
+        "w1_daf_vs_best_peer_step_ratio": 0.8,
+        "w1_speed_vs_minmax_baseline": 2.5,
+        "speed_vs_minmax_baseline": 2.5,
     }
     smallest = best_peer([rows[0], rows[4], rows[5]], 0.5)
     assert smallest is not None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 
 from daf.bench.child import ContestantError, TooLateError
 from daf.bench.contender import Contender, Way
+from daf.bench.peers_duel import measure_duel, pairs_of
 from daf.bench.peers_figures import figures_of
 from daf.bench.peers_row import Plain, check_time, measure_beside, plain_row
 from daf.bench.peers_table import FULL, PLAIN, QUICK, Asked
@@ -26,6 +27,7 @@ from daf.bench.row_log import Row, RowLog
 from daf.bench.sweep_figures import BATCH_STATISTICS
 from daf.bench.workloads import WORKLOADS
 from daf.bench.workloads.sources import Sources, default_sources
+from daf.report.peers_words import DUEL
 
 # Two of W2's models have hundreds of kernels to compile, and are left to the full comparison.
 QUICK_WORKLOADS = ("w1", "w2c", "w3", "w4", "w5", "w6")
@@ -48,6 +50,8 @@ class PeersJob:
 
     ``minutes``: when they are over whoever runs is ended, and nobody starts. Whoever compiles
     then comes after everybody else on all workloads, one way of compiling after the other.
+
+    ``has_duels``: DAF and whoever came nearest to it are stepped in turn with each other too.
     """
 
     workloads: tuple[str, ...] = tuple(WORKLOADS)
@@ -56,6 +60,7 @@ class PeersJob:
     step_counts: tuple[tuple[str, int], ...] = FULL_STEPS
     batch_sizes: tuple[tuple[str, int], ...] = ()
     minutes: float | None = None
+    has_duels: bool = True
     seed: int = 0
     is_small: bool = False
     sources: Sources = field(default_factory=default_sources)
@@ -64,8 +69,9 @@ class PeersJob:
 def quick_job() -> PeersJob:
     """The design's workloads in less than half an hour on two cores.
 
-    Fewer steps (too few for losses), fewer contestants, of W2 MobileNet-v2 alone, and half of
-    the batches of W3 and W4; models, images and sentences at their full size.
+    Fewer steps (too few for losses), fewer contestants, all beside plain alone, of W2
+    MobileNet-v2 alone, and half of the batches of W3 and W4; models, images and sentences at
+    their full size.
     """
     return PeersJob(
         *(QUICK_WORKLOADS, QUICK),
@@ -73,6 +79,7 @@ def quick_job() -> PeersJob:
         step_counts=QUICK_STEPS,
         batch_sizes=QUICK_BATCHES,
         minutes=QUICK_MINUTES,
+        has_duels=False,
     )
 
 
@@ -85,15 +92,21 @@ def run(
     found: dict[str, dict[str, Row]] = {name: {} for name in job.workloads}
     labels = (PLAIN, *(asked.label for asked in job.contestants))
     expected = [_name(name, label) for name in job.workloads for label in labels]
+
+    def of_workload(name: str) -> _Workload:
+        def say(what: str) -> None:
+            on_progress(_name(name, what), sum(map(log.has, expected)), len(expected))
+
+        return _Workload(job, name, log, until_s, say)
+
     for contestants in _rounds(job):
         for name in job.workloads:
-
-            def say(what: str, name: str = name) -> None:
-                on_progress(_name(name, what), sum(map(log.has, expected)), len(expected))
-
-            rows = _Workload(job, name, log, until_s, say).rows(contestants)
+            rows = of_workload(name).rows(contestants)
             found[name] |= {row["contestant"]: row for row in rows}
     in_order = [row for of in found.values() for row in of.values()]
+    if job.has_duels:
+        for name, own in found.items():
+            in_order += of_workload(name).duels(own)
     return BenchResult("peers", in_order, figures_of(in_order), _notes(job))
 
 
@@ -179,8 +192,34 @@ class _Workload:
                 return [own]
             return [own, *(self._beside(asked, own) for asked in contestants)]
 
+    def duels(self, found: Mapping[str, Row]) -> list[Row]:
+        """Pairs of those rows' contestants in turn with each other; none that came too late."""
+        return [
+            row for pair in pairs_of(list(found.values())) for row in self._duel(pair, found[PLAIN])
+        ]
+
+    def _duel(self, labels: tuple[str, str], plain: Row) -> list[Row]:
+        asked = {each.label: each for each in self._job.contestants}
+        ours, theirs = (self._way_of(asked[label], plain) for label in labels)
+        between = f"{labels[0]} beside {labels[1]}"
+        self._say(between)
+        named: Row = {"workload": self._name, "kind": DUEL}
+        named |= zip(("contestant", "against"), labels, strict=True)
+        try:
+            return [
+                self._log.row(
+                    _name(self._name, between),
+                    lambda: {**named, **measure_duel(ours, theirs, self._steps, self._until_s)},
+                )
+            ]
+        except TooLateError:
+            return []
+
+    def _way_of(self, asked: Asked, plain: Row) -> Way:
+        return replace(self._way, **asked.changes, budget_bytes=_budget(asked, plain))
+
     def _beside(self, asked: Asked, plain: Row) -> Row:
-        way = replace(self._way, **asked.changes, budget_bytes=_budget(asked, plain))
+        way = self._way_of(asked, plain)
         return self._row(
             asked,
             lambda: measure_beside(

@@ -92,7 +92,7 @@ def _measured(child: Contender, plain: Plain, plain_row: Row, steps: int, folder
     if "raised" in ours[-1]:
         return {"refused": ours[-1]["raised"], "least_bytes": None}
     row = _row_of(ours, steps, child.facts(), (plain_row["floor_bytes"], plain_row["peak_bytes"]))
-    row["step_ratio"] = median_ratio(_times(ours[-steps:]), _times(theirs))
+    row["step_ratio"] = median_ratio(times(ours[-steps:]), times(theirs))
     # Settled: the plan that training goes on with, not that of the first, careful step.
     gradient = folder / "ours"
     gradient.unlink(missing_ok=True)
@@ -104,20 +104,35 @@ def _measured(child: Contender, plain: Plain, plain_row: Row, steps: int, folder
 def _interleaved(
     child: Contender, plain: Contender, steps: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Warm-up steps alone, then both in turn, the order alternating; ended early by a refusal."""
-    ours: list[dict[str, Any]] = []
-    theirs: list[dict[str, Any]] = []
-    while _is_warming(ours, warm_up_steps(steps)):
-        ours.append(child.step())
-    for index in range(steps):
-        if "raised" in ours[-1]:
-            break
-        if not index % 2:
-            theirs.append(plain.step())
-        ours.append(child.step())
-        if index % 2:
-            theirs.append(plain.step())
-    return ours, theirs
+    """Warm-up steps alone, then both in turn; ended early by a refusal."""
+    before = warmed_up(child, steps)
+    if "raised" in before[-1]:
+        return before, []
+    ours, theirs = run_in_turn(child, plain, steps)
+    return before + ours, theirs
+
+
+def warmed_up(child: Contender, steps: int) -> list[dict[str, Any]]:
+    """The steps that come before those that are timed; the last one tells if it was refused."""
+    done: list[dict[str, Any]] = []
+    while _is_warming(done, warm_up_steps(steps)):
+        done.append(child.step())
+    return done
+
+
+def run_in_turn(
+    one: Contender, other: Contender, steps: int
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """``steps`` of each, the order alternating; the last pair is the one in which one refused."""
+    pairs: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    while len(pairs) < steps and not (pairs and any("raised" in done for done in pairs[-1])):
+        if len(pairs) % 2:
+            first = one.step()
+            pairs.append((first, other.step()))
+        else:
+            second = other.step()
+            pairs.append((one.step(), second))
+    return [first for first, _ in pairs], [second for _, second in pairs]
 
 
 def _is_warming(done: list[dict[str, Any]], least: int) -> bool:
@@ -133,7 +148,7 @@ def _row_of(
     timed = done[-steps:]
     peak = max(*(step["peak_bytes"] for step in done), facts.get("session_peak_bytes", 0))
     steady = max(step["peak_bytes"] for step in timed)
-    step_ms = statistics.median(_times(timed))
+    step_ms = statistics.median(times(timed))
     counted = done[: warm_up_steps(steps) + steps]  # as many as plain's, whoever warmed up longer
     return {
         "floor_bytes": floor,
@@ -149,5 +164,6 @@ def _row_of(
     }
 
 
-def _times(done: list[dict[str, Any]]) -> list[float]:
+def times(done: list[dict[str, Any]]) -> list[float]:
+    """Milliseconds of each step."""
     return [step["step_ms"] for step in done]

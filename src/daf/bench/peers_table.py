@@ -15,6 +15,7 @@ PEER, PUBLISHED = "peer", "published"
 DAF_AT = "DAF, {} %"
 DAF_BITS = "DAF, {} bits"
 BASELINE_BITS = 2
+COMPARED_PERCENT = 50  # the budget at which figures compare
 BASELINE = f"GACT codes and widths, {BASELINE_BITS} bits"
 
 

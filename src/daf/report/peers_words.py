@@ -8,6 +8,10 @@ from typing import Any
 Row = Mapping[str, Any]
 Rows = Sequence[Row]
 OURS = "daf"  # a row's ``kind`` where DAF chose what to do
+# Where two contestants were stepped in turn with each other: ``contestant``'s step ÷ that of
+# ``against`` is its ``ratio``.
+DUEL = "duel"
+Duels = Mapping[tuple[str, str, str], float]
 
 
 def ran(rows: Rows) -> list[Row]:
@@ -16,9 +20,19 @@ def ran(rows: Rows) -> list[Row]:
 
 
 def workloads_of(rows: Rows) -> dict[str, list[Row]]:
-    """Rows by workload, both in their order."""
+    """Contestants' rows by workload, both in their order."""
+    rows = [row for row in rows if row["kind"] != DUEL]
     names = dict.fromkeys(row["workload"] for row in rows)
     return {name: [row for row in rows if row["workload"] == name] for name in names}
+
+
+def duels_of(rows: Rows) -> Duels:
+    """Ratios of step times by workload, contestant, and whom it was stepped in turn with."""
+    return {
+        (row["workload"], row["contestant"], row["against"]): row["ratio"]
+        for row in rows
+        if row["kind"] == DUEL and "ratio" in row
+    }
 
 
 def best_peer(rows: Rows, share: float) -> Row | None:
@@ -37,14 +51,16 @@ def losses(rows: Rows) -> list[str]:
     """Where peers beat DAF, over all workloads; what is nowhere so is said too.
 
     Under a budget a peer wins that stays within it and is faster, or that trains where DAF
-    does not. Without one, a peer that is both smaller and faster.
+    does not. Without one, a peer that is both smaller and faster. Where the two were stepped in
+    turn with each other as well, that is said too, and decides.
     """
+    duels = duels_of(rows)
     found = [
         sentence
         for name, own in workloads_of(rows).items()
         for row in own
         if row["kind"] == OURS
-        for sentence in _lost(name, row, own)
+        for sentence in _lost(name, row, own, duels)
     ]
     return found or ["No peer that computes what plain does beats DAF anywhere in these tables."]
 
@@ -78,7 +94,7 @@ def _extremes(done: Rows) -> list[str]:
     ]
 
 
-def _lost(workload: str, ours: Row, rows: Rows) -> list[str]:
+def _lost(workload: str, ours: Row, rows: Rows, duels: Duels) -> list[str]:
     peers = _peers(ran(rows))
     if "late" in ours:
         return []
@@ -90,11 +106,23 @@ def _lost(workload: str, ours: Row, rows: Rows) -> list[str]:
         best = min(fits, key=_time)
         return [f"{workload}: {ours['contestant']} does not train, and {_told(best)} does."]
     limit = _share(ours) or ours["peak_ratio"]
-    faster = [row for row in peers if row["peak_ratio"] <= limit and _time(row) < _time(ours)]
-    if not faster:
-        return []
-    best = min(faster, key=_time)
-    return [f"{workload}: {_told(best)} beats {_told(ours)}."]
+    sentences = []
+    for row in sorted((row for row in peers if row["peak_ratio"] <= limit), key=_time):
+        ratio = duels.get((workload, ours["contestant"], row["contestant"]))
+        seems = _time(row) < _time(ours)
+        beats = seems if ratio is None else ratio > 1
+        if seems or beats:
+            verb = "beats" if beats else "seems to beat"
+            sentences.append(f"{workload}: {_told(row)} {verb} {_told(ours)}{_beside(ratio)}.")
+        if beats:
+            break  # the fastest says enough
+    return sentences
+
+
+def _beside(ratio: float | None) -> str:
+    if ratio is None:
+        return ""
+    return f", whose step is {ratio:.2f} × the peer's when these two are stepped in turn"
 
 
 def _share(row: Row) -> float | None:
