@@ -50,6 +50,23 @@ void emit(const std::string& set, uintptr_t source, uint64_t count, int threads,
     run_source(job, kernel, job.source, rows, table, threads);
 }
 
+// Blocks [first, last) of what `emit` wrote, from the same source again; they lie at `destination`.
+void derive(const std::string& set, uintptr_t source, uint64_t count, int threads,
+            const nb::tuple& affine, uintptr_t destination, const nb::tuple& result,
+            const nb::tuple& mask, bool accumulate, size_t first, size_t last) {
+  constexpr int type = int(ElementType::float32);
+  const Pages pages = make_pages(mask);
+  const CopyBlocks job{make_source(source, type, count, make_affine(affine)),
+                       make_target(destination, type, count, make_affine(result), 0, accumulate,
+                                   {first, last})};
+  const Kernel<CopyBlocks> kernel = table_named(set).copy_blocks;
+  if (pages.runs)
+    run_part<PagesJob<CopyBlocks>>({job, kernel, pages, pages}, do_pages<CopyBlocks>, {first, last},
+                                   threads);
+  else
+    run_part(job, kernel, {first, last}, threads);
+}
+
 void backward_kept(const std::string& set, uintptr_t source, uint64_t count, int threads,
                    const nb::tuple& affine, const nb::tuple& gradient, const nb::tuple& mask) {
   const Pages pages = make_pages(mask);
@@ -90,6 +107,7 @@ void backward_minmax(const std::string& set, const nb::tuple& fields, int thread
 void bind_norm(nb::module_& parent) {
   nb::module_ module = parent.def_submodule("norm");
   module.def("emit", &emit);
+  module.def("derive", &derive);
   module.def("backward_kept", &backward_kept);
   module.def("backward_rotated", &backward_rotated);
   module.def("backward_minmax", &backward_minmax);

@@ -34,7 +34,7 @@ class Method(StrEnum):
     DERIVATIVE = "derivative"
     PACK = "pack"
     DROP = "drop"
-    REDERIVE = "rederive"
+    REDERIVE = "rederive"  # from what is held for another operator; else kept
     SPILL = "spill"
     REPLAY = "replay"
     AVERAGED = "averaged"  # a published baseline; no plan chooses it
@@ -131,6 +131,9 @@ _EXACT = {
     Need.SHAPE: Treatment(Method.DROP),
 }
 
+# Exact as long as everything that it is derived from is.
+DERIVED = {Need.LINEAR: Treatment(Method.REDERIVE)}
+
 
 def plain_policy() -> Policy:
     """Keep every saved tensor as PyTorch does."""
@@ -162,7 +165,17 @@ def coded_policy(bits: int) -> Policy:
 
 def with_fused_operators(policy: Policy) -> Policy:
     """The policy with every operator fused or chunked that can be."""
-    return replace(policy, fused=True, fused_rows=True, fused_smooth=True, chunked=True)
+    fused = replace(policy, fused=True, fused_rows=True, fused_smooth=True, chunked=True)
+    return deriving(fused)
+
+
+def deriving(policy: Policy) -> Policy:
+    """Where the policy is the exact one and its normalisations are fused: their inputs, held
+    anyway, tell the operators behind what theirs were.
+    """
+    if policy.name != exact_policy().name:
+        return policy
+    return replace(policy, by_need=MappingProxyType(_EXACT | DERIVED), rederive=True)
 
 
 def _value(bits: int) -> Treatment:

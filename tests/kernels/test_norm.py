@@ -168,6 +168,54 @@ def test_forward_is_the_oracle_s(cases, instruction_set, codec, addend, rectify,
             assert_planes(room, reference.encode_minmax(case.x, 2, KEY, case.forward))
 
 
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize(("addend", "rectify"), [(False, True), (True, True), (False, False)])
+def test_the_result_is_derived_again_bit_for_bit(
+    cases, instruction_set, addend, rectify, geometry
+) -> None:
+    """All of it, and every stretch of blocks by itself; onto an addend that lies there."""
+    for kind in INPUTS:
+        case = make_case(cases, *geometry, kind)
+        room = Room(cases, case)
+        source, maps = case.x.ctypes.data, (native(case.forward), native(case.result))
+        emission = room.emission(addend=addend, rectify=rectify)
+        norm.emit(source, case.count, maps[0], emission, 1)
+        room.seal()
+        written = room.out.opened()
+        mask = mask_words(room.mask, case.count) if rectify else None
+        before = case.addend if addend else None
+        same_bytes(reference_norm.derive(case.values, case.result, before, mask), written)
+        total = -(-case.count // 256)
+        with room.mask.pinned() as view:
+            fields = view.fields if rectify else None
+            for blocks in (None, (0, total), (total // 3, total), (total // 2, total // 2 + 1)):
+                first, last = blocks or (0, total)
+                there = slice(256 * first, min(256 * last, case.count))
+                if there.start >= case.count:
+                    continue
+                size = there.stop - there.start
+                out = cases.guarded(size, np.float32, offset=4)
+                if addend:
+                    out.fill(case.addend[there])
+                norm.derive(
+                    *(source, case.count, *maps, out.address, 1, fields),
+                    accumulate=addend,
+                    blocks=blocks,
+                )
+                same_bytes(out.opened(), written[there])
+
+
+def test_only_blocks_that_there_are_are_derived(cases) -> None:
+    case = make_case(cases, 5000, 7, 1)
+    room = Room(cases, case)
+    with pytest.raises(KernelError, match="the tensor has 20"):
+        norm.derive(
+            *(case.x.ctypes.data, case.count, None, None, room.out.address, 1), blocks=(3, 21)
+        )
+    with pytest.raises(KernelError, match="destination"):
+        norm.derive(case.x.ctypes.data, case.count, None, None, 0, 1)
+
+
 @pytest.mark.parametrize("addend", [False, True])
 @pytest.mark.parametrize("most", [0.25, 6.0])
 def test_a_rectifier_with_an_upper_bound(cases, instruction_set, most, addend) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from daf.plan import Method, Need, Site
+from daf.plan import Method, Need, Reading, Site
 from daf.profile import Affine, CallProfile, DeviceSpeeds, Profile, Saving, Timeline
 
 MIB = 2**20
@@ -48,6 +48,12 @@ def saving(
         call=call,
         parents=parents,
     )
+
+
+def fused(saved: Saving) -> Saving:
+    """As a fused batch normalisation's input is saved: read where it lies."""
+    site = replace(saved.site, operator="batch_norm")
+    return replace(saved, site=site, reading=Reading.IN_PLACE)
 
 
 def profile(
@@ -98,6 +104,7 @@ def profiles(draw: st.DrawFn, most: int = 4, *, splittable: bool | None = None) 
     """Small ones: needs, sizes, lifetimes, shared memory, derivations and modules vary."""
     count = draw(st.integers(1, most))
     size = draw(st.integers(1, 2))
+    is_fused = draw(st.integers(0, 2)) == 0
     found: list[Saving] = []
     for index in range(count):
         need = draw(st.sampled_from(NEEDS))
@@ -117,15 +124,18 @@ def profiles(draw: st.DrawFn, most: int = 4, *, splittable: bool | None = None) 
                 parents=norms if derived else None,
             )
         )
+        if need is Need.NORM and not shares and is_fused:
+            found[-1] = fused(found[-1])
     transient = draw(st.lists(st.integers(0, 10**6), min_size=2 * count, max_size=2 * count))
     free = draw(st.booleans()) if splittable is None else splittable
-    return profile(
+    made = profile(
         found,
         calls=blocks(count, size),
         transient=transient,
         batch=draw(st.sampled_from((2, 3, 8))),
         refusal="" if free else "batch statistics",
     )
+    return replace(made, chunk_bytes=MIB) if is_fused else made
 
 
 def large(count: int, seed: int = 0) -> Profile:

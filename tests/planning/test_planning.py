@@ -10,18 +10,20 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from synthetic import MIB, blocks, large, profile, profiles, saving
+from synthetic import MIB, SPEEDS, blocks, fused, large, profile, profiles, saving
 
 from daf.errors import BudgetError, UnknownNameError
-from daf.plan import KEEP, Method, Need, Treatment
+from daf.plan import KEEP, Method, Need, Reading, Treatment
 from daf.planning import planner, policies
 from daf.planning.candidate import noise_price_ms, with_margin, without_margin
 from daf.planning.greedy import solve_greedily
+from daf.planning.noise import expected_noise
 from daf.planning.options import Allowed
 from daf.planning.search import RIVAL_MS, RIVAL_PIECES
 from daf.planning.solve import RELATIVE_GAP, Program
 from daf.planning.table import Table, kept_selection, make_table
-from daf.profile import Affine, Profile
+from daf.planning.widths import is_lossy
+from daf.profile import Affine, Profile, Saving
 
 few = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 NARROW = Allowed(widths=(4, 1))
@@ -284,6 +286,77 @@ def test_a_tensor_is_computed_from_other_codes_only_where_those_are() -> None:
     assert policy.treatment(derived.need, derived.site) == eight_bits
     held = found.table.row(2)[list(found.selection)]
     assert sum(held > 0) == 2  # the code of the first, and the last tensor itself
+
+
+WITHOUT_CODES = Allowed(replay=False, widths=(), methods=frozenset(Method) - {Method.SPILL})
+
+
+def behind_a_norm(norm: Saving) -> Profile:
+    """A convolution behind it, and something that is saved in any case."""
+    derived = saving(1, 3, Need.LINEAR, 256_000, parents=frozenset([norm.site]))
+    savings = [norm, derived, saving(2, 3, Need.EXACT, 256_000)]
+    return replace(profile(savings, gradients=0, batch=1), chunk_bytes=MIB)
+
+
+def test_an_input_that_a_fused_norm_holds_exactly_tells_what_is_behind() -> None:
+    measured = behind_a_norm(fused(saving(0, 3, Need.NORM, 256_000)))
+    norm, derived, _ = measured.savings
+    table = make_table(measured, 1, WITHOUT_CODES)
+    assert [[each.level for each in options] for options in table.options] == [
+        *(["keep"], ["keep", "exact"], ["keep"])
+    ]
+    option = table.options[1][1]
+    assert option.treatments == {derived.site: Treatment(Method.REDERIVE)}
+    assert (option.noise, option.requires, option.coded_sites) == (0.0, frozenset(), frozenset())
+    # Nothing but what is decoded, while it is read; one pass of copying.
+    assert [(each.first, each.last, each.nbytes) for each in option.spans] == [(4, 4, 4 * 256_000)]
+    assert option.cost_ms == pytest.approx(1000 * 4 * 256_000 / SPEEDS.decode[Method.REDERIVE])
+    # Room for two of the three tensors.
+    budget = with_margin(measured, table.base_peak_bytes + 2 * 4 * 256_000)
+    plan = planner.make_plan(measured, budget, tolerance=0.0, allowed=WITHOUT_CODES)
+    assert plan.policy.rederive
+    assert plan.policy.treatment(derived.need, derived.site).method is Method.REDERIVE
+    assert plan.policy.treatment(norm.need, norm.site) == KEEP
+    assert plan.added_noise == 0.0
+    assert not is_lossy(plan.policy)
+    assert any("rederive" in line for line in plan.choices)
+
+
+def test_a_derived_input_has_the_noise_of_the_code_that_it_is_derived_from() -> None:
+    measured = behind_a_norm(fused(saving(0, 3, Need.NORM, 256_000)))
+    norm, derived, _ = measured.savings
+    allowed = replace(WITHOUT_CODES, widths=(8, 2))
+    table = make_table(measured, 1, allowed)
+    # It has no code of its own: deriving holds less, and no code makes it more exact.
+    assert [each.level for each in table.options[1]] == ["keep", "exact"]
+    assert [each.level for each in table.options[0]] == ["keep", "8", "2"]
+    # Room for one tensor and a code of two bits.
+    budget = with_margin(measured, table.base_peak_bytes + int(1.15 * 4 * 256_000))
+    plan = planner.make_plan(measured, budget, tolerance=10.0, allowed=allowed)
+    assert plan.policy.treatment(norm.need, norm.site) == Treatment(Method.ROTATED, 2)
+    assert plan.policy.treatment(derived.need, derived.site).method is Method.REDERIVE
+    found = expected_noise(measured, plan.policy, 1)
+    assert found[derived.site] == found[norm.site] > 0.0
+    assert plan.added_noise == pytest.approx(sum(found.values()))
+
+
+@pytest.mark.parametrize("change", ["whole", "operator", "need", "two sites"])
+def test_only_fused_batch_norms_are_trusted_to_tell(change: str) -> None:
+    norm = fused(saving(0, 3, Need.NORM, 256_000))
+    changed = {
+        "whole": replace(norm, reading=Reading.WHOLE),
+        "operator": replace(norm, site=replace(norm.site, operator="layer_norm")),
+        "need": replace(norm, need=Need.LINEAR),
+        "two sites": norm,
+    }[change]
+    measured = behind_a_norm(changed)
+    if change == "two sites":  # of which one is a mask of its own
+        first, derived, last = measured.savings
+        other = replace(last, need=Need.SIGN)
+        both = replace(derived, parents=frozenset([first.site, other.site]))
+        measured = replace(measured, savings=(first, both, other))
+    table = make_table(measured, 1, WITHOUT_CODES)
+    assert [each.level for each in table.options[1]] == ["keep"]
 
 
 # --- named policies -----------------------------------------------------------------------------

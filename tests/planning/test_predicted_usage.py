@@ -201,11 +201,13 @@ def test_fused_and_chunked_steps_peak_as_predicted_too(
         assert any(each.pattern for each in step.profile.fusions)
         assert any(each.reading is Reading.CHUNKS for each in step.profile.savings)
         found = {}
-        for level in ("keep", "mixed", "8", "2"):
+        for level in ("keep", "exact", "mixed", "8", "2"):
             usage, policy = step.predicted(level)
             assert policy.fused
             assert policy.chunk_bytes == chunk_bytes
             found[level] = measured = step.measured_peak(policy)
             assert measured <= 1.03 * usage.max() + MIB, (level, measured, usage.max())
             assert measured >= 0.85 * usage.max() - MIB, (level, measured, usage.max())
-        assert found["2"] < found["8"] < found["keep"]
+        assert found["2"] < found["8"] < found["exact"] <= found["keep"] + MIB
+        if make is not transformer:  # convolutions' inputs, from those of batch normalisations
+            assert found["exact"] < 0.85 * found["keep"]

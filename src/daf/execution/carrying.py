@@ -23,6 +23,7 @@ from daf.kernels import Emission, RowMoments
 from daf.plan import KEEP, Method, Need, Policy, Treatment
 from daf.store.buffers import Store
 from daf.store.codec import Channels, MaskCode, ValueCode
+from daf.store.normalised import ComputedValues
 
 _NORM = "batch_norm"
 _MASK = Treatment(Method.MASK, 1)
@@ -146,9 +147,10 @@ class NormCarrier:
         return plain_held
 
     def _learn(self, held: NormHeld, addend: Tensor | None, result: Tensor) -> None:
-        code = held.code
-        if code is None or not self.policy.rederive:
+        if not self.policy.rederive:
             return
+        values = held.values()
+        code = Stored(self.ledger, values) if isinstance(values, ComputedValues) else values
         held.recipe = self.provenance.added(addend, Term(code, held.result), held.mask)
         if held.recipe is not None:
             self.provenance.learn(result, held)

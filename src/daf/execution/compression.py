@@ -23,6 +23,7 @@ from daf.plan import (
     FusionReport,
     Policy,
     SiteReport,
+    deriving,
     policy_for,
 )
 from daf.store.default import make_store
@@ -83,6 +84,8 @@ class compress:  # noqa: N801 - used as a statement, like torch.no_grad
             fused_smooth=fused or self._policy.fused_smooth,
             chunked=chunked or self._policy.chunked,
         )
+        if fused:
+            self._policy = deriving(self._policy)
         self._model = model
         self._capture = Capture(model, make_store(parse_optional_bytes(pool_bytes)), spill)
         self._seed = seed

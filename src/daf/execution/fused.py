@@ -35,6 +35,7 @@ from daf.store.codec import Channels, MaskCode, ValueCode
 from daf.store.layout import layout_of
 from daf.store.normalised import (
     CodedValues,
+    ComputedValues,
     Geometry,
     KeptValues,
     Sums,
@@ -149,6 +150,16 @@ class NormHeld(Held):
     def code(self) -> Stored[ValueCode] | None:
         """The code of the normalised value; None where the input itself is held."""
         return None if isinstance(self._source, Kept) else self._source
+
+    def values(self) -> Stored[ValueCode] | ComputedValues:
+        """The normalised values for whoever derives something from them: coded, or computed again
+        from the input, which ``ComputedValues`` then holds too.
+        """
+        source = self._source
+        if not isinstance(source, Kept):
+            return source
+        forward = self.statistics.forward(self.geometry.inner)
+        return ComputedValues(lambda: source.restore(Scratch()), self.geometry.elements, forward)
 
     def restore(self, scratch: Scratch) -> Tensor:
         """The normalisation's input."""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from daf.execution.held import Held, Recipe, Stored, Term
 from daf.execution.rules import ALIASES
+from daf.plan import Method
 from daf.store.coder import Mask
 from daf.store.layout import is_dense
 
@@ -155,11 +156,16 @@ def _maker(node: Any, output: int) -> tuple[Any, int]:
 
 
 def _sum(first: Recipe, second: Recipe) -> Recipe | None:
-    """One chain for both: the part that is appended must have no mask, which would zero both."""
+    """One chain for both: the part that is appended must have no mask, which would zero both.
+
+    Where values are exact so must be their sum: terms are then added in the order in which the
+    program did, so that no more than one may be appended.
+    """
     if len(first) + len(second) > MOST_TERMS or any(term.derivation for term in first + second):
         return None
-    if all(term.mask is None for term in second):
-        return first + second
-    if all(term.mask is None for term in first):
-        return second + first
+    is_exact = any(term.code.content.treatment.method is Method.KEEP for term in first + second)
+    for chain, appended in ((first, second), (second, first)):
+        in_order = len(appended) == 1 or not is_exact
+        if in_order and all(term.mask is None for term in appended):
+            return chain + appended
     return None

@@ -47,7 +47,7 @@ _INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.i
 _VALUE_METHODS = frozenset({Method.KEEP, Method.ROTATED, Method.MINMAX, Method.AVERAGED})
 _EVERYWHERE = frozenset({Method.SPILL})  # every bit comes back
 SOUND: Mapping[Need, frozenset[Method]] = {
-    Need.LINEAR: _VALUE_METHODS,
+    Need.LINEAR: _VALUE_METHODS | {Method.REDERIVE},
     Need.NORM: _VALUE_METHODS,
     Need.PRODUCT: _VALUE_METHODS,
     Need.PROBABILITY: _VALUE_METHODS,
@@ -176,6 +176,8 @@ class Treater:
             return self._sign(job, rederive)
         if job.need is Need.TWO_VALUED:
             return self._two_values(job, rederive)
+        if job.treatment.method is Method.REDERIVE:
+            return self._rederived(job) if rederive else None
         if job.need is Need.SMOOTH:
             return self._derivative(job)
         return self._values(job, rederive)

@@ -23,6 +23,7 @@ from daf.kernels import (
 )
 from daf.kernels.contract import (
     affine_fields,
+    block_range,
     check_call,
     check_pointer,
     check_rotation,
@@ -63,6 +64,39 @@ def emit(
             *emission_fields(emission, count),
             row_fields(rows, affine, ElementType.FLOAT32, count),
         )
+
+
+def derive(
+    source: int,
+    count: int,
+    affine: ChannelAffine | None,
+    result: ChannelAffine | None,
+    destination: int,
+    threads: int,
+    mask: PageFields | None = None,
+    accumulate: bool = False,
+    blocks: tuple[int, int] | None = None,
+) -> None:
+    """Write again what ``emit`` wrote: ``result`` of the values, which are ``affine`` of ``count``
+    elements.
+
+    ``accumulate`` adds what lies at the destination, in the place of an addend; then ``mask``, as
+    ``emit`` wrote it, zeroes the elements whose bit is clear. With ``blocks`` (first, last) the
+    destination holds the elements of these blocks of 256 alone.
+    """
+    check_call(count, threads, source=source, destination=destination)
+    _native.norm.derive(
+        chosen_instruction_set(),
+        source,
+        count,
+        threads,
+        affine_fields(affine),
+        destination,
+        affine_fields(result),
+        mask_fields(mask, count),
+        accumulate,
+        *block_range(count, blocks),
+    )
 
 
 def backward_kept(

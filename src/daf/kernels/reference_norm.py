@@ -40,6 +40,22 @@ def emit(
     return Emitted(_canonical(np.where(result <= 0, np.float32(0), bounded)), mask)
 
 
+@np.errstate(all="ignore")
+def derive(
+    values: Floats, affine: Affine | None, before: Floats | None, mask: Planes | None
+) -> Floats:
+    """``emit``'s result again, from normalised values (count,) and the mask that it wrote.
+
+    ``before`` is what lies where the result is added, the addend's place.
+    """
+    result = values if affine is None else affine.apply(values, 0)
+    if before is not None:
+        result = before + result
+    if affine is not None or before is not None:
+        result = _canonical(result)
+    return masked(result, mask)
+
+
 def masked(gradient: Floats, mask: Planes | None) -> Floats:
     """The gradient, +0 where the mask is clear."""
     if mask is None:

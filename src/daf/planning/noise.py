@@ -47,7 +47,8 @@ def _error(saving: Saving, policy: Policy, treatments: dict[Site, Treatment]) ->
     own = treatments[saving.site]
     parents = [treatments.get(parent, KEEP) for parent in saving.parents or ()]
     follows = policy.rederive and own.method in _CODES and parents
-    if follows and all(_serves(parent, own) for parent in parents):
+    is_derived = own.method is Method.REDERIVE and parents
+    if is_derived or (follows and all(_serves(parent, own) for parent in parents)):
         return sum(map(relative_error, parents)) / len(parents)
     return relative_error(own)
 

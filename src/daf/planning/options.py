@@ -14,7 +14,17 @@ from dataclasses import dataclass, replace
 
 from daf.kernels import header_bytes, plane_bytes
 from daf.kernels.code_errors import relative_error
-from daf.plan import KEEP, Method, Need, Reading, Site, Treatment, coded_policy, exact_policy
+from daf.plan import (
+    DERIVED,
+    KEEP,
+    Method,
+    Need,
+    Reading,
+    Site,
+    Treatment,
+    coded_policy,
+    exact_policy,
+)
 from daf.profile import Profile, Saving, decoded_bytes
 
 WIDTHS = (8, 4, 3, 2, 1)
@@ -73,7 +83,7 @@ class Option:
     @property
     def coded_sites(self) -> frozenset[Site]:
         """Sites that hold a code, mask or packing under this option."""
-        other = (Method.KEEP, Method.SPILL, Method.DROP)
+        other = (Method.KEEP, Method.SPILL, Method.DROP, Method.REDERIVE)
         return frozenset(s for s, each in self.treatments.items() if each.method not in other)
 
 
@@ -130,12 +140,14 @@ class OptionMaker:
         self._profile = profile
         self._examples = examples
         self._allowed = allowed
-        self._levels = [(EXACT, exact_policy().by_need)]
+        exact = {**exact_policy().by_need, **DERIVED}
+        self._levels: list[tuple[str, Mapping[Need, Treatment]]] = [(EXACT, exact)]
         self._levels += [(str(width), coded_policy(width).by_need) for width in allowed.widths]
         if Method.SPILL in allowed.methods:
             self._levels.append((SPILLED, dict.fromkeys(Need, _SPILL)))
         self._served = served_weights(profile)
         self._unit = noise_per_weight(profile)
+        self._telling = _telling_sites(profile)
 
     def options(self, family: tuple[Saving, ...]) -> list[Option]:
         """Every option of a family that differs from the others, *keep* first."""
@@ -159,9 +171,15 @@ class OptionMaker:
         found = {}
         for saving in family:
             treatment = by_need.get(saving.need, KEEP)
+            if self._is_derivable(saving) and treatment != KEEP:
+                treatment = DERIVED[saving.need]  # for no bytes, and with no noise of its own
             if self._can(saving, treatment):
                 found[saving.site] = treatment
         return found
+
+    def _is_derivable(self, saving: Saving) -> bool:
+        """Whatever is done at the sites that it is computed from?"""
+        return saving.need in DERIVED and self._telling.issuperset(saving.parents or (None,))
 
     def _can(self, saving: Saving, treatment: Treatment) -> bool:
         return (
@@ -169,20 +187,21 @@ class OptionMaker:
             and saving.treatable
             and treatment.method in self._allowed.methods
             and not (treatment.method is Method.SPILL and saving.reading is Reading.IN_PLACE)
+            and (treatment.method is not Method.REDERIVE or self._is_derivable(saving))
             and saving.tensor_bytes.at(self._examples) >= SMALLEST_TREATED_BYTES
             and (treatment.method is not Method.PACK or saving.packed_bits > 0)
         )
 
     @staticmethod
     def _can_follow(family: tuple[Saving, ...], treatments: Mapping[Site, Treatment]) -> bool:
-        return any(each.parents is not None and each.site in treatments for each in family)
+        return any(each.parents is not None for each in _with_codes(family, treatments))
 
     @staticmethod
     def _requires(
         family: tuple[Saving, ...], treatments: Mapping[Site, Treatment]
     ) -> frozenset[Site]:
         """Sites outside the family whose codes its tensors are computed from."""
-        treated = [saving for saving in family if saving.site in treatments]
+        treated = _with_codes(family, treatments)
         parents = (saving.parents for saving in treated if saving.parents is not None)
         return frozenset().union(*parents) - {saving.site for saving in family}
 
@@ -203,7 +222,8 @@ class OptionMaker:
             treatment = treatments[saving.site]
             cost_ms += self._decode_ms(saving, treatment)
             spans.append(self._decoded_span(saving))
-            if not follow or saving.parents is None:
+            is_followed = follow and saving.parents is not None
+            if treatment.method is not Method.REDERIVE and not is_followed:
                 noise += self._noise(saving, treatment)
                 # One code serves every save of the same content under the same treatment.
                 key = (saving.storage, treatment, saving.elements, saving.need is Need.NORM)
@@ -277,6 +297,23 @@ class OptionMaker:
             return 0.0
         passes = max(1, len(saving.parents or ()))
         return passes * self._profile.speeds.decode_ms(treatment.method, self._bytes(saving))
+
+
+def _telling_sites(profile: Profile) -> frozenset[Site]:
+    """Of fused batch normalisations: kept or coded, what they hold tells what their result was."""
+    others = {each.site for each in profile.savings if not _tells_its_result(each)}
+    return frozenset(each.site for each in profile.savings) - others
+
+
+def _tells_its_result(saving: Saving) -> bool:
+    is_read_in_place = saving.reading is Reading.IN_PLACE and saving.need is Need.NORM
+    return is_read_in_place and saving.site.operator == "batch_norm" and saving.treatable
+
+
+def _with_codes(family: tuple[Saving, ...], treatments: Mapping[Site, Treatment]) -> list[Saving]:
+    """Those that get a treatment that holds something."""
+    treated = (saving for saving in family if saving.site in treatments)
+    return [each for each in treated if treatments[each.site].method is not Method.REDERIVE]
 
 
 _WITH_HEADERS = frozenset({Method.ROTATED, Method.MINMAX})

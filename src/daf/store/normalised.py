@@ -8,14 +8,23 @@ Tensors are dense float32 on the CPU. Element i of the memory belongs to channel
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from daf.kernels import ChannelSums, ElementType, Emission, NormGradient, cpu_measure, norm
-from daf.plan import Method
-from daf.store.codec import Channels, MaskCode, ValueCode
+from daf.kernels import (
+    ChannelSums,
+    ElementType,
+    Emission,
+    NormGradient,
+    PageFields,
+    cpu_measure,
+    norm,
+)
+from daf.plan import Method, Treatment
+from daf.store.codec import Channels, MaskCode, ValueCode, check_count, elements_in
 
 
 class Sums(NamedTuple):
@@ -71,6 +80,53 @@ class KeptValues(NamedTuple):
         """One pass of backward over them."""
         source, threads = self.x.data_ptr(), torch.get_num_threads()
         norm.backward_kept(source, self.x.numel(), self.forward.pointers(), gradient, threads)
+
+
+class ComputedValues:
+    """The values of an input that is held anyway, computed again by whoever reads them.
+
+    To recipes they are a code that has every bit and takes no bytes. ``read`` returns the input.
+    """
+
+    __slots__ = ("_forward", "_read", "count")
+    in_store = False
+    nbytes = 0
+    treatment = Treatment(Method.KEEP, 32)
+
+    def __init__(self, read: Callable[[], Tensor], count: int, forward: Channels) -> None:
+        self._read = read
+        self._forward = forward
+        self.count = count
+
+    def decode(
+        self,
+        out: Tensor,
+        channels: Channels | None = None,
+        mask: MaskCode | None = None,
+        accumulate: bool = False,
+        blocks: tuple[int, int] | None = None,
+    ) -> None:
+        """Write them, bit for bit as ``emit`` did; the rest is as in ``ValueCode.decode``."""
+        check_count(self.count if blocks is None else elements_in(blocks, self.count), out)
+        if mask is None:
+            self._derive(out, channels, None, accumulate, blocks)
+            return
+        with mask.planes.pinned() as view:
+            self._derive(out, channels, view.fields, accumulate, blocks)
+
+    def _derive(
+        self,
+        out: Tensor,
+        channels: Channels | None,
+        mask: PageFields | None,
+        accumulate: bool,
+        blocks: tuple[int, int] | None,
+    ) -> None:
+        x = self._read()
+        affine = channels.pointers() if channels else None
+        place, threads = out.data_ptr(), torch.get_num_threads()
+        source = (x.data_ptr(), self.count, self._forward.pointers())
+        norm.derive(*source, affine, place, threads, mask, accumulate, blocks)
 
 
 def measure(x: Tensor, geometry: Geometry) -> Sums:

@@ -1,0 +1,225 @@
+"""What fused normalisations hold as it is tells, bit for bit, what operators behind them read."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from daf.errors import CodecError
+from daf.execution.capture import Capture
+from daf.execution.rehearsal import rehearse
+from daf.plan import (
+    Method,
+    Need,
+    Policy,
+    Site,
+    SiteReport,
+    Treatment,
+    coded_policy,
+    exact_policy,
+    with_fused_operators,
+)
+
+FORMATS = [torch.contiguous_format, torch.channels_last]
+REDERIVE = Treatment(Method.REDERIVE)
+
+
+class Blocks(nn.Module):
+    """Residual blocks, the second one with an identity and the third with two norms in its sum."""
+
+    def __init__(self, channels: int = 20) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(
+            nn.Conv2d(3 if index == 0 else channels, channels, 3, padding=1, bias=False)
+            for index in range(7)
+        )
+        self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for _ in range(7))
+        for norm in self.norms:
+            nn.init.normal_(norm.weight)
+            nn.init.normal_(norm.bias)
+
+    def part(self, index: int, x: Tensor) -> Tensor:
+        return self.norms[index](self.convs[index](x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.part(0, x))
+        z = F.relu(self.part(2, F.relu(self.part(1, y))) + y)
+        z = F.relu(self.part(4, F.relu(self.part(3, z))) + self.part(5, z))
+        return F.relu(self.part(6, z)).mean((2, 3))
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+class Done:
+    """Gradients of one step under a policy, what was held, and what was done at each site."""
+
+    def __init__(self, model: nn.Module, policy: Policy, batch: Tensor) -> None:
+        model = copy.deepcopy(model)
+        capture = Capture(model)
+        rehearse(capture, model, policy, batch, loss_of, 4)
+        with capture.step(policy, seed=0, step_index=0, batch=batch):
+            loss = loss_of(model, batch)
+        loss.backward()
+        self.gradients = {name: p.grad for name, p in model.named_parameters()}
+        self.held_bytes = capture.stats.held_peak_bytes
+        self.left_bytes = capture.stats.held_bytes
+        self.sites = {report.site: report for report in capture.sites()}
+        self.fused = [report.pattern for report in capture.fusions()]
+
+    def at(self, operator: str) -> list[SiteReport]:
+        return [each for each in self.sites.values() if each.site.operator == operator]
+
+    def methods(self, operator: str) -> Counter[str]:
+        return Counter(each.treatment.method.value for each in self.at(operator))
+
+
+def make_batch(layout: torch.memory_format) -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(8, 3, 16, 17).to(memory_format=layout)
+
+
+def assert_same_bits(found: Done, expected: Done) -> None:
+    assert found.gradients.keys() == expected.gradients.keys()
+    for name, gradient in expected.gradients.items():
+        assert torch.equal(found.gradients[name], gradient), name
+
+
+def fused_and_kept() -> Policy:
+    policy = replace(with_fused_operators(exact_policy()), chunked=False)
+    return replace(policy, by_need=exact_policy().by_need, rederive=False)
+
+
+@pytest.mark.parametrize("chunk_bytes", [None, 100_000])
+@pytest.mark.parametrize("layout", FORMATS)
+def test_gradients_are_the_same_bits_and_results_are_held_nowhere(
+    layout: torch.memory_format, chunk_bytes: int | None
+) -> None:
+    torch.manual_seed(1)
+    model, batch = Blocks().to(memory_format=layout), make_batch(layout)
+    kept = fused_and_kept()
+    derived = with_fused_operators(exact_policy())
+    if chunk_bytes is not None:
+        kept = replace(kept, chunked=True, chunk_bytes=chunk_bytes)
+        derived = replace(derived, chunk_bytes=chunk_bytes)
+    else:
+        derived = replace(derived, chunked=False)
+    found, expected = Done(model, derived, batch), Done(model, kept, batch)
+    assert all(found.fused)
+    assert_same_bits(found, expected)
+    # The input of the first of seven convolutions is the caller's own, and held by nobody.
+    assert found.methods("conv2d") == {"rederive": 6}
+    assert expected.methods("conv2d") == {"keep": 6}
+    assert found.methods("batch_norm") == {"keep": 7}
+    assert sum(each.held_bytes for each in found.at("conv2d")) == 0
+    plain = batch.numel() // 3 * 20 * 4
+    # Seven inputs of normalisations, instead of those and five results (a mask is a 32nd).
+    assert found.held_bytes < 7.4 * plain
+    assert expected.held_bytes > 12 * plain
+    assert found.left_bytes == 0
+
+
+def test_it_is_pytorch_s_gradient_within_rounding() -> None:
+    torch.manual_seed(1)
+    model, batch = Blocks(), make_batch(torch.contiguous_format)
+    found = Done(model, with_fused_operators(exact_policy()), batch).gradients
+    loss_of(model, batch).backward()
+    for name, parameter in model.named_parameters():
+        scale = parameter.grad.abs().max()
+        assert (found[name] - parameter.grad).abs().max() < 1e-4 * scale, name
+
+
+def test_a_norm_that_is_coded_makes_what_is_derived_from_it_noisy_and_no_other() -> None:
+    """One site with a code: its own convolution's gradient errs, those before it are exact."""
+    torch.manual_seed(1)
+    model, batch = Blocks(), make_batch(torch.contiguous_format)
+    policy = with_fused_operators(exact_policy())
+    coded = replace(
+        policy, by_site={Site("norms.6", "batch_norm", 0, 0): Treatment(Method.ROTATED, 2)}
+    )
+    found, expected = Done(model, coded, batch), Done(model, policy, batch)
+    assert found.methods("batch_norm") == {"keep": 6, "rotated": 1}
+    assert torch.equal(found.gradients["norms.6.bias"], expected.gradients["norms.6.bias"])
+    assert not torch.equal(found.gradients["norms.6.weight"], expected.gradients["norms.6.weight"])
+    # A norm in the middle: the sum behind it is then part exact, part code, and still derived.
+    middle = replace(
+        policy, by_site={Site("norms.4", "batch_norm", 0, 0): Treatment(Method.ROTATED, 2)}
+    )
+    mixed = Done(model, middle, batch)
+    assert mixed.methods("conv2d") == {"rederive": 6}
+    errors = {
+        name: float((mixed.gradients[name] - gradient).norm() / gradient.norm())
+        for name, gradient in expected.gradients.items()
+    }
+    assert errors["convs.6.weight"] > 0.01
+    assert errors["norms.6.weight"] == 0.0
+    # The sum's other term alone would miss far more than a code of one of two terms does.
+    assert errors["convs.6.weight"] < 0.4
+
+
+def test_what_nobody_holds_is_kept() -> None:
+    """Asked to derive without fused operators, or behind something else: kept, bit for bit."""
+    torch.manual_seed(1)
+    model, batch = Blocks(), make_batch(torch.contiguous_format)
+    asked = replace(exact_policy(), by_need=exact_policy().by_need | {Need.LINEAR: REDERIVE})
+    for rederive in (False, True):
+        found = Done(model, replace(asked, rederive=rederive), batch)
+        assert found.methods("conv2d") == {"keep": 6}
+    loss_of(model, batch).backward()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(found.gradients[name], parameter.grad), name
+
+
+def test_sums_in_another_order_are_kept() -> None:
+    """(a + b) + (c + d) added up one by one would differ in the last bits."""
+
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(4))
+            self.conv = nn.Conv2d(8, 8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            a, b, c, d = (norm(x * (index + 1)) for index, norm in enumerate(self.norms))
+            return self.conv(self.add(a, b, c, d))
+
+        def add(self, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+            return (a + b) + (c + d)
+
+    class InOrder(Sums):
+        def add(self, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+            return ((a + b) + c) + d
+
+    torch.manual_seed(0)
+    batch = torch.randn(8, 8, 12, 12, requires_grad=True)
+    policy = with_fused_operators(exact_policy())
+    for kind, method in ((Sums, "keep"), (InOrder, "rederive")):
+        torch.manual_seed(1)
+        found = Done(kind(), policy, batch)
+        torch.manual_seed(1)
+        expected = Done(kind(), fused_and_kept(), batch)
+        assert found.methods("conv2d") == {method: 1}, kind
+        assert_same_bits(found, expected)
+
+
+def test_codes_are_still_preferred_by_a_policy_of_codes() -> None:
+    torch.manual_seed(1)
+    found = Done(Blocks(), with_fused_operators(coded_policy(2)), make_batch(FORMATS[0]))
+    assert found.methods("batch_norm") == {"rotated": 7}
+    assert found.methods("conv2d") == {"rederive": 6}
+
+
+def test_only_where_the_input_enters_linearly() -> None:
+    model = nn.Linear(64, 64)
+    policy = Policy("odd", {Need.PRODUCT: REDERIVE})
+    with Capture(model).step(policy, seed=0, step_index=0):
+        x = model(torch.randn(64, 64))
+        with pytest.raises(CodecError, match="asked for rederive"):
+            torch.matmul(x, x.T)
