@@ -100,11 +100,16 @@ def blocks(count: int, size: int) -> list[CallProfile]:
 
 
 @st.composite
-def profiles(draw: st.DrawFn, most: int = 4, *, splittable: bool | None = None) -> Profile:
-    """Small ones: needs, sizes, lifetimes, shared memory, derivations and modules vary."""
+def profiles(
+    draw: st.DrawFn, most: int = 4, *, splittable: bool | None = None, may_be_fused: bool = False
+) -> Profile:
+    """Small ones: needs, sizes, lifetimes, shared memory, derivations and modules vary.
+
+    ``may_be_fused``: some are of fused operators, which a session has beside PyTorch's own.
+    """
     count = draw(st.integers(1, most))
     size = draw(st.integers(1, 2))
-    is_fused = draw(st.integers(0, 2)) == 0
+    is_fused = may_be_fused and draw(st.integers(0, 2)) == 0
     found: list[Saving] = []
     for index in range(count):
         need = draw(st.sampled_from(NEEDS))

@@ -27,6 +27,7 @@ from daf.profile import Affine, Profile, Saving
 
 few = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 NARROW = Allowed(widths=(4, 1))
+any_profiles = profiles(may_be_fused=True)
 
 
 def selections(table: Table) -> list[list[int]]:
@@ -71,7 +72,7 @@ def limits(measured: Profile, fraction: float) -> tuple[Table, int]:
 
 
 @few
-@given(profiles(), st.floats(0, 1), st.sampled_from((0.0, 0.1, 0.3, math.inf)))
+@given(any_profiles, st.floats(0, 1), st.sampled_from((0.0, 0.1, 0.3, math.inf)))
 def test_the_exact_answer_is_the_best_of_all_selections(
     measured: Profile, fraction: float, tolerance: float
 ) -> None:
@@ -87,7 +88,7 @@ def test_the_exact_answer_is_the_best_of_all_selections(
 
 
 @few
-@given(profiles(), st.floats(0, 1), st.sampled_from((0.1, math.inf)))
+@given(any_profiles, st.floats(0, 1), st.sampled_from((0.1, math.inf)))
 def test_the_greedy_answer_is_within_its_stated_gap(
     measured: Profile, fraction: float, tolerance: float
 ) -> None:
@@ -105,7 +106,7 @@ def test_the_greedy_answer_is_within_its_stated_gap(
 
 
 @few
-@given(profiles(most=3), st.sampled_from((0.1, math.inf)))
+@given(profiles(most=3, may_be_fused=True), st.sampled_from((0.1, math.inf)))
 def test_the_least_peak_is_the_lowest_of_all_selections(
     measured: Profile, tolerance: float
 ) -> None:
@@ -119,7 +120,9 @@ def test_the_least_peak_is_the_lowest_of_all_selections(
 
 
 @few
-@given(profiles(), st.floats(0, 1.2), st.sampled_from(planner.POLICIES), st.booleans())
+@given(
+    profiles(may_be_fused=True), st.floats(0, 1.2), st.sampled_from(planner.POLICIES), st.booleans()
+)
 def test_a_plan_is_within_its_budget_and_a_refusal_names_the_least(
     measured: Profile, fraction: float, policy: str, quickly: bool
 ) -> None:
@@ -138,7 +141,7 @@ def test_a_plan_is_within_its_budget_and_a_refusal_names_the_least(
 
 
 @few
-@given(profiles(), st.sampled_from(planner.POLICIES))
+@given(any_profiles, st.sampled_from(planner.POLICIES))
 def test_the_least_feasible_budget_is_feasible_and_a_byte_less_is_not(
     measured: Profile, policy: str
 ) -> None:
@@ -150,7 +153,9 @@ def test_the_least_feasible_budget_is_feasible_and_a_byte_less_is_not(
 
 
 @few
-@given(profiles(), st.floats(0, 1), st.floats(0, 1), st.sampled_from((0.14, math.inf)))
+@given(
+    profiles(may_be_fused=True), st.floats(0, 1), st.floats(0, 1), st.sampled_from((0.14, math.inf))
+)
 def test_more_budget_never_gives_a_slower_plan(
     measured: Profile, one: float, other: float, tolerance: float
 ) -> None:
@@ -200,7 +205,7 @@ def test_pieces_that_only_slow_codes_make_larger_are_no_rival() -> None:
 
 
 @few
-@given(profiles(), st.floats(0.2, 1))
+@given(any_profiles, st.floats(0.2, 1))
 def test_plans_are_deterministic(measured: Profile, fraction: float) -> None:
     least = planner.least_feasible_budget(measured)
     budget = max(least, with_margin(measured, limits(measured, fraction)[1]))

@@ -101,13 +101,39 @@ def test_of_plans_that_are_alike_the_one_that_adds_less_noise_stays() -> None:
 
 def test_what_is_foretold_far_slower_or_takes_no_time_is_not_tried() -> None:
     best = plan_of(OWN_CODES, 100.0)
-    near, far = (plan_of(OWN_EXACT, 100.0 * WORTH_TRYING * share) for share in (0.99, 1.01))
-    assert trial_of((best, near, far)) == Trial((best, near))
-    assert trial_of((best, far)) is None
+    near, far = plan_of(OWN_EXACT, 99 * WORTH_TRYING), plan_of(FUSED_CODES, 101 * WORTH_TRYING)
+    times_ms = {OWN_CODES: (100,) * 3, OWN_EXACT: (170,) * 3, FUSED_CODES: (90,) * 3}
+    for plans, tried in (((best, near, far), 2), ((best, far), 1)):
+        trial = trial_of(plans)
+        assert trial is not None
+        done = run(trial, times_ms)
+        assert len(done.measured_ms) == tried
+        assert done.fastest()[0].policy == best.policy
     assert trial_of((best,)) is None
     assert trial_of(()) is None
     short = plan_of(OWN_CODES, 0.9 * SHORTEST_MS)
     assert trial_of((short, near)) is None
+
+
+def test_what_is_foretold_far_slower_is_tried_where_all_before_took_longer_still() -> None:
+    best = plan_of(OWN_CODES, 100.0)
+    far, farther = plan_of(OWN_EXACT, 200.0), plan_of(FUSED_CODES, 220.0)
+    trial = trial_of((best, far, farther))
+    assert trial is not None
+    done = run(trial, {OWN_CODES: (230,) * 3, OWN_EXACT: (210,) * 3, FUSED_CODES: (5,) * 3})
+    assert done.measured_ms == (230, 210)  # the last one was foretold more than the second took
+    assert kind_of(done.fastest()[0]) == OWN_EXACT
+    done = run(trial, {OWN_CODES: (230,) * 3, OWN_EXACT: (225,) * 3, FUSED_CODES: (215,) * 3})
+    assert done.measured_ms == (230, 225, 215)
+    assert kind_of(done.fastest()[0]) == FUSED_CODES
+    # A plan that was refused memory takes none of this away.
+    without = trial
+    while len(without.times_ms) < LEAST_STEPS:
+        without = without.noted(Ran(230, 0))
+    without = without.without_current()
+    assert without.plans == (best, farther)
+    assert without.plan is farther
+    assert not without.is_over
 
 
 def test_short_steps_are_more_so_that_together_they_take_as_long() -> None:
@@ -312,9 +338,11 @@ def test_where_a_later_one_is_refused_the_proven_one_goes_on_and_the_others_are_
 def test_where_the_last_one_is_refused_the_fastest_of_the_others_stays() -> None:
     choosing, _, _ = begun()
     plans = until_trial(choosing).plans
+    slow_ms = 2 * plans[-1].predicted_step_ms  # so that the last one is worth trying
     for at in range(LEAST_STEPS * (len(plans) - 1)):
         plan = plans[at // LEAST_STEPS]
-        choosing.note_step(plan, Ran(500.0 - 100.0 * (plan is plans[0]), 100 - at), 1.0)
+        step_ms = slow_ms * (0.9 if plan is plans[0] else 1.0)
+        choosing.note_step(plan, Ran(step_ms, 100 - at), 1.0)
         choosing.between_steps()
     assert choosing.plan is plans[-1]
     kept = choosing.tighten(plans[-1])

@@ -55,7 +55,7 @@ def test_bits_go_where_the_weight_is(policy: str) -> None:
 
 
 @few
-@given(profiles(), st.floats(0.0, 1.0), st.data())
+@given(profiles(may_be_fused=True), st.floats(0.0, 1.0), st.data())
 def test_quantizing_by_weight_is_never_noisier_than_one_width_everywhere(
     measured: Profile, share: float, data: st.DataObject
 ) -> None:
@@ -76,7 +76,7 @@ def test_quantizing_by_weight_is_never_noisier_than_one_width_everywhere(
 
 
 @few
-@given(profiles(), st.sampled_from(["1-bit", "2-bit", "4-bit", "optimal"]))
+@given(profiles(may_be_fused=True), st.sampled_from(["1-bit", "2-bit", "4-bit", "optimal"]))
 def test_what_a_plan_says_it_adds_is_what_its_policy_is_expected_to_add(
     measured: Profile, level: str
 ) -> None:
