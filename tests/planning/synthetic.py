@@ -107,15 +107,15 @@ def profiles(
 
     ``may_be_fused``: some are of fused operators, which a session has beside PyTorch's own.
     """
-    count = draw(st.integers(1, most))
+    is_fused = may_be_fused and draw(st.booleans())
+    count = draw(st.integers(1 + is_fused, most))
     size = draw(st.integers(1, 2))
-    is_fused = may_be_fused and draw(st.integers(0, 2)) == 0
     found: list[Saving] = []
     for index in range(count):
-        need = draw(st.sampled_from(NEEDS))
-        shares = index > 0 and draw(st.integers(0, 3)) == 0
+        need = Need.NORM if is_fused and not found else draw(st.sampled_from(NEEDS))
+        shares = index > 0 and draw(st.integers(0, 3)) == 3  # the least is drawn far more often
         norms = frozenset(each.site for each in found if each.need is Need.NORM)
-        derived = need is Need.LINEAR and not shares and norms and draw(st.booleans())
+        is_own = not (need is Need.LINEAR and not shares and norms) or draw(st.booleans())
         elements = draw(st.integers(1, 40)) * 10_000
         found.append(
             saving(
@@ -126,7 +126,7 @@ def profiles(
                 call=1 + index // size,
                 lives=draw(st.integers(0, 1)),
                 storage=found[-1].storage if shares else index,
-                parents=norms if derived else None,
+                parents=None if is_own else norms,
             )
         )
         if need is Need.NORM and not shares and is_fused:
