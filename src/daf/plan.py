@@ -91,7 +91,8 @@ class Policy:
     ``fused`` lets batch normalisation, residual addition and ReLU run as one
     operator, where that was seen to be the same; ``fused_rows`` lets layer and
     root-mean-square normalisation, ``fused_smooth`` GELU and SiLU run as operators that
-    read their code directly. ``chunked`` lets large convolutions and linear layers
+    read their code directly; ``fused_loss`` a last linear layer and its cross-entropy without the
+    logits between them. ``chunked`` lets large convolutions and linear layers
     decode their input a part of the batch at a time, ``chunk_bytes`` of it, and use
     one that is held as it is in the same chunks (None: a size that costs next to no
     time, and what is held as it is is used whole).
@@ -111,6 +112,12 @@ class Policy:
     chunk_bytes: int | None = None
     fused_rows: bool = False
     fused_smooth: bool = False
+    fused_loss: bool = False
+
+    @property
+    def fuses(self) -> bool:
+        """Are any operators fused?"""
+        return self.fused or self.fused_rows or self.fused_smooth or self.fused_loss
 
     def weight(self, site: Site) -> float:
         """How much relative error at a site harms the gradient, beside other sites (1: as most).
@@ -165,7 +172,14 @@ def coded_policy(bits: int) -> Policy:
 
 def with_fused_operators(policy: Policy) -> Policy:
     """The policy with every operator fused or chunked that can be."""
-    fused = replace(policy, fused=True, fused_rows=True, fused_smooth=True, chunked=True)
+    fused = replace(
+        policy,
+        fused=True,
+        fused_rows=True,
+        fused_smooth=True,
+        fused_loss=True,
+        chunked=True,
+    )
     return deriving(fused)
 
 

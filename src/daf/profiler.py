@@ -328,7 +328,14 @@ class _Operators:
         if not self.batch_size:
             return policy
         chunk_bytes = max(1, CHUNK_BYTES * examples // self.batch_size)
-        return replace(policy, fused=True, fused_rows=True, chunked=True, chunk_bytes=chunk_bytes)
+        return replace(
+            policy,
+            fused=True,
+            fused_rows=True,
+            fused_loss=True,
+            chunked=True,
+            chunk_bytes=chunk_bytes,
+        )
 
 
 # What holds least, so that measuring fits wherever training will.

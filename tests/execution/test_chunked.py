@@ -243,11 +243,15 @@ def test_the_logits_never_exist() -> None:
     assert held + chunk <= ours <= held + chunk + 64 * ROWS + 4096
 
 
-def test_by_default_a_chunk_takes_no_more_than_hidden() -> None:
-    hidden, weight, target, _ = case(ROWS, FEATURES, CLASSES, bias=False, dtype=torch.float32)
+@pytest.mark.parametrize(("features", "chunk"), [(1024, 4 * ROWS * 1024), (64, 4 * 128 * CLASSES)])
+def test_by_default_a_chunk_takes_no_more_than_hidden_or_128_rows(
+    features: int, chunk: int
+) -> None:
+    hidden, weight, target, _ = case(ROWS, features, CLASSES, bias=False, dtype=torch.float32)
     with torch.no_grad():
         taken = peak_of(lambda: chunked_cross_entropy(hidden, weight, target))
-    assert hidden.nbytes <= taken <= hidden.nbytes + 64 * ROWS + 4096
+    assert chunk == max(hidden.nbytes, 4 * 128 * CLASSES)
+    assert chunk <= taken <= chunk + 64 * ROWS + 4096
 
 
 # --- within a session ---------------------------------------------------------------------------

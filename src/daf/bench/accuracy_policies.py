@@ -99,7 +99,14 @@ def make_policy(name: str, example: Example) -> Policy:
 
 def unfused(policy: Policy) -> Policy:
     """The policy with PyTorch's own operators."""
-    return replace(policy, fused=False, fused_rows=False, fused_smooth=False, chunked=False)
+    return replace(
+        policy,
+        fused=False,
+        fused_rows=False,
+        fused_smooth=False,
+        fused_loss=False,
+        chunked=False,
+    )
 
 
 def is_refitted(name: str) -> bool:

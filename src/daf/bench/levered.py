@@ -96,6 +96,7 @@ def lever_policy(levers: Sequence[str], bits: int | str) -> Policy:
         fused=fused,
         fused_rows=fused,
         fused_smooth=fused,
+        fused_loss=fused,
         chunked="chunked" in levers,
     )
 

@@ -42,6 +42,7 @@ from daf.errors import PlatformError
 from daf.execution.accounting import Ledger, Sources
 from daf.execution.evictions import Evictions
 from daf.execution.fusing import FusingMode
+from daf.execution.fusing_loss import LossFusion, LossMode
 from daf.execution.fusing_rows import RowFusion
 from daf.execution.fusing_smooth import SmoothFusion
 from daf.execution.fusion import Fusion
@@ -95,7 +96,7 @@ class Capture:
         self._sources = Sources(self._ledger)
         self._tracker = SiteTracker(model)
         self._provenance = Provenance()
-        self._fusions = Fusions(Fusion(), RowFusion(), SmoothFusion())
+        self._fusions = Fusions(Fusion(), RowFusion(), SmoothFusion(), LossFusion())
         self._scratch = Scratch()
         self.parameter_reads = ParameterReads()
         self._unpack = unpacker(self._scratch)
@@ -164,10 +165,15 @@ class Capture:
                 fusing = running.fusing() if policy.fused else None
                 mode = FusingMode(running, ours, fusing) if fusing else OperatorMode(running, ours)
                 stack.enter_context(mode)
+                losses = running.fusing_losses() if policy.fused_loss else None
+                if losses:
+                    stack.enter_context(LossMode(losses))
                 unpack = self._unpack if watcher is None else watched(self._unpack, watcher)
                 hooks = torch.autograd.graph.saved_tensors_hooks(running.hook, unpack)
                 stack.enter_context(hooks)
                 yield self
+                if losses:
+                    losses.finish()
                 if fusing:
                     fusing.finish()
         except RuntimeError as error:

@@ -22,7 +22,9 @@ from torch import Tensor
 from daf.errors import DataError, DoubleBackwardError
 
 Reduction = Literal["mean", "sum"]
-_LEAST_ROWS = 16  # below this the matrix products lose more than the bytes are worth
+# Products of fewer rows read the weight too often: of 4,096 rows of 384 numbers and 50,257 classes,
+# chunks of 31 took 3.6 s forward and backward, of 128 2.6, of 256 2.3; the whole logits 3.4.
+_LEAST_ROWS = 128
 
 
 def chunked_cross_entropy(
@@ -50,7 +52,7 @@ def chunked_cross_entropy(
         target: (...) integer class indices, or ``ignore_index``.
         bias: (classes,) or None.
         chunk_rows: rows of logits that exist at once; None: so many that they take no more
-            than ``hidden`` does, and 16 at least.
+            than ``hidden`` does, and 128 at least.
         ignore_index: rows with this target count for nothing.
         reduction: "mean" over the rows that count (NaN if none does), or "sum".
         label_smoothing: 0 to 1, the share of the target that is spread over all classes.

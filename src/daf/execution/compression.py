@@ -82,6 +82,7 @@ class compress:  # noqa: N801 - used as a statement, like torch.no_grad
             fused=fused or self._policy.fused,
             fused_rows=fused or self._policy.fused_rows,
             fused_smooth=fused or self._policy.fused_smooth,
+            fused_loss=fused or self._policy.fused_loss,
             chunked=chunked or self._policy.chunked,
         )
         if fused:

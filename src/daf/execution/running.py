@@ -18,6 +18,7 @@ from daf.execution.chunking import substitute
 from daf.execution.evictions import Evictions
 from daf.execution.fused_rows_call import is_row_norm
 from daf.execution.fusing import Fusing
+from daf.execution.fusing_loss import LossFusing, LossFusion
 from daf.execution.fusing_rows import RowFusing, RowFusion
 from daf.execution.fusing_smooth import SmoothFusing, SmoothFusion, is_smooth
 from daf.execution.fusion import Fusion
@@ -53,6 +54,7 @@ class Fusions(NamedTuple):
     norms: Fusion
     rows: RowFusion
     smooth: SmoothFusion
+    losses: LossFusion
 
 
 class Parts(NamedTuple):
@@ -116,7 +118,7 @@ class Running:
         self._spill = parts.spill
         self._evictions = parts.evictions
         self._parameter_reads = parts.parameter_reads
-        if (policy.fused or policy.fused_rows or policy.fused_smooth) and policy.replayed:
+        if policy.fuses and policy.replayed:
             raise CodecError(
                 f"policy {policy.name!r} asks for fused operators and for replayed calls; a fused "
                 "one may wait beyond the end of a call, so ask for one of the two"
@@ -235,6 +237,10 @@ class Running:
     def fusing(self) -> Fusing:
         """Lets normalisations wait for their ReLU."""
         return Fusing(self._parts.fusions.norms, self._norm_carrier())
+
+    def fusing_losses(self) -> LossFusing:
+        """Leaves out logits that only cross-entropy reads."""
+        return LossFusing(self._parts.fusions.losses, self._tracker)
 
     def _norm_carrier(self) -> NormCarrier:
         kept = (self._ledger, self._sources, self._tracker, self._provenance)

@@ -163,6 +163,7 @@ def _policy(profile: Profile, table: Table, selection: tuple[int, ...], name: st
         rederive=True,
         fused=profile.is_fused,
         fused_rows=profile.is_fused,
+        fused_loss=profile.is_fused,
         chunked=profile.is_fused,
         chunk_bytes=profile.chunk_bytes or None,
         weights=weights,

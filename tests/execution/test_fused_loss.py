@@ -1,0 +1,325 @@
+"""A last linear layer and its cross-entropy as one: the same training without the logits."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from daf.errors import FusionError
+from daf.execution.capture import Capture
+from daf.execution.compression import compress
+from daf.execution.fusing_loss import LEAST_CLASSES, LEAST_GROWTH, PATTERN
+from daf.plan import plain_policy, with_fused_operators
+
+BATCH, LENGTH, WIDTH, CLASSES = 3, 150, 16, 2048
+CHUNK_ROWS = 128
+Loss = Callable[["Model", Tensor, Tensor], Tensor]
+
+
+class Model(nn.Module):
+    """Words to logits, the last layer's weight tied to the first's if asked."""
+
+    def __init__(self, *, bias: bool = False, tied: bool = False, classes: int = CLASSES) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(classes, WIDTH)
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, classes, bias=bias)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.aside: list[Tensor] = []
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(F.gelu(self.body(self.embed(words))))
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any tensor that an operator made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for each in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(each, Tensor) and each.device.type != "meta":
+                self.elements = max(self.elements, each.untyped_storage().nbytes() // 4)
+        return result
+
+
+def flattened(model: Model, words: Tensor, following: Tensor) -> Tensor:
+    return F.cross_entropy(model(words).flatten(0, 1), following.flatten())
+
+
+def shifted(model: Model, words: Tensor, following: Tensor) -> Tensor:
+    """As Transformers' models do it, when they are given labels."""
+    logits = model(words).float()[..., :-1, :].contiguous()
+    labels = following[..., 1:].contiguous()
+    return F.cross_entropy(logits.view(-1, CLASSES), labels.view(-1), ignore_index=3)
+
+
+def by_module(model: Model, words: Tensor, following: Tensor) -> Tensor:
+    criterion = nn.CrossEntropyLoss(label_smoothing=0.1, reduction="sum")
+    return criterion(model(words).reshape(-1, CLASSES), following.reshape(-1)) / words.numel()
+
+
+def of_the_last_word(model: Model, words: Tensor, following: Tensor) -> Tensor:
+    return F.cross_entropy(model(words)[:, -1], following[:, 0])
+
+
+def in_two_parts(model: Model, words: Tensor, following: Tensor) -> Tensor:
+    """One stand-in read twice."""
+    logits = model(words)
+    first = F.cross_entropy(logits[0], following[0])
+    return first + F.cross_entropy(logits[1:].flatten(0, 1), following[1:].flatten())
+
+
+FUSED: dict[str, Loss] = {
+    each.__name__: each for each in (flattened, shifted, by_module, of_the_last_word, in_two_parts)
+}
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shape = (BATCH, LENGTH)
+    words, following = (torch.randint(CLASSES, shape, generator=generator) for _ in "wf")
+    following[0, 2] = 3
+    return words, following
+
+
+def make_model(**options: Any) -> Model:
+    torch.manual_seed(0)
+    return Model(**options)
+
+
+def trained(
+    loss_fn: Loss, steps: int = 3, *, fused: bool, **options: Any
+) -> tuple[list[dict[str, Tensor]], Capture | Any, list[int]]:
+    """Losses and gradients of every step, the capture, and each step's largest tensor."""
+    model, found, largest = make_model(**options), [], []
+    capture = compress(model, "exact", fused=fused)
+    words, following = data()
+    for _ in range(steps):
+        model.zero_grad()
+        with Largest() as seen:
+            with capture:
+                loss = loss_fn(model, words, following)
+            loss.backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        found.append({"loss": loss.detach(), **gradients})
+        largest.append(seen.elements)
+    return found, capture, largest
+
+
+def verdicts(capture: Any) -> dict[str, tuple[str, str]]:
+    reports = (each for each in capture.fusions() if each.operator == "linear")
+    return {each.module: (each.pattern, each.reason) for each in reports}
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": True}, {"tied": True}], ids=str)
+@pytest.mark.parametrize("name", FUSED)
+def test_losses_and_gradients_are_plain_pytorch_s_and_no_logits_exist(
+    name: str, options: dict[str, bool]
+) -> None:
+    found, capture, largest = trained(FUSED[name], fused=True, **options)
+    expected, plain, _ = trained(FUSED[name], fused=False, **options)
+    assert verdicts(capture) == {"head": (PATTERN, "")}
+    assert verdicts(plain) == {}
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for each, value in theirs.items():
+            scale = float(value.abs().max()) + 1e-9
+            assert (ours[each] - value).abs().max() <= 2e-5 * scale, each
+    rows = {"of_the_last_word": BATCH, "in_two_parts": (BATCH - 1) * LENGTH}.get(
+        name, BATCH * LENGTH
+    )
+    assert largest[0] >= rows * CLASSES  # the first step watches
+    assert max(largest[1:]) <= CHUNK_ROWS * CLASSES
+    assert capture.stats.held_bytes == 0
+
+
+def test_a_frozen_layer_passes_the_gradient_on() -> None:
+    gradients = {}
+    for fused in (False, True):
+        model = make_model()
+        model.head.requires_grad_(False)
+        model.embed.requires_grad_(False)
+        capture = compress(model, "exact", fused=fused)
+        for _ in range(2):
+            model.zero_grad()
+            with capture:
+                loss = flattened(model, *data())
+            loss.backward()
+        gradients[fused] = model.body.weight.grad
+        assert model.head.weight.grad is None
+    torch.testing.assert_close(gradients[True], gradients[False], rtol=1e-5, atol=1e-8)
+
+
+def read_by_argmax(model: Model, words: Tensor, following: Tensor) -> Tensor:
+    logits = model(words).flatten(0, 1)
+    model.aside = [(logits.argmax(-1) == following.flatten()).float().mean()]
+    return F.cross_entropy(logits, following.flatten())
+
+
+def softened(model: Model, words: Tensor, following: Tensor) -> Tensor:
+    return F.cross_entropy(model(words).flatten(0, 1) / 2.0, following.flatten())
+
+
+def weighted(model: Model, words: Tensor, following: Tensor) -> Tensor:
+    weight = torch.linspace(0.5, 1.5, CLASSES)
+    return F.cross_entropy(model(words).flatten(0, 1), following.flatten(), weight)
+
+
+def put_aside(model: Model, words: Tensor, following: Tensor) -> Tensor:
+    model.aside = [model(words)]
+    return F.cross_entropy(model.aside[0].flatten(0, 1), following.flatten())
+
+
+def transposed(model: Model, words: Tensor, following: Tensor) -> Tensor:
+    return F.cross_entropy(model(words).transpose(1, 2), following)
+
+
+def cut(model: Model, words: Tensor, following: Tensor) -> Tensor:
+    return F.cross_entropy(model(words)[..., :1024].flatten(0, 1), following.flatten() % 1024)
+
+
+def chosen_by_a_mask(model: Model, words: Tensor, following: Tensor) -> Tensor:
+    there = following > 100
+    return F.cross_entropy(model(words)[there], following[there])
+
+
+def run_twice(model: Model, words: Tensor, following: Tensor) -> Tensor:
+    model.head(torch.zeros(2, WIDTH)).sum()
+    return flattened(model, words, following)
+
+
+KEPT: dict[str, tuple[Loss, str]] = {
+    "argmax": (read_by_argmax, "its result is read by argmax"),
+    "divided": (softened, "its result is read by "),
+    "class weights": (weighted, "its result is read by cross_entropy"),
+    "put aside": (put_aside, "its result outlives the step"),
+    "transposed": (transposed, "its result is read by transpose"),
+    "cut": (cut, "its result is read by __getitem__"),
+    "run twice": (run_twice, "it runs several times in a step"),
+    "mask": (chosen_by_a_mask, "its result is read by __getitem__"),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_whoever_else_reads_logits_gets_them(name: str) -> None:
+    loss_fn, reason = KEPT[name]
+    found, capture, _ = trained(loss_fn, fused=True)
+    expected, _, _ = trained(loss_fn, fused=False)
+    ((pattern, said),) = verdicts(capture).values()
+    assert pattern == ""
+    assert said.startswith(reason)
+    for ours, theirs in zip(found, expected, strict=True):
+        for each, value in theirs.items():
+            torch.testing.assert_close(ours[each], value, rtol=1e-4, atol=1e-6, msg=each)
+
+
+def test_a_later_reader_gets_real_logits_and_the_place_is_given_up() -> None:
+    model = make_model()
+    capture = compress(model, "exact", fused=True)
+    words, following = data()
+    for _ in range(2):
+        with capture:
+            flattened(model, words, following)
+    assert verdicts(capture) == {"head": (PATTERN, "")}
+    with capture:
+        read_by_argmax(model, words, following)
+    expected = (model(words).flatten(0, 1).argmax(-1) == following.flatten()).float().mean()
+    assert torch.equal(model.aside[0], expected)
+    assert verdicts(capture) == {"head": ("", "its result was also read by argmax")}
+    with capture:
+        assert model(words).isfinite().all()
+
+
+def test_logits_that_outlive_a_later_step_are_an_error_and_then_real() -> None:
+    model = make_model()
+    capture = compress(model, "exact", fused=True)
+    words, following = data()
+    for _ in range(2):
+        with capture:
+            flattened(model, words, following)
+    with pytest.raises(FusionError, match=r"logits of the linear layer at 'head' outlive"), capture:
+        put_aside(model, words, following)
+    with capture:
+        put_aside(model, words, following)
+    assert model.aside[0].isfinite().all()
+
+
+def test_a_weight_that_is_changed_before_the_loss_is_an_error() -> None:
+    model = make_model()
+    capture = compress(model, "exact", fused=True)
+    words, following = data()
+
+    def changed() -> Tensor:
+        logits = model(words)
+        with torch.no_grad():
+            model.head.weight.mul_(2.0)
+        return F.cross_entropy(logits.flatten(0, 1), following.flatten())
+
+    for _ in range(2):
+        with capture:
+            flattened(model, words, following)
+    with pytest.raises(FusionError, match="changed in place before cross-entropy"), capture:
+        changed()
+
+
+@pytest.mark.parametrize("what", ["few classes", "little growth", "no gradient", "autocast"])
+def test_where_little_is_saved_nothing_is_watched(what: str) -> None:
+    classes = {"few classes": LEAST_CLASSES - 1, "little growth": LEAST_GROWTH * WIDTH - 1}
+    model = make_model(classes=classes.get(what, CLASSES))
+    capture = compress(model, "exact", fused=True)
+    words = data()[0] % classes.get(what, CLASSES)
+    for _ in range(2):
+        with (
+            capture,
+            torch.autocast("cpu", enabled=what == "autocast"),
+            torch.set_grad_enabled(what != "no gradient"),
+        ):
+            F.cross_entropy(model(words).flatten(0, 1).float(), words.flatten())
+    assert verdicts(capture) == {}
+
+
+def test_without_the_policy_s_word_logits_exist() -> None:
+    model = make_model()
+    capture = Capture(model)
+    for _ in range(2):
+        with capture.step(plain_policy(), 0, 0), Largest() as seen:
+            flattened(model, *data())
+        assert seen.elements >= BATCH * LENGTH * CLASSES
+    assert with_fused_operators(plain_policy()).fused_loss
+
+
+def test_a_model_of_transformers_given_labels() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=CLASSES, n_positions=LENGTH, n_layer=1, n_embd=32, n_head=2, use_cache=False
+    )
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    words, _ = data()
+    gradients = {}
+    for fused in (False, True):
+        own = copy.deepcopy(model)
+        capture = compress(own, "exact", fused=fused)
+        for _ in range(2):
+            own.zero_grad()
+            with Largest() as seen:
+                with capture:
+                    loss = own(input_ids=words, labels=words).loss
+                loss.backward()
+        gradients[fused] = own.transformer.wte.weight.grad
+        if fused:
+            assert verdicts(capture)["lm_head"] == (PATTERN, "")
+            assert seen.elements <= CHUNK_ROWS * CLASSES
+    torch.testing.assert_close(gradients[True], gradients[False], rtol=1e-4, atol=1e-7)
