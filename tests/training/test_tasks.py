@@ -13,7 +13,7 @@ from daf.errors import DataError
 from daf.training.data import load_data
 from daf.training.data.contents import MASK_SYMBOL, VOCABULARY, ImageData, TextData
 from daf.training.tasks.images import Classification, Denoising
-from daf.training.tasks.task import Task, scores_of
+from daf.training.tasks.task import MOST_CLASSES, Tally, Task, scores_of
 from daf.training.tasks.text import CausalLanguage, MaskedLanguage
 
 
@@ -105,6 +105,17 @@ def test_accuracy_is_counted_in_score_and_in_the_live_tally(digits: ImageData) -
     task.loss(Answers(right), (images, labels))
     assert task.tally.take_percent() == 75.0
     assert task.tally.take_percent() is None
+
+
+def test_only_rows_that_are_asked_for_count_and_none_of_very_many_classes() -> None:
+    tally = Tally()
+    scores = torch.eye(4)
+    tally.add(scores, torch.tensor([0, 1, 0, 0]), torch.tensor([True, True, True, False]))
+    assert tally.take_percent() == pytest.approx(200 / 3)
+    tally.add(torch.eye(MOST_CLASSES + 1)[:4], torch.arange(4))
+    assert tally.take_percent() is None
+    tally.add(torch.eye(MOST_CLASSES)[:4], torch.arange(4))
+    assert tally.take_percent() == 100.0
 
 
 @pytest.mark.parametrize("size", [1, 3, 7])

@@ -6,13 +6,17 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from daf.bench.workloads.lora import adapt_attention
+from daf.bench.workloads.tokens import BYTE_PAIR_VOCABULARY
 
 
-def gpt2_lora(vocabulary: int = 257, context: int = 512) -> nn.Module:
-    """GPT-2's shape at a size that two cores can train (6 layers, 384 wide), frozen and adapted."""
+def gpt2_lora(context: int = 512) -> nn.Module:
+    """GPT-2's shape at a size that two cores can train (6 layers, 384 wide), frozen and adapted.
+
+    Its vocabulary is GPT-2's, whatever the data's symbols.
+    """
     width = 384
     config = GPT2Config(
-        vocab_size=vocabulary,
+        vocab_size=BYTE_PAIR_VOCABULARY,
         n_positions=context,
         n_layer=6,
         n_embd=width,

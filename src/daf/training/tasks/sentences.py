@@ -114,7 +114,7 @@ class Continuation(_SentenceTask):
         """(sum of cross-entropies in nats, tokens asked for)."""
         scores, targets = self.scores(model, batch).flatten(0, 1), batch[2].flatten()
         asked = targets != _NOT_ASKED
-        self.tally.add(scores.detach()[asked], targets[asked])
+        self.tally.add(scores, targets, asked)
         return F.cross_entropy(scores, targets, reduction="sum"), asked.sum().clamp(min=1)
 
     def score(self, model: nn.Module, batch: Batch) -> tuple[float, float]:

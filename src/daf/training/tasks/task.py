@@ -15,6 +15,9 @@ from daf.training.batches import Batch, Indices
 Loss = Tensor | tuple[Tensor, Tensor]
 
 
+MOST_CLASSES = 1000
+
+
 class Tally:
     """Counts right answers while the loss is computed, for the live display."""
 
@@ -22,10 +25,17 @@ class Tally:
         self.right = 0
         self.answered = 0
 
-    def add(self, scores: Tensor, targets: Tensor) -> None:
-        """Count the rows of ``scores`` [N, classes] that are highest at ``targets`` [N]."""
-        self.right += int((scores.detach().argmax(1) == targets).sum())
-        self.answered += len(targets)
+    def add(self, scores: Tensor, targets: Tensor, asked: Tensor | None = None) -> None:
+        """Count the rows of ``scores`` [N, classes] that are highest at ``targets`` [N].
+
+        ``asked`` [N] says which rows count. Of very many classes nothing is counted: whoever looks
+        at such scores makes them exist, where the loss alone can do without (``fused_loss``).
+        """
+        if scores.shape[1] > MOST_CLASSES:
+            return
+        right = scores.detach().argmax(1) == targets
+        self.right += int((right if asked is None else right & asked).sum())
+        self.answered += len(targets) if asked is None else int(asked.sum())
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -107,7 +107,7 @@ class MaskedLanguage(_TextTask):
         """(sum of cross-entropies in nats, how many bytes were asked for)."""
         scores, targets = _flat_scores(model, batch)
         asked = targets != _NOT_PREDICTED
-        self.tally.add(scores.detach()[asked], targets[asked])
+        self.tally.add(scores, targets, asked)
         return F.cross_entropy(scores, targets, reduction="sum"), asked.sum()
 
     def score(self, model: nn.Module, batch: Batch) -> tuple[float, float]:
