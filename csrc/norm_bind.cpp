@@ -56,9 +56,9 @@ void derive(const std::string& set, uintptr_t source, uint64_t count, int thread
             const nb::tuple& mask, bool accumulate, size_t first, size_t last) {
   constexpr int type = int(ElementType::float32);
   const Pages pages = make_pages(mask);
-  const CopyBlocks job{make_source(source, type, count, make_affine(affine)),
-                       make_target(destination, type, count, make_affine(result), 0, accumulate,
-                                   {first, last})};
+  const CopyBlocks job{
+      make_source(source, type, count, make_affine(affine)),
+      make_target(destination, type, count, make_affine(result), 0, accumulate, {first, last})};
   const Kernel<CopyBlocks> kernel = table_named(set).copy_blocks;
   if (pages.runs)
     run_part<PagesJob<CopyBlocks>>({job, kernel, pages, pages}, do_pages<CopyBlocks>, {first, last},
