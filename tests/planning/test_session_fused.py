@@ -141,6 +141,52 @@ def test_exact_training_derives_what_convolutions_read_from_what_norms_hold() ->
         optimizer.step()
 
 
+def language_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(4096, 64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4096))
+
+
+def next_words(model: nn.Module, words: Tensor) -> Tensor:
+    return F.cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
+
+
+@needs_limit
+def test_a_plan_with_fused_operators_has_no_logits() -> None:
+    """One and a half tensors of logits less at the peak, and the same losses."""
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(4096, (16, 129), generator=generator)
+    logits_bytes = 16 * 128 * 4096 * 4
+    peaks, losses = {}, {}
+    for budget in (None, "8GB"):
+        model = language_model()
+        with Session(model, sgd(model), budget) as session:
+            if budget is not None:
+                session.prepare(words, next_words)
+                own = session.profile
+                with session._keeper.unbounded():
+                    measured = session._measuring._profile(
+                        words, next_words, 10**10, lambda _: None, own=own
+                    )
+                assert measured.gains_by_fusing
+                assert [each.pattern for each in measured.fusions if each.operator == "linear"] == [
+                    "linear + cross_entropy"
+                ]
+                assert (
+                    planner.kept_peak_bytes(measured)
+                    < planner.kept_peak_bytes(own) - 1.5 * logits_bytes
+                )
+                session.plan = planner.make_plan(measured, session.budget_bytes, policy="exact")
+                assert session.plan.policy.fused_loss
+                assert any("logits never exist" in line for line in session.plan.choices)
+                session._choosing.fused_profile = measured
+                session._keeper.open()
+            reports = [session.step(words, next_words) for _ in range(3)]
+            peaks[budget] = min(each.peak_bytes for each in reports) - session.floor_bytes
+            losses[budget] = [each.loss for each in reports]
+    assert peaks["8GB"] < peaks[None] - 1.5 * logits_bytes
+    assert losses["8GB"] == pytest.approx(losses[None], rel=1e-5)
+
+
 @needs_limit
 def test_a_resumed_session_goes_on_with_fused_operators() -> None:
     with prepared(0.3) as session:

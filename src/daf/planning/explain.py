@@ -8,6 +8,8 @@ from daf.planning.table import Table, largest_gradient_bytes
 from daf.profile import Profile
 from daf.units import format_bytes
 
+_WITHOUT_LOGITS = "in chunks of rows, so that the logits never exist"
+
 
 def explain(profile: Profile, table: Table, selection: tuple[int, ...]) -> tuple[str, ...]:
     """One line for the size of pieces, for gradients, every replay and every family of sites."""
@@ -79,7 +81,8 @@ def _about_gradients(table: Table) -> str:
 
 def _about_fusion(fusion: FusionReport) -> str:
     if fusion.pattern:
-        return f"{fusion.module}: fused as {fusion.pattern}: one pass, and one code for all"
+        gain = _WITHOUT_LOGITS if fusion.operator == "linear" else "one pass, and one code for all"
+        return f"{fusion.module}: fused as {fusion.pattern}: {gain}"
     return f"{fusion.module}: not fused: {fusion.reason}"
 
 
