@@ -223,3 +223,40 @@ def test_only_where_the_input_enters_linearly() -> None:
         x = model(torch.randn(64, 64))
         with pytest.raises(CodecError, match="asked for rederive"):
             torch.matmul(x, x.T)
+
+
+class Attending(nn.Module):
+    """Normalised rows that three linear layers read, and others that one does."""
+
+    def __init__(self, kind: type[nn.Module], width: int = 64) -> None:
+        super().__init__()
+        self.norm, self.behind = kind(width), kind(width)
+        for norm in (self.norm, self.behind):
+            nn.init.normal_(norm.weight)
+        self.heads = nn.ModuleList(nn.Linear(width, width) for _ in "qkv")
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x * 1)
+        q, k, v = (head(y) for head in self.heads)
+        x = x + F.scaled_dot_product_attention(q, k, v)
+        return x + self.down(F.relu(self.up(self.behind(x))))
+
+
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
+@pytest.mark.parametrize("chunk_bytes", [None, 50_000])
+def test_linear_layers_derive_what_normalised_rows_they_read(
+    kind: type[nn.Module], chunk_bytes: int | None
+) -> None:
+    torch.manual_seed(0)
+    model, batch = Attending(kind), torch.randn(16, 24, 64)
+    derived = replace(with_fused_operators(exact_policy()), chunked=chunk_bytes is not None)
+    derived = replace(derived, chunk_bytes=chunk_bytes, fused_smooth=False)
+    kept = replace(derived, by_need=exact_policy().by_need, rederive=False)
+    found, expected = Done(model, derived, batch), Done(model, kept, batch)
+    assert_same_bits(found, expected)
+    # Behind the ReLU there is nothing to derive from.
+    assert found.methods("linear") == {"rederive": 4, "keep": 1}
+    assert expected.methods("linear") == {"keep": 5}
+    assert expected.held_bytes - found.held_bytes > 1.9 * batch.nbytes  # the two results
+    assert found.left_bytes == 0

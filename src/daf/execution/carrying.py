@@ -23,6 +23,7 @@ from daf.kernels import Emission, RowMoments
 from daf.plan import KEEP, Method, Need, Policy, Treatment
 from daf.store.buffers import Store
 from daf.store.codec import Channels, MaskCode, ValueCode
+from daf.store.coder import Values
 from daf.store.normalised import ComputedValues
 
 _NORM = "batch_norm"
@@ -146,12 +147,15 @@ class NormCarrier:
         record.held_bytes += held.mask.nbytes
         return plain_held
 
+    def counted(self, values: Stored[ValueCode] | ComputedValues) -> Stored[Values]:
+        """The values that others derive something from."""
+        return Stored(self.ledger, values) if isinstance(values, ComputedValues) else values
+
     def _learn(self, held: NormHeld, addend: Tensor | None, result: Tensor) -> None:
         if not self.policy.rederive:
             return
-        values = held.values()
-        code = Stored(self.ledger, values) if isinstance(values, ComputedValues) else values
-        held.recipe = self.provenance.added(addend, Term(code, held.result), held.mask)
+        term = Term(self.counted(held.values()), held.result)
+        held.recipe = self.provenance.added(addend, term, held.mask)
         if held.recipe is not None:
             self.provenance.learn(result, held)
 

@@ -31,7 +31,7 @@ from daf.execution.ownership import holders_of, sole_holders
 from daf.kernels import Emission, RowMoments
 from daf.store.codec import Channels, ValueCode
 from daf.store.layout import layout_of
-from daf.store.normalised import emission
+from daf.store.normalised import ComputedValues, emission
 from daf.store.normalised_rows import KeptRows, RowBackward, emit_rows, unmeasured
 from daf.store.scratch import Scratch
 
@@ -101,6 +101,16 @@ class RowsHeld(Held):
     def code(self) -> Stored[ValueCode] | None:
         """The code of the normalised value; None where the input itself is held."""
         return None if isinstance(self._source, Kept) else self._source
+
+    def values(self) -> Stored[ValueCode] | ComputedValues:
+        """The normalised values for whoever derives something from them: see ``NormHeld``."""
+        source = self._source
+        if not isinstance(source, Kept):
+            return source
+        affine = self._affine.content
+        assert isinstance(affine, Channels)
+        count = affine.scale.numel() * self._length
+        return ComputedValues(lambda: source.restore(Scratch()), count, affine)
 
     def restore(self, scratch: Scratch) -> Tensor:
         """The normalisation's input, if that is held.

@@ -98,9 +98,8 @@ class RowFusing:
         return tuple(Plain(self._carrier.ledger, Unmade(size)) for size in sizes)
 
     def _learn(self, held: RowsHeld, result: Tensor) -> None:
-        code = held.code
-        if code is not None and self._carrier.policy.rederive:
-            held.recipe = (Term(code, held.result),)
+        if self._carrier.policy.rederive:
+            held.recipe = (Term(self._carrier.counted(held.values()), held.result),)
             self._carrier.provenance.learn(result, held)
 
 

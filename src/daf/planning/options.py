@@ -299,15 +299,18 @@ class OptionMaker:
         return passes * self._profile.speeds.decode_ms(treatment.method, self._bytes(saving))
 
 
+_NORMALISATIONS = frozenset({"batch_norm", "layer_norm", "rms_norm"})
+
+
 def _telling_sites(profile: Profile) -> frozenset[Site]:
-    """Of fused batch normalisations: kept or coded, what they hold tells what their result was."""
+    """Of fused normalisations: kept or coded, what they hold tells what their result was."""
     others = {each.site for each in profile.savings if not _tells_its_result(each)}
     return frozenset(each.site for each in profile.savings) - others
 
 
 def _tells_its_result(saving: Saving) -> bool:
     is_read_in_place = saving.reading is Reading.IN_PLACE and saving.need is Need.NORM
-    return is_read_in_place and saving.site.operator == "batch_norm" and saving.treatable
+    return is_read_in_place and saving.site.operator in _NORMALISATIONS and saving.treatable
 
 
 def _with_codes(family: tuple[Saving, ...], treatments: Mapping[Site, Treatment]) -> list[Saving]:
