@@ -66,6 +66,7 @@ class Profiler:
         capture: the capture that training will use.
         keeper: what the session set in the process.
         floor_bytes: the process before the model existed.
+        begin_peak: begins the process's high-water mark anew, for what is measured next.
     """
 
     def __init__(
@@ -75,7 +76,9 @@ class Profiler:
         capture: Capture,
         keeper: MemoryKeeper,
         floor_bytes: int,
+        begin_peak: Callable[[], object] = measure.reset_peak,
     ) -> None:
+        self._begin_peak = begin_peak
         self._model = model
         self._optimizer = optimizer
         self._capture = capture
@@ -178,15 +181,21 @@ class Profiler:
         return found
 
     def _expected(self, found: Observation, examples: int) -> float:
-        """The process's peak if everything but gradients grows with the batch, and some more."""
+        """The process's peak if everything but gradients grows with the batch, and some more.
+
+        Libraries take memory of their own beside the account: of GPT-2's shape with a large
+        vocabulary, matrix products took 24 MB for each example.
+        """
         gradients = gradient_bytes(self._model)
-        growing = max(0, max(found.peak_bytes) - gradients)
+        growing = max(0, max(*found.peak_bytes, found.process_bytes) - gradients)
         held = self._resident_bytes() + gradients + growing * examples / found.examples
         return held + MARGIN_BYTES
 
     def _observe(self, batch: Any, loss_fn: LossFunction, examples: int) -> Observation:
         part = batch_slice(batch, 0, examples)
         self._make_room()
+        self._begin_peak()
+        before_bytes = measure.resident_bytes()
         observer = self._capture.observer(examples)
         policy = self._operators.of(TIGHTEST, examples)
         step = self._capture.step(policy, seed=0, step_index=0, batch=part, watcher=observer)
@@ -195,6 +204,7 @@ class Profiler:
                 loss = read_loss(loss_fn(self._model, part), examples)
             observer.begin_backward()
             loss.mean.backward()  # type: ignore[no-untyped-call]
+        observer.found.process_bytes = measure.peak_bytes() - before_bytes
         self._drop_gradients()
         self._make_room()
         self._note_beside()

@@ -171,7 +171,10 @@ class Session:
         self._adapting = Adapting(budget, self._keeper, self._capture.release_scratch)
         self._attempts = Attempts(gradient, optimizer, self._capture, self._keeper, self._adapting)
         self._measuring = Measuring(
-            lambda: Profiler(model, optimizer, self._capture, self._keeper, self.floor_bytes),
+            lambda: Profiler(
+                *(model, optimizer, self._capture, self._keeper, self.floor_bytes),
+                begin_peak=self._begin_peak,
+            ),
             allow_split=allow_batchnorm_split,
             spill=spill,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import subprocess
 import sys
 import textwrap
@@ -470,3 +471,35 @@ def test_measuring_takes_no_more_examples_than_the_budget_has_room_for() -> None
     assert session.profile is not None
     # Two examples, as would be measured in any larger room, would not have fitted.
     assert planner.level_peak_bytes(session.profile, 2, "1") > budget
+
+
+class TakingBeside(nn.Module):
+    """Takes memory in passing that is no tensor, as libraries' matrix products do."""
+
+    bytes_of_each = 24 * 2**20
+
+    def forward(self, x: Tensor) -> Tensor:
+        with mmap.mmap(-1, self.bytes_of_each * len(x)) as room:
+            for place in range(0, len(room), 4096):
+                room[place] = 1
+        return x
+
+
+@needs_peak
+@pytest.mark.skipif(unsupported_reason() is not None, reason=str(unsupported_reason()))
+@pytest.mark.parametrize("room_mb", [230, 260, 290, 320])
+def test_measuring_leaves_room_for_what_libraries_take_in_passing(room_mb: int) -> None:
+    """Whether four examples fit beside that memory was foretold from tensors alone."""
+
+    def mean_square(model: nn.Module, batch: Batch) -> Tensor:
+        return F.mse_loss(model(batch[0]), batch[1])
+
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Tanh())]
+    model = nn.Sequential(*layers, TakingBeside())
+    batch = (torch.randn(16, 30_000, 64), torch.randn(16, 30_000, 64))
+    budget = measure.resident_bytes() + room_mb * 10**6
+    measure.reset_peak()
+    with Session(model, sgd(model), budget) as session:
+        session.prepare(batch, mean_square)
+        assert session.peak_bytes <= budget

@@ -112,6 +112,7 @@ class Observation:
     ``forward`` moments are the forward pass. ``step_ms`` is forward and backward
     without ``coding_ms``, which encoding and decoding took, as far as no operator does it
     itself. ``chunk_bytes``: chunks of tensors that are read so had at most as many.
+    ``process_bytes``: by how much the process's peak passed what it held before.
     """
 
     examples: int
@@ -125,6 +126,7 @@ class Observation:
     step_ms: float = 0.0
     plain_bytes: int = 0
     chunk_bytes: int = 0
+    process_bytes: int = 0
 
     @property
     def coding_ms(self) -> float:
