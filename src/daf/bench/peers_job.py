@@ -239,7 +239,10 @@ class _Workload:
         try:
             return self._log.row(_name(self._name, asked.label), lambda: {**named, **make()})
         except TooLateError:
-            return {**named, "late": "there was not time enough for it; with --out the same command goes on"}
+            return {
+                **named,
+                "late": "there was not time enough for it; with --out the same command goes on",
+            }
         except ContestantError as error:  # plain's own, such as a library that is not installed
             return {**named, "failed": str(error)}
 
