@@ -170,26 +170,35 @@ def coded_policy(bits: int) -> Policy:
     return Policy(f"{bits}-bit", MappingProxyType(_EXACT | lossy))
 
 
-def with_fused_operators(policy: Policy) -> Policy:
-    """The policy with every operator fused or chunked that can be."""
+def with_fused_operators(policy: Policy, *, chunked: bool = True) -> Policy:
+    """The policy with every operator fused, and chunked if asked, that can be.
+
+    Where it is the exact one, the inputs that fused normalisations hold tell the operators behind
+    what theirs were.
+    """
     fused = replace(
         policy,
         fused=True,
         fused_rows=True,
         fused_smooth=True,
         fused_loss=True,
-        chunked=True,
+        chunked=chunked,
     )
-    return deriving(fused)
-
-
-def deriving(policy: Policy) -> Policy:
-    """Where the policy is the exact one and its normalisations are fused: their inputs, held
-    anyway, tell the operators behind what theirs were.
-    """
     if policy.name != exact_policy().name:
-        return policy
-    return replace(policy, by_need=MappingProxyType(_EXACT | DERIVED), rederive=True)
+        return fused
+    return replace(fused, by_need=MappingProxyType(_EXACT | DERIVED), rederive=True)
+
+
+def without_fused_operators(policy: Policy) -> Policy:
+    """The policy with PyTorch's own operators."""
+    return replace(
+        policy,
+        fused=False,
+        fused_rows=False,
+        fused_smooth=False,
+        fused_loss=False,
+        chunked=False,
+    )
 
 
 def _value(bits: int) -> Treatment:

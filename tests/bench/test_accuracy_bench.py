@@ -25,7 +25,6 @@ from daf.bench.accuracy_policies import (
     coded_elements,
     is_refitted,
     make_policy,
-    unfused,
 )
 from daf.bench.accuracy_tasks import (
     AccuracyTask,
@@ -38,7 +37,7 @@ from daf.bench.accuracy_tasks import (
 )
 from daf.errors import DataError, RunFolderError, UnknownNameError
 from daf.execution.compression import compress
-from daf.plan import Method, Need, Treatment, coded_policy
+from daf.plan import Method, Need, Treatment, coded_policy, without_fused_operators
 
 ROOT = Path(__file__).parents[2]
 TINY = Effort(most_steps=3, most_tests=32)
@@ -106,7 +105,7 @@ def test_codes_may_be_held_by_fused_operators_or_each_for_itself(example: Exampl
     policy = make_policy("fused-rotated-2", example)
     assert (policy.fused, policy.fused_rows, policy.chunked) == (True, True, True)
     assert policy.by_need == shared.by_need
-    assert unfused(policy) == replace(shared, name="fused-rotated-2")
+    assert without_fused_operators(policy) == replace(shared, name="fused-rotated-2")
     apart = make_policy("apart-gact-2", example)
     assert (shared.rederive, apart.rederive) == (True, False)
     assert apart.by_site.keys() > make_policy("gact-2", example).by_site.keys()

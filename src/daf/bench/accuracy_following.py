@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import nn
 
-from daf.bench.accuracy_policies import Example, is_refitted, make_policy, unfused
+from daf.bench.accuracy_policies import Example, is_refitted, make_policy
 from daf.errors import NonFiniteLossError
 from daf.execution.compression import compress
 from daf.execution.microbatch import LossFunction, batch_size, batch_slice
 from daf.kernels.code_errors import relative_error
-from daf.plan import Site, Treatment, plain_policy
+from daf.plan import Site, Treatment, plain_policy, without_fused_operators
 from daf.sensitivity.estimate import measure_sensitivity
 
 PART = 4
@@ -65,7 +65,7 @@ class Follower:
             return
         reports = self._coded.sites()
         treatments: dict[Site, Treatment] = {each.site: each.treatment for each in reports}
-        part, policy = self._example(batch).batch, unfused(self._policy)
+        part, policy = self._example(batch).batch, without_fused_operators(self._policy)
         try:
             found = measure_sensitivity(
                 self._model, self._loss_fn, part, policy, separate_codes=False

@@ -97,18 +97,6 @@ def make_policy(name: str, example: Example) -> Policy:
     return replace(_MAKERS[kind](bits, example), name=name, rederive=example.rederive)
 
 
-def unfused(policy: Policy) -> Policy:
-    """The policy with PyTorch's own operators."""
-    return replace(
-        policy,
-        fused=False,
-        fused_rows=False,
-        fused_smooth=False,
-        fused_loss=False,
-        chunked=False,
-    )
-
-
 def is_refitted(name: str) -> bool:
     """Is the policy of that name fitted to a model?"""
     return name.removeprefix(FUSED).removeprefix(APART).partition("-")[0] in _REFITTED

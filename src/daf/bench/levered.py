@@ -15,7 +15,7 @@ from daf.execution.microbatch import LossFunction, batch_size, read_loss
 from daf.execution.rehearsal import rehearse
 from daf.execution.release import GradientRelease
 from daf.memory import compiler
-from daf.plan import Policy, plain_policy, policy_for
+from daf.plan import Policy, plain_policy, policy_for, with_fused_operators
 
 LEVERS = ("codes", "fused", "chunked", "release")
 
@@ -90,15 +90,10 @@ def lever_policy(levers: Sequence[str], bits: int | str) -> Policy:
     if unknown:
         raise UnknownNameError(f"unknown lever {', '.join(unknown)}; known: {', '.join(LEVERS)}")
     policy = policy_for(bits) if "codes" in levers else plain_policy()
-    fused = "fused" in levers
-    return replace(
-        policy,
-        fused=fused,
-        fused_rows=fused,
-        fused_smooth=fused,
-        fused_loss=fused,
-        chunked="chunked" in levers,
-    )
+    chunked = "chunked" in levers
+    if "fused" in levers:
+        return with_fused_operators(policy, chunked=chunked)
+    return replace(policy, chunked=chunked)
 
 
 def gradient_bytes(model: nn.Module) -> int:

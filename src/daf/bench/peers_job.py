@@ -194,11 +194,10 @@ class _Workload:
 
     def duels(self, found: Mapping[str, Row]) -> list[Row]:
         """Pairs of those rows' contestants in turn with each other; none that came too late."""
-        return [
-            row for pair in pairs_of(list(found.values())) for row in self._duel(pair, found[PLAIN])
-        ]
+        rows = (self._duel(pair, found[PLAIN]) for pair in pairs_of(list(found.values())))
+        return [row for row in rows if row is not None]
 
-    def _duel(self, labels: tuple[str, str], plain: Row) -> list[Row]:
+    def _duel(self, labels: tuple[str, str], plain: Row) -> Row | None:
         asked = {each.label: each for each in self._job.contestants}
         ours, theirs = (self._way_of(asked[label], plain) for label in labels)
         between = f"{labels[0]} beside {labels[1]}"
@@ -206,14 +205,12 @@ class _Workload:
         named: Row = {"workload": self._name, "kind": DUEL}
         named |= zip(("contestant", "against"), labels, strict=True)
         try:
-            return [
-                self._log.row(
-                    _name(self._name, between),
-                    lambda: {**named, **measure_duel(ours, theirs, self._steps, self._until_s)},
-                )
-            ]
+            return self._log.row(
+                _name(self._name, between),
+                lambda: {**named, **measure_duel(ours, theirs, self._steps, self._until_s)},
+            )
         except TooLateError:
-            return []
+            return None
 
     def _way_of(self, asked: Asked, plain: Row) -> Way:
         return replace(self._way, **asked.changes, budget_bytes=_budget(asked, plain))

@@ -23,8 +23,8 @@ from daf.plan import (
     FusionReport,
     Policy,
     SiteReport,
-    deriving,
     policy_for,
+    with_fused_operators,
 )
 from daf.store.default import make_store
 from daf.store.spill import SpillOptions
@@ -57,7 +57,8 @@ class compress:  # noqa: N801 - used as a statement, like torch.no_grad
         Args:
             model: whose parameters and buffers are left alone, and whose module paths name sites.
             bits: 1 to 8 bits for every element wherever a lossy code is sound, ``"exact"``
-                for gradients that equal plain PyTorch's bit for bit, ``"plain"`` to only count.
+                for gradients that equal plain PyTorch's bit for bit (fused: within rounding),
+                ``"plain"`` to only count.
             seed: of the run.
             policy: instead of ``bits``, a treatment for every kind of site.
             pool_bytes: the most that codes may hold, as ``"200MB"`` or an int. Below what
@@ -66,8 +67,8 @@ class compress:  # noqa: N801 - used as a statement, like torch.no_grad
             spill: where tensors go whose treatment is *spill*, and how much of them.
             fused: experimental: run batch normalisation, residual addition and ReLU as one
                 operator from the second entry on, and layer and root-mean-square normalisation,
-                GELU and SiLU so that they read their code directly; ``fusions()`` tells
-                where, and why not elsewhere.
+                GELU and SiLU so that they read their code directly, and large logits that only
+                cross-entropy reads not at all; ``fusions()`` tells where, and why not elsewhere.
             chunked: experimental: large convolutions and linear layers decode their input a part
                 of the batch at a time in backward, which takes less memory.
 
@@ -76,17 +77,9 @@ class compress:  # noqa: N801 - used as a statement, like torch.no_grad
             PoolFullError: in the forward pass, where even one bit and all that must stay whole
                 do not fit ``pool_bytes``.
         """
-        self._policy = policy or policy_for(bits)
-        self._policy = replace(
-            self._policy,
-            fused=fused or self._policy.fused,
-            fused_rows=fused or self._policy.fused_rows,
-            fused_smooth=fused or self._policy.fused_smooth,
-            fused_loss=fused or self._policy.fused_loss,
-            chunked=chunked or self._policy.chunked,
-        )
-        if fused:
-            self._policy = deriving(self._policy)
+        asked = policy or policy_for(bits)
+        asked = replace(asked, chunked=chunked or asked.chunked)
+        self._policy = with_fused_operators(asked, chunked=asked.chunked) if fused else asked
         self._model = model
         self._capture = Capture(model, make_store(parse_optional_bytes(pool_bytes)), spill)
         self._seed = seed

@@ -10,7 +10,6 @@ later steps. What can no longer be computed raises FusionError.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from daf.errors import FusionError
+from daf.execution.by_tensor import ByTensor
 from daf.execution.fused import Norm
 from daf.execution.fused_call import objection, read_call
 from daf.execution.fusion import (
@@ -27,6 +27,7 @@ from daf.execution.fusion import (
     Observation,
     is_norm,
     is_plain_addition,
+    with_tensors,
 )
 from daf.execution.operator_mode import Listener, OperatorMode, Substitute
 from daf.execution.rectifiers import Rectifier, read_rectifier
@@ -97,7 +98,7 @@ class Fusing:
         self._fusion = fusion
         self._carrier = carrier
         self._observation = Observation()
-        self._waiting: dict[int, tuple[weakref.ref[Tensor], _Waiting]] = {}
+        self._waiting: ByTensor[_Waiting] = ByTensor()
 
     # --- what the mode asks -----------------------------------------------------------------
 
@@ -135,14 +136,12 @@ class Fusing:
 
     def real(self, value: Any, reader: str) -> Any:
         """The same value with real tensors in the place of stand-ins; ``reader`` asks for them."""
-        if isinstance(value, Tensor):
-            waiting = self._find(value)
-            return value if waiting is None else self._compute(waiting, reader)
-        if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-            return type(value)(self.real(item, reader) for item in value)
-        if isinstance(value, dict):
-            return {name: self.real(item, reader) for name, item in value.items()}
-        return value
+
+        def compute(tensor: Tensor) -> Tensor:
+            waiting = self._waiting.get(tensor)
+            return tensor if waiting is None else self._compute(waiting, reader)
+
+        return with_tensors(value, compute)
 
     @property
     def is_idle(self) -> bool:
@@ -166,7 +165,7 @@ class Fusing:
             FusionError: a stand-in is still held by somebody.
         """
         self._fusion.learn(self._observation)
-        kept = [waiting.site for place, waiting in self._waiting.values() if place() is not None]
+        kept = [waiting.site for waiting in self._waiting.values()]
         for site in kept:
             self._fusion.give_up(site, "its result outlived a step")
         if kept:
@@ -182,23 +181,11 @@ class Fusing:
         assert waiting.norm is not None
         nothing = torch.full((), torch.nan, dtype=torch.float32, device="cpu")
         stand_in = nothing.expand(waiting.norm.x.shape)
-        self._register(stand_in, waiting)
+        self._waiting[stand_in] = waiting
         return stand_in
 
-    def _register(self, stand_in: Tensor, waiting: _Waiting) -> None:
-        all_waiting, key = self._waiting, id(stand_in)
-
-        def forget(_place: object) -> None:
-            del all_waiting[key]
-
-        all_waiting[key] = (weakref.ref(stand_in, forget), waiting)
-
-    def _find(self, tensor: Tensor) -> _Waiting | None:
-        reference, waiting = self._waiting.get(id(tensor), (None, None))
-        return waiting if reference is not None and reference() is tensor else None
-
     def _rectify(self, stand_in: Tensor, rectifier: Rectifier) -> Tensor | None:
-        waiting = self._find(stand_in)
+        waiting = self._waiting.get(stand_in)
         if waiting is None or waiting.result is not None or self._fusion.is_alone(waiting.site):
             return None
         norm, addend = waiting.take()
@@ -209,15 +196,15 @@ class Fusing:
 
     def _add(self, operator: Callable[..., Any], first: Tensor, second: Tensor) -> Tensor | None:
         """The stand-in of a sum; the first operand that waits is the one that goes on waiting."""
-        waiting, other = self._find(first), second
+        waiting, other = self._waiting.get(first), second
         if not _can_wait(waiting):
             if operator.__name__ in _ONTO_FIRST:
                 return None
-            waiting, other = self._find(second), first
+            waiting, other = self._waiting.get(second), first
         if waiting is None or not _can_wait(waiting) or first is second:
             return None
         assert waiting.norm is not None
-        beside = self._find(other)
+        beside = self._waiting.get(other)
         addend = other if beside is None else self._compute(beside, "")
         if not _fits(addend, waiting.norm.x):
             return None
@@ -225,7 +212,7 @@ class Fusing:
         total = _Waiting(norm, waiting.site, addend)
         if operator.__name__ not in _ONTO_FIRST:
             return self._stand_in(total)
-        self._register(first, total)
+        self._waiting[first] = total
         return first
 
     def _compute(self, waiting: _Waiting, reader: str) -> Tensor:

@@ -11,7 +11,6 @@ place is given up.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,8 +20,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from daf.errors import FusionError
+from daf.execution.by_tensor import ByTensor
 from daf.execution.chunked import chunked_cross_entropy
-from daf.execution.fusion import METADATA, tensors_among
+from daf.execution.fusion import METADATA, tensors_among, with_tensors
 from daf.execution.sites import SiteTracker
 from daf.plan import FusionReport
 
@@ -113,8 +113,8 @@ class LossFusing:
     def __init__(self, fusion: LossFusion, tracker: SiteTracker) -> None:
         self._fusion = fusion
         self._tracker = tracker
-        self._waiting: dict[int, tuple[weakref.ref[Tensor], Logits]] = {}
-        self._watched: dict[int, tuple[weakref.ref[Tensor], LinearSite]] = {}
+        self._waiting: ByTensor[Logits] = ByTensor()
+        self._watched: ByTensor[LinearSite] = ByTensor()
         self._objections: dict[LinearSite, str] = {}
 
     def run(
@@ -123,7 +123,7 @@ class LossFusing:
         """An operator's result, or a stand-in for it."""
         if operator in METADATA:
             return operator(*arguments, **keywords)
-        if self._waiting and any(map(self._find, tensors_among(arguments, keywords))):
+        if self._waiting and any(map(self._waiting.get, tensors_among(arguments, keywords))):
             return self._read(operator, arguments, keywords)
         if operator is F.linear:
             return self._linear(arguments, keywords)
@@ -138,10 +138,10 @@ class LossFusing:
         Raises:
             FusionError: a stand-in is still held by somebody.
         """
-        alive = {site for place, site in self._watched.values() if place() is not None}
+        alive = set(self._watched.values())
         for site, reason in self._objections.items():
             self._fusion.decide(site, "its result outlives the step" if site in alive else reason)
-        kept = [logits.site for place, logits in self._waiting.values() if place() is not None]
+        kept = [logits.site for logits in self._waiting.values()]
         for site in kept:
             self._fusion.decide(site, _OUTLIVED)
         if kept:
@@ -165,23 +165,14 @@ class LossFusing:
         if self._fusion.is_open(site):
             again = site in self._objections
             self._objections[site] = "it runs several times in a step" if again else ""
-            self._watch(result, site)
+            self._watched[result] = site
         return result
 
     def _stand_in(self, logits: Logits) -> Tensor:
         with torch._C.DisableTorchFunction():
             stand_in = torch.full((), torch.nan, device=logits.hidden.device).expand(logits.shape)
-        waiting, key = self._waiting, id(stand_in)
-
-        def forget(_place: object) -> None:
-            del waiting[key]
-
-        waiting[key] = (weakref.ref(stand_in, forget), logits)
+        self._waiting[stand_in] = logits
         return stand_in
-
-    def _find(self, tensor: Tensor) -> Logits | None:
-        reference, logits = self._waiting.get(id(tensor), (None, None))
-        return logits if reference is not None and reference() is tensor else None
 
     # --- reading a stand-in -----------------------------------------------------------------
 
@@ -189,7 +180,7 @@ class LossFusing:
         self, operator: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> Any:
         first = arguments[0] if arguments else keywords.get("input")
-        logits = self._find(first) if isinstance(first, Tensor) else None
+        logits = self._waiting.get(first) if isinstance(first, Tensor) else None
         if logits is not None:
             _check_unchanged(logits)
             call = _loss_call(operator, arguments, keywords)
@@ -203,14 +194,12 @@ class LossFusing:
 
     def _real(self, value: Any, reader: str) -> Any:
         """The same with logits in the place of stand-ins."""
-        if isinstance(value, Tensor):
-            logits = self._find(value)
-            return value if logits is None else self._compute(logits, reader)
-        if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-            return type(value)(self._real(item, reader) for item in value)
-        if isinstance(value, dict):
-            return {name: self._real(item, reader) for name, item in value.items()}
-        return value
+
+        def compute(tensor: Tensor) -> Tensor:
+            logits = self._waiting.get(tensor)
+            return tensor if logits is None else self._compute(logits, reader)
+
+        return with_tensors(value, compute)
 
     def _compute(self, logits: Logits, reader: str) -> Tensor:
         _check_unchanged(logits)
@@ -219,13 +208,6 @@ class LossFusing:
             return F.linear(logits.hidden, logits.weight, logits.bias)
 
     # --- watching ---------------------------------------------------------------------------
-
-    def _watch(self, result: Tensor, site: LinearSite) -> None:
-        self._watched[id(result)] = (weakref.ref(result), site)
-
-    def _site_of(self, tensor: Tensor) -> LinearSite | None:
-        reference, site = self._watched.get(id(tensor), (None, None))
-        return site if reference is not None and reference() is tensor else None
 
     def _observe(
         self,
@@ -236,14 +218,17 @@ class LossFusing:
     ) -> None:
         given = list(tensors_among(arguments, keywords))
         for tensor in given:
-            site = self._site_of(tensor)
+            site = self._watched.get(tensor)
             if site is None:
                 continue
             call = _loss_call(operator, arguments, keywords)
             if call is not None and call.input is tensor and call.is_fusible(tensor.shape):
                 continue
-            if tensor is given[0] and _rows_after(operator, tensor.shape, arguments[1:], keywords):
-                self._watch(result, site)
+            moves_rows = tensor is given[0] and (
+                _rows_after(operator, tensor.shape, arguments[1:], keywords) is not None
+            )
+            if moves_rows:
+                self._watched[result] = site
             else:
                 name = getattr(operator, "__name__", str(operator))
                 self._objections[site] = self._objections[site] or f"its result is read by {name}"

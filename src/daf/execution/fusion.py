@@ -66,6 +66,17 @@ def tensors_among(values: Sequence[Any], keywords: Mapping[str, Any]) -> Iterato
             yield from tensors_among((), value)
 
 
+def with_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """The same value with ``change`` of every tensor, in lists, tuples and dictionaries too."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(with_tensors(item, change) for item in value)
+    if isinstance(value, dict):
+        return {name: with_tensors(item, change) for name, item in value.items()}
+    return value
+
+
 def is_plain_addition(
     operator: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]
 ) -> bool:
