@@ -189,6 +189,18 @@ def with_fused_operators(policy: Policy, *, chunked: bool = True) -> Policy:
     return replace(fused, by_need=MappingProxyType(_EXACT | DERIVED), rederive=True)
 
 
+def with_planned_operators(policy: Policy, chunk_bytes: int) -> Policy:
+    """The policy with the fused and chunked operators that plans are measured and made with."""
+    return replace(
+        policy,
+        fused=True,
+        fused_rows=True,
+        fused_loss=True,
+        chunked=True,
+        chunk_bytes=chunk_bytes,
+    )
+
+
 def without_fused_operators(policy: Policy) -> Policy:
     """The policy with PyTorch's own operators."""
     return replace(

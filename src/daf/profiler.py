@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,7 +40,7 @@ from daf.model_bytes import (
     state_bytes,
     update_bytes,
 )
-from daf.plan import Policy, coded_policy, plain_policy
+from daf.plan import Policy, coded_policy, plain_policy, with_planned_operators
 from daf.planning import planner
 from daf.planning.calibration import calibrated
 from daf.planning.candidate import MARGIN_BYTES
@@ -338,14 +338,7 @@ class _Operators:
         if not self.batch_size:
             return policy
         chunk_bytes = max(1, CHUNK_BYTES * examples // self.batch_size)
-        return replace(
-            policy,
-            fused=True,
-            fused_rows=True,
-            fused_loss=True,
-            chunked=True,
-            chunk_bytes=chunk_bytes,
-        )
+        return with_planned_operators(policy, chunk_bytes)
 
 
 # What holds least, so that measuring fits wherever training will.

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from daf.errors import FusionError
 from daf.execution.capture import Capture
 from daf.execution.compression import compress
-from daf.execution.fusing_loss import LEAST_CLASSES, LEAST_GROWTH, PATTERN
+from daf.execution.fusing_loss import LEAST_CLASSES, LEAST_GROWTH, PATTERN, LossFusing
 from daf.plan import plain_policy, with_fused_operators
 
 BATCH, LENGTH, WIDTH, CLASSES = 3, 150, 16, 2048
@@ -323,3 +323,27 @@ def test_a_model_of_transformers_given_labels() -> None:
             assert verdicts(capture)["lm_head"] == (PATTERN, "")
             assert seen.elements <= CHUNK_ROWS * CLASSES
     torch.testing.assert_close(gradients[True], gradients[False], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize(("classes", "watches"), [(CLASSES, True), (LEAST_CLASSES - 1, False)])
+def test_a_model_without_large_logits_is_watched_in_its_first_step_only(
+    classes: int, watches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    run = LossFusing.run
+
+    def counting(self: LossFusing, operator: Any, *given: Any) -> Any:
+        seen.append(operator)
+        return run(self, operator, *given)
+
+    monkeypatch.setattr(LossFusing, "run", counting)
+    model = make_model(classes=classes)
+    capture = compress(model, "exact", fused=True)
+    words = data()[0] % classes
+    counts = []
+    for _ in range(3):
+        seen.clear()
+        with capture:
+            flattened(model, words, words)
+        counts.append(F.cross_entropy in seen)
+    assert counts == [True, watches, watches]

@@ -165,7 +165,7 @@ class Capture:
                 fusing = running.fusing() if policy.fused else None
                 mode = FusingMode(running, ours, fusing) if fusing else OperatorMode(running, ours)
                 stack.enter_context(mode)
-                losses = running.fusing_losses() if policy.fused_loss else None
+                losses = running.fusing_losses()
                 if losses:
                     stack.enter_context(LossMode(losses))
                 unpack = self._unpack if watcher is None else watched(self._unpack, watcher)

@@ -238,9 +238,11 @@ class Running:
         """Lets normalisations wait for their ReLU."""
         return Fusing(self._parts.fusions.norms, self._norm_carrier())
 
-    def fusing_losses(self) -> LossFusing:
-        """Leaves out logits that only cross-entropy reads."""
-        return LossFusing(self._parts.fusions.losses, self._tracker)
+    def fusing_losses(self) -> LossFusing | None:
+        """Leaves out logits that only cross-entropy reads, where there may be any."""
+        losses = self._parts.fusions.losses
+        wanted = self._policy.fused_loss and losses.is_wanted
+        return LossFusing(losses, self._tracker) if wanted else None
 
     def _norm_carrier(self) -> NormCarrier:
         kept = (self._ledger, self._sources, self._tracker, self._provenance)
