@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from synthetic import MIB, profile, profiles, saving
+from synthetic import MIB, blocks, fused, profile, profiles, saving
 
 from daf.errors import BudgetError
 from daf.kernels.code_errors import error_growth, relative_error
@@ -84,6 +84,47 @@ def test_what_a_plan_says_it_adds_is_what_its_policy_is_expected_to_add(
     plan = planner.make_plan(measured, budget, policy=level)
     found = expected_noise(measured, plan.policy, plan.micro_batch)
     assert sum(found.values()) == pytest.approx(plan.added_noise, rel=1e-9, abs=1e-12)
+
+
+def kept_beside_their_parents(measured: Profile, policy: Policy, examples: int) -> float:
+    """What tensors would add that their parents' codes could serve, but that are kept."""
+    treated = {each.site: policy.treatment(each.need, each.site) for each in measured.savings}
+    found = 0.0
+    for each in measured.savings:
+        replayed = measured.calls[each.call].module in policy.replayed
+        if each.parents and each.need is Need.LINEAR and (replayed or treated[each.site] == KEEP):
+            assert each.tensor_bytes.at(examples) >= 4096
+            errors = [relative_error(treated[parent]) for parent in each.parents]
+            share = sum(errors) / len(errors)
+            found += noise_per_weight(measured) * measured.weight(each.site) * share
+    return found
+
+
+@settings(few, max_examples=100)
+@given(profiles(may_be_fused=True), st.sampled_from(["1-bit", "2-bit", "4-bit", "optimal"]))
+def test_the_planner_counts_a_code_with_all_that_it_could_serve(
+    measured: Profile, level: str
+) -> None:
+    budget = planner.least_feasible_budget(measured, policy=level)
+    candidate = planner.choose(measured, budget, policy=level)
+    assert candidate is not None
+    plan = candidate.as_plan(measured, budget, level)
+    unused = kept_beside_their_parents(measured, plan.policy, plan.micro_batch)
+    assert candidate.noise == pytest.approx(plan.added_noise + unused, rel=1e-9, abs=1e-12)
+
+
+def test_a_tensor_that_is_kept_beside_its_parent_s_code_adds_nothing() -> None:
+    norm = fused(saving(0, 2, Need.NORM, 40_000))
+    conv = saving(1, 2, Need.LINEAR, 40_000, parents=frozenset({norm.site}))
+    measured = profile([norm, conv], calls=blocks(2, 1), gradients=30 * MIB)
+    measured = replace(measured, chunk_bytes=MIB)
+    candidate = planner.choose(measured, planner.least_feasible_budget(measured))
+    assert candidate is not None
+    plan = candidate.as_plan(measured, 0, "optimal")
+    treated = {each.site: plan.policy.treatment(each.need, each.site) for each in measured.savings}
+    assert treated[conv.site] == KEEP  # it is gone before the gradients are all there
+    assert plan.added_noise == pytest.approx(relative_error(treated[norm.site]) / 2)
+    assert candidate.noise == pytest.approx(relative_error(treated[norm.site]))
 
 
 def test_without_a_measurement_errors_of_one_everywhere_add_as_much_as_the_batch_has() -> None:

@@ -16,8 +16,10 @@ from daf.plan import (
     coded_policy,
     exact_policy,
     plain_policy,
+    with_planned_operators,
 )
 from daf.planning.explain import account_of, explain
+from daf.planning.noise import expected_noise
 from daf.planning.options import served_weights
 from daf.planning.table import Table, kept_selection, level_selection
 from daf.profile import Profile
@@ -60,7 +62,11 @@ class Candidate:
 
     @property
     def noise(self) -> float:
-        """Variance that the codes add to the gradient, relative to the batch's own."""
+        """The most variance that the codes add to the gradient, relative to the batch's own.
+
+        A code is counted with all that may be computed from it, because which of that is kept
+        instead is another choice: the plan made of this says what its codes really serve.
+        """
         return float(self.table.noise[list(self.selection)].sum())
 
     def objective(self, profile: Profile) -> float:
@@ -92,7 +98,7 @@ class Candidate:
             bound_ms=self.bound_ms,
             choices=explain(profile, self.table, self.selection),
             account=MappingProxyType(self.account(profile, peak)),
-            added_noise=self.noise,
+            added_noise=sum(expected_noise(profile, policy, size).values()),
         )
 
     def account(self, profile: Profile, predicted_peak_bytes: int) -> dict[str, int]:
@@ -156,19 +162,15 @@ def _policy(profile: Profile, table: Table, selection: tuple[int, ...], name: st
         option = table.option(column)
         if option.requires:
             by_site.update(_as_wide_as_parents(profile, option.treatments, by_site))
-    return Policy(
+    policy = Policy(
         name,
         exact_policy().by_need,
         MappingProxyType(by_site),
         rederive=True,
-        fused=profile.is_fused,
-        fused_rows=profile.is_fused,
-        fused_loss=profile.is_fused,
-        chunked=profile.is_fused,
-        chunk_bytes=profile.chunk_bytes or None,
         weights=weights,
         replayed=frozenset(replay.module for replay in replayed),
     )
+    return with_planned_operators(policy, profile.chunk_bytes) if profile.is_fused else policy
 
 
 def _as_wide_as_parents(
