@@ -46,6 +46,7 @@ class Reading(StrEnum):
     WHOLE = "whole"  # decoded first
     CHUNKS = "chunks"  # a chunk of the batch is decoded at a time
     IN_PLACE = "in place"  # block by block where it lies, never decoded
+    APART = "apart"  # kept: in place, written over its result's gradient; decoded: by PyTorch's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,11 @@ class Treatment:
     bits: int = 0
     rounds: int = 1
     group: int = 1
+
+    @property
+    def is_code(self) -> bool:
+        """Are values coded, with an error?"""
+        return self.method in (Method.ROTATED, Method.MINMAX)
 
 
 KEEP = Treatment(Method.KEEP)
@@ -195,6 +201,7 @@ def with_planned_operators(policy: Policy, chunk_bytes: int) -> Policy:
         policy,
         fused=True,
         fused_rows=True,
+        fused_smooth=True,
         fused_loss=True,
         chunked=True,
         chunk_bytes=chunk_bytes,

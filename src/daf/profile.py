@@ -59,7 +59,9 @@ class Saving:
     backward computes the tensor from them (design, section 4); None where it
     cannot. ``packed_bits`` per element is what integers packed to (0: unknown).
     ``reading``: how backward reads what stands for it, if that is a code. ``beside_bytes``
-    are held with it whatever its treatment (a fused operator's mask).
+    are held with it whatever its treatment (a fused operator's mask). ``teller``: whose tensor
+    tells this one if it is kept as it is, through a function that is not linear (a fused
+    activation's input).
     """
 
     site: Site
@@ -78,11 +80,13 @@ class Saving:
     packed_bits: float = 0.0
     reading: Reading = Reading.WHOLE
     beside_bytes: Affine = ZERO
+    teller: Site | None = None
 
 
 def decoded_bytes(reading: Reading, tensor_bytes: float, chunk_bytes: int) -> float:
     """What reading a code brings to life beside what the operator itself takes.
 
+    PyTorch's operators do not write over their result's gradient, as fused ones were seen to.
     A chunk is decoded while the gradient of the one before is copied away. A tensor that is one
     chunk has a gradient of its own, instead of one that is written over the result's.
     """
@@ -90,6 +94,8 @@ def decoded_bytes(reading: Reading, tensor_bytes: float, chunk_bytes: int) -> fl
         return 0.0
     if reading is Reading.WHOLE:
         return tensor_bytes
+    if reading is Reading.APART:
+        return 2 * tensor_bytes
     return 2 * tensor_bytes / max(1, math.ceil(tensor_bytes / chunk_bytes))
 
 

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from daf.execution.fused_smooth import DECODED_BYTES
 from daf.execution.observation import Observation, SavedTensor
 from daf.execution.treatments import SMALL_BYTES
-from daf.plan import KEEP, Method, Need
+from daf.plan import KEEP, Method, Need, Reading
 from daf.profile import Affine, CallProfile, Saving, Timeline, decoded_bytes
 
 _NOT_CODED = (Need.EXACT, Need.INPUT)
@@ -106,6 +107,7 @@ def _saving(points: list[tuple[int, SavedTensor]], moments: _Moments) -> Saving:
         packed_bits=8.0 * found.held_bytes / found.elements if packed else 0.0,
         reading=found.reading,
         beside_bytes=Affine.through((n, each.beside_bytes) for n, each in points),
+        teller=found.teller,
     )
 
 
@@ -156,13 +158,20 @@ def transient(observation: Observation) -> list[float]:
     return [float(max(0, peak - gradients - saved)) for peak, gradients, saved in rows]
 
 
+def _observed_decoded_bytes(save: SavedTensor, chunk_bytes: int) -> float:
+    """A fused activation was seen to decode a little at a time; PyTorch's own takes all of it."""
+    if save.reading is Reading.APART:
+        return min(save.tensor_bytes, DECODED_BYTES)
+    return decoded_bytes(save.reading, save.tensor_bytes, chunk_bytes)
+
+
 def _spans(observation: Observation) -> list[tuple[int, int, int]]:
     """(first moment, last, bytes) of what autograd kept, and of what was decoded for it."""
     found = []
     last: dict[int, SavedTensor] = {}
     for save in observation.saves:
         if save.treatment != KEEP:
-            decoded = decoded_bytes(save.reading, save.tensor_bytes, observation.chunk_bytes)
+            decoded = _observed_decoded_bytes(save, observation.chunk_bytes)
             found.append((save.read, save.released, int(decoded)))
         elif save.storage not in last or last[save.storage].released < save.released:
             last[save.storage] = save

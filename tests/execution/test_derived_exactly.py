@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from daf.errors import CodecError
+from daf.errors import CodecError, SavedTensorError
 from daf.execution.capture import Capture
 from daf.execution.rehearsal import rehearse
 from daf.plan import (
@@ -209,6 +209,57 @@ def test_sums_in_another_order_are_kept() -> None:
         assert_same_bits(found, expected)
 
 
+class Bounded(nn.Module):
+    """Convolutions behind normalisations with ReLU6, the last of them behind a sum too."""
+
+    def __init__(self, rectifier: nn.Module, channels: int = 20) -> None:
+        super().__init__()
+        self.rectifier = rectifier
+        self.convs = nn.ModuleList(
+            nn.Conv2d(3 if index == 0 else channels, channels, 3, padding=1) for index in range(4)
+        )
+        self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for _ in range(3))
+        for norm in self.norms:
+            nn.init.normal_(norm.weight, std=4.0)  # so that both bounds are met
+            nn.init.normal_(norm.bias, mean=2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.convs[0](x)
+        for norm, conv in zip(self.norms[:2], self.convs[1:3], strict=True):
+            y = conv(self.rectifier(norm(y)))
+        return self.convs[3](self.rectifier(self.norms[2](y) + y)).mean((2, 3))
+
+
+BOUNDED = [nn.ReLU6(), nn.ReLU6(inplace=True), nn.Hardtanh(0.0, 0.7)]
+
+
+@pytest.mark.parametrize("rectifier", BOUNDED, ids=str)
+@pytest.mark.parametrize("layout", FORMATS)
+def test_convolutions_behind_bounded_rectifiers_are_told_by_norms_that_are_kept(
+    rectifier: nn.Module, layout: torch.memory_format
+) -> None:
+    torch.manual_seed(1)
+    model, batch = Bounded(rectifier).to(memory_format=layout), make_batch(layout)
+    derived = replace(with_fused_operators(exact_policy()), chunk_bytes=100_000)
+    kept = replace(fused_and_kept(), chunked=True, chunk_bytes=100_000)
+    found, expected = Done(model, derived, batch), Done(model, kept, batch)
+    assert all(found.fused)
+    assert_same_bits(found, expected)
+    # Nobody else holds the caller's batch, nor what a sum was before it was cut off.
+    assert found.methods("conv2d") == {"rederive": 2, "keep": 1}
+    assert expected.methods("conv2d") == {"keep": 3}
+    one = batch.nbytes // 3 * 20
+    assert expected.held_bytes - found.held_bytes == pytest.approx(2 * one, rel=0.01)
+
+
+def test_convolutions_behind_bounded_rectifiers_have_codes_of_their_own_else() -> None:
+    """A mask of one bit does not tell which bound was passed, and a code only about."""
+    torch.manual_seed(1)
+    found = Done(Bounded(nn.ReLU6()), with_fused_operators(coded_policy(2)), make_batch(FORMATS[0]))
+    assert found.methods("batch_norm") == {"rotated": 3}
+    assert found.methods("conv2d") == {"rotated": 3}
+
+
 def test_codes_are_still_preferred_by_a_policy_of_codes() -> None:
     torch.manual_seed(1)
     found = Done(Blocks(), with_fused_operators(coded_policy(2)), make_batch(FORMATS[0]))
@@ -260,3 +311,79 @@ def test_linear_layers_derive_what_normalised_rows_they_read(
     assert expected.methods("linear") == {"keep": 5}
     assert expected.held_bytes - found.held_bytes > 1.9 * batch.nbytes  # the two results
     assert found.left_bytes == 0
+
+
+class Feedforward(nn.Module):
+    """An activation between two linear layers, with one more reader of its result or none."""
+
+    def __init__(self, activation: nn.Module, readers: int = 1) -> None:
+        super().__init__()
+        self.up, self.activation = nn.Linear(64, 256), activation
+        self.down = nn.ModuleList(nn.Linear(256, 64) for _ in range(readers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.activation(self.up(x))
+        return sum((down(y) for down in self.down), start=y[:, :64])
+
+
+ACTIVATIONS = [nn.GELU(), nn.GELU(approximate="tanh"), nn.SiLU()]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+@pytest.mark.parametrize(("readers", "chunk_bytes"), [(1, None), (1, 100_000), (2, 100_000)])
+def test_layers_derive_results_of_smooth_activations_from_inputs_that_are_held_anyway(
+    activation: nn.Module, readers: int, chunk_bytes: int | None
+) -> None:
+    torch.manual_seed(0)
+    model, batch = Feedforward(activation, readers), torch.randn(512, 64)
+    derived = replace(with_fused_operators(exact_policy()), chunked=chunk_bytes is not None)
+    derived = replace(derived, chunk_bytes=chunk_bytes)
+    kept = replace(derived, by_need=exact_policy().by_need, rederive=False)
+    found, expected = Done(model, derived, batch), Done(model, kept, batch)
+    assert_same_bits(found, expected)
+    name = "silu" if isinstance(activation, nn.SiLU) else "gelu"
+    assert found.fused == [f"{name} + layer behind"]
+    assert expected.fused == [""]
+    assert found.methods(name) == {"keep": 1}
+    # The first layer reads the caller's own batch.
+    assert found.methods("linear") == {"rederive": readers}
+    assert expected.methods("linear") == {"keep": readers}
+    # One tensor is held where PyTorch holds input and result, and what the loss squares.
+    wide = 4 * batch.nbytes
+    assert found.held_bytes == wide + batch.nbytes
+    assert expected.held_bytes == 2 * wide + batch.nbytes
+    assert found.left_bytes == 0
+
+
+def test_an_activation_that_no_layer_derives_is_pytorch_s_under_that_policy_alone() -> None:
+    torch.manual_seed(0)
+    model, batch = Feedforward(nn.GELU()), torch.randn(512, 64)
+    derived = with_fused_operators(exact_policy())
+    unread = replace(derived, by_site={Site("down.0", "linear", 0, 0): Treatment(Method.KEEP)})
+    capture, operators, found = Capture(model), [], []
+    model.activation.register_forward_hook(
+        lambda _module, _given, result: operators.append(result.grad_fn.name())
+    )
+    for policy in (unread, unread, derived, derived, unread, unread):
+        with capture.step(policy, seed=0, step_index=0, batch=batch):
+            loss = loss_of(model, batch)
+        loss.backward()
+        (report,) = capture.fusions()
+        both = sum(each.held_bytes for each in capture.sites()) > 1.5 * 4 * batch.nbytes
+        found.append((report.pattern, report.reason, both))
+    told = ("gelu + layer behind", "", False)
+    nobody = ("", "no layer behind it reads its result in backward", True)
+    assert found == [nobody, nobody, told, told, nobody, nobody]
+    own, fused = "GeluBackward0", "FusedSmoothBackward"
+    assert operators == [fused, own, fused, fused, fused, own]
+
+
+def test_an_input_that_was_changed_behind_an_activation_is_an_error_as_in_pytorch() -> None:
+    torch.manual_seed(0)
+    model, batch = Feedforward(nn.GELU()), torch.randn(512, 64)
+    with Capture(model).step(with_fused_operators(exact_policy()), seed=0, step_index=0):
+        x = model.up(batch)
+        y = model.down[0](model.activation(x))
+        x.add_(1.0)
+    with pytest.raises(SavedTensorError, match="modified by an inplace operation"):
+        y.sum().backward()

@@ -264,8 +264,10 @@ def test_where_it_is_left_alone_the_reason_is_told() -> None:
     assert "no float32" in reason(nn.GELU(), x.bfloat16())
     assert "contiguous" in reason(nn.GELU(), (x * 1).t())
     assert "caller's own" in reason(nn.GELU(), x)
-    exact = replace(coded_policy(2), by_need={Need.SMOOTH: KEEP})
-    assert "policy" in reason(nn.GELU(), x * 1, exact)
+    alone = replace(coded_policy(2), by_need={Need.SMOOTH: Treatment(Method.DERIVATIVE, 2)})
+    assert "policy" in reason(nn.GELU(), x * 1, alone)
+    plain = replace(coded_policy(2), by_need={Need.SMOOTH: KEEP}, rederive=False)
+    assert "policy" in reason(nn.GELU(), x * 1, plain)
     with torch.autocast("cpu", torch.bfloat16):
         assert "autocast" in reason(nn.GELU(), x * 1)
     with torch.no_grad():

@@ -19,7 +19,18 @@ from daf.execution.observation import MethodTime, Observation, SavedTensor
 from daf.execution.rehearsal import rehearse
 from daf.memory.recycling import RecyclingAllocator, unsupported_reason
 from daf.memory.statistics import stats
-from daf.plan import KEEP, Method, Need, Policy, Reading, coded_policy, plain_policy
+from daf.plan import (
+    KEEP,
+    Method,
+    Need,
+    Policy,
+    Reading,
+    coded_policy,
+    exact_policy,
+    plain_policy,
+    with_fused_operators,
+    with_planned_operators,
+)
 
 TIGHTEST = coded_policy(1)
 
@@ -431,6 +442,30 @@ def test_the_convolution_behind_is_read_in_chunks_from_the_norm_s_code() -> None
     assert convolution.parents == {norm.site}
     assert convolution.held_bytes == 0
     assert norm.saved < convolution.saved < convolution.read < norm.read
+
+
+@pytest.mark.parametrize("policy", [coded_policy(2), with_fused_operators(exact_policy())])
+def test_who_could_tell_is_seen_whether_it_is_coded_or_kept(policy: Policy) -> None:
+    layers = (nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU6())
+    behind = (nn.Conv2d(8, 8, 3, padding=1), nn.GELU(), nn.Conv2d(8, 8, 3, padding=1))
+    model, x = nn.Sequential(*layers, *behind), torch.randn(16, 3, 16, 16)
+    policy = with_planned_operators(policy, 16 * 1024)
+    capture = Capture(model)
+    rehearse(capture, model, policy, x, mean_square)
+    observer = capture.observer(len(x))
+    with observer.watching():
+        with capture.step(policy, 0, 0, 0, x, watcher=observer):
+            loss = mean_square(model, x)
+        observer.begin_backward()
+        loss.backward()
+    (norm,), (gelu,) = of(observer.found, "1"), of(observer.found, "4")
+    bounded, smooth = (of(observer.found, place)[0] for place in "35")
+    assert (bounded.teller, smooth.teller) == (norm.site, gelu.site)
+    assert bounded.parents is smooth.parents is norm.teller is gelu.teller is None
+    assert gelu.reading is Reading.APART
+    is_coded = policy.name == "2-bit"
+    assert (bounded.treatment.method is Method.REDERIVE) is not is_coded
+    assert smooth.treatment.method is Method.REDERIVE
 
 
 def test_a_fused_norm_that_keeps_its_input_writes_elsewhere() -> None:

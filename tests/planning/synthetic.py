@@ -103,7 +103,7 @@ def blocks(count: int, size: int) -> list[CallProfile]:
 def profiles(
     draw: st.DrawFn, most: int = 4, *, splittable: bool | None = None, may_be_fused: bool = False
 ) -> Profile:
-    """Small ones: needs, sizes, lifetimes, shared memory, derivations and modules vary.
+    """Small ones: needs, sizes, lifetimes, shared memory, derivations, tellers, modules vary.
 
     ``may_be_fused``: some are of fused operators, which a session has beside PyTorch's own.
     """
@@ -131,6 +131,9 @@ def profiles(
         )
         if need is Need.NORM and not shares and is_fused:
             found[-1] = fused(found[-1])
+        smooth = [each.site for each in found[:-1] if each.need is Need.SMOOTH]
+        if need is Need.LINEAR and is_own and not shares and is_fused and smooth:
+            found[-1] = replace(found[-1], teller=smooth[-1], reading=Reading.CHUNKS)
     transient = draw(st.lists(st.integers(0, 10**6), min_size=2 * count, max_size=2 * count))
     free = draw(st.booleans()) if splittable is None else splittable
     made = profile(

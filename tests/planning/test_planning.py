@@ -16,7 +16,7 @@ from daf.errors import BudgetError, UnknownNameError
 from daf.plan import KEEP, Method, Need, Reading, Treatment
 from daf.planning import planner, policies
 from daf.planning.candidate import noise_price_ms, with_margin, without_margin
-from daf.planning.greedy import solve_greedily
+from daf.planning.greedy import lawful, solve_greedily
 from daf.planning.noise import expected_noise
 from daf.planning.options import Allowed
 from daf.planning.search import RIVAL_MS, RIVAL_PIECES
@@ -362,6 +362,49 @@ def test_only_fused_norms_are_trusted_to_tell(change: str) -> None:
         measured = replace(measured, savings=(first, both, other))
     table = make_table(measured, 1, WITHOUT_CODES)
     assert [each.level for each in table.options[1]] == ["keep"]
+
+
+def between_layers() -> Profile:
+    """GELU's input, kept or coded; the layer behind, which the former tells; and a third tensor."""
+    smooth = saving(0, 3, Need.SMOOTH, 256_000)
+    behind = saving(1, 3, Need.LINEAR, 256_000)
+    told = replace(behind, teller=smooth.site, reading=Reading.CHUNKS)
+    savings = [smooth, told, saving(2, 3, Need.EXACT, 1000)]
+    return replace(profile(savings, batch=1, gradients=0), chunk_bytes=MIB // 8)
+
+
+def test_a_layer_is_told_by_an_activation_that_is_kept() -> None:
+    measured = between_layers()
+    smooth, behind, _ = measured.savings
+    table = make_table(measured, 1, WITHOUT_CODES)
+    assert [each.level for each in table.options[0]] == ["keep"]
+    assert [each.level for each in table.options[1]] == ["keep", "exact"]
+    assert table.options[1][1].requires_kept == {smooth.site}
+    budget = with_margin(measured, table.base_peak_bytes + int(1.3 * 4 * 256_000))
+    plan = planner.make_plan(measured, budget, tolerance=0.0)
+    assert plan.policy.treatment(smooth.need, smooth.site) == KEEP
+    assert plan.policy.treatment(behind.need, behind.site).method is Method.REDERIVE
+    assert plan.policy.fused_smooth
+    assert plan.added_noise == 0.0
+
+
+def test_a_layer_is_not_told_by_an_activation_that_is_coded() -> None:
+    """Neither by the program nor by greedy choices; each has a code of its own then."""
+    measured = between_layers()
+    smooth, behind, _ = measured.savings
+    allowed = Allowed(frozenset(Method) - {Method.SPILL}, widths=(2,), replay=False)
+    table = make_table(measured, 1, allowed)
+    (needed,) = table.requires
+    assert needed == (table.column_of(1, "exact"), (table.column_of(0, "keep"),))
+    refused = [table.column_of(0, "2"), table.column_of(1, "exact"), int(table.first[2])]
+    assert lawful(table, refused) == [refused[0], int(table.first[1]), refused[2]]
+    for quickly in (False, True):
+        least = planner.least_feasible_budget(measured, allowed=allowed)
+        plan = planner.make_plan(
+            measured, least + 4096, tolerance=10.0, quickly=quickly, allowed=allowed
+        )
+        coded = [plan.policy.treatment(each.need, each.site) for each in (smooth, behind)]
+        assert [each.method for each in coded] == [Method.DERIVATIVE, Method.ROTATED]
 
 
 # --- named policies -----------------------------------------------------------------------------

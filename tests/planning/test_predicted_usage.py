@@ -59,6 +59,13 @@ def plain_network() -> tuple[nn.Module, Tensor]:
     return nn.Sequential(*layers, *head(16)), torch.randn(32, 3, 32, 32)
 
 
+def bounded_network() -> tuple[nn.Module, Tensor]:
+    layers: list[nn.Module] = []
+    for channels in (3, 16, 16, 16):
+        layers += [nn.Conv2d(channels, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU6()]
+    return nn.Sequential(*layers, *head(16)), torch.randn(32, 3, 32, 32)
+
+
 def residual_network() -> tuple[nn.Module, Tensor]:
     stem = nn.Conv2d(3, 16, 3, padding=1)
     return nn.Sequential(stem, Residual(16), Residual(16), *head(16)), torch.randn(32, 3, 32, 32)
@@ -188,7 +195,7 @@ def test_a_step_four_times_the_probe_peaks_as_predicted(
 
 
 @needs_limit
-@pytest.mark.parametrize("make", [plain_network, residual_network, transformer])
+@pytest.mark.parametrize("make", [plain_network, bounded_network, residual_network, transformer])
 def test_fused_and_chunked_steps_peak_as_predicted_too(
     make: Callable[[], tuple[nn.Module, Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,5 +216,5 @@ def test_fused_and_chunked_steps_peak_as_predicted_too(
             assert measured <= 1.03 * usage.max() + MIB, (level, measured, usage.max())
             assert measured >= 0.85 * usage.max() - MIB, (level, measured, usage.max())
         assert found["2"] < found["8"] < found["exact"] <= found["keep"] + MIB
-        if make is not transformer:  # convolutions' inputs, from those of batch normalisations
-            assert found["exact"] < 0.85 * found["keep"]
+        # Inputs of convolutions and linear layers, from those of normalisations and GELU.
+        assert found["exact"] < (0.78 if make is transformer else 0.85) * found["keep"]

@@ -141,6 +141,61 @@ def test_exact_training_derives_what_convolutions_read_from_what_norms_hold() ->
         optimizer.step()
 
 
+class Feedforward(nn.Module):
+    """What transformers have between two normalisations."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.activation = nn.LayerNorm(width), nn.GELU()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.activation(self.up(self.norm(x))))
+
+
+def transforming() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), *(Feedforward(64) for _ in range(4)))
+
+
+@needs_limit
+def test_exact_training_derives_what_layers_read_from_what_activations_hold() -> None:
+    """Of 32 MiB that four GELU and the layers behind them hold, 14 suffice without a code."""
+    x = torch.randn(64, 64, 32, generator=torch.Generator().manual_seed(0))
+
+    def squares(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().mean()
+
+    model = transforming()
+    with Session(model, sgd(model), "8GB", tolerance=0.0) as roomy:
+        roomy.prepare(x, squares)
+        assert roomy.profile is not None
+        budget = planner.kept_peak_bytes(roomy.profile) - 14 * MIB
+    model = transforming()
+    with Session(model, sgd(model), budget, tolerance=0.0) as session:
+        session.prepare(x, squares)
+        measured, budget_bytes = session._choosing.fused_profile, session.budget_bytes
+        assert measured is not None
+        assert budget_bytes is not None
+        tellers = {str(each.teller) for each in measured.savings if each.teller}
+        assert tellers == {f"{n}.activation:gelu#0[0]" for n in range(1, 5)}
+        session.plan = planner.make_plan(measured, budget_bytes, policy="exact")
+        reports = [session.step(x, squares) for _ in range(4)]
+        assert max(report.peak_bytes for report in reports) <= budget_bytes
+        done = {row["site"]: row["method"] for row in session.explain()}
+        assert {done[teller] for teller in tellers} == {"keep"}
+        assert {done[f"{n}.down:linear#0[0]"] for n in range(1, 5)} == {"rederive"}
+        assert session.plan.added_noise == 0.0
+    plain = transforming()
+    optimizer = sgd(plain)
+    for report in reports:
+        loss = squares(plain, x)
+        assert report.loss == pytest.approx(loss.item(), rel=1e-5)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
 def language_model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(4096, 64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4096))

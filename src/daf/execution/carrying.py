@@ -10,6 +10,7 @@ from torch import Tensor
 
 from daf.errors import CodecError
 from daf.execution.accounting import Ledger, Plain, Sources, Unmade
+from daf.execution.derivation import Derivation
 from daf.execution.fused import FusedNorm, Holder, Norm, NormHeld, run_forward
 from daf.execution.fusion import NormSite
 from daf.execution.held import Held, Kept, Saved, Stored, Term
@@ -122,13 +123,21 @@ class NormCarrier:
         record.held_bytes += self.ledger.told_bytes - told
         if held.mask is not None:
             record.held_bytes -= held.mask.nbytes
+        function = None
         if rectifier is None or not rectifier.is_bounded:
             self._learn(held, addend, result)
+        elif addend is None and self.policy.rederive:
+            function = self._learn_bounded(held, rectifier, result)
         if watcher is not None and not holder.is_external:
             is_over = result.data_ptr() == norm.x.data_ptr()
             beside = held.mask.nbytes if held.mask is not None else 0
             watcher.saved(
-                told_of(saved, norm.x, held, holder, is_over=is_over, beside_bytes=beside)
+                told_of(
+                    *(saved, norm.x, held, holder),
+                    is_over=is_over,
+                    beside_bytes=beside,
+                    tells=function,
+                )
             )
         saved.settle(held, plain_held)
         return result
@@ -158,6 +167,17 @@ class NormCarrier:
         held.recipe = self.provenance.added(addend, term, held.mask)
         if held.recipe is not None:
             self.provenance.learn(result, held)
+
+    def _learn_bounded(self, held: NormHeld, rectifier: Rectifier, result: Tensor) -> Derivation:
+        """Only values without an error tell which of its two bounds was passed."""
+        bounds = 0.0, rectifier.most
+        function = Derivation(lambda values: values.clamp_(*bounds))
+        values = held.values()
+        if isinstance(values, ComputedValues):
+            held.recipe = (Term(self.counted(values), held.result, None, function),)
+            self.provenance.learn(result, held)
+        self.provenance.learn_function(result, function)
+        return function
 
 
 class CountingHolder:
@@ -263,6 +283,7 @@ def told_of(
     *,
     is_over: bool = False,
     beside_bytes: int = 0,
+    tells: Derivation | None = None,
 ) -> Save:
     """What a watcher is told of a fused operator: its input stands for itself, or its code does."""
     record = holder.record
@@ -279,4 +300,5 @@ def told_of(
         treatable=True,
         is_over=is_over,
         beside_bytes=beside_bytes,
+        tells=tells,
     )

@@ -13,11 +13,11 @@ class Derivation:
     ``readers`` counts the saved tensors that are derived so, by itself or scaled.
     """
 
-    __slots__ = ("_function", "_scale", "_unscaled", "readers")
+    __slots__ = ("__weakref__", "_function", "_scale", "_unscaled", "readers")
 
     def __init__(
         self,
-        function: Callable[[Tensor], None],
+        function: Callable[[Tensor], object],
         scale: float = 1.0,
         unscaled: Derivation | None = None,
     ) -> None:

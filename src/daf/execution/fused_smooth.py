@@ -7,7 +7,11 @@ the input's gradient, over the result's where nobody else holds that; the layer
 behind is told that its input was ``f(x)`` (``Term.function``). Where x itself is
 a normalisation's result, that one's code serves here too.
 
-Both uses are of a function that is not linear, so they are biased by about half
+Where the input is held as it is (a policy that keeps it), backward reads it where
+it lies, and the layer behind computes ``f(x)`` of it again, a chunk at a time: what
+PyTorch would hold beside it is held nowhere, and nothing errs.
+
+Of a code both uses are of a function that is not linear, so they are biased by about half
 its curvature times the code's error: ``shared_treatment`` asks for one bit more
 than the layer behind would. At 3 bits the squared bias measured (unit Gaussian inputs) is
 0.0002 of the square, of derivative and result alike; at 2 bits 0.003. Second
@@ -23,13 +27,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from daf.execution.held import Held, Rederived, asked_for
+from daf.execution.held import Held, Kept, Rederived, asked_for
 from daf.execution.ownership import holders_of, sole_holders
 from daf.kernels import BLOCK_ELEMENTS, block_count
 from daf.plan import Method, Treatment
+from daf.store.codec import Channels
+from daf.store.normalised import ComputedValues
 from daf.store.scratch import Scratch
 
-_BLOCKS_AT_A_TIME = 512  # half a MiB: what is decoded is still in the cache when it is used
+_BLOCKS_AT_A_TIME = 512  # what is decoded is still in the cache when it is used
+DECODED_BYTES = 4 * _BLOCKS_AT_A_TIME * BLOCK_ELEMENTS
 LEAST_BITS = 2  # at one bit the squared bias of the derivative reaches 0.1 of its square
 
 
@@ -69,18 +76,18 @@ def shared_treatment(linear: Treatment) -> Treatment | None:
     """
     if linear.method is Method.ROTATED and linear.bits < 4:
         return Treatment(Method.ROTATED, linear.bits + 1, linear.rounds)
-    return linear if linear.method in (Method.ROTATED, Method.MINMAX) else None
+    return linear if linear.is_code else None
 
 
 class SmoothHeld(Held):
-    """What a fused activation holds: how to derive its input."""
+    """What a fused activation holds: its input, or how to derive it."""
 
     __slots__ = ("input", "smooth")
 
-    def __init__(self, smooth: Smooth, derived: Rederived) -> None:
+    def __init__(self, smooth: Smooth, held: Rederived | Kept) -> None:
         super().__init__()
         self.smooth = smooth
-        self.input = derived
+        self.input = held
 
     def restore(self, scratch: Scratch) -> Tensor:
         """The activation's input."""
@@ -92,6 +99,9 @@ class SmoothHeld(Held):
         if gradient.stride() != layout.stride or gradient.is_neg():
             gradient, owned = layout.empty().copy_(gradient), True
         written = gradient if owned else layout.empty()
+        if isinstance(self.input, Kept):
+            self.smooth.backward(gradient, self.input.restore(Scratch()), written)
+            return written
         given, found = (_in_memory_order(tensor) for tensor in (gradient, written))
         blocks = block_count(gradient.numel())
         for first in range(0, blocks, _BLOCKS_AT_A_TIME):
@@ -99,6 +109,12 @@ class SmoothHeld(Held):
             part = slice(first * BLOCK_ELEMENTS, first * BLOCK_ELEMENTS + x.numel())
             self.smooth.backward(given[part], x, found[part])
         return written
+
+
+def values_of(kept: Kept, count: int) -> ComputedValues:
+    """What is held as it is, for whoever derives something from it; nothing is held for that."""
+    unchanged = Channels(torch.ones(1), torch.zeros(1), 1)
+    return ComputedValues(lambda: kept.restore(Scratch()), count, unchanged)
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:

@@ -1,20 +1,21 @@
 """Running GELU and SiLU so that one code serves them and the layer behind.
 
 Whether there is such a layer shows when it saves its input. An activation whose
-result no layer derived in its first step is left alone from then on: a code of
-its derivative is smaller.
+result no layer derived in its first step under a policy is left alone under that one
+from then on: a code of its derivative is smaller.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from daf.execution.carrying import CountingHolder, NormCarrier
+from daf.execution.carrying import CountingHolder, NormCarrier, told_of
 from daf.execution.derivation import Derivation
 from daf.execution.fused_smooth import (
     LEAST_BITS,
@@ -22,16 +23,24 @@ from daf.execution.fused_smooth import (
     Smooth,
     SmoothHeld,
     shared_treatment,
+    values_of,
 )
 from daf.execution.held import Recipe, Rederived, Term
 from daf.execution.normalisation import channel_stride
 from daf.execution.ownership import sole_holders
 from daf.execution.plain_call import autograd_objection, has_usual_strides, is_plain
 from daf.execution.treatments import SMALL_BYTES
-from daf.plan import FusionReport, Method, Need, Site, Treatment
+from daf.plan import KEEP, FusionReport, Method, Need, Policy, Site, Treatment
 from daf.store.layout import layout_of
 
 _UNREAD = "no layer behind it reads its result in backward"
+
+
+class _Run(NamedTuple):
+    """One ran fused under a policy, and layers behind were told its result."""
+
+    policy: Policy
+    derivation: Derivation
 
 
 class SmoothFusion:
@@ -39,25 +48,30 @@ class SmoothFusion:
 
     def __init__(self) -> None:
         self._reports: dict[Site, FusionReport] = {}
-        self._derivations: dict[Site, Derivation] = {}
+        self._ran: dict[Site, _Run] = {}
 
     def reports(self) -> tuple[FusionReport, ...]:
         """Every one seen so far."""
-        return tuple(self._reports.values())
+        return tuple(
+            replace(report, pattern="", reason=_UNREAD)
+            if report.pattern and self._ran[site].derivation.readers == 0
+            else report
+            for site, report in self._reports.items()
+        )
 
-    def is_unread(self, site: Site) -> bool:
-        """Did no layer derive its result when it last ran fused?"""
-        before = self._derivations.get(site)
-        return before is not None and before.readers == 0
+    def is_unread(self, site: Site, policy: Policy) -> bool:
+        """Did no layer derive its result when it last ran fused, under this very policy?"""
+        last = self._ran.get(site)
+        return last is not None and last.policy is policy and last.derivation.readers == 0
 
     def note(self, site: Site, reason: str) -> None:
         """It ran fused, or why not."""
         pattern = "" if reason else f"{site.operator} + layer behind"
         self._reports[site] = FusionReport(site.module, site.call, pattern, reason, site.operator)
 
-    def derive(self, site: Site, derivation: Derivation) -> None:
+    def derive(self, site: Site, policy: Policy, derivation: Derivation) -> None:
         """It runs fused, and this is what the layer behind is told."""
-        self._derivations[site] = derivation
+        self._ran[site] = _Run(policy, derivation)
 
 
 def is_smooth(operator: Callable[..., Any]) -> bool:
@@ -110,12 +124,15 @@ class SmoothFusing:
         return lambda *_arguments, **_keywords: self._run(x, smooth, site, treatment)
 
     def _treatment(self, site: Site) -> Treatment | None:
-        """How the input is coded where that is to serve the layer behind too."""
+        """How the input is held where that is to serve the layer behind too."""
         policy = self._carrier.policy
-        if policy.treatment(Need.SMOOTH, site).method is not Method.DERIVATIVE:
-            return None
+        own = policy.treatment(Need.SMOOTH, site)
+        if own == KEEP or not policy.rederive:
+            return KEEP if policy.rederive else None
         linear = policy.by_need.get(Need.LINEAR)
-        return shared_treatment(linear) if linear is not None and policy.rederive else None
+        if own.method is not Method.DERIVATIVE or linear is None:
+            return None
+        return shared_treatment(linear)
 
     def _objection(
         self, call: tuple[Any, Smooth] | None, site: Site, treatment: Treatment | None
@@ -124,7 +141,7 @@ class SmoothFusing:
             return "its arguments are odd, or it works in place"
         x, _ = call
         if treatment is None:
-            return "the policy does not code both it and the layer behind"
+            return "the policy neither keeps it nor codes both it and the layer behind"
         if not is_plain(x):
             return "its input is no float32 tensor on the CPU"
         if channel_stride(x) is None or not has_usual_strides(x):
@@ -134,9 +151,9 @@ class SmoothFusing:
         if torch.is_autocast_enabled("cpu"):
             return "autocast is on"
         unsaved = autograd_objection((x,), self._carrier.pack)
-        if unsaved or not self._carrier.hooks.is_constant(x):
-            return unsaved or (_UNREAD if self._fusion.is_unread(site) else "")
-        return "its input is the caller's own"
+        if unsaved or self._carrier.hooks.is_constant(x):
+            return unsaved or "its input is the caller's own"
+        return _UNREAD if self._fusion.is_unread(site, self._carrier.policy) else ""
 
     def _run(self, x: Tensor, smooth: Smooth, site: Site, treatment: Treatment) -> Tensor:
         carrier = self._carrier
@@ -146,19 +163,36 @@ class SmoothFusing:
         holder = CountingHolder(carrier, x, (), Need.SMOOTH, record)
         with carrier.hooks.collecting() as pending:
             result: Tensor = FusedSmooth.apply(x, lambda: smooth.forward(x.detach()))  # type: ignore[no-untyped-call]
+        held = self._held(x, smooth, treatment, holder)
+        derivation = Derivation(smooth.apply_)
+        assert held.recipe is not None
+        held.recipe = (held.recipe[0]._replace(derivation=derivation),)
+        carrier.provenance.learn(result, held)
+        carrier.provenance.learn_function(result, derivation)
+        self._fusion.derive(site, carrier.policy, derivation)
+        record.plain_bytes += carrier.ledger.plain_bytes - plain
+        record.held_bytes += carrier.ledger.told_bytes - told
+        if carrier.hooks.watcher is not None:
+            carrier.hooks.watcher.saved(told_of(pending[0], x, held, holder, tells=derivation))
+        pending[0].settle(held, holder.plain)
+        return result
+
+    def _held(
+        self, x: Tensor, smooth: Smooth, treatment: Treatment, holder: CountingHolder
+    ) -> SmoothHeld:
+        """What stands for the input; its recipe computes that, not yet the result."""
+        kept = holder.hold_input(x) if treatment == KEEP else None
+        if kept is not None:
+            held = SmoothHeld(smooth, kept)
+            held.recipe = (Term(self._carrier.counted(values_of(kept, x.numel()))),)
+            return held
         recipe = self._known(x)
-        record.treatment = Treatment(Method.REDERIVE) if recipe is not None else treatment
+        holder.record.treatment = Treatment(Method.REDERIVE) if recipe is not None else treatment
         if recipe is None:
             recipe = (Term(holder.encode(x.detach(), None, None)),)
         held = SmoothHeld(smooth, Rederived(recipe, layout_of(x)))
-        derivation = Derivation(smooth.apply_)
-        held.recipe = (recipe[0]._replace(derivation=derivation),)
-        carrier.provenance.learn(result, held)
-        self._fusion.derive(site, derivation)
-        record.plain_bytes += carrier.ledger.plain_bytes - plain
-        record.held_bytes += carrier.ledger.told_bytes - told
-        pending[0].settle(held, holder.plain)
-        return result
+        held.recipe = recipe
+        return held
 
     def _known(self, x: Tensor) -> Recipe | None:
         """What is held anyway and tells the input well enough: a normalisation's code."""

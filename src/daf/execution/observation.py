@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from daf.execution.accounting import Source, Sources
+from daf.execution.derivation import Derivation
+from daf.execution.fused_smooth import SmoothHeld
 from daf.execution.held import Held, Kept, Rederived, Saved, is_asking
 from daf.execution.microbatch import tensors_in_batch
 from daf.memory import account_meter
@@ -38,7 +40,8 @@ class SavedTensor:
     """One save: its site, what it needs and got, and the moments of its life.
 
     ``dies``: the first moment at which only autograd holds its memory. ``beside_bytes``
-    are held with it whatever the treatment.
+    are held with it whatever the treatment. ``teller``: whose tensor, if that is kept, tells
+    this one through a function that is not linear.
     """
 
     site: Site
@@ -58,6 +61,7 @@ class SavedTensor:
     released: int = -1
     reading: Reading = Reading.WHOLE
     beside_bytes: int = 0
+    teller: Site | None = None
 
 
 @dataclass(slots=True)
@@ -139,7 +143,8 @@ class Save(NamedTuple):
 
     ``ms`` is None where an operator made it while it did other things. ``is_over``: the
     tensor's memory already holds the operator's result. ``beside_bytes``: held with it
-    whatever the treatment.
+    whatever the treatment. ``tells``: what another saved tensor is of this one;
+    ``told``: what this one is of another.
     """
 
     saved: Saved
@@ -154,6 +159,8 @@ class Save(NamedTuple):
     treatable: bool
     is_over: bool = False
     beside_bytes: int = 0
+    tells: Derivation | None = None
+    told: Derivation | None = None
 
 
 class Watcher(Protocol):
@@ -293,7 +300,10 @@ class Observer:
             self._open_calls[-1].place if self._open_calls else NO_CALL,
             max(0, self._now),
             beside_bytes=save.beside_bytes,
+            teller=self._makers.get(save.told) if save.told is not None else None,
         )
+        if save.tells is not None:
+            self._makers[save.tells] = save.site
         self.found.saves.append(record)
         if save.ms is not None:
             self._time(self.found.encode, save.treatment, record.tensor_bytes, save.ms)
@@ -377,9 +387,12 @@ class Observer:
     # --- codes ------------------------------------------------------------------------------
 
     def _parents(self, save: Save) -> frozenset[Site] | None:
-        """Sites of the codes that a tensor is computed from; None where it has its own."""
+        """Sites of the codes that a tensor is the sum of; None where it has its own."""
         if save.treatment.method is Method.REDERIVE and isinstance(save.held, Rederived):
-            parts = [part for term in save.held.recipe for part in (term.code, term.mask) if part]
+            recipe = save.held.recipe
+            if recipe[0].derivation is not None:
+                return None
+            parts = [part for term in recipe for part in (term.code, term.mask) if part]
             return frozenset(self._makers[part] for part in parts if part in self._makers)
         for part in _own_codes(save.held):
             self._makers.setdefault(part, save.site)
@@ -437,6 +450,8 @@ def _reading(saved: Saved) -> Reading:
     """How the operator that unpacks it now goes on to read it."""
     if not is_asking():
         return Reading.WHOLE
+    if isinstance(saved.held, SmoothHeld):
+        return Reading.APART
     return Reading.CHUNKS if isinstance(saved.held, Rederived) else Reading.IN_PLACE
 
 

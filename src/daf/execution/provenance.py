@@ -3,7 +3,8 @@
 Autograd's nodes never change once made, so what is known is kept per node (by
 sequence number and output): "this node's result is gamma times that code plus beta", "is
 that, masked". Sums are followed through the graph on demand. Only weak
-references are kept: a code lives as long as some saved tensor needs it.
+references are kept: a code lives as long as some saved tensor needs it. Beside what
+can be computed there is what could be if an operator kept its input: a function of that.
 
 A result that was changed in place without autograd's knowledge is recognised
 by its version and not trusted.
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from daf.execution.derivation import Derivation
 from daf.execution.held import Held, Recipe, Stored, Term
 from daf.execution.rules import ALIASES
 from daf.plan import Method
@@ -49,6 +51,13 @@ class _Known(NamedTuple):
     held: weakref.ref[Held] | None
 
 
+class _Function(NamedTuple):
+    """What a node's result is of an operator's input, and its version when it was made."""
+
+    version: int
+    function: Derivation
+
+
 class Operands(NamedTuple):
     """What an addition or ReLU was given: geometry, and whether nothing was changed behind us."""
 
@@ -61,10 +70,12 @@ class Provenance:
 
     def __init__(self) -> None:
         self._known: dict[_Value, _Known] = {}
+        self._functions: dict[_Value, _Function] = {}
 
     def clear(self) -> None:
         """Forget everything: the forward pass is over."""
         self._known.clear()
+        self._functions.clear()
 
     def learn(self, result: Tensor, held: Held) -> None:
         """``held.recipe`` computes ``result``."""
@@ -72,6 +83,21 @@ class Provenance:
         if node is not None:
             value = _Value(node._sequence_nr(), output)
             self._known[value] = _Known(result._version, weakref.ref(held))
+
+    def learn_function(self, result: Tensor, function: Derivation) -> None:
+        """``function`` of what an operator keeps, or could keep, is ``result``."""
+        node, output = _maker(result.grad_fn, result.output_nr)
+        if node is not None:
+            value = _Value(node._sequence_nr(), output)
+            self._functions[value] = _Function(result._version, function)
+
+    def function_of(self, tensor: Tensor, version: int) -> Derivation | None:
+        """Of what another operator keeps, or could keep, a saved tensor is this function."""
+        node, output = _maker(tensor.grad_fn, tensor.output_nr)
+        if node is None:
+            return None
+        found = self._functions.get(_Value(node._sequence_nr(), output))
+        return found.function if found is not None and found.version == version else None
 
     def operands(self, arguments: Sequence[Any]) -> Operands:
         """Look at an addition's or ReLU's tensors before it runs."""

@@ -305,6 +305,7 @@ class Running:
                     self._ledger.told_bytes - told_before,
                     1000.0 * (time.perf_counter() - start_s),
                     is_treatable(tensor),
+                    told=self._provenance.function_of(tensor, saved.version),
                 )
             )
         record.plain_bytes += self._ledger.plain_bytes - plain_before

@@ -44,7 +44,7 @@ def solve_greedily(
 
 
 def lawful(table: Table, selection: list[int]) -> list[int]:
-    """The selection with codes of their own where those to be computed from are not there."""
+    """The selection with codes of their own, or kept, where what is to tell them is not there."""
     chosen = set(selection)
     while True:
         unmet = {
@@ -58,12 +58,11 @@ def lawful(table: Table, selection: list[int]) -> list[int]:
 
 
 def _own(table: Table, column: int) -> int:
+    """Execution always has the tensor's own code as a way out, or the tensor."""
     family = int(table.family_of[column])
     found = table.column_of(family, table.option(column).level, follow=False)
     assert found is not None
-    if found == column:  # execution always has the tensor's own code as a way out
-        raise AssertionError(f"family {family} has no option without other codes")
-    return found
+    return found if found != column else int(table.first[family])
 
 
 class _Search:

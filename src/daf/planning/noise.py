@@ -9,8 +9,6 @@ from daf.plan import KEEP, Method, Policy, Site, Treatment
 from daf.planning.options import LOSSY, SMALLEST_TREATED_BYTES, noise_per_weight
 from daf.profile import Profile, Saving
 
-_CODES = frozenset({Method.ROTATED, Method.MINMAX})
-
 
 def expected_noise(profile: Profile, policy: Policy, examples: int) -> dict[Site, float]:
     """Variance that each site's code adds to the gradient, relative to the batch's own.
@@ -46,7 +44,7 @@ def _treatment(saving: Saving, policy: Policy, examples: int) -> Treatment:
 def _error(saving: Saving, policy: Policy, treatments: dict[Site, Treatment]) -> float:
     own = treatments[saving.site]
     parents = [treatments.get(parent, KEEP) for parent in saving.parents or ()]
-    follows = policy.rederive and own.method in _CODES and parents
+    follows = policy.rederive and own.is_code and parents
     is_derived = own.method is Method.REDERIVE and parents
     if is_derived or (follows and all(_serves(parent, own) for parent in parents)):
         return sum(map(relative_error, parents)) / len(parents)
@@ -55,7 +53,7 @@ def _error(saving: Saving, policy: Policy, treatments: dict[Site, Treatment]) ->
 
 def _serves(parent: Treatment, own: Treatment) -> bool:
     """Execution takes another code where that has at least the bits that were asked for."""
-    return parent.method in _CODES and parent.bits >= own.bits
+    return parent.is_code and parent.bits >= own.bits
 
 
 def _replayed_calls(profile: Profile, policy: Policy) -> set[int]:

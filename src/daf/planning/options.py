@@ -70,7 +70,7 @@ class Option:
 
     ``noise`` is the variance that it adds to the gradient over that of the batch itself.
     ``level`` is ``"keep"``, ``"exact"``, ``"spill"`` or a width as text. ``requires``:
-    sites whose tensors must be coded for this to be possible.
+    sites whose tensors must be coded for this to be possible; ``requires_kept``: must be kept.
     """
 
     level: str
@@ -79,6 +79,7 @@ class Option:
     cost_ms: float
     noise: float
     requires: frozenset[Site] = frozenset()
+    requires_kept: frozenset[Site] = frozenset()
 
     @property
     def coded_sites(self) -> frozenset[Site]:
@@ -181,13 +182,24 @@ class OptionMaker:
         """Whatever is done at the sites that it is computed from?"""
         return saving.need in DERIVED and self._telling.issuperset(saving.parents or (None,))
 
+    def _may_be_derivable(self, saving: Saving) -> bool:
+        return self._is_derivable(saving) or saving.teller is not None
+
+    def _tellers(
+        self, family: tuple[Saving, ...], treatments: Mapping[Site, Treatment]
+    ) -> frozenset[Site]:
+        """What must be kept for this."""
+        told = (each for each in family if each.teller and not self._is_derivable(each))
+        derived = (each for each in told if treatments.get(each.site) == DERIVED[Need.LINEAR])
+        return frozenset(each.teller for each in derived if each.teller)
+
     def _can(self, saving: Saving, treatment: Treatment) -> bool:
         return (
             treatment != KEEP
             and saving.treatable
             and treatment.method in self._allowed.methods
             and not (treatment.method is Method.SPILL and saving.reading is Reading.IN_PLACE)
-            and (treatment.method is not Method.REDERIVE or self._is_derivable(saving))
+            and (treatment.method is not Method.REDERIVE or self._may_be_derivable(saving))
             and saving.tensor_bytes.at(self._examples) >= SMALLEST_TREATED_BYTES
             and (treatment.method is not Method.PACK or saving.packed_bits > 0)
         )
@@ -233,7 +245,8 @@ class OptionMaker:
             spans.append(self._code_span(shared, treatment))
             cost_ms += self._encode_ms(shared[0], treatment)
         live = tuple(span for span in spans if span.nbytes > 0)
-        return Option(level, treatments, live, cost_ms, noise * self._unit, requires)
+        kept_sites = self._tellers(family, treatments)
+        return Option(level, treatments, live, cost_ms, noise * self._unit, requires, kept_sites)
 
     def _kept_spans(self, kept: list[Saving]) -> Iterator[Span]:
         """Memory counts from when the program itself would have let go of it."""

@@ -197,22 +197,21 @@ def _requirements(
     groups: list[tuple[Saving, ...]], options: tuple[tuple[Option, ...], ...]
 ) -> tuple[tuple[int, tuple[int, ...]], ...]:
     coding: dict[Site, list[int]] = defaultdict(list)
-    column = 0
-    flat = []
-    for family in options:
+    keeping: dict[Site, list[int]] = defaultdict(list)
+    flat: list[Option] = []
+    for group, family in zip(groups, options, strict=True):
         for option in family:
             for site in option.coded_sites:
-                coding[site].append(column)
-            flat.append((column, option))
-            column += 1
-    if not any(option.requires for _, option in flat):
-        return ()
-    known = {saving.site for group in groups for saving in group}
-    return tuple(
-        (column, tuple(coding[site]))
-        for column, option in flat
-        for site in sorted(option.requires & known, key=str)
-    )
+                coding[site].append(len(flat))
+            for site in {saving.site for saving in group} - option.treatments.keys():
+                keeping[site].append(len(flat))
+            flat.append(option)
+    found = []
+    for column, option in enumerate(flat):
+        for wanted, there in ((option.requires, coding), (option.requires_kept, keeping)):
+            known = wanted & keeping.keys()  # one option of every family keeps all of it
+            found += [(column, tuple(there[site])) for site in sorted(known, key=str)]
+    return tuple(found)
 
 
 def _replays(
