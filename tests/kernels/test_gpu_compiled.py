@@ -74,6 +74,7 @@ def kernels() -> list[tuple[str, object, dict[str, object]]]:
         add(gpu_reduce_device.reduce_ranges, **tile, **shape)
     add(gpu_reduce_device.finish_ranges, ROWS=512, COLUMNS=8)
     add(gpu_reduce_device.span_sums, TYPE=0, SPANS=8)
+    add(gpu_reduce_device.channel_span_sums, TYPE=1, COLUMNS=8)
     for bits in (5, 64):
         add(gpu_bits.encode_integers, BITS=bits, **BITS_CODED)
         add(gpu_bits.decode_integers, BITS=bits, **BITS_CODED)

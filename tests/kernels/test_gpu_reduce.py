@@ -57,13 +57,44 @@ def test_zeros_by_sign_infinities_and_no_elements(strategy) -> None:
         assert ours == [expected.least.tobytes(), expected.greatest.tobytes()], values
 
 
-@pytest.mark.parametrize("count", [1, 4096, 4097, 50_000])
+def sums_are_the_oracle_s(source: np.ndarray, kind: ElementType, *shape: int) -> None:
+    expected = measure_sums(source, *shape)
+    sums, squares = gpu_reduce.measure_sums(on_device(source, kind), *shape)
+    assert sums.cpu().numpy().tobytes() == expected.sums.tobytes()
+    assert squares.cpu().numpy().tobytes() == expected.squares.tobytes()
+
+
+@pytest.mark.parametrize("count", [0, 1, 4096, 4097, 50_000])
 def test_sums_are_the_oracle_s_to_the_last_bit(cases, count) -> None:
     kind = ElementType(count % 3)
-    source = cases.as_type(cases.smooth(count), kind)
-    expected = measure_sums(source)
-    found = gpu_reduce.measure_sums(on_device(source, kind)).cpu().numpy()
-    assert found.tobytes() == np.concatenate([expected.sums, expected.squares]).tobytes()
+    sums_are_the_oracle_s(cases.as_type(cases.smooth(count), kind), kind)
+
+
+# (elements, channels, of one channel in a row): last and first, ragged, more channels than a span
+# has blocks without them, runs longer than a span, a channel without elements.
+CHANNELS = [
+    (3000, 64, 1),
+    (9001, 3, 1),
+    (5000, 3, 49),
+    (20_000, 20, 16),
+    (30_000, 40, 300),
+    (33_000, 2, 5000),
+    (4300, 4, 1500),
+]
+
+
+@pytest.mark.parametrize(("count", "channels", "inner"), CHANNELS)
+def test_sums_of_channels_are_too(cases, count, channels, inner) -> None:
+    kind = ElementType(count % 3)
+    name = ("smooth", "wild", "broken", "mixed")[count // 1000 % 4]
+    sums_are_the_oracle_s(cases.as_type(getattr(cases, name)(count), kind), kind, channels, inner)
+
+
+def test_no_channel_or_none_in_a_row_is_refused() -> None:
+    source = torch.zeros(64, device=DEVICE)
+    for channels, inner in ((0, 1), (4, 0)):
+        with pytest.raises(KernelError, match="channels"):
+            gpu_reduce.measure_sums(source, channels, inner)
 
 
 def test_shape_classes_tell_sizes_and_layouts_apart() -> None:

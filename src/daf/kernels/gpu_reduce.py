@@ -7,21 +7,26 @@ finds out. Nothing here waits for the device.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from daf.errors import KernelError
-from daf.kernels import RangeStrategy
+from daf.kernels import BLOCK_ELEMENTS, RangeStrategy
 from daf.kernels.contract import check_channels, check_member
 from daf.kernels.gpu_launch import on_device, patterns
-from daf.kernels.gpu_reduce_device import finish_ranges, reduce_ranges, span_sums
+from daf.kernels.gpu_reduce_device import (
+    channel_span_sums,
+    finish_ranges,
+    reduce_ranges,
+    span_sums,
+)
 
 _TILE = 2048
 _MOST_PARTIALS = 512
 _WIDEST = 32
-_SPAN_ELEMENTS = 4096
+_LEAST_SPAN_BLOCKS = 16
+_SPANS = 8  # of a whole tensor, to a program
+_CHANNELS = 8
 _GREATEST_KEY, _LEAST_KEY = 2**31 - 1, -(2**31)
 
 
@@ -89,24 +94,60 @@ def _finish(least: Tensor, greatest: Tensor, partials: int, channels: int) -> tu
     return results[0].view(torch.float32), results[1].view(torch.float32)
 
 
-def measure_sums(source: Tensor) -> Tensor:
-    """(2,) float64: sum and sum of squares of a whole tensor, in the format's order.
+def measure_sums(source: Tensor, channels: int = 1, inner: int = 1) -> tuple[Tensor, Tensor]:
+    """(channels,) float64 each: sums and sums of squares, in the format's order.
 
-    ``source`` is contiguous float32, bfloat16 or float16.
+    ``source`` is contiguous float32, bfloat16 or float16; channels are ``(i // inner) %
+    channels``.
+
+    Raises:
+        KernelError: outside the contract.
     """
+    check_channels(channels, inner)
     count = source.numel()
     elements, kind = patterns(source, count)
-    spans = -(-count // _SPAN_ELEMENTS)
-    rows = torch.zeros((2, _power_of_two(spans)), dtype=torch.float64, device=source.device)
+    spans = -(-count // _span_elements(channels))
+    shape = (2, _power_of_two(spans), channels)
+    rows = torch.zeros(shape, dtype=torch.float64, device=source.device)
     if count > 0:
-        arguments: dict[str, Any] = {"source": elements, "sums": rows[0], "squares": rows[1]}
-        tile = 8
-        grid = (-(-spans // tile),)
-        on_device(span_sums, grid, source.device, **arguments, count=count, TYPE=kind, SPANS=tile)
+        places = {"source": elements, "sums": rows[0], "squares": rows[1]}
+        _sum_spans(places, count, channels, inner, spans, kind)
     while rows.shape[1] > 1:
         half = rows.shape[1] // 2
         rows = rows[:, :half] + rows[:, half:]
-    return torch.where(rows.isnan(), float("nan"), rows).reshape(2)
+    rows = torch.where(rows.isnan(), float("nan"), rows)
+    return rows[0, 0], rows[1, 0]
+
+
+def _sum_spans(
+    places: dict[str, Tensor], count: int, channels: int, inner: int, spans: int, kind: int
+) -> None:
+    device = places["source"].device
+    if channels == 1:
+        grid: tuple[int, ...] = (-(-spans // _SPANS),)
+        on_device(span_sums, grid, device, **places, count=count, TYPE=kind, SPANS=_SPANS)
+        return
+    span, period = _span_elements(channels), channels * inner
+    on_device(
+        channel_span_sums,
+        (spans, -(-channels // _CHANNELS)),
+        device,
+        **places,
+        count=count,
+        channels=channels,
+        inner=inner,
+        period=period,
+        span=span,
+        periods=(span - 1) // period + 2,
+        groups=(min(inner, span) + 14) // 16 + 1,
+        TYPE=kind,
+        COLUMNS=_CHANNELS,
+    )
+
+
+def _span_elements(channels: int) -> int:
+    """As section 8 of the format says."""
+    return BLOCK_ELEMENTS * max(_LEAST_SPAN_BLOCKS, _power_of_two(channels))
 
 
 def shape_class(count: int, channels: int, inner: int) -> str:

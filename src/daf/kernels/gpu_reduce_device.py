@@ -1,4 +1,4 @@
-"""Ranges on a GPU: keys that compare like the floats, reduced by a tree, by atomics, or by both.
+"""Ranges and sums on a GPU: keys that compare like the floats, and additions in a fixed order.
 
 Section 8 of ``docs/format.md``; keys here are the same ones with the top bit
 turned, so that they compare as signed integers. A tile is ROWS elements of
@@ -116,6 +116,50 @@ def span_sums(source, sums, squares, count, TYPE: tl.constexpr, SPANS: tl.conste
     there = span * 4096 < count
     tl.store(sums + span, _sum_lanes(total, SPANS), mask=there)
     tl.store(squares + span, _sum_lanes(energy, SPANS), mask=there)
+
+
+@triton.jit
+def channel_span_sums(
+    source,
+    sums,
+    squares,
+    count,
+    channels,
+    inner,
+    period,
+    span,
+    periods,
+    groups,
+    TYPE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Sum and sum of squares of COLUMNS channels in one span, to rows of (spans, channels).
+
+    A channel's elements come in runs of ``inner``, one in every ``period`` of ``channels *
+    inner``; at most ``periods`` of these begin or go on in a span. A run is read in ``groups``
+    of sixteen elements at places that sixteen divides, so that lanes are lanes.
+    """
+    channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS).to(tl.int64)
+    first = tl.program_id(0).to(tl.int64) * span
+    last = tl.minimum(first + span, count)
+    lane = tl.arange(0, 16)[None, :]
+    total = tl.zeros((COLUMNS, 16), tl.float64)
+    energy = tl.zeros((COLUMNS, 16), tl.float64)
+    for turn in range(periods):
+        start = (first // period + turn) * period
+        tile = start + tl.program_id(1).to(tl.int64) * (COLUMNS * inner)
+        if (tile < last) & (tile + COLUMNS * inner > first):
+            low = tl.maximum(start + channel * inner, first)[:, None]
+            high = tl.minimum(start + (channel + 1) * inner, last)[:, None]
+            for group in range(groups):
+                place = (low // 16 + group) * 16 + lane
+                valid = (place >= low) & (place < high) & (channel < channels)[:, None]
+                value = load_elements(source, place, valid, TYPE).to(tl.float64)
+                total += value
+                energy += value * value
+    own = tl.program_id(0).to(tl.int64) * channels + channel
+    tl.store(sums + own, _sum_lanes(total, COLUMNS), mask=channel < channels)
+    tl.store(squares + own, _sum_lanes(energy, COLUMNS), mask=channel < channels)
 
 
 @triton.jit
