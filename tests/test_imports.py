@@ -16,6 +16,8 @@ ROWS = (
     ("daf.training", 7),
     ("daf.report", 6),
     ("daf.session", 5),
+    ("daf.steering", 5),
+    ("daf.step_counts", 5),
     ("daf.adapting", 5),
     ("daf.attempts", 5),
     ("daf.measuring", 5),

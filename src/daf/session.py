@@ -1,8 +1,8 @@
 """One training step inside a byte budget: profile, plan, execute, adapt.
 
-The only place where planner and execution meet. ``Session`` measures a few
-small steps, lets the planner choose, runs the first full-size step under the
-tightest plan, measures that, and goes on with the fastest plan that fits.
+``Session`` measures a few small steps, lets the planner choose, runs the first
+full-size step under the tightest plan, measures that, and goes on with the
+fastest plan that fits (``steering``: which plan; here: running the step).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,24 +25,21 @@ from daf.asked import (
     fixed_policy,
     policy_name,
     refuse_gpu,
-    refuse_without_room,
 )
 from daf.attempts import Attempts, Replanning
 from daf.choosing import Choosing, Terms
-from daf.errors import BudgetError, DivergedError, NonFiniteLossError
+from daf.errors import DivergedError, NonFiniteLossError
 from daf.execution.capture import Capture
 from daf.execution.gradient_step import Before, GradientStep
-from daf.execution.microbatch import LossFunction, batch_bytes, batch_size
+from daf.execution.microbatch import LossFunction, batch_size
 from daf.execution.release import GradientRelease, ReleaseMode, release_refusal
 from daf.measuring import Measuring
 from daf.memory import compiler, measure
 from daf.memory.keeper import MemoryKeeper
-from daf.memory.recycling import unsupported_reason
 from daf.model_bytes import parameter_bytes
 from daf.noise import NoiseRecord
 from daf.noise_control import NoiseControl
 from daf.plan import Method, Plan
-from daf.planning import planner
 from daf.planning.options import Allowed
 from daf.planning.widths import is_lossy
 from daf.profile import Profile
@@ -51,15 +47,13 @@ from daf.profiler import Profiler
 from daf.retracing import Retracing
 from daf.sensing import Sensing
 from daf.sensitivity.result import Sensitivity
+from daf.steering import Means, Steering
+from daf.step_counts import StepCounts
 from daf.step_report import StepReport
 from daf.store.default import make_store
 from daf.store.spill import SpillOptions
 from daf.trials import Ran
 from daf.units import parse_optional_bytes
-
-# What PyTorch's kernels of another plan leave in the process for good: 4 MB beyond a budget were
-# seen. A plan that is only tried is refused that memory, and the one before goes on.
-NEW_OPERATORS_BYTES = 8 * 2**20
 
 
 class Session:
@@ -142,10 +136,6 @@ class Session:
         self.model = model
         self.optimizer = optimizer
         self.floor_bytes = floor_bytes or measure.resident_bytes() - parameter_bytes(model)
-        self.predicted_peak_bytes: int | None = None
-        self.saved_bytes_plain = 0
-        self.saved_bytes_peak = 0
-        self.evicted_bytes = 0
         self._fixed_policy = fixed_policy(bits, fused=fused, has_budget=budget is not None)
         self._seed = seed
         self._spill = spill
@@ -164,21 +154,26 @@ class Session:
         sensing = Sensing(model, self._keeper, seed, known=known, is_on=bool(sensitivity))
         self._noise = NoiseControl(sensing, self._choosing, self._capture, tolerance)
         self._retracing = Retracing(model, optimizer, retrace)
-        self._step_index = 0
-        self._planned_for_bytes = 0
-        self._uncut_examples = 0  # of the largest batch so far, where no plan cuts any
-        self._peak_bytes = 0
+        self._counts = StepCounts(self._capture)
         self._adapting = Adapting(budget, self._keeper, self._capture.release_scratch)
         self._attempts = Attempts(gradient, optimizer, self._capture, self._keeper, self._adapting)
         self._measuring = Measuring(
             lambda: Profiler(
                 *(model, optimizer, self._capture, self._keeper, self.floor_bytes),
-                begin_peak=self._begin_peak,
+                begin_peak=self._counts.begin_peak,
             ),
             allow_split=allow_batchnorm_split,
             spill=spill,
         )
-        self._planned_budget_bytes = self.budget_bytes
+        means = Means(
+            self._choosing,
+            self._measuring,
+            self._noise,
+            self._keeper,
+            self._adapting,
+            self._allowed,
+        )
+        self._steering = Steering(model, self._fixed_policy, means)
         if self.budget_bytes is not None:
             refuse_gpu(model)
         measure.reset_peak()
@@ -245,7 +240,27 @@ class Session:
     @property
     def peak_bytes(self) -> int:
         """The process's highest memory since the session began (bytes)."""
-        return max(self._peak_bytes, measure.peak_bytes())
+        return self._counts.peak_bytes
+
+    @property
+    def predicted_peak_bytes(self) -> int | None:
+        """The highest peak that was foretold of a plan; None before ``prepare``."""
+        return self._steering.predicted_peak_bytes
+
+    @property
+    def saved_bytes_plain(self) -> int:
+        """What plain PyTorch would have saved for backward at its peak."""
+        return self._counts.saved_bytes_plain
+
+    @property
+    def saved_bytes_peak(self) -> int:
+        """What was held for backward at the peak instead."""
+        return self._counts.saved_bytes_peak
+
+    @property
+    def evicted_bytes(self) -> int:
+        """Planes of codes that were given up so far."""
+        return self._counts.evicted_bytes
 
     @property
     def pool_bytes(self) -> int | None:
@@ -320,43 +335,7 @@ class Session:
         Raises:
             BudgetError: no plan fits; ``least_bytes`` is the least budget that would.
         """
-        if self.plan is not None:
-            return self.plan
-        if self.budget_bytes is None:
-            return self._without_budget(batch)
-        refuse_without_room(self.model, self.budget_bytes)
-        planner.warm_up()
-        self._planned_for_bytes = batch_bytes(batch)
-        budget_bytes = self._planned_budget_bytes = self.budget_bytes
-        self._keeper.open()
-        with self._keeper.unbounded():
-            profile, fused = self._measuring.profiles(
-                batch, loss_fn, budget_bytes, on_progress, can_fuse=self._choosing.can_fuse
-            )
-        self._choosing.terms = self._choosing.terms._replace(allowed=self._allowed())
-        try:
-            self._keeper.bound(budget_bytes, budget_bytes)
-            self._adapting.watch()
-            weigh = partial(
-                self._noise.weigh, batch=batch, loss_fn=loss_fn, budget_bytes=budget_bytes
-            )
-            plan = self._choosing.begin(profile, budget_bytes, fused, weigh)
-        except BudgetError:
-            self._keeper.close()
-            raise
-        self._keeper.flush()  # what planning held
-        return self._adopt(plan)
-
-    def _without_budget(self, batch: Any) -> Plan:
-        self._uncut_examples = batch_size(batch)
-        self.plan = Plan(
-            self._noise.with_weights(self._fixed_policy),
-            self._uncut_examples,
-            predicted_peak_bytes=0,
-            return_freed_blocks=False,
-            reason="no budget was given",
-        )
-        return self.plan
+        return self._steering.prepare(batch, loss_fn, on_progress)
 
     def least_feasible_bytes(self) -> int | None:
         """The least budget that any plan fits, as far as is known; None before ``prepare``."""
@@ -380,17 +359,16 @@ class Session:
             DivergedError: ``retrace`` was asked for, and the run diverges again or codes cannot
                 be wider.
         """
-        running = self._plan_for(batch, loss_fn)
-        self._begin_peak()
+        running = self._steering.plan_for(batch, loss_fn)
+        self._counts.begin_peak()
         start_s = time.perf_counter()
         loss, running, has_diverged = self._run_watched(batch, loss_fn, running)
         if has_diverged:
             return self._go_back(loss, running, 1000 * (time.perf_counter() - start_s))
         self._update(running)
         step_ms = 1000 * (time.perf_counter() - start_s)
-        peak_bytes = self._end_peak()
-        self._count(batch)
-        self._learn(running, step_ms, peak_bytes, batch)
+        peak_bytes = self._counts.end_peak()
+        self._count(batch, running, step_ms, peak_bytes)
         report = StepReport(
             loss,
             step_ms,
@@ -402,20 +380,10 @@ class Session:
             self._keeper.overrun_bytes,
             self.budget_bytes,
         )
-        step = self._step_index - 1, step_ms
-        noise = self._noise.after_step(batch, loss_fn, running, step, self._planned_budget_bytes)
+        step = self._counts.step_index - 1, step_ms
+        budget_bytes = self._steering.planned_budget_bytes
+        noise = self._noise.after_step(batch, loss_fn, running, step, budget_bytes)
         return replace(report, **noise._asdict())
-
-    def _plan_for(self, batch: Any, loss_fn: LossFunction) -> Plan:
-        """What the step that begins now runs under, made anew where budget or batch ask for it."""
-        self._follow_budget(self._adapting.begin_step())
-        if self.budget_bytes is not None and batch_bytes(batch) > self._planned_for_bytes:
-            self._choosing.forget()
-        self._choosing.between_steps()
-        plan = self._adopt(self.plan or self.prepare(batch, loss_fn))
-        is_new = self._choosing.trials.is_trying_another
-        self._keeper.spare_more_bytes = NEW_OPERATORS_BYTES if is_new else 0
-        return self._whole(self._choosing.running or plan, batch)
 
     def _update(self, running: Plan) -> None:
         """The optimizer's part of a step."""
@@ -425,27 +393,13 @@ class Session:
             compiler.step(self.optimizer)
             self._retracing.save_if_good()
 
-    def _learn(self, running: Plan, step_ms: float, peak_bytes: int, batch: Any) -> None:
-        """What a step that ended says of its plan."""
-        if self._keeper.overrun_bytes:
-            self._tighter(running)
-        elif self._choosing.first is not None:
-            self._settle(peak_bytes)
-        else:
-            share = batch_bytes(batch) / max(1, self._planned_for_bytes)
-            ran = Ran(step_ms, self._capture.stats.held_peak_bytes)
-            self._choosing.note_step(running, ran, share)
-        self._count_held()
-
-    def _whole(self, plan: Plan, batch: Any) -> Plan:
-        """Where nothing was planned no batch is cut, however much larger than the first."""
-        examples = batch_size(batch)
-        is_uncut = self.budget_bytes is None and plan.micro_batch == self._uncut_examples
-        if not is_uncut or examples <= self._uncut_examples:
-            return plan
-        self._uncut_examples = examples
-        self.plan = replace(plan, micro_batch=examples)
-        return self.plan
+    def _count(self, batch: Any, running: Plan, step_ms: float, peak_bytes: int) -> None:
+        """What a step that ended took and held, and says of its plan."""
+        part = self.plan.micro_batch if self.plan else 1
+        self._counts.note_step(batch_size(batch) / part)
+        ran = Ran(step_ms, self._capture.stats.held_peak_bytes)
+        self._steering.learn(running, ran, peak_bytes, batch)
+        self._counts.note_held(self._choosing.trials)
 
     def _run_watched(
         self, batch: Any, loss_fn: LossFunction, plan: Plan
@@ -461,7 +415,7 @@ class Session:
 
     def _has_diverged(self, loss: float, running: Plan) -> bool:
         """Only what codes may have caused is watched: exact runs are the user's own."""
-        return is_lossy(running.policy) and self._retracing.note(self._step_index, loss)
+        return is_lossy(running.policy) and self._retracing.note(self._counts.step_index, loss)
 
     def _go_back(self, loss: float, running: Plan, step_ms: float) -> StepReport:
         """To the last good state, with wider codes.
@@ -470,24 +424,24 @@ class Session:
             DivergedError: the budget has no room for any.
         """
         reason = self._retracing.watch.reason
-        if not self._noise.widen(self._planned_budget_bytes):
+        if not self._noise.widen(self._steering.planned_budget_bytes):
             raise DivergedError(
                 f"{reason}; codes of {running.policy.name} cannot be wider here: raise the budget "
                 "or the bits, or lower the learning rate"
             )
         with self._keeper.unbounded():
-            self._step_index = self._retracing.restore()
+            step_index = self._counts.step_index = self._retracing.restore()
         self._noise.tell(
-            f"{reason}; going back to the state after step {self._step_index} with wider codes"
+            f"{reason}; going back to the state after step {step_index} with wider codes"
         )
         return StepReport(
             loss,
             step_ms,
-            self._end_peak(),
+            self._counts.end_peak(),
             self._capture.stats.held_peak_bytes,
             running.micro_batch,
             budget_bytes=self.budget_bytes,
-            retraced_to=self._step_index,
+            retraced_to=step_index,
         )
 
     def explain(self) -> list[dict[str, Any]]:
@@ -496,24 +450,18 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to go on as this one would have (JSON-able)."""
-        chosen = self._choosing.state_dict()
-        counted = {name: getattr(self, attribute) for name, attribute in _COUNTED.items()}
+        counted = self._counts.state_dict() | self._steering.state_dict()
         noise = {"noise": self._noise.state_dict(), "retracing": self._retracing.state_dict()}
-        return chosen | counted | noise | {"peak_bytes": self.peak_bytes}
+        return self._choosing.state_dict() | counted | noise | {"seed": self._seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state_dict``: nothing is measured again; a search begins anew."""
         self._choosing.load_state_dict(state)
-        for name, attribute in _COUNTED.items():
-            setattr(self, attribute, state[name])
-        self._peak_bytes = state["peak_bytes"]
-        self._choosing.terms = self._choosing.terms._replace(allowed=self._allowed())
+        self._seed = state["seed"]
+        self._counts.load_state_dict(state)
         self._noise.load_state_dict(state["noise"])
         self._retracing.load_state_dict(state["retracing"])
-        if self.plan is not None and self.plan.return_freed_blocks:
-            self._keeper.open()
-        if state["was_searching"] and self._planned_budget_bytes is not None:
-            self._choosing.search_again(self._planned_budget_bytes)
+        self._steering.load_state_dict(state)
 
     def _allowed(self) -> Allowed:
         """What this session's execution can carry out."""
@@ -525,109 +473,8 @@ class Session:
             must_release=can_release and self._release.is_demanded,
         )
 
-    def _adopt(self, plan: Plan) -> Plan:
-        """Set in the process what the plan asks for; its prediction stands from now on."""
-        if self.budget_bytes is None:
-            return plan
-        if plan.return_freed_blocks:
-            self._keeper.open()
-        else:
-            self._keeper.close()
-        if self._choosing.evidence is None:
-            known = self.predicted_peak_bytes or 0
-            self.predicted_peak_bytes = max(known, plan.predicted_peak_bytes)
-        return plan
-
-    def _follow_budget(self, budget_bytes: int | None) -> None:
-        """Plan anew if the budget is another one than the plan was made for.
-
-        Raises:
-            BudgetError: no plan can hold it; parameters are untouched.
-        """
-        if budget_bytes == self._planned_budget_bytes or self.plan is None:
-            return
-        self._planned_budget_bytes = budget_bytes
-        if budget_bytes is None or self.profile is None:
-            self._keeper.close()
-            self._choosing.forget()
-            return
-        self._replan(budget_bytes)
-
-    def _replan(self, budget_bytes: int) -> Plan:
-        can_refuse = unsupported_reason() is None
-        return self._adopt(self._choosing.again(budget_bytes, can_refuse=can_refuse))
-
     def _run(self, batch: Any, loss_fn: LossFunction, plan: Plan) -> tuple[float, Plan]:
-        key, before = (self._seed, self._step_index), Before(self.model)
-        replanning = None if self.profile is None else Replanning(self._tighter, self._refusal)
+        key, before = (self._seed, self._counts.step_index), Before(self.model)
+        answers = Replanning(self._steering.tighter, self._steering.refusal)
+        replanning = None if self.profile is None else answers
         return self._attempts.run(batch, loss_fn, plan, key, before, replanning)
-
-    def _tighter(self, plan: Plan) -> Plan | None:
-        """The next tighter plan, adopted; None where none is known.
-
-        Parameters are untouched, so the step can be retried.
-        """
-        if self.profile is None or self.budget_bytes is None:
-            return None
-        self._keeper.spare_more_bytes = 0  # for a plan that is known to fit
-        if self.budget_bytes != self._planned_budget_bytes:  # it moved in mid-step
-            self._planned_budget_bytes = self.budget_bytes
-            moved = self._replan(self.budget_bytes)
-            if moved.predicted_peak_bytes < plan.predicted_peak_bytes:
-                return moved
-        tighter = self._choosing.tighten(plan)
-        self._keeper.flush()  # what planning held
-        return None if tighter is None else self._adopt(tighter)
-
-    def _refusal(self) -> BudgetError:
-        assert self.profile is not None
-        assert self.budget_bytes is not None
-        missing = self.budget_bytes + self._keeper.missing_bytes
-        least = max(self._choosing.least_bytes(), missing)
-        return BudgetError(planner.refusal(self.profile, self.budget_bytes, least), least)
-
-    def _begin_peak(self) -> None:
-        self._peak_bytes = self.peak_bytes
-        measure.reset_peak()
-
-    def _end_peak(self) -> int:
-        peak = measure.peak_bytes()
-        self._peak_bytes = max(self._peak_bytes, peak)
-        return peak
-
-    def _count(self, batch: Any) -> None:
-        self._step_index += 1
-        stats = self._capture.stats
-        part = self.plan.micro_batch if self.plan else 1
-        pieces_of_plain = max(1.0, batch_size(batch) / part)
-        plain = int(stats.plain_peak_bytes * pieces_of_plain)
-        self.saved_bytes_plain = max(self.saved_bytes_plain, plain)
-        self.evicted_bytes += stats.evicted_bytes
-
-    def _count_held(self) -> None:
-        """Of plans that are tried, what the one held for backward that stays."""
-        trials = self._choosing.trials
-        if trials.trial is None:
-            held_bytes = max(self.saved_bytes_peak, self._capture.stats.held_peak_bytes)
-            self.saved_bytes_peak = trials.take_held_bytes() or held_bytes
-
-    def _settle(self, measured_peak_bytes: int) -> None:
-        budget_bytes = self._planned_budget_bytes
-        if budget_bytes is None or budget_bytes != self.budget_bytes:
-            self._choosing.first = None
-            return  # it moved in mid-step; the next one is planned anew
-        self._choosing.settle(measured_peak_bytes, budget_bytes)
-
-
-# What a session's state holds of its own counts.
-_COUNTED = {
-    "seed": "_seed",
-    "step_index": "_step_index",
-    "planned_for_bytes": "_planned_for_bytes",
-    "uncut_examples": "_uncut_examples",
-    "planned_budget_bytes": "_planned_budget_bytes",
-    "predicted_peak_bytes": "predicted_peak_bytes",
-    "saved_bytes_plain": "saved_bytes_plain",
-    "saved_bytes_peak": "saved_bytes_peak",
-    "evicted_bytes": "evicted_bytes",
-}

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import daf.session
+import daf.steering
 from daf import trials
-from daf.execution.observation import unseen
+from daf.execution.observer import unseen
 from daf.memory.recycling import unsupported_reason
 from daf.plan import Plan, Reading
 from daf.planning import planner
@@ -338,7 +338,7 @@ def settled(session: Session) -> list[tuple[Plan, StepReport]]:
 def test_the_best_plans_of_other_kinds_run_and_the_fastest_of_them_stays(
     tries_all: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(daf.session, "NEW_OPERATORS_BYTES", 0)  # so that none is refused
+    monkeypatch.setattr(daf.steering, "NEW_OPERATORS_BYTES", 0)  # so that none is refused
     with prepared(0.3) as session:
         assert not session.is_settled
         ran = settled(session)
@@ -358,7 +358,7 @@ def test_the_best_plans_of_other_kinds_run_and_the_fastest_of_them_stays(
 def test_a_plan_that_is_only_tried_is_refused_more_and_what_it_held_is_forgotten(
     tries_all: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(daf.session, "NEW_OPERATORS_BYTES", 100 * MIB)  # so that all are
+    monkeypatch.setattr(daf.steering, "NEW_OPERATORS_BYTES", 100 * MIB)  # so that all are
     with prepared(0.3) as session:
         ran = settled(session)
         trials_ = session._choosing.trials

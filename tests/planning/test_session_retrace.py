@@ -55,7 +55,7 @@ class Diverging:
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
         loss = F.cross_entropy(model(batch[0]), batch[1])
-        astray = self.session._step_index >= self.at and bits_of(self.session) <= self.narrow
+        astray = self.session._counts.step_index >= self.at and bits_of(self.session) <= self.narrow
         return loss * self.factor if astray else loss
 
 
@@ -115,11 +115,11 @@ def test_the_state_after_going_back_is_the_last_good_one_bit_for_bit(
                 report = session.step(images(index), loss_fn)
                 if report.retraced_to is not None:
                     break
-                after[session._step_index] = everything(session)
+                after[session._counts.step_index] = everything(session)
         assert report is not None
         assert report.retraced_to is not None
         assert report.retraced_to <= 9
-        assert session._step_index == report.retraced_to
+        assert session._counts.step_index == report.retraced_to
         assert_same(everything(session), after[report.retraced_to])
         assert not any(each.grad is not None for each in session.model.parameters())
         assert bits_of(session) == 3

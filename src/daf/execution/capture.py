@@ -48,7 +48,8 @@ from daf.execution.fusing_smooth import SmoothFusion
 from daf.execution.fusion import Fusion
 from daf.execution.held import unpacker
 from daf.execution.microbatch import tensors_in_batch
-from daf.execution.observation import Observer, Watcher, watched
+from daf.execution.observation import Watcher
+from daf.execution.observer import Observer, watched
 from daf.execution.operator_mode import OperatorMode
 from daf.execution.parameter_reads import ParameterReads
 from daf.execution.provenance import Provenance

@@ -1,0 +1,341 @@
+"""Watching one small step: what is saved, read, let go and passed through, moment by moment.
+
+An ``Observer`` is given to ``Capture.step``. A moment begins when an operator
+of the forward pass does, and when backward reads a saved tensor; between two of
+them the peak of what is alive is read from the allocator's account. What is
+found is plain data (``Observation``), from which ``profiler`` makes a Profile.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from daf.execution.accounting import Source, Sources
+from daf.execution.fused_smooth import SmoothHeld
+from daf.execution.held import Held, Kept, Rederived, Saved, is_asking
+from daf.execution.microbatch import tensors_in_batch
+from daf.execution.observation import (
+    NO_CALL,
+    MethodTime,
+    ModuleCall,
+    Observation,
+    Save,
+    SavedTensor,
+    Watcher,
+)
+from daf.memory import account_meter
+from daf.plan import KEEP, Method, Need, Reading, Site, Treatment
+
+_KEPT_ANYWAY = (
+    Need.EXACT,
+    Need.INPUT,
+)  # needs for which only keeping, or a place elsewhere, will do
+
+
+class _Input(NamedTuple):
+    """A tensor that a call was given, and its version then."""
+
+    call: ModuleCall
+    tensor: weakref.ref[Tensor]
+    version: int
+
+    def is_alive(self) -> bool:
+        """Note whether the tensor was changed in place; False once it is gone."""
+        tensor = self.tensor()
+        if tensor is not None and tensor._version != self.version:
+            self.call.replayable = False
+        return tensor is not None and self.call.replayable
+
+
+class _OpenCall(NamedTuple):
+    """A module call that runs: when it began, and what coding had taken by then."""
+
+    place: int
+    start_s: float
+    coding_ms: float
+
+
+def unseen(hook: Callable[..., None]) -> Callable[..., None]:
+    """A hook whose own looks at tensors no function mode takes for the program's."""
+
+    @wraps(hook)
+    def unseen_hook(*arguments: Any, **keywords: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            hook(*arguments, **keywords)
+
+    return unseen_hook
+
+
+class Observer:
+    """Fills one ``Observation``; give it to ``Capture.step``, then call ``finish``."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sources: Sources,
+        examples: int,
+        release_scratch: Callable[[], None],
+    ) -> None:
+        self.found = Observation(examples)
+        self._model = model
+        self._sources = sources
+        self._release_scratch = release_scratch
+        self._meter = account_meter.open_meter()
+        self._gradients = 0
+        self._storages: dict[Source, int] = {}
+        self._watched: dict[Source, list[SavedTensor]] = {}
+        self._ours: dict[Source, weakref.WeakSet[Kept]] = {}
+        self._by_saved: dict[int, SavedTensor] = {}
+        self._references: list[weakref.ref[Saved]] = []
+        self._makers: weakref.WeakKeyDictionary[Any, Site] = weakref.WeakKeyDictionary()
+        self._open_calls: list[_OpenCall] = []
+        self._inputs: list[_Input] = []
+        self._coding_ms = 0.0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around forward and backward: follows module calls and gradients."""
+        handles = list(self._register_hooks())
+        self._meter.begin()
+        start_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.found.step_ms = 1000.0 * (time.perf_counter() - start_s) - self._coding_ms
+            for handle in handles:
+                handle.remove()
+            if self._begun:
+                self._close_moment()
+            self._meter.finish(self.found.peak_bytes)
+            self._end_saves()
+
+    def _register_hooks(self) -> Iterator[Any]:
+        for path, module in self._model.named_modules():
+            if not isinstance(module, torch.jit.ScriptModule):  # its calls cannot be replayed
+                enter = self._entering(path)
+                yield module.register_forward_pre_hook(enter, with_kwargs=True)
+                yield module.register_forward_hook(self._leave, always_call=True)
+        for parameter in self._model.parameters():
+            if parameter.requires_grad:
+                note = self._note_gradient
+                yield parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+
+    def begin_backward(self) -> None:
+        """The forward pass is over, the loss included."""
+        self.found.forward = len(self.found.gradient_bytes)
+
+    # --- what the capture tells -------------------------------------------------------------
+
+    def moment(self) -> None:
+        """A new moment begins; whatever only autograd holds by now died before it."""
+        if self._begun:
+            self._close_moment()
+        self.found.gradient_bytes.append(self._gradients)
+        self._note_deaths()
+        self._inputs = [each for each in self._inputs if each.is_alive()]
+
+    def saved(self, save: Save) -> None:
+        """A tensor was saved; what has no memory of its own that can be seen is passed over."""
+        if not save.sources:
+            return
+        source = save.sources[0]
+        record = SavedTensor(
+            save.site,
+            save.need,
+            save.treatment,
+            self._storages.setdefault(source, len(self._storages)),
+            source.nbytes,
+            save.tensor.nbytes,
+            save.tensor.numel(),
+            save.held_bytes,
+            save.treatable and (save.treatment != KEEP or save.need in _KEPT_ANYWAY),
+            self._parents(save),
+            self._open_calls[-1].place if self._open_calls else NO_CALL,
+            max(0, self._now),
+            beside_bytes=save.beside_bytes,
+            teller=self._makers.get(save.told) if save.told is not None else None,
+        )
+        if save.tells is not None:
+            self._makers[save.tells] = save.site
+        self.found.saves.append(record)
+        if save.ms is not None:
+            self._time(self.found.encode, save.treatment, record.tensor_bytes, save.ms)
+        key = id(save.saved)
+        self._by_saved[key] = record
+        self._references.append(weakref.ref(save.saved, self._released(key, record)))
+        if save.is_over:
+            record.dies = record.saved
+        else:
+            self._watched.setdefault(source, []).append(record)
+        if isinstance(save.held, Kept):
+            self._ours.setdefault(source, weakref.WeakSet()).add(save.held)
+
+    def reading(self, saved: Saved) -> None:
+        """Backward reads a tensor."""
+        record = self._by_saved.get(id(saved))
+        if record is None:
+            return
+        self._release_scratch()  # so that a decoded tensor is alive only as long as it is used
+        self.moment()
+        if record.read < 0:
+            record.read = self._now
+            record.reading = _reading(saved)
+
+    def has_read(self, saved: Saved, ms: float) -> None:
+        """It was read."""
+        record = self._by_saved.get(id(saved))
+        if record is not None and not is_asking():
+            self._time(self.found.decode, record.treatment, record.tensor_bytes, ms)
+
+    # --- moments ----------------------------------------------------------------------------
+
+    @property
+    def _now(self) -> int:
+        return len(self.found.gradient_bytes) - 1
+
+    @property
+    def _begun(self) -> bool:
+        return len(self.found.peak_bytes) < len(self.found.gradient_bytes)
+
+    def _close_moment(self) -> None:
+        self.found.peak_bytes.append(self._meter.take_peak())
+
+    def _note_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._gradients += parameter.grad.nbytes
+
+    def _note_deaths(self) -> None:
+        """Memory that nobody but what we keep refers to any more."""
+        gone = []
+        for source, records in self._watched.items():
+            ours = self._ours.get(source)
+            if source.references() <= (len(ours) if ours else 0):
+                for record in records:
+                    if record.dies < 0:
+                        record.dies = self._now
+                gone.append(source)
+        for source in gone:
+            del self._watched[source]
+
+    def _released(self, key: int, record: SavedTensor) -> Callable[[Any], None]:
+        def note(_reference: Any) -> None:
+            record.released = self._now
+            self._by_saved.pop(key, None)
+
+        return note
+
+    def _end_saves(self) -> None:
+        last = len(self.found.peak_bytes) - 1
+        for record in self.found.saves:
+            record.released = last if record.released < 0 else record.released
+            record.read = record.released if record.read < 0 else record.read
+            record.dies = last + 1 if record.dies < 0 else record.dies
+        self._references.clear()
+        self._by_saved.clear()
+        self._watched.clear()
+        known = {record.storage for record in self.found.saves}
+        for call in self.found.calls:
+            call.inputs = [(s if s in known else -1, nbytes) for s, nbytes in call.inputs]
+
+    # --- codes ------------------------------------------------------------------------------
+
+    def _parents(self, save: Save) -> frozenset[Site] | None:
+        """Sites of the codes that a tensor is the sum of; None where it has its own."""
+        if save.treatment.method is Method.REDERIVE and isinstance(save.held, Rederived):
+            recipe = save.held.recipe
+            if recipe[0].derivation is not None:
+                return None
+            parts = [part for term in recipe for part in (term.code, term.mask) if part]
+            return frozenset(self._makers[part] for part in parts if part in self._makers)
+        for part in _own_codes(save.held):
+            self._makers.setdefault(part, save.site)
+        return None
+
+    def _time(
+        self, times: dict[Method, MethodTime], treatment: Treatment, nbytes: int, ms: float
+    ) -> None:
+        self._coding_ms += ms
+        times.setdefault(treatment.method, MethodTime()).add(nbytes, ms)
+
+    # --- module calls -----------------------------------------------------------------------
+
+    def _entering(self, path: str) -> Callable[..., None]:
+        @unseen
+        def enter(_module: nn.Module, arguments: Any, keywords: Any) -> None:
+            parent = self._open_calls[-1].place if self._open_calls else NO_CALL
+            call = ModuleCall(path, parent, self._now + 1)
+            opened = _OpenCall(len(self.found.calls), time.perf_counter(), self._coding_ms)
+            tensors = list(self._computed((arguments, keywords)))
+            call.inputs = self._numbered(tensors)
+            self._inputs += [_Input(call, weakref.ref(t), t._version) for t in tensors]
+            self._open_calls.append(opened)
+            self.found.calls.append(call)
+
+        return enter
+
+    @unseen
+    def _leave(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        if not self._open_calls:
+            return
+        opened = self._open_calls.pop()
+        call = self.found.calls[opened.place]
+        passed_ms = 1000.0 * (time.perf_counter() - opened.start_s)
+        call.forward_ms = max(0.0, passed_ms - (self._coding_ms - opened.coding_ms))
+        call.last_moment = max(call.first_moment, self._now)
+        call.output_bytes = sum(size for _, size in self._numbered(list(self._computed(output))))
+
+    def _computed(self, nest: Any) -> Iterator[Tensor]:
+        """A nest's tensors, without the model's and the batch's."""
+        for tensor in tensors_in_batch(nest):
+            if tensor.layout is torch.strided and not self._sources.is_external(tensor):
+                yield tensor
+
+    def _numbered(self, tensors: list[Tensor]) -> list[tuple[int, int]]:
+        """The distinct memory behind tensors: its number and its bytes."""
+        sources = dict.fromkeys(self._sources.of(tensor) for tensor in tensors)
+        return [
+            (self._storages.setdefault(source, len(self._storages)), source.nbytes)
+            for source in sources
+        ]
+
+
+def _reading(saved: Saved) -> Reading:
+    """How the operator that unpacks it now goes on to read it."""
+    if not is_asking():
+        return Reading.WHOLE
+    if isinstance(saved.held, SmoothHeld):
+        return Reading.APART
+    return Reading.CHUNKS if isinstance(saved.held, Rederived) else Reading.IN_PLACE
+
+
+def _own_codes(held: Held) -> Iterator[Any]:
+    """The codes and masks that a holding was made with."""
+    code = getattr(held, "code", None)
+    if code is not None:
+        yield code
+    elif isinstance(held, Rederived):
+        yield held.recipe[0].code
+    mask = getattr(held, "mask", None)
+    if mask is not None:
+        yield mask
+
+
+def watched(unpack: Callable[[Saved], Tensor], watcher: Watcher) -> Callable[[Saved], Tensor]:
+    """The hook that autograd calls in backward, under a watcher's eyes."""
+
+    def unpack_watched(saved: Saved) -> Tensor:
+        watcher.reading(saved)
+        start_s = time.perf_counter()
+        tensor = unpack(saved)
+        watcher.has_read(saved, 1000.0 * (time.perf_counter() - start_s))
+        return tensor
+
+    return unpack_watched

@@ -1,0 +1,248 @@
+"""The plan of every step: measured for, adopted, and made anew where something asks for it.
+
+What asks: a first or a larger batch, a budget that moved, memory that was
+refused, a step that took or held other than was foretold. ``Choosing`` knows
+the plans; here they meet the process, whose allocator and limit they set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from daf.adapting import Adapting
+from daf.asked import refuse_without_room
+from daf.choosing import Choosing
+from daf.errors import BudgetError
+from daf.execution.microbatch import LossFunction, batch_bytes, batch_size
+from daf.measuring import Measuring
+from daf.memory.keeper import MemoryKeeper
+from daf.memory.recycling import unsupported_reason
+from daf.noise_control import NoiseControl
+from daf.plan import Plan, Policy
+from daf.planning import planner
+from daf.planning.options import Allowed
+from daf.trials import Ran
+
+# What PyTorch's kernels of another plan leave in the process for good: 4 MB beyond a budget were
+# seen. A plan that is only tried is refused that memory, and the one before goes on.
+NEW_OPERATORS_BYTES = 8 * 2**20
+_KEPT = (
+    "planned_for_bytes",
+    "uncut_examples",
+    "planned_budget_bytes",
+    "predicted_peak_bytes",
+)
+
+
+class Means(NamedTuple):
+    """What plans are made and carried out with."""
+
+    choosing: Choosing
+    measuring: Measuring
+    noise: NoiseControl
+    keeper: MemoryKeeper
+    adapting: Adapting
+    allowed: Callable[[], Allowed]
+
+
+class Steering:
+    """Finds each step's plan.
+
+    ``planned_budget_bytes``: what the plan in force was made for; ``predicted_peak_bytes``: the
+    highest peak that was foretold of a plan, None before the first.
+
+    Args:
+        model: what is trained.
+        fixed_policy: what every step runs under where there is no budget.
+        means: shared with the session.
+    """
+
+    def __init__(self, model: nn.Module, fixed_policy: Policy, means: Means) -> None:
+        self._model = model
+        self._fixed_policy = fixed_policy
+        self._means = means
+        self._choosing = means.choosing
+        self._keeper = means.keeper
+        self.predicted_peak_bytes: int | None = None
+        self.planned_budget_bytes = self._budget_bytes
+        self.planned_for_bytes = 0  # of the batch that was measured
+        self.uncut_examples = 0  # of the largest batch so far, where no plan cuts any
+
+    @property
+    def _budget_bytes(self) -> int | None:
+        return self._means.adapting.budget_bytes
+
+    # --- before a step ----------------------------------------------------------------------
+
+    def prepare(
+        self, batch: Any, loss_fn: LossFunction, on_progress: Callable[[str], None]
+    ) -> Plan:
+        """Profile on this batch and plan, unless that was done.
+
+        Raises:
+            BudgetError: no plan fits; ``least_bytes`` is the least budget that would.
+        """
+        if self._choosing.plan is not None:
+            return self._choosing.plan
+        if self._budget_bytes is None:
+            return self._without_budget(batch)
+        refuse_without_room(self._model, self._budget_bytes)
+        planner.warm_up()
+        self.planned_for_bytes = batch_bytes(batch)
+        budget_bytes = self.planned_budget_bytes = self._budget_bytes
+        self._keeper.open()
+        with self._keeper.unbounded():
+            profile, fused = self._means.measuring.profiles(
+                batch, loss_fn, budget_bytes, on_progress, can_fuse=self._choosing.can_fuse
+            )
+        self.know_what_is_allowed()
+        try:
+            self._keeper.bound(budget_bytes, budget_bytes)
+            self._means.adapting.watch()
+            weigh = partial(
+                self._means.noise.weigh, batch=batch, loss_fn=loss_fn, budget_bytes=budget_bytes
+            )
+            plan = self._choosing.begin(profile, budget_bytes, fused, weigh)
+        except BudgetError:
+            self._keeper.close()
+            raise
+        self._keeper.flush()  # what planning held
+        return self._adopt(plan)
+
+    def know_what_is_allowed(self) -> None:
+        """Plan from now on with what this session's execution can carry out."""
+        self._choosing.terms = self._choosing.terms._replace(allowed=self._means.allowed())
+
+    def plan_for(self, batch: Any, loss_fn: LossFunction) -> Plan:
+        """What the step that begins now runs under.
+
+        Raises:
+            BudgetError: no plan fits; parameters are untouched.
+        """
+        self._follow_budget(self._means.adapting.begin_step())
+        if self._budget_bytes is not None and batch_bytes(batch) > self.planned_for_bytes:
+            self._choosing.forget()
+        self._choosing.between_steps()
+        plan = self._adopt(self.prepare(batch, loss_fn, lambda _: None))
+        is_new = self._choosing.trials.is_trying_another
+        self._keeper.spare_more_bytes = NEW_OPERATORS_BYTES if is_new else 0
+        return self._whole(self._choosing.running or plan, batch)
+
+    def _without_budget(self, batch: Any) -> Plan:
+        self.uncut_examples = batch_size(batch)
+        plan = Plan(
+            self._means.noise.with_weights(self._fixed_policy),
+            self.uncut_examples,
+            predicted_peak_bytes=0,
+            return_freed_blocks=False,
+            reason="no budget was given",
+        )
+        self._choosing.settle_on(plan)
+        return plan
+
+    def _whole(self, plan: Plan, batch: Any) -> Plan:
+        """Where nothing was planned no batch is cut, however much larger than the first."""
+        examples = batch_size(batch)
+        is_uncut = self._budget_bytes is None and plan.micro_batch == self.uncut_examples
+        if not is_uncut or examples <= self.uncut_examples:
+            return plan
+        self.uncut_examples = examples
+        larger = replace(plan, micro_batch=examples)
+        self._choosing.settle_on(larger)
+        return larger
+
+    def _follow_budget(self, budget_bytes: int | None) -> None:
+        """Plan anew if the budget is another one than the plan was made for."""
+        if budget_bytes == self.planned_budget_bytes or self._choosing.plan is None:
+            return
+        self.planned_budget_bytes = budget_bytes
+        if budget_bytes is None or self._choosing.profile is None:
+            self._keeper.close()
+            self._choosing.forget()
+            return
+        self._replan(budget_bytes)
+
+    def _replan(self, budget_bytes: int) -> Plan:
+        can_refuse = unsupported_reason() is None
+        return self._adopt(self._choosing.again(budget_bytes, can_refuse=can_refuse))
+
+    def _adopt(self, plan: Plan) -> Plan:
+        """Set in the process what the plan asks for; its prediction stands from now on."""
+        if self._budget_bytes is None:
+            return plan
+        if plan.return_freed_blocks:
+            self._keeper.open()
+        else:
+            self._keeper.close()
+        if self._choosing.evidence is None:
+            known = self.predicted_peak_bytes or 0
+            self.predicted_peak_bytes = max(known, plan.predicted_peak_bytes)
+        return plan
+
+    # --- in a step --------------------------------------------------------------------------
+
+    def tighter(self, plan: Plan) -> Plan | None:
+        """The next tighter plan, adopted; None where none is known.
+
+        Parameters are untouched, so the step can be retried.
+        """
+        if self._choosing.profile is None or self._budget_bytes is None:
+            return None
+        self._keeper.spare_more_bytes = 0  # for a plan that is known to fit
+        if self._budget_bytes != self.planned_budget_bytes:  # it moved in mid-step
+            self.planned_budget_bytes = self._budget_bytes
+            moved = self._replan(self._budget_bytes)
+            if moved.predicted_peak_bytes < plan.predicted_peak_bytes:
+                return moved
+        tighter = self._choosing.tighten(plan)
+        self._keeper.flush()  # what planning held
+        return None if tighter is None else self._adopt(tighter)
+
+    def refusal(self) -> BudgetError:
+        """That no plan can hold the step."""
+        profile, budget_bytes = self._choosing.profile, self._budget_bytes
+        assert profile is not None
+        assert budget_bytes is not None
+        missing = budget_bytes + self._keeper.missing_bytes
+        least = max(self._choosing.least_bytes(), missing)
+        return BudgetError(planner.refusal(profile, budget_bytes, least), least)
+
+    # --- after a step -----------------------------------------------------------------------
+
+    def learn(self, running: Plan, ran: Ran, peak_bytes: int, batch: Any) -> None:
+        """What a step that ended says of its plan."""
+        if self._keeper.overrun_bytes:
+            self.tighter(running)
+        elif self._choosing.first is not None:
+            self._settle(peak_bytes)
+        else:
+            share = batch_bytes(batch) / max(1, self.planned_for_bytes)
+            self._choosing.note_step(running, ran, share)
+
+    def _settle(self, measured_peak_bytes: int) -> None:
+        budget_bytes = self.planned_budget_bytes
+        if budget_bytes is None or budget_bytes != self._budget_bytes:
+            self._choosing.first = None
+            return  # it moved in mid-step; the next one is planned anew
+        self._choosing.settle(measured_peak_bytes, budget_bytes)
+
+    # --- resuming ---------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able; plans are ``Choosing``'s."""
+        return {name: getattr(self, name) for name in _KEPT}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there; call it when ``Choosing`` has its own."""
+        for name in _KEPT:
+            setattr(self, name, state[name])
+        self.know_what_is_allowed()
+        if self._choosing.plan is not None and self._choosing.plan.return_freed_blocks:
+            self._keeper.open()
+        if state["was_searching"] and self.planned_budget_bytes is not None:
+            self._choosing.search_again(self.planned_budget_bytes)

@@ -1,0 +1,66 @@
+"""What a session's steps took and held: the counts that its reports and its state tell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from daf.execution.capture import Capture
+from daf.memory import measure
+from daf.trials import Trials
+
+_KEPT = ("step_index", "saved_bytes_plain", "saved_bytes_peak", "evicted_bytes")
+
+
+class StepCounts:
+    """Counts of all steps since a session, or the one that it resumes, began (bytes).
+
+    ``saved_bytes_plain``: what plain PyTorch would have saved for the whole batch at its peak;
+    ``saved_bytes_peak``: what was held instead; ``evicted_bytes``: planes that were given up.
+    """
+
+    def __init__(self, capture: Capture) -> None:
+        self._capture = capture
+        self.step_index = 0
+        self.saved_bytes_plain = 0
+        self.saved_bytes_peak = 0
+        self.evicted_bytes = 0
+        self._peak_bytes = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """The process's highest memory."""
+        return max(self._peak_bytes, measure.peak_bytes())
+
+    def begin_peak(self) -> None:
+        """From now on the process's peak is a step's own."""
+        self._peak_bytes = self.peak_bytes
+        measure.reset_peak()
+
+    def end_peak(self) -> int:
+        """The peak since ``begin_peak``."""
+        peak = measure.peak_bytes()
+        self._peak_bytes = max(self._peak_bytes, peak)
+        return peak
+
+    def note_step(self, pieces: float) -> None:
+        """One more, of so many pieces, ended."""
+        self.step_index += 1
+        plain = int(self._capture.stats.plain_peak_bytes * max(1.0, pieces))
+        self.saved_bytes_plain = max(self.saved_bytes_plain, plain)
+        self.evicted_bytes += self._capture.stats.evicted_bytes
+
+    def note_held(self, trials: Trials) -> None:
+        """Of plans that are tried, what the one held for backward that stays."""
+        if trials.trial is None:
+            held_bytes = max(self.saved_bytes_peak, self._capture.stats.held_peak_bytes)
+            self.saved_bytes_peak = trials.take_held_bytes() or held_bytes
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {name: getattr(self, name) for name in _KEPT} | {"peak_bytes": self.peak_bytes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Count on from there."""
+        for name in _KEPT:
+            setattr(self, name, state[name])
+        self._peak_bytes = state["peak_bytes"]
