@@ -2,7 +2,7 @@
 
 The reduction micro-benchmark of DAF (arXiv 2507.07149): the least and greatest value of a tensor,
 or of its channels, by a tree, by atomics alone and by both (*hybrid reduction*).
-On a CUDA device the strategies are Triton's, of whole tensors, and times are those
+On a CUDA device the strategies are Triton's, and times are those
 of events; else they are the native ones of the processor. CUB is reached through CuPy where that
 can be imported. Contestants take turns; rows are medians. Every strategy gives the
 same bits; one that does not ends the benchmark.
@@ -76,8 +76,6 @@ def run(job: ReduceJob, on_progress: Progress = lambda _: None) -> BenchResult:
     chooser = Chooser(_device_name(device), STRATEGIES)
     rows = []
     for shape in job.shapes:
-        if shape.channels > 1 and device.type == "cuda":
-            continue  # the kernels of a GPU take whole tensors
         on_progress(str(shape))
         values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
         rows.append(_row(values, job.rounds, chooser))
@@ -183,17 +181,18 @@ def _native(values: Tensor, strategy: RangeStrategy) -> Callable[[], Tensor]:
 def _on_gpu(values: Tensor) -> dict[str, Callable[[], tuple[Tensor, Tensor]]]:
     from daf.kernels import gpu_reduce  # needs triton, which processors alone do not
 
-    flat = values.view(-1)
+    flat, (_, channels, inner) = values.view(-1), values.shape
 
     def by(strategy: RangeStrategy) -> Callable[[], tuple[Tensor, Tensor]]:
-        return lambda: gpu_reduce.measure_ranges(flat, strategy)
+        return lambda: gpu_reduce.measure_ranges(flat, strategy, channels, inner)
 
     return {strategy.name.lower(): by(strategy) for strategy in RangeStrategy}
 
 
 def _cub(values: Tensor) -> dict[str, Work]:
-    """CUB's device reduction through CuPy: the least, then the greatest."""
-    if values.device.type != "cuda" or find_spec("cupy") is None:
+    """CUB's device reduction of whole tensors through CuPy: the least, then the greatest."""
+    is_whole = values.shape[1] == 1
+    if values.device.type != "cuda" or not is_whole or find_spec("cupy") is None:
         return {}
     import cupy
 
@@ -229,8 +228,7 @@ def figures_of(rows: list[dict[str, Any]]) -> dict[str, float]:
     ]
     if all(rule is not None for _, rule, _ in ruled):
         figures["rule_worst_vs_best"] = max(found[rule] / least for found, rule, least in ruled)
-    if all(CUB in found for found in times):
-        ratios = [found[CHOSEN] / found[CUB] for found in times]
+    if ratios := [found[CHOSEN] / found[CUB] for found in times if CUB in found]:
         figures |= {"worst_vs_cub": max(ratios), "best_vs_cub": min(ratios)}
     return figures
 

@@ -21,9 +21,11 @@ def draw_reduce(rows: list[dict[str, Any]], path: Path) -> None:
         times = [row["microseconds"] for row in rows]
         axes.bar(places, [each[name] / each["torch"] for each in times], color=colour, label=name)
     axes.axhline(1.0, color="#6d7a86", linewidth=1, label="PyTorch")
-    if all("cub" in row["microseconds"] for row in rows):
-        heights = [row["microseconds"]["cub"] / row["microseconds"]["torch"] for row in rows]
-        axes.plot([5 * i + 1.5 for i in range(len(rows))], heights, "kx", label="CUB")
+    cub = {place: row["microseconds"] for place, row in enumerate(rows)}
+    cub = {place: times for place, times in cub.items() if "cub" in times}
+    if cub:
+        heights = [times["cub"] / times["torch"] for times in cub.values()]
+        axes.plot([5 * place + 1.5 for place in cub], heights, "kx", label="CUB")
     axes.set_xticks([5 * index + 1.5 for index in range(len(rows))], [_name(row) for row in rows])
     axes.tick_params(axis="x", labelsize=8, rotation=40)
     axes.set_yscale("log")

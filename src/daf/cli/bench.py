@@ -15,6 +15,7 @@ from daf.bench import allocator as allocator_bench
 from daf.bench import gradients as gradients_bench
 from daf.bench import kernels as kernels_bench
 from daf.bench import operators as operators_bench
+from daf.bench import pack as pack_bench
 from daf.bench import pool as pool_bench
 from daf.bench import pressure as pressure_bench
 from daf.bench import reduce as reduce_bench
@@ -23,6 +24,7 @@ from daf.bench import sweep as sweep_bench
 from daf.bench.accuracy_picture import draw_curves
 from daf.bench.kernels_picture import draw_roofline
 from daf.bench.operators_picture import draw_waterfall
+from daf.bench.pack_picture import draw_pack
 from daf.bench.pool_picture import draw_times
 from daf.bench.pressure_picture import draw_pressure
 from daf.bench.reduce_picture import draw_reduce
@@ -310,6 +312,19 @@ def accuracy_command(
         result = accuracy_bench.run(job, rows, on_progress=status.update)
     if picture is not None:
         draw_curves(result.rows, accuracy_bench.metrics_of(job), picture)
+    show(result, as_json=as_json)
+
+
+@app.command("pack")
+def pack_command(
+    picture: PictureOption = None, quick: QuickOption = False, as_json: JsonOption = False
+) -> None:
+    """Pack beside a GPU's forward pass: by the GPU, by the processor, and by both."""
+    job = pack_bench.quick_job() if quick else pack_bench.PackJob()
+    with Console(stderr=True).status("starting") as status:
+        result = pack_bench.run(job, on_progress=status.update)
+    if picture is not None:
+        draw_pack(result.rows, picture)
     show(result, as_json=as_json)
 
 

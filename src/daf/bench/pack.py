@@ -1,0 +1,314 @@
+"""``daf bench pack``: codes made by the GPU, by the processor, and by both, beside a forward pass.
+
+What ResNet-18 saves in forward becomes codes on the host, and is decoded on the
+GPU in backward. Three ways take turns with a pass that saves plainly: the GPU packs everything
+and codes travel; raw data travel and the processor packs; and the split of
+``execution.collaborate`` by rates that were measured first. ``exposed_ms`` is by how much
+a forward pass and all packing take longer than the pass alone: 0 is hidden.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from daf.bench.result import BenchResult
+from daf.errors import PlatformError
+from daf.execution.collaborate import Rates, Route, Saved, Timeline, simulate, split
+from daf.execution.packing import Device, Packer, TritonDevice, code_bytes, encode_on_host
+from daf.plan import Method, Treatment
+from daf.store.layout import is_dense
+from daf.training.models.resnet import resnet18
+
+Progress = Callable[[str], None]
+GPU, CPU, BOTH = "GPU alone", "processor alone", "collaborative"
+LEAST_BYTES = 2**20  # smaller tensors stay where they are
+STAGING_SHARE = 0.25  # of all codes, fetched and not decoded yet
+_TRIES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class PackJob:
+    """What is run."""
+
+    batch: int = 256
+    image: int = 32
+    bits: int = 2
+    rounds: int = 9
+    device: str = "cuda"
+
+
+def quick_job() -> PackJob:
+    """The same in seconds."""
+    return PackJob(batch=64, rounds=3)
+
+
+class Bed(Protocol):
+    """A device under measurement."""
+
+    @property
+    def device(self) -> Device:
+        """Packs and unpacks."""
+
+    @property
+    def place(self) -> torch.device:
+        """Where tensors are."""
+
+    def finish(self) -> None:
+        """Wait for all that was asked of it."""
+
+
+class CudaBed:
+    """One CUDA (or ROCm) device.
+
+    Raises:
+        PlatformError: there is none.
+    """
+
+    def __init__(self, place: torch.device) -> None:
+        if place.type != "cuda" or not torch.cuda.is_available():
+            raise PlatformError(
+                f"asked to pack beside {place}, found no CUDA device; on a processor alone, "
+                "`daf bench packing` measures what packing costs"
+            )
+        self.place = place
+        self.device: Device = TritonDevice(place)
+
+    def finish(self) -> None:
+        """Wait for all streams."""
+        torch.cuda.synchronize(self.place)
+
+
+def run(
+    job: PackJob, on_progress: Progress = lambda _: None, bed: Bed | None = None
+) -> BenchResult:
+    """Measure rates, plan the split, and take turns; rows have the model's timeline too.
+
+    Raises:
+        PlatformError: there is no such device.
+    """
+    bed = bed or CudaBed(torch.device(job.device))
+    treatment = Treatment(Method.ROTATED, job.bits)
+    step = _Step(job, bed, treatment)
+    on_progress("what is saved when")
+    saved, forward_ms = step.observed()
+    on_progress("rates")
+    rates = measured_rates(bed, treatment, max(each.raw_bytes for each in saved))
+    plans = planned(saved, rates, forward_ms)
+    taken: dict[str, list[_Times]] = {name: [] for name in plans}
+    plain = []
+    for turn in range(job.rounds):
+        on_progress(f"round {turn + 1} of {job.rounds}")
+        plain.append(step.timed(None))
+        for name, plan in plans.items():
+            taken[name].append(step.timed(plan.routes))
+    base = _median(plain)
+    raw_bytes = sum(each.raw_bytes for each in saved)
+    rows = [
+        {"part": "pack", "way": name, "raw_bytes": raw_bytes}
+        | _row(plans[name], _median(found), base)
+        for name, found in taken.items()
+    ]
+    return BenchResult("pack", rows, _figures(rows), _notes(job, bed, rates, saved))
+
+
+def planned(saved: Sequence[Saved], rates: Rates, forward_ms: float) -> dict[str, Timeline]:
+    """Every way's timeline on the model, by the rates."""
+    alone = {GPU: Route.GPU_PACKS, CPU: Route.CPU_PACKS}
+    found = {
+        name: simulate(saved, [route] * len(saved), rates, forward_ms)
+        for name, route in alone.items()
+    }
+    return found | {BOTH: split(saved, rates, forward_ms)}
+
+
+def measured_rates(bed: Bed, treatment: Treatment, nbytes: int) -> Rates:
+    """Raw bytes a millisecond: packed there, packed on the host, and copied to the host."""
+    there = torch.randn(nbytes // 4, device=bed.place)
+    transfers = bed.device.transfers
+
+    def copied() -> Tensor:
+        copy, ticket = transfers.out(there)
+        while not transfers.is_done(ticket):
+            time.sleep(0.0)
+        return copy
+
+    here = copied()
+    found = (
+        _fastest_ms(lambda: bed.device.encode(there, treatment, 0), bed),
+        _fastest_ms(lambda: encode_on_host(here, treatment, 0), bed),
+        _fastest_ms(copied, bed),
+    )
+    gpu_pack, cpu_pack, link = (there.nbytes / ms for ms in found)
+    return Rates(gpu_pack=gpu_pack, cpu_pack=cpu_pack, link=link)
+
+
+def _fastest_ms(work: Callable[[], object], bed: Bed) -> float:
+    """The fastest of a few: whatever disturbs only makes it longer. The first one compiles."""
+    taken = []
+    for _ in range(_TRIES):
+        bed.finish()
+        start_s = time.perf_counter()
+        work()
+        bed.finish()
+        taken.append(1000.0 * (time.perf_counter() - start_s))
+    return min(taken)
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """Of one step (ms): forward with all packing done, and backward."""
+
+    packed_ms: float
+    backward_ms: float
+    code_bytes: int
+
+
+def _median(found: Sequence[_Times]) -> _Times:
+    return _Times(
+        statistics.median(each.packed_ms for each in found),
+        statistics.median(each.backward_ms for each in found),
+        found[-1].code_bytes,
+    )
+
+
+class _Step:
+    """Forward and backward of the model, with a way to save."""
+
+    def __init__(self, job: PackJob, bed: Bed, treatment: Treatment) -> None:
+        torch.manual_seed(0)
+        self._bed = bed
+        self._treatment = treatment
+        self._model: nn.Module = resnet18(10).to(bed.place)
+        self._images = torch.randn(job.batch, 3, job.image, job.image, device=bed.place)
+        self._staging_bytes = 0
+
+    def observed(self) -> tuple[list[Saved], float]:
+        """Every large tensor that is saved, when it was there, and the forward pass's time (ms).
+
+        The device is waited for at every save, so the pass's own time is taken without.
+        """
+        saved: list[Saved] = []
+        start_s = 0.0
+
+        def note(tensor: Tensor) -> Tensor:
+            if is_packed(tensor):
+                self._bed.finish()
+                ready_ms = 1000.0 * (time.perf_counter() - start_s)
+                coded = code_bytes(tensor.numel(), self._treatment.bits)
+                saved.append(Saved(ready_ms, tensor.nbytes, coded))
+            return tensor
+
+        for _ in range(2):  # the first one loads kernels
+            self._bed.finish()
+            saved.clear()
+            start_s = time.perf_counter()
+            with saved_tensors_hooks(note, lambda tensor: tensor):
+                self._loss().backward()  # type: ignore[no-untyped-call]
+        coded = [each.code_bytes for each in saved]
+        self._staging_bytes = max(*coded, int(STAGING_SHARE * sum(coded)))
+        times = [self.timed(None) for _ in range(_TRIES)]
+        return saved, min(each.packed_ms for each in times)
+
+    def _loss(self) -> Tensor:
+        result: Tensor = self._model(self._images)
+        return result.square().mean()
+
+    def timed(self, routes: Sequence[Route] | None) -> _Times:
+        """One step, its tensors on these routes, or None: kept where they are."""
+        self._model.zero_grad()
+        self._bed.finish()
+        start_s = time.perf_counter()
+        if routes is None:
+            return self._backward(self._loss(), start_s, 0)
+        with Packer(self._bed.device, self._treatment, 0, self._staging_bytes) as packer:
+            with saved_tensors_hooks(*_hooks(packer, routes)):
+                loss = self._loss()
+            return self._backward(loss, start_s, packer.wait_until_packed())
+
+    def _backward(self, loss: Tensor, start_s: float, coded: int) -> _Times:
+        self._bed.finish()
+        middle_s = time.perf_counter()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._bed.finish()
+        return _Times(
+            1000.0 * (middle_s - start_s), 1000.0 * (time.perf_counter() - middle_s), coded
+        )
+
+
+def is_packed(tensor: Tensor) -> bool:
+    """Large, dense, computed float32: what travels."""
+    is_large = tensor.dtype is torch.float32 and tensor.nbytes >= LEAST_BYTES
+    return is_large and is_dense(tensor) and not isinstance(tensor, nn.Parameter)
+
+
+def _hooks(
+    packer: Packer, routes: Sequence[Route]
+) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    """What autograd calls: the n-th large tensor goes the n-th way."""
+
+    ways = iter(routes)
+
+    def pack(tensor: Tensor) -> Any:
+        if not is_packed(tensor):
+            return tensor
+        return packer.save(tensor, next(ways)), tensor.shape, tensor.stride(), tensor.device
+
+    def unpack(held: Any) -> Tensor:
+        if isinstance(held, Tensor):
+            return held
+        index, shape, stride, device = held
+        out = torch.empty_strided(shape, stride, device=device)
+        packer.restore(index, out)
+        return out
+
+    return pack, unpack
+
+
+def _row(plan: Timeline, found: _Times, plain: _Times) -> dict[str, Any]:
+    return {
+        "gpu_packs": sum(route is Route.GPU_PACKS for route in plan.routes),
+        "cpu_packs": sum(route is Route.CPU_PACKS for route in plan.routes),
+        "plain_forward_ms": plain.packed_ms,
+        "packed_ms": found.packed_ms,
+        "exposed_ms": max(0.0, found.packed_ms - plain.packed_ms),
+        "predicted_exposed_ms": plan.exposed_ms,
+        "backward_ratio": found.backward_ms / plain.backward_ms,
+        "code_bytes": found.code_bytes,
+        "timeline": [job._asdict() for job in plan.jobs],
+    }
+
+
+def _figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    exposed = {row["way"]: row["exposed_ms"] for row in rows}
+    alone = min(exposed[GPU], exposed[CPU])
+    both = next(row for row in rows if row["way"] == BOTH)
+    return {
+        "exposed_ms": exposed[BOTH],
+        "exposed_share_of_forward": exposed[BOTH] / both["plain_forward_ms"],
+        "exposed_ms_of_better_alone": alone,
+        "backward_ratio": both["backward_ratio"],
+    }
+
+
+def _notes(job: PackJob, bed: Bed, rates: Rates, saved: Sequence[Saved]) -> tuple[str, ...]:
+    is_gpu = bed.place.type == "cuda"
+    name = torch.cuda.get_device_name(bed.place) if is_gpu else str(bed.place)
+    raw = sum(each.raw_bytes for each in saved)
+    speeds = ", ".join(
+        f"{what} {getattr(rates, what) / 1e6:.1f} GB/s" for what in ("gpu_pack", "cpu_pack", "link")
+    )
+    return (
+        f"ResNet-18, batch {job.batch}, {job.image}², {job.bits} bits; {len(saved)} tensors of "
+        f"{raw / 1e6:.0f} MB; device: {name}; medians of {job.rounds} rounds in turn",
+        f"measured first: {speeds}",
+        "exposed_ms: forward and all packing, less the forward pass alone; predicted: by the model "
+        "that chose the split; the timeline is that model's",
+    )

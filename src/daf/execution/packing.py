@@ -1,0 +1,242 @@
+"""Saved tensors that become codes on the host and come back, beside the computation.
+
+Forward gives every tensor to :meth:`Packer.save` with the :class:`Route` that
+``collaborate.split`` chose for it: the device packs and codes travel, or raw data
+travel and a thread of the processor packs them. Both write the same bytes, so
+that backward does not care: :meth:`Packer.restore` decodes on the device what
+was fetched in reverse order, each as early as the staging area has room.
+
+What it needs of a device is a :class:`Device`; :class:`TritonDevice` is a GPU.
+After DAF (arXiv 2507.07149, collaborative packing through a unified layout).
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from daf.errors import CodecError
+from daf.execution.collaborate import Job, Prefetcher, Route
+from daf.execution.transfers import CudaTransfers, Transfers
+from daf.kernels import block_count, cpu, header_bytes, plane_bytes, words_per_plane
+from daf.plan import Treatment
+from daf.store.codec import element_type
+
+_ASK_AGAIN_S = 0.0002
+
+
+class Codes(NamedTuple):
+    """Planes (bits, words) and headers (blocks,) of one tensor, int32, flat."""
+
+    planes: Tensor
+    headers: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both."""
+        return self.planes.nbytes + self.headers.nbytes
+
+
+class Device(Protocol):
+    """Where tensors are computed, and what packs and unpacks them there."""
+
+    @property
+    def transfers(self) -> Transfers:
+        """Copies to the host and back."""
+
+    def encode(self, tensor: Tensor, treatment: Treatment, key: int) -> Codes:
+        """Codes of a dense tensor, on the device."""
+
+    def decode(self, codes: Codes, treatment: Treatment, key: int, out: Tensor) -> None:
+        """Write a dense tensor from codes on the device."""
+
+
+class TritonDevice:
+    """A GPU, by Triton's kernels.
+
+    Raises:
+        PlatformError: there is no such device.
+        KernelError: Triton is not installed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        from daf.kernels import gpu, gpu_planes  # needs triton, which processors alone do not
+
+        self.transfers: Transfers = CudaTransfers(device)
+        self._gpu = gpu
+        self._planes = gpu_planes
+
+    def encode(self, tensor: Tensor, treatment: Treatment, key: int) -> Codes:
+        """On the current stream."""
+        codes = empty_codes(tensor.numel(), treatment.bits, tensor.device)
+        planes = self._planes.flat_planes(*codes, tensor.numel(), treatment.bits)
+        self._gpu.encode_rotated(in_memory_order(tensor), planes, treatment.rounds, key)
+        return codes
+
+    def decode(self, codes: Codes, treatment: Treatment, key: int, out: Tensor) -> None:
+        """On the current stream."""
+        planes = self._planes.flat_planes(*codes, out.numel(), treatment.bits)
+        self._gpu.decode_rotated(planes, treatment.rounds, key, in_memory_order(out))
+
+
+@dataclass(slots=True)
+class _Parcel:
+    """One tensor on its way: its codes on the host when ``packed`` is done, then fetched."""
+
+    key: int
+    nbytes: int
+    packed: Future[Codes]
+    fetched: tuple[Codes, list[Any]] | None = None
+
+
+class Packer:
+    """Packs the tensors of one forward pass, and brings them back in its backward pass.
+
+    ``jobs`` tells when the processor packed what (ms since ``begin``), for the timeline.
+
+    Args:
+        device: where the tensors are.
+        treatment: *rotated*, the same for all.
+        key: names the run in the codes' random rotations.
+        staging_bytes: the most that fetched codes may hold on the device.
+    """
+
+    def __init__(self, device: Device, treatment: Treatment, key: int, staging_bytes: int) -> None:
+        if not treatment.is_code:
+            raise CodecError(f"asked to pack by {treatment.method}; use rotated")
+        self._device = device
+        self._treatment = treatment
+        self._key = key
+        self._staging_bytes = staging_bytes
+        self._parcels: list[_Parcel] = []
+        self._prefetcher: Prefetcher | None = None
+        self._processor = ThreadPoolExecutor(1, thread_name_prefix="daf-pack")
+        self._begin_s = time.perf_counter()
+        self.jobs: list[Job] = []
+
+    def __enter__(self) -> Packer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._processor.shutdown(wait=True, cancel_futures=True)
+
+    # --- forward ----------------------------------------------------------------------------
+
+    def save(self, tensor: Tensor, route: Route) -> int:
+        """Send a dense float tensor on its way; returns the number to restore it by."""
+        index, transfers = len(self._parcels), self._device.transfers
+        key = self._key + index
+        if route is Route.GPU_PACKS:
+            codes = self._device.encode(tensor, self._treatment, key)
+            sent = [transfers.out(part) for part in codes]
+            packed = self._processor.submit(self._arrived, sent)
+        else:
+            raw = transfers.out(in_memory_order(tensor))
+            packed = self._processor.submit(self._packed, index, raw, key)
+        nbytes = code_bytes(tensor.numel(), self._treatment.bits)
+        self._parcels.append(_Parcel(key, nbytes, packed))
+        return index
+
+    def wait_until_packed(self) -> int:
+        """All codes are on the host; returns their bytes."""
+        return sum(parcel.packed.result().nbytes for parcel in self._parcels)
+
+    def _arrived(self, sent: list[tuple[Tensor, Any]]) -> Codes:
+        self._await([ticket for _, ticket in sent])
+        return Codes(*(copy for copy, _ in sent))
+
+    def _packed(self, index: int, raw: tuple[Tensor, Any], key: int) -> Codes:
+        copy, ticket = raw
+        self._await([ticket])
+        begin_ms = self._now_ms()
+        codes = encode_on_host(copy, self._treatment, key)
+        self.jobs.append(Job("cpu", index, begin_ms, self._now_ms()))
+        return codes
+
+    def _await(self, tickets: list[Any]) -> None:
+        """On the packing thread, which has nothing else to do."""
+        while not all(map(self._device.transfers.is_done, tickets)):
+            time.sleep(_ASK_AGAIN_S)
+
+    def _now_ms(self) -> float:
+        return 1000.0 * (time.perf_counter() - self._begin_s)
+
+    # --- backward ---------------------------------------------------------------------------
+
+    def restore(self, index: int, out: Tensor) -> None:
+        """Decode one tensor into ``out``, dense and of the saved one's geometry.
+
+        Tensors come back soonest in the reverse order of saving; in another order too, as long
+        as the staging area has room for all that are fetched and not yet restored.
+
+        Raises:
+            BudgetError: one tensor's codes alone are larger than the staging area.
+            CodecError: the order leaves no room to fetch this one.
+        """
+        self._fetch()
+        fetched = self._parcels[index].fetched
+        if fetched is None:
+            raise CodecError(
+                f"asked for tensor {index} while later ones fill the staging area of "
+                f"{self._staging_bytes} bytes; restore those first, or enlarge it"
+            )
+        codes, tickets = fetched
+        for part, ticket in zip(codes, tickets, strict=True):
+            self._device.transfers.before_use(part, ticket)
+        self._device.decode(codes, self._treatment, self._parcels[index].key, out)
+        self._parcels[index].fetched = None
+        assert self._prefetcher is not None
+        self._prefetcher.release(index)
+        self._fetch()
+
+    def _fetch(self) -> None:
+        """Begin every fetch that there is room for, each when it is packed."""
+        if self._prefetcher is None:
+            sizes = [parcel.nbytes for parcel in self._parcels]
+            self._prefetcher = Prefetcher(sizes, self._staging_bytes)
+        for index in self._prefetcher.to_start():
+            parcel = self._parcels[index]
+            back = [self._device.transfers.back(part) for part in parcel.packed.result()]
+            parcel.fetched = Codes(*(copy for copy, _ in back)), [ticket for _, ticket in back]
+
+
+def code_bytes(count: int, bits: int) -> int:
+    """Of planes and headers."""
+    return plane_bytes(count, bits) + header_bytes(count)
+
+
+def empty_codes(count: int, bits: int, device: torch.device, *, pinned: bool = False) -> Codes:
+    """Room for codes of so many elements; ``pinned``: from which a device copies by itself."""
+    sizes = (bits, words_per_plane(count)), (block_count(count),)
+    rooms = (
+        torch.empty(size, dtype=torch.int32, device=device, pin_memory=pinned) for size in sizes
+    )
+    return Codes(*rooms)
+
+
+def encode_on_host(tensor: Tensor, treatment: Treatment, key: int) -> Codes:
+    """Codes of a tensor on the host, on all of PyTorch's threads."""
+    pinned = tensor.is_pinned()
+    codes = empty_codes(tensor.numel(), treatment.bits, tensor.device, pinned=pinned)
+    cpu.encode_rotated(
+        *(tensor.data_ptr(), element_type(tensor.dtype), tensor.numel()),
+        *(treatment.bits, treatment.rounds, key),
+        *(codes.planes.data_ptr(), codes.headers.data_ptr(), torch.get_num_threads()),
+    )
+    return codes
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """(elements,): the same memory, of which nothing is copied."""
+    return torch.as_strided(tensor.detach(), (tensor.numel(),), (1,), tensor.storage_offset())
