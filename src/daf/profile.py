@@ -173,7 +173,7 @@ class Profile:
     what the optimizer's own step holds in passing. ``recycles``: freed blocks
     are recycled under a hard limit (``memory.keeper``). ``chunk_bytes``: measured with fused
     operators, and with chunks of so many bytes where the whole batch is larger (0: without).
-    ``fusions`` says which normalisations are fused, and why others are not.
+    ``fusions`` says which operators are fused, and why others are not.
     """
 
     floor_bytes: int

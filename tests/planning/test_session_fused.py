@@ -186,6 +186,8 @@ def test_exact_training_derives_what_layers_read_from_what_activations_hold() ->
         assert {done[teller] for teller in tellers} == {"keep"}
         assert {done[f"{n}.down:linear#0[0]"] for n in range(1, 5)} == {"rederive"}
         assert session.plan.added_noise == 0.0
+        told = "fused as gelu + layer behind: as long as its input is kept"
+        assert sum(told in line for line in session.plan.choices) == 4
     plain = transforming()
     optimizer = sgd(plain)
     for report in reports:

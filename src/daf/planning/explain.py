@@ -8,7 +8,13 @@ from daf.planning.table import Table, largest_gradient_bytes
 from daf.profile import Profile
 from daf.units import format_bytes
 
-_WITHOUT_LOGITS = "in chunks of rows, so that the logits never exist"
+_ONE_CODE = "one pass, and one code for all"
+_TOLD_BY_INPUT = "as long as its input is kept, the layer behind holds nothing"
+_GAINS = {
+    "linear": "in chunks of rows, so that the logits never exist",
+    "gelu": _TOLD_BY_INPUT,
+    "silu": _TOLD_BY_INPUT,
+}
 
 
 def explain(profile: Profile, table: Table, selection: tuple[int, ...]) -> tuple[str, ...]:
@@ -81,7 +87,7 @@ def _about_gradients(table: Table) -> str:
 
 def _about_fusion(fusion: FusionReport) -> str:
     if fusion.pattern:
-        gain = _WITHOUT_LOGITS if fusion.operator == "linear" else "one pass, and one code for all"
+        gain = _GAINS.get(fusion.operator, _ONE_CODE)
         return f"{fusion.module}: fused as {fusion.pattern}: {gain}"
     return f"{fusion.module}: not fused: {fusion.reason}"
 
