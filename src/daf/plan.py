@@ -179,8 +179,8 @@ def coded_policy(bits: int) -> Policy:
 def with_fused_operators(policy: Policy, *, chunked: bool = True) -> Policy:
     """The policy with every operator fused, and chunked if asked, that can be.
 
-    Where it is the exact one, the inputs that fused normalisations hold tell the operators behind
-    what theirs were.
+    Where it is the exact one, the inputs that fused normalisations and activations hold tell the
+    operators behind what theirs were.
     """
     fused = replace(
         policy,

@@ -52,9 +52,10 @@ class SmoothFusion:
 
     def reports(self) -> tuple[FusionReport, ...]:
         """Every one seen so far."""
+        unread = {site for site, ran in self._ran.items() if ran.derivation.readers == 0}
         return tuple(
             replace(report, pattern="", reason=_UNREAD)
-            if report.pattern and self._ran[site].derivation.readers == 0
+            if report.pattern and site in unread
             else report
             for site, report in self._reports.items()
         )
