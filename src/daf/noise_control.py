@@ -152,7 +152,8 @@ class NoiseControl:
             wider = one_bit_wider(plan.policy)
             self._choosing.plan = replace(plan, policy=wider)
             return wider != plan.policy
-        return self._choosing.widen(plan.added_noise / NOISE_OF_A_BIT, budget_bytes)
+        noise = max(plan.added_noise, plan.bounded_noise)
+        return self._choosing.widen(noise / NOISE_OF_A_BIT, budget_bytes)
 
     # --- measuring --------------------------------------------------------------------------
 

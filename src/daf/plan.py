@@ -307,7 +307,8 @@ class Plan:
     of noise together, so it proves how good this one is. ``choices`` gives one line for every
     choice: what was chosen and why. ``account`` holds the terms of the predicted peak (bytes),
     which add up to its ``predicted_peak``. ``added_noise``: the variance that codes are expected to
-    add to the gradient, relative to the batch's own.
+    add to the gradient, relative to the batch's own; ``bounded_noise``: the most that it may be,
+    which a tolerance bounds (codes are counted there with all that may be computed from them).
     """
 
     policy: Policy
@@ -321,6 +322,7 @@ class Plan:
     choices: tuple[str, ...] = ()
     account: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     added_noise: float = 0.0
+    bounded_noise: float = 0.0
 
 
 def policy_named(name: str) -> Policy:

@@ -44,7 +44,7 @@ from daf.plan import Policy, coded_policy, plain_policy, with_planned_operators
 from daf.planning import planner
 from daf.planning.calibration import calibrated
 from daf.planning.candidate import MARGIN_BYTES
-from daf.profile import Profile
+from daf.profile import DeviceSpeeds, Profile
 from daf.profile_building import build
 from daf.speeds import device_speeds
 from daf.store.spill import SpillOptions
@@ -132,7 +132,8 @@ class Profiler:
             observations = self._observations(batch, loss_fn, sizes, budget_bytes, on_progress)
             on_progress("times")
             times = self._times(batch, loss_fn, observations, budget_bytes, split=not refusal)
-        found = self._profile(examples, observations, times.kept, refusal, spill)
+        speeds = device_speeds(observations[-1], spill, own.speeds if own else None)
+        found = self._profile(examples, observations, times.kept, refusal, speeds)
         if times.coded_ms is None:
             return found
         return calibrated(found, times.kept[-1][0], times.coded_ms)
@@ -261,10 +262,9 @@ class Profiler:
         observations: list[Observation],
         times: tuple[tuple[int, float], ...],
         refusal: str,
-        spill: SpillOptions | None,
+        speeds: DeviceSpeeds,
     ) -> Profile:
         parts = build(observations)
-        speeds = device_speeds(observations[-1], spill)
         self._make_room()
         state = optimizer_bytes_to_come(self._optimizer)
         passing = update_bytes(self._optimizer)

@@ -32,19 +32,25 @@ ENOUGH_BYTES = 1 << 20
 _REPEATS = 3
 
 
-def device_speeds(observation: Observation, spill: SpillOptions | None) -> DeviceSpeeds:
+def device_speeds(
+    observation: Observation, spill: SpillOptions | None, known: DeviceSpeeds | None = None
+) -> DeviceSpeeds:
     """Speeds for one model's profile.
 
     Args:
         observation: a step under codes.
+        known: of the same model, for methods that this step did not use (fused operators code
+            while they do other things).
         spill: a temporary file of 16 MiB is written and read there; without one, spilling is
             taken to be as fast as copying, and is not to be planned.
     """
     encode, decode, copy = _probed()
+    if known is not None:
+        encode, decode = encode | dict(known.encode), decode | dict(known.decode)
     disk_write, disk_read = _disk(spill.directory) if spill else (copy, copy)
     return DeviceSpeeds(
-        encode=dict(encode) | _seen(observation.encode),
-        decode=dict(decode) | _seen(observation.decode),
+        encode=encode | _seen(observation.encode),
+        decode=decode | _seen(observation.decode),
         copy=copy,
         disk_write=disk_write,
         disk_read=disk_read,

@@ -23,7 +23,7 @@ class LateTransfers:
     """Copies on a thread of their own, in order and after a while; until then there is garbage."""
 
     def __init__(self, latest_s: float = 0.002) -> None:
-        self._link = ThreadPoolExecutor(1)
+        self._link, self._queue = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._random = random.Random(0)
         self._latest_s = latest_s
         self.copied_bytes = 0
@@ -39,6 +39,11 @@ class LateTransfers:
 
     def before_use(self, copy: Tensor, ticket: Future[None]) -> None:
         ticket.result()
+
+    def mark(self) -> Any:
+        """The simulated device works at once, but tells later."""
+        delay_s = self._latest_s * self._random.random()
+        return self._queue.submit(time.sleep, delay_s)
 
     def _copy(self, source: Tensor) -> tuple[Tensor, Future[None]]:
         # As a stream has it: what is copied is what was there when it was asked for.

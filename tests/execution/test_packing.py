@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -84,12 +86,36 @@ def test_as_many_are_fetched_ahead_as_there_is_room_for() -> None:
         for tensor in given_tensors:
             packer.save(tensor, Route.GPU_PACKS)
         packer.wait_until_packed()
-        seen = []
+        device.late.mark = lambda: Future()  # not decoded, as far as the host knows
+        for place in (5, 4, 3):
+            packer.restore(place, torch.empty(4096))
+        assert device.late.copied_bytes == (6 + 3) * one
+    device, seen = SimulatedDevice(), []
+    device.late.mark = done
+    with Packer(device, TWO_BITS, 0, 3 * one) as packer:
+        for tensor in given_tensors:
+            packer.save(tensor, Route.GPU_PACKS)
+        packer.wait_until_packed()
         for place in reversed(range(6)):
             before = device.late.copied_bytes
             packer.restore(place, torch.empty(4096))
             seen.append((device.late.copied_bytes - before) // one)
     assert seen == [4, 1, 1, 0, 0, 0]  # three, and with each that is restored one more
+
+
+def done() -> Future[None]:
+    ticket: Future[None] = Future()
+    ticket.set_result(None)
+    return ticket
+
+
+def test_a_tensor_comes_back_once() -> None:
+    device, (tensor,) = SimulatedDevice(), tensors([4096])
+    with Packer(device, TWO_BITS, 0, 10**6) as packer:
+        packer.save(tensor, Route.CPU_PACKS)
+        packer.restore(0, torch.empty(4096))
+        with pytest.raises(CodecError, match="asked for tensor 0 once more"):
+            packer.restore(0, torch.empty(4096))
 
 
 def test_an_order_that_leaves_no_room_is_an_error_and_others_are_served() -> None:
@@ -108,8 +134,9 @@ def test_an_order_that_leaves_no_room_is_an_error_and_others_are_served() -> Non
 
 def test_what_no_staging_area_holds_and_what_is_no_code_is_refused() -> None:
     device, (tensor,) = SimulatedDevice(), tensors([4096])
-    with pytest.raises(CodecError, match="asked to pack by keep"):
-        Packer(device, KEEP, 0, 100)
+    for treatment in (KEEP, Treatment(Method.MINMAX, 8)):
+        with pytest.raises(CodecError, match=f"asked to pack by {treatment.method}"):
+            Packer(device, treatment, 0, 100)
     with Packer(device, TWO_BITS, 0, 100) as packer:
         packer.save(tensor, Route.GPU_PACKS)
         with pytest.raises(BudgetError, match="through 100"):

@@ -407,6 +407,31 @@ def test_a_layer_is_not_told_by_an_activation_that_is_coded() -> None:
         assert [each.method for each in coded] == [Method.DERIVATIVE, Method.ROTATED]
 
 
+@pytest.mark.parametrize("other", ["own", "told by another"])
+def test_a_site_is_derived_only_where_all_that_it_saves_can_be(other: str) -> None:
+    """A layer that runs twice saves two tensors at one site, which has one treatment."""
+    measured = between_layers()
+    smooth, behind, last = measured.savings
+    second = replace(behind, storage=7, saved=last.saved, read=last.read, teller=None)
+    if other == "told by another":
+        second = replace(second, teller=smooth.site)
+    measured = replace(measured, savings=(smooth, behind, second))
+    table = make_table(measured, 1, Allowed(widths=(2,), replay=False))
+    family = next(each for each in table.options if behind.site in each[-1].treatments)
+    levels = [each.level for each in family]
+    if other == "told by another":
+        assert family[1].treatments == {behind.site: Treatment(Method.REDERIVE)}
+        assert "exact" in levels
+        return
+    assert "exact" not in levels
+    plan = planner.make_plan(
+        measured,
+        planner.least_feasible_budget(measured, policy="2-bit"),
+        policy="2-bit",
+    )
+    assert plan.policy.treatment(behind.need, behind.site) == Treatment(Method.ROTATED, 2)
+
+
 # --- named policies -----------------------------------------------------------------------------
 
 

@@ -14,7 +14,6 @@ from daf.kernels.code_errors import error_growth, relative_error
 from daf.kernels.tables import rotated_error
 from daf.plan import KEEP, Method, Need, Policy, Treatment, coded_policy
 from daf.planning import planner, policies
-from daf.planning.candidate import Candidate
 from daf.planning.noise import expected_noise
 from daf.planning.options import Allowed, noise_per_weight, served_weights
 from daf.planning.widths import is_lossy, one_bit_wider, wider_level
@@ -87,13 +86,13 @@ def test_what_a_plan_says_it_adds_is_what_its_policy_is_expected_to_add(
     assert sum(found.values()) == pytest.approx(plan.added_noise, rel=1e-9, abs=1e-12)
 
 
-def coded_for_nothing(measured: Profile, candidate: Candidate, policy: Policy) -> float:
+def coded_for_nothing(measured: Profile, policy: Policy) -> float:
     """What codes would add that execution does not make, because something kept tells all."""
-    table, found = candidate.table, 0.0
-    chosen = [table.option(each) for each in candidate.selection if each < table.first[-1]]
-    for site, treatment in (pair for option in chosen for pair in option.treatments.items()):
-        if treatment.is_code and policy.by_site.get(site) == Treatment(Method.REDERIVE):
-            found += measured.weight(site) * relative_error(treatment)
+    found = 0.0
+    for each in measured.savings:
+        is_told = each.teller is not None and policy.by_site.get(each.teller) == KEEP
+        if is_told:
+            found += measured.weight(each.site) * relative_error(policy.by_site[each.site])
     return noise_per_weight(measured) * found
 
 
@@ -121,8 +120,9 @@ def test_the_planner_counts_a_code_with_all_that_it_could_serve(
     assert candidate is not None
     plan = candidate.as_plan(measured, budget, level)
     unused = kept_beside_their_parents(measured, plan.policy, plan.micro_batch)
-    unused += coded_for_nothing(measured, candidate, plan.policy)
+    unused += coded_for_nothing(measured, plan.policy)
     assert candidate.noise == pytest.approx(plan.added_noise + unused, rel=1e-9, abs=1e-12)
+    assert plan.bounded_noise == candidate.noise
 
 
 def test_a_tensor_that_is_kept_beside_its_parent_s_code_adds_nothing() -> None:

@@ -97,7 +97,7 @@ class LossFusion:
         return not self._has_seen_a_step or any(fused)
 
     def note_step(self) -> None:
-        """A whole step was watched: layers that it did not run are left as they are."""
+        """A whole step of training was watched: layers that it did not run stay as they are."""
         self._has_seen_a_step = True
 
     def reports(self) -> tuple[FusionReport, ...]:
@@ -127,6 +127,7 @@ class LossFusing:
         self._waiting: ByTensor[Logits] = ByTensor()
         self._watched: ByTensor[LinearSite] = ByTensor()
         self._objections: dict[LinearSite, str] = {}
+        self._has_trained = False
 
     def run(
         self, operator: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]
@@ -134,6 +135,7 @@ class LossFusing:
         """An operator's result, or a stand-in for it."""
         if operator in METADATA:
             return operator(*arguments, **keywords)
+        self._has_trained = self._has_trained or torch.is_grad_enabled()
         if self._waiting and any(map(self._waiting.get, tensors_among(arguments, keywords))):
             return self._read(operator, arguments, keywords)
         if operator is F.linear:
@@ -149,7 +151,8 @@ class LossFusing:
         Raises:
             FusionError: a stand-in is still held by somebody.
         """
-        self._fusion.note_step()
+        if self._has_trained:
+            self._fusion.note_step()
         alive = set(self._watched.values())
         for site, reason in self._objections.items():
             self._fusion.decide(site, "its result outlives the step" if site in alive else reason)

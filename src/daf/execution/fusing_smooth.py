@@ -1,8 +1,9 @@
 """Running GELU and SiLU so that one code serves them and the layer behind.
 
-Whether there is such a layer shows when it saves its input. An activation whose
-result no layer derived in its first step under a policy is left alone under that one
-from then on: a code of its derivative is smaller.
+Whether there is such a layer shows when it saves its input. An activation that is
+coded, and whose result no layer derived when it last ran fused, is left alone from
+then on: a code of its derivative is smaller. One that is kept takes no more by running
+fused, whoever reads it, and plans count on that.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ from daf.execution.normalisation import channel_stride
 from daf.execution.ownership import sole_holders
 from daf.execution.plain_call import autograd_objection, has_usual_strides, is_plain
 from daf.execution.treatments import SMALL_BYTES
-from daf.plan import KEEP, FusionReport, Method, Need, Policy, Site, Treatment
+from daf.plan import KEEP, FusionReport, Method, Need, Site, Treatment
 from daf.store.layout import layout_of
 
 _UNREAD = "no layer behind it reads its result in backward"
 
 
 class _Run(NamedTuple):
-    """One ran fused under a policy, and layers behind were told its result."""
+    """One ran fused, and layers behind were told its result."""
 
-    policy: Policy
+    is_coded: bool
     derivation: Derivation
 
 
@@ -60,19 +61,19 @@ class SmoothFusion:
             for site, report in self._reports.items()
         )
 
-    def is_unread(self, site: Site, policy: Policy) -> bool:
-        """Did no layer derive its result when it last ran fused, under this very policy?"""
+    def is_unread(self, site: Site) -> bool:
+        """Was it coded when it last ran fused, and did no layer derive its result?"""
         last = self._ran.get(site)
-        return last is not None and last.policy is policy and last.derivation.readers == 0
+        return last is not None and last.is_coded and last.derivation.readers == 0
 
     def note(self, site: Site, reason: str) -> None:
         """It ran fused, or why not."""
         pattern = "" if reason else f"{site.operator} + layer behind"
         self._reports[site] = FusionReport(site.module, site.call, pattern, reason, site.operator)
 
-    def derive(self, site: Site, policy: Policy, derivation: Derivation) -> None:
+    def derive(self, site: Site, derivation: Derivation, *, is_coded: bool) -> None:
         """It runs fused, and this is what the layer behind is told."""
-        self._ran[site] = _Run(policy, derivation)
+        self._ran[site] = _Run(is_coded, derivation)
 
 
 def is_smooth(operator: Callable[..., Any]) -> bool:
@@ -154,7 +155,7 @@ class SmoothFusing:
         unsaved = autograd_objection((x,), self._carrier.pack)
         if unsaved or self._carrier.hooks.is_constant(x):
             return unsaved or "its input is the caller's own"
-        return _UNREAD if self._fusion.is_unread(site, self._carrier.policy) else ""
+        return _UNREAD if treatment != KEEP and self._fusion.is_unread(site) else ""
 
     def _run(self, x: Tensor, smooth: Smooth, site: Site, treatment: Treatment) -> Tensor:
         carrier = self._carrier
@@ -170,7 +171,7 @@ class SmoothFusing:
         held.recipe = (held.recipe[0]._replace(derivation=derivation),)
         carrier.provenance.learn(result, held)
         carrier.provenance.learn_function(result, derivation)
-        self._fusion.derive(site, carrier.policy, derivation)
+        self._fusion.derive(site, derivation, is_coded=treatment != KEEP)
         record.plain_bytes += carrier.ledger.plain_bytes - plain
         record.held_bytes += carrier.ledger.told_bytes - told
         if carrier.hooks.watcher is not None:

@@ -13,6 +13,7 @@ After DAF (arXiv 2507.07149, collaborative packing through a unified layout).
 from __future__ import annotations
 
 import time
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
@@ -25,7 +26,7 @@ from daf.errors import CodecError
 from daf.execution.collaborate import Job, Prefetcher, Route
 from daf.execution.transfers import CudaTransfers, Transfers
 from daf.kernels import block_count, cpu, header_bytes, plane_bytes, words_per_plane
-from daf.plan import Treatment
+from daf.plan import Method, Treatment
 from daf.store.codec import element_type
 
 _ASK_AGAIN_S = 0.0002
@@ -91,8 +92,9 @@ class _Parcel:
 
     key: int
     nbytes: int
-    packed: Future[Codes]
+    packed: Future[Codes] | None
     fetched: tuple[Codes, list[Any]] | None = None
+    is_restored: bool = False
 
 
 class Packer:
@@ -104,11 +106,11 @@ class Packer:
         device: where the tensors are.
         treatment: *rotated*, the same for all.
         key: names the run in the codes' random rotations.
-        staging_bytes: the most that fetched codes may hold on the device.
+        staging_bytes: the most that fetched codes may hold on the device, until decoded there.
     """
 
     def __init__(self, device: Device, treatment: Treatment, key: int, staging_bytes: int) -> None:
-        if not treatment.is_code:
+        if treatment.method is not Method.ROTATED:
             raise CodecError(f"asked to pack by {treatment.method}; use rotated")
         self._device = device
         self._treatment = treatment
@@ -116,6 +118,7 @@ class Packer:
         self._staging_bytes = staging_bytes
         self._parcels: list[_Parcel] = []
         self._prefetcher: Prefetcher | None = None
+        self._decoding: deque[tuple[int, Any]] = deque()  # asked of the device, with tickets
         self._processor = ThreadPoolExecutor(1, thread_name_prefix="daf-pack")
         self._begin_s = time.perf_counter()
         self.jobs: list[Job] = []
@@ -150,7 +153,8 @@ class Packer:
 
     def wait_until_packed(self) -> int:
         """All codes are on the host; returns their bytes."""
-        return sum(parcel.packed.result().nbytes for parcel in self._parcels)
+        waited = [parcel.packed.result() for parcel in self._parcels if parcel.packed is not None]
+        return sum(codes.nbytes for codes in waited)
 
     def _arrived(self, sent: list[tuple[Tensor, Any]]) -> Codes:
         self._await([ticket for _, ticket in sent])
@@ -165,7 +169,7 @@ class Packer:
         return codes
 
     def _await(self, tickets: list[Any]) -> None:
-        """On the packing thread, which has nothing else to do."""
+        """On the packing thread, which has nothing else to do; in backward, for room."""
         while not all(map(self._device.transfers.is_done, tickets)):
             time.sleep(_ASK_AGAIN_S)
 
@@ -182,31 +186,46 @@ class Packer:
 
         Raises:
             BudgetError: one tensor's codes alone are larger than the staging area.
-            CodecError: the order leaves no room to fetch this one.
+            CodecError: it was restored before, or the order leaves no room to fetch it.
         """
+        parcel = self._parcels[index]
+        if parcel.is_restored:
+            raise CodecError(
+                f"asked for tensor {index} once more; a packed one comes back once: run the "
+                "forward pass again"
+            )
+        codes, tickets = self._fetched(index)
+        for part, ticket in zip(codes, tickets, strict=True):
+            self._device.transfers.before_use(part, ticket)
+        self._device.decode(codes, self._treatment, parcel.key, out)
+        self._decoding.append((index, self._device.transfers.mark()))
+        parcel.fetched, parcel.packed, parcel.is_restored = None, None, True
         self._fetch()
+
+    def _fetched(self, index: int) -> tuple[Codes, list[Any]]:
+        """Waits for what is decoded now, if its room is needed."""
+        self._fetch()
+        while self._parcels[index].fetched is None and self._decoding:
+            self._await([self._decoding[0][1]])
+            self._fetch()
         fetched = self._parcels[index].fetched
         if fetched is None:
             raise CodecError(
                 f"asked for tensor {index} while later ones fill the staging area of "
                 f"{self._staging_bytes} bytes; restore those first, or enlarge it"
             )
-        codes, tickets = fetched
-        for part, ticket in zip(codes, tickets, strict=True):
-            self._device.transfers.before_use(part, ticket)
-        self._device.decode(codes, self._treatment, self._parcels[index].key, out)
-        self._parcels[index].fetched = None
-        assert self._prefetcher is not None
-        self._prefetcher.release(index)
-        self._fetch()
+        return fetched
 
     def _fetch(self) -> None:
         """Begin every fetch that there is room for, each when it is packed."""
         if self._prefetcher is None:
             sizes = [parcel.nbytes for parcel in self._parcels]
             self._prefetcher = Prefetcher(sizes, self._staging_bytes)
+        while self._decoding and self._device.transfers.is_done(self._decoding[0][1]):
+            self._prefetcher.release(self._decoding.popleft()[0])
         for index in self._prefetcher.to_start():
             parcel = self._parcels[index]
+            assert parcel.packed is not None
             back = [self._device.transfers.back(part) for part in parcel.packed.result()]
             parcel.fetched = Codes(*(copy for copy, _ in back)), [ticket for _, ticket in back]
 

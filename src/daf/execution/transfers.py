@@ -29,6 +29,9 @@ class Transfers(Protocol):
     def before_use(self, copy: Tensor, ticket: Any) -> None:
         """Make the device's current stream wait for the copy, and not the host."""
 
+    def mark(self) -> Any:
+        """A ticket that is done when all that was asked of the current stream so far is."""
+
 
 class CudaTransfers:
     """On one CUDA (or ROCm) device, through PyTorch's streams and its pinned allocator."""
@@ -70,3 +73,7 @@ class CudaTransfers:
         current = torch.cuda.current_stream(self._device)
         current.wait_event(ticket)
         copy.record_stream(current)
+
+    def mark(self) -> Any:
+        """An event of the current stream."""
+        return torch.cuda.current_stream(self._device).record_event()

@@ -128,9 +128,10 @@ def _sum_spans(
         on_device(span_sums, grid, device, **places, count=count, TYPE=kind, SPANS=_SPANS)
         return
     span, period = _span_elements(channels), channels * inner
+    tiles = -(-channels // _CHANNELS)
     on_device(
         channel_span_sums,
-        (spans, -(-channels // _CHANNELS)),
+        (spans * tiles,),
         device,
         **places,
         count=count,
@@ -140,6 +141,8 @@ def _sum_spans(
         span=span,
         periods=(span - 1) // period + 2,
         groups=(min(inner, span) + 14) // 16 + 1,
+        tiles=tiles,
+        tile_elements=_CHANNELS * inner,
         TYPE=kind,
         COLUMNS=_CHANNELS,
     )

@@ -130,6 +130,8 @@ def channel_span_sums(
     span,
     periods,
     groups,
+    tiles,
+    tile_elements,
     TYPE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -137,18 +139,21 @@ def channel_span_sums(
 
     A channel's elements come in runs of ``inner``, one in every ``period`` of ``channels *
     inner``; at most ``periods`` of these begin or go on in a span. A run is read in ``groups``
-    of sixteen elements at places that sixteen divides, so that lanes are lanes.
+    of sixteen elements at places that sixteen divides, so that lanes are lanes. Programs are
+    (spans, ``tiles``) in order, a tile being COLUMNS channels: ``tile_elements`` of a period.
     """
-    channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS).to(tl.int64)
-    first = tl.program_id(0).to(tl.int64) * span
+    row = tl.program_id(0).to(tl.int64) // tiles
+    column = tl.program_id(0).to(tl.int64) % tiles
+    channel = column * COLUMNS + tl.arange(0, COLUMNS).to(tl.int64)
+    first = row * span
     last = tl.minimum(first + span, count)
     lane = tl.arange(0, 16)[None, :]
     total = tl.zeros((COLUMNS, 16), tl.float64)
     energy = tl.zeros((COLUMNS, 16), tl.float64)
     for turn in range(periods):
         start = (first // period + turn) * period
-        tile = start + tl.program_id(1).to(tl.int64) * (COLUMNS * inner)
-        if (tile < last) & (tile + COLUMNS * inner > first):
+        tile = start + column * tile_elements
+        if (tile < last) & (tile + tile_elements > first):
             low = tl.maximum(start + channel * inner, first)[:, None]
             high = tl.minimum(start + (channel + 1) * inner, last)[:, None]
             for group in range(groups):
@@ -157,7 +162,7 @@ def channel_span_sums(
                 value = load_elements(source, place, valid, TYPE).to(tl.float64)
                 total += value
                 energy += value * value
-    own = tl.program_id(0).to(tl.int64) * channels + channel
+    own = row * channels + channel
     tl.store(sums + own, _sum_lanes(total, COLUMNS), mask=channel < channels)
     tl.store(squares + own, _sum_lanes(energy, COLUMNS), mask=channel < channels)
 

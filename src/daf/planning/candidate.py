@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from daf.plan import (
-    DERIVED,
     KEEP,
     Method,
     Plan,
@@ -100,6 +99,7 @@ class Candidate:
             choices=explain(profile, self.table, self.selection),
             account=MappingProxyType(self.account(profile, peak)),
             added_noise=sum(expected_noise(profile, policy, size).values()),
+            bounded_noise=self.noise,
         )
 
     def account(self, profile: Profile, predicted_peak_bytes: int) -> dict[str, int]:
@@ -163,7 +163,6 @@ def _policy(profile: Profile, table: Table, selection: tuple[int, ...], name: st
         option = table.option(column)
         if option.requires:
             by_site.update(_as_wide_as_parents(profile, option.treatments, by_site))
-    by_site.update(_told_for_nothing(profile, by_site))
     policy = Policy(
         name,
         exact_policy().by_need,
@@ -188,16 +187,6 @@ def _as_wide_as_parents(
                 method = Method.ROTATED if min(bits) <= 4 else Method.MINMAX
                 found[saving.site] = Treatment(method, min(bits))
     return found
-
-
-def _told_for_nothing(profile: Profile, by_site: dict[Site, Treatment]) -> dict[Site, Treatment]:
-    """Execution derives what it is asked to code where something kept tells all of it."""
-    return {
-        each.site: DERIVED[each.need]
-        for each in profile.savings
-        if each.need in DERIVED and by_site[each.site].is_code
-        if each.teller is not None and by_site.get(each.teller) == KEEP
-    }
 
 
 def _uniform_policy(table: Table, selection: tuple[int, ...]) -> Policy | None:

@@ -43,6 +43,8 @@ def _treatment(saving: Saving, policy: Policy, examples: int) -> Treatment:
 
 def _error(saving: Saving, policy: Policy, treatments: dict[Site, Treatment]) -> float:
     own = treatments[saving.site]
+    if policy.rederive and saving.teller and treatments.get(saving.teller, KEEP) == KEEP:
+        return 0.0  # execution takes what is exact where it asks for a code
     parents = [treatments.get(parent, KEEP) for parent in saving.parents or ()]
     follows = policy.rederive and own.is_code and parents
     is_derived = own.method is Method.REDERIVE and parents

@@ -9,7 +9,7 @@ the treatment that :func:`daf.plan.coded_policy` gives its need, and *spill*.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from daf.kernels import header_bytes, plane_bytes
@@ -169,12 +169,15 @@ class OptionMaker:
         self, family: tuple[Saving, ...], by_need: Mapping[Need, Treatment]
     ) -> dict[Site, Treatment]:
         """What really is done at each site, sites that are kept left out."""
+        derivable = _sites_of_none_but(family, self._is_derivable)
+        told = _sites_of_none_but(family, self._is_told)
         found = {}
         for saving in family:
             treatment = by_need.get(saving.need, KEEP)
-            if self._is_derivable(saving) and treatment != KEEP:
+            if saving.site in derivable and treatment != KEEP:
                 treatment = DERIVED[saving.need]  # for no bytes, and with no noise of its own
-            if self._can(saving, treatment):
+            is_sound = treatment.method is not Method.REDERIVE or saving.site in told
+            if is_sound and self._can(saving, treatment):
                 found[saving.site] = treatment
         return found
 
@@ -182,8 +185,9 @@ class OptionMaker:
         """Whatever is done at the sites that it is computed from?"""
         return saving.need in DERIVED and self._telling.issuperset(saving.parents or (None,))
 
-    def _may_be_derivable(self, saving: Saving) -> bool:
-        return self._is_derivable(saving) or saving.teller is not None
+    def _is_told(self, saving: Saving) -> bool:
+        """Is it derivable, if perhaps only beside an input that is kept?"""
+        return self._is_derivable(saving) or (saving.need in DERIVED and saving.teller is not None)
 
     def _tellers(
         self, family: tuple[Saving, ...], treatments: Mapping[Site, Treatment]
@@ -199,7 +203,6 @@ class OptionMaker:
             and saving.treatable
             and treatment.method in self._allowed.methods
             and not (treatment.method is Method.SPILL and saving.reading is Reading.IN_PLACE)
-            and (treatment.method is not Method.REDERIVE or self._may_be_derivable(saving))
             and saving.tensor_bytes.at(self._examples) >= SMALLEST_TREATED_BYTES
             and (treatment.method is not Method.PACK or saving.packed_bits > 0)
         )
@@ -317,8 +320,15 @@ _NORMALISATIONS = frozenset({"batch_norm", "layer_norm", "rms_norm"})
 
 def _telling_sites(profile: Profile) -> frozenset[Site]:
     """Of fused normalisations: kept or coded, what they hold tells what their result was."""
-    others = {each.site for each in profile.savings if not _tells_its_result(each)}
-    return frozenset(each.site for each in profile.savings) - others
+    return _sites_of_none_but(profile.savings, _tells_its_result)
+
+
+def _sites_of_none_but(
+    family: tuple[Saving, ...], holds: Callable[[Saving], bool]
+) -> frozenset[Site]:
+    """Sites of which that is true for every tensor: one treatment serves them all."""
+    others = {each.site for each in family if not holds(each)}
+    return frozenset(each.site for each in family) - others
 
 
 def _tells_its_result(saving: Saving) -> bool:
