@@ -44,8 +44,9 @@ def observe(
     x: Tensor,
     policy: Policy,
     loss_fn: Callable[[nn.Module, Tensor], Tensor] = mean_square,
+    capture: Capture | None = None,
 ) -> Observation:
-    capture = Capture(model)
+    capture = capture or Capture(model)
     observer = capture.observer(len(x))
     with observer.watching():
         with capture.step(policy, 0, 0, 0, x, watcher=observer):
@@ -410,14 +411,9 @@ def observe_fused(policy: Policy) -> Observation:
     policy = replace(policy, fused=True, chunked=True, chunk_bytes=chunk_bytes)
     rehearse(capture, model, policy, x, mean_square)
     for _ in range(2):
-        observer = capture.observer(len(x))
-        with observer.watching():
-            with capture.step(policy, 0, 0, 0, x, watcher=observer):
-                loss = mean_square(model, x)
-            observer.begin_backward()
-            loss.backward()
+        found = observe(model, x, policy, capture=capture)
     assert [each.pattern for each in capture.fusions()] == ["batch_norm + relu"]
-    return observer.found
+    return found
 
 
 def test_a_fused_norm_is_read_in_place_and_its_mask_is_held_beside() -> None:
@@ -452,14 +448,9 @@ def test_who_could_tell_is_seen_whether_it_is_coded_or_kept(policy: Policy) -> N
     policy = with_planned_operators(policy, 16 * 1024)
     capture = Capture(model)
     rehearse(capture, model, policy, x, mean_square)
-    observer = capture.observer(len(x))
-    with observer.watching():
-        with capture.step(policy, 0, 0, 0, x, watcher=observer):
-            loss = mean_square(model, x)
-        observer.begin_backward()
-        loss.backward()
-    (norm,), (gelu,) = of(observer.found, "1"), of(observer.found, "4")
-    bounded, smooth = (of(observer.found, place)[0] for place in "35")
+    found = observe(model, x, policy, capture=capture)
+    (norm,), (gelu,) = of(found, "1"), of(found, "4")
+    bounded, smooth = (of(found, place)[0] for place in "35")
     assert (bounded.teller, smooth.teller) == (norm.site, gelu.site)
     assert bounded.parents is smooth.parents is norm.teller is gelu.teller is None
     assert gelu.reading is Reading.APART
