@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -157,23 +158,11 @@ class Session:
         self._counts = StepCounts(self._capture)
         self._adapting = Adapting(budget, self._keeper, self._capture.release_scratch)
         self._attempts = Attempts(gradient, optimizer, self._capture, self._keeper, self._adapting)
-        self._measuring = Measuring(
-            lambda: Profiler(
-                *(model, optimizer, self._capture, self._keeper, self.floor_bytes),
-                begin_peak=self._counts.begin_peak,
-            ),
-            allow_split=allow_batchnorm_split,
-            spill=spill,
-        )
-        means = Means(
-            self._choosing,
-            self._measuring,
-            self._noise,
-            self._keeper,
-            self._adapting,
-            self._allowed,
-        )
-        self._steering = Steering(model, self._fixed_policy, means)
+        measured = (model, optimizer, self._capture, self._keeper, self.floor_bytes)
+        profiler = partial(Profiler, *measured, begin_peak=self._counts.begin_peak)
+        self._measuring = Measuring(profiler, allow_split=allow_batchnorm_split, spill=spill)
+        means = (self._measuring, self._noise, self._keeper, self._adapting, self._allowed)
+        self._steering = Steering(model, self._fixed_policy, Means(self._choosing, *means))
         if self.budget_bytes is not None:
             refuse_gpu(model)
         measure.reset_peak()

@@ -112,8 +112,46 @@ def test_codes_may_be_held_by_fused_operators_or_each_for_itself(example: Exampl
     uniform = held_bytes(example, "apart-minmax-2")
     assert uniform > held_bytes(example, "minmax-2")
     assert 0.7 * uniform < held_bytes(example, "apart-gact-2") <= 1.02 * uniform
-    refitted = ["plain", "rotated-1", "gact-2", "fused-allocated-1.5", "apart-actnn-2"]
-    assert [is_refitted(name) for name in refitted] == [False, False, True, True, True]
+    assert not any(map(is_refitted, ("plain", "rotated-1")))
+    fitted = ("gact-2", "fused-allocated-1.5", "apart-actnn-2", "replayed-actnn-2")
+    assert all(map(is_refitted, fitted))
+
+
+class Attending(nn.Module):
+    """Attention with dropout, so that PyTorch would save its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        split = (
+            each.unflatten(-1, (4, 8)).transpose(1, 2) for each in self.into(words).chunk(3, 2)
+        )
+        mixed = F.scaled_dot_product_attention(*split, dropout_p=0.1)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def test_attention_is_replayed_from_a_code_of_its_input() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), Attending(), nn.Linear(32, 10))
+    batch = (torch.randn(64, 32, 32), torch.randint(0, 10, (64,)))
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]).mean(1), batch[1])
+
+    example = Example(model, loss, batch)
+    policy = make_policy("replayed-rotated-1", example)
+    assert policy.replayed == {"1"}
+    coded = compress(model, policy=policy)
+    with coded:
+        found = example.loss_fn(model, batch)
+    held = {each.site.operator: each for each in coded.sites() if each.site.module == "1"}
+    assert held["input"].treatment == Treatment(Method.ROTATED, 4)
+    assert "scaled_dot_product_attention" not in held
+    assert coded.stats.held_bytes < held_bytes(example, "rotated-1") / 2
+    found.backward()
+    assert float(model[1].into.weight.grad.norm()) > 0
 
 
 @pytest.mark.parametrize(
@@ -216,7 +254,9 @@ def made_up(policy: str, accuracies: list[float], ratio: float, step_ms: float) 
             "finished": accuracy > 0,
             "metrics": {"accuracy_percent": accuracy},
             "saved_ratio": ratio,
+            "steps": 100,
             "step_ms": step_ms,
+            "fitted_ms": 3.0,
         }
         for seed, accuracy in enumerate(accuracies)
     ]
@@ -237,6 +277,7 @@ def test_figures_by_hand() -> None:
     found = figures(rows, [task])
     assert found["t/plain/spread"] == 2.0
     assert found["t/allocated-2/step_ratio"] == 1.2
+    assert found["t/allocated-2/sensitivity_overhead"] == pytest.approx(3 / (100 * 120))
     assert found["t/gact-2/unfinished"] == 1
     assert found["t/saved_ratio_within_half_point"] == 18.0
     assert found["t/bytes_vs_best_baseline"] == pytest.approx(7 / 16)
@@ -260,8 +301,11 @@ def test_jobs_by_name() -> None:
 def test_personalisation_learns_others_first(tmp_path: Path) -> None:
     path = write_spoken(tmp_path / "s.npz")
     task = personalisation_task(path)
-    prepared = task.prepare(0, TINY)
+    prepared, again = task.prepare(0, TINY), task.prepare(0, TINY)
     assert (prepared.task.train_examples, prepared.task.test_examples) == (10, 10)
+    for mine, other in zip(prepared.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(mine, other)
+        assert mine is not other
     row = train_once(task, "rotated-2", 0, TINY)
     assert row["before"].keys() == row["metrics"].keys() == {"accuracy_percent"}
 

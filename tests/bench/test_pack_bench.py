@@ -63,4 +63,12 @@ def test_without_a_gpu_it_says_what_to_run_instead() -> None:
 def test_on_a_gpu() -> None:
     pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")
     result = run(quick_job())
-    assert {row["way"] for row in result.rows} == {GPU, CPU, BOTH}
+    rows = {row["way"]: row for row in result.rows}
+    assert list(rows) == [GPU, CPU, BOTH]
+    count = rows[GPU]["gpu_packs"]
+    assert count > 20
+    assert (rows[GPU]["cpu_packs"], rows[CPU]["gpu_packs"], rows[CPU]["cpu_packs"]) == (0, 0, count)
+    assert rows[BOTH]["gpu_packs"] + rows[BOTH]["cpu_packs"] == count
+    assert len({(row["raw_bytes"], row["code_bytes"]) for row in rows.values()}) == 1
+    # A device packs faster than two links carry raw data out and codes back.
+    assert rows[GPU]["packed_ms"] < rows[CPU]["packed_ms"]

@@ -37,6 +37,17 @@ def test_without_cub_or_a_rule_there_is_no_figure_of_it() -> None:
     assert set(figures) == {"worst_vs_best", "worst_vs_torch", "hybrid_worst_vs_best"}
 
 
+def test_cub_is_compared_where_it_was_timed_and_the_rule_where_it_is_known_of_all() -> None:
+    """CUB reduces whole tensors only; channels are timed without it."""
+    common = {"tree": 4.0, "atomics": 2.0, "hybrid": 3.0, "chosen": 2.0, "torch": 4.0}
+    figures = reduce.figures_of(
+        [row(**common, cub=4.0, rule="tree"), row(**common | {"chosen": 20.0})]
+    )
+    assert figures["worst_vs_cub"] == figures["best_vs_cub"] == pytest.approx(0.5)
+    assert figures["worst_vs_best"] == pytest.approx(10.0)
+    assert "rule_worst_vs_best" not in figures
+
+
 def test_every_strategy_runs_on_tensors_and_channels_and_one_of_them_is_chosen(
     tmp_path: Path,
 ) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from daf.execution.packing import Codes, encode_on_host, in_memory_order
+from daf.execution.packing import Codes, encode_on_host
 from daf.execution.transfers import Transfers
 from daf.kernels import cpu
 from daf.plan import Treatment
 from daf.store.codec import element_type
+from daf.store.layout import in_memory_order
 
 GARBAGE = 0x5A
 

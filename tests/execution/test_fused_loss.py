@@ -290,6 +290,24 @@ def test_where_little_is_saved_nothing_is_watched(what: str) -> None:
     assert verdicts(capture) == {}
 
 
+def test_an_evaluation_before_training_does_not_end_the_watch() -> None:
+    """Without gradients there is nothing to see; the first step of training is still watched."""
+    model = make_model()
+    capture = compress(model, "exact", fused=True)
+    words, following = data()
+    with capture, torch.no_grad():
+        before = flattened(model, words, following)
+    assert verdicts(capture) == {}
+    largest = []
+    for _ in range(2):
+        with capture, Largest() as seen:
+            loss = flattened(model, words, following)
+        largest.append(seen.elements)
+    assert verdicts(capture) == {"head": (PATTERN, "")}
+    assert largest[0] >= BATCH * LENGTH * CLASSES > CHUNK_ROWS * CLASSES >= largest[1]
+    torch.testing.assert_close(loss.detach(), before)
+
+
 def test_without_the_policy_s_word_logits_exist() -> None:
     model = make_model()
     capture = Capture(model)

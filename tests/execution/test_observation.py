@@ -459,6 +459,21 @@ def test_who_could_tell_is_seen_whether_it_is_coded_or_kept(policy: Policy) -> N
     assert smooth.treatment.method is Method.REDERIVE
 
 
+def test_a_norm_behind_a_kept_activation_is_told_by_none() -> None:
+    """Nothing derives a normalisation's input; its own code, and that one's noise, stay."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 64))
+    x = torch.randn(64, 64)
+    policy = with_planned_operators(with_fused_operators(exact_policy()), 16 * 1024)
+    capture = Capture(model)
+    rehearse(capture, model, policy, x, mean_square)
+    found = observe(model, x, policy, capture=capture)
+    (gelu,), (norm,), (behind,) = of(found, "1"), of(found, "2"), of(found, "3")
+    assert gelu.treatment == KEEP
+    assert (norm.need, norm.teller) == (Need.NORM, None)
+    assert norm.held_bytes > 0
+    assert behind.treatment.method is Method.REDERIVE
+
+
 def test_a_fused_norm_that_keeps_its_input_writes_elsewhere() -> None:
     found = observe_fused(plain_policy())
     (norm,) = of(found, "1")

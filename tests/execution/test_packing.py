@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from contextlib import closing
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def test_whoever_packs_the_same_comes_back(given_, bits) -> None:
     device, treatment = SimulatedDevice(), Treatment(Method.ROTATED, bits)
     given_tensors = tensors([size for size, _ in given_])
     staging = max(code_bytes(size, bits) for size, _ in given_)
-    with Packer(device, treatment, 7, staging) as packer:
+    with closing(Packer(device, treatment, 7, staging)) as packer:
         for place, (tensor, (_, route)) in enumerate(zip(given_tensors, given_, strict=True)):
             assert packer.save(tensor, route) == place
         total = packer.wait_until_packed()
@@ -58,7 +59,7 @@ def test_whoever_packs_the_same_comes_back(given_, bits) -> None:
 @pytest.mark.parametrize("route", Route)
 def test_what_travels_is_codes_or_raw_data(route: Route) -> None:
     device, (tensor,) = SimulatedDevice(), tensors([10_000])
-    with Packer(device, TWO_BITS, 0, 10**6) as packer:
+    with closing(Packer(device, TWO_BITS, 0, 10**6)) as packer:
         packer.save(tensor, route)
         coded = packer.wait_until_packed()
         out = coded if route is Route.GPU_PACKS else tensor.nbytes
@@ -71,7 +72,7 @@ def test_what_travels_is_codes_or_raw_data(route: Route) -> None:
 def test_a_tensor_may_be_written_over_once_it_was_saved() -> None:
     device, (tensor,) = SimulatedDevice(latest_s=0.05), tensors([5000])
     expected = decoded(device, tensor, 0, TWO_BITS)
-    with Packer(device, TWO_BITS, 0, 10**6) as packer:
+    with closing(Packer(device, TWO_BITS, 0, 10**6)) as packer:
         packer.save(tensor, Route.CPU_PACKS)
         tensor.zero_()
         out = torch.empty_like(tensor)
@@ -82,7 +83,7 @@ def test_a_tensor_may_be_written_over_once_it_was_saved() -> None:
 def test_as_many_are_fetched_ahead_as_there_is_room_for() -> None:
     device, given_tensors = SimulatedDevice(), tensors([4096] * 6)
     one = code_bytes(4096, 2)
-    with Packer(device, TWO_BITS, 0, 3 * one) as packer:
+    with closing(Packer(device, TWO_BITS, 0, 3 * one)) as packer:
         for tensor in given_tensors:
             packer.save(tensor, Route.GPU_PACKS)
         packer.wait_until_packed()
@@ -92,7 +93,7 @@ def test_as_many_are_fetched_ahead_as_there_is_room_for() -> None:
         assert device.late.copied_bytes == (6 + 3) * one
     device, seen = SimulatedDevice(), []
     device.late.mark = done
-    with Packer(device, TWO_BITS, 0, 3 * one) as packer:
+    with closing(Packer(device, TWO_BITS, 0, 3 * one)) as packer:
         for tensor in given_tensors:
             packer.save(tensor, Route.GPU_PACKS)
         packer.wait_until_packed()
@@ -111,7 +112,7 @@ def done() -> Future[None]:
 
 def test_a_tensor_comes_back_once() -> None:
     device, (tensor,) = SimulatedDevice(), tensors([4096])
-    with Packer(device, TWO_BITS, 0, 10**6) as packer:
+    with closing(Packer(device, TWO_BITS, 0, 10**6)) as packer:
         packer.save(tensor, Route.CPU_PACKS)
         packer.restore(0, torch.empty(4096))
         with pytest.raises(CodecError, match="asked for tensor 0 once more"):
@@ -121,7 +122,7 @@ def test_a_tensor_comes_back_once() -> None:
 def test_an_order_that_leaves_no_room_is_an_error_and_others_are_served() -> None:
     device, given_tensors = SimulatedDevice(), tensors([4096] * 3)
     one = code_bytes(4096, 2)
-    with Packer(device, TWO_BITS, 0, 2 * one) as packer:
+    with closing(Packer(device, TWO_BITS, 0, 2 * one)) as packer:
         for tensor in given_tensors:
             packer.save(tensor, Route.CPU_PACKS)
         with pytest.raises(CodecError, match="asked for tensor 0 while later ones"):
@@ -137,7 +138,7 @@ def test_what_no_staging_area_holds_and_what_is_no_code_is_refused() -> None:
     for treatment in (KEEP, Treatment(Method.MINMAX, 8)):
         with pytest.raises(CodecError, match=f"asked to pack by {treatment.method}"):
             Packer(device, treatment, 0, 100)
-    with Packer(device, TWO_BITS, 0, 100) as packer:
+    with closing(Packer(device, TWO_BITS, 0, 100)) as packer:
         packer.save(tensor, Route.GPU_PACKS)
         with pytest.raises(BudgetError, match="through 100"):
             packer.restore(0, torch.empty(4096))

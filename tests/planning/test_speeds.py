@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,17 @@ def test_one_that_coded_too_little_is_not() -> None:
     found = device_speeds(seen(ENOUGH_BYTES - 1, 2.0), None)
     assert found.encode == probed.encode
     assert device_speeds(seen(ENOUGH_BYTES, 0.0), None).encode == probed.encode
+
+
+def test_what_a_step_did_not_use_is_taken_from_what_is_known_of_the_model() -> None:
+    """A fused step codes inside its operators; the model's own step timed those codes apart."""
+    own = device_speeds(seen(ENOUGH_BYTES, 2.0), None)
+    known = replace(own, encode={**own.encode, Method.MINMAX: 7e9}, decode={Method.MASK: 3e9})
+    found = device_speeds(seen(ENOUGH_BYTES, 4.0), None, known)
+    assert found.encode[Method.MINMAX] == 7e9
+    assert found.decode[Method.MASK] == 3e9
+    assert found.encode[Method.ROTATED] == pytest.approx(ENOUGH_BYTES * 250.0)  # seen, now
+    assert device_speeds(Observation(1), None, known).encode == known.encode
 
 
 def test_the_disk_is_measured_once_a_folder_and_no_file_stays(tmp_path: Path) -> None:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from synthetic import MIB, blocks, fused, profile, profiles, saving
 
+from daf.choosing import Choosing
 from daf.errors import BudgetError
+from daf.execution.capture import Capture
 from daf.kernels.code_errors import error_growth, relative_error
 from daf.kernels.tables import rotated_error
-from daf.plan import KEEP, Method, Need, Policy, Treatment, coded_policy
+from daf.noise_control import NOISE_OF_A_BIT, NoiseControl
+from daf.plan import KEEP, Method, Need, Plan, Policy, Treatment, coded_policy
 from daf.planning import planner, policies
 from daf.planning.noise import expected_noise
 from daf.planning.options import Allowed, noise_per_weight, served_weights
 from daf.planning.widths import is_lossy, one_bit_wider, wider_level
 from daf.profile import Profile
+from daf.sensing import Sensing
 
 few = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 CODES_ONLY = Allowed(methods=frozenset(Method) - {Method.SPILL}, replay=False)
@@ -217,3 +222,29 @@ def test_lost_planes_make_a_code_as_bad_as_a_shorter_one() -> None:
     assert error_growth(4, 2.0) == pytest.approx(rotated_error(4, 2) / rotated_error(4, 4))
     assert error_growth(4, 1.5) == pytest.approx((error_growth(4, 1.0) + error_growth(4, 2.0)) / 2)
     assert error_growth(4, 9.0) == error_growth(4, 3.0)  # the first plane stays
+
+
+class Asked:
+    """A chooser that notes which tolerance it is asked for."""
+
+    def __init__(self, measured: Profile, plan: Plan) -> None:
+        self.profile, self.plan = measured, plan
+        self.tolerances: list[float] = []
+
+    def widen(self, tolerance: float, budget_bytes: int) -> bool:
+        del budget_bytes
+        self.tolerances.append(tolerance)
+        return True
+
+
+def test_wider_codes_are_sought_below_what_tolerance_bounds_not_below_what_is_added() -> None:
+    """Tolerance bounds a code with all it could serve; a share of what is added bounds nothing."""
+    measured = profile([saving(0, 1, Need.NORM, 40_000)])
+    plan = planner.make_plan(measured, planner.least_feasible_budget(measured, policy="2-bit"))
+    for added, bounded in ((0.3, 0.8), (0.8, 0.3)):
+        chooser = Asked(measured, replace(plan, added_noise=added, bounded_noise=bounded))
+        control = NoiseControl(
+            cast(Sensing, None), cast(Choosing, chooser), cast(Capture, None), 1.0
+        )
+        assert control.widen(budget_bytes=2**30)
+        assert chooser.tolerances == [pytest.approx(0.8 / NOISE_OF_A_BIT)]

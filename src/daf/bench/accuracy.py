@@ -173,7 +173,6 @@ def train_once(task: AccuracyTask, policy_name: str, seed: int, effort: Effort) 
         "step_ms": statistics.median(step_ms[_FIRST_STEPS:] or step_ms or [0.0]),
         "fitted_ms": follower.fitted_ms,
         "fits": follower.fits,
-        "trained_ms": sum(step_ms),
         "added_noise": follower.noise,
         "diverged_at": diverged_at,
         "data_order": order.hexdigest(),
@@ -302,7 +301,8 @@ def _noise_figures(name: str, group: list[Row]) -> dict[str, float]:
     """The worst added noise seen, and for DAF's own allocation what measuring it took."""
     noises = [noise for row in group for _, noise in row.get("added_noise") or () if noise]
     found = {f"{name}/added_noise": max(noises)} if noises else {}
-    trained = sum(row.get("trained_ms", 0.0) for row in group)
+    # By the median step, so that a machine that was halted does not make measuring look cheap.
+    trained = sum(row["steps"] * row["step_ms"] for row in group)
     if "allocated-" in name and trained:
         found[f"{name}/sensitivity_overhead"] = sum(row["fitted_ms"] for row in group) / trained
     return found

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,15 @@ class Prepared:
     order: BatchOrder
     steps: int
     before: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What all policies of a seed begin from: a model that was trained plainly, and its metrics."""
+
+    model: nn.Module
+    before: Mapping[str, float]
+    data: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +204,8 @@ def sentence_task(
 def generation_task(folder: Path, *, pretraining_steps: int = 600) -> AccuracyTask:
     """A small GPT-2-shaped decoder over bytes: brief plain pre-training on E2E, then LoRA on it."""
 
-    def prepare(seed: int, effort: Effort) -> Prepared:
+    @lru_cache(maxsize=1)
+    def pretrained(seed: int, effort: Effort) -> Start:
         from transformers import GPT2Config, GPT2LMHeadModel
 
         data = load_data(f"e2e:{folder}", context=256)
@@ -214,10 +226,16 @@ def generation_task(folder: Path, *, pretraining_steps: int = 600) -> AccuracyTa
         train_plainly(
             _prepared(model, _adamw(model, 1e-3), task, 16, seed, effort.steps(pretraining_steps))
         )
-        before = evaluate(model, task, effort.most_tests)
+        return Start(model, evaluate(model, task, effort.most_tests), data)
+
+    def prepare(seed: int, effort: Effort) -> Prepared:
+        start = pretrained(seed, effort)
+        torch.manual_seed(seed)
+        model = copy.deepcopy(start.model)
+        task = make_task(Goal.CAUSAL, start.data, model)
         model = _with_lora(model, ["c_attn", "c_proj", "c_fc"], "CAUSAL_LM")
         steps = effort.steps(600)
-        return _prepared(model, _adamw(model, 1e-3), task, 16, seed, steps, before)
+        return _prepared(model, _adamw(model, 1e-3), task, 16, seed, steps, start.before)
 
     return AccuracyTask("gpt2-e2e-lora", "token_loss", False, prepare)
 
@@ -251,14 +269,20 @@ def _adamw(model: nn.Module, rate: float) -> torch.optim.Optimizer:
 def personalisation_task(path: Path, *, learning_steps: int = LEARNING_STEPS) -> AccuracyTask:
     """A keyword network learns five speakers plainly, then the sixth's first half of clips."""
 
-    def prepare(seed: int, effort: Effort) -> Prepared:
+    @lru_cache(maxsize=1)
+    def pretrained(seed: int, effort: Effort) -> Start:
         others = load_speakers(path)
         torch.manual_seed(seed)
         model = find_model("resnet20").build(others.facts)
         train_plainly(general_job(model, others, seed, effort, learning_steps))
-        prepared = new_speaker_job(model, path, seed, effort)
-        before = evaluate(model, prepared.task, effort.most_tests)
-        return replace(prepared, before=before)
+        task = new_speaker_job(model, path, seed, effort).task
+        return Start(model, evaluate(model, task, effort.most_tests), others)
+
+    def prepare(seed: int, effort: Effort) -> Prepared:
+        start = pretrained(seed, effort)
+        torch.manual_seed(seed)
+        prepared = new_speaker_job(copy.deepcopy(start.model), path, seed, effort)
+        return replace(prepared, before=start.before)
 
     return AccuracyTask("personalisation", "accuracy_percent", True, prepare)
 

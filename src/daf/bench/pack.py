@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -228,7 +229,7 @@ class _Step:
         start_s = time.perf_counter()
         if routes is None:
             return self._backward(self._loss(), start_s, 0)
-        with Packer(self._bed.device, self._treatment, 0, self._staging_bytes) as packer:
+        with closing(Packer(self._bed.device, self._treatment, 0, self._staging_bytes)) as packer:
             with saved_tensors_hooks(*_hooks(packer, routes)):
                 loss = self._loss()
             return self._backward(loss, start_s, packer.wait_until_packed())

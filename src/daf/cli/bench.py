@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from daf.bench import accuracy as accuracy_bench
 from daf.bench import accuracy_jobs, main_job, operator_speed, packing
@@ -38,6 +38,7 @@ from daf.cli.bench_output import (
     QuickOption,
     counted_progress,
     keep,
+    measure,
     rows_beside,
     show,
 )
@@ -67,9 +68,7 @@ def main_command(
     """Compare the main job (ResNet-18 within a budget) with plain PyTorch, interleaved."""
     name = data or main_job.default_data()
     job = main_job.quick_job(name) if quick else main_job.MainJob(name)
-    with Console(stderr=True).status("starting") as status:
-        result = main_job.run(job, on_progress=status.update)
-    show(result, as_json=as_json)
+    measure(partial(main_job.run, job), as_json=as_json)
 
 
 @app.command("allocator")
@@ -91,11 +90,7 @@ def allocator_command(
     """Compare the recycling allocator at several caps with glibc and others, interleaved."""
     name = images or main_job.default_data()
     job = allocator_bench.quick_job(name) if quick else allocator_bench.full_job(name, text)
-    with Console(stderr=True).status("starting") as status:
-        result = allocator_bench.run(job, on_progress=status.update)
-    if picture is not None:
-        draw_trade(result.rows, picture)
-    show(result, as_json=as_json)
+    measure(partial(allocator_bench.run, job), as_json=as_json, draw=draw_trade, picture=picture)
 
 
 @app.command("operators")
@@ -123,19 +118,15 @@ def operators_command(
         return
     name = images or main_job.default_data()
     job = operators_bench.quick_job(name) if quick else operators_bench.full_job(name, text)
-    with Console(stderr=True).status("starting") as status:
-        result = operators_bench.run(job, on_progress=status.update)
-    if picture is not None:
-        draw_waterfall(result.rows, picture)
-    show(result, as_json=as_json)
+    measure(
+        partial(operators_bench.run, job), as_json=as_json, draw=draw_waterfall, picture=picture
+    )
 
 
 def time_operators(*, quick: bool, as_json: bool) -> None:
     """Each operator beside PyTorch's own sequence."""
     job = operator_speed.quick_job() if quick else operator_speed.SpeedJob()
-    with Console(stderr=True).status("starting") as status:
-        result = operator_speed.run(job, on_progress=status.update)
-    show(result, as_json=as_json)
+    measure(partial(operator_speed.run, job), as_json=as_json)
 
 
 @app.command("pool")
@@ -148,11 +139,7 @@ def pool_command(
 ) -> None:
     """Time the paged pool, and compare what it wastes with malloc, best fit and fixed growth."""
     job = pool_bench.quick_job() if quick else pool_bench.PoolJob()
-    with Console(stderr=True).status("starting") as status:
-        result = pool_bench.run(job, on_progress=status.update)
-    if picture is not None:
-        draw_times(result.rows, picture)
-    show(result, as_json=as_json)
+    measure(partial(pool_bench.run, job), as_json=as_json, draw=draw_times, picture=picture)
 
 
 @app.command("pressure")
@@ -167,12 +154,8 @@ def pressure_command(
 ) -> None:
     """Halve a run's budget in mid-step, restore it, then squeeze it by a second process."""
     job = pressure_bench.quick_job() if quick else pressure_bench.full_job()
-    with Console(stderr=True).status("starting") as status:
-        result = pressure_bench.run(job, on_progress=status.update)
-    if picture is not None:
-        draw_pressure(result.rows, picture)
-    keep(result, out)
-    show(result, as_json=as_json)
+    run = partial(pressure_bench.run, job)
+    keep(measure(run, as_json=as_json, draw=draw_pressure, picture=picture), out)
 
 
 @app.command("gradients")
@@ -249,11 +232,7 @@ def packing_command(
 ) -> None:
     """Time quantizing, packing and changing layouts apart, and beside one native pass."""
     job = packing.quick_job() if quick else packing.PackingJob()
-    with Console(stderr=True).status("starting") as status:
-        result = packing.run(job, on_progress=status.update)
-    if picture is not None:
-        packing.draw_packing(result.rows, picture)
-    show(result, as_json=as_json)
+    measure(partial(packing.run, job), as_json=as_json, draw=packing.draw_packing, picture=picture)
 
 
 @app.command("kernels")
@@ -266,11 +245,7 @@ def kernels_command(
 ) -> None:
     """Time every kernel on every instruction set against memcpy, interleaved."""
     job = kernels_bench.quick_job() if quick else kernels_bench.KernelsJob()
-    with Console(stderr=True).status("starting") as status:
-        result = kernels_bench.run(job, on_progress=status.update)
-    if picture is not None:
-        draw_roofline(result.rows, picture)
-    show(result, as_json=as_json)
+    measure(partial(kernels_bench.run, job), as_json=as_json, draw=draw_roofline, picture=picture)
 
 
 @app.command("accuracy")
@@ -308,11 +283,12 @@ def accuracy_command(
         first_seed=first_seed,
         steps_share=steps_share,
     )
-    with Console(stderr=True).status("starting") as status:
-        result = accuracy_bench.run(job, rows, on_progress=status.update)
-    if picture is not None:
-        draw_curves(result.rows, accuracy_bench.metrics_of(job), picture)
-    show(result, as_json=as_json)
+
+    def draw(drawn: list[dict[str, Any]], path: Path) -> None:
+        draw_curves(drawn, accuracy_bench.metrics_of(job), path)
+
+    run = partial(accuracy_bench.run, job, rows)
+    measure(run, as_json=as_json, draw=draw, picture=picture)
 
 
 @app.command("pack")
@@ -321,11 +297,7 @@ def pack_command(
 ) -> None:
     """Pack beside a GPU's forward pass: by the GPU, by the processor, and by both."""
     job = pack_bench.quick_job() if quick else pack_bench.PackJob()
-    with Console(stderr=True).status("starting") as status:
-        result = pack_bench.run(job, on_progress=status.update)
-    if picture is not None:
-        draw_pack(result.rows, picture)
-    show(result, as_json=as_json)
+    measure(partial(pack_bench.run, job), as_json=as_json, draw=draw_pack, picture=picture)
 
 
 @app.command("reduce")
@@ -334,8 +306,4 @@ def reduce_command(
 ) -> None:
     """Time ranges of tensors and channels by every strategy, PyTorch, CUB and the chosen one."""
     job = reduce_bench.quick_job() if quick else reduce_bench.ReduceJob()
-    with Console(stderr=True).status("starting") as status:
-        result = reduce_bench.run(job, on_progress=status.update)
-    if picture is not None:
-        draw_reduce(result.rows, picture)
-    show(result, as_json=as_json)
+    measure(partial(reduce_bench.run, job), as_json=as_json, draw=draw_reduce, picture=picture)

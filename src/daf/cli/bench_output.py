@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -53,6 +53,22 @@ def counted_progress() -> Iterator[Callable[[str, int, int], None]]:
             progress.update(task, description=what, completed=done, total=expected)
 
         yield report
+
+
+def measure(
+    run: Callable[..., BenchResult],
+    *,
+    as_json: bool,
+    draw: Callable[[list[dict[str, Any]], Path], None] | None = None,
+    picture: Path | None = None,
+) -> BenchResult:
+    """Run a benchmark under a status line, draw its rows where that was asked, and print it."""
+    with Console(stderr=True).status("starting") as status:
+        result = run(on_progress=status.update)
+    if draw is not None and picture is not None:
+        draw(result.rows, picture)
+    show(result, as_json=as_json)
+    return result
 
 
 def rows_beside(out: Path | None) -> Path | None:

@@ -123,22 +123,12 @@ class NormCarrier:
         record.held_bytes += self.ledger.told_bytes - told
         if held.mask is not None:
             record.held_bytes -= held.mask.nbytes
-        function = None
-        if rectifier is None or not rectifier.is_bounded:
-            self._learn(held, addend, result)
-        elif addend is None and self.policy.rederive:
-            function = self._learn_bounded(held, rectifier, result)
+        function = self._learn(held, addend, rectifier, result)
         if watcher is not None and not holder.is_external:
+            save = told_of(saved, norm.x, held, holder)
             is_over = result.data_ptr() == norm.x.data_ptr()
             beside = held.mask.nbytes if held.mask is not None else 0
-            watcher.saved(
-                told_of(
-                    *(saved, norm.x, held, holder),
-                    is_over=is_over,
-                    beside_bytes=beside,
-                    tells=function,
-                )
-            )
+            watcher.saved(save._replace(is_over=is_over, beside_bytes=beside, tells=function))
         saved.settle(held, plain_held)
         return result
 
@@ -160,23 +150,25 @@ class NormCarrier:
         """The values that others derive something from."""
         return Stored(self.ledger, values) if isinstance(values, ComputedValues) else values
 
-    def _learn(self, held: NormHeld, addend: Tensor | None, result: Tensor) -> None:
+    def _learn(
+        self, held: NormHeld, addend: Tensor | None, rectifier: Rectifier | None, result: Tensor
+    ) -> Derivation | None:
+        """How others can compute the result; the function where only a kept input would tell it."""
         if not self.policy.rederive:
-            return
-        term = Term(self.counted(held.values()), held.result)
-        held.recipe = self.provenance.added(addend, term, held.mask)
+            return None
+        values = held.values()
+        term = Term(self.counted(values), held.result)
+        function = None
+        if rectifier is None or not rectifier.is_bounded:
+            held.recipe = self.provenance.added(addend, term, held.mask)
+        elif addend is None:
+            bounds = 0.0, rectifier.most
+            function = Derivation(lambda tensor: tensor.clamp_(*bounds))
+            self.provenance.learn_function(result, function)
+            if isinstance(values, ComputedValues):  # a code's error hides which bound was passed
+                held.recipe = (term._replace(derivation=function),)
         if held.recipe is not None:
             self.provenance.learn(result, held)
-
-    def _learn_bounded(self, held: NormHeld, rectifier: Rectifier, result: Tensor) -> Derivation:
-        """Only values without an error tell which of its two bounds was passed."""
-        bounds = 0.0, rectifier.most
-        function = Derivation(lambda values: values.clamp_(*bounds))
-        values = held.values()
-        if isinstance(values, ComputedValues):
-            held.recipe = (Term(self.counted(values), held.result, None, function),)
-            self.provenance.learn(result, held)
-        self.provenance.learn_function(result, function)
         return function
 
 

@@ -4,7 +4,7 @@ By itself a smooth activation holds a code of its derivative, and the layer
 behind it another one of its result. Here the *input* x is coded once: backward
 decodes a few blocks of it at a time, computes the derivative there and writes
 the input's gradient, over the result's where nobody else holds that; the layer
-behind is told that its input was ``f(x)`` (``Term.function``). Where x itself is
+behind is told that its input was ``f(x)`` (``Term.derivation``). Where x itself is
 a normalisation's result, that one's code serves here too.
 
 Where the input is held as it is (a policy that keeps it), backward reads it where
@@ -32,6 +32,7 @@ from daf.execution.ownership import holders_of, sole_holders
 from daf.kernels import BLOCK_ELEMENTS, block_count
 from daf.plan import Method, Treatment
 from daf.store.codec import Channels
+from daf.store.layout import in_memory_order
 from daf.store.normalised import ComputedValues
 from daf.store.scratch import Scratch
 
@@ -102,7 +103,7 @@ class SmoothHeld(Held):
         if isinstance(self.input, Kept):
             self.smooth.backward(gradient, self.input.restore(Scratch()), written)
             return written
-        given, found = (_in_memory_order(tensor) for tensor in (gradient, written))
+        given, found = (in_memory_order(tensor) for tensor in (gradient, written))
         blocks = block_count(gradient.numel())
         for first in range(0, blocks, _BLOCKS_AT_A_TIME):
             x = self.input.restore_blocks(first, min(blocks, first + _BLOCKS_AT_A_TIME))
@@ -115,10 +116,6 @@ def values_of(kept: Kept, count: int) -> ComputedValues:
     """What is held as it is, for whoever derives something from it; nothing is held for that."""
     unchanged = Channels(torch.ones(1), torch.zeros(1), 1)
     return ComputedValues(lambda: kept.restore(Scratch()), count, unchanged)
-
-
-def _in_memory_order(tensor: Tensor) -> Tensor:
-    return torch.as_strided(tensor, (tensor.numel(),), (1,), tensor.storage_offset())
 
 
 class FusedSmooth(torch.autograd.Function):

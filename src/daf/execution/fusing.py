@@ -10,14 +10,14 @@ later steps. What can no longer be computed raises FusionError.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from daf.errors import FusionError
-from daf.execution.by_tensor import ByTensor
 from daf.execution.fused import Norm
 from daf.execution.fused_call import objection, read_call
 from daf.execution.fusion import (
@@ -98,7 +98,7 @@ class Fusing:
         self._fusion = fusion
         self._carrier = carrier
         self._observation = Observation()
-        self._waiting: ByTensor[_Waiting] = ByTensor()
+        self._waiting: MutableMapping[Tensor, _Waiting] = WeakTensorKeyDictionary()
 
     # --- what the mode asks -----------------------------------------------------------------
 

@@ -11,16 +11,16 @@ place is given up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from daf.errors import FusionError
-from daf.execution.by_tensor import ByTensor
 from daf.execution.chunked import chunked_cross_entropy
 from daf.execution.fusion import METADATA, tensors_among, with_tensors
 from daf.execution.sites import SiteTracker
@@ -124,8 +124,8 @@ class LossFusing:
     def __init__(self, fusion: LossFusion, tracker: SiteTracker) -> None:
         self._fusion = fusion
         self._tracker = tracker
-        self._waiting: ByTensor[Logits] = ByTensor()
-        self._watched: ByTensor[LinearSite] = ByTensor()
+        self._waiting: MutableMapping[Tensor, Logits] = WeakTensorKeyDictionary()
+        self._watched: MutableMapping[Tensor, LinearSite] = WeakTensorKeyDictionary()
         self._objections: dict[LinearSite, str] = {}
         self._has_trained = False
 
@@ -135,7 +135,15 @@ class LossFusing:
         """An operator's result, or a stand-in for it."""
         if operator in METADATA:
             return operator(*arguments, **keywords)
-        self._has_trained = self._has_trained or torch.is_grad_enabled()
+        result = self._run(operator, arguments, keywords)
+        if not self._has_trained and isinstance(result, Tensor):
+            with torch._C.DisableTorchFunction():  # the capture's own mode is to see no reader
+                self._has_trained = result.requires_grad
+        return result
+
+    def _run(
+        self, operator: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+    ) -> Any:
         if self._waiting and any(map(self._waiting.get, tensors_among(arguments, keywords))):
             return self._read(operator, arguments, keywords)
         if operator is F.linear:

@@ -128,13 +128,12 @@ class SmoothFusing:
     def _treatment(self, site: Site) -> Treatment | None:
         """How the input is held where that is to serve the layer behind too."""
         policy = self._carrier.policy
-        own = policy.treatment(Need.SMOOTH, site)
-        if own == KEEP or not policy.rederive:
-            return KEEP if policy.rederive else None
-        linear = policy.by_need.get(Need.LINEAR)
-        if own.method is not Method.DERIVATIVE or linear is None:
+        own, linear = policy.treatment(Need.SMOOTH, site), policy.by_need.get(Need.LINEAR)
+        if not policy.rederive:
             return None
-        return shared_treatment(linear)
+        if own.method is Method.DERIVATIVE and linear is not None:
+            return shared_treatment(linear)
+        return KEEP if own == KEEP else None
 
     def _objection(
         self, call: tuple[Any, Smooth] | None, site: Site, treatment: Treatment | None

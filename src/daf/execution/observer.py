@@ -75,7 +75,7 @@ def unseen(hook: Callable[..., None]) -> Callable[..., None]:
 
 
 class Observer:
-    """Fills one ``Observation``; give it to ``Capture.step``, then call ``finish``."""
+    """Fills one ``Observation``; give it to ``Capture.step``, inside ``watching``."""
 
     def __init__(
         self,

@@ -16,7 +16,6 @@ import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -28,6 +27,7 @@ from daf.execution.transfers import CudaTransfers, Transfers
 from daf.kernels import block_count, cpu, header_bytes, plane_bytes, words_per_plane
 from daf.plan import Method, Treatment
 from daf.store.codec import element_type
+from daf.store.layout import in_memory_order
 
 _ASK_AGAIN_S = 0.0002
 
@@ -75,10 +75,11 @@ class TritonDevice:
 
     def encode(self, tensor: Tensor, treatment: Treatment, key: int) -> Codes:
         """On the current stream."""
-        codes = empty_codes(tensor.numel(), treatment.bits, tensor.device)
-        planes = self._planes.flat_planes(*codes, tensor.numel(), treatment.bits)
+        count, place = tensor.numel(), tensor.device
+        planes = self._planes.allocate_flat(count, treatment.bits, place, headers=True)
         self._gpu.encode_rotated(in_memory_order(tensor), planes, treatment.rounds, key)
-        return codes
+        assert planes.headers is not None
+        return Codes(planes.region, planes.headers)
 
     def decode(self, codes: Codes, treatment: Treatment, key: int, out: Tensor) -> None:
         """On the current stream."""
@@ -99,6 +100,8 @@ class _Parcel:
 
 class Packer:
     """Packs the tensors of one forward pass, and brings them back in its backward pass.
+
+    Close it afterwards (``contextlib.closing``).
 
     ``jobs`` tells when the processor packed what (ms since ``begin``), for the timeline.
 
@@ -123,15 +126,8 @@ class Packer:
         self._begin_s = time.perf_counter()
         self.jobs: list[Job] = []
 
-    def __enter__(self) -> Packer:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Stop packing; what is not restored by then is lost."""
         self._processor.shutdown(wait=True, cancel_futures=True)
 
     # --- forward ----------------------------------------------------------------------------
@@ -235,27 +231,15 @@ def code_bytes(count: int, bits: int) -> int:
     return plane_bytes(count, bits) + header_bytes(count)
 
 
-def empty_codes(count: int, bits: int, device: torch.device, *, pinned: bool = False) -> Codes:
-    """Room for codes of so many elements; ``pinned``: from which a device copies by itself."""
-    sizes = (bits, words_per_plane(count)), (block_count(count),)
-    rooms = (
-        torch.empty(size, dtype=torch.int32, device=device, pin_memory=pinned) for size in sizes
-    )
-    return Codes(*rooms)
-
-
 def encode_on_host(tensor: Tensor, treatment: Treatment, key: int) -> Codes:
-    """Codes of a tensor on the host, on all of PyTorch's threads."""
-    pinned = tensor.is_pinned()
-    codes = empty_codes(tensor.numel(), treatment.bits, tensor.device, pinned=pinned)
+    """Codes of a dense tensor on the host, on all of PyTorch's threads; pinned where it is."""
+    count = tensor.numel()
+    sizes = (treatment.bits, words_per_plane(count)), (block_count(count),)
+    pinned = tensor.is_pinned()  # from where a device copies by itself
+    codes = Codes(*(torch.empty(size, dtype=torch.int32, pin_memory=pinned) for size in sizes))
     cpu.encode_rotated(
-        *(tensor.data_ptr(), element_type(tensor.dtype), tensor.numel()),
+        *(tensor.data_ptr(), element_type(tensor.dtype), count),
         *(treatment.bits, treatment.rounds, key),
         *(codes.planes.data_ptr(), codes.headers.data_ptr(), torch.get_num_threads()),
     )
     return codes
-
-
-def in_memory_order(tensor: Tensor) -> Tensor:
-    """(elements,): the same memory, of which nothing is copied."""
-    return torch.as_strided(tensor.detach(), (tensor.numel(),), (1,), tensor.storage_offset())

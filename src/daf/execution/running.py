@@ -15,6 +15,7 @@ from daf.errors import CodecError
 from daf.execution.accounting import Ledger, Source, Sources, strided_parts
 from daf.execution.carrying import NormCarrier
 from daf.execution.chunking import substitute
+from daf.execution.derivation import Derivation
 from daf.execution.evictions import Evictions
 from daf.execution.fused_rows_call import is_row_norm
 from daf.execution.fusing import Fusing
@@ -33,6 +34,7 @@ from daf.execution.rules import name_saves, need_of, parameter_behind
 from daf.execution.sites import SiteRecord, SiteTracker, mix_key
 from daf.execution.treatments import Call, Job, Treater, is_integer, is_treatable
 from daf.plan import (
+    DERIVED,
     KEEP,
     Need,
     Policy,
@@ -305,13 +307,17 @@ class Running:
                     self._ledger.told_bytes - told_before,
                     1000.0 * (time.perf_counter() - start_s),
                     is_treatable(tensor),
-                    told=self._provenance.function_of(tensor, saved.version),
+                    told=self._told(tensor, saved.version, need),
                 )
             )
         record.plain_bytes += self._ledger.plain_bytes - plain_before
         record.held_bytes += self._ledger.told_bytes - told_before
         record.spilled_bytes += self._spill.taken_bytes - spilled_before
         saved.settle(held, plain)
+
+    def _told(self, tensor: Tensor, version: int, need: Need) -> Derivation | None:
+        """What this is of another operator's input, where that is all that backward asks for."""
+        return self._provenance.function_of(tensor, version) if need in DERIVED else None
 
     def _hold(
         self,

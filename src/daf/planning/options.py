@@ -148,7 +148,9 @@ class OptionMaker:
             self._levels.append((SPILLED, dict.fromkeys(Need, _SPILL)))
         self._served = served_weights(profile)
         self._unit = noise_per_weight(profile)
-        self._telling = _telling_sites(profile)
+        self._telling = _sites_of_none_but(profile.savings, _tells_its_result)
+        self._derivable = _sites_of_none_but(profile.savings, self._is_derivable)
+        self._told = _sites_of_none_but(profile.savings, self._is_told)
 
     def options(self, family: tuple[Saving, ...]) -> list[Option]:
         """Every option of a family that differs from the others, *keep* first."""
@@ -169,15 +171,12 @@ class OptionMaker:
         self, family: tuple[Saving, ...], by_need: Mapping[Need, Treatment]
     ) -> dict[Site, Treatment]:
         """What really is done at each site, sites that are kept left out."""
-        derivable = _sites_of_none_but(family, self._is_derivable)
-        told = _sites_of_none_but(family, self._is_told)
         found = {}
         for saving in family:
             treatment = by_need.get(saving.need, KEEP)
-            if saving.site in derivable and treatment != KEEP:
+            if saving.site in self._derivable and treatment != KEEP:
                 treatment = DERIVED[saving.need]  # for no bytes, and with no noise of its own
-            is_sound = treatment.method is not Method.REDERIVE or saving.site in told
-            if is_sound and self._can(saving, treatment):
+            if self._can(saving, treatment):
                 found[saving.site] = treatment
         return found
 
@@ -187,15 +186,15 @@ class OptionMaker:
 
     def _is_told(self, saving: Saving) -> bool:
         """Is it derivable, if perhaps only beside an input that is kept?"""
-        return self._is_derivable(saving) or (saving.need in DERIVED and saving.teller is not None)
+        return saving.teller is not None or self._is_derivable(saving)
 
     def _tellers(
         self, family: tuple[Saving, ...], treatments: Mapping[Site, Treatment]
     ) -> frozenset[Site]:
         """What must be kept for this."""
-        told = (each for each in family if each.teller and not self._is_derivable(each))
-        derived = (each for each in told if treatments.get(each.site) == DERIVED[Need.LINEAR])
-        return frozenset(each.teller for each in derived if each.teller)
+        derived = (each for each in family if treatments.get(each.site) == DERIVED.get(each.need))
+        told = (each for each in derived if each.site not in self._derivable)
+        return frozenset(each.teller for each in told if each.teller is not None)
 
     def _can(self, saving: Saving, treatment: Treatment) -> bool:
         return (
@@ -203,6 +202,7 @@ class OptionMaker:
             and saving.treatable
             and treatment.method in self._allowed.methods
             and not (treatment.method is Method.SPILL and saving.reading is Reading.IN_PLACE)
+            and (treatment.method is not Method.REDERIVE or saving.site in self._told)
             and saving.tensor_bytes.at(self._examples) >= SMALLEST_TREATED_BYTES
             and (treatment.method is not Method.PACK or saving.packed_bits > 0)
         )
@@ -318,20 +318,16 @@ class OptionMaker:
 _NORMALISATIONS = frozenset({"batch_norm", "layer_norm", "rms_norm"})
 
 
-def _telling_sites(profile: Profile) -> frozenset[Site]:
-    """Of fused normalisations: kept or coded, what they hold tells what their result was."""
-    return _sites_of_none_but(profile.savings, _tells_its_result)
-
-
 def _sites_of_none_but(
-    family: tuple[Saving, ...], holds: Callable[[Saving], bool]
+    savings: tuple[Saving, ...], holds: Callable[[Saving], bool]
 ) -> frozenset[Site]:
     """Sites of which that is true for every tensor: one treatment serves them all."""
-    others = {each.site for each in family if not holds(each)}
-    return frozenset(each.site for each in family) - others
+    others = {each.site for each in savings if not holds(each)}
+    return frozenset(each.site for each in savings) - others
 
 
 def _tells_its_result(saving: Saving) -> bool:
+    """Kept or coded, what a fused normalisation holds tells what its result was."""
     is_read_in_place = saving.reading is Reading.IN_PLACE and saving.need is Need.NORM
     return is_read_in_place and saving.site.operator in _NORMALISATIONS and saving.treatable
 

@@ -16,7 +16,7 @@ from daf.kernels.code_errors import relative_error
 from daf.plan import Treatment
 from daf.store.buffers import Store
 from daf.store.codec import ValueCode
-from daf.store.layout import is_dense
+from daf.store.layout import in_memory_order, is_dense
 
 
 class AveragedCode:
@@ -47,7 +47,7 @@ class AveragedCode:
             )
         self.count = tensor.numel()
         self.group = group
-        self.code = ValueCode(store, _means(_in_memory_order(tensor), group), treatment, key)
+        self.code = ValueCode(store, _means(in_memory_order(tensor), group), treatment, key)
 
     @property
     def nbytes(self) -> int:
@@ -68,7 +68,7 @@ class AveragedCode:
         means = torch.empty(self.code.count, dtype=torch.float32)
         self.code.decode(means)
         flat = means.repeat_interleave(self.group)[: self.count]
-        _in_memory_order(out).copy_(flat)
+        in_memory_order(out).copy_(flat)
 
 
 def averaged_error(within: float, treatment: Treatment) -> float:
@@ -86,13 +86,9 @@ def averaged_error(within: float, treatment: Treatment) -> float:
 
 def energy_within_groups(tensor: Tensor, group: int) -> float:
     """Squared deviation of a dense tensor's elements from the means of their groups."""
-    flat = _in_memory_order(tensor).double()
+    flat = in_memory_order(tensor).double()
     spread = flat - _means(flat, group).repeat_interleave(group)[: flat.numel()]
     return float(spread.square().sum())
-
-
-def _in_memory_order(tensor: Tensor) -> Tensor:
-    return torch.as_strided(tensor.detach(), (tensor.numel(),), (1,), tensor.storage_offset())
 
 
 def _means(flat: Tensor, group: int) -> Tensor:

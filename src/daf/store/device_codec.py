@@ -20,6 +20,7 @@ from daf.kernels.gpu_launch import Affine
 from daf.kernels.gpu_planes import DevicePlanes, allocate_flat
 from daf.plan import Method, Treatment
 from daf.store.codec import Channels, check_count
+from daf.store.layout import in_memory_order
 
 
 class _DeviceCode:
@@ -49,12 +50,12 @@ class DeviceMaskCode(_DeviceCode):
     ) -> None:
         """Encode a dense tensor."""
         super().__init__(tensor, 1, headers=False)
-        gpu.encode_mask(_in_memory_order(tensor), self.planes, predicate, low, high)
+        gpu.encode_mask(in_memory_order(tensor), self.planes, predicate, low, high)
 
     def decode(self, out: Tensor, off_value: float, on_value: float) -> None:
         """Write the two values into a dense tensor of the coded element count."""
         check_count(self.count, out)
-        gpu.decode_mask(self.planes, off_value, on_value, _in_memory_order(out))
+        gpu.decode_mask(self.planes, off_value, on_value, in_memory_order(out))
 
 
 class DeviceValueCode(_DeviceCode):
@@ -76,7 +77,7 @@ class DeviceValueCode(_DeviceCode):
         super().__init__(tensor, treatment.bits, headers=True)
         self.treatment = treatment
         self.key = key
-        source, affine = _in_memory_order(tensor), _affine(channels)
+        source, affine = in_memory_order(tensor), _affine(channels)
         if treatment.method is Method.ROTATED:
             gpu.encode_rotated(source, self.planes, treatment.rounds, key, affine)
         else:
@@ -101,7 +102,7 @@ class DeviceValueCode(_DeviceCode):
             )
         check_count(self.count, out)
         chosen = None if mask is None else mask.planes
-        place, affine = _in_memory_order(out), _affine(channels)
+        place, affine = in_memory_order(out), _affine(channels)
         if self.treatment.method is Method.ROTATED:
             rounds = self.treatment.rounds
             gpu.decode_rotated(self.planes, rounds, self.key, place, affine, chosen, accumulate)
@@ -121,13 +122,13 @@ class DeviceDerivativeCode(_DeviceCode):
         not, all of the tensor decodes to NaN.
         """
         super().__init__(tensor, bits, headers=False)
-        source, table = _in_memory_order(tensor), _table_on(borders, tensor.device)
+        source, table = in_memory_order(tensor), _table_on(borders, tensor.device)
         self._broken = gpu.encode_derivative(source, self.planes, table)
 
     def decode(self, out: Tensor, levels: Tensor) -> None:
         """Write ``levels[interval]`` into a dense tensor; levels: (2**bits,) float32."""
         check_count(self.count, out)
-        place = _in_memory_order(out)
+        place = in_memory_order(out)
         gpu.decode_derivative(self.planes, _table_on(levels, out.device), place)
         place.masked_fill_(self._broken != 0, math.nan)
 
@@ -141,22 +142,18 @@ class DeviceIntegerCode(_DeviceCode):
         """Encode a dense tensor of integers in ``base … base + 2**bits - 1``, or of booleans."""
         super().__init__(tensor, bits, headers=False)
         self.base = base
-        gpu.encode_integers(_signed(_in_memory_order(tensor)), self.planes, base)
+        gpu.encode_integers(_signed(in_memory_order(tensor)), self.planes, base)
 
     def decode(self, out: Tensor) -> None:
         """Write the integers into a dense tensor of the coded element count."""
         check_count(self.count, out)
-        gpu.decode_integers(self.planes, self.base, _signed(_in_memory_order(out)))
+        gpu.decode_integers(self.planes, self.base, _signed(in_memory_order(out)))
 
 
 @cache
 def _table_on(table: Tensor, device: torch.device) -> Tensor:
     """A table of an activation, of which there are few, copied once."""
     return table.to(device)
-
-
-def _in_memory_order(tensor: Tensor) -> Tensor:
-    return torch.as_strided(tensor.detach(), (tensor.numel(),), (1,), tensor.storage_offset())
 
 
 def _signed(items: Tensor) -> Tensor:

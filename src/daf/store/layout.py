@@ -47,6 +47,11 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """(elements,) of a dense tensor, without its graph: the same memory."""
+    return torch.as_strided(tensor.detach(), (tensor.numel(),), (1,), tensor.storage_offset())
+
+
 def overlaps(tensor: Tensor) -> bool:
     """May two elements share one place in memory (an expanded or self-overlapping view)?
 
