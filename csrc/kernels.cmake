@@ -13,7 +13,8 @@ function(daf_add_kernel_set target name)
 endfunction()
 
 function(daf_add_kernels target)
-  foreach(name dispatch threads team kernels_portable channels ranges rows strided sums)
+  foreach(name dispatch threads team kernels_portable channels norm_channels ranges rows strided
+          sums)
     target_sources(${target} PRIVATE "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/${name}.cpp")
   endforeach()
   target_include_directories(${target} PRIVATE "${CMAKE_CURRENT_FUNCTION_LIST_DIR}")

@@ -7,6 +7,7 @@
 #include <nanobind/stl/string.h>
 
 #include "bind_jobs.h"
+#include "norm_channels.h"
 #include "norm_jobs.h"
 #include "rows_jobs.h"
 
@@ -102,6 +103,38 @@ void backward_minmax(const std::string& set, const nb::tuple& fields, int thread
       gradient, pages.count, threads);
 }
 
+// (sums, squares, mean, inverse deviation), then (mean, variance, momentum) of running ones or
+// nothing.
+void statistics_of_sums(uint64_t channels, uint64_t count, double epsilon, const nb::tuple& where,
+                        const nb::tuple& running) {
+  const auto address = [](const nb::tuple& of, int i) { return nb::cast<uintptr_t>(of[i]); };
+  ChannelStatistics job{at<const double>(address(where, 0)),
+                        at<const double>(address(where, 1)),
+                        channels,
+                        count,
+                        epsilon,
+                        at<float>(address(where, 2)),
+                        at<float>(address(where, 3)),
+                        nullptr,
+                        nullptr,
+                        0};
+  if (running.size() != 0) {
+    job.running_mean = at<float>(address(running, 0));
+    job.running_variance = at<float>(address(running, 1));
+    job.momentum = nb::cast<double>(running[2]);
+  }
+  finish_statistics(job);
+}
+
+// daf.kernels.GradientFactors, in its order.
+void factors_of_sums(uint64_t channels, uint64_t count, const nb::tuple& where) {
+  const auto address = [&](int i) { return nb::cast<uintptr_t>(where[i]); };
+  finish_factors({at<const double>(address(0)), at<const double>(address(1)), channels, count,
+                  at<const float>(address(2)), at<const float>(address(3)), at<float>(address(4)),
+                  at<float>(address(5)), at<float>(address(6)), at<float>(address(7)),
+                  at<float>(address(8))});
+}
+
 }  // namespace
 
 void bind_norm(nb::module_& parent) {
@@ -111,6 +144,8 @@ void bind_norm(nb::module_& parent) {
   module.def("backward_kept", &backward_kept);
   module.def("backward_rotated", &backward_rotated);
   module.def("backward_minmax", &backward_minmax);
+  module.def("statistics_of_sums", &statistics_of_sums);
+  module.def("factors_of_sums", &factors_of_sums);
 }
 
 }  // namespace daf

@@ -38,54 +38,15 @@ from daf.store.normalised import (
     ComputedValues,
     Geometry,
     KeptValues,
-    Sums,
+    Statistics,
     Values,
     emission,
     emit,
-    measure,
     sum_gradient,
+    take_factors,
     write_input_gradient,
 )
 from daf.store.scratch import Scratch
-
-
-class Statistics(NamedTuple):
-    """(channels,) float32 each, as the forward pass used them."""
-
-    mean: Tensor
-    inverse_deviation: Tensor
-
-    def forward(self, inner: int) -> Channels:
-        """The input to the normalised value."""
-        return Channels(self.inverse_deviation, -self.mean * self.inverse_deviation, inner)
-
-
-class Running(NamedTuple):
-    """Running statistics, (channels,) float32, and how fast they follow."""
-
-    mean: Tensor
-    variance: Tensor
-    momentum: float
-
-    def update(self, mean: Tensor, variance: Tensor, count: int) -> None:
-        """Follow a batch's statistics (biased variance of ``count`` numbers), as PyTorch does."""
-        kept = 1 - self.momentum
-        self.mean.mul_(kept).add_((self.momentum * mean).float())
-        unbiased = variance * (count / (count - 1))
-        self.variance.mul_(kept).add_((self.momentum * unbiased).float())
-
-
-def take_statistics(
-    x: Tensor, geometry: Geometry, epsilon: float, running: Running | None
-) -> Statistics:
-    """Mean and inverse deviation of every channel, and the running ones updated; one pass."""
-    totals = measure(x, geometry)
-    count = geometry.per_channel
-    mean = totals.sums / count
-    variance = (totals.products / count - mean * mean).clamp_(min=0)
-    if running is not None:
-        running.update(mean, variance, count)
-    return Statistics(mean.float(), (variance + epsilon).rsqrt().float())
 
 
 class Norm(NamedTuple):
@@ -184,29 +145,24 @@ class NormHeld(Held):
             addend = self._layout.empty()
         written = addend if mask is not None else None
         sums = sum_gradient(values, gradient, mask, written, self.geometry)
-        x = None
+        x, weight, bias = None, self._vector(needs[1]), self._vector(needs[2])
+        gamma = self.result.content.scale if self.result is not None else None
+        inverse_deviation = self.statistics.inverse_deviation
+        factors = take_factors(sums, self.geometry, inverse_deviation, gamma, (weight, bias))
         if needs[0]:
             source, mask = (addend, None) if addend is not None else (gradient, mask)
             x = gradient if owned and addend is None else self._layout.empty()
-            write_input_gradient(values, source, mask, x, self._factors(sums))
-        weight = sums.products.float() if needs[1] else None
-        return Gradients(x, weight, sums.sums.float() if needs[2] else None, addend)
+            write_input_gradient(values, source, mask, x, factors)
+        return Gradients(x, weight, bias, addend)
+
+    def _vector(self, needed: bool) -> Tensor | None:
+        return torch.empty_like(self.statistics.mean) if needed else None
 
     def _values(self) -> Values:
         if isinstance(self._source, Kept):
             forward = self.statistics.forward(self.geometry.inner)
             return KeptValues(self._source.restore(Scratch()), forward)
         return CodedValues(self._source.content)
-
-    def _factors(self, sums: Sums) -> tuple[Channels, Channels]:
-        """Of the value and of the gradient, in the input's gradient."""
-        factor = self.statistics.inverse_deviation.double()
-        if self.result is not None:
-            factor = factor * self.result.content.scale.double()
-        count, inner = self.geometry.per_channel, self.geometry.inner
-        scale, shift = (-factor * total / count for total in (sums.products, sums.sums))
-        plain = factor.float()
-        return Channels(scale.float(), shift.float(), inner), Channels(plain, plain, inner)
 
 
 class Holder:

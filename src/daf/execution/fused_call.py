@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from daf.execution.fused import Norm, Running, take_statistics
+from daf.execution.fused import Norm
 from daf.execution.normalisation import channel_stride
 from daf.execution.plain_call import autograd_objection, has_usual_strides, is_plain
-from daf.store.normalised import Geometry
+from daf.store.normalised import Geometry, Running, take_statistics
 
 
 class NormArguments(NamedTuple):

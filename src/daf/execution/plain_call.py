@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,8 +33,12 @@ def is_plain(tensor: Any) -> bool:
 
 def has_usual_strides(x: Tensor) -> bool:
     """Would PyTorch give its result the same strides? (Those of dimensions of size 1 vary.)"""
+    return x.stride() == _usual_strides(x.shape, x.is_contiguous())
+
+
+@lru_cache(maxsize=1024)  # a model's shapes come again in every step
+def _usual_strides(shape: torch.Size, is_contiguous: bool) -> tuple[int, ...]:
     layout = torch.contiguous_format
-    if not x.is_contiguous():
-        layout = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
-    usual = torch.empty(x.shape, memory_format=layout, device="meta")
-    return x.stride() == usual.stride()
+    if not is_contiguous:
+        layout = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+    return torch.empty(shape, memory_format=layout, device="meta").stride()

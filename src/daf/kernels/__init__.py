@@ -154,6 +154,32 @@ class NormGradient(NamedTuple):
     mask: PageFields | None = None
 
 
+class GradientFactors(NamedTuple):
+    """Addresses of what backward's second pass takes of its first one's sums.
+
+    Sums and products are float64, the rest float32, ``channels`` of each. ``gamma`` may be 0 and so
+    may ``of_gamma`` and ``of_beta``, which are then not written.
+    """
+
+    sums_pointer: int
+    products_pointer: int
+    inverse_deviation_pointer: int
+    gamma_pointer: int
+    value_scale_pointer: int
+    value_shift_pointer: int
+    gradient_scale_pointer: int
+    of_gamma_pointer: int = 0
+    of_beta_pointer: int = 0
+
+
+class RunningMoments(NamedTuple):
+    """Addresses of running mean and variance, float32, and how fast they follow."""
+
+    mean_pointer: int
+    variance_pointer: int
+    momentum: float
+
+
 class RowMoments(NamedTuple):
     """Rows are measured before they are read, and the affine of each is written.
 

@@ -17,14 +17,17 @@ from daf.kernels import (
     ChannelSums,
     ElementType,
     Emission,
+    GradientFactors,
     NormGradient,
     PageFields,
     RowMoments,
+    RunningMoments,
 )
 from daf.kernels.contract import (
     affine_fields,
     block_range,
     check_call,
+    check_channels,
     check_pointer,
     check_rotation,
     sums_fields,
@@ -143,6 +146,46 @@ def backward_minmax(fields: PageFields, gradient: NormGradient, threads: int) ->
     )
 
 
+def statistics_of_sums(
+    sums: ChannelSums,
+    count: int,
+    epsilon: float,
+    mean: int,
+    inverse_deviation: int,
+    running: RunningMoments | None = None,
+) -> None:
+    """Write mean and inverse deviation, float32, of channels of ``count`` elements each.
+
+    ``running`` statistics follow in place, as PyTorch's do, by the unbiased variance.
+    """
+    fewest = 1 if running is None else 2
+    if count < fewest:
+        raise KernelError(f"asked for statistics of {count} elements; the least is {fewest}")
+    check_channels(sums.channels, sums.inner)
+    where = (sums.sums_pointer, sums.squares_pointer, mean, inverse_deviation)
+    for name, address in zip(("sums", "squares", "mean", "deviation"), where, strict=True):
+        check_pointer(name, address)
+    if running is not None:
+        check_pointer("running mean", running.mean_pointer)
+        check_pointer("running variance", running.variance_pointer)
+    _native.norm.statistics_of_sums(sums.channels, count, epsilon, where, running or ())
+
+
+def factors_of_sums(channels: int, count: int, factors: GradientFactors) -> None:
+    """Write what backward's second pass multiplies by, from its first pass's sums.
+
+    Channels have ``count`` elements each.
+    """
+    check_channels(channels, 1)
+    if count < 1:
+        raise KernelError(f"asked for factors of {count} elements; the least is 1")
+    for name, address in zip(factors._fields, factors, strict=True):
+        if address or name not in _OPTIONAL_FACTORS:
+            check_pointer(name, address)
+    _native.norm.factors_of_sums(channels, count, factors)
+
+
+_OPTIONAL_FACTORS = ("gamma_pointer", "of_gamma_pointer", "of_beta_pointer")
 _Affine = ChannelAffine | tuple[()]
 _Gradient = tuple[int, int, _Affine, _Affine, ChannelSums | tuple[()]]
 

@@ -10,7 +10,29 @@ from daf.kernels import ElementType, Predicate
 from daf.kernels.elements import Floats, Planes, narrow
 from daf.kernels.reference import encode_mask
 from daf.kernels.reference_blocks import Affine, from_planes
-from daf.kernels.reference_measure import Sums, channel_of, measure_products
+from daf.kernels.reference_measure import Doubles, Sums, channel_of, measure_products
+
+
+class Moments(NamedTuple):
+    """Of each channel, (channels,) float32: mean and inverse deviation, running mean and variance.
+
+    The latter two are None where nothing follows.
+    """
+
+    mean: Floats
+    inverse_deviation: Floats
+    running_mean: Floats | None = None
+    running_variance: Floats | None = None
+
+
+class Factors(NamedTuple):
+    """Of each channel, (channels,) float32: what ``input_gradient`` takes, and gradients."""
+
+    value_scale: Floats
+    value_shift: Floats
+    gradient_scale: Floats
+    of_gamma: Floats
+    of_beta: Floats
 
 
 class Emitted(NamedTuple):
@@ -18,6 +40,45 @@ class Emitted(NamedTuple):
 
     result: Floats
     mask: Planes | None
+
+
+@np.errstate(all="ignore")
+def statistics_of_sums(
+    sums: Sums,
+    count: int,
+    epsilon: float,
+    running: tuple[Floats, Floats] | None = None,
+    momentum: float = 0.0,
+) -> Moments:
+    """Of channels of ``count`` elements; ``running`` are mean and variance from before."""
+    mean = sums.sums / count
+    variance = np.maximum(sums.squares / count - mean * mean, 0)  # NaN stays
+    found = Moments(_rounded(mean), _rounded(1 / np.sqrt(variance + epsilon)))
+    if running is None:
+        return found
+    kept = np.float32(1 - momentum)
+    unbiased = variance * (count / (count - 1))
+    followed = (
+        _canonical(before * kept + _rounded(momentum * now))
+        for before, now in zip(running, (mean, unbiased), strict=True)
+    )
+    return Moments(*found[:2], *followed)
+
+
+@np.errstate(all="ignore")
+def factors_of_sums(
+    sums: Sums, count: int, inverse_deviation: Floats, gamma: Floats | None
+) -> Factors:
+    """From backward's first pass: what its second one multiplies by."""
+    factor = inverse_deviation.astype(np.float64)
+    if gamma is not None:
+        factor = factor * gamma.astype(np.float64)
+    scale, shift = (-factor * total / count for total in (sums.squares, sums.sums))
+    return Factors(*map(_rounded, (scale, shift, factor, sums.squares, sums.sums)))
+
+
+def _rounded(values: Doubles) -> Floats:
+    return _canonical(values.astype(np.float32))
 
 
 @np.errstate(all="ignore")

@@ -18,8 +18,10 @@ from daf.kernels import (
     ChannelSums,
     ElementType,
     Emission,
+    GradientFactors,
     NormGradient,
     PageFields,
+    RunningMoments,
     cpu_measure,
     norm,
 )
@@ -45,6 +47,25 @@ class Geometry(NamedTuple):
     def per_channel(self) -> int:
         """Elements of one channel."""
         return self.elements // self.channels
+
+
+class Running(NamedTuple):
+    """Running statistics, contiguous (channels,) float32, and how fast they follow."""
+
+    mean: Tensor
+    variance: Tensor
+    momentum: float
+
+
+class Statistics(NamedTuple):
+    """(channels,) float32 each, as the forward pass used them."""
+
+    mean: Tensor
+    inverse_deviation: Tensor
+
+    def forward(self, inner: int) -> Channels:
+        """The input to the normalised value."""
+        return Channels(self.inverse_deviation, -self.mean * self.inverse_deviation, inner)
 
 
 class Values(Protocol):
@@ -129,12 +150,23 @@ class ComputedValues:
         norm.derive(*source, affine, place, threads, mask, accumulate, blocks)
 
 
-def measure(x: Tensor, geometry: Geometry) -> Sums:
-    """Sum and sum of squares of every channel, in one pass."""
+def take_statistics(
+    x: Tensor, geometry: Geometry, epsilon: float, running: Running | None
+) -> Statistics:
+    """Mean and inverse deviation of every channel, in one pass; running ones follow in place."""
     room = _Room(geometry)
     kind, threads = ElementType.FLOAT32, torch.get_num_threads()
     cpu_measure.measure_sums(x.data_ptr(), kind, x.numel(), room.where, threads)
-    return room.sums
+    mean, inverse_deviation = torch.empty(2, geometry.channels, dtype=torch.float32).unbind()
+    followed = None
+    if running is not None:
+        torch.autograd.graph.increment_version((running.mean, running.variance))
+        followed = RunningMoments(
+            running.mean.data_ptr(), running.variance.data_ptr(), running.momentum
+        )
+    places = mean.data_ptr(), inverse_deviation.data_ptr()
+    norm.statistics_of_sums(room.where, geometry.per_channel, epsilon, *places, followed)
+    return Statistics(mean, inverse_deviation)
 
 
 def emission(
@@ -183,6 +215,26 @@ def sum_gradient(
     destination = written.data_ptr() if written is not None else 0
     _run(values, NormGradient(gradient.data_ptr(), destination, sums=room.where), mask)
     return room.sums
+
+
+def take_factors(
+    sums: Sums,
+    geometry: Geometry,
+    inverse_deviation: Tensor,
+    gamma: Tensor | None,
+    gradients: tuple[Tensor | None, Tensor | None],
+) -> tuple[Channels, Channels]:
+    """What backward's second pass multiplies values and gradient by, from the first one's sums.
+
+    ``gradients`` of gamma and beta, (channels,) float32, are written; None: not asked for.
+    """
+    scale, shift, of_gradient = torch.empty(3, geometry.channels, dtype=torch.float32).unbind()
+    read = (*sums, inverse_deviation, gamma)
+    written = (scale, shift, of_gradient, *gradients)
+    places = (0 if each is None else each.data_ptr() for each in (*read, *written))
+    norm.factors_of_sums(geometry.channels, geometry.per_channel, GradientFactors(*places))
+    inner = geometry.inner
+    return Channels(scale, shift, inner), Channels(of_gradient, of_gradient, inner)
 
 
 def write_input_gradient(
