@@ -40,7 +40,7 @@ OPTIMIZERS: Mapping[str, Callable[[nn.Module, float], torch.optim.Optimizer]] = 
 
 
 # What blocks that do not fit each other may take beside those that are alive.
-LIMIT_ROOM_BYTES = 8 * 2**20
+LIMIT_ROOM_BYTES = 4 * 2**20
 
 
 class Workload:
