@@ -14,6 +14,7 @@ class Need(StrEnum):
     LINEAR = "linear"  # enters the gradient once and linearly: inputs of conv, linear, mul
     NORM = "norm"  # input of a normalisation; enters twice
     PRODUCT = "product"  # activation times activation: attention's q, k, v, out
+    SCORE = "score"  # q and k of attention whose weights are computed again in backward
     PROBABILITY = "probability"  # softmax output: zero must stay zero
     SMOOTH = "smooth"  # only h'(x) of a smooth activation
     SIGN = "sign"  # only on which side of a threshold each element lies
@@ -170,6 +171,7 @@ def coded_policy(bits: int) -> Policy:
         Need.LINEAR: _value(bits),
         Need.NORM: _value(bits),
         Need.PRODUCT: _value(max(bits, 4)),
+        Need.SCORE: Treatment(Method.MINMAX, 8),
         Need.PROBABILITY: Treatment(Method.MINMAX, 8),
         Need.SMOOTH: Treatment(Method.DERIVATIVE, min(max(bits, 2), 4)),
     }

@@ -74,6 +74,15 @@ class Residual(nn.Module):
         return F.relu(y, inplace=True)
 
 
+class Attention(nn.Module):
+    """Of q, k and v, with the dropout that BERT and GPT-2 have."""
+
+    def forward(self, box: Box) -> Tensor:
+        """Of the three."""
+        value, key, query = box.pop(), box.pop(), box.pop()
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=0.1)
+
+
 class Loss(nn.Module):
     """Final linear layer and cross-entropy: PyTorch's, or chunk by chunk."""
 
@@ -124,6 +133,9 @@ def _linear(features: int, results: int) -> Callable[[bool], nn.Module]:
     return lambda _: Chain(nn.Linear(features, results))
 
 
+_SEQUENCE, _HEAD = 128, 64
+
+
 def image_cases(batch: int, width: int, side: int) -> tuple[OperatorCase, ...]:
     """Layers of a ResNet-18 whose first stage has ``width`` channels of ``side`` squared."""
     shapes = [(batch, width << i, side >> i, side >> i) for i in range(4)]
@@ -149,6 +161,7 @@ def text_cases(rows: int, width: int, classes: int) -> tuple[OperatorCase, ...]:
     """Layers of a BERT-small of ``width`` features on ``rows`` tokens."""
     inner = 4 * width
     narrow, wide = (rows, width), (rows, inner)
+    heads = (rows // _SEQUENCE, width // _HEAD, _SEQUENCE, _HEAD)
     name = "bert_small"
     return (
         OperatorCase("layer_norm", name, narrow, lambda _: Chain(nn.LayerNorm(width)), "fused"),
@@ -168,6 +181,7 @@ def text_cases(rows: int, width: int, classes: int) -> tuple[OperatorCase, ...]:
             "fused",
         ),
         OperatorCase("linear", name, wide, _linear(inner, width), "chunked"),
+        OperatorCase("attention", name, heads, lambda _: Attention(), "chunked", inputs=3),
         OperatorCase(
             "linear + cross_entropy",
             name,

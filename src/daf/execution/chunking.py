@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial, update_wrapper
 from typing import Any
 
-from daf.execution import chunked_convolution, chunked_linear
+from daf.execution import chunked_attention, chunked_convolution, chunked_linear
 from daf.execution.ownership import sole_holders
 
 
@@ -27,6 +27,8 @@ def substitute(
             return _with(chunk_bytes, chunked_convolution.conv2d)
         if chunked_linear.is_chunkable(operator, arguments, keywords, pack, chunk_bytes):
             return _with(chunk_bytes, chunked_linear.linear)
+        if chunked_attention.is_chunkable(operator, arguments, keywords, pack, chunk_bytes):
+            return _with(chunk_bytes, chunked_attention.scaled_dot_product_attention)
         return operator
 
     return chosen

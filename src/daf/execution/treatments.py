@@ -50,6 +50,7 @@ SOUND: Mapping[Need, frozenset[Method]] = {
     Need.LINEAR: _VALUE_METHODS | {Method.REDERIVE},
     Need.NORM: _VALUE_METHODS,
     Need.PRODUCT: _VALUE_METHODS,
+    Need.SCORE: _VALUE_METHODS,
     Need.PROBABILITY: _VALUE_METHODS,
     Need.SMOOTH: frozenset({Method.KEEP, Method.DERIVATIVE}),
     Need.SIGN: frozenset({Method.KEEP, Method.MASK}),

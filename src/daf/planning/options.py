@@ -33,7 +33,7 @@ KEPT, EXACT, SPILLED = "keep", "exact", "spill"
 # every example has one product with each weight the two are equal; ResNet-20 showed 0.2 to 0.7.
 ASSUMED_NOISE = 1.0
 SMALLEST_TREATED_BYTES = 4096  # execution keeps smaller tensors, whatever it is asked
-LOSSY = frozenset({Need.LINEAR, Need.NORM, Need.PRODUCT, Need.PROBABILITY, Need.SMOOTH})
+LOSSY = frozenset({Need.LINEAR, Need.NORM, Need.PRODUCT, Need.SCORE, Need.PROBABILITY, Need.SMOOTH})
 _SPILL = Treatment(Method.SPILL)
 
 

@@ -1,0 +1,234 @@
+"""Attention with dropout on the CPU, a part of the batch at a time, and run again in backward.
+
+PyTorch's fused CPU kernel knows no dropout. Its composite saves for every head rows x
+columns of attention's weights before and after dropout, and of dropout's noise.
+Here q, k, v and the exact bits of the noise are held; weights exist for one chunk
+of the batch at a time, in forward and once more in backward.
+
+The noise is drawn in one call, as PyTorch draws it, so that the same seed drops the
+same weights; every step is the composite's own. Where nothing is coded, gradients are
+PyTorch's up to the order of additions. Weights are not linear in q and k, so that
+few bits of these would bias the gradient: their codes have eight.
+
+Second derivatives are refused by autograd.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from daf.execution.chunked_backward import CHUNK_BYTES
+from daf.execution.plain_call import autograd_objection, is_plain
+from daf.plan import Need
+
+# Of a chunk of other operators: with weights of 2 MiB at a time, which stay in a cache, forward and
+# backward of 64 x 8 heads of 128 x 128 took 137 ms, with 8 MiB 144, PyTorch's composite 162.
+_PARTS = 4
+
+
+class AttentionCall(NamedTuple):
+    """What ``F.scaled_dot_product_attention`` is given, in its order."""
+
+    query: Any
+    key: Any
+    value: Any
+    attn_mask: Any = None
+    dropout_p: Any = 0.0
+    is_causal: Any = False
+    scale: Any = None
+    enable_gqa: Any = False
+
+    @property
+    def weights_shape(self) -> tuple[int, int, int, int]:
+        """(batch, heads, rows, columns) of attention's weights."""
+        batch, heads, rows, _ = self.query.shape
+        return batch, heads, rows, self.key.shape[2]
+
+
+class _Attention(NamedTuple):
+    """All but the tensors: how scores become weights.
+
+    ``scale`` multiplies q and k each; ``probability`` is that of being dropped.
+    """
+
+    scale: float
+    probability: float
+    is_causal: bool
+
+    def weights(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+        """(batch, heads, rows, columns), before dropout; q and k are scaled."""
+        scores = q @ k.transpose(-2, -1)
+        if self.is_causal:
+            seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+            scores.masked_fill_(~seen, -math.inf)
+        elif mask is not None and mask.dtype is torch.bool:
+            scores.masked_fill_(~mask, -math.inf)
+        elif mask is not None:
+            scores += mask
+        return torch._safe_softmax(scores, -1)
+
+    def noise(self, kept: Tensor, dtype: torch.dtype) -> Tensor:
+        """What dropout multiplies weights by, from its bits."""
+        return kept.to(dtype).div_(1 - self.probability)
+
+    def backward(
+        self,
+        gradient: Tensor,
+        chunk: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
+        needs: Sequence[bool],
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Gradients of a chunk's q, k and v."""
+        q, k, v, kept, mask = chunk
+        scaled_q, scaled_k = q * self.scale, k * self.scale
+        weights = self.weights(scaled_q, scaled_k, mask)
+        noise = self.noise(kept, weights.dtype)
+        of_v = (weights * noise).transpose(-2, -1) @ gradient if needs[2] else None
+        if not (needs[0] or needs[1]):
+            return None, None, of_v
+        of_weights = (gradient @ v.transpose(-2, -1)).mul_(noise)
+        of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype)
+        of_q = (of_scores @ scaled_k).mul_(self.scale) if needs[0] else None
+        of_k = (of_scores.transpose(-2, -1) @ scaled_q).mul_(self.scale) if needs[1] else None
+        return of_q, of_k, of_v
+
+
+class ChunkedAttention(torch.autograd.Function):
+    """The operator."""
+
+    # Of what it saves: see rules.name_saves.
+    daf_needs = (Need.SCORE, Need.SCORE, Need.PRODUCT, Need.INTEGER, Need.EXACT)
+    reads_only_what_it_saved = True  # see parameter_reads
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor,
+        attention: _Attention,
+        chunk_bytes: int,
+    ) -> Tensor:
+        """As ``F.scaled_dot_product_attention``; ``mask`` of no elements: there is none."""
+        batch, heads, rows, _ = query.shape
+        kept = query.new_empty(batch, heads, rows, key.shape[2], dtype=torch.bool)
+        kept.bernoulli_(1 - attention.probability)
+        ctx.save_for_backward(query, key, value, kept, mask)
+        ctx.attention, ctx.chunk_bytes = attention, chunk_bytes
+        result = query.new_empty(batch, heads, rows, value.shape[3])
+        for first, last in _chunks(kept, chunk_bytes):
+            q, k, v, bits, seen = _part((query, key, value, kept, mask), first, last)
+            weights = attention.weights(q * attention.scale, k * attention.scale, seen)
+            torch.matmul(
+                weights.mul_(attention.noise(bits, weights.dtype)), v, out=result[first:last]
+            )
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Weights are computed again, chunk by chunk."""
+        with torch._C.DisableTorchFunction():
+            saved, needs = ctx.saved_tensors, ctx.needs_input_grad[:3]
+            found = tuple(
+                torch.empty_like(each) if needed else None
+                for each, needed in zip(saved, needs, strict=False)
+            )
+            for first, last in _chunks(saved[3], ctx.chunk_bytes):
+                part = _part(saved, first, last)
+                shares = ctx.attention.backward(gradient[first:last], part, needs)
+                for whole, share in zip(found, shares, strict=True):
+                    if whole is not None and share is not None:
+                        whole[first:last] = share
+            return (*found, None, None, None)
+
+
+def _chunks(kept: Tensor, chunk_bytes: int) -> list[tuple[int, int]]:
+    """(first, last) entries of the batch whose weights fill a chunk, as equal as can be."""
+    batch = len(kept)
+    count = max(1, min(batch, -(-4 * kept.numel() * _PARTS // chunk_bytes)))
+    return list(pairwise(batch * i // count for i in range(count + 1)))
+
+
+def _part(
+    saved: Sequence[Tensor], first: int, last: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    query, key, value, kept, mask = saved
+    is_shared = mask.dim() < 4 or mask.shape[0] == 1
+    seen = None if mask.numel() == 0 else mask if is_shared else mask[first:last]
+    here = slice(first, last)
+    return query[here], key[here], value[here], kept[here], seen
+
+
+def scaled_dot_product_attention(
+    *arguments: Any, chunk_bytes: int = CHUNK_BYTES, **keywords: Any
+) -> Tensor:
+    """``F.scaled_dot_product_attention`` for calls that passed :func:`is_chunkable`."""
+    call = AttentionCall(*arguments, **keywords)
+    scale = 1 / math.sqrt(call.query.shape[3]) if call.scale is None else call.scale
+    attention = _Attention(math.sqrt(scale), float(call.dropout_p), bool(call.is_causal))
+    mask = call.query.new_empty(0) if call.attn_mask is None else call.attn_mask
+    result: Tensor = ChunkedAttention.apply(  # type: ignore[no-untyped-call]
+        *call[:3], mask, attention, chunk_bytes
+    )
+    return result
+
+
+def is_chunkable(
+    operator: Callable[..., Any],
+    arguments: Sequence[Any],
+    keywords: Mapping[str, Any],
+    pack: Callable[..., Any],
+    chunk_bytes: int | None = None,
+) -> bool:
+    """Is this attention with dropout, which no fused kernel knows here, of a known kind?"""
+    if operator is not F.scaled_dot_product_attention:
+        return False
+    try:
+        call = AttentionCall(*arguments, **keywords)
+    except TypeError:
+        return False
+    return (
+        _is_known(call)
+        and 4 * math.prod(call.weights_shape) * _PARTS > (chunk_bytes or CHUNK_BYTES)
+        and not torch.is_autocast_enabled("cpu")
+        and not autograd_objection(call[:3], pack)
+    )
+
+
+def _is_known(call: AttentionCall) -> bool:
+    tensors = call[:3]
+    if not all(is_plain(each) and each.dim() == 4 for each in tensors) or call.enable_gqa:
+        return False
+    query, key, value = tensors
+    fits = query.shape[:2] == key.shape[:2] == value.shape[:2] and key.shape[2] == value.shape[2]
+    is_dropping = isinstance(call.dropout_p, float) and 0.0 < call.dropout_p < 1.0
+    has_scale = call.scale is None or (isinstance(call.scale, (int, float)) and call.scale > 0)
+    return fits and query.shape[3] == key.shape[3] and is_dropping and has_scale and _has_mask(call)
+
+
+def _has_mask(call: AttentionCall) -> bool:
+    """None at all, or one whose parts are those of the batch."""
+    mask, shape = call.attn_mask, call.weights_shape
+    if mask is None:
+        return True
+    return (
+        type(mask) is Tensor
+        and not call.is_causal
+        and mask.dtype in (torch.bool, torch.float32)
+        and mask.device.type == "cpu"
+        and not mask.requires_grad
+        and 2 <= mask.dim() <= 4
+        and mask.numel() > 0
+        and all(
+            size in (1, all_) for size, all_ in zip(mask.shape[::-1], shape[::-1], strict=False)
+        )
+    )
