@@ -113,45 +113,8 @@ def test_codes_may_be_held_by_fused_operators_or_each_for_itself(example: Exampl
     assert uniform > held_bytes(example, "minmax-2")
     assert 0.7 * uniform < held_bytes(example, "apart-gact-2") <= 1.02 * uniform
     assert not any(map(is_refitted, ("plain", "rotated-1")))
-    fitted = ("gact-2", "fused-allocated-1.5", "apart-actnn-2", "replayed-actnn-2")
+    fitted = ("gact-2", "fused-allocated-1.5", "apart-actnn-2")
     assert all(map(is_refitted, fitted))
-
-
-class Attending(nn.Module):
-    """Attention with dropout, so that PyTorch would save its weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        split = (
-            each.unflatten(-1, (4, 8)).transpose(1, 2) for each in self.into(words).chunk(3, 2)
-        )
-        mixed = F.scaled_dot_product_attention(*split, dropout_p=0.1)
-        return self.out(mixed.transpose(1, 2).flatten(2))
-
-
-def test_attention_is_replayed_from_a_code_of_its_input() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 32), Attending(), nn.Linear(32, 10))
-    batch = (torch.randn(64, 32, 32), torch.randint(0, 10, (64,)))
-
-    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return F.cross_entropy(model(batch[0]).mean(1), batch[1])
-
-    example = Example(model, loss, batch)
-    policy = make_policy("replayed-rotated-1", example)
-    assert policy.replayed == {"1"}
-    coded = compress(model, policy=policy)
-    with coded:
-        found = example.loss_fn(model, batch)
-    held = {each.site.operator: each for each in coded.sites() if each.site.module == "1"}
-    assert held["input"].treatment == Treatment(Method.ROTATED, 4)
-    assert "scaled_dot_product_attention" not in held
-    assert coded.stats.held_bytes < held_bytes(example, "rotated-1") / 2
-    found.backward()
-    assert float(model[1].into.weight.grad.norm()) > 0
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from daf.execution import chunked_attention
-from daf.execution.chunked_attention import scaled_dot_product_attention
+from daf.execution.chunked_attention import attention
 from daf.execution.chunked_backward import CHUNK_BYTES
 from daf.execution.compression import compress
 from daf.plan import Method, Need, Policy, Treatment, coded_policy
@@ -141,7 +141,7 @@ def test_any_shape_and_any_chunk(
 ) -> None:
     given_ = inputs(shape, columns)
     theirs = partial(F.scaled_dot_product_attention, dropout_p=probability)
-    ours = partial(scaled_dot_product_attention, dropout_p=probability, chunk_bytes=chunk_bytes)
+    ours = partial(attention, dropout_p=probability, chunk_bytes=chunk_bytes)
     for found, expected in zip(run(ours, given_), run(theirs, given_), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
@@ -152,7 +152,7 @@ def test_only_the_gradients_that_are_asked_for_are_formed(wanted: tuple[int, ...
     for place, tensor in enumerate(given_):
         tensor.requires_grad_(place in wanted)
     asked = [given_[place] for place in wanted]
-    ours = partial(scaled_dot_product_attention, dropout_p=0.2, chunk_bytes=4096)
+    ours = partial(attention, dropout_p=0.2, chunk_bytes=4096)
     theirs = partial(F.scaled_dot_product_attention, dropout_p=0.2)
     same(run(ours, given_, asked), run(theirs, given_, asked))
 
@@ -161,17 +161,17 @@ def test_the_gradient_is_that_of_differences() -> None:
     given_ = [each.detach().double().requires_grad_() for each in inputs((2, 2, 5, 3))]
     mask = torch.rand(2, 1, 5, 5) > 0.2
 
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def repeated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         torch.manual_seed(0)  # the same weights are dropped each time
         keywords: dict[str, Any] = {"attn_mask": mask, "dropout_p": 0.3, "chunk_bytes": 64}
-        return scaled_dot_product_attention(q, k, v, **keywords)
+        return attention(q, k, v, **keywords)
 
-    assert torch.autograd.gradcheck(attention, given_)
+    assert torch.autograd.gradcheck(repeated, given_)
 
 
 def test_there_is_no_second_derivative() -> None:
     given_ = inputs((2, 1, 4, 2))
-    result = scaled_dot_product_attention(*given_, dropout_p=0.1)
+    result = attention(*given_, dropout_p=0.1)
     (gradient,) = torch.autograd.grad(result.square().sum(), given_[:1], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
@@ -193,7 +193,7 @@ def test_q_k_v_and_a_bit_for_each_weight_are_held() -> None:
         else:  # weights before and after dropout, and its noise as bits
             assert capture.stats.held_bytes >= three + 8 * weights
         del alive
-    held = {each.site.save: each for each in coded.sites() if each.site.operator == NAME}
+    held = {each.site.save: each for each in coded.sites() if each.site.operator == "attention"}
     wide, narrow = Treatment(Method.MINMAX, 8), Treatment(Method.ROTATED, 4)
     assert [(held[save].need, held[save].treatment) for save in range(4)] == [
         (Need.SCORE, wide),
@@ -202,9 +202,6 @@ def test_q_k_v_and_a_bit_for_each_weight_are_held() -> None:
         (Need.INTEGER, Treatment(Method.PACK)),
     ]
     assert coded.stats.held_bytes < 1.1 * (2.5 * numbers + weights / 8)
-
-
-NAME = "scaled_dot_product_attention"
 
 
 HEADS = (16, 8, 128, 32)
@@ -342,3 +339,36 @@ def test_a_model_of_transformers_learns_the_same(monkeypatch: pytest.MonkeyPatch
     weights = 16 * 4 * 128 * 128 * 4
     # Two layers' weights, before and after dropout.
     assert held[0] - held[1] > 0.99 * 2 * 2 * weights
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_pytorch_s_own_transformer_layer(masked: bool) -> None:
+    """Its attention is inside one operator, which stays where weights are asked for."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
+    x = torch.randn(16, 128, 32)
+    padding = torch.zeros(16, 128, dtype=torch.bool)
+    padding[2, 90:] = True
+    keywords = {"src_key_padding_mask": padding} if masked else {}
+    found, held = [], []
+    for chunked in (False, True):
+        coded = compress(layer, "exact", chunked=chunked)
+        layer.zero_grad()
+        torch.manual_seed(1)
+        with coded:
+            result = layer(x, **keywords)
+        held.append(coded.stats.held_bytes)
+        operators = {each.site.operator for each in coded.sites()}
+        assert ("multi_head_attention" in operators) is chunked
+        assert ("multi_head_attention_forward" in operators) is not chunked
+        result.square().sum().backward()
+        found.append([result.detach(), *(p.grad.clone() for p in layer.parameters())])
+    same(found[1], found[0])
+    weights = 16 * 4 * 128 * 128 * 4
+    assert held[0] - held[1] > 0.99 * 2 * weights
+    attention_alone = layer.self_attn
+    for coded in (nullcontext(), compress(layer, "exact", chunked=True)):
+        torch.manual_seed(2)
+        with coded:
+            found.append([each.detach() for each in attention_alone(x, x, x)])
+    same(found[3], found[2])

@@ -7,8 +7,7 @@ energy of a block for its range, in which blocks of Gaussian values are proporti
 ``alam-B`` codes means of two neighbours (of four below one bit) in min-max codes of B bits
 per element, as ALAM does. All but DAF's own are re-implementations. ``fused-`` before a name:
 the same codes, held by operators that are fused and chunked where that can be; ``apart-``: no
-code serves a second tensor, as where codes were published; ``replayed-``: modules that compute
-attention run again in backward, from a code of their input.
+code serves a second tensor, as where codes were published.
 """
 
 from __future__ import annotations
@@ -52,9 +51,7 @@ from daf.sensitivity.result import Sensitivity
 _VALUE_NEEDS = (Need.LINEAR, Need.NORM, Need.PRODUCT)
 _SEEDED = (Method.ROTATED, Method.MINMAX)
 POLICY_FORMS = ("plain", "rotated-B", "minmax-B", "allocated-B", "gact-B", "actnn-B", "alam-B")
-FUSED, APART, REPLAYED = "fused-", "apart-", "replayed-"
-_REPLAYED_INPUT = Treatment(Method.ROTATED, 4)  # with fewer bits, attention's weights are lost
-_ATTENTION = "scaled_dot_product_attention"
+FUSED, APART = "fused-", "apart-"
 _REFITTED = ("allocated", "gact", "actnn")
 
 
@@ -86,8 +83,6 @@ def make_policy(name: str, example: Example) -> Policy:
     if name.startswith(APART):
         alone = replace(example, rederive=False)
         return replace(make_policy(name.removeprefix(APART), alone), name=name)
-    if name.startswith(REPLAYED):
-        return _with_attention_replayed(name, example)
     kind, _, number = name.partition("-")
     try:
         bits = float(number)
@@ -104,9 +99,7 @@ def make_policy(name: str, example: Example) -> Policy:
 
 def is_refitted(name: str) -> bool:
     """Is the policy of that name fitted to a model?"""
-    for prefix in (FUSED, APART, REPLAYED):
-        name = name.removeprefix(prefix)
-    return name.partition("-")[0] in _REFITTED
+    return name.removeprefix(FUSED).removeprefix(APART).partition("-")[0] in _REFITTED
 
 
 def minmax_policy(bits: int) -> Policy:
@@ -114,18 +107,6 @@ def minmax_policy(bits: int) -> Policy:
     by_need = dict(coded_policy(bits).by_need)
     by_need |= dict.fromkeys(_VALUE_NEEDS, Treatment(Method.MINMAX, bits))
     return Policy(f"minmax-{bits}", MappingProxyType(by_need))
-
-
-def _with_attention_replayed(name: str, example: Example) -> Policy:
-    """Not unbiased: attention is not linear in the code under which its replay starts."""
-    inner = make_policy(name.removeprefix(REPLAYED), example)
-    by_need = MappingProxyType({**inner.by_need, Need.INPUT: _REPLAYED_INPUT})
-    replayed = {each.site.module for each in reports(example, inner) if _is_attention(each)}
-    return replace(inner, name=name, by_need=by_need, replayed=frozenset(replayed))
-
-
-def _is_attention(report: SiteReport) -> bool:
-    return report.site.operator == _ATTENTION and report.site.module != ""
 
 
 def _uniform(bits: float, example: Example) -> Policy:
@@ -205,20 +186,15 @@ def _bytes_at(elements: int, bits: float) -> int:
     return int(plane_bytes(elements, 1) * bits) + header_bytes(elements)
 
 
-def reports(example: Example, policy: Policy) -> tuple[SiteReport, ...]:
-    """What every site of one forward pass holds under ``policy``."""
-    capture = Capture(example.model)
+def coded_elements(example: Example, policy: Policy) -> dict[Site, int]:
+    """Elements of every site that holds a value code of its own under ``policy``."""
+    capture, policy = Capture(example.model), replace(policy, rederive=example.rederive)
     with undisturbed(example.model):
         with capture.step(policy, 0, 0, batch=example.batch):
             result = example.loss_fn(example.model, example.batch)
             read_loss(result, batch_size(example.batch))
-        return capture.sites()
-
-
-def coded_elements(example: Example, policy: Policy) -> dict[Site, int]:
-    """Elements of every site that holds a value code of its own under ``policy``."""
-    found = reports(example, replace(policy, rederive=example.rederive))
-    owning = [each for each in found if each.treatment.method in _SEEDED and each.held_bytes]
+        reports = capture.sites()
+    owning = [each for each in reports if each.treatment.method in _SEEDED and each.held_bytes]
     return {each.site: _elements(each) for each in owning if each.need in _VALUE_NEEDS}
 
 

@@ -25,7 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from daf.execution.chunked_backward import CHUNK_BYTES
+from daf.execution import chunked_backward
+from daf.execution.function_copies import with_globals
 from daf.execution.plain_call import autograd_objection, is_plain
 from daf.plan import Need
 
@@ -114,22 +115,21 @@ class ChunkedAttention(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         mask: Tensor,
-        attention: _Attention,
+        kind: _Attention,
         chunk_bytes: int,
     ) -> Tensor:
         """As ``F.scaled_dot_product_attention``; ``mask`` of no elements: there is none."""
         batch, heads, rows, _ = query.shape
         kept = query.new_empty(batch, heads, rows, key.shape[2], dtype=torch.bool)
-        kept.bernoulli_(1 - attention.probability)
+        kept.bernoulli_(1 - kind.probability)
         ctx.save_for_backward(query, key, value, kept, mask)
-        ctx.attention, ctx.chunk_bytes = attention, chunk_bytes
+        ctx.kind, ctx.chunk_bytes = kind, chunk_bytes
         result = query.new_empty(batch, heads, rows, value.shape[3])
         for first, last in _chunks(kept, chunk_bytes):
             q, k, v, bits, seen = _part((query, key, value, kept, mask), first, last)
-            weights = attention.weights(q * attention.scale, k * attention.scale, seen)
-            torch.matmul(
-                weights.mul_(attention.noise(bits, weights.dtype)), v, out=result[first:last]
-            )
+            weights = kind.weights(q * kind.scale, k * kind.scale, seen)
+            weights.mul_(kind.noise(bits, weights.dtype))
+            torch.matmul(weights, v, out=result[first:last])
         return result
 
     @staticmethod
@@ -144,7 +144,7 @@ class ChunkedAttention(torch.autograd.Function):
             )
             for first, last in _chunks(saved[3], ctx.chunk_bytes):
                 part = _part(saved, first, last)
-                shares = ctx.attention.backward(gradient[first:last], part, needs)
+                shares = ctx.kind.backward(gradient[first:last], part, needs)
                 for whole, share in zip(found, shares, strict=True):
                     if whole is not None and share is not None:
                         whole[first:last] = share
@@ -168,18 +168,36 @@ def _part(
     return query[here], key[here], value[here], kept[here], seen
 
 
-def scaled_dot_product_attention(
-    *arguments: Any, chunk_bytes: int = CHUNK_BYTES, **keywords: Any
-) -> Tensor:
-    """``F.scaled_dot_product_attention`` for calls that passed :func:`is_chunkable`."""
+def attention(*arguments: Any, chunk_bytes: int | None = None, **keywords: Any) -> Tensor:
+    """``F.scaled_dot_product_attention`` for calls that passed :func:`is_chunkable`.
+
+    Its name is not PyTorch's, since what it saves is not: sites are named by it.
+    """
     call = AttentionCall(*arguments, **keywords)
     scale = 1 / math.sqrt(call.query.shape[3]) if call.scale is None else call.scale
-    attention = _Attention(math.sqrt(scale), float(call.dropout_p), bool(call.is_causal))
+    kind = _Attention(math.sqrt(scale), float(call.dropout_p), bool(call.is_causal))
     mask = call.query.new_empty(0) if call.attn_mask is None else call.attn_mask
     result: Tensor = ChunkedAttention.apply(  # type: ignore[no-untyped-call]
-        *call[:3], mask, attention, chunk_bytes
+        *call[:3], mask, kind, chunk_bytes or chunked_backward.CHUNK_BYTES
     )
     return result
+
+
+def multi_head_attention(pack: Callable[..., Any], chunk_bytes: int | None) -> Callable[..., Any]:
+    """``F.multi_head_attention_forward``, whose attention is ours where that is chunkable.
+
+    All else in it is PyTorch's own code. Its name is not, since what it saves is not.
+    """
+    theirs = F.scaled_dot_product_attention
+
+    def attend(*arguments: Any, **keywords: Any) -> Tensor:
+        if is_chunkable(theirs, arguments, keywords, pack, chunk_bytes):
+            return attention(*arguments, chunk_bytes=chunk_bytes, **keywords)
+        return theirs(*arguments, **keywords)
+
+    return with_globals(
+        F.multi_head_attention_forward, "multi_head_attention", scaled_dot_product_attention=attend
+    )
 
 
 def is_chunkable(
@@ -198,7 +216,8 @@ def is_chunkable(
         return False
     return (
         _is_known(call)
-        and 4 * math.prod(call.weights_shape) * _PARTS > (chunk_bytes or CHUNK_BYTES)
+        and 4 * math.prod(call.weights_shape) * _PARTS
+        > (chunk_bytes or chunked_backward.CHUNK_BYTES)
         and not torch.is_autocast_enabled("cpu")
         and not autograd_objection(call[:3], pack)
     )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from types import FunctionType, MappingProxyType
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from daf.execution.function_copies import with_globals
 
 
 class Listener(Protocol):
@@ -77,12 +79,7 @@ class OperatorMode(TorchFunctionMode):
 
 def _without_dispatch(function: Any) -> Callable[..., Any]:
     """A Python function of PyTorch that does not look for function modes, which would never end."""
-    own = {**function.__globals__, "has_torch_function": lambda _tensors: False}
-    copy = FunctionType(
-        function.__code__, own, function.__name__, function.__defaults__, function.__closure__
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
+    return with_globals(function, has_torch_function=lambda _tensors: False)
 
 
 _backward = _without_dispatch(torch.autograd.backward)
