@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,17 +22,24 @@ from simulated_device import SimulatedDevice
 SMALL = PackJob(batch=8, rounds=1)
 
 
+def by_way(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Rows of three ways, each of which packed the same tensors."""
+    found = {row["way"]: row for row in rows}
+    assert list(found) == [GPU, CPU, BOTH]
+    gpu, cpu, both = found.values()
+    count = gpu["gpu_packs"]
+    assert count > 20
+    assert (gpu["cpu_packs"], cpu["gpu_packs"], cpu["cpu_packs"]) == (0, 0, count)
+    assert both["gpu_packs"] + both["cpu_packs"] == count
+    assert len({(row["raw_bytes"], row["code_bytes"]) for row in rows}) == 1
+    return found
+
+
 def test_three_ways_take_turns_and_the_gradients_pass_through_codes(tmp_path: Path) -> None:
     device = SimulatedDevice(latest_s=0.0005)
     result = run(SMALL, bed=device)
-    rows = {row["way"]: row for row in result.rows}
-    assert list(rows) == [GPU, CPU, BOTH]
-    count = rows[GPU]["gpu_packs"]
-    assert count > 20
-    assert (rows[GPU]["cpu_packs"], rows[CPU]["gpu_packs"], rows[CPU]["cpu_packs"]) == (0, 0, count)
-    assert rows[BOTH]["gpu_packs"] + rows[BOTH]["cpu_packs"] == count
-    # The same tensors were packed each way: two planes, and four bytes of header for 256 elements.
-    assert len({(row["raw_bytes"], row["code_bytes"]) for row in rows.values()}) == 1
+    rows = by_way(result.rows)
+    # Two planes, and four bytes of header for 256 elements.
     coded = 32 / (2 + 32 / 256)
     assert rows[GPU]["raw_bytes"] == pytest.approx(coded * rows[GPU]["code_bytes"], rel=0.001)
     for row in rows.values():
@@ -63,12 +71,6 @@ def test_without_a_gpu_it_says_what_to_run_instead() -> None:
 def test_on_a_gpu() -> None:
     pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")
     result = run(quick_job())
-    rows = {row["way"]: row for row in result.rows}
-    assert list(rows) == [GPU, CPU, BOTH]
-    count = rows[GPU]["gpu_packs"]
-    assert count > 20
-    assert (rows[GPU]["cpu_packs"], rows[CPU]["gpu_packs"], rows[CPU]["cpu_packs"]) == (0, 0, count)
-    assert rows[BOTH]["gpu_packs"] + rows[BOTH]["cpu_packs"] == count
-    assert len({(row["raw_bytes"], row["code_bytes"]) for row in rows.values()}) == 1
+    rows = by_way(result.rows)
     # A device packs faster than two links carry raw data out and codes back.
     assert rows[GPU]["packed_ms"] < rows[CPU]["packed_ms"]

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from largest import Largest
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from daf.execution import chunked_attention
 from daf.execution.chunked_attention import attention
@@ -33,21 +33,6 @@ class Attention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, **self.keywords)
-
-
-class Largest(TorchDispatchMode):
-    """The most elements of a float that any operator made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for each in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(each, Tensor) and each.is_floating_point():
-                self.elements = max(self.elements, each.numel())
-        return result
 
 
 def inputs(shape: tuple[int, ...], columns: int | None = None, scale: float = 1.0) -> list[Tensor]:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from largest import Largest
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from daf.errors import FusionError
 from daf.execution.capture import Capture
@@ -37,21 +37,6 @@ class Model(nn.Module):
 
     def forward(self, words: Tensor) -> Tensor:
         return self.head(F.gelu(self.body(self.embed(words))))
-
-
-class Largest(TorchDispatchMode):
-    """The most elements of any tensor that an operator made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for each in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(each, Tensor) and each.device.type != "meta":
-                self.elements = max(self.elements, each.untyped_storage().nbytes() // 4)
-        return result
 
 
 def flattened(model: Model, words: Tensor, following: Tensor) -> Tensor:
