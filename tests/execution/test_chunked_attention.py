@@ -162,6 +162,30 @@ def test_there_is_no_second_derivative() -> None:
         gradient.sum().backward()
 
 
+@pytest.mark.parametrize("needs", [(1, 1, 1), (1, 0, 1), (0, 1, 1), (1, 1, 0), (0, 0, 1)])
+@pytest.mark.parametrize("are_packed", [False, True])
+def test_what_pytorch_would_save_is_counted_as_if_it_had(
+    needs: tuple[int, ...], are_packed: bool
+) -> None:
+    """Of tensors of their own, and of views of one projection, all of which v would hold."""
+    given_ = inputs(LARGE)
+
+    class Projecting(Attention):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            made = torch.stack((q, k, v)).unbind() if are_packed else [q * 1, k * 1, v * 1]
+            parts = (each if n else each.detach() for each, n in zip(made, needs, strict=True))
+            return super().forward(*parts)
+
+    model, found = Projecting(dropout_p=0.1), []
+    for chunked in (False, True):
+        coded = compress(model, "exact", chunked=chunked)
+        with coded:
+            alive = model(*given_)
+        found.append(coded.stats.plain_bytes)
+        del alive
+    assert found[0] == found[1] > 0
+
+
 def test_q_k_v_and_a_bit_for_each_weight_are_held() -> None:
     model, given_ = Attention(dropout_p=0.1), inputs(LARGE)
     numbers, weights = math.prod(LARGE), math.prod(LARGE[:3]) * LARGE[2]

@@ -88,9 +88,13 @@ class Holding:
 
 
 class Unmade(NamedTuple):
-    """A storage that plain PyTorch would make and hold, and that was never made here."""
+    """A storage that plain PyTorch would make and hold, and that was never made here.
+
+    ``instead`` are those that stand for it here, which must stay known for as long.
+    """
 
     nbytes: int
+    instead: tuple[Source, ...] = ()
 
 
 class Plain:

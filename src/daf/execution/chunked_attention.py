@@ -124,6 +124,7 @@ class ChunkedAttention(torch.autograd.Function):
         kept.bernoulli_(1 - kind.probability)
         ctx.save_for_backward(query, key, value, kept, mask)
         ctx.kind, ctx.chunk_bytes = kind, chunk_bytes
+        ctx.daf_plain_bytes = _composite_bytes(query, key, kept, ctx.needs_input_grad)
         result = query.new_empty(batch, heads, rows, value.shape[3])
         for first, last in _chunks(kept, chunk_bytes):
             q, k, v, bits, seen = _part((query, key, value, kept, mask), first, last)
@@ -149,6 +150,19 @@ class ChunkedAttention(torch.autograd.Function):
                     if whole is not None and share is not None:
                         whole[first:last] = share
             return (*found, None, None, None)
+
+
+def _composite_bytes(
+    query: Tensor, key: Tensor, kept: Tensor, needs: Sequence[bool]
+) -> tuple[int | None, ...]:
+    """What PyTorch's composite would make and save in the place of each save.
+
+    Scaled q and k; v itself; weights before dropout, its noise, and weights after dropout.
+    """
+    has_scores, element = needs[0] or needs[1], query.element_size()
+    weights = element * kept.numel() * (2 * has_scores + needs[2])
+    scaled_q, scaled_k = needs[1] * query.nbytes, needs[0] * key.nbytes
+    return scaled_q, scaled_k, None if has_scores else 0, weights, 0
 
 
 def _chunks(kept: Tensor, chunk_bytes: int) -> list[tuple[int, int]]:

@@ -311,7 +311,8 @@ class Saved:
 
     ``tensor``, ``version``, ``node``, ``slot`` and ``need`` are there only from
     pack until the operator returns; from then on ``held`` stands for the tensor.
-    ``plain`` keeps plain's bytes in the ledger for as long as autograd holds this.
+    ``plain`` keeps plain's bytes in the ledger for as long as autograd holds this;
+    ``unmade_bytes`` are those of what PyTorch's own operator would have made and saved instead.
     """
 
     __slots__ = (
@@ -322,6 +323,7 @@ class Saved:
         "plain",
         "slot",
         "tensor",
+        "unmade_bytes",
         "version",
     )
 
@@ -331,6 +333,7 @@ class Saved:
         self.node: Any = None
         self.slot = ""
         self.need = Need.EXACT
+        self.unmade_bytes: int | None = None
         self.held: Held | None = None
         self.plain: tuple[Plain, ...] = ()
 

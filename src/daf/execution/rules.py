@@ -163,12 +163,18 @@ def name_saves(result: Any, first_sequence_number: int) -> None:
 
 
 def _name_custom(node: Any) -> None:
-    """The same for an autograd function of our own, which says it for its saves in their order."""
+    """The same for an autograd function of our own, which says it for its saves in their order.
+
+    Where it computes otherwise than PyTorch, ``daf_plain_bytes`` of its context tell what PyTorch
+    would have made and saved in the place of each; None: the same tensor.
+    """
     needs = getattr(getattr(node, "_forward_cls", None), "daf_needs", None)
     if needs is None:
         return
-    for saved, need in zip(all_asked_for(lambda: node.saved_tensors), needs, strict=True):
-        saved.node, saved.slot, saved.need = node, "", need
+    plain = getattr(node, "daf_plain_bytes", (None,) * len(needs))
+    found = all_asked_for(lambda: node.saved_tensors)
+    for saved, need, unmade_bytes in zip(found, needs, plain, strict=True):
+        saved.node, saved.slot, saved.need, saved.unmade_bytes = node, "", need, unmade_bytes
 
 
 def need_of(saved: Saved, is_constant: Callable[[Tensor], bool]) -> Need:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from daf.errors import CodecError
-from daf.execution.accounting import Ledger, Source, Sources, strided_parts
+from daf.execution.accounting import Ledger, Plain, Source, Sources, Unmade, strided_parts
 from daf.execution.carrying import NormCarrier
 from daf.execution.chunking import substitute
 from daf.execution.derivation import Derivation
@@ -268,7 +268,7 @@ class Running:
                 site = Site(path, operator, count, place)
                 kept = Kept(saved.tensor, saved.version, site)
                 self._parameter_reads.note(saved.tensor, kept)
-                saved.settle(kept)
+                saved.settle(kept, self._plain(saved, ()))
             else:
                 record = self._tracker.record(path, operator, count, place)
                 self._settle_one(saved, need, record, call)
@@ -291,7 +291,7 @@ class Running:
         plain_before, told_before = self._ledger.plain_bytes, self._ledger.told_bytes
         spilled_before = self._spill.taken_bytes
         sources = tuple(self._sources.of(part) for part in strided_parts(tensor))
-        plain = tuple(source.plain() for source in sources)
+        plain = self._plain(saved, sources)
         start_s = time.perf_counter()
         held, record.treatment = self._hold(saved, tensor, need, record, sources, call)
         if self.watcher is not None:
@@ -314,6 +314,12 @@ class Running:
         record.held_bytes += self._ledger.told_bytes - told_before
         record.spilled_bytes += self._spill.taken_bytes - spilled_before
         saved.settle(held, plain)
+
+    def _plain(self, saved: Saved, sources: tuple[Source, ...]) -> tuple[Plain, ...]:
+        """What plain PyTorch would hold for this."""
+        if saved.unmade_bytes is None:
+            return tuple(source.plain() for source in sources)
+        return (Plain(self._ledger, Unmade(saved.unmade_bytes, sources)),)
 
     def _told(self, tensor: Tensor, version: int, need: Need) -> Derivation | None:
         """What this is of another operator's input, where that is all that backward asks for."""
