@@ -16,6 +16,8 @@ from papers import packing_figures, policy_lines, reduce_figures
 from side_by_side import peers_figures
 from words import MB, ROOT, measured_by, picture
 
+from daf.bench.accuracy import metrics_of
+from daf.bench.accuracy_jobs import make_job
 from daf.bench.accuracy_picture import draw_curves
 from daf.bench.kernels_picture import draw_roofline
 from daf.bench.operators_picture import draw_waterfall
@@ -273,8 +275,9 @@ def accuracy_figures(result: dict[str, Any]) -> str:
 
 def draw_accuracy(rows: Any, path: Path) -> None:
     """Accuracy against bytes held, a panel for every task that was trained."""
-    metrics = {row["task"]: next(iter(row["metrics"])) for row in rows if row.get("metrics")}
-    draw_curves(rows, metrics, path)
+    names = dict.fromkeys(row["task"] for row in rows if row.get("metrics"))
+    job = make_job(",".join(names), "plain", 1, None, quick=False)
+    draw_curves(rows, metrics_of(job), path)
 
 
 def accuracy_table(task: str, rows: list[dict[str, Any]], figures: dict[str, float]) -> list[str]:

@@ -22,6 +22,7 @@ FAMILIES: Mapping[str, tuple[str, str]] = {
     "apart-minmax": ("min-max codes as published", "#bdc3c7"),
 }
 _FLOAT_BITS = 32.0
+_BESIDE = 1.2
 
 
 def curve(rows: Sequence[Row], family: str, metric: str) -> list[tuple[float, float, float, float]]:
@@ -79,4 +80,7 @@ def _draw_panel(panel: Any, name: str, rows: list[Row], metric: str) -> None:
             panel.errorbar(
                 bits, mean, [low, high], color=colour, marker="o", capsize=2, label=words
             )
+    shown = [bits for family in FAMILIES for bits, *_ in curve(rows, family, metric)]
+    if shown:  # a single point has no range of its own
+        panel.set_xlim(min(shown) / _BESIDE, _BESIDE * max(shown))
     panel.legend(fontsize=7)
