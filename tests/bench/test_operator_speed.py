@@ -18,6 +18,7 @@ from daf.bench.traffic import counting
 from daf.cli.bench import app
 from daf.execution import chunked_backward
 from daf.execution.compression import compress
+from daf.store.normalised import Geometry, Running, Sums, take_factors, take_statistics
 
 TINY = operator_speed.SpeedJob((*image_cases(8, 16, 16), *text_cases(256, 64, 100)), rounds=2)
 NAMES = {
@@ -114,6 +115,31 @@ def test_bytes_of_known_operators() -> None:
         F.relu(gradient, inplace=True)
         _ = torch.zeros(1).expand(64, 64) + gradient
     assert added.nbytes == 3 * tensor + tensor + (4 + 4 + 2 * tensor)
+
+
+@pytest.mark.parametrize("is_following", [False, True])
+def test_bytes_of_channels_are_counted(is_following: bool) -> None:
+    """Statistics of sums forward, factors of sums backward."""
+    norm, y = nn.BatchNorm2d(64), torch.randn(8, 64, 8, 8)
+    with counting() as traffic:
+        statistics = take_statistics(
+            y,
+            Geometry(64, 64, y.numel()),
+            1e-5,
+            Running(norm.running_mean, norm.running_var, 0.1) if is_following else None,
+        )
+    assert traffic.nbytes == 4 * y.numel() + 64 * (2 * (8 + 4) + 2 * 2 * 4 * is_following)
+    sums = Sums(torch.ones(64, dtype=torch.float64), torch.ones(64, dtype=torch.float64))
+    gradient = torch.empty(64)
+    with counting() as traffic:
+        take_factors(
+            sums,
+            Geometry(64, 64, y.numel()),
+            statistics.mean,
+            norm.weight.detach(),
+            (gradient, None),
+        )
+    assert traffic.nbytes == 64 * (2 * 8 + 4 * (2 + 3 + 1))  # deviation, gamma; factors; gamma's
 
 
 def test_kernels_are_themselves_again_afterwards() -> None:

@@ -375,7 +375,11 @@ def test_pytorch_s_own_transformer_layer(masked: bool) -> None:
     same(found[1], found[0])
     weights = 16 * 4 * 128 * 128 * 4
     assert held[0] - held[1] > 0.99 * 2 * weights
-    attention_alone = layer.self_attn
+    for other in (layer.eval(), nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0)):
+        with (coded := compress(other, "exact", chunked=True)):
+            other(x * 1)
+        assert "multi_head_attention" not in {each.site.operator for each in coded.sites()}
+    attention_alone = layer.train().self_attn
     for coded in (nullcontext(), compress(layer, "exact", chunked=True)):
         torch.manual_seed(2)
         with coded:

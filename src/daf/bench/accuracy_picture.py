@@ -71,16 +71,17 @@ def _draw_panel(panel: Any, name: str, rows: list[Row], metric: str) -> None:
     if plain:
         panel.axhline(statistics.mean(plain), color="black", linewidth=1, label="plain PyTorch")
         panel.axhspan(min(plain), max(plain), color="black", alpha=0.08)
-    for family, (words, colour) in FAMILIES.items():
-        points = curve(rows, family, metric)
+    found = {family: curve(rows, family, metric) for family in FAMILIES}
+    for family, points in found.items():
         if points:
+            words, colour = FAMILIES[family]
             bits, mean, least, most = zip(*points, strict=True)
             low = [m - each for m, each in zip(mean, least, strict=True)]
             high = [each - m for m, each in zip(mean, most, strict=True)]
             panel.errorbar(
                 bits, mean, [low, high], color=colour, marker="o", capsize=2, label=words
             )
-    shown = [bits for family in FAMILIES for bits, *_ in curve(rows, family, metric)]
+    shown = [bits for points in found.values() for bits, *_ in points]
     if shown:  # a single point has no range of its own
         panel.set_xlim(min(shown) / _BESIDE, _BESIDE * max(shown))
     panel.legend(fontsize=7)

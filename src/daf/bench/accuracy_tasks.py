@@ -66,7 +66,6 @@ class Start:
 
     model: nn.Module
     before: Mapping[str, float]
-    data: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,11 +204,16 @@ def generation_task(folder: Path, *, pretraining_steps: int = 600) -> AccuracyTa
     """A small GPT-2-shaped decoder over bytes: brief plain pre-training on E2E, then LoRA on it."""
 
     @lru_cache(maxsize=1)
+    def texts() -> SentenceData:
+        found = load_data(f"e2e:{folder}", context=256)
+        assert isinstance(found, SentenceData)
+        return found
+
+    @lru_cache(maxsize=1)
     def pretrained(seed: int, effort: Effort) -> Start:
         from transformers import GPT2Config, GPT2LMHeadModel
 
-        data = load_data(f"e2e:{folder}", context=256)
-        assert isinstance(data, SentenceData)
+        data = texts()
         torch.manual_seed(seed)
         config = GPT2Config(
             vocab_size=data.vocabulary,
@@ -226,13 +230,13 @@ def generation_task(folder: Path, *, pretraining_steps: int = 600) -> AccuracyTa
         train_plainly(
             _prepared(model, _adamw(model, 1e-3), task, 16, seed, effort.steps(pretraining_steps))
         )
-        return Start(model, evaluate(model, task, effort.most_tests), data)
+        return Start(model, evaluate(model, task, effort.most_tests))
 
     def prepare(seed: int, effort: Effort) -> Prepared:
         start = pretrained(seed, effort)
         torch.manual_seed(seed)
         model = copy.deepcopy(start.model)
-        task = make_task(Goal.CAUSAL, start.data, model)
+        task = make_task(Goal.CAUSAL, texts(), model)
         model = _with_lora(model, ["c_attn", "c_proj", "c_fc"], "CAUSAL_LM")
         steps = effort.steps(600)
         return _prepared(model, _adamw(model, 1e-3), task, 16, seed, steps, start.before)
@@ -276,7 +280,7 @@ def personalisation_task(path: Path, *, learning_steps: int = LEARNING_STEPS) ->
         model = find_model("resnet20").build(others.facts)
         train_plainly(general_job(model, others, seed, effort, learning_steps))
         task = new_speaker_job(model, path, seed, effort).task
-        return Start(model, evaluate(model, task, effort.most_tests), others)
+        return Start(model, evaluate(model, task, effort.most_tests))
 
     def prepare(seed: int, effort: Effort) -> Prepared:
         start = pretrained(seed, effort)

@@ -31,7 +31,7 @@ from daf.kernels import (
     rows,
 )
 
-_FLOAT_BYTES = 4
+_FLOAT_BYTES, _DOUBLE_BYTES = 4, 8
 _FRESH = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"})
 
 
@@ -179,6 +179,19 @@ def _measure(given: Mapping[str, Any]) -> int:
     return int(given["count"]) * _element_bytes(given)
 
 
+def _statistics(given: Mapping[str, Any]) -> int:
+    """Two sums to two numbers of each channel; running ones are read and written."""
+    following = 0 if given["running"] is None else 2 * 2 * _FLOAT_BYTES
+    return int(given["sums"].channels) * (2 * (_DOUBLE_BYTES + _FLOAT_BYTES) + following)
+
+
+def _factors(given: Mapping[str, Any]) -> int:
+    """Two sums, and all vectors that are there."""
+    channels: int = given["channels"]
+    vectors = sum(address != 0 for address in given["factors"][2:])
+    return channels * (2 * _DOUBLE_BYTES + vectors * _FLOAT_BYTES)
+
+
 _RULES: tuple[tuple[Any, str, Rule], ...] = (
     *((pages, f"encode_{codec}", _encode) for codec in ("rotated", "minmax")),
     *((pages, f"decode_{codec}", _decode) for codec in ("rotated", "minmax")),
@@ -193,5 +206,7 @@ _RULES: tuple[tuple[Any, str, Rule], ...] = (
         for source in ("kept", "rotated", "minmax")
     ),
     (norm, "emit", _emit),
+    (norm, "statistics_of_sums", _statistics),
+    (norm, "factors_of_sums", _factors),
     (cpu_measure, "measure_sums", _measure),
 )

@@ -272,10 +272,6 @@ def told_of(
     x: Tensor,
     held: Held,
     holder: CountingHolder | _NormHolder,
-    *,
-    is_over: bool = False,
-    beside_bytes: int = 0,
-    tells: Derivation | None = None,
 ) -> Save:
     """What a watcher is told of a fused operator: its input stands for itself, or its code does."""
     record = holder.record
@@ -290,7 +286,4 @@ def told_of(
         record.held_bytes,
         ms=None,
         treatable=True,
-        is_over=is_over,
-        beside_bytes=beside_bytes,
-        tells=tells,
     )

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial, update_wrapper
 from typing import Any
 
-import torch.nn.functional as F
-
 from daf.execution import chunked_attention, chunked_convolution, chunked_linear
 from daf.execution.ownership import sole_holders
 
@@ -21,7 +19,6 @@ def substitute(
     ``chunked_backward.CHUNK_BYTES``.
     """
     sole_holders()  # known before the first backward pass asks
-    multi_head = chunked_attention.multi_head_attention(pack, chunk_bytes)
 
     def chosen(
         operator: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]
@@ -32,8 +29,8 @@ def substitute(
             return _with(chunk_bytes, chunked_linear.linear)
         if chunked_attention.is_chunkable(operator, arguments, keywords, pack, chunk_bytes):
             return _with(chunk_bytes, chunked_attention.attention)
-        if operator is F.multi_head_attention_forward and keywords.get("need_weights") is False:
-            return multi_head
+        if chunked_attention.is_many_headed(operator, arguments, keywords):
+            return chunked_attention.multi_head_attention(pack, chunk_bytes)
         return operator
 
     return chosen

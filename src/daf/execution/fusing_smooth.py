@@ -174,7 +174,9 @@ class SmoothFusing:
         record.plain_bytes += carrier.ledger.plain_bytes - plain
         record.held_bytes += carrier.ledger.told_bytes - told
         if carrier.hooks.watcher is not None:
-            carrier.hooks.watcher.saved(told_of(pending[0], x, held, holder, tells=derivation))
+            carrier.hooks.watcher.saved(
+                told_of(pending[0], x, held, holder)._replace(tells=derivation)
+            )
         pending[0].settle(held, holder.plain)
         return result
 
