@@ -162,17 +162,24 @@ def test_there_is_no_second_derivative() -> None:
         gradient.sum().backward()
 
 
+def packed(*given_: Tensor) -> list[Tensor]:
+    """Views of one tensor, as of one projection of all three."""
+    lengths = [each.shape[2] for each in given_]
+    return list(torch.cat(given_, dim=2).split(lengths, dim=2))
+
+
 @pytest.mark.parametrize("needs", [(1, 1, 1), (1, 0, 1), (0, 1, 1), (1, 1, 0), (0, 0, 1)])
+@pytest.mark.parametrize("columns", [None, LARGE[2] // 2, 2 * LARGE[2]])
 @pytest.mark.parametrize("are_packed", [False, True])
 def test_what_pytorch_would_save_is_counted_as_if_it_had(
-    needs: tuple[int, ...], are_packed: bool
+    needs: tuple[int, ...], are_packed: bool, columns: int | None
 ) -> None:
     """Of tensors of their own, and of views of one projection, all of which v would hold."""
-    given_ = inputs(LARGE)
+    given_ = inputs(LARGE, columns)
 
     class Projecting(Attention):
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            made = torch.stack((q, k, v)).unbind() if are_packed else [q * 1, k * 1, v * 1]
+            made = packed(q, k, v) if are_packed else [q * 1, k * 1, v * 1]
             parts = (each if n else each.detach() for each, n in zip(made, needs, strict=True))
             return super().forward(*parts)
 

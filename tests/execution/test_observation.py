@@ -459,19 +459,24 @@ def test_who_could_tell_is_seen_whether_it_is_coded_or_kept(policy: Policy) -> N
     assert smooth.treatment.method is Method.REDERIVE
 
 
-def test_a_norm_behind_a_kept_activation_is_told_by_none() -> None:
-    """Nothing derives a normalisation's input; its own code, and that one's noise, stay."""
-    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 64))
+@pytest.mark.parametrize("layer", [nn.LayerNorm(64), nn.GroupNorm(8, 64)])
+def test_a_norm_behind_a_kept_activation_is_told_by_none(layer: nn.Module) -> None:
+    """Nothing derives a normalisation's input; its own code, and that one's noise, stay.
+
+    Neither where the normalisation is fused nor where its saves are any operator's.
+    """
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), layer, nn.Linear(64, 64))
     x = torch.randn(64, 64)
     policy = with_planned_operators(with_fused_operators(exact_policy()), 16 * 1024)
     capture = Capture(model)
     rehearse(capture, model, policy, x, mean_square)
     found = observe(model, x, policy, capture=capture)
-    (gelu,), (norm,), (behind,) = of(found, "1"), of(found, "2"), of(found, "3")
+    (gelu,), (norm, *_), (behind,) = of(found, "1"), of(found, "2"), of(found, "3")
     assert gelu.treatment == KEEP
     assert (norm.need, norm.teller) == (Need.NORM, None)
     assert norm.held_bytes > 0
-    assert behind.treatment.method is Method.REDERIVE
+    is_fused = isinstance(layer, nn.LayerNorm)
+    assert (behind.treatment.method is Method.REDERIVE) is is_fused
 
 
 def test_a_fused_norm_that_keeps_its_input_writes_elsewhere() -> None:

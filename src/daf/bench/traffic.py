@@ -188,7 +188,7 @@ def _statistics(given: Mapping[str, Any]) -> int:
 def _factors(given: Mapping[str, Any]) -> int:
     """Two sums, and all vectors that are there."""
     channels: int = given["channels"]
-    vectors = sum(address != 0 for address in given["factors"][2:])
+    vectors: int = sum(address != 0 for address in given["factors"][2:])
     return channels * (2 * _DOUBLE_BYTES + vectors * _FLOAT_BYTES)
 
 
