@@ -14,7 +14,7 @@ from PIL import Image
 from torch import nn
 
 from daf.bench import operators
-from daf.bench.contestant import Entry
+from daf.bench.contestant import Entry, Step
 from daf.bench.levered import LEVERS, LeveredLoop, lever_policy
 from daf.bench.operators_picture import draw_waterfall, peak_changes
 from daf.errors import UnknownNameError
@@ -23,6 +23,7 @@ from daf.training.models.resnet_cifar import resnet20
 TINY = operators.OperatorsJob(
     (Entry("tiny", "resnet20", "digits", 16),),
     Entry("resnet20", "resnet20", "digits", 8),
+    groups=2,
     steps=2,
     format_steps=1,
     stage_steps=2,
@@ -132,6 +133,42 @@ def test_figures_of_known_bytes() -> None:
         "step_ratio": 1.0,
         "saved_ratio": 20.0,
     }
+
+
+class Stub:
+    """A contestant process whose every group is slower and larger than the one before."""
+
+    started = 0
+
+    def __init__(self, entry: Entry) -> None:
+        Stub.started += 1
+        self.entry, self.steps = entry, list[Step]()
+        # Plain of the first group, its same allocator, DAF; then the second group's.
+        self._place, self._group = (Stub.started - 1) % 3, (Stub.started - 1) // 3
+
+    def step(self) -> None:
+        self.steps.append(Step(loss=1.0, step_ms=100.0 * (self._place + 1) + self._group))
+
+    def facts(self) -> dict[str, Any]:
+        return {"floor_bytes": 10 * self._group, "peak_bytes": 100 - 40 * (self._group % 2)}
+
+    def close(self) -> None:
+        pass
+
+
+def test_of_several_processes_the_one_with_the_median_peak_stands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Above floors 100, 50 and 80: the third's; times are those of all."""
+    monkeypatch.setattr("daf.bench.contestant.Contestant", Stub)
+    monkeypatch.setattr(Stub, "started", 0)
+    job = operators.OperatorsJob((), None, groups=3, steps=5)
+    rows, times = (found := operators.compare(job, TINY.entries[0], print)).rows, found.times
+    assert [row["contestant"] for row in rows] == ["plain", "plain, same allocator", "daf"]
+    assert [operators.above_floor(row) for row in rows] == [80, 80, 80]
+    assert [row["step_ms"] for row in rows] == [101.0, 201.0, 301.0]
+    assert times[0] == [100.0, 100.0, 101.0, 101.0, 102.0, 102.0]  # three of each warm up
+    assert Stub.started == 9
 
 
 def test_losses_are_compared_by_their_means_and_plain_s_spread() -> None:
