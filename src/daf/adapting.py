@@ -13,8 +13,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from daf.governor import THIS_SYSTEM, Budget, Governor, System, Watcher, open_triggers
-from daf.memory.keeper import MemoryKeeper, account_lock
+from daf.governor import THIS_SYSTEM, Bound, Budget, Governor, System, Watcher, open_triggers
+from daf.memory.keeper import account_lock
+from daf.memory.keeping import Keeper
 from daf.plan import Plan
 
 # While the tightest limit is near, others can fill it within milliseconds; far from it, a process
@@ -47,9 +48,10 @@ class Adapting:
 
     Args:
         asked: what the user gave.
-        keeper: what bounds the process.
+        keeper: what bounds the memory.
         on_lower: called first when the budget falls, to let go of what only saves time.
         system: the machine to read limits from.
+        bounds: reads the bounds of a device's memory instead, where the budget is of that.
 
     Raises:
         UnitError: the budget cannot be read.
@@ -58,11 +60,13 @@ class Adapting:
     def __init__(
         self,
         asked: Budget,
-        keeper: MemoryKeeper,
+        keeper: Keeper,
         on_lower: Callable[[], None] = lambda: None,
         system: System = THIS_SYSTEM,
+        bounds: Callable[[], tuple[Bound, ...]] | None = None,
     ) -> None:
-        self._governor = Governor(asked, system)
+        self._governor = Governor(asked, system, bounds=bounds)
+        self._is_of_device = bounds is not None
         self._keeper = keeper
         self._on_lower = on_lower
         self._system = system
@@ -97,7 +101,7 @@ class Adapting:
         return self.budget_bytes
 
     def bound(self, plan: Plan) -> None:
-        """Bound the process by the budget in force, for a step under this plan."""
+        """Bound the memory by the budget in force, for a step under this plan."""
         with account_lock:  # so that no lower budget comes in between
             if self.budget_bytes is not None:
                 self._keeper.bound(plan.predicted_peak_bytes, self.budget_bytes)
@@ -116,7 +120,8 @@ class Adapting:
             return
         if self.budget_bytes is None and not callable(self.asked):
             return
-        triggers = open_triggers(self._system) if self._governor.is_auto else []
+        follows_pressure = self._governor.is_auto and not self._is_of_device
+        triggers = open_triggers(self._system) if follows_pressure else []
         self._watcher = Watcher(self.look, triggers)
 
     def look(self, urgent: bool) -> float:

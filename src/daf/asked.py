@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from daf import governor
 from daf.errors import BudgetError, PlatformError, UnknownNameError
-from daf.memory import measure
+from daf.memory.device import DeviceMemory
+from daf.memory.domain import MemoryDomain, ProcessMemory, memory_of
 from daf.model_bytes import gradient_bytes
 from daf.plan import Policy, plain_policy, policy_for, with_fused_operators
 from daf.planning import planner
@@ -64,31 +64,48 @@ def checked_tolerance(tolerance: float | None) -> float | None:
     return None if tolerance is None else float(tolerance)
 
 
-def refuse_gpu(model: nn.Module) -> None:
-    """Budgets bound the process's own memory.
+def asked_memory(model: nn.Module, budget: governor.Budget) -> MemoryDomain:
+    """The memory that a session's budget bounds, and whose peak it tells.
 
     Raises:
-        PlatformError: the model is on another device.
+        PlatformError: there is a budget, and the model's memory cannot be bounded.
     """
-    device = next((each.device for each in model.parameters()), torch.device("cpu"))
-    if device.type != "cpu":
+    try:
+        memory = memory_of(model)
+    except PlatformError:
+        if budget is not None:
+            raise
+        return ProcessMemory()
+    if isinstance(memory, DeviceMemory):
+        memory.release_cached()  # what an earlier job left for reuse is no floor of this one's
+    return memory
+
+
+def refuse_budget_elsewhere(model: nn.Module, memory: MemoryDomain) -> None:
+    """A budget may be given later than the session was made, which then told the process's peak.
+
+    Raises:
+        PlatformError: the model is where the session bounds nothing.
+    """
+    found = memory_of(model)
+    if found.name != memory.name:
         raise PlatformError(
-            f"asked for a budget for a model on {device}; budgets bound the process's own memory; "
-            "move the model to the CPU, or pass budget=None"
+            f"asked for a budget for a model on {found.name}; this session was made for one in "
+            f"the memory of {memory.name}; make another session where the model is now"
         )
 
 
-def refuse_without_room(model: nn.Module, budget_bytes: int) -> None:
+def refuse_without_room(model: nn.Module, budget_bytes: int, memory: MemoryDomain) -> None:
     """A hopeless budget is still measured, to name the least one, if the machine has room.
 
     Raises:
-        BudgetError: the process with its gradients alone is beyond it, and there is no room.
+        BudgetError: what is held with the gradients alone is beyond it, and there is no room.
     """
     gradients = gradient_bytes(model)
-    least = measure.resident_bytes() + gradients
-    if least > budget_bytes and governor.headroom_bytes() < ROOM_TO_MEASURE * gradients:
+    least = memory.held_bytes() + gradients
+    if least > budget_bytes and governor.room_bytes(memory) < ROOM_TO_MEASURE * gradients:
         raise BudgetError(
-            f"asked for a budget of {format_bytes(budget_bytes)}; the process with its "
+            f"asked for a budget of {format_bytes(budget_bytes)}; {memory.name} with its "
             f"model and gradients alone takes {format_bytes(least)}, before any batch, and "
             "there is no room here to measure more; try a budget well above that, or a "
             "smaller model",

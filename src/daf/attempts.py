@@ -13,7 +13,7 @@ from daf.errors import BudgetError, PoolFullError
 from daf.execution.capture import Capture
 from daf.execution.gradient_step import Before, GradientStep
 from daf.execution.microbatch import LossFunction
-from daf.memory.keeper import MemoryKeeper
+from daf.memory.keeping import Keeper
 from daf.plan import Plan
 
 _Refusal = TypeVar("_Refusal", PoolFullError, RuntimeError)
@@ -45,7 +45,7 @@ class Attempts:
         gradient: GradientStep,
         optimizer: torch.optim.Optimizer,
         capture: Capture,
-        keeper: MemoryKeeper,
+        keeper: Keeper,
         adapting: Adapting,
     ) -> None:
         self._gradient = gradient

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from daf.memory import account_meter, compiler
+from daf.memory import compiler
+from daf.memory.domain import MemoryDomain
 
 PROBE_ELEMENTS = 4096
 UPDATE_PROBE_ELEMENTS = 1 << 19
@@ -65,41 +66,59 @@ def _state_ratio(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> flo
     return float(state_bytes(trial.state[probe]) / probe.nbytes)
 
 
-def update_bytes(optimizer: torch.optim.Optimizer) -> int:
+def update_bytes(optimizer: torch.optim.Optimizer, memory: MemoryDomain) -> int:
     """Bytes that the optimizer's step holds in passing, beside the state that it leaves.
 
-    A parameter is updated after another, so the largest tells; how much of it, a trial on a
-    made-up one does. Where that cannot be, two tensors like it are assumed.
+    Trials on made-up parameters tell what it holds of the largest, and whether that adds up
+    over all of a group, as it does where an optimizer updates all of them together (``foreach``,
+    which PyTorch chooses on GPUs). Where that cannot be, two tensors like the largest are assumed.
+
+    Args:
+        optimizer: any; its state stays as it is.
+        memory: that it runs in.
     """
-    largest = [
-        (group, max((each.nbytes for each in group["params"] if each.requires_grad), default=0))
-        for group in optimizer.param_groups
-    ]
-    return max(
-        (int(nbytes * _update_ratio(optimizer, group)) for group, nbytes in largest), default=0
-    )
+    found = (_passing_bytes(optimizer, group, memory) for group in optimizer.param_groups)
+    return max(found, default=0)
 
 
-def _update_ratio(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float:
-    trial = _trial(optimizer, group, UPDATE_PROBE_ELEMENTS)
-    if trial is None or not account_meter.is_exact():
-        return 2.0
-    (probe,) = trial.param_groups[0]["params"]
-    meter = account_meter.open_meter()
+def _passing_bytes(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], memory: MemoryDomain
+) -> int:
+    sizes: list[int] = [each.nbytes for each in group["params"] if each.requires_grad]
+    if not sizes:
+        return 0
+    alone, together = (_update_ratio(optimizer, group, count, memory) for count in (1, 2))
+    if alone is None or together is None:
+        return 2 * max(sizes)
+    each_more = max(0.0, together - alone)
+    return int(alone * max(sizes) + each_more * (sum(sizes) - max(sizes)))
+
+
+def _update_ratio(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], count: int, memory: MemoryDomain
+) -> float | None:
+    """What an update of so many equal parameters holds, in bytes of one of them."""
+    trial = _trial(optimizer, group, UPDATE_PROBE_ELEMENTS, count)
+    meter = memory.meter()
+    if trial is None or not meter.is_exact:
+        return None
+    probe = trial.param_groups[0]["params"][0]
     meter.begin()
     compiler.step(trial)
     return float(meter.take_peak() / probe.nbytes)
 
 
 def _trial(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], elements: int
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], elements: int, count: int = 1
 ) -> torch.optim.Optimizer | None:
-    """An optimizer of the same class and settings that has made one step of a small parameter."""
-    probe = nn.Parameter(torch.zeros(elements))
-    probe.grad = torch.ones_like(probe)
+    """An optimizer of the same class and settings that has made one step of small parameters."""
+    device = group["params"][0].device
+    probes = [nn.Parameter(torch.zeros(elements, device=device)) for _ in range(count)]
+    for probe in probes:
+        probe.grad = torch.ones_like(probe)
     settings = {name: group[name] for name in optimizer.defaults if name in group}
     try:
-        trial = type(optimizer)([probe], **settings)
+        trial = type(optimizer)(probes, **settings)
         compiler.step(trial)
     except (TypeError, ValueError, RuntimeError):
         return None

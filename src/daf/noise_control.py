@@ -17,7 +17,7 @@ from daf.execution.capture import Capture
 from daf.execution.microbatch import LossFunction, batch_size
 from daf.kernels import BLOCK_ELEMENTS, header_bytes, plane_bytes
 from daf.kernels.code_errors import error_growth, relative_error
-from daf.memory import measure
+from daf.memory.domain import MemoryDomain
 from daf.noise import NoiseRecord, NoiseWatch, Response
 from daf.plan import Method, Plan, Policy, Site, SiteReport
 from daf.planning.noise import expected_noise
@@ -49,6 +49,7 @@ class NoiseControl:
         choosing: what plans.
         capture: what the session's steps run under.
         tolerance: as the user gave it, None for the default.
+        memory: what the budget bounds.
     """
 
     def __init__(
@@ -57,8 +58,10 @@ class NoiseControl:
         choosing: Choosing,
         capture: Capture,
         tolerance: float | None,
+        memory: MemoryDomain,
     ) -> None:
         self.sensing = sensing
+        self._memory = memory
         # Hears once that there is too much noise and no room for more bits.
         self.tell: Callable[[str], None] = logging.getLogger("daf").warning
         self.history: list[NoiseRecord] = []
@@ -93,12 +96,12 @@ class NoiseControl:
             DataError: the sensitivities at hand are of another model.
         """
         if self.sensing.sensitivity is None and plan.added_noise > 0.0:
-            resident = measure.resident_bytes()
+            resident = self._memory.held_bytes()
             room = Room(profiles[0], budget_bytes)
             pool_bytes = self._capture.pool_bytes
             self.sensing.measure(batch, loss_fn, 0, room=room, pool_bytes=pool_bytes)
             # Code that was loaded for it, and small blocks of the allocator's, came to stay.
-            stays = max(0, measure.resident_bytes() - resident)
+            stays = max(0, self._memory.held_bytes() - resident)
             profiles = _with_resident(profiles, stays)
         return self._weighed(profiles)
 

@@ -30,9 +30,8 @@ from daf.execution.microbatch import (
 from daf.execution.observation import Observation
 from daf.execution.rehearsal import EXAMPLES, rehearse
 from daf.execution.undisturbed import apart_from_training
-from daf.memory import measure
-from daf.memory.keeper import MemoryKeeper
-from daf.memory.statistics import stats
+from daf.memory.domain import MemoryDomain, device_of
+from daf.memory.keeping import Keeper
 from daf.model_bytes import (
     gradient_bytes,
     optimizer_bytes_to_come,
@@ -64,9 +63,10 @@ class Profiler:
         model: trained model, as it will be trained.
         optimizer: its optimizer; never stepped here.
         capture: the capture that training will use.
-        keeper: what the session set in the process.
-        floor_bytes: the process before the model existed.
-        begin_peak: begins the process's high-water mark anew, for what is measured next.
+        memory: what the budget bounds.
+        keeper: what the session set there.
+        floor_bytes: of that memory, before the model existed.
+        begin_peak: begins the memory's high-water mark anew, for what is measured next.
     """
 
     def __init__(
@@ -74,10 +74,12 @@ class Profiler:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         capture: Capture,
-        keeper: MemoryKeeper,
+        memory: MemoryDomain,
+        keeper: Keeper,
         floor_bytes: int,
-        begin_peak: Callable[[], object] = measure.reset_peak,
+        begin_peak: Callable[[], object],
     ) -> None:
+        self._memory = memory
         self._begin_peak = begin_peak
         self._model = model
         self._optimizer = optimizer
@@ -132,7 +134,8 @@ class Profiler:
             observations = self._observations(batch, loss_fn, sizes, budget_bytes, on_progress)
             on_progress("times")
             times = self._times(batch, loss_fn, observations, budget_bytes, split=not refusal)
-        speeds = device_speeds(observations[-1], spill, own.speeds if own else None)
+        device = device_of(self._model)
+        speeds = device_speeds(observations[-1], spill, own.speeds if own else None, device)
         found = self._profile(examples, observations, times.kept, refusal, speeds)
         if times.coded_ms is None:
             return found
@@ -196,8 +199,8 @@ class Profiler:
         part = batch_slice(batch, 0, examples)
         self._make_room()
         self._begin_peak()
-        before_bytes = measure.resident_bytes()
-        observer = self._capture.observer(examples)
+        before_bytes = self._memory.held_bytes()
+        observer = self._capture.observer(examples, self._memory)
         policy = self._operators.of(TIGHTEST, examples)
         step = self._capture.step(policy, seed=0, step_index=0, batch=part, watcher=observer)
         with observer.watching():
@@ -205,7 +208,7 @@ class Profiler:
                 loss = read_loss(loss_fn(self._model, part), examples)
             observer.begin_backward()
             loss.mean.backward()  # type: ignore[no-untyped-call]
-        observer.found.process_bytes = measure.peak_bytes() - before_bytes
+        observer.found.process_bytes = self._memory.peak_bytes() - before_bytes
         self._drop_gradients()
         self._make_room()
         self._note_beside()
@@ -244,10 +247,12 @@ class Profiler:
         policy = self._operators.of(policy, examples)
         found = []
         for _ in range(2):
+            self._memory.wait()
             start_s = time.perf_counter()
             with self._capture.step(policy, seed=0, step_index=0, batch=part):
                 loss = read_loss(loss_fn(self._model, part), examples)
             loss.mean.backward()  # type: ignore[no-untyped-call]
+            self._memory.wait()
             found.append(1000.0 * (time.perf_counter() - start_s))
             self._drop_gradients()
         self._make_room()
@@ -267,7 +272,7 @@ class Profiler:
         parts = build(observations)
         self._make_room()
         state = optimizer_bytes_to_come(self._optimizer)
-        passing = update_bytes(self._optimizer)
+        passing = update_bytes(self._optimizer, self._memory)
         self._note_beside()
         updated = gradient_bytes(self._model)
         touched = 2 * updated + sum(map(state_bytes, self._optimizer.state.values())) + state
@@ -295,13 +300,13 @@ class Profiler:
     def _note_beside(self) -> None:
         """Right behind a step: the system takes back pages of libraries that are not in use."""
         if self._keeper.recycles:
-            beside = measure.resident_bytes() - stats()["held_bytes.current"]
+            beside = self._memory.held_bytes() - self._memory.account_bytes()
             self._beside_bytes = max(self._beside_bytes, beside)
 
     def _resident_bytes(self) -> int:
-        """The process now, with whatever libraries a step brings into memory."""
-        account = stats()["held_bytes.current"] if self._keeper.recycles else 0
-        return max(measure.resident_bytes(), self._beside_bytes + account)
+        """The memory now, with whatever libraries a step brings into it."""
+        account = self._memory.account_bytes() if self._keeper.recycles else 0
+        return max(self._memory.held_bytes(), self._beside_bytes + account)
 
     def _make_room(self) -> None:
         self._capture.release_scratch()

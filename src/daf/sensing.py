@@ -19,7 +19,7 @@ from daf.errors import DataError, NonFiniteLossError, PoolFullError
 from daf.execution.capture import Capture
 from daf.execution.gradient_step import Before
 from daf.execution.microbatch import LossFunction, batch_size, batch_slice
-from daf.memory.keeper import MemoryKeeper
+from daf.memory.keeping import Keeper
 from daf.plan import Policy, coded_policy
 from daf.planning import planner
 from daf.planning.options import LOSSY
@@ -67,7 +67,7 @@ class Sensing:
     def __init__(
         self,
         model: nn.Module,
-        keeper: MemoryKeeper,
+        keeper: Keeper,
         seed: int,
         *,
         known: Sensitivity | None = None,

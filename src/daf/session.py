@@ -22,10 +22,11 @@ from torch import nn
 from daf import governor
 from daf.adapting import Adapting, BudgetChange
 from daf.asked import (
+    asked_memory,
     checked_tolerance,
     fixed_policy,
     policy_name,
-    refuse_gpu,
+    refuse_budget_elsewhere,
 )
 from daf.attempts import Attempts, Replanning
 from daf.choosing import Choosing, Terms
@@ -35,8 +36,8 @@ from daf.execution.gradient_step import Before, GradientStep
 from daf.execution.microbatch import LossFunction, batch_size
 from daf.execution.release import GradientRelease, ReleaseMode, release_refusal
 from daf.measuring import Measuring
-from daf.memory import compiler, measure
-from daf.memory.keeper import MemoryKeeper
+from daf.memory import compiler
+from daf.memory.domain import ProcessMemory, keeper_of
 from daf.model_bytes import parameter_bytes
 from daf.noise import NoiseRecord
 from daf.noise_control import NoiseControl
@@ -58,12 +59,15 @@ from daf.units import parse_optional_bytes
 
 
 class Session:
-    """Trains a model within a budget of bytes that bounds the whole process.
+    """Trains a model within a budget of bytes.
+
+    Of a model on the processor the budget bounds the whole process; of one on a GPU, what
+    PyTorch reserves there (``memory.device``). Peaks are told of the same memory.
 
     Args:
-        model: any ``nn.Module`` on the CPU (a GPU model is trained without a budget).
+        model: any ``nn.Module`` on one device.
         optimizer: any ``torch.optim.Optimizer`` over its parameters.
-        budget: the whole process's, its floor included: bytes as ``"700MB"`` or an int, a
+        budget: of all that is held there, its floor included: bytes as ``"700MB"`` or an int, a
             fraction of the machine as 0.5 or ``"50%"``, ``"auto"`` for what the machine can
             spare, or a function that returns one of these and is called every 20 ms; None
             trains without a limit. ``session.budget`` may be set at any moment, in mid-step
@@ -109,7 +113,8 @@ class Session:
         ReleaseRefusedError: ``release_gradients`` is True, and the optimizer or model forbid it.
         UnitError: the budget or the pool's bytes cannot be read.
         PoolFullError: ``pool_bytes`` was given, and the system grants no addresses.
-        PlatformError: a budget was given for a model on a GPU.
+        PlatformError: a budget was given for a model on several devices, or on one whose memory
+            cannot be bounded.
         UnknownNameError: ``policy`` names none.
         ValueError: ``bits`` names no policy, or both were given; a negative tolerance;
             ``fused`` together with a budget.
@@ -136,13 +141,14 @@ class Session:
     ) -> None:
         self.model = model
         self.optimizer = optimizer
-        self.floor_bytes = floor_bytes or measure.resident_bytes() - parameter_bytes(model)
+        self._memory = memory = asked_memory(model, budget)
+        self.floor_bytes = floor_bytes or max(0, memory.held_bytes() - parameter_bytes(model))
         self._fixed_policy = fixed_policy(bits, fused=fused, has_budget=budget is not None)
         self._seed = seed
         self._spill = spill
         store = make_store(parse_optional_bytes(pool_bytes))
         self._capture = Capture(model, store, spill)
-        self._keeper = MemoryKeeper(store.give_back)
+        self._keeper = keeper_of(memory, store.give_back)
         self._release = GradientRelease(
             release_gradients, model, optimizer, self._capture.parameter_reads
         )
@@ -153,19 +159,19 @@ class Session:
         self._choosing = Choosing(Terms(policy_name(bits, policy), tolerance))
         known = sensitivity if isinstance(sensitivity, Sensitivity) else None
         sensing = Sensing(model, self._keeper, seed, known=known, is_on=bool(sensitivity))
-        self._noise = NoiseControl(sensing, self._choosing, self._capture, tolerance)
+        self._noise = NoiseControl(sensing, self._choosing, self._capture, tolerance, memory)
         self._retracing = Retracing(model, optimizer, retrace)
-        self._counts = StepCounts(self._capture)
-        self._adapting = Adapting(budget, self._keeper, self._capture.release_scratch)
+        self._counts = StepCounts(self._capture, memory)
+        self._adapting = Adapting(
+            budget, self._keeper, self._capture.release_scratch, bounds=governor.bounds_of(memory)
+        )
         self._attempts = Attempts(gradient, optimizer, self._capture, self._keeper, self._adapting)
-        measured = (model, optimizer, self._capture, self._keeper, self.floor_bytes)
+        measured = (model, optimizer, self._capture, memory, self._keeper, self.floor_bytes)
         profiler = partial(Profiler, *measured, begin_peak=self._counts.begin_peak)
         self._measuring = Measuring(profiler, allow_split=allow_batchnorm_split, spill=spill)
         means = (self._measuring, self._noise, self._keeper, self._adapting, self._allowed)
-        self._steering = Steering(model, self._fixed_policy, Means(self._choosing, *means))
-        if self.budget_bytes is not None:
-            refuse_gpu(model)
-        measure.reset_peak()
+        self._steering = Steering(model, self._fixed_policy, Means(memory, self._choosing, *means))
+        memory.reset_peak()
 
     def __enter__(self) -> Session:
         return self
@@ -201,7 +207,7 @@ class Session:
     @budget.setter
     def budget(self, value: governor.Budget) -> None:
         if value is not None:
-            refuse_gpu(self.model)
+            refuse_budget_elsewhere(self.model, self._memory)
         self._adapting.ask(value)
 
     @property
@@ -228,8 +234,14 @@ class Session:
 
     @property
     def peak_bytes(self) -> int:
-        """The process's highest memory since the session began (bytes)."""
+        """The highest of the process's memory, or of the model's GPU's, since the session began
+        (bytes).
+        """
         return self._counts.peak_bytes
+
+    def held_bytes(self) -> int:
+        """What the process, or PyTorch on the model's GPU, holds now (bytes)."""
+        return self._memory.held_bytes()
 
     @property
     def predicted_peak_bytes(self) -> int | None:
@@ -355,6 +367,8 @@ class Session:
         if has_diverged:
             return self._go_back(loss, running, 1000 * (time.perf_counter() - start_s))
         self._update(running)
+        if not self.is_settled:
+            self._memory.wait()  # plans are compared by whole steps
         step_ms = 1000 * (time.perf_counter() - start_s)
         peak_bytes = self._counts.end_peak()
         self._count(batch, running, step_ms, peak_bytes)
@@ -454,7 +468,8 @@ class Session:
 
     def _allowed(self) -> Allowed:
         """What this session's execution can carry out."""
-        without = frozenset() if self._spill else frozenset({Method.SPILL})
+        can_spill = self._spill is not None and isinstance(self._memory, ProcessMemory)
+        without = frozenset() if can_spill else frozenset({Method.SPILL})
         can_release = self._release.is_asked and not release_refusal(self.model, self.optimizer)
         return Allowed(
             methods=frozenset(Method) - without,

@@ -15,16 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from daf.execution.observation import MethodTime, Observation
 from daf.kernels import Predicate
 from daf.plan import Method, Treatment
 from daf.profile import DeviceSpeeds
 from daf.store.buffers import PlainStore
-from daf.store.codec import MaskCode, ValueCode
+from daf.store.coder import Coder, can_code_on
 from daf.store.spill import SpillOptions
 
-Code = Any  # a ValueCode or a MaskCode
+Code = Any  # a Values or a Mask of coder
+CPU = torch.device("cpu")
 
 PROBE_ELEMENTS = 1 << 20
 DISK_PROBE_BYTES = 1 << 24
@@ -33,7 +35,10 @@ _REPEATS = 3
 
 
 def device_speeds(
-    observation: Observation, spill: SpillOptions | None, known: DeviceSpeeds | None = None
+    observation: Observation,
+    spill: SpillOptions | None,
+    known: DeviceSpeeds | None = None,
+    device: torch.device = CPU,
 ) -> DeviceSpeeds:
     """Speeds for one model's profile.
 
@@ -41,10 +46,11 @@ def device_speeds(
         observation: a step under codes.
         known: of the same model, for methods that this step did not use (fused operators code
             while they do other things).
+        device: where the model is.
         spill: a temporary file of 16 MiB is written and read there; without one, spilling is
             taken to be as fast as copying, and is not to be planned.
     """
-    encode, decode, copy = _probed()
+    encode, decode, copy = _probed(device)
     if known is not None:
         encode, decode = encode | dict(known.encode), decode | dict(known.decode)
     disk_write, disk_read = _disk(spill.directory) if spill else (copy, copy)
@@ -66,34 +72,45 @@ def _seen(times: Mapping[Method, MethodTime]) -> dict[Method, float]:
 
 
 @cache
-def _probed() -> tuple[dict[Method, float], dict[Method, float], float]:
-    """(encode, decode, copy) on a tensor of 4 MiB."""
-    tensor = torch.linspace(-1.0, 1.0, PROBE_ELEMENTS)
+def _probed(device: torch.device) -> tuple[dict[Method, float], dict[Method, float], float]:
+    """(encode, decode, copy) on a tensor of 4 MiB; where nothing codes, no codes' speeds."""
+    tensor = torch.linspace(-1.0, 1.0, PROBE_ELEMENTS, device=device)
     out = torch.empty_like(tensor)
     encode: dict[Method, float] = {}
     decode: dict[Method, float] = {}
 
     def probe(method: Method, make: Callable[[], Code], restore: Callable[[Code], None]) -> None:
         code = make()
-        encode[method] = _speed(tensor.nbytes, make)
-        decode[method] = _speed(tensor.nbytes, lambda: restore(code))
+        encode[method] = _speed(out, make)
+        decode[method] = _speed(out, lambda: restore(code))
 
-    for treatment in (Treatment(Method.ROTATED, 2), Treatment(Method.MINMAX, 8)):
-        make = partial(ValueCode, PlainStore(), tensor, treatment, 0)
-        probe(treatment.method, make, lambda code: code.decode(out))
-    mask = partial(MaskCode, PlainStore(), tensor, Predicate.ABOVE, 0.0)
-    probe(Method.MASK, mask, lambda code: code.decode(out, 0.0, 1.0))
-    return encode, decode, _speed(tensor.nbytes, lambda: out.copy_(tensor))
-
-
-def _speed(nbytes: int, work: Callable[[], object]) -> float:
-    return nbytes / min(_seconds(work) for _ in range(_REPEATS))
+    if can_code_on(device):
+        coder = Coder(PlainStore())
+        for treatment in (Treatment(Method.ROTATED, 2), Treatment(Method.MINMAX, 8)):
+            make = partial(coder.values, tensor, treatment, 0, None, weight=1.0, tag=0)
+            probe(treatment.method, make, lambda code: code.decode(out))
+        mask = partial(coder.mask, tensor, Predicate.ABOVE, 0.0)
+        probe(Method.MASK, mask, lambda code: code.decode(out, 0.0, 1.0))
+    return encode, decode, _speed(out, lambda: out.copy_(tensor))
 
 
-def _seconds(work: Callable[[], object]) -> float:
+def _speed(out: Tensor, work: Callable[[], object]) -> float:
+    """Bytes a second of work of which ``out``, as large as its input, is the last to be written."""
+    return out.nbytes / min(_seconds(work, out) for _ in range(_REPEATS))
+
+
+def _seconds(work: Callable[[], object], out: Tensor | None = None) -> float:
+    _wait_for(out)
     start_s = time.perf_counter()
     work()
+    _wait_for(out)
     return max(1e-9, time.perf_counter() - start_s)
+
+
+def _wait_for(out: Tensor | None) -> None:
+    """Looking at an element waits for all that was asked of its device before."""
+    if out is not None:
+        out[-1].item()
 
 
 @cache

@@ -20,8 +20,8 @@ from daf.choosing import Choosing
 from daf.errors import BudgetError
 from daf.execution.microbatch import LossFunction, batch_bytes, batch_size
 from daf.measuring import Measuring
-from daf.memory.keeper import MemoryKeeper
-from daf.memory.recycling import unsupported_reason
+from daf.memory.domain import MemoryDomain, device_of
+from daf.memory.keeping import Keeper
 from daf.noise_control import NoiseControl
 from daf.plan import Plan, Policy
 from daf.planning import planner
@@ -42,10 +42,11 @@ _KEPT = (
 class Means(NamedTuple):
     """What plans are made and carried out with."""
 
+    memory: MemoryDomain
     choosing: Choosing
     measuring: Measuring
     noise: NoiseControl
-    keeper: MemoryKeeper
+    keeper: Keeper
     adapting: Adapting
     allowed: Callable[[], Allowed]
 
@@ -91,14 +92,14 @@ class Steering:
             return self._choosing.plan
         if self._budget_bytes is None:
             return self._without_budget(batch)
-        refuse_without_room(self._model, self._budget_bytes)
+        refuse_without_room(self._model, self._budget_bytes, self._means.memory)
         planner.warm_up()
         self.planned_for_bytes = batch_bytes(batch)
         budget_bytes = self.planned_budget_bytes = self._budget_bytes
         self._keeper.open()
         with self._keeper.unbounded():
             profile, fused = self._means.measuring.profiles(
-                batch, loss_fn, budget_bytes, on_progress, can_fuse=self._choosing.can_fuse
+                batch, loss_fn, budget_bytes, on_progress, can_fuse=self._can_fuse
             )
         self.know_what_is_allowed()
         try:
@@ -113,6 +114,11 @@ class Steering:
             raise
         self._keeper.flush()  # what planning held
         return self._adopt(plan)
+
+    @property
+    def _can_fuse(self) -> bool:
+        """Fused and chunked operators are the processor's."""
+        return self._choosing.can_fuse and device_of(self._model).type == "cpu"
 
     def know_what_is_allowed(self) -> None:
         """Plan from now on with what this session's execution can carry out."""
@@ -168,8 +174,8 @@ class Steering:
         self._replan(budget_bytes)
 
     def _replan(self, budget_bytes: int) -> Plan:
-        can_refuse = unsupported_reason() is None
-        return self._adopt(self._choosing.again(budget_bytes, can_refuse=can_refuse))
+        again = self._choosing.again(budget_bytes, can_refuse=self._keeper.can_refuse)
+        return self._adopt(again)
 
     def _adopt(self, plan: Plan) -> Plan:
         """Set in the process what the plan asks for; its prediction stands from now on."""

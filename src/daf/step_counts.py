@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from daf.execution.capture import Capture
-from daf.memory import measure
+from daf.memory.domain import MemoryDomain
 from daf.trials import Trials
 
 _KEPT = ("step_index", "saved_bytes_plain", "saved_bytes_peak", "evicted_bytes")
@@ -18,8 +18,9 @@ class StepCounts:
     ``saved_bytes_peak``: what was held instead; ``evicted_bytes``: planes that were given up.
     """
 
-    def __init__(self, capture: Capture) -> None:
+    def __init__(self, capture: Capture, memory: MemoryDomain) -> None:
         self._capture = capture
+        self._memory = memory
         self.step_index = 0
         self.saved_bytes_plain = 0
         self.saved_bytes_peak = 0
@@ -28,17 +29,17 @@ class StepCounts:
 
     @property
     def peak_bytes(self) -> int:
-        """The process's highest memory."""
-        return max(self._peak_bytes, measure.peak_bytes())
+        """The highest of the memory that a budget would bound."""
+        return max(self._peak_bytes, self._memory.peak_bytes())
 
     def begin_peak(self) -> None:
-        """From now on the process's peak is a step's own."""
+        """From now on the memory's peak is a step's own."""
         self._peak_bytes = self.peak_bytes
-        measure.reset_peak()
+        self._memory.reset_peak()
 
     def end_peak(self) -> int:
         """The peak since ``begin_peak``."""
-        peak = measure.peak_bytes()
+        peak = self._memory.peak_bytes()
         self._peak_bytes = max(self._peak_bytes, peak)
         return peak
 

@@ -15,6 +15,7 @@ from daf.errors import BudgetError
 from daf.execution.capture import Capture
 from daf.kernels.code_errors import error_growth, relative_error
 from daf.kernels.tables import rotated_error
+from daf.memory.domain import ProcessMemory
 from daf.noise_control import NOISE_OF_A_BIT, NoiseControl
 from daf.plan import KEEP, Method, Need, Plan, Policy, Treatment, coded_policy
 from daf.planning import planner, policies
@@ -244,7 +245,7 @@ def test_wider_codes_are_sought_below_what_tolerance_bounds_not_below_what_is_ad
     for added, bounded in ((0.3, 0.8), (0.8, 0.3)):
         chooser = Asked(measured, replace(plan, added_noise=added, bounded_noise=bounded))
         control = NoiseControl(
-            cast(Sensing, None), cast(Choosing, chooser), cast(Capture, None), 1.0
+            cast(Sensing, None), cast(Choosing, chooser), cast(Capture, None), 1.0, ProcessMemory()
         )
         assert control.widen(budget_bytes=2**30)
         assert chooser.tolerances == [pytest.approx(0.8 / NOISE_OF_A_BIT)]

@@ -24,6 +24,13 @@ Budget = Annotated[
         "'auto' for what it can spare; 'none' trains plainly."
     ),
 ]
+Device = Annotated[
+    str,
+    typer.Option(
+        help="Where to train: cpu, cuda or cuda:1. On a GPU the budget is of what PyTorch reserves "
+        "there."
+    ),
+]
 BatchSize = Annotated[int, typer.Option(min=1, help="Examples per step.")]
 Seed = Annotated[int, typer.Option(min=0, help="Of weights, order, augmentation and codes.")]
 Optimizer = Annotated[

@@ -25,6 +25,7 @@ def plan_command(
     model: options.Model = None,
     data: options.Data = "digits",
     budget: options.Budget = None,
+    device: options.Device = "cpu",
     batch_size: options.BatchSize = 128,
     seed: options.Seed = 0,
     optimizer: options.Optimizer = None,

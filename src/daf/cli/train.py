@@ -34,6 +34,7 @@ def train_command(
     model: options.Model = None,
     data: options.Data = "digits",
     budget: options.Budget = None,
+    device: options.Device = "cpu",
     batch_size: options.BatchSize = 128,
     epochs: Annotated[int, typer.Option(min=1)] = 1,
     max_steps: Annotated[int | None, typer.Option(min=1, help="Stop after so many steps.")] = None,

@@ -57,6 +57,7 @@ from daf.execution.replay import ReplayLog
 from daf.execution.running import Fusions, Parts, Running
 from daf.execution.sites import SiteTracker
 from daf.execution.treatments import Treater
+from daf.memory.domain import MemoryDomain, ProcessMemory
 from daf.plan import (
     CaptureStats,
     FusionReport,
@@ -187,9 +188,15 @@ class Capture:
         finally:
             self._provenance.clear()
 
-    def observer(self, examples: int) -> Observer:
-        """For ``step``: notes what a step of so many examples holds, moment by moment."""
-        return Observer(self._model, self._sources, examples, self.release_scratch)
+    def observer(self, examples: int, memory: MemoryDomain | None = None) -> Observer:
+        """For ``step``: notes what a step of so many examples holds, moment by moment.
+
+        Args:
+            examples: of the step.
+            memory: that it holds it in; by default the process's own.
+        """
+        release = self.release_scratch
+        return Observer(self._model, self._sources, examples, release, memory or ProcessMemory())
 
     def release_scratch(self) -> None:
         """Give back what only saves time: memory that tensors were decoded in, or read into.

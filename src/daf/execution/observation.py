@@ -150,6 +150,9 @@ class Save(NamedTuple):
 class Watcher(Protocol):
     """What a capture tells whoever watches it."""
 
+    def now_s(self) -> float:
+        """A clock, of which differences are told; seconds."""
+
     def moment(self) -> None:
         """An operator of the forward pass begins."""
 

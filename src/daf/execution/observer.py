@@ -31,7 +31,7 @@ from daf.execution.observation import (
     SavedTensor,
     Watcher,
 )
-from daf.memory import account_meter
+from daf.memory.domain import MemoryDomain
 from daf.plan import KEEP, Method, Need, Reading, Site, Treatment
 
 _KEPT_ANYWAY = (
@@ -83,12 +83,14 @@ class Observer:
         sources: Sources,
         examples: int,
         release_scratch: Callable[[], None],
+        memory: MemoryDomain,
     ) -> None:
         self.found = Observation(examples)
         self._model = model
         self._sources = sources
         self._release_scratch = release_scratch
-        self._meter = account_meter.open_meter()
+        self._memory = memory
+        self._meter = memory.meter()
         self._gradients = 0
         self._storages: dict[Source, int] = {}
         self._watched: dict[Source, list[SavedTensor]] = {}
@@ -105,11 +107,11 @@ class Observer:
         """Around forward and backward: follows module calls and gradients."""
         handles = list(self._register_hooks())
         self._meter.begin()
-        start_s = time.perf_counter()
+        start_s = self.now_s()
         try:
             yield
         finally:
-            self.found.step_ms = 1000.0 * (time.perf_counter() - start_s) - self._coding_ms
+            self.found.step_ms = 1000.0 * (self.now_s() - start_s) - self._coding_ms
             for handle in handles:
                 handle.remove()
             if self._begun:
@@ -133,6 +135,11 @@ class Observer:
         self.found.forward = len(self.found.gradient_bytes)
 
     # --- what the capture tells -------------------------------------------------------------
+
+    def now_s(self) -> float:
+        """A clock that tells when all that was asked of a device so far is done."""
+        self._memory.wait()
+        return time.perf_counter()
 
     def moment(self) -> None:
         """A new moment begins; whatever only autograd holds by now died before it."""
@@ -272,7 +279,7 @@ class Observer:
         def enter(_module: nn.Module, arguments: Any, keywords: Any) -> None:
             parent = self._open_calls[-1].place if self._open_calls else NO_CALL
             call = ModuleCall(path, parent, self._now + 1)
-            opened = _OpenCall(len(self.found.calls), time.perf_counter(), self._coding_ms)
+            opened = _OpenCall(len(self.found.calls), self.now_s(), self._coding_ms)
             tensors = list(self._computed((arguments, keywords)))
             call.inputs = self._numbered(tensors)
             self._inputs += [_Input(call, weakref.ref(t), t._version) for t in tensors]
@@ -287,7 +294,7 @@ class Observer:
             return
         opened = self._open_calls.pop()
         call = self.found.calls[opened.place]
-        passed_ms = 1000.0 * (time.perf_counter() - opened.start_s)
+        passed_ms = 1000.0 * (self.now_s() - opened.start_s)
         call.forward_ms = max(0.0, passed_ms - (self._coding_ms - opened.coding_ms))
         call.last_moment = max(call.first_moment, self._now)
         call.output_bytes = sum(size for _, size in self._numbered(list(self._computed(output))))
@@ -333,9 +340,9 @@ def watched(unpack: Callable[[Saved], Tensor], watcher: Watcher) -> Callable[[Sa
 
     def unpack_watched(saved: Saved) -> Tensor:
         watcher.reading(saved)
-        start_s = time.perf_counter()
+        start_s = watcher.now_s()
         tensor = unpack(saved)
-        watcher.has_read(saved, 1000.0 * (time.perf_counter() - start_s))
+        watcher.has_read(saved, 1000.0 * (watcher.now_s() - start_s))
         return tensor
 
     return unpack_watched

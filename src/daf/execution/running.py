@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -292,7 +291,7 @@ class Running:
         spilled_before = self._spill.taken_bytes
         sources = tuple(self._sources.of(part) for part in strided_parts(tensor))
         plain = self._plain(saved, sources)
-        start_s = time.perf_counter()
+        start_s = 0.0 if self.watcher is None else self.watcher.now_s()
         held, record.treatment = self._hold(saved, tensor, need, record, sources, call)
         if self.watcher is not None:
             self.watcher.saved(
@@ -305,7 +304,7 @@ class Running:
                     record.treatment,
                     sources,
                     self._ledger.told_bytes - told_before,
-                    1000.0 * (time.perf_counter() - start_s),
+                    1000.0 * (self.watcher.now_s() - start_s),
                     is_treatable(tensor),
                     told=self._told(tensor, saved.version, need),
                 )

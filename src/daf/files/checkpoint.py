@@ -105,6 +105,7 @@ def _random_states() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": [name, keys.tolist(), *rest],  # type: ignore[union-attr]
         "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],  # type: ignore[no-untyped-call]
     }
 
 
@@ -113,3 +114,5 @@ def _set_random_states(states: dict[str, Any]) -> None:
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, np.array(keys, np.uint32), *rest))
     torch.set_rng_state(states["torch"])
+    if states.get("cuda"):
+        torch.cuda.set_rng_state_all(states["cuda"])

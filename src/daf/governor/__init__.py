@@ -9,10 +9,12 @@ from daf.governor.budget import Governor, Reading
 from daf.governor.limits import (
     Bound,
     Limits,
+    bounds_of,
     cgroup_limit_bytes,
     headroom_bytes,
     read_bounds,
     read_limits,
+    room_bytes,
 )
 from daf.governor.pressure import open_triggers
 from daf.governor.request import AUTO, Budget, BudgetValue, Request, parse_budget
@@ -31,10 +33,12 @@ __all__ = [
     "Request",
     "System",
     "Watcher",
+    "bounds_of",
     "cgroup_limit_bytes",
     "headroom_bytes",
     "open_triggers",
     "parse_budget",
     "read_bounds",
     "read_limits",
+    "room_bytes",
 ]

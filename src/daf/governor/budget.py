@@ -100,6 +100,8 @@ class Governor:
             returns such a value and is called at every refresh.
         system: the machine to read from.
         clock: seconds that only grow.
+        bounds: reads what bounds a device's memory, for a budget of that; None: what the
+            operating system says of this process is read.
 
     Raises:
         UnitError: the budget cannot be read.
@@ -110,8 +112,10 @@ class Governor:
         asked: Budget,
         system: System = THIS_SYSTEM,
         clock: Callable[[], float] = time.perf_counter,
+        bounds: Callable[[], tuple[Bound, ...]] | None = None,
     ) -> None:
         self._system = system
+        self._read_device = bounds
         self._clock = clock
         self._backoff = Backoff()
         self._growth = Growth()
@@ -178,8 +182,7 @@ class Governor:
             return self.reading
 
     def _settled(self, request: Request, *, at_once: bool, urgent: bool) -> Reading:
-        near = None if request.nbytes is None else request.nbytes + MOST_BYTES
-        self._bounds = read_bounds(self._system, near, self._memory_groups())
+        self._bounds = self._read_bounds(request)
         self._growth.note(self._bounds, self._clock())
         backoff = self._pressure(urgent) if request.is_auto else 0.0
         goal = goal_of(request, self._bounds, backoff, self._growth)
@@ -193,6 +196,12 @@ class Governor:
         if self._may_rise(goal, before):
             return Reading(_stepped(goal), goal.reason)
         return self.reading
+
+    def _read_bounds(self, request: Request) -> tuple[Bound, ...]:
+        if self._read_device is not None:
+            return self._read_device()
+        near = None if request.nbytes is None else request.nbytes + MOST_BYTES
+        return read_bounds(self._system, near, self._memory_groups())
 
     def _memory_groups(self) -> tuple[MemoryGroup, ...]:
         now_s = self._clock()
@@ -216,6 +225,8 @@ class Governor:
         return True
 
     def _pressure(self, urgent: bool) -> float:
+        if self._read_device is not None:
+            return 0.0  # what the operating system stalls for is not the device's memory
         if self._sampler is None:
             self._sampler = PressureSampler(self._system)
         now_s = self._clock()

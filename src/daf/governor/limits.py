@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from daf.governor.groups import MemoryGroup, memory_groups
 from daf.governor.system import THIS_SYSTEM, System
+from daf.memory.device import DeviceMemory
+from daf.memory.domain import MemoryDomain
 
 _RLIMITS = (("RLIMIT_AS", "VmSize", "ulimit -v"), ("RLIMIT_DATA", "VmData", "ulimit -d"))
 
@@ -101,5 +103,20 @@ def gpu_bound(
         memory_info: free and total bytes, as ``torch.cuda.mem_get_info`` returns them.
         own_bytes: what this process has reserved there, as ``torch.cuda.memory_reserved`` does.
     """
+    own = own_bytes()
     free, total = memory_info()
-    return (Bound("free GPU memory", total, own_bytes() + free),)
+    return (Bound("free GPU memory", total, own + free),)
+
+
+def bounds_of(memory: MemoryDomain) -> Callable[[], tuple[Bound, ...]] | None:
+    """What reads the bounds of a device's memory; None for the process's own (``read_bounds``)."""
+    if not isinstance(memory, DeviceMemory):
+        return None
+    return lambda: gpu_bound(memory.free_and_total_bytes, memory.held_bytes)
+
+
+def room_bytes(memory: MemoryDomain) -> int:
+    """How much more of this memory may be taken now, by the tightest bound."""
+    if isinstance(memory, DeviceMemory):
+        return memory.free_and_total_bytes()[0]
+    return headroom_bytes()

@@ -17,6 +17,10 @@ from daf.memory import measure
 class Meter(Protocol):
     """Begin it, take a peak at the end of every moment, and finish it."""
 
+    @property
+    def is_exact(self) -> bool:
+        """Are peaks counted, not sampled?"""
+
     def begin(self) -> None:
         """What is alive now is the level that peaks are counted from."""
 
@@ -29,6 +33,8 @@ class Meter(Protocol):
 
 class AccountMeter:
     """Reads the allocator's account."""
+
+    is_exact = True
 
     def __init__(self) -> None:
         self._level = 0
@@ -51,6 +57,8 @@ class AccountMeter:
 class ResidentMeter:
     """Samples the resident size."""
 
+    is_exact = False
+
     def __init__(self) -> None:
         self._level = 0
 
@@ -70,11 +78,6 @@ class ResidentMeter:
             peaks[:] = [peak + missed for peak in peaks]
 
 
-def is_exact() -> bool:
-    """Does the allocator's account tell, or only samples of the resident size?"""
-    return bool(native.is_installed())
-
-
 def open_meter() -> Meter:
     """The best meter that there is now."""
-    return AccountMeter() if is_exact() else ResidentMeter()
+    return AccountMeter() if native.is_installed() else ResidentMeter()

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from daf.memory import allocator, measure
+from daf.memory.keeping import GiveBack
 from daf.memory.recycling import RecyclingAllocator, limit_for_process, unsupported_reason
 from daf.memory.statistics import stats
 from daf.units import format_bytes
@@ -39,13 +40,13 @@ if hasattr(os, "register_at_fork"):
 
 
 class MemoryKeeper:
-    """Enter it before a budgeted job; ``close`` undoes what ``settings`` states.
+    """Open it before a budgeted job; ``close`` undoes what ``settings`` states (``keeping``).
 
     ``give_back`` is asked to return at least so many bytes of other memory in
     the account (the pool's) once the limit is reached; it returns how many it did.
     """
 
-    def __init__(self, give_back: Callable[[int], int] = lambda _: 0) -> None:
+    def __init__(self, give_back: GiveBack = lambda _: 0) -> None:
         self._give_back = give_back
         self.settings: list[str] = []
         self._resources = ExitStack()
@@ -67,11 +68,16 @@ class MemoryKeeper:
         """Whether freed blocks are recycled under a hard limit."""
         return self._recycling is not None
 
+    @property
+    def can_refuse(self) -> bool:
+        """Whether allocations can be refused on this system."""
+        return unsupported_reason() is None
+
     def open(self) -> None:
         """Set what this system offers; does nothing when it is set already."""
         if self.settings:
             return
-        if unsupported_reason() is None:
+        if self.can_refuse:
             recycling = RecyclingAllocator(reclaim=self._make_room)
             self._recycling = self._resources.enter_context(recycling)
             self.settings.append(

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 import psutil
 import torch
 
+CPU = torch.device("cpu")
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFERENCES = Path("/proc/self/clear_refs")
 _RESET_PEAK_COMMAND = "5"  # proc(5): reset the peak resident set size
@@ -57,25 +59,30 @@ def reset_peak() -> bool:
     return True
 
 
-def warm_up() -> None:
-    """Run one operation of each heavy kind, so that the floor holds torch's thread pool and code.
+def warm_up(device: torch.device = CPU) -> None:
+    """Run one operation of each heavy kind, so that the floor holds torch's thread pool and code,
+    and on a GPU what its libraries reserve.
 
     Part of the floor's definition (design, section 1): the same for every contestant.
     """
-    images = torch.ones(2, 8, 16, 16, requires_grad=True)
-    weight = torch.ones(8, 8, 3, 3, requires_grad=True)
+    images = torch.ones(2, 8, 16, 16, requires_grad=True, device=device)
+    weight = torch.ones(8, 8, 3, 3, requires_grad=True, device=device)
     convolved = torch.nn.functional.conv2d(images, weight, padding=1)
-    (convolved.flatten(1) @ torch.ones(8 * 16 * 16, 4)).sum().backward()  # type: ignore[no-untyped-call]
+    factor = torch.ones(8 * 16 * 16, 4, device=device)
+    (convolved.flatten(1) @ factor).sum().backward()  # type: ignore[no-untyped-call]
 
 
 class MemoryTimeline:
-    """Samples the resident size on a thread while it is entered.
+    """Samples the resident size, or another, on a thread while it is entered.
 
-    ``samples`` holds (seconds since entry, resident bytes); ``marks`` holds
+    ``samples`` holds (seconds since entry, bytes); ``marks`` holds
     (seconds, label) that the caller set. ``peak_bytes`` is the largest sample.
     """
 
-    def __init__(self, interval_ms: float = 50.0) -> None:
+    def __init__(
+        self, interval_ms: float = 50.0, held_bytes: Callable[[], int] = resident_bytes
+    ) -> None:
+        self._held_bytes = held_bytes
         self.samples: list[tuple[float, int]] = []
         self.marks: list[tuple[float, str]] = []
         self._interval_s = interval_ms / 1000.0
@@ -115,7 +122,7 @@ class MemoryTimeline:
         return time_s - self._start_s
 
     def _record(self) -> None:
-        self.samples.append((time.perf_counter() - self._start_s, resident_bytes()))
+        self.samples.append((time.perf_counter() - self._start_s, self._held_bytes()))
 
     def _sample(self) -> None:
         while not self._stopped.wait(self._interval_s):

@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from daf.errors import PlatformError, UnknownNameError
 from daf.memory import compiler, measure
+from daf.memory.device import DeviceMemory
 from daf.session import Session
 from daf.training.batches import Batch, BatchOrder, Indices
 from daf.training.data import load_data
@@ -41,11 +43,19 @@ class Job:
     task: Task
     order: BatchOrder
     session: Session
+    device: torch.device
 
     def train_batch(self, step: int) -> Batch:
         """The batch of a step, the same in whatever process it is asked for."""
         generator = np.random.default_rng([self.settings.seed, 1 + step])
-        return self.task.train_batch(self.order.indices(step), generator)
+        return self._there(self.task.train_batch(self.order.indices(step), generator))
+
+    def test_batch(self, indices: Indices) -> Batch:
+        """The batch of these test examples."""
+        return self._there(self.task.test_batch(indices))
+
+    def _there(self, batch: Batch) -> Batch:
+        return tuple(each.to(self.device) for each in batch)
 
     def test_indices(self, size: int) -> Iterator[Indices]:
         """All test examples in order, ``size`` at a time."""
@@ -63,8 +73,10 @@ def make_job(settings: TrainSettings, good_state: Path | None = None) -> Job:
 
     Raises:
         UnknownNameError: a model, data set, optimizer or memory format is not known.
+        PlatformError: there is no such device here.
         DataError: the data are missing or damaged, or do not fit the model.
     """
+    device = checked_device(settings.device)
     checked_choice("optimizer", settings.optimizer or OPTIMIZERS[0], OPTIMIZERS)
     checked_choice("memory format", settings.memory_format, MEMORY_FORMATS)
     if settings.threads is not None:
@@ -79,13 +91,14 @@ def make_job(settings: TrainSettings, good_state: Path | None = None) -> Job:
     goal = settle_goal(recipe.name, settings.goal or recipe.goal, data)
     optimizer_name = settings.optimizer or ("sgd" if goal_reads_images(goal) else "adamw")
     known = read_sensitivity(Path(settings.sensitivity)) if settings.sensitivity else True
-    floor_bytes = _floor_bytes()
+    floor_bytes = _floor_bytes(device)
 
     _seed_everything(settings.seed)
     model = recipe.build(data.facts)
     memory_format = _memory_format(settings, goal)
     model.to(memory_format=memory_format)  # type: ignore[call-overload]
     task = make_task(goal, data, model, memory_format=memory_format, augment=settings.augment)
+    model.to(device)
     compiler.keep_out()
     optimizer = make_optimizer(optimizer_name, list(model.parameters()), settings)
     order = BatchOrder(task.train_examples, settings.batch_size, settings.seed)
@@ -105,7 +118,29 @@ def make_job(settings: TrainSettings, good_state: Path | None = None) -> Job:
         sensitivity=known,
         retrace=good_state if settings.retrace and good_state is not None else False,
     )
-    return Job(settings, goal, optimizer_name, model, optimizer, task, order, session)
+    return Job(settings, goal, optimizer_name, model, optimizer, task, order, session, device)
+
+
+def checked_device(name: str) -> torch.device:
+    """The device called so, once something was computed there.
+
+    Raises:
+        UnknownNameError: PyTorch knows no device of that name.
+        PlatformError: it is not at hand, or its memory cannot be bounded.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UnknownNameError(
+            f"unknown device {name!r}; known: cpu, cuda, cuda:1 and so on"
+        ) from error
+    if device.type == "cpu":
+        return device
+    DeviceMemory(device)
+    try:
+        return torch.ones(1, device=device).device  # with its number
+    except (AssertionError, RuntimeError) as error:
+        raise PlatformError(f"asked to train on {name}; found: {error}; try cpu") from error
 
 
 def make_optimizer(
@@ -121,9 +156,9 @@ def make_optimizer(
     return torch.optim.AdamW(parameters, rate, weight_decay=decay)
 
 
-def _floor_bytes() -> int:
-    measure.warm_up()
-    return measure.resident_bytes()
+def _floor_bytes(device: torch.device) -> int:
+    measure.warm_up(device)
+    return measure.resident_bytes() if device.type == "cpu" else DeviceMemory(device).held_bytes()
 
 
 def _seed_everything(seed: int) -> None:

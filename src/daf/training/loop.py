@@ -15,7 +15,6 @@ from torch import nn
 
 from daf.errors import NonFiniteLossError, PlatformError
 from daf.files.checkpoint import load_model, read_checkpoint, write_checkpoint
-from daf.memory import measure
 from daf.memory.recycling import unsupported_reason
 from daf.memory.tracking import recorded
 from daf.step_report import StepReport
@@ -56,7 +55,8 @@ def train(
     try:
         with InterruptWatch() as watch:
             job = make_job(settings, folder.good_state)
-            with job.session, MemoryLog(settings.memory_interval_ms) as memory:
+            session = job.session
+            with session, MemoryLog(settings.memory_interval_ms, session.held_bytes) as memory:
                 run = _Run(job, folder, observer, watch, memory)
                 run.restore() if resume else run.prepare()
                 return run.carry_out()
@@ -168,7 +168,7 @@ class _Run:
             loss=report.loss,
             step_ms=report.step_ms,
             examples_per_s=self._job.settings.batch_size / elapsed_s,
-            resident_bytes=measure.resident_bytes(),
+            resident_bytes=self._job.session.held_bytes(),
             peak_bytes=report.peak_bytes,
             accuracy_percent=self._job.task.tally.take_percent(),
             evicted_bytes=report.evicted_bytes,
@@ -269,7 +269,7 @@ class _Run:
                 if self._watch.requested:
                     return None
                 with torch.no_grad():
-                    batch = self._job.task.test_batch(indices)
+                    batch = self._job.test_batch(indices)
                     added, added_weight = self._job.task.score(self._job.model, batch)
                 total, weight = total + added, weight + added_weight
         finally:

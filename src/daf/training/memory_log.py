@@ -1,9 +1,10 @@
-"""The process's memory over time, drained to a file so that the log itself stays small."""
+"""Memory under the budget over time, drained to a file so that the log itself stays small."""
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import TypeVar
 
@@ -15,7 +16,7 @@ _Value = TypeVar("_Value")
 
 
 class MemoryLog:
-    """Samples memory while entered; lines go to ``memory.jsonl`` once ``write_to`` was called.
+    """Samples what ``held_bytes`` tells while entered, for ``memory.jsonl`` from ``write_to`` on.
 
     A line is ``{"seconds", "resident_bytes"}``, ``{"seconds", "mark"}`` or, where the budget
     moved, ``{"seconds", "budget_bytes"}`` (null: no budget from then on).
@@ -23,8 +24,8 @@ class MemoryLog:
     last one ended.
     """
 
-    def __init__(self, interval_ms: float) -> None:
-        self._timeline = MemoryTimeline(interval_ms)
+    def __init__(self, interval_ms: float, held_bytes: Callable[[], int]) -> None:
+        self._timeline = MemoryTimeline(interval_ms, held_bytes)
         self._budgets: list[tuple[float, int | None]] = []
         self._budget_moves = -1
         self._folder: RunFolder | None = None

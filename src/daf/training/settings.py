@@ -23,9 +23,10 @@ class TrainSettings:
     """Everything that decides a run's result, and how often its memory is sampled.
 
     ``budget`` is in bytes, a fraction of the machine or ``"auto"``; None
-    trains plainly. ``bits`` is a width, ``"exact"``, ``"plain"`` or None (the
-    planner chooses, as ``policy`` says and within ``tolerance``); ``fused`` is for runs
-    without a budget; see ``Session``.
+    trains plainly. ``device`` is PyTorch's name of where the model is trained.
+    ``bits`` is a width, ``"exact"``, ``"plain"`` or None (the planner chooses, as
+    ``policy`` says and within ``tolerance``); ``fused`` is for runs without a budget;
+    see ``Session``.
     ``optimizer``, ``learning_rate``, ``weight_decay``, ``augment``, ``goal``,
     ``image_size`` and ``context`` None: customary for the model and data.
     ``tokenizer``: the folder of a model whose tokenizer cuts sentences; None: byte by byte.
@@ -41,6 +42,7 @@ class TrainSettings:
     model: str
     data: str = "digits"
     budget: int | float | str | None = None
+    device: str = "cpu"
     batch_size: int = 128
     epochs: int = 1
     max_steps: int | None = None

@@ -50,6 +50,7 @@ def _memory(job: Job) -> dict[str, Any]:
     session = job.session
     plan = session.plan
     return {
+        "device": str(job.device),
         "budget_bytes": session.budget_bytes,
         "floor_bytes": session.floor_bytes,
         "peak_bytes": session.peak_bytes,

@@ -1,0 +1,141 @@
+"""The bound of a budget on a device: PyTorch's caching allocator itself refuses what is beyond.
+
+Its limit is a share of the device (``set_per_process_memory_fraction``). Before it refuses,
+it gives back what it keeps for reuse, so that a refusal means that the blocks in
+use, and what lies between them, leave no room. It is PyTorch's ``OutOfMemoryError``, which
+a session answers with a tighter plan.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from daf.memory.device import DeviceMemory
+from daf.units import format_bytes
+
+# Closer to the limit than this, another look should come soon.
+NEAR_BYTES = 64 * 2**20
+
+
+class DeviceKeeper:
+    """Keeps what PyTorch reserves on a device within a budget (see ``keeping.Keeper``).
+
+    A share that the user had set stays a bound beside the budget, and is set again on ``close``.
+    """
+
+    recycles = True
+    can_refuse = True
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._memory = memory
+        self._lock = threading.RLock()
+        self._total_bytes = 0
+        self._share_before: float | None = None
+        self._limit_bytes: int | None = None
+        self._unbounded = 0
+        self._must_finish = False
+        self.settings: list[str] = []
+        self.spare_more_bytes = 0
+        self.missing_bytes = 0
+
+    @property
+    def overrun_bytes(self) -> int:
+        """By how much a step that had begun to change parameters passed the bound."""
+        if not self._must_finish or self._limit_bytes is None:
+            return 0
+        return max(0, self._memory.peak_bytes() - self._limit_bytes)
+
+    def open(self) -> None:
+        """Find what there is to bound, and say so."""
+        with self._lock:
+            if self._share_before is not None:
+                return
+            self._total_bytes = self._memory.total_bytes()
+            self._share_before = self._memory.limit_share()
+            self.settings.append(
+                f"PyTorch's allocator reserves no more than the budget on {self._memory.name}, of "
+                f"{format_bytes(self._total_bytes)} there; it is configured by "
+                f"{self._memory.settings}"
+            )
+
+    def close(self) -> None:
+        """The share that was there before."""
+        with self._lock:
+            self._limit_bytes = None
+            self._apply()
+            self._share_before = None
+            self.settings.clear()
+
+    def flush(self) -> None:
+        """Give everything that is free back to the driver now."""
+        self._memory.release_cached()
+
+    def refusals(self) -> int:
+        """Allocations that were refused on the device so far."""
+        return self._memory.refusals()
+
+    def bound(self, expected_bytes: int, budget_bytes: int) -> None:  # noqa: ARG002 - of its kind
+        """From now on no more than ``budget_bytes`` are reserved; what lies beyond goes back."""
+        with self._lock:
+            self.open()
+            self._must_finish = False
+            self._limit_bytes = max(0, budget_bytes - self.spare_more_bytes)
+            self._apply()
+            self._shrink()
+
+    def expect(self, expected_bytes: int) -> None:
+        """Nothing: blocks are kept for reuse up to the bound, and given back where it is met."""
+
+    def follow_growth(self) -> bool:
+        """Nothing grows here but what the allocator holds; returns whether its bound is near."""
+        with self._lock:
+            if self._limit_bytes is None:
+                return False
+            return self._memory.held_bytes() > self._limit_bytes - NEAR_BYTES
+
+    def rebound(self, budget_bytes: int | None) -> int:
+        """Another budget, or none, in the midst of a step: cached blocks go back to the driver,
+        and what is asked beyond it is refused. Codes are tensors there and stay: 0 bytes of them
+        are given up. Where nothing is bounded yet, the next step begins with this budget.
+        """
+        with self._lock:
+            if self._limit_bytes is not None or budget_bytes is None:
+                self._limit_bytes = budget_bytes
+                self._apply()
+                self._shrink()
+        return 0
+
+    def must_finish(self) -> None:
+        """Nothing is refused until ``bound`` is called again; ``overrun_bytes`` tells the cost."""
+        with self._lock:
+            self._must_finish = True
+            self._apply()
+
+    @contextmanager
+    def unbounded(self) -> Iterator[None]:
+        """No limit inside, for what must not fail half-way: the optimizer's step."""
+        self._change_unbounded(1)
+        try:
+            yield
+        finally:
+            self._change_unbounded(-1)
+
+    def _change_unbounded(self, by: int) -> None:
+        with self._lock:
+            self._unbounded += by
+            self._apply()
+
+    def _apply(self) -> None:
+        """The share that is right now; nothing before ``open``."""
+        if self._share_before is None:
+            return
+        is_free = self._limit_bytes is None or self._unbounded or self._must_finish
+        share = 1.0 if is_free else (self._limit_bytes or 0) / self._total_bytes
+        self._memory.limit_to_share(min(share, self._share_before))
+
+    def _shrink(self) -> None:
+        """Cached blocks go back where more is held than may be."""
+        if self._limit_bytes is not None and self._memory.held_bytes() > self._limit_bytes:
+            self._memory.release_cached()

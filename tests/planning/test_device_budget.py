@@ -1,0 +1,383 @@
+"""A budget of a device's memory: reserved bytes stay within it, and what it follows is the device.
+
+On a simulated device (``simulated_device``); on a real one where there is one.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from simulated_device import NOBODY_S_BYTES, SimulatedDevice
+from torch import Tensor, nn
+
+from daf.errors import BudgetError, PlatformError, UnknownNameError
+from daf.governor import bounds_of, room_bytes
+from daf.memory.device import DeviceMemory
+from daf.memory.device_keeper import DeviceKeeper
+from daf.memory.domain import ProcessMemory, keeper_of, memory_of
+from daf.memory.measure import resident_bytes
+from daf.memory.recycling import unsupported_reason
+from daf.model_bytes import update_bytes
+from daf.plan import Method
+from daf.session import Session
+from daf.store.spill import SpillOptions
+from daf.training.job import checked_device, make_job
+from daf.training.loop import train
+from daf.training.observer import Observer
+from daf.training.settings import TrainSettings
+
+MIB = 2**20
+Batch = tuple[Tensor, Tensor]
+pytestmark = pytest.mark.skipif(
+    unsupported_reason() is not None, reason=f"no account here: {unsupported_reason()}"
+)
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+
+
+@pytest.fixture
+def device() -> Iterator[SimulatedDevice]:
+    gc.collect()
+    with SimulatedDevice() as simulated:
+        yield simulated
+
+
+@pytest.fixture
+def memory(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> DeviceMemory:
+    """What models of these tests are taken to be in."""
+    found = DeviceMemory(torch.device("cuda:0"), device)
+    monkeypatch.setattr("daf.asked.memory_of", lambda _: found)
+    return found
+
+
+def model() -> nn.Sequential:
+    """Saves 64 MiB for 2048 examples, in tensors of 4 MiB."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(8):
+        layers += [nn.Linear(512, 512), nn.GELU()]
+    return nn.Sequential(*layers, nn.Linear(512, 10))
+
+
+def batch(device: torch.device | None = None) -> Batch:
+    torch.manual_seed(1)
+    x, y = torch.randn(2048, 512), torch.randint(0, 10, (2048,))
+    return x.to(device), y.to(device)
+
+
+def loss_of(trained: nn.Module, given: Batch) -> Tensor:
+    return F.cross_entropy(trained(given[0]), given[1])
+
+
+def sgd(trained: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(trained.parameters(), lr=0.1, momentum=0.9)
+
+
+def trained_plainly(steps: int, given: Batch) -> tuple[list[float], int]:
+    """Losses, and the session's peak without a budget."""
+    plain = model()
+    with Session(plain, sgd(plain), None) as session:
+        losses = [session.step(given, loss_of).loss for _ in range(steps)]
+        return losses, session.peak_bytes
+
+
+# --- a session ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.8, 0.65])
+def test_reserved_bytes_stay_within_the_budget_and_the_gradient_is_plain_s(
+    memory: DeviceMemory, device: SimulatedDevice, share: float
+) -> None:
+    given = batch()
+    losses, peak_bytes = trained_plainly(5, given)
+    gc.collect()
+    device.empty_cache()
+    device.forget_highest()
+    trained, budget_bytes = model(), int(share * peak_bytes)
+    with Session(trained, sgd(trained), budget_bytes, tolerance=0.0) as session:
+        assert session.budget_bytes == budget_bytes
+        found = [session.step(given, loss_of).loss for _ in range(5)]
+        assert session.peak_bytes == device.highest_bytes
+        assert 0 < device.highest_bytes <= budget_bytes < peak_bytes
+        assert session.predicted_peak_bytes is not None
+        assert session.predicted_peak_bytes <= budget_bytes
+        bounds = [share for share in device.shares if share < 1.0]
+        assert max(bounds) == pytest.approx(budget_bytes / device.total_bytes)
+        assert "cuda:0" in session.settings[0]
+        assert session.floor_bytes < 4 * MIB + sum(each.nbytes for each in given)
+    assert found == pytest.approx(losses, rel=1e-5)
+    assert device.share == 1.0
+    assert device.waits > 0  # times were taken when the device was done
+
+
+def test_a_budget_that_cannot_hold_says_the_least_that_can(
+    memory: DeviceMemory, device: SimulatedDevice
+) -> None:
+    given, trained = batch(), model()
+    with (
+        pytest.raises(BudgetError, match="needs at least") as refused,
+        Session(trained, sgd(trained), 24 * MIB) as session,
+    ):
+        session.step(given, loss_of)
+    least = refused.value.least_bytes
+    assert least > 24 * MIB
+    assert device.share == 1.0
+    with Session(trained, sgd(trained), least) as session:
+        session.step(given, loss_of)
+        session.step(given, loss_of)
+        assert session.peak_bytes <= least
+
+
+def test_a_budget_that_falls_in_mid_step_is_kept_from_then_on(
+    memory: DeviceMemory, device: SimulatedDevice
+) -> None:
+    given, trained = batch(), model()
+    _, peak_bytes = trained_plainly(2, given)
+    gc.collect()
+    lower = int(0.6 * peak_bytes)
+    with Session(trained, sgd(trained), 2 * peak_bytes) as session:
+        while not session.is_settled:
+            session.step(given, loss_of)
+        assert session.step(given, loss_of).peak_bytes > lower
+        calls = []
+
+        def falling(asked: nn.Module, part: Batch) -> Tensor:
+            calls.append(len(part[0]))
+            if len(calls) == 1:
+                session.budget = lower
+            return loss_of(asked, part)
+
+        report = session.step(given, falling)
+        assert calls[0] == len(given[0])
+        assert len(calls) > 1  # what it refused was tried again under a tighter plan
+        assert report.budget_bytes == lower
+        assert memory.refusals() > 0
+        report = session.step(given, loss_of)
+        assert report.peak_bytes <= lower
+        assert device.share == pytest.approx(lower / device.total_bytes)
+
+
+def test_auto_and_shares_are_of_the_device_and_follow_what_others_hold(
+    memory: DeviceMemory, device: SimulatedDevice
+) -> None:
+    trained = model()
+    with Session(trained, sgd(trained), 0.25) as session:
+        assert session.budget_bytes == (device.total_bytes - NOBODY_S_BYTES) // 4
+    device.others_bytes = 7 * 2**30 - NOBODY_S_BYTES
+    with Session(trained, sgd(trained), "auto") as session:
+        budget_bytes = session.budget_bytes
+        assert budget_bytes is not None
+        assert 2**29 < budget_bytes < 2**30
+        device.others_bytes += 2**28
+        session.step(batch(), loss_of)
+        assert session.budget_bytes is not None
+        assert session.budget_bytes <= budget_bytes - 2**27
+        assert "GPU" in session.budget_history[-1].reason
+
+
+def test_nothing_is_spilled_from_a_device(memory: DeviceMemory) -> None:
+    given, trained = batch(), model()
+    with Session(trained, sgd(trained), "64MB", tolerance=0.0, spill=SpillOptions()) as session:
+        plan = session.prepare(given, loss_of)
+        assert not any(each.method is Method.SPILL for each in plan.policy.by_site.values())
+
+
+def test_a_session_s_budget_is_of_the_memory_it_was_made_in() -> None:
+    """Without a budget any model trains; one that comes later needs the same memory."""
+    split = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    with pytest.raises(PlatformError, match="cpu, meta"):
+        Session(split, sgd(split), "1GB")
+    with Session(split, sgd(split), None) as session, pytest.raises(PlatformError):
+        session.budget = "1GB"
+    away = nn.Linear(2, 2, device="meta")
+    with pytest.raises(PlatformError, match="has no memory_reserved"):
+        Session(away, sgd(away), "1GB")
+
+
+def test_a_model_that_moved_gets_no_budget(
+    memory: DeviceMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = model()
+    with Session(trained, sgd(trained), None) as session:
+        monkeypatch.setattr("daf.asked.memory_of", lambda _: ProcessMemory())
+        with pytest.raises(PlatformError, match=r"the process.*cuda:0"):
+            session.budget = "1GB"
+
+
+def test_a_run_tells_of_the_device_s_memory_throughout(
+    memory: DeviceMemory,
+    device: SimulatedDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Its budget is far below what the process holds."""
+    monkeypatch.setattr("daf.training.job._floor_bytes", lambda _: 1)
+    settings = TrainSettings("resnet20", batch_size=64, max_steps=3, budget=80 * 10**6)
+    summary = train(settings, tmp_path / "run", Observer())
+    assert summary["finished"]
+    assert summary["peak_bytes"] == device.highest_bytes <= summary["budget_bytes"] == 80 * 10**6
+    assert resident_bytes() > 2 * summary["budget_bytes"]
+    lines = map(json.loads, (tmp_path / "run" / "memory.jsonl").read_text().splitlines())
+    sampled = [line["resident_bytes"] for line in lines if "resident_bytes" in line]
+    assert 0 < max(sampled) <= summary["peak_bytes"]
+
+
+def test_batches_go_where_the_model_is() -> None:
+    job = make_job(TrainSettings("resnet20", batch_size=4))
+    with job.session:
+        moved = replace(job, device=torch.device("meta"))
+        batches = (moved.train_batch(0), moved.test_batch(np.arange(2)))
+    assert {each.device.type for part in batches for each in part} == {"meta"}
+    assert {each.device.type for each in job.train_batch(0)} == {"cpu"}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gpu", "unknown device 'gpu'"),
+        ("mps", "torch.mps has no memory_reserved"),
+        pytest.param("cuda:77", "cuda:77; found", id="absent"),
+    ],
+)
+def test_a_device_that_is_not_there_is_said(name: str, message: str) -> None:
+    with pytest.raises((UnknownNameError, PlatformError), match=message):
+        checked_device(name)
+
+
+# --- its memory -----------------------------------------------------------------------------
+
+
+def test_the_peaks_of_what_is_reserved_and_in_use_go_on_side_by_side(
+    memory: DeviceMemory, device: SimulatedDevice
+) -> None:
+    memory.reset_peak()
+    meter = memory.meter()
+    kept = torch.ones(MIB)
+    meter.begin()
+    passing = torch.ones(2 * MIB)
+    del passing
+    assert meter.take_peak() == 8 * MIB
+    passing = torch.ones(MIB)
+    assert meter.take_peak() == 4 * MIB
+    assert memory.peak_bytes() >= 12 * MIB > memory.allocated_bytes()
+    memory.release_cached()
+    memory.reset_peak()
+    assert memory.peak_bytes() < 9 * MIB
+    del kept, passing
+
+
+def test_who_bounds_what(memory: DeviceMemory, device: SimulatedDevice) -> None:
+    assert isinstance(keeper_of(memory), DeviceKeeper)
+    assert isinstance(memory_of(nn.Linear(2, 2)), ProcessMemory)
+    assert bounds_of(ProcessMemory()) is None
+    device.others_bytes = device.total_bytes // 2
+    left = device.total_bytes // 2 - NOBODY_S_BYTES
+    assert room_bytes(memory) == left - memory.held_bytes()
+
+
+# --- the bound ------------------------------------------------------------------------------
+
+
+def test_what_lies_beyond_the_bound_is_refused_until_it_is_lifted(
+    memory: DeviceMemory, device: SimulatedDevice
+) -> None:
+    keeper = DeviceKeeper(memory)
+    keeper.bound(0, 16 * MIB)
+    refusals = keeper.refusals()
+    with pytest.raises(RuntimeError):
+        torch.ones(8 * MIB)
+    assert keeper.refusals() == refusals + 1
+    with keeper.unbounded():
+        assert torch.ones(8 * MIB).sum() == 8 * MIB
+        assert device.share == 1.0
+    assert memory.held_bytes() <= 16 * MIB  # what was freed in there went back
+    assert keeper.rebound(64 * MIB) == 0
+    held = torch.ones(8 * MIB)
+    assert keeper.follow_growth()
+    keeper.rebound(None)
+    torch.ones(32 * MIB)
+    assert not keeper.follow_growth()
+    keeper.close()
+    assert not keeper.settings
+    del held
+
+
+def test_a_step_that_must_finish_does_and_its_cost_is_told(memory: DeviceMemory) -> None:
+    keeper = DeviceKeeper(memory)
+    memory.reset_peak()
+    keeper.bound(0, 16 * MIB)
+    assert keeper.overrun_bytes == 0
+    keeper.must_finish()
+    taken = torch.ones(8 * MIB)
+    assert 16 * MIB <= keeper.overrun_bytes < 24 * MIB
+    del taken
+    memory.reset_peak()
+    keeper.bound(0, 16 * MIB)
+    assert keeper.overrun_bytes == 0
+    assert memory.held_bytes() <= 16 * MIB
+    keeper.close()
+
+
+def test_a_share_that_the_user_had_set_stays(memory: DeviceMemory, device: SimulatedDevice) -> None:
+    device.set_per_process_memory_fraction(0.25, None)
+    keeper = DeviceKeeper(memory)
+    keeper.bound(0, device.total_bytes // 2)
+    assert device.share == 0.25
+    keeper.bound(0, device.total_bytes // 8)
+    assert device.share == 0.125
+    keeper.close()
+    assert device.share == 0.25
+
+
+# --- the update -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_together", [False, True])
+def test_an_update_of_all_parameters_together_holds_what_they_hold_together(
+    memory: DeviceMemory, device: SimulatedDevice, is_together: bool
+) -> None:
+    parameters = [nn.Parameter(torch.ones(size)) for size in (MIB, MIB, 2 * MIB)]
+    for each in parameters:
+        each.grad = torch.ones_like(each)
+    optimizer = torch.optim.SGD(
+        parameters, lr=0.1, momentum=0.9, weight_decay=0.1, foreach=is_together
+    )
+    optimizer.step()
+    told = update_bytes(optimizer, memory)
+    meter = memory.meter()
+    meter.begin()
+    optimizer.step()
+    found = meter.take_peak()
+    assert found == pytest.approx(8 * MIB if not is_together else 16 * MIB, rel=0.01)
+    assert told == pytest.approx(found, rel=0.01)
+
+
+# --- a real device --------------------------------------------------------------------------
+
+
+@on_gpu
+@pytest.mark.parametrize("share", [0.8, 0.65])
+def test_on_a_gpu_reserved_bytes_stay_within_the_budget(share: float) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    given = batch(device)
+
+    def steps(budget: Any) -> tuple[list[float], int]:
+        trained = model().to(device)
+        with Session(trained, sgd(trained), budget, tolerance=0.0) as session:
+            losses = [session.step(given, loss_of).loss for _ in range(5)]
+            return losses, session.peak_bytes
+
+    losses, peak_bytes = steps(None)
+    gc.collect()
+    torch.cuda.empty_cache()
+    found, bounded_bytes = steps(int(share * peak_bytes))
+    assert bounded_bytes <= share * peak_bytes
+    assert found == pytest.approx(losses, rel=1e-4)
