@@ -41,13 +41,18 @@ class Entry:
     image_size: int | None = None  # pixels per side; None: the data's own
     context: int | None = None  # bytes per window of text; None: the data's own
     optimizer: str = "sgd"
+    device: str = "cpu"  # PyTorch's name of where it is trained
+    # The number type of ``torch.autocast`` around forward passes; None: none of it.
+    autocast: str | None = None
+    # The most that may be held where it is trained; what is asked beyond it is refused.
+    limit_bytes: int | None = None
     # As DAF's own commands do; otherwise the first optimizer imports torch's compiler.
     keep_compiler_out: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of a contestant; ``peak_bytes`` is its process's high-water mark in the step."""
+    """One step of a contestant; ``peak_bytes`` is the high-water mark of its memory in the step."""
 
     loss: float
     step_ms: float
@@ -81,6 +86,10 @@ class Contestant:
     def facts(self) -> dict[str, Any]:
         """floor_bytes, peak_bytes, saved_bytes_plain, saved_bytes_peak so far, and the account."""
         return self._child.ask("facts")
+
+    def fits(self) -> bool:
+        """Were two steps done, without being refused memory? It is of no more use if not."""
+        return bool(self._child.ask("fits")["fits"])
 
     def close(self) -> None:
         """End the process."""

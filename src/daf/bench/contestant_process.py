@@ -12,14 +12,16 @@ from daf.bench.workload import Workload
 
 
 def answer(workload: Workload, command: str) -> dict[str, Any]:
-    """Carry out ``ready``, ``step`` or ``facts``."""
+    """Carry out ``ready``, ``step``, ``fits`` or ``facts``."""
     if command == "step":
         return workload.step()
+    if command == "fits":
+        return {"fits": workload.fits()}
     if command == "facts":
         return workload.facts()
     if command == "ready":
         return {}
-    raise ValueError(f"unknown command {command!r}; there are ready, step and facts")
+    raise ValueError(f"unknown command {command!r}; there are ready, step, fits and facts")
 
 
 if __name__ == "__main__":

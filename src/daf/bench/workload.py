@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,16 +15,19 @@ from daf.bench.contestant import Entry
 from daf.bench.levered import LeveredLoop, gradient_bytes, state_bytes
 from daf.bench.peers import lean_step, plain_step
 from daf.memory import compiler, measure
+from daf.memory.device import DeviceMemory
+from daf.memory.domain import MemoryDomain, ProcessMemory, keeper_of
 from daf.memory.recycling import RecyclingAllocator
 from daf.memory.statistics import audit, stats
 from daf.model_bytes import parameter_bytes
 from daf.session import Session
-from daf.training.batches import Batch, BatchOrder
+from daf.training.batches import Batch, BatchOrder, Indices
 from daf.training.data import load_data
 from daf.training.data.contents import ImageData, TextData
 from daf.training.data.tokens import SentenceData
 from daf.training.models import Recipe, find_model
 from daf.training.tasks import make_task, settle_goal
+from daf.training.tasks.task import Loss
 
 MEMORY_FORMATS = {
     "channels_last": torch.channels_last,
@@ -50,8 +54,10 @@ class Workload:
         recipe = find_model(entry.model)
         data = load_data(entry.data, image_size=entry.image_size, context=entry.context)
         goal = settle_goal(entry.model, recipe.goal, data)
-        measure.warm_up()
-        self.floor_bytes = measure.resident_bytes()
+        self._device = torch.device(entry.device)
+        self._memory = _memory_on(self._device)
+        measure.warm_up(self._device)
+        self.floor_bytes = self._memory.held_bytes()
         if entry.recycle:
             # Until the process ends: nothing of the workload outlives it.
             cap_bytes = 0 if entry.recycle_tightly else entry.recycle_cap_bytes
@@ -59,7 +65,7 @@ class Workload:
         memory_format = MEMORY_FORMATS[entry.memory_format]
         self.model = _built(recipe, data, memory_format, entry.seed)
         self.task = make_task(goal, data, self.model, memory_format=memory_format)
-        self.order = BatchOrder(self.task.train_examples, entry.batch_size, entry.seed)
+        self.model.to(self._device)
         if entry.keep_compiler_out:
             compiler.keep_out()
         self.optimizer = OPTIMIZERS[entry.optimizer](self.model, entry.learning_rate)
@@ -68,17 +74,46 @@ class Workload:
         self._peak_bytes = 0
         self._session = self._start_session()
         self._levered = self._start_levered()
+        self._keeper = keeper_of(self._memory)
+        if entry.limit_bytes is not None:
+            self._keeper.open()
+            self._keeper.bound(entry.limit_bytes, entry.limit_bytes)
+
+    @cached_property
+    def order(self) -> BatchOrder:
+        """Which examples a step trains on."""
+        return BatchOrder(self.task.train_examples, self._entry.batch_size, self._entry.seed)
 
     def step(self) -> dict[str, float]:
         """One training step: its mean loss, its peak and its time, data loading left out."""
-        batch = self._next_batch()
-        self._peak_bytes = max(self._peak_bytes, measure.peak_bytes())
-        measure.reset_peak()
+        return self._timed(self._next_batch())
+
+    def _timed(self, batch: Batch) -> dict[str, float]:
+        self._peak_bytes = max(self._peak_bytes, self._memory.peak_bytes())
+        self._memory.reset_peak()
+        self._memory.wait()
         start_s = time.perf_counter()
         loss = self._run(batch)
+        self._memory.wait()
         step_ms = 1000 * (time.perf_counter() - start_s)
         self._tighten()
-        return {"loss": loss, "step_ms": step_ms, "peak_bytes": measure.peak_bytes()}
+        return {"loss": loss, "step_ms": step_ms, "peak_bytes": self._memory.peak_bytes()}
+
+    def fits(self) -> bool:
+        """Are two steps done within the limit? The second of them has the optimizer's state.
+
+        A batch of more examples than there are repeats them.
+        """
+        refusals = self._keeper.refusals()
+        indices = np.arange(self._entry.batch_size, dtype=np.int64) % self.task.train_examples
+        try:
+            for _ in range(2):
+                self._timed(self._batch(indices))
+        except RuntimeError:
+            if self._keeper.refusals() == refusals:
+                raise
+            return False
+        return True
 
     def _tighten(self) -> None:
         """Once two steps have told what is alive at most, hold no more than that.
@@ -98,7 +133,7 @@ class Workload:
         return {
             "floor_bytes": self.floor_bytes,
             "peak_bytes": max(
-                self._peak_bytes, session.peak_bytes if session else measure.peak_bytes()
+                self._peak_bytes, session.peak_bytes if session else self._memory.peak_bytes()
             ),
             "saved_bytes_plain": counted.saved_bytes_plain if counted else None,
             "saved_bytes_peak": counted.saved_bytes_peak if counted else None,
@@ -145,18 +180,33 @@ class Workload:
         return LeveredLoop(self.model, self.optimizer, entry.levers, bits, entry.seed)
 
     def _next_batch(self) -> Batch:
-        generator = np.random.default_rng([self._entry.seed, self._step_index])
-        batch = self.task.train_batch(self.order.indices(self._step_index), generator)
+        batch = self._batch(self.order.indices(self._step_index))
         self._step_index += 1
         return batch
 
+    def _batch(self, indices: Indices) -> Batch:
+        generator = np.random.default_rng([self._entry.seed, self._step_index])
+        batch = self.task.train_batch(indices, generator)
+        return tuple(each.to(self._device) for each in batch)
+
     def _run(self, batch: Batch) -> float:
         if self._session is not None:
-            return self._session.step(batch, self.task.loss).loss
+            return self._session.step(batch, self._loss).loss
         if self._levered is not None:
-            return self._levered.step(batch, self.task.loss)
+            return self._levered.step(batch, self._loss)
         step = lean_step if self._entry.keep_compiler_out else plain_step
-        return step(self.model, self.optimizer, batch, self.task.loss)
+        return step(self.model, self.optimizer, batch, self._loss)
+
+    def _loss(self, model: nn.Module, batch: Batch) -> Loss:
+        kind = self._entry.autocast
+        if kind is None:
+            return self.task.loss(model, batch)
+        with torch.autocast(self._device.type, dtype=getattr(torch, kind)):
+            return self.task.loss(model, batch)
+
+
+def _memory_on(device: torch.device) -> MemoryDomain:
+    return ProcessMemory() if device.type == "cpu" else DeviceMemory(device)
 
 
 def _built(

@@ -12,6 +12,7 @@ import typer
 from daf.bench import accuracy as accuracy_bench
 from daf.bench import accuracy_jobs, main_job, operator_speed, packing
 from daf.bench import allocator as allocator_bench
+from daf.bench import gpu as gpu_bench
 from daf.bench import gradients as gradients_bench
 from daf.bench import kernels as kernels_bench
 from daf.bench import operators as operators_bench
@@ -45,6 +46,7 @@ from daf.cli.bench_output import (
 from daf.cli.bench_peers import peers_command
 from daf.planning.planner import POLICIES
 from daf.report.allocator_picture import draw_trade
+from daf.training.job import checked_device
 
 app = typer.Typer(help="Measure DAF against what a user would pick instead.")
 
@@ -127,6 +129,29 @@ def time_operators(*, quick: bool, as_json: bool) -> None:
     """Each operator beside PyTorch's own sequence."""
     job = operator_speed.quick_job() if quick else operator_speed.SpeedJob()
     measure(partial(operator_speed.run, job), as_json=as_json)
+
+
+@app.command("gpu")
+def gpu_command(
+    device: Annotated[str, typer.Option(help="Where: cuda, cuda:1; cpu to try it.")] = "cuda",
+    images: Annotated[
+        str | None,
+        typer.Option(help="Images; by default CIFAR-10 if the measuring data is there."),
+    ] = None,
+    text: Annotated[
+        str | None,
+        typer.Option(
+            help="A text for GPT-2 Medium's shape, as text:FILE; without it, images only."
+        ),
+    ] = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare codes with plain PyTorch on a GPU: reserved bytes, step time, the largest batch."""
+    checked_device(device)
+    name = images or main_job.default_data()
+    job = gpu_bench.quick_job(device, name) if quick else gpu_bench.full_job(device, name, text)
+    measure(partial(gpu_bench.run, job), as_json=as_json)
 
 
 @app.command("pool")

@@ -119,6 +119,10 @@ class DeviceMemory:
         """What shares are of. Where memory is the processor's too, not all of it can be free."""
         return int(self._backend.get_device_properties(self.device).total_memory)
 
+    def model_name(self) -> str:
+        """What the device calls itself."""
+        return str(self._backend.get_device_properties(self.device).name)
+
     def limit_share(self) -> float:
         """The share of the device that PyTorch may reserve."""
         return float(self._backend.get_per_process_memory_fraction(self.device))

@@ -14,13 +14,21 @@ def gpt2_lora(context: int = 512) -> nn.Module:
 
     Its vocabulary is GPT-2's, whatever the data's symbols.
     """
-    width = 384
+    return _adapted(context, layers=6, width=384, heads=6)
+
+
+def gpt2_medium_lora(context: int = 1024) -> nn.Module:
+    """GPT-2 Medium's shape (24 layers, 1024 wide), frozen and adapted: for a GPU."""
+    return _adapted(context, layers=24, width=1024, heads=16)
+
+
+def _adapted(context: int, layers: int, width: int, heads: int) -> nn.Module:
     config = GPT2Config(
         vocab_size=BYTE_PAIR_VOCABULARY,
         n_positions=context,
-        n_layer=6,
+        n_layer=layers,
         n_embd=width,
-        n_head=6,
+        n_head=heads,
         use_cache=False,
         bos_token_id=None,
         eos_token_id=None,

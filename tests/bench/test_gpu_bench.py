@@ -1,0 +1,88 @@
+"""What a GPU's side-by-side tells; on the processor, whose memory stands for a device's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from daf.bench import gpu
+from daf.bench.contestant import Entry, contestants
+from daf.memory.recycling import unsupported_reason
+
+TINY = Entry("tiny", "resnet20", "digits", 32)
+JOB = gpu.GpuJob((TINY,), steps=2)
+needs_limit = pytest.mark.skipif(
+    unsupported_reason() is not None, reason=f"nothing is refused here: {unsupported_reason()}"
+)
+
+
+@given(st.integers(0, 5000), st.integers(1, 300))
+def test_the_largest_is_found_to_its_precision(largest: int, first: int) -> None:
+    tried: list[int] = []
+
+    def fits(count: int) -> bool:
+        tried.append(count)
+        return count <= largest
+
+    found = gpu.largest_that(fits, first)
+    assert found <= largest
+    within = largest - max(1, largest // (gpu.PRECISION - 1))
+    assert found >= min(within, gpu.MOST_TIMES * first / 2)
+    assert len(tried) == len(set(tried))  # a size is tried once: each costs a process
+    assert len(tried) < 20
+
+
+@pytest.mark.slow
+def test_number_types_stand_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[tuple[str, int | None, Any]] = []
+
+    def largest(entry: Entry, _on_progress: object) -> int:
+        limits.append((entry.label, entry.limit_bytes, entry.bits))
+        return 300 if entry.bits else 100
+
+    monkeypatch.setattr(gpu, "largest_batch", largest)
+    found = gpu.run(JOB)
+    labels = ["tiny_float32", "tiny_bfloat16"]
+    assert limits == [
+        (label, JOB.limit_bytes, bits) for label in labels for bits in (None, JOB.bits)
+    ]
+    rows = {(row["workload"], row["contestant"]): row for row in found.rows}
+    assert set(rows) == {(label, name) for label in labels for name in ("plain", "daf")}
+    for label in labels:
+        plain, ours = rows[label, "plain"], rows[label, "daf"]
+        assert plain["saved_bytes_plain"] is None
+        assert ours["loss"] == pytest.approx(plain["loss"], rel=0.1)
+        ratio = ours["saved_bytes_plain"] / ours["saved_bytes_peak"]
+        assert found.figures[f"{label}_saved_ratio"] == ratio > 5
+        assert found.figures[f"{label}_batch_ratio"] == 3
+    # Half as many bytes are saved by everybody.
+    wide, narrow = (rows[label, "daf"]["saved_bytes_plain"] for label in labels)
+    assert 0.4 * wide < narrow < 0.6 * wide
+    assert "processor" in found.notes[-1]
+
+
+@needs_limit
+@pytest.mark.slow
+def test_what_a_limit_refuses_does_not_fit() -> None:
+    """A batch that is larger than the data."""
+    large = replace(TINY, batch_size=2048)
+    with contestants([large]) as (alone,):
+        floor_bytes = alone.facts()["floor_bytes"]
+        assert alone.fits()
+        needed_bytes = alone.facts()["peak_bytes"] - floor_bytes
+    for share, is_enough in ((0.5, False), (1.5, True)):
+        limit_bytes = int(floor_bytes + share * needed_bytes)
+        with contestants([replace(large, limit_bytes=limit_bytes)]) as (alone,):
+            assert alone.fits() is is_enough
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_on_a_gpu() -> None:
+    found = gpu.run(replace(JOB, entries=(replace(TINY, device="cuda"),), limit_bytes=2**28))
+    assert found.figures["tiny_float32_saved_ratio"] > 5
+    assert found.figures["tiny_float32_batch_ratio"] > 1
