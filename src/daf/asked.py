@@ -76,7 +76,7 @@ def asked_memory(model: nn.Module, budget: governor.Budget) -> MemoryDomain:
         if budget is not None:
             raise
         return ProcessMemory()
-    if isinstance(memory, DeviceMemory):
+    if budget is not None and isinstance(memory, DeviceMemory):
         memory.release_cached()  # what an earlier job left for reuse is no floor of this one's
     return memory
 

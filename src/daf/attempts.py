@@ -108,7 +108,7 @@ class Attempts:
         except PoolFullError as error:
             return _bare(error)
         except RuntimeError as error:
-            if self._keeper.refusals() == refusals:
+            if not self._keeper.has_refused(error, refusals):
                 raise
             return _bare(error)
 

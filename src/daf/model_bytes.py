@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from inspect import signature
 from typing import Any
 
 import torch
@@ -71,7 +72,8 @@ def update_bytes(optimizer: torch.optim.Optimizer, memory: MemoryDomain) -> int:
 
     Trials on made-up parameters tell what it holds of the largest, and whether that adds up
     over all of a group, as it does where an optimizer updates all of them together (``foreach``,
-    which PyTorch chooses on GPUs). Where that cannot be, two tensors like the largest are assumed.
+    which PyTorch chooses on GPUs). Where that cannot be, two tensors like the largest are assumed,
+    and on a GPU two like each.
 
     Args:
         optimizer: any; its state stays as it is.
@@ -87,11 +89,12 @@ def _passing_bytes(
     sizes: list[int] = [each.nbytes for each in group["params"] if each.requires_grad]
     if not sizes:
         return 0
-    alone, together = (_update_ratio(optimizer, group, count, memory) for count in (1, 2))
-    if alone is None or together is None:
-        return 2 * max(sizes)
-    each_more = max(0.0, together - alone)
-    return int(alone * max(sizes) + each_more * (sum(sizes) - max(sizes)))
+    # Of two, since what the update of one parameter leaves behind may live on into the next's.
+    few, more = (_update_ratio(optimizer, group, count, memory) for count in (2, 4))
+    if few is None or more is None:
+        return 2 * max(sizes) if group["params"][0].device.type == "cpu" else 2 * sum(sizes)
+    of_each = max(0.0, (more - few) / 2)
+    return int(of_each * sum(sizes) + max(0.0, few - 2 * of_each) * max(sizes))
 
 
 def _update_ratio(
@@ -116,7 +119,8 @@ def _trial(
     probes = [nn.Parameter(torch.zeros(elements, device=device)) for _ in range(count)]
     for probe in probes:
         probe.grad = torch.ones_like(probe)
-    settings = {name: group[name] for name in optimizer.defaults if name in group}
+    taken = signature(type(optimizer)).parameters
+    settings = {name: group[name] for name in optimizer.defaults if name in group and name in taken}
     try:
         trial = type(optimizer)(probes, **settings)
         compiler.step(trial)

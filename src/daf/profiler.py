@@ -273,6 +273,7 @@ class Profiler:
         self._make_room()
         state = optimizer_bytes_to_come(self._optimizer)
         passing = update_bytes(self._optimizer, self._memory)
+        self._make_room()  # what the trials had
         self._note_beside()
         updated = gradient_bytes(self._model)
         touched = 2 * updated + sum(map(state_bytes, self._optimizer.state.values())) + state

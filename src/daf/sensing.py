@@ -205,7 +205,8 @@ class Sensing:
         except NonFiniteLossError:
             found = None
         except Exception as error:  # the user's own code may raise anything: training goes on
-            if not isinstance(error, PoolFullError) and self._keeper.refusals() == refusals:
+            is_full = isinstance(error, PoolFullError)
+            if not is_full and not self._keeper.has_refused(error, refusals):
                 self.refusal = f"sensitivities cannot be measured here: {error}"
             self._most_examples = batch_size(part) // 2
             error.__cause__ = error.__context__ = None

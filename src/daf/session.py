@@ -392,9 +392,16 @@ class Session:
         """The optimizer's part of a step."""
         if running.return_freed_blocks:
             self._capture.release_scratch()
-        with self._keeper.unbounded():
+        with self._keeper.unbounded(self._update_bytes()):
             compiler.step(self.optimizer)
             self._retracing.save_if_good()
+
+    def _update_bytes(self) -> int:
+        """What the optimizer's part is foretold to take, its state in the first step included."""
+        if self.profile is None:
+            return 0
+        state = 0 if self.optimizer.state else self.profile.optimizer_bytes
+        return self.profile.update_bytes + state
 
     def _count(self, batch: Any, running: Plan, step_ms: float, peak_bytes: int) -> None:
         """What a step that ended took and held, and says of its plan."""

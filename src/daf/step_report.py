@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class StepReport:
     """What one step did (bytes, milliseconds).
 
-    ``peak_bytes`` is the process's peak during the step; ``evicted_bytes`` of
+    ``peak_bytes`` is the process's, or the GPU's, peak during the step; ``evicted_bytes`` of
     codes were given up under the pool's cap or the budget, least important first.
     ``released_gradients`` were stepped and freed inside backward; ``overrun_bytes``
     is what such a step, which cannot be retried, needed beyond the budget to finish.

@@ -11,10 +11,19 @@ from __future__ import annotations
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
+from daf.memory.device import DeviceMemory
 from daf.memory.recycling import RecyclingAllocator
 from daf.memory.statistics import reset_peaks, stats
 
 NOBODY_S_BYTES = 256 * 2**20
+
+
+class SimulatedMemory(DeviceMemory):
+    """Its allocator refuses in words of its own."""
+
+    def is_refusal(self, error: BaseException) -> bool:
+        """PyTorch's for the processor."""
+        return "can't allocate memory" in str(error) or super().is_refusal(error)
 
 
 class SimulatedDevice:

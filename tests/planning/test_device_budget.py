@@ -16,11 +16,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from simulated_device import NOBODY_S_BYTES, SimulatedDevice
+from simulated_device import NOBODY_S_BYTES, SimulatedDevice, SimulatedMemory
 from torch import Tensor, nn
 
 from daf.errors import BudgetError, PlatformError, UnknownNameError
+from daf.execution.gradient_step import Before
 from daf.governor import bounds_of, room_bytes
+from daf.governor.limits import gpu_bound
 from daf.memory.device import DeviceMemory
 from daf.memory.device_keeper import DeviceKeeper
 from daf.memory.domain import ProcessMemory, keeper_of, memory_of
@@ -29,6 +31,7 @@ from daf.memory.recycling import unsupported_reason
 from daf.model_bytes import update_bytes
 from daf.plan import Method
 from daf.session import Session
+from daf.step_report import StepReport
 from daf.store.spill import SpillOptions
 from daf.training.job import checked_device, make_job
 from daf.training.loop import train
@@ -53,7 +56,7 @@ def device() -> Iterator[SimulatedDevice]:
 @pytest.fixture
 def memory(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> DeviceMemory:
     """What models of these tests are taken to be in."""
-    found = DeviceMemory(torch.device("cuda:0"), device)
+    found = SimulatedMemory(torch.device("cuda:0"), device)
     monkeypatch.setattr("daf.asked.memory_of", lambda _: found)
     return found
 
@@ -181,6 +184,46 @@ def test_auto_and_shares_are_of_the_device_and_follow_what_others_hold(
         assert session.budget_bytes is not None
         assert session.budget_bytes <= budget_bytes - 2**27
         assert "GPU" in session.budget_history[-1].reason
+
+
+def test_released_gradients_keep_the_budget_too(
+    memory: DeviceMemory, device: SimulatedDevice
+) -> None:
+    """After its first update a step must finish: what that takes was foretold."""
+    given = batch()
+
+    def steps(budget: int | None, **options: Any) -> tuple[list[StepReport], int]:
+        trained = nn.Sequential(nn.BatchNorm1d(512), model())  # so that no batch is cut
+        with Session(trained, sgd(trained), budget, **options) as session:
+            return [session.step(given, loss_of) for _ in range(4)], session.peak_bytes
+
+    plain, peak_bytes = steps(None)
+    gc.collect()
+    device.empty_cache()
+    device.forget_highest()
+    budget_bytes = int(0.8 * peak_bytes)
+    reports, _ = steps(budget_bytes, release_gradients=True)
+    assert [each.overrun_bytes for each in reports] == [0] * 4
+    assert all(each.released_gradients for each in reports)
+    assert device.highest_bytes <= budget_bytes
+    losses, wanted = ([each.loss for each in found] for found in (reports, plain))
+    assert losses == pytest.approx(wanted, rel=0.01)
+
+
+def test_the_processor_s_allocations_are_no_record_of_a_device_s(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("daf.training.loop.checked_device", torch.device)
+    settings = TrainSettings("resnet20", device="cuda:0", history=True)
+    with pytest.raises(PlatformError, match="this run is on cuda:0"):
+        train(settings, tmp_path / "run", Observer())
+
+
+def test_another_thread_s_growth_is_nobody_else_s() -> None:
+    """The device's free bytes are read while this process takes some of them."""
+    held = iter([100, 300, 300])
+    bound = gpu_bound(lambda: (500, 1000), lambda: next(held))[0]
+    assert bound.most_bytes == 800
 
 
 def test_nothing_is_spilled_from_a_device(memory: DeviceMemory) -> None:
@@ -326,6 +369,57 @@ def test_a_step_that_must_finish_does_and_its_cost_is_told(memory: DeviceMemory)
     keeper.close()
 
 
+def test_before_an_update_that_would_pass_the_bound_cached_blocks_go_back(
+    memory: DeviceMemory, device: SimulatedDevice
+) -> None:
+    keeper = DeviceKeeper(memory)
+    keeper.bound(0, 64 * MIB)
+    torch.ones(8 * MIB)  # 32 MiB, kept for reuse from here on
+    for needed_bytes, goes in ((16 * MIB, False), (48 * MIB, True)):
+        cached, trims = memory.held_bytes(), device.trims
+        assert cached >= 32 * MIB
+        with keeper.unbounded(needed_bytes):
+            assert (device.trims > trims) is goes
+            assert (memory.held_bytes() < 4 * MIB) is goes
+    keeper.close()
+
+
+def test_a_bound_that_was_left_behind_is_not_the_user_s_share(
+    memory: DeviceMemory, device: SimulatedDevice
+) -> None:
+    """Of a session that was never closed, say in a notebook whose cell was run again."""
+    left = DeviceKeeper(memory)
+    left.bound(0, device.total_bytes // 8)
+    keeper = DeviceKeeper(memory)
+    keeper.bound(0, device.total_bytes // 2)
+    assert device.share == 0.5
+    keeper.close()
+    assert device.share == 1.0
+    left.bound(0, device.total_bytes // 8)
+    assert device.share == 0.125
+    left.close()
+    assert device.share == 1.0
+
+
+@pytest.mark.parametrize(
+    ("error", "is_refusal"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_only_errors_for_want_of_memory_are_answered_by_another_plan(
+    device: SimulatedDevice, error: Exception, is_refusal: bool
+) -> None:
+    """Whatever PyTorch counted meanwhile: it tries things that it can do without."""
+    keeper = DeviceKeeper(DeviceMemory(torch.device("cuda:0"), device))
+    assert keeper.has_refused(error, 0) is is_refusal
+    assert (keeper.missing_bytes > 0) is is_refusal
+
+
 def test_a_share_that_the_user_had_set_stays(memory: DeviceMemory, device: SimulatedDevice) -> None:
     device.set_per_process_memory_fraction(0.25, None)
     keeper = DeviceKeeper(memory)
@@ -341,23 +435,26 @@ def test_a_share_that_the_user_had_set_stays(memory: DeviceMemory, device: Simul
 
 
 @pytest.mark.parametrize("is_together", [False, True])
-def test_an_update_of_all_parameters_together_holds_what_they_hold_together(
-    memory: DeviceMemory, device: SimulatedDevice, is_together: bool
+@pytest.mark.parametrize("make", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta"])
+def test_an_update_holds_what_was_foretold(
+    memory: DeviceMemory, make: str, is_together: bool
 ) -> None:
-    parameters = [nn.Parameter(torch.ones(size)) for size in (MIB, MIB, 2 * MIB)]
+    """Of parameters one after another, or of all together; the smaller ones' matters too."""
+    parameters = [nn.Parameter(torch.ones(MIB)) for _ in range(5)]
+    parameters.append(nn.Parameter(torch.ones(2 * MIB)))
     for each in parameters:
         each.grad = torch.ones_like(each)
-    optimizer = torch.optim.SGD(
-        parameters, lr=0.1, momentum=0.9, weight_decay=0.1, foreach=is_together
-    )
+    more: dict[str, Any] = {"momentum": 0.9, "weight_decay": 0.1} if make == "SGD" else {}
+    optimizer = getattr(torch.optim, make)(parameters, lr=0.1, foreach=is_together, **more)
     optimizer.step()
     told = update_bytes(optimizer, memory)
     meter = memory.meter()
     meter.begin()
     optimizer.step()
     found = meter.take_peak()
-    assert found == pytest.approx(8 * MIB if not is_together else 16 * MIB, rel=0.01)
-    assert told == pytest.approx(found, rel=0.01)
+    assert found <= 1.01 * told
+    assert told <= found + 12 * MIB  # as if all that outlives its update were of the largest
+    assert is_together is (found >= 0.9 * sum(each.nbytes for each in parameters))
 
 
 # --- a real device --------------------------------------------------------------------------
@@ -381,3 +478,24 @@ def test_on_a_gpu_reserved_bytes_stay_within_the_budget(share: float) -> None:
     found, bounded_bytes = steps(int(share * peak_bytes))
     assert bounded_bytes <= share * peak_bytes
     assert found == pytest.approx(losses, rel=1e-4)
+
+
+@on_gpu
+def test_a_run_on_a_gpu_is_resumed_as_it_would_have_gone_on(tmp_path: Path) -> None:
+    settings = TrainSettings("resnet20", batch_size=64, max_steps=4, budget="500MB", device="cuda")
+    whole = train(settings, tmp_path / "whole", Observer())
+    train(replace(settings, max_steps=2), tmp_path / "parts", Observer())
+    resumed = train(settings, tmp_path / "parts", Observer(), resume=True)
+    assert whole["peak_bytes"] <= whole["budget_bytes"] == 500 * 10**6
+    assert resumed["finished"]
+    assert resumed["loss"] == pytest.approx(whole["loss"], rel=1e-3)
+
+
+@on_gpu
+def test_on_a_gpu_a_step_that_is_tried_again_drops_the_same(tmp_path: Path) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    trained = nn.Sequential(nn.Linear(512, 512), nn.Dropout(0.5), nn.Linear(512, 10)).to(device)
+    before = Before(trained)
+    first = trained(batch(device)[0])
+    before.restore()
+    assert torch.equal(trained(batch(device)[0]), first)

@@ -20,8 +20,8 @@ Data = Annotated[str, typer.Argument(help=f"{', '.join(DATA_FORMS)}.")]
 Budget = Annotated[
     str | None,
     typer.Option(
-        help="For the whole process: bytes such as 700MB, a fraction of the machine such as 0.5, "
-        "'auto' for what it can spare; 'none' trains plainly."
+        help="For the whole process, or a GPU: bytes such as 700MB, a fraction of the machine such "
+        "as 0.5, 'auto' for what it can spare; 'none' trains plainly."
     ),
 ]
 Device = Annotated[

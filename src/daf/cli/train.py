@@ -78,7 +78,7 @@ def train_command(
     ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Train MODEL on DATA with the process's memory kept below --budget."""
+    """Train MODEL on DATA with the process's memory, or a GPU's, kept below --budget."""
     asked = asked_settings(ctx)
     if resume:
         folder = RunFolder(out) if out is not None else None

@@ -69,7 +69,7 @@ def _type_name(name: str, dtype: torch.dtype) -> str:
 
 def _write_data(file: BinaryIO, tensor: Tensor) -> None:
     if tensor.numel():
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         file.write(flat.numpy().data)
 
 

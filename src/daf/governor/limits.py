@@ -103,8 +103,9 @@ def gpu_bound(
         memory_info: free and total bytes, as ``torch.cuda.mem_get_info`` returns them.
         own_bytes: what this process has reserved there, as ``torch.cuda.memory_reserved`` does.
     """
-    own = own_bytes()
-    free, total = memory_info()
+    own, (free, total), after = own_bytes(), memory_info(), own_bytes()
+    while own != after:  # it grew in between, on another thread: that is nobody else's growth
+        own, (free, total), after = after, memory_info(), own_bytes()
     return (Bound("free GPU memory", total, own + free),)
 
 

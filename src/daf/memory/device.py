@@ -2,8 +2,8 @@
 
 The figure is *reserved* bytes (design, section 1): blocks in use and blocks kept for
 reuse. What is not PyTorch's (the driver's context, other libraries' own allocations) is
-not in it. Every call is one of ``torch.cuda``'s memory functions, which ROCm's builds and
-``torch.xpu`` have too; tests put an allocator of their own in their place.
+not in it. Every call is one of ``torch.cuda``'s functions, which ROCm's builds have too; tests
+put an allocator of their own in their place.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ _FUNCTIONS = (
     "get_device_properties",
     "synchronize",
 )
+
+# Of the driver's and of cuBLAS's.
+_REFUSALS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 Backend = Any  # a module or another object that has these functions
 
@@ -106,9 +109,24 @@ class DeviceMemory:
         self._backend.reset_peak_memory_stats(self.device)
         return peak
 
+    def begin_span(self) -> None:
+        """``span_peak_bytes`` begins anew; ``peak_bytes`` goes on."""
+        self.take_allocated_peak()
+
+    def span_peak_bytes(self) -> int:
+        """The most reserved since ``begin_span``."""
+        return int(self._backend.max_memory_reserved(self.device))
+
     def refusals(self) -> int:
-        """Allocations that were refused so far."""
-        return int(self._backend.memory_stats(self.device)["num_ooms"])
+        """Allocations that were refused so far, where PyTorch counts them."""
+        return int(self._backend.memory_stats(self.device).get("num_ooms", 0))
+
+    def is_refusal(self, error: BaseException) -> bool:
+        """Does an error say that there was no memory? Libraries' own do in other words."""
+        words = str(error)
+        return isinstance(error, torch.OutOfMemoryError) or (
+            isinstance(error, RuntimeError) and any(each in words for each in _REFUSALS)
+        )
 
     def free_and_total_bytes(self) -> tuple[int, int]:
         """What nobody holds, and what there is."""

@@ -9,6 +9,7 @@ a session answers with a tighter plan.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,6 +18,13 @@ from daf.units import format_bytes
 
 # Closer to the limit than this, another look should come soon.
 NEAR_BYTES = 64 * 2**20
+# What PyTorch's caching allocator takes from the driver at a time for blocks of 1 to 10 MiB.
+SEGMENT_BYTES = 20 * 2**20
+
+
+# Of all keepers together, whatever device they bound.
+_registry_lock = threading.RLock()
+_opened: weakref.WeakSet[DeviceKeeper] = weakref.WeakSet()
 
 
 class DeviceKeeper:
@@ -33,6 +41,7 @@ class DeviceKeeper:
         self._lock = threading.RLock()
         self._total_bytes = 0
         self._share_before: float | None = None
+        self._share_now: float | None = None
         self._limit_bytes: int | None = None
         self._unbounded = 0
         self._must_finish = False
@@ -42,30 +51,39 @@ class DeviceKeeper:
 
     @property
     def overrun_bytes(self) -> int:
-        """By how much a step that had begun to change parameters passed the bound."""
+        """By how much a step that had begun to change parameters passed the bound from then on."""
         if not self._must_finish or self._limit_bytes is None:
             return 0
-        return max(0, self._memory.peak_bytes() - self._limit_bytes)
+        return max(0, self._memory.span_peak_bytes() - self._limit_bytes)
 
     def open(self) -> None:
         """Find what there is to bound, and say so."""
-        with self._lock:
+        with _registry_lock, self._lock:
             if self._share_before is not None:
                 return
             self._total_bytes = self._memory.total_bytes()
-            self._share_before = self._memory.limit_share()
+            self._share_before = self._share_of_the_user()
+            _opened.add(self)
             self.settings.append(
                 f"PyTorch's allocator reserves no more than the budget on {self._memory.name}, of "
                 f"{format_bytes(self._total_bytes)} there; it is configured by "
                 f"{self._memory.settings}"
             )
 
+    def _share_of_the_user(self) -> float:
+        """What was set before any keeper set one: those that were never closed say it too."""
+        for other in _opened:
+            if other._memory.name == self._memory.name and other._share_before is not None:
+                return other._share_before
+        return self._memory.limit_share()
+
     def close(self) -> None:
         """The share that was there before."""
-        with self._lock:
+        with _registry_lock, self._lock:
+            _opened.discard(self)
             self._limit_bytes = None
             self._apply()
-            self._share_before = None
+            self._share_before = self._share_now = None
             self.settings.clear()
 
     def flush(self) -> None:
@@ -76,11 +94,21 @@ class DeviceKeeper:
         """Allocations that were refused on the device so far."""
         return self._memory.refusals()
 
+    def has_refused(self, error: BaseException, refusals_before: int) -> bool:  # noqa: ARG002
+        """Is it an error for want of memory? Others follow refusals too that PyTorch itself, or
+        the user's own code, knew an answer to.
+        """
+        is_refusal = self._memory.is_refusal(error)
+        if is_refusal:
+            self.missing_bytes = SEGMENT_BYTES
+        return is_refusal
+
     def bound(self, expected_bytes: int, budget_bytes: int) -> None:  # noqa: ARG002 - of its kind
         """From now on no more than ``budget_bytes`` are reserved; what lies beyond goes back."""
         with self._lock:
             self.open()
             self._must_finish = False
+            self._share_now = None  # another keeper of the same device may have set one
             self._limit_bytes = max(0, budget_bytes - self.spare_more_bytes)
             self._apply()
             self._shrink()
@@ -108,14 +136,27 @@ class DeviceKeeper:
         return 0
 
     def must_finish(self) -> None:
-        """Nothing is refused until ``bound`` is called again; ``overrun_bytes`` tells the cost."""
+        """Nothing is refused until ``bound`` is called again; ``overrun_bytes`` tells the cost.
+
+        Without a limit the allocator keeps all its cached blocks, so these go back now.
+        """
         with self._lock:
+            self._memory.release_cached()
+            self._memory.begin_span()
             self._must_finish = True
             self._apply()
 
     @contextmanager
-    def unbounded(self) -> Iterator[None]:
-        """No limit inside, for what must not fail half-way: the optimizer's step."""
+    def unbounded(self, needed_bytes: int = 0) -> Iterator[None]:
+        """No limit inside, for what must not fail half-way: the optimizer's step.
+
+        Without one the allocator takes new blocks rather than giving cached ones back. Where what
+        is foretold to be needed could so pass the bound, those go back first.
+        """
+        with self._lock:
+            is_tight = self._limit_bytes is not None and not self._unbounded
+            if is_tight and self._memory.held_bytes() + needed_bytes > (self._limit_bytes or 0):
+                self._memory.release_cached()
         self._change_unbounded(1)
         try:
             yield
@@ -126,14 +167,19 @@ class DeviceKeeper:
         with self._lock:
             self._unbounded += by
             self._apply()
+            if not self._unbounded:
+                self._shrink()
 
     def _apply(self) -> None:
-        """The share that is right now; nothing before ``open``."""
+        """The share that is right now, where it is another one; nothing before ``open``."""
         if self._share_before is None:
             return
         is_free = self._limit_bytes is None or self._unbounded or self._must_finish
         share = 1.0 if is_free else (self._limit_bytes or 0) / self._total_bytes
-        self._memory.limit_to_share(min(share, self._share_before))
+        share = min(share, self._share_before)
+        if share != self._share_now:
+            self._memory.limit_to_share(share)
+            self._share_now = share
 
     def _shrink(self) -> None:
         """Cached blocks go back where more is held than may be."""

@@ -106,6 +106,10 @@ class MemoryKeeper:
         """Allocations that the limit has refused in this process so far."""
         return stats()["refusals"] if self._recycling is not None else 0
 
+    def has_refused(self, error: BaseException, refusals_before: int) -> bool:
+        """Does an error come from memory that was refused since ``refusals`` was so many?"""
+        return isinstance(error, RuntimeError) and self.refusals() > refusals_before
+
     def bound(self, expected_bytes: int, budget_bytes: int) -> None:
         """From now on the process stays within ``budget_bytes``: further allocations are refused.
 
@@ -196,8 +200,12 @@ class MemoryKeeper:
         self._must_finish = True
 
     @contextmanager
-    def unbounded(self) -> Iterator[None]:
-        """No limit inside, for what must not fail half-way: the optimizer's step."""
+    def unbounded(self, needed_bytes: int = 0) -> Iterator[None]:  # noqa: ARG002 - of its kind
+        """No limit inside, for what must not fail half-way: the optimizer's step.
+
+        Recycled blocks are given another size where they do not fit, so that nothing needs to go
+        first.
+        """
         self._change_unbounded(1)
         try:
             yield

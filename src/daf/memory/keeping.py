@@ -46,6 +46,9 @@ class Keeper(Protocol):
     def refusals(self) -> int:
         """Allocations that were refused so far."""
 
+    def has_refused(self, error: BaseException, refusals_before: int) -> bool:
+        """Does an error come from memory that was refused since ``refusals`` was so many?"""
+
     def bound(self, expected_bytes: int, budget_bytes: int) -> None:
         """From now on ``budget_bytes`` is not passed; about ``expected_bytes`` will be needed."""
 
@@ -61,5 +64,5 @@ class Keeper(Protocol):
     def must_finish(self) -> None:
         """Until ``bound`` is called again nothing is refused."""
 
-    def unbounded(self) -> AbstractContextManager[None]:
-        """No bound inside."""
+    def unbounded(self, needed_bytes: int = 0) -> AbstractContextManager[None]:
+        """No bound inside, where no more than ``needed_bytes`` are foretold to be asked for."""

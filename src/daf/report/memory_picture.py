@@ -93,6 +93,12 @@ def title(summary: Mapping[str, Any], budgets: Sequence[tuple[float, float | Non
     return f"{what} passed its budget of {budget:,.0f} MB by {peak - budget:,.0f} MB"
 
 
+def whose_memory(summary: Mapping[str, Any]) -> str:
+    """Whose a run's peak is: the process's, or what PyTorch reserved on a device."""
+    device = summary.get("device", "cpu")
+    return "the whole process" if device == "cpu" else f"PyTorch on {device}"
+
+
 def has_moved(budgets: Sequence[tuple[float, float | None]]) -> bool:
     """Was there more than one budget?"""
     return len({size for _, size in budgets}) > 1
@@ -125,7 +131,7 @@ def draw(run: Path) -> Path:
     highest = [*memory.megabytes, *(size for _, size in memory.budgets if moved and size)]
     top = 1.12 * max(*(level.megabytes for level in levels), *highest)
     _draw_levels(axes, levels, top, lines=not moved)
-    _dress(axes, memory, top, title(summary, memory.budgets))
+    _dress(axes, memory, top, title(summary, memory.budgets), whose_memory(summary))
     path = run / "memory.png"
     figure.savefig(path)
     pyplot.close(figure)
@@ -209,10 +215,10 @@ def _places(group: Sequence[float], gap: float) -> list[float]:
     return [lowest + gap * i for i in range(len(group))]
 
 
-def _dress(axes: Any, memory: Memory, top: float, heading: str) -> None:
+def _dress(axes: Any, memory: Memory, top: float, heading: str, whose: str) -> None:
     axes.set_title(heading, loc="left", color=_INK, fontsize=12, fontweight="bold", pad=12)
     axes.set_xlabel("seconds", color=_INK)
-    axes.set_ylabel("memory of the whole process (MB)", color=_INK)
+    axes.set_ylabel(f"memory of {whose} (MB)", color=_INK)
     axes.set_ylim(0, top)
     axes.set_xlim(0, max(memory.seconds[-1], 0.1))
     axes.yaxis.set_major_formatter("{x:,.0f}")

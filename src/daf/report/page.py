@@ -41,7 +41,9 @@ def page(runs: Sequence[Run]) -> str:
         *((comparison(runs),) if many else ()),
         *(run_section(run, alone=not many) for run in runs),
         element(
-            "footer", "Bytes are those of the whole process: MB = 10⁶. Written by `daf report`."
+            "footer",
+            "Bytes are those of the whole process, or of PyTorch on a device where one is named: "
+            "MB = 10⁶. Written by `daf report`.",
         ),
         id="report",
     )

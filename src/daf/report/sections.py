@@ -9,7 +9,7 @@ from typing import Any
 from daf.report.account import Bar, waterfall
 from daf.report.chart import LevelLine, LineChart, Series, Shade
 from daf.report.markup import Markup, element
-from daf.report.memory_picture import has_moved, levels_of
+from daf.report.memory_picture import has_moved, levels_of, whose_memory
 from daf.report.noise import last_noise, noise_of, points_of
 from daf.report.runs import Record, Run
 from daf.report.scale import Point, number, thinned
@@ -56,10 +56,11 @@ def tiles(run: Run) -> Markup:
 
 def _peak_tile(run: Run) -> tuple[str, str]:
     peak, budget = run.summary["peak_bytes"], run.budget_bytes
+    whose = whose_memory(run.summary)
     if budget is None:
-        return format_bytes(peak), "peak of the whole process; no budget was given"
+        return format_bytes(peak), f"peak of {whose}; no budget was given"
     way = "spare" if peak <= budget else "too much"
-    words = f"peak of the whole process; budget {format_bytes(budget)}, "
+    words = f"peak of {whose}; budget {format_bytes(budget)}, "
     return format_bytes(peak), f"{words}{format_bytes(abs(budget - peak))} {way}"
 
 
@@ -67,7 +68,11 @@ def memory_chart(run: Run) -> Markup:
     """Resident memory over time, against floor, peaks and the budget as it moved."""
     memory = run.memory
     points = list(zip(memory.seconds, memory.megabytes, strict=True))
-    series = [Series("memory of the process", thinned(points, max), "memory", filled=True)]
+    series = [
+        Series(
+            f"memory of {whose_memory(run.summary)}", thinned(points, max), "memory", filled=True
+        )
+    ]
     moved = has_moved(memory.budgets)
     if moved:
         series += _budget_pieces(memory.budgets, memory.seconds[-1])

@@ -158,7 +158,11 @@ def make_optimizer(
 
 def _floor_bytes(device: torch.device) -> int:
     measure.warm_up(device)
-    return measure.resident_bytes() if device.type == "cpu" else DeviceMemory(device).held_bytes()
+    if device.type == "cpu":
+        return measure.resident_bytes()
+    memory = DeviceMemory(device)
+    memory.release_cached()  # as the session does
+    return memory.held_bytes()
 
 
 def _seed_everything(seed: int) -> None:

@@ -19,7 +19,7 @@ from daf.memory.recycling import unsupported_reason
 from daf.memory.tracking import recorded
 from daf.step_report import StepReport
 from daf.training.interrupt import InterruptWatch
-from daf.training.job import Job, make_job
+from daf.training.job import Job, checked_device, make_job
 from daf.training.memory_log import MemoryLog
 from daf.training.observer import Observer, StepRecord
 from daf.training.plan_record import write_plan_records
@@ -67,6 +67,8 @@ def train(
 
 def _refuse_without_records(settings: TrainSettings) -> None:
     reason = unsupported_reason()
+    if checked_device(settings.device).type != "cpu":
+        reason = f"the processor's allocations are recorded, and this run is on {settings.device}"
     if settings.history and reason is not None:
         raise PlatformError(f"asked to record a step's memory: {reason}; leave --history out")
 

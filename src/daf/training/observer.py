@@ -10,7 +10,8 @@ from daf.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One finished step. ``step`` and ``epoch`` count from 1; memory is the whole process's.
+    """One finished step. ``step`` and ``epoch`` count from 1; memory is the whole process's,
+    or what PyTorch reserves on the GPU that the run is on.
 
     ``evicted_bytes`` of codes were given up in the step; ``released_gradients`` parameters
     were updated inside backward; ``overrun_bytes``: see :class:`daf.StepReport`.

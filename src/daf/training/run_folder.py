@@ -3,7 +3,7 @@
 =====================  ==========================================================
 ``run.json``           the settings the run was begun with
 ``metrics.jsonl``      one line a step
-``memory.jsonl``       the process's resident bytes over time, and marks
+``memory.jsonl``       the process's resident (a GPU's reserved) bytes over time, and marks
 ``checkpoint/``        ``state.safetensors``: all that ``--resume`` needs
 ``model.safetensors``  the weights alone
 ``summary.json``       the run in numbers
