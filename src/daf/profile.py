@@ -170,7 +170,8 @@ class Profile:
     with an error of 1 adds ``noise_per_weight`` of the batch's own noise (0: not
     measured). ``split_refusal``
     says why the batch must not be split, or is empty. ``update_bytes``:
-    what the optimizer's own step holds in passing. ``recycles``: freed blocks
+    what the optimizer's own step holds in passing. ``passing_bytes``: the most that libraries may
+    take in passing, beside tensors. ``recycles``: freed blocks
     are recycled under a hard limit (``memory.keeper``). ``chunk_bytes``: measured with fused
     operators, and with chunks of so many bytes where the whole batch is larger (0: without).
     ``fusions`` says which operators are fused, and why others are not.
@@ -191,6 +192,7 @@ class Profile:
     weights: Mapping[Site, float]
     noise_per_weight: float = 0.0
     update_bytes: int = 0
+    passing_bytes: Affine = ZERO
     split_refusal: str = ""
     recycles: bool = False
     chunk_bytes: int = 0

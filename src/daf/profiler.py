@@ -43,7 +43,7 @@ from daf.plan import Policy, coded_policy, plain_policy, with_planned_operators
 from daf.planning import planner
 from daf.planning.calibration import calibrated
 from daf.planning.candidate import MARGIN_BYTES
-from daf.profile import DeviceSpeeds, Profile
+from daf.profile import Affine, DeviceSpeeds, Profile
 from daf.profile_building import build
 from daf.speeds import device_speeds
 from daf.store.spill import SpillOptions
@@ -52,6 +52,8 @@ from daf.store.spill import SpillOptions
 LEAST_WITH_STATISTICS = 2
 # The process's peak (bytes) in a step of so many examples.
 Expectation = Callable[[int], float]
+# By so much of tensors' peak the process's passes it where libraries take what matters.
+SHOWN_SHARE = 0.2
 # Bytes of the same order count in an update: parameter, gradient and state, read and written.
 UPDATE_PASSES = 2
 
@@ -154,7 +156,8 @@ class Profiler:
         if split_refusal(self._model):
             return lambda _: 0.0
         if own is not None:
-            return partial(planner.level_peak_bytes, own, level=str(TIGHTEST_BITS))
+            level = partial(planner.level_peak_bytes, own, level=str(TIGHTEST_BITS))
+            return lambda examples: level(examples=examples) + own.passing_bytes.at(examples)
         on_progress("the smallest step")
         return partial(self._expected, self._observe(batch, loss_fn, 1))
 
@@ -292,6 +295,7 @@ class Profiler:
             speeds=speeds,
             weights={},
             update_bytes=passing,
+            passing_bytes=_beside_tensors(observations),
             split_refusal=refusal,
             recycles=self._keeper.recycles,
             chunk_bytes=self._operators.chunk_bytes,
@@ -350,6 +354,21 @@ class _Operators:
 # What holds least, so that measuring fits wherever training will.
 TIGHTEST_BITS = 1
 TIGHTEST = coded_policy(TIGHTEST_BITS)
+
+
+def _beside_tensors(observations: Sequence[Observation]) -> Affine:
+    """What libraries may have taken in passing, beside tensors.
+
+    Only the process's peak tells, and not at which moment: where it shows, it may have been as much
+    as all of that, while few tensors were alive.
+    """
+
+    def beside(each: Observation) -> int:
+        tensors = max(each.peak_bytes, default=0)
+        shows = each.process_bytes > (1 + SHOWN_SHARE) * tensors
+        return each.process_bytes if shows else max(0, each.process_bytes - tensors)
+
+    return Affine.through((each.examples, beside(each)) for each in observations)
 
 
 def _halvings(examples: int) -> Iterator[int]:

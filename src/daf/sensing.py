@@ -238,9 +238,12 @@ class Sensing:
         return None
 
     def _predicted_bytes(self, profile: Profile, examples: int) -> int:
-        """The peak of a measurement: passes under codes, or a piece with everything kept."""
+        """The peak of a measurement: passes under codes, or a piece with everything kept, and
+        what libraries take in passing, which nothing refuses them.
+        """
         piece = -(-examples // max(1, _effort(examples).pieces))
         widest = planner.level_peak_bytes(profile, examples, str(MEASURED_BITS))
         peak = max(widest, planner.level_peak_bytes(profile, piece, "exact"))
+        peak += int(max(0.0, profile.passing_bytes.at(examples)))
         trained = sum(1 for each in self._model.parameters() if each.requires_grad)
         return peak + _COPIES * PASSES * trained * _EFFORT.buckets * _BYTES_PER_NUMBER
