@@ -13,7 +13,7 @@ from daf.memory import compiler
 from daf.memory.domain import MemoryDomain
 
 PROBE_ELEMENTS = 4096
-UPDATE_PROBE_ELEMENTS = 1 << 19
+UPDATE_PROBE_ELEMENTS = 1 << 17  # above what the account knows to the byte
 
 
 def storage_bytes(tensors: Iterator[torch.Tensor]) -> int:
@@ -107,7 +107,10 @@ def _update_ratio(
         return None
     probe = trial.param_groups[0]["params"][0]
     meter.begin()
-    compiler.step(trial)
+    try:
+        compiler.step(trial)
+    except RuntimeError:  # no room for it
+        return None
     return float(meter.take_peak() / probe.nbytes)
 
 
@@ -116,12 +119,14 @@ def _trial(
 ) -> torch.optim.Optimizer | None:
     """An optimizer of the same class and settings that has made one step of small parameters."""
     device = group["params"][0].device
-    probes = [nn.Parameter(torch.zeros(elements, device=device)) for _ in range(count)]
-    for probe in probes:
-        probe.grad = torch.ones_like(probe)
+    settings = {name: group[name] for name in optimizer.defaults if name in group}
     taken = signature(type(optimizer)).parameters
-    settings = {name: group[name] for name in optimizer.defaults if name in group and name in taken}
+    if not any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+        settings = {name: value for name, value in settings.items() if name in taken}
     try:
+        probes = [nn.Parameter(torch.zeros(elements, device=device)) for _ in range(count)]
+        for probe in probes:
+            probe.grad = torch.ones_like(probe)
         trial = type(optimizer)(probes, **settings)
         compiler.step(trial)
     except (TypeError, ValueError, RuntimeError):

@@ -232,3 +232,8 @@ class Profile:
     def weight(self, site: Site) -> float:
         """How much relative error at ``site`` counts."""
         return self.weights.get(site, 1.0)
+
+
+def passing_bytes(profile: Profile, examples: int) -> float:
+    """The most that libraries may take in passing, in a step of so many examples."""
+    return max(0.0, profile.passing_bytes.at(examples))

@@ -30,6 +30,7 @@ from daf.execution.microbatch import (
 from daf.execution.observation import Observation
 from daf.execution.rehearsal import EXAMPLES, rehearse
 from daf.execution.undisturbed import apart_from_training
+from daf.memory.device import DeviceMemory
 from daf.memory.domain import MemoryDomain, device_of
 from daf.memory.keeping import Keeper
 from daf.model_bytes import (
@@ -43,7 +44,7 @@ from daf.plan import Policy, coded_policy, plain_policy, with_planned_operators
 from daf.planning import planner
 from daf.planning.calibration import calibrated
 from daf.planning.candidate import MARGIN_BYTES
-from daf.profile import Affine, DeviceSpeeds, Profile
+from daf.profile import ZERO, Affine, DeviceSpeeds, Profile, passing_bytes
 from daf.profile_building import build
 from daf.speeds import device_speeds
 from daf.store.spill import SpillOptions
@@ -137,7 +138,8 @@ class Profiler:
             on_progress("times")
             times = self._times(batch, loss_fn, observations, budget_bytes, split=not refusal)
         device = device_of(self._model)
-        speeds = device_speeds(observations[-1], spill, own.speeds if own else None, device)
+        known, room_bytes = own.speeds if own else None, budget_bytes - self._memory.held_bytes()
+        speeds = device_speeds(observations[-1], spill, known, device, room_bytes)
         found = self._profile(examples, observations, times.kept, refusal, speeds)
         if times.coded_ms is None:
             return found
@@ -157,7 +159,7 @@ class Profiler:
             return lambda _: 0.0
         if own is not None:
             level = partial(planner.level_peak_bytes, own, level=str(TIGHTEST_BITS))
-            return lambda examples: level(examples=examples) + own.passing_bytes.at(examples)
+            return lambda examples: level(examples=examples) + passing_bytes(own, examples)
         on_progress("the smallest step")
         return partial(self._expected, self._observe(batch, loss_fn, 1))
 
@@ -295,12 +297,25 @@ class Profiler:
             speeds=speeds,
             weights={},
             update_bytes=passing,
-            passing_bytes=_beside_tensors(observations),
+            passing_bytes=self._beside_tensors(observations),
             split_refusal=refusal,
             recycles=self._keeper.recycles,
             chunk_bytes=self._operators.chunk_bytes,
             fusions=self._capture.fusions() if self._operators.chunk_bytes else (),
         )
+
+    def _beside_tensors(self, observations: Sequence[Observation]) -> Affine:
+        """What libraries may have taken in passing, beside tensors.
+
+        Only the process's peak tells, and not at which moment: where it shows, it may have been as
+        much as all of that, while few tensors were alive. Of a device only tensors are counted.
+        """
+        if isinstance(self._memory, DeviceMemory):
+            return ZERO
+        peaks = [(e.examples, e.process_bytes, max(e.peak_bytes, default=0)) for e in observations]
+        if any(process > (1 + SHOWN_SHARE) * tensors for _, process, tensors in peaks):
+            return Affine.through((examples, process) for examples, process, _ in peaks)
+        return Affine.through((n, max(0, process - tensors)) for n, process, tensors in peaks)
 
     def _note_beside(self) -> None:
         """Right behind a step: the system takes back pages of libraries that are not in use."""
@@ -354,21 +369,6 @@ class _Operators:
 # What holds least, so that measuring fits wherever training will.
 TIGHTEST_BITS = 1
 TIGHTEST = coded_policy(TIGHTEST_BITS)
-
-
-def _beside_tensors(observations: Sequence[Observation]) -> Affine:
-    """What libraries may have taken in passing, beside tensors.
-
-    Only the process's peak tells, and not at which moment: where it shows, it may have been as much
-    as all of that, while few tensors were alive.
-    """
-
-    def beside(each: Observation) -> int:
-        tensors = max(each.peak_bytes, default=0)
-        shows = each.process_bytes > (1 + SHOWN_SHARE) * tensors
-        return each.process_bytes if shows else max(0, each.process_bytes - tensors)
-
-    return Affine.through((each.examples, beside(each)) for each in observations)
 
 
 def _halvings(examples: int) -> Iterator[int]:

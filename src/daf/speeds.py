@@ -39,6 +39,7 @@ def device_speeds(
     spill: SpillOptions | None,
     known: DeviceSpeeds | None = None,
     device: torch.device = CPU,
+    room_bytes: int = 0,
 ) -> DeviceSpeeds:
     """Speeds for one model's profile.
 
@@ -47,10 +48,11 @@ def device_speeds(
         known: of the same model, for methods that this step did not use (fused operators code
             while they do other things).
         device: where the model is.
+        room_bytes: what there may be taken to measure; a few megabytes are taken in any case.
         spill: a temporary file of 16 MiB is written and read there; without one, spilling is
             taken to be as fast as copying, and is not to be planned.
     """
-    encode, decode, copy = _probed(device)
+    encode, decode, copy = _probed(device, _probe_elements(device, room_bytes))
     if known is not None:
         encode, decode = encode | dict(known.encode), decode | dict(known.decode)
     disk_write, disk_read = _disk(spill.directory) if spill else (copy, copy)
@@ -71,12 +73,22 @@ def _seen(times: Mapping[Method, MethodTime]) -> dict[Method, float]:
     }
 
 
-@cache
-def _probed(device: torch.device) -> tuple[dict[Method, float], dict[Method, float], float]:
-    """(encode, decode, copy) on a tensor of 4 MiB, on a GPU of 64, so that what it takes to begin
-    and to wait is little of the time; where nothing codes, no codes' speeds.
+def _probe_elements(device: torch.device, room_bytes: int) -> int:
+    """4 MiB of floats; on a GPU up to 64, so that what it takes to begin and to wait is little of
+    the time, where four such tensors have room.
     """
-    elements = PROBE_ELEMENTS if device.type == "cpu" else 16 * PROBE_ELEMENTS
+    elements = PROBE_ELEMENTS
+    if device.type != "cpu":
+        while elements < 16 * PROBE_ELEMENTS and 2 * 16 * elements <= room_bytes:
+            elements *= 2
+    return elements
+
+
+@cache
+def _probed(
+    device: torch.device, elements: int
+) -> tuple[dict[Method, float], dict[Method, float], float]:
+    """(encode, decode, copy) on one tensor; where nothing codes, no codes' speeds."""
     tensor = torch.linspace(-1.0, 1.0, elements, device=device)
     out = torch.empty_like(tensor)
     encode: dict[Method, float] = {}

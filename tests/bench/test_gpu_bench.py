@@ -68,9 +68,10 @@ def test_number_types_stand_side_by_side(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @needs_limit
 @pytest.mark.slow
-def test_what_a_limit_refuses_does_not_fit() -> None:
+@pytest.mark.parametrize("codes", [{}, {"bits": 1, "levers": ("codes",)}])
+def test_what_a_limit_refuses_does_not_fit(codes: dict[str, Any]) -> None:
     """A batch that is larger than the data, at the tiniest of images."""
-    large = replace(TINY, batch_size=1500)
+    large = replace(TINY, batch_size=1500, **codes)
     with contestants([large]) as (alone,):
         floor_bytes = alone.facts()["floor_bytes"]
         assert alone.fits()

@@ -1,6 +1,6 @@
 """A budget of a device's memory: reserved bytes stay within it, and what it follows is the device.
 
-On a simulated device (``simulated_device``); on a real one where there is one.
+On a simulated device (``simulated_memory``); on a real one where there is one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from simulated_device import NOBODY_S_BYTES, SimulatedDevice, SimulatedMemory
+from simulated_memory import NOBODY_S_BYTES, SimulatedDevice, SimulatedMemory
 from torch import Tensor, nn
 
 from daf.errors import BudgetError, PlatformError, UnknownNameError
@@ -397,8 +397,18 @@ def test_a_bound_that_was_left_behind_is_not_the_user_s_share(
     assert device.share == 1.0
     left.bound(0, device.total_bytes // 8)
     assert device.share == 0.125
-    left.close()
+    del left
+    gc.collect()
     assert device.share == 1.0
+    keeper.bound(0, device.total_bytes // 2)
+    assert device.share == 0.5
+    keeper.close()
+    assert device.share == 1.0
+
+
+def test_limits_are_set_by_the_number_of_the_device(device: SimulatedDevice) -> None:
+    memory = DeviceMemory(torch.device("cuda"), device)
+    assert (memory.name, memory.device.index) == ("cuda:0", 0)
 
 
 @pytest.mark.parametrize(
@@ -416,8 +426,22 @@ def test_only_errors_for_want_of_memory_are_answered_by_another_plan(
 ) -> None:
     """Whatever PyTorch counted meanwhile: it tries things that it can do without."""
     keeper = DeviceKeeper(DeviceMemory(torch.device("cuda:0"), device))
-    assert keeper.has_refused(error, 0) is is_refusal
+    assert keeper.has_refused(error, keeper.refusals()) is is_refusal
     assert (keeper.missing_bytes > 0) is is_refusal
+
+
+def test_cudnn_s_error_is_a_refusal_where_memory_was_refused(
+    memory: DeviceMemory,
+) -> None:
+    """It says the same where it knows no way to compute something, whatever room there is."""
+    keeper, error = DeviceKeeper(memory), RuntimeError("GET was unable to find an engine to ...")
+    refusals = keeper.refusals()
+    assert not keeper.has_refused(error, refusals)
+    keeper.bound(0, 16 * MIB)
+    with pytest.raises(RuntimeError):
+        torch.ones(8 * MIB)
+    assert keeper.has_refused(error, refusals)
+    keeper.close()
 
 
 def test_a_share_that_the_user_had_set_stays(memory: DeviceMemory, device: SimulatedDevice) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from daf.bench.contestant import Entry
 from daf.bench.levered import LeveredLoop, gradient_bytes, state_bytes
 from daf.bench.peers import lean_step, plain_step
+from daf.errors import PoolFullError
 from daf.memory import compiler, measure
 from daf.memory.device import DeviceMemory
 from daf.memory.domain import MemoryDomain, ProcessMemory, keeper_of
@@ -109,6 +110,8 @@ class Workload:
         try:
             for _ in range(2):
                 self._timed(self._batch(indices))
+        except PoolFullError:
+            return False
         except RuntimeError as error:
             if not self._keeper.has_refused(error, refusals):
                 raise

@@ -32,11 +32,21 @@ _FUNCTIONS = (
     "empty_cache",
     "mem_get_info",
     "get_device_properties",
+    "current_device",
     "synchronize",
 )
 
 # Of the driver's and of cuBLAS's.
 _REFUSALS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+# What PyTorch says once every way to compute something was refused its workspace, and sometimes
+# where nothing was refused at all.
+_PERHAPS_REFUSALS = (
+    "unable to find an engine",
+    "Unable to find a valid cuDNN algorithm",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_NOT_INITIALIZED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",
+)
 
 Backend = Any  # a module or another object that has these functions
 
@@ -70,9 +80,11 @@ class DeviceMemory:
     """
 
     def __init__(self, device: torch.device, backend: Backend | None = None) -> None:
+        self._backend = backend or backend_of(device)
+        if str(device) == device.type:  # limits are set by number
+            device = torch.device(device.type, self._backend.current_device())
         self.device = device
         self.name = str(device)
-        self._backend = backend or backend_of(device)
         self._highest_bytes = 0  # of what ended when allocated bytes' peaks were begun anew
 
     @property
@@ -121,12 +133,16 @@ class DeviceMemory:
         """Allocations that were refused so far, where PyTorch counts them."""
         return int(self._backend.memory_stats(self.device).get("num_ooms", 0))
 
-    def is_refusal(self, error: BaseException) -> bool:
-        """Does an error say that there was no memory? Libraries' own do in other words."""
-        words = str(error)
-        return isinstance(error, torch.OutOfMemoryError) or (
-            isinstance(error, RuntimeError) and any(each in words for each in _REFUSALS)
-        )
+    def is_refusal(self, error: BaseException, refusals_before: int) -> bool:
+        """Does an error say that there was no memory? Libraries' own do in other words.
+
+        Some of these count only where memory was refused since ``refusals`` was so many.
+        """
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        was_refused = self.refusals() > refusals_before
+        known = (*_REFUSALS, *(_PERHAPS_REFUSALS if was_refused else ()))
+        return isinstance(error, RuntimeError) and any(each in str(error) for each in known)
 
     def free_and_total_bytes(self) -> tuple[int, int]:
         """What nobody holds, and what there is."""

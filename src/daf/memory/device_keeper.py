@@ -22,9 +22,28 @@ NEAR_BYTES = 64 * 2**20
 SEGMENT_BYTES = 20 * 2**20
 
 
-# Of all keepers together, whatever device they bound.
+# Of all keepers together, whatever device they bound: taken before a keeper's own lock.
 _registry_lock = threading.RLock()
-_opened: weakref.WeakSet[DeviceKeeper] = weakref.WeakSet()
+# By device, the share that was set before any keeper set one, and how many are open.
+_before: dict[str, tuple[float, int]] = {}
+
+
+def _enter(memory: DeviceMemory) -> float:
+    """One more is open; the user's share."""
+    with _registry_lock:
+        share, count = _before.get(memory.name, (None, 0))
+        share = memory.limit_share() if share is None else share
+        _before[memory.name] = share, count + 1
+        return share
+
+
+def _leave(memory: DeviceMemory) -> None:
+    """One fewer; the last one sets the user's share again."""
+    with _registry_lock:
+        share, count = _before.pop(memory.name)
+        if count > 1:
+            _before[memory.name] = share, count - 1
+        memory.limit_to_share(share)
 
 
 class DeviceKeeper:
@@ -41,6 +60,7 @@ class DeviceKeeper:
         self._lock = threading.RLock()
         self._total_bytes = 0
         self._share_before: float | None = None
+        self._left: weakref.finalize[..., DeviceKeeper] | None = None
         self._share_now: float | None = None
         self._limit_bytes: int | None = None
         self._unbounded = 0
@@ -62,28 +82,22 @@ class DeviceKeeper:
             if self._share_before is not None:
                 return
             self._total_bytes = self._memory.total_bytes()
-            self._share_before = self._share_of_the_user()
-            _opened.add(self)
+            self._share_before = _enter(self._memory)
+            # Sessions are left without being closed, in a notebook say.
+            self._left = weakref.finalize(self, _leave, self._memory)
             self.settings.append(
                 f"PyTorch's allocator reserves no more than the budget on {self._memory.name}, of "
                 f"{format_bytes(self._total_bytes)} there; it is configured by "
                 f"{self._memory.settings}"
             )
 
-    def _share_of_the_user(self) -> float:
-        """What was set before any keeper set one: those that were never closed say it too."""
-        for other in _opened:
-            if other._memory.name == self._memory.name and other._share_before is not None:
-                return other._share_before
-        return self._memory.limit_share()
-
     def close(self) -> None:
         """The share that was there before."""
         with _registry_lock, self._lock:
-            _opened.discard(self)
             self._limit_bytes = None
-            self._apply()
-            self._share_before = self._share_now = None
+            if self._left is not None:
+                self._left()
+            self._left = self._share_before = self._share_now = None
             self.settings.clear()
 
     def flush(self) -> None:
@@ -94,18 +108,18 @@ class DeviceKeeper:
         """Allocations that were refused on the device so far."""
         return self._memory.refusals()
 
-    def has_refused(self, error: BaseException, refusals_before: int) -> bool:  # noqa: ARG002
+    def has_refused(self, error: BaseException, refusals_before: int) -> bool:
         """Is it an error for want of memory? Others follow refusals too that PyTorch itself, or
         the user's own code, knew an answer to.
         """
-        is_refusal = self._memory.is_refusal(error)
+        is_refusal = self._memory.is_refusal(error, refusals_before)
         if is_refusal:
             self.missing_bytes = SEGMENT_BYTES
         return is_refusal
 
     def bound(self, expected_bytes: int, budget_bytes: int) -> None:  # noqa: ARG002 - of its kind
         """From now on no more than ``budget_bytes`` are reserved; what lies beyond goes back."""
-        with self._lock:
+        with _registry_lock, self._lock:
             self.open()
             self._must_finish = False
             self._share_now = None  # another keeper of the same device may have set one
@@ -141,6 +155,8 @@ class DeviceKeeper:
         Without a limit the allocator keeps all its cached blocks, so these go back now.
         """
         with self._lock:
+            if self._limit_bytes is None:
+                return
             self._memory.release_cached()
             self._memory.begin_span()
             self._must_finish = True

@@ -21,9 +21,10 @@ NOBODY_S_BYTES = 256 * 2**20
 class SimulatedMemory(DeviceMemory):
     """Its allocator refuses in words of its own."""
 
-    def is_refusal(self, error: BaseException) -> bool:
+    def is_refusal(self, error: BaseException, refusals_before: int) -> bool:
         """PyTorch's for the processor."""
-        return "can't allocate memory" in str(error) or super().is_refusal(error)
+        is_theirs = "can't allocate memory" in str(error)
+        return is_theirs or super().is_refusal(error, refusals_before)
 
 
 class SimulatedDevice:
@@ -105,6 +106,9 @@ class SimulatedDevice:
     def empty_cache(self) -> None:
         self.trims += 1
         self._allocator.trim()
+
+    def current_device(self) -> int:
+        return 0
 
     def get_device_properties(self, _device: Any) -> SimpleNamespace:
         return SimpleNamespace(total_memory=self.total_bytes)
