@@ -62,7 +62,7 @@ def memory(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> DeviceMe
 
 
 def model() -> nn.Sequential:
-    """Saves 64 MiB for 2048 examples, in tensors of 4 MiB."""
+    """Saves 32 MiB for 1024 examples, in tensors of 2 MiB."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for _ in range(8):
@@ -72,7 +72,7 @@ def model() -> nn.Sequential:
 
 def batch(device: torch.device | None = None) -> Batch:
     torch.manual_seed(1)
-    x, y = torch.randn(2048, 512), torch.randint(0, 10, (2048,))
+    x, y = torch.randn(1024, 512), torch.randint(0, 10, (1024,))
     return x.to(device), y.to(device)
 
 

@@ -489,8 +489,10 @@ class TakingBeside(nn.Module):
 
 @needs_peak
 @pytest.mark.skipif(unsupported_reason() is not None, reason=str(unsupported_reason()))
-@pytest.mark.parametrize("room_mb", [230, 260, 290, 320])
-@pytest.mark.parametrize("is_watched", [True, False])
+@pytest.mark.parametrize(
+    ("room_mb", "is_watched"),
+    [(230, True), (260, True), (290, True), (320, True), (290, False), (320, False)],
+)
 def test_measuring_leaves_room_for_what_libraries_take_in_passing(
     room_mb: int, is_watched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
