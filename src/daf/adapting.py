@@ -66,7 +66,6 @@ class Adapting:
         bounds: Callable[[], tuple[Bound, ...]] | None = None,
     ) -> None:
         self._governor = Governor(asked, system, bounds=bounds)
-        self._is_of_device = bounds is not None
         self._keeper = keeper
         self._on_lower = on_lower
         self._system = system
@@ -120,8 +119,7 @@ class Adapting:
             return
         if self.budget_bytes is None and not callable(self.asked):
             return
-        follows_pressure = self._governor.is_auto and not self._is_of_device
-        triggers = open_triggers(self._system) if follows_pressure else []
+        triggers = open_triggers(self._system) if self._governor.follows_pressure else []
         self._watcher = Watcher(self.look, triggers)
 
     def look(self, urgent: bool) -> float:

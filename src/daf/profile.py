@@ -229,11 +229,10 @@ class Profile:
         total = whole * self.forward_backward_ms(micro_batch)
         return self.update_ms + total + (self.forward_backward_ms(rest) if rest else 0.0)
 
+    def passing_bytes_at(self, examples: int) -> int:
+        """The most that libraries may take in passing, in a step of so many examples."""
+        return max(0, int(self.passing_bytes.at(examples)))
+
     def weight(self, site: Site) -> float:
         """How much relative error at ``site`` counts."""
         return self.weights.get(site, 1.0)
-
-
-def passing_bytes(profile: Profile, examples: int) -> float:
-    """The most that libraries may take in passing, in a step of so many examples."""
-    return max(0.0, profile.passing_bytes.at(examples))

@@ -44,7 +44,7 @@ from daf.plan import Policy, coded_policy, plain_policy, with_planned_operators
 from daf.planning import planner
 from daf.planning.calibration import calibrated
 from daf.planning.candidate import MARGIN_BYTES
-from daf.profile import ZERO, Affine, DeviceSpeeds, Profile, passing_bytes
+from daf.profile import ZERO, Affine, DeviceSpeeds, Profile
 from daf.profile_building import build
 from daf.speeds import device_speeds
 from daf.store.spill import SpillOptions
@@ -159,7 +159,7 @@ class Profiler:
             return lambda _: 0.0
         if own is not None:
             level = partial(planner.level_peak_bytes, own, level=str(TIGHTEST_BITS))
-            return lambda examples: level(examples=examples) + passing_bytes(own, examples)
+            return lambda examples: level(examples=examples) + own.passing_bytes_at(examples)
         on_progress("the smallest step")
         return partial(self._expected, self._observe(batch, loss_fn, 1))
 

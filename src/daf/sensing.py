@@ -23,7 +23,7 @@ from daf.memory.keeping import Keeper
 from daf.plan import Policy, coded_policy
 from daf.planning import planner
 from daf.planning.options import LOSSY
-from daf.profile import Profile, passing_bytes
+from daf.profile import Profile
 from daf.sensitivity.estimate import Effort, measure_sensitivity
 from daf.sensitivity.result import Sensitivity
 from daf.sensitivity.schedule import Schedule
@@ -244,6 +244,6 @@ class Sensing:
         piece = -(-examples // max(1, _effort(examples).pieces))
         widest = planner.level_peak_bytes(profile, examples, str(MEASURED_BITS))
         peak = max(widest, planner.level_peak_bytes(profile, piece, "exact"))
-        peak += int(passing_bytes(profile, examples))
+        peak += profile.passing_bytes_at(examples)
         trained = sum(1 for each in self._model.parameters() if each.requires_grad)
         return peak + _COPIES * PASSES * trained * _EFFORT.buckets * _BYTES_PER_NUMBER

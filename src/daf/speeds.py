@@ -19,6 +19,7 @@ from torch import Tensor
 
 from daf.execution.observation import MethodTime, Observation
 from daf.kernels import Predicate
+from daf.memory.measure import CPU
 from daf.plan import Method, Treatment
 from daf.profile import DeviceSpeeds
 from daf.store.buffers import PlainStore
@@ -26,7 +27,6 @@ from daf.store.coder import Coder, can_code_on
 from daf.store.spill import SpillOptions
 
 Code = Any  # a Values or a Mask of coder
-CPU = torch.device("cpu")
 
 PROBE_ELEMENTS = 1 << 20
 DISK_PROBE_BYTES = 1 << 24

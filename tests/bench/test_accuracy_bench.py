@@ -12,6 +12,7 @@ import pytest
 import render
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import nn
 
 from daf.bench import accuracy_following
@@ -401,6 +402,20 @@ def test_curves_are_sorted_and_drawn(tmp_path: Path) -> None:
     path = tmp_path / "curve.png"
     draw_curves(rows, {"t": "accuracy_percent"}, path)
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_many_tasks_stand_in_rows_of_three(tmp_path: Path) -> None:
+    pair = [*made_up("plain", [90.0], 1.0, 100.0), *made_up("rotated-1", [88.0], 20.0, 130.0)]
+    sizes = []
+    for count in (1, 3, 4):
+        names = [f"t{index}" for index in range(count)]
+        rows = [row | {"task": name} for name in names for row in pair]
+        draw_curves(rows, dict.fromkeys(names, "accuracy_percent"), tmp_path / "curves.png")
+        with Image.open(tmp_path / "curves.png") as picture:
+            sizes.append(picture.size)
+    (width, height), row, two_rows = sizes
+    assert row == (3 * width, height)
+    assert two_rows == (3 * width, 2 * height)
 
 
 def test_results_are_rendered_by_task_and_policy() -> None:

@@ -191,3 +191,12 @@ def test_closing_undoes_everything_and_survivors_stay_valid() -> None:
     assert not keeper.recycles
     assert whole(hold(100))
     assert whole(survivor)
+
+
+def test_whatever_error_the_user_s_code_makes_of_a_refusal_it_is_one(keeper: MemoryKeeper) -> None:
+    keeper.bound(measure.resident_bytes() + 16 * MIB, measure.resident_bytes() + 16 * MIB)
+    refusals, error = keeper.refusals(), ValueError("no batch")
+    assert not keeper.has_refused(error, refusals)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        hold(64)
+    assert keeper.has_refused(error, refusals)

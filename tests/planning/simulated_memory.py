@@ -8,7 +8,7 @@ allocation is refused, peaks begin anew all at once, and nothing calls back. Tim
 
 from __future__ import annotations
 
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Any
 
 from daf.memory.device import DeviceMemory
@@ -50,13 +50,8 @@ class SimulatedDevice:
         reset_peaks()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._allocator.__exit__(kind, value, trace)
+    def __exit__(self, *_error: object) -> None:
+        self._allocator.__exit__(None, None, None)
 
     @property
     def highest_bytes(self) -> int:

@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from daf import speeds
 from daf.execution.observation import MethodTime, Observation
 from daf.plan import Method
-from daf.speeds import ENOUGH_BYTES, device_speeds
+from daf.speeds import ENOUGH_BYTES, PROBE_ELEMENTS, _probe_elements, device_speeds
 from daf.store.spill import SpillOptions
 
 CODED = {Method.ROTATED, Method.MINMAX, Method.MASK}
@@ -75,3 +76,13 @@ def test_the_disk_is_measured_once_a_folder_and_no_file_stays(tmp_path: Path) ->
     again = device_speeds(Observation(1), SpillOptions(tmp_path))
     assert (again.disk_write, again.disk_read) == (found.disk_write, found.disk_read)
     assert speeds._disk.cache_info().misses == 1
+
+
+def test_a_gpu_is_probed_with_as_much_as_there_is_room_for() -> None:
+    """Four tensors of so many floats of four bytes are alive at most."""
+    gpu, all_ = torch.device("cuda", 0), 16 * PROBE_ELEMENTS
+    for room_bytes in (0, 100 * 2**20, 4 * 4 * all_ - 1, 4 * 4 * all_, 2**40):
+        elements = _probe_elements(gpu, room_bytes)
+        assert elements == PROBE_ELEMENTS or 4 * 4 * elements <= room_bytes
+        assert elements == all_ or 2 * 4 * 4 * elements > room_bytes
+    assert _probe_elements(torch.device("cpu"), 2**40) == PROBE_ELEMENTS

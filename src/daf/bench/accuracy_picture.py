@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ FAMILIES: Mapping[str, tuple[str, str]] = {
     "apart-actnn": ("ActNN as published", "#3b7ca8"),
     "apart-minmax": ("min-max codes as published", "#bdc3c7"),
 }
+COLUMNS = 3  # of panels, so that a page's width still shows them
 _FLOAT_BITS = 32.0
 _BESIDE = 1.2
 
@@ -50,11 +52,17 @@ def draw_curves(rows: Sequence[Row], tasks: Mapping[str, str], path: Path) -> No
 
     chosen = {name: _rows_of(rows, name) for name in tasks}
     shown = [name for name in tasks if any(row["policy"] != "plain" for row in chosen[name])]
-    figure = Figure(figsize=(6.4 * max(1, len(shown)), 4.8), dpi=120, layout="constrained")
+    columns = max(1, min(COLUMNS, len(shown)))
+    rows_of_panels = max(1, -(-len(shown) // columns))
+    size = (6.4 * columns, 4.8 * rows_of_panels)
+    figure = Figure(figsize=size, dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, max(1, len(shown)), squeeze=False)[0]
-    for panel, name in zip(panels, shown, strict=False):
-        _draw_panel(panel, name, chosen[name], tasks[name])
+    panels = figure.subplots(rows_of_panels, columns, squeeze=False).flat
+    for panel, name in zip_longest(panels, shown):
+        if name is None:
+            panel.set_axis_off()
+        else:
+            _draw_panel(panel, name, chosen[name], tasks[name])
     figure.savefig(path)
 
 

@@ -16,8 +16,7 @@ from daf.bench.levered import LeveredLoop, gradient_bytes, state_bytes
 from daf.bench.peers import lean_step, plain_step
 from daf.errors import PoolFullError
 from daf.memory import compiler, measure
-from daf.memory.device import DeviceMemory
-from daf.memory.domain import MemoryDomain, ProcessMemory, keeper_of
+from daf.memory.domain import keeper_of, memory_on
 from daf.memory.recycling import RecyclingAllocator
 from daf.memory.statistics import audit, stats
 from daf.model_bytes import parameter_bytes
@@ -56,7 +55,7 @@ class Workload:
         data = load_data(entry.data, image_size=entry.image_size, context=entry.context)
         goal = settle_goal(entry.model, recipe.goal, data)
         self._device = torch.device(entry.device)
-        self._memory = _memory_on(self._device)
+        self._memory = memory_on(self._device)
         measure.warm_up(self._device)
         self.floor_bytes = self._memory.held_bytes()
         if entry.recycle:
@@ -206,10 +205,6 @@ class Workload:
             return self.task.loss(model, batch)
         with torch.autocast(self._device.type, dtype=getattr(torch, kind)):
             return self.task.loss(model, batch)
-
-
-def _memory_on(device: torch.device) -> MemoryDomain:
-    return ProcessMemory() if device.type == "cpu" else DeviceMemory(device)
 
 
 def _built(

@@ -32,6 +32,7 @@ from daf.bench.reduce_picture import draw_reduce
 from daf.bench.sweep_picture import draw_sweep
 from daf.bench.workloads import named_workloads
 from daf.cli.bench_output import (
+    ImagesOption,
     JsonOption,
     OnlyOption,
     OutOption,
@@ -75,10 +76,7 @@ def main_command(
 
 @app.command("allocator")
 def allocator_command(
-    images: Annotated[
-        str | None,
-        typer.Option(help="Images; by default CIFAR-10 if the measuring data is there."),
-    ] = None,
+    images: ImagesOption = None,
     text: Annotated[
         str | None,
         typer.Option(help="A text for the BERT-small, as text:FILE; without it, images only."),
@@ -97,10 +95,7 @@ def allocator_command(
 
 @app.command("operators")
 def operators_command(
-    images: Annotated[
-        str | None,
-        typer.Option(help="Images; by default CIFAR-10 if the measuring data is there."),
-    ] = None,
+    images: ImagesOption = None,
     text: Annotated[
         str | None,
         typer.Option(help="A text for the BERT-small, as text:FILE; without it, images only."),
@@ -134,10 +129,7 @@ def time_operators(*, quick: bool, as_json: bool) -> None:
 @app.command("gpu")
 def gpu_command(
     device: Annotated[str, typer.Option(help="Where: cuda, cuda:1; cpu to try it.")] = "cuda",
-    images: Annotated[
-        str | None,
-        typer.Option(help="Images; by default CIFAR-10 if the measuring data is there."),
-    ] = None,
+    images: ImagesOption = None,
     text: Annotated[
         str | None,
         typer.Option(

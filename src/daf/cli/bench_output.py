@@ -26,6 +26,10 @@ QuickOption = Annotated[bool, typer.Option("--quick", help="A short run with few
 OnlyOption = Annotated[
     str | None, typer.Option(help="These workloads only, as in 'W1,W3'; by default all.")
 ]
+ImagesOption = Annotated[
+    str | None,
+    typer.Option(help="Images; by default CIFAR-10 if the measuring data is there."),
+]
 PictureOption = Annotated[Path | None, typer.Option(help="Draw the result into this PNG file.")]
 OutOption = Annotated[
     Path | None,

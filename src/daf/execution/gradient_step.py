@@ -21,6 +21,7 @@ from daf.execution.microbatch import (
 from daf.execution.nonfinite import first_nonfinite
 from daf.execution.rehearsal import rehearse
 from daf.execution.release import GradientRelease
+from daf.execution.undisturbed import RandomState
 from daf.memory.domain import device_of
 from daf.plan import Plan, Policy
 
@@ -30,21 +31,18 @@ class Before:
 
     def __init__(self, model: nn.Module) -> None:
         self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        self._random_state = RandomState()
         device = device_of(model)
-        self._gpu = device if device.type == "cuda" else None
-        self._random_state = torch.get_rng_state()
-        self._random_state_there = torch.cuda.get_rng_state(device) if self._gpu else None
-        with torch.enable_grad():  # on the GPU, whose passes go through a queue of its own
-            self._oldest = torch.zeros((), requires_grad=True, device=self._gpu) * 1.0
+        gpu = device if device.type == "cuda" else None  # its passes go through a queue of its own
+        with torch.enable_grad():
+            self._oldest = torch.zeros((), requires_grad=True, device=gpu) * 1.0
 
     def restore(self) -> None:
         """Put them back."""
         with torch.no_grad():
             for buffer, value in self._buffers:
                 buffer.copy_(value)
-        torch.set_rng_state(self._random_state)
-        if self._gpu is not None and self._random_state_there is not None:
-            torch.cuda.set_rng_state(self._random_state_there, self._gpu)
+        self._random_state.restore()
 
     def forget_backward(self) -> None:
         """Let go of what a backward pass that failed half-way still holds.

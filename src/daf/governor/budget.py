@@ -135,9 +135,12 @@ class Governor:
         return self._asked
 
     @property
-    def is_auto(self) -> bool:
-        """Does the budget follow what the machine can spare?"""
-        return self._request is not None and self._request.is_auto
+    def follows_pressure(self) -> bool:
+        """Does the budget follow what the machine can spare? What it stalls for is not a device's
+        memory.
+        """
+        is_auto = self._request is not None and self._request.is_auto
+        return is_auto and self._read_device is None
 
     def ask(self, budget: Budget) -> Reading:
         """Another budget, from now on.
@@ -184,7 +187,7 @@ class Governor:
     def _settled(self, request: Request, *, at_once: bool, urgent: bool) -> Reading:
         self._bounds = self._read_bounds(request)
         self._growth.note(self._bounds, self._clock())
-        backoff = self._pressure(urgent) if request.is_auto else 0.0
+        backoff = self._pressure(urgent) if self.follows_pressure else 0.0
         goal = goal_of(request, self._bounds, backoff, self._growth)
         before = self.reading.budget_bytes
         if at_once or before is None:
@@ -225,8 +228,6 @@ class Governor:
         return True
 
     def _pressure(self, urgent: bool) -> float:
-        if self._read_device is not None:
-            return 0.0  # what the operating system stalls for is not the device's memory
         if self._sampler is None:
             self._sampler = PressureSampler(self._system)
         now_s = self._clock()

@@ -18,8 +18,6 @@ from daf.memory.account_meter import Meter
 
 # In the order in which PyTorch reads them.
 _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-
-
 _FUNCTIONS = (
     "memory_reserved",
     "max_memory_reserved",

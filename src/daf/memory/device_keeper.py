@@ -21,7 +21,6 @@ NEAR_BYTES = 64 * 2**20
 # What PyTorch's caching allocator takes from the driver at a time for blocks of 1 to 10 MiB.
 SEGMENT_BYTES = 20 * 2**20
 
-
 # Of all keepers together, whatever device they bound: taken before a keeper's own lock.
 _registry_lock = threading.RLock()
 # By device, the share that was set before any keeper set one, and how many are open.
@@ -85,6 +84,7 @@ class DeviceKeeper:
             self._share_before = _enter(self._memory)
             # Sessions are left without being closed, in a notebook say.
             self._left = weakref.finalize(self, _leave, self._memory)
+            self._left.atexit = False  # the process's share ends with it
             self.settings.append(
                 f"PyTorch's allocator reserves no more than the budget on {self._memory.name}, of "
                 f"{format_bytes(self._total_bytes)} there; it is configured by "

@@ -88,7 +88,15 @@ def memory_of(model: nn.Module) -> MemoryDomain:
             f"asked for a budget for a model on {names}; it bounds one device's memory; put the "
             "model on one, or pass budget=None"
         )
-    device = device_of(model)
+    return memory_on(device_of(model))
+
+
+def memory_on(device: torch.device) -> MemoryDomain:
+    """The process's for the processor, else the device's.
+
+    Raises:
+        PlatformError: its memory cannot be bounded.
+    """
     return ProcessMemory() if device.type == "cpu" else DeviceMemory(device)
 
 

@@ -106,9 +106,11 @@ class MemoryKeeper:
         """Allocations that the limit has refused in this process so far."""
         return stats()["refusals"] if self._recycling is not None else 0
 
-    def has_refused(self, error: BaseException, refusals_before: int) -> bool:
-        """Does an error come from memory that was refused since ``refusals`` was so many?"""
-        return isinstance(error, RuntimeError) and self.refusals() > refusals_before
+    def has_refused(self, error: BaseException, refusals_before: int) -> bool:  # noqa: ARG002
+        """Was memory refused since ``refusals`` was so many? The user's own code may have made
+        any other error of that.
+        """
+        return self.refusals() > refusals_before
 
     def bound(self, expected_bytes: int, budget_bytes: int) -> None:
         """From now on the process stays within ``budget_bytes``: further allocations are refused.

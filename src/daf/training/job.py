@@ -18,6 +18,7 @@ from torch import nn
 from daf.errors import PlatformError, UnknownNameError
 from daf.memory import compiler, measure
 from daf.memory.device import DeviceMemory
+from daf.memory.domain import memory_on
 from daf.session import Session
 from daf.training.batches import Batch, BatchOrder, Indices
 from daf.training.data import load_data
@@ -158,10 +159,9 @@ def make_optimizer(
 
 def _floor_bytes(device: torch.device) -> int:
     measure.warm_up(device)
-    if device.type == "cpu":
-        return measure.resident_bytes()
-    memory = DeviceMemory(device)
-    memory.release_cached()  # as the session does
+    memory = memory_on(device)
+    if isinstance(memory, DeviceMemory):
+        memory.release_cached()  # as the session does
     return memory.held_bytes()
 
 
