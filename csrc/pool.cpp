@@ -6,6 +6,7 @@
 #include <memory>
 #include <new>
 #include <string>
+#include <utility>
 
 namespace daf::paging {
 namespace {
@@ -36,9 +37,9 @@ uint64_t checked_page(uint64_t bytes) {
   return bytes;
 }
 
-uint64_t group_of(uint64_t page_bytes) { return std::max(page_bytes, Region::system_page_bytes()); }
-
 Growth growth_by(const Options& options, uint64_t group_bytes) {
+  // What lies elsewhere has an allocator there, which keeps what will be used again.
+  if (options.elsewhere) return Growth(1, true);
   const uint64_t increment = (options.increment_bytes + group_bytes - 1) / group_bytes;
   return Growth(increment, options.may_cut_increment);
 }
@@ -67,10 +68,13 @@ Pool::Pool(const Options& options)
       group_bytes_(group_of(page_bytes_)),
       pages_per_group_(group_bytes_ / page_bytes_),
       cap_bytes_(options.cap_bytes),
-      region_(std::max(round_up(options.reserve_bytes, group_bytes_), group_bytes_), group_bytes_),
+      region_(std::max(round_up(options.reserve_bytes, group_bytes_), group_bytes_), group_bytes_,
+              options.elsewhere),
       growth_(growth_by(options, group_bytes_)),
       tensors_(most_slots),
       tree_(most_slots) {
+  if (options.poison && options.elsewhere)
+    throw MisuseError("asked to poison pages that lie elsewhere; poison those of the process");
   evictions_.reserve(most_evictions_logged);
   note_peaks();
 }
@@ -79,6 +83,11 @@ Pool::~Pool() {
   for (uint64_t slot = 0; slot < tensors_.size(); ++slot)
     if (tensors_[slot].handle) std::free(tensors_[slot].importance);
   if (options_.lender.give) options_.lender.give(backed_ * group_bytes_);
+}
+
+// What memory comes and goes in.
+uint64_t Pool::group_of(uint64_t page_bytes) const {
+  return options_.elsewhere ? page_bytes : std::max(page_bytes, Region::system_page_bytes());
 }
 
 bool Pool::set_page_bytes(uint64_t bytes) {
@@ -145,6 +154,7 @@ void Pool::fill_table(const Tensor& tensor) {
 
 uint64_t Pool::allocate_span(uint64_t bytes, uint64_t tag) {
   const uint64_t pages = (bytes + page_bytes_ - 1) / page_bytes_;
+  if (options_.elsewhere) throw MisuseError("asked for a span; pages that lie elsewhere have none");
   if (pages >= no_page) throw FullError("a span of that many pages cannot exist");
   const std::lock_guard<std::mutex> lock(mutex_);
   growth_.note_demand(pages / pages_per_group_);
@@ -340,6 +350,11 @@ uint64_t Pool::trim() {
   return return_groups(empty_groups().count()) * group_bytes_;
 }
 
+std::vector<Lost> Pool::take_lost() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return std::exchange(lost_, {});
+}
+
 GivenUp Pool::given_up() const {
   return {evicted_pages_, evicted_payload_, returned_ * group_bytes_, 0};
 }
@@ -352,24 +367,32 @@ GivenUp Pool::since(const GivenUp& before) const {
 }
 
 void Pool::evict_pages(uint64_t pages) {
-  while (pages-- > 0) evict_page();
+  while (pages > 0) pages -= std::min(pages, evict_least());
 }
 
-// One page of the least significant plane of the least important tensor.
-void Pool::evict_page() {
+// The least significant plane of the least important tensor: a page of it, or where planes go as
+// a whole, all that is left; returns how many pages.
+uint64_t Pool::evict_least() {
   const uint32_t slot = tree_.least();
   Tensor& tensor = tensors_[slot];
-  const uint32_t plane = tensor.kept - 1u, run = tensor.full_runs - 1;
-  const uint64_t payload = page_payload(tensor, run);
-  free_page(tensor.table[uint64_t(plane) * tensor.runs + run]);
-  log_eviction(tensor, plane, 1);
-  payload_bytes_ -= payload;
-  evicted_payload_ += payload;
-  ++evicted_pages_;
-  --evictable_pages_;
-  if (!lose_page(tensor)) return;
+  const uint32_t plane = tensor.kept - 1u, pages = options_.elsewhere ? tensor.full_runs : 1;
+  bool was_last = false;
+  for (uint32_t i = 0; i < pages; ++i) {
+    const uint32_t run = tensor.full_runs - 1;
+    const uint64_t payload = page_payload(tensor, run);
+    free_page(tensor.table[uint64_t(plane) * tensor.runs + run]);
+    payload_bytes_ -= payload;
+    evicted_payload_ += payload;
+    was_last = lose_page(tensor);
+  }
+  log_eviction(tensor, plane, pages);
+  evicted_pages_ += pages;
+  evictable_pages_ -= pages;
+  if (!was_last) return pages;
+  if (options_.elsewhere) lost_.push_back({tensor.handle, tensor.kept});
   tree_.erase(slot);
   if (tensor.kept > tensor.minimum) tree_.insert(slot, tensor.importance[tensor.kept - 1]);
+  return pages;
 }
 
 // One page less of the least significant plane; was it that plane's last?
@@ -388,7 +411,7 @@ bool Pool::give_up_least(Tensor& newcomer) {
     return true;
   }
   if (!evictable_pages_) return false;
-  evict_page();
+  evict_least();
   return true;
 }
 

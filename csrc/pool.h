@@ -58,6 +58,9 @@ struct Options {
   uint64_t increment_bytes;  // of growth; 0: adaptive
   bool may_cut_increment;    // take less than a whole increment where the cap leaves no more
   bool poison;               // fill pages that fall free with 0xDB
+  // Pages lie on a device: they are numbered and counted here. Each plane is one block of memory
+  // there, so that planes go as a whole, and take_lost tells which went.
+  bool elsewhere = false;
   Lender lender = {nullptr, nullptr};
 };
 
@@ -79,6 +82,12 @@ struct GivenUp {
 struct Eviction {
   uint64_t tag, handle;
   uint32_t plane, pages;
+};
+
+// A tensor that has lost planes: so many are left.
+struct Lost {
+  uint64_t handle;
+  uint32_t kept;
 };
 
 struct Statistics {
@@ -131,6 +140,8 @@ class Pool {
   void reset_peaks();
   // What was given up since the last call, oldest first; `lost`: how many entries found no room.
   std::vector<Eviction> take_evictions(uint64_t* lost);
+  // Tensors that lost planes since the last call, oldest first; of pages that lie elsewhere.
+  std::vector<Lost> take_lost();
   uint64_t resident_bytes();
   uint64_t held_bytes();
   uint64_t live_tensors();
@@ -190,6 +201,7 @@ class Pool {
   void return_surplus();
 
   // Room.
+  uint64_t group_of(uint64_t page_bytes) const;
   uint64_t bitmap_bytes(uint64_t groups) const;
   uint64_t metadata_bytes(uint64_t new_slots, uint64_t new_table_bytes) const;
   uint64_t most_groups(uint64_t metadata) const;
@@ -201,7 +213,7 @@ class Pool {
   void check_possible(uint64_t pages, uint64_t most) const;
   [[noreturn]] void throw_full(uint64_t pages, uint64_t most) const;
   bool shrink_to_cap();
-  void evict_page();
+  uint64_t evict_least();
   void evict_pages(uint64_t pages);
   void log_eviction(const Tensor& tensor, uint32_t plane, uint64_t pages);
   GivenUp given_up() const;
@@ -231,6 +243,7 @@ class Pool {
   uint64_t live_pages_ = 0, payload_bytes_ = 0, evictable_pages_ = 0;
   uint64_t live_peak_ = 0, held_peak_ = 0;
   uint64_t evicted_pages_ = 0, evicted_payload_ = 0, grown_ = 0, growths_ = 0, returned_ = 0;
+  std::vector<Lost> lost_;
   std::vector<Eviction> evictions_;
   uint64_t evictions_lost_ = 0;
   Eviction last_lost_{};

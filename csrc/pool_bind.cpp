@@ -83,6 +83,13 @@ nb::tuple take_evictions(Pool& pool) {
   return nb::make_tuple(found, lost);
 }
 
+nb::list take_lost(Pool& pool) {
+  nb::list found;
+  for (const paging::Lost& each : without_lock([&] { return pool.take_lost(); }))
+    found.append(nb::make_tuple(each.handle, each.kept));
+  return found;
+}
+
 nb::dict statistics(Pool& pool) {
   const paging::Statistics now = pool.statistics();
   nb::dict found;
@@ -109,15 +116,16 @@ void bind_class(nb::module_& module) {
       .def(
           "__init__",
           [](Pool* self, uint64_t reserve_bytes, uint64_t page_bytes, nb::object cap_bytes,
-             uint64_t increment_bytes, bool may_cut_increment, bool poison, bool charged) {
+             uint64_t increment_bytes, bool may_cut_increment, bool poison, bool charged,
+             bool elsewhere) {
             const uint64_t cap =
                 cap_bytes.is_none() ? paging::no_cap : nb::cast<uint64_t>(cap_bytes);
             new (self) Pool({reserve_bytes, page_bytes, cap, increment_bytes, may_cut_increment,
-                             poison, charged ? process_account : paging::Lender{}});
+                             poison, elsewhere, charged ? process_account : paging::Lender{}});
           },
           nb::arg("reserve_bytes"), nb::arg("page_bytes"), nb::arg("cap_bytes").none(),
           nb::arg("increment_bytes"), nb::arg("may_cut_increment"), nb::arg("poison"),
-          nb::arg("charged") = false)
+          nb::arg("charged") = false, nb::arg("elsewhere") = false)
       .def("allocate", &allocate, unlocked())
       .def("allocate_span", &allocate_span, unlocked())
       .def("release", &Pool::release, unlocked())
@@ -149,6 +157,7 @@ void bind_class(nb::module_& module) {
       .def("set_page_bytes", &Pool::set_page_bytes, unlocked())
       .def("reset_peaks", &Pool::reset_peaks, unlocked())
       .def("take_evictions", &take_evictions)
+      .def("take_lost", &take_lost)
       .def("resident_bytes", &Pool::resident_bytes, unlocked())
       .def("is_sound", &Pool::is_sound, unlocked());
 }

@@ -75,33 +75,40 @@ uint64_t Region::system_page_bytes() {
   return bytes;
 }
 
-Region::Region(uint64_t wanted_bytes, uint64_t least_bytes) {
-  bytes_ = round_up(wanted_bytes, system_page_bytes());
+Region::Region(uint64_t wanted_bytes, uint64_t least_bytes, bool only_counted)
+    : bytes_(round_up(wanted_bytes, system_page_bytes())), only_counted_(only_counted) {
+  if (only_counted_) return;
   while (!(base_ = static_cast<uint8_t*>(reserve(bytes_)))) {
     bytes_ = round_up(bytes_ / 2, system_page_bytes());
     if (bytes_ < least_bytes || bytes_ <= system_page_bytes()) throw std::bad_alloc();
   }
 }
 
-Region::~Region() { unreserve(base_, bytes_); }
+Region::~Region() {
+  if (!only_counted_) unreserve(base_, bytes_);
+}
 
 void Region::extend(uint64_t bytes) {
   bytes = round_up(bytes, system_page_bytes());
   if (bytes <= usable_bytes_) return;
-  if (bytes > bytes_ || !make_usable(base_ + usable_bytes_, bytes - usable_bytes_))
+  if (bytes > bytes_) throw std::bad_alloc();
+  if (!only_counted_ && !make_usable(base_ + usable_bytes_, bytes - usable_bytes_))
     throw std::bad_alloc();
   usable_bytes_ = bytes;
 }
 
 void Region::take_back([[maybe_unused]] uint64_t offset, [[maybe_unused]] uint64_t bytes) {
 #if defined(_WIN32)
-  if (!make_usable(base_ + offset, bytes)) throw std::bad_alloc();
+  if (!only_counted_ && !make_usable(base_ + offset, bytes)) throw std::bad_alloc();
 #endif
 }
 
-void Region::give_back(uint64_t offset, uint64_t bytes) { discard(base_ + offset, bytes); }
+void Region::give_back(uint64_t offset, uint64_t bytes) {
+  if (!only_counted_) discard(base_ + offset, bytes);
+}
 
 uint64_t Region::resident_bytes() const {
+  if (only_counted_) return 0;
 #if defined(__linux__)
   const uint64_t page = system_page_bytes();
   std::vector<unsigned char> present(usable_bytes_ / page);

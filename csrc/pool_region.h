@@ -2,7 +2,8 @@
 //
 // Addresses never move, so pages may be pointed at; what is not in use costs no memory. Linux
 // reserves with mmap(PROT_NONE, NORESERVE) and gives back with madvise; other Unixes give back by
-// mapping afresh; Windows reserves, commits and decommits.
+// mapping afresh; Windows reserves, commits and decommits. A region that is only counted has
+// neither addresses nor memory: what is in it lies elsewhere, on a GPU.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +14,7 @@ class Region {
  public:
   // Reserves `wanted_bytes`, or half, a quarter, ... of it where the system grants no more;
   // throws std::bad_alloc where it grants less than `least_bytes`.
-  Region(uint64_t wanted_bytes, uint64_t least_bytes);
+  Region(uint64_t wanted_bytes, uint64_t least_bytes, bool only_counted = false);
   Region(const Region&) = delete;
   Region& operator=(const Region&) = delete;
   ~Region();
@@ -36,6 +37,7 @@ class Region {
   uint8_t* base_ = nullptr;
   uint64_t bytes_ = 0;
   uint64_t usable_bytes_ = 0;
+  const bool only_counted_;
 };
 
 inline uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }

@@ -95,8 +95,7 @@ class Session:
         pool_bytes: the most that codes may hold, as bytes or ``"200MB"``; None: no cap of
             their own. Below what they need, planes of ``rotated`` codes are given up, the
             least important first, down to one bit; reports say how much. The attribute may
-            be changed at any moment, in mid-step and from another thread too. Codes on a GPU are
-            tensors, not the pool's.
+            be changed at any moment, in mid-step and from another thread too.
         sensitivity: measure what each site's code adds to the gradient, and plan by that
             (True: after the first plan, then whenever 2 % of the training time has been
             earned); False never does. Or what an earlier run of this model found.
@@ -149,7 +148,7 @@ class Session:
         self._spill = spill
         store = make_store(parse_optional_bytes(pool_bytes))
         self._capture = Capture(model, store, spill)
-        self._keeper = keeper_of(memory, store.give_back)
+        self._keeper = keeper_of(memory, store.give_back, self._capture.devices.give_back)
         self._release = GradientRelease(
             release_gradients, model, optimizer, self._capture.parameter_reads
         )

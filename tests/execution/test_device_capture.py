@@ -22,9 +22,12 @@ from torch import Tensor, nn
 from daf.errors import CodecError
 from daf.execution.capture import Capture
 from daf.kernels import header_bytes, plane_bytes
-from daf.plan import Method, Need, SiteReport, policy_for
+from daf.plan import CaptureStats, Method, Need, SiteReport, policy_for
 from daf.store import coder
 from daf.store.buffers import PlainStore
+from daf.store.device_stores import DeviceStores
+from daf.store.page_size import DEVICE_ENTRY_BYTES
+from daf.store.pool import PagedStore
 
 pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -129,16 +132,50 @@ def test_errors_shrink_with_bits(code_everything: None) -> None:
 
 def test_the_device_s_bytes_are_those_of_the_format() -> None:
     values = torch.randn(5000, device=DEVICE)
-    made = coder.Coder(PlainStore())
+    devices = DeviceStores()
+    made = coder.Coder(PlainStore(), devices)
     policy = policy_for(2)
     treatment = next(each for each in policy.by_need.values() if each.method is Method.ROTATED)
     code = made.values(values, treatment, 7, None, weight=1.0, tag=0)
-    assert not code.in_store
-    assert code.nbytes == plane_bytes(5000, 2) + header_bytes(5000)
+    assert code.in_store
+    account = devices.on(DEVICE).statistics()
+    assert account.payload_bytes == plane_bytes(5000, 2) + header_bytes(5000)
+    pages, rest = divmod(account.live_bytes, devices.on(DEVICE).page_bytes)
+    assert (code.nbytes, rest) == (account.payload_bytes + pages * DEVICE_ENTRY_BYTES, 0)
     with pytest.raises(CodecError, match="decodes as a whole"):
         code.decode(torch.empty(256, device=DEVICE), blocks=(0, 1))
     with pytest.raises(CodecError, match="asked to decode 5000 elements into a tensor of 4999"):
         code.decode(torch.empty(4999, device=DEVICE))
+
+
+def test_planes_that_a_lower_cap_takes_are_read_no_more(code_everything: None) -> None:
+    """Every plane but the first goes between forward and backward, from codes of three bits."""
+
+    def gradients(*, processor: bool) -> tuple[list[Tensor], CaptureStats]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 256), nn.Linear(256, 8))
+        model, x = model.to(DEVICE), torch.randn(512, 64).to(DEVICE)
+        capture = Capture(model, PagedStore())
+        with pytest.MonkeyPatch.context() as patch:
+            if processor:
+                patch.setattr(coder, "DEVICE_TYPES", ())
+            with capture.step(policy_for(3), seed=3, step_index=5):
+                loss = model(x).square().mean()
+            whole = capture.stats.held_bytes
+            capture.pool_bytes = 1
+            assert capture.stats.held_bytes < whole
+            if not processor:
+                assert capture.devices.on(x.device).cap_bytes == 1
+            loss.backward()
+        found = [each.grad for each in model.parameters() if each.grad is not None]
+        return found, capture.stats
+
+    found, stats = gradients(processor=False)
+    assert stats.evicted_planes == 3 * 2  # of what each layer gives
+    assert stats.evicted_bytes == 2 * (2 * plane_bytes(512 * 256, 1) + plane_bytes(512 * 8, 1))
+    if INTERPRETED:
+        expected, _ = gradients(processor=True)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
 def test_what_is_not_finite_stays_visible_behind_a_smooth_activation() -> None:
@@ -152,7 +189,8 @@ def test_what_is_not_finite_stays_visible_behind_a_smooth_activation() -> None:
         with capture.step(policy_for(2), 0, 0):
             out = model(x * 1).sum()
         (site,) = (site for site in capture.sites() if site.treatment.method is Method.DERIVATIVE)
-        assert site.held_bytes == plane_bytes(64 * 64, 2)
+        payload_bytes = capture.devices.on(x.device).statistics().payload_bytes
+        assert plane_bytes(64 * 64, 2) == payload_bytes <= site.held_bytes < 1.1 * payload_bytes
         out.backward()
         assert x.grad is not None
         assert bool(x.grad.isnan().all()) == broken

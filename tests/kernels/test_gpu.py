@@ -118,14 +118,14 @@ def in_pages(
         region[table[bits * runs + page], : len(piece)] = piece
     full = runs if full_runs is None else full_runs
     fields = PageFields(0, page_bytes, 0, count, runs, full, bits, bits)
-    return paged_planes(to_device(region), to_device(table), fields)
+    return paged_planes(to_device(region), to_device(table.astype(np.int64) * page_words), fields)
 
 
 def gathered(planes: DevicePlanes) -> tuple[np.ndarray, np.ndarray]:
     """Planes (bits, words) and headers (blocks,) out of their pages."""
     assert planes.table is not None
     region = planes.region.cpu().numpy().view(np.uint32).reshape(-1, planes.page_words)
-    table = planes.table.cpu().numpy()
+    table = planes.table.cpu().numpy() // planes.page_words
     body = region[table[: planes.bits * planes.runs]].reshape(planes.bits, -1)
     pairs = region[table[planes.bits * planes.runs :]].reshape(-1)
     return body[:, : words_of(planes.elements)], pairs[: block_count(planes.elements)]

@@ -22,7 +22,8 @@ from daf.kernels import gpu_bits, gpu_minmax, gpu_reduce_device, gpu_rotated  # 
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {
-    **dict.fromkeys(("region", "table", "headers", "mask_region", "mask_table"), "*i32"),
+    **dict.fromkeys(("region", "headers", "mask_region"), "*i32"),
+    **dict.fromkeys(("table", "mask_table"), "*i64"),
     **dict.fromkeys(("borders", "scale", "shift", "factors"), "*fp32"),
     **dict.fromkeys(("broken", "too_wide", "least", "greatest"), "*i32"),
     **dict.fromkeys(("least_out", "greatest_out"), "*i32"),

@@ -16,6 +16,7 @@ from daf.memory.device import DeviceMemory
 from daf.memory.device_keeper import DeviceKeeper
 from daf.memory.domain import ProcessMemory, keeper_of, memory_of
 from daf.model_bytes import update_bytes
+from daf.store.device_pool import DevicePagedStore
 
 MIB = 2**20
 
@@ -82,6 +83,36 @@ def test_what_lies_beyond_the_bound_is_refused_until_it_is_lifted(
     keeper.close()
     assert not keeper.settings
     del held
+
+
+def test_a_budget_that_falls_in_mid_step_takes_planes(memory: DeviceMemory) -> None:
+    """The least important ones, no more of them than it must; what is read stays."""
+    store = DevicePagedStore(torch.device("cpu"))
+    keeper = DeviceKeeper(memory, store.give_back)
+    keeper.bound(0, 64 * MIB)
+    tensors = [
+        store.allocate_planes(8 * MIB, 3, minimum_bits=1, importance=[9.0, 5.0 + each, 1.0 + each])
+        for each in range(4)
+    ]
+    for tensor in tensors:
+        with tensor.writing():
+            pass
+    keeper.flush()
+    lower, before = memory.held_bytes() - 2 * MIB - 1, store.lent_bytes
+    with tensors[0].pinned():
+        assert keeper.rebound(lower) == 3 * MIB  # in planes of a MiB
+    assert before - store.lent_bytes == 3 * MIB
+    assert memory.held_bytes() <= lower
+    left = []
+    for tensor in tensors:
+        with tensor.pinned() as planes:
+            left.append(planes.kept)
+    assert left == [3, 2, 2, 2]
+    assert keeper.rebound(4 * MIB) == 5 * MIB
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        torch.ones(3 * MIB)
+    assert keeper.rebound(1) == 0
+    keeper.close()
 
 
 def test_a_step_that_must_finish_does_and_its_cost_is_told(memory: DeviceMemory) -> None:

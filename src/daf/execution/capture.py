@@ -66,7 +66,9 @@ from daf.plan import (
     SiteReport,
 )
 from daf.store.buffers import Store
+from daf.store.coder import Coder
 from daf.store.default import make_store
+from daf.store.device_stores import DeviceStores
 from daf.store.pool import PagedStore
 from daf.store.scratch import Scratch
 from daf.store.spill import SpillOptions, SpillStore
@@ -84,17 +86,21 @@ class Capture:
         store: Store | None = None,
         spill: SpillOptions | SpillStore | None = None,
     ) -> None:
-        """Prepare for ``model``; codes go to ``store``, which is no other capture's.
+        """Prepare for ``model``; codes go to ``store``, which is no other capture's, and those of
+        tensors on a GPU to a pool there under the same cap (``devices``).
 
-        By default that is the paged pool (:func:`daf.store.default.make_store`).
+        By default the store is the paged pool (:func:`daf.store.default.make_store`).
         ``spill`` says where *spill* treatments write; nothing is opened before one does.
         """
         self._model = model
         self._store = store = make_store() if store is None else store
+        self.devices = devices = DeviceStores(self.pool_bytes)
         self._spill = spill if isinstance(spill, SpillStore) else SpillStore(spill)
         spilled = self._spill
-        self._ledger = Ledger(lambda: store.live_bytes, lambda: spilled.in_memory_bytes)
-        self._evictions = Evictions(store)
+        self._ledger = Ledger(
+            lambda: store.live_bytes + devices.live_bytes, lambda: spilled.in_memory_bytes
+        )
+        self._evictions = Evictions(store, devices)
         self._sources = Sources(self._ledger)
         self._tracker = SiteTracker(model)
         self._provenance = Provenance()
@@ -112,7 +118,7 @@ class Capture:
             self._sources,
             self._tracker,
             self._provenance,
-            Treater(store, spilled, self._ledger, self._provenance),
+            Treater(Coder(store, devices), spilled, self._ledger, self._provenance),
             self._scratch,
             self.parameter_reads,
             self._replay_log,
@@ -226,6 +232,7 @@ class Capture:
                 "limited (ulimit -v); give pool_bytes from the start"
             )
         self._store.set_cap(value)
+        self.devices.set_cap(value)
 
     @property
     def stats(self) -> CaptureStats:

@@ -33,10 +33,8 @@ from daf.execution.rules import saved_in, sign_rule, tensors_in
 from daf.execution.smooth import smooth_code
 from daf.kernels import Predicate
 from daf.plan import KEEP, Method, Need, Site, Treatment
-from daf.store.averaged import AveragedCode
-from daf.store.buffers import Store
 from daf.store.codec import Channels, is_codable
-from daf.store.coder import Coder, Packed, Values, can_code_on, is_read_freely
+from daf.store.coder import Coder, Packed, Values, can_code_on, is_read_freely, is_recorded
 from daf.store.layout import is_dense, layout_of, overlaps
 from daf.store.scratch import Scratch
 from daf.store.spill import SpillRecord, SpillStore
@@ -134,10 +132,9 @@ class Treater:
     """Turns saved tensors into what is held instead, sharing whatever is already held."""
 
     def __init__(
-        self, store: Store, spill: SpillStore, ledger: Ledger, provenance: Provenance
+        self, coder: Coder, spill: SpillStore, ledger: Ledger, provenance: Provenance
     ) -> None:
-        self._store = store
-        self._coder = Coder(store)
+        self._coder = coder
         self._spill = spill
         self._ledger = ledger
         self._provenance = provenance
@@ -163,6 +160,8 @@ class Treater:
     def _try(self, job: Job, rederive: bool) -> Held | None:
         if job.tensor._version != job.saved.version:
             return None  # changed in place within its operator: keeping reports it in backward
+        if is_recorded(job.tensor):
+            return None
         if job.treatment.method is Method.SPILL:
             return self._spilled(job)
         if job.need is Need.SHAPE:
@@ -336,7 +335,7 @@ class Treater:
         if code is None:
             treatment = job.treatment
             means = replace(treatment, method=Method.MINMAX, group=1)
-            made = AveragedCode(self._store, dense, treatment.group, means, job.key)
+            made = self._coder.averages(dense, treatment.group, means, job.key)
             code = Stored(self._ledger, made)
             job.source.remember(key, code)
         return Averaged(code, layout_of(dense))

@@ -143,11 +143,11 @@ def prescale_of(values, BLOCKS: tl.constexpr):
 def word_place(word, plane, table, runs, page_words, PAGED: tl.constexpr):
     """Where word ``word`` of a plane lies, in words from the region's start.
 
-    Flat planes are one run in which a plane has ``page_words`` words; ``runs`` is 1 then.
+    The table tells where each page begins, in words too, before the start or behind it. Flat
+    planes are one run in which a plane has ``page_words`` words; ``runs`` is 1 then.
     """
     if PAGED:
-        page = tl.load(table + plane * runs + word // page_words).to(tl.int64)
-        return page * page_words + word % page_words
+        return tl.load(table + plane * runs + word // page_words) + word % page_words
     return plane * page_words + word
 
 

@@ -12,10 +12,11 @@ from daf.kernels import HEADER_BYTES_PER_BLOCK, PageFields, block_count, words_p
 
 
 class DevicePlanes(NamedTuple):
-    """:class:`daf.kernels.PageFields` with device tensors for addresses; all int32, contiguous.
+    """:class:`daf.kernels.PageFields` with device tensors for addresses; contiguous, int32 words.
 
-    Flat planes are one run whose pages are as large as a plane; ``headers`` is
-    None where the codec has none.
+    ``table`` (int64) tells for every page how many words behind the start of ``region`` it
+    begins: pages may lie in other tensors, which the caller keeps. Flat planes are one run
+    whose pages are as large as a plane; ``headers`` is None where the codec has none.
     """
 
     region: Tensor
@@ -60,7 +61,7 @@ def flat_planes(planes: Tensor, headers: Tensor | None, count: int, bits: int) -
 
 
 def paged_planes(region: Tensor, table: Tensor, fields: PageFields) -> DevicePlanes:
-    """Planes in pages of ``region`` (int32 words), as ``table`` (int32 page numbers) says.
+    """Planes in pages, whose beginnings ``table`` (int64) gives in words from ``region``'s start.
 
     Only the numbers of ``fields`` are read, not its addresses.
 
@@ -68,10 +69,10 @@ def paged_planes(region: Tensor, table: Tensor, fields: PageFields) -> DevicePla
         KernelError: the table is too short for the runs and planes.
     """
     least = fields.bits * fields.runs
-    if table.numel() < least or table.dtype != torch.int32:
+    if table.numel() < least or table.dtype != torch.int64:
         raise KernelError(
             f"asked for {fields.bits} planes of {fields.runs} runs, found a page table of "
-            f"{table.numel()} {table.dtype}; it needs at least {least} int32 entries"
+            f"{table.numel()} {table.dtype}; it needs at least {least} int64 entries"
         )
     return DevicePlanes(
         region,

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from daf.memory.device import DeviceMemory
+from daf.memory.keeping import GiveBack
 from daf.units import format_bytes
 
 # Closer to the limit than this, another look should come soon.
@@ -54,8 +55,9 @@ class DeviceKeeper:
     recycles = True
     can_refuse = True
 
-    def __init__(self, memory: DeviceMemory) -> None:
+    def __init__(self, memory: DeviceMemory, give_back: GiveBack = lambda _: 0) -> None:
         self._memory = memory
+        self._give_back = give_back
         self._lock = threading.RLock()
         self._total_bytes = 0
         self._share_before: float | None = None
@@ -139,15 +141,32 @@ class DeviceKeeper:
 
     def rebound(self, budget_bytes: int | None) -> int:
         """Another budget, or none, in the midst of a step: cached blocks go back to the driver,
-        and what is asked beyond it is refused. Codes are tensors there and stay: 0 bytes of them
-        are given up. Where nothing is bounded yet, the next step begins with this budget.
+        then planes of codes until it is met, and what is asked beyond it is refused. Where
+        nothing is bounded yet, the next step begins with this budget.
+
+        Returns:
+            Bytes of codes that went.
         """
         with self._lock:
             if self._limit_bytes is not None or budget_bytes is None:
                 self._limit_bytes = budget_bytes
                 self._apply()
                 self._shrink()
-        return 0
+            return self._give_codes_back()
+
+    def _give_codes_back(self) -> int:
+        """Planes, until no more is held than may be. A block of the driver's goes back only when
+        all that lies in it went, so that this takes several rounds.
+        """
+        returned = 0
+        while self._limit_bytes is not None:
+            over_bytes = self._memory.held_bytes() - self._limit_bytes
+            went_bytes = self._give_back(over_bytes) if over_bytes > 0 else 0
+            if went_bytes == 0:
+                break
+            returned += went_bytes
+            self._memory.release_cached()
+        return returned
 
     def must_finish(self) -> None:
         """Nothing is refused until ``bound`` is called again; ``overrun_bytes`` tells the cost.

@@ -100,8 +100,12 @@ def memory_on(device: torch.device) -> MemoryDomain:
     return ProcessMemory() if device.type == "cpu" else DeviceMemory(device)
 
 
-def keeper_of(memory: MemoryDomain, give_back: GiveBack = lambda _: 0) -> Keeper:
-    """What bounds this memory; ``give_back``: of the pool, which is the process's."""
+def keeper_of(
+    memory: MemoryDomain,
+    give_back: GiveBack = lambda _: 0,
+    give_back_there: GiveBack = lambda _: 0,
+) -> Keeper:
+    """What bounds this memory; ``give_back``: of the process's pool, ``_there``: of a device's."""
     if isinstance(memory, DeviceMemory):
-        return DeviceKeeper(memory)
+        return DeviceKeeper(memory, give_back_there)
     return MemoryKeeper(give_back)

@@ -189,12 +189,13 @@ class ValueCode:
         self.planes.seal()
 
     def _allocate(self, store: Store, weight: float, tag: int) -> Planes:
-        bits = self.treatment.bits
-        if self.treatment.method is Method.MINMAX:
-            return store.allocate_planes(self.count, bits, tag=tag)
-        importance = plane_importance(self.count, bits, weight)
+        minimum_bits, importance = may_go(self.count, self.treatment, weight)
         return store.allocate_planes(
-            self.count, bits, minimum_bits=1, importance=importance, tag=tag
+            self.count,
+            self.treatment.bits,
+            minimum_bits=minimum_bits,
+            importance=importance,
+            tag=tag,
         )
 
     @property
@@ -335,6 +336,17 @@ class IntegerCode:
                 out.element_size(),
                 torch.get_num_threads(),
             )
+
+
+def may_go(
+    count: int, treatment: Treatment, weight: float
+) -> tuple[int | None, list[float] | None]:
+    """What a store may give up of a value code: how many planes stay (None: all), and each
+    plane's importance: planes of ``rotated`` codes but the first.
+    """
+    if treatment.method is Method.MINMAX:
+        return None, None
+    return 1, plane_importance(count, treatment.bits, weight)
 
 
 def elements_in(blocks: tuple[int, int], count: int) -> int:

@@ -14,8 +14,10 @@ from torch import Tensor
 from daf.errors import KernelError
 from daf.kernels import Predicate
 from daf.plan import Treatment
+from daf.store.averaged import AveragedCode
 from daf.store.buffers import Store
 from daf.store.codec import Channels, DerivativeCode, IntegerCode, MaskCode, ValueCode
+from daf.store.device_stores import DeviceStores
 
 # Device types whose tensors Triton's kernels code (ROCm calls itself cuda too).
 DEVICE_TYPES: Collection[str] = ("cuda",)
@@ -84,10 +86,11 @@ def can_code_on(device: torch.device) -> bool:
 
 
 class Coder:
-    """Makes codes of tensors; those of the processor's go to ``store``."""
+    """Makes codes of tensors; the processor's go to ``store``, a GPU's to that of ``devices``."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, devices: DeviceStores | None = None) -> None:
         self._store = store
+        self._devices = DeviceStores() if devices is None else devices
 
     def mask(
         self, tensor: Tensor, predicate: Predicate, low: float, high: float = math.nan
@@ -95,7 +98,8 @@ class Coder:
         """One bit of every element of a dense tensor."""
         codec = _codec_on(tensor)
         if codec is not None:
-            return codec.DeviceMaskCode(tensor, predicate, low, high)  # type: ignore[no-any-return]
+            store = self._devices.on(tensor.device)
+            return codec.DeviceMaskCode(store, tensor, predicate, low, high)  # type: ignore[no-any-return]
         return MaskCode(self._store, tensor, predicate, low, high)
 
     def values(
@@ -111,27 +115,43 @@ class Coder:
         """A dense tensor's floats; the arguments are those of ``codec.ValueCode``."""
         codec = _codec_on(tensor)
         if codec is not None:
-            return codec.DeviceValueCode(tensor, treatment, key, channels)  # type: ignore[no-any-return]
+            store = self._devices.on(tensor.device)
+            return codec.DeviceValueCode(  # type: ignore[no-any-return]
+                store, tensor, treatment, key, channels, weight=weight, tag=tag
+            )
         return ValueCode(self._store, tensor, treatment, key, channels, weight=weight, tag=tag)
 
     def intervals(self, tensor: Tensor, bits: int, borders: Tensor) -> Intervals | None:
         """Intervals of a dense tensor's elements; None if it is known that one is not finite."""
         codec = _codec_on(tensor)
         if codec is not None:
-            return codec.DeviceDerivativeCode(tensor, bits, borders)  # type: ignore[no-any-return]
+            store = self._devices.on(tensor.device)
+            return codec.DeviceDerivativeCode(store, tensor, bits, borders)  # type: ignore[no-any-return]
         return DerivativeCode.encode(self._store, tensor, bits, borders)
+
+    def averages(self, tensor: Tensor, group: int, treatment: Treatment, key: int) -> AveragedCode:
+        """A dense CPU tensor's means of ``group`` neighbours."""
+        return AveragedCode(self._store, tensor, group, treatment, key)
 
     def integers(self, tensor: Tensor, bits: int, base: int) -> Packed:
         """A dense tensor's integers, which lie in ``base … base + 2**bits - 1``."""
         codec = _codec_on(tensor)
         if codec is not None:
-            return codec.DeviceIntegerCode(tensor, bits, base)  # type: ignore[no-any-return]
+            store = self._devices.on(tensor.device)
+            return codec.DeviceIntegerCode(store, tensor, bits, base)  # type: ignore[no-any-return]
         return IntegerCode(self._store, tensor, bits, base)
 
 
 def is_read_freely(tensor: Tensor) -> bool:
     """May the program look at the elements without waiting for a device?"""
     return tensor.device.type not in DEVICE_TYPES
+
+
+def is_recorded(tensor: Tensor) -> bool:
+    """Is work recorded now, to be run again (a CUDA graph)? It would write pages again that have
+    become someone else's.
+    """
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _codec_on(tensor: Tensor) -> ModuleType | None:

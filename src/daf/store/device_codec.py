@@ -1,14 +1,13 @@
 """Codes of tensors on a GPU: their planes lie there too, and nothing waits for the device.
 
-The same formats as ``codec``, made by Triton (``kernels.gpu``). Planes are tensors
-of PyTorch's caching allocator, so that room freed on a stream is that stream's
-again in order, as it is for every other tensor; a store of pages gives up
-nothing of them. Importing this raises KernelError where Triton is not installed.
+The same formats as ``codec``, made by Triton (``kernels.gpu``), in pages of ``device_pool``.
+Importing this raises KernelError where Triton is not installed.
 """
 
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from functools import cache
 
 import torch
@@ -17,27 +16,26 @@ from torch import Tensor
 from daf.errors import CodecError
 from daf.kernels import Predicate, gpu
 from daf.kernels.gpu_launch import Affine
-from daf.kernels.gpu_planes import DevicePlanes, allocate_flat
 from daf.plan import Method, Treatment
-from daf.store.codec import Channels, check_count
+from daf.store.codec import Channels, check_count, may_go
+from daf.store.device_pool import DevicePagedStore, DevicePlaneTensor
 from daf.store.layout import in_memory_order
 
 
 class _DeviceCode:
-    """Planes on a device, with headers or without."""
+    """Planes on a device, with headers or without; never given up unless said otherwise."""
 
     __slots__ = ("count", "planes")
-    in_store = False
+    in_store = True
 
-    def __init__(self, tensor: Tensor, bits: int, *, headers: bool) -> None:
+    def __init__(self, tensor: Tensor, planes: DevicePlaneTensor) -> None:
         self.count = tensor.numel()
-        self.planes: DevicePlanes = allocate_flat(self.count, bits, tensor.device, headers=headers)
+        self.planes = planes
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the planes and headers, on the device."""
-        headers = self.planes.headers
-        return self.planes.region.nbytes + (0 if headers is None else headers.nbytes)
+        """Bytes of the planes and headers that are there, and of the table of their pages."""
+        return self.planes.nbytes
 
 
 class DeviceMaskCode(_DeviceCode):
@@ -46,25 +44,40 @@ class DeviceMaskCode(_DeviceCode):
     __slots__ = ()
 
     def __init__(
-        self, tensor: Tensor, predicate: Predicate, low: float, high: float = math.nan
+        self,
+        store: DevicePagedStore,
+        tensor: Tensor,
+        predicate: Predicate,
+        low: float,
+        high: float = math.nan,
     ) -> None:
         """Encode a dense tensor."""
-        super().__init__(tensor, 1, headers=False)
-        gpu.encode_mask(in_memory_order(tensor), self.planes, predicate, low, high)
+        super().__init__(tensor, store.allocate_planes(tensor.numel(), 1, headers=False))
+        with self.planes.writing() as planes:
+            gpu.encode_mask(in_memory_order(tensor), planes, predicate, low, high)
 
     def decode(self, out: Tensor, off_value: float, on_value: float) -> None:
         """Write the two values into a dense tensor of the coded element count."""
         check_count(self.count, out)
-        gpu.decode_mask(self.planes, off_value, on_value, in_memory_order(out))
+        with self.planes.pinned() as planes:
+            gpu.decode_mask(planes, off_value, on_value, in_memory_order(out))
 
 
 class DeviceValueCode(_DeviceCode):
-    """``codec.ValueCode`` on a device; all its planes stay."""
+    """``codec.ValueCode`` on a device: of ``rotated`` codes all planes but the first may go."""
 
     __slots__ = ("key", "treatment")
 
     def __init__(
-        self, tensor: Tensor, treatment: Treatment, key: int, channels: Channels | None = None
+        self,
+        store: DevicePagedStore,
+        tensor: Tensor,
+        treatment: Treatment,
+        key: int,
+        channels: Channels | None = None,
+        *,
+        weight: float = 1.0,
+        tag: int = 0,
     ) -> None:
         """Encode a dense tensor, after ``channels`` (vectors on its device) has been applied.
 
@@ -74,14 +87,23 @@ class DeviceValueCode(_DeviceCode):
         """
         if treatment.method not in (Method.ROTATED, Method.MINMAX):
             raise CodecError(f"asked for a value code by {treatment.method}; use rotated or minmax")
-        super().__init__(tensor, treatment.bits, headers=True)
+        minimum_bits, importance = may_go(tensor.numel(), treatment, weight)
+        planes_there = store.allocate_planes(
+            tensor.numel(),
+            treatment.bits,
+            minimum_bits=minimum_bits,
+            importance=importance,
+            tag=tag,
+        )
+        super().__init__(tensor, planes_there)
         self.treatment = treatment
         self.key = key
         source, affine = in_memory_order(tensor), _affine(channels)
-        if treatment.method is Method.ROTATED:
-            gpu.encode_rotated(source, self.planes, treatment.rounds, key, affine)
-        else:
-            gpu.encode_minmax(source, self.planes, key, affine)
+        with self.planes.writing() as planes:
+            if treatment.method is Method.ROTATED:
+                gpu.encode_rotated(source, planes, treatment.rounds, key, affine)
+            else:
+                gpu.encode_minmax(source, planes, key, affine)
 
     def decode(
         self,
@@ -101,13 +123,14 @@ class DeviceValueCode(_DeviceCode):
                 f"asked for blocks {blocks} of a code on {out.device}; it decodes as a whole"
             )
         check_count(self.count, out)
-        chosen = None if mask is None else mask.planes
+        chosen = nullcontext() if mask is None else mask.planes.pinned()
         place, affine = in_memory_order(out), _affine(channels)
-        if self.treatment.method is Method.ROTATED:
-            rounds = self.treatment.rounds
-            gpu.decode_rotated(self.planes, rounds, self.key, place, affine, chosen, accumulate)
-        else:
-            gpu.decode_minmax(self.planes, place, affine, chosen, accumulate)
+        with self.planes.pinned() as planes, chosen as chosen_planes:
+            if self.treatment.method is Method.ROTATED:
+                options = (place, affine, chosen_planes, accumulate)
+                gpu.decode_rotated(planes, self.treatment.rounds, self.key, *options)
+            else:
+                gpu.decode_minmax(planes, place, affine, chosen_planes, accumulate)
 
 
 class DeviceDerivativeCode(_DeviceCode):
@@ -115,21 +138,23 @@ class DeviceDerivativeCode(_DeviceCode):
 
     __slots__ = ("_broken",)
 
-    def __init__(self, tensor: Tensor, bits: int, borders: Tensor) -> None:
+    def __init__(self, store: DevicePagedStore, tensor: Tensor, bits: int, borders: Tensor) -> None:
         """Code a dense tensor; ``borders``: (2**bits - 1,) float32, ascending, on any device.
 
         Whether all elements are finite is known on the device alone; where one is
         not, all of the tensor decodes to NaN.
         """
-        super().__init__(tensor, bits, headers=False)
+        super().__init__(tensor, store.allocate_planes(tensor.numel(), bits, headers=False))
         source, table = in_memory_order(tensor), _table_on(borders, tensor.device)
-        self._broken = gpu.encode_derivative(source, self.planes, table)
+        with self.planes.writing() as planes:
+            self._broken = gpu.encode_derivative(source, planes, table)
 
     def decode(self, out: Tensor, levels: Tensor) -> None:
         """Write ``levels[interval]`` into a dense tensor; levels: (2**bits,) float32."""
         check_count(self.count, out)
         place = in_memory_order(out)
-        gpu.decode_derivative(self.planes, _table_on(levels, out.device), place)
+        with self.planes.pinned() as planes:
+            gpu.decode_derivative(planes, _table_on(levels, out.device), place)
         place.masked_fill_(self._broken != 0, math.nan)
 
 
@@ -138,16 +163,18 @@ class DeviceIntegerCode(_DeviceCode):
 
     __slots__ = ("base",)
 
-    def __init__(self, tensor: Tensor, bits: int, base: int) -> None:
+    def __init__(self, store: DevicePagedStore, tensor: Tensor, bits: int, base: int) -> None:
         """Encode a dense tensor of integers in ``base … base + 2**bits - 1``, or of booleans."""
-        super().__init__(tensor, bits, headers=False)
+        super().__init__(tensor, store.allocate_planes(tensor.numel(), bits, headers=False))
         self.base = base
-        gpu.encode_integers(_signed(in_memory_order(tensor)), self.planes, base)
+        with self.planes.writing() as planes:
+            gpu.encode_integers(_signed(in_memory_order(tensor)), planes, base)
 
     def decode(self, out: Tensor) -> None:
         """Write the integers into a dense tensor of the coded element count."""
         check_count(self.count, out)
-        gpu.decode_integers(self.planes, self.base, _signed(in_memory_order(out)))
+        with self.planes.pinned() as planes:
+            gpu.decode_integers(planes, self.base, _signed(in_memory_order(out)))
 
 
 @cache

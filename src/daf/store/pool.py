@@ -22,7 +22,12 @@ from daf.errors import KernelError, PoolFullError
 from daf.kernels import plane_bytes
 from daf.kernels.tables import rotated_error
 from daf.store.buffers import Buffer
-from daf.store.page_size import DEFAULT_PAGE_BYTES, PageFitter
+from daf.store.page_size import (
+    DEFAULT_PAGE_BYTES,
+    DEVICE_ENTRY_BYTES,
+    TABLE_ENTRY_BYTES,
+    PageFitter,
+)
 from daf.store.pool_view import EvictedPlane, GivenUp, PlaneView, PoolStatistics
 
 # DAF, arXiv 2507.07149: the pool grows by 100 MB at a time.
@@ -127,6 +132,7 @@ class PagedStore:
         increment_bytes: int | None = None,
         poison: bool = False,
         charged: bool = False,
+        elsewhere: bool = False,
         observer: Observer | None = None,
     ) -> None:
         """Reserve addresses; memory follows as it is needed.
@@ -141,6 +147,8 @@ class PagedStore:
             charged: count the memory in the process's account and obey its limit
                 (``daf.memory.recycling``). What the limit refuses is asked of the account's
                 reclaim hook, then of the pool's own planes, before the allocation fails.
+            elsewhere: pages lie on a device (``device_pool``) and are only numbered and counted
+                here; planes go as a whole.
             observer: called with every operation, as a dictionary of plain values
                 (``daf.store.trace`` writes them to a file).
 
@@ -151,7 +159,8 @@ class PagedStore:
         _check_bytes("cap", cap_bytes)
         if increment_bytes is not None and increment_bytes < 1:
             raise KernelError(f"asked to grow by {increment_bytes} bytes; give at least one page")
-        self._fitter = PageFitter() if page_bytes is None else None
+        entry_bytes = TABLE_ENTRY_BYTES + (DEVICE_ENTRY_BYTES if elsewhere else 0)
+        self._fitter = PageFitter(entry_bytes) if page_bytes is None else None
         self._observer = observer
         self.native = _call(
             _native.pool.Pool,
@@ -162,6 +171,7 @@ class PagedStore:
             False,
             poison,
             charged,
+            elsewhere,
         )
 
     @property
@@ -293,6 +303,10 @@ class PagedStore:
             if given.pages == 0:
                 break
         return returned
+
+    def take_lost(self) -> list[tuple[int, int]]:
+        """Which tensors, by handle, have only so many planes left, since the last call."""
+        return list(self.native.take_lost())
 
     def trim(self) -> int:
         """Give all free pages back to the system; returns bytes."""

@@ -1,0 +1,335 @@
+"""The paged pool of a device: numbers, tree and evictions of ``pool``; the pages lie there.
+
+The native pool counts pages, knows which planes are least important, and says what
+goes. Memory comes from PyTorch's caching allocator, a block for each plane that may go
+and one for all that stays of a tensor: so what goes, or what backward frees, serves
+gradients at once, as everything else on a device does, and neither taking nor giving
+back waits for it. Kernels find pages through a table on the device, which is copied
+once for each tensor; that planes went changes only how many are read (``docs/pool.md``).
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from daf.kernels import PageFields, header_bytes, words_per_plane
+from daf.kernels.gpu_planes import DevicePlanes, paged_planes
+from daf.store.pool import PagedStore, PlaneTensor
+from daf.store.pool_view import EvictedPlane, GivenUp, PoolStatistics
+from daf.store.stream_order import HomeStream, Streams, streams_of
+
+_REFUSED_ON_PROCESSOR = "DefaultCPUAllocator"  # where a processor stands for a device
+
+Words = npt.NDArray[np.int64]
+
+
+class DevicePlaneTensor:
+    """One tensor's planes (and headers) on a device, until the last reference is dropped.
+
+    It is written inside :meth:`writing`, once; from then on planes may be given up,
+    except inside :meth:`pinned`.
+    """
+
+    def __init__(self, store: DevicePagedStore, numbers: PlaneTensor, blocks: _Blocks) -> None:
+        self._store = store
+        self._numbers = numbers
+        self._blocks = blocks
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device that it has now, its page table included."""
+        return self._blocks.nbytes
+
+    @contextmanager
+    def writing(self) -> Iterator[DevicePlanes]:
+        """Where to write, on the current stream.
+
+        Raises:
+            KernelError: it has been written.
+        """
+        with self._store.home.ordered():
+            yield self._planes(self._numbers.view.fields)
+        self._store.seal(self._numbers)
+
+    @contextmanager
+    def pinned(self) -> Iterator[DevicePlanes]:
+        """Read what is still there, on the current stream; nothing of it goes while inside."""
+        with self._store.pinned(self._numbers) as fields, self._store.home.ordered():
+            yield self._planes(fields)
+
+    def lose(self, kept: int) -> None:
+        """Only the first ``kept`` planes are left."""
+        self._blocks.lose(kept)
+
+    def _planes(self, fields: PageFields) -> DevicePlanes:
+        return paged_planes(self._store.anchor, self._blocks.table, fields)
+
+    def __del__(self) -> None:
+        self._store.release(self._numbers, self._blocks.table.nbytes)
+
+
+class _Blocks:
+    """Memory of a tensor's planes, and the table of its pages, on the current stream."""
+
+    def __init__(self, anchor: Tensor, fields: PageFields, stays: int, headers: bool) -> None:
+        """Take it.
+
+        Args:
+            anchor: what tables count words from.
+            fields: which planes there are.
+            stays: planes that are never given up.
+            headers: are there any?
+
+        Raises:
+            RuntimeError: the device refuses it.
+        """
+        words = [_plane_words(fields, plane) for plane in range(fields.kept)]
+        words.append(header_bytes(fields.elements) // 4 if headers else 0)
+        stay = [*range(min(stays, fields.kept)), fields.kept]  # the last are the headers
+        whole = _words_on(anchor.device, sum(words[part] for part in stay))
+        self._may_go = {
+            plane: _words_on(anchor.device, words[plane]) for plane in range(stays, fields.kept)
+        }
+        self._stays = whole
+        starts = {plane: _distance(anchor, block) for plane, block in self._may_go.items()}
+        behind = np.cumsum([0, *(words[part] for part in stay)])
+        starts |= {
+            part: _distance(anchor, whole) + int(words_before)
+            for part, words_before in zip(stay, behind[:-1], strict=True)
+        }
+        self.table = _copied(_table(fields, words, starts), anchor.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are there."""
+        losable = sum(block.nbytes for block in self._may_go.values())
+        return self._stays.nbytes + losable + self.table.nbytes
+
+    def lose(self, kept: int) -> None:
+        """Back to PyTorch's allocator with all planes but the first ``kept``."""
+        for plane in [plane for plane in self._may_go if plane >= kept]:
+            del self._may_go[plane]
+
+
+class DevicePagedStore:
+    """Fixed pages on one device, under a cap that may move at any time, from any thread.
+
+    What other threads give up goes back at once: kernels that were issued before run before
+    whoever gets the memory next, because all of it belongs to one stream (``stream_order``).
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        cap_bytes: int | None = None,
+        *,
+        streams: Streams | None = None,
+    ) -> None:
+        """Hold nothing yet.
+
+        Args:
+            device: where the pages lie.
+            cap_bytes: the most to hold, records included, and the device's page tables (a few
+                thousandths) not; None: no cap.
+            streams: of the device; by default PyTorch's.
+        """
+        self.device = device
+        self.home = HomeStream(streams or streams_of(device))
+        self._numbers = PagedStore(cap_bytes, page_bytes=None, elsewhere=True)
+        self._living: weakref.WeakValueDictionary[int, DevicePlaneTensor]
+        self._living = weakref.WeakValueDictionary()
+        self._table_bytes = 0
+        self._anchor: Tensor | None = None
+        # Over a change of the numbers and what follows from it here; finalizers come in between.
+        self._lock = threading.RLock()
+
+    @property
+    def anchor(self) -> Tensor:
+        """What tables count words from; (1,) int32."""
+        if self._anchor is None:
+            with self.home.at_home():
+                self._anchor = torch.zeros(1, dtype=torch.int32, device=self.device)
+        return self._anchor
+
+    # --- account ----------------------------------------------------------------------------
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes held: pages, their tables, records."""
+        return self._numbers.live_bytes + self._table_bytes
+
+    @property
+    def evicted_bytes(self) -> int:
+        """Bytes of planes given up since the pool began."""
+        return self._numbers.evicted_bytes
+
+    @property
+    def lent_bytes(self) -> int:
+        """Bytes that PyTorch's allocator has lent, a page's unused end not among them."""
+        return sum(tensor.nbytes for tensor in list(self._living.values()))
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page now."""
+        return self._numbers.page_bytes
+
+    @property
+    def cap_bytes(self) -> int | None:
+        """The most to hold; None where nothing bounds it."""
+        return self._numbers.cap_bytes
+
+    def statistics(self) -> PoolStatistics:
+        """The account of the pages at this moment."""
+        return self._numbers.statistics()
+
+    def take_evictions(self) -> tuple[tuple[EvictedPlane, ...], int]:
+        """As ``PagedStore.take_evictions``."""
+        return self._numbers.take_evictions()
+
+    # --- planes -----------------------------------------------------------------------------
+
+    def allocate_planes(
+        self,
+        count: int,
+        bits: int,
+        *,
+        minimum_bits: int | None = None,
+        importance: Sequence[float] | None = None,
+        headers: bool = True,
+        tag: int = 0,
+    ) -> DevicePlaneTensor:
+        """Pages for ``bits`` planes of ``count`` elements; the arguments of ``PagedStore``.
+
+        Where the device refuses memory, planes are given up for it, the least important first.
+
+        Raises:
+            PoolFullError: the cap leaves no room, even if all planes that may go went.
+            torch.OutOfMemoryError: the device has none, even so.
+        """
+        number = partial(
+            self._numbers.allocate_planes,
+            count,
+            bits,
+            minimum_bits=minimum_bits,
+            importance=importance,
+            headers=headers,
+            tag=tag,
+        )
+        stays = bits if minimum_bits is None else minimum_bits
+        with self._lock:
+            while True:
+                numbers = number()
+                self._drop_lost()  # what made room
+                try:
+                    return self._placed(numbers, stays, headers)
+                except RuntimeError as error:
+                    missing_bytes = numbers.nbytes
+                    numbers.release()
+                    if not _is_refusal(error) or self.give_back(missing_bytes) == 0:
+                        raise
+
+    def _placed(self, numbers: PlaneTensor, stays: int, headers: bool) -> DevicePlaneTensor:
+        anchor = self.anchor
+        with self.home.at_home():
+            blocks = _Blocks(anchor, numbers.view.fields, stays, headers)
+        tensor = DevicePlaneTensor(self, numbers, blocks)
+        self._table_bytes += blocks.table.nbytes
+        self._living[numbers.handle] = tensor
+        return tensor
+
+    def seal(self, numbers: PlaneTensor) -> None:
+        """A tensor is written; its planes may go from now on."""
+        with self._lock:
+            numbers.seal()
+            self._drop_lost()
+
+    @contextmanager
+    def pinned(self, numbers: PlaneTensor) -> Iterator[PageFields]:
+        """Nothing of a tensor goes while inside."""
+        try:
+            with numbers.pinned() as view:
+                yield view.fields
+        finally:
+            with self._lock:
+                self._drop_lost()  # what was above the cap all the while
+
+    def release(self, numbers: PlaneTensor, table_bytes: int) -> None:
+        """A tensor is gone."""
+        with self._lock:
+            numbers.release()
+            self._table_bytes -= table_bytes
+            self._drop_lost()
+
+    # --- room -------------------------------------------------------------------------------
+
+    def set_cap(self, cap_bytes: int | None) -> GivenUp:
+        """Another cap, from this moment on; what is above it goes at once."""
+        with self._lock:
+            given = self._numbers.set_cap(cap_bytes)
+            self._drop_lost()
+            return given
+
+    def give_back(self, nbytes: int) -> int:
+        """Give up planes, the least important first, until PyTorch's allocator has ``nbytes`` back.
+
+        Returns:
+            Bytes that it has; less than asked where no more may go.
+        """
+        with self._lock:
+            before, returned = self.lent_bytes, 0
+            while returned < nbytes and self._numbers.evict(nbytes - returned).pages:
+                self._drop_lost()
+                returned = before - self.lent_bytes
+            return returned
+
+    def _drop_lost(self) -> None:
+        for handle, kept in self._numbers.take_lost():
+            tensor = self._living.get(handle)
+            if tensor is not None:
+                tensor.lose(kept)
+
+
+def _plane_words(fields: PageFields, plane: int) -> int:
+    """Words of the runs that a plane has; the last that is there may lack some."""
+    runs = fields.runs if plane < fields.kept - 1 else fields.full_runs
+    return min(words_per_plane(fields.elements), runs * (fields.page_bytes // 4))
+
+
+def _table(fields: PageFields, words: Sequence[int], starts: dict[int, int]) -> Words:
+    """Where each page of each part begins; of what is missing, nowhere: nobody reads it."""
+    page_words = fields.page_bytes // 4
+    pages = [-(-each // page_words) for each in words]
+    table = np.zeros(max(1, fields.bits * fields.runs + pages[-1]), np.int64)
+    for part, start in starts.items():
+        first = (fields.bits if part == fields.kept else part) * fields.runs
+        table[first : first + pages[part]] = start + page_words * np.arange(pages[part])
+    return table
+
+
+def _words_on(device: torch.device, words: int) -> Tensor:
+    return torch.empty(words, dtype=torch.int32, device=device)
+
+
+def _distance(anchor: Tensor, block: Tensor) -> int:
+    return (block.data_ptr() - anchor.data_ptr()) // 4
+
+
+def _copied(table: Words, device: torch.device) -> Tensor:
+    """From memory that the device reads by itself, so that nobody waits for it."""
+    here = torch.from_numpy(table)
+    if device.type == "cpu":
+        return here
+    return here.pin_memory().to(device, non_blocking=True)
+
+
+def _is_refusal(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or _REFUSED_ON_PROCESSOR in str(error)
