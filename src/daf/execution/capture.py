@@ -40,6 +40,8 @@ from torch import Tensor, nn
 
 from daf.errors import PlatformError
 from daf.execution.accounting import Ledger, Sources
+from daf.execution.compiled import apart, untraced
+from daf.execution.compiled_modules import hookable_modules
 from daf.execution.evictions import Evictions
 from daf.execution.fusing import FusingMode
 from daf.execution.fusing_loss import LossFusion, LossMode
@@ -176,8 +178,10 @@ class Capture:
                 losses = running.fusing_losses()
                 if losses:
                     stack.enter_context(LossMode(losses))
+                has_compiled = stack.enter_context(apart(self._model, self.parameter_reads.unseen))
+                pack = untraced(running.hook) if has_compiled else running.hook
                 unpack = self._unpack if watcher is None else watched(self._unpack, watcher)
-                hooks = torch.autograd.graph.saved_tensors_hooks(running.hook, unpack)
+                hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
                 stack.enter_context(hooks)
                 yield self
                 if losses:
@@ -284,6 +288,10 @@ class Capture:
         def note(_model: nn.Module, inputs: Any, keywords: Any) -> None:
             self._sources.add_external(_without_graph((inputs, keywords)))
 
+        is_hookable = any(module is self._model for _, module in hookable_modules(self._model))
+        if not is_hookable:
+            yield
+            return
         handle = self._model.register_forward_pre_hook(note, with_kwargs=True)
         try:
             yield

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from daf.execution.compiled_modules import hookable_modules
+
 
 def _float_tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
@@ -57,7 +59,9 @@ def first_nonfinite(model: nn.Module, batch: Any, run: Callable[[], Any]) -> str
 
         return hook
 
-    handles = [module.register_forward_hook(watch(name)) for name, module in model.named_modules()]
+    handles = [
+        module.register_forward_hook(watch(name)) for name, module in hookable_modules(model)
+    ]
     try:
         with torch.no_grad():
             run()

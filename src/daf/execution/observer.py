@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from daf.execution.accounting import Source, Sources
+from daf.execution.compiled_modules import replayable_modules
 from daf.execution.fused_smooth import SmoothHeld
 from daf.execution.held import Held, Kept, Rederived, Saved, is_asking
 from daf.execution.microbatch import tensors_in_batch
@@ -120,11 +121,10 @@ class Observer:
             self._end_saves()
 
     def _register_hooks(self) -> Iterator[Any]:
-        for path, module in self._model.named_modules():
-            if not isinstance(module, torch.jit.ScriptModule):  # its calls cannot be replayed
-                enter = self._entering(path)
-                yield module.register_forward_pre_hook(enter, with_kwargs=True)
-                yield module.register_forward_hook(self._leave, always_call=True)
+        for path, module in replayable_modules(self._model):
+            enter = self._entering(path)
+            yield module.register_forward_pre_hook(enter, with_kwargs=True)
+            yield module.register_forward_hook(self._leave, always_call=True)
         for parameter in self._model.parameters():
             if parameter.requires_grad:
                 note = self._note_gradient

@@ -44,7 +44,7 @@ class ParameterReads:
 
     def __init__(self) -> None:
         self._saves: dict[int, list[weakref.ref[object]]] | None = None  # None: nobody asks
-        self._watch: _ForwardWatch | None = None
+        self._watch: ForwardWatch | None = None
         self._first_sequence_number = 0
         self._unseen_to_run = 0
 
@@ -54,7 +54,7 @@ class ParameterReads:
         self.forget()
         self._saves = {}
         self._first_sequence_number = torch._C._autograd._get_sequence_nr()
-        self._watch = _ForwardWatch()
+        self._watch = ForwardWatch()
         with self._watch:
             yield
 
@@ -66,6 +66,16 @@ class ParameterReads:
         if self._saves is not None:
             saves = self._saves.setdefault(tensor.untyped_storage()._cdata, [])
             saves.append(weakref.ref(held))
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Nodes that are made inside cannot be seen through."""
+        first = torch._C._autograd._get_sequence_nr()
+        try:
+            yield
+        finally:
+            if self._watch is not None:
+                self._watch.add_foreign(first, torch._C._autograd._get_sequence_nr())
 
     def begin_backward(self, loss: Tensor) -> None:
         """Look through the graph of ``loss``, which is about to run backward."""
@@ -109,7 +119,7 @@ class ParameterReads:
         )
 
 
-class _ForwardWatch(TorchFunctionMode):
+class ForwardWatch(TorchFunctionMode):
     """Notes the nodes made under other saved-tensor hooks, and hooks on tensors."""
 
     def __init__(self) -> None:
@@ -136,10 +146,11 @@ class _ForwardWatch(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         first = torch._C._autograd._get_sequence_nr()
         result = func(*args, **(kwargs or {}))
-        self._add_foreign(first, torch._C._autograd._get_sequence_nr())
+        self.add_foreign(first, torch._C._autograd._get_sequence_nr())
         return result
 
-    def _add_foreign(self, first: int, end: int) -> None:
+    def add_foreign(self, first: int, end: int) -> None:
+        """Nodes of these numbers cannot be seen through."""
         if self._foreign and self._foreign[-1].stop == first:
             self._foreign[-1] = range(self._foreign[-1].start, end)
         elif first < end:

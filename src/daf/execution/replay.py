@@ -28,6 +28,7 @@ from daf.errors import SavedTensorError, UnknownNameError
 from daf.execution.accounting import Holding
 from daf.execution.call_inputs import Inputs, distinct_tensors
 from daf.execution.call_state import CallState
+from daf.execution.compiled_modules import eagerly, replayable_modules
 from daf.execution.held import Held, Saved
 from daf.plan import Site
 from daf.store.scratch import Scratch
@@ -210,6 +211,7 @@ class ReplayedCall:
             self._replays.rebuilding(collector),
             self._state.restored(),
             collector.hooks(),
+            eagerly(),
             suppress(_Complete),
         ):
             self._forward(*arguments, **keywords)
@@ -427,10 +429,10 @@ def _find(model: nn.Module, path: str) -> nn.Module:
             f"asked to replay {path!r}; {type(model).__name__} has no module of that name; "
             "see named_modules()"
         ) from error
-    if isinstance(module, torch.jit.ScriptModule):
+    if all(module is not each for _, each in replayable_modules(model)):
         raise UnknownNameError(
-            f"asked to replay {path!r}, a compiled {type(module).__name__}, whose calls cannot be "
-            "seen; name the module around it, or the module before torch.jit compiles it"
+            f"asked to replay {path!r}, a {type(module).__name__} that is compiled, or has a part "
+            "that is: what runs there cannot be seen; name modules that are not compiled"
         )
     if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
         raise UnknownNameError(

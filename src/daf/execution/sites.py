@@ -10,7 +10,9 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as global_hooks
+from torch.utils.hooks import RemovableHandle
 
+from daf.execution.compiled_modules import compiled_modules, hookable_modules
 from daf.plan import KEEP, Need, Site, SiteReport
 
 OUTSIDE = "<outside>"  # the module path of operators that run in no module, such as a loss function
@@ -131,14 +133,23 @@ class SiteTracker:
         """Follow this thread's module calls; hooks are removed at the end, whatever happens."""
         outer_frames, outer_thread = self._frames, self._thread
         self._frames, self._thread = [_Frame(None, OUTSIDE)], get_ident()
-        enter = global_hooks.register_module_forward_pre_hook(self._enter)
-        leave = global_hooks.register_module_forward_hook(self._leave, always_call=True)
+        handles = list(self._hook())
         try:
             yield
         finally:
-            enter.remove()
-            leave.remove()
+            for handle in handles:
+                handle.remove()
             self._frames, self._thread = outer_frames, outer_thread
+
+    def _hook(self) -> Iterator[RemovableHandle]:
+        """All modules at once; one by one where some are compiled, whose insides must have none."""
+        if not compiled_modules(self._model):
+            yield global_hooks.register_module_forward_pre_hook(self._enter)
+            yield global_hooks.register_module_forward_hook(self._leave, always_call=True)
+            return
+        for _, module in hookable_modules(self._model):
+            yield module.register_forward_pre_hook(self._enter)
+            yield module.register_forward_hook(self._leave, always_call=True)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:

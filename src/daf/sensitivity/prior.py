@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from daf.execution.compiled_modules import hookable_modules
 from daf.kernels import BLOCK_ELEMENTS
 
 _NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -57,7 +58,7 @@ class PriorObserver:
     def watching(self) -> Iterator[None]:
         """Watch what runs inside; backward may run inside or after it."""
         handles = []
-        for path, module in self._model.named_modules():
+        for path, module in hookable_modules(self._model):
             if product_weight(module) is not None or isinstance(module, _NORMS):
                 handles.append(module.register_forward_hook(self._hook(path)))
         try:

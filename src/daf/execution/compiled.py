@@ -1,0 +1,106 @@
+"""Modules that ``torch.compile`` runs: what watches operators stays out of what it traces.
+
+A compiled module is one operator to DAF: what its backward saves arrives at the saved-tensor
+hooks, and is kept as it is, packed or spilled, since nobody but the compiler knows what it is
+needed for. Function modes and module hooks of ours would be traced into the graphs, and hooks
+that run while one runs would be compiled themselves; so all of these are away inside.
+Functions compiled by themselves cannot be found, and run eagerly meanwhile.
+
+Nothing here imports the compiler (70 MB) where it is not loaded: then nothing is compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+
+from daf.execution.compiled_modules import compiled_modules
+from daf.execution.fusing_loss import LossMode
+from daf.execution.operator_mode import OperatorMode
+from daf.execution.parameter_reads import ForwardWatch
+from daf.memory.compiler import is_loaded
+
+_OURS = (OperatorMode, LossMode, ForwardWatch)
+# Around a compiled module's call.
+Around = Callable[[], AbstractContextManager[None]]
+
+
+@contextmanager
+def apart(model: nn.Module, around: Around) -> Iterator[bool]:
+    """Inside, compiled parts of a model run without our modes, and within ``around()``.
+
+    Yields:
+        Are there any?
+    """
+    compiled = compiled_modules(model)
+    if not is_loaded():
+        yield False
+        return
+    with ExitStack() as stack:
+        stance = torch.compiler.set_stance("force_eager")
+        stack.callback(stance.__exit__, None, None, None)
+        for path, attribute in compiled.items():
+            module = model.get_submodule(path)
+            own = getattr(module, attribute)
+            setattr(module, attribute, _wrapped(own, stance.prev, around))
+            stack.callback(setattr, module, attribute, own)
+        yield bool(compiled)
+
+
+def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that may run while a compiled module does."""
+    found: Callable[..., Any] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _wrapped(own: Callable[..., Any], stance: Any, around: Around) -> Callable[..., Any]:
+    @wraps(own)
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        with around(), _without_our_modes(), _in_stance(stance):
+            return own(*arguments, **keywords)
+
+    return run
+
+
+@contextmanager
+def _in_stance(wanted: Any) -> Iterator[None]:
+    """The user's own, whatever it is."""
+    stance = torch.compiler.set_stance(
+        wanted.stance,
+        skip_guard_eval_unsafe=wanted.skip_guard_eval_unsafe,
+        force_backend=wanted.backend,
+    )
+    try:
+        yield
+    finally:
+        stance.__exit__(None, None, None)
+
+
+@contextmanager
+def _without_our_modes() -> Iterator[None]:
+    """The stack of function modes, without ours; it is as it was afterwards."""
+    before = _take_modes()
+    _push([mode for mode in before if not isinstance(mode, _OURS)])
+    try:
+        yield
+    finally:
+        _take_modes()
+        _push(before)
+
+
+def _take_modes() -> list[Any]:
+    """All, the lowest first."""
+    taken = []
+    while torch._C._len_torch_function_stack():
+        taken.append(torch._C._pop_torch_function_stack())
+    return taken[::-1]
+
+
+def _push(modes: list[Any]) -> None:
+    for mode in modes:
+        torch._C._push_on_torch_function_stack(mode)
