@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from daf.errors import NonFiniteLossError, UnknownNameError
 from daf.execution.capture import Capture
 from daf.execution.compiled import _without_our_modes
-from daf.execution.compiled_modules import compiled_modules, hookable_modules
+from daf.execution.compiled_modules import CompiledModules
 from daf.execution.operator_mode import OperatorMode
 from daf.plan import Method, policy_for
 from daf.sensitivity.prior import PriorObserver
@@ -259,19 +259,19 @@ def test_the_outermost_compiled_modules_are_found() -> None:
     inner, outer = nn.Sequential(nn.Linear(2, 2)), nn.Sequential()
     outer.add_module("one", nn.Sequential(inner, nn.ReLU()))
     outer.add_module("onetwo", nn.Linear(2, 2))
-    assert [path for path, _ in hookable_modules(outer)] == [
+    assert [path for path, _ in CompiledModules(outer).hookable()] == [
         path for path, _ in outer.named_modules()
     ]
     inner.compile(backend="eager")
-    assert compiled_modules(outer) == {"one.0": "_compiled_call_impl"}
-    assert [path for path, _ in hookable_modules(outer)] == ["", "one", "one.1", "onetwo"]
+    assert CompiledModules(outer).attributes == {"one.0": "_compiled_call_impl"}
+    assert [path for path, _ in CompiledModules(outer).hookable()] == ["", "one", "one.1", "onetwo"]
     outer.one.compile(backend="eager")
     outer.onetwo = torch.compile(outer.onetwo, backend="eager")  # type: ignore[assignment]
-    assert compiled_modules(outer) == {"one": "_compiled_call_impl", "onetwo": "forward"}
-    assert [path for path, _ in hookable_modules(outer)] == ["", "onetwo"]
+    assert CompiledModules(outer).attributes == {"one": "_compiled_call_impl", "onetwo": "forward"}
+    assert [path for path, _ in CompiledModules(outer).hookable()] == ["", "onetwo"]
     outer.compile(backend="eager")
-    assert compiled_modules(outer) == {"": "_compiled_call_impl"}
-    assert not list(hookable_modules(outer))
+    assert CompiledModules(outer).attributes == {"": "_compiled_call_impl"}
+    assert not list(CompiledModules(outer).hookable())
 
 
 def test_other_modes_stay_where_they_were() -> None:

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from daf.errors import PlatformError
 from daf.execution.accounting import Ledger, Sources
 from daf.execution.compiled import apart, untraced
-from daf.execution.compiled_modules import hookable_modules
+from daf.execution.compiled_modules import CompiledModules
 from daf.execution.evictions import Evictions
 from daf.execution.fusing import FusingMode
 from daf.execution.fusing_loss import LossFusion, LossMode
@@ -165,11 +165,12 @@ class Capture:
         self._tracker.redraw(draws)
         self._sources.forget()
         self._sources.set_external(self._own_tensors(batch))
+        compiled = CompiledModules(self._model)
         running = Running(self._parts, policy, (seed, step_index, micro_index), watcher)
         try:
             with ExitStack() as stack:
-                stack.enter_context(self._tracker.following())
-                stack.enter_context(self._watching_inputs())
+                stack.enter_context(self._tracker.following(compiled))
+                stack.enter_context(self._watching_inputs(compiled))
                 stack.enter_context(running.replays.watching())
                 ours = running.substituting() if running.substitutes else None
                 fusing = running.fusing() if policy.fused else None
@@ -178,8 +179,8 @@ class Capture:
                 losses = running.fusing_losses()
                 if losses:
                     stack.enter_context(LossMode(losses))
-                has_compiled = stack.enter_context(apart(self._model, self.parameter_reads.unseen))
-                pack = untraced(running.hook) if has_compiled else running.hook
+                stack.enter_context(apart(compiled, self.parameter_reads.unseen))
+                pack = untraced(running.hook) if compiled.attributes else running.hook
                 unpack = self._unpack if watcher is None else watched(self._unpack, watcher)
                 hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
                 stack.enter_context(hooks)
@@ -282,14 +283,13 @@ class Capture:
         yield from tensors_in_batch(batch)
 
     @contextmanager
-    def _watching_inputs(self) -> Iterator[None]:
+    def _watching_inputs(self, compiled: CompiledModules) -> Iterator[None]:
         """What the model is called with belongs to the caller."""
 
         def note(_model: nn.Module, inputs: Any, keywords: Any) -> None:
             self._sources.add_external(_without_graph((inputs, keywords)))
 
-        is_hookable = any(module is self._model for _, module in hookable_modules(self._model))
-        if not is_hookable:
+        if compiled.is_traced(""):
             yield
             return
         handle = self._model.register_forward_pre_hook(note, with_kwargs=True)

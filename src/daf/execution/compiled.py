@@ -17,9 +17,8 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import nn
 
-from daf.execution.compiled_modules import compiled_modules
+from daf.execution.compiled_modules import CompiledModules
 from daf.execution.fusing_loss import LossMode
 from daf.execution.operator_mode import OperatorMode
 from daf.execution.parameter_reads import ForwardWatch
@@ -31,25 +30,20 @@ Around = Callable[[], AbstractContextManager[None]]
 
 
 @contextmanager
-def apart(model: nn.Module, around: Around) -> Iterator[bool]:
-    """Inside, compiled parts of a model run without our modes, and within ``around()``.
-
-    Yields:
-        Are there any?
-    """
-    compiled = compiled_modules(model)
+def apart(compiled: CompiledModules, around: Around) -> Iterator[None]:
+    """Inside, compiled parts of a model run without our modes, and within ``around()``."""
     if not is_loaded():
-        yield False
+        yield
         return
     with ExitStack() as stack:
         stance = torch.compiler.set_stance("force_eager")
         stack.callback(stance.__exit__, None, None, None)
-        for path, attribute in compiled.items():
-            module = model.get_submodule(path)
+        for path, attribute in compiled.attributes.items():
+            module = compiled.model.get_submodule(path)
             own = getattr(module, attribute)
             setattr(module, attribute, _wrapped(own, stance.prev, around))
             stack.callback(setattr, module, attribute, own)
-        yield bool(compiled)
+        yield
 
 
 def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:

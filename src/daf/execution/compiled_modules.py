@@ -1,4 +1,4 @@
-"""Which modules of a model ``torch.compile`` runs, and which may have hooks of ours."""
+"""Which modules of a model ``torch.compile`` runs, and which may have hooks or be run again."""
 
 from __future__ import annotations
 
@@ -14,40 +14,32 @@ from daf.memory.compiler import is_loaded
 _CALL = "_compiled_call_impl"  # of ``module.compile()``; PyTorch's own name
 
 
-def compiled_modules(model: nn.Module) -> dict[str, str]:
-    """Paths of the outermost compiled modules, and by which attribute each is called."""
-    if not is_loaded():
-        return {}
-    found: dict[str, str] = {}
-    for path, module in model.named_modules():
-        if _is_inside(path, found):
-            continue
-        if isinstance(module, _optimized_module()):
-            found[path] = "forward"
-        elif getattr(module, _CALL, None) is not None:
-            found[path] = _CALL
-    return found
+class CompiledModules:
+    """Those of one model, as they are now.
 
+    ``attributes``: by the path of each outermost compiled module, the attribute that runs it.
+    """
 
-def hookable_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """``named_modules()`` but those whose hooks the compiler would trace."""
-    compiled = compiled_modules(model)
-    for path, module in model.named_modules():
-        inside = any(
-            path.startswith(f"{outer}.") or outer == "" for outer in compiled if outer != path
-        )
-        if not inside and compiled.get(path) != _CALL:
-            yield path, module
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.attributes: dict[str, str] = _find(model) if is_loaded() else {}
 
+    def is_traced(self, path: str) -> bool:
+        """Would the compiler trace the hooks of this module?"""
+        return self.attributes.get(path) == _CALL or _is_inside(path, self.attributes)
 
-def replayable_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """``named_modules()`` but those that are compiled, or lie in such a one or around it."""
-    compiled = compiled_modules(model)
-    for path, module in model.named_modules():
-        around = any(path == outer or _is_inside(outer, [path]) for outer in compiled)
-        is_script = isinstance(module, torch.jit.ScriptModule)
-        if not (around or _is_inside(path, compiled) or is_script):
-            yield path, module
+    def hookable(self) -> Iterator[tuple[str, nn.Module]]:
+        """``named_modules()`` but those whose hooks the compiler would trace."""
+        for path, module in self.model.named_modules():
+            if not self.is_traced(path):
+                yield path, module
+
+    def replayable(self) -> Iterator[tuple[str, nn.Module]]:
+        """``named_modules()`` but those that are compiled, or lie in such a one or around it."""
+        for path, module in self.hookable():
+            is_around = any(path == outer or _is_inside(outer, [path]) for outer in self.attributes)
+            if not is_around and not isinstance(module, torch.jit.ScriptModule):
+                yield path, module
 
 
 @contextmanager
@@ -63,10 +55,16 @@ def eagerly() -> Iterator[None]:
         stance.__exit__(None, None, None)
 
 
+def _find(model: nn.Module) -> dict[str, str]:
+    optimized: type = sys.modules["torch._dynamo"].OptimizedModule
+    found: dict[str, str] = {}
+    for path, module in model.named_modules():
+        attribute = "forward" if isinstance(module, optimized) else _CALL
+        is_compiled = attribute == "forward" or module.__dict__.get(_CALL) is not None
+        if is_compiled and not _is_inside(path, found):
+            found[path] = attribute
+    return found
+
+
 def _is_inside(path: str, outermost: Iterable[str]) -> bool:
     return any(path != outer and path.startswith(outer and f"{outer}.") for outer in outermost)
-
-
-def _optimized_module() -> type:
-    found: type = sys.modules["torch._dynamo"].OptimizedModule
-    return found

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from daf.execution.compiled_modules import hookable_modules
+from daf.execution.compiled_modules import CompiledModules
 
 
 def _float_tensors(value: Any) -> Iterator[Tensor]:
@@ -60,7 +60,8 @@ def first_nonfinite(model: nn.Module, batch: Any, run: Callable[[], Any]) -> str
         return hook
 
     handles = [
-        module.register_forward_hook(watch(name)) for name, module in hookable_modules(model)
+        module.register_forward_hook(watch(name))
+        for name, module in CompiledModules(model).hookable()
     ]
     try:
         with torch.no_grad():

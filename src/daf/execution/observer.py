@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from daf.execution.accounting import Source, Sources
-from daf.execution.compiled_modules import replayable_modules
+from daf.execution.compiled_modules import CompiledModules
 from daf.execution.fused_smooth import SmoothHeld
 from daf.execution.held import Held, Kept, Rederived, Saved, is_asking
 from daf.execution.microbatch import tensors_in_batch
@@ -121,7 +121,7 @@ class Observer:
             self._end_saves()
 
     def _register_hooks(self) -> Iterator[Any]:
-        for path, module in replayable_modules(self._model):
+        for path, module in CompiledModules(self._model).replayable():
             enter = self._entering(path)
             yield module.register_forward_pre_hook(enter, with_kwargs=True)
             yield module.register_forward_hook(self._leave, always_call=True)

@@ -28,7 +28,7 @@ from daf.errors import SavedTensorError, UnknownNameError
 from daf.execution.accounting import Holding
 from daf.execution.call_inputs import Inputs, distinct_tensors
 from daf.execution.call_state import CallState
-from daf.execution.compiled_modules import eagerly, replayable_modules
+from daf.execution.compiled_modules import CompiledModules, eagerly
 from daf.execution.held import Held, Saved
 from daf.plan import Site
 from daf.store.scratch import Scratch
@@ -429,7 +429,7 @@ def _find(model: nn.Module, path: str) -> nn.Module:
             f"asked to replay {path!r}; {type(model).__name__} has no module of that name; "
             "see named_modules()"
         ) from error
-    if all(module is not each for _, each in replayable_modules(model)):
+    if all(module is not each for _, each in CompiledModules(model).replayable()):
         raise UnknownNameError(
             f"asked to replay {path!r}, a {type(module).__name__} that is compiled, or has a part "
             "that is: what runs there cannot be seen; name modules that are not compiled"

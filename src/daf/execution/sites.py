@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules import module as global_hooks
 from torch.utils.hooks import RemovableHandle
 
-from daf.execution.compiled_modules import compiled_modules, hookable_modules
+from daf.execution.compiled_modules import CompiledModules
 from daf.plan import KEEP, Need, Site, SiteReport
 
 OUTSIDE = "<outside>"  # the module path of operators that run in no module, such as a loss function
@@ -129,11 +129,11 @@ class SiteTracker:
         return found
 
     @contextmanager
-    def following(self) -> Iterator[None]:
+    def following(self, compiled: CompiledModules) -> Iterator[None]:
         """Follow this thread's module calls; hooks are removed at the end, whatever happens."""
         outer_frames, outer_thread = self._frames, self._thread
         self._frames, self._thread = [_Frame(None, OUTSIDE)], get_ident()
-        handles = list(self._hook())
+        handles = list(self._hook(compiled))
         try:
             yield
         finally:
@@ -141,13 +141,13 @@ class SiteTracker:
                 handle.remove()
             self._frames, self._thread = outer_frames, outer_thread
 
-    def _hook(self) -> Iterator[RemovableHandle]:
+    def _hook(self, compiled: CompiledModules) -> Iterator[RemovableHandle]:
         """All modules at once; one by one where some are compiled, whose insides must have none."""
-        if not compiled_modules(self._model):
+        if not compiled.attributes:
             yield global_hooks.register_module_forward_pre_hook(self._enter)
             yield global_hooks.register_module_forward_hook(self._leave, always_call=True)
             return
-        for _, module in hookable_modules(self._model):
+        for _, module in compiled.hookable():
             yield module.register_forward_pre_hook(self._enter)
             yield module.register_forward_hook(self._leave, always_call=True)
 

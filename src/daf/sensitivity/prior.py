@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from daf.execution.compiled_modules import hookable_modules
+from daf.execution.compiled_modules import CompiledModules
 from daf.kernels import BLOCK_ELEMENTS
 
 _NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -58,7 +58,7 @@ class PriorObserver:
     def watching(self) -> Iterator[None]:
         """Watch what runs inside; backward may run inside or after it."""
         handles = []
-        for path, module in hookable_modules(self._model):
+        for path, module in CompiledModules(self._model).hookable():
             if product_weight(module) is not None or isinstance(module, _NORMS):
                 handles.append(module.register_forward_hook(self._hook(path)))
         try:
