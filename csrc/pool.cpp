@@ -39,7 +39,7 @@ uint64_t checked_page(uint64_t bytes) {
 
 Growth growth_by(const Options& options, uint64_t group_bytes) {
   // What lies elsewhere has an allocator there, which keeps what will be used again.
-  if (options.elsewhere) return Growth(1, true);
+  if (options.elsewhere) return Growth(1, true, 0);
   const uint64_t increment = (options.increment_bytes + group_bytes - 1) / group_bytes;
   return Growth(increment, options.may_cut_increment);
 }

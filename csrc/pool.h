@@ -82,6 +82,7 @@ struct GivenUp {
 struct Eviction {
   uint64_t tag, handle;
   uint32_t plane, pages;
+  uint64_t bytes;
 };
 
 // A tensor that has lost planes: so many are left.

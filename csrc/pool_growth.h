@@ -18,7 +18,8 @@ class Growth {
  public:
   // increment 0: adaptive; else the paper's rule, whole increments and nothing less
   // (`may_cut`: unless the cap leaves less than a whole one).
-  Growth(uint64_t increment, bool may_cut) : increment_(increment), may_cut_(may_cut) {}
+  Growth(uint64_t increment, bool may_cut, uint64_t kept = 1)
+      : increment_(increment), may_cut_(may_cut), kept_(kept) {}
 
   // An allocation of `groups` has come: the demand is an average that forgets.
   void note_demand(uint64_t groups) { demand_ += (double(groups) - demand_) / 8; }
@@ -47,11 +48,11 @@ class Growth {
   //
   // Adaptive: none until a 128th of what lives is empty (or a few groups, where little lives),
   // then all but a 256th: so that a page is not given back and taken again at every turn.
-  // Fixed: whole increments, keeping one.
+  // Fixed: whole increments, keeping `kept`.
   uint64_t surplus(const Supply& supply) const {
     if (increment_) {
       const uint64_t whole = supply.empty / increment_;
-      return whole > 1 ? (whole - 1) * increment_ : 0;
+      return whole > kept_ ? (whole - kept_) * increment_ : 0;
     }
     const uint64_t few = 2;
     const uint64_t most_kept = std::max(supply.live / 128, 2 * few);
@@ -61,6 +62,7 @@ class Growth {
  private:
   uint64_t increment_;
   bool may_cut_;
+  uint64_t kept_;
   double demand_ = 0;
 };
 

@@ -92,10 +92,11 @@ class Session:
         allow_batchnorm_split: permit micro-batches although batch statistics
             then change.
         spill: where tensors go whose treatment is *spill* (to disk), and how much of them.
-        pool_bytes: the most that codes may hold, as bytes or ``"200MB"``; None: no cap of
-            their own. Below what they need, planes of ``rotated`` codes are given up, the
-            least important first, down to one bit; reports say how much. The attribute may
-            be changed at any moment, in mid-step and from another thread too.
+        pool_bytes: the most that codes may hold, the process's and each GPU's for themselves, as
+            bytes or ``"200MB"``; None: no cap of their own. Below what they need, planes of
+            ``rotated`` codes are given up, the least important first, down to one bit; reports
+            say how much. The attribute may be changed at any moment, in mid-step and from another
+            thread too.
         sensitivity: measure what each site's code adds to the gradient, and plan by that
             (True: after the first plan, then whenever 2 % of the training time has been
             earned); False never does. Or what an earlier run of this model found.

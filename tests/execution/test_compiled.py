@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -13,12 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from daf.errors import NonFiniteLossError, UnknownNameError
 from daf.execution.capture import Capture
-from daf.execution.compiled import _without_our_modes
+from daf.execution.compiled import without_our_modes
 from daf.execution.compiled_modules import CompiledModules
 from daf.execution.operator_mode import OperatorMode
+from daf.execution.stance import as_the_user_wants, eagerly
 from daf.plan import Method, policy_for
 from daf.sensitivity.prior import PriorObserver
 from daf.session import Session
@@ -151,9 +154,8 @@ def test_what_a_compiled_part_saves_is_kept_and_the_rest_is_coded(
     assert inside
     assert {site.treatment.method for site in inside} <= {Method.KEEP, Method.PACK}
     outside = {site.treatment.method for site in capture.sites() if site not in inside}
-    if "part" in how:
-        assert {Method.ROTATED, Method.MASK} <= outside
-        assert capture.stats.held_peak_bytes < capture.stats.plain_peak_bytes
+    coded = {Method.ROTATED, Method.MASK} if "part" in how else set()
+    assert outside & {Method.ROTATED, Method.MASK} == coded
     hooks = [module for module in trained.modules() if module._forward_hooks]
     assert not hooks
 
@@ -168,10 +170,10 @@ def test_where_numbers_cease_to_be_finite_is_told_of_modules_that_have_hooks(
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
     with (
         Session(trained, optimizer, None) as session,
-        pytest.raises(NonFiniteLossError, match=r"the output of module|the loss function"),
+        pytest.raises(NonFiniteLossError, match=r"the output of module '(_orig_mod\.)?0'"),
     ):
         session.step((batch()[0] * 1e36, batch()[1]), loss_of)
-    assert backend.graphs == 2  # one of them without gradients, to look for the module
+    assert backend.graphs == 1  # where it began is looked for eagerly
 
 
 def test_sensitivity_s_first_guess_puts_no_hooks_inside(backend: Counting) -> None:
@@ -239,11 +241,13 @@ def test_a_function_compiled_by_itself_runs_eagerly_inside_and_as_ever_outside(
 ) -> None:
     function = torch.compile(lambda x: F.gelu(x) * 2, backend=backend)
     trained = nn.Sequential(nn.Linear(64, 64), Called(function), nn.Linear(64, 10))
-    before = losses(trained, 1)[0]
+    expected = copy.deepcopy(trained)
+    assert losses(trained) == pytest.approx(plain_losses(expected), rel=1e-6)
+    backend.graphs = 0
+    losses(trained, 1)
     assert backend.graphs == 0
-    function(torch.ones(3, requires_grad=True))
+    function(torch.ones(3, 3, 3, requires_grad=True))
     assert backend.graphs == 1
-    assert before > 0
 
 
 def test_the_user_s_own_stance_is_kept_inside(backend: Counting) -> None:
@@ -259,19 +263,88 @@ def test_the_outermost_compiled_modules_are_found() -> None:
     inner, outer = nn.Sequential(nn.Linear(2, 2)), nn.Sequential()
     outer.add_module("one", nn.Sequential(inner, nn.ReLU()))
     outer.add_module("onetwo", nn.Linear(2, 2))
-    assert [path for path, _ in CompiledModules(outer).hookable()] == [
-        path for path, _ in outer.named_modules()
-    ]
+    every = list(outer.named_modules())
+    assert list(CompiledModules(outer).hookable()) == every
+    assert list(CompiledModules(outer).replayable()) == every
     inner.compile(backend="eager")
-    assert CompiledModules(outer).attributes == {"one.0": "_compiled_call_impl"}
+    assert CompiledModules(outer).attributes == {inner: "_compiled_call_impl"}
     assert [path for path, _ in CompiledModules(outer).hookable()] == ["", "one", "one.1", "onetwo"]
+    assert [path for path, _ in CompiledModules(outer).replayable()] == ["one.1", "onetwo"]
     outer.one.compile(backend="eager")
     outer.onetwo = torch.compile(outer.onetwo, backend="eager")  # type: ignore[assignment]
-    assert CompiledModules(outer).attributes == {"one": "_compiled_call_impl", "onetwo": "forward"}
-    assert [path for path, _ in CompiledModules(outer).hookable()] == ["", "onetwo"]
+    found = CompiledModules(outer)
+    assert found.attributes == {outer.one: "_compiled_call_impl", outer.onetwo: "forward"}
+    assert [path for path, _ in found.hookable()] == ["", "onetwo"]
     outer.compile(backend="eager")
-    assert CompiledModules(outer).attributes == {"": "_compiled_call_impl"}
+    assert CompiledModules(outer).attributes == {outer: "_compiled_call_impl"}
     assert not list(CompiledModules(outer).hookable())
+
+
+def test_modules_that_are_called_from_compiled_parts_and_others_have_no_hooks(
+    backend: Counting,
+) -> None:
+    torch.manual_seed(0)
+    part = Block()
+    tail = part.narrow = nn.Linear(256, 64)
+    part.compile(backend=backend)
+    trained = nn.ModuleDict({"tail": tail, "b": nn.Sequential(part), "c": part})
+    found = CompiledModules(trained)
+    assert {path for path, _ in found.hookable()} == {"", "b"}
+    assert not list(found.replayable())
+    capture = Capture(trained)
+    with capture.step(policy_for(2), 0, 0):
+        loss = trained["c"](trained["tail"](torch.randn(256, 256))).sum()
+    loss.backward()
+    assert backend.graphs == 1
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = checkpoint(self.inner, x, use_reentrant=False)
+        assert isinstance(found, Tensor)
+        return found
+
+
+@pytest.mark.parametrize("what", ["function", "module"])
+def test_what_a_checkpoint_runs_again_runs_as_it_did(what: str, backend: Counting) -> None:
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        if what == "function":
+            inner = torch.compile(lambda x: F.silu(F.gelu(x)) * x, backend=backend)
+        else:
+            inner = torch.compile(Block(), backend=backend)
+        return nn.Sequential(nn.Linear(64, 64), Checkpointed(inner), nn.Linear(64, 10))
+
+    expected = plain_losses(made())
+    assert losses(made()) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_model_can_be_copied_inside_a_step(backend: Counting) -> None:
+    trained = compiled("torch.compile(part)", backend)
+    capture = Capture(trained)
+    with capture.step(policy_for(2), 0, 0):
+        copied = copy.deepcopy(trained[3])
+        loss_of(trained, batch()).backward()
+    assert torch.equal(copied.weight, trained[3].weight)
+
+
+def test_sessions_on_two_threads_leave_the_user_s_stance(backend: Counting) -> None:
+    """Whichever ends first."""
+    function = torch.compile(lambda x: x * 2, backend=backend)
+    first, second = eagerly(), eagerly()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    function(torch.ones(3))
+    assert backend.graphs == 0
+    with as_the_user_wants():
+        second.__exit__(None, None, None)
+    function(torch.ones(3))
+    assert backend.graphs == 1
 
 
 def test_other_modes_stay_where_they_were() -> None:
@@ -290,7 +363,7 @@ def test_other_modes_stay_where_they_were() -> None:
     lowest, highest = Theirs(), Theirs()
     with lowest, OperatorMode(Silent()) as ours, highest:
         assert stack() == [lowest, ours, highest]
-        with suppress(ZeroDivisionError), _without_our_modes():
+        with suppress(ZeroDivisionError), without_our_modes():
             assert stack() == [lowest, highest]
             _ = 1 / 0
         assert stack() == [lowest, ours, highest]

@@ -140,7 +140,7 @@ def test_the_device_s_bytes_are_those_of_the_format() -> None:
     assert code.in_store
     account = devices.on(DEVICE).statistics()
     assert account.payload_bytes == plane_bytes(5000, 2) + header_bytes(5000)
-    pages, rest = divmod(account.live_bytes, devices.on(DEVICE).page_bytes)
+    pages, rest = divmod(account.live_bytes, devices.on(DEVICE)._numbers.page_bytes)
     assert (code.nbytes, rest) == (account.payload_bytes + pages * DEVICE_ENTRY_BYTES, 0)
     with pytest.raises(CodecError, match="decodes as a whole"):
         code.decode(torch.empty(256, device=DEVICE), blocks=(0, 1))

@@ -115,6 +115,24 @@ def test_a_budget_that_falls_in_mid_step_takes_planes(memory: DeviceMemory) -> N
     keeper.close()
 
 
+def test_planes_stay_where_giving_them_up_frees_nothing(
+    memory: DeviceMemory, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their blocks lie among others that are in use."""
+    asked: list[int] = []
+
+    def give_back(nbytes: int) -> int:
+        asked.append(nbytes)
+        return MIB
+
+    keeper = DeviceKeeper(memory, give_back)
+    keeper.bound(0, 64 * MIB)
+    monkeypatch.setattr(device, "memory_reserved", lambda _: 32 * MIB)
+    assert keeper.rebound(16 * MIB) == MIB
+    assert asked == [16 * MIB]
+    keeper.close()
+
+
 def test_a_step_that_must_finish_does_and_its_cost_is_told(memory: DeviceMemory) -> None:
     keeper = DeviceKeeper(memory)
     memory.reset_peak()

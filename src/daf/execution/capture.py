@@ -219,7 +219,8 @@ class Capture:
 
     @property
     def pool_bytes(self) -> int | None:
-        """The most that codes may hold, page tables and records included; None: no cap.
+        """The most that codes may hold, the process's and each device's for themselves, page tables
+        and records included (but for tables that a device reads); None: no cap.
 
         May be set at any moment, from any thread. What is above it is given up
         at once, the least important planes first, and told in ``stats``.
@@ -289,7 +290,7 @@ class Capture:
         def note(_model: nn.Module, inputs: Any, keywords: Any) -> None:
             self._sources.add_external(_without_graph((inputs, keywords)))
 
-        if compiled.is_traced(""):
+        if compiled.is_traced(self._model):
             yield
             return
         handle = self._model.register_forward_pre_hook(note, with_kwargs=True)

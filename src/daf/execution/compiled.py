@@ -3,7 +3,7 @@
 A compiled module is one operator to DAF: what its backward saves arrives at the saved-tensor
 hooks, and is kept as it is, packed or spilled, since nobody but the compiler knows what it is
 needed for. Function modes and module hooks of ours would be traced into the graphs, and hooks
-that run while one runs would be compiled themselves; so all of these are away inside.
+that run while one runs would be compiled themselves; so none of these are there inside.
 Functions compiled by themselves cannot be found, and run eagerly meanwhile.
 
 Nothing here imports the compiler (70 MB) where it is not loaded: then nothing is compiled.
@@ -12,36 +12,35 @@ Nothing here imports the compiler (70 MB) where it is not loaded: then nothing i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from daf.execution.compiled_modules import CompiledModules
 from daf.execution.fusing_loss import LossMode
 from daf.execution.operator_mode import OperatorMode
 from daf.execution.parameter_reads import ForwardWatch
-from daf.memory.compiler import is_loaded
+from daf.execution.stance import as_the_user_wants, eagerly
 
-_OURS = (OperatorMode, LossMode, ForwardWatch)
+_OURS: tuple[type[TorchFunctionMode], ...] = (OperatorMode, LossMode, ForwardWatch)
+
 # Around a compiled module's call.
 Around = Callable[[], AbstractContextManager[None]]
 
 
 @contextmanager
-def apart(compiled: CompiledModules, around: Around) -> Iterator[None]:
-    """Inside, compiled parts of a model run without our modes, and within ``around()``."""
-    if not is_loaded():
-        yield
-        return
+def apart(compiled: CompiledModules, around: Around = nullcontext) -> Iterator[None]:
+    """Inside, compiled modules run without our modes and within ``around()``; functions that are
+    compiled run eagerly. For backward passes too, which may run forward passes again.
+    """
     with ExitStack() as stack:
-        stance = torch.compiler.set_stance("force_eager")
-        stack.callback(stance.__exit__, None, None, None)
-        for path, attribute in compiled.attributes.items():
-            module = compiled.model.get_submodule(path)
+        stack.enter_context(eagerly())
+        for module, attribute in compiled.attributes.items():
             own = getattr(module, attribute)
-            setattr(module, attribute, _wrapped(own, stance.prev, around))
+            setattr(module, attribute, _wrapped(own, around))
             stack.callback(setattr, module, attribute, own)
         yield
 
@@ -52,31 +51,17 @@ def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
     return found
 
 
-def _wrapped(own: Callable[..., Any], stance: Any, around: Around) -> Callable[..., Any]:
+def _wrapped(own: Callable[..., Any], around: Around) -> Callable[..., Any]:
     @wraps(own)
     def run(*arguments: Any, **keywords: Any) -> Any:
-        with around(), _without_our_modes(), _in_stance(stance):
+        with around(), without_our_modes(), as_the_user_wants():
             return own(*arguments, **keywords)
 
     return run
 
 
 @contextmanager
-def _in_stance(wanted: Any) -> Iterator[None]:
-    """The user's own, whatever it is."""
-    stance = torch.compiler.set_stance(
-        wanted.stance,
-        skip_guard_eval_unsafe=wanted.skip_guard_eval_unsafe,
-        force_backend=wanted.backend,
-    )
-    try:
-        yield
-    finally:
-        stance.__exit__(None, None, None)
-
-
-@contextmanager
-def _without_our_modes() -> Iterator[None]:
+def without_our_modes() -> Iterator[None]:
     """The stack of function modes, without ours; it is as it was afterwards."""
     before = _take_modes()
     _push([mode for mode in before if not isinstance(mode, _OURS)])

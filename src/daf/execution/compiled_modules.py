@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 
 import torch
 from torch import nn
-
-from daf.memory.compiler import is_loaded
 
 _CALL = "_compiled_call_impl"  # of ``module.compile()``; PyTorch's own name
 
@@ -17,54 +14,45 @@ _CALL = "_compiled_call_impl"  # of ``module.compile()``; PyTorch's own name
 class CompiledModules:
     """Those of one model, as they are now.
 
-    ``attributes``: by the path of each outermost compiled module, the attribute that runs it.
+    ``attributes``: the outermost compiled modules, and the attribute that runs each. Modules are
+    told by identity, because one may be called from compiled parts and from others.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.attributes: dict[str, str] = _find(model) if is_loaded() else {}
+        self.attributes: dict[nn.Module, str] = {}
+        self._inside: set[nn.Module] = set()
+        optimized = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", None)
+        if optimized is not None:  # else nothing can be compiled
+            self._find(optimized)
 
-    def is_traced(self, path: str) -> bool:
+    def is_traced(self, module: nn.Module) -> bool:
         """Would the compiler trace the hooks of this module?"""
-        return self.attributes.get(path) == _CALL or _is_inside(path, self.attributes)
+        return module in self._inside or self.attributes.get(module) == _CALL
 
     def hookable(self) -> Iterator[tuple[str, nn.Module]]:
         """``named_modules()`` but those whose hooks the compiler would trace."""
         for path, module in self.model.named_modules():
-            if not self.is_traced(path):
+            if not self.is_traced(module):
                 yield path, module
 
     def replayable(self) -> Iterator[tuple[str, nn.Module]]:
         """``named_modules()`` but those that are compiled, or lie in such a one or around it."""
-        for path, module in self.hookable():
-            is_around = any(path == outer or _is_inside(outer, [path]) for outer in self.attributes)
-            if not is_around and not isinstance(module, torch.jit.ScriptModule):
+        for path, module in self.model.named_modules():
+            if self._is_replayable(module) and not isinstance(module, torch.jit.ScriptModule):
                 yield path, module
 
+    def _is_replayable(self, module: nn.Module) -> bool:
+        if not self.attributes:
+            return True
+        return module not in self._inside and self.attributes.keys().isdisjoint(module.modules())
 
-@contextmanager
-def eagerly() -> Iterator[None]:
-    """Inside, nothing is compiled, nor what was compiled run."""
-    if not is_loaded():
-        yield
-        return
-    stance = torch.compiler.set_stance("force_eager")
-    try:
-        yield
-    finally:
-        stance.__exit__(None, None, None)
-
-
-def _find(model: nn.Module) -> dict[str, str]:
-    optimized: type = sys.modules["torch._dynamo"].OptimizedModule
-    found: dict[str, str] = {}
-    for path, module in model.named_modules():
-        attribute = "forward" if isinstance(module, optimized) else _CALL
-        is_compiled = attribute == "forward" or module.__dict__.get(_CALL) is not None
-        if is_compiled and not _is_inside(path, found):
-            found[path] = attribute
-    return found
-
-
-def _is_inside(path: str, outermost: Iterable[str]) -> bool:
-    return any(path != outer and path.startswith(outer and f"{outer}.") for outer in outermost)
+    def _find(self, optimized: type) -> None:
+        for module in self.model.modules():
+            is_wrapper = isinstance(module, optimized)
+            if module in self._inside or not (is_wrapper or module.__dict__.get(_CALL)):
+                continue
+            self.attributes[module] = "forward" if is_wrapper else _CALL
+            self._inside.update(each for each in module.modules() if each is not module)
+        for module in self._inside & self.attributes.keys():  # called from elsewhere as well
+            del self.attributes[module]

@@ -10,6 +10,8 @@ from torch import nn
 
 from daf.errors import NonFiniteLossError
 from daf.execution.capture import Capture
+from daf.execution.compiled import apart
+from daf.execution.compiled_modules import CompiledModules
 from daf.execution.microbatch import (
     LossFunction,
     WeightedLoss,
@@ -148,7 +150,9 @@ class GradientStep:
             scaled = loss.total
         else:
             scaled = loss.total * (loss.weight / examples)
-        with self._release.stepping(scaled, on_commit=self._on_commit):
+        # Checkpoints run forward passes again here, compiled parts as the first time.
+        again = apart(CompiledModules(self._model))
+        with again, self._release.stepping(scaled, on_commit=self._on_commit):
             scaled.backward()  # type: ignore[no-untyped-call]
 
     def _refuse_nonfinite(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from daf.execution.compiled_modules import CompiledModules
+from daf.execution.stance import eagerly
 
 
 def _float_tensors(value: Any) -> Iterator[Tensor]:
@@ -59,12 +59,9 @@ def first_nonfinite(model: nn.Module, batch: Any, run: Callable[[], Any]) -> str
 
         return hook
 
-    handles = [
-        module.register_forward_hook(watch(name))
-        for name, module in CompiledModules(model).hookable()
-    ]
+    handles = [module.register_forward_hook(watch(name)) for name, module in model.named_modules()]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), eagerly():  # so that compiled modules have hooks, too
             run()
     finally:
         for handle in handles:

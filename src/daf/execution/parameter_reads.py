@@ -13,8 +13,8 @@ Three kinds of reader are told apart:
   C++ (unless it declares ``reads_only_what_it_saved``), in-place operators on
   views, which may hide such a function, nodes whose saves went to somebody
   else's saved-tensor hooks (``torch.utils.checkpoint`` runs the forward pass
-  again from there), and nodes made before the forward pass began. While one of
-  these has not run, no parameter is free.
+  again from there), what compiled modules make, and nodes made before the forward
+  pass began. While one of these has not run, no parameter is free.
 - Hooks put on tensors during the forward pass. After one, no parameter is free
   until the backward pass has ended.
 

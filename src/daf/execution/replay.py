@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from threading import get_ident
@@ -28,8 +28,9 @@ from daf.errors import SavedTensorError, UnknownNameError
 from daf.execution.accounting import Holding
 from daf.execution.call_inputs import Inputs, distinct_tensors
 from daf.execution.call_state import CallState
-from daf.execution.compiled_modules import CompiledModules, eagerly
+from daf.execution.compiled_modules import CompiledModules
 from daf.execution.held import Held, Saved
+from daf.execution.stance import eagerly
 from daf.plan import Site
 from daf.store.scratch import Scratch
 
@@ -313,7 +314,10 @@ class Replays:
         Raises:
             UnknownNameError: the model has no such module, or it has no ``forward``.
         """
-        modules = {id(module := _find(model, path)): (path, module) for path in sorted(paths)}
+        replayable = {module for _, module in CompiledModules(model).replayable()} if paths else ()
+        modules = {
+            id(module := _find(model, path, replayable)): (path, module) for path in sorted(paths)
+        }
         self._targets = [ReplayedForward(self, path, module) for path, module in modules.values()]
         self._running: list[ReplayedCall | Collector] = []
         self._thread = get_ident()
@@ -421,7 +425,7 @@ def _devices(module: nn.Module, *inputs: Any) -> set[torch.device]:
     return {tensor.device for tensor in tensors}
 
 
-def _find(model: nn.Module, path: str) -> nn.Module:
+def _find(model: nn.Module, path: str, replayable: Collection[nn.Module]) -> nn.Module:
     try:
         module = model.get_submodule(path)
     except AttributeError as error:
@@ -429,7 +433,7 @@ def _find(model: nn.Module, path: str) -> nn.Module:
             f"asked to replay {path!r}; {type(model).__name__} has no module of that name; "
             "see named_modules()"
         ) from error
-    if all(module is not each for _, each in CompiledModules(model).replayable()):
+    if module not in replayable:
         raise UnknownNameError(
             f"asked to replay {path!r}, a {type(module).__name__} that is compiled, or has a part "
             "that is: what runs there cannot be seen; name modules that are not compiled"

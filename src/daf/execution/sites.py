@@ -147,9 +147,17 @@ class SiteTracker:
             yield global_hooks.register_module_forward_pre_hook(self._enter)
             yield global_hooks.register_module_forward_hook(self._leave, always_call=True)
             return
+
+        # Functions, which a copy of the model shares; methods would be copied with all of this.
+        def enter(module: nn.Module, inputs: Any) -> None:
+            self._enter(module, inputs)
+
+        def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+            self._leave(module, inputs, output)
+
         for _, module in compiled.hookable():
-            yield module.register_forward_pre_hook(self._enter)
-            yield module.register_forward_hook(self._leave, always_call=True)
+            yield module.register_forward_pre_hook(enter)
+            yield module.register_forward_hook(leave, always_call=True)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:

@@ -155,18 +155,23 @@ class DeviceKeeper:
             return self._give_codes_back()
 
     def _give_codes_back(self) -> int:
-        """Planes, until no more is held than may be. A block of the driver's goes back only when
-        all that lies in it went, so that this takes several rounds.
+        """Planes, until no more is held than may be.
+
+        A block of the driver's goes back only when all that lies in it went, so that this takes
+        several rounds; one that frees nothing there is the last.
         """
-        returned = 0
-        while self._limit_bytes is not None:
-            over_bytes = self._memory.held_bytes() - self._limit_bytes
-            went_bytes = self._give_back(over_bytes) if over_bytes > 0 else 0
-            if went_bytes == 0:
-                break
+        returned, over_bytes = 0, self._over_bytes()
+        while over_bytes > 0:
+            went_bytes = self._give_back(over_bytes)
             returned += went_bytes
             self._memory.release_cached()
+            before_bytes, over_bytes = over_bytes, self._over_bytes()
+            if went_bytes == 0 or over_bytes >= before_bytes:
+                break
         return returned
+
+    def _over_bytes(self) -> int:
+        return 0 if self._limit_bytes is None else self._memory.held_bytes() - self._limit_bytes
 
     def must_finish(self) -> None:
         """Nothing is refused until ``bound`` is called again; ``overrun_bytes`` tells the cost.

@@ -14,14 +14,13 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from daf.kernels import PageFields, header_bytes, words_per_plane
+from daf.kernels import PageFields, header_bytes, plane_bytes, words_per_plane
 from daf.kernels.gpu_planes import DevicePlanes, paged_planes
 from daf.store.pool import PagedStore, PlaneTensor
 from daf.store.pool_view import EvictedPlane, GivenUp, PoolStatistics
@@ -111,7 +110,8 @@ class _Blocks:
     @property
     def nbytes(self) -> int:
         """Bytes that are there."""
-        losable = sum(block.nbytes for block in self._may_go.values())
+        # A list at once: another thread may be giving some up.
+        losable = sum(block.nbytes for block in list(self._may_go.values()))
         return self._stays.nbytes + losable + self.table.nbytes
 
     def lose(self, kept: int) -> None:
@@ -178,11 +178,6 @@ class DevicePagedStore:
         return sum(tensor.nbytes for tensor in list(self._living.values()))
 
     @property
-    def page_bytes(self) -> int:
-        """Bytes of a page now."""
-        return self._numbers.page_bytes
-
-    @property
     def cap_bytes(self) -> int | None:
         """The most to hold; None where nothing bounds it."""
         return self._numbers.cap_bytes
@@ -209,33 +204,40 @@ class DevicePagedStore:
     ) -> DevicePlaneTensor:
         """Pages for ``bits`` planes of ``count`` elements; the arguments of ``PagedStore``.
 
-        Where the device refuses memory, planes are given up for it, the least important first.
+        Where the device refuses memory, planes are given up for it, the least important first,
+        its own among them.
 
         Raises:
             PoolFullError: the cap leaves no room, even if all planes that may go went.
             torch.OutOfMemoryError: the device has none, even so.
         """
-        number = partial(
-            self._numbers.allocate_planes,
-            count,
-            bits,
-            minimum_bits=minimum_bits,
-            importance=importance,
-            headers=headers,
-            tag=tag,
-        )
         stays = bits if minimum_bits is None else minimum_bits
         with self._lock:
+            numbers = self._numbers.allocate_planes(
+                count,
+                bits,
+                minimum_bits=minimum_bits,
+                importance=importance,
+                headers=headers,
+                tag=tag,
+            )
+            self._drop_lost()  # what made room
             while True:
-                numbers = number()
-                self._drop_lost()  # what made room
                 try:
                     return self._placed(numbers, stays, headers)
                 except RuntimeError as error:
-                    missing_bytes = numbers.nbytes
-                    numbers.release()
-                    if not _is_refusal(error) or self.give_back(missing_bytes) == 0:
+                    if not _is_refusal(error) or not self._give_up_for(numbers):
+                        numbers.release()
                         raise
+
+    def _give_up_for(self, newcomer: PlaneTensor) -> bool:
+        """As much as a plane of it takes, perhaps of itself; False where nothing may go."""
+        wanted_bytes = plane_bytes(newcomer.view.fields.elements, 1)
+        newcomer.seal()
+        given = self._numbers.evict(wanted_bytes)
+        newcomer.reopen()
+        self._drop_lost()
+        return given.pages > 0
 
     def _placed(self, numbers: PlaneTensor, stays: int, headers: bool) -> DevicePlaneTensor:
         anchor = self.anchor

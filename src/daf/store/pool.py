@@ -74,6 +74,10 @@ class PlaneTensor:
         _call(self._store.native.unpin, self.handle)
         self._store.note({"op": "seal", "id": self.handle})
 
+    def reopen(self) -> None:
+        """Write it again, what is left of it."""
+        self._open_view = PlaneView(_call(self._store.native.pin, self.handle))
+
     @contextmanager
     def pinned(self) -> Iterator[PlaneView]:
         """Read what is still there; nothing of it goes while inside."""
@@ -267,10 +271,9 @@ class PagedStore:
         The pool remembers 256 entries (a plane of a tensor each); beyond that it only counts.
         """
         entries, lost = self.native.take_evictions()
-        size = self.page_bytes if entries else 0
         evicted = (
-            EvictedPlane(tag, handle, plane, pages, pages * size)
-            for tag, handle, plane, pages in entries
+            EvictedPlane(tag, handle, plane, pages, nbytes)
+            for tag, handle, plane, pages, nbytes in entries
         )
         return tuple(evicted), lost
 

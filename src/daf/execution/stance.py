@@ -1,0 +1,75 @@
+"""Whether compiled code runs compiled: torch's *stance*, which is the whole process's.
+
+Several sessions may be in their passes at once, on threads of their own. The first sets the
+stance and the last sets the user's again, in whichever order they end.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from daf.memory.compiler import is_loaded
+
+_lock = threading.Lock()
+_inside = 0
+_users: Any = None  # the stance that was there before the first
+
+
+@contextmanager
+def eagerly() -> Iterator[None]:
+    """Inside, nothing is compiled, nor what was compiled run as such."""
+    if not is_loaded():
+        yield
+        return
+    _enter()
+    try:
+        yield
+    finally:
+        _leave()
+
+
+@contextmanager
+def as_the_user_wants() -> Iterator[None]:
+    """Within ``eagerly``: as it is outside."""
+    with _lock:
+        _set(_users)
+    try:
+        yield
+    finally:
+        with _lock:
+            _apply()
+
+
+def _enter() -> None:
+    global _inside, _users
+    with _lock:
+        if _inside == 0:
+            _users = torch.compiler.set_stance("force_eager").prev  # sets it at once
+        _inside += 1
+
+
+def _leave() -> None:
+    global _inside
+    with _lock:
+        _inside -= 1
+        _apply()
+
+
+def _apply() -> None:
+    if _inside:
+        torch.compiler.set_stance("force_eager")
+    else:
+        _set(_users)
+
+
+def _set(stance: Any) -> None:
+    torch.compiler.set_stance(
+        stance.stance,
+        skip_guard_eval_unsafe=stance.skip_guard_eval_unsafe,
+        force_backend=stance.backend,
+    )
