@@ -73,3 +73,20 @@ def test_sizes_that_are_no_pages_are_refused() -> None:
         store.native.set_page_bytes(48)
     with pytest.raises(KernelError):
         PagedStore(page_bytes=48)
+
+
+def test_what_went_is_told_in_the_bytes_of_its_own_pages() -> None:
+    """Though pages have another size by the time somebody asks."""
+    store = PagedStore(page_bytes=None)
+    sizes = []
+    for count in (LARGE, LARGE, SMALL, SMALL):
+        held = store.allocate_planes(count, 3, minimum_bits=1)
+        held.seal()
+        sizes.append(store.page_bytes)
+        store.evict(1)
+        del held
+    entries, _ = store.take_evictions()
+    assert len(set(sizes)) > 1
+    assert [entry.nbytes for entry in entries] == [
+        entry.pages * size for entry, size in zip(entries, sizes, strict=True)
+    ]
