@@ -81,8 +81,10 @@ struct GivenUp {
 
 struct Eviction {
   uint64_t tag, handle;
-  uint32_t plane, pages;
-  uint64_t bytes;
+  uint32_t pages;
+  uint8_t plane, page_shift;  // pages of 1 << page_shift bytes, which may since be others
+
+  uint64_t bytes() const { return uint64_t(pages) << page_shift; }
 };
 
 // A tensor that has lost planes: so many are left.

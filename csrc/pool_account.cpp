@@ -71,11 +71,11 @@ void Pool::log_eviction(const Tensor& tensor, uint32_t plane, uint64_t pages) {
     Eviction& last = evictions_.back();
     if (last.handle == tensor.handle && last.plane == plane) {
       last.pages += uint32_t(pages);
-      last.bytes += pages * page_bytes_;
       return;
     }
   }
-  const Eviction found{tensor.tag, tensor.handle, plane, uint32_t(pages), pages * page_bytes_};
+  const Eviction found{tensor.tag, tensor.handle, uint32_t(pages), uint8_t(plane),
+                       uint8_t(lowest_bit(page_bytes_))};
   if (evictions_.size() < most_evictions_logged) {
     evictions_.push_back(found);
   } else if (last_lost_.handle != found.handle || last_lost_.plane != found.plane) {

@@ -79,7 +79,7 @@ nb::tuple take_evictions(Pool& pool) {
   uint64_t lost = 0;
   nb::list found;
   for (const paging::Eviction& each : pool.take_evictions(&lost))
-    found.append(nb::make_tuple(each.tag, each.handle, each.plane, each.pages, each.bytes));
+    found.append(nb::make_tuple(each.tag, each.handle, each.plane, each.pages, each.bytes()));
   return nb::make_tuple(found, lost);
 }
 

@@ -436,7 +436,7 @@ def _find(model: nn.Module, path: str, replayable: Collection[nn.Module]) -> nn.
     if module not in replayable:
         raise UnknownNameError(
             f"asked to replay {path!r}, a {type(module).__name__} that is compiled, or has a part "
-            "that is: what runs there cannot be seen; name modules that are not compiled"
+            "that is, whose calls cannot be seen; name modules that are not compiled"
         )
     if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
         raise UnknownNameError(
