@@ -165,30 +165,10 @@ class Capture:
         self._tracker.redraw(draws)
         self._sources.forget()
         self._sources.set_external(self._own_tensors(batch))
-        compiled = CompiledModules(self._model)
         running = Running(self._parts, policy, (seed, step_index, micro_index), watcher)
         try:
-            with ExitStack() as stack:
-                stack.enter_context(self._tracker.following(compiled))
-                stack.enter_context(self._watching_inputs(compiled))
-                stack.enter_context(running.replays.watching())
-                ours = running.substituting() if running.substitutes else None
-                fusing = running.fusing() if policy.fused else None
-                mode = FusingMode(running, ours, fusing) if fusing else OperatorMode(running, ours)
-                stack.enter_context(mode)
-                losses = running.fusing_losses()
-                if losses:
-                    stack.enter_context(LossMode(losses))
-                stack.enter_context(apart(compiled, self.parameter_reads.unseen))
-                pack = untraced(running.hook) if compiled.attributes else running.hook
-                unpack = self._unpack if watcher is None else watched(self._unpack, watcher)
-                hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-                stack.enter_context(hooks)
+            with self._entered(running, policy, watcher):
                 yield self
-                if losses:
-                    losses.finish()
-                if fusing:
-                    fusing.finish()
         except RuntimeError as error:
             if _HOOKS_REFUSED in str(error):
                 error.add_note(
@@ -198,6 +178,31 @@ class Capture:
             raise
         finally:
             self._provenance.clear()
+
+    @contextmanager
+    def _entered(self, running: Running, policy: Policy, watcher: Watcher | None) -> Iterator[None]:
+        """Hooks and modes, in the order in which they must lie on each other."""
+        compiled = CompiledModules(self._model)
+        with ExitStack() as stack:
+            stack.enter_context(self._tracker.following(compiled))
+            stack.enter_context(self._watching_inputs(compiled))
+            stack.enter_context(running.replays.watching())
+            ours = running.substituting() if running.substitutes else None
+            fusing = running.fusing() if policy.fused else None
+            mode = FusingMode(running, ours, fusing) if fusing else OperatorMode(running, ours)
+            stack.enter_context(mode)
+            losses = running.fusing_losses()
+            if losses:
+                stack.enter_context(LossMode(losses))
+            stack.enter_context(apart(compiled, self.parameter_reads.unseen))
+            pack = untraced(running.hook) if compiled.attributes else running.hook
+            unpack = self._unpack if watcher is None else watched(self._unpack, watcher)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
+            yield
+            if losses:
+                losses.finish()
+            if fusing:
+                fusing.finish()
 
     def observer(self, examples: int, memory: MemoryDomain | None = None) -> Observer:
         """For ``step``: notes what a step of so many examples holds, moment by moment.

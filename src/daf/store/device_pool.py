@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -100,11 +101,8 @@ class _Blocks:
         }
         self._stays = whole
         starts = {plane: _distance(anchor, block) for plane, block in self._may_go.items()}
-        behind = np.cumsum([0, *(words[part] for part in stay)])
-        starts |= {
-            part: _distance(anchor, whole) + int(words_before)
-            for part, words_before in zip(stay, behind[:-1], strict=True)
-        }
+        before = accumulate((words[part] for part in stay[:-1]), initial=_distance(anchor, whole))
+        starts |= dict(zip(stay, before, strict=True))
         self.table = _copied(_table(fields, words, starts), anchor.device)
 
     @property
@@ -175,7 +173,8 @@ class DevicePagedStore:
     @property
     def lent_bytes(self) -> int:
         """Bytes that PyTorch's allocator has lent, a page's unused end not among them."""
-        return sum(tensor.nbytes for tensor in list(self._living.values()))
+        with self._lock:
+            return sum(tensor.nbytes for tensor in self._living.values())
 
     @property
     def cap_bytes(self) -> int | None:
