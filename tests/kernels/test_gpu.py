@@ -15,35 +15,37 @@ import pytest
 import torch
 
 from daf.errors import KernelError
-from daf.kernels import ElementType, PageFields, Predicate, block_count, reference
+from daf.kernels import ElementType, Predicate, block_count, reference
 from daf.kernels import words_per_plane as words_of
-from daf.kernels.elements import element_dtype
 
 pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("no CUDA device; test_gpu_interpreted runs these", allow_module_level=True)
 
-from daf.kernels import gpu  # noqa: E402
-from daf.kernels.gpu_launch import Affine  # noqa: E402
-from daf.kernels.gpu_planes import (  # noqa: E402
-    DevicePlanes,
-    allocate_flat,
-    flat_planes,
-    paged_planes,
+from device_cases import (  # noqa: E402
+    DEVICE,
+    KEY,
+    TORCH_TYPES,
+    assert_code,
+    bytes_of,
+    check_guard,
+    coded,
+    elements,
+    gathered,
+    in_pages,
+    make_affine,
+    poisoned,
+    to_device,
 )
 
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-KEY = 0xFEDCBA9876543210
+from daf.kernels import gpu  # noqa: E402
+from daf.kernels.gpu_planes import allocate_flat, flat_planes  # noqa: E402
+
 TYPES = tuple(ElementType)
 INPUTS = ("smooth", "wild", "mixed", "broken")
 COUNTS = (5, 2049) if INTERPRETED else (1, 17, 255, 256, 257, 5000, 70_001, 2**21)
 MANY = 64 * 256 + 300  # more than one program, even where the interpreter's tiles are wide
-TORCH_TYPES = {
-    ElementType.FLOAT32: torch.float32,
-    ElementType.BFLOAT16: torch.bfloat16,
-    ElementType.FLOAT16: torch.float16,
-}
 
 
 @pytest.fixture(autouse=True)
@@ -51,84 +53,6 @@ def quiet_arithmetic():
     """The interpreter computes in NumPy, which warns of infinities that kernels mean to meet."""
     with np.errstate(all="ignore"):
         yield
-
-
-def to_device(array: np.ndarray) -> torch.Tensor:
-    """The same bytes on the device; unsigned words as int32 and int16."""
-    signed = {"u": array.dtype.str.replace("u", "i")}.get(array.dtype.kind, array.dtype.str)
-    return torch.from_numpy(np.array(array.view(signed))).to(DEVICE)
-
-
-def elements(array: np.ndarray, kind: ElementType) -> torch.Tensor:
-    return to_device(array).view(TORCH_TYPES[kind])
-
-
-def bytes_of(tensor: torch.Tensor) -> bytes:
-    return tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-
-
-def poisoned(count: int, kind: ElementType) -> torch.Tensor:
-    """Fresh elements full of rubbish, the first of a longer tensor, to guard what lies behind."""
-    size = element_dtype(kind).itemsize
-    memory = torch.full((count * size + 64,), 0xA5, dtype=torch.uint8, device=DEVICE)
-    return memory[: count * size].view(TORCH_TYPES[kind])
-
-
-def check_guard(tensor: torch.Tensor) -> None:
-    memory = tensor.cpu().untyped_storage()
-    whole = torch.tensor([], dtype=torch.uint8, device=DEVICE).set_(tensor.untyped_storage())
-    assert (whole[-64:] == 0xA5).all(), "wrote beyond the end"
-    assert memory.nbytes() >= tensor.nbytes
-
-
-def coded(code: reference.Code, count: int, bits: int) -> DevicePlanes:
-    headers = to_device(np.ascontiguousarray(code.headers).view(np.uint32).reshape(-1))
-    return flat_planes(to_device(np.ascontiguousarray(code.planes)), headers, count, bits)
-
-
-def assert_code(planes: DevicePlanes, expected: reference.Code) -> None:
-    assert planes.headers is not None
-    assert bytes_of(planes.headers) == expected.headers.tobytes()
-    assert bytes_of(planes.region) == np.ascontiguousarray(expected.planes).tobytes()
-
-
-def make_affine(cases, channels: int, inner: int) -> tuple[reference.Affine, Affine]:
-    ours = reference.Affine(cases.gaussian(channels, 5), cases.gaussian(channels, 6), inner)
-    return ours, Affine(to_device(ours.scale), to_device(ours.shift), inner)
-
-
-def in_pages(
-    planes: np.ndarray, headers: np.ndarray, count: int, page_bytes: int, full_runs: int | None
-) -> DevicePlanes:
-    """The planes and headers laid out in shuffled pages, as the pool would."""
-    bits, words = planes.shape
-    page_words = page_bytes // 4
-    runs = max(1, -(-words // page_words))
-    header_pages = -(-headers.nbytes // page_bytes)
-    entries = bits * runs + header_pages
-    table = np.random.default_rng(3).permutation(entries + 5)[:entries].astype(np.int32)
-    region = np.full((entries + 5, page_words), 0xDBDBDBDB, np.uint32)
-    for plane in range(bits):
-        for run in range(runs):
-            piece = planes[plane, run * page_words : (run + 1) * page_words]
-            region[table[plane * runs + run], : len(piece)] = piece
-    pairs = np.ascontiguousarray(headers).view(np.uint32).reshape(-1)
-    for page in range(header_pages):
-        piece = pairs[page * page_words : (page + 1) * page_words]
-        region[table[bits * runs + page], : len(piece)] = piece
-    full = runs if full_runs is None else full_runs
-    fields = PageFields(0, page_bytes, 0, count, runs, full, bits, bits)
-    return paged_planes(to_device(region), to_device(table.astype(np.int64) * page_words), fields)
-
-
-def gathered(planes: DevicePlanes) -> tuple[np.ndarray, np.ndarray]:
-    """Planes (bits, words) and headers (blocks,) out of their pages."""
-    assert planes.table is not None
-    region = planes.region.cpu().numpy().view(np.uint32).reshape(-1, planes.page_words)
-    table = planes.table.cpu().numpy() // planes.page_words
-    body = region[table[: planes.bits * planes.runs]].reshape(planes.bits, -1)
-    pairs = region[table[planes.bits * planes.runs :]].reshape(-1)
-    return body[:, : words_of(planes.elements)], pairs[: block_count(planes.elements)]
 
 
 # --- rotated --------------------------------------------------------------------------------
@@ -222,6 +146,37 @@ def test_affine_accumulate_and_mask_come_in_this_order(cases, kind, channels, in
     found = elements(onto, kind)
     gpu.decode_minmax(ranged, found, theirs, mask, accumulate=True)
     assert bytes_of(found) == reference.decode_minmax(expected, target, 6, ours).tobytes()
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_blocks_by_themselves_are_those_of_the_whole(cases, kind) -> None:
+    """Wherever a part begins and ends, affine, accumulate and mask are those of its places."""
+    count, kind = 5 * 256 + 77, ElementType(kind)
+    ours, theirs = make_affine(cases, 7, 49)
+    source = cases.as_type(cases.smooth(count), kind)
+    onto = cases.as_type(cases.gaussian(count, 8), kind)
+    words = reference.encode_mask(cases.gaussian(count, 9), Predicate.ABOVE, 0.0, 0.0)
+    target = reference.Target(count, kind, onto, words)
+    mask = flat_planes(to_device(words), None, count, 1)
+    rotated = reference.encode_rotated(source, 3, 2, KEY)
+    ranged = reference.encode_minmax(source, 6, KEY)
+    for planes, values, options in (
+        (
+            in_pages(*rotated, count, 256, None),
+            reference.decode_rotated(rotated, target, 3, 2, KEY, ours),
+            (2, KEY),
+        ),
+        (coded(ranged, count, 6), reference.decode_minmax(ranged, target, 6, ours), ()),
+    ):
+        decode = gpu.decode_rotated if options else gpu.decode_minmax
+        for first, last in ((0, 1), (1, 4), (5, 6), (0, 6)):
+            here = slice(first * 256, min(last * 256, count))
+            found = elements(onto[here], kind)
+            decode(planes, *options, found, theirs, mask, True, (first, last))
+            assert bytes_of(found) == values[here].tobytes(), (first, last)
+        for wrong in ((0, 7), (3, 3), (-1, 2)):
+            with pytest.raises(KernelError, match="give a range within"):
+                decode(planes, *options, found, blocks=wrong)
 
 
 # --- minmax ---------------------------------------------------------------------------------

@@ -18,7 +18,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from daf.kernels import gpu_bits, gpu_minmax, gpu_reduce_device, gpu_rotated  # noqa: E402
+from daf.kernels import (  # noqa: E402
+    gpu_bits,
+    gpu_minmax,
+    gpu_norm_device,
+    gpu_reduce_device,
+    gpu_rotated,
+)
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {
@@ -28,7 +34,11 @@ POINTERS = {
     **dict.fromkeys(("broken", "too_wide", "least", "greatest"), "*i32"),
     **dict.fromkeys(("least_out", "greatest_out"), "*i32"),
     **dict.fromkeys(("sums", "squares"), "*fp64"),
-    **dict.fromkeys(("low", "high", "off_value", "on_value"), "fp32"),
+    **dict.fromkeys(("low", "high", "off_value", "on_value", "most"), "fp32"),
+    **dict.fromkeys(("gamma", "beta", "of_gradient", "of_value", "offset"), "*fp32"),
+    "products": "*fp64",
+    "spans": "*fp32",
+    "out": "*fp64",
 }
 ELEMENTS = {0: "*i32", 1: "*i16", 2: "*i16"}
 FORBIDDEN = re.compile(r"\bfma\b|\bmad\.[a-z.]*f32|\.ftz|\.approx|div\.full|\brcp\b|\brsqrt\b")
@@ -76,6 +86,19 @@ def kernels() -> list[tuple[str, object, dict[str, object]]]:
     add(gpu_reduce_device.finish_ranges, ROWS=512, COLUMNS=8)
     add(gpu_reduce_device.span_sums, TYPE=0, SPANS=8)
     add(gpu_reduce_device.channel_span_sums, TYPE=1, COLUMNS=8)
+    norms = gpu_norm_device
+    for kind in (0, 1, 2):
+        around = {"TYPE": kind, "RESULT": True, "BLOCKS": 4}
+        add(norms.emit, ADDED=True, RECTIFIED=True, PAGED=True, **around)
+        add(norms.derive, ACCUMULATE=True, MASKED=2, **around)
+        for values in {0, kind}:
+            read = {"TYPE": kind, "VALUE_TYPE": values, "AFFINE": values == kind}
+            add(norms.channel_span_products, MASKED=2, COLUMNS=8, **read)
+            add(norms.write_gradient, GAMMA=True, MASKED=2, BLOCKS=4, **read)
+            add(norms.row_products, GAMMA=True, ROWS=8, **read)
+            add(norms.column_span_sums, SPAN_ROWS=256, COLUMNS=128, **read)
+    add(norms.row_sums, TYPE=1, ROWS=8)
+    add(norms.add_spans, COLUMNS=128)
     for bits in (5, 64):
         add(gpu_bits.encode_integers, BITS=bits, **BITS_CODED)
         add(gpu_bits.decode_integers, BITS=bits, **BITS_CODED)
@@ -86,7 +109,10 @@ def signature_of(kernel: object, constants: dict[str, object]) -> dict[str, str]
     rotated = kernel.__name__.endswith("rotated")
     types = {"thresholds": "*i8", "levels": "*i8" if rotated else "*fp32"} | POINTERS
     elements = ELEMENTS[constants.get("TYPE", 1)]
-    types |= dict.fromkeys(("source", "destination", "gradient"), elements)
+    types |= dict.fromkeys(("source", "destination", "gradient", "addend"), elements)
+    types["values"] = ELEMENTS[constants.get("VALUE_TYPE", 0)]
+    if kernel in (gpu_norm_device.row_products, gpu_norm_device.column_span_sums):
+        types |= dict.fromkeys(("sums", "products"), "*fp32")
     return {
         name: "constexpr" if name in constants else types.get(name, "i32")
         for name in kernel.arg_names

@@ -10,6 +10,8 @@ outside its contract. ``key`` is a 64-bit seed. Under Triton's interpreter
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from daf.kernels.gpu_launch import (
     Affine,
     affine_arguments,
     base_halves,
+    elements_in,
     integer_items,
     key_halves,
     launch,
@@ -72,20 +75,26 @@ def decode_rotated(
     affine: Affine | None = None,
     mask: DevicePlanes | None = None,
     accumulate: bool = False,
+    blocks: tuple[int, int] | None = None,
 ) -> None:
-    """Decode from the planes that are there; then affine, accumulate, mask, rounding."""
+    """Decode from the planes that are there; then affine, accumulate, mask, rounding.
+
+    With ``blocks`` (first, last), ``destination`` holds the elements of these blocks alone.
+    """
     check_member("bits", planes.bits, ROTATED_BITS)
     check_member("kept planes", planes.kept, range(1, planes.bits + 1))
     _check_headers(planes)
     check_rotation(rounds, key)
     if planes.kept == 1 and planes.full_runs < planes.runs:
         raise KernelError("asked to decode runs without a plane; each needs its first at least")
-    elements, kind = patterns(destination, planes.elements)
+    count = elements_in(blocks, planes.elements)
+    elements, kind = patterns(destination, count)
     levels, factors = levels_on(destination.device, planes.bits, planes.kept)
     launch(
         gpu_rotated.decode_rotated,
-        planes.elements,
+        count,
         destination.device,
+        first_block=blocks[0] if blocks else 0,
         destination=elements,
         headers=planes.headers,
         levels=levels,
@@ -131,15 +140,18 @@ def decode_minmax(
     affine: Affine | None = None,
     mask: DevicePlanes | None = None,
     accumulate: bool = False,
+    blocks: tuple[int, int] | None = None,
 ) -> None:
     """Decode all planes; the options are those of ``decode_rotated``."""
     _check_whole(planes, MINMAX_BITS)
     _check_headers(planes)
-    elements, kind = patterns(destination, planes.elements)
+    count = elements_in(blocks, planes.elements)
+    elements, kind = patterns(destination, count)
     launch(
         gpu_minmax.decode_minmax,
-        planes.elements,
+        count,
         destination.device,
+        first_block=blocks[0] if blocks else 0,
         destination=elements,
         headers=planes.headers,
         TYPE=kind,
@@ -259,7 +271,7 @@ def _apply(
     planes: DevicePlanes,
     gradient: Tensor,
     destination: Tensor,
-    more: dict[str, object],
+    more: dict[str, Any],
 ) -> None:
     incoming, kind = patterns(gradient, planes.elements)
     outgoing, other_kind = patterns(destination, planes.elements)

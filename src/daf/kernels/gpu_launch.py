@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from daf.errors import KernelError
-from daf.kernels import ElementType, block_count
+from daf.kernels import BLOCK_ELEMENTS, ElementType, block_count
 from daf.kernels.gpu_planes import DevicePlanes
 from daf.kernels.tables import rotated_level_factor, rotated_levels, rotated_thresholds
 
@@ -73,6 +73,22 @@ def plane_arguments(planes: DevicePlanes) -> dict[str, Any]:
         "page_words": planes.page_words,
         "PAGED": planes.paged,
     }
+
+
+def elements_in(blocks: tuple[int, int] | None, count: int) -> int:
+    """How many elements blocks [first, last) of a tensor of ``count`` have; None: all of them.
+
+    Raises:
+        KernelError: it has no such blocks.
+    """
+    if blocks is None:
+        return count
+    first, last = blocks
+    if not 0 <= first < last <= block_count(count):
+        raise KernelError(
+            f"asked for blocks {first} to {last} of {block_count(count)}; give a range within"
+        )
+    return min(last * BLOCK_ELEMENTS, count) - first * BLOCK_ELEMENTS
 
 
 def mask_arguments(mask: DevicePlanes | None, count: int) -> dict[str, Any]:
@@ -138,10 +154,13 @@ def _check_count(tensor: Tensor, count: int) -> None:
         )
 
 
-def launch(kernel: Any, count: int, device: torch.device, **arguments: Any) -> None:
+def launch(
+    kernel: Any, count: int, device: torch.device, first_block: int | None = None, **arguments: Any
+) -> None:
     """Run a kernel over the blocks of ``count`` elements on the device's current stream.
 
-    Contraction is off: each product is rounded before it is added.
+    Those from ``first_block`` on, for kernels that take one. Contraction is off: each product is
+    rounded before it is added.
 
     Raises:
         KernelError: the tensors are on no GPU, and Triton does not interpret.
@@ -151,6 +170,9 @@ def launch(kernel: Any, count: int, device: torch.device, **arguments: Any) -> N
     interpreted = isinstance(kernel, InterpretedFunction)
     blocks = _interpreter_blocks(count) if interpreted else _DEVICE_BLOCKS
     grid = (-(-block_count(count) // blocks),)
+    if first_block is not None:
+        count += first_block * BLOCK_ELEMENTS
+        arguments["first_block"] = first_block
     on_device(kernel, grid, device, **arguments, count=count, BLOCKS=blocks)
 
 

@@ -98,7 +98,7 @@ def encode_minmax(
         store_plane(region, table, runs, page_words, plane, blocks, there, bits, BLOCKS, PAGED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_block"])
 def decode_minmax(
     destination,
     region,
@@ -109,6 +109,7 @@ def decode_minmax(
     scale,
     shift,
     count,
+    first_block,
     channels,
     inner,
     runs,
@@ -123,9 +124,13 @@ def decode_minmax(
     PAGED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Decode all planes; then affine, accumulate, mask, round."""
-    blocks = tile_blocks(BLOCKS)
+    """Decode all planes; then affine, accumulate, mask, round.
+
+    ``destination`` begins with block ``first_block``.
+    """
+    blocks = first_block.to(tl.int64) + tile_blocks(BLOCKS)
     place = tile_elements(blocks)
+    written = place - first_block.to(tl.int64) * 256
     valid = place < count
     there = blocks * 256 < count
     least, step, good = load_headers(headers, table, BITS * runs, page_words, blocks, there, PAGED)
@@ -138,7 +143,7 @@ def decode_minmax(
     if AFFINE:
         values = channel_affine(values, place, scale, shift, channels, inner)
     if ACCUMULATE:
-        values = load_elements(destination, place, valid, TYPE) + values
+        values = load_elements(destination, written, valid, TYPE) + values
     if MASKED:
         values = masked(
             values,
@@ -151,4 +156,4 @@ def decode_minmax(
             BLOCKS,
             MASKED,
         )
-    store_elements(destination, place, valid, values, TYPE)
+    store_elements(destination, written, valid, values, TYPE)

@@ -26,7 +26,7 @@ _MOST_PARTIALS = 512
 _WIDEST = 32
 _LEAST_SPAN_BLOCKS = 16
 _SPANS = 8  # of a whole tensor, to a program
-_CHANNELS = 8
+CHANNELS_AT_A_TIME = 8
 _GREATEST_KEY, _LEAST_KEY = 2**31 - 1, -(2**31)
 
 
@@ -106,12 +106,21 @@ def measure_sums(source: Tensor, channels: int = 1, inner: int = 1) -> tuple[Ten
     check_channels(channels, inner)
     count = source.numel()
     elements, kind = patterns(source, count)
-    spans = -(-count // _span_elements(channels))
-    shape = (2, _power_of_two(spans), channels)
+    shape = (2, *span_shape(count, channels))
     rows = torch.zeros(shape, dtype=torch.float64, device=source.device)
     if count > 0:
         places = {"source": elements, "sums": rows[0], "squares": rows[1]}
-        _sum_spans(places, count, channels, inner, spans, kind)
+        _sum_spans(places, count, channels, inner, -(-count // span_elements(channels)), kind)
+    return fold_spans(rows)
+
+
+def span_shape(count: int, channels: int) -> tuple[int, int]:
+    """(spans up to a power of two, channels) of the sums that spans have."""
+    return _power_of_two(-(-count // span_elements(channels))), channels
+
+
+def fold_spans(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Two kinds of sums, (2, spans, channels), to (channels,) each, by halving strides."""
     while rows.shape[1] > 1:
         half = rows.shape[1] // 2
         rows = rows[:, :half] + rows[:, half:]
@@ -127,8 +136,8 @@ def _sum_spans(
         grid: tuple[int, ...] = (-(-spans // _SPANS),)
         on_device(span_sums, grid, device, **places, count=count, TYPE=kind, SPANS=_SPANS)
         return
-    span, period = _span_elements(channels), channels * inner
-    tiles = -(-channels // _CHANNELS)
+    span, period = span_elements(channels), channels * inner
+    tiles = -(-channels // CHANNELS_AT_A_TIME)
     on_device(
         channel_span_sums,
         (spans * tiles,),
@@ -142,14 +151,14 @@ def _sum_spans(
         periods=(span - 1) // period + 2,
         groups=(min(inner, span) + 14) // 16 + 1,
         tiles=tiles,
-        tile_elements=_CHANNELS * inner,
+        tile_elements=CHANNELS_AT_A_TIME * inner,
         TYPE=kind,
-        COLUMNS=_CHANNELS,
+        COLUMNS=CHANNELS_AT_A_TIME,
     )
 
 
-def _span_elements(channels: int) -> int:
-    """As section 8 of the format says."""
+def span_elements(channels: int) -> int:
+    """Elements of a span, as section 8 of the format says."""
     return BLOCK_ELEMENTS * max(_LEAST_SPAN_BLOCKS, _power_of_two(channels))
 
 

@@ -114,8 +114,8 @@ def span_sums(source, sums, squares, count, TYPE: tl.constexpr, SPANS: tl.conste
         total += value
         energy += value * value
     there = span * 4096 < count
-    tl.store(sums + span, _sum_lanes(total, SPANS), mask=there)
-    tl.store(squares + span, _sum_lanes(energy, SPANS), mask=there)
+    tl.store(sums + span, sum_lanes(total, SPANS), mask=there)
+    tl.store(squares + span, sum_lanes(energy, SPANS), mask=there)
 
 
 @triton.jit
@@ -163,8 +163,8 @@ def channel_span_sums(
                 total += value
                 energy += value * value
     own = row * channels + channel
-    tl.store(sums + own, _sum_lanes(total, COLUMNS), mask=channel < channels)
-    tl.store(squares + own, _sum_lanes(energy, COLUMNS), mask=channel < channels)
+    tl.store(sums + own, sum_lanes(total, COLUMNS), mask=channel < channels)
+    tl.store(squares + own, sum_lanes(energy, COLUMNS), mask=channel < channels)
 
 
 @triton.jit
@@ -174,6 +174,7 @@ def _halves(values, SPANS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _sum_lanes(lanes, SPANS: tl.constexpr):
+def sum_lanes(lanes, SPANS: tl.constexpr):
+    """(SPANS, 16) to (SPANS,): strides 8, 4, 2, 1."""
     sums = _halves(_halves(_halves(lanes, SPANS, 16), SPANS, 8), SPANS, 4)
     return tl.reshape(_halves(sums, SPANS, 2), (SPANS,))

@@ -155,7 +155,7 @@ def encode_rotated(
         store_plane(region, table, runs, page_words, plane, blocks, exists, bits, BLOCKS, PAGED)
 
 
-@triton.jit(do_not_specialize=["key_low", "key_high"])
+@triton.jit(do_not_specialize=["key_low", "key_high", "first_block"])
 def decode_rotated(
     destination,
     region,
@@ -168,6 +168,7 @@ def decode_rotated(
     scale,
     shift,
     count,
+    first_block,
     key_low,
     key_high,
     channels,
@@ -190,9 +191,11 @@ def decode_rotated(
     """Decode every run from the planes it has: the first KEPT, or one less after ``full_runs``.
 
     ``levels`` holds the table of KEPT planes, then that of one less; ``factors`` likewise.
+    ``destination`` begins with block ``first_block``.
     """
-    blocks = tile_blocks(BLOCKS)
+    blocks = first_block.to(tl.int64) + tile_blocks(BLOCKS)
     place = tile_elements(blocks)
+    written = place - first_block.to(tl.int64) * 256
     valid = place < count
     there = blocks * 256 < count
     mean, step, good = load_headers(headers, table, BITS * runs, page_words, blocks, there, PAGED)
@@ -211,7 +214,7 @@ def decode_rotated(
     if AFFINE:
         values = channel_affine(values, place, scale, shift, channels, inner)
     if ACCUMULATE:
-        values = load_elements(destination, place, valid, TYPE) + values
+        values = load_elements(destination, written, valid, TYPE) + values
     if MASKED:
         values = masked(
             values,
@@ -224,4 +227,4 @@ def decode_rotated(
             BLOCKS,
             MASKED,
         )
-    store_elements(destination, place, valid, values, TYPE)
+    store_elements(destination, written, valid, values, TYPE)

@@ -49,6 +49,11 @@ class DevicePlaneTensor:
         """Bytes on the device that it has now, its page table included."""
         return self._blocks.nbytes
 
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self._store.device
+
     @contextmanager
     def writing(self) -> Iterator[DevicePlanes]:
         """Where to write, on the current stream.
@@ -56,8 +61,22 @@ class DevicePlaneTensor:
         Raises:
             KernelError: it has been written.
         """
+        with self.filling() as planes:
+            yield planes
+        self.seal()
+
+    @contextmanager
+    def filling(self) -> Iterator[DevicePlanes]:
+        """The same for who writes only some of it, or is not the last; nothing of it goes yet.
+
+        Raises:
+            KernelError: it has been written.
+        """
         with self._store.home.ordered():
             yield self._planes(self._numbers.view.fields)
+
+    def seal(self) -> None:
+        """All of it has been written."""
         self._store.seal(self._numbers)
 
     @contextmanager
