@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,9 +21,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf.errors import CodecError
+from daf.execution import chunked_backward, fused_smooth, fusing, fusing_rows, fusing_smooth
 from daf.execution.capture import Capture
 from daf.kernels import header_bytes, plane_bytes
-from daf.plan import CaptureStats, Method, Need, SiteReport, policy_for
+from daf.plan import (
+    CaptureStats,
+    Method,
+    Need,
+    Policy,
+    SiteReport,
+    policy_for,
+    with_fused_operators,
+)
 from daf.store import coder
 from daf.store.buffers import PlainStore
 from daf.store.device_stores import DeviceStores
@@ -33,6 +43,8 @@ pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("no CUDA device; test_gpu_interpreted runs these", allow_module_level=True)
+
+from daf.store import device_normalised  # noqa: E402
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 interpreted_only = pytest.mark.skipif(not INTERPRETED, reason="compares with the processor's bits")
@@ -73,23 +85,34 @@ class Residual(nn.Module):
 
 
 def step(
-    bits: int | str, *, processor: bool = False, channels_last: bool = True
+    bits: int | str | Policy,
+    *,
+    processor: bool = False,
+    channels_last: bool = True,
+    steps: int = 1,
+    pixels: int = 16,
 ) -> tuple[list[Tensor], tuple[SiteReport, ...], Capture]:
-    """Gradients, sites and the capture, one step from the same state whoever codes."""
+    """Gradients and statistics, sites and the capture: of the last of some steps without updates,
+    from the same state whoever codes.
+    """
+    policy = bits if isinstance(bits, Policy) else policy_for(bits)
     torch.manual_seed(0)
     layout = torch.channels_last if channels_last else torch.contiguous_format
     model = Residual().to(DEVICE, memory_format=layout)
-    x = torch.randn(4, 3, 16, 16).to(DEVICE, memory_format=layout)
+    x = torch.randn(4, 3, pixels, pixels).to(DEVICE, memory_format=layout)
     labels = torch.randint(10, (4,)).to(DEVICE)
     capture = Capture(model, PlainStore())
     with pytest.MonkeyPatch.context() as patch:
         if processor:
             patch.setattr(coder, "DEVICE_TYPES", ())
-        with capture.step(policy_for(bits), seed=3, step_index=5, batch=(x, labels)):
-            loss = F.cross_entropy(model(x), labels)
-        sites = capture.sites()
-        loss.backward()
-    return [each.grad for each in model.parameters() if each.grad is not None], sites, capture
+        for index in range(steps):
+            model.zero_grad()
+            with capture.step(policy, seed=3, step_index=5 + index, batch=(x, labels)):
+                loss = F.cross_entropy(model(x), labels)
+            sites = capture.sites()
+            loss.backward()
+    found = [each.grad for each in model.parameters() if each.grad is not None]
+    return found + [each.float() for each in model.buffers()], sites, capture
 
 
 @interpreted_only
@@ -142,8 +165,10 @@ def test_the_device_s_bytes_are_those_of_the_format() -> None:
     assert account.payload_bytes == plane_bytes(5000, 2) + header_bytes(5000)
     pages, rest = divmod(account.live_bytes, devices.on(DEVICE)._numbers.page_bytes)
     assert (code.nbytes, rest) == (account.payload_bytes + pages * DEVICE_ENTRY_BYTES, 0)
-    with pytest.raises(CodecError, match="decodes as a whole"):
-        code.decode(torch.empty(256, device=DEVICE), blocks=(0, 1))
+    whole, part = torch.empty(5000, device=DEVICE), torch.empty(392, device=DEVICE)
+    code.decode(whole)
+    code.decode(part, blocks=(18, 20))
+    assert torch.equal(part, whole[18 * 256 :])
     with pytest.raises(CodecError, match="asked to decode 5000 elements into a tensor of 4999"):
         code.decode(torch.empty(4999, device=DEVICE))
 
@@ -210,6 +235,97 @@ def test_what_only_the_device_knows_is_kept() -> None:
         (noise,) = (site for site in capture.sites() if site.need is Need.TWO_VALUED)
         assert noise.treatment.method is Method.KEEP
     out.backward()
+
+
+# --- fused operators ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fuse_everything(code_everything: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No operator is too small to be fused, and few elements are a part or a chunk."""
+    for module in (fusing, fusing_rows, fusing_smooth):
+        monkeypatch.setattr(module, "SMALL_BYTES", 1)
+    monkeypatch.setattr(chunked_backward, "CHUNK_BYTES", 2500)
+    monkeypatch.setattr(fused_smooth, "_BLOCKS_AT_A_TIME", 3)
+    monkeypatch.setattr(device_normalised, "PART_BYTES", 4 << 10)
+
+
+@interpreted_only
+@pytest.mark.parametrize(("bits", "channels_last"), [(2, True), (3, False), ("exact", True)])
+def test_fused_operators_give_the_gradients_of_the_processor_s(
+    bits: int | str, channels_last: bool, fuse_everything: None
+) -> None:
+    """Bit for bit, statistics too; the second step on normalisations wait for their ReLU."""
+    policy = with_fused_operators(policy_for(bits))
+    layout = {"channels_last": channels_last, "steps": 2, "pixels": 8}
+    expected, sites, theirs = step(policy, processor=True, **layout)
+    found, own_sites, ours = step(policy, **layout)
+    assert ours.fusions() == theirs.fusions()
+    patterns = {report.pattern for report in ours.fusions()}
+    assert {"batch_norm + relu", "batch_norm + add + relu", "layer_norm"} <= patterns
+    assert "gelu + layer behind" in patterns
+    assert [site.treatment for site in own_sites] == [site.treatment for site in sites]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    assert ours.stats.held_bytes == 0
+
+
+@pytest.mark.parametrize("bits", ["exact", 4])
+def test_half_types_are_fused_on_a_device(bits: int | str, fuse_everything: None) -> None:
+    """As plain PyTorch's gradients, up to the type's own rounding and, coded, the code's noise."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    model = model.to(DEVICE, dtype=torch.bfloat16)
+    model[1].float()  # as mixed precision has it
+    x = torch.randn(4, 3, 10, 10).to(DEVICE, dtype=torch.bfloat16)
+
+    def gradients(policy: Policy | None) -> Tensor:
+        capture = Capture(model, PlainStore())
+        for index in range(2):
+            model.zero_grad()
+            if policy is None:
+                model(x).float().square().mean().backward()
+                continue
+            with capture.step(policy, seed=3, step_index=index, batch=x):
+                loss = model(x).float().square().mean()
+            loss.backward()
+        if policy is not None:
+            assert capture.fusions()[0].pattern == "batch_norm + relu"
+        return torch.cat([each.grad.float().flatten() for each in model.parameters()])  # type: ignore[union-attr]
+
+    plain = gradients(None)
+    found = gradients(with_fused_operators(policy_for(bits)))
+    error = float((found - plain).square().sum() / plain.square().sum())
+    assert 0 < error < (1e-4 if bits == "exact" else 1e-2)
+
+
+@interpreted_only
+def test_backward_decodes_a_part_at_a_time(fuse_everything: None) -> None:
+    """Neither a fused normalisation nor a layer behind has its whole input at once."""
+    largest: list[int] = []
+    empty = torch.empty
+
+    def noted(*arguments: Any, **keywords: Any) -> Tensor:
+        found = empty(*arguments, **keywords)
+        if found.dtype is torch.float32:
+            largest.append(found.numel())
+        return found
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    x = torch.randn(4, 3, 18, 18)
+    capture = Capture(model, PlainStore())
+    for index in range(2):
+        with capture.step(with_fused_operators(policy_for(2)), 0, index, batch=x):
+            loss = model(x).square().mean()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "empty", noted)
+            largest.clear()
+            loss.backward()
+    # A span of 8 channels has 4096 elements, an image that is a chunk 2048.
+    assert 0 < max(largest) <= 4096 < 4 * 8 * 16 * 16
+
+
+# --- no kernels -----------------------------------------------------------------------------
 
 
 def test_without_triton_tensors_on_a_device_are_kept() -> None:

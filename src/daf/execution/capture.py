@@ -111,16 +111,17 @@ class Capture:
         self.parameter_reads = ParameterReads()
         self._unpack = unpacker(self._scratch)
         self._replay_log = ReplayLog()
+        coder = Coder(store, devices)
         self._parts = Parts(
             model,
-            store,
+            coder,
             spilled,
             self._ledger,
             self._evictions,
             self._sources,
             self._tracker,
             self._provenance,
-            Treater(Coder(store, devices), spilled, self._ledger, self._provenance),
+            Treater(coder, spilled, self._ledger, self._provenance),
             self._scratch,
             self.parameter_reads,
             self._replay_log,

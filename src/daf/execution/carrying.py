@@ -20,12 +20,10 @@ from daf.execution.provenance import Provenance
 from daf.execution.rectifiers import Rectifier
 from daf.execution.sites import SiteRecord, SiteTracker
 from daf.execution.treatments import check_sound, kept_holding
-from daf.kernels import Emission, RowMoments
+from daf.kernels import RowMoments
 from daf.plan import KEEP, Method, Need, Policy, Treatment
-from daf.store.buffers import Store
-from daf.store.codec import Channels, MaskCode, ValueCode
-from daf.store.coder import Values
-from daf.store.normalised import ComputedValues
+from daf.store.codec import Channels
+from daf.store.coder import Coder, Mask, Values
 
 _NORM = "batch_norm"
 _MASK = Treatment(Method.MASK, 1)
@@ -60,7 +58,7 @@ class NormCarrier:
         hooks: Hooks,
         policy: Policy,
         key: int,
-        store: Store,
+        coder: Coder,
         ledger: Ledger,
         sources: Sources,
         tracker: SiteTracker,
@@ -70,7 +68,7 @@ class NormCarrier:
         self.hooks = hooks
         self.policy = policy
         self.key = key
-        self.store = store
+        self.coder = coder
         self.ledger = ledger
         self.sources = sources
         self.tracker = tracker
@@ -146,9 +144,9 @@ class NormCarrier:
         record.held_bytes += held.mask.nbytes
         return plain_held
 
-    def counted(self, values: Stored[ValueCode] | ComputedValues) -> Stored[Values]:
+    def counted(self, values: Stored[Values] | Values) -> Stored[Values]:
         """The values that others derive something from."""
-        return Stored(self.ledger, values) if isinstance(values, ComputedValues) else values
+        return values if isinstance(values, Stored) else Stored(self.ledger, values)
 
     def _learn(
         self, held: NormHeld, addend: Tensor | None, rectifier: Rectifier | None, result: Tensor
@@ -165,7 +163,7 @@ class NormCarrier:
             bounds = 0.0, rectifier.most
             function = Derivation(lambda tensor: tensor.clamp_(*bounds))
             self.provenance.learn_function(result, function)
-            if isinstance(values, ComputedValues):  # a code's error hides which bound was passed
+            if not isinstance(values, Stored):  # a code's error hides which bound was passed
                 held.recipe = (term._replace(derivation=function),)
         if held.recipe is not None:
             self.provenance.learn(result, held)
@@ -212,13 +210,12 @@ class CountingHolder:
         self,
         x: Tensor,
         channels: Channels | None,
-        written: Emission | None,
+        written: Any,
         rows: RowMoments | None = None,
-    ) -> Stored[ValueCode]:
-        """Code ``channels`` of the input as the record says."""
+    ) -> Stored[Values]:
+        """Code ``channels`` of the input as the record says; ``written``: an emission, or None."""
         record, carrier = self.record, self._carrier
-        code = ValueCode(
-            carrier.store,
+        code = carrier.coder.values(
             x,
             record.treatment,
             record.code_key(carrier.key),
@@ -243,7 +240,7 @@ class _NormHolder(Holder):
     """The same in the words of the operator with batch normalisation."""
 
     def __init__(self, carrier: NormCarrier, norm: Norm, record: SiteRecord) -> None:
-        self._store = carrier.store
+        self._coder = carrier.coder
         self._counting = CountingHolder(carrier, norm.x, norm.statistics, Need.NORM, record)
         self.plain = self._counting.plain
         self.record, self.sources = record, self._counting.sources
@@ -253,11 +250,11 @@ class _NormHolder(Holder):
         """The input itself, if that is to be held."""
         return self._counting.hold_input(norm.x)
 
-    def new_mask(self, count: int) -> MaskCode:
-        """Room for a mask."""
-        return MaskCode.unwritten(self._store, count)
+    def new_mask(self, x: Tensor) -> Mask:
+        """Room for a mask of it."""
+        return self._coder.unwritten_mask(x)
 
-    def encode(self, norm: Norm, written: Emission) -> Stored[ValueCode]:
+    def encode(self, norm: Norm, written: Any) -> Stored[Values]:
         """Code the normalised value."""
         forward = norm.statistics.forward(norm.geometry.inner)
         return self._counting.encode(norm.x.detach(), forward, written)

@@ -256,6 +256,8 @@ def _is_known(call: AttentionCall) -> bool:
     tensors = call[:3]
     if not all(is_plain(each) and each.dim() == 4 for each in tensors) or call.enable_gqa:
         return False
+    if call.query.device.type != "cpu":  # fused kernels of GPUs know dropout
+        return False
     query, key, value = tensors
     fits = query.shape[:2] == key.shape[:2] == value.shape[:2] and key.shape[2] == value.shape[2]
     is_dropping = isinstance(call.dropout_p, float) and 0.0 < call.dropout_p < 1.0

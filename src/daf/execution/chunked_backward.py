@@ -103,6 +103,6 @@ def is_chunkable(
         and x.nbytes > (chunk_bytes or CHUNK_BYTES)
         and has_usual_strides(x)
         and weight.requires_grad
-        and not torch.is_autocast_enabled("cpu")
+        and not torch.is_autocast_enabled(x.device.type)
         and not autograd_objection((x, weight), pack)
     )

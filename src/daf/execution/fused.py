@@ -30,29 +30,19 @@ from torch.autograd.function import once_differentiable
 
 from daf.execution.held import Held, Kept, Stored, asked_for
 from daf.execution.ownership import holders_of, sole_holders
-from daf.kernels import Emission
-from daf.store.codec import Channels, MaskCode, ValueCode
+from daf.store.codec import Channels
+from daf.store.coder import Mask, Values
 from daf.store.layout import layout_of
-from daf.store.normalised import (
-    CodedValues,
-    ComputedValues,
-    Geometry,
-    KeptValues,
-    Statistics,
-    Values,
-    emission,
-    emit,
-    sum_gradient,
-    take_factors,
-    write_input_gradient,
-)
+from daf.store.normalised import Geometry, Statistics
+from daf.store.norms import channel_norms
 from daf.store.scratch import Scratch
 
 
 class Norm(NamedTuple):
     """One training-mode batch normalisation.
 
-    ``x`` is dense float32; ``weight`` and ``bias`` are (channels,) float32 or None.
+    ``x`` is dense: float32, or on a device any float that has a code; ``weight`` and ``bias``
+    are (channels,) float32 or None.
     """
 
     x: Tensor
@@ -84,13 +74,22 @@ class Gradients(NamedTuple):
 class NormHeld(Held):
     """What a fused normalisation holds for backward: values, mask, vectors of the channels."""
 
-    __slots__ = ("_layout", "_source", "_vectors", "geometry", "mask", "result", "statistics")
+    __slots__ = (
+        "_layout",
+        "_norms",
+        "_source",
+        "_vectors",
+        "geometry",
+        "mask",
+        "result",
+        "statistics",
+    )
 
     def __init__(
         self,
         norm: Norm,
-        source: Stored[ValueCode] | Kept,
-        mask: Stored[MaskCode] | None,
+        source: Stored[Values] | Kept,
+        mask: Stored[Mask] | None,
         result: Stored[Channels] | None,
         vectors: object = None,
     ) -> None:
@@ -100,6 +99,7 @@ class NormHeld(Held):
         """
         super().__init__()
         self._layout = layout_of(norm.x)
+        self._norms = channel_norms(norm.x)
         self._source = source
         self._vectors = vectors
         self.geometry = norm.geometry
@@ -108,19 +108,20 @@ class NormHeld(Held):
         self.statistics = norm.statistics
 
     @property
-    def code(self) -> Stored[ValueCode] | None:
+    def code(self) -> Stored[Values] | None:
         """The code of the normalised value; None where the input itself is held."""
         return None if isinstance(self._source, Kept) else self._source
 
-    def values(self) -> Stored[ValueCode] | ComputedValues:
+    def values(self) -> Stored[Values] | Values:
         """The normalised values for whoever derives something from them: coded, or computed again
-        from the input, which ``ComputedValues`` then holds too.
+        from the input, which they then hold too.
         """
         source = self._source
         if not isinstance(source, Kept):
             return source
         forward = self.statistics.forward(self.geometry.inner)
-        return ComputedValues(lambda: source.restore(Scratch()), self.geometry.elements, forward)
+        count = self.geometry.elements
+        return self._norms.ComputedValues(lambda: source.restore(Scratch()), count, forward)
 
     def restore(self, scratch: Scratch) -> Tensor:
         """The normalisation's input."""
@@ -139,30 +140,32 @@ class NormHeld(Held):
         """
         if gradient.stride() != self._layout.stride or gradient.is_neg():
             gradient, owned = self._layout.empty().copy_(gradient), True
-        values, mask = self._values(), self.mask.content if self.mask else None
+        norms, values = self._norms, self._values()
+        mask = self.mask.content if self.mask else None
         addend = gradient if needs[3] else None
         if addend is not None and mask is not None and not owned:
             addend = self._layout.empty()
         written = addend if mask is not None else None
-        sums = sum_gradient(values, gradient, mask, written, self.geometry)
+        sums = norms.sum_gradient(values, gradient, mask, written, self.geometry)
         x, weight, bias = None, self._vector(needs[1]), self._vector(needs[2])
         gamma = self.result.content.scale if self.result is not None else None
         inverse_deviation = self.statistics.inverse_deviation
-        factors = take_factors(sums, self.geometry, inverse_deviation, gamma, (weight, bias))
+        vectors = (inverse_deviation, gamma, (weight, bias))
+        factors = norms.take_factors(sums, self.geometry, *vectors)
         if needs[0]:
             source, mask = (addend, None) if addend is not None else (gradient, mask)
             x = gradient if owned and addend is None else self._layout.empty()
-            write_input_gradient(values, source, mask, x, factors)
+            norms.write_input_gradient(values, source, mask, x, factors)
         return Gradients(x, weight, bias, addend)
 
     def _vector(self, needed: bool) -> Tensor | None:
         return torch.empty_like(self.statistics.mean) if needed else None
 
-    def _values(self) -> Values:
+    def _values(self) -> Any:
         if isinstance(self._source, Kept):
             forward = self.statistics.forward(self.geometry.inner)
-            return KeptValues(self._source.restore(Scratch()), forward)
-        return CodedValues(self._source.content)
+            return self._norms.KeptValues(self._source.restore(Scratch()), forward)
+        return self._norms.CodedValues(self._source.content)
 
 
 class Holder:
@@ -172,11 +175,11 @@ class Holder:
         """The input itself, if that is to be held; None: its normalised value is coded."""
         raise NotImplementedError
 
-    def new_mask(self, count: int) -> MaskCode:
-        """Room for a mask."""
+    def new_mask(self, x: Tensor) -> Mask:
+        """Room for a mask of it."""
         raise NotImplementedError
 
-    def encode(self, norm: Norm, written: Emission) -> Stored[ValueCode]:
+    def encode(self, norm: Norm, written: Any) -> Stored[Values]:
         """Code the normalised value; ``written`` is the emission to carry out meanwhile."""
         raise NotImplementedError
 
@@ -190,22 +193,23 @@ def run_forward(
 ) -> tuple[Tensor, NormHeld]:
     """The result, in the input's layout, and what backward needs.
 
-    ``addend`` is float32 in the input's layout. ``most``: a ReLU comes last that lets pass
+    ``addend`` is of the input's type and layout. ``most``: a ReLU comes last that lets pass
     no more than this; None: there is none. ``owned``: nobody else holds the input, which is
     written over if it is coded.
     """
-    source: Stored[ValueCode] | Kept | None = holder.hold_input(norm)
+    norms = channel_norms(norm.x)
+    source: Stored[Values] | Kept | None = holder.hold_input(norm)
     # Every block is read, and coded from registers, before it is written.
     out = _over(norm.x) if owned and source is None else layout_of(norm.x).empty()
     result = norm.result()
-    mask = None if most is None else holder.new_mask(norm.x.numel())
-    written = emission(out, result, addend, mask, math.inf if most is None else most)
+    mask = None if most is None else holder.new_mask(norm.x)
+    written = norms.emission(out, result, addend, mask, math.inf if most is None else most)
     if source is None:
         source = holder.encode(norm, written)
     else:
-        emit(norm.x, norm.statistics.forward(norm.geometry.inner), written)
+        norms.emit(norm.x, norm.statistics.forward(norm.geometry.inner), written)
     if mask is not None:
-        mask.planes.seal()
+        mask.seal()
     counted = [holder.stored(part) if part is not None else None for part in (mask, result)]
     vectors = holder.stored(Channels(*norm.statistics, norm.geometry.inner))
     return out, NormHeld(norm, source, counted[0], counted[1], vectors)

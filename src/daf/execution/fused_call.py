@@ -6,11 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from daf.execution.fused import Norm
 from daf.execution.normalisation import channel_stride
-from daf.execution.plain_call import autograd_objection, has_usual_strides, is_plain
-from daf.store.normalised import Geometry, Running, take_statistics
+from daf.execution.plain_call import (
+    autocast_objection,
+    autograd_objection,
+    has_usual_strides,
+    is_plain,
+    is_plain_float,
+)
+from daf.store.normalised import Geometry, Running
+from daf.store.norms import channel_norms
 
 
 class NormArguments(NamedTuple):
@@ -36,7 +44,8 @@ class NormArguments(NamedTuple):
             running = Running(self.running_mean, self.running_var, self.momentum)
         geometry = self.geometry()
         with torch.no_grad():
-            found = take_statistics(self.x.detach(), geometry, self.eps, running)
+            x = self.x.detach()
+            found = channel_norms(x).take_statistics(x, geometry, self.eps, running)
         return Norm(self.x, self.weight, self.bias, found, geometry)
 
 
@@ -56,8 +65,8 @@ def objection(call: NormArguments, pack: Callable[..., Any], least_bytes: int) -
     x = call.x
     if call.training is not True:
         return "it does not normalise by the batch's statistics"
-    if not is_plain(x) or x.dim() < 2:
-        return "its input is no float32 tensor on the CPU"
+    if not is_plain_float(x) or x.dim() < 2:
+        return "its input is no float32 tensor, nor on a GPU one of half the width"
     if channel_stride(x) is None or not has_usual_strides(x):
         return "its input lies neither contiguous nor channels-last"
     if x.nbytes < least_bytes:
@@ -66,17 +75,17 @@ def objection(call: NormArguments, pack: Callable[..., Any], least_bytes: int) -
         return "it has one value per channel"
     vectors = (call.weight, call.bias, call.running_mean, call.running_var)
     channels = (x.shape[1],)
-    if not all(v is None or is_vector(v, channels) for v in vectors):
+    if not all(v is None or is_vector(v, channels, x) for v in vectors):
         return "its parameters or statistics are no contiguous float32 vectors"
     if (call.running_mean is None) != (call.running_var is None):
         return "it has only one of the running statistics"
     if not isinstance(call.momentum, (int, float)) or not isinstance(call.eps, (int, float)):
         return "its momentum or epsilon is no number"
-    if torch.is_autocast_enabled("cpu"):
-        return "autocast is on"
-    return autograd_objection((x, call.weight, call.bias), pack)
+    unsaved = autograd_objection((x, call.weight, call.bias), pack)
+    return autocast_objection(x) or unsaved
 
 
-def is_vector(tensor: Any, shape: tuple[int, ...]) -> bool:
-    """A contiguous float32 tensor of this shape on the CPU?"""
-    return is_plain(tensor) and tuple(tensor.shape) == shape and tensor.is_contiguous()
+def is_vector(tensor: Any, shape: tuple[int, ...], x: Tensor) -> bool:
+    """A contiguous float32 tensor of this shape where ``x`` is?"""
+    fits = is_plain(tensor) and tuple(tensor.shape) == shape and tensor.is_contiguous()
+    return fits and tensor.device == x.device

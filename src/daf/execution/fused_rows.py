@@ -28,11 +28,12 @@ from torch.autograd.function import once_differentiable
 from daf.errors import SavedTensorError
 from daf.execution.held import Held, Kept, Stored, asked_for
 from daf.execution.ownership import holders_of, sole_holders
-from daf.kernels import Emission, RowMoments
-from daf.store.codec import Channels, ValueCode
+from daf.kernels import RowMoments
+from daf.store.codec import Channels
+from daf.store.coder import Values
 from daf.store.layout import layout_of
-from daf.store.normalised import ComputedValues, emission
-from daf.store.normalised_rows import KeptRows, RowBackward, emit_rows, unmeasured
+from daf.store.normalised_rows import KeptRows, RowBackward, unmeasured
+from daf.store.norms import channel_norms, row_norms
 from daf.store.scratch import Scratch
 
 
@@ -53,14 +54,13 @@ class RowNorm(NamedTuple):
         """The normalised value to the result; a copy, since the optimizer may be faster."""
         if self.weight is None and self.bias is None:
             return None
-        scale = _vector(self.weight, self.length, 1.0)
-        return Channels(scale, _vector(self.bias, self.length, 0.0), 1)
+        return Channels(self._vector(self.weight, 1.0), self._vector(self.bias, 0.0), 1)
 
-
-def _vector(tensor: Tensor | None, length: int, otherwise: float) -> Tensor:
-    if tensor is None:
-        return torch.full((length,), otherwise, dtype=torch.float32)
-    return tensor.detach().reshape(-1).clone()
+    def _vector(self, tensor: Tensor | None, otherwise: float) -> Tensor:
+        if tensor is None:
+            where = self.x.device
+            return torch.full((self.length,), otherwise, dtype=torch.float32, device=where)
+        return tensor.detach().reshape(-1).clone()
 
 
 class RowGradients(NamedTuple):
@@ -78,18 +78,29 @@ class RowsHeld(Held):
     the first one.
     """
 
-    __slots__ = ("_affine", "_layout", "_length", "_moments", "_scale", "_source", "result")
+    __slots__ = (
+        "_affine",
+        "_channels",
+        "_layout",
+        "_length",
+        "_moments",
+        "_rows",
+        "_scale",
+        "_source",
+        "result",
+    )
 
     def __init__(
         self,
         norm: RowNorm,
-        source: Stored[ValueCode] | Kept,
+        source: Stored[Values] | Kept,
         scale: Tensor,
         affine: Stored[Channels] | Stored[Scales],
         result: Stored[Channels] | None,
     ) -> None:
         super().__init__()
         self._layout = layout_of(norm.x)
+        self._channels, self._rows = channel_norms(norm.x), row_norms(norm.x)
         self._length = norm.length
         self._moments = norm.moments
         self._source = source
@@ -98,11 +109,11 @@ class RowsHeld(Held):
         self.result = result
 
     @property
-    def code(self) -> Stored[ValueCode] | None:
+    def code(self) -> Stored[Values] | None:
         """The code of the normalised value; None where the input itself is held."""
         return None if isinstance(self._source, Kept) else self._source
 
-    def values(self) -> Stored[ValueCode] | ComputedValues:
+    def values(self) -> Stored[Values] | Values:
         """The normalised values for whoever derives something from them: see ``NormHeld``."""
         source = self._source
         if not isinstance(source, Kept):
@@ -110,7 +121,7 @@ class RowsHeld(Held):
         affine = self._affine.content
         assert isinstance(affine, Channels)
         count = affine.scale.numel() * self._length
-        return ComputedValues(lambda: source.restore(Scratch()), count, affine)
+        return self._channels.ComputedValues(lambda: source.restore(Scratch()), count, affine)
 
     def restore(self, scratch: Scratch) -> Tensor:
         """The normalisation's input, if that is held.
@@ -142,12 +153,12 @@ class RowsHeld(Held):
         centred = self._moments.centred
         summing = needs[1] or needs[2]
         asked = RowBackward(self._length, centred, gradient, x, gamma, self._scale, summing)
-        sums = asked.run(self._values())
+        sums = self._rows.backward_rows(asked, self._values())
         weight = sums.products.float().view(shape) if sums is not None and needs[1] else None
         bias = sums.gradient.float().view(shape) if sums is not None and needs[2] else None
         return RowGradients(x, weight, bias)
 
-    def _values(self) -> ValueCode | KeptRows:
+    def _values(self) -> Values | KeptRows:
         if not isinstance(self._source, Kept):
             return self._source.content
         affine = self._affine.content
@@ -178,8 +189,8 @@ class RowHolder(Protocol):
         """The input itself, if that is to be held; None: its normalised value is coded."""
 
     def encode(
-        self, x: Tensor, channels: Channels, written: Emission, rows: RowMoments
-    ) -> Stored[ValueCode]:
+        self, x: Tensor, channels: Channels, written: Any, rows: RowMoments
+    ) -> Stored[Values]:
         """Measure and code; ``written`` is the emission to carry out meanwhile."""
 
     def stored(self, content: Any) -> Stored[Any]:
@@ -191,14 +202,14 @@ def run_forward(norm: RowNorm, holder: RowHolder) -> tuple[Tensor, RowsHeld]:
     x = norm.x.detach()
     out, result = layout_of(x).empty(), norm.result()
     affine = unmeasured(x, norm.length)
-    written = emission(out, result, None, None)
-    source: Stored[ValueCode] | Kept | None = holder.hold_input(norm.x)
+    written = channel_norms(x).emission(out, result, None, None)
+    source: Stored[Values] | Kept | None = holder.hold_input(norm.x)
     kept_affine: Any = affine
     if source is None:
         source = holder.encode(x, affine, written, norm.moments)
         kept_affine = Scales(affine.scale)
     else:
-        emit_rows(x, affine, norm.moments, written)
+        row_norms(x).emit_rows(x, affine, norm.moments, written)
     counted = holder.stored(result) if result is not None else None
     return out, RowsHeld(norm, source, affine.scale, holder.stored(kept_affine), counted)
 

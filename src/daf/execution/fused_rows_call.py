@@ -76,18 +76,18 @@ def objection(call: RowNormArguments | None, pack: Callable[..., Any], least_byt
         return "its arguments are odd"
     x = call.x
     if not is_plain(x):
-        return "its input is no float32 tensor on the CPU"
+        return "its input is no float32 tensor that there are kernels for"
     if not x.is_contiguous() or not has_usual_strides(x):
         return "its input is not contiguous"
     if x.nbytes < least_bytes:
         return "its input is small"
     shape = tuple(call.normalized_shape)
     vectors = (call.weight, getattr(call, "bias", None))
-    if not all(vector is None or is_vector(vector, shape) for vector in vectors):
+    if not all(vector is None or is_vector(vector, shape, x) for vector in vectors):
         return "its parameters are no contiguous float32 tensors of a row's shape"
     if not (call.eps is None or (isinstance(call.eps, (int, float)) and call.eps >= 0)):
         return "its epsilon is no number of 0 or more"
-    if torch.is_autocast_enabled("cpu"):
+    if torch.is_autocast_enabled(x.device.type):
         return "autocast is on"
     return autograd_objection((x, *vectors), pack)
 

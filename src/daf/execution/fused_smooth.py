@@ -32,8 +32,9 @@ from daf.execution.ownership import holders_of, sole_holders
 from daf.kernels import BLOCK_ELEMENTS, block_count
 from daf.plan import Method, Treatment
 from daf.store.codec import Channels
+from daf.store.coder import Values
 from daf.store.layout import in_memory_order
-from daf.store.normalised import ComputedValues
+from daf.store.norms import channel_norms
 from daf.store.scratch import Scratch
 
 _BLOCKS_AT_A_TIME = 512  # what is decoded is still in the cache when it is used
@@ -112,10 +113,10 @@ class SmoothHeld(Held):
         return written
 
 
-def values_of(kept: Kept, count: int) -> ComputedValues:
+def values_of(kept: Kept, x: Tensor) -> Values:
     """What is held as it is, for whoever derives something from it; nothing is held for that."""
-    unchanged = Channels(torch.ones(1), torch.zeros(1), 1)
-    return ComputedValues(lambda: kept.restore(Scratch()), count, unchanged)
+    unchanged = Channels(torch.ones(1, device=x.device), torch.zeros(1, device=x.device), 1)
+    return channel_norms(x).ComputedValues(lambda: kept.restore(Scratch()), x.numel(), unchanged)
 
 
 class FusedSmooth(torch.autograd.Function):

@@ -179,8 +179,9 @@ class Fusing:
 
     def _stand_in(self, waiting: _Waiting) -> Tensor:
         assert waiting.norm is not None
-        nothing = torch.full((), torch.nan, dtype=torch.float32, device="cpu")
-        stand_in = nothing.expand(waiting.norm.x.shape)
+        x = waiting.norm.x
+        nothing = torch.full((), torch.nan, dtype=x.dtype, device=x.device)
+        stand_in = nothing.expand(x.shape)
         self._waiting[stand_in] = waiting
         return stand_in
 
@@ -236,7 +237,7 @@ def _can_wait(waiting: _Waiting | None) -> bool:
 def _fits(addend: Tensor, x: Tensor) -> bool:
     return (
         type(addend) in (Tensor, torch.nn.Parameter)
-        and addend.dtype is torch.float32
+        and addend.dtype is x.dtype
         and addend.device == x.device
         and addend.stride() == x.stride()
         and not addend.is_neg()

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -29,7 +28,12 @@ from daf.execution.fused_smooth import (
 from daf.execution.held import Recipe, Rederived, Term
 from daf.execution.normalisation import channel_stride
 from daf.execution.ownership import sole_holders
-from daf.execution.plain_call import autograd_objection, has_usual_strides, is_plain
+from daf.execution.plain_call import (
+    autocast_objection,
+    autograd_objection,
+    has_usual_strides,
+    is_plain_float,
+)
 from daf.execution.treatments import SMALL_BYTES
 from daf.plan import KEEP, FusionReport, Method, Need, Site, Treatment
 from daf.store.layout import layout_of
@@ -143,15 +147,13 @@ class SmoothFusing:
         x, _ = call
         if treatment is None:
             return "the policy neither keeps it nor codes both it and the layer behind"
-        if not is_plain(x):
-            return "its input is no float32 tensor on the CPU"
+        if not is_plain_float(x):
+            return "its input is no float32 tensor, nor on a GPU one of half the width"
         if channel_stride(x) is None or not has_usual_strides(x):
             return "its input lies neither contiguous nor channels-last"
         if x.nbytes < SMALL_BYTES:
             return "its input is small"
-        if torch.is_autocast_enabled("cpu"):
-            return "autocast is on"
-        unsaved = autograd_objection((x,), self._carrier.pack)
+        unsaved = autocast_objection(x) or autograd_objection((x,), self._carrier.pack)
         if unsaved or self._carrier.hooks.is_constant(x):
             return unsaved or "its input is the caller's own"
         return _UNREAD if treatment != KEEP and self._fusion.is_unread(site) else ""
@@ -187,7 +189,7 @@ class SmoothFusing:
         kept = holder.hold_input(x) if treatment == KEEP else None
         if kept is not None:
             held = SmoothHeld(smooth, kept)
-            held.recipe = (Term(self._carrier.counted(values_of(kept, x.numel()))),)
+            held.recipe = (Term(self._carrier.counted(values_of(kept, x))),)
             return held
         recipe = self._known(x)
         holder.record.treatment = Treatment(Method.REDERIVE) if recipe is not None else treatment

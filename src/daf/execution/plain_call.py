@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from daf.store.codec import is_codable
+from daf.store.coder import can_code_on, is_coded_on_device
+
 
 def autograd_objection(inputs: tuple[Tensor | None, ...], pack: Callable[..., Any]) -> str:
     """Why autograd would not save for us what an operator reads; empty where it would."""
@@ -21,12 +24,27 @@ def autograd_objection(inputs: tuple[Tensor | None, ...], pack: Callable[..., An
 
 
 def is_plain(tensor: Any) -> bool:
-    """An ordinary float32 tensor on the CPU?"""
+    """An ordinary float32 tensor where there are kernels for it?"""
+    return _is_ordinary(tensor) and tensor.dtype is torch.float32
+
+
+def is_plain_float(tensor: Any) -> bool:
+    """The same, or on a device another float: its kernels compute in float32 what lies between."""
+    is_known = _is_ordinary(tensor) and is_codable(tensor.dtype) and is_coded_on_device(tensor)
+    return is_known or is_plain(tensor)
+
+
+def autocast_objection(x: Tensor) -> str:
+    """Why autocast forbids an operator that it passes by on a GPU, but perhaps not elsewhere."""
+    on_processor = x.device.type == "cpu" and torch.is_autocast_enabled("cpu")
+    return "autocast is on" if on_processor else ""
+
+
+def _is_ordinary(tensor: Any) -> bool:
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
-        and tensor.dtype is torch.float32
+        and can_code_on(tensor.device)
         and not tensor.is_neg()
     )
 

@@ -40,7 +40,7 @@ from daf.plan import (
     Site,
     Treatment,
 )
-from daf.store.buffers import Store
+from daf.store.coder import Coder
 from daf.store.scratch import Scratch
 from daf.store.spill import SpillStore
 
@@ -62,7 +62,7 @@ class Parts(NamedTuple):
     """What a capture has for all its steps."""
 
     model: nn.Module
-    store: Store
+    coder: Coder
     spill: SpillStore
     ledger: Ledger
     evictions: Evictions
@@ -247,7 +247,7 @@ class Running:
 
     def _norm_carrier(self) -> NormCarrier:
         kept = (self._ledger, self._sources, self._tracker, self._provenance)
-        return NormCarrier(self, self._policy, self._key, self._parts.store, *kept)
+        return NormCarrier(self, self._policy, self._key, self._parts.coder, *kept)
 
     # --- settling ---------------------------------------------------------------------------
 

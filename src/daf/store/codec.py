@@ -106,7 +106,7 @@ class MaskCode:
 
     @classmethod
     def unwritten(cls, store: Store, count: int) -> MaskCode:
-        """Room for a mask of ``count`` elements; whoever writes it seals ``planes``."""
+        """Room for a mask of ``count`` elements; whoever has filled ``planes`` seals it."""
         mask = cls.__new__(cls)
         mask._allocate(store, count)
         return mask
@@ -114,6 +114,10 @@ class MaskCode:
     def _allocate(self, store: Store, count: int) -> None:
         self.count = count
         self.planes: Planes = store.allocate_planes(count, 1, headers=False)
+
+    def seal(self) -> None:
+        """It has been filled."""
+        self.planes.seal()
 
     @property
     def nbytes(self) -> int:

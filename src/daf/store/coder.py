@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from daf.errors import KernelError
-from daf.kernels import Predicate
+from daf.kernels import Predicate, RowMoments
 from daf.plan import Treatment
 from daf.store.averaged import AveragedCode
 from daf.store.buffers import Store
@@ -44,6 +44,9 @@ class Mask(Code, Protocol):
 
     def decode(self, out: Tensor, off_value: float, on_value: float) -> None:
         """Write one of two values for every element."""
+
+    def seal(self) -> None:
+        """What was made without its bits has been filled."""
 
 
 class Values(Code, Protocol):
@@ -102,6 +105,14 @@ class Coder:
             return codec.DeviceMaskCode(store, tensor, predicate, low, high)  # type: ignore[no-any-return]
         return MaskCode(self._store, tensor, predicate, low, high)
 
+    def unwritten_mask(self, tensor: Tensor) -> Mask:
+        """Room for one bit of every element, for who fills its planes."""
+        codec = _codec_on(tensor)
+        if codec is not None:
+            store = self._devices.on(tensor.device)
+            return codec.DeviceMaskCode.unwritten(store, tensor.numel())  # type: ignore[no-any-return]
+        return MaskCode.unwritten(self._store, tensor.numel())
+
     def values(
         self,
         tensor: Tensor,
@@ -111,15 +122,21 @@ class Coder:
         *,
         weight: float,
         tag: int,
+        emission: Any = None,
+        rows: RowMoments | None = None,
     ) -> Values:
-        """A dense tensor's floats; the arguments are those of ``codec.ValueCode``."""
+        """A dense tensor's floats; the arguments are those of ``codec.ValueCode``.
+
+        ``emission`` is one that ``norms`` made for the tensor.
+        """
+        options = {"weight": weight, "tag": tag, "emission": emission, "rows": rows}
         codec = _codec_on(tensor)
         if codec is not None:
             store = self._devices.on(tensor.device)
             return codec.DeviceValueCode(  # type: ignore[no-any-return]
-                store, tensor, treatment, key, channels, weight=weight, tag=tag
+                store, tensor, treatment, key, channels, **options
             )
-        return ValueCode(self._store, tensor, treatment, key, channels, weight=weight, tag=tag)
+        return ValueCode(self._store, tensor, treatment, key, channels, **options)
 
     def intervals(self, tensor: Tensor, bits: int, borders: Tensor) -> Intervals | None:
         """Intervals of a dense tensor's elements; None if it is known that one is not finite."""
@@ -145,6 +162,11 @@ class Coder:
 def is_read_freely(tensor: Tensor) -> bool:
     """May the program look at the elements without waiting for a device?"""
     return tensor.device.type not in DEVICE_TYPES
+
+
+def is_coded_on_device(tensor: Tensor) -> bool:
+    """Are the codes of such a tensor made on a GPU, which it is on?"""
+    return _codec_on(tensor) is not None
 
 
 def is_recorded(tensor: Tensor) -> bool:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from daf.errors import CodecError
-from daf.kernels import Predicate, gpu
+from daf.kernels import Predicate, RowMoments, gpu, gpu_norm
 from daf.kernels.gpu_launch import Affine
 from daf.plan import Method, Treatment
-from daf.store.codec import Channels, check_count, may_go
+from daf.store.codec import Channels, check_count, elements_in, may_go
+from daf.store.device_emission import DeviceEmission, affine_of
 from daf.store.device_pool import DevicePagedStore, DevicePlaneTensor
 from daf.store.layout import in_memory_order
 
@@ -37,6 +38,11 @@ class _DeviceCode:
         """Bytes of the planes and headers that are there, and of the table of their pages."""
         return self.planes.nbytes
 
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.planes.device
+
 
 class DeviceMaskCode(_DeviceCode):
     """``codec.MaskCode`` on a device."""
@@ -55,6 +61,18 @@ class DeviceMaskCode(_DeviceCode):
         super().__init__(tensor, store.allocate_planes(tensor.numel(), 1, headers=False))
         with self.planes.writing() as planes:
             gpu.encode_mask(in_memory_order(tensor), planes, predicate, low, high)
+
+    @classmethod
+    def unwritten(cls, store: DevicePagedStore, count: int) -> DeviceMaskCode:
+        """Room for a mask of ``count`` elements; whoever has filled ``planes`` seals it."""
+        mask = cls.__new__(cls)
+        mask.count = count
+        mask.planes = store.allocate_planes(count, 1, headers=False)
+        return mask
+
+    def seal(self) -> None:
+        """It has been filled."""
+        self.planes.seal()
 
     def decode(self, out: Tensor, off_value: float, on_value: float) -> None:
         """Write the two values into a dense tensor of the coded element count."""
@@ -78,8 +96,12 @@ class DeviceValueCode(_DeviceCode):
         *,
         weight: float = 1.0,
         tag: int = 0,
+        emission: DeviceEmission | None = None,
+        rows: RowMoments | None = None,
     ) -> None:
         """Encode a dense tensor, after ``channels`` (vectors on its device) has been applied.
+
+        ``rows`` and ``emission`` are those of ``codec.ValueCode``.
 
         Raises:
             CodecError: the treatment is neither *rotated* nor *minmax*.
@@ -99,11 +121,15 @@ class DeviceValueCode(_DeviceCode):
         self.treatment = treatment
         self.key = key
         source, affine = in_memory_order(tensor), _affine(channels)
+        if rows is not None and affine is not None:
+            gpu_norm.measure_rows(source, affine, rows.epsilon, centred=rows.centred)
         with self.planes.writing() as planes:
             if treatment.method is Method.ROTATED:
                 gpu.encode_rotated(source, planes, treatment.rounds, key, affine)
             else:
                 gpu.encode_minmax(source, planes, key, affine)
+        if emission is not None and channels is not None:
+            emission.carry_out(tensor, channels)
 
     def decode(
         self,
@@ -113,24 +139,16 @@ class DeviceValueCode(_DeviceCode):
         accumulate: bool = False,
         blocks: tuple[int, int] | None = None,
     ) -> None:
-        """Write the values, as ``codec.ValueCode.decode`` does.
-
-        Raises:
-            CodecError: parts were asked for, which only codes of the processor give.
-        """
-        if blocks is not None:
-            raise CodecError(
-                f"asked for blocks {blocks} of a code on {out.device}; it decodes as a whole"
-            )
-        check_count(self.count, out)
+        """Write the values, as ``codec.ValueCode.decode`` does."""
+        check_count(self.count if blocks is None else elements_in(blocks, self.count), out)
         chosen = nullcontext() if mask is None else mask.planes.pinned()
         place, affine = in_memory_order(out), _affine(channels)
         with self.planes.pinned() as planes, chosen as chosen_planes:
             if self.treatment.method is Method.ROTATED:
-                options = (place, affine, chosen_planes, accumulate)
+                options = (place, affine, chosen_planes, accumulate, blocks)
                 gpu.decode_rotated(planes, self.treatment.rounds, self.key, *options)
             else:
-                gpu.decode_minmax(planes, place, affine, chosen_planes, accumulate)
+                gpu.decode_minmax(planes, place, affine, chosen_planes, accumulate, blocks)
 
 
 class DeviceDerivativeCode(_DeviceCode):
@@ -188,4 +206,4 @@ def _signed(items: Tensor) -> Tensor:
 
 
 def _affine(channels: Channels | None) -> Affine | None:
-    return None if channels is None else Affine(channels.scale, channels.shift, channels.inner)
+    return None if channels is None else affine_of(channels)

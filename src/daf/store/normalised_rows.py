@@ -45,27 +45,8 @@ class RowBackward(NamedTuple):
     scale: Tensor
     summing: bool
 
-    def run(self, values: ValueCode | KeptRows) -> RowSums | None:
-        """One pass; nothing is decoded but the row at hand."""
-        threads, count = torch.get_num_threads(), self.gradient.numel()
-        room = torch.empty(2, self.length, dtype=torch.float64)
-        sums = RowSums(*room) if self.summing else None
-        size = rows.workspace_bytes(count, self.length, threads)
-        workspace = torch.empty(size, dtype=torch.uint8)
-        asked = self._asked(sums, workspace)
-        if isinstance(values, KeptRows):
-            source, affine = values.x.data_ptr(), values.affine.pointers()
-            rows.backward_kept(source, count, affine, asked, threads)
-            return sums
-        with values.planes.pinned() as view:
-            if values.treatment.method is Method.ROTATED:
-                rounds, key = values.treatment.rounds, values.key
-                rows.backward_rotated(view.fields, rounds, key, asked, threads)
-            else:
-                rows.backward_minmax(view.fields, asked, threads)
-        return sums
-
-    def _asked(self, sums: RowSums | None, workspace: Tensor) -> RowGradient:
+    def pointers(self, sums: RowSums | None, workspace: Tensor) -> RowGradient:
+        """The same as addresses; ``sums`` are written; keep all alive while they are used."""
         return RowGradient(
             self.length,
             self.centred,
@@ -79,10 +60,32 @@ class RowBackward(NamedTuple):
         )
 
 
+def backward_rows(asked: RowBackward, values: ValueCode | KeptRows) -> RowSums | None:
+    """One pass; nothing is decoded but the row at hand."""
+    threads, count = torch.get_num_threads(), asked.gradient.numel()
+    room = torch.empty(2, asked.length, dtype=torch.float64)
+    sums = RowSums(*room) if asked.summing else None
+    size = rows.workspace_bytes(count, asked.length, threads)
+    workspace = torch.empty(size, dtype=torch.uint8)
+    pointers = asked.pointers(sums, workspace)
+    if isinstance(values, KeptRows):
+        source, affine = values.x.data_ptr(), values.affine.pointers()
+        rows.backward_kept(source, count, affine, pointers, threads)
+        return sums
+    with values.planes.pinned() as view:
+        if values.treatment.method is Method.ROTATED:
+            rounds, key = values.treatment.rounds, values.key
+            rows.backward_rotated(view.fields, rounds, key, pointers, threads)
+        else:
+            rows.backward_minmax(view.fields, pointers, threads)
+    return sums
+
+
 def unmeasured(x: Tensor, length: int) -> Channels:
-    """Room for the affine of each row."""
+    """Room for the affine of each row, where the tensor is."""
     # Two tensors: the second may be forgotten before the first.
-    scale, shift = (torch.empty(x.numel() // length, dtype=torch.float32) for _ in range(2))
+    count = x.numel() // length
+    scale, shift = (torch.empty(count, dtype=torch.float32, device=x.device) for _ in range(2))
     return Channels(scale, shift, length)
 
 

@@ -1,0 +1,202 @@
+"""``normalised`` on a device: the same statistics, result and gradients, by Triton's kernels.
+
+Tensors are dense float32, bfloat16 or float16. Coded values are decoded into float32 a part at a
+time, which is read at once, and forgotten. Importing this raises KernelError without Triton.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from daf.kernels import BLOCK_ELEMENTS, block_count, gpu, gpu_norm, gpu_reduce
+from daf.kernels.gpu_planes import DevicePlanes
+from daf.plan import Method, Treatment
+from daf.store.codec import Channels, check_count, elements_in
+from daf.store.device_codec import DeviceMaskCode, DeviceValueCode
+from daf.store.device_emission import DeviceEmission, affine_of
+from daf.store.layout import in_memory_order
+from daf.store.normalised import Geometry, Running, Statistics, Sums
+
+# Of decoded values at a time: large devices keep so many in their cache. Never tuned on one.
+PART_BYTES = 32 << 20
+
+
+class Values(Protocol):
+    """Where normalised values come from."""
+
+    def parts(self, span_blocks: int) -> Iterator[gpu_norm.Values]:
+        """All of them, whole spans of so many blocks at a time."""
+
+
+class CodedValues(NamedTuple):
+    """The values of a code."""
+
+    code: DeviceValueCode
+
+    def parts(self, span_blocks: int) -> Iterator[gpu_norm.Values]:
+        """Decoded into memory that the next part takes over."""
+        count = self.code.count
+        blocks = block_count(count)
+        step = span_blocks * max(1, PART_BYTES // (4 * BLOCK_ELEMENTS * span_blocks))
+        size = elements_in((0, min(step, blocks)), count)
+        room = torch.empty(size, dtype=torch.float32, device=self.code.device)
+        for first in range(0, blocks, step):
+            here = (first, min(blocks, first + step))
+            part = room[: elements_in(here, count)]
+            self.code.decode(part, blocks=here)
+            yield gpu_norm.Values(part, here)
+
+
+class KeptValues(NamedTuple):
+    """``forward`` of the input, computed anew."""
+
+    x: Tensor
+    forward: Channels
+
+    def parts(self, span_blocks: int) -> Iterator[gpu_norm.Values]:  # noqa: ARG002 - all at once
+        """They take no memory."""
+        whole = (0, block_count(self.x.numel()))
+        yield gpu_norm.Values(in_memory_order(self.x), whole, affine_of(self.forward))
+
+
+class ComputedValues:
+    """``normalised.ComputedValues`` on a device."""
+
+    __slots__ = ("_forward", "_read", "count")
+    in_store = False
+    nbytes = 0
+    treatment = Treatment(Method.KEEP, 32)
+
+    def __init__(self, read: Callable[[], Tensor], count: int, forward: Channels) -> None:
+        self._read = read
+        self._forward = forward
+        self.count = count
+
+    def decode(
+        self,
+        out: Tensor,
+        channels: Channels | None = None,
+        mask: DeviceMaskCode | None = None,
+        accumulate: bool = False,
+        blocks: tuple[int, int] | None = None,
+    ) -> None:
+        """Write them, bit for bit as ``emit`` did; the rest is as in ``ValueCode.decode``."""
+        check_count(self.count if blocks is None else elements_in(blocks, self.count), out)
+        with _pinned(mask) as planes:
+            gpu_norm.derive(
+                in_memory_order(self._read()),
+                affine_of(self._forward),
+                in_memory_order(out),
+                None if channels is None else affine_of(channels),
+                planes,
+                accumulate,
+                blocks,
+            )
+
+
+def take_statistics(
+    x: Tensor, geometry: Geometry, epsilon: float, running: Running | None
+) -> Statistics:
+    """Mean and inverse deviation of every channel; running ones follow in place."""
+    count = geometry.per_channel
+    sums, squares = gpu_reduce.measure_sums(in_memory_order(x), geometry.channels, geometry.inner)
+    mean = sums / count
+    variance = squares / count - mean * mean
+    variance = torch.where(variance < 0, 0.0, variance)  # NaN stays
+    found = Statistics(mean.float(), (1.0 / torch.sqrt(variance + epsilon)).float())
+    if running is not None:
+        unbiased = variance * (count / (count - 1))
+        for followed, now in ((running.mean, mean), (running.variance, unbiased)):
+            _follow(followed, now, running.momentum)
+    return found
+
+
+def _follow(followed: Tensor, now: Tensor, momentum: float) -> None:
+    """``followed * (1 - momentum) + momentum * now``, each product rounded by itself."""
+    # Its factor as the processor has it: the difference, in float32.
+    kept = torch.tensor(1 - momentum, dtype=torch.float32).item()
+    followed.mul_(kept).add_((momentum * now).float())
+
+
+def emission(
+    out: Tensor,
+    result: Channels | None,
+    addend: Tensor | None,
+    mask: DeviceMaskCode | None,
+    most: float = math.inf,
+) -> DeviceEmission:
+    """What to write once values are coded; the arguments are those of ``normalised.emission``."""
+    return DeviceEmission(out, result, addend, mask, most)
+
+
+def emit(x: Tensor, forward: Channels, written: DeviceEmission) -> None:
+    """Forward without a code."""
+    written.carry_out(x, forward)
+
+
+def sum_gradient(
+    values: Values,
+    gradient: Tensor,
+    mask: DeviceMaskCode | None,
+    written: Tensor | None,
+    geometry: Geometry,
+) -> Sums:
+    """Backward's first pass: as ``normalised.sum_gradient``."""
+    given = in_memory_order(gradient)
+    with _pinned(mask) as planes:
+        if planes is not None and written is not None:
+            gpu.apply_mask(planes, given, in_memory_order(written))
+            given, planes = in_memory_order(written), None
+        elif written is not None and written is not gradient:
+            written.copy_(gradient)
+        sums = gpu_norm.ChannelProducts(given, geometry.channels, geometry.inner)
+        for part in values.parts(sums.span_blocks):
+            sums.add(part, planes)
+    return Sums(*sums.totals())
+
+
+def take_factors(
+    sums: Sums,
+    geometry: Geometry,
+    inverse_deviation: Tensor,
+    gamma: Tensor | None,
+    gradients: tuple[Tensor | None, Tensor | None],
+) -> tuple[Channels, Channels]:
+    """What backward's second pass multiplies by: as ``normalised.take_factors``."""
+    count, inner = geometry.per_channel, geometry.inner
+    factor = inverse_deviation.double()
+    if gamma is not None:
+        factor = factor * gamma.double()
+    scale, shift = ((-factor * total / count).float() for total in (sums.products, sums.sums))
+    for written, total in zip(gradients, (sums.products, sums.sums), strict=True):
+        if written is not None:
+            written.copy_(total)
+    of_gradient = factor.float()
+    return Channels(scale, shift, inner), Channels(of_gradient, of_gradient, inner)
+
+
+def write_input_gradient(
+    values: Values,
+    gradient: Tensor,
+    mask: DeviceMaskCode | None,
+    written: Tensor,
+    factors: tuple[Channels, Channels],
+) -> None:
+    """Backward's second pass: as ``normalised.write_input_gradient``."""
+    of_value, of_gradient = factors
+    given, out = in_memory_order(gradient), in_memory_order(written)
+    with _pinned(mask) as planes:
+        for part in values.parts(1):
+            gpu_norm.write_gradient(
+                given, part, out, of_gradient.scale, affine_of(of_value), mask=planes
+            )
+
+
+def _pinned(mask: DeviceMaskCode | None) -> AbstractContextManager[DevicePlanes | None]:
+    return nullcontext() if mask is None else mask.planes.pinned()

@@ -1,0 +1,36 @@
+"""``normalised_rows`` on a device, by Triton's kernels."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from daf.kernels import RowMoments, gpu_norm
+from daf.store.codec import Channels
+from daf.store.device_codec import DeviceValueCode
+from daf.store.device_emission import DeviceEmission, affine_of
+from daf.store.device_normalised import CodedValues, KeptValues
+from daf.store.layout import in_memory_order
+from daf.store.normalised_rows import KeptRows, RowBackward, RowSums
+
+
+def emit_rows(x: Tensor, affine: Channels, moments: RowMoments, written: DeviceEmission) -> None:
+    """Forward without a code; ``affine`` is measured first."""
+    epsilon, centred = moments
+    gpu_norm.measure_rows(in_memory_order(x), affine_of(affine), epsilon, centred=centred)
+    written.carry_out(x, affine)
+
+
+def backward_rows(asked: RowBackward, values: DeviceValueCode | KeptRows) -> RowSums | None:
+    """Two passes over the values: sums by rows and columns, then the input's gradient."""
+    given = in_memory_order(asked.gradient)
+    source = KeptValues(*values) if isinstance(values, KeptRows) else CodedValues(values)
+    products = gpu_norm.RowProducts(given, asked.length, asked.gamma, summing=asked.summing)
+    for part in source.parts(products.span_blocks):
+        products.add(part)
+    columns = products.columns()
+    if asked.written is not None:
+        out = in_memory_order(asked.written)
+        factors = gpu_norm.row_factors(products, asked.scale, centred=asked.centred)
+        for part in source.parts(1):
+            gpu_norm.write_gradient(given, part, out, asked.scale, factors, gamma=asked.gamma)
+    return None if columns is None else RowSums(*columns)

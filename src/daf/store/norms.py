@@ -1,0 +1,106 @@
+"""The arithmetic of normalisations where a tensor is: the processor's kernels, or a device's.
+
+Both sides have the same functions; ``normalised`` and ``normalised_rows`` describe them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from daf.kernels import RowMoments
+from daf.store import normalised, normalised_rows
+from daf.store.codec import Channels
+from daf.store.coder import Values as Code
+from daf.store.coder import is_coded_on_device
+from daf.store.normalised import Geometry, Running, Statistics, Sums
+from daf.store.normalised_rows import RowBackward, RowSums
+
+
+class ChannelNorms(Protocol):
+    """Normalisation of channels. Values, masks and emissions are those of the same side."""
+
+    @property
+    def CodedValues(self) -> Callable[[Any], Any]:  # noqa: N802 - a class
+        """The values of a code."""
+
+    @property
+    def KeptValues(self) -> Callable[[Tensor, Channels], Any]:  # noqa: N802 - a class
+        """An affine of the input that is held."""
+
+    @property
+    def ComputedValues(self) -> Callable[[Callable[[], Tensor], int, Channels], Code]:  # noqa: N802
+        """The same as a code, for whoever derives something from it."""
+
+    def take_statistics(
+        self, x: Tensor, geometry: Geometry, epsilon: float, running: Running | None
+    ) -> Statistics:
+        """Of every channel; running ones follow."""
+
+    def emission(
+        self,
+        out: Tensor,
+        result: Channels | None,
+        addend: Tensor | None,
+        mask: Any,
+        most: float = ...,
+    ) -> Any:
+        """What to write beside a code."""
+
+    def emit(self, x: Tensor, forward: Channels, written: Any) -> None:
+        """Write it without one."""
+
+    def sum_gradient(
+        self, values: Any, gradient: Tensor, mask: Any, written: Tensor | None, geometry: Geometry
+    ) -> Sums:
+        """Backward's first pass."""
+
+    def take_factors(
+        self,
+        sums: Sums,
+        geometry: Geometry,
+        inverse_deviation: Tensor,
+        gamma: Tensor | None,
+        gradients: tuple[Tensor | None, Tensor | None],
+    ) -> tuple[Channels, Channels]:
+        """What the second pass multiplies by."""
+
+    def write_input_gradient(
+        self,
+        values: Any,
+        gradient: Tensor,
+        mask: Any,
+        written: Tensor,
+        factors: tuple[Channels, Channels],
+    ) -> None:
+        """Backward's second pass."""
+
+
+class RowNorms(Protocol):
+    """Normalisation of rows."""
+
+    def emit_rows(self, x: Tensor, affine: Channels, moments: RowMoments, written: Any) -> None:
+        """Forward without a code."""
+
+    def backward_rows(self, asked: RowBackward, values: Any) -> RowSums | None:
+        """Backward from a code, or from ``KeptRows``."""
+
+
+def channel_norms(x: Tensor) -> ChannelNorms:
+    """For channels of a tensor like ``x``."""
+    if is_coded_on_device(x):
+        from daf.store import device_normalised
+
+        return device_normalised
+    return normalised
+
+
+def row_norms(x: Tensor) -> RowNorms:
+    """For rows of a tensor like ``x``."""
+    if is_coded_on_device(x):
+        from daf.store import device_normalised_rows
+
+        return device_normalised_rows
+    return normalised_rows
