@@ -259,7 +259,7 @@ def test_a_weight_that_is_changed_before_the_loss_is_an_error() -> None:
         changed()
 
 
-@pytest.mark.parametrize("what", ["few classes", "little growth", "no gradient", "autocast"])
+@pytest.mark.parametrize("what", ["few classes", "little growth", "no gradient", "half range"])
 def test_where_little_is_saved_nothing_is_watched(what: str) -> None:
     classes = {"few classes": LEAST_CLASSES - 1, "little growth": LEAST_GROWTH * WIDTH - 1}
     model = make_model(classes=classes.get(what, CLASSES))
@@ -268,11 +268,69 @@ def test_where_little_is_saved_nothing_is_watched(what: str) -> None:
     for _ in range(2):
         with (
             capture,
-            torch.autocast("cpu", enabled=what == "autocast"),
+            torch.autocast("cpu", torch.float16, enabled=what == "half range"),
             torch.set_grad_enabled(what != "no gradient"),
         ):
             F.cross_entropy(model(words).flatten(0, 1).float(), words.flatten())
     assert verdicts(capture) == {}
+
+
+def within_autocast(model: Model, words: Tensor, following: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return flattened(model, words, following)
+
+
+def behind_autocast(model: Model, words: Tensor, following: Tensor) -> Tensor:
+    """The loss in float32, outside, as many training loops have it."""
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(words)
+    return F.cross_entropy(logits.float().flatten(0, 1), following.flatten())
+
+
+def narrow(model: Model, words: Tensor, following: Tensor) -> Tensor:
+    """A model of bf16 whose loss is of bf16 too."""
+    return flattened(model.bfloat16(), words, following)
+
+
+def narrow_between(model: Model, words: Tensor, following: Tensor) -> Tensor:
+    """The same, but the loss computed in float32: PyTorch's own rounds all of it to bf16."""
+    logits = model.bfloat16()(words).float()
+    return F.cross_entropy(logits.flatten(0, 1), following.flatten()).bfloat16()
+
+
+@pytest.mark.parametrize("loss_fn", [within_autocast, behind_autocast, narrow])
+def test_mixed_precision_is_plain_pytorch_s_and_no_logits_exist(loss_fn: Loss) -> None:
+    """Products round as PyTorch's do; the weight's gradient is summed in float32 besides."""
+    found, capture, largest = trained(loss_fn, fused=True, bias=True)
+    theirs = narrow_between if loss_fn is narrow else loss_fn
+    expected, _, _ = trained(theirs, fused=False, bias=True)
+    assert verdicts(capture) == {"head": (PATTERN, "")}
+    whole = BATCH * LENGTH * CLASSES // (2 if loss_fn is narrow else 1)  # in words of four bytes
+    assert max(largest[1:]) <= CHUNK_ROWS * CLASSES < whole <= largest[0]
+    for ours, values in zip(found[1:], expected[1:], strict=True):  # the first step only watches
+        for each, value in values.items():
+            assert ours[each].dtype is value.dtype
+            error = (ours[each] - value).float().square().sum()
+            assert error <= 1e-4 * value.float().square().sum(), each
+
+
+def test_who_else_reads_logits_of_half_width_gets_them_as_they_are() -> None:
+    model, (words, following) = make_model(), data()
+    capture = compress(model, "exact", fused=True)
+
+    def loss_of(*, twice: bool) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(words)
+            loss = F.cross_entropy(logits.flatten(0, 1), following.flatten())
+            return loss + logits.float().mean() if twice else loss
+
+    for step in range(3):
+        with capture:
+            loss = loss_of(twice=step == 2)
+    expected = loss_of(twice=True)
+    assert loss.dtype is expected.dtype is torch.float32
+    torch.testing.assert_close(loss, expected)
+    assert verdicts(capture) == {"head": ("", "its result was also read by mean")}
 
 
 def test_an_evaluation_before_training_does_not_end_the_watch() -> None:

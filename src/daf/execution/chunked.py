@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from daf.errors import DataError, DoubleBackwardError
+from daf.store.coder import is_read_freely
 
 Reduction = Literal["mean", "sum"]
 # Products of fewer rows read the weight too often: of 4,096 rows of 384 numbers and 50,257 classes,
@@ -61,14 +62,16 @@ def chunked_cross_entropy(
         A scalar of float32, or float64 where the inputs are.
 
     Raises:
-        DataError: shapes, dtypes, targets or settings that do not go together.
+        DataError: shapes, dtypes, settings or (on the processor; a GPU looks by itself) targets
+            that do not go together.
         DoubleBackwardError: in backward with ``create_graph=True``; there is no second derivative.
     """
     rows, targets = hidden.flatten(0, -2), target.flatten()
     _check(hidden, weight, target, bias)
     _check_settings(chunk_rows, reduction, label_smoothing)
     rows, weight, bias = _as_autocast((rows, weight, bias))
-    _check_targets(targets, weight.shape[0], ignore_index)
+    if is_read_freely(targets):
+        _check_targets(targets, weight.shape[0], ignore_index)
     settings = _Settings(
         chunk_rows or _default_chunk_rows(len(rows), weight),
         ignore_index,
@@ -115,7 +118,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         counted = target != settings.ignore_index
-        scale = 1.0 if reduction == "sum" else _reciprocal(int(counted.sum()))
+        scale = _scale(counted, reduction, wide)
         needs = [settings.with_gradients and need for need in ctx.needs_input_grad]
         gradients = _Gradients(
             torch.empty_like(hidden) if needs[0] else None,
@@ -123,7 +126,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
             torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None,
         )
         # NaN as PyTorch's mean over no row; the gradients are zero there too.
-        step = 0.0 if scale != scale else scale
+        step = scale.nan_to_num()
         total = hidden.new_zeros((), dtype=wide)
         scratch = _scratch(hidden, weight, settings.chunk_rows)
         for start in range(0, len(hidden), settings.chunk_rows):
@@ -190,7 +193,7 @@ def _loss_of(logits: Tensor, target: Tensor, counted: Tensor, settings: _Setting
 
 
 def _to_gradient(
-    softmax: Tensor, target: Tensor, counted: Tensor, settings: _Settings, scale: float
+    softmax: Tensor, target: Tensor, counted: Tensor, settings: _Settings, scale: Tensor
 ) -> None:
     """The softmax becomes the gradient of the scaled loss by the logits, in place."""
     smoothing = settings.label_smoothing
@@ -223,8 +226,12 @@ def _default_chunk_rows(rows: int, weight: Tensor) -> int:
     return max(_LEAST_ROWS, rows * features // classes)
 
 
-def _reciprocal(count: int) -> float:
-    return 1.0 / count if count else float("nan")
+def _scale(counted: Tensor, reduction: Reduction, dtype: torch.dtype) -> Tensor:
+    """What the sum is multiplied by, where it is: nobody waits to know how many rows count."""
+    if reduction == "sum":
+        return torch.ones((), dtype=dtype, device=counted.device)
+    count = counted.sum()
+    return torch.where(count > 0, count.to(dtype).reciprocal(), torch.nan)
 
 
 def _as_autocast(tensors: tuple[Tensor, Tensor, Tensor | None]) -> Any:

@@ -2,9 +2,9 @@
 
 A linear layer that makes far more of each row than it was given is watched in the
 first step that runs it: where nobody reads the logits but cross-entropy, through nothing
-but changes of their rows (``view``, ``flatten``, slices, ``contiguous``), later steps get a
-*stand-in*, a tensor of NaN with the right geometry and no memory. What changes its rows
-changes those of the layer's input; cross-entropy then works through these in chunks
+but changes of their rows (``view``, ``flatten``, slices, ``contiguous``) and ``float``, later
+steps get a *stand-in*, a tensor of NaN with the right geometry and no memory. What changes its
+rows changes those of the layer's input; cross-entropy then works through these in chunks
 (``chunked``). Whoever else reads a stand-in is given the logits, computed then, and the
 place is given up.
 """
@@ -31,7 +31,9 @@ PATTERN = "linear + cross_entropy"
 LEAST_GROWTH = 4
 LEAST_CLASSES = 1024
 _RESHAPES = frozenset({Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten})
-_UNCHANGED = frozenset({Tensor.contiguous, Tensor.float})  # of float32 that follow each other
+_UNCHANGED = frozenset({Tensor.contiguous, Tensor.float})
+# Gradients are held in the logits' own type until the loss is scaled, which fp16 lacks range for.
+_TYPES = (torch.float32, torch.bfloat16)
 _OUTLIVED = "its result outlived a step"
 _BASIC_INDEX = (int, slice, type(None), type(Ellipsis))
 
@@ -39,13 +41,17 @@ LinearSite = tuple[str, int]  # a module's path, and which of its calls of F.lin
 
 
 class Logits(NamedTuple):
-    """What a stand-in stands for: ``hidden`` [..., features] times ``weight``, plus ``bias``."""
+    """What a stand-in stands for: ``hidden`` [..., features] times ``weight``, plus ``bias``.
+
+    Computed in their own type, then of ``dtype``.
+    """
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
     site: LinearSite
     versions: tuple[int, ...]
+    dtype: torch.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -183,7 +189,8 @@ class LossFusing:
         site = self._tracker.present_call("linear")
         if not self._fusion.is_open(site) and self._fusion.waits(site):
             self._tracker.next_call("linear")
-            return self._stand_in(_logits(*given, site))
+            hidden, weight, bias = _as_autocast(given)
+            return self._stand_in(_logits(hidden, weight, bias, site))
         result = F.linear(*arguments, **keywords)
         if self._fusion.is_open(site):
             again = site in self._objections
@@ -193,7 +200,8 @@ class LossFusing:
 
     def _stand_in(self, logits: Logits) -> Tensor:
         with torch._C.DisableTorchFunction():
-            stand_in = torch.full((), torch.nan, device=logits.hidden.device).expand(logits.shape)
+            nothing = torch.full((), torch.nan, dtype=logits.dtype, device=logits.hidden.device)
+            stand_in = nothing.expand(logits.shape)
         self._waiting[stand_in] = logits
         return stand_in
 
@@ -228,7 +236,8 @@ class LossFusing:
         _check_unchanged(logits)
         self._fusion.decide(logits.site, f"its result was also read by {reader}")
         with torch.enable_grad():
-            return F.linear(logits.hidden, logits.weight, logits.bias)
+            found = F.linear(logits.hidden, logits.weight, logits.bias)
+            return found.to(logits.dtype)
 
     # --- watching ---------------------------------------------------------------------------
 
@@ -289,20 +298,43 @@ def _is_worth_it(hidden: Any, weight: Any, bias: Any) -> bool:
     tensors = (hidden, weight) if bias is None else (hidden, weight, bias)
     if not all(type(each) in (Tensor, torch.nn.Parameter) for each in tensors):
         return False
-    if hidden.dtype is not torch.float32 or weight.dim() != 2:
+    if weight.dim() != 2 or not _has_known_type(tensors):
         return False
     classes, features = weight.shape
     return (
         hidden.dim() >= 2
         and classes >= max(LEAST_CLASSES, LEAST_GROWTH * features)
         and torch.is_grad_enabled()
-        and not torch.is_autocast_enabled(hidden.device.type)
         and any(each.requires_grad for each in tensors)
     )
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, site: LinearSite) -> Logits:
-    logits = Logits(hidden, weight, bias, site, ())
+def _has_known_type(tensors: Sequence[Tensor]) -> bool:
+    """Will logits have one that the loss can work in?"""
+    kind = tensors[0].device.type
+    if torch.is_autocast_enabled(kind):
+        is_cast = all(each.dtype in (torch.float32, torch.bfloat16) for each in tensors)
+        return is_cast and torch.get_autocast_dtype(kind) in _TYPES
+    return tensors[0].dtype in _TYPES and len({each.dtype for each in tensors}) == 1
+
+
+def _as_autocast(given: tuple[Tensor, Tensor, Tensor | None]) -> Any:
+    """What autocast would make of a layer's input and parameters now; later it may be off."""
+    kind = given[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return given
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(None if each is None else each.to(dtype) for each in given)
+
+
+def _logits(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    site: LinearSite,
+    dtype: torch.dtype | None = None,
+) -> Logits:
+    logits = Logits(hidden, weight, bias, site, (), dtype or hidden.dtype)
     return logits._replace(versions=logits.present_versions())
 
 
@@ -326,15 +358,19 @@ def _loss_call(
 
 
 def _loss_of(logits: Logits, call: LossCall) -> Tensor:
-    return chunked_cross_entropy(
-        logits.hidden,
-        logits.weight,
-        call.target,
-        logits.bias,
-        ignore_index=call.ignore_index,
-        reduction=call.reduction,
-        label_smoothing=call.label_smoothing,
-    )
+    kind = logits.hidden.device.type
+    widened = torch.is_autocast_enabled(kind)  # as autocast has it of a loss
+    with torch.autocast(kind, enabled=False):
+        loss = chunked_cross_entropy(
+            logits.hidden,
+            logits.weight,
+            call.target,
+            logits.bias,
+            ignore_index=call.ignore_index,
+            reduction=call.reduction,
+            label_smoothing=call.label_smoothing,
+        )
+    return loss if widened else loss.to(logits.dtype)
 
 
 def _moved(
@@ -351,7 +387,8 @@ def _moved(
         hidden = logits.hidden[arguments[0]]
     else:
         hidden = logits.hidden.reshape(*rows, logits.hidden.shape[-1])
-    return _logits(hidden, logits.weight, logits.bias, logits.site)
+    dtype = torch.float32 if operator is Tensor.float else logits.dtype
+    return _logits(hidden, logits.weight, logits.bias, logits.site, dtype)
 
 
 def _rows_after(
