@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from daf.execution.fused_smooth import DECODED_BYTES
 from daf.execution.observation import Observation, SavedTensor
 from daf.execution.treatments import SMALL_BYTES
 from daf.plan import KEEP, Method, Need, Reading
@@ -158,11 +157,11 @@ def transient(observation: Observation) -> list[float]:
     return [float(max(0, peak - gradients - saved)) for peak, gradients, saved in rows]
 
 
-def _observed_decoded_bytes(save: SavedTensor, chunk_bytes: int) -> float:
+def _observed_decoded_bytes(save: SavedTensor, observation: Observation) -> float:
     """A fused activation was seen to decode a little at a time; PyTorch's own takes all of it."""
     if save.reading is Reading.APART:
-        return min(save.tensor_bytes, DECODED_BYTES)
-    return decoded_bytes(save.reading, save.tensor_bytes, chunk_bytes)
+        return min(save.tensor_bytes, observation.part_bytes)
+    return decoded_bytes(save.reading, save.tensor_bytes, observation.chunk_bytes)
 
 
 def _spans(observation: Observation) -> list[tuple[int, int, int]]:
@@ -171,7 +170,7 @@ def _spans(observation: Observation) -> list[tuple[int, int, int]]:
     last: dict[int, SavedTensor] = {}
     for save in observation.saves:
         if save.treatment != KEEP:
-            decoded = _observed_decoded_bytes(save, observation.chunk_bytes)
+            decoded = _observed_decoded_bytes(save, observation)
             found.append((save.read, save.released, int(decoded)))
         elif save.storage not in last or last[save.storage].released < save.released:
             last[save.storage] = save

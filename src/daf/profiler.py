@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from daf.execution.capture import Capture
-from daf.execution.chunked_backward import CHUNK_BYTES
+from daf.execution.chunked_backward import chunk_bytes_on
 from daf.execution.microbatch import (
     LossFunction,
     batch_size,
@@ -124,7 +124,8 @@ class Profiler:
         """
         refusal = "" if allow_split else split_refusal(self._model)
         examples = batch_size(batch)
-        self._operators = _Operators(examples if own else 0)
+        whole = chunk_bytes_on(device_of(self._model))
+        self._operators = _Operators(examples, whole) if own else _Operators()
         with apart_from_training(self._model):
             expected = self._expectation(batch, loss_fn, own, on_progress)
             if own is not None:
@@ -348,21 +349,18 @@ class _Times(NamedTuple):
 class _Operators:
     """As PyTorch has them, or fused and chunked for a batch of ``batch_size`` (0: as they are).
 
-    Small steps have as many chunks as the whole batch will, so that bytes grow with the batch.
+    ``chunk_bytes``: of a chunk in the whole batch; 0 where there are none. Small steps have as many
+    chunks as the whole batch will, so that bytes grow with the batch.
     """
 
     batch_size: int = 0
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Of a chunk in the whole batch; 0 where there are none."""
-        return CHUNK_BYTES if self.batch_size else 0
+    chunk_bytes: int = 0
 
     def of(self, policy: Policy, examples: int) -> Policy:
         """The policy with these operators, for a step of so many examples."""
         if not self.batch_size:
             return policy
-        chunk_bytes = max(1, CHUNK_BYTES * examples // self.batch_size)
+        chunk_bytes = max(1, self.chunk_bytes * examples // self.batch_size)
         return with_planned_operators(policy, chunk_bytes)
 
 

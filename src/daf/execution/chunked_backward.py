@@ -25,6 +25,13 @@ from daf.store.layout import Layout
 from daf.store.scratch import Scratch
 
 CHUNK_BYTES = 8 << 20  # of the input; smaller ones cost convolutions more than they save
+# Of a product of less a GPU would have little to do at a time. Never tuned on one.
+_DEVICE_CHUNK_BYTES = 64 << 20
+
+
+def chunk_bytes_on(device: torch.device) -> int:
+    """What a chunk takes where nothing else is asked for."""
+    return CHUNK_BYTES if device.type == "cpu" else _DEVICE_CHUNK_BYTES
 
 
 class Product(Protocol):
@@ -54,7 +61,7 @@ def backward(
         needs: which of the three are asked for.
         owned: nobody else holds ``gradient``, so that it may be written over.
         chunk_bytes: what a chunk of the input may take, of one held as it is too; None:
-            ``CHUNK_BYTES`` of a coded one.
+            :func:`chunk_bytes_on` of a coded one.
     """
     saved_input, saved_weight = all_asked_for(saved_tensors)
     weight, held = saved_weight.restore(Scratch()), saved_input.held
@@ -64,7 +71,8 @@ def backward(
     whole = _room(held.layout, gradient, owned=owned) if needs[0] else None
     of_weight: Tensor | None = None
     of_bias: Tensor | None = None
-    for first, last in chunks_of(held.layout.shape, chunk_bytes):
+    size = chunk_bytes or chunk_bytes_on(held.layout.device)
+    for first, last in chunks_of(held.layout.shape, size):
         x = held.restore_part(first, last)
         of_x, *shares = product.backward(gradient[first:last], x, weight, needs)
         if whole is not None and of_x is not None:
@@ -100,7 +108,7 @@ def is_chunkable(
         is_plain(x)
         and is_plain(weight)
         and (bias is None or is_plain(bias))
-        and x.nbytes > (chunk_bytes or CHUNK_BYTES)
+        and x.nbytes > (chunk_bytes or chunk_bytes_on(x.device))
         and has_usual_strides(x)
         and weight.requires_grad
         and not torch.is_autocast_enabled(x.device.type)

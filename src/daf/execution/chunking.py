@@ -16,7 +16,7 @@ def substitute(
     """What an operator mode is to run instead of an operator, where ``pack`` sees what it saves.
 
     ``chunk_bytes``: what a chunk of an input may take; None:
-    ``chunked_backward.CHUNK_BYTES``.
+    ``chunked_backward.chunk_bytes_on``.
     """
     sole_holders()  # known before the first backward pass asks
 

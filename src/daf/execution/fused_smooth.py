@@ -37,9 +37,19 @@ from daf.store.layout import in_memory_order
 from daf.store.norms import channel_norms
 from daf.store.scratch import Scratch
 
-_BLOCKS_AT_A_TIME = 512  # what is decoded is still in the cache when it is used
-DECODED_BYTES = 4 * _BLOCKS_AT_A_TIME * BLOCK_ELEMENTS
+# What is decoded is still in the cache when it is used. A GPU's is larger; never tuned on one.
+_BLOCKS_AT_A_TIME = 512
+_DEVICE_BLOCKS_AT_A_TIME = 1 << 15
 LEAST_BITS = 2  # at one bit the squared bias of the derivative reaches 0.1 of its square
+
+
+def decoded_bytes_on(device: torch.device) -> int:
+    """The most that backward decodes of an activation's input at a time (float32)."""
+    return 4 * BLOCK_ELEMENTS * _blocks_at_a_time(device)
+
+
+def _blocks_at_a_time(device: torch.device) -> int:
+    return _BLOCKS_AT_A_TIME if device.type == "cpu" else _DEVICE_BLOCKS_AT_A_TIME
 
 
 class Smooth(NamedTuple):
@@ -105,9 +115,9 @@ class SmoothHeld(Held):
             self.smooth.backward(gradient, self.input.restore(Scratch()), written)
             return written
         given, found = (in_memory_order(tensor) for tensor in (gradient, written))
-        blocks = block_count(gradient.numel())
-        for first in range(0, blocks, _BLOCKS_AT_A_TIME):
-            x = self.input.restore_blocks(first, min(blocks, first + _BLOCKS_AT_A_TIME))
+        blocks, step = block_count(gradient.numel()), _blocks_at_a_time(layout.device)
+        for first in range(0, blocks, step):
+            x = self.input.restore_blocks(first, min(blocks, first + step))
             part = slice(first * BLOCK_ELEMENTS, first * BLOCK_ELEMENTS + x.numel())
             self.smooth.backward(given[part], x, found[part])
         return written

@@ -99,7 +99,8 @@ class Observation:
     (``peak_bytes``), and the gradients that existed when it began. The first
     ``forward`` moments are the forward pass. ``step_ms`` is forward and backward
     without ``coding_ms``, which encoding and decoding took, as far as no operator does it
-    itself. ``chunk_bytes``: chunks of tensors that are read so had at most as many.
+    itself. ``chunk_bytes``: chunks of tensors that are read so had at most as many,
+    ``part_bytes`` parts that a fused activation decodes.
     ``process_bytes``: by how much the process's peak passed what it held before.
     """
 
@@ -114,6 +115,7 @@ class Observation:
     step_ms: float = 0.0
     plain_bytes: int = 0
     chunk_bytes: int = 0
+    part_bytes: int = 0
     process_bytes: int = 0
 
     @property

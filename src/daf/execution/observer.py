@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from daf.execution.accounting import Source, Sources
 from daf.execution.compiled_modules import CompiledModules
-from daf.execution.fused_smooth import SmoothHeld
+from daf.execution.fused_smooth import SmoothHeld, decoded_bytes_on
 from daf.execution.held import Held, Kept, Rederived, Saved, is_asking
 from daf.execution.microbatch import tensors_in_batch
 from daf.execution.observation import (
@@ -32,7 +32,7 @@ from daf.execution.observation import (
     SavedTensor,
     Watcher,
 )
-from daf.memory.domain import MemoryDomain
+from daf.memory.domain import MemoryDomain, device_of
 from daf.plan import KEEP, Method, Need, Reading, Site, Treatment
 
 _KEPT_ANYWAY = (
@@ -86,7 +86,8 @@ class Observer:
         release_scratch: Callable[[], None],
         memory: MemoryDomain,
     ) -> None:
-        self.found = Observation(examples)
+        part_bytes = decoded_bytes_on(device_of(model))
+        self.found = Observation(examples, part_bytes=part_bytes)
         self._model = model
         self._sources = sources
         self._release_scratch = release_scratch
