@@ -21,7 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf.errors import CodecError
-from daf.execution import chunked_backward, fused_smooth, fusing, fusing_rows, fusing_smooth
+from daf.execution import (
+    chunked_backward,
+    fused_smooth,
+    fusing,
+    fusing_rows,
+    fusing_smooth,
+    plain_call,
+    treatments,
+)
 from daf.execution.capture import Capture
 from daf.kernels import header_bytes, plane_bytes
 from daf.plan import (
@@ -296,6 +304,17 @@ def test_half_types_are_fused_on_a_device(bits: int | str, fuse_everything: None
     found = gradients(with_fused_operators(policy_for(bits)))
     error = float((found - plain).square().sum() / plain.square().sum())
     assert 0 < error < (1e-4 if bits == "exact" else 1e-2)
+
+
+def test_while_work_is_recorded_nothing_is_fused_or_coded(
+    fuse_everything: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is run again later would write pages again that have become someone else's."""
+    for module in (plain_call, treatments):
+        monkeypatch.setattr(module, "is_recorded", lambda _: True)
+    _, sites, capture = step(with_fused_operators(policy_for(2)), steps=2, pixels=8)
+    assert {site.treatment.method for site in sites} == {Method.KEEP}
+    assert {report.pattern for report in capture.fusions()} == {""}
 
 
 @interpreted_only

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from daf.store.codec import is_codable
-from daf.store.coder import can_code_on, is_coded_on_device
+from daf.store.coder import can_code_on, is_coded_on_device, is_recorded
 
 
 def autograd_objection(inputs: tuple[Tensor | None, ...], pack: Callable[..., Any]) -> str:
@@ -46,6 +46,7 @@ def _is_ordinary(tensor: Any) -> bool:
         and tensor.layout is torch.strided
         and can_code_on(tensor.device)
         and not tensor.is_neg()
+        and not is_recorded(tensor)
     )
 
 
