@@ -39,27 +39,32 @@ def test_the_largest_is_found_to_its_precision(largest: int, first: int) -> None
 
 @pytest.mark.slow
 def test_number_types_stand_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits: list[tuple[str, int | None, Any]] = []
+    limits: list[tuple[str, int | None, Any, tuple[str, ...]]] = []
 
     def largest(entry: Entry, _on_progress: object) -> int:
-        limits.append((entry.label, entry.limit_bytes, entry.bits))
-        return 300 if entry.bits else 100
+        limits.append((entry.label, entry.limit_bytes, entry.bits, tuple(entry.levers or ())))
+        return 100 + 200 * len(entry.levers or ())
 
     monkeypatch.setattr(gpu, "largest_batch", largest)
     found = gpu.run(JOB)
     labels = ["tiny_float32", "tiny_bfloat16"]
+    fused = ("codes", "fused", "chunked")
     assert limits == [
-        (label, JOB.limit_bytes, bits) for label in labels for bits in (None, JOB.bits)
+        (label, JOB.limit_bytes, *asked)
+        for label in labels
+        for asked in ((None, ()), (JOB.bits, ("codes",)), (JOB.bits, fused))
     ]
     rows = {(row["workload"], row["contestant"]): row for row in found.rows}
-    assert set(rows) == {(label, name) for label in labels for name in ("plain", "daf")}
+    assert set(rows) == {(label, name) for label in labels for name in ("plain", *gpu.OURS)}
     for label in labels:
-        plain, ours = rows[label, "plain"], rows[label, "daf"]
+        plain = rows[label, "plain"]
         assert plain["saved_bytes_plain"] is None
-        assert ours["loss"] == pytest.approx(plain["loss"], rel=0.1)
-        ratio = ours["saved_bytes_plain"] / ours["saved_bytes_peak"]
-        assert found.figures[f"{label}_saved_ratio"] == ratio > 5
-        assert found.figures[f"{label}_batch_ratio"] == 3
+        for name, batch_ratio in (("daf", 3), ("daf_fused", 7)):
+            ours = rows[label, name]
+            assert ours["loss"] == pytest.approx(plain["loss"], rel=0.1)
+            ratio = ours["saved_bytes_plain"] / ours["saved_bytes_peak"]
+            assert found.figures[f"{label}_{name}_saved_ratio"] == ratio > 5
+            assert found.figures[f"{label}_{name}_batch_ratio"] == batch_ratio
     # Half as many bytes are saved by everybody.
     wide, narrow = (rows[label, "daf"]["saved_bytes_plain"] for label in labels)
     assert 0.4 * wide < narrow < 0.6 * wide
@@ -83,5 +88,6 @@ def test_what_a_limit_refuses_does_not_fit(codes: dict[str, Any]) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_on_a_gpu() -> None:
     found = gpu.run(replace(JOB, entries=(replace(TINY, device="cuda"),), limit_bytes=2**28))
-    assert found.figures["tiny_float32_saved_ratio"] > 5
-    assert found.figures["tiny_float32_batch_ratio"] > 1
+    for name in gpu.OURS:
+        assert found.figures[f"tiny_float32_{name}_saved_ratio"] > 5
+        assert found.figures[f"tiny_float32_{name}_batch_ratio"] > 1

@@ -1,15 +1,16 @@
 """``daf bench gpu``: what codes give on a GPU beside plain PyTorch, in fp32 and bf16.
 
-Every model and number type: plain and DAF stepped in turn, each a process of its own on the one
-device: reserved bytes at their peak, bytes saved for backward, step time. Then, with what the
-device may hold set as a hard limit, the largest batch that each of them can train.
+Every model and number type: plain, DAF's codes, and these in fused and chunked operators stepped
+in turn, each a process of its own on the one device: reserved bytes at their peak, bytes saved for
+backward, step time. Then, with what the device may hold set as a hard limit, the largest batch
+that each of them can train.
 
 It runs on a processor too, where the memory is the process's: small jobs there are for tests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +23,12 @@ from daf.memory.device import DeviceMemory
 from daf.units import format_bytes
 
 FLOAT32, BFLOAT16 = "float32", "bfloat16"
+PLAIN = "plain"
+# What DAF does, by contender.
+OURS: Mapping[str, tuple[str, ...]] = {
+    "daf": ("codes",),
+    "daf_fused": ("codes", "fused", "chunked"),
+}
 # The largest batch is found to one part in so many.
 PRECISION = 16
 # Beyond so many times the batch that is timed, nothing larger is tried.
@@ -75,10 +82,12 @@ def run(job: GpuJob, on_progress: Callable[[str], None] = lambda _: None) -> Ben
     figures: dict[str, float] = {}
     for entry in _in_number_types(job):
         compared = compare(job, entry, on_progress)
-        largest = [largest_batch(each, on_progress) for each in _limited(job, entry)]
-        for row, count in zip(compared.rows, largest, strict=True):
-            rows.append(row | {"largest_batch": count})
-        found = compared.figures | {"batch_ratio": largest[1] / max(1, largest[0])}
+        largest = {
+            name: largest_batch(each, on_progress) for name, each in _limited(job, entry).items()
+        }
+        rows += [row | {"largest_batch": largest[row["contestant"]]} for row in compared.rows]
+        ratios = {f"{name}_batch_ratio": largest[name] / max(1, largest[PLAIN]) for name in OURS}
+        found = compared.figures | ratios
         figures |= {f"{entry.label}_{name}": value for name, value in found.items()}
     return BenchResult("gpu", rows, figures, _notes(job))
 
@@ -90,14 +99,17 @@ def _in_number_types(job: GpuJob) -> Iterator[Entry]:
             yield replace(entry, label=f"{entry.label}_{kind}", autocast=autocast)
 
 
-def _both(job: GpuJob, entry: Entry) -> tuple[Entry, Entry]:
-    """Plain, and with codes at every site; neither splits its batch."""
-    return entry, replace(entry, bits=job.bits, levers=("codes",))
+def _contenders(job: GpuJob, entry: Entry) -> dict[str, Entry]:
+    """Plain, with codes at every site, and with fused operators besides; none splits its batch."""
+    ours = {name: replace(entry, bits=job.bits, levers=levers) for name, levers in OURS.items()}
+    return {PLAIN: entry} | ours
 
 
-def _limited(job: GpuJob, entry: Entry) -> Iterator[Entry]:
-    for each in _both(job, entry):
-        yield replace(each, limit_bytes=job.limit_bytes)
+def _limited(job: GpuJob, entry: Entry) -> dict[str, Entry]:
+    return {
+        name: replace(each, limit_bytes=job.limit_bytes)
+        for name, each in _contenders(job, entry).items()
+    }
 
 
 # --- side by side ---------------------------------------------------------------------------
@@ -105,17 +117,18 @@ def _limited(job: GpuJob, entry: Entry) -> Iterator[Entry]:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A row of plain and one of DAF, and their figures."""
+    """A row of each contender, and the figures of DAF's."""
 
     rows: tuple[dict[str, Any], ...]
     figures: dict[str, float]
 
 
 def compare(job: GpuJob, entry: Entry, on_progress: Callable[[str], None]) -> Comparison:
-    """Plain and DAF, stepped in turn."""
-    with contestants(list(_both(job, entry))) as group:
+    """Plain and DAF's, stepped in turn."""
+    contenders = _contenders(job, entry)
+    with contestants(list(contenders.values())) as group:
         interleave(group, job.steps, on_progress, entry.label)
-        plain, ours = facts = [each.facts() for each in group]
+        facts = dict(zip(contenders, (each.facts() for each in group), strict=True))
         rows = tuple(
             {
                 "workload": entry.label,
@@ -123,18 +136,22 @@ def compare(job: GpuJob, entry: Entry, on_progress: Callable[[str], None]) -> Co
                 "batch_size": entry.batch_size,
                 "step_ms": median_ms(each),
                 "loss": each.steps[-1].loss,
-                **fact,
+                **facts[name],
             }
-            for name, each, fact in zip(("plain", "daf"), group, facts, strict=True)
+            for name, each in zip(contenders, group, strict=True)
         )
-        times = [warm_ms(each) for each in group]
-    above = [max(1, fact["peak_bytes"] - fact["floor_bytes"]) for fact in (plain, ours)]
-    figures = {
-        "step_ratio": median_ratio(times[1], times[0]),
-        "saved_ratio": ours["saved_bytes_plain"] / ours["saved_bytes_peak"],
-        "peak_ratio": above[0] / above[1],
-    }
+        times = dict(zip(contenders, map(warm_ms, group), strict=True))
+    figures: dict[str, float] = {}
+    for name in OURS:
+        own = facts[name]
+        figures[f"{name}_step_ratio"] = median_ratio(times[name], times[PLAIN])
+        figures[f"{name}_saved_ratio"] = own["saved_bytes_plain"] / own["saved_bytes_peak"]
+        figures[f"{name}_peak_ratio"] = _above_floor(facts[PLAIN]) / _above_floor(own)
     return Comparison(rows, figures)
+
+
+def _above_floor(fact: dict[str, Any]) -> int:
+    return max(1, int(fact["peak_bytes"] - fact["floor_bytes"]))
 
 
 # --- the largest batch ----------------------------------------------------------------------
@@ -178,8 +195,8 @@ def largest_that(fits: Callable[[int], bool], first: int) -> int:
 
 def _notes(job: GpuJob) -> tuple[str, ...]:
     return (
-        f"{job.bits} bits at every site, PyTorch's own operators; batches are whole; {job.steps} "
-        "steps; bfloat16 is torch.autocast's",
+        f"{job.bits} bits at every site; daf: PyTorch's own operators, daf_fused: fused, chunked "
+        f"ones; batches are whole; {job.steps} steps; bfloat16 is torch.autocast's",
         f"largest batches within {format_bytes(job.limit_bytes)}, a hard limit, to one part in "
         f"{PRECISION}",
         *sorted({_device_note(entry.device) for entry in job.entries}),
