@@ -355,6 +355,24 @@ def test_layers_derive_results_of_smooth_activations_from_inputs_that_are_held_a
     assert found.left_bytes == 0
 
 
+def test_nothing_is_left_to_the_default_type() -> None:
+    """Factors that kernels read are float32, whatever new tensors are otherwise."""
+    torch.manual_seed(0)
+    model, batch = Feedforward(nn.Sequential(nn.GELU(), nn.Dropout(0.25))), torch.randn(512, 64)
+
+    def done(default: torch.dtype) -> Done:
+        torch.manual_seed(1)  # of dropout
+        torch.set_default_dtype(default)
+        try:
+            return Done(model, with_fused_operators(exact_policy()), batch)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    expected, found = done(torch.float32), done(torch.float64)
+    assert found.methods("linear") == {"rederive": 1}
+    assert_same_bits(found, expected)
+
+
 def test_an_activation_that_is_kept_runs_fused_whoever_reads_it() -> None:
     """Plans count on it, with readers or without, and on where its gradient is written."""
     torch.manual_seed(0)

@@ -125,7 +125,7 @@ class SmoothHeld(Held):
 
 def values_of(kept: Kept, x: Tensor) -> Values:
     """What is held as it is, for whoever derives something from it; nothing is held for that."""
-    unchanged = Channels(torch.ones(1, device=x.device), torch.zeros(1, device=x.device), 1)
+    unchanged = Channels.times(1.0, x.device)
     return channel_norms(x).ComputedValues(lambda: kept.restore(Scratch()), x.numel(), unchanged)
 
 

@@ -282,13 +282,14 @@ class Treater:
             return
         recipe = self._provenance.recipe(x, x._version)
         if recipe is not None and len(recipe) == 1 and recipe[0].mask is None:
-            held.recipe = (self._scaled(recipe[0], factor)._replace(mask=held.mask),)
+            scaled = self._scaled(recipe[0], factor, x.device)
+            held.recipe = (scaled._replace(mask=held.mask),)
             self._provenance.learn(result, held)
 
-    def _scaled(self, term: Term, factor: float) -> Term:
+    def _scaled(self, term: Term, factor: float, device: torch.device) -> Term:
         if term.derivation is not None:
             return term._replace(derivation=term.derivation.scaled(factor))
-        channels = Channels(torch.full((1,), factor), torch.zeros(1), 1)
+        channels = Channels.times(factor, device)
         if term.channels is not None:
             scale, shift, inner = term.channels.content
             channels = Channels(scale * factor, shift * factor, inner)

@@ -209,4 +209,6 @@ def levels_on(device: torch.device, bits: int, kept: int) -> tuple[Tensor, Tenso
     widths = (kept, max(kept - 1, 1))
     levels = np.stack([rotated_levels(bits, width) for width in widths])
     factors = [rotated_level_factor(bits, width) for width in widths]
-    return torch.from_numpy(levels).to(device), torch.tensor(factors, device=device)
+    return torch.from_numpy(levels).to(device), torch.tensor(
+        factors, dtype=torch.float32, device=device
+    )

@@ -294,10 +294,10 @@ class RowProducts:
         self._gradient = gradient
         self.length = length
         self._gamma = gamma
-        where = gradient.device
-        self.sums, self.products = torch.empty(2, rows, device=where).unbind()
+        of_gradient: dict[str, Any] = {"dtype": torch.float32, "device": gradient.device}
+        self.sums, self.products = torch.empty(2, rows, **of_gradient).unbind()
         shape = (2, -(-rows // ROWS_PER_SPAN), length)
-        self._spans = torch.empty(shape, device=where) if summing else None
+        self._spans = torch.empty(shape, **of_gradient) if summing else None
 
     @property
     def span_blocks(self) -> int:

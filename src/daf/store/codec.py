@@ -71,6 +71,12 @@ class Channels(NamedTuple):
         """Bytes of both vectors."""
         return self.scale.nbytes + self.shift.nbytes
 
+    @classmethod
+    def times(cls, factor: float, device: torch.device) -> Channels:
+        """Multiplied by a number, whatever the channel."""
+        scale = torch.full((1,), factor, dtype=torch.float32, device=device)
+        return cls(scale, torch.zeros_like(scale), 1)
+
     def pointers(self) -> ChannelAffine:
         """The same as addresses; keep ``self`` alive while they are used."""
         count = self.scale.numel()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -119,8 +120,7 @@ def take_statistics(
 
 def _follow(followed: Tensor, now: Tensor, momentum: float) -> None:
     """``followed * (1 - momentum) + momentum * now``, each product rounded by itself."""
-    # Its factor as the processor has it: the difference, in float32.
-    kept = torch.tensor(1 - momentum, dtype=torch.float32).item()
+    kept = float(np.float32(1 - momentum))  # as the processor's kernel has it
     followed.mul_(kept).add_((momentum * now).float())
 
 
