@@ -37,7 +37,7 @@ POINTERS = {
     **dict.fromkeys(("low", "high", "off_value", "on_value", "most"), "fp32"),
     **dict.fromkeys(("gamma", "beta", "of_gradient", "of_value", "offset"), "*fp32"),
     "products": "*fp64",
-    "spans": "*fp32",
+    "span_sums": "*fp32",
     "out": "*fp64",
 }
 ELEMENTS = {0: "*i32", 1: "*i16", 2: "*i16"}
@@ -86,6 +86,7 @@ def kernels() -> list[tuple[str, object, dict[str, object]]]:
     add(gpu_reduce_device.finish_ranges, ROWS=512, COLUMNS=8)
     add(gpu_reduce_device.span_sums, TYPE=0, SPANS=8)
     add(gpu_reduce_device.channel_span_sums, TYPE=1, COLUMNS=8)
+    add(gpu_reduce_device.side_by_side_sums, TYPE=1, SPANS=8, COLUMNS=16)
     norms = gpu_norm_device
     for kind in (0, 1, 2):
         around = {"TYPE": kind, "RESULT": True, "BLOCKS": 4}
@@ -94,6 +95,7 @@ def kernels() -> list[tuple[str, object, dict[str, object]]]:
         for values in {0, kind}:
             read = {"TYPE": kind, "VALUE_TYPE": values, "AFFINE": values == kind}
             add(norms.channel_span_products, MASKED=2, COLUMNS=8, **read)
+            add(norms.side_by_side_products, MASKED=2, SPANS=8, COLUMNS=128, **read)
             add(norms.write_gradient, GAMMA=True, MASKED=2, BLOCKS=4, **read)
             add(norms.row_products, GAMMA=True, ROWS=8, **read)
             add(norms.column_span_sums, SPAN_ROWS=256, COLUMNS=128, **read)

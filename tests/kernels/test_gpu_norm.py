@@ -38,7 +38,15 @@ from daf.kernels.gpu_planes import DevicePlanes, allocate_flat  # noqa: E402
 
 F32 = ElementType.FLOAT32
 # (count, channels, inner): channels-last and contiguous, ragged, spans that channels cross.
-GEOMETRIES = [(255, 5, 3), (4600, 7, 1), (2 * 4096 + 768, 3, 256), (5000, 20, 30), (4600, 1, 1)]
+GEOMETRIES = [
+    (18_000, 32, 1),
+    (40_000, 48, 1),
+    (255, 5, 3),
+    (4600, 7, 1),
+    (2 * 4096 + 768, 3, 256),
+    (5000, 20, 30),
+    (4600, 1, 1),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,15 @@ from daf.kernels.gpu_launch import (
     patterns,
 )
 from daf.kernels.gpu_planes import DevicePlanes
-from daf.kernels.gpu_reduce import CHANNELS_AT_A_TIME, fold_spans, span_elements, span_shape
+from daf.kernels.gpu_reduce import (
+    are_side_by_side,
+    fold_spans,
+    run_options,
+    side_by_side_grid,
+    side_by_side_options,
+    span_elements,
+    span_shape,
+)
 
 _ROWS = 8
 _COLUMNS = 128
@@ -176,29 +184,25 @@ class ChannelProducts:
         if first % span or (last % span and last != count):
             raise KernelError(f"asked to add elements {first} to {last}; spans have {span}")
         elements, kind = patterns(self._gradient, count)
-        period, tiles = channels * inner, -(-channels // CHANNELS_AT_A_TIME)
-        on_device(
-            device.channel_span_products,
-            (-(-(last - first) // span) * tiles,),
-            self._gradient.device,
-            gradient=elements,
-            sums=self._rows[0],
-            products=self._rows[1],
-            count=count,
-            first_span=first // span,
-            channels=channels,
-            inner=inner,
-            period=period,
-            span=span,
-            periods=(span - 1) // period + 2,
-            groups=(min(inner, span) + 14) // 16 + 1,
-            tiles=tiles,
-            tile_elements=CHANNELS_AT_A_TIME * inner,
-            TYPE=kind,
-            COLUMNS=CHANNELS_AT_A_TIME,
+        spans, where = -(-(last - first) // span), self._gradient.device
+        common = {
+            "gradient": elements,
+            "sums": self._rows[0],
+            "products": self._rows[1],
+            "count": count,
+            "first_span": first // span,
+            "TYPE": kind,
             **values.arguments(count),
             **mask_arguments(mask, count),
-        )
+        }
+        if are_side_by_side(channels, inner):
+            options = side_by_side_options(spans, channels)
+            grid: tuple[int, ...] = side_by_side_grid(spans, channels)
+            on_device(device.side_by_side_products, grid, where, **common, **options)
+        else:
+            runs = run_options(channels, inner)
+            grid = (spans * runs["tiles"],)
+            on_device(device.channel_span_products, grid, where, **common, **runs)
 
     def totals(self) -> tuple[Tensor, Tensor]:
         """(channels,) float64 each: sums, and sums of products."""
@@ -366,9 +370,9 @@ class RowProducts:
                 device.add_spans,
                 (-(-self.length // _COLUMNS),),
                 out.device,
-                spans=spans,
+                span_sums=spans,
                 out=total,
-                span_count=spans.shape[0],
+                spans=spans.shape[0],
                 length=self.length,
                 COLUMNS=_COLUMNS,
             )

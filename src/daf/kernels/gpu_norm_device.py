@@ -20,7 +20,7 @@ from daf.kernels.gpu_blocks import (
     tile_elements,
     word_place,
 )
-from daf.kernels.gpu_reduce_device import sum_lanes
+from daf.kernels.gpu_reduce_device import first_of_channels, sum_lanes
 
 
 @triton.jit
@@ -221,6 +221,66 @@ def channel_span_products(
     tl.store(products + own, sum_lanes(product, COLUMNS), mask=channel < channels)
 
 
+@triton.jit(do_not_specialize=["first_span", "first_value"])
+def side_by_side_products(
+    gradient,
+    values,
+    sums,
+    products,
+    mask_region,
+    mask_table,
+    scale,
+    shift,
+    count,
+    first_span,
+    first_value,
+    channels,
+    span_elements,
+    spans,
+    periods,
+    mask_runs,
+    mask_page_words,
+    TYPE: tl.constexpr,
+    VALUE_TYPE: tl.constexpr,
+    AFFINE: tl.constexpr,
+    MASKED: tl.constexpr,
+    SPANS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """``channel_span_products`` as ``gpu_reduce_device.side_by_side_sums`` has it, of ``spans``."""
+    turn = tl.program_id(0).to(tl.int64) * SPANS + tl.arange(0, SPANS)
+    span = first_span.to(tl.int64) + turn
+    channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS).to(tl.int64)
+    start, end = first_of_channels(span, channel, span_elements, count, channels)
+    there = (turn < spans)[:, None] & (channel < channels)[None, :]
+    total = tl.zeros((SPANS, COLUMNS), tl.float64)
+    product = tl.zeros((SPANS, COLUMNS), tl.float64)
+    for period in range(periods):
+        place = start + period * channels
+        valid = (place < end) & there
+        found = load_elements(gradient, place, valid, TYPE)
+        if MASKED:
+            bit = _bit_at(
+                mask_region,
+                mask_table,
+                mask_runs,
+                mask_page_words,
+                place,
+                valid,
+                PAGED=MASKED == 2,
+            )
+            found = tl.where(bit != 0, found, 0.0)
+        value = _values_at(
+            values, place, valid, first_value, scale, shift, channels, 1, VALUE_TYPE, AFFINE
+        )
+        wide = found.to(tl.float64)
+        total += wide
+        product += tl.where(valid, wide * value.to(tl.float64), 0.0)
+    own = span[:, None] * channels + channel[None, :]
+    tl.store(sums + own, total, mask=there)
+    tl.store(products + own, product, mask=there)
+
+
 @triton.jit(do_not_specialize=["first_block", "first_value"])
 def write_gradient(
     gradient,
@@ -386,11 +446,11 @@ def column_span_sums(
 
 
 @triton.jit
-def add_spans(spans, out, span_count, length, COLUMNS: tl.constexpr):
-    """(span_count, length) float32 to (length,) float64, one span after the other."""
+def add_spans(span_sums, out, spans, length, COLUMNS: tl.constexpr):
+    """(spans, length) float32 to (length,) float64, one span after the other."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), tl.float64)
-    for span in range(span_count):
-        found = tl.load(spans + span * length + column, mask=column < length, other=0.0)
+    for span in range(spans):
+        found = tl.load(span_sums + span * length + column, mask=column < length, other=0.0)
         total += found.to(tl.float64)
     tl.store(out + column, total, mask=column < length)

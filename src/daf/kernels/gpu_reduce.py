@@ -18,6 +18,7 @@ from daf.kernels.gpu_reduce_device import (
     channel_span_sums,
     finish_ranges,
     reduce_ranges,
+    side_by_side_sums,
     span_sums,
 )
 
@@ -25,8 +26,10 @@ _TILE = 2048
 _MOST_PARTIALS = 512
 _WIDEST = 32
 _LEAST_SPAN_BLOCKS = 16
-_SPANS = 8  # of a whole tensor, to a program
-CHANNELS_AT_A_TIME = 8
+_SPANS = 8  # of a whole tensor, or of channels side by side, to a program
+_MOST_COLUMNS = 128
+_LANES = 16
+_CHANNELS = 8
 _GREATEST_KEY, _LEAST_KEY = 2**31 - 1, -(2**31)
 
 
@@ -136,25 +139,57 @@ def _sum_spans(
         grid: tuple[int, ...] = (-(-spans // _SPANS),)
         on_device(span_sums, grid, device, **places, count=count, TYPE=kind, SPANS=_SPANS)
         return
+    if are_side_by_side(channels, inner):
+        options = side_by_side_options(spans, channels)
+        grid = side_by_side_grid(spans, channels)
+        on_device(side_by_side_sums, grid, device, **places, count=count, TYPE=kind, **options)
+        return
+    runs = run_options(channels, inner)
+    grid = (spans * runs["tiles"],)
+    on_device(channel_span_sums, grid, device, **places, count=count, TYPE=kind, **runs)
+
+
+def run_options(channels: int, inner: int) -> dict[str, int]:
+    """Arguments of the kernels that read a channel's elements in runs of ``inner``."""
     span, period = span_elements(channels), channels * inner
-    tiles = -(-channels // CHANNELS_AT_A_TIME)
-    on_device(
-        channel_span_sums,
-        (spans * tiles,),
-        device,
-        **places,
-        count=count,
-        channels=channels,
-        inner=inner,
-        period=period,
-        span=span,
-        periods=(span - 1) // period + 2,
-        groups=(min(inner, span) + 14) // 16 + 1,
-        tiles=tiles,
-        tile_elements=CHANNELS_AT_A_TIME * inner,
-        TYPE=kind,
-        COLUMNS=CHANNELS_AT_A_TIME,
-    )
+    return {
+        "channels": channels,
+        "inner": inner,
+        "period": period,
+        "span": span,
+        "periods": (span - 1) // period + 2,
+        "groups": (min(inner, span) + 14) // 16 + 1,
+        "tiles": -(-channels // _CHANNELS),
+        "tile_elements": _CHANNELS * inner,
+        "COLUMNS": _CHANNELS,
+    }
+
+
+def are_side_by_side(channels: int, inner: int) -> bool:
+    """May the kernels read that many channels together? Each then has one of sixteen lanes."""
+    return inner == 1 and channels % _LANES == 0
+
+
+def side_by_side_options(spans: int, channels: int) -> dict[str, int]:
+    """Arguments of the kernels that do."""
+    span = span_elements(channels)
+    return {
+        "channels": channels,
+        "span_elements": span,
+        "spans": spans,
+        "periods": -(-span // channels),
+        "SPANS": _SPANS,
+        "COLUMNS": _columns(channels),
+    }
+
+
+def side_by_side_grid(spans: int, channels: int) -> tuple[int, int]:
+    """Their programs: ``spans`` of so many channels."""
+    return -(-spans // _SPANS), -(-channels // _columns(channels))
+
+
+def _columns(channels: int) -> int:
+    return min(_power_of_two(channels), _MOST_COLUMNS)
 
 
 def span_elements(channels: int) -> int:

@@ -168,6 +168,52 @@ def channel_span_sums(
 
 
 @triton.jit
+def first_of_channels(span, channel, span_elements, count, channels):
+    """(SPANS, COLUMNS) int64 each, channels lying side by side: the first element of each channel
+    in each span, and where the span ends.
+    """
+    first = (span * span_elements)[:, None]
+    behind = (channel[None, :] + channels - first % channels) % channels
+    return first + behind, tl.minimum(first + span_elements, count)
+
+
+@triton.jit
+def side_by_side_sums(
+    source,
+    sums,
+    squares,
+    count,
+    channels,
+    span_elements,
+    spans,
+    periods,
+    TYPE: tl.constexpr,
+    SPANS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """``channel_span_sums`` where ``inner`` is 1 and sixteen divides ``channels``.
+
+    All elements of a channel then are in one lane, and the others' sums are +0: neighbours are read
+    together, one element of each channel after the other.
+    """
+    span = tl.program_id(0).to(tl.int64) * SPANS + tl.arange(0, SPANS)
+    channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS).to(tl.int64)
+    start, end = first_of_channels(span, channel, span_elements, count, channels)
+    total = tl.zeros((SPANS, COLUMNS), tl.float64)
+    energy = tl.zeros((SPANS, COLUMNS), tl.float64)
+    for period in range(periods):
+        place = start + period * channels
+        valid = (place < end) & (channel < channels)[None, :]
+        value = load_elements(source, place, valid, TYPE).to(tl.float64)
+        total += value
+        energy += value * value
+    own = span[:, None] * channels + channel[None, :]
+    there = (span < spans)[:, None] & (channel < channels)[None, :]
+    tl.store(sums + own, total, mask=there)
+    tl.store(squares + own, energy, mask=there)
+
+
+@triton.jit
 def _halves(values, SPANS: tl.constexpr, WIDTH: tl.constexpr):
     low, high = tl.split(tl.permute(tl.reshape(values, (SPANS, 2, WIDTH // 2)), (0, 2, 1)))
     return low + high
