@@ -248,6 +248,19 @@ def test_figures_by_hand() -> None:
     assert found["t/fused_bytes_vs_best_published"] == pytest.approx(6 / 18)
 
 
+def test_a_policy_is_compared_over_its_own_seeds() -> None:
+    """Against the mean of all of plain's seeds, its best one would look better than it is."""
+    task = AccuracyTask("t", "accuracy_percent", True, lambda *_: None)  # type: ignore[arg-type,return-value]
+    plain = made_up("plain", [90.0, 91.0, 92.0], 1.0, 100.0)
+    third = {"seed": 2}
+    (behind,) = (row | third for row in made_up("rotated-1", [91.0], 20.0, 100.0))
+    (beside,) = (row | third for row in made_up("rotated-2", [91.6], 12.0, 100.0))
+    (alone,) = (row | {"seed": 3} for row in made_up("rotated-4", [95.0], 8.0, 100.0))
+    name = "t/saved_ratio_within_half_point"
+    assert figures([*plain, behind, beside, alone], [task])[name] == 12.0
+    assert figures([*plain, behind, alone], [task])[name] == 0.0
+
+
 def test_jobs_by_name() -> None:
     job = make_job("resnet20, gpt2-e2e-lora", "plain", 2, Path("none"), quick=True)
     assert [task.name for task in job.tasks] == ["resnet20", "gpt2-e2e-lora"]
