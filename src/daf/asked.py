@@ -9,12 +9,14 @@ from daf.errors import BudgetError, PlatformError, UnknownNameError
 from daf.memory.device import DeviceMemory
 from daf.memory.domain import MemoryDomain, ProcessMemory, memory_of
 from daf.model_bytes import gradient_bytes
-from daf.plan import Policy, plain_policy, policy_for, with_fused_operators
+from daf.plan import Policy, plain_policy, policy_for, with_fused_operators, with_host_codes
 from daf.planning import planner
 from daf.units import format_bytes
 
 # A measured small step needs the gradients and about as much again in workspaces and activations.
 ROOM_TO_MEASURE = 4
+_PASSING_SHARE = 16
+_LEAST_PASSING_BYTES, _MOST_PASSING_BYTES = 2**21, 2**26
 
 
 def policy_name(bits: int | str | None, policy: str | None) -> str:
@@ -35,7 +37,14 @@ def policy_name(bits: int | str | None, policy: str | None) -> str:
     return policy_for(bits).name if bits is not None else policy or "optimal"
 
 
-def fixed_policy(bits: int | str | None, *, fused: bool, has_budget: bool) -> Policy:
+def passing_bytes(budget_bytes: int) -> int:
+    """What of a device's budget codes may take on their way between it and the host."""
+    return min(max(budget_bytes // _PASSING_SHARE, _LEAST_PASSING_BYTES), _MOST_PASSING_BYTES)
+
+
+def fixed_policy(
+    bits: int | str | None, *, fused: bool, has_budget: bool, travels: bool = False
+) -> Policy:
     """What a session without a budget does at every step.
 
     Raises:
@@ -47,6 +56,7 @@ def fixed_policy(bits: int | str | None, *, fused: bool, has_budget: bool) -> Po
             "takes them where that pays; leave fused out, or pass budget=None"
         )
     policy = plain_policy() if bits is None else policy_for(bits)
+    policy = with_host_codes(policy) if travels else policy
     return with_fused_operators(policy) if fused else policy
 
 

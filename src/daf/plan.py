@@ -55,12 +55,14 @@ class Treatment:
     """What the plan does at a site: a method, its width, and rotation rounds.
 
     ``group``: how many neighbours share a mean that is coded instead of them (*averaged*).
+    ``travels``: of a tensor on a GPU, the code waits in host memory until backward wants it.
     """
 
     method: Method
     bits: int = 0
     rounds: int = 1
     group: int = 1
+    travels: bool = False
 
     @property
     def is_code(self) -> bool:
@@ -210,6 +212,20 @@ def with_planned_operators(policy: Policy, chunk_bytes: int) -> Policy:
     )
 
 
+def with_host_codes(policy: Policy) -> Policy:
+    """The policy with all codes of tensors on a GPU waiting in host memory."""
+    return replace(
+        policy,
+        by_need=MappingProxyType({need: on_host(each) for need, each in policy.by_need.items()}),
+        by_site=MappingProxyType({site: on_host(each) for site, each in policy.by_site.items()}),
+    )
+
+
+def on_host(treatment: Treatment) -> Treatment:
+    """The treatment with its code, if it has one, in host memory."""
+    return replace(treatment, travels=True) if treatment.method in _TRAVELLING else treatment
+
+
 def without_fused_operators(policy: Policy) -> Policy:
     """The policy with PyTorch's own operators."""
     return replace(
@@ -220,6 +236,11 @@ def without_fused_operators(policy: Policy) -> Policy:
         fused_loss=False,
         chunked=False,
     )
+
+
+_TRAVELLING = frozenset(
+    {Method.ROTATED, Method.MINMAX, Method.MASK, Method.DERIVATIVE, Method.PACK}
+)
 
 
 def _value(bits: int) -> Treatment:
@@ -236,8 +257,8 @@ class CaptureStats:
     page tables and records; inputs of replayed calls, and what a replay rebuilt until
     backward has read it. Peaks are over the step. ``evicted``: planes that
     the pool gave up in the step, under its cap or the process's limit, and
-    their bytes. ``spilled``: on disk, now and at most in the step; what is on its
-    way there, or read back before it is wanted, counts as held.
+    their bytes. ``spilled``: on disk, or of a GPU's codes in host memory, now and at most in the
+    step; what is on its way there, or read back before it is wanted, counts as held.
     """
 
     plain_bytes: int
@@ -258,7 +279,7 @@ class SiteReport:
     ``treatment`` is what was really done, which is *keep* where the policy's
     own treatment could not be applied soundly. ``held_bytes`` is as it was when
     the tensor was saved; ``evicted_bytes`` of that were given up since, as far
-    as the pool's list reached. ``spilled_bytes`` went to disk.
+    as the pool's list reached. ``spilled_bytes`` went to disk, or from a GPU to the host.
     """
 
     site: Site

@@ -125,7 +125,8 @@ class DeviceSpeeds:
     """Measured speeds, in bytes of the uncoded tensor per second.
 
     One number per method whatever its width: widths differ by less than two
-    measurements of one of them do.
+    measurements of one of them do. ``link``: between a device's memory and the host's (0:
+    there is none, and nothing travels).
     """
 
     encode: Mapping[Method, float]
@@ -133,6 +134,7 @@ class DeviceSpeeds:
     copy: float
     disk_write: float
     disk_read: float
+    link: float = 0.0
 
     def encode_ms(self, method: Method, nbytes: float) -> float:
         """How long coding ``nbytes`` takes (milliseconds)."""
@@ -141,6 +143,10 @@ class DeviceSpeeds:
     def decode_ms(self, method: Method, nbytes: float) -> float:
         """How long restoring ``nbytes`` takes (milliseconds)."""
         return 1000.0 * nbytes / self.decode.get(method, self.copy)
+
+    def link_ms(self, nbytes: float) -> float:
+        """How long ``nbytes`` travel one way (milliseconds)."""
+        return 1000.0 * nbytes / (self.link or self.copy)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from daf.asked import (
     asked_memory,
     checked_tolerance,
     fixed_policy,
+    passing_bytes,
     policy_name,
     refuse_budget_elsewhere,
 )
@@ -34,6 +35,7 @@ from daf.errors import DivergedError, NonFiniteLossError
 from daf.execution.capture import Capture
 from daf.execution.gradient_step import Before, GradientStep
 from daf.execution.microbatch import LossFunction, batch_size
+from daf.execution.packing import host_options
 from daf.execution.release import GradientRelease, ReleaseMode, release_refusal
 from daf.measuring import Measuring
 from daf.memory import compiler
@@ -92,6 +94,10 @@ class Session:
         allow_batchnorm_split: permit micro-batches although batch statistics
             then change.
         spill: where tensors go whose treatment is *spill* (to disk), and how much of them.
+        host_bytes: of a model on a GPU, how much pinned host memory its codes may wait in, as bytes
+            or ``"4GB"``: they leave the GPU beside the computation, packed there or by the
+            processor as measured rates say, and come back before backward wants them. Under a
+            budget the planner sends what pays, without one all codes go. None: none.
         pool_bytes: the most that codes may hold, the process's and each GPU's for themselves, as
             bytes or ``"200MB"``; None: no cap of their own. Below what they need, planes of
             ``rotated`` codes are given up, the least important first, down to one bit; reports
@@ -115,7 +121,7 @@ class Session:
         UnitError: the budget or the pool's bytes cannot be read.
         PoolFullError: ``pool_bytes`` was given, and the system grants no addresses.
         PlatformError: a budget was given for a model on several devices, or on one whose memory
-            cannot be bounded.
+            cannot be bounded; ``host_bytes`` for a model on the processor.
         UnknownNameError: ``policy`` names none.
         ValueError: ``bits`` names no policy, or both were given; a negative tolerance;
             ``fused`` together with a budget.
@@ -139,16 +145,19 @@ class Session:
         spill: SpillOptions | None = None,
         sensitivity: Sensitivity | bool = True,
         retrace: Path | bool = False,
+        host_bytes: str | int | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self._memory = memory = asked_memory(model, budget)
         self.floor_bytes = floor_bytes or max(0, memory.held_bytes() - parameter_bytes(model))
-        self._fixed_policy = fixed_policy(bits, fused=fused, has_budget=budget is not None)
+        host, has_budget = host_options(model, host_bytes), budget is not None
+        travels = host is not None
+        self._fixed_policy = fixed_policy(bits, fused=fused, has_budget=has_budget, travels=travels)
         self._seed = seed
         self._spill = spill
         store = make_store(parse_optional_bytes(pool_bytes))
-        self._capture = Capture(model, store, spill)
+        self._capture = Capture(model, store, spill, host)
         self._keeper = keeper_of(memory, store.give_back, self._capture.devices.give_back)
         self._release = GradientRelease(
             release_gradients, model, optimizer, self._capture.parameter_reads
@@ -478,12 +487,24 @@ class Session:
         """What this session's execution can carry out."""
         can_spill = self._spill is not None and isinstance(self._memory, ProcessMemory)
         without = frozenset() if can_spill else frozenset({Method.SPILL})
+        passing = self._bound_passing()
         can_release = self._release.is_asked and not release_refusal(self.model, self.optimizer)
         return Allowed(
             methods=frozenset(Method) - without,
             release_gradients=can_release,
             must_release=can_release and self._release.is_demanded,
+            travel=self._capture.host is not None,
+            passing_bytes=passing,
         )
+
+    def _bound_passing(self) -> int:
+        """What codes may take of a device's budget on their way to the host and back."""
+        host, budget_bytes = self._capture.host, self.budget_bytes
+        if host is None or budget_bytes is None:
+            return 0
+        share = passing_bytes(budget_bytes)
+        host.allow(staging_bytes=share // 2, raw_bytes=share // 2)
+        return share
 
     def _run(self, batch: Any, loss_fn: LossFunction, plan: Plan) -> tuple[float, Plan]:
         key, before = (self._seed, self._counts.step_index), Before(self.model)

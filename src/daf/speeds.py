@@ -30,6 +30,7 @@ Code = Any  # a Values or a Mask of coder
 
 PROBE_ELEMENTS = 1 << 20
 DISK_PROBE_BYTES = 1 << 24
+LINK_PROBE_BYTES = 1 << 22
 ENOUGH_BYTES = 1 << 20
 _REPEATS = 3
 
@@ -62,6 +63,7 @@ def device_speeds(
         copy=copy,
         disk_write=disk_write,
         disk_read=disk_read,
+        link=_link(device),
     )
 
 
@@ -126,6 +128,16 @@ def _wait_for(out: Tensor | None) -> None:
     """Looking at an element waits for all that was asked of its device before."""
     if out is not None:
         out[-1].item()
+
+
+@cache
+def _link(device: torch.device) -> float:
+    """From pinned memory to a device; 0 on the processor."""
+    if device.type == "cpu":
+        return 0.0
+    here = torch.empty(LINK_PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty_like(here, device=device)
+    return _speed(there, lambda: there.copy_(here, non_blocking=True))
 
 
 @cache

@@ -26,6 +26,7 @@ from daf.noise_control import NoiseControl
 from daf.plan import Plan, Policy
 from daf.planning import planner
 from daf.planning.options import Allowed
+from daf.store.coder import can_code_on
 from daf.trials import Ran
 
 # What PyTorch's kernels of another plan leave in the process for good: 4 MB beyond a budget were
@@ -117,8 +118,8 @@ class Steering:
 
     @property
     def _can_fuse(self) -> bool:
-        """Fused and chunked operators are the processor's."""
-        return self._choosing.can_fuse and device_of(self._model).type == "cpu"
+        """Fused operators read codes, which need kernels where the model is."""
+        return self._choosing.can_fuse and can_code_on(device_of(self._model))
 
     def know_what_is_allowed(self) -> None:
         """Plan from now on with what this session's execution can carry out."""
@@ -174,6 +175,7 @@ class Steering:
         self._replan(budget_bytes)
 
     def _replan(self, budget_bytes: int) -> Plan:
+        self.know_what_is_allowed()
         again = self._choosing.again(budget_bytes, can_refuse=self._keeper.can_refuse)
         return self._adopt(again)
 

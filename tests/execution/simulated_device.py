@@ -1,4 +1,4 @@
-"""A device made of threads: packs with the processor's kernels, copies when it pleases."""
+"""A device made of threads: codes with the processor's kernels, copies when it pleases."""
 
 from __future__ import annotations
 
@@ -10,14 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from daf.execution.packing import Codes, encode_on_host
-from daf.execution.transfers import Transfers
 from daf.kernels import cpu
 from daf.plan import Treatment
 from daf.store.codec import element_type
+from daf.store.host_planes import HostPlanes, HostStore
 from daf.store.layout import in_memory_order
 
 GARBAGE = 0x5A
+
+
+class Arrival:
+    """A ticket: when the copy began and ended, once it has."""
+
+    def __init__(self) -> None:
+        self.begin_s = self.end_s = 0.0
+        self.done: Future[None] = Future()
 
 
 class LateTransfers:
@@ -28,62 +35,124 @@ class LateTransfers:
         self._random = random.Random(0)
         self._latest_s = latest_s
         self.copied_bytes = 0
+        self.refuses = False
 
-    def out(self, source: Tensor) -> tuple[Tensor, Any]:
-        return self._copy(source)
-
-    def back(self, source: Tensor) -> tuple[Tensor, Any]:
-        return self._copy(source)
-
-    def is_done(self, ticket: Future[None]) -> bool:
-        return ticket.done()
-
-    def before_use(self, copy: Tensor, ticket: Future[None]) -> None:
-        ticket.result()
-
-    def mark(self) -> Any:
-        """The simulated device works at once, but tells later."""
-        delay_s = self._latest_s * self._random.random()
-        return self._queue.submit(time.sleep, delay_s)
-
-    def _copy(self, source: Tensor) -> tuple[Tensor, Future[None]]:
+    def out(self, source: Tensor) -> tuple[Tensor, Arrival]:
+        if self.refuses:
+            raise RuntimeError("simulated: no pinned memory")
         # As a stream has it: what is copied is what was there when it was asked for.
         content = source.detach().clone()
         copy = torch.empty_like(content)
-        copy.view(torch.uint8).fill_(GARBAGE)
-        self.copied_bytes += content.nbytes
-        delay_s = self._latest_s * self._random.random()
+        return copy, self._copied(content, copy)
+
+    def back(self, source: Tensor, target: Tensor) -> Arrival:
+        return self._copied(source, target)
+
+    def is_done(self, ticket: Arrival) -> bool:
+        return ticket.done.done()
+
+    def order(self, ticket: Arrival) -> None:
+        ticket.done.result()
+
+    def mark(self) -> Arrival:
+        """The simulated device works at once, but tells later."""
+        ticket = Arrival()
+        ticket.begin_s = ticket.end_s = time.perf_counter()
+        self._after_a_while(self._queue, ticket, lambda: None)
+        return ticket
+
+    def duration_ms(self, ticket: Arrival) -> float:
+        ticket.done.result()
+        return 1000.0 * (ticket.end_s - ticket.begin_s)
+
+    def elapsed_ms(self, first: Arrival, last: Arrival) -> float:
+        return 1000.0 * (last.end_s - first.end_s)
+
+    def _copied(self, source: Tensor, target: Tensor) -> Arrival:
+        target.view(torch.uint8).fill_(GARBAGE)
+        self.copied_bytes += source.nbytes
+        ticket = Arrival()
 
         def arrive() -> None:
-            time.sleep(delay_s)
-            copy.copy_(content)
+            ticket.begin_s = time.perf_counter()
+            target.copy_(source)
+            ticket.end_s = time.perf_counter()
 
-        return copy, self._link.submit(arrive)
+        self._after_a_while(self._link, ticket, arrive)
+        return ticket
+
+    def _after_a_while(self, thread: ThreadPoolExecutor, ticket: Arrival, work: Any) -> None:
+        delay_s = self._latest_s * self._random.random()
+
+        def run() -> None:
+            time.sleep(delay_s)
+            work()
+            ticket.done.set_result(None)
+
+        thread.submit(run)
+
+
+class ProcessorCodec:
+    """What ``store.device_codec`` is to a GPU: *rotated* codes of plain tensors, counted."""
+
+    def __init__(self) -> None:
+        self.encoded: list[int] = []
+        codec = self
+
+        class DeviceValueCode:
+            def __init__(
+                self, store: HostStore, tensor: Tensor, treatment: Treatment, key: int, _: None
+            ) -> None:
+                planes = store.allocate_planes(tensor.numel(), treatment.bits)
+                self._hold(planes, treatment, key)
+                codec.encoded.append(tensor.numel())
+                source = in_memory_order(tensor)
+                with planes.writing() as there:
+                    assert there.headers is not None
+                    cpu.encode_rotated(
+                        *(source.data_ptr(), element_type(tensor.dtype), tensor.numel()),
+                        *(treatment.bits, treatment.rounds, key),
+                        *(there.region.data_ptr(), there.headers.data_ptr(), 1),
+                    )
+
+            @classmethod
+            def packed_elsewhere(
+                cls, planes: HostPlanes, _tensor: Tensor, treatment: Treatment, key: int
+            ) -> Any:
+                code = cls.__new__(cls)
+                code._hold(planes, treatment, key)
+                return code
+
+            def _hold(self, planes: HostPlanes, treatment: Treatment, key: int) -> None:
+                self.planes, self.treatment, self.key = planes, treatment, key
+
+            def decode(self, out: Tensor) -> None:
+                with self.planes.pinned() as there:
+                    assert there.headers is not None
+                    cpu.decode_rotated(
+                        *(there.region.data_ptr(), there.headers.data_ptr(), out.numel()),
+                        *(self.treatment.bits, self.treatment.bits),
+                        *(self.treatment.rounds, self.key),
+                        *(out.data_ptr(), element_type(out.dtype), 1),
+                    )
+
+        self.DeviceValueCode = DeviceValueCode
 
 
 class SimulatedDevice:
-    """``packing.Device`` and ``bench.pack.Bed`` at once."""
+    """``bench.pack.Bed``."""
 
     def __init__(self, latest_s: float = 0.002) -> None:
         self.late = LateTransfers(latest_s)
-        self.transfers: Transfers = self.late
         self.place = torch.device("cpu")
-        self.encoded: list[int] = []
+        self.codec = ProcessorCodec()
+        self.stores: list[HostStore] = []
 
-    @property
-    def device(self) -> SimulatedDevice:
-        return self
+    def store(self, place: torch.device, staging_bytes: int) -> HostStore:
+        self.stores.append(HostStore(place, staging_bytes, transfers=self.late))
+        return self.stores[-1]
 
     def finish(self) -> None:
         """Everything but copies is done when it returns."""
-
-    def encode(self, tensor: Tensor, treatment: Treatment, key: int) -> Codes:
-        self.encoded.append(tensor.numel())
-        return encode_on_host(in_memory_order(tensor), treatment, key)
-
-    def decode(self, codes: Codes, treatment: Treatment, key: int, out: Tensor) -> None:
-        cpu.decode_rotated(
-            *(codes.planes.data_ptr(), codes.headers.data_ptr(), out.numel()),
-            *(treatment.bits, treatment.bits, treatment.rounds, key),
-            *(out.data_ptr(), element_type(out.dtype), 1),
-        )
+        self.late._link.submit(int).result()
+        self.late._queue.submit(int).result()

@@ -1,4 +1,4 @@
-"""Sharing packing: splits on a model of the device, and prefetching through a simulated link."""
+"""Sharing packing: splits on a model of the device; copies beside a device's computation."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daf.errors import BudgetError, KernelError, PlatformError
-from daf.execution.collaborate import Prefetcher, Rates, Route, Saved, simulate, split
-from daf.execution.transfers import CudaTransfers
+from daf.errors import KernelError, PlatformError
+from daf.execution.collaborate import Rates, Route, Saved, simulate, split
+from daf.store.transfers import CudaTransfers
 
 RATE = st.floats(1.0, 1e4)
 RATES = st.builds(Rates, RATE, RATE, RATE)
@@ -92,36 +92,6 @@ def test_rates_follow_what_is_measured() -> None:
         Rates(0.0, 1.0, 1.0)
 
 
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(50, 200), st.data())
-def test_prefetching_is_in_reverse_within_the_staging_area_and_never_late(
-    sizes, staging, data
-) -> None:
-    """After each call the next fetch has begun, or there is truly no room for it."""
-    prefetcher = Prefetcher(sizes, staging)
-    started, held = [], []
-    while True:
-        fresh = prefetcher.to_start()
-        started += fresh
-        held += fresh
-        assert sum(sizes[index] for index in held) + prefetcher.free_bytes == staging
-        assert prefetcher.free_bytes >= 0
-        remaining = len(sizes) - len(started)
-        assert remaining == 0 or sizes[remaining - 1] > prefetcher.free_bytes
-        if not held:
-            break
-        for _ in range(data.draw(st.integers(1, len(held)))):
-            prefetcher.release(held.pop(0))
-    assert started == list(reversed(range(len(sizes))))
-
-
-def test_what_cannot_be_staged_is_refused() -> None:
-    with pytest.raises(BudgetError, match="100 bytes through 99") as caught:
-        Prefetcher([5, 100], 99)
-    assert caught.value.least_bytes == 100
-    with pytest.raises(KernelError, match="not staged"):
-        Prefetcher([5], 99).release(0)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for what is missing without a GPU")
 def test_transfers_without_a_gpu_are_refused() -> None:
     with pytest.raises(PlatformError, match="found no CUDA device"):
@@ -133,12 +103,14 @@ def test_copies_out_and_back_beside_the_computation() -> None:
     transfers = CudaTransfers(torch.device("cuda"))
     source = torch.arange(2**20, device="cuda", dtype=torch.int32)
     expected = source.cpu()
+    before = transfers.mark()
     copy, ticket = transfers.out(source)
-    del source
-    torch.empty(2**20, device="cuda", dtype=torch.int32).fill_(-1)
-    ticket.synchronize()
+    transfers.order(ticket)  # so that its memory may be written over
+    source.fill_(-1)
+    torch.cuda.synchronize()
     assert transfers.is_done(ticket)
     assert torch.equal(copy, expected)
-    back, ticket = transfers.back(copy)
-    transfers.before_use(back, ticket)
-    assert torch.equal((back + 1).cpu(), expected + 1)
+    assert 0 < transfers.duration_ms(ticket) <= transfers.elapsed_ms(before, ticket)
+    ticket = transfers.back(copy, source)
+    transfers.order(ticket)
+    assert torch.equal((source + 1).cpu(), expected + 1)

@@ -31,6 +31,10 @@ from daf.execution import (
     treatments,
 )
 from daf.execution.capture import Capture
+from daf.execution.collaborate import Route
+from daf.execution.compression import compress
+from daf.execution.packing import HostCodes, HostMemoryWarning, HostOptions
+from daf.execution.routing import Sent
 from daf.kernels import header_bytes, plane_bytes
 from daf.plan import (
     CaptureStats,
@@ -40,10 +44,13 @@ from daf.plan import (
     SiteReport,
     policy_for,
     with_fused_operators,
+    with_host_codes,
 )
-from daf.store import coder
+from daf.session import Session
+from daf.store import coder, host_planes
 from daf.store.buffers import PlainStore
 from daf.store.device_stores import DeviceStores
+from daf.store.host_planes import HostStore
 from daf.store.page_size import DEVICE_ENTRY_BYTES
 from daf.store.pool import PagedStore
 
@@ -52,9 +59,12 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("no CUDA device; test_gpu_interpreted runs these", allow_module_level=True)
 
+from simulated_device import LateTransfers  # noqa: E402
+
 from daf.store import device_normalised  # noqa: E402
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+RAW_BYTES = 32 << 20 if not INTERPRETED else 4 * 8192 * 4  # on their way to be packed
 interpreted_only = pytest.mark.skipif(not INTERPRETED, reason="compares with the processor's bits")
 
 
@@ -99,6 +109,7 @@ def step(
     channels_last: bool = True,
     steps: int = 1,
     pixels: int = 16,
+    host: HostCodes | None = None,
 ) -> tuple[list[Tensor], tuple[SiteReport, ...], Capture]:
     """Gradients and statistics, sites and the capture: of the last of some steps without updates,
     from the same state whoever codes.
@@ -109,7 +120,7 @@ def step(
     model = Residual().to(DEVICE, memory_format=layout)
     x = torch.randn(4, 3, pixels, pixels).to(DEVICE, memory_format=layout)
     labels = torch.randint(10, (4,)).to(DEVICE)
-    capture = Capture(model, PlainStore())
+    capture = Capture(model, PlainStore(), host=host)
     with pytest.MonkeyPatch.context() as patch:
         if processor:
             patch.setattr(coder, "DEVICE_TYPES", ())
@@ -344,6 +355,120 @@ def test_backward_decodes_a_part_at_a_time(fuse_everything: None) -> None:
     assert 0 < max(largest) <= 4096 < 4 * 8 * 16 * 16
 
 
+# --- on the host ----------------------------------------------------------------------------
+
+
+class Fixed:
+    """Every second tensor that either could pack is the processor's."""
+
+    is_watching = False
+
+    def __init__(self) -> None:
+        self.taken: list[Route] = []
+
+    def begin_pass(self) -> None: ...
+
+    def take(self) -> Route:
+        self.taken.append(list(Route)[len(self.taken) % 2])
+        return self.taken[-1]
+
+    def note(self, sent: Sent) -> None: ...
+    def end_forward(self) -> None: ...
+    def processor_took(self, raw_bytes: int, taken_ms: float) -> None: ...
+
+
+def host_codes(staging_bytes: int, **options: Any) -> tuple[HostCodes, Fixed, LateTransfers | None]:
+    """Some on the simulated device, or on the real one."""
+    late, routes = LateTransfers() if INTERPRETED else None, Fixed()
+
+    def store(device: torch.device, nbytes: int) -> HostStore:
+        return HostStore(device, nbytes, transfers=late)
+
+    made = HostOptions(1 << 40, staging_bytes, **options)
+    return HostCodes(made, make_store=store, make_routes=lambda _: routes), routes, late
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_codes_that_wait_on_the_host_are_the_device_s(fused: bool, fuse_everything: None) -> None:
+    """Gradients to the bit, whoever packed; nothing is left on the device but what passes."""
+    policy, steps = policy_for(2), 1
+    if fused:
+        policy, steps = with_fused_operators(policy), 2
+    expected, sites, there = step(policy, steps=steps)
+    host, routes, late = host_codes(staging_bytes=2000)
+    found, own_sites, capture = step(with_host_codes(policy), steps=steps, host=host)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    assert set(routes.taken) == set(Route)
+    for own, site in zip(own_sites, sites, strict=True):
+        assert (own.site, own.treatment.method) == (site.site, site.treatment.method)
+        assert own.plain_bytes == site.plain_bytes
+    coded = sum(site.spilled_bytes for site in own_sites)
+    stats = capture.stats
+    assert stats.spilled_peak_bytes == coded > 2000
+    assert (stats.spilled_bytes, host.device_bytes) == (0, 0)
+    largest = max(site.spilled_bytes for site in own_sites)
+    kept = sum(site.held_bytes for site in own_sites)
+    assert there.stats.held_peak_bytes > coded
+    assert stats.held_peak_bytes <= kept + max(2000, largest) + RAW_BYTES
+    if late is not None:
+        assert late.copied_bytes > coded  # out, and back again what had no room to stay
+
+
+def test_what_a_host_without_room_refuses_stays_on_the_device(code_everything: None) -> None:
+    expected, _, there = step(2)
+    host = HostCodes(HostOptions(0), make_store=refused)
+    with pytest.warns(HostMemoryWarning, match="more of them stay on the device"):
+        found, sites, capture = step(with_host_codes(policy_for(2)), host=host)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    assert sum(site.spilled_bytes for site in sites) == capture.stats.spilled_peak_bytes == 0
+    assert capture.stats.held_peak_bytes == there.stats.held_peak_bytes
+
+
+def refused(device: torch.device, nbytes: int) -> HostStore:
+    raise AssertionError("nothing may go to the host")
+
+
+def test_without_host_memory_what_may_travel_stays(code_everything: None) -> None:
+    expected, _, _ = step(2)
+    found, sites, _ = step(with_host_codes(policy_for(2)))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    assert sum(site.spilled_bytes for site in sites) == 0
+
+
+@interpreted_only
+def test_a_session_and_compress_send_all_codes(
+    code_everything: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a budget; the session decides who packs from what its own passes took."""
+    monkeypatch.setattr(host_planes, "CudaTransfers", lambda _device: LateTransfers(0.0))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    batch = (torch.randn(32, 64), torch.randint(8, (32,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    plain = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    plain.load_state_dict(model.state_dict())
+
+    def loss(module: nn.Module, part: Any) -> Tensor:
+        return F.cross_entropy(module(part[0]), part[1])
+
+    with Session(model, optimizer, None, bits=8, host_bytes="1MB") as session:
+        for _ in range(4):
+            report = session.step(batch, loss)
+        rows = session.explain()
+    assert report.loss == pytest.approx(loss(plain, batch).item(), rel=1e-6)
+    assert sum(row["spilled_bytes"] for row in rows) > 64 * 32
+    assert sum(row["held_bytes"] for row in rows if row["method"] != "keep") == 0
+    with compress(plain, bits=8, host_bytes=1_000_000) as capture:
+        value = loss(plain, batch)
+    assert capture.stats.spilled_bytes > 64 * 32
+    value.backward()
+    assert capture.stats.spilled_bytes == 0
+    exact = torch.autograd.grad(loss(plain, batch), list(plain.parameters()))
+    for ours, theirs in zip(plain.parameters(), exact, strict=True):
+        assert ours.grad is not None
+        assert torch.allclose(ours.grad, theirs, atol=0.02 * float(theirs.abs().max()))
+
+
 # --- no kernels -----------------------------------------------------------------------------
 
 
@@ -352,7 +477,8 @@ def test_without_triton_tensors_on_a_device_are_kept() -> None:
         import sys
         sys.modules["triton"] = None
         import torch
-        from daf.store import coder
+        from daf.session import Session
+from daf.store import coder, host_planes
         print(coder.can_code_on(torch.device("cuda")), coder.can_code_on(torch.device("cpu")))
     """
     done = subprocess.run(

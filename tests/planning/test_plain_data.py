@@ -19,7 +19,13 @@ from daf.profile import Profile
 
 names = st.text(max_size=8)
 sites = st.builds(Site, names, names, st.integers(0, 9), st.integers(0, 3))
-treatments = st.builds(Treatment, st.sampled_from(Method), st.integers(0, 8), st.integers(1, 3))
+treatments = st.builds(
+    Treatment,
+    st.sampled_from(Method),
+    st.integers(0, 8),
+    st.integers(1, 3),
+    travels=st.booleans(),
+)
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Protocol
 
 import torch
@@ -23,8 +23,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from daf.bench.result import BenchResult
 from daf.errors import PlatformError
 from daf.execution.collaborate import Rates, Route, Saved, Timeline, simulate, split
-from daf.execution.packing import Device, Packer, TritonDevice, code_bytes, encode_on_host
+from daf.execution.packing import HostCodes, HostOptions
+from daf.execution.routing import MeasuredRoutes, Routes, Seen, Sent
 from daf.plan import Method, Treatment
+from daf.store.host_planes import HostStore
 from daf.store.layout import is_dense
 from daf.training.models.resnet import resnet18
 
@@ -32,7 +34,7 @@ Progress = Callable[[str], None]
 GPU, CPU, BOTH = "GPU alone", "processor alone", "collaborative"
 LEAST_BYTES = 2**20  # smaller tensors stay where they are
 STAGING_SHARE = 0.25  # of all codes, fetched and not decoded yet
-_TRIES = 5
+_NO_LIMIT = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +57,15 @@ class Bed(Protocol):
     """A device under measurement."""
 
     @property
-    def device(self) -> Device:
-        """Packs and unpacks."""
-
-    @property
     def place(self) -> torch.device:
         """Where tensors are."""
+
+    @property
+    def codec(self) -> Any:
+        """What codes there (``HostCodes.values``)."""
+
+    def store(self, place: torch.device, staging_bytes: int) -> HostStore:
+        """For codes that wait on the host."""
 
     def finish(self) -> None:
         """Wait for all that was asked of it."""
@@ -71,6 +76,7 @@ class CudaBed:
 
     Raises:
         PlatformError: there is none.
+        KernelError: Triton is not installed.
     """
 
     def __init__(self, place: torch.device) -> None:
@@ -79,8 +85,14 @@ class CudaBed:
                 f"asked to pack beside {place}, found no CUDA device; on a processor alone, "
                 "`daf bench packing` measures what packing costs"
             )
+        from daf.store import device_codec  # needs triton, which processors alone do not
+
         self.place = place
-        self.device: Device = TritonDevice(place)
+        self.codec: Any = device_codec
+
+    def store(self, place: torch.device, staging_bytes: int) -> HostStore:
+        """By PyTorch's streams."""
+        return HostStore(place, staging_bytes)
 
     def finish(self) -> None:
         """Wait for all streams."""
@@ -98,10 +110,8 @@ def run(
     bed = bed or CudaBed(torch.device(job.device))
     treatment = Treatment(Method.ROTATED, job.bits)
     step = _Step(job, bed, treatment)
-    on_progress("what is saved when")
-    saved, forward_ms = step.observed()
-    on_progress("rates")
-    rates = measured_rates(bed, treatment, max(each.raw_bytes for each in saved))
+    on_progress("what is saved when, and rates")
+    (saved, forward_ms), rates = step.observed()
     plans = planned(saved, rates, forward_ms)
     taken: dict[str, list[_Times]] = {name: [] for name in plans}
     plain = []
@@ -130,37 +140,29 @@ def planned(saved: Sequence[Saved], rates: Rates, forward_ms: float) -> dict[str
     return found | {BOTH: split(saved, rates, forward_ms)}
 
 
-def measured_rates(bed: Bed, treatment: Treatment, nbytes: int) -> Rates:
-    """Raw bytes a millisecond: packed there, packed on the host, and copied to the host."""
-    there = torch.randn(nbytes // 4, device=bed.place)
-    transfers = bed.device.transfers
+class _Given:
+    """Routes that were chosen before."""
 
-    def copied() -> Tensor:
-        copy, ticket = transfers.out(there)
-        while not transfers.is_done(ticket):
-            time.sleep(0.0)
-        return copy
+    is_watching = False
 
-    here = copied()
-    found = (
-        _fastest_ms(lambda: bed.device.encode(there, treatment, 0), bed),
-        _fastest_ms(lambda: encode_on_host(here, treatment, 0), bed),
-        _fastest_ms(copied, bed),
-    )
-    gpu_pack, cpu_pack, link = (there.nbytes / ms for ms in found)
-    return Rates(gpu_pack=gpu_pack, cpu_pack=cpu_pack, link=link)
+    def __init__(self, routes: Sequence[Route]) -> None:
+        self._routes = iter(routes)
 
+    def begin_pass(self) -> None:
+        """There is one."""
 
-def _fastest_ms(work: Callable[[], object], bed: Bed) -> float:
-    """The fastest of a few: whatever disturbs only makes it longer. The first one compiles."""
-    taken = []
-    for _ in range(_TRIES):
-        bed.finish()
-        start_s = time.perf_counter()
-        work()
-        bed.finish()
-        taken.append(1000.0 * (time.perf_counter() - start_s))
-    return min(taken)
+    def take(self) -> Route:
+        """The next."""
+        return next(self._routes)
+
+    def note(self, sent: Sent) -> None:
+        """Nothing is decided from it."""
+
+    def end_forward(self) -> None:
+        """Nor from this."""
+
+    def processor_took(self, raw_bytes: int, taken_ms: float) -> None:
+        """Nor from this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,32 +193,32 @@ class _Step:
         self._images = torch.randn(job.batch, 3, job.image, job.image, device=bed.place)
         self._staging_bytes = 0
 
-    def observed(self) -> tuple[list[Saved], float]:
-        """Every large tensor that is saved, when it was there, and the forward pass's time (ms).
+    def observed(self) -> tuple[Seen, Rates]:
+        """What a session observes in its first passes, in which the device packs everything."""
+        made: list[MeasuredRoutes] = []
 
-        The device is waited for at every save, so the pass's own time is taken without.
-        """
-        saved: list[Saved] = []
-        start_s = 0.0
+        def routes(store: HostStore) -> MeasuredRoutes:
+            made.append(MeasuredRoutes(store.transfers))
+            return made[-1]
 
-        def note(tensor: Tensor) -> Tensor:
-            if is_packed(tensor):
-                self._bed.finish()
-                ready_ms = 1000.0 * (time.perf_counter() - start_s)
-                coded = code_bytes(tensor.numel(), self._treatment.bits)
-                saved.append(Saved(ready_ms, tensor.nbytes, coded))
-            return tensor
-
-        for _ in range(2):  # the first one loads kernels
+        host = self._host(routes)
+        while not made or made[0].seen is None:
+            self._pass(host)
             self._bed.finish()
-            saved.clear()
-            start_s = time.perf_counter()
-            with saved_tensors_hooks(note, lambda tensor: tensor):
-                self._loss().backward()  # type: ignore[no-untyped-call]
-        coded = [each.code_bytes for each in saved]
+        assert made[0].rates is not None
+        coded = [each.code_bytes for each in made[0].seen.saved]
         self._staging_bytes = max(*coded, int(STAGING_SHARE * sum(coded)))
-        times = [self.timed(None) for _ in range(_TRIES)]
-        return saved, min(each.packed_ms for each in times)
+        return made[0].seen, made[0].rates
+
+    def _host(self, make_routes: Callable[[HostStore], Routes]) -> HostCodes:
+        options = HostOptions(_NO_LIMIT, self._staging_bytes, raw_bytes=_NO_LIMIT)
+        return HostCodes(options, make_store=self._bed.store, make_routes=make_routes)
+
+    def _pass(self, host: HostCodes) -> None:
+        host.begin_pass()
+        with saved_tensors_hooks(*_hooks(host, self._bed.codec, self._treatment)):
+            loss = self._loss()
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def _loss(self) -> Tensor:
         result: Tensor = self._model(self._images)
@@ -229,10 +231,11 @@ class _Step:
         start_s = time.perf_counter()
         if routes is None:
             return self._backward(self._loss(), start_s, 0)
-        with closing(Packer(self._bed.device, self._treatment, 0, self._staging_bytes)) as packer:
-            with saved_tensors_hooks(*_hooks(packer, routes)):
-                loss = self._loss()
-            return self._backward(loss, start_s, packer.wait_until_packed())
+        host = self._host(lambda _: _Given(routes))
+        with saved_tensors_hooks(*_hooks(host, self._bed.codec, self._treatment)):
+            loss = self._loss()
+        host.wait_until_packed()
+        return self._backward(loss, start_s, host.stored_bytes)
 
     def _backward(self, loss: Tensor, start_s: float, coded: int) -> _Times:
         self._bed.finish()
@@ -251,23 +254,23 @@ def is_packed(tensor: Tensor) -> bool:
 
 
 def _hooks(
-    packer: Packer, routes: Sequence[Route]
+    host: HostCodes, codec: Any, treatment: Treatment
 ) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-    """What autograd calls: the n-th large tensor goes the n-th way."""
-
-    ways = iter(routes)
+    """What autograd calls: every large tensor becomes a code that waits on the host."""
+    keys = count()
 
     def pack(tensor: Tensor) -> Any:
         if not is_packed(tensor):
             return tensor
-        return packer.save(tensor, next(ways)), tensor.shape, tensor.stride(), tensor.device
+        code = host.values(codec, tensor, treatment, next(keys), None)
+        return code, tensor.shape, tensor.stride(), tensor.device
 
     def unpack(held: Any) -> Tensor:
         if isinstance(held, Tensor):
             return held
-        index, shape, stride, device = held
+        code, shape, stride, device = held
         out = torch.empty_strided(shape, stride, device=device)
-        packer.restore(index, out)
+        code.decode(out)
         return out
 
     return pack, unpack

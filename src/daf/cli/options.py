@@ -81,6 +81,13 @@ PoolBytes = Annotated[
         "important bits. By default the budget alone bounds them."
     ),
 ]
+HostBytes = Annotated[
+    str | None,
+    typer.Option(
+        help="How much pinned host memory a GPU's codes may wait in, such as 4GB, until backward "
+        "wants them. By default they stay on the GPU."
+    ),
+]
 ReleaseGradients = Annotated[
     bool,
     typer.Option(

@@ -35,6 +35,7 @@ def plan_command(
     policy: options.Policy = None,
     tolerance: options.Tolerance = None,
     pool_bytes: options.PoolBytes = None,
+    host_bytes: options.HostBytes = None,
     sensitivity: options.Sensitivity = None,
     allow_batchnorm_split: options.AllowSplit = False,
     goal: options.GoalOption = None,

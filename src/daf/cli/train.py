@@ -52,6 +52,7 @@ def train_command(
     policy: options.Policy = None,
     tolerance: options.Tolerance = None,
     pool_bytes: options.PoolBytes = None,
+    host_bytes: options.HostBytes = None,
     release_gradients: options.ReleaseGradients = False,
     sensitivity: options.Sensitivity = None,
     retrace: Annotated[
@@ -105,7 +106,7 @@ def asked_settings(ctx: typer.Context) -> dict[str, Any]:
     """The command's options as names and values of ``TrainSettings``.
 
     Raises:
-        UnitError: the budget or the pool's bytes cannot be read.
+        UnitError: the budget, or the pool's or the host's bytes cannot be read.
         UnknownNameError: ``--bits`` cannot be read.
         BadParameter: a new run lacks its model or its budget.
     """
@@ -122,7 +123,8 @@ def asked_settings(ctx: typer.Context) -> dict[str, Any]:
         )
     values["budget"] = None if budget is None else options.read_budget(budget)
     values["bits"] = options.read_bits(values["bits"])
-    values["pool_bytes"] = parse_optional_bytes(values["pool_bytes"])
+    for name in ("pool_bytes", "host_bytes"):
+        values[name] = parse_optional_bytes(values[name])
     return values
 
 

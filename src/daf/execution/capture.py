@@ -53,6 +53,7 @@ from daf.execution.microbatch import tensors_in_batch
 from daf.execution.observation import Watcher
 from daf.execution.observer import Observer, watched
 from daf.execution.operator_mode import OperatorMode
+from daf.execution.packing import HostCodes, HostOptions
 from daf.execution.parameter_reads import ParameterReads
 from daf.execution.provenance import Provenance
 from daf.execution.replay import ReplayLog
@@ -87,21 +88,27 @@ class Capture:
         model: nn.Module,
         store: Store | None = None,
         spill: SpillOptions | SpillStore | None = None,
+        host: HostOptions | HostCodes | None = None,
     ) -> None:
         """Prepare for ``model``; codes go to ``store``, which is no other capture's, and those of
         tensors on a GPU to a pool there under the same cap (``devices``).
 
         By default the store is the paged pool (:func:`daf.store.default.make_store`).
-        ``spill`` says where *spill* treatments write; nothing is opened before one does.
+        ``spill`` says where *spill* treatments write; nothing is opened before one does. ``host``
+        says how much of a device's codes may wait in host memory; None: none, whatever is asked.
         """
         self._model = model
         self._store = store = make_store() if store is None else store
         self.devices = devices = DeviceStores(self.pool_bytes)
         self._spill = spill if isinstance(spill, SpillStore) else SpillStore(spill)
         spilled = self._spill
-        self._ledger = Ledger(
-            lambda: store.live_bytes + devices.live_bytes, lambda: spilled.in_memory_bytes
+        self.host = host = HostCodes(host) if isinstance(host, HostOptions) else host
+        self._ledger = ledger = Ledger(
+            lambda: store.live_bytes + devices.live_bytes,
+            lambda: spilled.in_memory_bytes + (host.device_bytes if host else 0),
         )
+        if host is not None:
+            host.on_moved = ledger.note_held
         self._evictions = Evictions(store, devices)
         self._sources = Sources(self._ledger)
         self._tracker = SiteTracker(model)
@@ -111,11 +118,12 @@ class Capture:
         self.parameter_reads = ParameterReads()
         self._unpack = unpacker(self._scratch)
         self._replay_log = ReplayLog()
-        coder = Coder(store, devices)
+        coder = Coder(store, devices, host)
         self._parts = Parts(
             model,
             coder,
             spilled,
+            host,
             self._ledger,
             self._evictions,
             self._sources,
@@ -157,8 +165,12 @@ class Capture:
             FusionError: a fused operator's inner result was read as in no step before.
             UnknownNameError: the policy replays a module that is not there or never called.
         """
+        if self.host is not None:
+            self.host.begin_pass()
         if micro_index == 0:
             self._spill.reset_peak()
+            if self.host is not None:
+                self.host.reset_peak()
             self._ledger.reset_peaks()
             self._tracker.begin_step()
             self._evictions.begin()
@@ -222,6 +234,8 @@ class Capture:
         """
         self._scratch.release()
         self._spill.drop_read_ahead()
+        if self.host is not None:
+            self.host.drop_staged()
 
     @property
     def pool_bytes(self) -> int | None:
@@ -252,6 +266,7 @@ class Capture:
         ledger = self._ledger
         self._evictions.collect()
         self._spill.reap()
+        host = self.host
         return CaptureStats(
             plain_bytes=ledger.plain_bytes,
             plain_peak_bytes=ledger.plain_peak_bytes,
@@ -260,8 +275,9 @@ class Capture:
             sites=sum(1 for _ in self._tracker.used()),
             evicted_planes=self._evictions.planes,
             evicted_bytes=self._evictions.nbytes,
-            spilled_bytes=self._spill.stored_bytes,
-            spilled_peak_bytes=self._spill.stored_peak_bytes,
+            spilled_bytes=self._spill.stored_bytes + (host.stored_bytes if host else 0),
+            spilled_peak_bytes=self._spill.stored_peak_bytes
+            + (host.stored_peak_bytes if host else 0),
         )
 
     def sites(self) -> tuple[SiteReport, ...]:

@@ -49,6 +49,10 @@ class Hooks(Protocol):
     def watcher(self) -> Watcher | None:
         """Who is told of operators and saves."""
 
+    @property
+    def spilled_bytes(self) -> int:
+        """What ever went to disk, or to wait on the host."""
+
 
 class NormCarrier:
     """Runs fused normalisations for one ``with`` of a capture."""
@@ -215,6 +219,7 @@ class CountingHolder:
     ) -> Stored[Values]:
         """Code ``channels`` of the input as the record says; ``written``: an emission, or None."""
         record, carrier = self.record, self._carrier
+        before = carrier.hooks.spilled_bytes
         code = carrier.coder.values(
             x,
             record.treatment,
@@ -225,7 +230,16 @@ class CountingHolder:
             emission=written,
             rows=rows,
         )
+        record.spilled_bytes += carrier.hooks.spilled_bytes - before
         return self.stored(code)
+
+    def new_mask(self, x: Tensor) -> Mask:
+        """Room for a mask of a tensor, where the code goes; counted with that."""
+        record, carrier = self.record, self._carrier
+        before = carrier.hooks.spilled_bytes
+        mask = carrier.coder.unwritten_mask(x, travels=record.treatment.travels)
+        record.spilled_bytes += carrier.hooks.spilled_bytes - before
+        return mask
 
     def stored(self, content: Any) -> Stored[Any]:
         """Count something that is held."""
@@ -240,7 +254,6 @@ class _NormHolder(Holder):
     """The same in the words of the operator with batch normalisation."""
 
     def __init__(self, carrier: NormCarrier, norm: Norm, record: SiteRecord) -> None:
-        self._coder = carrier.coder
         self._counting = CountingHolder(carrier, norm.x, norm.statistics, Need.NORM, record)
         self.plain = self._counting.plain
         self.record, self.sources = record, self._counting.sources
@@ -252,7 +265,7 @@ class _NormHolder(Holder):
 
     def new_mask(self, x: Tensor) -> Mask:
         """Room for a mask of it."""
-        return self._coder.unwritten_mask(x)
+        return self._counting.new_mask(x)
 
     def encode(self, norm: Norm, written: Any) -> Stored[Values]:
         """Code the normalised value."""

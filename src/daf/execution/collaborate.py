@@ -1,9 +1,8 @@
-"""Packing shared between processor and GPU: who packs what, and what comes back when.
+"""Packing shared between processor and GPU: who packs what.
 
 Pure: times and bytes in, decisions out, so that a model of a device tests it.
-In forward each saved tensor takes one :class:`Route`. In backward a
-:class:`Prefetcher` brings pages back in reverse, each as early as there is room.
-After DAF (arXiv 2507.07149), whose split is fixed; here it follows measured rates.
+In forward each saved tensor takes one :class:`Route`. After DAF (arXiv 2507.07149), whose split is
+fixed; here it follows measured rates.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
-from daf.errors import BudgetError, KernelError
+from daf.errors import KernelError
 
 _NEW_RATE_WEIGHT = 0.25
 
@@ -130,56 +129,3 @@ def split(saved: Sequence[Saved], rates: Rates, forward_ms: float) -> Timeline:
 
 def _other(route: Route) -> Route:
     return Route.CPU_PACKS if route is Route.GPU_PACKS else Route.GPU_PACKS
-
-
-class Prefetcher:
-    """Brings codes back to the device in reverse order, within a staging area.
-
-    Callers start what :meth:`to_start` returns, and tell what backward is done
-    with. A fetch begins as soon as there is room for it and all before it have
-    begun, so backward waits only for what could not have come earlier.
-    """
-
-    def __init__(self, code_bytes: Sequence[int], staging_bytes: int) -> None:
-        """Codes in the order in which forward saved them.
-
-        Raises:
-            BudgetError: one code alone is larger than the staging area.
-        """
-        largest = max(code_bytes, default=0)
-        if largest > staging_bytes:
-            raise BudgetError(
-                f"asked to fetch codes of up to {largest} bytes through {staging_bytes}; "
-                "enlarge the staging area or cut the code into pieces",
-                largest,
-            )
-        self._code_bytes = tuple(code_bytes)
-        self._next = len(code_bytes) - 1
-        self._free_bytes = staging_bytes
-        self._held: set[int] = set()
-
-    @property
-    def free_bytes(self) -> int:
-        """Room left in the staging area."""
-        return self._free_bytes
-
-    def to_start(self) -> list[int]:
-        """Fetches to start now, in this order; each is returned once."""
-        started = []
-        while self._next >= 0 and self._code_bytes[self._next] <= self._free_bytes:
-            self._free_bytes -= self._code_bytes[self._next]
-            self._held.add(self._next)
-            started.append(self._next)
-            self._next -= 1
-        return started
-
-    def release(self, index: int) -> None:
-        """Backward has decoded this one: its room is free.
-
-        Raises:
-            KernelError: it was not being held.
-        """
-        if index not in self._held:
-            raise KernelError(f"asked to release code {index}, which is not staged; fetch it first")
-        self._held.remove(index)
-        self._free_bytes += self._code_bytes[index]

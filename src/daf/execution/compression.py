@@ -17,6 +17,7 @@ from typing import Self
 from torch import nn
 
 from daf.execution.capture import Capture
+from daf.execution.packing import host_options
 from daf.execution.sites import mix_key
 from daf.plan import (
     CaptureStats,
@@ -25,6 +26,7 @@ from daf.plan import (
     SiteReport,
     policy_for,
     with_fused_operators,
+    with_host_codes,
 )
 from daf.store.default import make_store
 from daf.store.spill import SpillOptions
@@ -51,6 +53,7 @@ class compress:  # noqa: N801 - used as a statement, like torch.no_grad
         spill: SpillOptions | None = None,
         fused: bool = False,
         chunked: bool = False,
+        host_bytes: str | int | None = None,
     ) -> None:
         """Prepare for ``model``.
 
@@ -71,17 +74,22 @@ class compress:  # noqa: N801 - used as a statement, like torch.no_grad
                 cross-entropy reads not at all; ``fusions()`` tells where, and why not elsewhere.
             chunked: experimental: large convolutions and linear layers decode their input a part
                 of the batch at a time in backward, which takes less memory.
+            host_bytes: of a model on a GPU, how much pinned host memory its codes may wait in until
+                backward wants them, as ``"4GB"`` or an int; None: none.
 
         Raises:
+            PlatformError: ``host_bytes`` was given for a model on the processor.
             ValueError: ``bits`` is none of these, or ``pool_bytes`` cannot be read.
             PoolFullError: in the forward pass, where even one bit and all that must stay whole
                 do not fit ``pool_bytes``.
         """
         asked = policy or policy_for(bits)
+        host = host_options(model, host_bytes)
+        asked = asked if host is None else with_host_codes(asked)
         asked = replace(asked, chunked=chunked or asked.chunked)
         self._policy = with_fused_operators(asked, chunked=asked.chunked) if fused else asked
         self._model = model
-        self._capture = Capture(model, make_store(parse_optional_bytes(pool_bytes)), spill)
+        self._capture = Capture(model, make_store(parse_optional_bytes(pool_bytes)), spill, host)
         self._seed = seed
         self._entries = 0
         self._open: list[AbstractContextManager[Capture]] = []

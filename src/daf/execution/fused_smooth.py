@@ -21,6 +21,7 @@ derivatives are refused by autograd.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -87,7 +88,7 @@ def shared_treatment(linear: Treatment) -> Treatment | None:
     together, and with less error behind than ``linear`` alone up to three bits.
     """
     if linear.method is Method.ROTATED and linear.bits < 4:
-        return Treatment(Method.ROTATED, linear.bits + 1, linear.rounds)
+        return replace(linear, bits=linear.bits + 1)
     return linear if linear.is_code else None
 
 

@@ -1,245 +1,315 @@
-"""Saved tensors that become codes on the host and come back, beside the computation.
+"""Codes of a device's tensors that wait on the host, packed by whoever is free to.
 
-Forward gives every tensor to :meth:`Packer.save` with the :class:`Route` that
-``collaborate.split`` chose for it: the device packs and codes travel, or raw data
-travel and a thread of the processor packs them. Both write the same bytes, so
-that backward does not care: :meth:`Packer.restore` decodes on the device what
-was fetched in reverse order, each as early as the staging area has room.
-
-What it needs of a device is a :class:`Device`; :class:`TritonDevice` is a GPU.
-After DAF (arXiv 2507.07149, collaborative packing through a unified layout).
+The device packs and codes travel, or raw data travel and a thread of the processor packs them:
+both give the same bytes in one layout, so that backward does not care. Which tensor goes which
+way is for :class:`Routes` to say, from measured rates. After DAF (arXiv 2507.07149,
+collaborative packing through a unified layout), where the split is fixed.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from daf.errors import CodecError
-from daf.execution.collaborate import Job, Prefetcher, Route
-from daf.execution.transfers import CudaTransfers, Transfers
-from daf.kernels import block_count, cpu, header_bytes, plane_bytes, words_per_plane
+from daf.errors import PlatformError, SavedTensorError
+from daf.execution.collaborate import Route
+from daf.execution.host_encoding import code_bytes, encode_on_host
+from daf.execution.routing import MeasuredRoutes, Routes, Sent
+from daf.memory.domain import device_of
 from daf.plan import Method, Treatment
-from daf.store.codec import element_type
+from daf.store.coder import can_code_on, is_processor, is_recorded
+from daf.store.host_planes import HostPlanes, HostStore, pinned_bytes
 from daf.store.layout import in_memory_order
+from daf.units import format_bytes, parse_optional_bytes
 
+_MIB = 2**20
 _ASK_AGAIN_S = 0.0002
 
 
-class Codes(NamedTuple):
-    """Planes (bits, words) and headers (blocks,) of one tensor, int32, flat."""
-
-    planes: Tensor
-    headers: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both."""
-        return self.planes.nbytes + self.headers.nbytes
+class HostMemoryWarning(RuntimeWarning):
+    """The host has no room for more codes; they stay on the device instead."""
 
 
-class Device(Protocol):
-    """Where tensors are computed, and what packs and unpacks them there."""
+@dataclass(frozen=True, slots=True)
+class HostOptions:
+    """How much may wait on the host, and pass through each device (bytes).
 
-    @property
-    def transfers(self) -> Transfers:
-        """Copies to the host and back."""
-
-    def encode(self, tensor: Tensor, treatment: Treatment, key: int) -> Codes:
-        """Codes of a dense tensor, on the device."""
-
-    def decode(self, codes: Codes, treatment: Treatment, key: int, out: Tensor) -> None:
-        """Write a dense tensor from codes on the device."""
-
-
-class TritonDevice:
-    """A GPU, by Triton's kernels.
-
-    Raises:
-        PlatformError: there is no such device.
-        KernelError: Triton is not installed.
+    ``limit_bytes`` counts codes as PyTorch's allocator of pinned memory does, each rounded up to
+    a power of two. ``staging_bytes`` bounds codes on a device, being written, leaving or come
+    back; ``raw_bytes`` what still leaves it for the processor to pack.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        from daf.kernels import gpu, gpu_planes  # needs triton, which processors alone do not
+    limit_bytes: int
+    staging_bytes: int = 32 * _MIB
+    raw_bytes: int = 32 * _MIB
 
-        self.transfers: Transfers = CudaTransfers(device)
-        self._gpu = gpu
-        self._planes = gpu_planes
 
-    def encode(self, tensor: Tensor, treatment: Treatment, key: int) -> Codes:
-        """On the current stream."""
-        count, place = tensor.numel(), tensor.device
-        planes = self._planes.allocate_flat(count, treatment.bits, place, headers=True)
-        self._gpu.encode_rotated(in_memory_order(tensor), planes, treatment.rounds, key)
-        assert planes.headers is not None
-        return Codes(planes.region, planes.headers)
+def host_options(model: nn.Module, host_bytes: str | int | None) -> HostOptions | None:
+    """How much of a GPU's codes may wait in host memory; None: none.
 
-    def decode(self, codes: Codes, treatment: Treatment, key: int, out: Tensor) -> None:
-        """On the current stream."""
-        planes = self._planes.flat_planes(*codes, out.numel(), treatment.bits)
-        self._gpu.decode_rotated(planes, treatment.rounds, key, in_memory_order(out))
+    Raises:
+        UnitError: the bytes cannot be read.
+        PlatformError: the model is on no GPU that codes could travel from.
+    """
+    limit_bytes = parse_optional_bytes(host_bytes)
+    if limit_bytes is None:
+        return None
+    device = device_of(model)
+    if is_processor(device):
+        raise PlatformError(
+            f"asked for host_bytes={host_bytes!r} of a model on {device}, whose codes are in host "
+            "memory already; leave host_bytes out, or move the model to a GPU"
+        )
+    if not can_code_on(device):
+        raise PlatformError(
+            f"asked for host_bytes={host_bytes!r} of a model on {device}, where nothing is coded "
+            "without Triton; install daf-train[gpu], or leave host_bytes out"
+        )
+    return HostOptions(limit_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One device's."""
+
+    store: HostStore
+    routes: Routes
+
+
+class HostCodes:
+    """What a capture has on the host; every device has a store and routes of its own."""
+
+    def __init__(
+        self,
+        options: HostOptions,
+        *,
+        make_store: Callable[..., HostStore] = HostStore,
+        make_routes: Callable[[HostStore], Routes] = lambda store: MeasuredRoutes(store.transfers),
+    ) -> None:
+        """Hold nothing yet.
+
+        Args:
+            options: how much.
+            make_store: of a device, given it and its ``staging_bytes``.
+            make_routes: of a store.
+        """
+        self._options = options
+        self.on_moved: Callable[[], None] = lambda: None  # there may be more on a device now
+        self._make_store = make_store
+        self._make_routes = make_routes
+        self._places: dict[torch.device, _Place] = {}
+        self._processor = ThreadPoolExecutor(1, thread_name_prefix="daf-pack")
+        self._lock = threading.Lock()
+        self._raw_bytes = 0  # on devices, for the processor to pack
+        self._warned = False
+
+    # --- account ----------------------------------------------------------------------------
+
+    def allow(self, staging_bytes: int, raw_bytes: int) -> None:
+        """Other bounds of what passes through each device, from the next tensor on."""
+        self._options = replace(self._options, staging_bytes=staging_bytes, raw_bytes=raw_bytes)
+        for place in self._all():
+            place.store.staging_bytes = staging_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on devices that pass through, raw data that are still being copied included."""
+        return self._raw_bytes + sum(place.store.device_bytes for place in self._all())
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the codes that wait on the host, or are on their way."""
+        return sum(place.store.stored_bytes for place in self._all())
+
+    @property
+    def stored_peak_bytes(self) -> int:
+        """The most of them since ``reset_peak``."""
+        return sum(place.store.stored_peak_bytes for place in self._all())
+
+    @property
+    def taken_bytes(self) -> int:
+        """All that ever went."""
+        return sum(place.store.taken_bytes for place in self._all())
+
+    def reset_peak(self) -> None:
+        """Start the peak anew from what is there now."""
+        for place in self._all():
+            place.store.reset_peak()
+
+    def drop_staged(self) -> None:
+        """Let go of all on devices that can be fetched again."""
+        for place in self._all():
+            place.store.drop_staged()
+
+    def wait_until_packed(self) -> None:
+        """The processor has packed all that it was given."""
+        self._processor.submit(int).result()  # one thread, in order
+
+    def _all(self) -> list[_Place]:
+        with self._lock:
+            return list(self._places.values())
+
+    # --- packing ----------------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        """A forward pass begins."""
+        for place in self._all():
+            place.routes.begin_pass()
+
+    def room(self, tensor: Tensor, count: int, bits: int) -> HostStore | None:
+        """A store to write so many planes of a tensor's in; None: they must stay on its device."""
+        if is_recorded(tensor):  # a graph would copy again to where something else is by then
+            return None
+        wanted = pinned_bytes(code_bytes(count, bits))
+        if self._pinned_bytes() + wanted > self._options.limit_bytes:
+            self._explain()
+            return None
+        return self._place(tensor.device).store
+
+    def values(
+        self,
+        codec: Any,
+        tensor: Tensor,
+        treatment: Treatment,
+        key: int,
+        channels: Any,
+        **options: Any,
+    ) -> Any | None:
+        """A dense tensor's values; None: they must stay on its device.
+
+        Args:
+            codec: the module, or what stands for it, whose ``DeviceValueCode`` codes there.
+            tensor: the arguments from here on are those of ``DeviceValueCode``.
+            treatment: *rotated* or *minmax*.
+            key: names the code's random rotation.
+            channels: applied before.
+            options: the others.
+        """
+        store = self.room(tensor, tensor.numel(), treatment.bits)
+        if store is None:
+            return None
+        routes = self._place(tensor.device).routes
+        either = treatment.method is Method.ROTATED and channels is None
+        either = either and options.get("emission") is None and options.get("rows") is None
+        if not either:
+            return codec.DeviceValueCode(store, tensor, treatment, key, channels, **options)
+        if routes.take() is Route.CPU_PACKS and self._may_send_raw(store, tensor):
+            planes = self._sent_raw(store, routes, tensor, treatment, key)
+            if planes is not None:
+                return codec.DeviceValueCode.packed_elsewhere(planes, tensor, treatment, key)
+        if not routes.is_watching:
+            return codec.DeviceValueCode(store, tensor, treatment, key, None, **options)
+        before = store.transfers.mark()
+        code = codec.DeviceValueCode(store, tensor, treatment, key, None, **options)
+        after, copy = store.transfers.mark(), store.last_copy
+        self._note(routes, Route.GPU_PACKS, tensor, treatment, (before, after, copy))
+        return code
+
+    def _may_send_raw(self, store: HostStore, tensor: Tensor) -> bool:
+        """Only from home, in whose order its memory is let go of."""
+        room = self._options.raw_bytes - self._raw_bytes
+        return store.home.is_current and tensor.nbytes <= room
+
+    def _sent_raw(
+        self, store: HostStore, routes: Routes, tensor: Tensor, treatment: Treatment, key: int
+    ) -> HostPlanes | None:
+        source, before = in_memory_order(tensor.detach()), store.transfers.mark()
+        try:
+            raw, ticket = store.transfers.out(source)
+        except RuntimeError:  # nothing pinned is left
+            return None
+        with self._lock:
+            self._raw_bytes += source.nbytes
+        leaving = _Leaving(source, raw, ticket)
+        packing = self._processor.submit(self._packed, leaving, store, routes, treatment, key)
+        if routes.is_watching:
+            self._note(routes, Route.CPU_PACKS, tensor, treatment, (before, before, ticket))
+        self.on_moved()
+        return store.packed_elsewhere(tensor.numel(), treatment.bits, packing)
+
+    def _packed(
+        self, leaving: _Leaving, store: HostStore, routes: Routes, treatment: Treatment, key: int
+    ) -> Tensor:
+        """On the processor's thread, which has nothing else to do."""
+        nbytes = leaving.raw.nbytes
+        try:
+            while not store.transfers.is_done(leaving.ticket):
+                time.sleep(_ASK_AGAIN_S)
+            leaving.check()
+        finally:
+            leaving.source = None
+            with self._lock:
+                self._raw_bytes -= nbytes
+        begin_s = time.perf_counter()
+        words = encode_on_host(leaving.raw, treatment, key)
+        routes.processor_took(nbytes, 1000.0 * (time.perf_counter() - begin_s))
+        return words
+
+    @staticmethod
+    def _note(
+        routes: Routes,
+        route: Route,
+        tensor: Tensor,
+        treatment: Treatment,
+        tickets: tuple[Any, Any, Any],
+    ) -> None:
+        routes.note(Sent(route, tensor.numel(), tensor.nbytes, treatment, *tickets))
+
+    # --- places -----------------------------------------------------------------------------
+
+    def _place(self, device: torch.device) -> _Place:
+        with self._lock:
+            found = self._places.get(device)
+        if found is None:
+            store = self._make_store(device, self._options.staging_bytes)
+            found = _Place(store, self._make_routes(store))
+            store.on_moved, store.on_read = self.on_moved, found.routes.end_forward
+            with self._lock:
+                self._places[device] = found
+        return found
+
+    def _pinned_bytes(self) -> int:
+        return sum(place.store.pinned_bytes for place in self._all())
+
+    def _explain(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"codes take all of the host memory that they may, "
+                f"{format_bytes(self._options.limit_bytes)}; more of them stay on the device (this "
+                "is said once); allow more host memory, or fewer bits",
+                HostMemoryWarning,
+                stacklevel=2,
+            )
 
 
 @dataclass(slots=True)
-class _Parcel:
-    """One tensor on its way: its codes on the host when ``packed`` is done, then fetched."""
+class _Leaving:
+    """Raw data on their way, which nobody may change before they are copied."""
 
-    key: int
-    nbytes: int
-    packed: Future[Codes] | None
-    fetched: tuple[Codes, list[Any]] | None = None
-    is_restored: bool = False
+    source: Tensor | None
+    raw: Tensor
+    ticket: Any
+    version: int = -1
 
+    def __post_init__(self) -> None:
+        assert self.source is not None
+        self.version = self.source._version
 
-class Packer:
-    """Packs the tensors of one forward pass, and brings them back in its backward pass.
-
-    Close it afterwards (``contextlib.closing``).
-
-    ``jobs`` tells when the processor packed what (ms since ``begin``), for the timeline.
-
-    Args:
-        device: where the tensors are.
-        treatment: *rotated*, the same for all.
-        key: names the run in the codes' random rotations.
-        staging_bytes: the most that fetched codes may hold on the device, until decoded there.
-    """
-
-    def __init__(self, device: Device, treatment: Treatment, key: int, staging_bytes: int) -> None:
-        if treatment.method is not Method.ROTATED:
-            raise CodecError(f"asked to pack by {treatment.method}; use rotated")
-        self._device = device
-        self._treatment = treatment
-        self._key = key
-        self._staging_bytes = staging_bytes
-        self._parcels: list[_Parcel] = []
-        self._prefetcher: Prefetcher | None = None
-        self._decoding: deque[tuple[int, Any]] = deque()  # asked of the device, with tickets
-        self._processor = ThreadPoolExecutor(1, thread_name_prefix="daf-pack")
-        self._begin_s = time.perf_counter()
-        self.jobs: list[Job] = []
-
-    def close(self) -> None:
-        """Stop packing; what is not restored by then is lost."""
-        self._processor.shutdown(wait=True, cancel_futures=True)
-
-    # --- forward ----------------------------------------------------------------------------
-
-    def save(self, tensor: Tensor, route: Route) -> int:
-        """Send a dense float tensor on its way; returns the number to restore it by."""
-        index, transfers = len(self._parcels), self._device.transfers
-        key = self._key + index
-        if route is Route.GPU_PACKS:
-            codes = self._device.encode(tensor, self._treatment, key)
-            sent = [transfers.out(part) for part in codes]
-            packed = self._processor.submit(self._arrived, sent)
-        else:
-            raw = transfers.out(in_memory_order(tensor))
-            packed = self._processor.submit(self._packed, index, raw, key)
-        nbytes = code_bytes(tensor.numel(), self._treatment.bits)
-        self._parcels.append(_Parcel(key, nbytes, packed))
-        return index
-
-    def wait_until_packed(self) -> int:
-        """All codes are on the host; returns their bytes."""
-        waited = [parcel.packed.result() for parcel in self._parcels if parcel.packed is not None]
-        return sum(codes.nbytes for codes in waited)
-
-    def _arrived(self, sent: list[tuple[Tensor, Any]]) -> Codes:
-        self._await([ticket for _, ticket in sent])
-        return Codes(*(copy for copy, _ in sent))
-
-    def _packed(self, index: int, raw: tuple[Tensor, Any], key: int) -> Codes:
-        copy, ticket = raw
-        self._await([ticket])
-        begin_ms = self._now_ms()
-        codes = encode_on_host(copy, self._treatment, key)
-        self.jobs.append(Job("cpu", index, begin_ms, self._now_ms()))
-        return codes
-
-    def _await(self, tickets: list[Any]) -> None:
-        """On the packing thread, which has nothing else to do; in backward, for room."""
-        while not all(map(self._device.transfers.is_done, tickets)):
-            time.sleep(_ASK_AGAIN_S)
-
-    def _now_ms(self) -> float:
-        return 1000.0 * (time.perf_counter() - self._begin_s)
-
-    # --- backward ---------------------------------------------------------------------------
-
-    def restore(self, index: int, out: Tensor) -> None:
-        """Decode one tensor into ``out``, dense and of the saved one's geometry.
-
-        Tensors come back soonest in the reverse order of saving; in another order too, as long
-        as the staging area has room for all that are fetched and not yet restored.
-
-        Raises:
-            BudgetError: one tensor's codes alone are larger than the staging area.
-            CodecError: it was restored before, or the order leaves no room to fetch it.
-        """
-        parcel = self._parcels[index]
-        if parcel.is_restored:
-            raise CodecError(
-                f"asked for tensor {index} once more; a packed one comes back once: run the "
-                "forward pass again"
+    def check(self) -> None:
+        """It is copied: was it changed meanwhile? (Codes are made of what was saved.)"""
+        assert self.source is not None
+        if self.source._version != self.version:
+            raise SavedTensorError(
+                "one of the variables needed for gradient computation has been modified by an "
+                "inplace operation while it was copied to the host to be coded there; do not "
+                "change it in place between forward and backward, or clone it before"
             )
-        codes, tickets = self._fetched(index)
-        for part, ticket in zip(codes, tickets, strict=True):
-            self._device.transfers.before_use(part, ticket)
-        self._device.decode(codes, self._treatment, parcel.key, out)
-        self._decoding.append((index, self._device.transfers.mark()))
-        parcel.fetched, parcel.packed, parcel.is_restored = None, None, True
-        self._fetch()
-
-    def _fetched(self, index: int) -> tuple[Codes, list[Any]]:
-        """Waits for what is decoded now, if its room is needed."""
-        self._fetch()
-        while self._parcels[index].fetched is None and self._decoding:
-            self._await([self._decoding[0][1]])
-            self._fetch()
-        fetched = self._parcels[index].fetched
-        if fetched is None:
-            raise CodecError(
-                f"asked for tensor {index} while later ones fill the staging area of "
-                f"{self._staging_bytes} bytes; restore those first, or enlarge it"
-            )
-        return fetched
-
-    def _fetch(self) -> None:
-        """Begin every fetch that there is room for, each when it is packed."""
-        if self._prefetcher is None:
-            sizes = [parcel.nbytes for parcel in self._parcels]
-            self._prefetcher = Prefetcher(sizes, self._staging_bytes)
-        while self._decoding and self._device.transfers.is_done(self._decoding[0][1]):
-            self._prefetcher.release(self._decoding.popleft()[0])
-        for index in self._prefetcher.to_start():
-            parcel = self._parcels[index]
-            assert parcel.packed is not None
-            back = [self._device.transfers.back(part) for part in parcel.packed.result()]
-            parcel.fetched = Codes(*(copy for copy, _ in back)), [ticket for _, ticket in back]
-
-
-def code_bytes(count: int, bits: int) -> int:
-    """Of planes and headers."""
-    return plane_bytes(count, bits) + header_bytes(count)
-
-
-def encode_on_host(tensor: Tensor, treatment: Treatment, key: int) -> Codes:
-    """Codes of a dense tensor on the host, on all of PyTorch's threads; pinned where it is."""
-    count = tensor.numel()
-    sizes = (treatment.bits, words_per_plane(count)), (block_count(count),)
-    pinned = tensor.is_pinned()  # from where a device copies by itself
-    codes = Codes(*(torch.empty(size, dtype=torch.int32, pin_memory=pinned) for size in sizes))
-    cpu.encode_rotated(
-        *(tensor.data_ptr(), element_type(tensor.dtype), count),
-        *(treatment.bits, treatment.rounds, key),
-        *(codes.planes.data_ptr(), codes.headers.data_ptr(), torch.get_num_threads()),
-    )
-    return codes

@@ -25,6 +25,7 @@ from daf.execution.fusion import Fusion
 from daf.execution.held import Held, Kept, Saved
 from daf.execution.observation import Save, Watcher
 from daf.execution.operator_mode import Substitute
+from daf.execution.packing import HostCodes
 from daf.execution.parameter_reads import ParameterReads
 from daf.execution.provenance import ADDITIONS, FOLLOWED, Operands, Provenance
 from daf.execution.replay import ReplayLog, Replays
@@ -64,6 +65,7 @@ class Parts(NamedTuple):
     model: nn.Module
     coder: Coder
     spill: SpillStore
+    host: HostCodes | None
     ledger: Ledger
     evictions: Evictions
     sources: Sources
@@ -117,6 +119,7 @@ class Running:
         self._provenance = parts.provenance
         self._treater = parts.treater
         self._spill = parts.spill
+        self._host = parts.host
         self._evictions = parts.evictions
         self._parameter_reads = parts.parameter_reads
         if policy.fuses and policy.replayed:
@@ -288,7 +291,7 @@ class Running:
         assert tensor is not None
         record.need = need
         plain_before, told_before = self._ledger.plain_bytes, self._ledger.told_bytes
-        spilled_before = self._spill.taken_bytes
+        spilled_before = self.spilled_bytes
         sources = tuple(self._sources.of(part) for part in strided_parts(tensor))
         plain = self._plain(saved, sources)
         start_s = 0.0 if self.watcher is None else self.watcher.now_s()
@@ -311,7 +314,7 @@ class Running:
             )
         record.plain_bytes += self._ledger.plain_bytes - plain_before
         record.held_bytes += self._ledger.told_bytes - told_before
-        record.spilled_bytes += self._spill.taken_bytes - spilled_before
+        record.spilled_bytes += self.spilled_bytes - spilled_before
         saved.settle(held, plain)
 
     def _plain(self, saved: Saved, sources: tuple[Source, ...]) -> tuple[Plain, ...]:
@@ -347,10 +350,15 @@ class Running:
     ) -> tuple[Held, Treatment]:
         """An input of a replayed call."""
         assert saved.tensor is not None
-        spilled_before = self._spill.taken_bytes
+        spilled_before = self.spilled_bytes
         held = self._hold(saved, saved.tensor, need, record, sources, _OUTSIDE_CALL)
-        record.spilled_bytes += self._spill.taken_bytes - spilled_before
+        record.spilled_bytes += self.spilled_bytes - spilled_before
         return held
+
+    @property
+    def spilled_bytes(self) -> int:
+        """What ever went to disk, or to wait on the host."""
+        return self._spill.taken_bytes + (0 if self._host is None else self._host.taken_bytes)
 
     def is_constant(self, tensor: Tensor) -> bool:
         """Is this a parameter, a buffer, the caller's batch, or a view or cast copy of one?"""

@@ -204,16 +204,16 @@ class Treater:
         key = self._content_key(job, "integers")
         code = job.source.recall(key, Stored)
         if code is None:
-            packed = self._packed(job.tensor)
+            packed = self._packed(job.tensor, job.treatment.travels)
             if packed is None:
                 return None
             code = Stored(self._ledger, packed)
             job.source.remember(key, code)
         return Integers(code, layout_of(job.tensor))
 
-    def _packed(self, tensor: Tensor) -> Packed | None:
+    def _packed(self, tensor: Tensor, travels: bool) -> Packed | None:
         if tensor.dtype is torch.bool:
-            return self._coder.integers(tensor, 1, 0)
+            return self._coder.integers(tensor, 1, 0, travels=travels)
         if not is_read_freely(tensor):
             return None  # their range is known on the device alone
         signed = tensor.view(torch.int8) if tensor.dtype is torch.uint8 else tensor
@@ -221,7 +221,7 @@ class Treater:
         bits = max(1, (high - low).bit_length())
         if bits >= 8 * tensor.element_size():
             return None
-        return self._coder.integers(tensor, bits, low)
+        return self._coder.integers(tensor, bits, low, travels=travels)
 
     def _window_places(self, job: Job) -> Held | None:
         pooled = saved_in(job.saved.node, "self")
@@ -229,7 +229,9 @@ class Treater:
             return None
         windows = windows_of(job.saved.node, _shape_of(pooled))
         places = windows.offsets(job.tensor)
-        code = Stored(self._ledger, self._coder.integers(places, windows.bits, 0))
+        travels = job.treatment.travels
+        packed = self._coder.integers(places, windows.bits, 0, travels=travels)
+        code = Stored(self._ledger, packed)
         return WindowPlaces(code, layout_of(job.tensor), windows)
 
     def _sign(self, job: Job, rederive: bool) -> Held | None:
@@ -239,7 +241,8 @@ class Treater:
         key = self._content_key(job, "mask", rule.predicate, rule.low, rule.high)
         mask = job.source.recall(key, Stored)
         if mask is None:
-            code = self._coder.mask(job.tensor, rule.predicate, rule.low, rule.high)
+            options = {"travels": job.treatment.travels}
+            code = self._coder.mask(job.tensor, rule.predicate, rule.low, rule.high, **options)
             mask = Stored(self._ledger, code)
             job.source.remember(key, mask)
         held = TwoValues(mask, layout_of(job.tensor), rule.off_value, rule.on_value)
@@ -262,7 +265,7 @@ class Treater:
         low, high = (float(bound) for bound in torch.aminmax(job.tensor))
         if not low < high:
             return None
-        code = self._coder.mask(job.tensor, Predicate.ABOVE, low)
+        code = self._coder.mask(job.tensor, Predicate.ABOVE, low, travels=job.treatment.travels)
         layout = layout_of(job.tensor)
         again = layout.empty()
         code.decode(again, low, high)
@@ -302,7 +305,8 @@ class Treater:
         if table is None:
             return None
         dense = _dense(job.tensor)
-        code = self._coder.intervals(dense, job.treatment.bits, table.borders)
+        bits, travels = job.treatment.bits, job.treatment.travels
+        code = self._coder.intervals(dense, bits, table.borders, travels=travels)
         if code is None:
             return None
         stored = Stored(self._ledger, code)

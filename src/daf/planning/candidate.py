@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -175,7 +175,7 @@ def _policy(profile: Profile, table: Table, selection: tuple[int, ...], name: st
 
 
 def _as_wide_as_parents(
-    profile: Profile, treatments: Iterable[Site], by_site: dict[Site, Treatment]
+    profile: Profile, treatments: Mapping[Site, Treatment], by_site: dict[Site, Treatment]
 ) -> dict[Site, Treatment]:
     """Execution computes a tensor from other codes if it asks for no more bits than they have."""
     found = {}
@@ -185,7 +185,8 @@ def _as_wide_as_parents(
             bits = [each.bits for each in codes if each.is_code]
             if bits:
                 method = Method.ROTATED if min(bits) <= 4 else Method.MINMAX
-                found[saving.site] = Treatment(method, min(bits))
+                travels = treatments[saving.site].travels
+                found[saving.site] = Treatment(method, min(bits), travels=travels)
     return found
 
 

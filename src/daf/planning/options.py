@@ -3,7 +3,8 @@
 A *family* is the sites whose tensors share memory: keeping one keeps them all,
 so they are decided together. Its options are *keep*, *exact* (only lossless
 treatments), a width of 8, 4, 3, 2 or 1 bits, which gives every tensor of the family
-the treatment that :func:`daf.plan.coded_policy` gives its need, and *spill*.
+the treatment that :func:`daf.plan.coded_policy` gives its need, *spill*, and where codes may travel
+*exact* and every width once more, in host memory.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ from daf.plan import (
     Treatment,
     coded_policy,
     exact_policy,
+    on_host,
 )
 from daf.profile import Profile, Saving, decoded_bytes
 
 WIDTHS = (8, 4, 3, 2, 1)
 KEPT, EXACT, SPILLED = "keep", "exact", "spill"
+_ON_HOST = " on the host"
 # What errors of 1 everywhere add, relative to the batch's own noise, until that was measured. Where
 # every example has one product with each weight the two are equal; ResNet-20 showed 0.2 to 0.7.
 ASSUMED_NOISE = 1.0
@@ -41,7 +44,9 @@ _SPILL = Treatment(Method.SPILL)
 class Allowed:
     """What the execution at hand can carry out, and the user permits.
 
-    ``must_release``: gradients of a whole batch are released in any case.
+    ``must_release``: gradients of a whole batch are released in any case. ``travel``: codes may
+    wait in host memory instead of the device's; ``passing_bytes`` is what they, and raw data on
+    their way to be packed there, take of the device in passing.
     """
 
     methods: frozenset[Method] = frozenset(Method)
@@ -49,6 +54,8 @@ class Allowed:
     replay: bool = True
     release_gradients: bool = True
     must_release: bool = False
+    travel: bool = False
+    passing_bytes: int = 0
 
     def within(self, tolerance: float) -> Allowed:
         """No codes at a tolerance of 0, where noise that is measured as none is still noise."""
@@ -146,6 +153,13 @@ class OptionMaker:
         self._levels += [(str(width), coded_policy(width).by_need) for width in allowed.widths]
         if Method.SPILL in allowed.methods:
             self._levels.append((SPILLED, dict.fromkeys(Need, _SPILL)))
+        if allowed.travel:
+            travelling = [
+                (level + _ON_HOST, {need: on_host(each) for need, each in by_need.items()})
+                for level, by_need in self._levels
+                if level != SPILLED
+            ]
+            self._levels += travelling
         self._served = served_weights(profile)
         self._unit = noise_per_weight(profile)
         self._telling = _sites_of_none_but(profile.savings, _tells_its_result)
@@ -159,7 +173,8 @@ class OptionMaker:
         seen: list[tuple[dict[Site, Treatment], frozenset[Site]]] = [({}, frozenset())]
         for level, by_need in self._levels:
             treatments = self._treatments(family, by_need)
-            may_follow = level not in (EXACT, SPILLED) and self._can_follow(family, treatments)
+            is_coded = level.removesuffix(_ON_HOST) not in (EXACT, SPILLED)
+            may_follow = is_coded and self._can_follow(family, treatments)
             for follow in (True, False) if may_follow else (False,):
                 requires = self._requires(family, treatments) if follow else frozenset()
                 if (treatments, requires) not in seen:
@@ -230,7 +245,8 @@ class OptionMaker:
     ) -> Option:
         kept = [saving for saving in family if saving.site not in treatments]
         treated = [saving for saving in family if saving.site in treatments]
-        spans = [*self._kept_spans(kept), *self._spans_beside(family)]
+        beside = [each for each in family if not _travels(treatments.get(each.site))]
+        spans = [*self._kept_spans(kept), *self._spans_beside(beside)]
         cost_ms = noise = 0.0
         coded: dict[tuple[object, ...], list[Saving]] = defaultdict(list)
         for saving in treated:
@@ -265,7 +281,7 @@ class OptionMaker:
                 if saving.reading is Reading.CHUNKS:  # nothing is decoded; a chunk has a gradient
                     yield Span(saving.read, saving.released, self._decoded_bytes(saving) / 2)
 
-    def _spans_beside(self, family: tuple[Saving, ...]) -> Iterator[Span]:
+    def _spans_beside(self, family: Iterable[Saving]) -> Iterator[Span]:
         for saving in family:
             yield Span(saving.saved, saving.released, saving.beside_bytes.at(self._examples))
 
@@ -279,7 +295,10 @@ class OptionMaker:
     def _code_span(self, shared: list[Saving], treatment: Treatment) -> Span:
         first = min(saving.saved for saving in shared)
         last = max(saving.released for saving in shared)
-        return Span(first, last, self._code_bytes(shared[0], treatment))
+        size = self._code_bytes(shared[0], treatment)
+        if treatment.travels:  # what passes through is counted for all; a larger one goes alone
+            size = max(0, size - self._allowed.passing_bytes)
+        return Span(first, last, size)
 
     def _code_bytes(self, saving: Saving, treatment: Treatment) -> int:
         count = round(saving.elements.at(self._examples))
@@ -304,7 +323,10 @@ class OptionMaker:
             return 1000.0 * self._bytes(saving) / self._profile.speeds.disk_write
         if treatment.method is Method.DROP:
             return 0.0
-        return self._profile.speeds.encode_ms(treatment.method, self._bytes(saving))
+        speeds = self._profile.speeds
+        return speeds.encode_ms(treatment.method, self._bytes(saving)) + self._travel_ms(
+            saving, treatment
+        )
 
     def _decode_ms(self, saving: Saving, treatment: Treatment) -> float:
         if treatment.method is Method.SPILL:
@@ -312,7 +334,14 @@ class OptionMaker:
         if treatment.method is Method.DROP:
             return 0.0
         passes = max(1, len(saving.parents or ()))
-        return passes * self._profile.speeds.decode_ms(treatment.method, self._bytes(saving))
+        decode_ms = self._profile.speeds.decode_ms(treatment.method, self._bytes(saving))
+        return passes * decode_ms + self._travel_ms(saving, treatment)
+
+    def _travel_ms(self, saving: Saving, treatment: Treatment) -> float:
+        """One way, as if nothing hid it; trials tell how much of it is hidden."""
+        if not treatment.travels:
+            return 0.0
+        return self._profile.speeds.link_ms(self._code_bytes(saving, treatment))
 
 
 _NORMALISATIONS = frozenset({"batch_norm", "layer_norm", "rms_norm"})
@@ -330,6 +359,10 @@ def _tells_its_result(saving: Saving) -> bool:
     """Kept or coded, what a fused normalisation holds tells what its result was."""
     is_read_in_place = saving.reading is Reading.IN_PLACE and saving.need is Need.NORM
     return is_read_in_place and saving.site.operator in _NORMALISATIONS and saving.treatable
+
+
+def _travels(treatment: Treatment | None) -> bool:
+    return treatment is not None and treatment.travels
 
 
 def _with_codes(family: tuple[Saving, ...], treatments: Mapping[Site, Treatment]) -> list[Saving]:

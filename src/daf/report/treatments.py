@@ -136,6 +136,8 @@ def _cell(record: Record, choices: Sequence[str]) -> Cell:
     chosen = [why for named, why in map(_choice, choices) if site in named]
     if chosen:
         reason = f"{reason} ({'; '.join(chosen)})"
+    if record.get("spilled_bytes") and method is not Method.SPILL:
+        reason += f"; {format_bytes(record['spilled_bytes'])} of it wait in host memory"
     if record.get("evicted_bytes"):
         reason += f"; {format_bytes(record['evicted_bytes'])} of it were given up under pressure"
     return Cell(

@@ -88,28 +88,57 @@ def can_code_on(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-class Coder:
-    """Makes codes of tensors; the processor's go to ``store``, a GPU's to that of ``devices``."""
+class Host(Protocol):
+    """Host memory in which codes of a device's tensors may wait."""
 
-    def __init__(self, store: Store, devices: DeviceStores | None = None) -> None:
+    def room(self, tensor: Tensor, count: int, bits: int) -> Any | None:
+        """A store for so many planes of a tensor's; None: there is no room."""
+
+    def values(
+        self,
+        codec: Any,
+        tensor: Tensor,
+        treatment: Treatment,
+        key: int,
+        channels: Any,
+        **options: Any,
+    ) -> Any | None:
+        """A dense tensor's values, made by whoever is free to; None: there is no room."""
+
+
+class Coder:
+    """Makes codes of tensors; the processor's go to ``store``, a GPU's to that of ``devices``, or,
+    where they may travel, to ``host``.
+    """
+
+    def __init__(
+        self, store: Store, devices: DeviceStores | None = None, host: Host | None = None
+    ) -> None:
         self._store = store
+        self._host = host
         self._devices = DeviceStores() if devices is None else devices
 
     def mask(
-        self, tensor: Tensor, predicate: Predicate, low: float, high: float = math.nan
+        self,
+        tensor: Tensor,
+        predicate: Predicate,
+        low: float,
+        high: float = math.nan,
+        *,
+        travels: bool = False,
     ) -> Mask:
         """One bit of every element of a dense tensor."""
         codec = _codec_on(tensor)
         if codec is not None:
-            store = self._devices.on(tensor.device)
+            store = self._place(tensor, 1, travels)
             return codec.DeviceMaskCode(store, tensor, predicate, low, high)  # type: ignore[no-any-return]
         return MaskCode(self._store, tensor, predicate, low, high)
 
-    def unwritten_mask(self, tensor: Tensor) -> Mask:
+    def unwritten_mask(self, tensor: Tensor, *, travels: bool = False) -> Mask:
         """Room for one bit of every element, for who fills its planes."""
         codec = _codec_on(tensor)
         if codec is not None:
-            store = self._devices.on(tensor.device)
+            store = self._place(tensor, 1, travels)
             return codec.DeviceMaskCode.unwritten(store, tensor.numel())  # type: ignore[no-any-return]
         return MaskCode.unwritten(self._store, tensor.numel())
 
@@ -132,17 +161,22 @@ class Coder:
         options = {"weight": weight, "tag": tag, "emission": emission, "rows": rows}
         codec = _codec_on(tensor)
         if codec is not None:
+            arguments = (tensor, treatment, key, channels)
+            if treatment.travels and self._host is not None:
+                found = self._host.values(codec, *arguments, **options)
+                if found is not None:
+                    return found  # type: ignore[no-any-return]
             store = self._devices.on(tensor.device)
-            return codec.DeviceValueCode(  # type: ignore[no-any-return]
-                store, tensor, treatment, key, channels, **options
-            )
+            return codec.DeviceValueCode(store, *arguments, **options)  # type: ignore[no-any-return]
         return ValueCode(self._store, tensor, treatment, key, channels, **options)
 
-    def intervals(self, tensor: Tensor, bits: int, borders: Tensor) -> Intervals | None:
+    def intervals(
+        self, tensor: Tensor, bits: int, borders: Tensor, *, travels: bool = False
+    ) -> Intervals | None:
         """Intervals of a dense tensor's elements; None if it is known that one is not finite."""
         codec = _codec_on(tensor)
         if codec is not None:
-            store = self._devices.on(tensor.device)
+            store = self._place(tensor, bits, travels)
             return codec.DeviceDerivativeCode(store, tensor, bits, borders)  # type: ignore[no-any-return]
         return DerivativeCode.encode(self._store, tensor, bits, borders)
 
@@ -150,18 +184,31 @@ class Coder:
         """A dense CPU tensor's means of ``group`` neighbours."""
         return AveragedCode(self._store, tensor, group, treatment, key)
 
-    def integers(self, tensor: Tensor, bits: int, base: int) -> Packed:
+    def integers(self, tensor: Tensor, bits: int, base: int, *, travels: bool = False) -> Packed:
         """A dense tensor's integers, which lie in ``base … base + 2**bits - 1``."""
         codec = _codec_on(tensor)
         if codec is not None:
-            store = self._devices.on(tensor.device)
+            store = self._place(tensor, bits, travels)
             return codec.DeviceIntegerCode(store, tensor, bits, base)  # type: ignore[no-any-return]
         return IntegerCode(self._store, tensor, bits, base)
+
+    def _place(self, tensor: Tensor, bits: int, travels: bool) -> Any:
+        """Where the planes of a device's tensor lie."""
+        if travels and self._host is not None:
+            found = self._host.room(tensor, tensor.numel(), bits)
+            if found is not None:
+                return found
+        return self._devices.on(tensor.device)
+
+
+def is_processor(device: torch.device) -> bool:
+    """Is it none that has memory of its own?"""
+    return device.type not in DEVICE_TYPES
 
 
 def is_read_freely(tensor: Tensor) -> bool:
     """May the program look at the elements without waiting for a device?"""
-    return tensor.device.type not in DEVICE_TYPES
+    return is_processor(tensor.device)
 
 
 def is_coded_on_device(tensor: Tensor) -> bool:

@@ -20,16 +20,23 @@ from daf.plan import Method, Treatment
 from daf.store.codec import Channels, check_count, elements_in, may_go
 from daf.store.device_emission import DeviceEmission, affine_of
 from daf.store.device_pool import DevicePagedStore, DevicePlaneTensor
+from daf.store.host_planes import HostPlanes, HostStore
 from daf.store.layout import in_memory_order
+
+Store = DevicePagedStore | HostStore
+Planes = DevicePlaneTensor | HostPlanes
 
 
 class _DeviceCode:
-    """Planes on a device, with headers or without; never given up unless said otherwise."""
+    """Planes on a device, with headers or without; never given up unless said otherwise.
+
+    In a ``HostStore`` they wait on the host instead, and pass through.
+    """
 
     __slots__ = ("count", "planes")
     in_store = True
 
-    def __init__(self, tensor: Tensor, planes: DevicePlaneTensor) -> None:
+    def __init__(self, tensor: Tensor, planes: Planes) -> None:
         self.count = tensor.numel()
         self.planes = planes
 
@@ -51,7 +58,7 @@ class DeviceMaskCode(_DeviceCode):
 
     def __init__(
         self,
-        store: DevicePagedStore,
+        store: Store,
         tensor: Tensor,
         predicate: Predicate,
         low: float,
@@ -63,7 +70,7 @@ class DeviceMaskCode(_DeviceCode):
             gpu.encode_mask(in_memory_order(tensor), planes, predicate, low, high)
 
     @classmethod
-    def unwritten(cls, store: DevicePagedStore, count: int) -> DeviceMaskCode:
+    def unwritten(cls, store: Store, count: int) -> DeviceMaskCode:
         """Room for a mask of ``count`` elements; whoever has filled ``planes`` seals it."""
         mask = cls.__new__(cls)
         mask.count = count
@@ -88,7 +95,7 @@ class DeviceValueCode(_DeviceCode):
 
     def __init__(
         self,
-        store: DevicePagedStore,
+        store: Store,
         tensor: Tensor,
         treatment: Treatment,
         key: int,
@@ -131,6 +138,16 @@ class DeviceValueCode(_DeviceCode):
         if emission is not None and channels is not None:
             emission.carry_out(tensor, channels)
 
+    @classmethod
+    def packed_elsewhere(
+        cls, planes: HostPlanes, tensor: Tensor, treatment: Treatment, key: int
+    ) -> DeviceValueCode:
+        """Of a dense tensor that the processor codes as ``rotated``, into these planes."""
+        code = cls.__new__(cls)
+        _DeviceCode.__init__(code, tensor, planes)
+        code.treatment, code.key = treatment, key
+        return code
+
     def decode(
         self,
         out: Tensor,
@@ -156,7 +173,7 @@ class DeviceDerivativeCode(_DeviceCode):
 
     __slots__ = ("_broken",)
 
-    def __init__(self, store: DevicePagedStore, tensor: Tensor, bits: int, borders: Tensor) -> None:
+    def __init__(self, store: Store, tensor: Tensor, bits: int, borders: Tensor) -> None:
         """Code a dense tensor; ``borders``: (2**bits - 1,) float32, ascending, on any device.
 
         Whether all elements are finite is known on the device alone; where one is
@@ -181,7 +198,7 @@ class DeviceIntegerCode(_DeviceCode):
 
     __slots__ = ("base",)
 
-    def __init__(self, store: DevicePagedStore, tensor: Tensor, bits: int, base: int) -> None:
+    def __init__(self, store: Store, tensor: Tensor, bits: int, base: int) -> None:
         """Encode a dense tensor of integers in ``base … base + 2**bits - 1``, or of booleans."""
         super().__init__(tensor, store.allocate_planes(tensor.numel(), bits, headers=False))
         self.base = base

@@ -12,6 +12,7 @@ from daf.kernels import gpu_norm
 from daf.kernels.gpu_launch import Affine
 from daf.store.codec import Channels
 from daf.store.device_pool import DevicePlaneTensor
+from daf.store.host_planes import HostPlanes
 from daf.store.layout import in_memory_order
 
 
@@ -19,7 +20,7 @@ class UnwrittenMask(Protocol):
     """A mask of a device's tensor, with room for its bits."""
 
     @property
-    def planes(self) -> DevicePlaneTensor:
+    def planes(self) -> DevicePlaneTensor | HostPlanes:
         """That room."""
 
 

@@ -71,6 +71,11 @@ class HomeStream:
         self._home: Stream | None = None
         self._is_known = False
 
+    @property
+    def is_current(self) -> bool:
+        """Is the current stream home?"""
+        return bool(self._find() == self._streams.current())
+
     def at_home(self) -> AbstractContextManager[object]:
         """Inside, memory is allocated for home, and work is given to it."""
         home, current = self._find(), self._streams.current()

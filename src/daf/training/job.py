@@ -115,6 +115,7 @@ def make_job(settings: TrainSettings, good_state: Path | None = None) -> Job:
         floor_bytes=floor_bytes,
         allow_batchnorm_split=settings.allow_batchnorm_split,
         pool_bytes=settings.pool_bytes,
+        host_bytes=settings.host_bytes,
         release_gradients="auto" if settings.release_gradients else False,
         sensitivity=known,
         retrace=good_state if settings.retrace and good_state is not None else False,

@@ -32,11 +32,12 @@ class TrainSettings:
     ``tokenizer``: the folder of a model whose tokenizer cuts sentences; None: byte by byte.
     ``max_steps`` None: all steps of ``epochs``. ``checkpoint_every`` is in
     steps; None: at the end of an epoch.
-    ``pool_bytes`` caps what codes hold; None: no cap of their own. ``history``:
-    record who asked for memory in one step. ``release_gradients`` steps
-    parameters inside backward wherever that is allowed. ``sensitivity``: the file, or the
-    folder of an earlier run of the model, that holds what was measured; None: it is
-    measured. ``retrace``: a diverging run goes back to its last good state, once.
+    ``pool_bytes`` caps what codes hold; None: no cap of their own. ``host_bytes``: of host memory
+    in which a GPU's codes may wait; None: none. ``history``: record who asked for memory in one
+    step. ``release_gradients`` steps parameters inside backward wherever that is allowed.
+    ``sensitivity``: the file, or the folder of an earlier run of the model, that holds what was
+    measured; None: it is measured. ``retrace``: a diverging run goes back to its last good state,
+    once.
     """
 
     model: str
@@ -66,6 +67,7 @@ class TrainSettings:
     checkpoint_every: int | None = None
     memory_interval_ms: float = 50.0
     pool_bytes: int | None = None
+    host_bytes: int | None = None
     history: bool = False
     release_gradients: bool = False
     sensitivity: str | None = None

@@ -1,0 +1,186 @@
+"""Who packs each tensor of a pass, from what the passes before it took on this very device.
+
+Events on the device, which nobody waits for, tell when every tensor was there, how long its packing
+took and how long its copy. At the start of a later pass, when they are past, the split of
+``collaborate`` is made anew from them: from the first passes on, often at first, then now and then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import chain, repeat
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from daf.execution.collaborate import Rates, Route, Saved, split
+from daf.execution.host_encoding import code_bytes, encode_on_host
+from daf.plan import Treatment
+from daf.store.transfers import Transfers
+
+_PROBE_ELEMENTS = 1 << 20
+_LOOK_EVERY = 64
+_LEAST_MS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """One tensor on its way: marks before and after what the device did for it, and its copy."""
+
+    route: Route
+    elements: int
+    raw_bytes: int
+    treatment: Treatment
+    before: Any
+    after: Any
+    copy: Any
+
+    @property
+    def code_bytes(self) -> int:
+        """Of its code."""
+        return code_bytes(self.elements, self.treatment.bits)
+
+    @property
+    def moved_bytes(self) -> int:
+        """What travelled out."""
+        return self.code_bytes if self.route is Route.GPU_PACKS else self.raw_bytes
+
+
+class Seen(NamedTuple):
+    """A pass: its tensors, and its own time without packing (ms)."""
+
+    saved: tuple[Saved, ...]
+    forward_ms: float
+
+
+class Routes(Protocol):
+    """Tells every tensor of a pass its way."""
+
+    def begin_pass(self) -> None:
+        """Another forward pass begins."""
+
+    def take(self) -> Route:
+        """The next tensor's way."""
+
+    @property
+    def is_watching(self) -> bool:
+        """Is ``note`` to be called in this pass?"""
+
+    def note(self, sent: Sent) -> None:
+        """A tensor is on its way."""
+
+    def end_forward(self) -> None:
+        """Backward begins (and goes on)."""
+
+    def processor_took(self, raw_bytes: int, taken_ms: float) -> None:
+        """The processor has packed a tensor; from any thread."""
+
+
+class MeasuredRoutes:
+    """The split by measured rates; until there are any, the device packs everything."""
+
+    def __init__(self, transfers: Transfers) -> None:
+        self._transfers = transfers
+        self._passes = 0
+        self._ways: tuple[Route, ...] = ()
+        self._next: Iterator[Route] = iter(())
+        self._sent: list[Sent] = []
+        self._begin: Any = None
+        self._end: Any = None
+        self._watches = False
+        self.rates: Rates | None = None
+        self.seen: Seen | None = None
+
+    @property
+    def ways(self) -> tuple[Route, ...]:
+        """Of the tensors of a pass, in order; those beyond are packed by the device."""
+        return self._ways
+
+    def begin_pass(self) -> None:
+        """Decide anew, if a watched pass is past."""
+        if self._sent and self._end is not None and self._is_past():
+            self._decide()
+        self._passes += 1
+        # Not the first, in which kernels are compiled; and not while an earlier one is awaited.
+        due = self._passes > 1 and (
+            self._passes & (self._passes - 1) == 0 or self._passes % _LOOK_EVERY == 0
+        )
+        self._watches = due and not self._sent
+        if self._watches:
+            self._begin, self._end = self._transfers.mark(), None
+        self._next = iter(chain(self._ways, repeat(Route.GPU_PACKS)))
+
+    def take(self) -> Route:
+        """As the last decision says."""
+        return next(self._next, Route.GPU_PACKS)
+
+    @property
+    def is_watching(self) -> bool:
+        """In some passes."""
+        return self._watches
+
+    def note(self, sent: Sent) -> None:
+        """Remember it until the pass is past."""
+        self._sent.append(sent)
+
+    def end_forward(self) -> None:
+        """The first time, in a watched pass, is its end."""
+        if self._watches:
+            self._watches = False
+            self._end = self._transfers.mark()
+            if not self._sent:
+                self._begin = self._end = None
+
+    def processor_took(self, raw_bytes: int, taken_ms: float) -> None:
+        """Draws the rate towards it."""
+        if self.rates is not None:
+            self.rates = self.rates.observed("cpu_pack", raw_bytes, taken_ms)
+
+    # --- deciding ---------------------------------------------------------------------------
+
+    def _is_past(self) -> bool:
+        tickets = [self._begin, self._end, *(each.after for each in self._sent)]
+        tickets += [each.copy for each in self._sent]
+        return all(map(self._transfers.is_done, tickets))
+
+    def _decide(self) -> None:
+        sent, self._sent = self._sent, []
+        elapsed, stolen_ms = self._transfers.elapsed_ms, 0.0
+        saved = []
+        for each in sent:
+            ready_ms = max(0.0, elapsed(self._begin, each.before) - stolen_ms)
+            saved.append(Saved(ready_ms, each.raw_bytes, each.code_bytes))
+            if each.route is Route.GPU_PACKS:
+                stolen_ms += elapsed(each.before, each.after)
+        self._observe(sent, stolen_ms)
+        forward_ms = max(0.0, elapsed(self._begin, self._end) - stolen_ms)
+        assert self.rates is not None
+        self.seen = Seen(tuple(saved), forward_ms)
+        self._ways = split(saved, self.rates, forward_ms).routes
+
+    def _observe(self, sent: list[Sent], packing_ms: float) -> None:
+        packed = sum(each.raw_bytes for each in sent if each.route is Route.GPU_PACKS)
+        moved = sum(each.moved_bytes for each in sent)
+        copying_ms = sum(self._transfers.duration_ms(each.copy) for each in sent)
+        packing_ms, copying_ms = max(packing_ms, _LEAST_MS), max(copying_ms, _LEAST_MS)
+        if self.rates is None:
+            processor = processor_rate(sent[0].treatment)
+            self.rates = Rates(packed / packing_ms, processor, moved / copying_ms)
+            return
+        # Of a whole pass, so that nothing needs to be drawn out of noise.
+        self.rates = replace(self.rates, link=moved / copying_ms)
+        if packed:
+            self.rates = replace(self.rates, gpu_pack=packed / packing_ms)
+
+
+def processor_rate(treatment: Treatment) -> float:
+    """Raw bytes a millisecond that the processor packs of a made-up tensor; takes some of them."""
+    tensor = torch.linspace(-1.0, 1.0, _PROBE_ELEMENTS)
+    taken_ms = []
+    for _ in range(2):
+        begin_s = time.perf_counter()
+        encode_on_host(tensor, treatment, 0)
+        taken_ms.append(1000.0 * (time.perf_counter() - begin_s))
+    return tensor.nbytes / max(min(taken_ms), _LEAST_MS)
