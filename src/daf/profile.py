@@ -83,15 +83,19 @@ class Saving:
     teller: Site | None = None
 
 
-def decoded_bytes(reading: Reading, tensor_bytes: float, chunk_bytes: int) -> float:
+def decoded_bytes(
+    reading: Reading, tensor_bytes: float, chunk_bytes: int, part_bytes: float = 0.0
+) -> float:
     """What reading a code brings to life beside what the operator itself takes.
+
+    What is read in place is decoded ``part_bytes`` at a time, next to none on the processor.
 
     PyTorch's operators do not write over their result's gradient, as fused ones were seen to.
     A chunk is decoded while the gradient of the one before is copied away. A tensor that is one
     chunk has a gradient of its own, instead of one that is written over the result's.
     """
     if reading is Reading.IN_PLACE:
-        return 0.0
+        return part_bytes
     if reading is Reading.WHOLE:
         return tensor_bytes
     if reading is Reading.APART:
@@ -178,7 +182,8 @@ class Profile:
     says why the batch must not be split, or is empty. ``update_bytes``:
     what the optimizer's own step holds in passing. ``passing_bytes``: the most that libraries may
     take in passing, beside tensors. ``recycles``: freed blocks
-    are recycled under a hard limit (``memory.keeper``). ``chunk_bytes``: measured with fused
+    are recycled under a hard limit (``memory.keeper``). ``part_bytes``: the most that a fused
+    normalisation decodes at a time (0: next to nothing). ``chunk_bytes``: measured with fused
     operators, and with chunks of so many bytes where the whole batch is larger (0: without).
     ``fusions`` says which operators are fused, and why others are not.
     """
@@ -202,6 +207,7 @@ class Profile:
     split_refusal: str = ""
     recycles: bool = False
     chunk_bytes: int = 0
+    part_bytes: int = 0
     fusions: tuple[FusionReport, ...] = ()
 
     @property

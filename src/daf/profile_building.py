@@ -161,7 +161,8 @@ def _observed_decoded_bytes(save: SavedTensor, observation: Observation) -> floa
     """A fused activation was seen to decode a little at a time; PyTorch's own takes all of it."""
     if save.reading is Reading.APART:
         return min(save.tensor_bytes, observation.part_bytes)
-    return decoded_bytes(save.reading, save.tensor_bytes, observation.chunk_bytes)
+    part_bytes = min(4 * save.elements, observation.norm_part_bytes)
+    return decoded_bytes(save.reading, save.tensor_bytes, observation.chunk_bytes, part_bytes)
 
 
 def _spans(observation: Observation) -> list[tuple[int, int, int]]:

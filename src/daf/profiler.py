@@ -302,6 +302,7 @@ class Profiler:
             split_refusal=refusal,
             recycles=self._keeper.recycles,
             chunk_bytes=self._operators.chunk_bytes,
+            part_bytes=observations[-1].norm_part_bytes,
             fusions=self._capture.fusions() if self._operators.chunk_bytes else (),
         )
 

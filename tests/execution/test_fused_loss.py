@@ -333,6 +333,13 @@ def test_who_else_reads_logits_of_half_width_gets_them_as_they_are() -> None:
     assert verdicts(capture) == {"head": ("", "its result was also read by mean")}
 
 
+def test_layers_that_no_kernel_knows_pass_by() -> None:
+    """Of shapes alone, say: autocast knows no such device."""
+    model = nn.Linear(4, 4096, device="meta")
+    with Capture(model).step(with_fused_operators(plain_policy()), 0, 0):
+        assert model(torch.empty(2, 4, device="meta")).shape == (2, 4096)
+
+
 def test_an_evaluation_before_training_does_not_end_the_watch() -> None:
     """Without gradients there is nothing to see; the first step of training is still watched."""
     model = make_model()

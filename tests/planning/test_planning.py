@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from synthetic import MIB, blocks, large, profile, profiles, saving
+from synthetic import MIB, blocks, fused, large, profile, profiles, saving
 
 from daf.errors import BudgetError, UnknownNameError
 from daf.plan import KEEP, Method, Need
@@ -407,3 +407,18 @@ def test_lines_through_measured_points() -> None:
     assert Affine.through([(4, 10.0)]).at(8) == 20.0
     assert Affine.through([(2, 10.0), (4, 9.0)]).at(100) == 9.0  # a fall is noise
     assert np.isclose(row_of(2).forward_backward_ms(3), 40.0)
+
+
+def test_what_a_device_decodes_for_a_fused_norm_is_counted() -> None:
+    """A part at a time, in float32, whatever the tensor's own width."""
+    (saved,) = [replace(fused(saving(0, 1, Need.NORM, MIB)), tensor_bytes=Affine(0, 2 * MIB))]
+    held = []
+    for part_bytes in (0, 3 * MIB, 1 << 40):
+        measured = replace(profile([saved]), part_bytes=part_bytes)
+        table = make_table(measured, 8, Allowed(widths=(1,)))
+        column = table.column_of(0, "1")
+        assert column is not None
+        held.append(float(table.row(1)[column]))
+    coded = held[0]
+    assert 0 < coded < 8 * MIB
+    assert [each - coded for each in held] == [0, 3 * MIB, 8 * 4 * MIB]

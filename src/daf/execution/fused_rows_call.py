@@ -14,6 +14,10 @@ from daf.execution.fused_call import is_vector
 from daf.execution.fused_rows import RowNorm
 from daf.execution.plain_call import autograd_objection, has_usual_strides, is_plain
 from daf.kernels import RowMoments
+from daf.store.coder import is_coded_on_device
+
+# A program there reads eight rows from end to end, and a part is at least 256 rows.
+LONGEST_ROW_ON_DEVICE = 1 << 14
 
 
 class LayerNormArguments(NamedTuple):
@@ -82,6 +86,8 @@ def objection(call: RowNormArguments | None, pack: Callable[..., Any], least_byt
     if x.nbytes < least_bytes:
         return "its input is small"
     shape = tuple(call.normalized_shape)
+    if is_coded_on_device(x) and math.prod(shape) > LONGEST_ROW_ON_DEVICE:
+        return "its rows are longer than a GPU's kernels are made for"
     vectors = (call.weight, getattr(call, "bias", None))
     if not all(vector is None or is_vector(vector, shape, x) for vector in vectors):
         return "its parameters are no contiguous float32 tensors of a row's shape"

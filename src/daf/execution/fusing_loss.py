@@ -298,11 +298,12 @@ def _is_worth_it(hidden: Any, weight: Any, bias: Any) -> bool:
     tensors = (hidden, weight) if bias is None else (hidden, weight, bias)
     if not all(type(each) in (Tensor, torch.nn.Parameter) for each in tensors):
         return False
-    if weight.dim() != 2 or not _has_known_type(tensors):
+    if weight.dim() != 2 or hidden.device.type not in ("cpu", "cuda"):
         return False
     classes, features = weight.shape
     return (
-        hidden.dim() >= 2
+        _has_known_type(tensors)
+        and hidden.dim() >= 2
         and classes >= max(LEAST_CLASSES, LEAST_GROWTH * features)
         and torch.is_grad_enabled()
         and any(each.requires_grad for each in tensors)

@@ -93,8 +93,10 @@ class RowFusing:
         rows = 4 * (norm.x.numel() // norm.length)
         if norm.moments.centred:
             sizes = [rows, rows]  # mean and inverse deviation
+        elif norm.weight is None or norm.x.is_cuda:
+            sizes = [rows]
         else:  # PyTorch has no such operator on the CPU, but several in a row
-            sizes = [rows] if norm.weight is None else [rows, norm.x.nbytes]
+            sizes = [rows, norm.x.nbytes]
         return tuple(Plain(self._carrier.ledger, Unmade(size)) for size in sizes)
 
     def _learn(self, held: RowsHeld, result: Tensor) -> None:

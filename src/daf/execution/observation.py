@@ -100,7 +100,7 @@ class Observation:
     ``forward`` moments are the forward pass. ``step_ms`` is forward and backward
     without ``coding_ms``, which encoding and decoding took, as far as no operator does it
     itself. ``chunk_bytes``: chunks of tensors that are read so had at most as many,
-    ``part_bytes`` parts that a fused activation decodes.
+    ``part_bytes`` parts that a fused activation decodes, ``norm_part_bytes`` a normalisation's.
     ``process_bytes``: by how much the process's peak passed what it held before.
     """
 
@@ -116,6 +116,7 @@ class Observation:
     plain_bytes: int = 0
     chunk_bytes: int = 0
     part_bytes: int = 0
+    norm_part_bytes: int = 0
     process_bytes: int = 0
 
     @property

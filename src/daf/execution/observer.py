@@ -34,6 +34,7 @@ from daf.execution.observation import (
 )
 from daf.memory.domain import MemoryDomain, device_of
 from daf.plan import KEEP, Method, Need, Reading, Site, Treatment
+from daf.store.coder import norm_part_bytes_on
 
 _KEPT_ANYWAY = (
     Need.EXACT,
@@ -86,8 +87,12 @@ class Observer:
         release_scratch: Callable[[], None],
         memory: MemoryDomain,
     ) -> None:
-        part_bytes = decoded_bytes_on(device_of(model))
-        self.found = Observation(examples, part_bytes=part_bytes)
+        device = device_of(model)
+        self.found = Observation(
+            examples,
+            part_bytes=decoded_bytes_on(device),
+            norm_part_bytes=norm_part_bytes_on(device),
+        )
         self._model = model
         self._sources = sources
         self._release_scratch = release_scratch

@@ -29,6 +29,7 @@ from daf.kernels.gpu_launch import (
 from daf.kernels.gpu_planes import DevicePlanes
 from daf.kernels.gpu_reduce import (
     are_side_by_side,
+    divided,
     fold_spans,
     run_options,
     side_by_side_grid,
@@ -275,12 +276,12 @@ def measure_rows(source: Tensor, affine: Affine, epsilon: float, *, centred: boo
     """Write what makes normalised values of rows of ``affine.inner`` elements."""
     length = affine.inner
     sums, squares = row_sums(source, length)
-    square = squares / length
+    square = divided(squares, length)
     if not centred:
         affine.scale.copy_(1.0 / torch.sqrt(square + epsilon))
         affine.shift.zero_()
         return
-    mean = sums / length
+    mean = divided(sums, length)
     variance = square - mean * mean
     inverse = 1.0 / torch.sqrt(torch.where(variance < 0, 0.0, variance) + epsilon)  # NaN stays
     affine.scale.copy_(inverse)
@@ -383,10 +384,10 @@ class RowProducts:
 def row_factors(products: RowProducts, scale: Tensor, *, centred: bool) -> Affine:
     """What ``write_gradient`` takes for values; ``scale`` (rows,) is the rows' own."""
     length, wide = products.length, scale.double()
-    of_value = (-(wide * (products.products.double() / length))).float()
+    of_value = (-(wide * divided(products.products.double(), length))).float()
     if not centred:
         return Affine(of_value, torch.zeros_like(of_value), length)
-    offset = (-(wide * (products.sums.double() / length))).float()
+    offset = (-(wide * divided(products.sums.double(), length))).float()
     return Affine(of_value, offset, length)
 
 

@@ -450,7 +450,10 @@ def add_spans(span_sums, out, spans, length, COLUMNS: tl.constexpr):
     """(spans, length) float32 to (length,) float64, one span after the other."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), tl.float64)
-    for span in range(spans):
-        found = tl.load(span_sums + span * length + column, mask=column < length, other=0.0)
-        total += found.to(tl.float64)
+    for first in range(0, spans, 8):
+        for behind in tl.static_range(8):  # loads that wait for no sum
+            span = first + behind
+            mask = (column < length) & (span < spans)
+            found = tl.load(span_sums + span * length + column, mask=mask, other=0.0)
+            total = tl.where(span < spans, total + found.to(tl.float64), total)
     tl.store(out + column, total, mask=column < length)

@@ -131,6 +131,15 @@ def fold_spans(rows: Tensor) -> tuple[Tensor, Tensor]:
     return rows[0, 0], rows[1, 0]
 
 
+def divided(totals: Tensor, count: int) -> Tensor:
+    """``totals / count``, rounded once.
+
+    A number that is no tensor on the device PyTorch divides by on a GPU as it multiplies by its
+    inverse, which rounds twice.
+    """
+    return totals / torch.full((), count, dtype=totals.dtype, device=totals.device)
+
+
 def _sum_spans(
     places: dict[str, Tensor], count: int, channels: int, inner: int, spans: int, kind: int
 ) -> None:

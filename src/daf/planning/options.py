@@ -290,7 +290,9 @@ class OptionMaker:
         return Span(saving.read, saving.released, self._decoded_bytes(saving))
 
     def _decoded_bytes(self, saving: Saving) -> float:
-        return decoded_bytes(saving.reading, self._bytes(saving), self._profile.chunk_bytes)
+        part_bytes = min(4 * saving.elements.at(self._examples), self._profile.part_bytes)
+        chunk_bytes = self._profile.chunk_bytes
+        return decoded_bytes(saving.reading, self._bytes(saving), chunk_bytes, part_bytes)
 
     def _code_span(self, shared: list[Saving], treatment: Treatment) -> Span:
         first = min(saving.saved for saving in shared)

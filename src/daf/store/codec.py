@@ -31,6 +31,8 @@ _ELEMENT_TYPES = {
     torch.bfloat16: ElementType.BFLOAT16,
     torch.float16: ElementType.FLOAT16,
 }
+# Of values that a normalisation decodes at a time on a GPU, whose cache holds so many; never tuned.
+PART_BYTES = 32 << 20
 
 
 def is_codable(dtype: torch.dtype) -> bool:

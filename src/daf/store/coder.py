@@ -16,7 +16,7 @@ from daf.kernels import Predicate, RowMoments
 from daf.plan import Treatment
 from daf.store.averaged import AveragedCode
 from daf.store.buffers import Store
-from daf.store.codec import Channels, DerivativeCode, IntegerCode, MaskCode, ValueCode
+from daf.store.codec import PART_BYTES, Channels, DerivativeCode, IntegerCode, MaskCode, ValueCode
 from daf.store.device_stores import DeviceStores
 
 # Device types whose tensors Triton's kernels code (ROCm calls itself cuda too).
@@ -209,6 +209,11 @@ def is_processor(device: torch.device) -> bool:
 def is_read_freely(tensor: Tensor) -> bool:
     """May the program look at the elements without waiting for a device?"""
     return is_processor(tensor.device)
+
+
+def norm_part_bytes_on(device: torch.device) -> int:
+    """The most that a fused normalisation decodes at a time there (float32); 0: a few blocks."""
+    return 0 if is_processor(device) else PART_BYTES
 
 
 def is_coded_on_device(tensor: Tensor) -> bool:

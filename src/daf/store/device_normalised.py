@@ -18,14 +18,11 @@ from torch import Tensor
 from daf.kernels import BLOCK_ELEMENTS, block_count, gpu, gpu_norm, gpu_reduce
 from daf.kernels.gpu_planes import DevicePlanes
 from daf.plan import Method, Treatment
-from daf.store.codec import Channels, check_count, elements_in
+from daf.store.codec import PART_BYTES, Channels, check_count, elements_in
 from daf.store.device_codec import DeviceMaskCode, DeviceValueCode
 from daf.store.device_emission import DeviceEmission, affine_of
 from daf.store.layout import in_memory_order
 from daf.store.normalised import Geometry, Running, Statistics, Sums
-
-# Of decoded values at a time: large devices keep so many in their cache. Never tuned on one.
-PART_BYTES = 32 << 20
 
 
 class Values(Protocol):
@@ -107,8 +104,8 @@ def take_statistics(
     """Mean and inverse deviation of every channel; running ones follow in place."""
     count = geometry.per_channel
     sums, squares = gpu_reduce.measure_sums(in_memory_order(x), geometry.channels, geometry.inner)
-    mean = sums / count
-    variance = squares / count - mean * mean
+    mean = gpu_reduce.divided(sums, count)
+    variance = gpu_reduce.divided(squares, count) - mean * mean
     variance = torch.where(variance < 0, 0.0, variance)  # NaN stays
     found = Statistics(mean.float(), (1.0 / torch.sqrt(variance + epsilon)).float())
     if running is not None:
@@ -173,7 +170,9 @@ def take_factors(
     factor = inverse_deviation.double()
     if gamma is not None:
         factor = factor * gamma.double()
-    scale, shift = ((-factor * total / count).float() for total in (sums.products, sums.sums))
+    scale, shift = (
+        gpu_reduce.divided(-factor * total, count).float() for total in (sums.products, sums.sums)
+    )
     for written, total in zip(gradients, (sums.products, sums.sums), strict=True):
         if written is not None:
             written.copy_(total)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from torch import Tensor
 
 from daf.kernels import RowMoments, gpu_norm
@@ -25,12 +27,14 @@ def backward_rows(asked: RowBackward, values: DeviceValueCode | KeptRows) -> Row
     given = in_memory_order(asked.gradient)
     source = KeptValues(*values) if isinstance(values, KeptRows) else CodedValues(values)
     products = gpu_norm.RowProducts(given, asked.length, asked.gamma, summing=asked.summing)
-    for part in source.parts(products.span_blocks):
-        products.add(part)
-    columns = products.columns()
-    if asked.written is not None:
-        out = in_memory_order(asked.written)
-        factors = gpu_norm.row_factors(products, asked.scale, centred=asked.centred)
-        for part in source.parts(1):
-            gpu_norm.write_gradient(given, part, out, asked.scale, factors, gamma=asked.gamma)
+    # Both passes must read the same planes, whoever lowers a cap meanwhile.
+    with nullcontext() if isinstance(values, KeptRows) else values.planes.pinned():
+        for part in source.parts(products.span_blocks):
+            products.add(part)
+        columns = products.columns()
+        if asked.written is not None:
+            out = in_memory_order(asked.written)
+            factors = gpu_norm.row_factors(products, asked.scale, centred=asked.centred)
+            for part in source.parts(1):
+                gpu_norm.write_gradient(given, part, out, asked.scale, factors, gamma=asked.gamma)
     return None if columns is None else RowSums(*columns)
