@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from daf.execution.stance import eagerly
+from daf.store.ranges import all_finite
 
 
 def _float_tensors(value: Any) -> Iterator[Tensor]:
@@ -29,7 +30,7 @@ def _float_tensors(value: Any) -> Iterator[Tensor]:
 
 def is_finite(value: Any) -> bool:
     """Whether every floating-point tensor in a nest holds only finite numbers."""
-    return all(bool(torch.isfinite(tensor).all()) for tensor in _float_tensors(value))
+    return all_finite(_float_tensors(value))
 
 
 def first_nonfinite(model: nn.Module, batch: Any, run: Callable[[], Any]) -> str:

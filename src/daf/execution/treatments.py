@@ -33,6 +33,7 @@ from daf.execution.rules import saved_in, sign_rule, tensors_in
 from daf.execution.smooth import smooth_code
 from daf.kernels import Predicate
 from daf.plan import KEEP, Method, Need, Site, Treatment
+from daf.store import ranges
 from daf.store.codec import Channels, is_codable
 from daf.store.coder import Coder, Packed, Values, can_code_on, is_read_freely, is_recorded
 from daf.store.layout import is_dense, layout_of, overlaps
@@ -217,7 +218,7 @@ class Treater:
         if not is_read_freely(tensor):
             return None  # their range is known on the device alone
         signed = tensor.view(torch.int8) if tensor.dtype is torch.uint8 else tensor
-        low, high = (int(bound) for bound in torch.aminmax(signed))
+        low, high = map(int, ranges.bounds(signed))
         bits = max(1, (high - low).bit_length())
         if bits >= 8 * tensor.element_size():
             return None
@@ -262,7 +263,7 @@ class Treater:
         """Dropout's noise, if it really takes two values."""
         if not is_dense(job.tensor) or not is_read_freely(job.tensor):
             return None
-        low, high = (float(bound) for bound in torch.aminmax(job.tensor))
+        low, high = map(float, ranges.bounds(job.tensor))
         if not low < high:
             return None
         code = self._coder.mask(job.tensor, Predicate.ABOVE, low, travels=job.treatment.travels)

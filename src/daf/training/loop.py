@@ -18,6 +18,7 @@ from daf.files.checkpoint import load_model, read_checkpoint, write_checkpoint
 from daf.memory.recycling import unsupported_reason
 from daf.memory.tracking import recorded
 from daf.step_report import StepReport
+from daf.store.ranges import all_finite
 from daf.training.interrupt import InterruptWatch
 from daf.training.job import Job, checked_device, make_job
 from daf.training.memory_log import MemoryLog
@@ -329,4 +330,4 @@ class _Run:
 
 
 def _is_finite(model: nn.Module) -> bool:
-    return all(bool(tensor.isfinite().all()) for tensor in model.state_dict().values())
+    return all_finite(model.state_dict().values())

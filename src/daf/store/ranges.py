@@ -1,0 +1,185 @@
+"""The range of a whole tensor, by the strategy that is fastest here and now.
+
+Hybrid reduction (DAF, arXiv 2507.07149) with a choice made at run time: the first time that a
+size is asked for on a device every strategy is tried, PyTorch's own too, within
+``calibration.CALIBRATION_SECONDS``; a cache file keeps what was found, and now and then the chosen
+one is timed beside another, so that clocks and contention that change can flip the choice.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from daf.kernels import RangeStrategy
+from daf.kernels.calibration import Chooser
+from daf.kernels.cpu_measure import measure_ranges, ranges_workspace_bytes
+from daf.store.codec import element_type, is_codable
+from daf.store.coder import can_code_on, is_processor
+from daf.store.layout import in_memory_order, is_dense
+
+PYTORCH = "pytorch"
+STRATEGIES = (*(strategy.name.lower() for strategy in RangeStrategy), PYTORCH)
+CACHE_VARIABLE = "DAF_CACHE"
+# Below, a choice takes as long as the reduction.
+LEAST_ELEMENTS = 1 << 16
+
+Ends = tuple[Tensor, Tensor]
+
+
+class Bounds(NamedTuple):
+    """Least and greatest element; both NaN where one is."""
+
+    low: float
+    high: float
+
+
+class Ranges:
+    """Ranges on any device, with a chooser for each; may be asked from any thread."""
+
+    def __init__(self, cache: Path | None) -> None:
+        """``cache``: the file to keep choices in; None: this process's memory alone."""
+        self._cache = cache
+        self._choosers: dict[str, Chooser] = {}
+        self._lock = threading.Lock()
+
+    def ends(self, tensor: Tensor) -> Ends:
+        """Least and greatest element of a tensor of floats or integers, 0-dim, where it is."""
+        if tensor.numel() < LEAST_ELEMENTS or not _has_kernels(tensor):
+            return _by_pytorch(tensor)
+        name = self.strategy_for(tensor)
+        return _by_pytorch(tensor) if name == PYTORCH else _by(tensor, name)
+
+    def strategy_for(self, tensor: Tensor) -> str:
+        """The one that this call is to take; the first of its size takes some milliseconds."""
+
+        def seconds(name: str) -> float:
+            return _seconds(lambda: _by(tensor, name), tensor.device)
+
+        with self._lock:
+            chooser = self._chooser(tensor.device)
+            size = tensor.numel().bit_length() // 2  # powers of four share a choice
+            return chooser.choose(f"{tensor.dtype}-{size}".removeprefix("torch."), seconds)
+
+    def _chooser(self, device: torch.device) -> Chooser:
+        name = device_name(device)
+        if name not in self._choosers:
+            self._choosers[name] = Chooser(name, STRATEGIES, self._cache)
+        return self._choosers[name]
+
+
+def bounds(tensor: Tensor) -> Bounds:
+    """Of a tensor of floats or integers with elements; waits for its device."""
+    low, high = ours().ends(tensor)
+    return Bounds(low.item(), high.item())
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether no element of any float tensor is infinite or NaN; waits once for each device."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
+            by_device.setdefault(tensor.device, []).append(_is_finite(tensor.detach()))
+    return all(bool(torch.stack(found).all()) for found in by_device.values())
+
+
+def _is_finite(tensor: Tensor) -> Tensor:
+    """0-dim, where it is."""
+    if tensor.layout is not torch.strided:
+        tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
+    if tensor.is_complex():
+        return tensor.isfinite().all()
+    if tensor.dtype.itemsize < 2:  # eight bits, which PyTorch hardly computes with
+        tensor = tensor.float()
+    low, high = ours().ends(tensor)
+    return low.isfinite() & high.isfinite()
+
+
+def device_name(device: torch.device) -> str:
+    """What choices hold for: a kind of GPU, or so many threads of a processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type}, {torch.get_num_threads()} threads"
+
+
+def default_cache() -> Path | None:
+    """``strategies.json`` in ``$DAF_CACHE``, or where the system keeps users' caches.
+
+    None where nothing can be written there: choices are then made in every process.
+    """
+    folder = Path(os.environ.get(CACHE_VARIABLE) or _users_caches() / "daf")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return folder / "strategies.json" if os.access(folder, os.W_OK) else None
+
+
+def _users_caches() -> Path:
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+
+def _has_kernels(tensor: Tensor) -> bool:
+    return is_codable(tensor.dtype) and is_dense(tensor) and can_code_on(tensor.device)
+
+
+def _by_pytorch(tensor: Tensor) -> Ends:
+    low, high = torch.aminmax(tensor)
+    return low, high
+
+
+def _by(tensor: Tensor, name: str) -> Ends:
+    if name == PYTORCH:
+        return _by_pytorch(tensor)
+    strategy, items = RangeStrategy[name.upper()], in_memory_order(tensor)
+    if is_processor(tensor.device):
+        return _on_processor(items, strategy)
+    from daf.kernels import gpu_reduce  # needs triton, which processors alone do not
+
+    low, high = gpu_reduce.measure_ranges(items, strategy)
+    return low[0], high[0]
+
+
+def _on_processor(items: Tensor, strategy: RangeStrategy) -> Ends:
+    count, threads = items.numel(), torch.get_num_threads()
+    size_bytes = ranges_workspace_bytes(count, threads, strategy=strategy)
+    workspace = torch.empty(max(1, size_bytes), dtype=torch.uint8)
+    ends = torch.empty(2, dtype=torch.float32)
+    measure_ranges(
+        *(items.data_ptr(), element_type(items.dtype), count),
+        *(ends[0].data_ptr(), ends[1].data_ptr(), workspace.data_ptr(), threads),
+        strategy=strategy,
+    )
+    return ends[0], ends[1]
+
+
+def _seconds(work: Callable[[], Any], device: torch.device) -> float:
+    """One run; on a device until it is done there."""
+    _wait_for(device)
+    begin_s = time.perf_counter()
+    work()
+    _wait_for(device)
+    return max(time.perf_counter() - begin_s, math.ulp(1.0))
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.cuda.synchronize(device)
+
+
+@cache
+def ours() -> Ranges:
+    """This process's."""
+    return Ranges(default_cache())

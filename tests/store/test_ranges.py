@@ -1,0 +1,162 @@
+"""Whole tensors' ranges: PyTorch's, whoever is chosen; chosen by times, kept, and chosen again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from daf.execution.capture import Capture
+from daf.kernels.calibration import CHECK_SHARE, CONFIRMATIONS
+from daf.plan import Method, policy_for
+from daf.store import ranges
+from daf.store.ranges import LEAST_ELEMENTS, PYTORCH, STRATEGIES, Ranges, all_finite, bounds
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+LARGE = 2 * LEAST_ELEMENTS
+
+
+class Times:
+    """A device on which every strategy takes as long as the test says (seconds)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
+        self.seconds = dict.fromkeys(STRATEGIES, 0.001) | seconds
+        self.measured: list[str] = []
+        self._asked = ""
+        by = ranges._by
+
+        def noted(tensor: Tensor, name: str) -> Any:
+            self._asked = name
+            return by(tensor, name)
+
+        def timed(work: Callable[[], Any], _device: torch.device) -> float:
+            work()
+            self.measured.append(self._asked)
+            return self.seconds[self._asked]
+
+        monkeypatch.setattr(ranges, "_by", noted)
+        monkeypatch.setattr(ranges, "_seconds", timed)
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranges]:
+    """What this process asks, without choices of before."""
+    made = Ranges(None)
+    monkeypatch.setattr(ranges, "ours", lambda: made)
+    return made
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(STRATEGIES),
+    st.sampled_from(FLOATS),
+    st.integers(1, LARGE),
+    st.sampled_from((0.0, math.inf, -math.inf, math.nan)),
+)
+def test_every_strategy_gives_pytorch_s_range(name, dtype, count, odd) -> None:
+    tensor = torch.randn(count, generator=torch.Generator().manual_seed(count)).to(dtype)
+    tensor[count // 2] = odd
+    found, expected = ranges._by(tensor, name), torch.aminmax(tensor)
+    for end, theirs in zip(found, expected, strict=True):
+        assert end.item() == theirs.item() or (end.isnan() and theirs.isnan())
+
+
+def test_the_fastest_is_taken_and_another_when_that_changes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    times = Times(monkeypatch, hybrid=0.5e-3)
+    chooses = Ranges(tmp_path / "strategies.json")
+    tensor = torch.randn(LARGE)
+    assert chooses.strategy_for(tensor) == "hybrid"
+    assert set(times.measured) == set(STRATEGIES)
+    again = Ranges(tmp_path / "strategies.json")
+    times.measured.clear()
+    assert again.strategy_for(tensor) == "hybrid"
+    assert times.measured == []  # the file knew
+    times.seconds |= {"hybrid": 2e-3, "tree": 0.2e-3}
+    found = [again.strategy_for(tensor) for _ in range(round(30 * CONFIRMATIONS / CHECK_SHARE))]
+    assert found[-1] == "tree"
+    assert found.index("tree") > 1 / CHECK_SHARE  # not at the first word
+    assert Ranges(tmp_path / "strategies.json").strategy_for(tensor) == "tree"
+
+
+def test_sizes_and_types_have_choices_of_their_own_and_small_ones_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = Times(monkeypatch, tree=0.5e-3)
+    chooses = Ranges(None)
+    chooses.ends(torch.zeros(LEAST_ELEMENTS - 1))
+    chooses.ends(torch.zeros(LARGE, dtype=torch.float64))
+    chooses.ends(torch.zeros(LARGE, dtype=torch.int64))
+    chooses.ends(torch.zeros(2, LARGE)[:, ::2])
+    assert times.measured == []
+    chooses.ends(torch.zeros(LARGE))
+    times.seconds |= {"tree": 2e-3, "atomics": 0.1e-3}
+    assert chooses.strategy_for(torch.zeros(LARGE)) == "tree"
+    assert chooses.strategy_for(torch.zeros(8 * LARGE)) == "atomics"
+    assert chooses.strategy_for(torch.zeros(LARGE).half()) == "atomics"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.int8])
+def test_bounds_of_every_type(dtype: torch.dtype, fresh: Ranges) -> None:
+    tensor = torch.arange(-100, 27).to(dtype).repeat(LARGE // 100)
+    assert bounds(tensor) == (-100, 26)
+
+
+def test_what_is_finite(fresh: Ranges) -> None:
+    good = [
+        torch.randn(LARGE),
+        torch.full((3,), 1e300, dtype=torch.float64),
+        torch.zeros(0),
+        torch.ones(4, dtype=torch.complex64),
+        torch.ones(4).to(torch.float8_e4m3fn),
+        torch.ones(3).to_sparse(),
+        torch.full((3,), 2**62),
+    ]
+    assert all_finite(good)
+    assert all_finite([])
+    for odd in (math.nan, math.inf, -math.inf):
+        broken = torch.randn(LARGE)
+        broken[LARGE // 3] = odd
+        assert not all_finite([*good, broken])
+        assert not all_finite([broken.to(torch.complex64)])
+
+
+def test_a_dropout_s_noise_is_looked_at_by_the_chosen_strategy(
+    fresh: Ranges, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = Times(monkeypatch, tree=0.1e-3)
+    model = nn.Sequential(nn.Linear(256, 1024), nn.Dropout(0.5), nn.Linear(1024, 4))
+    x = torch.randn(256, 256)
+    capture = Capture(model)
+    for step_index in range(2):
+        times.measured.clear()
+        with capture.step(policy_for(2), 0, step_index, batch=x):
+            loss = model(x).sum()
+        loss.backward()
+        masks = [each for each in capture.sites() if each.treatment.method is Method.MASK]
+        assert len(masks) == 1
+        assert bool(times.measured) == (step_index == 0)
+    assert times._asked == "tree"
+
+
+def test_choices_are_kept_where_caches_are_and_nowhere_if_nothing_can_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DAF_CACHE", str(tmp_path / "here"))
+    assert ranges.default_cache() == tmp_path / "here" / "strategies.json"
+    monkeypatch.delenv("DAF_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "users"))
+    monkeypatch.setattr(ranges.sys, "platform", "linux")
+    assert ranges.default_cache() == tmp_path / "users" / "daf" / "strategies.json"
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("DAF_CACHE", str(tmp_path / "file" / "below"))
+    assert ranges.default_cache() is None
+    assert PYTORCH in STRATEGIES
