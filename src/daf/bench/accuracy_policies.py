@@ -1,7 +1,8 @@
 """Ways to store activations that are compared for accuracy, by name.
 
 ``plain``; ``rotated-B`` and ``minmax-B``, one width everywhere; and allocations whose codes take
-as many bytes as B bits everywhere would: ``allocated-B`` by measured sensitivity,
+as many bytes as B bits everywhere would: ``allocated-B`` by measured sensitivity
+(``spread-B``: attention's queries and keys among them, which otherwise have eight bits),
 ``gact-B`` and ``actnn-B`` as published, with min-max codes. ActNN's formula takes the
 energy of a block for its range, in which blocks of Gaussian values are proportional.
 ``alam-B`` codes means of two neighbours (of four below one bit) in min-max codes of B bits
@@ -12,7 +13,7 @@ code serves a second tensor, as where codes were published.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -49,23 +50,29 @@ from daf.sensitivity.estimate import measure_sensitivity
 from daf.sensitivity.result import Sensitivity
 
 _VALUE_NEEDS = (Need.LINEAR, Need.NORM, Need.PRODUCT)
+_SPREAD_NEEDS = (*_VALUE_NEEDS, Need.SCORE)
 _SEEDED = (Method.ROTATED, Method.MINMAX)
-POLICY_FORMS = ("plain", "rotated-B", "minmax-B", "allocated-B", "gact-B", "actnn-B", "alam-B")
+POLICY_FORMS = (
+    *("plain", "rotated-B", "minmax-B", "allocated-B", "spread-B"),
+    *("gact-B", "actnn-B", "alam-B"),
+)
 FUSED, APART = "fused-", "apart-"
-_REFITTED = ("allocated", "gact", "actnn")
+_REFITTED = ("allocated", "spread", "gact", "actnn")
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
     """What a policy may be fitted to: a model, a loss and one training batch.
 
-    ``rederive``: whether one code may serve several tensors.
+    ``rederive``: whether one code may serve several tensors. ``chunked``: whether attention is
+    computed again in backward, as fused policies have it.
     """
 
     model: nn.Module
     loss_fn: LossFunction
     batch: Any
     rederive: bool = True
+    chunked: bool = False
 
 
 def make_policy(name: str, example: Example) -> Policy:
@@ -77,8 +84,9 @@ def make_policy(name: str, example: Example) -> Policy:
     if name == "plain":
         return plain_policy()
     if name.startswith(FUSED):
+        chunked = replace(example, chunked=True)
         return with_fused_operators(
-            replace(make_policy(name.removeprefix(FUSED), example), name=name)
+            replace(make_policy(name.removeprefix(FUSED), chunked), name=name)
         )
     if name.startswith(APART):
         alone = replace(example, rederive=False)
@@ -138,6 +146,26 @@ def _allocated(bits: float, example: Example) -> Policy:
     return _with_sites(base, least_variance(sites, budget).treatments)
 
 
+def _spread(bits: float, example: Example) -> Policy:
+    """Over all values that have a code, as the operators run that will hold them.
+
+    Sensitivities are measured at four bits where errors pass through attention's weights.
+    """
+    base = _with_attention(coded_policy(1), 1, example)
+    elements = coded_elements(example, base, _SPREAD_NEEDS)
+    found = measured(example, _with_attention(coded_policy(2), 4, example), elements)
+    budget = sum(_bytes_at(count, bits) for count in elements.values())
+    treatments = [each for each in STANDARD_TREATMENTS if each != KEEP]
+    sites = coded_sites(elements, found, treatments)
+    return _with_sites(replace(base, chunked=False), least_variance(sites, budget).treatments)
+
+
+def _with_attention(policy: Policy, bits: int, example: Example) -> Policy:
+    code = Treatment(Method.ROTATED, bits)
+    by_need = dict(policy.by_need) | {Need.SCORE: code, Need.PRODUCT: code}
+    return replace(policy, by_need=MappingProxyType(by_need), chunked=example.chunked)
+
+
 def _gact(bits: float, example: Example) -> Policy:
     base = minmax_policy(1)
     elements = coded_elements(example, base)
@@ -167,6 +195,7 @@ _MAKERS: Mapping[str, Callable[[float, Example], Policy]] = {
     "rotated": _uniform,
     "minmax": _uniform_minmax,
     "allocated": _allocated,
+    "spread": _spread,
     "gact": _gact,
     "actnn": _actnn,
     "alam": _averaged,
@@ -186,8 +215,10 @@ def _bytes_at(elements: int, bits: float) -> int:
     return int(plane_bytes(elements, 1) * bits) + header_bytes(elements)
 
 
-def coded_elements(example: Example, policy: Policy) -> dict[Site, int]:
-    """Elements of every site that holds a value code of its own under ``policy``."""
+def coded_elements(
+    example: Example, policy: Policy, needs: Collection[Need] = _VALUE_NEEDS
+) -> dict[Site, int]:
+    """Elements of every site of these needs that holds a value code of its own under ``policy``."""
     capture, policy = Capture(example.model), replace(policy, rederive=example.rederive)
     with undisturbed(example.model):
         with capture.step(policy, 0, 0, batch=example.batch):
@@ -195,7 +226,7 @@ def coded_elements(example: Example, policy: Policy) -> dict[Site, int]:
             read_loss(result, batch_size(example.batch))
         reports = capture.sites()
     owning = [each for each in reports if each.treatment.method in _SEEDED and each.held_bytes]
-    return {each.site: _elements(each) for each in owning if each.need in _VALUE_NEEDS}
+    return {each.site: _elements(each) for each in owning if each.need in needs}
 
 
 def _elements(report: SiteReport) -> int:
