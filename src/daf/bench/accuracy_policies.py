@@ -22,6 +22,7 @@ from torch import nn
 
 from daf.allocation import (
     STANDARD_TREATMENTS,
+    CodedSite,
     actnn_widths,
     code_bytes,
     coded_sites,
@@ -57,6 +58,7 @@ POLICY_FORMS = (
     *("gact-B", "actnn-B", "alam-B"),
 )
 FUSED, APART = "fused-", "apart-"
+_LEAST_SCORE_BITS = 3
 _REFITTED = ("allocated", "spread", "gact", "actnn")
 
 
@@ -149,15 +151,26 @@ def _allocated(bits: float, example: Example) -> Policy:
 def _spread(bits: float, example: Example) -> Policy:
     """Over all values that have a code, as the operators run that will hold them.
 
-    Sensitivities are measured at four bits where errors pass through attention's weights.
+    Sensitivities are measured at four bits where errors pass through attention's weights. Queries
+    and keys get three at least: their errors pass an exponential, and what bias that makes no
+    sensitivity tells.
     """
     base = _with_attention(coded_policy(1), 1, example)
     elements = coded_elements(example, base, _SPREAD_NEEDS)
     found = measured(example, _with_attention(coded_policy(2), 4, example), elements)
     budget = sum(_bytes_at(count, bits) for count in elements.values())
     treatments = [each for each in STANDARD_TREATMENTS if each != KEEP]
-    sites = coded_sites(elements, found, treatments)
+    scores = coded_elements(example, base, (Need.SCORE,)).keys()
+    sites = [
+        each if each.site not in scores else _wider(each, _LEAST_SCORE_BITS)
+        for each in coded_sites(elements, found, treatments)
+    ]
     return _with_sites(replace(base, chunked=False), least_variance(sites, budget).treatments)
+
+
+def _wider(site: CodedSite, least_bits: int) -> CodedSite:
+    choices = (each for each in site.choices if each.treatment.bits >= least_bits)
+    return CodedSite(site.site, tuple(choices))
 
 
 def _with_attention(policy: Policy, bits: int, example: Example) -> Policy:
