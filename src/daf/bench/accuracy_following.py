@@ -83,4 +83,5 @@ class Follower:
 
     def _example(self, batch: Any) -> Example:
         examples = max(1, batch_size(batch) // PART)
-        return Example(self._model, self._loss_fn, batch_slice(batch, 0, examples))
+        part = batch_slice(batch, 0, examples)
+        return Example(self._model, self._loss_fn, part, parts=PART)

@@ -31,6 +31,7 @@ from daf.allocation import (
 )
 from daf.errors import UnknownNameError
 from daf.execution.capture import Capture
+from daf.execution.chunked_backward import CHUNK_BYTES
 from daf.execution.microbatch import LossFunction, batch_size, read_loss
 from daf.execution.undisturbed import undisturbed
 from daf.kernels import BLOCK_ELEMENTS, header_bytes, plane_bytes
@@ -67,7 +68,8 @@ class Example:
     """What a policy may be fitted to: a model, a loss and one training batch.
 
     ``rederive``: whether one code may serve several tensors. ``chunked``: whether attention is
-    computed again in backward, as fused policies have it.
+    computed again in backward, as fused policies have it. ``parts``: of how many like it a whole
+    batch consists, whose chunks are that much larger.
     """
 
     model: nn.Module
@@ -75,6 +77,7 @@ class Example:
     batch: Any
     rederive: bool = True
     chunked: bool = False
+    parts: int = 1
 
 
 def make_policy(name: str, example: Example) -> Policy:
@@ -165,7 +168,8 @@ def _spread(bits: float, example: Example) -> Policy:
         each if each.site not in scores else _wider(each, _LEAST_SCORE_BITS)
         for each in coded_sites(elements, found, treatments)
     ]
-    return _with_sites(replace(base, chunked=False), least_variance(sites, budget).treatments)
+    whole = replace(base, chunked=False, chunk_bytes=None)
+    return _with_sites(whole, least_variance(sites, budget).treatments)
 
 
 def _wider(site: CodedSite, least_bits: int) -> CodedSite:
@@ -176,7 +180,10 @@ def _wider(site: CodedSite, least_bits: int) -> CodedSite:
 def _with_attention(policy: Policy, bits: int, example: Example) -> Policy:
     code = Treatment(Method.ROTATED, bits)
     by_need = dict(policy.by_need) | {Need.SCORE: code, Need.PRODUCT: code}
-    return replace(policy, by_need=MappingProxyType(by_need), chunked=example.chunked)
+    policy = replace(policy, by_need=MappingProxyType(by_need))
+    if not example.chunked:
+        return policy
+    return replace(policy, chunked=True, chunk_bytes=CHUNK_BYTES // example.parts)
 
 
 def _gact(bits: float, example: Example) -> Policy:
