@@ -87,6 +87,56 @@ def test_an_allocation_spreads_widths_and_leaves_the_model_alone(example: Exampl
     assert {each.bits for each in gact} <= {1, 2, 4, 8}
 
 
+class Attentive(nn.Module):
+    """Attention with dropout, which goes by parts in fused policies, from 12 examples on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.split = nn.Linear(64, 3 * 64)
+        self.norm = nn.LayerNorm(64)
+        self.classes = nn.Linear(64, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each.unflatten(2, (4, 16)).transpose(1, 2) for each in self.split(x).chunk(3, 2))
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+        return self.classes(self.norm(mixed.transpose(1, 2).flatten(2)).mean(1))
+
+
+def test_queries_and_keys_are_allocated_as_they_run_in_a_whole_batch() -> None:
+    torch.manual_seed(0)
+    model, x, labels = Attentive(), torch.randn(64, 64, 64), torch.randint(5, (64,))
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    part = Example(model, loss, (x[:16], labels[:16]), parts=4)
+    held = {}
+    for name in ("fused-spread-4", "fused-allocated-4"):
+        coded = compress(model, policy=make_policy(name, part))
+        for _ in range(2):
+            with coded:
+                value = loss(model, (x, labels))
+            scores = [each for each in coded.sites() if each.need is Need.SCORE]
+            held[name] = sum(each.held_bytes for each in scores)
+            value.backward()
+        assert len(scores) == 2
+        widths = {each.treatment.bits for each in scores}
+        assert widths == {8} if name == "fused-allocated-4" else max(widths) <= 8
+    elements = 2 * x.numel()
+    assert held["fused-allocated-4"] == elements * (8 + 32 / 256) / 8
+    policy = make_policy("fused-spread-2.5", part)
+    chosen = [t for site, t in policy.by_site.items() if site.operator == "attention"]
+    assert len(chosen) >= 3  # what is attended to among them
+    assert (policy.chunked, policy.chunk_bytes) == (True, None)
+    coded = compress(model, policy=policy)
+    with coded:
+        loss(model, (x, labels)).backward()
+    codes = [each for each in coded.sites() if each.treatment.is_code and each.held_bytes]
+    assert {each.treatment.bits for each in codes if each.need is Need.SCORE} <= {3, 4}
+    bits = sum(8 * each.held_bytes for each in codes) / sum(each.plain_bytes / 4 for each in codes)
+    assert bits < 2.5 + 0.3
+
+
 def test_elements_are_told_in_whole_blocks(example: Example) -> None:
     elements = coded_elements(example, coded_policy(2))
     wholes = (32 * 16 * 64, 32 * 32 * 64)
