@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from daf.execution.capture import Capture
-from daf.plan import Method, Treatment, policy_for
+from daf.plan import Method, Treatment, plain_policy, policy_for, with_fused_operators
 from daf.store import coder
 from daf.store.buffers import PlainStore
 from daf.store.device_stores import DeviceStores
@@ -73,3 +73,23 @@ def test_what_a_graph_records_is_kept() -> None:
     for ours, each in zip(recorded, model.parameters(), strict=True):
         assert each.grad is not None
         assert torch.allclose(ours, each.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_rows_are_normalised_under_autocast_as_pytorch_has_it() -> None:
+    """What is float32 stays so: a residual stream behind layers that autocast makes half."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 256)).to(DEVICE)
+    x = torch.randn(512, 256, device=DEVICE)
+    weight = torch.randn(512, 256, device=DEVICE)
+    capture, found = Capture(model, PlainStore()), []
+    for policy in (plain_policy(), with_fused_operators(plain_policy())):
+        for step_index in range(2):
+            given = x.clone().requires_grad_()
+            with capture.step(policy, 0, step_index), torch.autocast("cuda", torch.bfloat16):
+                hidden = model(given * 1)
+                loss = (hidden.float() * weight).sum()
+            (gradient,) = torch.autograd.grad(loss, given)
+        found.append((hidden.dtype, gradient))
+    assert any(report.pattern for report in capture.fusions() if report.operator == "layer_norm")
+    assert found[0][0] == found[1][0] == torch.bfloat16
+    assert torch.allclose(found[0][1], found[1][1], rtol=1e-3, atol=1e-4)

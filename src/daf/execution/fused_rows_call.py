@@ -12,7 +12,12 @@ from torch import Tensor
 
 from daf.execution.fused_call import is_vector
 from daf.execution.fused_rows import RowNorm
-from daf.execution.plain_call import autograd_objection, has_usual_strides, is_plain
+from daf.execution.plain_call import (
+    autocast_objection,
+    autograd_objection,
+    has_usual_strides,
+    is_plain,
+)
 from daf.kernels import RowMoments
 from daf.store.coder import is_coded_on_device
 
@@ -93,9 +98,8 @@ def objection(call: RowNormArguments | None, pack: Callable[..., Any], least_byt
         return "its parameters are no contiguous float32 tensors of a row's shape"
     if not (call.eps is None or (isinstance(call.eps, (int, float)) and call.eps >= 0)):
         return "its epsilon is no number of 0 or more"
-    if torch.is_autocast_enabled(x.device.type):
-        return "autocast is on"
-    return autograd_objection((x, *vectors), pack)
+    # A GPU's autocast has these computed in float32, which all of it is already.
+    return autocast_objection(x) or autograd_objection((x, *vectors), pack)
 
 
 def _is_shape(call: RowNormArguments) -> bool:

@@ -35,7 +35,11 @@ def is_plain_float(tensor: Any) -> bool:
 
 
 def autocast_objection(x: Tensor) -> str:
-    """Why autocast forbids an operator that it passes by on a GPU, but perhaps not elsewhere."""
+    """Why autocast forbids an operator that it passes by on a GPU, but perhaps not elsewhere.
+
+    There it passes by batch normalisation, GELU and SiLU, and leaves float32 as it is in
+    normalisations of rows.
+    """
     on_processor = x.device.type == "cpu" and torch.is_autocast_enabled("cpu")
     return "autocast is on" if on_processor else ""
 
