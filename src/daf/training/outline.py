@@ -6,6 +6,7 @@ from typing import Any
 
 from daf.execution.capture import Capture
 from daf.execution.microbatch import batch_slice
+from daf.execution.packing import host_options
 from daf.execution.rehearsal import rehearse
 from daf.execution.undisturbed import apart_from_training
 from daf.plan import Plan
@@ -78,7 +79,8 @@ def noise_of(session: Session, plan: Plan) -> dict[str, Any] | None:
 def sites_of(job: Job, plan: Plan, batch: Batch) -> list[dict[str, str | int]]:
     """One row per saved tensor (bytes), from a forward pass over one piece under the plan."""
     part = batch_slice(batch, 0, plan.micro_batch)
-    capture = Capture(job.model, make_store(job.settings.pool_bytes))
+    host = host_options(job.model, job.settings.host_bytes)
+    capture = Capture(job.model, make_store(job.settings.pool_bytes), host=host)
     with apart_from_training(job.model):
         if plan.policy.fused:
             rehearse(capture, job.model, plan.policy, batch, job.task.loss)
