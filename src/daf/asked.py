@@ -37,6 +37,27 @@ def policy_name(bits: int | str | None, policy: str | None) -> str:
     return policy_for(bits).name if bits is not None else policy or "optimal"
 
 
+def refuse_what_sends_nothing(
+    bits: int | str | None, policy: str | None, *, has_budget: bool
+) -> None:
+    """Where codes may wait on the host, something must send them.
+
+    Raises:
+        ValueError: without a budget nothing is coded; or levels and policies that are for
+            comparison, which know only the device, would choose.
+    """
+    if not has_budget and bits in (None, "plain"):
+        raise ValueError(
+            "asked for host_bytes without a budget and without bits, so that nothing is coded; "
+            "pass a budget or bits, or leave host_bytes out"
+        )
+    if has_budget and (bits is not None or policy not in (None, "optimal")):
+        raise ValueError(
+            f"asked for host_bytes with bits={bits!r} and policy={policy!r}; under a budget only "
+            "the optimal policy sends codes to the host; leave the two out, or host_bytes"
+        )
+
+
 def passing_bytes(budget_bytes: int) -> int:
     """What of a device's budget codes may take on their way between it and the host."""
     return min(max(budget_bytes // _PASSING_SHARE, _LEAST_PASSING_BYTES), _MOST_PASSING_BYTES)

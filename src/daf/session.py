@@ -28,6 +28,7 @@ from daf.asked import (
     passing_bytes,
     policy_name,
     refuse_budget_elsewhere,
+    refuse_what_sends_nothing,
 )
 from daf.attempts import Attempts, Replanning
 from daf.choosing import Choosing, Terms
@@ -124,7 +125,7 @@ class Session:
             cannot be bounded; ``host_bytes`` for a model on the processor.
         UnknownNameError: ``policy`` names none.
         ValueError: ``bits`` names no policy, or both were given; a negative tolerance;
-            ``fused`` together with a budget.
+            ``fused`` together with a budget; ``host_bytes`` with what would send nothing there.
     """
 
     def __init__(
@@ -152,6 +153,8 @@ class Session:
         self._memory = memory = asked_memory(model, budget)
         self.floor_bytes = floor_bytes or max(0, memory.held_bytes() - parameter_bytes(model))
         host, has_budget = host_options(model, host_bytes), budget is not None
+        if host is not None:
+            refuse_what_sends_nothing(bits, policy, has_budget=has_budget)
         travels = host is not None
         self._fixed_policy = fixed_policy(bits, fused=fused, has_budget=has_budget, travels=travels)
         self._seed = seed
@@ -485,6 +488,7 @@ class Session:
 
     def _allowed(self) -> Allowed:
         """What this session's execution can carry out."""
+        host = self._capture.host
         can_spill = self._spill is not None and isinstance(self._memory, ProcessMemory)
         without = frozenset() if can_spill else frozenset({Method.SPILL})
         passing = self._bound_passing()
@@ -493,7 +497,7 @@ class Session:
             methods=frozenset(Method) - without,
             release_gradients=can_release,
             must_release=can_release and self._release.is_demanded,
-            travel=self._capture.host is not None,
+            host_bytes=0 if host is None else host.limit_bytes,
             passing_bytes=passing,
         )
 

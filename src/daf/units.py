@@ -77,3 +77,8 @@ def format_bytes(count: int) -> str:
             decimals = max(0, 2 - int(math.log10(abs(value))))
             return f"{value:.{decimals}f} {name}"
     return f"{count} B"
+
+
+def pinned_bytes(nbytes: int) -> int:
+    """What PyTorch's allocator of pinned memory takes for so many bytes: the next power of two."""
+    return 1 << max(nbytes - 1, 0).bit_length()

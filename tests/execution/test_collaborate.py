@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daf.errors import KernelError, PlatformError
+from daf.execution import collaborate
 from daf.execution.collaborate import Rates, Route, Saved, simulate, split
 from daf.store.transfers import CudaTransfers
 
@@ -36,6 +37,24 @@ def test_a_split_is_never_worse_than_either_side_alone_and_mostly_the_best(sizes
         for routes in itertools.product(Route, repeat=len(sizes))
     )
     assert best <= found.exposed_ms + 1e-9
+
+
+def test_many_tensors_are_split_in_little_time_and_no_worse_than_either_side() -> None:
+    tensors = [Saved(100.0 * (k + 1) / 500, 1000 + 37 * (k % 11), 100) for k in range(500)]
+    rates, tries = Rates(gpu_pack=9000.0, cpu_pack=3000.0, link=9000.0), []
+    with pytest.MonkeyPatch.context() as patch:
+        own = simulate
+        patch.setattr(collaborate, "simulate", lambda *given_: tries.append(1) or own(*given_))
+        found = split(tensors, rates, 100.0)
+    assert len(tries) <= 17
+    alone = [simulate(tensors, [route] * 500, rates, 100.0) for route in Route]
+    assert found.exposed_ms < min(plan.exposed_ms for plan in alone)
+    largest = split(tensors, rates, 100.0, most_raw_bytes=1100)
+    sizes = {
+        t.raw_bytes for t, r in zip(tensors, largest.routes, strict=True) if r is Route.CPU_PACKS
+    }
+    assert sizes
+    assert max(sizes) <= 1100
 
 
 @given(TENSORS, RATES, st.data())

@@ -362,6 +362,7 @@ class Fixed:
     """Every second tensor that either could pack is the processor's."""
 
     is_watching = False
+    most_raw_bytes = float("inf")
 
     def __init__(self) -> None:
         self.taken: list[Route] = []
@@ -477,8 +478,7 @@ def test_without_triton_tensors_on_a_device_are_kept() -> None:
         import sys
         sys.modules["triton"] = None
         import torch
-        from daf.session import Session
-from daf.store import coder, host_planes
+        from daf.store import coder
         print(coder.can_code_on(torch.device("cuda")), coder.can_code_on(torch.device("cpu")))
     """
     done = subprocess.run(

@@ -21,7 +21,7 @@ from daf.execution.packing import HostCodes, HostMemoryWarning, HostOptions
 from daf.execution.routing import Sent
 from daf.kernels import cpu, words_per_plane
 from daf.plan import Method, Treatment
-from daf.store.host_planes import pinned_bytes
+from daf.units import pinned_bytes
 
 TWO_BITS = Treatment(Method.ROTATED, 2)
 ROUTES = st.sampled_from(Route)
@@ -33,6 +33,7 @@ class Given:
     """Routes that are known."""
 
     is_watching = False
+    most_raw_bytes = float("inf")
 
     def __init__(self, routes: Sequence[Route]) -> None:
         self._routes = iter(routes)

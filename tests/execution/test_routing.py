@@ -141,6 +141,28 @@ def test_what_is_not_past_is_asked_again_and_never_waited_for() -> None:
     assert Route.CPU_PACKS in found
 
 
+def test_a_pass_that_is_given_up_is_forgotten_and_it_looks_again() -> None:
+    """Its memory was refused, say: nothing of it was read."""
+    clock = Clock(pack_ms=3.0, raw_ms=4.0)
+    routes = MeasuredRoutes(clock)
+    run_pass(routes, clock)
+    routes.begin_pass()
+    assert routes.is_watching
+    routes.note(clock.sent(routes.take()))
+    watched = [run_pass(routes, clock)[0] for _ in range(3)]
+    assert watched == [False, True, False]
+    assert routes.seen is not None
+    assert len(routes.seen.saved) == 6
+
+
+def test_what_is_too_large_to_go_as_it_is_is_packed_there() -> None:
+    clock = Clock(pack_ms=3.0, raw_ms=4.0)
+    routes = MeasuredRoutes(clock, most_raw_bytes=RAW - 1)
+    taken = [run_pass(routes, clock)[1] for _ in range(4)]
+    assert set(taken[-1]) == {Route.GPU_PACKS}
+    assert routes.seen is not None
+
+
 def test_tensors_beyond_those_seen_are_packed_there() -> None:
     clock = Clock(pack_ms=3.0, raw_ms=4.0)
     routes = MeasuredRoutes(clock)

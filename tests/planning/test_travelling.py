@@ -9,20 +9,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from synthetic import MIB, profile, profiles, saving
 
-from daf.asked import fixed_policy, passing_bytes
+from daf.asked import fixed_policy, passing_bytes, refuse_what_sends_nothing
 from daf.errors import BudgetError, PlatformError
 from daf.execution.packing import host_options
 from daf.plain_data import from_plain, to_plain
 from daf.plan import Method, Need, Policy, on_host, policy_for, with_host_codes
 from daf.planning import planner
 from daf.planning.explain import explain
-from daf.planning.options import Allowed
+from daf.planning.options import Allowed, OptionMaker
 from daf.planning.table import make_table
 from daf.profile import Profile
 
 few = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+PLENTY = 1 << 50
 HERE = Allowed(widths=(8, 2))
-THERE = replace(HERE, travel=True, passing_bytes=MIB)
+THERE = replace(HERE, host_bytes=PLENTY, passing_bytes=MIB)
 
 
 def rows_of(count: int = 3, elements: int = MIB) -> Profile:
@@ -73,15 +74,15 @@ def test_a_code_larger_than_what_may_pass_goes_alone() -> None:
         assert column is not None
         return float(table.row(row)[column])
 
-    assert held_bytes(MIB) == pytest.approx(code_bytes - MIB, abs=1)
-    assert held_bytes(int(code_bytes) + 1) == 0
+    assert held_bytes(MIB) == pytest.approx(code_bytes - MIB / 2, abs=1)
+    assert held_bytes(2 * int(code_bytes) + 2) == 0
 
 
 def test_what_no_code_on_the_device_could_hold_is_planned_at_many_bits() -> None:
     """On the host bits cost no memory: they follow from noise and the way alone."""
     measured = linked(rows_of(12))
     allowed = replace(HERE, replay=False, methods=frozenset(Method) - {Method.SPILL})
-    travelling = replace(allowed, travel=True, passing_bytes=10 * MIB)
+    travelling = replace(allowed, host_bytes=PLENTY, passing_bytes=20 * MIB)
     least = planner.least_feasible_budget(measured, allowed=allowed)
     least_with = planner.least_feasible_budget(measured, allowed=travelling)
     assert least_with < least
@@ -93,6 +94,36 @@ def test_what_no_code_on_the_device_could_hold_is_planned_at_many_bits() -> None
     assert codes
     assert all(each.travels for each in codes)
     assert {each.bits for each in codes} == {8}
+
+
+def test_levels_travel_that_the_host_has_room_for_whatever_is_mixed() -> None:
+    measured = linked(rows_of(3))  # codes of 8 MiB at 8 bits with headers, of 2.25 at 2
+    for host_bytes, expected in (
+        (3 * 16 * MIB, {"exact on the host", "8 on the host", "2 on the host"}),
+        (3 * 16 * MIB - 1, {"exact on the host", "2 on the host"}),
+        (3 * 4 * MIB - 1, {"exact on the host"}),
+        (0, set()),
+    ):
+        allowed = replace(THERE, host_bytes=host_bytes)
+        maker = OptionMaker(measured, 8, allowed)
+        levels = {each for each, _ in maker._levels if "host" in each}
+        assert levels == expected
+        base = (
+            make_table(measured, 8, allowed).base_bytes - make_table(measured, 8, HERE).base_bytes
+        )
+        assert set(base.tolist()) == {MIB if expected else 0}
+
+
+def test_where_nothing_would_be_sent_that_is_said() -> None:
+    for bits, policy, has_budget in ((None, None, False), ("plain", None, False)):
+        with pytest.raises(ValueError, match="so that nothing is coded"):
+            refuse_what_sends_nothing(bits, policy, has_budget=has_budget)
+    for bits, policy in ((2, None), (None, "quantize"), (None, "sage")):
+        with pytest.raises(ValueError, match="only the optimal policy sends"):
+            refuse_what_sends_nothing(bits, policy, has_budget=True)
+    refuse_what_sends_nothing(2, None, has_budget=False)
+    refuse_what_sends_nothing("exact", None, has_budget=False)
+    refuse_what_sends_nothing(None, "optimal", has_budget=True)
 
 
 def test_where_there_is_room_nothing_travels_and_a_slow_link_is_avoided() -> None:

@@ -168,7 +168,8 @@ def _spread(bits: float, example: Example) -> Policy:
         each if each.site not in scores else _wider(each, _LEAST_SCORE_BITS)
         for each in coded_sites(elements, found, treatments)
     ]
-    whole = replace(base, chunked=False, chunk_bytes=None)
+    by_need = dict(base.by_need) | {Need.SCORE: Treatment(Method.ROTATED, _LEAST_SCORE_BITS)}
+    whole = replace(base, by_need=MappingProxyType(by_need), chunked=False, chunk_bytes=None)
     return _with_sites(whole, least_variance(sites, budget).treatments)
 
 

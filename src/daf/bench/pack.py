@@ -144,6 +144,7 @@ class _Given:
     """Routes that were chosen before."""
 
     is_watching = False
+    most_raw_bytes = float("inf")
 
     def __init__(self, routes: Sequence[Route]) -> None:
         self._routes = iter(routes)

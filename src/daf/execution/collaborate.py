@@ -7,6 +7,7 @@ fixed; here it follows measured rates.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -15,6 +16,8 @@ from typing import NamedTuple
 from daf.errors import KernelError
 
 _NEW_RATE_WEIGHT = 0.25
+_PREFIXES = 16
+_FEW = 64  # single changes of more take longer than they can save
 
 
 class Route(Enum):
@@ -107,24 +110,38 @@ def simulate(
     return Timeline(tuple(routes), tuple(jobs), stolen, max(0.0, last - forward_ms - stolen))
 
 
-def split(saved: Sequence[Saved], rates: Rates, forward_ms: float) -> Timeline:
-    """Routes with as little exposed as a few passes of single changes find.
+def split(
+    saved: Sequence[Saved], rates: Rates, forward_ms: float, most_raw_bytes: float = math.inf
+) -> Timeline:
+    """Routes with as little exposed as a few tries and passes of single changes find.
 
-    Begins from the better of all one way and all the other, so it is never worse than
-    either; each change must help. Latest tensors go first: they have least time to hide in.
+    The earliest have most time to hide in: tried first is that the processor packs all up to some
+    place, none and all among them, so the answer is never worse than either side alone. Of few
+    tensors single routes are changed too as long as that helps. ``most_raw_bytes``: larger
+    tensors are always packed there.
     """
-    plans = [simulate(saved, [route] * len(saved), rates, forward_ms) for route in Route]
+    both = [tensor.raw_bytes <= most_raw_bytes for tensor in saved]
+    places = {len(saved) * part // _PREFIXES for part in range(_PREFIXES + 1)}
+    plans = [simulate(saved, _up_to(place, both), rates, forward_ms) for place in sorted(places)]
     best = min(plans, key=lambda plan: plan.exposed_ms)
-    improved = True
+    improved = len(saved) <= _FEW
     while improved:
         improved = False
-        for index in reversed(range(len(saved))):
+        for index in reversed([place for place, may in enumerate(both) if may]):
             routes = list(best.routes)
             routes[index] = _other(routes[index])
             changed = simulate(saved, routes, rates, forward_ms)
             if changed.exposed_ms < best.exposed_ms - 1e-9:
                 best, improved = changed, True
     return best
+
+
+def _up_to(place: int, both: Sequence[bool]) -> list[Route]:
+    """The processor packs those before a place, as far as it may."""
+    return [
+        Route.CPU_PACKS if may and index < place else Route.GPU_PACKS
+        for index, may in enumerate(both)
+    ]
 
 
 def _other(route: Route) -> Route:

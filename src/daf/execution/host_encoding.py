@@ -15,17 +15,32 @@ def code_bytes(count: int, bits: int) -> int:
     return plane_bytes(count, bits) + header_bytes(count)
 
 
-def encode_on_host(tensor: Tensor, treatment: Treatment, key: int) -> Tensor:
+def words_for(count: int, bits: int, *, pinned: bool) -> Tensor:
+    """Room for a code: int32 words, planes first, headers behind, as ``HostStore`` keeps them.
+
+    Args:
+        count: elements.
+        bits: planes.
+        pinned: so that a device copies them by itself.
+
+    Raises:
+        RuntimeError: no pinned memory is left.
+    """
+    words = bits * words_per_plane(count) + block_count(count)
+    return torch.empty(words, dtype=torch.int32, pin_memory=pinned)
+
+
+def encode_on_host(
+    tensor: Tensor, treatment: Treatment, key: int, words: Tensor | None = None
+) -> Tensor:
     """The *rotated* code of a dense tensor on the host, on all of PyTorch's threads.
 
-    Returns:
-        int32 words, planes first, headers behind, as ``HostStore`` keeps them; pinned if the
-        tensor is, so that a device copies them by itself.
+    Into ``words`` of ``words_for``, or new ones; returns them.
     """
     count = tensor.numel()
     planes = treatment.bits * words_per_plane(count)
-    pinned = tensor.is_pinned()
-    words = torch.empty(planes + block_count(count), dtype=torch.int32, pin_memory=pinned)
+    if words is None:
+        words = words_for(count, treatment.bits, pinned=False)
     cpu.encode_rotated(
         *(tensor.data_ptr(), element_type(tensor.dtype), count),
         *(treatment.bits, treatment.rounds, key),

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,14 +22,14 @@ from torch import Tensor, nn
 
 from daf.errors import PlatformError, SavedTensorError
 from daf.execution.collaborate import Route
-from daf.execution.host_encoding import code_bytes, encode_on_host
+from daf.execution.host_encoding import code_bytes, encode_on_host, words_for
 from daf.execution.routing import MeasuredRoutes, Routes, Sent
 from daf.memory.domain import device_of
 from daf.plan import Method, Treatment
 from daf.store.coder import can_code_on, is_processor, is_recorded
-from daf.store.host_planes import HostPlanes, HostStore, pinned_bytes
+from daf.store.host_planes import HostPlanes, HostStore
 from daf.store.layout import in_memory_order
-from daf.units import format_bytes, parse_optional_bytes
+from daf.units import format_bytes, parse_optional_bytes, pinned_bytes
 
 _MIB = 2**20
 _ASK_AGAIN_S = 0.0002
@@ -113,11 +114,17 @@ class HostCodes:
 
     # --- account ----------------------------------------------------------------------------
 
+    @property
+    def limit_bytes(self) -> int:
+        """The most that may wait on the host."""
+        return self._options.limit_bytes
+
     def allow(self, staging_bytes: int, raw_bytes: int) -> None:
         """Other bounds of what passes through each device, from the next tensor on."""
         self._options = replace(self._options, staging_bytes=staging_bytes, raw_bytes=raw_bytes)
         for place in self._all():
             place.store.staging_bytes = staging_bytes
+            place.routes.most_raw_bytes = raw_bytes
 
     @property
     def device_bytes(self) -> int:
@@ -210,7 +217,8 @@ class HostCodes:
         before = store.transfers.mark()
         code = codec.DeviceValueCode(store, tensor, treatment, key, None, **options)
         after, copy = store.transfers.mark(), store.last_copy
-        self._note(routes, Route.GPU_PACKS, tensor, treatment, (before, after, copy))
+        if copy is not None:
+            self._note(routes, Route.GPU_PACKS, tensor, treatment, (before, after, copy))
         return code
 
     def _may_send_raw(self, store: HostStore, tensor: Tensor) -> bool:
@@ -223,20 +231,22 @@ class HostCodes:
     ) -> HostPlanes | None:
         source, before = in_memory_order(tensor.detach()), store.transfers.mark()
         try:
+            words = words_for(source.numel(), treatment.bits, pinned=source.is_cuda)
             raw, ticket = store.transfers.out(source)
         except RuntimeError:  # nothing pinned is left
             return None
         with self._lock:
             self._raw_bytes += source.nbytes
         leaving = _Leaving(source, raw, ticket)
-        packing = self._processor.submit(self._packed, leaving, store, routes, treatment, key)
+        work = partial(encode_on_host, raw, treatment, key, words)
+        packing = self._processor.submit(self._packed, leaving, store, routes, work)
         if routes.is_watching:
             self._note(routes, Route.CPU_PACKS, tensor, treatment, (before, before, ticket))
         self.on_moved()
         return store.packed_elsewhere(tensor.numel(), treatment.bits, packing)
 
     def _packed(
-        self, leaving: _Leaving, store: HostStore, routes: Routes, treatment: Treatment, key: int
+        self, leaving: _Leaving, store: HostStore, routes: Routes, work: Callable[[], Tensor]
     ) -> Tensor:
         """On the processor's thread, which has nothing else to do."""
         nbytes = leaving.raw.nbytes
@@ -249,7 +259,7 @@ class HostCodes:
             with self._lock:
                 self._raw_bytes -= nbytes
         begin_s = time.perf_counter()
-        words = encode_on_host(leaving.raw, treatment, key)
+        words = work()
         routes.processor_took(nbytes, 1000.0 * (time.perf_counter() - begin_s))
         return words
 
@@ -271,6 +281,7 @@ class HostCodes:
         if found is None:
             store = self._make_store(device, self._options.staging_bytes)
             found = _Place(store, self._make_routes(store))
+            found.routes.most_raw_bytes = self._options.raw_bytes
             store.on_moved, store.on_read = self.on_moved, found.routes.end_forward
             with self._lock:
                 self._places[device] = found

@@ -7,6 +7,7 @@ took and how long its copy. At the start of a later pass, when they are past, th
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -58,6 +59,8 @@ class Seen(NamedTuple):
 class Routes(Protocol):
     """Tells every tensor of a pass its way."""
 
+    most_raw_bytes: float
+
     def begin_pass(self) -> None:
         """Another forward pass begins."""
 
@@ -81,8 +84,10 @@ class Routes(Protocol):
 class MeasuredRoutes:
     """The split by measured rates; until there are any, the device packs everything."""
 
-    def __init__(self, transfers: Transfers) -> None:
+    def __init__(self, transfers: Transfers, most_raw_bytes: float = math.inf) -> None:
+        """``most_raw_bytes``: of one tensor that may go as it is, for the processor to pack."""
         self._transfers = transfers
+        self.most_raw_bytes = most_raw_bytes
         self._passes = 0
         self._ways: tuple[Route, ...] = ()
         self._next: Iterator[Route] = iter(())
@@ -100,7 +105,9 @@ class MeasuredRoutes:
 
     def begin_pass(self) -> None:
         """Decide anew, if a watched pass is past."""
-        if self._sent and self._end is not None and self._is_past():
+        if self._end is None:
+            self._sent.clear()  # a pass that was given up, or never read: it tells nothing
+        elif self._sent and self._is_past():
             self._decide()
         self._passes += 1
         # Not the first, in which kernels are compiled; and not while an earlier one is awaited.
@@ -158,7 +165,7 @@ class MeasuredRoutes:
         forward_ms = max(0.0, elapsed(self._begin, self._end) - stolen_ms)
         assert self.rates is not None
         self.seen = Seen(tuple(saved), forward_ms)
-        self._ways = split(saved, self.rates, forward_ms).routes
+        self._ways = split(saved, self.rates, forward_ms, self.most_raw_bytes).routes
 
     def _observe(self, sent: list[Sent], packing_ms: float) -> None:
         packed = sum(each.raw_bytes for each in sent if each.route is Route.GPU_PACKS)

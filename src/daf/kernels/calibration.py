@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from daf.errors import KernelError
 
@@ -119,18 +120,20 @@ class Chooser:
     def _read(self) -> dict[str, dict[str, float]]:
         """This device's classes for which the file names every strategy."""
         found = self._whole_file().get(self._device, {})
+        if not isinstance(found, dict):
+            return {}
         return {
             name: {key: float(value) for key, value in seconds.items()}
             for name, seconds in found.items()
             if set(seconds) == set(self._strategies)
         }
 
-    def _whole_file(self) -> Mapping[str, dict[str, dict[str, float]]]:
+    def _whole_file(self) -> Mapping[str, Any]:
         if self._cache is None or not self._cache.exists():
             return {}
         try:
             content = json.loads(self._cache.read_text())
-        except ValueError as problem:
+        except (ValueError, OSError) as problem:
             warnings.warn(
                 f"{self._cache} is no cache of DAF ({problem}); measuring anew", stacklevel=3
             )
@@ -143,7 +146,11 @@ class Chooser:
             return
         ours = {name: choice.seconds for name, choice in self._choices.items()}
         content = dict(self._whole_file()) | {self._device: ours}
-        self._cache.parent.mkdir(parents=True, exist_ok=True)
         fresh = self._cache.with_name(f"{self._cache.name}.{os.getpid()}")
-        fresh.write_text(json.dumps(content, indent=1))
-        fresh.replace(self._cache)
+        try:
+            self._cache.parent.mkdir(parents=True, exist_ok=True)
+            fresh.write_text(json.dumps(content, indent=1))
+            fresh.replace(self._cache)
+        except OSError as problem:  # a full disk is no reason to stop what runs
+            warnings.warn(f"{self._cache} is not kept ({problem})", stacklevel=4)
+            self._cache = None

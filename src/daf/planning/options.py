@@ -28,6 +28,7 @@ from daf.plan import (
     on_host,
 )
 from daf.profile import Profile, Saving, decoded_bytes
+from daf.units import pinned_bytes
 
 WIDTHS = (8, 4, 3, 2, 1)
 KEPT, EXACT, SPILLED = "keep", "exact", "spill"
@@ -44,9 +45,9 @@ _SPILL = Treatment(Method.SPILL)
 class Allowed:
     """What the execution at hand can carry out, and the user permits.
 
-    ``must_release``: gradients of a whole batch are released in any case. ``travel``: codes may
-    wait in host memory instead of the device's; ``passing_bytes`` is what they, and raw data on
-    their way to be packed there, take of the device in passing.
+    ``must_release``: gradients of a whole batch are released in any case. ``host_bytes``: of host
+    memory in which a device's codes may wait (0: none); ``passing_bytes`` is what they, and raw
+    data on their way to be packed there, take of the device in passing.
     """
 
     methods: frozenset[Method] = frozenset(Method)
@@ -54,7 +55,7 @@ class Allowed:
     replay: bool = True
     release_gradients: bool = True
     must_release: bool = False
-    travel: bool = False
+    host_bytes: int = 0
     passing_bytes: int = 0
 
     def within(self, tolerance: float) -> Allowed:
@@ -153,18 +154,37 @@ class OptionMaker:
         self._levels += [(str(width), coded_policy(width).by_need) for width in allowed.widths]
         if Method.SPILL in allowed.methods:
             self._levels.append((SPILLED, dict.fromkeys(Need, _SPILL)))
-        if allowed.travel:
-            travelling = [
-                (level + _ON_HOST, {need: on_host(each) for need, each in by_need.items()})
-                for level, by_need in self._levels
-                if level != SPILLED
-            ]
-            self._levels += travelling
         self._served = served_weights(profile)
         self._unit = noise_per_weight(profile)
         self._telling = _sites_of_none_but(profile.savings, _tells_its_result)
         self._derivable = _sites_of_none_but(profile.savings, self._is_derivable)
         self._told = _sites_of_none_but(profile.savings, self._is_told)
+        travelling = self._travelling_levels() if allowed.host_bytes else []
+        self._levels += travelling
+        self.sends_codes = bool(travelling)
+
+    def _travelling_levels(self) -> list[tuple[str, Mapping[Need, Treatment]]]:
+        """Those of which the host has room for all codes, so that it has for any mixture."""
+        found = [
+            (level + _ON_HOST, {need: on_host(each) for need, each in by_need.items()})
+            for level, by_need in self._levels
+            if level != SPILLED
+        ]
+        most = self._allowed.host_bytes
+        return [(level, by_need) for level, by_need in found if self._on_host(by_need) <= most]
+
+    def _on_host(self, by_need: Mapping[Need, Treatment]) -> int:
+        """Bytes that the host would have to pin for all of it."""
+        codes: dict[tuple[object, ...], int] = {}
+        for saving in self._profile.savings:
+            treatment = by_need.get(saving.need, KEEP)
+            if self._can(saving, treatment) and treatment.travels:
+                key = (saving.storage, treatment, saving.elements, saving.need is Need.NORM)
+                codes[key] = self._code_bytes(saving, treatment)
+            beside = round(saving.beside_bytes.at(self._examples))
+            if beside and treatment.travels:
+                codes["beside", saving.site, saving.storage] = beside
+        return sum(map(pinned_bytes, codes.values()))
 
     def options(self, family: tuple[Saving, ...]) -> list[Option]:
         """Every option of a family that differs from the others, *keep* first."""
@@ -299,7 +319,7 @@ class OptionMaker:
         last = max(saving.released for saving in shared)
         size = self._code_bytes(shared[0], treatment)
         if treatment.travels:  # what passes through is counted for all; a larger one goes alone
-            size = max(0, size - self._allowed.passing_bytes)
+            size = max(0, size - self._allowed.passing_bytes // 2)  # the rest is raw data's
         return Span(first, last, size)
 
     def _code_bytes(self, saving: Saving, treatment: Treatment) -> int:

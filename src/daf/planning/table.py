@@ -160,7 +160,7 @@ def make_table(
         _replays(profile, groups, micro_batch) if allowed.replay and not profile.is_fused else ()
     )
     base = base_bytes(profile, micro_batch, release_gradients=release_gradients)
-    if allowed.travel:
+    if maker.sends_codes:
         base = base + allowed.passing_bytes
     requires = _requirements(groups, options)
     return Table(micro_batch, release_gradients, options, replays, base, requires)

@@ -29,8 +29,7 @@ def backward_rows(asked: RowBackward, values: DeviceValueCode | KeptRows) -> Row
     products = gpu_norm.RowProducts(given, asked.length, asked.gamma, summing=asked.summing)
     # Both passes must read the same planes, whoever lowers a cap meanwhile.
     with nullcontext() if isinstance(values, KeptRows) else values.planes.pinned():
-        for part in source.parts(products.span_blocks):
-            products.add(part)
+        _add_all(source, products)
         columns = products.columns()
         if asked.written is not None:
             out = in_memory_order(asked.written)
@@ -38,3 +37,9 @@ def backward_rows(asked: RowBackward, values: DeviceValueCode | KeptRows) -> Row
             for part in source.parts(1):
                 gpu_norm.write_gradient(given, part, out, asked.scale, factors, gamma=asked.gamma)
     return None if columns is None else RowSums(*columns)
+
+
+def _add_all(source: KeptValues | CodedValues, products: gpu_norm.RowProducts) -> None:
+    """The room of the last part is free when this returns, for the second pass."""
+    for part in source.parts(products.span_blocks):
+        products.add(part)

@@ -26,6 +26,7 @@ from daf.kernels import block_count, words_per_plane
 from daf.kernels.gpu_planes import DevicePlanes, flat_planes
 from daf.store.stream_order import HomeStream, Streams, streams_of
 from daf.store.transfers import CudaTransfers, Transfers
+from daf.units import pinned_bytes
 
 WORD_BYTES = 4
 
@@ -59,8 +60,10 @@ class Record:
 
     @property
     def is_there(self) -> bool:
-        """Could it be fetched now, without waiting for a thread?"""
-        return self.host is not None or (self.packing is not None and self.packing.done())
+        """Could it be fetched now, without waiting for a thread, or telling what failed there?"""
+        packing = self.packing
+        is_packed = packing is not None and packing.done() and packing.exception() is None
+        return self.host is not None or is_packed
 
     def planes(self) -> DevicePlanes:
         """What is on the device, as kernels take it."""
@@ -223,6 +226,7 @@ class HostStore:
         """It was written: begin its way out. Where the host has no memory, it stays."""
         with self._lock, self.home.at_home():
             assert record.on_device is not None
+            self.last_copy = None
             try:
                 record.host, record.leaving = self.transfers.out(record.on_device)
             except RuntimeError:  # nothing pinned is left; the device holds it until it is dropped
@@ -237,7 +241,9 @@ class HostStore:
         with self._lock:
             self._drain()
             if record.on_device is None:
-                self._fetch(record, self._words_on_host(record))
+                words = self._words_on_host(record)
+                self._take_room(record)
+                self._fetch(record, words)
             record.readers += 1
             self._fetch_before(record.number)
             arriving = record.arriving
@@ -262,7 +268,7 @@ class HostStore:
         return record.host
 
     def _fetch(self, record: Record, words: Tensor) -> None:
-        self._take_room(record)
+        """Into room that it has."""
         assert record.on_device is not None
         with self.home.at_home():
             record.arriving = self.transfers.back(words, record.on_device)
@@ -276,10 +282,12 @@ class HostStore:
                 continue
             if self._device_bytes + record.nbytes > self.staging_bytes:
                 return
+            words = self._words_on_host(record)
             try:
-                self._fetch(record, self._words_on_host(record))
+                self._place(record)
             except RuntimeError:  # no memory for it now; it is fetched when it is wanted
                 return
+            self._fetch(record, words)
 
     # --- room -------------------------------------------------------------------------------
 
@@ -289,13 +297,16 @@ class HostStore:
             if not self._let_go_of_one():
                 break
         try:
-            record.on_device = self._empty(record.words)
+            self._place(record)
         except RuntimeError:
             if not self._let_go_of_one():
                 raise
             while self._let_go_of_one():
                 pass
-            record.on_device = self._empty(record.words)
+            self._place(record)
+
+    def _place(self, record: Record) -> None:
+        record.on_device = self._empty(record.words)
         self._device_bytes += record.nbytes
 
     def _empty(self, words: int) -> Tensor:
@@ -353,8 +364,3 @@ class HostStore:
         self.pinned_bytes -= pinned_bytes(record.nbytes)
         if record.on_device is not None:
             self._leave_device(record)
-
-
-def pinned_bytes(nbytes: int) -> int:
-    """What PyTorch's allocator of pinned memory takes for so many bytes: the next power of two."""
-    return 1 << max(nbytes - 1, 0).bit_length()

@@ -117,10 +117,10 @@ def default_cache() -> Path | None:
 
     None where nothing can be written there: choices are then made in every process.
     """
-    folder = Path(os.environ.get(CACHE_VARIABLE) or _users_caches() / "daf")
     try:
+        folder = Path(os.environ.get(CACHE_VARIABLE) or _users_caches() / "daf")
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
+    except (OSError, RuntimeError):  # a user without a home
         return None
     return folder / "strategies.json" if os.access(folder, os.W_OK) else None
 
@@ -136,7 +136,8 @@ def _has_kernels(tensor: Tensor) -> bool:
 
 
 def _by_pytorch(tensor: Tensor) -> Ends:
-    low, high = torch.aminmax(tensor)
+    items = in_memory_order(tensor) if is_dense(tensor) else tensor  # others are copied first
+    low, high = torch.aminmax(items)
     return low, high
 
 
