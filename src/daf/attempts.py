@@ -116,6 +116,7 @@ class Attempts:
         """Nothing of a refused step stays: a tighter plan needs the room, and so does planning."""
         self._optimizer.zero_grad(set_to_none=True)
         before.forget_backward()
+        self._capture.wait_until_packed()
         self._capture.release_scratch()
         gc.collect()  # a failed step's frames and graph can be parts of circles
         self._keeper.flush()

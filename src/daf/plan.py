@@ -128,6 +128,11 @@ class Policy:
         """Are any operators fused?"""
         return self.fused or self.fused_rows or self.fused_smooth or self.fused_loss
 
+    @property
+    def travels(self) -> bool:
+        """May any code wait in host memory?"""
+        return any(each.travels for each in (*self.by_need.values(), *self.by_site.values()))
+
     def weight(self, site: Site) -> float:
         """How much relative error at a site harms the gradient, beside other sites (1: as most).
 

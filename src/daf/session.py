@@ -480,6 +480,12 @@ class Session:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state_dict``: nothing is measured again; a search begins anew."""
         self._choosing.load_state_dict(state)
+        plan = self._choosing.plan
+        if self._capture.host is None and plan is not None and plan.policy.travels:
+            raise ValueError(
+                "asked to go on with a plan whose codes wait in host memory, in a session without; "
+                "give host_bytes as the session had that made the plan"
+            )
         self._seed = state["seed"]
         self._counts.load_state_dict(state)
         self._noise.load_state_dict(state["noise"])

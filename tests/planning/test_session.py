@@ -22,7 +22,7 @@ from daf.memory import measure
 from daf.memory.keeper import MemoryKeeper
 from daf.memory.recycling import unsupported_reason
 from daf.model_bytes import optimizer_bytes_to_come
-from daf.plan import coded_policy
+from daf.plan import coded_policy, with_host_codes
 from daf.planning import planner
 from daf.session import Session
 
@@ -262,6 +262,17 @@ def test_a_resumed_session_goes_on_as_the_first_would_have() -> None:
     second = Session(twin, first.optimizer, None, bits=2)
     second.load_state_dict(state)
     assert begun + [second.step(batch, cross_entropy).loss for _ in range(2)] == straight
+
+
+def test_a_plan_that_travels_is_not_resumed_without_host_memory() -> None:
+    model, batch = convolutional(), images()
+    session = Session(model, sgd(model), None, bits=2)
+    session.step(batch, cross_entropy)
+    plan = session.plan
+    assert plan is not None
+    session._choosing.settle_on(replace(plan, policy=with_host_codes(plan.policy)))
+    with pytest.raises(ValueError, match="give host_bytes as the session had"):
+        Session(model, sgd(model), None, bits=2).load_state_dict(session.state_dict())
 
 
 def test_a_session_resumed_before_its_first_step_still_measures_that_step() -> None:

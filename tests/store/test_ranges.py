@@ -129,6 +129,27 @@ def test_what_is_finite(fresh: Ranges) -> None:
         assert not all_finite([broken.to(torch.complex64)])
 
 
+def test_kernels_that_fail_on_a_device_are_left_for_good_and_said_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chooses, tensor, tries = Ranges(None), torch.randn(LARGE), []
+
+    def fails(_tensor: Tensor, _name: str) -> Any:
+        tries.append(1)
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(ranges, "_by", fails)
+    with pytest.raises(RuntimeError, match="no compiler"):
+        chooses.ends(tensor)
+    monkeypatch.setattr(ranges, "is_processor", lambda _: False)
+    with pytest.warns(UserWarning, match="PyTorch's from now on: no compiler"):
+        low, high = chooses.ends(tensor)
+    assert (low, high) == tuple(torch.aminmax(tensor))
+    tries.clear()
+    chooses.ends(tensor)
+    assert tries == []
+
+
 def test_a_dropout_s_noise_is_looked_at_by_the_chosen_strategy(
     fresh: Ranges, monkeypatch: pytest.MonkeyPatch
 ) -> None:

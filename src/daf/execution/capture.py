@@ -237,6 +237,11 @@ class Capture:
         if self.host is not None:
             self.host.drop_staged()
 
+    def wait_until_packed(self) -> None:
+        """Nothing of a device waits any more for the processor to pack it."""
+        if self.host is not None:
+            self.host.wait_until_packed()
+
     @property
     def pool_bytes(self) -> int | None:
         """The most that codes may hold, the process's and each device's for themselves, page tables

@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -52,13 +53,24 @@ class Ranges:
         self._cache = cache
         self._choosers: dict[str, Chooser] = {}
         self._lock = threading.Lock()
+        self._broken: set[torch.device] = set()
 
     def ends(self, tensor: Tensor) -> Ends:
         """Least and greatest element of a tensor of floats or integers, 0-dim, where it is."""
-        if tensor.numel() < LEAST_ELEMENTS or not _has_kernels(tensor):
+        is_known = _has_kernels(tensor) and tensor.device not in self._broken
+        if tensor.numel() < LEAST_ELEMENTS or not is_known:
             return _by_pytorch(tensor)
-        name = self.strategy_for(tensor)
-        return _by_pytorch(tensor) if name == PYTORCH else _by(tensor, name)
+        try:
+            return _by(tensor, self.strategy_for(tensor))
+        except Exception as problem:
+            if is_processor(tensor.device):
+                raise
+            # A compiler that is missing, say: whoever only asks whether weights are finite goes on.
+            self._broken.add(tensor.device)
+            warnings.warn(
+                f"ranges on {tensor.device} are PyTorch's from now on: {problem}", stacklevel=3
+            )
+            return _by_pytorch(tensor)
 
     def strategy_for(self, tensor: Tensor) -> str:
         """The one that this call is to take; the first of its size takes some milliseconds."""
