@@ -9,9 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from daf.bench import gpu
 from daf.bench.contestant import Entry, contestants
+from daf.cli import app
 from daf.memory.recycling import unsupported_reason
 
 TINY = Entry("tiny", "resnet20", "digits", 32)
@@ -91,3 +93,14 @@ def test_on_a_gpu() -> None:
     for name in gpu.OURS:
         assert found.figures[f"tiny_float32_{name}_saved_ratio"] > 5
         assert found.figures[f"tiny_float32_{name}_batch_ratio"] > 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for what is missing without a GPU")
+def test_codecs_of_a_gpu_that_is_not_there_are_refused() -> None:
+    done = CliRunner().invoke(app, ["bench", "kernels", "--device", "cuda", "--quick"])
+    assert done.exit_code != 0
+    assert "found no CUDA device; leave --device out" in str(done.exception or "") + done.output
+    asked = ["bench", "kernels", "--device", "cuda", "--picture", "roof.png"]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 2
+    assert "--picture" in done.output

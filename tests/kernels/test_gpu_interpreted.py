@@ -19,7 +19,7 @@ FILES = [*sorted(TESTS.glob("kernels/test_gpu*.py")), TESTS / "execution/test_de
     ("names", "at_least"),
     [
         (("test_gpu", "test_gpu_reduce"), 60),
-        (("test_gpu_norm",), 30),
+        (("test_gpu_norm", "test_gpu_speed"), 30),
         (("test_device_capture",), 14),
     ],
 )

@@ -11,7 +11,6 @@ same bits; one that does not ends the benchmark.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from daf.bench.result import BenchResult
+from daf.bench.timing import device_seconds
 from daf.errors import KernelError
 from daf.kernels import ElementType, RangeStrategy
 from daf.kernels.calibration import Chooser
@@ -88,7 +88,7 @@ def _row(values: Tensor, rounds: int, chooser: Chooser) -> dict[str, Any]:
     shape_class = str(shape) if shape.channels > 1 else str(values.numel().bit_length())
 
     def seconds_of(name: str) -> float:
-        return _seconds(work[name], values.device)
+        return device_seconds(work[name], values.device)
 
     chooser.choose(shape_class, seconds_of)
     chosen = ""
@@ -102,7 +102,7 @@ def _row(values: Tensor, rounds: int, chooser: Chooser) -> dict[str, Any]:
     for _ in range(rounds):
         for name in work:
             taken[name].append(seconds_of(name))
-        taken[CHOSEN].append(_seconds(reduce_by_choice, values.device))
+        taken[CHOSEN].append(device_seconds(reduce_by_choice, values.device))
     return {
         "part": "reduce",
         **shape._asdict(),
@@ -118,21 +118,6 @@ def _rule(shape: Shape) -> str:
     count = shape.outer * shape.channels * shape.inner
     found = range_strategy(count, torch.get_num_threads(), shape.channels, shape.inner)
     return found.name.lower()
-
-
-def _seconds(work: Work, device: torch.device) -> float:
-    """One run; on a GPU between two events, which is waited for."""
-    if device.type != "cuda":
-        begin = time.perf_counter()
-        work()
-        return time.perf_counter() - begin
-    first = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    last = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    first.record()
-    work()
-    last.record()
-    last.synchronize()
-    return float(first.elapsed_time(last)) / 1e3
 
 
 def _contestants(values: Tensor) -> dict[str, Work]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
+import torch
+
 
 def interleaved_ms(
     calls: Mapping[str, Callable[[], object]], rounds: int
@@ -19,3 +21,18 @@ def interleaved_ms(
             if index:
                 found[name].append((time.perf_counter_ns() - start_ns) / 1e6)
     return found
+
+
+def device_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """One run; on a GPU between two events, which is waited for."""
+    if device.type != "cuda":
+        begin_s = time.perf_counter()
+        work()
+        return time.perf_counter() - begin_s
+    first = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    last = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    first.record()
+    work()
+    last.record()
+    last.synchronize()
+    return float(first.elapsed_time(last)) / 1e3

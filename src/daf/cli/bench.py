@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from daf.bench import accuracy as accuracy_bench
-from daf.bench import accuracy_jobs, main_job, operator_speed, packing
+from daf.bench import accuracy_jobs, device_codecs, main_job, operator_speed, packing
 from daf.bench import allocator as allocator_bench
 from daf.bench import gpu as gpu_bench
 from daf.bench import gradients as gradients_bench
@@ -257,10 +257,20 @@ def kernels_command(
     picture: Annotated[
         Path | None, typer.Option(help="Draw a roofline into this PNG file.")
     ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="A GPU, such as cuda, whose codecs are timed instead.")
+    ] = None,
     quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Time every kernel on every instruction set against memcpy, interleaved."""
+    """Time every kernel on every instruction set against memcpy, interleaved; or a GPU's codecs."""
+    if device is not None:
+        if picture is not None:
+            raise typer.BadParameter("the roofline is the processor's; leave --picture or --device")
+        make = device_codecs.quick_job if quick else device_codecs.DeviceCodecsJob
+        codecs = make(str(device_codecs.checked_device(device)))
+        measure(partial(device_codecs.run, codecs), as_json=as_json)
+        return
     job = kernels_bench.quick_job() if quick else kernels_bench.KernelsJob()
     measure(partial(kernels_bench.run, job), as_json=as_json, draw=draw_roofline, picture=picture)
 
