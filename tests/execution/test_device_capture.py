@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -389,12 +390,12 @@ def host_codes(staging_bytes: int, **options: Any) -> tuple[HostCodes, Fixed, La
     return HostCodes(made, make_store=store, make_routes=lambda _: routes), routes, late
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_codes_that_wait_on_the_host_are_the_device_s(fused: bool, fuse_everything: None) -> None:
-    """Gradients to the bit, whoever packed; nothing is left on the device but what passes."""
-    policy, steps = policy_for(2), 1
-    if fused:
-        policy, steps = with_fused_operators(policy), 2
+def test_codes_that_wait_on_the_host_are_the_device_s(fuse_everything: None) -> None:
+    """Gradients to the bit, whoever packed; nothing is left on the device but what passes.
+
+    The first step has PyTorch's own operators, the second fused ones.
+    """
+    policy, steps = with_fused_operators(policy_for(2)), 2
     expected, sites, there = step(policy, steps=steps)
     host, routes, late = host_codes(staging_bytes=2000)
     found, own_sites, capture = step(with_host_codes(policy), steps=steps, host=host)
@@ -415,25 +416,21 @@ def test_codes_that_wait_on_the_host_are_the_device_s(fused: bool, fuse_everythi
         assert late.copied_bytes > coded  # out, and back again what had no room to stay
 
 
-def test_what_a_host_without_room_refuses_stays_on_the_device(code_everything: None) -> None:
+def test_what_has_no_room_on_a_host_stays_on_the_device(code_everything: None) -> None:
+    """Because it is full, or because there is none."""
     expected, _, there = step(2)
-    host = HostCodes(HostOptions(0), make_store=refused)
-    with pytest.warns(HostMemoryWarning, match="more of them stay on the device"):
-        found, sites, capture = step(with_host_codes(policy_for(2)), host=host)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
-    assert sum(site.spilled_bytes for site in sites) == capture.stats.spilled_peak_bytes == 0
-    assert capture.stats.held_peak_bytes == there.stats.held_peak_bytes
+    full = HostCodes(HostOptions(0), make_store=refused)
+    for host in (full, None):
+        told = pytest.warns(HostMemoryWarning, match="more of them stay on the device")
+        with told if host else nullcontext():
+            found, sites, capture = step(with_host_codes(policy_for(2)), host=host)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+        assert sum(site.spilled_bytes for site in sites) == capture.stats.spilled_peak_bytes == 0
+        assert capture.stats.held_peak_bytes == there.stats.held_peak_bytes
 
 
 def refused(device: torch.device, nbytes: int) -> HostStore:
     raise AssertionError("nothing may go to the host")
-
-
-def test_without_host_memory_what_may_travel_stays(code_everything: None) -> None:
-    expected, _, _ = step(2)
-    found, sites, _ = step(with_host_codes(policy_for(2)))
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
-    assert sum(site.spilled_bytes for site in sites) == 0
 
 
 @interpreted_only
