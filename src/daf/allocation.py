@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from daf.errors import BudgetError, DataError
-from daf.kernels import header_bytes, plane_bytes
+from daf.kernels import code_bytes
 from daf.kernels.code_errors import relative_error
 from daf.plan import KEEP, Method, Site, Treatment
 from daf.planning.highs import LinearProgram, Rows
@@ -68,11 +68,11 @@ class Allocation:
     bound: float
 
 
-def code_bytes(elements: int, treatment: Treatment, element_bytes: int = _ELEMENT_BYTES) -> int:
+def held_bytes(elements: int, treatment: Treatment, element_bytes: int = _ELEMENT_BYTES) -> int:
     """Bytes that a value code of ``elements`` holds, headers included; kept: of the tensor."""
     if treatment == KEEP:
         return element_bytes * elements
-    return plane_bytes(elements, treatment.bits) + header_bytes(elements)
+    return code_bytes(elements, treatment.bits)
 
 
 def coded_sites(
@@ -106,7 +106,7 @@ def coded_sites(
             tuple(
                 Choice(
                     each,
-                    code_bytes(count, each, element_bytes),
+                    held_bytes(count, each, element_bytes),
                     variance_per_error[site] * relative_error(each),
                 )
                 for each in listed

@@ -67,6 +67,12 @@ Profiles = tuple[Profile, Profile | None]
 Weigh = Callable[[Profiles, Plan], Profiles]
 
 
+def profile_for(plan: Plan, profiles: Profiles) -> Profile:
+    """Of the operators that a plan runs."""
+    own, fused = profiles
+    return fused if plan.policy.fused and fused is not None else own
+
+
 class Choosing:
     """The plan in force, and how it came to be.
 
@@ -343,8 +349,7 @@ class Choosing:
     def profile_of(self, plan: Plan) -> Profile:
         """Of the operators that a plan runs."""
         assert self.profile is not None
-        fused = self.fused_profile
-        return fused if plan.policy.fused and fused is not None else self.profile
+        return profile_for(plan, (self.profile, self.fused_profile))
 
     # --- correction -------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from daf.choosing import Choosing, Profiles
+from daf.choosing import Choosing, Profiles, profile_for
 from daf.execution.capture import Capture
 from daf.execution.microbatch import LossFunction, batch_size
 from daf.kernels import BLOCK_ELEMENTS, header_bytes, plane_bytes
@@ -23,6 +23,7 @@ from daf.plan import Method, Plan, Policy, Site, SiteReport
 from daf.planning.noise import expected_noise
 from daf.planning.planner import DEFAULT_TOLERANCE
 from daf.planning.widths import is_lossy, one_bit_wider
+from daf.profile import Profile
 from daf.sensing import Room, Sensing
 
 # One bit less adds four times the noise.
@@ -97,7 +98,7 @@ class NoiseControl:
         """
         if self.sensing.sensitivity is None and plan.added_noise > 0.0:
             resident = self._memory.held_bytes()
-            room = Room(profiles[0], budget_bytes)
+            room = Room(_to_measure(plan, profiles), budget_bytes)
             pool_bytes = self._capture.pool_bytes
             self.sensing.measure(batch, loss_fn, 0, room=room, pool_bytes=pool_bytes)
             # Code that was loaded for it, and small blocks of the allocator's, came to stay.
@@ -107,6 +108,7 @@ class NoiseControl:
 
     def _weighed(self, profiles: Profiles) -> Profiles:
         own, fused = profiles
+        self.sensing.check(each for each in profiles if each is not None)
         return self.sensing.weighed(own), None if fused is None else self.sensing.weighed(fused)
 
     def with_weights(self, policy: Policy) -> Policy:
@@ -172,7 +174,8 @@ class NoiseControl:
         planned = profile is not None and budget_bytes is not None
         room = None
         if profile is not None and budget_bytes is not None:
-            room = Room(profile, self._choosing.modelled(budget_bytes))
+            to_measure = _to_measure(running, self._choosing.profiles)
+            room = Room(to_measure, self._choosing.modelled(budget_bytes))
         is_new = self.sensing.measure(
             batch,
             loss_fn,
@@ -278,6 +281,12 @@ def _with_resident(profiles: Profiles, more_bytes: int) -> Profiles:
     )
     assert own is not None
     return own, fused
+
+
+def _to_measure(plan: Plan, profiles: Profiles) -> Profile:
+    """PyTorch's own operators save at the sites where a plan's do, but for some attention."""
+    found = profile_for(plan, profiles)
+    return found if found.score_sites else profiles[0]
 
 
 def _growth(report: SiteReport) -> float:

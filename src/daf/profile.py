@@ -216,6 +216,11 @@ class Profile:
         return self.chunk_bytes > 0
 
     @property
+    def score_sites(self) -> frozenset[Site]:
+        """Where q and k are saved of attention whose weights are computed again."""
+        return frozenset(each.site for each in self.savings if each.need is Need.SCORE)
+
+    @property
     def gains_by_fusing(self) -> bool:
         """Is any operator fused, or read in chunks?"""
         chunked = any(saving.reading is Reading.CHUNKS for saving in self.savings)

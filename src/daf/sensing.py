@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -20,7 +22,7 @@ from daf.execution.capture import Capture
 from daf.execution.gradient_step import Before
 from daf.execution.microbatch import LossFunction, batch_size, batch_slice
 from daf.memory.keeping import Keeper
-from daf.plan import Policy, coded_policy
+from daf.plan import LEAST_SCORE_BITS, Policy, coded_policy
 from daf.planning import planner
 from daf.planning.options import LOSSY
 from daf.profile import Profile
@@ -31,7 +33,7 @@ from daf.store.default import make_store
 
 # Under which codes every site is measured: coarse enough for its noise to stand out.
 MEASURED_BITS = 2
-MEASURED_UNDER = coded_policy(MEASURED_BITS)
+MEASURED_UNDER = coded_policy(MEASURED_BITS, score_bits=LEAST_SCORE_BITS)
 PART = 4  # a measurement takes this part of a batch
 SMALLEST_PART = 4  # examples
 _EFFORT = Effort()
@@ -47,10 +49,26 @@ def _effort(examples: int) -> Effort:
 
 
 class Room(NamedTuple):
-    """What a measurement has to fit into: the profile's own measure of the budget (bytes)."""
+    """What a measurement has to fit into: the profile's own measure of the budget (bytes).
+
+    Where the profile is of attention that is computed again, that is what is measured.
+    """
 
     profile: Profile
     budget_bytes: int
+
+
+def measured_under(profile: Profile | None, examples: int) -> Policy:
+    """The codes under which sites are measured, each one's own, to plan with.
+
+    Args:
+        profile: whose attention, if it is computed again, saves other tensors than PyTorch's.
+        examples: of a measurement; it has as many chunks as a whole batch.
+    """
+    if profile is None or not profile.score_sites:
+        return MEASURED_UNDER
+    chunk_bytes = max(1, profile.chunk_bytes * examples // profile.batch_size)
+    return replace(MEASURED_UNDER, chunked=True, chunk_bytes=chunk_bytes)
 
 
 class Sensing:
@@ -123,10 +141,10 @@ class Sensing:
             self._keeper.expect(self._predicted_bytes(room.profile, examples))
         start_s = time.perf_counter()
         self.is_measuring = True
+        asked = policy or measured_under(room and room.profile, examples)
+        part, separate = batch_slice(batch, 0, examples), policy is None
         try:
-            found = self._guarded(
-                batch_slice(batch, 0, examples), loss_fn, step_index, policy, pool_bytes
-            )
+            found = self._guarded(part, loss_fn, step_index, asked, pool_bytes, separate)
         finally:
             self.is_measuring = False
             self._last_ms = 1000.0 * (time.perf_counter() - start_s)
@@ -138,21 +156,26 @@ class Sensing:
         return True
 
     def weighed(self, profile: Profile) -> Profile:
-        """The profile with what is known of its sites' sensitivities.
-
-        Raises:
-            DataError: what is known is of another model.
-        """
+        """The profile with what is known of its sites' sensitivities."""
         found = self.sensitivity
         if found is None:
             return profile
-        lossy = {each.site for each in profile.savings if each.need in LOSSY and each.treatable}
-        if lossy and not lossy & found.sites.keys():
+        return replace(profile, weights=found.weights(), noise_per_weight=found.noise_per_weight)
+
+    def check(self, profiles: Iterable[Profile]) -> None:
+        """Is what is known of this model, whichever operators it was profiled with?
+
+        Raises:
+            DataError: it is of another.
+        """
+        savings = chain.from_iterable(each.savings for each in profiles)
+        lossy = {each.site for each in savings if each.need in LOSSY and each.treatable}
+        found = self.sensitivity
+        if found is not None and lossy and not lossy & found.sites.keys():
             raise DataError(
                 f"asked to plan with sensitivities of {len(found.sites)} sites, none of which is "
                 f"one of this model's {len(lossy)}; leave them out, so that they are measured"
             )
-        return replace(profile, weights=found.weights(), noise_per_weight=found.noise_per_weight)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs (JSON-able)."""
@@ -184,8 +207,9 @@ class Sensing:
         part: Any,
         loss_fn: LossFunction,
         step_index: int,
-        policy: Policy | None,
+        policy: Policy,
         pool_bytes: int | None,
+        separate_codes: bool,
     ) -> Sensitivity | None:
         """None: memory was refused or codes were given up, so less is tried next; or no loss."""
         refusals, before = self._keeper.refusals(), Before(self._model)
@@ -195,11 +219,11 @@ class Sensing:
                 self._model,
                 loss_fn,
                 part,
-                policy or MEASURED_UNDER,
+                policy,
                 effort=_effort(batch_size(part)),
                 seed=self._seed,
                 step_index=step_index,
-                separate_codes=policy is None,
+                separate_codes=separate_codes,
                 capture=capture,
             )
         except NonFiniteLossError:

@@ -32,6 +32,7 @@ from daf.bench.accuracy_tasks import (
     Effort,
     generation_task,
     image_task,
+    keyword_task,
     minilm_folder,
     personalisation_task,
     sentence_task,
@@ -335,6 +336,18 @@ def test_personalisation_learns_others_first(tmp_path: Path) -> None:
         assert mine is not other
     row = train_once(task, "rotated-2", 0, TINY)
     assert row["before"].keys() == row["metrics"].keys() == {"accuracy_percent"}
+
+
+def test_keywords_are_tested_on_other_clips_of_the_same_speakers(tmp_path: Path) -> None:
+    task = keyword_task(write_spoken(tmp_path / "s.npz"))
+    prepared = task.prepare(0, TINY)
+    assert (prepared.task.train_examples, prepared.task.test_examples) == (30, 30)
+    row = train_once(task, "plain", 0, TINY)
+    assert row["finished"]
+    assert row["metrics"].keys() == {"accuracy_percent"}
+    other = task.prepare(1, TINY).model
+    pairs = zip(prepared.model.parameters(), other.parameters(), strict=True)
+    assert any(not torch.equal(*pair) for pair in pairs)
 
 
 def write_sst2(folder: Path) -> Path:

@@ -16,10 +16,10 @@ from torch import Tensor
 from daf.errors import SavedTensorError
 from daf.execution import packing
 from daf.execution.collaborate import Route
-from daf.execution.host_encoding import code_bytes, encode_on_host
+from daf.execution.host_encoding import encode_on_host
 from daf.execution.packing import HostCodes, HostMemoryWarning, HostOptions
 from daf.execution.routing import Sent
-from daf.kernels import cpu, words_per_plane
+from daf.kernels import code_bytes, cpu, words_per_plane
 from daf.plan import Method, Treatment
 from daf.units import pinned_bytes
 
@@ -33,13 +33,12 @@ class Given:
     """Routes that are known."""
 
     is_watching = False
-    most_raw_bytes = float("inf")
 
     def __init__(self, routes: Sequence[Route]) -> None:
         self._routes = iter(routes)
         self.packed_bytes: list[int] = []
 
-    def begin_pass(self) -> None: ...
+    def begin_pass(self, most_raw_bytes: float) -> None: ...
 
     def take(self) -> Route:
         return next(self._routes)

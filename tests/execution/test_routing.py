@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +10,8 @@ import pytest
 
 from daf.execution import routing
 from daf.execution.collaborate import Rates, Route, split
-from daf.execution.host_encoding import code_bytes
 from daf.execution.routing import MeasuredRoutes, Sent, processor_rate
+from daf.kernels import code_bytes
 from daf.plan import Method, Treatment
 
 TWO_BITS = Treatment(Method.ROTATED, 2)
@@ -58,9 +59,15 @@ class Clock:
         return Sent(route, ELEMENTS, RAW, TWO_BITS, before, self.mark(), copy)
 
 
-def run_pass(routes: MeasuredRoutes, clock: Clock, layer_ms: float = 10.0, layers: int = 6) -> Any:
+def run_pass(
+    routes: MeasuredRoutes,
+    clock: Clock,
+    layer_ms: float = 10.0,
+    layers: int = 6,
+    most_raw_bytes: float = math.inf,
+) -> Any:
     """A forward pass of some layers, each of which saves one tensor at its end."""
-    routes.begin_pass()
+    routes.begin_pass(most_raw_bytes)
     watched, taken = routes.is_watching, []
     for _ in range(layers):
         clock.now_ms += layer_ms
@@ -146,7 +153,7 @@ def test_a_pass_that_is_given_up_is_forgotten_and_it_looks_again() -> None:
     clock = Clock(pack_ms=3.0, raw_ms=4.0)
     routes = MeasuredRoutes(clock)
     run_pass(routes, clock)
-    routes.begin_pass()
+    routes.begin_pass(math.inf)
     assert routes.is_watching
     routes.note(clock.sent(routes.take()))
     watched = [run_pass(routes, clock)[0] for _ in range(3)]
@@ -157,8 +164,8 @@ def test_a_pass_that_is_given_up_is_forgotten_and_it_looks_again() -> None:
 
 def test_what_is_too_large_to_go_as_it_is_is_packed_there() -> None:
     clock = Clock(pack_ms=3.0, raw_ms=4.0)
-    routes = MeasuredRoutes(clock, most_raw_bytes=RAW - 1)
-    taken = [run_pass(routes, clock)[1] for _ in range(4)]
+    routes = MeasuredRoutes(clock)
+    taken = [run_pass(routes, clock, most_raw_bytes=RAW - 1)[1] for _ in range(4)]
     assert set(taken[-1]) == {Route.GPU_PACKS}
     assert routes.seen is not None
 

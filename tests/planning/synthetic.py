@@ -12,7 +12,10 @@ from daf.plan import Method, Need, Reading, Site
 from daf.profile import Affine, CallProfile, DeviceSpeeds, Profile, Saving, Timeline
 
 MIB = 2**20
-NEEDS = (Need.LINEAR, Need.NORM, Need.SIGN, Need.LINEAR, Need.SMOOTH, Need.PRODUCT, Need.EXACT)
+NEEDS = (
+    *(Need.LINEAR, Need.NORM, Need.SIGN, Need.LINEAR),
+    *(Need.SMOOTH, Need.PRODUCT, Need.EXACT, Need.SCORE),
+)
 SPEEDS = DeviceSpeeds(
     encode=dict.fromkeys(Method, 1e9),
     decode=dict.fromkeys(Method, 1.3e9),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -60,6 +61,57 @@ def test_bits_go_where_the_weight_is(policy: str) -> None:
     assert plan.added_noise < 0.5 * before
 
 
+def scores_among(weights: list[float] | None) -> Profile:
+    """Two linear inputs with attention's q and k between them; chunks as plans have them."""
+    needs = (Need.LINEAR, Need.SCORE, Need.SCORE, Need.LINEAR)
+    measured = profile([saving(index, 4, need, MIB) for index, need in enumerate(needs)])
+    measured = replace(measured, chunk_bytes=MIB)
+    return measured if weights is None else weighted(measured, weights)
+
+
+def score_treatments(measured: Profile, budget: int, policy: str = "optimal") -> list[Treatment]:
+    plan = planner.make_plan(measured, budget, policy=policy, allowed=CODES_ONLY)
+    scores = [each.site for each in measured.savings if each.need is Need.SCORE]
+    return [plan.policy.by_site[site] for site in scores]
+
+
+EIGHT, FOUR = coded_policy(8), coded_policy(4, score_bits=4)
+
+
+@pytest.mark.parametrize("policy", ["optimal", "quantize"])
+def test_queries_and_keys_have_four_bits_where_it_was_measured_that_these_add_little(
+    policy: str,
+) -> None:
+    four, eight = (each.by_need[Need.SCORE] for each in (FOUR, EIGHT))
+    assumed, faint = scores_among(None), scores_among([1.0, 0.01, 0.01, 1.0])
+    tightest = partial(planner.least_feasible_budget, policy=policy, allowed=CODES_ONLY)
+    assert tightest(faint) < tightest(assumed) - 3 * MIB
+    assert score_treatments(faint, tightest(faint), policy) == [four, four]
+    assert score_treatments(assumed, tightest(assumed), policy) == [eight, eight]
+    # One of them alone was measured: what the other's would add is not known.
+    partly = replace(faint, weights=dict(list(faint.weights.items())[:2]))
+    assert set(score_treatments(partly, tightest(partly), policy)) == {eight}
+
+
+def test_queries_and_keys_keep_eight_bits_where_four_would_add_too_much() -> None:
+    loud = scores_among([0.001, 1000.0, 1000.0, 0.001])
+    keeping_to: dict[str, Any] = {"tolerance": planner.DEFAULT_TOLERANCE, "allowed": CODES_ONLY}
+    budget = planner.least_feasible_budget(loud, **keeping_to)
+    plan = planner.make_plan(loud, budget, **keeping_to)
+    scores = [each.site for each in loud.savings if each.need is Need.SCORE]
+    assert all(plan.policy.by_site[site] == EIGHT.by_need[Need.SCORE] for site in scores)
+    narrower = dict.fromkeys(scores, FOUR.by_need[Need.SCORE])
+    four = replace(plan.policy, by_site=dict(plan.policy.by_site) | narrower)
+    assert plan.added_noise <= planner.DEFAULT_TOLERANCE
+    assert sum(expected_noise(loud, four, loud.batch_size).values()) > planner.DEFAULT_TOLERANCE
+
+
+def test_a_uniform_level_keeps_eight_bits_whatever_was_measured() -> None:
+    faint = scores_among([1.0, 0.01, 0.01, 1.0])
+    budget = planner.least_feasible_budget(faint, policy="2-bit")
+    assert all(each.bits == 8 for each in score_treatments(faint, budget, "2-bit"))
+
+
 @few
 @given(profiles(may_be_fused=True), st.floats(0.0, 1.0), st.data())
 def test_quantizing_by_weight_is_never_noisier_than_one_width_everywhere(
@@ -68,12 +120,12 @@ def test_quantizing_by_weight_is_never_noisier_than_one_width_everywhere(
     sites = sorted({each.site for each in measured.savings}, key=str)
     numbers = data.draw(st.lists(st.floats(0.01, 100.0), min_size=len(sites), max_size=len(sites)))
     heavy = replace(measured, weights=dict(zip(sites, numbers, strict=True)), noise_per_weight=0.01)
-    least = planner.least_feasible_budget(heavy, policy="quantize")
+    uniform = [*policies._quantizing(heavy, CODES_ONLY)]
+    least = min(each.peak_bytes(heavy) for each in uniform)
+    assert planner.least_feasible_budget(heavy, policy="quantize") <= least
     budget = least + int(share * 0.2 * least)
     plan = planner.make_plan(heavy, budget, policy="quantize")
-    fitting = [
-        each for each in policies._quantizing(heavy, CODES_ONLY) if each.peak_bytes(heavy) <= budget
-    ]
+    fitting = [each for each in uniform if each.peak_bytes(heavy) <= budget]
     assert fitting
     # HiGHS stops within a thousandth, of an objective that holds a little time too.
     assert plan.added_noise <= min(each.noise for each in fitting) * 1.002 + 1e-4

@@ -17,9 +17,9 @@ from daf.allocation import (
     CodedSite,
     actnn_sensitivity,
     actnn_widths,
-    code_bytes,
     coded_sites,
     gact_widths,
+    held_bytes,
     least_bytes,
     least_variance,
     uniform,
@@ -133,7 +133,7 @@ def test_bytes_and_variances_are_those_of_the_format() -> None:
     two = next(choice for choice in each.choices if choice.treatment.bits == 2)
     assert two.nbytes == 2560 * 2 // 8 + 10 * 4
     assert two.variance == pytest.approx(7.0 * rotated_error(2, 2))
-    assert code_bytes(2560, KEEP) == 10_240
+    assert held_bytes(2560, KEEP) == 10_240
 
 
 def test_what_cannot_be_had_is_refused() -> None:
@@ -152,7 +152,7 @@ def test_what_cannot_be_had_is_refused() -> None:
 
 def test_uniform_takes_one_width() -> None:
     sites = sites_of([2560, 5120], [1.0, 100.0])
-    found = uniform(sites, code_bytes(2560, STANDARD_TREATMENTS[2]) * 3)
+    found = uniform(sites, held_bytes(2560, STANDARD_TREATMENTS[2]) * 3)
     assert set(found.treatments.values()) == {Treatment(Method.ROTATED, 3)}
 
 

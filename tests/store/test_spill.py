@@ -552,7 +552,7 @@ def test_a_record_that_a_waiting_thread_still_holds_is_counted_out_once(
     assert waiting.writing is not None
     if is_written:
         waiting.writing.result(30)
-    store._release(record)  # as the finalizer does
+    store.drop(record)  # as the finalizer does
     busy.set()
     next_one = put_and_flush(store, tensor(2.0, 4))
     assert store.stored_bytes == next_one.nbytes

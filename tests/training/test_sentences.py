@@ -16,6 +16,7 @@ from daf.training.batches import BatchOrder
 from daf.training.data import load_data
 from daf.training.data.contents import ImageData
 from daf.training.data.sentences import SENTENCE_KINDS
+from daf.training.data.spoken import load_known_speakers, read_spoken_digits
 from daf.training.data.tokens import ByteTokenizer, SentenceData
 from daf.training.loop import train
 from daf.training.metrics import classification_metrics, correlation_metrics, token_metrics
@@ -203,6 +204,22 @@ def write_spoken(path: Path, **changes: np.ndarray) -> Path:
     }
     np.savez(path, **(arrays | changes))
     return path
+
+
+def test_every_second_clip_of_each_speaker_s_digit_is_for_testing(tmp_path: Path) -> None:
+    count = 10 * 2 * 6
+    audio = (np.random.default_rng(0).standard_normal((count, 8000)) * 3000).astype(np.int16)
+    order = np.random.default_rng(1).permutation(count)
+    labels, speakers = np.arange(count)[order] % 10, (np.arange(count)[order] // 10) % 2
+    path = write_spoken(tmp_path / "s.npz", audio=audio, label=labels, speaker=speakers)
+    data, whole = load_known_speakers(path), read_spoken_digits(path)
+    assert (len(data.train), len(data.test)) == (60, 60)
+    seen = [{image.tobytes() for image in each.images} for each in (data.train, data.test)]
+    assert len(seen[0] | seen[1]) == count
+    for part in seen:
+        mine = np.array([image.tobytes() in part for image in whole.clips.images])
+        kinds = whole.speakers[mine] * 10 + whole.clips.labels[mine]
+        assert (np.bincount(kinds) == 3).all()
 
 
 def test_the_last_speaker_is_kept_for_testing(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from daf.bench.accuracy_tasks import (
     Effort,
     generation_task,
     image_task,
+    keyword_task,
     personalisation_task,
     sentence_task,
 )
@@ -47,6 +48,7 @@ _TASKS: Mapping[str, Callable[[Path], Task]] = {
         for lora in (False, True)
     },
     "gpt2-e2e-lora": lambda folder: generation_task(folder / "e2e"),
+    "keywords": lambda folder: keyword_task(folder / _SPOKEN),
     "personalisation": lambda folder: personalisation_task(folder / _SPOKEN),
     "personalisation-budget": lambda folder: BudgetTask(folder / _SPOKEN),
     **{f"bias-{each}": partial(_bias, each) for each in NETWORKS},

@@ -24,9 +24,9 @@ from daf.allocation import (
     STANDARD_TREATMENTS,
     CodedSite,
     actnn_widths,
-    code_bytes,
     coded_sites,
     gact_widths,
+    held_bytes,
     least_variance,
 )
 from daf.errors import UnknownNameError
@@ -252,7 +252,7 @@ def coded_elements(
 
 def _elements(report: SiteReport) -> int:
     """Whole blocks, from the bytes that their code holds (a norm's few statistics among them)."""
-    per_block = code_bytes(BLOCK_ELEMENTS, report.treatment)
+    per_block = held_bytes(BLOCK_ELEMENTS, report.treatment)
     return report.held_bytes // per_block * BLOCK_ELEMENTS
 
 

@@ -19,7 +19,7 @@ from daf.errors import DataError
 from daf.training.batches import Batch, BatchOrder
 from daf.training.data import load_data
 from daf.training.data.contents import ImageData
-from daf.training.data.spoken import load_new_speaker
+from daf.training.data.spoken import load_known_speakers, load_new_speaker
 from daf.training.data.tokens import SentenceData
 from daf.training.models import Goal, find_model
 from daf.training.tasks import make_task
@@ -268,6 +268,21 @@ def _adamw(model: nn.Module, rate: float) -> torch.optim.Optimizer:
 
 
 # --- a speaker never heard ----------------------------------------------------------------------
+
+
+def keyword_task(path: Path, *, epochs: int = 60) -> AccuracyTask:
+    """A keyword network from scratch, tested on other clips of the speakers that it heard."""
+
+    def prepare(seed: int, effort: Effort) -> Prepared:
+        data = load_known_speakers(path)
+        torch.manual_seed(seed)
+        model = find_model("resnet20").build(data.facts)
+        task = make_task(Goal.CLASSIFY, data, model, augment=False)
+        optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=5e-4)
+        steps = effort.steps(epochs * max(1, task.train_examples // 64))
+        return _prepared(model, optimizer, task, 64, seed, steps)
+
+    return AccuracyTask("keywords", "accuracy_percent", True, prepare)
 
 
 def personalisation_task(path: Path, *, learning_steps: int = LEARNING_STEPS) -> AccuracyTask:

@@ -144,12 +144,11 @@ class _Given:
     """Routes that were chosen before."""
 
     is_watching = False
-    most_raw_bytes = float("inf")
 
     def __init__(self, routes: Sequence[Route]) -> None:
         self._routes = iter(routes)
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, most_raw_bytes: float) -> None:
         """There is one."""
 
     def take(self) -> Route:

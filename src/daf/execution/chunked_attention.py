@@ -8,7 +8,8 @@ of the batch at a time, in forward and once more in backward.
 The noise is drawn in one call, as PyTorch draws it, so that the same seed drops the
 same weights; every step is the composite's own. Where nothing is coded, gradients are
 PyTorch's up to the order of additions. Weights are not linear in q and k, so that
-few bits of these would bias the gradient: their codes have eight.
+few bits of these would bias the gradient: their codes have eight, or four where a plan knows
+what these add.
 
 Second derivatives are refused by autograd.
 """

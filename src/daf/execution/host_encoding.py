@@ -5,14 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from daf.kernels import block_count, cpu, header_bytes, plane_bytes, words_per_plane
+from daf.kernels import WORD_BYTES, code_bytes, cpu, words_per_plane
 from daf.plan import Treatment
 from daf.store.codec import element_type
-
-
-def code_bytes(count: int, bits: int) -> int:
-    """Of planes and headers."""
-    return plane_bytes(count, bits) + header_bytes(count)
 
 
 def words_for(count: int, bits: int, *, pinned: bool) -> Tensor:
@@ -26,7 +21,7 @@ def words_for(count: int, bits: int, *, pinned: bool) -> Tensor:
     Raises:
         RuntimeError: no pinned memory is left.
     """
-    words = bits * words_per_plane(count) + block_count(count)
+    words = code_bytes(count, bits) // WORD_BYTES
     return torch.empty(words, dtype=torch.int32, pin_memory=pinned)
 
 

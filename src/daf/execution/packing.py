@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from daf.errors import PlatformError, SavedTensorError
 from daf.execution.collaborate import Route
-from daf.execution.host_encoding import code_bytes, encode_on_host, words_for
+from daf.execution.host_encoding import encode_on_host, words_for
 from daf.execution.routing import MeasuredRoutes, Routes, Sent
+from daf.kernels import code_bytes
 from daf.memory.domain import device_of
 from daf.plan import Method, Treatment
 from daf.store.coder import can_code_on, is_processor, is_recorded
@@ -124,7 +125,6 @@ class HostCodes:
         self._options = replace(self._options, staging_bytes=staging_bytes, raw_bytes=raw_bytes)
         for place in self._all():
             place.store.staging_bytes = staging_bytes
-            place.routes.most_raw_bytes = raw_bytes
 
     @property
     def device_bytes(self) -> int:
@@ -169,7 +169,7 @@ class HostCodes:
     def begin_pass(self) -> None:
         """A forward pass begins."""
         for place in self._all():
-            place.routes.begin_pass()
+            place.routes.begin_pass(self._options.raw_bytes)
 
     def room(self, tensor: Tensor, count: int, bits: int) -> HostStore | None:
         """A store to write so many planes of a tensor's in; None: they must stay on its device."""
@@ -281,7 +281,6 @@ class HostCodes:
         if found is None:
             store = self._make_store(device, self._options.staging_bytes)
             found = _Place(store, self._make_routes(store))
-            found.routes.most_raw_bytes = self._options.raw_bytes
             store.on_moved, store.on_read = self.on_moved, found.routes.end_forward
             with self._lock:
                 self._places[device] = found

@@ -7,7 +7,6 @@ took and how long its copy. At the start of a later pass, when they are past, th
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,7 +16,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from daf.execution.collaborate import Rates, Route, Saved, split
-from daf.execution.host_encoding import code_bytes, encode_on_host
+from daf.execution.host_encoding import encode_on_host
+from daf.kernels import code_bytes
 from daf.plan import Treatment
 from daf.store.transfers import Transfers
 
@@ -59,10 +59,8 @@ class Seen(NamedTuple):
 class Routes(Protocol):
     """Tells every tensor of a pass its way."""
 
-    most_raw_bytes: float
-
-    def begin_pass(self) -> None:
-        """Another forward pass begins."""
+    def begin_pass(self, most_raw_bytes: float) -> None:
+        """Another forward pass begins; larger tensors must not go as they are."""
 
     def take(self) -> Route:
         """The next tensor's way."""
@@ -84,10 +82,8 @@ class Routes(Protocol):
 class MeasuredRoutes:
     """The split by measured rates; until there are any, the device packs everything."""
 
-    def __init__(self, transfers: Transfers, most_raw_bytes: float = math.inf) -> None:
-        """``most_raw_bytes``: of one tensor that may go as it is, for the processor to pack."""
+    def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
-        self.most_raw_bytes = most_raw_bytes
         self._passes = 0
         self._ways: tuple[Route, ...] = ()
         self._next: Iterator[Route] = iter(())
@@ -103,12 +99,12 @@ class MeasuredRoutes:
         """Of the tensors of a pass, in order; those beyond are packed by the device."""
         return self._ways
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, most_raw_bytes: float) -> None:
         """Decide anew, if a watched pass is past."""
         if self._end is None:
             self._sent.clear()  # a pass that was given up, or never read: it tells nothing
         elif self._sent and self._is_past():
-            self._decide()
+            self._decide(most_raw_bytes)
         self._passes += 1
         # Not the first, in which kernels are compiled; and not while an earlier one is awaited.
         due = self._passes > 1 and (
@@ -152,7 +148,7 @@ class MeasuredRoutes:
         tickets += [each.copy for each in self._sent]
         return all(map(self._transfers.is_done, tickets))
 
-    def _decide(self) -> None:
+    def _decide(self, most_raw_bytes: float) -> None:
         sent, self._sent = self._sent, []
         elapsed, stolen_ms = self._transfers.elapsed_ms, 0.0
         saved = []
@@ -165,7 +161,7 @@ class MeasuredRoutes:
         forward_ms = max(0.0, elapsed(self._begin, self._end) - stolen_ms)
         assert self.rates is not None
         self.seen = Seen(tuple(saved), forward_ms)
-        self._ways = split(saved, self.rates, forward_ms, self.most_raw_bytes).routes
+        self._ways = split(saved, self.rates, forward_ms, most_raw_bytes).routes
 
     def _observe(self, sent: list[Sent], packing_ms: float) -> None:
         packed = sum(each.raw_bytes for each in sent if each.route is Route.GPU_PACKS)

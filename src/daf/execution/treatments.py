@@ -263,7 +263,7 @@ class Treater:
         """Dropout's noise, if it really takes two values."""
         if not is_dense(job.tensor) or not is_read_freely(job.tensor):
             return None
-        low, high = map(float, ranges.bounds(job.tensor))
+        low, high = ranges.bounds(job.tensor)
         if not low < high:
             return None
         code = self._coder.mask(job.tensor, Predicate.ABOVE, low, travels=job.treatment.travels)

@@ -21,6 +21,7 @@ from typing import NamedTuple
 FORMAT_VERSION = 3
 BLOCK_ELEMENTS = 256
 HEADER_BYTES_PER_BLOCK = 4
+WORD_BYTES = 4  # of planes, and a block's header
 ROWS_PER_SPAN = 256  # of sums over rows; as in csrc/rows.h
 ROTATED_BITS = (1, 2, 3, 4)
 MINMAX_BITS = (1, 2, 3, 4, 5, 6, 7, 8)
@@ -226,9 +227,14 @@ def words_per_plane(count: int) -> int:
 
 def plane_bytes(count: int, bits: int) -> int:
     """Bytes of all ``bits`` planes of a tensor of ``count`` elements."""
-    return 4 * bits * words_per_plane(count)
+    return WORD_BYTES * bits * words_per_plane(count)
 
 
 def header_bytes(count: int) -> int:
     """Bytes of the header array of a tensor of ``count`` elements."""
     return HEADER_BYTES_PER_BLOCK * block_count(count)
+
+
+def code_bytes(count: int, bits: int, *, headers: bool = True) -> int:
+    """Bytes of a tensor's planes and, where it has them, of the headers behind them."""
+    return plane_bytes(count, bits) + (header_bytes(count) if headers else 0)

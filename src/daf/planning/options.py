@@ -4,7 +4,8 @@ A *family* is the sites whose tensors share memory: keeping one keeps them all,
 so they are decided together. Its options are *keep*, *exact* (only lossless
 treatments), a width of 8, 4, 3, 2 or 1 bits, which gives every tensor of the family
 the treatment that :func:`daf.plan.coded_policy` gives its need, *spill*, and where codes may travel
-*exact* and every width once more, in host memory.
+*exact* and every width once more, in host memory. Attention's q and k have eight bits at every
+width; where it was measured what fewer add, they may have four.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from daf.kernels import header_bytes, plane_bytes
+from daf.kernels import code_bytes
 from daf.kernels.code_errors import relative_error
 from daf.plan import (
     DERIVED,
     KEEP,
+    LEAST_SCORE_BITS,
     Method,
     Need,
     Reading,
@@ -32,6 +34,7 @@ from daf.units import pinned_bytes
 
 WIDTHS = (8, 4, 3, 2, 1)
 KEPT, EXACT, SPILLED = "keep", "exact", "spill"
+_LEAST_SCORES = f"{LEAST_SCORE_BITS} with scores"
 _ON_HOST = " on the host"
 # What errors of 1 everywhere add, relative to the batch's own noise, until that was measured. Where
 # every example has one product with each weight the two are equal; ResNet-20 showed 0.2 to 0.7.
@@ -142,6 +145,11 @@ def served_weights(profile: Profile) -> dict[Site, float]:
     return found
 
 
+def _has_weighed_scores(profile: Profile) -> bool:
+    """Was it measured, not assumed, what a code of few bits adds at every q and k?"""
+    return bool(profile.score_sites) and profile.score_sites <= profile.weights.keys()
+
+
 class OptionMaker:
     """Options of families at one size of piece."""
 
@@ -152,6 +160,9 @@ class OptionMaker:
         exact = {**exact_policy().by_need, **DERIVED}
         self._levels: list[tuple[str, Mapping[Need, Treatment]]] = [(EXACT, exact)]
         self._levels += [(str(width), coded_policy(width).by_need) for width in allowed.widths]
+        if LEAST_SCORE_BITS in allowed.widths and _has_weighed_scores(profile):
+            least = coded_policy(LEAST_SCORE_BITS, score_bits=LEAST_SCORE_BITS)
+            self._levels.append((_LEAST_SCORES, least.by_need))
         if Method.SPILL in allowed.methods:
             self._levels.append((SPILLED, dict.fromkeys(Need, _SPILL)))
         self._served = served_weights(profile)
@@ -328,8 +339,8 @@ class OptionMaker:
             return 0
         if treatment.method is Method.PACK:
             return int(saving.packed_bits * count / 8)
-        headers = header_bytes(count) if treatment.method in _WITH_HEADERS else 0
-        return plane_bytes(count, treatment.bits) + headers
+        headers = treatment.method in _WITH_HEADERS
+        return code_bytes(count, treatment.bits, headers=headers)
 
     def _noise(self, saving: Saving, treatment: Treatment) -> float:
         """Of this tensor and of those that are computed from it."""

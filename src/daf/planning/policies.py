@@ -211,13 +211,24 @@ def _at_level(level: str) -> Callable[[Profile, Allowed], Iterator[Candidate]]:
 
 def _least_noise(profile: Profile, limit: int, allowed: Allowed) -> Candidate | None:
     """Codes alone, of the whole batch: the widths of least noise whose peak is within the limit."""
-    own = replace(allowed, replay=False, methods=allowed.methods - {Method.SPILL})
-    table = make_table(profile, profile.batch_size, own)
+    table = _table_of_codes(profile, allowed)
     price_ms = _NOISE_FIRST * noise_price_ms(profile)
     found = Program(table, math.inf, price_ms).least_objective(limit)
     if found is None or math.isinf(found.objective):
         found = solve_greedily(table, limit, math.inf, price_ms)
     return Candidate(table, found.selection) if found else None
+
+
+def _least_coded(profile: Profile, allowed: Allowed) -> Candidate | None:
+    """The widths among which ``_least_noise`` chooses whose peak is lowest."""
+    table = _table_of_codes(profile, allowed)
+    selection = Program(table, math.inf, 0.0).least_peak()
+    return None if selection is None else Candidate(table, selection)
+
+
+def _table_of_codes(profile: Profile, allowed: Allowed) -> Table:
+    own = replace(allowed, replay=False, methods=allowed.methods - {Method.SPILL})
+    return make_table(profile, profile.batch_size, own)
 
 
 _FIXED: Mapping[str, Callable[[Profile, Allowed], Iterator[Candidate]]] = {
@@ -253,6 +264,8 @@ def find(
 
 def least(policy: str, profile: Profile, tolerance: float, allowed: Allowed) -> Candidate | None:
     """What a policy can do that peaks lowest."""
+    if policy == "quantize" and profile.weights:
+        return _least_coded(profile, allowed)
     if policy in _FIXED:
         candidates = _FIXED[policy](profile, allowed)
         return min(candidates, key=lambda each: each.peak_bytes(profile), default=None)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from daf.kernels import header_bytes, plane_bytes
+from daf.kernels import code_bytes, plane_bytes
 from daf.store.pool_view import EvictedPlane, PlaneView
 
 # Page p of a tensor whose every plane is one page is page p: 64 planes, then the headers.
@@ -120,7 +120,7 @@ class PlainStore:
         tag: int = 0,  # noqa: ARG002
     ) -> Planes:
         """Exactly the bytes that the format takes, headers behind the planes."""
-        size = plane_bytes(count, bits) + (header_bytes(count) if headers else 0)
+        size = code_bytes(count, bits, headers=headers)
         return _WholePlanes(self.allocate(size), count, bits)
 
     def take_evictions(self) -> tuple[tuple[EvictedPlane, ...], int]:

@@ -12,8 +12,6 @@ before its memory is let go of. After DAF (arXiv 2507.07149, collaborative packi
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -22,13 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from daf.kernels import block_count, words_per_plane
+from daf.kernels import WORD_BYTES, code_bytes, words_per_plane
 from daf.kernels.gpu_planes import DevicePlanes, flat_planes
+from daf.store.record_store import RecordStore
 from daf.store.stream_order import HomeStream, Streams, streams_of
 from daf.store.transfers import CudaTransfers, Transfers
 from daf.units import pinned_bytes
-
-WORD_BYTES = 4
 
 
 class Record:
@@ -48,15 +45,9 @@ class Record:
         self.was_read = False
 
     @property
-    def words(self) -> int:
-        """Of planes and headers."""
-        headers = block_count(self.count) if self.headers else 0
-        return self.bits * words_per_plane(self.count) + headers
-
-    @property
     def nbytes(self) -> int:
-        """The same in bytes."""
-        return WORD_BYTES * self.words
+        """Of planes and headers."""
+        return code_bytes(self.count, self.bits, headers=self.headers)
 
     @property
     def is_there(self) -> bool:
@@ -118,7 +109,7 @@ class HostPlanes:
         self._store.drop(self._record)
 
 
-class HostStore:
+class HostStore(RecordStore[Record]):
     """Words of one device's codes, on the host and passing through the device; any thread."""
 
     def __init__(
@@ -140,6 +131,7 @@ class HostStore:
         Raises:
             PlatformError: there is no such device.
         """
+        super().__init__()
         self.device = device
         self.staging_bytes = staging_bytes
         self.transfers = transfers or CudaTransfers(device)
@@ -147,9 +139,6 @@ class HostStore:
         self.on_moved: Callable[[], None] = lambda: None  # there may be more on the device now
         self.on_read: Callable[[], None] = lambda: None
         self.last_copy: Any = None  # of what was sent
-        self._lock = threading.Lock()
-        # The last reference to planes may go anywhere, also where this lock is held.
-        self._dropped: deque[Record] = deque()
         self._live: dict[int, Record] = {}
         self._numbers = 0
         self._device_bytes = 0
@@ -306,7 +295,7 @@ class HostStore:
             self._place(record)
 
     def _place(self, record: Record) -> None:
-        record.on_device = self._empty(record.words)
+        record.on_device = self._empty(record.nbytes // WORD_BYTES)
         self._device_bytes += record.nbytes
 
     def _empty(self, words: int) -> Tensor:
@@ -343,19 +332,6 @@ class HostStore:
                 pass
 
     # --- ends -------------------------------------------------------------------------------
-
-    def drop(self, record: Record) -> None:
-        """Nobody holds the planes any more. Never waits, because anybody may be the last."""
-        self._dropped.append(record)
-        if self._lock.acquire(blocking=False):
-            try:
-                self._drain()
-            finally:
-                self._lock.release()
-
-    def _drain(self) -> None:
-        while self._dropped:
-            self._forget(self._dropped.popleft())
 
     def _forget(self, record: Record) -> None:
         if self._live.pop(record.number, None) is None:

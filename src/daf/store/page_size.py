@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from daf.kernels import header_bytes, plane_bytes
+from daf.kernels import code_bytes, header_bytes, plane_bytes
 
 DEFAULT_PAGE_BYTES = 4096
 _PAGE_SIZES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
@@ -28,7 +28,7 @@ def choose_page_bytes(
     lost = {
         size: sum(_lost(size, entry_bytes, *tensor) for tensor in tensors) for size in _PAGE_SIZES
     }
-    payload = sum(plane_bytes(*tensor) + header_bytes(tensor[0]) for tensor in tensors)
+    payload = sum(code_bytes(*tensor) for tensor in tensors)
     good = [size for size in _PAGE_SIZES if lost[size] <= waste * payload]
     return max(good, default=min(lost, key=lost.__getitem__))
 

@@ -20,7 +20,6 @@ import errno
 import os
 import shutil
 import tempfile
-import threading
 import warnings
 import weakref
 from collections import deque
@@ -33,6 +32,7 @@ import torch
 from torch import Tensor
 
 from daf.errors import SavedTensorError
+from daf.store.record_store import RecordStore
 from daf.store.spill_file import DEFAULT_QUOTA_SHARE, Extents, SpillFile, open_disk_file
 from daf.store.spill_io import read_storage, write_storage
 from daf.units import format_bytes
@@ -108,7 +108,7 @@ class _Space:
         self.file.close()
 
 
-class SpillStore:
+class SpillStore(RecordStore[SpillRecord]):
     """Takes storages to disk and brings them back; its file is made when the first one comes.
 
     Methods are called on the threads that run forward and backward, any number of them.
@@ -123,12 +123,10 @@ class SpillStore:
         options: SpillOptions | None = None,
         open_file: Callable[[], SpillFile] | None = None,
     ) -> None:
+        super().__init__()
         self._options = options or SpillOptions()
         self._open_file = open_file or self._open_on_disk
         self._space: _Space | None = None
-        self._lock = threading.Lock()
-        # The last reference to a record may go anywhere, also where this lock is held.
-        self._dropped: deque[SpillRecord] = deque()
         self._in_flight: deque[weakref.ref[SpillRecord]] = deque()
         self._live: dict[int, weakref.ref[SpillRecord]] = {}
         self._ahead: dict[int, tuple[int, Future[Tensor]]] = {}
@@ -197,7 +195,7 @@ class SpillStore:
         record = SpillRecord(space, tensor, site, offset)
         record.number = self._numbers
         self._numbers += 1
-        record.on_release = self._release
+        record.on_release = self.drop
         self._waiting_bytes += record.nbytes
         self.taken_bytes += record.nbytes
         assert record.content is not None
@@ -365,19 +363,6 @@ class SpillStore:
             self._shared = None
 
     # --- ends -------------------------------------------------------------------------------
-
-    def _release(self, record: SpillRecord) -> None:
-        """Nobody holds the record any more. Never waits, because anybody may be the last."""
-        self._dropped.append(record)
-        if self._lock.acquire(blocking=False):
-            try:
-                self._drain()
-            finally:
-                self._lock.release()
-
-    def _drain(self) -> None:
-        while self._dropped:
-            self._forget(self._dropped.popleft())
 
     def _forget(self, record: SpillRecord) -> None:
         record.is_forgotten = True

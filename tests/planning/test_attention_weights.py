@@ -1,0 +1,201 @@
+"""Attention that is computed again in backward: what its codes of q, k and v add is measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from synthetic import MIB, saving
+from synthetic import profile as made_up_profile
+from torch import Tensor, nn
+
+from daf.errors import BudgetError
+from daf.execution.capture import Capture
+from daf.kernels.code_errors import relative_error
+from daf.plan import KEEP, Method, Need, Policy, Site, Treatment, plain_policy
+from daf.planning import planner
+from daf.planning.noise import expected_noise
+from daf.planning.options import Allowed
+from daf.sensing import MEASURED_UNDER, measured_under
+from daf.sensitivity.estimate import measure_sensitivity
+from daf.session import Session
+
+Batch = tuple[Tensor, Tensor]
+CODES_ONLY = Allowed(methods=frozenset(Method) - {Method.SPILL}, replay=False)
+DRAWS = 12
+EXAMPLES = 16
+
+
+class Attending(nn.Module):
+    """One layer of self-attention with dropout, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key, self.value = (nn.Linear(32, 32) for _ in range(3))
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            each(x).unflatten(2, (4, 8)).transpose(1, 2)
+            for each in (self.query, self.key, self.value)
+        )
+        mixed = F.scaled_dot_product_attention(2 * q, 2 * k, v, dropout_p=0.1)
+        scores: Tensor = self.head(mixed.transpose(1, 2).flatten(2).mean(1))
+        return scores
+
+
+def batch_of(examples: int = EXAMPLES) -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    return (
+        torch.randn(examples, 32, 32, generator=generator),
+        torch.randint(0, 10, (examples,), generator=generator),
+    )
+
+
+def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def chunked(whole_bytes: int = 1 << 20, batch_size: int = 4 * EXAMPLES) -> Policy:
+    """As a session measures whose plans have chunked operators, on a quarter of its batch."""
+    scores = [saving(0, 1, Need.SCORE, MIB)]
+    profile = replace(made_up_profile(scores, batch=batch_size), chunk_bytes=whole_bytes)
+    return measured_under(profile, EXAMPLES)
+
+
+def needs_under(policy: Policy) -> dict[Site, Need]:
+    model, batch = Attending(), batch_of()
+    capture = Capture(model)
+    with capture.step(replace(policy, rederive=False), 0, 0, batch=batch):
+        cross_entropy(model, batch)
+    return {each.site: each.need for each in capture.sites()}
+
+
+def true_variance(model: nn.Module, site: Site, policy: Policy) -> float:
+    """Of the gradient over many seeds of one site; the same weights are dropped every time."""
+    samples = []
+    for draw in range(DRAWS):
+        torch.manual_seed(7)
+        with Capture(model).step(policy, 0, 0, batch=batch_of(), draws={site: draw}):
+            loss = cross_entropy(model, batch_of())
+        gradients = torch.autograd.grad(loss, [*model.parameters()])
+        samples.append(torch.cat([each.flatten() for each in gradients]))
+    return float(torch.stack(samples).var(0).sum())
+
+
+def test_estimates_of_queries_keys_and_values_agree_with_brute_force() -> None:
+    model, policy = Attending(), chunked()
+    torch.manual_seed(7)
+    found = measure_sensitivity(model, cross_entropy, batch_of(), policy)
+    needs = needs_under(policy)
+    scores = [site for site, need in needs.items() if need is Need.SCORE]
+    values = [site for site, need in needs.items() if need is Need.PRODUCT]
+    assert (len(scores), len(values)) == (2, 1)
+    for site in scores + values:
+        treatment = policy.treatment(needs[site], site)
+        assert treatment.bits == 4
+        expected = true_variance(model, site, replace(policy, rederive=False))
+        expected /= relative_error(treatment)
+        each = found.sites[site]
+        error = abs(each.variance_per_error - expected)
+        assert error < 4 * each.standard_error + 0.1 * expected, site
+
+
+def test_a_measurement_has_the_operators_that_plans_have_with_as_many_chunks() -> None:
+    """A quarter of the batch with a quarter's chunks saves at the same sites as all of it."""
+    weights_bytes = 4 * EXAMPLES * 4 * 32 * 32  # a quarter's
+    just_chunked = 4 * 4 * weights_bytes - 4  # attention's chunks are a quarter of others'
+    assert Need.SCORE in needs_under(chunked(just_chunked)).values()
+    assert Need.SCORE not in needs_under(chunked(just_chunked + 4)).values()
+    assert measured_under(None, EXAMPLES) is MEASURED_UNDER
+    others = replace(made_up_profile([saving(0, 1, Need.NORM, MIB)]), chunk_bytes=MIB)
+    assert measured_under(others, EXAMPLES) is MEASURED_UNDER
+    assert Need.PROBABILITY in needs_under(MEASURED_UNDER).values()
+
+
+def test_pieces_of_the_batch_run_the_same_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose weights PyTorch's own would hold at once, when everything is kept."""
+    ran: list[tuple[int, bool]] = []
+    step = Capture.step
+
+    def watched(self: Capture, policy: Policy, *rest: object, **options: object) -> object:
+        batch = options["batch"]
+        assert isinstance(batch, tuple)
+        ran.append((len(batch[0]), policy.chunked))
+        return step(self, policy, *rest, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Capture, "step", watched)
+    policy = chunked()
+    measure_sensitivity(Attending(), cross_entropy, batch_of(), policy)
+    assert {size for size, _ in ran} == {EXAMPLES, EXAMPLES // 4}
+    assert all(is_chunked for _, is_chunked in ran)
+
+
+class Stack(nn.Module):
+    """Layers of attention one behind the other, large enough to be worth a plan."""
+
+    def __init__(self, layers: int = 3, width: int = 64) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        attention = partial(nn.MultiheadAttention, width, 4, dropout=0.1, batch_first=True)
+        self.layers = nn.ModuleList(attention() for _ in range(layers))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(layers))
+        self.head = nn.Sequential(nn.Linear(width, 10), nn.BatchNorm1d(10))  # batches stay whole
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            y = norm(x)
+            x = x + layer(y, y, y, need_weights=False)[0]
+        scores: Tensor = self.head(x.mean(1))
+        return scores
+
+
+def session_for(model: nn.Module, budget: str | int) -> Session:
+    session = Session(model, torch.optim.SGD(model.parameters(), lr=0.01), budget)
+    session._choosing.terms = session._choosing.terms._replace(allowed=CODES_ONLY)
+    return session
+
+
+def error_of(model: nn.Module, batch: Batch, policy: Policy, draws: int = 12) -> float:
+    """The plain way: the mean squared distance from the gradient without codes."""
+
+    def gradient(policy: Policy, index: int) -> Tensor:
+        torch.manual_seed(7)
+        with Capture(model).step(policy, 0, index, batch=batch):
+            loss = cross_entropy(model, batch)
+        gradients = torch.autograd.grad(loss, [*model.parameters()])
+        return torch.cat([each.flatten() for each in gradients]).double()
+
+    exact = gradient(plain_policy(), 0)
+    found = [(gradient(policy, 100 + n) - exact).square().sum() for n in range(draws)]
+    return float(torch.stack(found).mean())
+
+
+def test_a_tight_session_gives_queries_and_keys_four_bits_and_tells_their_noise() -> None:
+    torch.manual_seed(1)
+    batch = torch.randn(128, 128, 64), torch.randint(0, 10, (128,))
+    with session_for(Stack(), "10MB") as session, pytest.raises(BudgetError) as caught:
+        session.prepare(batch, cross_entropy)
+    assert caught.value.least_bytes is not None
+    roomy_bytes = caught.value.least_bytes + 8 * MIB
+    with session_for(Stack(), roomy_bytes) as session:
+        profile = session._choosing.profile_of(session.prepare(batch, cross_entropy))
+        found = session.sensitivity
+    assert found is not None
+    assert found.batch_variance is not None
+    scores = [each.site for each in profile.savings if each.need is Need.SCORE]
+    assert len(scores) == 6
+    assert set(scores) <= found.sites.keys()
+    least = partial(planner.least_feasible_budget, allowed=CODES_ONLY)
+    saved_bytes = least(replace(profile, weights={})) - least(profile)
+    assert saved_bytes >= 2 * batch[0].numel() / 2  # half a byte of a layer's q and k each
+    plan = planner.make_plan(profile, least(profile), allowed=CODES_ONLY)
+    four = Treatment(Method.ROTATED, 4)
+    assert four in {plan.policy.by_site[site] for site in scores} <= {four, KEEP}
+    own = found.batch_variance * found.examples / len(batch[0])
+    told = sum(expected_noise(profile, plan.policy, plan.micro_batch).values()) * own
+    assert told == pytest.approx(error_of(Stack(), batch, plan.policy), rel=0.5)
