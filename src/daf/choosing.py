@@ -67,6 +67,10 @@ Profiles = tuple[Profile, Profile | None]
 Weigh = Callable[[Profiles, Plan], Profiles]
 
 
+def _unweighed(profile: Profile) -> Profile:
+    return replace(profile, weights={}, noise_per_weight=0.0)
+
+
 def profile_for(plan: Plan, profiles: Profiles) -> Profile:
     """Of the operators that a plan runs."""
     own, fused = profiles
@@ -316,16 +320,21 @@ class Choosing:
         """What a session sought when its state was taken, one that was resumed seeks anew."""
         self._search = BackgroundPlan(partial(_with_stop, self._maker(budget_bytes)))
 
-    def least_bytes(self) -> int:
-        """The least budget that any plan fits, as far as is known now."""
+    def least_bytes(self, *, weighed: bool = True) -> int:
+        """The least budget that any plan fits, as far as is known now; or without what was measured
+        of sensitivities.
+        """
         assert self.profile is not None
+        own, *also = (self.profile, *self._also)
+        if not weighed:
+            own, *also = (_unweighed(each) for each in (own, *also))
         terms = self.terms
         least = planner.least_feasible_budget(
-            self.profile,
+            own,
             policy=terms.policy,
             tolerance=terms.tolerance,
             allowed=terms.allowed,
-            also=self._also,
+            also=tuple(also),
         )
         return self._actual(least) + self._allowance_bytes
 

@@ -23,7 +23,6 @@ from daf.plan import Method, Plan, Policy, Site, SiteReport
 from daf.planning.noise import expected_noise
 from daf.planning.planner import DEFAULT_TOLERANCE
 from daf.planning.widths import is_lossy, one_bit_wider
-from daf.profile import Profile
 from daf.sensing import Room, Sensing
 
 # One bit less adds four times the noise.
@@ -98,15 +97,20 @@ class NoiseControl:
         """
         if self.sensing.sensitivity is None and plan.added_noise > 0.0:
             resident = self._memory.held_bytes()
-            room = Room(_to_measure(plan, profiles), budget_bytes)
+            room = Room(profiles[0], profile_for(plan, profiles), budget_bytes)
             pool_bytes = self._capture.pool_bytes
             self.sensing.measure(batch, loss_fn, 0, room=room, pool_bytes=pool_bytes)
             # Code that was loaded for it, and small blocks of the allocator's, came to stay.
             stays = max(0, self._memory.held_bytes() - resident)
             profiles = _with_resident(profiles, stays)
-        return self._weighed(profiles)
+        return self.weighed(profiles)
 
-    def _weighed(self, profiles: Profiles) -> Profiles:
+    def weighed(self, profiles: Profiles) -> Profiles:
+        """The profiles with the sensitivities that are at hand.
+
+        Raises:
+            DataError: they are of another model.
+        """
         own, fused = profiles
         self.sensing.check(each for each in profiles if each is not None)
         return self.sensing.weighed(own), None if fused is None else self.sensing.weighed(fused)
@@ -174,8 +178,8 @@ class NoiseControl:
         planned = profile is not None and budget_bytes is not None
         room = None
         if profile is not None and budget_bytes is not None:
-            to_measure = _to_measure(running, self._choosing.profiles)
-            room = Room(to_measure, self._choosing.modelled(budget_bytes))
+            operated = self._choosing.profile_of(running)
+            room = Room(profile, operated, self._choosing.modelled(budget_bytes))
         is_new = self.sensing.measure(
             batch,
             loss_fn,
@@ -199,7 +203,7 @@ class NoiseControl:
         start_s = time.perf_counter()
         weighed = self.sensing.weighed(self._choosing.profile_of(running))
         old = sum(expected_noise(weighed, running.policy, running.micro_batch).values())
-        self._choosing.reweigh(self._weighed(self._choosing.profiles), budget_bytes)
+        self._choosing.reweigh(self.weighed(self._choosing.profiles), budget_bytes)
         plan = self._choosing.plan
         self._has_widened = plan is not None and plan.added_noise < old
         self.sensing.schedule.note_plan(1000.0 * (time.perf_counter() - start_s))
@@ -281,12 +285,6 @@ def _with_resident(profiles: Profiles, more_bytes: int) -> Profiles:
     )
     assert own is not None
     return own, fused
-
-
-def _to_measure(plan: Plan, profiles: Profiles) -> Profile:
-    """PyTorch's own operators save at the sites where a plan's do, but for some attention."""
-    found = profile_for(plan, profiles)
-    return found if found.score_sites else profiles[0]
 
 
 def _growth(report: SiteReport) -> float:

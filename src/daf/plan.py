@@ -25,6 +25,10 @@ class Need(StrEnum):
     EXACT = "exact"  # anything not known to tolerate less
 
 
+# Needs whose codes add noise to the gradient.
+LOSSY = frozenset({Need.LINEAR, Need.NORM, Need.PRODUCT, Need.SCORE, Need.PROBABILITY, Need.SMOOTH})
+
+
 class Method(StrEnum):
     """How a saved tensor is stored."""
 
@@ -56,6 +60,7 @@ class Treatment:
 
     ``group``: how many neighbours share a mean that is coded instead of them (*averaged*).
     ``travels``: of a tensor on a GPU, the code waits in host memory until backward wants it.
+    ``whole``: no plane of it may be given up.
     """
 
     method: Method
@@ -63,6 +68,7 @@ class Treatment:
     rounds: int = 1
     group: int = 1
     travels: bool = False
+    whole: bool = False
 
     @property
     def is_code(self) -> bool:
@@ -189,7 +195,7 @@ def coded_policy(bits: int, *, score_bits: int = SCORE_BITS) -> Policy:
         Need.LINEAR: _value(bits),
         Need.NORM: _value(bits),
         Need.PRODUCT: _value(max(bits, 4)),
-        Need.SCORE: _value(score_bits),
+        Need.SCORE: replace(_value(score_bits), whole=True),
         Need.PROBABILITY: Treatment(Method.MINMAX, 8),
         Need.SMOOTH: Treatment(Method.DERIVATIVE, min(max(bits, 2), 4)),
     }

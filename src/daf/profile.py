@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from daf.plan import FusionReport, Method, Need, Reading, Site
+from daf.plan import LOSSY, FusionReport, Method, Need, Reading, Site
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,11 @@ class Saving:
     reading: Reading = Reading.WHOLE
     beside_bytes: Affine = ZERO
     teller: Site | None = None
+
+    @property
+    def may_follow(self) -> bool:
+        """May it be computed from codes as narrow as theirs are? Attention's q and k may not."""
+        return self.parents is not None and self.need is not Need.SCORE
 
 
 def decoded_bytes(
@@ -219,6 +224,12 @@ class Profile:
     def score_sites(self) -> frozenset[Site]:
         """Where q and k are saved of attention whose weights are computed again."""
         return frozenset(each.site for each in self.savings if each.need is Need.SCORE)
+
+    @property
+    def lossy_sites(self) -> frozenset[Site]:
+        """Where codes may lose something."""
+        lossy = (each for each in self.savings if each.need in LOSSY and each.treatable)
+        return frozenset(each.site for each in lossy)
 
     @property
     def gains_by_fusing(self) -> bool:

@@ -12,7 +12,6 @@ import gc
 import time
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -22,9 +21,8 @@ from daf.execution.capture import Capture
 from daf.execution.gradient_step import Before
 from daf.execution.microbatch import LossFunction, batch_size, batch_slice
 from daf.memory.keeping import Keeper
-from daf.plan import LEAST_SCORE_BITS, Policy, coded_policy
+from daf.plan import LEAST_SCORE_BITS, Policy, Site, coded_policy
 from daf.planning import planner
-from daf.planning.options import LOSSY
 from daf.profile import Profile
 from daf.sensitivity.estimate import Effort, measure_sensitivity
 from daf.sensitivity.result import Sensitivity
@@ -51,23 +49,26 @@ def _effort(examples: int) -> Effort:
 class Room(NamedTuple):
     """What a measurement has to fit into: the profile's own measure of the budget (bytes).
 
-    Where the profile is of attention that is computed again, that is what is measured.
+    ``profile`` is of PyTorch's own operators, which hold more than what is measured; ``planned``
+    of those that plans run.
     """
 
     profile: Profile
+    planned: Profile
     budget_bytes: int
 
 
-def measured_under(profile: Profile | None, examples: int) -> Policy:
+def measured_under(room: Room | None, examples: int) -> Policy:
     """The codes under which sites are measured, each one's own, to plan with.
 
     Args:
-        profile: whose attention, if it is computed again, saves other tensors than PyTorch's.
+        room: where plans' operators save at other sites than PyTorch's own (attention that is
+            computed again), they are what is measured.
         examples: of a measurement; it has as many chunks as a whole batch.
     """
-    if profile is None or not profile.score_sites:
+    if room is None or room.planned.lossy_sites <= room.profile.lossy_sites:
         return MEASURED_UNDER
-    chunk_bytes = max(1, profile.chunk_bytes * examples // profile.batch_size)
+    chunk_bytes = max(1, room.planned.chunk_bytes * examples // room.planned.batch_size)
     return replace(MEASURED_UNDER, chunked=True, chunk_bytes=chunk_bytes)
 
 
@@ -92,6 +93,7 @@ class Sensing:
         is_on: bool = True,
     ) -> None:
         self.sensitivity = known
+        self.was_known = known is not None
         self.schedule = Schedule()
         self.measurements = 0
         self.is_measuring = False
@@ -141,7 +143,7 @@ class Sensing:
             self._keeper.expect(self._predicted_bytes(room.profile, examples))
         start_s = time.perf_counter()
         self.is_measuring = True
-        asked = policy or measured_under(room and room.profile, examples)
+        asked = policy or measured_under(room, examples)
         part, separate = batch_slice(batch, 0, examples), policy is None
         try:
             found = self._guarded(part, loss_fn, step_index, asked, pool_bytes, separate)
@@ -168,8 +170,7 @@ class Sensing:
         Raises:
             DataError: it is of another.
         """
-        savings = chain.from_iterable(each.savings for each in profiles)
-        lossy = {each.site for each in savings if each.need in LOSSY and each.treatable}
+        lossy = frozenset[Site]().union(*(each.lossy_sites for each in profiles))
         found = self.sensitivity
         if found is not None and lossy and not lossy & found.sites.keys():
             raise DataError(

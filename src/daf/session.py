@@ -352,8 +352,13 @@ class Session:
         return self._steering.prepare(batch, loss_fn, on_progress)
 
     def least_feasible_bytes(self) -> int | None:
-        """The least budget that any plan fits, as far as is known; None before ``prepare``."""
-        return None if self.profile is None else self._choosing.least_bytes()
+        """The least budget with which such a session would begin; None before ``prepare``.
+
+        What this one has learnt of sensitivities since does not lower it.
+        """
+        if self.profile is None:
+            return None
+        return self._choosing.least_bytes(weighed=self._noise.sensing.was_known)
 
     def step(self, batch: Any, loss_fn: LossFunction) -> StepReport:
         """One training step: gradient of the mean loss over the batch, then the optimizer.

@@ -109,6 +109,7 @@ class Steering:
             weigh = partial(
                 self._means.noise.weigh, batch=batch, loss_fn=loss_fn, budget_bytes=budget_bytes
             )
+            profile, fused = self._means.noise.weighed((profile, fused))
             plan = self._choosing.begin(profile, budget_bytes, fused, weigh)
         except BudgetError:
             self._keeper.close()

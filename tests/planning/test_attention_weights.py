@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +16,18 @@ from torch import Tensor, nn
 from daf.errors import BudgetError
 from daf.execution.capture import Capture
 from daf.kernels.code_errors import relative_error
-from daf.plan import KEEP, Method, Need, Policy, Site, Treatment, plain_policy
+from daf.plan import KEEP, Method, Need, Policy, Site, Treatment, coded_policy, plain_policy
 from daf.planning import planner
+from daf.planning.candidate import Candidate
 from daf.planning.noise import expected_noise
 from daf.planning.options import Allowed
-from daf.sensing import MEASURED_UNDER, measured_under
+from daf.planning.table import level_selection, make_table
+from daf.sensing import MEASURED_UNDER, Room, measured_under
 from daf.sensitivity.estimate import measure_sensitivity
+from daf.sensitivity.passes import Passes
 from daf.session import Session
+from daf.store.page_size import DEFAULT_PAGE_BYTES
+from daf.store.pool import PagedStore
 
 Batch = tuple[Tensor, Tensor]
 CODES_ONLY = Allowed(methods=frozenset(Method) - {Method.SPILL}, replay=False)
@@ -62,9 +68,10 @@ def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
 
 def chunked(whole_bytes: int = 1 << 20, batch_size: int = 4 * EXAMPLES) -> Policy:
     """As a session measures whose plans have chunked operators, on a quarter of its batch."""
-    scores = [saving(0, 1, Need.SCORE, MIB)]
-    profile = replace(made_up_profile(scores, batch=batch_size), chunk_bytes=whole_bytes)
-    return measured_under(profile, EXAMPLES)
+    own = made_up_profile([saving(0, 1, Need.PROBABILITY, MIB)], batch=batch_size)
+    scores = [saving(0, 2, Need.LINEAR, MIB), saving(1, 2, Need.SCORE, MIB)]
+    planned = replace(made_up_profile(scores, batch=batch_size), chunk_bytes=whole_bytes)
+    return measured_under(Room(own, planned, 1), EXAMPLES)
 
 
 def needs_under(policy: Policy) -> dict[Site, Need]:
@@ -112,27 +119,32 @@ def test_a_measurement_has_the_operators_that_plans_have_with_as_many_chunks() -
     assert Need.SCORE in needs_under(chunked(just_chunked)).values()
     assert Need.SCORE not in needs_under(chunked(just_chunked + 4)).values()
     assert measured_under(None, EXAMPLES) is MEASURED_UNDER
-    others = replace(made_up_profile([saving(0, 1, Need.NORM, MIB)]), chunk_bytes=MIB)
-    assert measured_under(others, EXAMPLES) is MEASURED_UNDER
+    own = made_up_profile([saving(index, 2, Need.NORM, MIB) for index in range(2)])
+    same = replace(own, savings=own.savings[:1], chunk_bytes=MIB)
+    assert measured_under(Room(own, same, 1), EXAMPLES) is MEASURED_UNDER
     assert Need.PROBABILITY in needs_under(MEASURED_UNDER).values()
 
 
-def test_pieces_of_the_batch_run_the_same_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("examples", [EXAMPLES, 10])
+def test_pieces_of_the_batch_run_the_same_operators(
+    examples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whose weights PyTorch's own would hold at once, when everything is kept."""
-    ran: list[tuple[int, bool]] = []
-    step = Capture.step
+    seen: dict[int, set[Need]] = {}
+    sketch = Passes.sketch
 
-    def watched(self: Capture, policy: Policy, *rest: object, **options: object) -> object:
-        batch = options["batch"]
-        assert isinstance(batch, tuple)
-        ran.append((len(batch[0]), policy.chunked))
-        return step(self, policy, *rest, **options)  # type: ignore[arg-type]
+    def watched(self: Passes, batch: Batch, policy: Policy, *rest: Any, **options: Any) -> Tensor:
+        found = sketch(self, batch, policy, *rest, **options)
+        seen.setdefault(len(batch[0]), set()).update(each.need for each in self._capture.sites())
+        return found
 
-    monkeypatch.setattr(Capture, "step", watched)
-    policy = chunked()
-    measure_sensitivity(Attending(), cross_entropy, batch_of(), policy)
-    assert {size for size, _ in ran} == {EXAMPLES, EXAMPLES // 4}
-    assert all(is_chunked for _, is_chunked in ran)
+    monkeypatch.setattr(Passes, "sketch", watched)
+    weights_bytes = 4 * examples * 4 * 32 * 32
+    policy = replace(chunked(), chunk_bytes=4 * weights_bytes - 4)
+    batch = tuple(each[:examples] for each in batch_of())
+    measure_sensitivity(Attending(), cross_entropy, batch, policy)
+    assert set(seen) == {examples, 4 if examples == EXAMPLES else 2}
+    assert all(Need.SCORE in needs for needs in seen.values())
 
 
 class Stack(nn.Module):
@@ -154,13 +166,13 @@ class Stack(nn.Module):
         return scores
 
 
-def session_for(model: nn.Module, budget: str | int) -> Session:
-    session = Session(model, torch.optim.SGD(model.parameters(), lr=0.01), budget)
+def session_for(model: nn.Module, budget: str | int, **options: Any) -> Session:
+    session = Session(model, torch.optim.SGD(model.parameters(), lr=0.01), budget, **options)
     session._choosing.terms = session._choosing.terms._replace(allowed=CODES_ONLY)
     return session
 
 
-def error_of(model: nn.Module, batch: Batch, policy: Policy, draws: int = 12) -> float:
+def error_of(model: nn.Module, batch: Batch, policy: Policy, draws: int = 6) -> float:
     """The plain way: the mean squared distance from the gradient without codes."""
 
     def gradient(policy: Policy, index: int) -> Tensor:
@@ -177,25 +189,72 @@ def error_of(model: nn.Module, batch: Batch, policy: Policy, draws: int = 12) ->
 
 def test_a_tight_session_gives_queries_and_keys_four_bits_and_tells_their_noise() -> None:
     torch.manual_seed(1)
-    batch = torch.randn(128, 128, 64), torch.randint(0, 10, (128,))
+    batch = torch.randn(256, 128, 64), torch.randint(0, 10, (256,))
     with session_for(Stack(), "10MB") as session, pytest.raises(BudgetError) as caught:
         session.prepare(batch, cross_entropy)
     assert caught.value.least_bytes is not None
     roomy_bytes = caught.value.least_bytes + 8 * MIB
     with session_for(Stack(), roomy_bytes) as session:
         profile = session._choosing.profile_of(session.prepare(batch, cross_entropy))
-        found = session.sensitivity
+        found, told_bytes = session.sensitivity, session.least_feasible_bytes()
+        learnt_bytes = session._choosing.least_bytes()
+    assert told_bytes is not None
+    assert learnt_bytes < told_bytes == pytest.approx(caught.value.least_bytes, abs=8 * MIB)
     assert found is not None
     assert found.batch_variance is not None
     scores = [each.site for each in profile.savings if each.need is Need.SCORE]
     assert len(scores) == 6
     assert set(scores) <= found.sites.keys()
+    # What was learnt lets a session that is given it begin where another could not.
+    between = told_bytes - (told_bytes - learnt_bytes) // 4
+    with session_for(Stack(), between, sensitivity=found) as session:
+        assert session.prepare(batch, cross_entropy).predicted_peak_bytes <= between
+        assert session.least_feasible_bytes() == session._choosing.least_bytes()
     least = partial(planner.least_feasible_budget, allowed=CODES_ONLY)
     saved_bytes = least(replace(profile, weights={})) - least(profile)
     assert saved_bytes >= 2 * batch[0].numel() / 2  # half a byte of a layer's q and k each
     plan = planner.make_plan(profile, least(profile), allowed=CODES_ONLY)
-    four = Treatment(Method.ROTATED, 4)
+    four = Treatment(Method.ROTATED, 4, whole=True)
     assert four in {plan.policy.by_site[site] for site in scores} <= {four, KEEP}
     own = found.batch_variance * found.examples / len(batch[0])
     told = sum(expected_noise(profile, plan.policy, plan.micro_batch).values()) * own
     assert told == pytest.approx(error_of(Stack(), batch, plan.policy), rel=0.5)
+
+
+def test_smaller_pieces_of_a_batch_save_what_the_profile_says() -> None:
+    """Attention whose whole batch is worth chunks is computed again in pieces that are not."""
+    torch.manual_seed(1)
+    batch = torch.randn(128, 128, 64), torch.randint(0, 10, (128,))
+    model = Stack(layers=1)
+    model.head = nn.Linear(64, 10)  # so that the batch may be cut
+    with session_for(model, "8GB") as session:
+        session.prepare(batch, cross_entropy)
+        with session._keeper.unbounded():
+            profile = session._measuring._profile(
+                batch, cross_entropy, 10**10, lambda _: None, own=session.profile
+            )
+    assert profile.score_sites
+    table = make_table(profile, 8, CODES_ONLY)
+    plan = Candidate(table, tuple(level_selection(table, "4"))).as_plan(profile, 10**10, "4-bit")
+    assert plan.micro_batch == 8
+    capture, part = Capture(model), tuple(each[:8] for each in batch)
+    with capture.step(plan.policy, 0, 0, batch=part):
+        cross_entropy(model, part)
+    needs = {each.site: each.need for each in capture.sites()}
+    expected = {each.site: each.need for each in profile.savings}
+    assert {site: needs.get(site) for site in expected} == expected
+
+
+def test_no_plane_of_queries_and_keys_is_given_up() -> None:
+    """Narrower than four bits they would bias the gradient; v's planes go, all but the first."""
+    policy = coded_policy(4, score_bits=4)
+    policy = replace(policy, chunked=True, chunk_bytes=1 << 18, rederive=False)
+    model, batch = Attending(), batch_of()
+    capture = Capture(model, PagedStore())
+    with capture.step(policy, 0, 0, batch=batch):
+        loss = cross_entropy(model, batch)
+        capture.pool_bytes = 1
+    evicted = {each.need: each.evicted_bytes for each in capture.sites()}
+    assert evicted[Need.SCORE] == 0
+    assert evicted[Need.PRODUCT] == 3 * DEFAULT_PAGE_BYTES  # of one plane each
+    loss.backward()

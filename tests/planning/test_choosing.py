@@ -14,11 +14,11 @@ from synthetic import MIB, blocks, large, profile, profiles, saving
 from daf import choosing as module
 from daf.choosing import ANOTHER_PROCESS_BYTES, Choosing, Evidence, Terms
 from daf.errors import BudgetError
-from daf.plan import Method, Need, Plan, plain_policy
+from daf.plan import LOSSY, Method, Need, Plan, plain_policy
 from daf.planning import planner
 from daf.planning.background import BackgroundPlan
 from daf.planning.candidate import with_margin
-from daf.planning.options import LOSSY, Allowed
+from daf.planning.options import Allowed
 from daf.planning.table import Table, kept_selection, make_table
 from daf.profile import Profile
 

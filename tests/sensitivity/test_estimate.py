@@ -209,3 +209,15 @@ def test_results_can_be_stored_and_refreshed() -> None:
     assert (mixed.batch_variance, mixed.gradient_energy, mixed.passes) == (6.0, 8.0, 8.0)
     with pytest.raises(DataError, match="measure them again"):
         Sensitivity.from_dict({"sites": [{"module": "a"}]})
+
+
+def test_an_older_measurement_of_more_examples_is_scaled_before_it_is_mixed() -> None:
+    """Variances of a mean over half as many examples are twice as large."""
+    site, gone = Site("a", "linear", 0, 0), Site("b", "linear", 0, 0)
+    values = {each: SiteSensitivity(4.0, 0.4, 3.0) for each in (site, gone)}
+    old = Sensitivity(values, 10.0, 32, 4.0, 8.0, 1.0)
+    twice = {site: SiteSensitivity(8.0, 0.8, 6.0)}
+    mixed = old.refreshed(Sensitivity(twice, 10.0, 16, 4.0, 16.0, 2.0))
+    assert mixed.sites[site].variance_per_error == pytest.approx(8.0)
+    assert mixed.sites[gone] == SiteSensitivity(8.0, 0.8, 6.0)
+    assert (mixed.examples, mixed.batch_variance) == (16, pytest.approx(16.0))

@@ -59,7 +59,7 @@ POLICY_FORMS = (
     *("gact-B", "actnn-B", "alam-B"),
 )
 FUSED, APART = "fused-", "apart-"
-_LEAST_SCORE_BITS = 3
+_SPREAD_LEAST_BITS = 3  # of q and k; plans give them a bit more
 _REFITTED = ("allocated", "spread", "gact", "actnn")
 
 
@@ -165,10 +165,10 @@ def _spread(bits: float, example: Example) -> Policy:
     treatments = [each for each in STANDARD_TREATMENTS if each != KEEP]
     scores = coded_elements(example, base, (Need.SCORE,)).keys()
     sites = [
-        each if each.site not in scores else _wider(each, _LEAST_SCORE_BITS)
+        each if each.site not in scores else _wider(each, _SPREAD_LEAST_BITS)
         for each in coded_sites(elements, found, treatments)
     ]
-    by_need = dict(base.by_need) | {Need.SCORE: Treatment(Method.ROTATED, _LEAST_SCORE_BITS)}
+    by_need = dict(base.by_need) | {Need.SCORE: Treatment(Method.ROTATED, _SPREAD_LEAST_BITS)}
     whole = replace(base, by_need=MappingProxyType(by_need), chunked=False, chunk_bytes=None)
     return _with_sites(whole, least_variance(sites, budget).treatments)
 

@@ -171,7 +171,17 @@ def _policy(profile: Profile, table: Table, selection: tuple[int, ...], name: st
         weights=weights,
         replayed=frozenset(replay.module for replay in replayed),
     )
-    return with_planned_operators(policy, profile.chunk_bytes) if profile.is_fused else policy
+    return _operated(policy, profile, table.micro_batch) if profile.is_fused else policy
+
+
+def _operated(policy: Policy, profile: Profile, examples: int) -> Policy:
+    """With the profile's operators; attention that is computed again is so in smaller pieces too,
+    whose tensors would be others otherwise.
+    """
+    chunk_bytes = profile.chunk_bytes
+    if profile.score_sites:
+        chunk_bytes = max(1, chunk_bytes * examples // profile.batch_size)
+    return with_planned_operators(policy, chunk_bytes)
 
 
 def _as_wide_as_parents(
@@ -180,7 +190,7 @@ def _as_wide_as_parents(
     """Execution computes a tensor from other codes if it asks for no more bits than they have."""
     found = {}
     for saving in profile.savings:
-        if saving.parents and saving.site in treatments:
+        if saving.parents and saving.may_follow and saving.site in treatments:
             codes = [by_site[parent] for parent in saving.parents if parent in by_site]
             bits = [each.bits for each in codes if each.is_code]
             if bits:

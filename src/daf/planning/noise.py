@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from daf.kernels.code_errors import relative_error
-from daf.plan import KEEP, Method, Policy, Site, Treatment
-from daf.planning.options import LOSSY, SMALLEST_TREATED_BYTES, noise_per_weight
+from daf.plan import KEEP, LOSSY, Method, Policy, Site, Treatment
+from daf.planning.options import SMALLEST_TREATED_BYTES, noise_per_weight
 from daf.profile import Profile, Saving
 
 

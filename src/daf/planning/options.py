@@ -20,6 +20,7 @@ from daf.plan import (
     DERIVED,
     KEEP,
     LEAST_SCORE_BITS,
+    LOSSY,
     Method,
     Need,
     Reading,
@@ -40,7 +41,6 @@ _ON_HOST = " on the host"
 # every example has one product with each weight the two are equal; ResNet-20 showed 0.2 to 0.7.
 ASSUMED_NOISE = 1.0
 SMALLEST_TREATED_BYTES = 4096  # execution keeps smaller tensors, whatever it is asked
-LOSSY = frozenset({Need.LINEAR, Need.NORM, Need.PRODUCT, Need.SCORE, Need.PROBABILITY, Need.SMOOTH})
 _SPILL = Treatment(Method.SPILL)
 
 
@@ -80,8 +80,9 @@ class Option:
     """One way to treat a family: what it holds when, how long it takes, what it adds in noise.
 
     ``noise`` is the variance that it adds to the gradient over that of the batch itself.
-    ``level`` is ``"keep"``, ``"exact"``, ``"spill"`` or a width as text. ``requires``:
-    sites whose tensors must be coded for this to be possible; ``requires_kept``: must be kept.
+    ``level`` is ``"keep"``, ``"exact"``, ``"spill"`` or a width as text, with a word for fewer bits
+    of attention's q and k and for codes in host memory. ``requires``: sites whose tensors must be
+    coded for this to be possible; ``requires_kept``: must be kept.
     """
 
     level: str
@@ -145,11 +146,6 @@ def served_weights(profile: Profile) -> dict[Site, float]:
     return found
 
 
-def _has_weighed_scores(profile: Profile) -> bool:
-    """Was it measured, not assumed, what a code of few bits adds at every q and k?"""
-    return bool(profile.score_sites) and profile.score_sites <= profile.weights.keys()
-
-
 class OptionMaker:
     """Options of families at one size of piece."""
 
@@ -160,7 +156,7 @@ class OptionMaker:
         exact = {**exact_policy().by_need, **DERIVED}
         self._levels: list[tuple[str, Mapping[Need, Treatment]]] = [(EXACT, exact)]
         self._levels += [(str(width), coded_policy(width).by_need) for width in allowed.widths]
-        if LEAST_SCORE_BITS in allowed.widths and _has_weighed_scores(profile):
+        if LEAST_SCORE_BITS in allowed.widths and profile.weights:
             least = coded_policy(LEAST_SCORE_BITS, score_bits=LEAST_SCORE_BITS)
             self._levels.append((_LEAST_SCORES, least.by_need))
         if Method.SPILL in allowed.methods:
@@ -203,6 +199,8 @@ class OptionMaker:
         # Widths may give a family the same treatments (masks have one); the first is taken.
         seen: list[tuple[dict[Site, Treatment], frozenset[Site]]] = [({}, frozenset())]
         for level, by_need in self._levels:
+            if level.startswith(_LEAST_SCORES) and not self._may_narrow_scores(family):
+                continue
             treatments = self._treatments(family, by_need)
             is_coded = level.removesuffix(_ON_HOST) not in (EXACT, SPILLED)
             may_follow = is_coded and self._can_follow(family, treatments)
@@ -225,6 +223,13 @@ class OptionMaker:
             if self._can(saving, treatment):
                 found[saving.site] = treatment
         return found
+
+    def _may_narrow_scores(self, family: tuple[Saving, ...]) -> bool:
+        """Was it measured what a code of few bits adds at every q and k of the family?"""
+        level = coded_policy(LEAST_SCORE_BITS).by_need
+        scores = {each.site for each in family if each.need is Need.SCORE}
+        coded = scores & self._treatments(family, level).keys()
+        return bool(coded) and coded <= self._profile.weights.keys()
 
     def _is_derivable(self, saving: Saving) -> bool:
         """Whatever is done at the sites that it is computed from?"""
@@ -255,7 +260,7 @@ class OptionMaker:
 
     @staticmethod
     def _can_follow(family: tuple[Saving, ...], treatments: Mapping[Site, Treatment]) -> bool:
-        return any(each.parents is not None for each in _with_codes(family, treatments))
+        return any(each.may_follow for each in _with_codes(family, treatments))
 
     @staticmethod
     def _requires(
@@ -263,7 +268,7 @@ class OptionMaker:
     ) -> frozenset[Site]:
         """Sites outside the family whose codes its tensors are computed from."""
         treated = _with_codes(family, treatments)
-        parents = (saving.parents for saving in treated if saving.parents is not None)
+        parents = (saving.parents or () for saving in treated if saving.may_follow)
         return frozenset().union(*parents) - {saving.site for saving in family}
 
     def _option(
@@ -284,7 +289,7 @@ class OptionMaker:
             treatment = treatments[saving.site]
             cost_ms += self._decode_ms(saving, treatment)
             spans.append(self._decoded_span(saving))
-            is_followed = follow and saving.parents is not None
+            is_followed = follow and saving.may_follow
             if treatment.method is not Method.REDERIVE and not is_followed:
                 noise += self._noise(saving, treatment)
                 # One code serves every save of the same content under the same treatment.

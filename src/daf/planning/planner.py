@@ -183,7 +183,8 @@ def _find(
 ) -> Candidate | None:
     searched = "quick" if quickly and name == "optimal" else name
     found = policies.find(searched, profile, limit, tolerance, allowed, stop)
-    if found is None and name in ("optimal", "sage"):
+    by_programs = name in ("optimal", "sage") or (name == "quantize" and bool(profile.weights))
+    if found is None and by_programs:
         # At the very least budget a search may miss what the least peak's own program finds.
         tightest = policies.least(name, profile, tolerance, allowed)
         if tightest is not None and tightest.table.peak_bytes(list(tightest.selection)) <= limit:

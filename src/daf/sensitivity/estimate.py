@@ -231,7 +231,7 @@ class _Measurement:
             return None, 0.0
         whole = size // min(size, count)
         parts = [part for part in pieces(self._batch, whole) if batch_size(part) == whole]
-        exact = _as_operated(exact_policy(), self._policy, parts=count)
+        exact = _as_operated(exact_policy(), self._policy, whole / size)
         sketches = [self._passes.sketch(part, exact) for part in parts]
         # The batch's gradient is the mean of the pieces', and so varies less by their number.
         share = whole / size
@@ -239,9 +239,9 @@ class _Measurement:
         return variance, float(_variance_errors(sketches).square().sum().sqrt()) * share
 
 
-def _as_operated(policy: Policy, other: Policy, *, parts: int) -> Policy:
-    """The policy with the other's chunked operators, in as many chunks for a part of its batch."""
-    chunk_bytes = other.chunk_bytes and max(1, other.chunk_bytes // parts)
+def _as_operated(policy: Policy, other: Policy, share: float) -> Policy:
+    """The policy with the other's chunked operators, in as many chunks for a share of its batch."""
+    chunk_bytes = other.chunk_bytes and max(1, int(other.chunk_bytes * share))
     return replace(policy, chunked=other.chunked, chunk_bytes=chunk_bytes)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from daf.errors import DataError
@@ -103,9 +103,10 @@ class Sensitivity:
 
         Sites that only one of the two knows are taken from it.
         """
-        sites = dict(self.sites) | dict(newer.sites)
+        scaled = self._of_examples(newer.examples)
+        sites = dict(scaled.sites) | dict(newer.sites)
         for site in self.sites.keys() & newer.sites.keys():
-            old, new = self.sites[site], newer.sites[site]
+            old, new = scaled.sites[site], newer.sites[site]
             sites[site] = SiteSensitivity(
                 _mixed(old.variance_per_error, new.variance_per_error, share),
                 _mixed_error(old.standard_error, new.standard_error, share),
@@ -113,13 +114,30 @@ class Sensitivity:
             )
         own, error = newer.batch_variance, newer.batch_variance_error
         if own is None:
-            own, error = self.batch_variance, self.batch_variance_error
-        elif self.batch_variance is not None:
-            own = _mixed(self.batch_variance, own, share)
-            error = _mixed_error(self.batch_variance_error, error, share)
+            own, error = scaled.batch_variance, scaled.batch_variance_error
+        elif scaled.batch_variance is not None:
+            own = _mixed(scaled.batch_variance, own, share)
+            error = _mixed_error(scaled.batch_variance_error, error, share)
         energy = _mixed(self.gradient_energy, newer.gradient_energy, share)
         passes = self.passes + newer.passes
         return Sensitivity(sites, energy, newer.examples, passes, own, error)
+
+    def _of_examples(self, examples: int) -> Sensitivity:
+        """As a batch of another size would show it: variances of a mean shrink with its size."""
+        factor = self.examples / max(1, examples)
+        sites = {
+            site: SiteSensitivity(
+                factor * each.variance_per_error,
+                factor * each.standard_error,
+                factor * each.prior,
+            )
+            for site, each in self.sites.items()
+        }
+        own = None if self.batch_variance is None else factor * self.batch_variance
+        error = factor * self.batch_variance_error
+        return replace(
+            self, sites=sites, examples=examples, batch_variance=own, batch_variance_error=error
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """What JSON can hold, for a checkpoint or for another run of the same model."""

@@ -354,9 +354,9 @@ def may_go(
     count: int, treatment: Treatment, weight: float
 ) -> tuple[int | None, list[float] | None]:
     """What a store may give up of a value code: how many planes stay (None: all), and each
-    plane's importance: planes of ``rotated`` codes but the first.
+    plane's importance: planes of ``rotated`` codes but the first, unless they stay whole.
     """
-    if treatment.method is Method.MINMAX:
+    if treatment.method is Method.MINMAX or treatment.whole:
         return None, None
     return 1, plane_importance(count, treatment.bits, weight)
 
