@@ -195,7 +195,7 @@ def coded_policy(bits: int, *, score_bits: int = SCORE_BITS) -> Policy:
         Need.LINEAR: _value(bits),
         Need.NORM: _value(bits),
         Need.PRODUCT: _value(max(bits, 4)),
-        Need.SCORE: replace(_value(score_bits), whole=True),
+        Need.SCORE: replace(_value(score_bits), whole=score_bits <= 4),  # others stay whole anyway
         Need.PROBABILITY: Treatment(Method.MINMAX, 8),
         Need.SMOOTH: Treatment(Method.DERIVATIVE, min(max(bits, 2), 4)),
     }

@@ -52,7 +52,8 @@ class Saving:
     """One tensor that autograd saves in a step; moments are indices into the timeline.
 
     ``storage`` numbers the memory that it lies in, which several savings may
-    share; ``storage_bytes`` is all of it. ``dies``: the moment in whose course
+    share; ``storage_bytes`` is all of it, ``content`` numbers the part that this is: one code
+    serves all savings of it. ``dies``: the moment in whose course
     the program itself lets go of that memory. It is read first in moment
     ``read`` and let go in the course of ``released``. ``call`` is the innermost
     module call around it (-1: none). ``parents``: with codes at these sites
@@ -68,6 +69,7 @@ class Saving:
     need: Need
     storage: int
     storage_bytes: Affine
+    content: int
     elements: Affine
     tensor_bytes: Affine
     saved: int

@@ -37,7 +37,9 @@ def build(observations: Sequence[Observation]) -> Parts:
 
 def _shape(observation: Observation) -> tuple[object, ...]:
     """What must be the same for two steps to be compared moment by moment."""
-    saves = [(each.site, each.storage, each.saved, each.read) for each in observation.saves]
+    saves = [
+        (each.site, each.storage, each.content, each.saved, each.read) for each in observation.saves
+    ]
     calls = [(each.module, each.parent, each.first_moment) for each in observation.calls]
     return len(observation.peak_bytes), observation.forward, tuple(saves), tuple(calls)
 
@@ -94,6 +96,7 @@ def _saving(points: list[tuple[int, SavedTensor]], moments: _Moments) -> Saving:
         need=found.need,
         storage=found.storage,
         storage_bytes=Affine.through((n, each.storage_bytes) for n, each in points),
+        content=found.content,
         elements=Affine.through((n, each.elements) for n, each in points),
         tensor_bytes=Affine.through((n, each.tensor_bytes) for n, each in points),
         saved=moments.number(found.saved),

@@ -42,6 +42,7 @@ def saving(
         need=need,
         storage=index if storage is None else storage,
         storage_bytes=Affine(0, 4 * elements),
+        content=index if storage is None else storage,
         elements=Affine(0, elements),
         tensor_bytes=Affine(0, 4 * elements),
         saved=index,

@@ -22,6 +22,7 @@ from daf.planning.candidate import Candidate
 from daf.planning.noise import expected_noise
 from daf.planning.options import Allowed
 from daf.planning.table import level_selection, make_table
+from daf.profile import Profile
 from daf.sensing import MEASURED_UNDER, Room, measured_under
 from daf.sensitivity.estimate import measure_sensitivity
 from daf.sensitivity.passes import Passes
@@ -221,12 +222,8 @@ def test_a_tight_session_gives_queries_and_keys_four_bits_and_tells_their_noise(
     assert told == pytest.approx(error_of(Stack(), batch, plan.policy), rel=0.5)
 
 
-def test_smaller_pieces_of_a_batch_save_what_the_profile_says() -> None:
-    """Attention whose whole batch is worth chunks is computed again in pieces that are not."""
-    torch.manual_seed(1)
-    batch = torch.randn(128, 128, 64), torch.randint(0, 10, (128,))
-    model = Stack(layers=1)
-    model.head = nn.Linear(64, 10)  # so that the batch may be cut
+def chunked_profile(model: nn.Module, batch: Batch) -> Profile:
+    """As sessions measure it whose plans may compute attention again."""
     with session_for(model, "8GB") as session:
         session.prepare(batch, cross_entropy)
         with session._keeper.unbounded():
@@ -234,6 +231,39 @@ def test_smaller_pieces_of_a_batch_save_what_the_profile_says() -> None:
                 batch, cross_entropy, 10**10, lambda _: None, own=session.profile
             )
     assert profile.score_sites
+    return profile
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_parts_of_one_memory_have_a_code_each_in_the_account_too(bits: int) -> None:
+    """q, k and v of one projection lie side by side, and are as large as each other."""
+    model, batch = Stack(layers=1), (torch.randn(128, 128, 64), torch.zeros(128).long())
+    profile = chunked_profile(model, batch)
+    parts = [each for each in profile.savings if each.site.operator == "multi_head_attention"]
+    q_k_v = [each for each in parts if each.need in (Need.SCORE, Need.PRODUCT)]
+    assert len({each.storage for each in q_k_v}) == 1
+    assert len({each.content for each in q_k_v}) == 3
+    table = make_table(profile, 128, CODES_ONLY)
+    family = next(each for each in table.options if q_k_v[0].site in each[-1].treatments)
+    coded = next(each for each in family if each.level == str(max(4, bits)))
+    read = {each.read for each in q_k_v}
+    told_bytes = sum(each.nbytes for each in coded.spans if each.first not in read)
+    capture = Capture(model)
+    policy = replace(coded_policy(bits), fused=True, chunked=True, chunk_bytes=profile.chunk_bytes)
+    with capture.step(policy, 0, 0, batch=batch):
+        cross_entropy(model, batch)
+    held = [each.held_bytes for each in capture.sites() if each.site in coded.treatments]
+    assert len(held) == 3
+    assert told_bytes == sum(held)
+
+
+def test_smaller_pieces_of_a_batch_save_what_the_profile_says() -> None:
+    """Attention whose whole batch is worth chunks is computed again in pieces that are not."""
+    torch.manual_seed(1)
+    batch = torch.randn(128, 128, 64), torch.randint(0, 10, (128,))
+    model = Stack(layers=1)
+    model.head = nn.Linear(64, 10)  # so that the batch may be cut
+    profile = chunked_profile(model, batch)
     table = make_table(profile, 8, CODES_ONLY)
     plan = Candidate(table, tuple(level_selection(table, "4"))).as_plan(profile, 10**10, "4-bit")
     assert plan.micro_batch == 8

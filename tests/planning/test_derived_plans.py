@@ -154,7 +154,7 @@ def test_a_site_is_derived_only_where_all_that_it_saves_can_be(other: str) -> No
     """A layer that runs twice saves two tensors at one site, which has one treatment."""
     measured = between_layers()
     smooth, behind, last = measured.savings
-    second = replace(behind, storage=7, saved=last.saved, read=last.read, teller=None)
+    second = replace(behind, storage=7, content=7, saved=last.saved, read=last.read, teller=None)
     if other == "told by another":
         second = replace(second, teller=smooth.site)
     measured = replace(measured, savings=(smooth, behind, second))

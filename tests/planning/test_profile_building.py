@@ -33,6 +33,7 @@ def save(
         treatment=treatment,
         storage=place if storage is None else storage,
         storage_bytes=nbytes,
+        content=place if storage is None else storage,
         tensor_bytes=nbytes,
         elements=nbytes // 4,
         held_bytes=nbytes // 32 if treatment != KEEP else nbytes,

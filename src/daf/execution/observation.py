@@ -23,6 +23,7 @@ SMALLEST_TIMED_BYTES = 1 << 18
 class SavedTensor:
     """One save: its site, what it needs and got, and the moments of its life.
 
+    ``content`` numbers the part of that memory that was saved; one code serves all of it.
     ``dies``: the first moment at which only autograd holds its memory. ``beside_bytes``
     are held with it whatever the treatment. ``teller``: whose tensor, if that is kept, tells
     this one through a function that is not linear.
@@ -33,6 +34,7 @@ class SavedTensor:
     treatment: Treatment
     storage: int
     storage_bytes: int
+    content: int
     tensor_bytes: int
     elements: int
     held_bytes: int

@@ -35,6 +35,7 @@ from daf.execution.observation import (
 from daf.memory.domain import MemoryDomain, device_of
 from daf.plan import KEEP, Method, Need, Reading, Site, Treatment
 from daf.store.coder import norm_part_bytes_on
+from daf.store.layout import content_key
 
 _KEPT_ANYWAY = (
     Need.EXACT,
@@ -100,6 +101,7 @@ class Observer:
         self._meter = memory.meter()
         self._gradients = 0
         self._storages: dict[Source, int] = {}
+        self._contents: dict[tuple[Any, ...], int] = {}
         self._watched: dict[Source, list[SavedTensor]] = {}
         self._ours: dict[Source, weakref.WeakSet[Kept]] = {}
         self._by_saved: dict[int, SavedTensor] = {}
@@ -166,6 +168,7 @@ class Observer:
             save.treatment,
             self._storages.setdefault(source, len(self._storages)),
             source.nbytes,
+            self._content(save, source),
             save.tensor.nbytes,
             save.tensor.numel(),
             save.held_bytes,
@@ -190,6 +193,11 @@ class Observer:
             self._watched.setdefault(source, []).append(record)
         if isinstance(save.held, Kept):
             self._ours.setdefault(source, weakref.WeakSet()).add(save.held)
+
+    def _content(self, save: Save, source: Source) -> int:
+        is_strided = save.tensor.layout is torch.strided
+        key = content_key(save.tensor, save.saved.version) if is_strided else (save.site,)
+        return self._contents.setdefault((source, *key), len(self._contents))
 
     def reading(self, saved: Saved) -> None:
         """Backward reads a tensor."""

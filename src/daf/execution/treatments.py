@@ -36,7 +36,7 @@ from daf.plan import KEEP, Method, Need, Site, Treatment
 from daf.store import ranges
 from daf.store.codec import Channels, is_codable
 from daf.store.coder import Coder, Packed, Values, can_code_on, is_read_freely, is_recorded
-from daf.store.layout import is_dense, layout_of, overlaps
+from daf.store.layout import content_key, is_dense, layout_of, overlaps
 from daf.store.scratch import Scratch
 from daf.store.spill import SpillRecord, SpillStore
 
@@ -202,7 +202,7 @@ class Treater:
             return None
         if job.saved.slot == "result1" and "MaxPool" in job.saved.node.name():
             return self._window_places(job)
-        key = self._content_key(job, "integers")
+        key = ("integers", *_content_key(job))
         code = job.source.recall(key, Stored)
         if code is None:
             packed = self._packed(job.tensor, job.treatment.travels)
@@ -239,7 +239,7 @@ class Treater:
         rule = sign_rule(job.saved.node, job.tensor.dtype)
         if rule is None or not is_dense(job.tensor):
             return None
-        key = self._content_key(job, "mask", rule.predicate, rule.low, rule.high)
+        key = ("mask", rule.predicate, rule.low, rule.high, *_content_key(job))
         mask = job.source.recall(key, Stored)
         if mask is None:
             options = {"travels": job.treatment.travels}
@@ -324,7 +324,7 @@ class Treater:
         if held is not None:
             return held
         dense = _dense(job.tensor)
-        key = self._content_key(job, job.treatment)
+        key = (job.treatment, *_content_key(job))
         code = job.source.recall(key, Stored)
         if code is None:
             code = self._value_code(job, dense)
@@ -336,7 +336,7 @@ class Treater:
 
     def _averaged(self, job: Job) -> Held:
         dense = _dense(job.tensor)
-        key = self._content_key(job, job.treatment)
+        key = (job.treatment, *_content_key(job))
         code = job.source.recall(key, Stored)
         if code is None:
             treatment = job.treatment
@@ -381,20 +381,16 @@ class Treater:
         )
         return Stored(self._ledger, code)
 
-    @staticmethod
-    def _content_key(job: Job, *kind: Any) -> tuple[Any, ...]:
-        """Tells apart what is coded: dense tensors in memory order, whatever their shape."""
-        tensor = job.tensor
-        geometry = () if is_dense(tensor) else (tuple(tensor.shape), tensor.stride())
-        place = (tensor.storage_offset(), tensor.numel(), tensor.dtype, job.saved.version)
-        return (*kind, *place, geometry)
-
 
 def _is_borrowed(held: Held) -> bool:
     """Does this hold only codes that others made?"""
     if not isinstance(held, Rederived):
         return False
     return len(held.recipe) > 1 or held.recipe[0][1:] != (None, None, None)
+
+
+def _content_key(job: Job) -> tuple[Any, ...]:
+    return content_key(job.tensor, job.saved.version)
 
 
 def _is_result(job: Job) -> bool:

@@ -186,8 +186,7 @@ class OptionMaker:
         for saving in self._profile.savings:
             treatment = by_need.get(saving.need, KEEP)
             if self._can(saving, treatment) and treatment.travels:
-                key = (saving.storage, treatment, saving.elements, saving.need is Need.NORM)
-                codes[key] = self._code_bytes(saving, treatment)
+                codes[_code_key(saving, treatment)] = self._code_bytes(saving, treatment)
             beside = round(saving.beside_bytes.at(self._examples))
             if beside and treatment.travels:
                 codes["beside", saving.site, saving.storage] = beside
@@ -292,9 +291,7 @@ class OptionMaker:
             is_followed = follow and saving.may_follow
             if treatment.method is not Method.REDERIVE and not is_followed:
                 noise += self._noise(saving, treatment)
-                # One code serves every save of the same content under the same treatment.
-                key = (saving.storage, treatment, saving.elements, saving.need is Need.NORM)
-                coded[key].append(saving)
+                coded[_code_key(saving, treatment)].append(saving)
         for shared in coded.values():
             treatment = treatments[shared[0].site]
             spans.append(self._code_span(shared, treatment))
@@ -401,6 +398,11 @@ def _tells_its_result(saving: Saving) -> bool:
 
 def _travels(treatment: Treatment | None) -> bool:
     return treatment is not None and treatment.travels
+
+
+def _code_key(saving: Saving, treatment: Treatment) -> tuple[object, ...]:
+    """One code serves every save of the same content under the same treatment."""
+    return saving.content, treatment, saving.need is Need.NORM
 
 
 def _with_codes(family: tuple[Saving, ...], treatments: Mapping[Site, Treatment]) -> list[Saving]:

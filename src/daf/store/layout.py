@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +45,14 @@ def is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def content_key(tensor: Tensor, version: int) -> tuple[Any, ...]:
+    """Tells apart what may be coded of one memory: dense tensors in memory order, whatever their
+    shape; ``version`` is the tensor's when it was saved.
+    """
+    geometry = () if is_dense(tensor) else (tuple(tensor.shape), tensor.stride())
+    return (tensor.storage_offset(), tensor.numel(), tensor.dtype, version, geometry)
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
