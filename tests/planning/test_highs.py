@@ -232,7 +232,7 @@ def test_a_caller_who_uses_highs_with_threads_is_left_alone() -> None:
     assert found == [Status.SOLVED, highspy.HighsStatus.kOk] * 2
 
 
-def test_only_who_solves_a_program_imports_the_solver() -> None:
+def test_only_who_solves_a_program_imports_the_solver_and_it_says_nothing() -> None:
     script = (
         "import sys, daf, numpy as np\n"
         "from daf.planning import planner\n"
@@ -242,4 +242,5 @@ def test_only_who_solves_a_program_imports_the_solver() -> None:
         "assert 'highspy' in sys.modules\n"
         "assert not {name for name in sys.modules if name.split('.')[0] == 'scipy'}\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True)
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+    assert (done.stdout, done.stderr) == (b"", b"")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -164,10 +165,22 @@ class LinearProgram:
         return replace(answer, objective=own[0], bound=own[1])
 
 
-def _new_highs() -> Highs:
+@cache
+def _quiet_highs() -> type[Highs]:
     from highspy import Highs  # 4 MB that only who plans should hold
 
-    highs = Highs()  # type: ignore[no-untyped-call]
+    class QuietHighs(Highs):
+        """Quiet before its constructor enables callbacks, which since 1.16 prints a banner."""
+
+        def enableCallbacks(self) -> None:  # noqa: N802
+            self.silent()
+            super().enableCallbacks()  # type: ignore[no-untyped-call]
+
+    return QuietHighs
+
+
+def _new_highs() -> Highs:
+    highs = _quiet_highs()()
     for name, value in _OPTIONS.items():
         highs.setOptionValue(name, value)
     return highs
