@@ -36,6 +36,7 @@ from daf.bench.accuracy_tasks import (
     minilm_folder,
     personalisation_task,
     sentence_task,
+    train_plainly,
 )
 from daf.errors import DataError, RunFolderError, UnknownNameError
 from daf.execution.compression import compress
@@ -367,6 +368,41 @@ def test_minilm_is_fine_tuned_whole(tmp_path: Path) -> None:
     assert row["finished"]
     assert row["metrics"].keys() == {"accuracy_percent", "f1_percent"}
     assert row["saved_ratio"] > 3
+
+
+def write_encoder(folder: Path) -> Path:
+    """A pretrained encoder's folder: a model without a head for classes, and its words."""
+    transformers = pytest.importorskip("transformers")
+    folder.mkdir()
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "fine", "film", "dull", "one"]
+    (folder / "vocab.txt").write_text("\n".join(words))
+    config = transformers.BertConfig(
+        vocab_size=len(words),
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=64,
+    )
+    transformers.BertModel(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks for it
+def test_lora_learns_its_adapters_and_what_reads_their_result(tmp_path: Path) -> None:
+    """Nothing else; but a pooler that was never trained for sentences lets nothing be learnt."""
+    pytest.importorskip("peft")
+    encoder = write_encoder(tmp_path / "encoder")
+    task = sentence_task("sst2", write_sst2(tmp_path / "d"), lora=True, model_folder=encoder)
+    prepared = task.prepare(0, TINY)
+    before = {name: each.clone() for name, each in prepared.model.named_parameters()}
+    train_plainly(prepared)
+    after = prepared.model.named_parameters()
+    moved = {name for name, each in after if not torch.equal(each, before[name])}
+    owners = ("query.lora", "value.lora", "pooler.modules_to_save", "classifier.modules_to_save")
+    found = {name: [each for each in owners if f".{each}" in name] for name in moved}
+    assert all(len(each) == 1 for each in found.values()), found
+    assert {each[0] for each in found.values()} == set(owners)
 
 
 def test_lora_without_its_library_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

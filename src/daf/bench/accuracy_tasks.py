@@ -191,7 +191,10 @@ def sentence_task(
         model = find_model(f"pretrained:{source}").build(data.facts)
         rate = 5e-5
         if lora:
-            model, rate = _with_lora(model, ["query", "value"], "SEQ_CLS"), 1e-3
+            # Sentences were embedded by means, past the pooler that classes are read from: frozen,
+            # it lets nothing be learnt.
+            model = _with_lora(model, ["query", "value"], "SEQ_CLS", trained=["pooler"])
+            rate = 1e-3
         task = make_task(Goal.JUDGE, data, model)
         steps = effort.steps(epochs * (task.train_examples // 32))
         return _prepared(model, _adamw(model, rate), task, 32, seed, steps)
@@ -244,8 +247,10 @@ def generation_task(folder: Path, *, pretraining_steps: int = 600) -> AccuracyTa
     return AccuracyTask("gpt2-e2e-lora", "token_loss", False, prepare)
 
 
-def _with_lora(model: nn.Module, targets: list[str], kind: str) -> nn.Module:
-    """Adapters by the library that users take for them.
+def _with_lora(
+    model: nn.Module, targets: list[str], kind: str, trained: list[str] | None = None
+) -> nn.Module:
+    """Adapters by the library that users take for them; ``trained``: modules that learn whole.
 
     Raises:
         DataError: it is not installed.
@@ -257,7 +262,11 @@ def _with_lora(model: nn.Module, targets: list[str], kind: str) -> nn.Module:
             f"LoRA needs the package 'peft' ({error}); try: pip install peft"
         ) from error
     config = LoraConfig(
-        r=_LORA_RANK, lora_alpha=2 * _LORA_RANK, target_modules=targets, task_type=kind
+        r=_LORA_RANK,
+        lora_alpha=2 * _LORA_RANK,
+        target_modules=targets,
+        task_type=kind,
+        modules_to_save=trained,
     )
     adapted: nn.Module = get_peft_model(model, config)
     return adapted
