@@ -24,6 +24,7 @@ from daf.kernels import (  # noqa: E402
     gpu_norm_device,
     gpu_reduce_device,
     gpu_rotated,
+    gpu_rows_device,
 )
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -36,7 +37,12 @@ POINTERS = {
     **dict.fromkeys(("sums", "squares"), "*fp64"),
     **dict.fromkeys(("low", "high", "off_value", "on_value", "most"), "fp32"),
     **dict.fromkeys(("gamma", "beta", "of_gradient", "of_value", "offset"), "*fp32"),
+    **dict.fromkeys(("mean", "inverse_deviation", "running_mean", "running_variance"), "*fp32"),
+    **dict.fromkeys(("weight", "bias", "own_scale"), "*fp32"),
+    **dict.fromkeys(("epsilon", "momentum", "bessel"), "i64"),
+    "kept": "fp32",
     "products": "*fp64",
+    "rows": "i32",
     "span_sums": "*fp32",
     "out": "*fp64",
 }
@@ -97,10 +103,15 @@ def kernels() -> list[tuple[str, object, dict[str, object]]]:
             add(norms.channel_span_products, MASKED=2, COLUMNS=8, **read)
             add(norms.side_by_side_products, MASKED=2, SPANS=8, COLUMNS=128, **read)
             add(norms.write_gradient, GAMMA=True, MASKED=2, BLOCKS=4, **read)
-            add(norms.row_products, GAMMA=True, ROWS=8, **read)
-            add(norms.column_span_sums, SPAN_ROWS=256, COLUMNS=128, **read)
-    add(norms.row_sums, TYPE=1, ROWS=8)
-    add(norms.add_spans, COLUMNS=128)
+            add(gpu_rows_device.row_factors, GAMMA=True, CENTRED=True, ROWS=8, **read)
+            add(gpu_rows_device.column_span_sums, SPAN_ROWS=256, COLUMNS=128, **read)
+    add(norms.channel_statistics, FOLLOWED=True, COLUMNS=128)
+    add(norms.channel_factors, GAMMA=True, WEIGHT=True, BIAS=True, COLUMNS=128)
+    for width in (1, 64, 4096):
+        shape = {"WIDTH": width, "LEVELS": width.bit_length() - 1, "COLUMNS": min(8, 4096 // width)}
+        add(gpu_reduce_device.fold_halves, **shape)
+    add(gpu_rows_device.row_affines, TYPE=1, CENTRED=True, ROWS=8)
+    add(gpu_rows_device.add_spans, COLUMNS=128)
     for bits in (5, 64):
         add(gpu_bits.encode_integers, BITS=bits, **BITS_CODED)
         add(gpu_bits.decode_integers, BITS=bits, **BITS_CODED)
@@ -113,8 +124,10 @@ def signature_of(kernel: object, constants: dict[str, object]) -> dict[str, str]
     elements = ELEMENTS[constants.get("TYPE", 1)]
     types |= dict.fromkeys(("source", "destination", "gradient", "addend"), elements)
     types["values"] = ELEMENTS[constants.get("VALUE_TYPE", 0)]
-    if kernel in (gpu_norm_device.row_products, gpu_norm_device.column_span_sums):
+    if kernel is gpu_rows_device.column_span_sums:
         types |= dict.fromkeys(("sums", "products"), "*fp32")
+    if kernel is gpu_reduce_device.fold_halves:
+        types["rows"] = "*fp64"
     return {
         name: "constexpr" if name in constants else types.get(name, "i32")
         for name in kernel.arg_names
@@ -135,6 +148,9 @@ def test_every_kernel_compiles_to_plain_ieee_arithmetic(kernel, constants) -> No
     if kernel is gpu_rotated.encode_rotated:
         assert "div.rn.f32" in ptx
         assert "sqrt.rn.f32" in ptx
+    if kernel in (gpu_norm_device.channel_statistics, gpu_rows_device.row_affines):
+        assert "div.rn.f64" in ptx
+        assert "sqrt.rn.f64" in ptx
 
 
 def test_the_forbidden_is_found_where_contraction_is_on() -> None:

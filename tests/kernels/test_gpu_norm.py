@@ -5,24 +5,24 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from daf.errors import KernelError
 from daf.kernels import (
     ElementType,
-    RowMoments,
     block_count,
     reference,
     reference_norm,
     reference_rows,
 )
 from daf.kernels.elements import Floats, narrow, widen
-from daf.kernels.reference_measure import measure_products
+from daf.kernels.reference_measure import Sums, measure_products
 
 pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -41,11 +41,11 @@ from device_cases import (  # noqa: E402
     to_device,
 )
 
-from daf.kernels import gpu_norm  # noqa: E402
+from daf.kernels import gpu_norm, gpu_rows  # noqa: E402
 from daf.kernels.gpu_launch import Affine  # noqa: E402
 from daf.kernels.gpu_planes import DevicePlanes, allocate_flat  # noqa: E402
 from daf.store import device_normalised  # noqa: E402
-from daf.store.normalised import Geometry, Running, Sums  # noqa: E402
+from daf.store.normalised import Geometry, Running  # noqa: E402
 
 F32 = ElementType.FLOAT32
 # (count, channels, inner): channels-last and contiguous, ragged, spans that channels cross.
@@ -225,12 +225,14 @@ def test_rows_are_the_oracle_s(cases, rows, length, centred) -> None:
     name = "mixed" if length % 2 else "broken"
     x = as_stored(getattr(cases, name)(max(16, count))[:count], kind)
     gradient, gamma = as_stored(cases.gaussian(count, 4), kind), cases.gaussian(length, 5)
-    sums, squares = gpu_norm.row_sums(elements(narrow(x, kind), kind), length)
-    wide = x.reshape(rows, length).astype(np.float64)
-    assert known(sums.cpu().numpy()) == known(reference_rows._row_sums(wide))
-    assert known(squares.cpu().numpy()) == known(reference_rows._row_sums(wide * wide))
-
     affine = reference_rows.row_affine(x, length, 1e-5, centred=centred)
+    measured = Affine(
+        *torch.full((2, rows), 7.0, dtype=torch.float32, device=DEVICE).unbind(), length
+    )
+    gpu_rows.measure_rows(elements(narrow(x, kind), kind), measured, 1e-5, centred=centred)
+    assert bytes_of(measured.scale) == affine.scale.tobytes()
+    assert bytes_of(measured.shift) == affine.shift.tobytes()
+
     values = affine.apply(x, 0)
     theirs = Affine(to_device(affine.scale), to_device(affine.shift), length)
     given = elements(narrow(gradient, kind), kind)
@@ -239,7 +241,9 @@ def test_rows_are_the_oracle_s(cases, rows, length, centred) -> None:
             values, gradient, affine.scale, weight, centred=centred
         )
         on_device = None if weight is None else to_device(weight)
-        products = gpu_norm.RowProducts(given, length, on_device, summing=True)
+        products = gpu_rows.RowProducts(
+            given, theirs.scale, length, on_device, centred=centred, summing=True
+        )
         step = products.span_blocks
         for part in value_parts(values, x, theirs, kind, step, kept=kept):
             products.add(part)
@@ -247,7 +251,7 @@ def test_rows_are_the_oracle_s(cases, rows, length, centred) -> None:
         assert columns is not None
         found = [each.cpu().numpy().tobytes() for each in columns]
         assert found == [expected.beta.tobytes(), expected.gamma.tobytes()]
-        of_value = gpu_norm.row_factors(products, theirs.scale, centred=centred)
+        of_value = products.of_value
         written = poisoned(count, kind)
         for part in value_parts(values, x, theirs, kind, step, kept=kept):
             gpu_norm.write_gradient(given, part, written, theirs.scale, of_value, gamma=on_device)
@@ -255,44 +259,120 @@ def test_rows_are_the_oracle_s(cases, rows, length, centred) -> None:
         check_guard(written)
 
 
-def known(sums: np.ndarray) -> bytes:
-    """Which NaN infinities make is the device's own; who reads these sums makes it canonical."""
-    return np.where(np.isnan(sums), np.nan, sums).tobytes()
+# --- vectors --------------------------------------------------------------------------------
 
 
-class Divisions(TorchDispatchMode):
-    """Notes every division by something that is no tensor."""
+def awkward_sums(channels: int, seed: int) -> list[np.ndarray]:
+    """Sums and those of squares: ordinary, of rounding below zero, of nothing, infinite, NaN."""
+    random = np.random.default_rng(seed)
+    sums = random.normal(0, 100, channels)
+    squares = sums**2 / 50 + random.uniform(0, 50, channels)
+    if channels > 5:
+        squares[:5] = sums[0] ** 2 / 50 * (1 - 1e-12), 0.0, np.inf, np.nan, 5.0
+        sums[1:4] = 0.0, np.inf, 1.0
+    return [sums, squares]
+
+
+@pytest.mark.parametrize(("channels", "count"), [(3, 2), (200, 50), (1, 3_000_000_019)])
+@pytest.mark.parametrize("epsilon", [1e-5, 0.0, 0.3])
+def test_statistics_of_sums_are_the_oracle_s(channels, count, epsilon) -> None:
+    sums, squares = awkward_sums(channels, count % 7)
+    ours = [to_device(each) for each in (sums, squares)]
+    theirs = Sums(sums, squares)
+    running = [np.linspace(-1, 2, channels, dtype=np.float32) for _ in range(2)]
+    plain = gpu_norm.channel_statistics(*ours, count, epsilon, None)
+    expected = reference_norm.statistics_of_sums(theirs, count, epsilon)
+    assert [bytes_of(each) for each in plain] == [each.tobytes() for each in expected[:2]]
+    for momentum in (0.1, 1.0, 1 / 3):
+        followed = gpu_norm.Followed(*(to_device(each.copy()) for each in running), momentum)
+        found = gpu_norm.channel_statistics(*ours, count, epsilon, followed)
+        expected = reference_norm.statistics_of_sums(
+            theirs, count, epsilon, (running[0], running[1]), momentum
+        )
+        everything = [*found, followed.mean, followed.variance]
+        assert [bytes_of(each) for each in everything] == [each.tobytes() for each in expected]
+
+
+@pytest.mark.parametrize("channels", [1, 7, 300])
+@pytest.mark.parametrize("count", [1, 3, 1 << 33])
+def test_factors_of_sums_are_the_oracle_s(cases, channels, count) -> None:
+    sums, products = awkward_sums(channels, channels)
+    inverse = np.abs(cases.gaussian(channels, 3))
+    gammas = None, cases.gaussian(channels, 5)
+    for gamma, writes in product(gammas, product((False, True), repeat=2)):
+        expected = reference_norm.factors_of_sums(Sums(sums, products), count, inverse, gamma)
+        written = [to_device(np.zeros(channels, np.float32)) if each else None for each in writes]
+        found = gpu_norm.channel_factors(
+            to_device(sums),
+            to_device(products),
+            count,
+            to_device(inverse),
+            None if gamma is None else to_device(gamma),
+            (written[0], written[1]),
+        )
+        assert [bytes_of(each) for each in found] == [each.tobytes() for each in expected[:3]]
+        for mine, own in zip(written, expected[3:], strict=True):
+            assert mine is None or bytes_of(mine) == own.tobytes()
+
+
+class Operators(TorchDispatchMode):
+    """Notes every operator of PyTorch's own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.by_numbers: list[Any] = []
+        self.names: set[str] = set()
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
-        if "div" in str(function) and not isinstance(arguments[1], torch.Tensor):
-            self.by_numbers.append(arguments[1])
+        self.names.add(function.name().removeprefix("aten::").split(".")[0])
         return function(*arguments, **(keywords or {}))
 
 
-def test_counts_divide_and_are_not_inverted_first() -> None:
-    """By a plain number PyTorch divides on a GPU as it multiplies by the inverse: two roundings."""
+@pytest.fixture
+def kernels_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter copies tensors to and fro by operators of PyTorch's."""
+    if not INTERPRETED:
+        return
+    from triton.runtime.interpreter import GridExecutor
+
+    run = GridExecutor.__call__
+
+    def unseen(*arguments: Any, **keywords: Any) -> None:
+        with _disable_current_modes():
+            run(*arguments, **keywords)
+
+    monkeypatch.setattr(GridExecutor, "__call__", unseen)
+
+
+VIEWS = {"select", "unbind", "view", "as_strided", "detach", "slice", "alias"}
+
+
+@pytest.mark.usefixtures("kernels_unseen")
+def test_a_normalisation_runs_its_own_kernels_and_no_operators_beside() -> None:
+    """Each would cost a start of its own; and by a plain number PyTorch divides on a GPU as it
+    multiplies by the inverse: two roundings.
+    """
     x = torch.linspace(-1, 1, 12 * 100, dtype=torch.float32, device=DEVICE)
     geometry, vector = Geometry(12, 1, 1200), torch.zeros(12, dtype=torch.float32, device=DEVICE)
     running = Running(vector.clone(), vector.clone() + 1, 0.1)
-    moments = RowMoments(1e-5, centred=True)
     affine = Affine(*torch.empty(2, 12, dtype=torch.float32, device=DEVICE).unbind(), 100)
-    products = gpu_norm.RowProducts(x, 100, None, summing=False)
-    products.sums.fill_(1), products.products.fill_(1)
-    wide = vector.double()
-    with Divisions() as divisions:
-        device_normalised.take_statistics(x, geometry, 1e-5, running)
-        device_normalised.take_factors(Sums(wide, wide), geometry, vector, None, (None, None))
-        gpu_norm.measure_rows(x, affine, moments.epsilon, centred=moments.centred)
-        gpu_norm.row_factors(products, affine.scale, centred=True)
-        assert divisions.by_numbers == []
-        assert float((x[:1] / 3)[0]) < 0
-    assert divisions.by_numbers == [3]  # the mode does see them
+    versions = [each._version for each in running[:2]]
+    with Operators() as seen:
+        statistics = device_normalised.take_statistics(x, geometry, 1e-5, running)
+        values = device_normalised.KeptValues(x, statistics.forward(1))
+        sums = device_normalised.sum_gradient(values, x, None, None, geometry)
+        device_normalised.take_factors(
+            sums, geometry, statistics.inverse_deviation, vector, (vector, None)
+        )
+        gpu_rows.measure_rows(x, affine, 1e-5, centred=True)
+        products = gpu_rows.RowProducts(x, affine.scale, 100, None, centred=True, summing=False)
+        products.add(gpu_norm.Values(x, (0, block_count(1200)), affine))
+        beside = seen.names - VIEWS
+        assert (x[:1] / 3).isfinite().all()
+    assert beside - {"mul", "neg"} <= {"empty", "zeros", "zero_", "new_empty"}, beside
+    assert "div" in seen.names  # the mode does see them
+    assert [each._version for each in running[:2]] == [each + 1 for each in versions]
 
 
 def test_what_the_kernels_refuse() -> None:
@@ -303,8 +383,12 @@ def test_what_the_kernels_refuse() -> None:
     with pytest.raises(KernelError, match="give a range within"):
         gpu_norm.derive(x, forward, x, blocks=(0, 4))
     with pytest.raises(KernelError, match="give a length that divides"):
-        gpu_norm.row_sums(x, 7)
-    summing = gpu_norm.RowProducts(x, 2, None, summing=False)
+        gpu_rows.RowProducts(x, x[:1], 7, None, centred=True, summing=False)
+    with pytest.raises(KernelError, match="300 rows by 7 scales"):
+        gpu_rows.RowProducts(x, x[:7], 2, None, centred=True, summing=False)
+    with pytest.raises(KernelError, match="300 rows into 3 places"):
+        gpu_rows.measure_rows(x, Affine(x[:3], x[:3], 2), 1e-5, centred=True)
+    summing = gpu_rows.RowProducts(x, x[:300], 2, None, centred=True, summing=False)
     assert summing.columns() is None
     with pytest.raises(KernelError, match="spans have 512"):
         summing.add(gpu_norm.Values(x[:256], (0, 1)))

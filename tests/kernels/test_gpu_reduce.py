@@ -105,3 +105,13 @@ def test_shape_classes_tell_sizes_and_layouts_apart() -> None:
     assert gpu_reduce.shape_class(1000, 64, 1) != gpu_reduce.shape_class(1000, 64, 15)
     with pytest.raises(KernelError, match="channels"):
         gpu_reduce.shape_class(1000, 0, 1)
+
+
+@pytest.mark.parametrize("most", [1, 4])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_more_spans_than_a_program_folds_are_halved_before(
+    cases, most, channels, monkeypatch
+) -> None:
+    monkeypatch.setattr(gpu_reduce, "_MOST_FOLDED", most)
+    source = cases.as_type(cases.broken(50_000), ElementType.FLOAT32)
+    sums_are_the_oracle_s(source, ElementType.FLOAT32, channels, 1)

@@ -120,6 +120,11 @@ def base_halves(base: int) -> dict[str, int]:
     return {"base_low": _signed(base), "base_high": _signed(base >> 32)}
 
 
+def double_bits(value: float) -> int:
+    """A float64's bits: Triton would round a plain number to float32."""
+    return int(np.float64(value).view(np.int64))
+
+
 def _signed(value: int) -> int:
     low = value & 0xFFFFFFFF
     return low - 2**32 if low >= 2**31 else low

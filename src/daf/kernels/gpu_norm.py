@@ -1,4 +1,4 @@
-"""Normalisations on a GPU: forward around a code, backward from one (format, sections 10, 11).
+"""Normalisations on a GPU: forward around a code, backward from one (format, section 10).
 
 Elements are contiguous float32, bfloat16 or float16 in memory order; of the latter two, what is
 computed between them is float32, and one rounding ends it. Normalised values are
@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from daf.errors import KernelError
-from daf.kernels import BLOCK_ELEMENTS, ROWS_PER_SPAN
+from daf.kernels import BLOCK_ELEMENTS
 from daf.kernels import gpu_norm_device as device
 from daf.kernels.contract import check_channels
 from daf.kernels.gpu_launch import (
     Affine,
+    double_bits,
     elements_in,
     launch,
     mask_arguments,
@@ -29,7 +30,6 @@ from daf.kernels.gpu_launch import (
 from daf.kernels.gpu_planes import DevicePlanes
 from daf.kernels.gpu_reduce import (
     are_side_by_side,
-    divided,
     fold_spans,
     run_options,
     side_by_side_grid,
@@ -38,7 +38,6 @@ from daf.kernels.gpu_reduce import (
     span_shape,
 )
 
-_ROWS = 8
 _COLUMNS = 128
 
 
@@ -249,146 +248,90 @@ def write_gradient(
     )
 
 
-# --- rows -----------------------------------------------------------------------------------
+# --- vectors of channels --------------------------------------------------------------------
 
 
-def row_sums(source: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """(rows,) float64 each: sums and sums of squares of rows of ``length`` elements."""
-    elements, kind = patterns(source, source.numel())
-    rows = _row_count(source, length)
-    sums, squares = torch.empty(2, rows, dtype=torch.float64, device=source.device).unbind()
+class Followed(NamedTuple):
+    """Running mean and variance, contiguous (channels,) float32, which follow at a rate."""
+
+    mean: Tensor
+    variance: Tensor
+    momentum: float
+
+
+def channel_statistics(
+    sums: Tensor, squares: Tensor, count: int, epsilon: float, followed: Followed | None
+) -> tuple[Tensor, Tensor]:
+    """(channels,) float32 each, of float64 sums over ``count`` elements: mean, inverse deviation.
+
+    ``followed`` follow in place, with the unbiased variance.
+    """
+    channels = sums.numel()
+    found = torch.empty(2, channels, dtype=torch.float32, device=sums.device)
+    running, variance, momentum = followed or (None, None, 0.0)
     on_device(
-        device.row_sums,
-        (-(-rows // _ROWS),),
-        source.device,
-        source=elements,
+        device.channel_statistics,
+        (-(-channels // _COLUMNS),),
+        sums.device,
         sums=sums,
         squares=squares,
-        rows=rows,
-        length=length,
-        TYPE=kind,
-        ROWS=_ROWS,
+        mean=found[0],
+        inverse_deviation=found[1],
+        running_mean=running,
+        running_variance=variance,
+        count=count,
+        epsilon=double_bits(epsilon),
+        momentum=double_bits(momentum),
+        bessel=double_bits(count / (count - 1) if followed else 1.0),
+        kept=1.0 - momentum,
+        channels=channels,
+        FOLLOWED=followed is not None,
+        COLUMNS=_COLUMNS,
     )
-    return sums, squares
+    return found[0], found[1]
 
 
-def measure_rows(source: Tensor, affine: Affine, epsilon: float, *, centred: bool) -> None:
-    """Write what makes normalised values of rows of ``affine.inner`` elements."""
-    length = affine.inner
-    sums, squares = row_sums(source, length)
-    square = divided(squares, length)
-    if not centred:
-        affine.scale.copy_(1.0 / torch.sqrt(square + epsilon))
-        affine.shift.zero_()
-        return
-    mean = divided(sums, length)
-    variance = square - mean * mean
-    inverse = 1.0 / torch.sqrt(torch.where(variance < 0, 0.0, variance) + epsilon)  # NaN stays
-    affine.scale.copy_(inverse)
-    affine.shift.copy_(-(mean * inverse))
+class ChannelFactors(NamedTuple):
+    """(channels,) float32 each: what ``write_gradient`` takes for values, and for the gradient."""
+
+    of_value: Tensor
+    offset: Tensor
+    of_gradient: Tensor
 
 
-class RowProducts:
-    """What a normalisation of rows needs of gradient and values, span of rows by span of rows.
-
-    ``sums`` and ``products``: (rows,) float32, of g and of g times the values along each row.
-    """
-
-    def __init__(self, gradient: Tensor, length: int, gamma: Tensor | None, *, summing: bool):
-        rows = _row_count(gradient, length)
-        self._gradient = gradient
-        self.length = length
-        self._gamma = gamma
-        of_gradient: dict[str, Any] = {"dtype": torch.float32, "device": gradient.device}
-        self.sums, self.products = torch.empty(2, rows, **of_gradient).unbind()
-        shape = (2, -(-rows // ROWS_PER_SPAN), length)
-        self._spans = torch.empty(shape, **of_gradient) if summing else None
-
-    @property
-    def span_blocks(self) -> int:
-        """Blocks in a span: its rows are as many as a block's elements."""
-        return self.length
-
-    def add(self, values: Values) -> None:
-        """The rows of these values.
-
-        Raises:
-            KernelError: they are no whole spans.
-        """
-        count = self._gradient.numel()
-        first, last = values.part(count)
-        span = self.length * ROWS_PER_SPAN
-        if first % span or (last % span and last != count):
-            raise KernelError(f"asked to add elements {first} to {last}; spans have {span}")
-        elements, kind = patterns(self._gradient, count)
-        common = values.arguments(count) | {
-            "gradient": elements,
-            "rows": last // self.length,
-            "length": self.length,
-            "TYPE": kind,
-        }
-        self._add_rows(first, last, common)
-        if self._spans is not None:
-            self._add_columns(self._spans, first // span, -(-(last - first) // span), common)
-
-    def _add_rows(self, first: int, last: int, common: dict[str, Any]) -> None:
-        on_device(
-            device.row_products,
-            (-(-((last - first) // self.length) // _ROWS),),
-            self._gradient.device,
-            **common,
-            sums=self.sums,
-            products=self.products,
-            gamma=self._gamma,
-            first_row=first // self.length,
-            GAMMA=self._gamma is not None,
-            ROWS=_ROWS,
-        )
-
-    def _add_columns(
-        self, spans: Tensor, first_span: int, count: int, common: dict[str, Any]
-    ) -> None:
-        on_device(
-            device.column_span_sums,
-            (count, -(-self.length // _COLUMNS)),
-            self._gradient.device,
-            **common,
-            sums=spans[0],
-            products=spans[1],
-            first_span=first_span,
-            SPAN_ROWS=ROWS_PER_SPAN,
-            COLUMNS=_COLUMNS,
-        )
-
-    def columns(self) -> tuple[Tensor, Tensor] | None:
-        """(length,) float64 each: of the gradient, and of its products with the values."""
-        if self._spans is None:
-            return None
-        shape = (2, self.length)
-        out = torch.empty(shape, dtype=torch.float64, device=self._gradient.device)
-        for spans, total in zip(self._spans, out, strict=True):
-            on_device(
-                device.add_spans,
-                (-(-self.length // _COLUMNS),),
-                out.device,
-                span_sums=spans,
-                out=total,
-                spans=spans.shape[0],
-                length=self.length,
-                COLUMNS=_COLUMNS,
-            )
-        gradient, products = torch.where(out.isnan(), math.nan, out)
-        return gradient, products
-
-
-def row_factors(products: RowProducts, scale: Tensor, *, centred: bool) -> Affine:
-    """What ``write_gradient`` takes for values; ``scale`` (rows,) is the rows' own."""
-    length, wide = products.length, scale.double()
-    of_value = (-(wide * divided(products.products.double(), length))).float()
-    if not centred:
-        return Affine(of_value, torch.zeros_like(of_value), length)
-    offset = (-(wide * divided(products.sums.double(), length))).float()
-    return Affine(of_value, offset, length)
+def channel_factors(
+    sums: Tensor,
+    products: Tensor,
+    count: int,
+    inverse_deviation: Tensor,
+    gamma: Tensor | None,
+    gradients: tuple[Tensor | None, Tensor | None],
+) -> ChannelFactors:
+    """Of float64 sums over ``count`` elements; ``gradients`` of gamma and beta are written."""
+    channels = sums.numel()
+    found = torch.empty(3, channels, dtype=torch.float32, device=sums.device)
+    weight, bias = gradients
+    on_device(
+        device.channel_factors,
+        (-(-channels // _COLUMNS),),
+        sums.device,
+        sums=sums,
+        products=products,
+        inverse_deviation=inverse_deviation,
+        gamma=gamma,
+        of_value=found[0],
+        offset=found[1],
+        of_gradient=found[2],
+        weight=weight,
+        bias=bias,
+        count=count,
+        channels=channels,
+        GAMMA=gamma is not None,
+        WEIGHT=weight is not None,
+        BIAS=bias is not None,
+        COLUMNS=_COLUMNS,
+    )
+    return ChannelFactors(*found.unbind())
 
 
 # --- arguments ------------------------------------------------------------------------------
@@ -417,11 +360,3 @@ def _of_kind(tensor: Tensor, kind: int, count: int) -> Tensor:
     if own != kind:
         raise KernelError(f"asked for a result in {tensor.dtype}; give the input's own type")
     return elements
-
-
-def _row_count(tensor: Tensor, length: int) -> int:
-    if length < 1 or tensor.numel() % length:
-        raise KernelError(
-            f"asked for rows of {length} of {tensor.numel()} elements; give a length that divides"
-        )
-    return tensor.numel() // length

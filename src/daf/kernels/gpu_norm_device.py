@@ -1,4 +1,4 @@
-"""Normalisations on a GPU: sections 10 and 11 of ``docs/format.md``, in their order of additions.
+"""Normalisations of channels on a GPU: section 10 of ``docs/format.md``, in its order of additions.
 
 Normalised values lie in float32 from element ``first_value`` on (decoded, a part at a time), or
 are computed from the input by the affine that made them (AFFINE). Masks are read bit by bit
@@ -20,7 +20,12 @@ from daf.kernels.gpu_blocks import (
     tile_elements,
     word_place,
 )
-from daf.kernels.gpu_reduce_device import first_of_channels, sum_lanes
+from daf.kernels.gpu_reduce_device import (
+    as_double,
+    canonical,
+    first_of_channels,
+    sum_lanes,
+)
 
 
 @triton.jit
@@ -342,118 +347,85 @@ def write_gradient(
     store_elements(destination, place, valid, product + beside, TYPE)
 
 
-# --- rows -----------------------------------------------------------------------------------
+# --- vectors of channels --------------------------------------------------------------------
 
 
-@triton.jit
-def row_sums(source, sums, squares, rows, length, TYPE: tl.constexpr, ROWS: tl.constexpr):
-    """(rows,) float64 each: sums and sums of squares of rows of ``length``, by sixteen lanes."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    lane = tl.arange(0, 16)[None, :]
-    total = tl.zeros((ROWS, 16), tl.float64)
-    energy = tl.zeros((ROWS, 16), tl.float64)
-    for start in range(0, length, 16):
-        column = start + lane
-        valid = (row < rows)[:, None] & (column < length)
-        place = row[:, None] * length + column
-        value = load_elements(source, place, valid, TYPE).to(tl.float64)
-        total += value
-        energy += value * value
-    tl.store(sums + row, sum_lanes(total, ROWS), mask=row < rows)
-    tl.store(squares + row, sum_lanes(energy, ROWS), mask=row < rows)
-
-
-@triton.jit(do_not_specialize=["first_row", "first_value"])
-def row_products(
-    gradient,
-    values,
+@triton.jit(do_not_specialize=["count", "epsilon", "momentum", "bessel"])
+def channel_statistics(
     sums,
-    products,
-    scale,
-    shift,
-    gamma,
-    rows,
-    first_row,
-    first_value,
-    length,
-    TYPE: tl.constexpr,
-    VALUE_TYPE: tl.constexpr,
-    AFFINE: tl.constexpr,
-    GAMMA: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """(rows,) float32 each: of rows from ``first_row`` on, sums of g and of g times the values."""
-    row = first_row.to(tl.int64) + tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    lane = tl.arange(0, 16)[None, :]
-    total = tl.zeros((ROWS, 16), tl.float32)
-    product = tl.zeros((ROWS, 16), tl.float32)
-    for start in range(0, length, 16):
-        column = start + lane
-        valid = (row < rows)[:, None] & (column < length)
-        place = row[:, None] * length + column
-        found = load_elements(gradient, place, valid, TYPE)
-        if GAMMA:
-            found = found * tl.load(gamma + column, mask=column < length, other=0.0)
-        value = load_elements(values, place - first_value, valid, VALUE_TYPE)
-        if AFFINE:
-            value = value * tl.load(scale + row, mask=row < rows, other=0.0)[:, None]
-            value += tl.load(shift + row, mask=row < rows, other=0.0)[:, None]
-        total += found
-        product += tl.where(valid, found * value, 0.0)
-    tl.store(sums + row, sum_lanes(total, ROWS), mask=row < rows)
-    tl.store(products + row, sum_lanes(product, ROWS), mask=row < rows)
-
-
-@triton.jit(do_not_specialize=["first_span", "first_value"])
-def column_span_sums(
-    gradient,
-    values,
-    sums,
-    products,
-    scale,
-    shift,
-    rows,
-    first_span,
-    first_value,
-    length,
-    TYPE: tl.constexpr,
-    VALUE_TYPE: tl.constexpr,
-    AFFINE: tl.constexpr,
-    SPAN_ROWS: tl.constexpr,
+    squares,
+    mean,
+    inverse_deviation,
+    running_mean,
+    running_variance,
+    count,
+    epsilon,
+    momentum,
+    bessel,
+    kept,
+    channels,
+    FOLLOWED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """(spans, length) float32 each: sums over SPAN_ROWS rows, one after the other, of the gradient
-    and of its product with the values.
+    """(channels,) float32 each, of float64 sums over ``count`` elements; running ones follow.
+
+    ``epsilon``, ``momentum`` and ``bessel`` (count over one less) are the bits of float64s;
+    ``kept`` is how much of running ones stays.
     """
-    span = first_span.to(tl.int64) + tl.program_id(0)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros((COLUMNS,), tl.float32)
-    product = tl.zeros((COLUMNS,), tl.float32)
-    for turn in range(SPAN_ROWS):
-        row = span * SPAN_ROWS + turn
-        valid = (column < length) & (row < rows)
-        place = row * length + column
-        found = load_elements(gradient, place, valid, TYPE)
-        value = load_elements(values, place - first_value, valid, VALUE_TYPE)
-        if AFFINE:
-            value = value * tl.load(scale + row, mask=row < rows, other=0.0)
-            value += tl.load(shift + row, mask=row < rows, other=0.0)
-        total += found
-        product += tl.where(valid, found * value, 0.0)
-    own = span * length + column
-    tl.store(sums + own, total, mask=column < length)
-    tl.store(products + own, product, mask=column < length)
+    channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    there = channel < channels
+    elements = count.to(tl.float64)
+    average = tl.load(sums + channel, mask=there, other=0.0) / elements
+    variance = tl.load(squares + channel, mask=there, other=0.0) / elements - average * average
+    variance = tl.where(variance < 0, 0.0, variance)  # NaN stays
+    inverse = 1.0 / tl.sqrt(variance + as_double(epsilon))
+    tl.store(mean + channel, canonical(average.to(tl.float32)), mask=there)
+    tl.store(inverse_deviation + channel, canonical(inverse.to(tl.float32)), mask=there)
+    if FOLLOWED:
+        rate = as_double(momentum)
+        moved = (rate * average).to(tl.float32)
+        before = tl.load(running_mean + channel, mask=there, other=0.0)
+        tl.store(running_mean + channel, canonical(before * kept + moved), mask=there)
+        moved = (rate * (variance * as_double(bessel))).to(tl.float32)
+        before = tl.load(running_variance + channel, mask=there, other=0.0)
+        tl.store(running_variance + channel, canonical(before * kept + moved), mask=there)
 
 
-@triton.jit
-def add_spans(span_sums, out, spans, length, COLUMNS: tl.constexpr):
-    """(spans, length) float32 to (length,) float64, one span after the other."""
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros((COLUMNS,), tl.float64)
-    for first in range(0, spans, 8):
-        for behind in tl.static_range(8):  # loads that wait for no sum
-            span = first + behind
-            mask = (column < length) & (span < spans)
-            found = tl.load(span_sums + span * length + column, mask=mask, other=0.0)
-            total = tl.where(span < spans, total + found.to(tl.float64), total)
-    tl.store(out + column, total, mask=column < length)
+@triton.jit(do_not_specialize=["count"])
+def channel_factors(
+    sums,
+    products,
+    inverse_deviation,
+    gamma,
+    of_value,
+    offset,
+    of_gradient,
+    weight,
+    bias,
+    count,
+    channels,
+    GAMMA: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """(channels,) float32 each: what backward's second pass multiplies values and gradients by,
+    of float64 sums over ``count`` elements; and the gradients of gamma and beta.
+    """
+    channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    there = channel < channels
+    elements = count.to(tl.float64)
+    factor = tl.load(inverse_deviation + channel, mask=there, other=0.0).to(tl.float64)
+    if GAMMA:
+        factor *= tl.load(gamma + channel, mask=there, other=0.0).to(tl.float64)
+    product = tl.load(products + channel, mask=there, other=0.0)
+    total = tl.load(sums + channel, mask=there, other=0.0)
+    tl.store(
+        of_value + channel, canonical((-factor * product / elements).to(tl.float32)), mask=there
+    )
+    tl.store(offset + channel, canonical((-factor * total / elements).to(tl.float32)), mask=there)
+    tl.store(of_gradient + channel, canonical(factor.to(tl.float32)), mask=there)
+    if WEIGHT:
+        tl.store(weight + channel, canonical(product.to(tl.float32)), mask=there)
+    if BIAS:
+        tl.store(bias + channel, canonical(total.to(tl.float32)), mask=there)

@@ -17,6 +17,7 @@ from daf.kernels.gpu_launch import on_device, patterns
 from daf.kernels.gpu_reduce_device import (
     channel_span_sums,
     finish_ranges,
+    fold_halves,
     reduce_ranges,
     side_by_side_sums,
     span_sums,
@@ -30,6 +31,7 @@ _SPANS = 8  # of a whole tensor, or of channels side by side, to a program
 _MOST_COLUMNS = 128
 _LANES = 16
 _CHANNELS = 8
+_MOST_FOLDED = 4096  # sums in a program's registers
 _GREATEST_KEY, _LEAST_KEY = 2**31 - 1, -(2**31)
 
 
@@ -124,20 +126,24 @@ def span_shape(count: int, channels: int) -> tuple[int, int]:
 
 def fold_spans(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Two kinds of sums, (2, spans, channels), to (channels,) each, by halving strides."""
-    while rows.shape[1] > 1:
+    while rows.shape[1] > _MOST_FOLDED:
         half = rows.shape[1] // 2
         rows = rows[:, :half] + rows[:, half:]
-    rows = torch.where(rows.isnan(), float("nan"), rows)
-    return rows[0, 0], rows[1, 0]
-
-
-def divided(totals: Tensor, count: int) -> Tensor:
-    """``totals / count``, rounded once.
-
-    A number that is no tensor on the device PyTorch divides by on a GPU as it multiplies by its
-    inverse, which rounds twice.
-    """
-    return totals / torch.full((), count, dtype=totals.dtype, device=totals.device)
+    _, spans, channels = rows.shape
+    columns = min(_power_of_two(channels), max(1, _MOST_FOLDED // spans), 8)
+    out = torch.empty(2, channels, dtype=torch.float64, device=rows.device)
+    on_device(
+        fold_halves,
+        (-(-channels // columns), 2),
+        rows.device,
+        rows=rows,
+        out=out,
+        channels=channels,
+        WIDTH=spans,
+        LEVELS=spans.bit_length() - 1,
+        COLUMNS=columns,
+    )
+    return out[0], out[1]
 
 
 def _sum_spans(

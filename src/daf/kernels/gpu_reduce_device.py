@@ -214,6 +214,35 @@ def side_by_side_sums(
 
 
 @triton.jit
+def fold_halves(
+    rows, out, channels, WIDTH: tl.constexpr, LEVELS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """(2, WIDTH, channels) float64 to (2, channels): the latter half is added to the former, LEVELS
+    times, until one is left.
+    """
+    channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    kind = tl.program_id(1).to(tl.int64)
+    place = (kind * WIDTH + tl.arange(0, WIDTH)[None, :]) * channels + channel[:, None]
+    totals = tl.load(rows + place, mask=(channel < channels)[:, None], other=0.0)
+    for level in tl.static_range(LEVELS):
+        totals = _halves(totals, COLUMNS, WIDTH >> level)
+    total = canonical(tl.reshape(totals, (COLUMNS,)))
+    tl.store(out + kind * channels + channel, total, mask=channel < channels)
+
+
+@triton.jit
+def canonical(values):
+    """Every NaN as the same one."""
+    return tl.where(values != values, float("nan"), values)
+
+
+@triton.jit
+def as_double(bits):
+    """The float64 that has these bits."""
+    return bits.to(tl.int64).to(tl.float64, bitcast=True)
+
+
+@triton.jit
 def _halves(values, SPANS: tl.constexpr, WIDTH: tl.constexpr):
     low, high = tl.split(tl.permute(tl.reshape(values, (SPANS, 2, WIDTH // 2)), (0, 2, 1)))
     return low + high

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from daf.errors import CodecError
-from daf.kernels import Predicate, RowMoments, gpu, gpu_norm
+from daf.kernels import Predicate, RowMoments, gpu, gpu_rows
 from daf.kernels.gpu_launch import Affine
 from daf.plan import Method, Treatment
 from daf.store.codec import Channels, check_count, elements_in, may_go
@@ -129,7 +129,7 @@ class DeviceValueCode(_DeviceCode):
         self.key = key
         source, affine = in_memory_order(tensor), _affine(channels)
         if rows is not None and affine is not None:
-            gpu_norm.measure_rows(source, affine, rows.epsilon, centred=rows.centred)
+            gpu_rows.measure_rows(source, affine, rows.epsilon, centred=rows.centred)
         with self.planes.writing() as planes:
             if treatment.method is Method.ROTATED:
                 gpu.encode_rotated(source, planes, treatment.rounds, key, affine)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -102,23 +101,13 @@ def take_statistics(
     x: Tensor, geometry: Geometry, epsilon: float, running: Running | None
 ) -> Statistics:
     """Mean and inverse deviation of every channel; running ones follow in place."""
-    count = geometry.per_channel
     sums, squares = gpu_reduce.measure_sums(in_memory_order(x), geometry.channels, geometry.inner)
-    mean = gpu_reduce.divided(sums, count)
-    variance = gpu_reduce.divided(squares, count) - mean * mean
-    variance = torch.where(variance < 0, 0.0, variance)  # NaN stays
-    found = Statistics(mean.float(), (1.0 / torch.sqrt(variance + epsilon)).float())
+    followed = None
     if running is not None:
-        unbiased = variance * (count / (count - 1))
-        for followed, now in ((running.mean, mean), (running.variance, unbiased)):
-            _follow(followed, now, running.momentum)
-    return found
-
-
-def _follow(followed: Tensor, now: Tensor, momentum: float) -> None:
-    """``followed * (1 - momentum) + momentum * now``, each product rounded by itself."""
-    kept = float(np.float32(1 - momentum))  # as the processor's kernel has it
-    followed.mul_(kept).add_((momentum * now).float())
+        torch.autograd.graph.increment_version((running.mean, running.variance))
+        followed = gpu_norm.Followed(*running)
+    count = geometry.per_channel
+    return Statistics(*gpu_norm.channel_statistics(sums, squares, count, epsilon, followed))
 
 
 def emission(
@@ -166,18 +155,10 @@ def take_factors(
     gradients: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Channels, Channels]:
     """What backward's second pass multiplies by: as ``normalised.take_factors``."""
-    count, inner = geometry.per_channel, geometry.inner
-    factor = inverse_deviation.double()
-    if gamma is not None:
-        factor = factor * gamma.double()
-    scale, shift = (
-        gpu_reduce.divided(-factor * total, count).float() for total in (sums.products, sums.sums)
-    )
-    for written, total in zip(gradients, (sums.products, sums.sums), strict=True):
-        if written is not None:
-            written.copy_(total)
-    of_gradient = factor.float()
-    return Channels(scale, shift, inner), Channels(of_gradient, of_gradient, inner)
+    vectors = (inverse_deviation, gamma, gradients)
+    found = gpu_norm.channel_factors(sums.sums, sums.products, geometry.per_channel, *vectors)
+    inner, of_gradient = geometry.inner, found.of_gradient
+    return Channels(found.of_value, found.offset, inner), Channels(of_gradient, of_gradient, inner)
 
 
 def write_input_gradient(

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 from torch import Tensor
 
-from daf.kernels import RowMoments, gpu_norm
+from daf.kernels import RowMoments, gpu_norm, gpu_rows
 from daf.store.codec import Channels
 from daf.store.device_codec import DeviceValueCode
 from daf.store.device_emission import DeviceEmission, affine_of
@@ -18,7 +18,7 @@ from daf.store.normalised_rows import KeptRows, RowBackward, RowSums
 def emit_rows(x: Tensor, affine: Channels, moments: RowMoments, written: DeviceEmission) -> None:
     """Forward without a code; ``affine`` is measured first."""
     epsilon, centred = moments
-    gpu_norm.measure_rows(in_memory_order(x), affine_of(affine), epsilon, centred=centred)
+    gpu_rows.measure_rows(in_memory_order(x), affine_of(affine), epsilon, centred=centred)
     written.carry_out(x, affine)
 
 
@@ -26,20 +26,21 @@ def backward_rows(asked: RowBackward, values: DeviceValueCode | KeptRows) -> Row
     """Two passes over the values: sums by rows and columns, then the input's gradient."""
     given = in_memory_order(asked.gradient)
     source = KeptValues(*values) if isinstance(values, KeptRows) else CodedValues(values)
-    products = gpu_norm.RowProducts(given, asked.length, asked.gamma, summing=asked.summing)
+    options = {"centred": asked.centred, "summing": asked.summing}
+    products = gpu_rows.RowProducts(given, asked.scale, asked.length, asked.gamma, **options)
     # Both passes must read the same planes, whoever lowers a cap meanwhile.
     with nullcontext() if isinstance(values, KeptRows) else values.planes.pinned():
         _add_all(source, products)
         columns = products.columns()
         if asked.written is not None:
             out = in_memory_order(asked.written)
-            factors = gpu_norm.row_factors(products, asked.scale, centred=asked.centred)
+            factors = products.of_value
             for part in source.parts(1):
                 gpu_norm.write_gradient(given, part, out, asked.scale, factors, gamma=asked.gamma)
     return None if columns is None else RowSums(*columns)
 
 
-def _add_all(source: KeptValues | CodedValues, products: gpu_norm.RowProducts) -> None:
+def _add_all(source: KeptValues | CodedValues, products: gpu_rows.RowProducts) -> None:
     """The room of the last part is free when this returns, for the second pass."""
     for part in source.parts(products.span_blocks):
         products.add(part)

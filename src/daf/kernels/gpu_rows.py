@@ -1,0 +1,161 @@
+"""Normalisations of rows on a GPU: what forward measures, what backward sums (format, section 11).
+
+Elements, values and errors are those of ``gpu_norm``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from daf.errors import KernelError
+from daf.kernels import ROWS_PER_SPAN
+from daf.kernels import gpu_rows_device as device
+from daf.kernels.gpu_launch import Affine, double_bits, on_device, patterns
+from daf.kernels.gpu_norm import Values
+
+_ROWS = 8
+_COLUMNS = 128
+
+
+def measure_rows(source: Tensor, affine: Affine, epsilon: float, *, centred: bool) -> None:
+    """Write what makes normalised values of rows of ``affine.inner`` elements."""
+    elements, kind = patterns(source, source.numel())
+    rows = _row_count(source, affine.inner)
+    if rows != affine.scale.numel():
+        raise KernelError(f"asked to measure {rows} rows into {affine.scale.numel()} places")
+    on_device(
+        device.row_affines,
+        (-(-rows // _ROWS),),
+        source.device,
+        source=elements,
+        scale=affine.scale,
+        shift=affine.shift,
+        rows=rows,
+        length=affine.inner,
+        epsilon=double_bits(epsilon),
+        TYPE=kind,
+        CENTRED=centred,
+        ROWS=_ROWS,
+    )
+
+
+class RowProducts:
+    """What a normalisation of rows needs of gradient and values, span of rows by span of rows.
+
+    ``scale`` (rows,) is the rows' own; after all values were added, ``of_value`` is what
+    ``gpu_norm.write_gradient`` takes for them.
+    """
+
+    def __init__(
+        self,
+        gradient: Tensor,
+        scale: Tensor,
+        length: int,
+        gamma: Tensor | None,
+        *,
+        centred: bool,
+        summing: bool,
+    ) -> None:
+        rows = _row_count(gradient, length)
+        if rows != scale.numel():
+            raise KernelError(f"asked to go back through {rows} rows by {scale.numel()} scales")
+        self._gradient = gradient
+        self._scale = scale
+        self.length = length
+        self._gamma = gamma
+        self._centred = centred
+        factors: dict[str, Any] = {"dtype": torch.float32, "device": gradient.device}
+        scales, shifts = torch.empty(2, rows, **factors).unbind()
+        self.of_value = Affine(scales, shifts, length)
+        shape = (2, -(-rows // ROWS_PER_SPAN), length)
+        self._spans = torch.empty(shape, **factors) if summing else None
+
+    @property
+    def span_blocks(self) -> int:
+        """Blocks in a span: its rows are as many as a block's elements."""
+        return self.length
+
+    def add(self, values: Values) -> None:
+        """The rows of these values.
+
+        Raises:
+            KernelError: they are no whole spans.
+        """
+        count = self._gradient.numel()
+        first, last = values.part(count)
+        span = self.length * ROWS_PER_SPAN
+        if first % span or (last % span and last != count):
+            raise KernelError(f"asked to add elements {first} to {last}; spans have {span}")
+        elements, kind = patterns(self._gradient, count)
+        common = values.arguments(count) | {
+            "gradient": elements,
+            "rows": last // self.length,
+            "length": self.length,
+            "TYPE": kind,
+        }
+        self._add_rows(first, last, common)
+        if self._spans is not None:
+            self._add_columns(self._spans, first // span, -(-(last - first) // span), common)
+
+    def _add_rows(self, first: int, last: int, common: dict[str, Any]) -> None:
+        on_device(
+            device.row_factors,
+            (-(-((last - first) // self.length) // _ROWS),),
+            self._gradient.device,
+            **common,
+            of_value=self.of_value.scale,
+            offset=self.of_value.shift,
+            own_scale=self._scale,
+            gamma=self._gamma,
+            first_row=first // self.length,
+            GAMMA=self._gamma is not None,
+            CENTRED=self._centred,
+            ROWS=_ROWS,
+        )
+
+    def _add_columns(
+        self, spans: Tensor, first_span: int, count: int, common: dict[str, Any]
+    ) -> None:
+        on_device(
+            device.column_span_sums,
+            (count, -(-self.length // _COLUMNS)),
+            self._gradient.device,
+            **common,
+            sums=spans[0],
+            products=spans[1],
+            first_span=first_span,
+            SPAN_ROWS=ROWS_PER_SPAN,
+            COLUMNS=_COLUMNS,
+        )
+
+    def columns(self) -> tuple[Tensor, Tensor] | None:
+        """(length,) float64 each: of the gradient, and of its products with the values."""
+        if self._spans is None:
+            return None
+        shape = (2, self.length)
+        out = torch.empty(shape, dtype=torch.float64, device=self._gradient.device)
+        for spans, total in zip(self._spans, out, strict=True):
+            on_device(
+                device.add_spans,
+                (-(-self.length // _COLUMNS),),
+                out.device,
+                span_sums=spans,
+                out=total,
+                spans=spans.shape[0],
+                length=self.length,
+                COLUMNS=_COLUMNS,
+            )
+        gradient, products = torch.where(out.isnan(), math.nan, out)
+        return gradient, products
+
+
+def _row_count(tensor: Tensor, length: int) -> int:
+    if length < 1 or tensor.numel() % length:
+        raise KernelError(
+            f"asked for rows of {length} of {tensor.numel()} elements; give a length that divides"
+        )
+    return tensor.numel() // length
