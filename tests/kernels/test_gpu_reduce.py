@@ -113,5 +113,5 @@ def test_more_spans_than_a_program_folds_are_halved_before(
     cases, most, channels, monkeypatch
 ) -> None:
     monkeypatch.setattr(gpu_reduce, "_MOST_FOLDED", most)
-    source = cases.as_type(cases.broken(50_000), ElementType.FLOAT32)
+    source = cases.as_type(cases.broken(20_000), ElementType.FLOAT32)
     sums_are_the_oracle_s(source, ElementType.FLOAT32, channels, 1)
