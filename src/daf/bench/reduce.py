@@ -10,9 +10,11 @@ same bits; one that does not ends the benchmark.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -29,6 +31,8 @@ from daf.kernels.cpu_measure import measure_ranges, range_strategy, ranges_works
 Progress = Callable[[str], None]
 Work = Callable[[], object]
 CHOSEN, TORCH, CUB = "chosen", "torch", "cub"
+TIMED_SECONDS = 2e-4
+_MOST_TIMES = 100
 STRATEGIES = tuple(strategy.name.lower() for strategy in RangeStrategy)
 
 
@@ -98,11 +102,7 @@ def _row(values: Tensor, rounds: int, chooser: Chooser) -> dict[str, Any]:
         chosen = chooser.choose(shape_class, seconds_of)
         return work[chosen]()
 
-    taken: dict[str, list[float]] = {name: [] for name in (*work, CHOSEN)}
-    for _ in range(rounds):
-        for name in work:
-            taken[name].append(seconds_of(name))
-        taken[CHOSEN].append(device_seconds(reduce_by_choice, values.device))
+    taken = _in_turn({**work, CHOSEN: reduce_by_choice}, rounds, values.device)
     return {
         "part": "reduce",
         **shape._asdict(),
@@ -111,6 +111,27 @@ def _row(values: Tensor, rounds: int, chooser: Chooser) -> dict[str, Any]:
         "rule": _rule(shape) if values.device.type == "cpu" else None,
         "microseconds": {name: 1e6 * statistics.median(found) for name, found in taken.items()},
     }
+
+
+def _in_turn(work: dict[str, Work], rounds: int, device: torch.device) -> dict[str, list[float]]:
+    """Seconds of one call by round. Each begins a round as often as any other, and runs as often as
+    fills what a clock can tell: what ran before has a share in a small tensor's time.
+    """
+    names = list(work)
+    least = min(device_seconds(work[name], device) for name in names for _ in range(2))
+    times = max(1, min(_MOST_TIMES, math.ceil(TIMED_SECONDS / least)))
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            seconds = device_seconds(partial(_repeat, work[name], times), device)
+            taken[name].append(seconds / times)
+    return taken
+
+
+def _repeat(call: Work, times: int) -> None:
+    for _ in range(times):
+        call()
 
 
 def _rule(shape: Shape) -> str:

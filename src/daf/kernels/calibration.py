@@ -11,6 +11,7 @@ its mind when a challenger wins several such checks in a row. DAF (arXiv
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import warnings
@@ -61,9 +62,26 @@ class _Choice:
 
     seconds: dict[str, float]
     chosen: str
-    spent_seconds: float = 0.0
+    spent_seconds: float = 0.0  # since the last check
     next_challenger: int = 0
     wins: dict[str, int] = field(default_factory=dict)
+    due_seconds: float = field(init=False)  # spent by when the next one is due
+
+    def __post_init__(self) -> None:
+        self.plan_check()
+
+    def challenger(self) -> str:
+        """Whoever won last time goes again; else each in turn."""
+        if self.wins:
+            return next(iter(self.wins))
+        others = [name for name in self.seconds if name != self.chosen]
+        return others[self.next_challenger % len(others)] if others else self.chosen
+
+    def plan_check(self) -> None:
+        """Worked out once, so that a call costs next to nothing between checks."""
+        challenger = self.challenger()
+        cost = self.seconds[self.chosen] + self.seconds[challenger]
+        self.due_seconds = math.inf if challenger == self.chosen else cost / CHECK_SHARE
 
 
 class Chooser:
@@ -81,34 +99,34 @@ class Chooser:
 
     def choose(self, shape_class: str, run: Run) -> str:
         """The strategy for one call; on first use of a class, all are tried through ``run``."""
-        if shape_class not in self._choices:
-            seconds = calibrate(self._strategies, run)
-            chosen = min(seconds, key=seconds.__getitem__)
-            self._choices[shape_class] = _Choice(seconds, chosen)
-            self._write()
-        choice = self._choices[shape_class]
+        choice = self._choices.get(shape_class)
+        if choice is None:
+            choice = self._calibrated(shape_class, run)
         choice.spent_seconds += choice.seconds[choice.chosen]
-        challenger = self._challenger(choice)
-        cost = choice.seconds[choice.chosen] + choice.seconds[challenger]
-        if challenger != choice.chosen and choice.spent_seconds * CHECK_SHARE >= cost:
-            choice.spent_seconds = 0.0
-            choice.next_challenger += 1
-            self._check(choice, challenger, run)
+        if choice.spent_seconds >= choice.due_seconds:
+            self._check(choice, run)
         return choice.chosen
 
-    def _challenger(self, choice: _Choice) -> str:
-        """Whoever won last time goes again; else each in turn."""
-        if choice.wins:
-            return next(iter(choice.wins))
-        others = [name for name in self._strategies if name != choice.chosen]
-        return others[choice.next_challenger % len(others)] if others else choice.chosen
+    def _calibrated(self, shape_class: str, run: Run) -> _Choice:
+        seconds = calibrate(self._strategies, run)
+        choice = _Choice(seconds, min(seconds, key=seconds.__getitem__))
+        self._choices[shape_class] = choice
+        self._write()
+        return choice
 
-    def _check(self, choice: _Choice, challenger: str, run: Run) -> None:
-        choice.seconds[choice.chosen] = run(choice.chosen)
-        choice.seconds[challenger] = run(challenger)
+    def _check(self, choice: _Choice, run: Run) -> None:
+        challenger = choice.challenger()
+        choice.spent_seconds = 0.0
+        choice.next_challenger += 1
+        for name in (choice.chosen, challenger):
+            choice.seconds[name] = run(name)
         if choice.seconds[challenger] >= choice.seconds[choice.chosen] * (1 - MARGIN):
             choice.wins.clear()
-            return
+        else:
+            self._note_win(choice, challenger)
+        choice.plan_check()
+
+    def _note_win(self, choice: _Choice, challenger: str) -> None:
         choice.wins[challenger] = choice.wins.get(challenger, 0) + 1
         if choice.wins[challenger] >= CONFIRMATIONS:
             choice.chosen = challenger
