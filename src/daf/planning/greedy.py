@@ -59,6 +59,8 @@ def lawful(table: Table, selection: list[int]) -> list[int]:
 
 def _own(table: Table, column: int) -> int:
     """Execution always has the tensor's own code as a way out, or the tensor."""
+    if column >= table.first[-1]:
+        return column + 1  # the same one, that holds them itself
     family = int(table.family_of[column])
     found = table.column_of(family, table.option(column).level, follow=False)
     assert found is not None

@@ -25,7 +25,7 @@ from daf.planning.greedy import lawful, solve_greedily
 from daf.planning.options import WIDTHS, Allowed
 from daf.planning.search import Search, Shape, piece_sizes, shapes
 from daf.planning.solve import Program
-from daf.planning.table import Table, kept_selection, level_selection, make_table
+from daf.planning.table import Replay, Table, kept_selection, level_selection, make_table
 from daf.profile import Profile
 
 # A piece is at the knee when it has this share of the best measured examples per second.
@@ -157,18 +157,27 @@ def checkpointed(profile: Profile, table: Table) -> tuple[int, ...]:
     parents = {call.parent for call in profile.calls}
     layers = sum(1 for index in range(len(profile.calls)) if index not in parents)
     levels: dict[int, list[int]] = {}
-    for place, each in enumerate(table.replays):
+    for place, each in _whose_inputs_are_kept(table):
         levels.setdefault(each.module.count("."), []).append(place)
     wanted = math.sqrt(max(1, layers))
     blocks = min(levels.values(), key=lambda level: abs(len(level) - wanted), default=[])
     return _replaying(table, blocks)
 
 
+def _whose_inputs_are_kept(table: Table) -> Iterator[tuple[int, Replay]]:
+    """One replay for each module, as it is where everything else is kept."""
+    seen: set[str] = set()
+    for place, each in enumerate(table.replays):
+        if each.module not in seen:
+            seen.add(each.module)
+            yield place, each
+
+
 def _replaying(table: Table, places: Sequence[int]) -> tuple[int, ...]:
     """These replays, and everything else kept."""
     covered = frozenset[int]().union(*(table.replays[place].families for place in places))
     kept = [c for family, c in enumerate(kept_selection(table)) if family not in covered]
-    return tuple(kept + [table.replay_column(place) for place in places])
+    return tuple(lawful(table, kept + [table.replay_column(place) for place in places]))
 
 
 def _reducing(profile: Profile, allowed: Allowed) -> Iterator[Candidate]:
@@ -179,7 +188,8 @@ def _reducing(profile: Profile, allowed: Allowed) -> Iterator[Candidate]:
 
 def reduced(table: Table) -> tuple[int, ...]:
     """Everything kept but what lies in the largest calls of so few operators."""
-    few = [place for place, each in enumerate(table.replays) if each.operators <= REDUCED_OPERATORS]
+    replays = _whose_inputs_are_kept(table)
+    few = [place for place, each in replays if each.operators <= REDUCED_OPERATORS]
     chosen: list[int] = []
     covered: set[int] = set()
     for place in sorted(few, key=lambda place: -len(table.replays[place].families)):

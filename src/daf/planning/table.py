@@ -27,13 +27,18 @@ Indices = NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Computing one module's calls again: what is inside, and what that holds and takes."""
+    """Computing one module's calls again: what is inside, and what that holds and takes.
+
+    ``shared``: memory of inputs that others must keep whole, since its bytes are not counted here;
+    such a replay stands before the same one that holds its inputs itself.
+    """
 
     module: str
     families: frozenset[int]
     spans: tuple[Span, ...]
     cost_ms: float
     operators: int  # of the call with most of them
+    shared: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -162,7 +167,7 @@ def make_table(
     base = base_bytes(profile, micro_batch, release_gradients=release_gradients)
     if maker.sends_codes:
         base = base + allowed.passing_bytes
-    requires = _requirements(groups, options)
+    requires = _requirements(groups, options) + _keeping(groups, options, replays)
     return Table(micro_batch, release_gradients, options, replays, base, requires)
 
 
@@ -216,6 +221,27 @@ def _requirements(
     return tuple(found)
 
 
+def _keeping(
+    groups: list[tuple[Saving, ...]],
+    options: tuple[tuple[Option, ...], ...],
+    replays: tuple[Replay, ...],
+) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Of replays whose inputs others keep: the options of these that do."""
+    keeping: dict[int, list[int]] = defaultdict(list)
+    column = 0
+    for group, family in zip(groups, options, strict=True):
+        for option in family:
+            kept = {each.storage for each in group if each.site not in option.treatments}
+            for storage in kept:
+                keeping[storage].append(column)
+            column += 1
+    return tuple(
+        (column + place, tuple(keeping[storage]))
+        for place, replay in enumerate(replays)
+        for storage in sorted(replay.shared)
+    )
+
+
 def _replays(
     profile: Profile, groups: list[tuple[Saving, ...]], examples: int
 ) -> tuple[Replay, ...]:
@@ -226,11 +252,9 @@ def _replays(
         by_module[call.module].append(index)
     calls_of = [{saving.call for saving in group} for group in groups]
     families_at: dict[int, list[int]] = defaultdict(list)
-    storages_at: dict[int, set[int]] = defaultdict(set)
     for family, group in enumerate(groups):
         for saving in group:
             families_at[saving.call].append(family)
-            storages_at[saving.call].add(saving.storage)
     found = []
     for module, calls in by_module.items():
         covered = set().union(*(inside[call] for call in calls))
@@ -243,48 +267,74 @@ def _replays(
         )
         possible = all(profile.calls[index].replayable for index in calls) and not nested
         if whole and possible and any(profile.calls[call].parent >= 0 for call in calls):
-            spans: list[Span] = []
-            for index in calls:
-                within = inside[index]
-                held: set[int] = set().union(*(storages_at[each] for each in within))
-                savings = [s for f in sorted(whole) for s in groups[f] if s.call in within]
-                if savings:
-                    spans += _replay_spans(profile, profile.calls[index], savings, held, examples)
+            own = {saving.storage for family in whole for saving in groups[family]}
+            spans = [_CallSpans(profile, call, inside[call], own, examples) for call in calls]
             cost_ms = sum(profile.calls[call].forward_ms.at(examples) for call in calls)
             operators = max(profile.calls[call].operators for call in calls)
-            found.append(Replay(module, whole, tuple(spans), cost_ms, operators))
+            rest = (cost_ms, operators)
+            shared = frozenset[int]().union(*(each.kept_by_others.keys() for each in spans))
+            rebuilt = tuple(span for each in spans for span in each.always)
+            inputs = tuple(span for each in spans for span in each.kept_by_others.values())
+            if shared:
+                found.append(Replay(module, whole, rebuilt, *rest, shared))
+            found.append(Replay(module, whole, rebuilt + inputs, *rest))
     return tuple(found)
 
 
-def _replay_spans(
-    profile: Profile, call: CallProfile, savings: list[Saving], held: set[int], examples: int
-) -> list[Span]:
+class _CallSpans:
     """What one call's replay holds: its inputs until then, then all that it saves.
 
     The replayed forward pass ends with every tensor inside saved, on top of
     which its own passing bytes are at most those of the first forward pass.
-    ``held``: the storages that anything inside saves, replayed with it or not.
+    ``always``; and by memory what counts only where nobody else keeps that input as it is, for
+    as long. ``own``: the memory of families that are replayed.
     """
-    timeline = profile.timeline
-    begin = min(saving.read for saving in savings)
-    spans = []
-    largest: dict[int, Saving] = {}
+
+    def __init__(
+        self, profile: Profile, place: int, within: set[int], own: set[int], examples: int
+    ) -> None:
+        savings = [saving for saving in profile.savings if saving.call in within]
+        call = profile.calls[place]
+        self.always: list[Span] = []
+        self.kept_by_others: dict[int, Span] = {}
+        if not savings:
+            return
+        begin = min(saving.read for saving in savings)
+        ends = max(saving.released for saving in savings)
+        given = {storage for storage, _ in call.inputs}
+        self.always += _rebuilt(
+            [each for each in savings if each.storage not in given], begin, examples
+        )
+        others = _kept_until(profile, own)
+        for storage, size in call.inputs:
+            span = Span(call.first_forward, ends, size.at(examples))
+            if others.get(storage, -1) >= ends:
+                self.kept_by_others[storage] = span
+            else:
+                self.always.append(span)
+        passing = profile.timeline.transient[call.first_forward : call.last_forward + 1]
+        most = max((each.at(examples) for each in passing), default=0.0)
+        self.always.append(Span(begin, begin, most))
+        self.always = [span for span in self.always if span.nbytes > 0]
+
+
+def _rebuilt(savings: list[Saving], begin: int, examples: int) -> list[Span]:
+    """New memory, whoever else may hold the first pass's."""
+    last: dict[int, Saving] = {}
     for saving in savings:
-        known = largest.get(saving.storage)
+        known = last.get(saving.storage)
         if known is None or saving.released > known.released:
-            largest[saving.storage] = saving
-    spans += [Span(begin, s.released, s.storage_bytes.at(examples)) for s in largest.values()]
-    inputs = sum(size.at(examples) for storage, size in call.inputs if storage not in held)
-    # An input whose memory is saved inside is held there by that family's own treatment, unless
-    # the whole family is replayed away with this call.
-    replayed = {saving.storage for saving in savings}
-    inputs += sum(size.at(examples) for storage, size in call.inputs if storage in replayed)
-    ends = max(saving.released for saving in savings)
-    spans.append(Span(call.first_forward, ends, inputs))
-    passing = timeline.transient[call.first_forward : call.last_forward + 1]
-    most = max((each.at(examples) for each in passing), default=0.0)
-    spans.append(Span(begin, begin, most))
-    return [span for span in spans if span.nbytes > 0]
+            last[saving.storage] = saving
+    return [Span(begin, each.released, each.storage_bytes.at(examples)) for each in last.values()]
+
+
+def _kept_until(profile: Profile, own: set[int]) -> dict[int, int]:
+    """The last moment of saved memory that is not replayed, where it is kept as it is."""
+    found: dict[int, int] = {}
+    for saving in profile.savings:
+        if saving.storage not in own:
+            found[saving.storage] = max(found.get(saving.storage, -1), saving.released)
+    return found
 
 
 def _descendants(calls: tuple[CallProfile, ...]) -> list[set[int]]:

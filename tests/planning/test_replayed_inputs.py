@@ -1,0 +1,82 @@
+"""Inputs of replayed calls: they are held whole, by the replay or by whoever keeps them anyway."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from daf.plan import Method
+from daf.planning.candidate import Candidate
+from daf.planning.greedy import lawful
+from daf.planning.options import Allowed
+from daf.planning.table import Table, level_selection, make_table
+from daf.session import Session
+
+ALLOWED = Allowed(methods=frozenset(Method) - {Method.SPILL})
+
+
+class Rectified(nn.Module):
+    """Its result is saved by its own last operator and by the next block's first."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.down(torch.tanh(self.up(x))))
+
+
+class Gated(nn.Module):
+    """What it replays has an input that is saved beside it too."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = Rectified(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.inner(x) + 1)
+
+
+def square_mean(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def replaying(table: Table, level: str, modules: set[str]) -> list[int]:
+    """The rest at one level; the first column of each module needs inputs that others keep."""
+    places = {each.module: place for place, each in reversed(list(enumerate(table.replays)))}
+    chosen = [places[module] for module in sorted(modules)]
+    covered = frozenset[int]().union(*(table.replays[place].families for place in chosen))
+    rest = [c for family, c in enumerate(level_selection(table, level)) if family not in covered]
+    return lawful(table, rest + [table.replay_column(place) for place in chosen])
+
+
+@pytest.mark.parametrize(("block", "inner"), [(Rectified, ""), (Gated, ".inner")])
+@pytest.mark.parametrize("level", ["keep", "8", "1"])
+def test_the_account_has_them_at_the_end_of_forward(
+    block: type[nn.Module], inner: str, level: str
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), *(block(64) for _ in range(4)))
+    batch = torch.randn(64, 64, 64)
+    with Session(model, torch.optim.SGD(model.parameters(), 0.1), "8GB") as session:
+        session.prepare(batch, square_mean)
+        profile, capture = session.profile, session._capture
+        assert profile is not None
+        table = make_table(profile, 64, ALLOWED)
+        selection = replaying(table, level, {f"{n}{inner}" for n in range(1, 5)})
+        shared = [each for each in table.replays if each.shared]
+        assert shared
+        taken = {table.replay_column(place) for place in range(len(table.replays))} & set(selection)
+        alone = [table.replays[column - int(table.first[-1])].shared == set() for column in taken]
+        assert len(alone) == 4
+        assert (sum(alone) < 4) == (level == "keep")
+        told = table.usage(table.amounts(selection)) - table.base_bytes
+        policy = Candidate(table, tuple(selection)).as_plan(profile, 10**10, "optimal").policy
+        with capture.step(policy, 0, 0, batch=batch):
+            loss = square_mean(model, batch)
+            held_bytes = capture.stats.held_bytes
+        loss.backward()
+    told_bytes = told[profile.timeline.forward - 1]
+    # The model's own result counts although the loss still has it.
+    assert held_bytes <= told_bytes <= held_bytes + 1.05 * batch.nbytes
