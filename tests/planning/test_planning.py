@@ -251,6 +251,18 @@ def test_memory_saved_twice_is_counted_once_and_decided_together() -> None:
     assert {each.method for each in two_bits.treatments.values()} == {Method.MASK, Method.ROTATED}
 
 
+@pytest.mark.parametrize("other", [Need.SMOOTH, Need.EXACT, Need.LINEAR])
+def test_a_site_that_saves_tensors_of_several_kinds_has_one_treatment_or_none(other: Need) -> None:
+    first, second = saving(0, 2, Need.LINEAR, 25600), saving(1, 2, other, 25600)
+    second = replace(second, site=first.site)
+    table = make_table(profile([first, second], batch=1), 1, Allowed(replay=False, widths=(4, 2)))
+    levels = {each.level for each in table.options[0] if first.site in each.treatments}
+    # Only the disk takes tensors of any kind; EXACT ones too.
+    assert levels == ({"4", "2", "spill"} if other is Need.LINEAR else {"spill"})
+    kept = table.options[0][0]
+    assert len(kept.spans) == 2
+
+
 def test_a_replayed_call_holds_its_tensors_only_in_its_own_backward() -> None:
     savings = [saving(n, 4, Need.LINEAR, 25600, call=1 + n // 2) for n in range(4)]
     measured = profile(savings, calls=blocks(4, 2), gradients=0, batch=1)

@@ -22,7 +22,7 @@ from daf.memory import measure
 from daf.memory.keeper import MemoryKeeper
 from daf.memory.recycling import unsupported_reason
 from daf.model_bytes import optimizer_bytes_to_come
-from daf.plan import coded_policy, with_host_codes
+from daf.plan import Need, coded_policy, with_host_codes
 from daf.planning import planner
 from daf.session import Session
 
@@ -526,3 +526,43 @@ def test_measuring_leaves_room_for_what_libraries_take_in_passing(
     with Session(model, sgd(model), budget) as session:
         session.prepare(batch, mean_square)
         assert session.peak_bytes <= budget
+
+
+class Cells(nn.Module):
+    """A cell's first state is all zeros, of two values as dropout's noise is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(16, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = x.new_zeros(len(x), 32), x.new_zeros(len(x), 32)
+        for step in range(x.shape[1]):
+            state = self.cell(x[:, step], state)
+        return state[0]
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5])
+def test_cells_that_run_again_and_again_train_within_a_budget(share: float) -> None:
+    """What a site saves need not be of one kind, but it has one treatment."""
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().mean()
+
+    batch = torch.randn(2048, 16, 16)
+    torch.manual_seed(0)
+    model = Cells()
+    options = {"sensitivity": False}
+    with Session(model, torch.optim.SGD(model.parameters(), 0.1), "8GB", **options) as session:
+        whole = session.prepare(batch, loss).predicted_peak_bytes
+        least = session.least_feasible_bytes()
+        cells = [each for each in session.profile.savings if each.site.operator == "lstm_cell"]
+        needs = {
+            site: {e.need for e in cells if e.site == site} for site in {e.site for e in cells}
+        }
+        assert any(len(each) > 1 for each in needs.values())
+        assert not any(Need.TWO_VALUED in each for each in needs.values())
+    budget = int(least + share * (whole - least))
+    with Session(model, torch.optim.SGD(model.parameters(), 0.1), budget, **options) as session:
+        peaks = [session.step(batch, loss).peak_bytes for _ in range(3)]
+    assert max(peaks) <= budget < whole

@@ -23,6 +23,7 @@ from daf.execution.fusing_rows import RowFusing, RowFusion
 from daf.execution.fusing_smooth import SmoothFusing, SmoothFusion, is_smooth
 from daf.execution.fusion import Fusion
 from daf.execution.held import Held, Kept, Saved
+from daf.execution.microbatch import tensors_in_batch
 from daf.execution.observation import Save, Watcher
 from daf.execution.operator_mode import Substitute
 from daf.execution.packing import HostCodes
@@ -376,5 +377,5 @@ def _may_be_noise(tensor: Tensor, operator: str, call: Call) -> bool:
     return (
         not tensor.requires_grad
         and any(word in operator for word in _NOISY)
-        and all(tensor is not argument for argument in call.arguments)
+        and all(tensor is not argument for argument in tensors_in_batch(call.arguments))
     )

@@ -213,15 +213,20 @@ class OptionMaker:
     def _treatments(
         self, family: tuple[Saving, ...], by_need: Mapping[Need, Treatment]
     ) -> dict[Site, Treatment]:
-        """What really is done at each site, sites that are kept left out."""
-        found = {}
+        """What really is done at each site, sites that are kept left out.
+
+        A site has one treatment: where what it saves cannot have the same, all of it is kept.
+        """
+        found: dict[Site, Treatment] = {}
         for saving in family:
             treatment = by_need.get(saving.need, KEEP)
             if saving.site in self._derivable and treatment != KEEP:
                 treatment = DERIVED[saving.need]  # for no bytes, and with no noise of its own
-            if self._can(saving, treatment):
-                found[saving.site] = treatment
-        return found
+            if not self._can(saving, treatment):
+                treatment = KEEP
+            if found.setdefault(saving.site, treatment) != treatment:
+                found[saving.site] = KEEP
+        return {site: treatment for site, treatment in found.items() if treatment != KEEP}
 
     def _may_narrow_scores(self, family: tuple[Saving, ...]) -> bool:
         """Was it measured what a code of few bits adds at every q and k of the family?"""
