@@ -8,7 +8,7 @@ depends on the data), the larger one alone counts, in proportion.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from daf.execution.observation import Observation, SavedTensor
@@ -81,10 +81,13 @@ def _line(observations: Sequence[Observation], value: Callable[[Observation], fl
 
 
 def _savings(observations: Sequence[Observation], moments: _Moments) -> tuple[Saving, ...]:
-    return tuple(
+    found = [
         _saving([(each.examples, each.saves[index]) for each in observations], moments)
         for index in range(len(observations[-1].saves))
-    )
+    ]
+    # Of integers that are saved again nothing more is held: their bits were seen the first time.
+    packed = {each.content: each.packed_bits for each in found if each.packed_bits}
+    return tuple(replace(each, packed_bits=packed.get(each.content, 0.0)) for each in found)
 
 
 def _saving(points: list[tuple[int, SavedTensor]], moments: _Moments) -> Saving:

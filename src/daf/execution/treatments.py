@@ -36,10 +36,11 @@ from daf.plan import KEEP, Method, Need, Site, Treatment
 from daf.store import ranges
 from daf.store.codec import Channels, is_codable
 from daf.store.coder import Coder, Packed, Values, can_code_on, is_read_freely, is_recorded
-from daf.store.layout import content_key, is_dense, layout_of, overlaps
+from daf.store.layout import content_key, in_memory_order, is_dense, layout_of, overlaps
 from daf.store.scratch import Scratch
 from daf.store.spill import SpillRecord, SpillStore
 
+_PART_ELEMENTS = 1 << 18
 SMALL_BYTES = 4096  # smaller tensors are kept: their codes' headers and our objects cost as much
 _REDERIVED = Treatment(Method.REDERIVE)
 _INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
@@ -264,14 +265,10 @@ class Treater:
         if not is_dense(job.tensor) or not is_read_freely(job.tensor):
             return None
         low, high = ranges.bounds(job.tensor)
-        if not low < high:
+        if not low < high or not _has_only(job.tensor, low, high):
             return None
         code = self._coder.mask(job.tensor, Predicate.ABOVE, low, travels=job.treatment.travels)
         layout = layout_of(job.tensor)
-        again = layout.empty()
-        code.decode(again, low, high)
-        if not torch.equal(again, job.tensor):
-            return None
         held = TwoValues(Stored(self._ledger, code), layout, low, high)
         if rederive and low == 0.0:
             self._learn_dropped(job, held, high)
@@ -387,6 +384,12 @@ def _is_borrowed(held: Held) -> bool:
     if not isinstance(held, Rederived):
         return False
     return len(held.recipe) > 1 or held.recipe[0][1:] != (None, None, None)
+
+
+def _has_only(tensor: Tensor, low: float, high: float) -> bool:
+    """Has a dense tensor these two values alone? Looked at a part at a time."""
+    parts = torch.split(in_memory_order(tensor), _PART_ELEMENTS)
+    return all(bool(((part == low) | (part == high)).all()) for part in parts)
 
 
 def _content_key(job: Job) -> tuple[Any, ...]:

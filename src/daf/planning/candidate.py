@@ -22,7 +22,7 @@ from daf.planning.explain import account_of, explain
 from daf.planning.noise import expected_noise
 from daf.planning.options import served_weights
 from daf.planning.table import Table, kept_selection, level_selection
-from daf.profile import Profile
+from daf.profile import Profile, Saving
 from daf.units import format_bytes
 
 # What the account does not see: blocks rounded up, glibc's small blocks, Python's own objects, and
@@ -187,17 +187,33 @@ def _operated(policy: Policy, profile: Profile, examples: int) -> Policy:
 def _as_wide_as_parents(
     profile: Profile, treatments: Mapping[Site, Treatment], by_site: dict[Site, Treatment]
 ) -> dict[Site, Treatment]:
-    """Execution computes a tensor from other codes if it asks for no more bits than they have."""
-    found = {}
+    """Execution computes a tensor from other codes if it asks for no more bits than they have.
+
+    A site that saves several asks for the fewest: those with codes of their own for the option's.
+    """
+    asked: dict[Site, list[int]] = {}
+    follows: set[Site] = set()
     for saving in profile.savings:
-        if saving.parents and saving.may_follow and saving.site in treatments:
-            codes = [by_site[parent] for parent in saving.parents if parent in by_site]
-            bits = [each.bits for each in codes if each.is_code]
-            if bits:
-                method = Method.ROTATED if min(bits) <= 4 else Method.MINMAX
-                travels = treatments[saving.site].travels
-                found[saving.site] = Treatment(method, min(bits), travels=travels)
+        if saving.site not in treatments:
+            continue
+        bits = _parents_bits(saving, by_site)
+        follows |= {saving.site} if bits else set()
+        if bits or treatments[saving.site].is_code:
+            asked.setdefault(saving.site, []).append(bits or treatments[saving.site].bits)
+    found = {}
+    for site in follows:
+        least = min(asked[site])
+        method = Method.ROTATED if least <= 4 else Method.MINMAX
+        found[site] = Treatment(method, least, travels=treatments[site].travels)
     return found
+
+
+def _parents_bits(saving: Saving, by_site: Mapping[Site, Treatment]) -> int:
+    """Of the narrowest code that it is computed from; 0 where it is not."""
+    if not saving.parents or not saving.may_follow:
+        return 0
+    codes = [by_site[parent] for parent in saving.parents if parent in by_site]
+    return min((each.bits for each in codes if each.is_code), default=0)
 
 
 def _uniform_policy(table: Table, selection: tuple[int, ...]) -> Policy | None:

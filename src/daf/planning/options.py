@@ -406,8 +406,12 @@ def _travels(treatment: Treatment | None) -> bool:
 
 
 def _code_key(saving: Saving, treatment: Treatment) -> tuple[object, ...]:
-    """One code serves every save of the same content under the same treatment."""
-    return saving.content, treatment, saving.need is Need.NORM
+    """One code serves every save of the same content under the same treatment, but for those whose
+    code is made by an operator of its own, or of the operator's own derivative.
+    """
+    if saving.need in (Need.NORM, Need.SMOOTH):
+        return saving.content, treatment, saving.site, saving.saved
+    return saving.content, treatment, saving.site.operator if saving.need is Need.SIGN else None
 
 
 def _with_codes(family: tuple[Saving, ...], treatments: Mapping[Site, Treatment]) -> list[Saving]:
