@@ -99,11 +99,16 @@ class Adapting:
         self.watch()
         return self.budget_bytes
 
-    def bound(self, plan: Plan) -> None:
-        """Bound the memory by the budget in force, for a step under this plan."""
+    def bound(self, plan: Plan) -> int | None:
+        """Bound the memory by the budget in force, for a step under this plan.
+
+        The bytes of it that the plan does not count on; None: there is no budget.
+        """
         with account_lock:  # so that no lower budget comes in between
-            if self.budget_bytes is not None:
-                self._keeper.bound(plan.predicted_peak_bytes, self.budget_bytes)
+            if self.budget_bytes is None:
+                return None
+            self._keeper.bound(plan.predicted_peak_bytes, self.budget_bytes)
+            return max(0, self.budget_bytes - plan.predicted_peak_bytes)
 
     def close(self) -> None:
         """Watch no longer."""

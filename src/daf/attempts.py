@@ -79,7 +79,7 @@ class Attempts:
             RuntimeError: whatever else the step raised.
         """
         while True:
-            self._adapting.bound(plan)
+            self._capture.bound_spilling(self._adapting.bound(plan))
             found = self._attempt(batch, loss_fn, plan, key, before, planned=replanning is not None)
             if isinstance(found, float):
                 return found, plan

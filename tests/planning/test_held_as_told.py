@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf.execution.capture import Capture
-from daf.plan import Method
+from daf.plan import Method, Treatment
 from daf.planning.candidate import Candidate
 from daf.planning.greedy import lawful
 from daf.planning.options import Allowed, OptionMaker, Span, families
@@ -37,7 +37,7 @@ class Made(nn.Module):
 class HeldOnly(OptionMaker):
     """Options without what comes back to life in backward."""
 
-    def _decoded_span(self, saving: Saving) -> Span:
+    def _decoded_span(self, saving: Saving, treatment: Treatment) -> Span:
         return Span(saving.read, saving.released, 0.0)
 
     def _decoded_bytes(self, saving: Saving) -> float:
@@ -167,3 +167,35 @@ def test_a_site_of_several_tensors_asks_for_the_fewest_bits(
                 selection[family] = column
     told, held = told_and_held(model, batch, profile, lawful(table, selection))
     assert told == pytest.approx(held, rel=0.02)
+
+
+class LanguageModel(nn.Module):
+    """Rows of few features, and logits that are many times as large."""
+
+    def __init__(self, words: int = 8192, width: int = 32) -> None:
+        super().__init__()
+        self.words, self.width = nn.Embedding(words, width), width
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.norm(self.words(tokens)))
+        return scores
+
+
+def test_a_gradient_that_the_loss_makes_is_as_large_for_smaller_pieces() -> None:
+    """However many chunks of rows there are, the loss is one operator."""
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
+
+    torch.manual_seed(0)
+    model, batch = LanguageModel(), torch.randint(0, 8192, (64, 64))
+    with Session(model, torch.optim.SGD(model.parameters(), 0.1), "8GB") as session:
+        session.prepare(batch, loss)
+        with session._keeper.unbounded():
+            profile = session._measuring._profile(
+                batch, loss, 10**10, lambda _: None, own=session.profile
+            )
+    made = [each for each in profile.savings if each.site.operator == "autograd.Function"]
+    assert model.head.weight.nbytes in [each.storage_bytes.at(1) for each in made]
+    assert model.head.weight.nbytes in [each.storage_bytes.at(64) for each in made]

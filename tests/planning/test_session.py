@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from daf.model_bytes import optimizer_bytes_to_come
 from daf.plan import Need, coded_policy, with_host_codes
 from daf.planning import planner
 from daf.session import Session
+from daf.store.spill import SpillOptions
 
 Batch = tuple[Tensor, Tensor]
 
@@ -363,6 +365,7 @@ from daf.errors import BudgetError
 from daf.memory import measure
 from daf.memory.keeper import MemoryKeeper
 from daf.session import Session
+from daf.store.spill import SpillOptions
 from daf.training.models import find_model
 
 recipe = find_model("resnet18")
@@ -566,3 +569,31 @@ def test_cells_that_run_again_and_again_train_within_a_budget(share: float) -> N
     with Session(model, torch.optim.SGD(model.parameters(), 0.1), budget, **options) as session:
         peaks = [session.step(batch, loss).peak_bytes for _ in range(3)]
     assert max(peaks) <= budget < whole
+
+
+@needs_peak
+def test_what_waits_for_the_disk_is_within_the_budget(tmp_path: Path) -> None:
+    """Nothing waits to be written, or is read ahead, but in memory that a plan leaves over."""
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().mean()
+
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(8))
+    model = nn.Sequential(nn.BatchNorm1d(64), *blocks)  # so that the batch stays whole
+    optimizer, batch = torch.optim.SGD(model.parameters(), 0.1), torch.randn(256, 64, 256)
+    options = {
+        "tolerance": 0.0,
+        "sensitivity": False,
+        "spill": SpillOptions(tmp_path, allow_memory=True),
+    }
+    with Session(model, optimizer, "8GB", **options) as session:
+        session.prepare(batch, loss)
+        least = session.least_feasible_bytes()
+    assert least is not None
+    budget = least + 6 * 2**20
+    with Session(model, optimizer, budget, **options) as session:
+        reports = [session.step(batch, loss) for _ in range(2)]
+        spilled_bytes = session._capture.stats.spilled_peak_bytes
+    assert max(each.peak_bytes for each in reports) <= budget
+    assert spilled_bytes >= 4 * batch.nbytes

@@ -169,6 +169,26 @@ def test_no_more_waits_than_allowed(make: Any, file: MemoryFile) -> None:
         assert torch.equal(values(store.load(record)), tensor(float(i)))
 
 
+@pytest.mark.parametrize(("spare", "waiting"), [(0, 0), (-1, 0), (160, 64), (10_000, 128)])
+def test_what_nobody_else_counts_on_bounds_both_ways(
+    make: Any, file: MemoryFile, spare: int, waiting: int
+) -> None:
+    store = make(in_flight_bytes=128 * KIB, read_ahead_bytes=128 * KIB)
+    store.bound(spare * KIB)
+    left: list[int] = []
+    records = []
+    for i in range(6):
+        records.append(put(store, tensor(float(i))))
+        left.append(store._waiting_bytes)
+    assert max(left) <= waiting * KIB
+    flush(store)
+    assert torch.equal(values(store.load(records[5])), tensor(5.0))
+    assert store.in_memory_bytes == len(store._ahead) * 64 * KIB == waiting * KIB
+    store.bound(None)
+    assert torch.equal(values(store.load(records[3])), tensor(3.0))
+    assert len(store._ahead) == 2
+
+
 def test_backward_finds_the_ones_before_read_ahead_within_bounds(
     make: Any, file: MemoryFile
 ) -> None:

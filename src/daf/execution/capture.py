@@ -237,6 +237,12 @@ class Capture:
         if self.host is not None:
             self.host.drop_staged()
 
+    def bound_spilling(self, spare_bytes: int | None) -> None:
+        """Half of so many bytes may wait to be written to disk, half be read ahead of backward, as
+        far as the options for spilling allow; None: as these say.
+        """
+        self._spill.bound(spare_bytes)
+
     def wait_until_packed(self) -> None:
         """Nothing of a device waits any more for the processor to pack it."""
         if self.host is not None:

@@ -129,13 +129,15 @@ class _SummedCrossEntropy(torch.autograd.Function):
         step = scale.nan_to_num()
         total = hidden.new_zeros((), dtype=wide)
         scratch = _scratch(hidden, weight, settings.chunk_rows)
-        for start in range(0, len(hidden), settings.chunk_rows):
-            chunk = slice(start, start + settings.chunk_rows)
-            logits = _logits(hidden[chunk], weight, bias, scratch)
-            total += _loss_of(logits, target[chunk], counted[chunk], settings)
-            if gradients.wanted:
-                _to_gradient(logits, target[chunk], counted[chunk], settings, step)
-                _gather(gradients, logits, hidden, weight, chunk)
+        # To whoever watches operators this is one, however many chunks there are.
+        with torch._C.DisableTorchFunction():
+            for start in range(0, len(hidden), settings.chunk_rows):
+                chunk = slice(start, start + settings.chunk_rows)
+                logits = _logits(hidden[chunk], weight, bias, scratch)
+                total += _loss_of(logits, target[chunk], counted[chunk], settings)
+                if gradients.wanted:
+                    _to_gradient(logits, target[chunk], counted[chunk], settings, step)
+                    _gather(gradients, logits, hidden, weight, chunk)
         _keep(ctx, gradients, (hidden, weight, bias))
         return total * scale
 

@@ -292,7 +292,7 @@ class OptionMaker:
         for saving in treated:
             treatment = treatments[saving.site]
             cost_ms += self._decode_ms(saving, treatment)
-            spans.append(self._decoded_span(saving))
+            spans.append(self._decoded_span(saving, treatment))
             is_followed = follow and saving.may_follow
             if treatment.method is not Method.REDERIVE and not is_followed:
                 noise += self._noise(saving, treatment)
@@ -323,9 +323,16 @@ class OptionMaker:
         for saving in family:
             yield Span(saving.saved, saving.released, saving.beside_bytes.at(self._examples))
 
-    def _decoded_span(self, saving: Saving) -> Span:
-        """What was dropped comes back as memory of its size, too, although nobody fills it."""
-        return Span(saving.read, saving.released, self._decoded_bytes(saving))
+    def _decoded_span(self, saving: Saving, treatment: Treatment) -> Span:
+        """What was dropped comes back as memory of its size, too, although nobody fills it.
+
+        From disk all of it comes at once, and an operator that would have gone on in chunks,
+        writing over what it was given, has a gradient of its own beside it.
+        """
+        nbytes = self._decoded_bytes(saving)
+        if treatment.method is Method.SPILL and saving.reading is not Reading.WHOLE:
+            nbytes = max(nbytes, 2 * self._bytes(saving))
+        return Span(saving.read, saving.released, nbytes)
 
     def _decoded_bytes(self, saving: Saving) -> float:
         part_bytes = min(4 * saving.elements.at(self._examples), self._profile.part_bytes)

@@ -17,6 +17,7 @@ nobody changed it in the meantime.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import shutil
 import tempfile
@@ -127,6 +128,8 @@ class SpillStore(RecordStore[SpillRecord]):
         self._options = options or SpillOptions()
         self._open_file = open_file or self._open_on_disk
         self._space: _Space | None = None
+        self._in_flight_bytes = self._options.in_flight_bytes
+        self._read_ahead_bytes = self._options.read_ahead_bytes
         self._in_flight: deque[weakref.ref[SpillRecord]] = deque()
         self._live: dict[int, weakref.ref[SpillRecord]] = {}
         self._ahead: dict[int, tuple[int, Future[Tensor]]] = {}
@@ -161,6 +164,17 @@ class SpillStore(RecordStore[SpillRecord]):
         self.reap()
         self.stored_peak_bytes = self.stored_bytes
 
+    def bound(self, spare_bytes: int | None) -> None:
+        """Memory that nobody else counts on: half may wait to be written, half be read ahead.
+
+        None: as much as the options say, which are a bound in any case. Without any, whoever spills
+        waits until that is written.
+        """
+        options = self._options
+        half = math.inf if spare_bytes is None else max(0, spare_bytes) // 2
+        self._in_flight_bytes = int(min(options.in_flight_bytes, half))
+        self._read_ahead_bytes = int(min(options.read_ahead_bytes, half))
+
     # --- out --------------------------------------------------------------------------------
 
     def put(
@@ -168,7 +182,8 @@ class SpillStore(RecordStore[SpillRecord]):
     ) -> SpillRecord | None:
         """Begin to spill the whole storage of a strided CPU tensor; None: keep it, no room.
 
-        Returns once no more than ``in_flight_bytes`` wait to be written.
+        Returns once no more than ``in_flight_bytes``, or what ``bound`` left of them, wait to be
+        written.
 
         Args:
             tensor: what autograd saves.
@@ -210,7 +225,7 @@ class SpillStore(RecordStore[SpillRecord]):
             with self._lock:
                 self._reap()
                 oldest = self._oldest()
-                if self._waiting_bytes <= self._options.in_flight_bytes or oldest is None:
+                if self._waiting_bytes <= self._in_flight_bytes or oldest is None:
                     return
                 writing = oldest.writing
             assert writing is not None
@@ -335,7 +350,7 @@ class SpillStore(RecordStore[SpillRecord]):
 
     def _read_ahead(self, record: SpillRecord) -> None:
         """Begin to read those that backward will want next: the ones spilled before."""
-        room = self._options.read_ahead_bytes - sum(size for size, _ in self._ahead.values())
+        room = self._read_ahead_bytes - sum(size for size, _ in self._ahead.values())
         for number in range(record.number - 1, -1, -1):
             reference = self._live.get(number)
             before = reference() if reference is not None else None
