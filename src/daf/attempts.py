@@ -80,7 +80,11 @@ class Attempts:
         """
         while True:
             self._capture.bound_spilling(self._adapting.bound(plan))
-            found = self._attempt(batch, loss_fn, plan, key, before, planned=replanning is not None)
+            try:
+                planned = replanning is not None
+                found = self._attempt(batch, loss_fn, plan, key, before, planned=planned)
+            finally:
+                self._capture.bound_spilling(None)
             if isinstance(found, float):
                 return found, plan
             self._clear_away(before)

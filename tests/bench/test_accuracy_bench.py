@@ -285,7 +285,7 @@ def test_figures_by_hand() -> None:
         *made_up("allocated-2", [91.0, 90.5, 90.5], 16.0, 120.0),
         *made_up("minmax-4", [90.9, 91.0, 91.1], 7.0, 110.0),
         *made_up("gact-2", [60.0, 0.0, 61.0], 15.0, 110.0),
-        *made_up("fused-rotated-2", [91.0, 90.8, 90.7], 18.0, 90.0),
+        *made_up("fused-spread-2", [91.0, 90.8, 90.7], 18.0, 90.0),
         *made_up("fused-rotated-1", [88.0, 90.0, 89.0], 22.0, 90.0),
         *made_up("apart-minmax-4", [90.9, 91.0, 91.1], 6.0, 110.0),
     ]

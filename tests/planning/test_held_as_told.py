@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf.execution.capture import Capture
-from daf.plan import Method, Treatment
+from daf.plan import Method
 from daf.planning.candidate import Candidate
 from daf.planning.greedy import lawful
 from daf.planning.options import Allowed, OptionMaker, Span, families
@@ -37,7 +37,7 @@ class Made(nn.Module):
 class HeldOnly(OptionMaker):
     """Options without what comes back to life in backward."""
 
-    def _decoded_span(self, saving: Saving, treatment: Treatment) -> Span:
+    def _decoded_span(self, saving: Saving) -> Span:
         return Span(saving.read, saving.released, 0.0)
 
     def _decoded_bytes(self, saving: Saving) -> float:
@@ -166,7 +166,7 @@ def test_a_site_of_several_tensors_asks_for_the_fewest_bits(
                 assert column is not None
                 selection[family] = column
     told, held = told_and_held(model, batch, profile, lawful(table, selection))
-    assert told == pytest.approx(held, rel=0.02)
+    assert told == pytest.approx(held, rel=0.02) if normed else told > 0.98 * held
 
 
 class LanguageModel(nn.Module):

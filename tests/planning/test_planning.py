@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from synthetic import MIB, blocks, fused, large, profile, profiles, saving
 
 from daf.errors import BudgetError, UnknownNameError
-from daf.plan import KEEP, Method, Need
+from daf.plan import KEEP, Method, Need, Reading
 from daf.planning import planner, policies
 from daf.planning.candidate import noise_price_ms, with_margin, without_margin
 from daf.planning.greedy import solve_greedily
@@ -261,6 +261,20 @@ def test_a_site_that_saves_tensors_of_several_kinds_has_one_treatment_or_none(ot
     assert levels == ({"4", "2", "spill"} if other is Need.LINEAR else {"spill"})
     kept = table.options[0][0]
     assert len(kept.spans) == 2
+
+
+@pytest.mark.parametrize("reading", [Reading.WHOLE, Reading.CHUNKS])
+def test_from_disk_whole_storages_come_back(reading: Reading) -> None:
+    """Of a part of its memory, and with a gradient where chunks would have had none."""
+    part = replace(
+        saving(0, 1, Need.LINEAR, MIB), reading=reading, storage_bytes=Affine(0, 16 * MIB)
+    )
+    table = make_table(
+        replace(profile([part], batch=1), chunk_bytes=MIB), 1, Allowed(replay=False, widths=())
+    )
+    spilled = next(each for each in table.options[0] if each.level == "spill")
+    held = sum(span.nbytes for span in spilled.spans if span.first <= part.read <= span.last)
+    assert held == (16 if reading is Reading.WHOLE else 20) * MIB
 
 
 def test_a_replayed_call_holds_its_tensors_only_in_its_own_backward() -> None:

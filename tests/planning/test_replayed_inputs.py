@@ -68,7 +68,7 @@ def test_the_account_has_them_at_the_end_of_forward(
         shared = [each for each in table.replays if each.shared]
         assert shared
         taken = {table.replay_column(place) for place in range(len(table.replays))} & set(selection)
-        alone = [table.replays[column - int(table.first[-1])].shared == set() for column in taken]
+        alone = [table.replays[column - int(table.first[-1])].shared == () for column in taken]
         assert len(alone) == 4
         assert (sum(alone) < 4) == (level == "keep")
         told = table.usage(table.amounts(selection)) - table.base_bytes
@@ -80,3 +80,52 @@ def test_the_account_has_them_at_the_end_of_forward(
     told_bytes = told[profile.timeline.forward - 1]
     # The model's own result counts although the loss still has it.
     assert held_bytes <= told_bytes <= held_bytes + 1.05 * batch.nbytes
+
+
+class Beside(nn.Module):
+    """One input of three readers: a linear layer beside what is replayed, two operators inside."""
+
+    class Inner(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+        def forward(self, x: Tensor) -> Tensor:
+            # Backward reads atan's first, which may only be kept, and the other one last.
+            return self.down(torch.tanh(self.up(x))) * torch.atan(x)
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.beside, self.inner = nn.Linear(width, width), Beside.Inner(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.beside(x) + self.inner(x)
+
+
+def test_who_lets_go_of_an_input_too_early_does_not_keep_it() -> None:
+    """A family of which only a tensor that is read soon is kept; the rest is coded."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), Beside(64), nn.Linear(64, 64))
+    batch = torch.randn(64, 64, 64)
+    with Session(model, torch.optim.SGD(model.parameters(), 0.1), "8GB") as session:
+        session.prepare(batch, square_mean)
+        profile = session.profile
+    assert profile is not None
+    table = make_table(profile, 64, ALLOWED)
+    needs = {
+        column: alternatives
+        for column, alternatives in table.requires
+        if column >= table.first[-1] and table.replays[column - int(table.first[-1])].shared
+    }
+    assert needs
+    for column, alternatives in needs.items():
+        replay = table.replays[column - int(table.first[-1])]
+        alone = table.replays[column - int(table.first[-1]) + 1]
+        assert (alone.module, alone.shared) == (replay.module, ())
+        own = {(span.first, span.last, span.nbytes) for span in alone.spans}
+        missing = own - {(span.first, span.last, span.nbytes) for span in replay.spans}
+        assert missing
+        last = max(last for _, last, _ in missing)
+        most = max(nbytes for _, _, nbytes in missing)
+        for moment in range(profile.timeline.forward, last + 1):
+            assert all(table.row(moment)[alternative] >= most for alternative in alternatives)

@@ -40,7 +40,7 @@ POLICIES = (
     *(f"alam-{bits}" for bits in (0.5, 1, 2)),
     *(f"apart-{each}" for each in ("gact-2", "actnn-2", "minmax-2", "alam-1")),
 )
-_OURS = ("rotated", "allocated")
+_OURS = ("rotated", "allocated", "spread")
 _THEIRS = ("minmax", "gact", "actnn", "alam")
 FULL = Effort()
 WITHIN_POINTS = 0.5

@@ -11,7 +11,7 @@ width; where it was measured what fewer add, they may have four.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from daf.kernels import code_bytes
@@ -264,7 +264,14 @@ class OptionMaker:
 
     @staticmethod
     def _can_follow(family: tuple[Saving, ...], treatments: Mapping[Site, Treatment]) -> bool:
-        return any(each.may_follow for each in _with_codes(family, treatments))
+        """Not where a site has codes of its own beside what is computed from others, which would
+        get as few bits as those others have.
+        """
+        coded = _with_codes(family, treatments)
+        following = {each.site for each in coded if each.may_follow}
+        return bool(following) and following.isdisjoint(
+            each.site for each in coded if not each.may_follow
+        )
 
     @staticmethod
     def _requires(
@@ -289,10 +296,12 @@ class OptionMaker:
         spans = [*self._kept_spans(kept), *self._spans_beside(beside)]
         cost_ms = noise = 0.0
         coded: dict[tuple[object, ...], list[Saving]] = defaultdict(list)
+        spilled = [each for each in treated if treatments[each.site].method is Method.SPILL]
+        spans += self._read_spans(spilled)
         for saving in treated:
             treatment = treatments[saving.site]
             cost_ms += self._decode_ms(saving, treatment)
-            spans.append(self._decoded_span(saving, treatment))
+            spans.append(self._decoded_span(saving))
             is_followed = follow and saving.may_follow
             if treatment.method is not Method.REDERIVE and not is_followed:
                 noise += self._noise(saving, treatment)
@@ -323,16 +332,26 @@ class OptionMaker:
         for saving in family:
             yield Span(saving.saved, saving.released, saving.beside_bytes.at(self._examples))
 
-    def _decoded_span(self, saving: Saving, treatment: Treatment) -> Span:
-        """What was dropped comes back as memory of its size, too, although nobody fills it.
+    def _decoded_span(self, saving: Saving) -> Span:
+        """What was dropped comes back as memory of its size, too, although nobody fills it."""
+        return Span(saving.read, saving.released, self._decoded_bytes(saving))
 
-        From disk all of it comes at once, and an operator that would have gone on in chunks,
-        writing over what it was given, has a gradient of its own beside it.
+    def _read_spans(self, spilled: Sequence[Saving]) -> Iterator[Span]:
+        """From disk whole storages come back, once for all that lies in them.
+
+        What is more than decoding them would bring to life; an operator that would have gone on in
+        chunks, writing over what it was given, has a gradient of its own beside it.
         """
-        nbytes = self._decoded_bytes(saving)
-        if treatment.method is Method.SPILL and saving.reading is not Reading.WHOLE:
-            nbytes = max(nbytes, 2 * self._bytes(saving))
-        return Span(saving.read, saving.released, nbytes)
+        by_storage: dict[int, list[Saving]] = defaultdict(list)
+        for saving in spilled:
+            by_storage[saving.storage].append(saving)
+            if saving.reading is Reading.CHUNKS:
+                yield Span(saving.read, saving.released, self._bytes(saving))
+        for sharing in by_storage.values():
+            begin = min(saving.read for saving in sharing)
+            last = max(saving.released for saving in sharing)
+            least = min(map(self._decoded_bytes, sharing)) if len(sharing) == 1 else 0.0
+            yield Span(begin, last, sharing[0].storage_bytes.at(self._examples) - least)
 
     def _decoded_bytes(self, saving: Saving) -> float:
         part_bytes = min(4 * saving.elements.at(self._examples), self._profile.part_bytes)
@@ -416,9 +435,9 @@ def _code_key(saving: Saving, treatment: Treatment) -> tuple[object, ...]:
     """One code serves every save of the same content under the same treatment, but for those whose
     code is made by an operator of its own, or of the operator's own derivative.
     """
-    if saving.need in (Need.NORM, Need.SMOOTH):
+    if saving.need in (Need.NORM, Need.SMOOTH, Need.TWO_VALUED):
         return saving.content, treatment, saving.site, saving.saved
-    return saving.content, treatment, saving.site.operator if saving.need is Need.SIGN else None
+    return saving.content, treatment, saving.site if saving.need is Need.SIGN else None
 
 
 def _with_codes(family: tuple[Saving, ...], treatments: Mapping[Site, Treatment]) -> list[Saving]:

@@ -29,8 +29,8 @@ Indices = NDArray[np.intp]
 class Replay:
     """Computing one module's calls again: what is inside, and what that holds and takes.
 
-    ``shared``: memory of inputs that others must keep whole, since its bytes are not counted here;
-    such a replay stands before the same one that holds its inputs itself.
+    ``shared``: memory of inputs that others must keep whole, since its bytes are not counted here,
+    and the last moment of each; such a replay stands before the same one that holds them itself.
     """
 
     module: str
@@ -38,7 +38,7 @@ class Replay:
     spans: tuple[Span, ...]
     cost_ms: float
     operators: int  # of the call with most of them
-    shared: frozenset[int] = frozenset()
+    shared: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -226,19 +226,22 @@ def _keeping(
     options: tuple[tuple[Option, ...], ...],
     replays: tuple[Replay, ...],
 ) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Of replays whose inputs others keep: the options of these that do."""
-    keeping: dict[int, list[int]] = defaultdict(list)
+    """Of replays whose inputs others keep: the options of these that do, for as long."""
+    keeping: dict[int, list[tuple[int, int]]] = defaultdict(list)  # (column, until)
     column = 0
     for group, family in zip(groups, options, strict=True):
         for option in family:
-            kept = {each.storage for each in group if each.site not in option.treatments}
-            for storage in kept:
-                keeping[storage].append(column)
+            until: dict[int, int] = {}
+            for each in group:
+                if each.site not in option.treatments:
+                    until[each.storage] = max(until.get(each.storage, -1), each.released)
+            for storage, last in until.items():
+                keeping[storage].append((column, last))
             column += 1
     return tuple(
-        (column + place, tuple(keeping[storage]))
+        (column + place, tuple(there for there, until in keeping[storage] if until >= last))
         for place, replay in enumerate(replays)
-        for storage in sorted(replay.shared)
+        for storage, last in replay.shared
     )
 
 
@@ -272,11 +275,14 @@ def _replays(
             cost_ms = sum(profile.calls[call].forward_ms.at(examples) for call in calls)
             operators = max(profile.calls[call].operators for call in calls)
             rest = (cost_ms, operators)
-            shared = frozenset[int]().union(*(each.kept_by_others.keys() for each in spans))
+            shared: dict[int, int] = {}
+            for each in spans:
+                for storage, span in each.kept_by_others.items():
+                    shared[storage] = max(shared.get(storage, -1), span.last)
             rebuilt = tuple(span for each in spans for span in each.always)
             inputs = tuple(span for each in spans for span in each.kept_by_others.values())
             if shared:
-                found.append(Replay(module, whole, rebuilt, *rest, shared))
+                found.append(Replay(module, whole, rebuilt, *rest, tuple(sorted(shared.items()))))
             found.append(Replay(module, whole, rebuilt + inputs, *rest))
     return tuple(found)
 
