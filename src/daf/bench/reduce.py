@@ -114,8 +114,10 @@ def _row(values: Tensor, rounds: int, chooser: Chooser) -> dict[str, Any]:
 
 
 def _in_turn(work: dict[str, Work], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of one call by round. Each begins a round as often as any other, and runs as often as
-    fills what a clock can tell: what ran before has a share in a small tensor's time.
+    """Seconds of one call by round, each contestant first as often as any other.
+
+    One call that is not timed goes before, for caches that whoever ran last has left otherwise;
+    then as many as fill what a clock can tell.
     """
     names = list(work)
     least = min(device_seconds(work[name], device) for name in names for _ in range(2))
@@ -124,6 +126,7 @@ def _in_turn(work: dict[str, Work], rounds: int, device: torch.device) -> dict[s
     for turn in range(rounds):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
+            work[name]()
             seconds = device_seconds(partial(_repeat, work[name], times), device)
             taken[name].append(seconds / times)
     return taken
