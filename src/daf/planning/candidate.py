@@ -189,23 +189,19 @@ def _as_wide_as_parents(
 ) -> dict[Site, Treatment]:
     """Execution computes a tensor from other codes if it asks for no more bits than they have.
 
-    A site that saves several asks for the fewest: those with codes of their own for the option's.
+    A site that saves several asks for the fewest.
     """
-    asked: dict[Site, list[int]] = {}
-    follows: set[Site] = set()
+    asked: dict[Site, int] = {}
     for saving in profile.savings:
-        if saving.site not in treatments:
-            continue
-        bits = _parents_bits(saving, by_site)
-        follows |= {saving.site} if bits else set()
-        if bits or treatments[saving.site].is_code:
-            asked.setdefault(saving.site, []).append(bits or treatments[saving.site].bits)
-    found = {}
-    for site in follows:
-        least = min(asked[site])
-        method = Method.ROTATED if least <= 4 else Method.MINMAX
-        found[site] = Treatment(method, least, travels=treatments[site].travels)
-    return found
+        bits = _parents_bits(saving, by_site) if saving.site in treatments else 0
+        if bits:
+            asked[saving.site] = min(bits, asked.get(saving.site, bits))
+    return {
+        site: Treatment(
+            Method.ROTATED if bits <= 4 else Method.MINMAX, bits, travels=treatments[site].travels
+        )
+        for site, bits in asked.items()
+    }
 
 
 def _parents_bits(saving: Saving, by_site: Mapping[Site, Treatment]) -> int:

@@ -10,9 +10,11 @@ cumulative sum.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -255,9 +257,13 @@ def _replays(
         by_module[call.module].append(index)
     calls_of = [{saving.call for saving in group} for group in groups]
     families_at: dict[int, list[int]] = defaultdict(list)
+    savings_at: dict[int, list[Saving]] = defaultdict(list)
+    let_go: dict[int, int] = {}
     for family, group in enumerate(groups):
         for saving in group:
             families_at[saving.call].append(family)
+            savings_at[saving.call].append(saving)
+            let_go[saving.storage] = max(let_go.get(saving.storage, -1), saving.released)
     found = []
     for module, calls in by_module.items():
         covered = set().union(*(inside[call] for call in calls))
@@ -271,7 +277,17 @@ def _replays(
         possible = all(profile.calls[index].replayable for index in calls) and not nested
         if whole and possible and any(profile.calls[call].parent >= 0 for call in calls):
             own = {saving.storage for family in whole for saving in groups[family]}
-            spans = [_CallSpans(profile, call, inside[call], own, examples) for call in calls]
+            others = {storage: last for storage, last in let_go.items() if storage not in own}
+            spans = [
+                _call_spans(
+                    profile,
+                    profile.calls[call],
+                    [saving for each in inside[call] for saving in savings_at[each]],
+                    others,
+                    examples,
+                )
+                for call in calls
+            ]
             cost_ms = sum(profile.calls[call].forward_ms.at(examples) for call in calls)
             operators = max(profile.calls[call].operators for call in calls)
             rest = (cost_ms, operators)
@@ -279,7 +295,7 @@ def _replays(
             for each in spans:
                 for storage, span in each.kept_by_others.items():
                     shared[storage] = max(shared.get(storage, -1), span.last)
-            rebuilt = tuple(span for each in spans for span in each.always)
+            rebuilt = tuple(span for each in spans for span in each.always if span.nbytes > 0)
             inputs = tuple(span for each in spans for span in each.kept_by_others.values())
             if shared:
                 found.append(Replay(module, whole, rebuilt, *rest, tuple(sorted(shared.items()))))
@@ -287,44 +303,48 @@ def _replays(
     return tuple(found)
 
 
-class _CallSpans:
-    """What one call's replay holds: its inputs until then, then all that it saves.
+class _CallSpans(NamedTuple):
+    """What one call's replay holds: ``always``; and by memory what counts only where nobody else
+    keeps that input as it is, for as long.
+    """
+
+    always: list[Span]
+    kept_by_others: dict[int, Span]
+
+
+def _call_spans(
+    profile: Profile,
+    call: CallProfile,
+    savings: list[Saving],
+    let_go: Mapping[int, int],
+    examples: int,
+) -> _CallSpans:
+    """Its inputs until then, then all that it saves.
 
     The replayed forward pass ends with every tensor inside saved, on top of
     which its own passing bytes are at most those of the first forward pass.
-    ``always``; and by memory what counts only where nobody else keeps that input as it is, for
-    as long. ``own``: the memory of families that are replayed.
+    ``let_go``: the last moment of memory that is not replayed, where that is kept as it is.
     """
-
-    def __init__(
-        self, profile: Profile, place: int, within: set[int], own: set[int], examples: int
-    ) -> None:
-        savings = [saving for saving in profile.savings if saving.call in within]
-        call = profile.calls[place]
-        self.always: list[Span] = []
-        self.kept_by_others: dict[int, Span] = {}
-        if not savings:
-            return
-        begin = min(saving.read for saving in savings)
-        ends = max(saving.released for saving in savings)
-        given = {storage for storage, _ in call.inputs}
-        self.always += _rebuilt(
-            [each for each in savings if each.storage not in given], begin, examples
-        )
-        others = _kept_until(profile, own)
-        for storage, size in call.inputs:
-            span = Span(call.first_forward, ends, size.at(examples))
-            if others.get(storage, -1) >= ends:
-                self.kept_by_others[storage] = span
-            else:
-                self.always.append(span)
-        passing = profile.timeline.transient[call.first_forward : call.last_forward + 1]
-        most = max((each.at(examples) for each in passing), default=0.0)
-        self.always.append(Span(begin, begin, most))
-        self.always = [span for span in self.always if span.nbytes > 0]
+    found = _CallSpans([], {})
+    if not savings:
+        return found
+    begin = min(saving.read for saving in savings)
+    ends = max(saving.released for saving in savings)
+    given = {storage for storage, _ in call.inputs}
+    found.always.extend(_rebuilt((s for s in savings if s.storage not in given), begin, examples))
+    for storage, size in call.inputs:
+        span = Span(call.first_forward, ends, size.at(examples))
+        if let_go.get(storage, -1) >= ends:
+            found.kept_by_others[storage] = span
+        else:
+            found.always.append(span)
+    passing = profile.timeline.transient[call.first_forward : call.last_forward + 1]
+    most = max((each.at(examples) for each in passing), default=0.0)
+    found.always.append(Span(begin, begin, most))
+    return found
 
 
-def _rebuilt(savings: list[Saving], begin: int, examples: int) -> list[Span]:
+def _rebuilt(savings: Iterable[Saving], begin: int, examples: int) -> list[Span]:
     """New memory, whoever else may hold the first pass's."""
     last: dict[int, Saving] = {}
     for saving in savings:
@@ -332,15 +352,6 @@ def _rebuilt(savings: list[Saving], begin: int, examples: int) -> list[Span]:
         if known is None or saving.released > known.released:
             last[saving.storage] = saving
     return [Span(begin, each.released, each.storage_bytes.at(examples)) for each in last.values()]
-
-
-def _kept_until(profile: Profile, own: set[int]) -> dict[int, int]:
-    """The last moment of saved memory that is not replayed, where it is kept as it is."""
-    found: dict[int, int] = {}
-    for saving in profile.savings:
-        if saving.storage not in own:
-            found[saving.storage] = max(found.get(saving.storage, -1), saving.released)
-    return found
 
 
 def _descendants(calls: tuple[CallProfile, ...]) -> list[set[int]]:
