@@ -38,7 +38,8 @@ _EFFORT = Effort()
 # The base pass, those that redraw, and all pieces together.
 PASSES = 1 + _EFFORT.local + _EFFORT.others + 1
 _BYTES_PER_NUMBER = 8
-_COPIES = 2  # sketches are stacked once to be compared
+# The base pass's, the local ones' or the pieces', stacked once to be compared, and differences.
+_SKETCHES = 2 * (1 + max(_EFFORT.local, _EFFORT.pieces)) + 2
 
 
 def _effort(examples: int) -> Effort:
@@ -271,4 +272,4 @@ class Sensing:
         peak = max(widest, planner.level_peak_bytes(profile, piece, "exact"))
         peak += profile.passing_bytes_at(examples)
         trained = sum(1 for each in self._model.parameters() if each.requires_grad)
-        return peak + _COPIES * PASSES * trained * _EFFORT.buckets * _BYTES_PER_NUMBER
+        return peak + _SKETCHES * trained * _EFFORT.buckets * _BYTES_PER_NUMBER

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from daf.execution.capture import Capture
 from daf.memory import measure
-from daf.plan import Method, Policy, SiteReport, coded_policy, exact_policy, plain_policy
+from daf.plan import Method, Need, Policy, SiteReport, coded_policy, exact_policy, plain_policy
 from daf.session import Session
 
 peft = pytest.importorskip("peft")
@@ -110,6 +110,61 @@ def test_what_no_gradient_needs_is_not_saved() -> None:
     _, sites = gradients(model, coded_policy(2))
     first = [each for name, each in sites.items() if "blocks.0" in name]
     assert sum(each.plain_bytes + each.held_bytes for each in first) == 0
+
+
+class Attentive(nn.Module):
+    """Adapters are on its queries and values; its keys are of a frozen layer, and before it too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(64, 64) for _ in range(3))
+        self.head = nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [each(x).unflatten(-1, (4, 16)) for each in (self.query, self.key, self.value)]
+        heads = [each.transpose(1, 2) for each in parts]
+        # Its weights are dropped, so that PyTorch computes them by plain operators.
+        mixed = F.scaled_dot_product_attention(*heads, dropout_p=0.1)
+        scores: Tensor = self.head(mixed.transpose(1, 2).flatten(-2).mean(1))
+        return scores
+
+
+def attentive_gradients(
+    policy: Policy, draw: int = 0
+) -> tuple[list[Tensor], dict[int, SiteReport]]:
+    torch.manual_seed(3)
+    config = peft.LoraConfig(r=4, target_modules=["query", "value"])
+    model = peft.get_peft_model(Attentive(), config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    x = torch.randn(16, 32, 64)
+    capture = Capture(model)
+    with capture.step(policy, 0, draw, batch=x):
+        loss = model(x).square().mean()
+    operator = "scaled_dot_product_attention"
+    sites = {each.site.save: each for each in capture.sites() if each.site.operator == operator}
+    trained = [each for each in model.parameters() if each.requires_grad]
+    return list(torch.autograd.grad(loss, trained)), sites
+
+
+def test_keys_of_a_frozen_layer_are_coded() -> None:
+    """No gradient flows to them, but they are activations, and no weights that are left alone."""
+    plain, _ = attentive_gradients(plain_policy())
+    exact, kept = attentive_gradients(exact_policy())
+    assert all(torch.equal(one, other) for one, other in zip(plain, exact, strict=True))
+    keys = [save for save, each in kept.items() if each.need is Need.LINEAR]
+    assert len(keys) == 1  # queries are not saved: no gradient of keys is wanted
+    _, coded = attentive_gradients(coded_policy(2))
+    assert coded[keys[0]].treatment.method is Method.ROTATED
+    assert coded[keys[0]].held_bytes < coded[keys[0]].plain_bytes / 12
+    assert [each.need for each in coded.values()].count(Need.TWO_VALUED) == 1  # dropout's noise
+    draws = [attentive_gradients(coded_policy(2), draw)[0] for draw in range(48)]
+    for place, value in enumerate(plain):
+        found = torch.stack([each[place] for each in draws])
+        error = (found.mean(0) - value).norm() / value.norm()
+        scatter = (found - value).norm() / found.shape[0] / value.norm()
+        assert error < 3 * scatter + 0.02, place
 
 
 def test_gradients_of_adapters_are_right_on_average() -> None:

@@ -1,20 +1,20 @@
-"""Sketches, the separation of sites, the prior's formula and the errors of codes."""
+"""Sketches, which sites are alike, the prior's formula and the errors of codes."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from daf.kernels.code_errors import GAUSSIAN_BLOCK_SQUARED_RANGE, minmax_error, relative_error
 from daf.kernels.tables import rotated_error
-from daf.plan import Method, Treatment
+from daf.plan import Method, Site, Treatment
+from daf.sensitivity.alike import alike_groups
 from daf.sensitivity.prior import energy_beside_means
 from daf.sensitivity.schedule import Schedule
-from daf.sensitivity.separate import random_draws, separate
 from daf.sensitivity.sketch import GradientSketcher, sample_variance
 
 
@@ -73,45 +73,38 @@ def test_unused_and_tied_parameters_are_sketched_once() -> None:
     assert not sketch[1].any()
 
 
-def gradients_of(
-    noise: np.ndarray, redrawn: np.ndarray, generator: np.random.Generator
-) -> np.ndarray:
-    """(passes, passes) squared distances of sums of independent Gaussian vectors."""
-    sites = redrawn.shape[1]
-    vectors = generator.standard_normal((3, sites, 400)) * np.sqrt(noise / 400)[None, :, None]
-    gradients = np.stack([sum(vectors[int(row[s]), s] for s in range(sites)) for row in redrawn])
-    return np.square(gradients[:, None] - gradients[None]).sum(-1)
+def layers(count: int, *places: tuple[str, int]) -> list[Site]:
+    return [
+        Site(f"encoder.layer.{layer}.attention", operator, 0, save)
+        for layer in range(count)
+        for operator, save in places
+    ]
 
 
-@settings(max_examples=15, deadline=None)
-@given(st.integers(2, 20), st.integers(0, 10_000))
-def test_sites_are_separated(sites: int, seed: int) -> None:
-    generator = np.random.default_rng(seed)
-    noise = 10 ** generator.uniform(-1, 1, sites)
-    redrawn = np.vstack([np.zeros((1, sites), int), random_draws(sites, 10, seed)])
-    distances = gradients_of(noise, redrawn, generator)
-    flat = np.full(sites, noise.mean())
-    found = separate(redrawn, distances, np.full(sites, 2.0), flat, np.full(sites, 10.0))
-    assert (found.values >= 0).all()
-    assert found.values.sum() == pytest.approx(noise.sum(), rel=0.35)
-    assert (np.abs(found.values - noise) < 6 * found.standard_errors + 0.2 * noise).all()
+def test_as_far_as_there_are_passes_every_site_is_alone() -> None:
+    sites = layers(4, ("softmax", 0), ("matmul", 1))
+    found = alike_groups(sites, 8)
+    assert sorted(found, key=lambda group: sites.index(group[0])) == [(site,) for site in sites]
 
 
-def test_what_no_row_tells_apart_follows_the_prior() -> None:
-    redrawn = np.array([[0, 0], [1, 1], [1, 1]])
-    distances = np.array([[0.0, 8.0, 8.0], [8.0, 0.0, 0.0], [8.0, 0.0, 0.0]])
-    change = np.full(2, 2.0)
-    found = separate(redrawn, distances, change, np.array([3.0, 1.0]), np.ones(2))
-    np.testing.assert_allclose(found.values, [3.0, 1.0], rtol=0.02)
-    assert found.standard_errors[0] > 0.2 * 3.0
+def test_neighbours_of_one_role_share_a_pass() -> None:
+    sites = [*layers(6, ("softmax", 0), ("matmul", 1)), Site("head", "layer_norm", 0, 0)]
+    softmax, matmul, head = sites[0:12:2], sites[1:12:2], sites[12:]
+    expected = [softmax[:2], softmax[2:4], softmax[4:], matmul[:2], matmul[2:4], matmul[4:], head]
+    assert alike_groups(sites, 8) == list(map(tuple, expected))
 
 
-def test_every_site_takes_at_least_two_draws() -> None:
-    for sites, passes in ((1, 1), (2, 1), (9, 2), (40, 3)):
-        chosen = random_draws(sites, passes, seed=1)
-        assert chosen.any(0).all()
-        assert chosen.shape == (passes, sites)
-        assert set(chosen.flatten().tolist()) <= {0, 1, 2}
+@given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 50))
+def test_groups_are_all_sites_once_and_no_more_than_asked(
+    count: int, roles: int, most: int
+) -> None:
+    sites = layers(count, *((f"operator{role}", role) for role in range(roles)))
+    found = alike_groups(sites, most)
+    assert len(found) <= most
+    assert all(found)
+    assert sorted(map(str, (site for group in found for site in group))) == sorted(map(str, sites))
+    if most >= roles:
+        assert all(len({site.save for site in group}) == 1 for group in found)
 
 
 def test_sample_variance_is_that_of_every_bucket() -> None:

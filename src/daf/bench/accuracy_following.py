@@ -1,7 +1,7 @@
 """A policy through one run: fitted anew as sensitivities change, its noise measured as it runs.
 
 Sensitivities move fast in the first steps and slowly later, so fits are at the beginning and after
-a growing number of steps, from a quarter of a batch each: some 2 % of a run of a thousand steps.
+a growing number of steps, from an eighth of a batch each: some 2 % of a run of a thousand steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from daf.kernels.code_errors import relative_error
 from daf.plan import Site, Treatment, plain_policy, without_fused_operators
 from daf.sensitivity.estimate import measure_sensitivity
 
-PART = 4
+PART = 8
 FIRST_FIT = 20
 GROWTH = 3.0
 

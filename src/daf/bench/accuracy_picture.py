@@ -18,6 +18,7 @@ FAMILIES: Mapping[str, tuple[str, str]] = {
     "minmax": ("min-max codes, one width", "#7f8c8d"),
     "alam": ("ALAM's averaging, min-max codes", "#8e44ad"),
     "fused-allocated": ("DAF, allocated, fused operators", "#7d1f14"),
+    "spread": ("DAF, attention's weights allocated too", "#d68910"),
     "fused-spread": ("DAF, queries and keys allocated too, fused operators", "#b9770e"),
     "apart-gact": ("GACT as published", "#16384f"),
     "apart-actnn": ("ActNN as published", "#3b7ca8"),

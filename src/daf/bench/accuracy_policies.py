@@ -2,7 +2,7 @@
 
 ``plain``; ``rotated-B`` and ``minmax-B``, one width everywhere; and allocations whose codes take
 as many bytes as B bits everywhere would: ``allocated-B`` by measured sensitivity
-(``spread-B``: attention's queries and keys among them, which otherwise have eight bits),
+(``spread-B``: attention's queries, keys and weights among them, which otherwise have eight),
 ``gact-B`` and ``actnn-B`` as published, with min-max codes. ActNN's formula takes the
 energy of a block for its range, in which blocks of Gaussian values are proportional.
 ``alam-B`` codes means of two neighbours (of four below one bit) in min-max codes of B bits
@@ -22,7 +22,6 @@ from torch import nn
 
 from daf.allocation import (
     STANDARD_TREATMENTS,
-    CodedSite,
     actnn_widths,
     coded_sites,
     gact_widths,
@@ -52,14 +51,14 @@ from daf.sensitivity.estimate import measure_sensitivity
 from daf.sensitivity.result import Sensitivity
 
 _VALUE_NEEDS = (Need.LINEAR, Need.NORM, Need.PRODUCT)
-_SPREAD_NEEDS = (*_VALUE_NEEDS, Need.SCORE)
+_SPREAD_NEEDS = (*_VALUE_NEEDS, Need.SCORE, Need.PROBABILITY)
 _SEEDED = (Method.ROTATED, Method.MINMAX)
 POLICY_FORMS = (
     *("plain", "rotated-B", "minmax-B", "allocated-B", "spread-B"),
     *("gact-B", "actnn-B", "alam-B"),
 )
 FUSED, APART = "fused-", "apart-"
-_SPREAD_LEAST_BITS = 3  # of q and k; plans give them a bit more
+_SPREAD_LEAST_BITS = 3  # of q, k and attention's weights; plans give them more
 _REFITTED = ("allocated", "spread", "gact", "actnn")
 
 
@@ -155,32 +154,40 @@ def _spread(bits: float, example: Example) -> Policy:
     """Over all values that have a code, as the operators run that will hold them.
 
     Sensitivities are measured at four bits where errors pass through attention's weights. Queries
-    and keys get three at least: their errors pass an exponential, and what bias that makes no
-    sensitivity tells.
+    and keys of which those are computed again get three at least: their errors pass an
+    exponential. So do weights that are held, whose errors meet themselves in the softmax's
+    gradient. What bias either makes no sensitivity tells.
     """
     base = _with_attention(coded_policy(1), 1, example)
     elements = coded_elements(example, base, _SPREAD_NEEDS)
     found = measured(example, _with_attention(coded_policy(2), 4, example), elements)
     budget = sum(_bytes_at(count, bits) for count in elements.values())
     treatments = [each for each in STANDARD_TREATMENTS if each != KEEP]
-    scores = coded_elements(example, base, (Need.SCORE,)).keys()
-    sites = [
-        each if each.site not in scores else _wider(each, _SPREAD_LEAST_BITS)
-        for each in coded_sites(elements, found, treatments)
-    ]
-    by_need = dict(base.by_need) | {Need.SCORE: Treatment(Method.ROTATED, _SPREAD_LEAST_BITS)}
-    whole = replace(base, by_need=MappingProxyType(by_need), chunked=False, chunk_bytes=None)
+    scores = coded_elements(example, base, (Need.SCORE,))
+    weights = coded_elements(example, base, (Need.PROBABILITY,))
+    attention = scores.keys() | weights.keys()
+    others = {site: count for site, count in elements.items() if site not in attention}
+    wider = [each for each in treatments if each.bits >= _SPREAD_LEAST_BITS]
+    of_weights = [Treatment(Method.MINMAX, bits) for bits in (*range(_SPREAD_LEAST_BITS, 7), 8)]
+    sites = coded_sites(others, found, treatments)
+    sites += coded_sites(scores, found, wider)
+    sites += coded_sites(weights, found, of_weights)
+    least = {
+        Need.SCORE: Treatment(Method.ROTATED, _SPREAD_LEAST_BITS),
+        Need.PROBABILITY: Treatment(Method.MINMAX, _SPREAD_LEAST_BITS),
+    }
+    by_need = MappingProxyType(dict(base.by_need) | least)
+    whole = replace(base, by_need=by_need, chunked=False, chunk_bytes=None)
     return _with_sites(whole, least_variance(sites, budget).treatments)
-
-
-def _wider(site: CodedSite, least_bits: int) -> CodedSite:
-    choices = (each for each in site.choices if each.treatment.bits >= least_bits)
-    return CodedSite(site.site, tuple(choices))
 
 
 def _with_attention(policy: Policy, bits: int, example: Example) -> Policy:
     code = Treatment(Method.ROTATED, bits)
-    by_need = dict(policy.by_need) | {Need.SCORE: code, Need.PRODUCT: code}
+    by_need = dict(policy.by_need) | {
+        Need.SCORE: code,
+        Need.PRODUCT: code,
+        Need.PROBABILITY: Treatment(Method.MINMAX, bits),
+    }
     policy = replace(policy, by_need=MappingProxyType(by_need))
     if not example.chunked:
         return policy

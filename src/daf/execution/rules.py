@@ -35,6 +35,8 @@ _INPUT = {"input": Need.LINEAR}
 _NORM = {"input": Need.NORM}
 _SELF_SHAPE = {"self": Need.SHAPE}
 _SELF_SMOOTH = {"self": Need.SMOOTH}
+# Whose products have activations on both sides, whether gradients flow to these or not.
+_OF_ACTIVATIONS = frozenset({"scaled_dot_product_attention"})
 _ATTENTION = dict.fromkeys(("query", "key", "value", "output", "out"), Need.PRODUCT)
 
 # PyTorch's own, cuDNN's and MIOpen's: ``result1`` is the mean, ``result2`` the inverse deviation.
@@ -177,17 +179,18 @@ def _name_custom(node: Any) -> None:
         saved.node, saved.slot, saved.need, saved.unmade_bytes = node, "", need, unmade_bytes
 
 
-def need_of(saved: Saved, is_constant: Callable[[Tensor], bool]) -> Need:
+def need_of(saved: Saved, is_constant: Callable[[Tensor], bool], operator: str = "") -> Need:
     """The need of a named save, once what its operator's other tensors are is known.
 
-    ``is_constant`` tells parameters and their copies from activations.
+    ``is_constant`` tells parameters and their copies from activations; ``operator`` is the torch
+    function that saves.
     """
     node, need = saved.node, saved.need
     if node is None:
         return need
     name = node.name()
     if need is Need.PRODUCT and name in PRODUCT_SLOTS:
-        return _product_need(saved, PRODUCT_SLOTS[name], is_constant)
+        return _product_need(saved, PRODUCT_SLOTS[name], is_constant, operator)
     if name == "PowBackward0":
         return {2: Need.LINEAR, 3: Need.PRODUCT}.get(node._saved_exponent, Need.EXACT)
     if name in BATCH_NORMS and not node._saved_training:
@@ -196,11 +199,15 @@ def need_of(saved: Saved, is_constant: Callable[[Tensor], bool]) -> Need:
 
 
 def _product_need(
-    saved: Saved, slots: tuple[str, str], is_constant: Callable[[Tensor], bool]
+    saved: Saved, slots: tuple[str, str], is_constant: Callable[[Tensor], bool], operator: str
 ) -> Need:
-    """Linear beside a constant; a constant second factor (a frozen weight's copy) is left alone."""
+    """Linear beside a constant; a constant second factor (a frozen weight's copy) is left alone.
+
+    Not so attention's: keys and values of frozen layers before the first trained one.
+    """
     assert saved.tensor is not None
-    if saved.slot == slots[1] and not saved.tensor.requires_grad:
+    is_weight = saved.slot == slots[1] and not saved.tensor.requires_grad
+    if is_weight and operator not in _OF_ACTIVATIONS:
         return Need.EXACT
     other = saved_in(saved.node, slots[0] if saved.slot == slots[1] else slots[1])
     if other is None or other.tensor is None or is_constant(other.tensor):

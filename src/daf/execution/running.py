@@ -280,10 +280,10 @@ class Running:
     def _need(self, saved: Saved, operator: str, call: Call) -> Need:
         tensor = saved.tensor
         assert tensor is not None
-        need = need_of(saved, self.is_constant)
+        need = need_of(saved, self.is_constant, operator)
         if need is Need.EXACT and is_integer(tensor):
             return Need.INTEGER
-        if need is Need.LINEAR and _may_be_noise(tensor, operator, call):
+        if need is Need.LINEAR and _may_be_noise(saved, tensor, operator, call):
             return Need.TWO_VALUED
         return need
 
@@ -372,10 +372,12 @@ class Running:
         return leaf is not None and leaf is not tensor and self.is_constant(leaf)
 
 
-def _may_be_noise(tensor: Tensor, operator: str, call: Call) -> bool:
+def _may_be_noise(saved: Saved, tensor: Tensor, operator: str, call: Call) -> bool:
     """Is this a factor that a dropping operator made itself?"""
     return (
         not tensor.requires_grad
+        and saved.node is not None
+        and saved.node.name() == "MulBackward0"
         and any(word in operator for word in _NOISY)
         and all(tensor is not argument for argument in tensors_in_batch(call.arguments))
     )

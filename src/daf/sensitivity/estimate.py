@@ -3,11 +3,12 @@
 An input of a matrix product or convolution disturbs only the gradient of that
 operator's own weight, so all such sites redraw their codes at once and are told apart by
 where the change lands. All others (normalisations, products of activations, smooth
-activations) redraw at random and are told apart by regression (``separate``),
-drawn towards the analytic ``prior``. Should the first kind turn out to disturb
-other weights as well, it is treated as the second.
+activations) redraw alone, or with those that are ``alike`` where there are more of them
+than passes: what they add differs by orders of magnitude, and in the change that many cause
+together the small ones are lost, however they are drawn. Should the first kind turn out to
+disturb other weights as well, it is treated as the second.
 
-Memory: (passes) sketches of 509 numbers per parameter, whatever the number of sites, and the
+Memory: a few sketches of 509 numbers per parameter, whatever the number of sites, and the
 largest parameter's gradient. Parameters, gradients, random states, buffers and hooks
 are afterwards as they were.
 """
@@ -29,10 +30,10 @@ from daf.execution.microbatch import LossFunction, batch_size, pieces
 from daf.execution.undisturbed import undisturbed
 from daf.kernels.code_errors import relative_error
 from daf.plan import Method, Need, Policy, Site, SiteReport, Treatment, exact_policy
+from daf.sensitivity.alike import alike_groups
 from daf.sensitivity.passes import Passes
 from daf.sensitivity.prior import PriorObserver, product_weight
 from daf.sensitivity.result import Sensitivity, SiteSensitivity
-from daf.sensitivity.separate import random_draws, separate
 from daf.sensitivity.sketch import BUCKETS, sample_variance
 
 _SEEDED = frozenset({Method.ROTATED, Method.MINMAX})
@@ -55,12 +56,13 @@ _WIDEST_DERIVATIVE = 4
 class Effort:
     """How much is spent: numbers of passes, each a forward and a backward of the whole batch.
 
-    ``local`` passes redraw the inputs of products, ``others`` a random part of the rest;
-    ``pieces`` of the batch, which take one pass together, tell its own noise.
+    ``local`` passes redraw the inputs of products; ``others`` is the most that redraw one of the
+    rest, or several that are alike. ``pieces`` of the batch, which take one pass together, tell
+    its own noise.
     """
 
     local: int = 2
-    others: int = 8
+    others: int = 24
     pieces: int = 4
     buckets: int = BUCKETS
 
@@ -87,8 +89,8 @@ def measure_sensitivity(
         loss_fn: ``loss_fn(model, batch)`` returns a scalar mean loss, or ``(sum, weight)``.
         batch: any nest of tensors; a part of a training batch serves as well.
         policy: whose codes are measured; two bits everywhere are a good choice.
-        effort: how many passes; the default's cost 12 training steps on ``batch``.
-        seed: of the codes and of the choice of who redraws.
+        effort: how many passes; the default's cost 28 training steps on ``batch`` at most.
+        seed: of the codes.
         step_index: names the codes' ordinary seeds.
         separate_codes: give every site a code of its own, so that each one's part is
             told (for planning). False measures the policy as it runs, where
@@ -111,7 +113,7 @@ def measure_sensitivity(
             random_state=random_state,
             buckets=effort.buckets,
         )
-        return _Measurement(model, passes, batch, policy, effort, seed).run()
+        return _Measurement(model, passes, batch, policy, effort).run()
 
 
 class _Measurement:
@@ -124,13 +126,11 @@ class _Measurement:
         batch: Any,
         policy: Policy,
         effort: Effort,
-        seed: int,
     ) -> None:
         self._passes = passes
         self._batch = batch
         self._policy = policy
         self._effort = effort
-        self._seed = seed
         observer = PriorObserver(model)
         self._base = passes.sketch(batch, policy, around=observer.watching)
         self._reports = {
@@ -191,29 +191,21 @@ class _Measurement:
     # --- all others -------------------------------------------------------------------------
 
     def _measure_others(self, sites: list[Site]) -> dict[Site, SiteSensitivity]:
-        draws = random_draws(len(sites), self._effort.others, self._seed)
-        methods = [self._reports[site].treatment.method for site in sites]
-        seedless = np.array([method not in _SEEDED for method in methods])
-        draws[:, seedless] = draws[:, seedless].clip(max=1)  # there is only one other width
-        sketches = [self._base]
-        sketches += [self._redrawn(dict(zip(sites, row, strict=True))) for row in draws.tolist()]
-        stacked = torch.stack(sketches).flatten(1)
-        units = np.array([relative_error(self._reports[site].treatment) for site in sites])
-        priors = [self._priors[site] for site in sites]
-        separated = separate(
-            np.vstack([np.zeros_like(draws[:1]), draws]),
-            torch.cdist(stacked, stacked, compute_mode="donot_use_mm_for_euclid_dist")
-            .square()
-            .numpy(),
-            np.array([_change(self._reports[site].treatment) for site in sites]),
-            np.array([prior.value for prior in priors]) * units,
-            np.array([prior.deviation for prior in priors]),
-        )
-        values, errors = separated.values / units, separated.standard_errors / units
-        return {
-            site: SiteSensitivity(float(value), float(error), prior.value)
-            for site, value, error, prior in zip(sites, values, errors, priors, strict=True)
-        }
+        found: dict[Site, SiteSensitivity] = {}
+        for group in alike_groups(sites, self._effort.others):
+            found |= self._measure_group(group)
+        return found
+
+    def _measure_group(self, group: tuple[Site, ...]) -> dict[Site, SiteSensitivity]:
+        """Where several change together, each is taken to add as much for the same error."""
+        change = (self._redrawn(dict.fromkeys(group, 1)) - self._base).square()
+        treatments = [self._reports[site].treatment for site in group]
+        unit = sum(_change(each) * relative_error(each) for each in treatments)
+        value = float(change.sum()) / unit
+        error = float(_scatter(change).square().sum().sqrt()) / unit
+        if len(group) > 1:
+            error = max(error, value)
+        return {site: SiteSensitivity(value, error, self._priors[site].value) for site in group}
 
     def _redrawn(self, draws: dict[Site, int]) -> Tensor:
         """Fresh seeds where codes have seeds; elsewhere a code of another width."""
@@ -270,8 +262,7 @@ def _variance_errors(sketches: Sequence[Tensor]) -> Tensor:
     The larger of two: the scatter of its buckets, and the jackknife over passes
     (Efron and Stein, Annals of Statistics 1981), which needs three.
     """
-    variance = sample_variance(sketches)
-    by_bucket = (variance.shape[1] * variance.var(1)).sqrt()
+    by_bucket = _scatter(sample_variance(sketches))
     count = len(sketches)
     if count < 3:
         return by_bucket
@@ -280,6 +271,11 @@ def _variance_errors(sketches: Sequence[Tensor]) -> Tensor:
     )
     spread = (without - without.mean(0)).square().sum(0)
     return torch.maximum(by_bucket, (spread * (count - 1) / count).sqrt())
+
+
+def _scatter(squares: Tensor) -> Tensor:
+    """(parameters,): standard error of the sum of a parameter's buckets, by how these differ."""
+    return (squares.shape[1] * squares.var(1)).sqrt()
 
 
 def _local_weights(
