@@ -69,10 +69,10 @@ class Allocation:
 
 
 def held_bytes(elements: int, treatment: Treatment, element_bytes: int = _ELEMENT_BYTES) -> int:
-    """Bytes that a value code of ``elements`` holds, headers included; kept: of the tensor."""
+    """Bytes that a code of ``elements`` holds, its headers included; kept: of the tensor."""
     if treatment == KEEP:
         return element_bytes * elements
-    return code_bytes(elements, treatment.bits)
+    return code_bytes(elements, treatment.bits, headers=treatment.is_code)
 
 
 def coded_sites(

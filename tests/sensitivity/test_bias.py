@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from small_jobs import cross_entropy, mixed_batch, mixed_network
-from torch import nn
+from torch import Tensor, nn
 
 from daf.plan import Method, Need, Policy, Treatment, coded_policy, exact_policy
 from daf.sensitivity.bias import measure_bias
@@ -52,6 +52,32 @@ def test_the_bias_behind_norms_is_small_beside_the_noise() -> None:
     found = measure_bias(mixed_network(), cross_entropy, mixed_batch(), coded_policy(2), draws=32)
     assert found.squared_bias < 0.1 * found.variance
     assert found.squared_bias < 0.02 * found.gradient_energy
+
+
+class Peaked(nn.Module):
+    """Attention whose weights are held, and mostly on one place: bits count most there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inwards = nn.Linear(32, 96)
+        self.head = nn.Linear(256, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.inwards(x.unflatten(1, (8, 32))).chunk(3, dim=-1)
+        weights = torch.softmax(4 * query @ key.mT, dim=-1)
+        assert weights.max(-1).values.mean() > 0.6
+        scores: Tensor = self.head((weights @ value).flatten(1))
+        return scores
+
+
+def test_attention_s_weights_in_four_bits_have_noise_and_next_to_no_bias() -> None:
+    batch = torch.randn(64, 256), torch.randint(0, 10, (64,))
+    four = coded_policy(4, score_bits=4).by_need[Need.PROBABILITY]
+    policy = Policy("weights", {Need.PROBABILITY: four}, rederive=False)
+    found = measure_bias(Peaked(), cross_entropy, batch, policy, draws=64)
+    assert found.variance > 1e-5 * found.gradient_energy
+    assert abs(found.squared_bias) < 1e-2 * found.variance
+    assert abs(found.squared_bias) < 1e-4 * found.gradient_energy
 
 
 def test_exact_treatments_have_neither() -> None:

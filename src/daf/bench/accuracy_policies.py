@@ -1,8 +1,9 @@
 """Ways to store activations that are compared for accuracy, by name.
 
 ``plain``; ``rotated-B`` and ``minmax-B``, one width everywhere; and allocations whose codes take
-as many bytes as B bits everywhere would: ``allocated-B`` by measured sensitivity
-(``spread-B``: attention's queries, keys and weights among them, which otherwise have eight),
+as many bytes as B bits everywhere would: ``allocated-B`` by measured sensitivity, smooth
+activations' derivatives among what has a width (``spread-B``: attention's queries, keys and
+weights too, which otherwise have eight bits),
 ``gact-B`` and ``actnn-B`` as published, with min-max codes. ActNN's formula takes the
 energy of a block for its range, in which blocks of Gaussian values are proportional.
 ``alam-B`` codes means of two neighbours (of four below one bit) in min-max codes of B bits
@@ -52,13 +53,17 @@ from daf.sensitivity.result import Sensitivity
 
 _VALUE_NEEDS = (Need.LINEAR, Need.NORM, Need.PRODUCT)
 _SPREAD_NEEDS = (*_VALUE_NEEDS, Need.SCORE, Need.PROBABILITY)
-_SEEDED = (Method.ROTATED, Method.MINMAX)
+_OWN_CODES = (Method.ROTATED, Method.MINMAX, Method.DERIVATIVE)
 POLICY_FORMS = (
     *("plain", "rotated-B", "minmax-B", "allocated-B", "spread-B"),
     *("gact-B", "actnn-B", "alam-B"),
 )
 FUSED, APART = "fused-", "apart-"
 _SPREAD_LEAST_BITS = 3  # of q, k and attention's weights; plans give them more
+_CODES = [each for each in STANDARD_TREATMENTS if each != KEEP]
+_OF_WEIGHTS = [Treatment(Method.MINMAX, bits) for bits in (*range(_SPREAD_LEAST_BITS, 7), 8)]
+# Errors of derivatives are the same at every step: where they count, they are worth any bytes.
+_OF_SMOOTH = [*(Treatment(Method.DERIVATIVE, bits) for bits in (2, 3, 4)), KEEP]
 _REFITTED = ("allocated", "spread", "gact", "actnn")
 
 
@@ -143,10 +148,10 @@ def _averaged(bits: float, example: Example) -> Policy:
 def _allocated(bits: float, example: Example) -> Policy:
     base = coded_policy(1)
     elements = coded_elements(example, base)
-    found = measured(example, coded_policy(2), elements)
-    budget = sum(_bytes_at(count, bits) for count in elements.values())
-    treatments = [each for each in STANDARD_TREATMENTS if each != KEEP]
-    sites = coded_sites(elements, found, treatments)
+    smooth = coded_elements(example, base, (Need.SMOOTH,))
+    found = measured(example, coded_policy(2), elements | smooth)
+    budget = sum(_bytes_at(count, bits) for count in (elements | smooth).values())
+    sites = coded_sites(elements, found, _CODES) + coded_sites(smooth, found, _OF_SMOOTH)
     return _with_sites(base, least_variance(sites, budget).treatments)
 
 
@@ -159,19 +164,18 @@ def _spread(bits: float, example: Example) -> Policy:
     gradient. What bias either makes no sensitivity tells.
     """
     base = _with_attention(coded_policy(1), 1, example)
-    elements = coded_elements(example, base, _SPREAD_NEEDS)
+    elements = coded_elements(example, base, (*_SPREAD_NEEDS, Need.SMOOTH))
     found = measured(example, _with_attention(coded_policy(2), 4, example), elements)
     budget = sum(_bytes_at(count, bits) for count in elements.values())
-    treatments = [each for each in STANDARD_TREATMENTS if each != KEEP]
-    scores = coded_elements(example, base, (Need.SCORE,))
-    weights = coded_elements(example, base, (Need.PROBABILITY,))
-    attention = scores.keys() | weights.keys()
-    others = {site: count for site, count in elements.items() if site not in attention}
-    wider = [each for each in treatments if each.bits >= _SPREAD_LEAST_BITS]
-    of_weights = [Treatment(Method.MINMAX, bits) for bits in (*range(_SPREAD_LEAST_BITS, 7), 8)]
-    sites = coded_sites(others, found, treatments)
-    sites += coded_sites(scores, found, wider)
-    sites += coded_sites(weights, found, of_weights)
+    scores, weights, smooth = (
+        coded_elements(example, base, (need,))
+        for need in (Need.SCORE, Need.PROBABILITY, Need.SMOOTH)
+    )
+    apart = scores.keys() | weights.keys() | smooth.keys()
+    others = {site: count for site, count in elements.items() if site not in apart}
+    wider = [each for each in _CODES if each.bits >= _SPREAD_LEAST_BITS]
+    sites = coded_sites(others, found, _CODES) + coded_sites(scores, found, wider)
+    sites += coded_sites(weights, found, _OF_WEIGHTS) + coded_sites(smooth, found, _OF_SMOOTH)
     least = {
         Need.SCORE: Treatment(Method.ROTATED, _SPREAD_LEAST_BITS),
         Need.PROBABILITY: Treatment(Method.MINMAX, _SPREAD_LEAST_BITS),
@@ -253,7 +257,7 @@ def coded_elements(
             result = example.loss_fn(example.model, example.batch)
             read_loss(result, batch_size(example.batch))
         reports = capture.sites()
-    owning = [each for each in reports if each.treatment.method in _SEEDED and each.held_bytes]
+    owning = [each for each in reports if each.treatment.method in _OWN_CODES and each.held_bytes]
     return {each.site: _elements(each) for each in owning if each.need in needs}
 
 

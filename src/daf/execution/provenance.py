@@ -13,7 +13,7 @@ by its version and not trusted.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -83,6 +83,21 @@ class Provenance:
         if node is not None:
             value = _Value(node._sequence_nr(), output)
             self._known[value] = _Known(result._version, weakref.ref(held))
+
+    def learn_made(self, node: Any, version: int, held: Held) -> None:
+        """``held.recipe`` computes what ``node`` made."""
+        self._known[_Value(node._sequence_nr(), 0)] = _Known(version, weakref.ref(held))
+
+    def made_within(self, node: Any, arguments: Iterable[Any]) -> Held | None:
+        """What is held for the first input of ``node``, where the operator that was given these
+        arguments made that input itself, so that nobody can have changed it since.
+        """
+        made = _maker(*node.next_functions[0])
+        given = (each for each in arguments if isinstance(each, Tensor))
+        if made[0] is None or made in [_maker(each.grad_fn, each.output_nr) for each in given]:
+            return None
+        known = self._find(*made)
+        return known.held() if known is not None and known.held is not None else None
 
     def learn_function(self, result: Tensor, function: Derivation) -> None:
         """``function`` of what an operator keeps, or could keep, is ``result``."""
@@ -174,11 +189,24 @@ class Provenance:
         return _sum(first, second) if first and second else None
 
 
+def is_made_by(result: Tensor, node: Any) -> bool:
+    """Is ``result`` what this node made, perhaps in another shape?"""
+    maker, _ = _maker(result.grad_fn, result.output_nr)
+    return maker is not None and bool(maker._sequence_nr() == node._sequence_nr())
+
+
 def _maker(node: Any, output: int) -> tuple[Any, int]:
     """The node and output that made this memory: views are looked through."""
-    while node is not None and node.name() in ALIASES:
+    while node is not None and (node.name() in ALIASES or _is_idle(node)):
         node, output = node.next_functions[0]
     return node, output
+
+
+def _is_idle(node: Any) -> bool:
+    """Is this an expansion that repeats nothing, as every product of batches makes one?"""
+    if node.name() != "ExpandBackward0":
+        return False
+    return tuple(node._saved_self_sym_sizes) == tuple(node._input_metadata[0].shape)
 
 
 def _sum(first: Recipe, second: Recipe) -> Recipe | None:

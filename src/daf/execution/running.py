@@ -23,6 +23,7 @@ from daf.execution.fusing_rows import RowFusing, RowFusion
 from daf.execution.fusing_smooth import SmoothFusing, SmoothFusion, is_smooth
 from daf.execution.fusion import Fusion
 from daf.execution.held import Held, Kept, Saved
+from daf.execution.job import Call, Job
 from daf.execution.microbatch import tensors_in_batch
 from daf.execution.observation import Save, Watcher
 from daf.execution.operator_mode import Substitute
@@ -33,7 +34,7 @@ from daf.execution.replay import ReplayLog, Replays
 from daf.execution.replay_keeper import ReplayKeeper
 from daf.execution.rules import name_saves, need_of, parameter_behind
 from daf.execution.sites import SiteRecord, SiteTracker, mix_key
-from daf.execution.treatments import Call, Job, Treater, is_integer, is_treatable
+from daf.execution.treatments import Treater, is_integer, is_treatable
 from daf.plan import (
     DERIVED,
     KEEP,

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from daf.errors import CodecError
 from daf.execution.accounting import Holding, Ledger, Source
+from daf.execution.dropping import Dropping
 from daf.execution.held import (
     Averaged,
     Derivative,
@@ -26,10 +27,11 @@ from daf.execution.held import (
     Term,
     TwoValues,
 )
+from daf.execution.job import Job, is_result, result_made_by
 from daf.execution.normalisation import normalisation_of
 from daf.execution.pooling import WindowPlaces, windows_of
-from daf.execution.provenance import Operands, Provenance
-from daf.execution.rules import saved_in, sign_rule, tensors_in
+from daf.execution.provenance import Provenance
+from daf.execution.rules import saved_in, sign_rule
 from daf.execution.smooth import smooth_code
 from daf.kernels import Predicate
 from daf.plan import KEEP, Method, Need, Site, Treatment
@@ -60,31 +62,6 @@ SOUND: Mapping[Need, frozenset[Method]] = {
     Need.SHAPE: frozenset({Method.KEEP, Method.DROP}),
     Need.EXACT: frozenset({Method.KEEP}),
 }
-
-
-class Call(NamedTuple):
-    """The operator call that saves: its function, what it was given, what it returned."""
-
-    operator: Any
-    arguments: Sequence[Any]
-    keywords: Mapping[str, Any]
-    result: Any
-    operands: Operands | None
-
-
-class Job(NamedTuple):
-    """One saved tensor to treat."""
-
-    saved: Saved
-    tensor: Tensor
-    need: Need
-    treatment: Treatment
-    source: Source
-    call: Call
-    site: Site
-    key: int
-    weight: float  # of relative error here, beside other sites
-    tag: int  # what the store calls the site when it gives up planes
 
 
 def is_treatable(tensor: Tensor) -> bool:
@@ -140,6 +117,7 @@ class Treater:
         self._spill = spill
         self._ledger = ledger
         self._provenance = provenance
+        self._dropping = Dropping(provenance, ledger)
 
     def treat(self, job: Job, *, rederive: bool) -> tuple[Held, Treatment]:
         """What to hold, and the treatment that it really is.
@@ -152,7 +130,7 @@ class Treater:
         held = self._try(job, rederive) if method is not Method.KEEP else None
         if held is None:
             return self.keep(job.tensor, job.saved.version, job.site, (job.source,)), KEEP
-        return held, _REDERIVED if _is_borrowed(held) else job.treatment
+        return held, _REDERIVED if _is_borrowed(held, job.treatment) else job.treatment
 
     def keep(self, tensor: Tensor, version: int, site: Site, sources: tuple[Source, ...]) -> Held:
         """Hold the tensor itself; each storage it consists of is counted once."""
@@ -271,30 +249,8 @@ class Treater:
         layout = layout_of(job.tensor)
         held = TwoValues(Stored(self._ledger, code), layout, low, high)
         if rederive and low == 0.0:
-            self._learn_dropped(job, held, high)
+            self._dropping.learn(job, held, high)
         return held
-
-    def _learn_dropped(self, job: Job, held: TwoValues, factor: float) -> None:
-        """What dropout did to a tensor that is known, the layers behind can do again."""
-        x, result = next(iter(job.call.arguments), None), _first_result(job.call.result)
-        if job.saved.slot != "other" or not isinstance(x, Tensor) or result is None or result is x:
-            return
-        if not (x.stride() == result.stride() == job.tensor.stride()):
-            return
-        recipe = self._provenance.recipe(x, x._version)
-        if recipe is not None and len(recipe) == 1 and recipe[0].mask is None:
-            scaled = self._scaled(recipe[0], factor, x.device)
-            held.recipe = (scaled._replace(mask=held.mask),)
-            self._provenance.learn(result, held)
-
-    def _scaled(self, term: Term, factor: float, device: torch.device) -> Term:
-        if term.derivation is not None:
-            return term._replace(derivation=term.derivation.scaled(factor))
-        channels = Channels.times(factor, device)
-        if term.channels is not None:
-            scale, shift, inner = term.channels.content
-            channels = Channels(scale * factor, shift * factor, inner)
-        return term._replace(channels=Stored(self._ledger, channels))
 
     # --- lossy ------------------------------------------------------------------------------
 
@@ -327,9 +283,15 @@ class Treater:
             code = self._value_code(job, dense)
             job.source.remember(key, code)
         held = Rederived((Term(code),), layout_of(dense))
-        if rederive and dense is job.tensor and not _is_result(job):
-            self._provenance.learn(job.tensor, held)
+        if rederive and dense is job.tensor:
+            self._learn_coded(job, held)
         return held
+
+    def _learn_coded(self, job: Job, held: Rederived) -> None:
+        if job.saved.slot == "result":
+            self._provenance.learn_made(job.saved.node, job.saved.version, held)
+        elif not is_result(job):
+            self._provenance.learn(job.tensor, held)
 
     def _averaged(self, job: Job) -> Held:
         dense = _dense(job.tensor)
@@ -362,8 +324,8 @@ class Treater:
             return None
         code = self._value_code(job, job.tensor, done.forward())
         held = NormInput(code, layout_of(job.tensor), done.mean, done.inverse_deviation, done.inner)
-        result = _first_result(call.result)
-        if rederive and result is not None and result.stride() == job.tensor.stride():
+        result = result_made_by(node, call) if rederive else None
+        if result is not None and result.stride() == job.tensor.stride():
             channels = Stored(self._ledger, done.result) if done.result is not None else None
             if channels is not None or done.plain:
                 held.recipe = (Term(code, channels),)
@@ -379,11 +341,14 @@ class Treater:
         return Stored(self._ledger, code)
 
 
-def _is_borrowed(held: Held) -> bool:
-    """Does this hold only codes that others made?"""
+def _is_borrowed(held: Held, treatment: Treatment) -> bool:
+    """Does this hold only codes that others made, in another way than was asked for here?"""
     if not isinstance(held, Rederived):
         return False
-    return len(held.recipe) > 1 or held.recipe[0][1:] != (None, None, None)
+    if len(held.recipe) > 1 or held.recipe[0][1:] != (None, None, None):
+        return True
+    made = held.recipe[0].code.content.treatment
+    return (made.method, made.bits) != (treatment.method, treatment.bits)
 
 
 def _has_only(tensor: Tensor, low: float, high: float) -> bool:
@@ -394,14 +359,6 @@ def _has_only(tensor: Tensor, low: float, high: float) -> bool:
 
 def _content_key(job: Job) -> tuple[Any, ...]:
     return content_key(job.tensor, job.saved.version)
-
-
-def _is_result(job: Job) -> bool:
-    return any(job.tensor.data_ptr() == out.data_ptr() for out in tensors_in(job.call.result))
-
-
-def _first_result(result: Any) -> Tensor | None:
-    return next(iter(tensors_in(result)), None)
 
 
 def _dense(tensor: Tensor) -> Tensor:
