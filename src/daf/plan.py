@@ -173,7 +173,7 @@ def exact_policy() -> Policy:
 
 
 SCORE_BITS = 8
-LEAST_SCORE_BITS = 4  # below, codes bias the gradient (design, section 4)
+LEAST_SCORE_BITS = 4  # below, codes of q and k bias the gradient (design, section 4)
 
 
 def coded_policy(bits: int, *, score_bits: int = SCORE_BITS) -> Policy:
@@ -181,8 +181,8 @@ def coded_policy(bits: int, *, score_bits: int = SCORE_BITS) -> Policy:
 
     Args:
         bits: 1 to 8.
-        score_bits: of attention's q and k whose weights are computed again, and of weights that
-            are held. Fewer than the default are for who has measured what they add.
+        score_bits: of attention's q and k whose weights are computed again. Fewer than the
+            default are for who has measured what they add.
 
     Raises:
         ValueError: ``bits`` is not in 1 … 8, or ``score_bits`` not in 4 … 8.
@@ -190,13 +190,14 @@ def coded_policy(bits: int, *, score_bits: int = SCORE_BITS) -> Policy:
     if bits not in range(1, 9):
         raise ValueError(f"asked for {bits!r} bits; codes have 1 to 8 bits, or 'exact'")
     if score_bits not in range(LEAST_SCORE_BITS, 9):
-        raise ValueError(f"asked for {score_bits!r} bits in attention's weights; they have 4 to 8")
+        raise ValueError(f"asked for {score_bits!r} bits of attention's q and k; they have 4 to 8")
     lossy = {
         Need.LINEAR: _value(bits),
         Need.NORM: _value(bits),
         Need.PRODUCT: _value(max(bits, 4)),
         Need.SCORE: replace(_value(score_bits), whole=score_bits <= 4),  # others stay whole anyway
-        Need.PROBABILITY: Treatment(Method.MINMAX, score_bits),
+        # Read twice: the square of a coarser code's error would bias, which no sensitivity tells.
+        Need.PROBABILITY: Treatment(Method.MINMAX, 8),
         Need.SMOOTH: Treatment(Method.DERIVATIVE, min(max(bits, 2), 4)),
     }
     return Policy(f"{bits}-bit", MappingProxyType(_EXACT | lossy))

@@ -79,6 +79,25 @@ def test_allocations_hold_what_that_width_would(example: Example, bits: int) -> 
         assert 0.7 * uniform < held_bytes(example, f"{kind}-{bits}") <= 1.02 * uniform, kind
 
 
+@pytest.mark.parametrize("kind", ["allocated", "spread"])
+def test_fewer_bits_than_there_are_codes_of_are_the_fewest(kind: str) -> None:
+    """Derivatives of smooth activations have two bits at least."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Linear(64, 5))
+    batch = torch.randn(64, 64), torch.randint(0, 5, (64,))
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    example = Example(model, loss, batch)
+    assert held_bytes(example, f"{kind}-1") < held_bytes(example, f"{kind}-3")
+    fewest = make_policy(f"{kind}-1", example).by_site.values()
+    assert {(each.method, each.bits) for each in fewest} == {
+        (Method.DERIVATIVE, 2),
+        (Method.ROTATED, 1),
+    }
+
+
 def test_an_allocation_spreads_widths_and_leaves_the_model_alone(example: Example) -> None:
     before = {name: value.clone() for name, value in example.model.state_dict().items()}
     widths = {each.bits for each in make_policy("allocated-2.5", example).by_site.values()}

@@ -222,51 +222,6 @@ def test_a_tight_session_gives_queries_and_keys_four_bits_and_tells_their_noise(
     assert told == pytest.approx(error_of(Stack(), batch, plan.policy), rel=0.5)
 
 
-class Eager(nn.Module):
-    """Attention by plain products and a softmax, whose weights are held."""
-
-    def __init__(self, width: int = 32) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.inwards = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(4))
-        self.head = nn.Sequential(nn.Linear(width, 10), nn.BatchNorm1d(10))  # batches stay whole
-
-    def forward(self, x: Tensor) -> Tensor:
-        for inwards in self.inwards:
-            query, key, value = inwards(x).chunk(3, dim=-1)
-            x = x + torch.softmax(query @ key.mT, dim=-1) @ value
-        scores: Tensor = self.head(x.mean(1))
-        return scores
-
-
-def test_weights_that_are_held_may_have_four_bits_once_that_was_measured() -> None:
-    torch.manual_seed(1)
-    batch = torch.randn(64, 128, 32), torch.randint(0, 10, (64,))
-    with session_for(Eager(), "8GB") as session:
-        session.prepare(batch, cross_entropy)
-        profile, found = session.profile, session.sensitivity
-        if found is None:  # nothing had to be coded within so much
-            session.noise.sensing.measure(batch, cross_entropy, 0, room=None)
-            found = session.sensitivity
-    assert profile is not None
-    assert found is not None
-    weights = [each.site for each in profile.savings if each.need is Need.PROBABILITY]
-    assert len(weights) == 4
-    assert set(weights) <= found.sites.keys()
-    known = session.noise.sensing.weighed(profile)
-    least = partial(planner.least_feasible_budget, allowed=CODES_ONLY)
-    elements = 64 * 128 * 128
-    assert least(replace(known, weights={})) - least(known) >= 2 * elements / 2
-    plan = planner.make_plan(known, least(known), allowed=CODES_ONLY)
-    four = Treatment(Method.MINMAX, 4)
-    assert four in {plan.policy.by_site[site] for site in weights} <= {four, KEEP}
-    own = found.batch_variance
-    assert own is not None
-    told = sum(expected_noise(known, plan.policy, plan.micro_batch).values()) * own
-    part = tuple(each[: found.examples] for each in batch)
-    assert told == pytest.approx(error_of(Eager(), part, plan.policy), rel=0.5)
-
-
 def chunked_profile(model: nn.Module, batch: Batch) -> Profile:
     """As sessions measure it whose plans may compute attention again."""
     with session_for(model, "8GB") as session:

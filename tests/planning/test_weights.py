@@ -301,3 +301,20 @@ def test_wider_codes_are_sought_below_what_tolerance_bounds_not_below_what_is_ad
         )
         assert control.widen(budget_bytes=2**30)
         assert chooser.tolerances == [pytest.approx(0.8 / NOISE_OF_A_BIT)]
+
+
+def test_what_a_mask_and_a_code_make_errs_as_the_code_does() -> None:
+    """Weights of attention that are dropped: a mask takes no share of the error."""
+    weights = saving(0, 3, Need.PROBABILITY, MIB)
+    noise = saving(1, 3, Need.TWO_VALUED, MIB)
+    dropped = saving(2, 3, Need.PRODUCT, MIB, parents=frozenset({weights.site, noise.site}))
+    measured = replace(
+        profile([weights, noise, dropped]),
+        weights={weights.site: 0.5, dropped.site: 1.5},
+        noise_per_weight=1.0,
+    )
+    assert served_weights(measured)[weights.site] == 2.0
+    four = coded_policy(4)
+    error = relative_error(four.by_need[Need.PROBABILITY])
+    found = expected_noise(measured, four, measured.batch_size)
+    assert found == pytest.approx({weights.site: 0.5 * error, dropped.site: 1.5 * error})

@@ -94,6 +94,16 @@ def test_neighbours_of_one_role_share_a_pass() -> None:
     assert alike_groups(sites, 8) == list(map(tuple, expected))
 
 
+def test_layers_have_numbers_and_norms_of_one_layer_have_names() -> None:
+    first, second = (
+        [Site(f"layers.{layer}.norm{name}", "layer_norm", 0, 1) for layer in range(4)]
+        for name in (1, 2)
+    )
+    sites = [site for pair in zip(first, second, strict=True) for site in pair]
+    groups = [first[:2], first[2:], second[:2], second[2:]]
+    assert alike_groups(sites, 4) == list(map(tuple, groups))
+
+
 @given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 50))
 def test_groups_are_all_sites_once_and_no_more_than_asked(
     count: int, roles: int, most: int

@@ -14,7 +14,7 @@ code serves a second tensor, as where codes were published.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -23,6 +23,7 @@ from torch import nn
 
 from daf.allocation import (
     STANDARD_TREATMENTS,
+    CodedSite,
     actnn_widths,
     coded_sites,
     gact_widths,
@@ -150,8 +151,8 @@ def _allocated(bits: float, example: Example) -> Policy:
     elements = coded_elements(example, base)
     smooth = coded_elements(example, base, (Need.SMOOTH,))
     found = measured(example, coded_policy(2), elements | smooth)
-    budget = sum(_bytes_at(count, bits) for count in (elements | smooth).values())
     sites = coded_sites(elements, found, _CODES) + coded_sites(smooth, found, _OF_SMOOTH)
+    budget = _budget(sites, elements | smooth, bits)
     return _with_sites(base, least_variance(sites, budget).treatments)
 
 
@@ -166,7 +167,6 @@ def _spread(bits: float, example: Example) -> Policy:
     base = _with_attention(coded_policy(1), 1, example)
     elements = coded_elements(example, base, (*_SPREAD_NEEDS, Need.SMOOTH))
     found = measured(example, _with_attention(coded_policy(2), 4, example), elements)
-    budget = sum(_bytes_at(count, bits) for count in elements.values())
     scores, weights, smooth = (
         coded_elements(example, base, (need,))
         for need in (Need.SCORE, Need.PROBABILITY, Need.SMOOTH)
@@ -176,6 +176,7 @@ def _spread(bits: float, example: Example) -> Policy:
     wider = [each for each in _CODES if each.bits >= _SPREAD_LEAST_BITS]
     sites = coded_sites(others, found, _CODES) + coded_sites(scores, found, wider)
     sites += coded_sites(weights, found, _OF_WEIGHTS) + coded_sites(smooth, found, _OF_SMOOTH)
+    budget = _budget(sites, elements, bits)
     least = {
         Need.SCORE: Treatment(Method.ROTATED, _SPREAD_LEAST_BITS),
         Need.PROBABILITY: Treatment(Method.MINMAX, _SPREAD_LEAST_BITS),
@@ -241,6 +242,12 @@ def _minmax_widths(base: Policy, widths: Mapping[Site, int]) -> Policy:
 def _with_sites(base: Policy, treatments: Mapping[Site, Treatment]) -> Policy:
     """Sites that borrow another's code ask for the least width, so that any will do."""
     return replace(base, by_site=MappingProxyType(dict(treatments)))
+
+
+def _budget(sites: Sequence[CodedSite], elements: Mapping[Site, int], bits: float) -> int:
+    """What so many bits everywhere take, or the least that there are codes of."""
+    least = sum(min(choice.nbytes for choice in each.choices) for each in sites)
+    return max(least, sum(_bytes_at(count, bits) for count in elements.values()))
 
 
 def _bytes_at(elements: int, bits: float) -> int:

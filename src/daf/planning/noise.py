@@ -45,7 +45,8 @@ def _error(saving: Saving, policy: Policy, treatments: dict[Site, Treatment]) ->
     own = treatments[saving.site]
     if policy.rederive and saving.teller and treatments.get(saving.teller, KEEP) == KEEP:
         return 0.0  # execution takes what is exact where it asks for a code
-    parents = [treatments.get(parent, KEEP) for parent in saving.parents or ()]
+    # Masks lose nothing, and are no parents of an error.
+    parents = [treatments[parent] for parent in saving.parents or () if parent in treatments]
     follows = policy.rederive and own.is_code and parents
     is_derived = own.method is Method.REDERIVE and parents
     if is_derived or (follows and all(_serves(parent, own) for parent in parents)):

@@ -4,8 +4,8 @@ A *family* is the sites whose tensors share memory: keeping one keeps them all,
 so they are decided together. Its options are *keep*, *exact* (only lossless
 treatments), a width of 8, 4, 3, 2 or 1 bits, which gives every tensor of the family
 the treatment that :func:`daf.plan.coded_policy` gives its need, *spill*, and where codes may travel
-*exact* and every width once more, in host memory. Attention's q and k, or its weights where those
-are held, have eight bits at every width; where it was measured what fewer add, they may have four.
+*exact* and every width once more, in host memory. Attention's q and k have eight bits at every
+width; where it was measured what fewer add, they may have four.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Option:
 
     ``noise`` is the variance that it adds to the gradient over that of the batch itself.
     ``level`` is ``"keep"``, ``"exact"``, ``"spill"`` or a width as text, with a word for fewer bits
-    in attention's weights and for codes in host memory. ``requires``: sites whose tensors must be
+    of attention's q and k and for codes in host memory. ``requires``: sites whose tensors must be
     coded for this to be possible; ``requires_kept``: must be kept.
     """
 
@@ -140,9 +140,9 @@ def served_weights(profile: Profile) -> dict[Site, float]:
     found = {site: profile.weight(site) / count for site, count in saves.items()}
     own = dict(found)
     for each in lossy:
-        for parent in each.parents or ():
-            share = own[each.site] / len(each.parents or ()) / max(1, saves[parent])
-            found[parent] = found.get(parent, 0.0) + share
+        parents = [parent for parent in each.parents or () if parent in own]  # masks lose nothing
+        for parent in parents:
+            found[parent] += own[each.site] / len(parents) / saves[parent]
     return found
 
 
@@ -229,9 +229,9 @@ class OptionMaker:
         return {site: treatment for site, treatment in found.items() if treatment != KEEP}
 
     def _may_narrow_scores(self, family: tuple[Saving, ...]) -> bool:
-        """Was it measured what codes of few bits add in all of attention's weights there?"""
+        """Was it measured what a code of few bits adds at every q and k of the family?"""
         level = coded_policy(LEAST_SCORE_BITS).by_need
-        scores = {each.site for each in family if each.need in (Need.SCORE, Need.PROBABILITY)}
+        scores = {each.site for each in family if each.need is Need.SCORE}
         coded = scores & self._treatments(family, level).keys()
         return bool(coded) and coded <= self._profile.weights.keys()
 

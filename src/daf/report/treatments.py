@@ -42,7 +42,7 @@ _BECAUSE = {
     Need.NORM: "a normalisation's backward reads it twice; the error it makes is small",
     Need.PRODUCT: "it is multiplied by another activation, so it gets at least 4 bits",
     Need.SCORE: "attention's weights are computed again from it: 8 bits, or 4 as measured",
-    Need.PROBABILITY: "a softmax's output, whose zeros stay zero: 8 bits, or 4 as measured",
+    Need.PROBABILITY: "it is a softmax's output, in which zero must stay zero",
     Need.SMOOTH: "backward reads only the derivative of a smooth activation",
     Need.SIGN: "backward reads only the side of a threshold on which each element lies",
     Need.TWO_VALUED: "it takes two values only",

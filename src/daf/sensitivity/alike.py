@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from daf.plan import Site
 
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a path: norm1 is not norm2
 
 
 def alike_groups(sites: Sequence[Site], most: int) -> list[tuple[Site, ...]]:
