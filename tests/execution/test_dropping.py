@@ -10,14 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf.execution.capture import Capture
-from daf.plan import Method, Need, SiteReport, coded_policy, exact_policy, plain_policy
-from daf.plan import Policy as PlanPolicy
+from daf.plan import Method, Need, Policy, SiteReport, coded_policy, exact_policy, plain_policy
 
 BATCH, HEADS, TOKENS, WIDTH = 8, 4, 32, 16
 
 
 def gradients(
-    model: nn.Module, policy: PlanPolicy, seed: int = 0
+    model: nn.Module, policy: Policy, seed: int = 0
 ) -> tuple[list[Tensor], Mapping[str, SiteReport]]:
     torch.manual_seed(3)
     x = torch.randn(BATCH * TOKENS, HEADS * WIDTH)

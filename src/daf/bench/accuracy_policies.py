@@ -53,7 +53,6 @@ from daf.sensitivity.estimate import measure_sensitivity
 from daf.sensitivity.result import Sensitivity
 
 _VALUE_NEEDS = (Need.LINEAR, Need.NORM, Need.PRODUCT)
-_SPREAD_NEEDS = (*_VALUE_NEEDS, Need.SCORE, Need.PROBABILITY)
 _OWN_CODES = (Method.ROTATED, Method.MINMAX, Method.DERIVATIVE)
 POLICY_FORMS = (
     *("plain", "rotated-B", "minmax-B", "allocated-B", "spread-B"),
@@ -148,11 +147,11 @@ def _averaged(bits: float, example: Example) -> Policy:
 
 def _allocated(bits: float, example: Example) -> Policy:
     base = coded_policy(1)
-    elements = coded_elements(example, base)
-    smooth = coded_elements(example, base, (Need.SMOOTH,))
-    found = measured(example, coded_policy(2), elements | smooth)
-    sites = coded_sites(elements, found, _CODES) + coded_sites(smooth, found, _OF_SMOOTH)
-    budget = _budget(sites, elements | smooth, bits)
+    values, smooth = _coded_elements(example, base, _VALUE_NEEDS, (Need.SMOOTH,))
+    elements = values | smooth
+    found = measured(example, coded_policy(2), elements)
+    sites = coded_sites(values, found, _CODES) + coded_sites(smooth, found, _OF_SMOOTH)
+    budget = _budget(sites, elements, bits)
     return _with_sites(base, least_variance(sites, budget).treatments)
 
 
@@ -165,16 +164,13 @@ def _spread(bits: float, example: Example) -> Policy:
     gradient. What bias either makes no sensitivity tells.
     """
     base = _with_attention(coded_policy(1), 1, example)
-    elements = coded_elements(example, base, (*_SPREAD_NEEDS, Need.SMOOTH))
-    found = measured(example, _with_attention(coded_policy(2), 4, example), elements)
-    scores, weights, smooth = (
-        coded_elements(example, base, (need,))
-        for need in (Need.SCORE, Need.PROBABILITY, Need.SMOOTH)
+    values, scores, weights, smooth = _coded_elements(
+        example, base, _VALUE_NEEDS, (Need.SCORE,), (Need.PROBABILITY,), (Need.SMOOTH,)
     )
-    apart = scores.keys() | weights.keys() | smooth.keys()
-    others = {site: count for site, count in elements.items() if site not in apart}
+    elements = values | scores | weights | smooth
+    found = measured(example, _with_attention(coded_policy(2), 4, example), elements)
     wider = [each for each in _CODES if each.bits >= _SPREAD_LEAST_BITS]
-    sites = coded_sites(others, found, _CODES) + coded_sites(scores, found, wider)
+    sites = coded_sites(values, found, _CODES) + coded_sites(scores, found, wider)
     sites += coded_sites(weights, found, _OF_WEIGHTS) + coded_sites(smooth, found, _OF_SMOOTH)
     budget = _budget(sites, elements, bits)
     least = {
@@ -254,10 +250,16 @@ def _bytes_at(elements: int, bits: float) -> int:
     return int(plane_bytes(elements, 1) * bits) + header_bytes(elements)
 
 
-def coded_elements(
-    example: Example, policy: Policy, needs: Collection[Need] = _VALUE_NEEDS
-) -> dict[Site, int]:
-    """Elements of every site of these needs that holds a value code of its own under ``policy``."""
+def coded_elements(example: Example, policy: Policy) -> dict[Site, int]:
+    """Elements of every site of values that holds a code of its own under ``policy``."""
+    (found,) = _coded_elements(example, policy, _VALUE_NEEDS)
+    return found
+
+
+def _coded_elements(
+    example: Example, policy: Policy, *kinds: Collection[Need]
+) -> list[dict[Site, int]]:
+    """The same of each kind: the sites of these needs."""
     capture, policy = Capture(example.model), replace(policy, rederive=example.rederive)
     with undisturbed(example.model):
         with capture.step(policy, 0, 0, batch=example.batch):
@@ -265,7 +267,9 @@ def coded_elements(
             read_loss(result, batch_size(example.batch))
         reports = capture.sites()
     owning = [each for each in reports if each.treatment.method in _OWN_CODES and each.held_bytes]
-    return {each.site: _elements(each) for each in owning if each.need in needs}
+    return [
+        {each.site: _elements(each) for each in owning if each.need in needs} for needs in kinds
+    ]
 
 
 def _elements(report: SiteReport) -> int:
