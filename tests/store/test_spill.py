@@ -562,15 +562,15 @@ def test_a_record_that_a_waiting_thread_still_holds_is_counted_out_once(
     """Its last owner's finalizer runs in one thread while another waits for its writing."""
     store = SpillStore(SpillOptions(directory=tmp_path, allow_memory=True))
     busy = threading.Event()
-    if not is_written:
-        put_and_flush(store, tensor(0.0, 4))  # opens the file
-        assert store._space is not None
-        store._space.writer.submit(busy.wait, 30)
+    put_and_flush(store, tensor(0.0, 4))  # opens the file
+    assert store._space is not None
+    store._space.writer.submit(busy.wait, 30)
     record = put(store, tensor(1.0, 8))
     waiting = store._oldest()  # as whoever waits for room gets it
     assert waiting is record
     assert waiting.writing is not None
     if is_written:
+        busy.set()
         waiting.writing.result(30)
     store.drop(record)  # as the finalizer does
     busy.set()
