@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,22 @@ def cases() -> Cases:
 def instruction_set(request):
     with cpu.use_instruction_set(request.param):
         yield request.param
+
+
+@pytest.fixture(scope="session")
+def on_every_set() -> Callable[[Callable[[], None]], None]:
+    """Runs a check with each instruction set, against answers that the oracle gave once for all."""
+
+    def run(check: Callable[[], None]) -> None:
+        for name in cpu.instruction_sets():
+            with cpu.use_instruction_set(name):
+                try:
+                    check()
+                except AssertionError as problem:
+                    problem.add_note(f"on {name}")
+                    raise
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -135,54 +137,61 @@ def same_code(found: reference.Code, expected: reference.Code) -> None:
     same_bytes(found.planes, expected.planes)
 
 
-def check_rotated(cases, source, element_type, bits, rounds) -> None:
+def check_rotated(on_every_set, cases, source, element_type, bits, rounds) -> None:
     native, dtype = Native(), cases.dtype(element_type)
     code = reference.encode_rotated(source, bits, rounds, KEY)
-    same_code(native.encode_rotated(source, element_type, bits, rounds, KEY), code)
     target = reference.Target(len(source), element_type)
-    for kept in range(1, bits + 1):
-        part = reference.Code(code.planes[:kept], code.headers)
-        same_bytes(
-            native.decode_rotated(part, target, dtype, bits, rounds, KEY),
-            reference.decode_rotated(part, target, bits, rounds, KEY),
-        )
+    parts = [reference.Code(code.planes[:kept], code.headers) for kept in range(1, bits + 1)]
+    values = [reference.decode_rotated(part, target, bits, rounds, KEY) for part in parts]
+
+    def check() -> None:
+        same_code(native.encode_rotated(source, element_type, bits, rounds, KEY), code)
+        for part, expected in zip(parts, values, strict=True):
+            found = native.decode_rotated(part, target, dtype, bits, rounds, KEY)
+            same_bytes(found, expected)
+
+    on_every_set(check)
 
 
-def check_minmax(cases, source, element_type, bits) -> None:
+def check_minmax(on_every_set, cases, source, element_type, bits) -> None:
     native, dtype = Native(), cases.dtype(element_type)
     code = reference.encode_minmax(source, bits, KEY)
-    same_code(native.encode_minmax(source, element_type, bits, KEY), code)
     target = reference.Target(len(source), element_type)
-    same_bytes(
-        native.decode_minmax(code, target, dtype, bits),
-        reference.decode_minmax(code, target, bits),
-    )
+    values = reference.decode_minmax(code, target, bits)
+
+    def check() -> None:
+        same_code(native.encode_minmax(source, element_type, bits, KEY), code)
+        same_bytes(native.decode_minmax(code, target, dtype, bits), values)
+
+    on_every_set(check)
 
 
 @pytest.mark.parametrize("element_type", TYPES)
 @pytest.mark.parametrize("kind", INPUTS)
-def test_rotated_equals_the_oracle(cases, instruction_set, kind, element_type) -> None:
+def test_rotated_equals_the_oracle(cases, on_every_set, kind, element_type) -> None:
     for count in FEW_COUNTS:
         source = cases.as_type(getattr(cases, kind)(count, count), element_type)
         for bits in (1, 2, 3, 4):
             for rounds in (1, 2):
-                check_rotated(cases, source, element_type, bits, rounds)
+                check_rotated(on_every_set, cases, source, element_type, bits, rounds)
 
 
 @pytest.mark.parametrize("element_type", TYPES)
 @pytest.mark.parametrize("kind", INPUTS)
-def test_minmax_equals_the_oracle(cases, instruction_set, kind, element_type) -> None:
+def test_minmax_equals_the_oracle(cases, on_every_set, kind, element_type) -> None:
     for count in FEW_COUNTS:
         source = cases.as_type(getattr(cases, kind)(count, count), element_type)
         for bits in range(1, 9):
-            check_minmax(cases, source, element_type, bits)
+            check_minmax(on_every_set, cases, source, element_type, bits)
 
 
-def test_every_ragged_size(cases, instruction_set) -> None:
+def test_every_ragged_size(cases, on_every_set) -> None:
     for count in MANY_COUNTS:
         source = cases.smooth(count, count)
-        check_rotated(cases, source, ElementType.FLOAT32, 1 + count % 4, 1 + count % 2)
-        check_minmax(cases, source, ElementType.FLOAT32, 1 + count % 8)
+        check_rotated(
+            on_every_set, cases, source, ElementType.FLOAT32, 1 + count % 4, 1 + count % 2
+        )
+        check_minmax(on_every_set, cases, source, ElementType.FLOAT32, 1 + count % 8)
 
 
 def test_nothing_happens_to_an_empty_tensor(instruction_set) -> None:
@@ -194,33 +203,40 @@ def test_nothing_happens_to_an_empty_tensor(instruction_set) -> None:
 
 
 @pytest.mark.parametrize("channels_inner", AFFINES)
-def test_affine_accumulate_and_mask_equal_the_oracle(cases, instruction_set, channels_inner):
+def test_affine_accumulate_and_mask_equal_the_oracle(cases, on_every_set, channels_inner):
     affine = make_affine(cases, *channels_inner)
     for element_type in TYPES:
         for kind, count in (("smooth", 5000), ("mixed", 700), ("broken", 1024)):
             source = cases.as_type(getattr(cases, kind)(count, 8), element_type)
-            check_options(cases, source, element_type, affine)
+            check_options(on_every_set, cases, source, element_type, affine)
 
 
-def check_options(cases, source, element_type, affine) -> None:
+def check_options(on_every_set, cases, source, element_type, affine) -> None:
     native, dtype, count = Native(), cases.dtype(element_type), len(source)
     mask = reference.encode_mask(source, Predicate.ABOVE, 0.1, 0.0)
     rotated = reference.encode_rotated(source, 3, 1, KEY, affine)
     minmax = reference.encode_minmax(source, 4, KEY, affine)
-    same_code(native.encode_rotated(source, element_type, 3, 1, KEY, affine), rotated)
-    same_code(native.encode_minmax(source, element_type, 4, KEY, affine), minmax)
-    for onto in (None, cases.as_type(cases.mixed(count, 2), element_type)):
-        for chosen in (None, mask):
-            for after in (None, affine):
-                target = reference.Target(count, element_type, onto, chosen)
-                same_bytes(
-                    native.decode_rotated(rotated, target, dtype, 3, 1, KEY, after),
-                    reference.decode_rotated(rotated, target, 3, 1, KEY, after),
-                )
-                same_bytes(
-                    native.decode_minmax(minmax, target, dtype, 4, after),
-                    reference.decode_minmax(minmax, target, 4, after),
-                )
+    onto = cases.as_type(cases.mixed(count, 2), element_type)
+    answers = []
+    for options in itertools.product((None, onto), (None, mask), (None, affine)):
+        target, after = reference.Target(count, element_type, *options[:2]), options[2]
+        answers.append(
+            (
+                (target, after),
+                reference.decode_rotated(rotated, target, 3, 1, KEY, after),
+                reference.decode_minmax(minmax, target, 4, after),
+            )
+        )
+
+    def check() -> None:
+        same_code(native.encode_rotated(source, element_type, 3, 1, KEY, affine), rotated)
+        same_code(native.encode_minmax(source, element_type, 4, KEY, affine), minmax)
+        for (target, after), from_rotated, from_minmax in answers:
+            found = native.decode_rotated(rotated, target, dtype, 3, 1, KEY, after)
+            same_bytes(found, from_rotated)
+            same_bytes(native.decode_minmax(minmax, target, dtype, 4, after), from_minmax)
+
+    on_every_set(check)
 
 
 def test_a_broken_block_decodes_to_nan_except_where_masked_off(cases, instruction_set) -> None:
@@ -258,22 +274,27 @@ BOUNDS = ((0.0, np.inf), (0.0, 6.0), (-1.0, 1.0), (np.nan, 0.5), (-np.inf, np.na
 
 @pytest.mark.parametrize("element_type", TYPES)
 @pytest.mark.parametrize("kind", INPUTS)
-def test_masks_equal_the_oracle(cases, instruction_set, kind, element_type) -> None:
+def test_masks_equal_the_oracle(cases, on_every_set, kind, element_type) -> None:
     for count in (*range(1, 300, 7), 2049):
         source = cases.as_type(getattr(cases, kind)(count, count), element_type)
+        check_masks(on_every_set, source, element_type)
+
+
+def check_masks(on_every_set, source, element_type) -> None:
+    count, all_bounds = len(source), [(p, *bounds) for p in Predicate for bounds in BOUNDS]
+    expected = [reference.encode_mask(source, *bounds) for bounds in all_bounds]
+    values = reference.decode_mask(expected[-1], count, -0.1, 1 / 0.9, element_type)
+
+    def check() -> None:
         words = poisoned(words_per_plane(count), np.uint32)
-        for predicate in Predicate:
-            for low, high in BOUNDS:
-                cpu.encode_mask(
-                    *(address(source), element_type, count, predicate, low, high),
-                    *(address(words), 1),
-                )
-                found = opened(words, words_per_plane(count), np.uint32)
-                same_bytes(found, reference.encode_mask(source, predicate, low, high)[0])
+        for bounds, plane in zip(all_bounds, expected, strict=True):
+            cpu.encode_mask(address(source), element_type, count, *bounds, address(words), 1)
+            same_bytes(opened(words, words_per_plane(count), np.uint32), plane[0])
         back = poisoned(count, source.dtype)
         cpu.decode_mask(address(words), count, -0.1, 1 / 0.9, address(back), element_type, 1)
-        expected = reference.decode_mask(found[None], count, -0.1, 1 / 0.9, element_type)
-        same_bytes(opened(back, count, source.dtype), expected)
+        same_bytes(opened(back, count, source.dtype), values)
+
+    on_every_set(check)
 
 
 @pytest.mark.parametrize("bits", range(1, 9))

@@ -151,15 +151,20 @@ def address_of(storage: np.ndarray, first: int) -> int:
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("name", VIEWS)
 def test_views_are_read_in_the_order_of_their_sizes(
-    cases, instruction_set, name, codec, element_type
+    cases, on_every_set, name, codec, element_type
 ) -> None:
     first, view = VIEWS[name]
     for kind in INPUTS:
         storage = cases.as_type(getattr(cases, kind)(12_000), element_type)
         source = reference_measure.elements_of(storage, first, view)
-        coded = Coded(cases, codec, len(source), element_type)
-        coded.encode(address_of(storage, first), view=view)
-        same_code(coded.code, oracle_code(codec, source))
+        expected = oracle_code(codec, source)
+
+        def check(storage=storage, source=source, expected=expected) -> None:
+            coded = Coded(cases, codec, len(source), element_type)
+            coded.encode(address_of(storage, first), view=view)
+            same_code(coded.code, expected)
+
+        on_every_set(check)
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -230,7 +235,9 @@ class Summed:
         self.where = ChannelSums(channels, inner, *at)
 
     def same_as_oracle(self, source: np.ndarray) -> None:
-        expected = reference_measure.measure_sums(source, *self.geometry)
+        self.same_as(reference_measure.measure_sums(source, *self.geometry))
+
+    def same_as(self, expected: reference_measure.Sums) -> None:
         same_bytes(self._sums.opened(), expected.sums)
         same_bytes(self._squares.opened(), expected.squares)
         self._workspace.opened()
@@ -243,14 +250,20 @@ SUM_GEOMETRIES = ((1, 1), (96, 1), (7, 1), (5, 49), (64, 300), (2, 5000))
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("geometry", SUM_GEOMETRIES)
 def test_sums_in_passing_are_those_of_the_reduction(
-    cases, instruction_set, geometry, codec, element_type
+    cases, on_every_set, geometry, codec, element_type
 ) -> None:
     for kind, count in zip(INPUTS, (20_000, 4097, 255, 10_240), strict=True):
         source = cases.as_type(getattr(cases, kind)(count), element_type)
-        coded, summed = Coded(cases, codec, count, element_type), Summed(cases, count, *geometry)
-        coded.encode(source.ctypes.data, sums=summed.where)
-        same_code(coded.code, oracle_code(codec, source))
-        summed.same_as_oracle(source)
+        code, sums = oracle_code(codec, source), reference_measure.measure_sums(source, *geometry)
+
+        def check(source=source, code=code, sums=sums) -> None:
+            coded = Coded(cases, codec, len(source), element_type)
+            summed = Summed(cases, len(source), *geometry)
+            coded.encode(source.ctypes.data, sums=summed.where)
+            same_code(coded.code, code)
+            summed.same_as(sums)
+
+        on_every_set(check)
 
 
 @pytest.mark.parametrize("codec", CODECS)

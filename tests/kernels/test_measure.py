@@ -73,24 +73,33 @@ def same_bytes(found, expected) -> None:
 
 @pytest.mark.parametrize("element_type", TYPES)
 @pytest.mark.parametrize("kind", INPUTS)
-def test_ranges_equal_the_oracle(cases, instruction_set, kind, element_type) -> None:
+def test_ranges_equal_the_oracle(cases, on_every_set, kind, element_type) -> None:
     for count in COUNTS:
         source = cases.as_type(getattr(cases, kind)(count, count), element_type)
         for geometry in GEOMETRIES:
             expected = reference_measure.measure_ranges(source, *geometry)
-            for strategy in RangeStrategy:
-                native = Native(cases, element_type, strategy=strategy)
-                same_bytes(native.measure_ranges(source, *geometry), expected)
+
+            def check(source=source, geometry=geometry, expected=expected) -> None:
+                for strategy in RangeStrategy:
+                    native = Native(cases, element_type, strategy=strategy)
+                    same_bytes(native.measure_ranges(source, *geometry), expected)
+
+            on_every_set(check)
 
 
 @pytest.mark.parametrize("element_type", TYPES)
 @pytest.mark.parametrize("kind", INPUTS)
-def test_sums_equal_the_oracle(cases, instruction_set, kind, element_type) -> None:
+def test_sums_equal_the_oracle(cases, on_every_set, kind, element_type) -> None:
     for count in COUNTS:
         source = cases.as_type(getattr(cases, kind)(count, count), element_type)
         for geometry in GEOMETRIES:
             expected = reference_measure.measure_sums(source, *geometry)
-            same_bytes(Native(cases, element_type).measure_sums(source, *geometry), expected)
+
+            def check(source=source, geometry=geometry, expected=expected) -> None:
+                native = Native(cases, element_type)
+                same_bytes(native.measure_sums(source, *geometry), expected)
+
+            on_every_set(check)
 
 
 def test_every_ragged_size(cases, instruction_set) -> None:

@@ -153,9 +153,13 @@ def word_place(word, plane, table, runs, page_words, PAGED: tl.constexpr):
 
 @triton.jit
 def bit_words(bits, BLOCKS: tl.constexpr):
-    """(BLOCKS, 256) integers 0 or 1 to (BLOCKS, 8) words, bit k of word w element 32 w + k."""
+    """(BLOCKS, 256) integers 0 or 1 to (BLOCKS, 8) words, bit k of word w element 32 w + k.
+
+    No two lanes share a bit, so that their sum is their union; Triton's interpreter adds in NumPy
+    and would take every other reduction lane by lane.
+    """
     lanes = tl.reshape(bits.to(tl.int32), (BLOCKS, BLOCK_WORDS, 32))
-    return tl.xor_sum(lanes << tl.arange(0, 32)[None, None, :], axis=2)
+    return tl.sum(lanes << tl.arange(0, 32)[None, None, :], axis=2)
 
 
 @triton.jit
