@@ -27,6 +27,7 @@ ROWS = (
     ("daf.noise_control", 5),
     ("daf.retracing", 5),
     ("daf.model_bytes", 3),
+    ("daf.optimizer_trials", 2),
     ("daf.profiler", 4),
     ("daf.profile_building", 4),
     ("daf.choosing", 5),

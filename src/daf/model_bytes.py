@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from inspect import signature
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 
 from daf.memory import compiler
 from daf.memory.domain import MemoryDomain
+from daf.optimizer_trials import trial_step
 
 PROBE_ELEMENTS = 4096
 UPDATE_PROBE_ELEMENTS = 1 << 17  # above what the account knows to the byte
@@ -60,7 +60,7 @@ def optimizer_bytes_to_come(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _state_ratio(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float:
-    trial = _trial(optimizer, group, PROBE_ELEMENTS)
+    trial = trial_step(optimizer, group, PROBE_ELEMENTS)
     if trial is None:
         return 2.0
     (probe,) = trial.param_groups[0]["params"]
@@ -101,7 +101,7 @@ def _update_ratio(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], count: int, memory: MemoryDomain
 ) -> float | None:
     """What an update of so many equal parameters holds, in bytes of one of them."""
-    trial = _trial(optimizer, group, UPDATE_PROBE_ELEMENTS, count)
+    trial = trial_step(optimizer, group, UPDATE_PROBE_ELEMENTS, count)
     meter = memory.meter()
     if trial is None or not meter.is_exact:
         return None
@@ -112,23 +112,3 @@ def _update_ratio(
     except RuntimeError:  # no room for it
         return None
     return float(meter.take_peak() / probe.nbytes)
-
-
-def _trial(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], elements: int, count: int = 1
-) -> torch.optim.Optimizer | None:
-    """An optimizer of the same class and settings that has made one step of small parameters."""
-    device = group["params"][0].device
-    settings = {name: group[name] for name in optimizer.defaults if name in group}
-    taken = signature(type(optimizer)).parameters
-    if not any(each.kind is each.VAR_KEYWORD for each in taken.values()):
-        settings = {name: value for name, value in settings.items() if name in taken}
-    try:
-        probes = [nn.Parameter(torch.zeros(elements, device=device)) for _ in range(count)]
-        for probe in probes:
-            probe.grad = torch.ones_like(probe)
-        trial = type(optimizer)(probes, **settings)
-        compiler.step(trial)
-    except (TypeError, ValueError, RuntimeError):
-        return None
-    return trial

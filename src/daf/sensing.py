@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from daf.errors import DataError, NonFiniteLossError, PoolFullError
@@ -38,8 +39,8 @@ _EFFORT = Effort()
 # The base pass, those that redraw, and all pieces together.
 PASSES = 1 + _EFFORT.local + _EFFORT.others + 1
 _BYTES_PER_NUMBER = 8
-# The base pass's, the local ones' or the pieces', stacked once to be compared, and differences.
-_SKETCHES = 2 * (1 + max(_EFFORT.local, _EFFORT.pieces)) + 2
+# The base pass's, the pieces' and the local ones', some stacked to be compared, and differences.
+_SKETCHES = 1 + _EFFORT.pieces + _EFFORT.local + max(1 + _EFFORT.local, _EFFORT.pieces) + 2
 
 
 def _effort(examples: int) -> Effort:
@@ -78,6 +79,7 @@ class Sensing:
 
     Args:
         model: as it is trained.
+        optimizer: what trains it, in whose steps errors count.
         keeper: refuses memory beyond the budget.
         seed: of the codes.
         known: from an earlier run of the same model, or None.
@@ -87,6 +89,7 @@ class Sensing:
     def __init__(
         self,
         model: nn.Module,
+        optimizer: torch.optim.Optimizer,
         keeper: Keeper,
         seed: int,
         *,
@@ -100,6 +103,7 @@ class Sensing:
         self.is_measuring = False
         self.refusal = ""
         self._model = model
+        self._optimizer = optimizer
         self._keeper = keeper
         self._seed = seed
         self._is_on = is_on
@@ -227,6 +231,7 @@ class Sensing:
                 step_index=step_index,
                 separate_codes=separate_codes,
                 capture=capture,
+                optimizer=self._optimizer,
             )
         except NonFiniteLossError:
             found = None

@@ -171,7 +171,9 @@ class Session:
         tolerance = checked_tolerance(tolerance)
         self._choosing = Choosing(Terms(policy_name(bits, policy), tolerance))
         known = sensitivity if isinstance(sensitivity, Sensitivity) else None
-        sensing = Sensing(model, self._keeper, seed, known=known, is_on=bool(sensitivity))
+        sensing = Sensing(
+            model, optimizer, self._keeper, seed, known=known, is_on=bool(sensitivity)
+        )
         self._noise = NoiseControl(sensing, self._choosing, self._capture, tolerance, memory)
         self._retracing = Retracing(model, optimizer, retrace)
         self._counts = StepCounts(self._capture, memory)

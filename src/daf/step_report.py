@@ -17,7 +17,8 @@ class StepReport:
 
     ``added_variance``: what codes are expected to have added to the gradient, beside the batch's
     own ``batch_variance``; both squared lengths, of the gradient of the batch's mean
-    loss (None: not measured yet). ``measuring_ms`` was spent behind the step on measuring them.
+    loss, or of the steps of an optimizer that divides by it (None: not measured yet).
+    ``measuring_ms`` was spent behind the step on measuring them.
     ``retraced_to``: the run had diverged, this step changed nothing, and the model is as it was
     after so many steps; the codes are wider now.
     """

@@ -163,6 +163,23 @@ def test_the_noise_that_is_told_is_the_noise_there_is() -> None:
     assert own == pytest.approx(float(torch.stack(gradients).double().var(0).sum()), rel=0.5)
 
 
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_noise_is_that_of_the_optimizer_s_steps(optimizer: Any) -> None:
+    """One branch hardly reaches the loss, which is nothing to an optimizer that divides by that."""
+    model, batch = Branches(), images()
+    budget = least_budget(policy="quantize") + 8_000_000
+    with Session(model, optimizer(model.parameters(), lr=1e-3), budget, bits=2) as session:
+        session.prepare(batch, cross_entropy)
+        found = session.sensitivity
+    assert found is not None
+    assert found.relative is (optimizer is torch.optim.AdamW)
+    loud, faint = (
+        sum(e.variance_per_error for site, e in found.sites.items() if site.module.startswith(name))
+        for name in ("loud", "faint")
+    )
+    assert (faint > 0.3 * loud) is found.relative
+
+
 def test_measuring_is_not_noticed_by_training() -> None:
     batch = images()
 

@@ -129,7 +129,7 @@ def train_once(task: AccuracyTask, policy_name: str, seed: int, effort: Effort) 
     prepared = task.prepare(seed, effort)
     model, loss_fn = prepared.model, prepared.task.loss
     model.train()
-    follower = Follower(policy_name, model, loss_fn, prepared.steps)
+    follower = Follower(policy_name, model, loss_fn, prepared.optimizer, prepared.steps)
     divergence = DivergenceWatch()
     diverged_at: int | None = None
     held_rows: list[tuple[int, int]] = []

@@ -7,16 +7,19 @@ a growing number of steps, from an eighth of a batch each: some 2 % of a run of 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from daf.bench.accuracy_policies import Example, is_refitted, make_policy
 from daf.errors import NonFiniteLossError
+from daf.execution.chunked_backward import CHUNK_BYTES
 from daf.execution.compression import compress
 from daf.execution.microbatch import LossFunction, batch_size, batch_slice
 from daf.kernels.code_errors import relative_error
-from daf.plan import Site, Treatment, plain_policy, without_fused_operators
+from daf.plan import Policy, Site, Treatment, plain_policy, without_fused_operators
 from daf.sensitivity.estimate import measure_sensitivity
 
 PART = 8
@@ -35,15 +38,23 @@ def fit_steps(steps: int) -> tuple[int, ...]:
 
 
 class Follower:
-    """One run's policy; ``noise`` holds (step, added noise relative to the batch's own)."""
+    """One run's policy; ``noise`` holds (step, what codes add beside the batch's own noise)."""
 
-    def __init__(self, name: str, model: nn.Module, loss_fn: LossFunction, steps: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        optimizer: torch.optim.Optimizer,
+        steps: int,
+    ) -> None:
         self.fitted_ms = 0.0
         self.fits = 0
         self.noise: list[list[float | None]] = []  # as JSON gives it back
         self._name = name
         self._model = model
         self._loss_fn = loss_fn
+        self._optimizer = optimizer
         self._fit_steps = fit_steps(steps)
         self._noise_steps = {*self._fit_steps, steps - 1} if name != "plain" else set()
         self._policy = plain_policy()
@@ -65,10 +76,15 @@ class Follower:
             return
         reports = self._coded.sites()
         treatments: dict[Site, Treatment] = {each.site: each.treatment for each in reports}
-        part, policy = self._example(batch).batch, without_fused_operators(self._policy)
+        part, policy = self._example(batch).batch, _measurable(self._policy)
         try:
             found = measure_sensitivity(
-                self._model, self._loss_fn, part, policy, separate_codes=False
+                self._model,
+                self._loss_fn,
+                part,
+                policy,
+                separate_codes=False,
+                optimizer=self._optimizer,
             )
         except NonFiniteLossError:
             self.noise.append([step, None])
@@ -84,4 +100,11 @@ class Follower:
     def _example(self, batch: Any) -> Example:
         examples = max(1, batch_size(batch) // PART)
         part = batch_slice(batch, 0, examples)
-        return Example(self._model, self._loss_fn, part, parts=PART)
+        return Example(self._model, self._loss_fn, part, parts=PART, optimizer=self._optimizer)
+
+
+def _measurable(policy: Policy) -> Policy:
+    """The policy with PyTorch's own operators, but for attention by parts: its sites are others."""
+    chunk_bytes = CHUNK_BYTES // PART if policy.chunked else None
+    whole = without_fused_operators(policy)
+    return replace(whole, chunked=policy.chunked, chunk_bytes=chunk_bytes)

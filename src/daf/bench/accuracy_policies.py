@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import nn
 
 from daf.allocation import (
@@ -73,7 +74,8 @@ class Example:
 
     ``rederive``: whether one code may serve several tensors. ``chunked``: whether attention is
     computed again in backward, as fused policies have it. ``parts``: of how many like it a whole
-    batch consists, whose chunks are that much larger.
+    batch consists, whose chunks are that much larger. ``optimizer``: in whose steps errors count,
+    by DAF's allocations; published ones look at the gradient.
     """
 
     model: nn.Module
@@ -82,6 +84,7 @@ class Example:
     rederive: bool = True
     chunked: bool = False
     parts: int = 1
+    optimizer: torch.optim.Optimizer | None = None
 
 
 def make_policy(name: str, example: Example) -> Policy:
@@ -198,7 +201,7 @@ def _with_attention(policy: Policy, bits: int, example: Example) -> Policy:
 def _gact(bits: float, example: Example) -> Policy:
     base = minmax_policy(1)
     elements = coded_elements(example, base)
-    found = measured(example, minmax_policy(2), elements)
+    found = measured(replace(example, optimizer=None), minmax_policy(2), elements)
     # Two gradients under different seeds of a 1-bit code differ by twice its variance.
     sensitivities = {site: 2 * value * minmax_error(1) for site, value in found.items()}
     return _minmax_widths(base, gact_widths(elements, sensitivities, bits))
@@ -207,8 +210,9 @@ def _gact(bits: float, example: Example) -> Policy:
 def _actnn(bits: float, example: Example) -> Policy:
     base = minmax_policy(1)
     elements = coded_elements(example, base)
+    plain = replace(example, optimizer=None)
     priors = {
-        site: each.prior for site, each in _sensitivity(example, minmax_policy(2)).sites.items()
+        site: each.prior for site, each in _sensitivity(plain, minmax_policy(2)).sites.items()
     }
     least = min((value for value in priors.values() if value > 0), default=1.0)
     sensitivities = {
@@ -281,7 +285,12 @@ def _elements(report: SiteReport) -> int:
 def _sensitivity(example: Example, policy: Policy) -> Sensitivity:
     own = replace(policy, rederive=example.rederive)
     return measure_sensitivity(
-        example.model, example.loss_fn, example.batch, own, separate_codes=False
+        example.model,
+        example.loss_fn,
+        example.batch,
+        own,
+        separate_codes=False,
+        optimizer=example.optimizer,
     )
 
 

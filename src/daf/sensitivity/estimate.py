@@ -35,6 +35,7 @@ from daf.sensitivity.passes import Passes
 from daf.sensitivity.prior import PriorObserver, product_weight
 from daf.sensitivity.result import Sensitivity, SiteSensitivity
 from daf.sensitivity.sketch import BUCKETS, sample_variance
+from daf.sensitivity.step_metric import counts_relatively, relative_counts
 
 _SEEDED = frozenset({Method.ROTATED, Method.MINMAX})
 _MEASURABLE = _SEEDED | {Method.DERIVATIVE}
@@ -81,6 +82,7 @@ def measure_sensitivity(
     step_index: int = 0,
     separate_codes: bool = True,
     capture: Capture | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Sensitivity:
     """What every site that ``policy`` codes adds to the gradient's squared error.
 
@@ -96,6 +98,8 @@ def measure_sensitivity(
             told (for planning). False measures the policy as it runs, where
             one code may serve several sites, and is charged for all of them.
         capture: to run under; None: one of its own.
+        optimizer: whose steps the gradient is for, which tells in which units its errors count
+            (``step_metric``); None: the gradient's own.
 
     Raises:
         NonFiniteLossError: the loss is inf or NaN.
@@ -113,7 +117,8 @@ def measure_sensitivity(
             random_state=random_state,
             buckets=effort.buckets,
         )
-        return _Measurement(model, passes, batch, policy, effort).run()
+        relative = counts_relatively(optimizer)
+        return _Measurement(model, passes, batch, policy, effort, relative=relative).run()
 
 
 class _Measurement:
@@ -126,6 +131,8 @@ class _Measurement:
         batch: Any,
         policy: Policy,
         effort: Effort,
+        *,
+        relative: bool,
     ) -> None:
         self._passes = passes
         self._batch = batch
@@ -136,8 +143,16 @@ class _Measurement:
         self._reports = {
             each.site: each for each in passes.sites() if each.treatment.method in _MEASURABLE
         }
-        self._weight_of = _local_weights(model, passes.sketcher.parameters, self._reports.values())
-        self._priors = _priors(self._reports.values(), observer.by_module)
+        parameters = passes.sketcher.parameters
+        self._weight_of = _local_weights(model, parameters, self._reports.values())
+        self._pieces = self._piece_sketches()
+        self._counts = torch.ones(len(parameters), dtype=torch.float64)
+        if relative:
+            exact = torch.stack(self._pieces or [self._base]).mean(0)
+            self._counts = relative_counts(parameters, exact, self._base)
+        self._relative = relative
+        by_module = _counted(observer.by_module, model, parameters, self._counts)
+        self._priors = _priors(self._reports.values(), by_module)
 
     def run(self) -> Sensitivity:
         values = self._from_prior(self._reports)
@@ -150,11 +165,12 @@ class _Measurement:
         examples = batch_size(self._batch)
         return Sensitivity(
             MappingProxyType(values),
-            gradient_energy=float(self._base.square().sum()),
+            gradient_energy=float(self._base.square().sum(1) @ self._counts),
             examples=examples,
             passes=self._passes.examples / examples,
             batch_variance=own,
             batch_variance_error=own_error,
+            relative=self._relative,
         )
 
     def _from_prior(self, sites: Mapping[Site, SiteReport]) -> dict[Site, SiteSensitivity]:
@@ -184,7 +200,8 @@ class _Measurement:
         found = {}
         for site, weight in self._weight_of.items():
             unit = relative_error(self._reports[site].treatment)
-            value, error = float(variance[weight].sum()) / unit, float(errors[weight]) / unit
+            counts = float(self._counts[weight]) / unit
+            value, error = counts * float(variance[weight].sum()), counts * float(errors[weight])
             found[site] = SiteSensitivity(value, error, self._priors[site].value)
         return found
 
@@ -199,6 +216,7 @@ class _Measurement:
     def _measure_group(self, group: tuple[Site, ...]) -> dict[Site, SiteSensitivity]:
         """Where several change together, each is taken to add as much for the same error."""
         change = (self._redrawn(dict.fromkeys(group, 1)) - self._base).square()
+        change *= self._counts[:, None]
         treatments = [self._reports[site].treatment for site in group]
         unit = sum(_change(each) * relative_error(each) for each in treatments)
         value = float(change.sum()) / unit
@@ -217,18 +235,25 @@ class _Measurement:
 
     # --- the batch's own noise --------------------------------------------------------------
 
-    def _batch_variance(self) -> tuple[float | None, float]:
+    def _piece_sketches(self) -> list[Tensor]:
+        """The gradients of equal pieces without codes; none where the batch is too small."""
         size, count = batch_size(self._batch), self._effort.pieces
         if min(size, count) < 2:
-            return None, 0.0
+            return []
         whole = size // min(size, count)
         parts = [part for part in pieces(self._batch, whole) if batch_size(part) == whole]
         exact = _as_operated(exact_policy(), self._policy, whole / size)
-        sketches = [self._passes.sketch(part, exact) for part in parts]
+        return [self._passes.sketch(part, exact) for part in parts]
+
+    def _batch_variance(self) -> tuple[float | None, float]:
+        if not self._pieces:
+            return None, 0.0
         # The batch's gradient is the mean of the pieces', and so varies less by their number.
-        share = whole / size
-        variance = float(sample_variance(sketches).sum()) * share
-        return variance, float(_variance_errors(sketches).square().sum().sqrt()) * share
+        size = batch_size(self._batch)
+        share = size // min(size, self._effort.pieces) / size
+        variance = float(sample_variance(self._pieces).sum(1) @ self._counts)
+        errors = _variance_errors(self._pieces) * self._counts
+        return variance * share, float(errors.square().sum().sqrt()) * share
 
 
 def _as_operated(policy: Policy, other: Policy, share: float) -> Policy:
@@ -276,6 +301,28 @@ def _variance_errors(sketches: Sequence[Tensor]) -> Tensor:
 def _scatter(squares: Tensor) -> Tensor:
     """(parameters,): standard error of the sum of a parameter's buckets, by how these differ."""
     return (squares.shape[1] * squares.var(1)).sqrt()
+
+
+def _counted(
+    by_module: Mapping[str, float],
+    model: nn.Module,
+    parameters: Sequence[nn.Parameter],
+    counts: Tensor,
+) -> dict[str, float]:
+    """What formulae say of modules' weights, as errors there count; as elsewhere on average where
+    a module trains none.
+    """
+    of_parameter = {id(each): float(count) for each, count in zip(parameters, counts, strict=True)}
+    usual = float(counts.mean()) if len(counts) else 1.0
+    modules = dict(model.named_modules(remove_duplicate=False))
+
+    def count(path: str) -> float:
+        module = modules.get(path)
+        weight = None if module is None else product_weight(module)
+        weight = getattr(module, "weight", None) if weight is None else weight
+        return of_parameter.get(id(weight), usual)
+
+    return {path: value * count(path) for path, value in by_module.items()}
 
 
 def _local_weights(

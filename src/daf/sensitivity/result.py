@@ -37,6 +37,7 @@ class Sensitivity:
     standard error (None: a single example cannot tell). Both it and the variances of codes fall
     as 1 / ``examples``, so their ratio holds for other batch sizes. ``gradient_energy``: the
     gradient's squared length. ``passes``: forward and backward passes that were spent.
+    ``relative``: errors count beside each parameter's own gradient (``step_metric``).
     """
 
     sites: Mapping[Site, SiteSensitivity]
@@ -45,6 +46,7 @@ class Sensitivity:
     passes: float
     batch_variance: float | None = None
     batch_variance_error: float = 0.0
+    relative: bool = False
 
     def weights(self) -> dict[Site, float]:
         """In proportion, 1 on average: for ``Policy.weights`` and ``Profile.weights``.
@@ -101,8 +103,11 @@ class Sensitivity:
     def refreshed(self, newer: Sensitivity, share: float = 0.5) -> Sensitivity:
         """An exponential average with a later measurement, which counts ``share``.
 
-        Sites that only one of the two knows are taken from it.
+        Sites that only one of the two knows are taken from it. What was measured in other units,
+        for another optimizer, is forgotten.
         """
+        if self.relative is not newer.relative:
+            return newer
         scaled = self._of_examples(newer.examples)
         sites = dict(scaled.sites) | dict(newer.sites)
         for site in self.sites.keys() & newer.sites.keys():
@@ -120,7 +125,7 @@ class Sensitivity:
             error = _mixed_error(scaled.batch_variance_error, error, share)
         energy = _mixed(self.gradient_energy, newer.gradient_energy, share)
         passes = self.passes + newer.passes
-        return Sensitivity(sites, energy, newer.examples, passes, own, error)
+        return Sensitivity(sites, energy, newer.examples, passes, own, error, newer.relative)
 
     def _of_examples(self, examples: int) -> Sensitivity:
         """As a batch of another size would show it: variances of a mean shrink with its size."""
@@ -149,6 +154,7 @@ class Sensitivity:
             "passes": self.passes,
             "batch_variance": self.batch_variance,
             "batch_variance_error": self.batch_variance_error,
+            "relative": self.relative,
         }
 
     @staticmethod

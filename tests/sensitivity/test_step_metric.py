@@ -1,0 +1,245 @@
+"""Under optimizers that divide by gradients, errors count beside each parameter's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_jobs import cross_entropy
+from torch import Tensor, nn
+
+from daf.allocation import STANDARD_TREATMENTS, coded_sites, least_variance
+from daf.execution.capture import Capture
+from daf.kernels.code_errors import relative_error
+from daf.optimizer_trials import divides_by_gradients
+from daf.plan import KEEP, Policy, Site, coded_policy, exact_policy
+from daf.sensitivity.estimate import PRIOR_ONLY, Effort, measure_sensitivity
+from daf.sensitivity.result import Sensitivity
+
+pytestmark = pytest.mark.usefixtures("code_everything")
+POLICY = coded_policy(2)
+SMALL = 1e-3
+Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Rprop"],
+)
+@pytest.mark.parametrize("rate", [0.0, 1e-3])
+def test_optimizers_that_divide_by_gradients_are_known(name: str, rate: float) -> None:
+    made = getattr(torch.optim, name)([nn.Parameter(torch.ones(3))], lr=max(rate, 1e-9))
+    made.param_groups[0]["lr"] = rate  # as a schedule's warm-up leaves it
+    assert divides_by_gradients(made)
+
+
+class Odd(torch.optim.SGD):
+    """Takes what no trial can know of."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], *, secret: int) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.secret = secret
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(torch.optim.SGD, lr=0.1),
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-2),
+        partial(torch.optim.ASGD, lr=0.1),
+        partial(torch.optim.LBFGS, lr=0.1),
+        partial(Odd, secret=1),
+    ],
+)
+def test_others_follow_the_gradient(make: Make) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = make([parameter])
+    assert not divides_by_gradients(optimizer)
+    assert torch.equal(parameter, torch.ones(3))
+    assert not optimizer.state
+
+
+class Branches(nn.Module):
+    """Two of a kind; the loss hears the second a thousandth as much."""
+
+    def __init__(self, small: float = SMALL) -> None:
+        super().__init__()
+        self.small = small
+        self.first, self.second = (
+            nn.Sequential(nn.Linear(64, 48), nn.LayerNorm(48), nn.ReLU(), nn.Linear(48, 32))
+            for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.first(x) + self.small * self.second(x)
+        return result
+
+
+def squares(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def branches() -> tuple[Branches, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    return Branches(), (torch.randn(128, 64), torch.randn(128, 32))
+
+
+def gradients(model: nn.Module, batch: tuple[Tensor, Tensor], policy: Policy, seed: int) -> Tensor:
+    """(parameters' elements,), each divided by the root of its parameter's mean square."""
+    capture = Capture(model)
+    exact, found = (
+        _gradients(model, batch, capture, each, seed) for each in (exact_policy(), policy)
+    )
+    pairs = zip(found, exact, strict=True)
+    return torch.cat([(f / e.square().mean().sqrt()).flatten() for f, e in pairs])
+
+
+def _gradients(
+    model: nn.Module, batch: tuple[Tensor, Tensor], capture: Capture, policy: Policy, seed: int
+) -> tuple[Tensor, ...]:
+    with capture.step(policy, seed, 0, batch=batch):
+        loss = squares(model, batch)
+    return torch.autograd.grad(loss, [*model.parameters()])
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def part_of_second(found: Sensitivity) -> float:
+    of_second = [e for site, e in found.sites.items() if site.module.startswith("second")]
+    total = sum(each.variance_per_error for each in found.sites.values())
+    return sum(each.variance_per_error for each in of_second) / total
+
+
+def test_a_small_gradient_counts_as_much_as_a_large_one_where_steps_are_equal() -> None:
+    model, batch = branches()
+    plainly = measure_sensitivity(model, squares, batch, POLICY, optimizer=sgd(model))
+    divided = measure_sensitivity(model, squares, batch, POLICY, optimizer=adam(model))
+    assert not plainly.relative
+    assert divided.relative
+    assert part_of_second(plainly) < 1e-5
+    assert 0.3 < part_of_second(divided) < 0.7
+    assert plainly == measure_sensitivity(model, squares, batch, POLICY)
+
+
+def test_the_size_of_a_loss_is_nothing_to_such_steps() -> None:
+    model, batch = branches()
+
+    def hundredfold(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return 100 * squares(model, batch)
+
+    one, other = (
+        measure_sensitivity(model, loss, batch, POLICY, optimizer=adam(model))
+        for loss in (squares, hundredfold)
+    )
+    assert one.batch_variance == pytest.approx(other.batch_variance, rel=1e-3)
+    for site, each in one.sites.items():
+        found = other.sites[site].variance_per_error
+        assert found == pytest.approx(each.variance_per_error, rel=1e-2), site
+
+
+def test_what_is_told_is_the_squared_error_of_the_step() -> None:
+    model, batch = branches()
+    effort = Effort(local=8, others=60)
+    found = measure_sensitivity(
+        model, squares, batch, POLICY, optimizer=adam(model), separate_codes=False, effort=effort
+    )
+    capture = Capture(model)
+    with capture.step(POLICY, 0, 0, batch=batch):
+        squares(model, batch)
+    treatments = {each.site: each.treatment for each in capture.sites()}
+    drawn = torch.stack([gradients(model, batch, POLICY, seed) for seed in range(40)])
+    told = sum(
+        each.variance_per_error * relative_error(treatments[site])
+        for site, each in found.sites.items()
+    )
+    assert told == pytest.approx(float(drawn.var(0).sum()), rel=0.25)
+
+
+def step_error(model: nn.Module, batch: tuple[Tensor, Tensor], policy: Policy) -> float:
+    drawn = torch.stack([gradients(model, batch, policy, seed) for seed in range(20)])
+    return float(drawn.var(0).sum())
+
+
+def test_bits_go_where_such_steps_need_them() -> None:
+    """For the same bytes the step's error is less by far than where bits are for the gradient."""
+    model, batch = branches()
+    errors, held = {}, {}
+    for make in (sgd, adam):
+        found = measure_sensitivity(model, squares, batch, POLICY, optimizer=make(model))
+        per_error = {site: each.variance_per_error for site, each in found.sites.items()}
+        codes = [each for each in STANDARD_TREATMENTS if each != KEEP]
+        sites = coded_sites(_elements(model, batch), per_error, codes)
+        budget = sum(min(choice.nbytes for choice in each.choices) for each in sites) * 2
+        chosen = least_variance(sites, budget)
+        held[make] = chosen.nbytes
+        policy = Policy("chosen", POLICY.by_need, dict(chosen.treatments), rederive=False)
+        errors[make] = step_error(model, batch, policy)
+    assert held[adam] <= 1.01 * held[sgd]
+    assert errors[adam] < 0.7 * errors[sgd]
+
+
+def _elements(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[Site, int]:
+    found = measure_sensitivity(model, squares, batch, POLICY, effort=PRIOR_ONLY)
+    width = {"first.0": 64, "second.0": 64}
+    return {site: len(batch[0]) * width.get(site.module, 48) for site in found.sites}
+
+
+class Indifferent(nn.Module):
+    """A key's bias, to which softmax is indifferent: its gradient is rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(32, 32) for _ in range(3))
+        self.classes = nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = (self.query(x) @ self.key(x).mT).softmax(-1)
+        result: Tensor = self.classes((weights @ self.value(x)).mean(1))
+        return result
+
+
+def test_a_parameter_without_a_gradient_does_not_drown_the_others() -> None:
+    torch.manual_seed(0)
+    model, batch = Indifferent(), (torch.randn(32, 8, 32), torch.randint(0, 10, (32,)))
+    measure = partial(measure_sensitivity, model, cross_entropy, batch, POLICY)
+    whole = measure(optimizer=adam(model))
+    model.key.bias.requires_grad_(False)
+    without = measure(optimizer=adam(model))
+    own, own_without = whole.batch_variance, without.batch_variance
+    assert own is not None
+    assert own_without is not None
+    for site, each in without.sites.items():
+        few = each.variance_per_error / own_without
+        assert 0.7 * few < whole.sites[site].variance_per_error / own < 1.4 * few, site
+
+
+def test_without_pieces_the_coded_gradient_is_the_measure() -> None:
+    model, batch = branches()
+    found = measure_sensitivity(
+        model, squares, batch, POLICY, optimizer=adam(model), effort=PRIOR_ONLY
+    )
+    assert found.relative
+    assert found.batch_variance is None
+    assert found.gradient_energy == pytest.approx(sum(p.numel() for p in model.parameters()))
+    assert 0.3 < part_of_second(found) < 0.7
+
+
+def test_other_units_are_forgotten_and_stored() -> None:
+    model, batch = branches()
+    plainly = measure_sensitivity(model, squares, batch, POLICY)
+    divided = measure_sensitivity(model, squares, batch, POLICY, optimizer=adam(model))
+    assert plainly.refreshed(divided) == divided
+    assert divided.refreshed(plainly) == plainly
+    assert divided.refreshed(divided).relative
+    assert Sensitivity.from_dict(divided.as_dict()) == divided
+    older = {name: value for name, value in plainly.as_dict().items() if name != "relative"}
+    assert Sensitivity.from_dict(older) == plainly
