@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -282,13 +283,13 @@ def draw_accuracy(rows: Any, path: Path) -> None:
 
 def accuracy_table(task: str, rows: list[dict[str, Any]], figures: dict[str, float]) -> list[str]:
     """A line for every policy of a task, and what the task shows as a whole."""
-    policies = dict.fromkeys(row["policy"] for row in rows if row["task"] == task)
+    policies = Counter(row["policy"] for row in rows if row["task"] == task)
     ends = ("_percent", "/token_loss")
     lines = [
-        f"| {task} | metric | spread | saved | step | added noise | failed, caught |",
-        "|---|---|---|---|---|---|---|",
+        f"| {task} | seeds | metric | spread | saved | step | added noise | failed, caught |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for policy in policies:
+    for policy, seeds in policies.items():
         name = f"{task}/{policy}"
         own = {
             key.removeprefix(f"{name}/"): each
@@ -305,7 +306,7 @@ def accuracy_table(task: str, rows: list[dict[str, Any]], figures: dict[str, flo
             *(number(own.get(key)) for key in ("step_ratio", "added_noise")),
             failed,
         ]
-        lines.append(f"| {policy} | {' | '.join(cells)} |")
+        lines.append(f"| {policy} | {seeds} | {' | '.join(cells)} |")
     lines.append("")
     for key in (
         "saved_ratio_within_half_point",

@@ -42,7 +42,7 @@ class Response(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class NoiseRecord:
-    """One line of the log: squared lengths of gradient errors, averaged over an interval."""
+    """One line of the log: squared lengths of errors of gradients or steps, over an interval."""
 
     step: int
     added_variance: float

@@ -146,9 +146,9 @@ class NoiseControl:
         measuring_ms = self.sensing.schedule.measured_ms - before_ms
         self._count(running)
         found = self.sensing.sensitivity
-        if found is None or not found.batch_variance:
+        own = None if found is None else found.variance_of(batch_size(batch))
+        if not own:
             return StepNoise(measuring_ms=measuring_ms)
-        own = found.batch_variance * found.examples / batch_size(batch)
         lost = self._noise_of_evicted()
         return StepNoise(own * (sum(self._by_site.values()) + lost), own, measuring_ms)
 

@@ -9,9 +9,11 @@ states are afterwards as they were, and nothing that goes wrong in it stops the 
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +24,7 @@ from daf.execution.capture import Capture
 from daf.execution.gradient_step import Before
 from daf.execution.microbatch import LossFunction, batch_size, batch_slice
 from daf.memory.keeping import Keeper
+from daf.optimizer_trials import divides_by_gradients
 from daf.plan import LEAST_SCORE_BITS, Policy, Site, coded_policy
 from daf.planning import planner
 from daf.profile import Profile
@@ -96,19 +99,34 @@ class Sensing:
         known: Sensitivity | None = None,
         is_on: bool = True,
     ) -> None:
-        self.sensitivity = known
-        self.was_known = known is not None
+        self._optimizer = optimizer
+        self.sensitivity = self._usable(known)
+        self.was_known = self.sensitivity is not None
         self.schedule = Schedule()
         self.measurements = 0
         self.is_measuring = False
         self.refusal = ""
         self._model = model
-        self._optimizer = optimizer
         self._keeper = keeper
         self._seed = seed
         self._is_on = is_on
         self._most_examples: int | None = None
         self._last_ms: float | None = None
+
+    @cached_property
+    def is_relative(self) -> bool:
+        """Do errors count beside each parameter's own gradient?"""
+        return divides_by_gradients(self._optimizer)
+
+    def _usable(self, known: Sensitivity | None) -> Sensitivity | None:
+        """What is known, unless it was measured for another kind of optimizer."""
+        if known is None or known.relative is self.is_relative:
+            return known
+        logging.getLogger("daf").warning(
+            "sensitivities that were measured for an optimizer of another kind (one divides by its "
+            "gradients, the other does not) are left out; they are measured anew"
+        )
+        return None
 
     def is_due(self, batch: Any, step_ms: float) -> bool:
         """Has training lasted long enough for another measurement?"""
@@ -198,7 +216,7 @@ class Sensing:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state_dict``."""
         found = state["sensitivity"]
-        self.sensitivity = None if found is None else Sensitivity.from_dict(found)
+        self.sensitivity = self._usable(None if found is None else Sensitivity.from_dict(found))
         self.measurements = state["measurements"]
         self.schedule.trained_ms = state["trained_ms"]
         self.schedule.measured_ms = state["measured_ms"]
@@ -231,7 +249,7 @@ class Sensing:
                 step_index=step_index,
                 separate_codes=separate_codes,
                 capture=capture,
-                optimizer=self._optimizer,
+                relative=self.is_relative,
             )
         except NonFiniteLossError:
             found = None

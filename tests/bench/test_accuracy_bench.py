@@ -319,6 +319,18 @@ def test_figures_by_hand() -> None:
     assert found["t/fused_bytes_vs_best_published"] == pytest.approx(6 / 18)
 
 
+def test_images_are_near_within_plain_s_spread_only() -> None:
+    rows = [
+        *made_up("plain", [90.0, 90.1, 90.2], 1.0, 100.0),
+        *made_up("rotated-1", [89.7, 89.7, 89.7], 20.0, 130.0),
+        *made_up("rotated-2", [89.95, 89.95, 89.95], 12.0, 130.0),
+    ]
+    task = AccuracyTask("t", "accuracy_percent", True, lambda *_: None)  # type: ignore[arg-type,return-value]
+    for each, ratio in ((task, 20.0), (replace(task, within_spread=True), 12.0)):
+        assert figures(rows, [each])["t/saved_ratio_within_half_point"] == ratio
+    assert image_task("resnet20", "digits").within_spread
+
+
 def test_a_policy_is_compared_over_its_own_seeds() -> None:
     """Against the mean of all of plain's seeds, its best one would look better than it is."""
     task = AccuracyTask("t", "accuracy_percent", True, lambda *_: None)  # type: ignore[arg-type,return-value]
@@ -568,6 +580,6 @@ def test_results_are_rendered_by_task_and_policy() -> None:
         "figures": figures(rows, [task]) | bias,
     }
     lines = render.accuracy_figures(result).splitlines()
-    assert "| rotated-1 | 90.50 | 0 | 20.0× | 1.3 | 0.5 |  |" in lines
+    assert "| rotated-1 | 2 | 90.50 | 0 | 20.0× | 1.3 | 0.5 |  |" in lines
     assert "t, saved ratio within half point: **20**." in lines
     assert "| gelu/rotated-1 | 0.001 | 7.0 | 0.2 |" in lines

@@ -180,6 +180,29 @@ def test_noise_is_that_of_the_optimizer_s_steps(optimizer: Any) -> None:
     assert (faint > 0.3 * loud) is found.relative
 
 
+def test_sensitivities_for_another_kind_of_optimizer_are_measured_anew(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    batch = images()
+    budget = least_budget(policy="quantize") + 8_000_000
+    with session_for(Branches(), budget, bits=2) as session:
+        session.prepare(batch, cross_entropy)
+        known = session.sensitivity
+    assert known is not None
+    model = Branches()
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with Session(model, adam, budget, bits=2, sensitivity=known) as session:
+        assert session.sensitivity is None
+        assert "measured for an optimizer of another kind" in caplog.text
+        session.prepare(batch, cross_entropy)
+        assert session.sensitivity is not None
+        assert session.sensitivity.relative
+    caplog.clear()
+    with session_for(Branches(), budget, bits=2, sensitivity=known) as session:
+        assert session.sensitivity == known
+    assert not caplog.text
+
+
 def test_measuring_is_not_noticed_by_training() -> None:
     batch = images()
 

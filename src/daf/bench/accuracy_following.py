@@ -19,6 +19,7 @@ from daf.execution.chunked_backward import CHUNK_BYTES
 from daf.execution.compression import compress
 from daf.execution.microbatch import LossFunction, batch_size, batch_slice
 from daf.kernels.code_errors import relative_error
+from daf.optimizer_trials import divides_by_gradients
 from daf.plan import Policy, Site, Treatment, plain_policy, without_fused_operators
 from daf.sensitivity.estimate import measure_sensitivity
 
@@ -54,7 +55,7 @@ class Follower:
         self._name = name
         self._model = model
         self._loss_fn = loss_fn
-        self._optimizer = optimizer
+        self.is_relative = divides_by_gradients(optimizer)
         self._fit_steps = fit_steps(steps)
         self._noise_steps = {*self._fit_steps, steps - 1} if name != "plain" else set()
         self._policy = plain_policy()
@@ -84,7 +85,7 @@ class Follower:
                 part,
                 policy,
                 separate_codes=False,
-                optimizer=self._optimizer,
+                relative=self.is_relative,
             )
         except NonFiniteLossError:
             self.noise.append([step, None])
@@ -100,7 +101,7 @@ class Follower:
     def _example(self, batch: Any) -> Example:
         examples = max(1, batch_size(batch) // PART)
         part = batch_slice(batch, 0, examples)
-        return Example(self._model, self._loss_fn, part, parts=PART, optimizer=self._optimizer)
+        return Example(self._model, self._loss_fn, part, parts=PART, relative=self.is_relative)
 
 
 def _measurable(policy: Policy) -> Policy:

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import nn
 
 from daf.allocation import (
@@ -74,8 +73,8 @@ class Example:
 
     ``rederive``: whether one code may serve several tensors. ``chunked``: whether attention is
     computed again in backward, as fused policies have it. ``parts``: of how many like it a whole
-    batch consists, whose chunks are that much larger. ``optimizer``: in whose steps errors count,
-    by DAF's allocations; published ones look at the gradient.
+    batch consists, whose chunks are that much larger. ``relative``: whether DAF's allocations count
+    errors beside each parameter's own gradient; published ones look at the whole.
     """
 
     model: nn.Module
@@ -84,7 +83,7 @@ class Example:
     rederive: bool = True
     chunked: bool = False
     parts: int = 1
-    optimizer: torch.optim.Optimizer | None = None
+    relative: bool = False
 
 
 def make_policy(name: str, example: Example) -> Policy:
@@ -201,7 +200,7 @@ def _with_attention(policy: Policy, bits: int, example: Example) -> Policy:
 def _gact(bits: float, example: Example) -> Policy:
     base = minmax_policy(1)
     elements = coded_elements(example, base)
-    found = measured(replace(example, optimizer=None), minmax_policy(2), elements)
+    found = measured(replace(example, relative=False), minmax_policy(2), elements)
     # Two gradients under different seeds of a 1-bit code differ by twice its variance.
     sensitivities = {site: 2 * value * minmax_error(1) for site, value in found.items()}
     return _minmax_widths(base, gact_widths(elements, sensitivities, bits))
@@ -210,7 +209,7 @@ def _gact(bits: float, example: Example) -> Policy:
 def _actnn(bits: float, example: Example) -> Policy:
     base = minmax_policy(1)
     elements = coded_elements(example, base)
-    plain = replace(example, optimizer=None)
+    plain = replace(example, relative=False)
     priors = {
         site: each.prior for site, each in _sensitivity(plain, minmax_policy(2)).sites.items()
     }
@@ -290,7 +289,7 @@ def _sensitivity(example: Example, policy: Policy) -> Sensitivity:
         example.batch,
         own,
         separate_codes=False,
-        optimizer=example.optimizer,
+        relative=example.relative,
     )
 
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from daf.execution.capture import Capture
-from daf.execution.microbatch import LossFunction, batch_size, pieces
+from daf.execution.microbatch import LossFunction, batch_size, pieces, split_refusal
 from daf.execution.undisturbed import undisturbed
 from daf.kernels.code_errors import relative_error
 from daf.plan import Method, Need, Policy, Site, SiteReport, Treatment, exact_policy
@@ -35,7 +35,7 @@ from daf.sensitivity.passes import Passes
 from daf.sensitivity.prior import PriorObserver, product_weight
 from daf.sensitivity.result import Sensitivity, SiteSensitivity
 from daf.sensitivity.sketch import BUCKETS, sample_variance
-from daf.sensitivity.step_metric import counts_relatively, relative_counts
+from daf.sensitivity.step_metric import relative_counts
 
 _SEEDED = frozenset({Method.ROTATED, Method.MINMAX})
 _MEASURABLE = _SEEDED | {Method.DERIVATIVE}
@@ -82,7 +82,7 @@ def measure_sensitivity(
     step_index: int = 0,
     separate_codes: bool = True,
     capture: Capture | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    relative: bool = False,
 ) -> Sensitivity:
     """What every site that ``policy`` codes adds to the gradient's squared error.
 
@@ -98,8 +98,8 @@ def measure_sensitivity(
             told (for planning). False measures the policy as it runs, where
             one code may serve several sites, and is charged for all of them.
         capture: to run under; None: one of its own.
-        optimizer: whose steps the gradient is for, which tells in which units its errors count
-            (``step_metric``); None: the gradient's own.
+        relative: count errors beside each parameter's own gradient (``step_metric``), as they
+            do in steps of an optimizer that ``divides_by_gradients``.
 
     Raises:
         NonFiniteLossError: the loss is inf or NaN.
@@ -117,7 +117,6 @@ def measure_sensitivity(
             random_state=random_state,
             buckets=effort.buckets,
         )
-        relative = counts_relatively(optimizer)
         return _Measurement(model, passes, batch, policy, effort, relative=relative).run()
 
 
@@ -145,11 +144,11 @@ class _Measurement:
         }
         parameters = passes.sketcher.parameters
         self._weight_of = _local_weights(model, parameters, self._reports.values())
+        elements = passes.sketcher.elements()
         self._pieces = self._piece_sketches()
         self._counts = torch.ones(len(parameters), dtype=torch.float64)
         if relative:
-            exact = torch.stack(self._pieces or [self._base]).mean(0)
-            self._counts = relative_counts(parameters, exact, self._base)
+            self._counts = self._relative_counts(elements)
         self._relative = relative
         by_module = _counted(observer.by_module, model, parameters, self._counts)
         self._priors = _priors(self._reports.values(), by_module)
@@ -161,6 +160,8 @@ class _Measurement:
         others = [site for site in self._reports if site not in self._weight_of]
         if self._effort.others and others:
             values |= self._measure_others(others)
+        if self._relative:
+            values = _unknown_as_usual(values)
         own, own_error = self._batch_variance()
         examples = batch_size(self._batch)
         return Sensitivity(
@@ -172,6 +173,15 @@ class _Measurement:
             batch_variance_error=own_error,
             relative=self._relative,
         )
+
+    def _relative_counts(self, elements: Tensor) -> Tensor:
+        """By the gradient without codes; where pieces are no measure of it, by that under them."""
+        coded = self._base.square().sum(1)
+        if not self._pieces or split_refusal(self._passes.model):
+            return relative_counts(elements, coded, torch.zeros_like(coded), coded)
+        own = torch.stack(self._pieces).mean(0).square().sum(1)
+        noise = sample_variance(self._pieces).sum(1) / len(self._pieces)
+        return relative_counts(elements, own, noise, coded)
 
     def _from_prior(self, sites: Mapping[Site, SiteReport]) -> dict[Site, SiteSensitivity]:
         return {
@@ -192,7 +202,8 @@ class _Measurement:
             sketches.append(self._passes.sketch(self._batch, self._policy, draws))
         variance = sample_variance(sketches)
         own = sorted(self._weight_of.values())
-        total, landed = float(variance.sum()), float(variance[own].sum())
+        counted = variance.sum(1) * self._counts
+        total, landed = float(counted.sum()), float(counted[own].sum())
         if total - landed > _LEAK * total:
             self._weight_of = {}
             return {}
@@ -303,6 +314,20 @@ def _scatter(squares: Tensor) -> Tensor:
     return (squares.shape[1] * squares.var(1)).sqrt()
 
 
+def _unknown_as_usual(values: Mapping[Site, SiteSensitivity]) -> dict[Site, SiteSensitivity]:
+    """Sites whose errors are heard by nothing yet may add as much as others do.
+
+    Before the first step of LoRA no gradient passes its second matrix, which is 0, and of what the
+    inputs of the first will add nothing can be known.
+    """
+    known = [each.at_least for each in values.values() if each.variance_per_error > 0.0]
+    usual = float(np.median(known)) if known else 0.0
+    return {
+        site: each if each.variance_per_error > 0.0 else replace(each, standard_error=usual)
+        for site, each in values.items()
+    }
+
+
 def _counted(
     by_module: Mapping[str, float],
     model: nn.Module,
@@ -312,8 +337,9 @@ def _counted(
     """What formulae say of modules' weights, as errors there count; as elsewhere on average where
     a module trains none.
     """
+    heard = counts[counts > 0.0]
+    usual = float(heard.median()) if len(heard) else 1.0
     of_parameter = {id(each): float(count) for each, count in zip(parameters, counts, strict=True)}
-    usual = float(counts.mean()) if len(counts) else 1.0
     modules = dict(model.named_modules(remove_duplicate=False))
 
     def count(path: str) -> float:

@@ -44,7 +44,7 @@ class Passes:
         trained = {id(each): each for each in model.parameters() if each.requires_grad}
         self.sketcher = GradientSketcher(tuple(trained.values()), buckets)
         self.examples = 0
-        self._model = model
+        self.model = model
         self._loss_fn = loss_fn
         self._capture = capture
         self._seed = seed
@@ -71,7 +71,7 @@ class Passes:
         )
         with torch.enable_grad():
             with around(), step:
-                loss = read_loss(self._loss_fn(self._model, batch), examples).mean
+                loss = read_loss(self._loss_fn(self.model, batch), examples).mean
             if not bool(torch.isfinite(loss)):
                 raise NonFiniteLossError(
                     f"asked to measure sensitivities, but the loss is {loss.item()}; measure on "

@@ -17,6 +17,7 @@ class SiteSensitivity:
     """Of one site: squared gradient error per unit of relative code error.
 
     ``prior`` is what the analytic formula said before anything was measured (0: there is none).
+    A value of 0 with a standard error: nothing heard of the site's errors yet.
     """
 
     variance_per_error: float
@@ -35,7 +36,8 @@ class Sensitivity:
 
     ``batch_variance``: the squared deviation of that gradient from batch to batch, with its
     standard error (None: a single example cannot tell). Both it and the variances of codes fall
-    as 1 / ``examples``, so their ratio holds for other batch sizes. ``gradient_energy``: the
+    as 1 / ``examples``, so their ratio holds for other batch sizes; ``relative`` ones need not
+    fall, but do so together. ``gradient_energy``: the
     gradient's squared length. ``passes``: forward and backward passes that were spent.
     ``relative``: errors count beside each parameter's own gradient (``step_metric``).
     """
@@ -112,6 +114,9 @@ class Sensitivity:
         sites = dict(scaled.sites) | dict(newer.sites)
         for site in self.sites.keys() & newer.sites.keys():
             old, new = scaled.sites[site], newer.sites[site]
+            if self.relative and not (old.variance_per_error and new.variance_per_error):
+                sites[site] = new if new.variance_per_error else old  # one knew nothing of it
+                continue
             sites[site] = SiteSensitivity(
                 _mixed(old.variance_per_error, new.variance_per_error, share),
                 _mixed_error(old.standard_error, new.standard_error, share),
@@ -127,8 +132,17 @@ class Sensitivity:
         passes = self.passes + newer.passes
         return Sensitivity(sites, energy, newer.examples, passes, own, error, newer.relative)
 
+    def variance_of(self, examples: int) -> float | None:
+        """``batch_variance`` of a batch of so many examples."""
+        return self._of_examples(examples).batch_variance
+
     def _of_examples(self, examples: int) -> Sensitivity:
-        """As a batch of another size would show it: variances of a mean shrink with its size."""
+        """As a batch of another size would show it: variances of a mean shrink with its size.
+
+        Beside gradients that are mostly noise they do not, and only ratios are asked for.
+        """
+        if self.relative:
+            return replace(self, examples=examples)
         factor = self.examples / max(1, examples)
         sites = {
             site: SiteSensitivity(

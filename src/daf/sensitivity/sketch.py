@@ -31,6 +31,7 @@ class GradientSketcher:
     def __init__(self, parameters: Sequence[nn.Parameter], buckets: int = BUCKETS) -> None:
         self.parameters = tuple(parameters)
         self._buckets = buckets
+        self._nonzero = [0] * len(self.parameters)
 
     def empty(self) -> Tensor:
         """The sketch of zero: (parameters, buckets) float64."""
@@ -41,6 +42,7 @@ class GradientSketcher:
         """The (buckets,) float64 sketch of parameter ``index``'s gradient, a chunk at a time."""
         dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient
         flat = dense.detach().reshape(-1)
+        self._nonzero[index] = int(flat.count_nonzero())
         sums = torch.zeros(self._buckets, dtype=torch.float64)
         if flat.numel() <= self._buckets:
             sums[: flat.numel()] = flat.cpu()
@@ -54,6 +56,13 @@ class GradientSketcher:
             sums += padded.view(rows, self._buckets).sum(0)
         return sums
 
+    def elements(self) -> Tensor:
+        """(parameters,) float64: how many had a gradient in the last pass.
+
+        Rows of a table that it did not look up had none.
+        """
+        return torch.tensor(self._nonzero, dtype=torch.float64)
+
     def gradient_sketch(self, loss: Tensor) -> Tensor:
         """The sketch of ``loss``'s gradient; no more than one parameter's is held at a time.
 
@@ -61,6 +70,7 @@ class GradientSketcher:
         not run.
         """
         sketch = self.empty()
+        self._nonzero = [0] * len(self.parameters)
 
         def taker(index: int) -> Callable[[Tensor], Tensor]:
             def take(gradient: Tensor) -> Tensor:

@@ -72,8 +72,8 @@ def _memory(job: Job) -> dict[str, Any]:
 def noise_of(job: Job) -> dict[str, Any] | None:
     """What was measured of noise; None where nothing was.
 
-    Variances are squared lengths, of the gradient of a measured part's mean loss (``examples``);
-    their ratio holds for the batch. ``overhead``: time for measuring over that for training.
+    Variances are squared lengths, of the gradient of a measured part's mean loss (``examples``)
+    or of steps that are divided by it (``relative``); their ratio holds for the batch. ``overhead``: time for measuring over that for training.
     """
     found, history = job.session.sensitivity, job.session.noise_history
     if found is None:
@@ -86,6 +86,7 @@ def noise_of(job: Job) -> dict[str, Any] | None:
         "overhead": sensing.schedule.measured_ms / max(1e-9, sensing.schedule.trained_ms),
         "examples": found.examples,
         "batch_variance": found.batch_variance,
+        "relative": found.relative,
         "added_noise": sum(job.session.noise.by_site.values()),
         "by_site": {str(site): noise for site, noise in job.session.noise.by_site.items()},
         "last_record": last,
