@@ -2,23 +2,60 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from typer.testing import CliRunner
 
-from daf.bench.pack import BOTH, CPU, GPU, PackJob, planned, quick_job, run
+from daf.bench import pack_watched
+from daf.bench.pack import BOTH, CPU, GPU, PackJob, _Step, planned, quick_job, run
 from daf.bench.pack_picture import draw_pack
+from daf.bench.pack_watched import Watched
 from daf.cli import app
-from daf.execution.collaborate import Rates, Saved
+from daf.execution.collaborate import Job, Rates, Route, Saved
+from daf.execution.routing import Sent
+from daf.plan import Method, Treatment
 
 sys.path.append(str(Path(__file__).parents[1] / "execution"))
-from simulated_device import SimulatedDevice
+from simulated_device import Arrival, LateTransfers, SimulatedDevice
 
 SMALL = PackJob(batch=8, rounds=1)
+TWO_BITS = Treatment(Method.ROTATED, 2)
+
+
+class Told(LateTransfers):
+    """Remembers what it was asked for, and the tickets of copies."""
+
+    def __init__(self, latest_s: float) -> None:
+        super().__init__(latest_s)
+        self.asked: list[str] = []
+        self.copies: list[Arrival] = []
+
+    def mark(self) -> Arrival:
+        self.asked.append("mark")
+        return super().mark()
+
+    def order(self, ticket: Arrival) -> None:
+        self.asked.append("order")
+        super().order(ticket)
+
+    def out(self, source: Tensor) -> tuple[Tensor, Arrival]:
+        self.asked.append("out")
+        copy, ticket = super().out(source)
+        self.copies.append(ticket)
+        return copy, ticket
+
+
+def device_that_tells(latest_s: float) -> tuple[SimulatedDevice, Told]:
+    device = SimulatedDevice()
+    device.late = told = Told(latest_s)
+    return device, told
 
 
 def by_way(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -35,7 +72,7 @@ def by_way(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def test_three_ways_take_turns_and_the_gradients_pass_through_codes(tmp_path: Path) -> None:
-    device = SimulatedDevice(latest_s=0.0005)
+    device, told = device_that_tells(latest_s=0.0005)
     result = run(SMALL, bed=device)
     rows = by_way(result.rows)
     # Two planes, and four bytes of header for 256 elements.
@@ -46,8 +83,78 @@ def test_three_ways_take_turns_and_the_gradients_pass_through_codes(tmp_path: Pa
         assert row["exposed_ms"] == pytest.approx(max(0.0, longer))
         assert row["backward_ratio"] > 0
     assert result.figures["exposed_ms"] == rows[BOTH]["exposed_ms"]
+    # The watched passes are the last ones, one of each way.
+    counts = rows[GPU]["gpu_packs"]
+    for place, row in enumerate(reversed(result.rows)):
+        copies = told.copies[len(told.copies) - (place + 1) * counts :][:counts]
+        assert_is_what_was_done(row, copies)
     draw_pack(result.rows, tmp_path / "pack.png")
     assert (tmp_path / "pack.png").stat().st_size > 10_000
+
+
+def assert_is_what_was_done(row: dict[str, Any], copies: list[Arrival]) -> None:
+    """A watched pass's jobs: every tensor's, in order, by the clocks and not by the model."""
+    jobs = [Job(**job) for job in row["measured_timeline"]]
+    lanes = {name: [job for job in jobs if job.resource == name] for name in ("gpu", "link", "cpu")}
+    assert [len(lanes["gpu"]), len(lanes["cpu"])] == [row["gpu_packs"], row["cpu_packs"]]
+    assert [job.saved_index for job in lanes["link"]] == list(range(len(copies)))
+    taken_ms = [1000.0 * (each.end_s - each.begin_s) for each in copies]
+    assert [job.end_ms - job.begin_ms for job in lanes["link"]] == pytest.approx(taken_ms)
+    for lane in lanes.values():
+        assert all(one.end_ms <= two.begin_ms + 1e-6 for one, two in itertools.pairwise(lane))
+    for job in lanes["gpu"]:
+        assert 0 < job.begin_ms <= job.end_ms <= row["measured_forward_ms"]
+        assert lanes["link"][job.saved_index].begin_ms >= job.begin_ms
+    for job in lanes["cpu"]:
+        assert lanes["link"][job.saved_index].end_ms <= job.begin_ms < job.end_ms
+    assert row["measured_timeline"] != row["timeline"]
+
+
+def test_while_rates_are_measured_no_code_waits_for_another_s_copy() -> None:
+    device, told = device_that_tells(latest_s=0.02)
+    seen, _ = _Step(SMALL, device, TWO_BITS).observed()
+    marks = [place for place, name in enumerate(told.asked) if name == "mark"]
+    count = len(seen.saved)
+    watched = told.asked[marks[0] : marks[1 + 2 * count]]  # around the pass and every tensor of it
+    assert watched.count("out") == count > 20
+    assert "order" not in watched
+
+
+def test_a_watched_pass_tells_what_each_piece_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Clock:
+        """Tickets are spans of time (ms)."""
+
+        def mark(self) -> Any:
+            return (clock_ms, clock_ms)
+
+        def duration_ms(self, ticket: Any) -> float:
+            return ticket[1] - ticket[0]
+
+        def elapsed_ms(self, first: Any, last: Any) -> float:
+            return last[1] - first[1]
+
+    clock_ms = 100.0
+    monkeypatch.setattr(pack_watched.time, "perf_counter", lambda: clock_ms / 1000.0)
+    watched = Watched([Route.CPU_PACKS, Route.GPU_PACKS, Route.GPU_PACKS], Clock())
+    watched.begin_pass(math.inf)
+    sizes = (1024, 4096, TWO_BITS)
+    assert watched.take() is Route.CPU_PACKS
+    watched.note(Sent(Route.CPU_PACKS, *sizes, (103, 103), (103, 103), (103, 108)))
+    watched.take()  # nothing of it is noted: it had no room to travel
+    assert watched.take() is Route.GPU_PACKS
+    watched.note(Sent(Route.GPU_PACKS, *sizes, (104, 104), (106, 106), (109, 110)))
+    clock_ms = 112.0
+    watched.end_forward()
+    clock_ms = 120.0
+    watched.processor_took(4096, 9.0)
+    jobs, forward_ms = watched.measured()
+    assert jobs == (
+        Job("link", 0, 3, 8),
+        Job("cpu", 0, pytest.approx(11), pytest.approx(20)),
+        Job("gpu", 2, 4, 6),
+        Job("link", 2, 9, 10),
+    )
+    assert forward_ms == 12
 
 
 def test_the_split_is_the_model_s_best_by_measured_rates() -> None:

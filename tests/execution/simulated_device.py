@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from daf.kernels import cpu
-from daf.plan import Treatment
+from daf.plan import Method, Treatment
 from daf.store.codec import element_type
 from daf.store.host_planes import HostPlanes, HostStore
 from daf.store.layout import in_memory_order
@@ -92,8 +92,20 @@ class LateTransfers:
         thread.submit(run)
 
 
+def decode_words(
+    planes: Tensor, headers: Tensor, treatment: Treatment, key: int, out: Tensor
+) -> None:
+    """Fill a dense tensor with what a code of its values says."""
+    code = (planes.data_ptr(), headers.data_ptr(), out.numel(), treatment.bits)
+    target = (out.data_ptr(), element_type(out.dtype), 1)
+    if treatment.method is Method.ROTATED:
+        cpu.decode_rotated(*code, treatment.bits, treatment.rounds, key, *target)
+    else:
+        cpu.decode_minmax(*code, *target)
+
+
 class ProcessorCodec:
-    """What ``store.device_codec`` is to a GPU: *rotated* codes of plain tensors, counted."""
+    """What ``store.device_codec`` is to a GPU: codes of plain tensors' values, counted."""
 
     def __init__(self) -> None:
         self.encoded: list[int] = []
@@ -109,11 +121,14 @@ class ProcessorCodec:
                 source = in_memory_order(tensor)
                 with planes.writing() as there:
                     assert there.headers is not None
-                    cpu.encode_rotated(
-                        *(source.data_ptr(), element_type(tensor.dtype), tensor.numel()),
-                        *(treatment.bits, treatment.rounds, key),
-                        *(there.region.data_ptr(), there.headers.data_ptr(), 1),
-                    )
+                    elements = (source.data_ptr(), element_type(tensor.dtype), tensor.numel())
+                    target = (there.region.data_ptr(), there.headers.data_ptr(), 1)
+                    if treatment.method is Method.ROTATED:
+                        cpu.encode_rotated(
+                            *elements, treatment.bits, treatment.rounds, key, *target
+                        )
+                    else:
+                        cpu.encode_minmax(*elements, treatment.bits, key, *target)
 
             @classmethod
             def packed_elsewhere(
@@ -129,12 +144,7 @@ class ProcessorCodec:
             def decode(self, out: Tensor) -> None:
                 with self.planes.pinned() as there:
                     assert there.headers is not None
-                    cpu.decode_rotated(
-                        *(there.region.data_ptr(), there.headers.data_ptr(), out.numel()),
-                        *(self.treatment.bits, self.treatment.bits),
-                        *(self.treatment.rounds, self.key),
-                        *(out.data_ptr(), element_type(out.dtype), 1),
-                    )
+                    decode_words(there.region, there.headers, self.treatment, self.key, out)
 
         self.DeviceValueCode = DeviceValueCode
 

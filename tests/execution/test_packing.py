@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_device import SimulatedDevice
+from simulated_device import SimulatedDevice, decode_words
 from torch import Tensor
 
 from daf.errors import SavedTensorError
@@ -19,11 +24,15 @@ from daf.execution.collaborate import Route
 from daf.execution.host_encoding import encode_on_host
 from daf.execution.packing import HostCodes, HostMemoryWarning, HostOptions
 from daf.execution.routing import Sent
-from daf.kernels import code_bytes, cpu, words_per_plane
+from daf.kernels import MINMAX_BITS, ROTATED_BITS, code_bytes, words_per_plane
 from daf.plan import Method, Treatment
 from daf.units import pinned_bytes
 
 TWO_BITS = Treatment(Method.ROTATED, 2)
+TREATMENTS = (
+    *(Treatment(Method.ROTATED, bits, rounds) for bits in ROTATED_BITS for rounds in (1, 2)),
+    *(Treatment(Method.MINMAX, bits) for bits in MINMAX_BITS),
+)
 ROUTES = st.sampled_from(Route)
 FEW = settings(max_examples=15, deadline=None)
 PLENTY = 1 << 40
@@ -72,11 +81,8 @@ def tensors(sizes: list[int]) -> list[Tensor]:
 
 def decoded(tensor: Tensor, key: int, treatment: Treatment = TWO_BITS) -> Tensor:
     out, words = torch.empty_like(tensor), encode_on_host(tensor, treatment, key)
-    headers = words[treatment.bits * words_per_plane(tensor.numel()) :]
-    cpu.decode_rotated(
-        *(words.data_ptr(), headers.data_ptr(), out.numel(), treatment.bits, treatment.bits),
-        *(treatment.rounds, key, out.data_ptr(), 0, 1),
-    )
+    split = treatment.bits * words_per_plane(tensor.numel())
+    decode_words(words[:split], words[split:], treatment, key, out)
     return out
 
 
@@ -89,12 +95,12 @@ def restored(code: Any, size: int) -> Tensor:
 @FEW
 @given(
     st.lists(st.tuples(st.integers(1, 3000), ROUTES), min_size=1, max_size=8),
-    st.integers(1, 4),
+    st.sampled_from(TREATMENTS),
     st.integers(0, 4000),
     st.data(),
 )
-def test_whoever_packs_the_same_comes_back(given_, bits, staging_bytes, data) -> None:
-    device, treatment = SimulatedDevice(), Treatment(Method.ROTATED, bits)
+def test_whoever_packs_the_same_comes_back(given_, treatment, staging_bytes, data) -> None:
+    device = SimulatedDevice()
     sizes, routes = [size for size, _ in given_], [route for _, route in given_]
     sources = tensors(sizes)
     host, known = codes_on(device, routes, staging_bytes)
@@ -102,7 +108,7 @@ def test_whoever_packs_the_same_comes_back(given_, bits, staging_bytes, data) ->
         host.values(device.codec, tensor, treatment, 7 + place, None)
         for place, tensor in enumerate(sources)
     ]
-    total = sum(code_bytes(size, bits) for size in sizes)
+    total = sum(code_bytes(size, treatment.bits) for size in sizes)
     assert host.stored_bytes == host.stored_peak_bytes == host.taken_bytes == total
     for place in data.draw(st.permutations(range(len(codes)))):
         expected = decoded(sources[place], 7 + place, treatment)
@@ -113,6 +119,36 @@ def test_whoever_packs_the_same_comes_back(given_, bits, staging_bytes, data) ->
     assert (host.stored_bytes, host.device_bytes) == (0, 0)
     assert len(device.codec.encoded) == routes.count(Route.GPU_PACKS)
     assert len(known.packed_bytes) == routes.count(Route.CPU_PACKS)
+
+
+def assert_whoever_packs_the_bytes_are_the_same(codec: Any, sizes: Sequence[int]) -> None:
+    """Of every width of every method, headers and what pads the last words included."""
+    for treatment, dtype in itertools.product(TREATMENTS, (torch.float32, torch.bfloat16)):
+        device = SimulatedDevice(latest_s=0.0)
+        host, known = codes_on(device, list(Route) * len(sizes))
+        for key, source in enumerate(each.to(dtype) for each in tensors([*sizes])):
+            codes = [host.values(codec, source, treatment, key, None) for _ in Route]
+            with codes[0].planes.pinned() as one, codes[1].planes.pinned() as two:
+                assert torch.equal(one.region, two.region), treatment
+                assert torch.equal(one.headers, two.headers), treatment
+        assert len(known.packed_bytes) == len(sizes)
+
+
+def test_whoever_packs_the_bytes_are_the_same() -> None:
+    assert_whoever_packs_the_bytes_are_the_same(SimulatedDevice().codec, (1, 255, 256, 3000))
+
+
+def test_they_are_those_of_a_gpu_s_kernels_too() -> None:
+    """Interpreted, in a process of its own."""
+    pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")
+    program = """
+from daf.store import device_codec
+from test_packing import assert_whoever_packs_the_bytes_are_the_same
+assert_whoever_packs_the_bytes_are_the_same(device_codec, (600,))
+    """
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    place = Path(__file__).parent
+    subprocess.run([sys.executable, "-c", program], env=environment, cwd=place, check=True)
 
 
 @pytest.mark.parametrize("route", Route)

@@ -28,11 +28,11 @@ class At:
 
 
 class Clock:
-    """A device that takes as long as it is told to, and a link beside it."""
+    """A device that takes as long as it is told to, a link and a processor beside it."""
 
-    def __init__(self, pack_ms: float, raw_ms: float) -> None:
+    def __init__(self, pack_ms: float, raw_ms: float, cpu_ms: float = 8.0) -> None:
         self.now_ms, self.link_ms = 0.0, 0.0
-        self.pack_ms, self.raw_ms = pack_ms, raw_ms
+        self.pack_ms, self.raw_ms, self.cpu_ms = pack_ms, raw_ms, cpu_ms
         self.is_late = False
 
     def mark(self) -> At:
@@ -75,6 +75,8 @@ def run_pass(
         sent = clock.sent(taken[-1])
         if routes.is_watching:
             routes.note(sent)
+        if taken[-1] is Route.CPU_PACKS:
+            routes.processor_took(RAW, clock.cpu_ms)
     routes.end_forward()
     clock.now_ms += 50.0
     routes.end_forward()  # every read of backward says so
@@ -120,17 +122,60 @@ def test_it_follows_a_link_that_becomes_slow_and_a_processor_that_is_busy() -> N
     routes = MeasuredRoutes(clock)
     taken = [run_pass(routes, clock)[1] for _ in range(3)]
     assert Route.CPU_PACKS in taken[-1]
-    clock.raw_ms = 400.0
-    taken = [run_pass(routes, clock)[1] for _ in range(7)]
-    assert set(taken[-1]) == {Route.GPU_PACKS}
     assert routes.rates is not None
-    assert routes.rates.link == pytest.approx(RAW / 400.0)
     before = routes.rates.cpu_pack
     routes.processor_took(RAW, 800.0)
     assert routes.rates.cpu_pack == pytest.approx(before + 0.25 * (RAW / 800.0 - before))
+    clock.raw_ms = 400.0
+    taken = [run_pass(routes, clock)[1] for _ in range(7)]
+    assert set(taken[-1]) == {Route.GPU_PACKS}
+    assert routes.rates.link == pytest.approx(RAW / 400.0)
     fresh = MeasuredRoutes(clock)
     fresh.processor_took(RAW, 800.0)
     assert fresh.rates is None  # nothing to draw from yet
+
+
+def passes_until(routes: MeasuredRoutes, clock: Clock, wanted: set[Route]) -> int:
+    """Until every way is one of these, and each of these is some tensor's; at most a thousand."""
+    for count in range(1000):
+        if set(routes.ways) == wanted:
+            return count
+        run_pass(routes, clock)
+    raise AssertionError(f"after a thousand passes the ways are still {routes.ways}")
+
+
+def test_a_processor_that_is_free_again_packs_again() -> None:
+    clock = Clock(pack_ms=3.0, raw_ms=4.0)
+    routes = MeasuredRoutes(clock)
+    passes_until(routes, clock, {*Route})
+    clock.cpu_ms = 800.0
+    passes_until(routes, clock, {Route.GPU_PACKS})
+    for _ in range(130):  # one tensor of every watched pass tells that it is still busy
+        watched, taken = run_pass(routes, clock)
+        assert taken.count(Route.CPU_PACKS) == watched
+    assert routes.ways == (Route.GPU_PACKS,) * 6
+    assert routes.rates is not None
+    assert routes.rates.cpu_pack == pytest.approx(RAW / 800.0)
+    clock.cpu_ms = 8.0
+    assert passes_until(routes, clock, {*Route}) <= 65
+    assert routes.rates.cpu_pack == pytest.approx(RAW / 8.0)
+
+
+def test_a_device_that_is_free_again_packs_again() -> None:
+    clock = Clock(pack_ms=3.0, raw_ms=4.0)
+    routes = MeasuredRoutes(clock)
+    passes_until(routes, clock, {*Route})
+    clock.pack_ms = 800.0
+    passes_until(routes, clock, {Route.CPU_PACKS})
+    for _ in range(130):
+        watched, taken = run_pass(routes, clock)
+        assert taken.count(Route.GPU_PACKS) == watched
+    assert routes.ways == (Route.CPU_PACKS,) * 6
+    assert routes.rates is not None
+    assert routes.rates.gpu_pack == pytest.approx(RAW / 800.0)
+    clock.pack_ms = 3.0
+    assert passes_until(routes, clock, {*Route}) <= 65
+    assert routes.rates.gpu_pack == pytest.approx(RAW / 3.0)
 
 
 def test_what_is_not_past_is_asked_again_and_never_waited_for() -> None:

@@ -4,11 +4,13 @@ What ResNet-18 saves in forward becomes codes on the host, and is decoded on the
 GPU in backward. Three ways take turns with a pass that saves plainly: the GPU packs everything
 and codes travel; raw data travel and the processor packs; and the split of
 ``execution.collaborate`` by rates that were measured first. ``exposed_ms`` is by how much
-a forward pass and all packing take longer than the pass alone: 0 is hidden.
+a forward pass and all packing take longer than the pass alone: 0 is hidden. One more pass of each
+way is watched: what each piece of its packing took stands beside what the model of the split said.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -20,11 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from daf.bench.pack_watched import Given, Measured, Watched
 from daf.bench.result import BenchResult
 from daf.errors import PlatformError
 from daf.execution.collaborate import Rates, Route, Saved, Timeline, simulate, split
 from daf.execution.packing import HostCodes, HostOptions
-from daf.execution.routing import MeasuredRoutes, Routes, Seen, Sent
+from daf.execution.routing import MeasuredRoutes, Routes, Seen
 from daf.plan import Method, Treatment
 from daf.store.host_planes import HostStore
 from daf.store.layout import is_dense
@@ -102,7 +105,9 @@ class CudaBed:
 def run(
     job: PackJob, on_progress: Progress = lambda _: None, bed: Bed | None = None
 ) -> BenchResult:
-    """Measure rates, plan the split, and take turns; rows have the model's timeline too.
+    """Measure rates, plan the split, take turns, and watch a pass of each way.
+
+    Rows have two timelines: what the watched pass took, and what the model foretold.
 
     Raises:
         PlatformError: there is no such device.
@@ -113,21 +118,30 @@ def run(
     on_progress("what is saved when, and rates")
     (saved, forward_ms), rates = step.observed()
     plans = planned(saved, rates, forward_ms)
-    taken: dict[str, list[_Times]] = {name: [] for name in plans}
-    plain = []
-    for turn in range(job.rounds):
-        on_progress(f"round {turn + 1} of {job.rounds}")
-        plain.append(step.timed(None))
-        for name, plan in plans.items():
-            taken[name].append(step.timed(plan.routes))
-    base = _median(plain)
+    plain, taken = _in_turn(step, plans, job.rounds, on_progress)
+    on_progress("what each piece of work takes")
     raw_bytes = sum(each.raw_bytes for each in saved)
     rows = [
         {"part": "pack", "way": name, "raw_bytes": raw_bytes}
-        | _row(plans[name], _median(found), base)
-        for name, found in taken.items()
+        | _row(plan, taken[name], plain)
+        | _measured_row(step.watched(plan.routes))
+        for name, plan in plans.items()
     ]
     return BenchResult("pack", rows, _figures(rows), _notes(job, bed, rates, saved))
+
+
+def _in_turn(
+    step: _Step, plans: dict[str, Timeline], rounds: int, on_progress: Progress
+) -> tuple[_Times, dict[str, _Times]]:
+    """Medians of steps that save plainly, and of every way's."""
+    plain: list[_Times] = []
+    taken: dict[str, list[_Times]] = {name: [] for name in plans}
+    for turn in range(rounds):
+        on_progress(f"round {turn + 1} of {rounds}")
+        plain.append(step.timed(None))
+        for name, plan in plans.items():
+            taken[name].append(step.timed(plan.routes))
+    return _median(plain), {name: _median(found) for name, found in taken.items()}
 
 
 def planned(saved: Sequence[Saved], rates: Rates, forward_ms: float) -> dict[str, Timeline]:
@@ -138,31 +152,6 @@ def planned(saved: Sequence[Saved], rates: Rates, forward_ms: float) -> dict[str
         for name, route in alone.items()
     }
     return found | {BOTH: split(saved, rates, forward_ms)}
-
-
-class _Given:
-    """Routes that were chosen before."""
-
-    is_watching = False
-
-    def __init__(self, routes: Sequence[Route]) -> None:
-        self._routes = iter(routes)
-
-    def begin_pass(self, most_raw_bytes: float) -> None:
-        """There is one."""
-
-    def take(self) -> Route:
-        """The next."""
-        return next(self._routes)
-
-    def note(self, sent: Sent) -> None:
-        """Nothing is decided from it."""
-
-    def end_forward(self) -> None:
-        """Nor from this."""
-
-    def processor_took(self, raw_bytes: int, taken_ms: float) -> None:
-        """Nor from this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +180,8 @@ class _Step:
         self._treatment = treatment
         self._model: nn.Module = resnet18(10).to(bed.place)
         self._images = torch.randn(job.batch, 3, job.image, job.image, device=bed.place)
-        self._staging_bytes = 0
+        # While rates are measured, no code waits for room between the marks around its packing.
+        self._staging_bytes = _NO_LIMIT
 
     def observed(self) -> tuple[Seen, Rates]:
         """What a session observes in its first passes, in which the device packs everything."""
@@ -210,15 +200,36 @@ class _Step:
         self._staging_bytes = max(*coded, int(STAGING_SHARE * sum(coded)))
         return made[0].seen, made[0].rates
 
-    def _host(self, make_routes: Callable[[HostStore], Routes]) -> HostCodes:
+    def watched(self, routes: Sequence[Route]) -> Measured:
+        """One forward pass, its tensors on these routes, each piece of whose packing is timed."""
+        self._bed.finish()
+        store = self._bed.store(self._bed.place, self._staging_bytes)
+        watched = Watched(routes, store.transfers)
+        host = self._host(lambda _: watched, lambda *_: store)
+        watched.begin_pass(math.inf)
+        loss = self._coded_loss(host)
+        watched.end_forward()
+        host.wait_until_packed()
+        self._bed.finish()
+        del loss  # its codes were wanted until all had been sent
+        return watched.measured()
+
+    def _host(
+        self,
+        make_routes: Callable[[HostStore], Routes],
+        make_store: Callable[..., HostStore] | None = None,
+    ) -> HostCodes:
         options = HostOptions(_NO_LIMIT, self._staging_bytes, raw_bytes=_NO_LIMIT)
-        return HostCodes(options, make_store=self._bed.store, make_routes=make_routes)
+        make_store = make_store or self._bed.store
+        return HostCodes(options, make_store=make_store, make_routes=make_routes)
 
     def _pass(self, host: HostCodes) -> None:
         host.begin_pass()
+        self._coded_loss(host).backward()  # type: ignore[no-untyped-call]
+
+    def _coded_loss(self, host: HostCodes) -> Tensor:
         with saved_tensors_hooks(*_hooks(host, self._bed.codec, self._treatment)):
-            loss = self._loss()
-        loss.backward()  # type: ignore[no-untyped-call]
+            return self._loss()
 
     def _loss(self) -> Tensor:
         result: Tensor = self._model(self._images)
@@ -231,9 +242,8 @@ class _Step:
         start_s = time.perf_counter()
         if routes is None:
             return self._backward(self._loss(), start_s, 0)
-        host = self._host(lambda _: _Given(routes))
-        with saved_tensors_hooks(*_hooks(host, self._bed.codec, self._treatment)):
-            loss = self._loss()
+        host = self._host(lambda _: Given(routes))
+        loss = self._coded_loss(host)
         host.wait_until_packed()
         return self._backward(loss, start_s, host.stored_bytes)
 
@@ -290,6 +300,13 @@ def _row(plan: Timeline, found: _Times, plain: _Times) -> dict[str, Any]:
     }
 
 
+def _measured_row(measured: Measured) -> dict[str, Any]:
+    return {
+        "measured_timeline": [job._asdict() for job in measured.jobs],
+        "measured_forward_ms": measured.forward_ms,
+    }
+
+
 def _figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     exposed = {row["way"]: row["exposed_ms"] for row in rows}
     alone = min(exposed[GPU], exposed[CPU])
@@ -313,6 +330,7 @@ def _notes(job: PackJob, bed: Bed, rates: Rates, saved: Sequence[Saved]) -> tupl
         f"ResNet-18, batch {job.batch}, {job.image}², {job.bits} bits; {len(saved)} tensors of "
         f"{raw / 1e6:.0f} MB; device: {name}; medians of {job.rounds} rounds in turn",
         f"measured first: {speeds}",
-        "exposed_ms: forward and all packing, less the forward pass alone; predicted: by the model "
-        "that chose the split; the timeline is that model's",
+        "exposed_ms: forward and all packing, less the forward pass alone; predicted_exposed_ms, "
+        "timeline: by the model that chose the split; measured_timeline: of one more pass, each "
+        "piece of work by the device's clock or the host's; measured_forward_ms: its forward's end",
     )

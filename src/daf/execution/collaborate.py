@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from daf.errors import KernelError
 
-_NEW_RATE_WEIGHT = 0.25
+NEW_RATE_WEIGHT = 0.25
 _PREFIXES = 16
 _FEW = 64  # single changes of more take longer than they can save
 
@@ -50,12 +50,14 @@ class Rates:
         if not min(self.gpu_pack, self.cpu_pack, self.link) > 0:
             raise KernelError(f"asked to plan with {self}; measured rates are above 0")
 
-    def observed(self, name: str, moved_bytes: int, ms: float) -> Rates:
-        """The same with one rate drawn a quarter of the way to what was just measured."""
+    def observed(
+        self, name: str, moved_bytes: int, ms: float, weight: float = NEW_RATE_WEIGHT
+    ) -> Rates:
+        """The same with one rate drawn towards what was just measured; with a weight of 1, that."""
         old = getattr(self, name)
         if ms <= 0 or old == float("inf"):
             return self
-        return replace(self, **{name: old + _NEW_RATE_WEIGHT * (moved_bytes / ms - old)})
+        return replace(self, **{name: old + weight * (moved_bytes / ms - old)})
 
 
 class Job(NamedTuple):
@@ -129,7 +131,7 @@ def split(
         improved = False
         for index in reversed([place for place, may in enumerate(both) if may]):
             routes = list(best.routes)
-            routes[index] = _other(routes[index])
+            routes[index] = other(routes[index])
             changed = simulate(saved, routes, rates, forward_ms)
             if changed.exposed_ms < best.exposed_ms - 1e-9:
                 best, improved = changed, True
@@ -144,5 +146,6 @@ def _up_to(place: int, both: Sequence[bool]) -> list[Route]:
     ]
 
 
-def _other(route: Route) -> Route:
+def other(route: Route) -> Route:
+    """The way that is not this one."""
     return Route.CPU_PACKS if route is Route.GPU_PACKS else Route.GPU_PACKS

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from daf.kernels import WORD_BYTES, code_bytes, cpu, words_per_plane
-from daf.plan import Treatment
+from daf.plan import Method, Treatment
 from daf.store.codec import element_type
 
 
@@ -28,7 +28,7 @@ def words_for(count: int, bits: int, *, pinned: bool) -> Tensor:
 def encode_on_host(
     tensor: Tensor, treatment: Treatment, key: int, words: Tensor | None = None
 ) -> Tensor:
-    """The *rotated* code of a dense tensor on the host, on all of PyTorch's threads.
+    """The *rotated* or *minmax* code of a dense tensor on the host, on all of PyTorch's threads.
 
     Into ``words`` of ``words_for``, or new ones; returns them.
     """
@@ -36,9 +36,10 @@ def encode_on_host(
     planes = treatment.bits * words_per_plane(count)
     if words is None:
         words = words_for(count, treatment.bits, pinned=False)
-    cpu.encode_rotated(
-        *(tensor.data_ptr(), element_type(tensor.dtype), count),
-        *(treatment.bits, treatment.rounds, key),
-        *(words.data_ptr(), words[planes:].data_ptr(), torch.get_num_threads()),
-    )
+    source = (tensor.data_ptr(), element_type(tensor.dtype), count, treatment.bits)
+    target = (words.data_ptr(), words[planes:].data_ptr(), torch.get_num_threads())
+    if treatment.method is Method.ROTATED:
+        cpu.encode_rotated(*source, treatment.rounds, key, *target)
+    else:
+        cpu.encode_minmax(*source, key, *target)
     return words

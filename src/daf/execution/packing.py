@@ -204,7 +204,7 @@ class HostCodes:
         if store is None:
             return None
         routes = self._place(tensor.device).routes
-        either = treatment.method is Method.ROTATED and channels is None
+        either = treatment.method in (Method.ROTATED, Method.MINMAX) and channels is None
         either = either and options.get("emission") is None and options.get("rows") is None
         if not either:
             return codec.DeviceValueCode(store, tensor, treatment, key, channels, **options)

@@ -3,10 +3,12 @@
 Events on the device, which nobody waits for, tell when every tensor was there, how long its packing
 took and how long its copy. At the start of a later pass, when they are past, the split of
 ``collaborate`` is made anew from them: from the first passes on, often at first, then now and then.
+A side that packs nothing gets one tensor of such a pass, so that it is seen when it becomes faster.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from daf.execution.collaborate import Rates, Route, Saved, split
+from daf.execution.collaborate import NEW_RATE_WEIGHT, Rates, Route, Saved, other, split
 from daf.execution.host_encoding import encode_on_host
 from daf.kernels import code_bytes
 from daf.plan import Treatment
@@ -91,6 +93,7 @@ class MeasuredRoutes:
         self._begin: Any = None
         self._end: Any = None
         self._watches = False
+        self._rates_lock = threading.Lock()  # the processor's thread renews its own
         self.rates: Rates | None = None
         self.seen: Seen | None = None
 
@@ -106,14 +109,11 @@ class MeasuredRoutes:
         elif self._sent and self._is_past():
             self._decide(most_raw_bytes)
         self._passes += 1
-        # Not the first, in which kernels are compiled; and not while an earlier one is awaited.
-        due = self._passes > 1 and (
-            self._passes & (self._passes - 1) == 0 or self._passes % _LOOK_EVERY == 0
-        )
-        self._watches = due and not self._sent
+        self._watches, ways = self._is_due(), self._ways
         if self._watches:
             self._begin, self._end = self._transfers.mark(), None
-        self._next = iter(chain(self._ways, repeat(Route.GPU_PACKS)))
+            ways = self._with_a_trial(most_raw_bytes)
+        self._next = iter(chain(ways, repeat(Route.GPU_PACKS)))
 
     def take(self) -> Route:
         """As the last decision says."""
@@ -137,11 +137,33 @@ class MeasuredRoutes:
                 self._begin = self._end = None
 
     def processor_took(self, raw_bytes: int, taken_ms: float) -> None:
-        """Draws the rate towards it."""
-        if self.rates is not None:
-            self.rates = self.rates.observed("cpu_pack", raw_bytes, taken_ms)
+        """Draws the rate towards it; after a rest nothing is left of the old one."""
+        with self._rates_lock:
+            if self.rates is not None:
+                weight = NEW_RATE_WEIGHT if Route.CPU_PACKS in self._ways else 1.0
+                self.rates = self.rates.observed("cpu_pack", raw_bytes, taken_ms, weight)
 
     # --- deciding ---------------------------------------------------------------------------
+
+    def _is_due(self) -> bool:
+        """Not the first, in which kernels are compiled; and not while an earlier one is awaited."""
+        number = self._passes
+        regular = number & (number - 1) == 0 or number % _LOOK_EVERY == 0
+        return number > 1 and regular and not self._sent
+
+    def _with_a_trial(self, most_raw_bytes: float) -> tuple[Route, ...]:
+        """The ways; where one side would pack all, the other gets the largest that may go."""
+        if self.seen is None or len(set(self._ways)) != 1:
+            return self._ways
+        sizes = [tensor.raw_bytes for tensor in self.seen.saved]
+        place = max(
+            (place for place, size in enumerate(sizes) if size <= most_raw_bytes),
+            key=sizes.__getitem__,
+            default=None,
+        )
+        if place is None:
+            return self._ways
+        return (*self._ways[:place], other(self._ways[place]), *self._ways[place + 1 :])
 
     def _is_past(self) -> bool:
         tickets = [self._begin, self._end, *(each.after for each in self._sent)]
@@ -172,10 +194,11 @@ class MeasuredRoutes:
             processor = processor_rate(sent[0].treatment)
             self.rates = Rates(packed / packing_ms, processor, moved / copying_ms)
             return
-        # Of a whole pass, so that nothing needs to be drawn out of noise.
-        self.rates = replace(self.rates, link=moved / copying_ms)
-        if packed:
-            self.rates = replace(self.rates, gpu_pack=packed / packing_ms)
+        with self._rates_lock:
+            # Of a whole pass, so that nothing needs to be drawn out of noise.
+            self.rates = replace(self.rates, link=moved / copying_ms)
+            if packed:
+                self.rates = replace(self.rates, gpu_pack=packed / packing_ms)
 
 
 def processor_rate(treatment: Treatment) -> float:

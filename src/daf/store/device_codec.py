@@ -142,7 +142,7 @@ class DeviceValueCode(_DeviceCode):
     def packed_elsewhere(
         cls, planes: HostPlanes, tensor: Tensor, treatment: Treatment, key: int
     ) -> DeviceValueCode:
-        """Of a dense tensor that the processor codes as ``rotated``, into these planes."""
+        """Of a dense tensor that the processor codes, into these planes."""
         code = cls.__new__(cls)
         _DeviceCode.__init__(code, tensor, planes)
         code.treatment, code.key = treatment, key
