@@ -124,9 +124,9 @@ def shape_cell(row: dict[str, Any]) -> str:
 
 def reduce_seen(result: dict[str, Any]) -> str:
     """The result in a sentence."""
-    names = ("tree", "atomics", "hybrid")
+    names = {"tree": "tree", "atomics": "atomics", "hybrid": "hybrid", "torch": "PyTorch's own"}
     best = Counter(min(names, key=row["microseconds"].__getitem__) for row in result["rows"])
-    told = ", ".join(f"{name} on {best[name]}" for name in names)
+    told = ", ".join(f"{words} on {best[name]}" for name, words in names.items())
     figures = result["figures"]
     return (
         f"Seen here: of {len(result['rows'])} shapes, best is {told}; hybrid takes at most "

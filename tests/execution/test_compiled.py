@@ -97,26 +97,26 @@ def compiled(how: str, backend: Backend) -> nn.Module:
     return found
 
 
-def batch() -> tuple[Tensor, Tensor]:
+def batch(device: str = "cpu") -> tuple[Tensor, Tensor]:
     torch.manual_seed(1)
-    return torch.randn(256, 64), torch.randint(10, (256,))
+    return torch.randn(256, 64).to(device), torch.randint(10, (256,)).to(device)
 
 
 def loss_of(trained: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(trained(given[0]), given[1])
 
 
-def losses(trained: nn.Module, steps: int = 3, **options: Any) -> list[float]:
+def losses(trained: nn.Module, steps: int = 3, device: str = "cpu", **options: Any) -> list[float]:
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
     with Session(trained, optimizer, options.pop("budget", None), **options) as session:
-        return [session.step(batch(), loss_of).loss for _ in range(steps)]
+        return [session.step(batch(device), loss_of).loss for _ in range(steps)]
 
 
-def plain_losses(trained: nn.Module, steps: int = 3) -> list[float]:
+def plain_losses(trained: nn.Module, steps: int = 3, device: str = "cpu") -> list[float]:
     optimizer, found = torch.optim.SGD(trained.parameters(), lr=0.1), []
     for _ in range(steps):
         optimizer.zero_grad()
-        loss = loss_of(trained, batch())
+        loss = loss_of(trained, batch(device))
         loss.backward()
         optimizer.step()
         found.append(loss.item())
@@ -145,10 +145,13 @@ def test_graphs_are_those_of_plain_training_and_so_are_losses(
 def test_what_a_compiled_part_saves_is_kept_and_the_rest_is_coded(
     how: str, backend: Counting, code_everything: None
 ) -> None:
-    trained = compiled(how, backend)
+    check_saves(compiled(how, backend), how, batch())
+
+
+def check_saves(trained: nn.Module, how: str, given: tuple[Tensor, Tensor]) -> None:
     capture = Capture(trained)
-    with capture.step(policy_for(2), 0, 0, batch=batch()):
-        loss = loss_of(trained, batch())
+    with capture.step(policy_for(2), 0, 0, batch=given):
+        loss = loss_of(trained, given)
     loss.backward()
     inside = [site for site in capture.sites() if site.site.operator == "autograd.Function"]
     assert inside
@@ -158,6 +161,8 @@ def test_what_a_compiled_part_saves_is_kept_and_the_rest_is_coded(
     assert outside & {Method.ROTATED, Method.MASK} == coded
     hooks = [module for module in trained.modules() if module._forward_hooks]
     assert not hooks
+    gradients = [each.grad for each in trained.parameters()]
+    assert all(each is not None and each.isfinite().all() for each in gradients)
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -367,3 +372,41 @@ def test_other_modes_stay_where_they_were() -> None:
             assert stack() == [lowest, highest]
             _ = 1 / 0
         assert stack() == [lowest, ours, highest]
+
+
+# --- on a GPU -------------------------------------------------------------------------------
+
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+
+
+@pytest.fixture
+def inductor() -> Iterator[str]:
+    """The backend that everybody has there, whose kernels are Triton's."""
+    pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")
+    torch.compiler.reset()
+    yield "inductor"
+    torch.compiler.reset()
+
+
+@on_a_gpu
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize(
+    "options", [{}, {"bits": "exact"}, {"bits": "exact", "release_gradients": True}]
+)
+def test_on_a_gpu_losses_are_those_of_plain_training(
+    how: str, options: dict[str, Any], inductor: str
+) -> None:
+    expected = plain_losses(compiled(how, inductor).to("cuda"), device="cuda")
+    torch.compiler.reset()
+    found = losses(compiled(how, inductor).to("cuda"), device="cuda", **options)
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@on_a_gpu
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
+@pytest.mark.parametrize("how", HOWS)
+def test_on_a_gpu_what_a_compiled_part_saves_is_kept_and_the_rest_is_coded(
+    how: str, inductor: str, code_everything: None
+) -> None:
+    check_saves(compiled(how, inductor).to("cuda"), how, batch("cuda"))

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from daf.execution import (
     fusing,
     fusing_rows,
     fusing_smooth,
+    gradient_step,
     plain_call,
     treatments,
 )
@@ -61,6 +62,7 @@ if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("no CUDA device; test_gpu_interpreted runs these", allow_module_level=True)
 
 from simulated_device import LateTransfers  # noqa: E402
+from waits import without_waiting  # noqa: E402
 
 from daf.store import device_normalised  # noqa: E402
 
@@ -255,6 +257,38 @@ def test_what_only_the_device_knows_is_kept() -> None:
         (noise,) = (site for site in capture.sites() if site.need is Need.TWO_VALUED)
         assert noise.treatment.method is Method.KEEP
     out.backward()
+
+
+def test_a_step_waits_for_nothing_before_it_looks_at_its_loss(
+    code_everything: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one: in the first, kernels are compiled."""
+    torch.manual_seed(0)
+    model = Residual().to(DEVICE)
+    batch = (torch.randn(4, 3, 16, 16).to(DEVICE), torch.randint(10, (4,)).to(DEVICE))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    quiet, gradients_there = ExitStack(), []
+
+    def loss(module: nn.Module, part: Any) -> Tensor:
+        return F.cross_entropy(module(part[0]), part[1])
+
+    def quiet_loss(module: nn.Module, part: Any) -> Tensor:
+        quiet.enter_context(without_waiting(DEVICE))
+        return loss(module, part)
+
+    class Looking(gradient_step._Losses):
+        def look(self) -> None:
+            gradients_there.append(all(each.grad is not None for each in model.parameters()))
+            quiet.close()
+            super().look()
+
+    monkeypatch.setattr(gradient_step, "_Losses", Looking)
+    with Session(model, optimizer, None, bits=2) as session, quiet:
+        first, second = session.step(batch, loss), session.step(batch, quiet_loss)
+        rows = session.explain()
+    assert gradients_there == [True, True]
+    assert second.loss < first.loss
+    assert {"rotated", "mask", "derivative"} <= {row["method"] for row in rows}
 
 
 # --- fused operators ------------------------------------------------------------------------

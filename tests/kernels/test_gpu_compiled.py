@@ -86,7 +86,7 @@ def kernels() -> list[tuple[str, object, dict[str, object]]]:
         **flat,
     )
     tile = {"TYPE": 1, "STEPS": 4}
-    for strategy, columns in ((0, 1), (1, 1), (2, 32)):
+    for strategy, columns in ((0, 1), (1, 1), (2, 32), (3, 1), (3, 32)):
         shape = {"STRATEGY": strategy, "ROWS": 2048 // columns, "COLUMNS": columns}
         add(gpu_reduce_device.reduce_ranges, **tile, **shape)
     add(gpu_reduce_device.finish_ranges, ROWS=512, COLUMNS=8)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from daf.errors import KernelError
 from daf.kernels import ElementType, RangeStrategy
@@ -20,7 +22,10 @@ if not (INTERPRETED or torch.cuda.is_available()):
 from daf.kernels import gpu_reduce  # noqa: E402
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-SHAPES = [(1, 1, 1), (5000, 1, 1), (70_000, 1, 1), (3000, 64, 1), (3000, 3, 49), (700, 40, 300)]
+SHAPES = [
+    *((1, 1, 1), (5000, 1, 1), (16_384, 1, 1), (16_385, 1, 1), (70_000, 1, 1)),
+    *((3000, 64, 1), (40_000, 64, 1), (3000, 3, 49), (60_000, 3, 49), (700, 40, 300)),
+]
 SIGNED = {np.dtype(np.uint16): np.int16}
 
 
@@ -55,6 +60,46 @@ def test_zeros_by_sign_infinities_and_no_elements(strategy) -> None:
         found = gpu_reduce.measure_ranges(torch.from_numpy(source).to(DEVICE), strategy)
         ours = [end.cpu().numpy().tobytes() for end in found]
         assert ours == [expected.least.tobytes(), expected.greatest.tobytes()], values
+
+
+class Started(TorchDispatchMode):
+    """Notes what starts a kernel: Triton's by name, and PyTorch's operators that compute."""
+
+    FREE = frozenset({"empty", "view", "select", "unbind", "detach", "alias"})
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        start = gpu_reduce.on_device
+
+        def noted(kernel: Any, *arguments: Any, **keywords: Any) -> None:
+            self.names.append(kernel.fn.__name__)
+            with _disable_current_modes():  # the interpreter copies tensors by operators
+                start(kernel, *arguments, **keywords)
+
+        monkeypatch.setattr(gpu_reduce, "on_device", noted)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
+        name = function.name().removeprefix("aten::").split(".")[0]
+        if name not in self.FREE:
+            self.names.append(name)
+        return function(*arguments, **(keywords or {}))
+
+
+@pytest.mark.parametrize("strategy", RangeStrategy)
+@pytest.mark.parametrize(
+    ("count", "is_small"), [(0, True), (1, True), (2048, True), (16_384, True), (16_385, False)]
+)
+def test_small_tensors_take_one_kernel_and_a_tree_no_fills(
+    strategy, count, is_small, monkeypatch
+) -> None:
+    source = torch.zeros(count, device=DEVICE)
+    with Started(monkeypatch) as started:
+        gpu_reduce.measure_ranges(source, strategy)
+    fills = [] if is_small or strategy is RangeStrategy.TREE else ["full"]
+    assert started.names == [*fills, "reduce_ranges", *([] if is_small else ["finish_ranges"])]
 
 
 def sums_are_the_oracle_s(source: np.ndarray, kind: ElementType, *shape: int) -> None:
@@ -97,14 +142,6 @@ def test_no_channel_or_none_in_a_row_is_refused() -> None:
     for channels, inner in ((0, 1), (4, 0)):
         with pytest.raises(KernelError, match="channels"):
             gpu_reduce.measure_sums(source, channels, inner)
-
-
-def test_shape_classes_tell_sizes_and_layouts_apart() -> None:
-    assert gpu_reduce.shape_class(1000, 1, 1) == gpu_reduce.shape_class(700, 1, 1)
-    assert gpu_reduce.shape_class(1000, 1, 1) != gpu_reduce.shape_class(100_000, 1, 1)
-    assert gpu_reduce.shape_class(1000, 64, 1) != gpu_reduce.shape_class(1000, 64, 15)
-    with pytest.raises(KernelError, match="channels"):
-        gpu_reduce.shape_class(1000, 0, 1)
 
 
 @pytest.mark.parametrize("most", [1, 4])

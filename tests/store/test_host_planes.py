@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from daf.kernels import block_count, words_per_plane
+from daf.kernels import block_count, code_bytes, words_per_plane
 from daf.kernels.gpu_planes import DevicePlanes
 from daf.store.host_planes import HostPlanes, HostStore
 from daf.units import pinned_bytes
@@ -203,6 +203,67 @@ def test_the_host_waits_for_nothing_and_the_device_only_where_room_is_short() ->
     bed.streams.finish([3, 0, 1, 2])
     bed.read(living[0], 0)
     assert len(living) == 3
+
+
+def read_on_demand(bed: Bed, sizes: list[tuple[int, int]], passes: int) -> list[tuple[int, int]]:
+    """(pass, name) of what was not on the device when it was asked for, of codes that stay alive
+    while backward passes go through them; sizes are of blocks and bits.
+    """
+    living = [bed.written(name, 256 * blocks, bits) for name, (blocks, bits) in enumerate(sizes)]
+    found = []
+    for turn in range(passes):
+        for name in reversed(range(len(sizes))):
+            if living[name]._record.on_device is None:
+                found.append((turn, name))
+            bed.read(living[name], name)
+            bed.streams.finish([0, 1, 2, 3])
+    return found
+
+
+def test_codes_that_stay_alive_make_room_for_those_before_them() -> None:
+    """``retain_graph``: three of eight fit, and the first pass fetches nothing on demand."""
+    bed = Bed(3 * BLOCK_BYTES)
+    # The second pass begins at what was read longest ago.
+    assert read_on_demand(bed, [(1, 1)] * 8, passes=2) == [(1, 7)]
+    assert bed.store.fetched_bytes == (5 + 8) * BLOCK_BYTES
+    assert bed.store.reads == 16
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3)), min_size=2, max_size=12),
+    st.integers(0, 40),
+    st.integers(1, 3),
+)
+def test_nothing_is_fetched_on_demand_where_the_read_before_left_room(sizes, room, passes) -> None:
+    staging_bytes = room * BLOCK_BYTES // 2
+    on_demand = read_on_demand(Bed(staging_bytes), sizes, passes)
+    nbytes = [code_bytes(256 * blocks, bits) for blocks, bits in sizes]
+    last = len(sizes) - 1
+    for turn, name in on_demand:
+        if name == last:  # it stayed after it was written, or nobody could tell that it would come
+            assert turn > 0 or nbytes[name] > staging_bytes
+        else:
+            assert nbytes[name] + nbytes[name + 1] > staging_bytes
+
+
+def test_a_read_is_late_whose_words_have_not_come() -> None:
+    bed = Bed(2 * BLOCK_BYTES)
+    living = [bed.written(name, 256, 1) for name in range(4)]
+    bed.streams.finish([0, 1, 2, 3])
+    bed.read(living[3], 3)  # never left
+    assert (bed.store.reads, bed.store.late_reads) == (1, 0)
+    del living[3]
+    bed.read(living[2], 2)  # never left either; the one before is asked for
+    assert (bed.store.reads, bed.store.late_reads) == (2, 0)
+    bed.read(living[1], 1)  # on its way
+    assert (bed.store.reads, bed.store.late_reads) == (3, 1)
+    bed.streams.finish([0, 1, 2, 3])
+    bed.read(living[0], 0)  # has come meanwhile
+    assert (bed.store.reads, bed.store.late_reads) == (4, 1)
+    bed.store.drop_staged()
+    bed.read(living[0], 0)  # on demand
+    assert (bed.store.reads, bed.store.late_reads) == (5, 2)
+    bed.streams.finish([0, 1, 2, 3])
 
 
 @pytest.mark.parametrize("is_dropped", [False, True])

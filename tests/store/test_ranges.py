@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from daf.execution.capture import Capture
-from daf.kernels.calibration import CHECK_SHARE, CONFIRMATIONS
+from daf.kernels import RangeStrategy
+from daf.kernels.calibration import CHECK_SHARE, CONFIRMATIONS, HOPELESS
+from daf.kernels.cpu_measure import range_strategy
 from daf.plan import Method, policy_for
 from daf.store import ranges
 from daf.store.ranges import LEAST_ELEMENTS, PYTORCH, STRATEGIES, Ranges, all_finite, bounds
@@ -29,18 +35,24 @@ class Times:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
         self.seconds = dict.fromkeys(STRATEGIES, 0.001) | seconds
         self.measured: list[str] = []
-        self._asked = ""
+        self._asked, self._count, self._now = "", 0, 0.0
+        self.sizes: set[tuple[str, int]] = set()  # who was timed on how many elements
         by = ranges._by
 
         def noted(tensor: Tensor, name: str) -> Any:
-            self._asked = name
+            self._asked, self._count = name, tensor.numel()
             return by(tensor, name)
 
         def timed(work: Callable[[], Any], _device: torch.device) -> float:
             work()
             self.measured.append(self._asked)
-            return self.seconds[self._asked]
+            self.sizes.add((self._asked, self._count))
+            taken = self.seconds[self._asked] * self._count / LARGE
+            self._now += taken
+            return taken
 
+        chooser = partial(ranges.Chooser, clock=lambda: self._now)
+        monkeypatch.setattr(ranges, "Chooser", chooser)
         monkeypatch.setattr(ranges, "_by", noted)
         monkeypatch.setattr(ranges, "_seconds", timed)
 
@@ -87,6 +99,59 @@ def test_the_fastest_is_taken_and_another_when_that_changes(
     assert Ranges(tmp_path / "strategies.json").strategy_for(tensor) == "tree"
 
 
+def test_what_is_slow_on_a_part_is_not_tried_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranges, "PART_ELEMENTS", LARGE)
+    slow = 2 * HOPELESS * 1e-3
+    times = Times(monkeypatch, atomics=slow, hybrid=0.5e-3)
+    assert Ranges(None).strategy_for(torch.zeros(4 * LARGE)) == "hybrid"
+    assert {(name, LARGE) for name in STRATEGIES} <= times.sizes
+    assert ("hybrid", 4 * LARGE) in times.sizes
+    assert ("atomics", 4 * LARGE) not in times.sizes
+
+
+def test_the_processor_s_rule_is_left_for_a_clear_margin_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tensor = torch.zeros(LARGE)
+    rule = range_strategy(LARGE, torch.get_num_threads()).name.lower()
+    other = next(name for name in STRATEGIES if name != rule)
+    times = Times(monkeypatch, **{other: 0.98e-3})
+    assert Ranges(None).strategy_for(tensor) == rule
+    times.seconds[other] = 0.9e-3
+    assert Ranges(None).strategy_for(tensor) == other
+
+
+def test_a_gpu_s_kernels_give_the_processor_s_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under Triton's interpreter, which has to be asked for before Triton is imported."""
+    pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        this = f"{__file__}::{test_a_gpu_s_kernels_give_the_processor_s_bytes.__name__}"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", this]
+        environment = os.environ | {"TRITON_INTERPRET": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert "1 passed" in done.stdout, done.stdout + done.stderr
+        return
+    reduced: list[str] = []
+    from daf.kernels import gpu_reduce
+
+    by_kernels = gpu_reduce.measure_ranges
+
+    def noted(items: Tensor, strategy: RangeStrategy) -> Any:
+        reduced.append(strategy.name.lower())
+        return by_kernels(items, strategy)
+
+    tensor = torch.randn(2, LEAST_ELEMENTS // 2, generator=torch.Generator().manual_seed(1)).half()
+    expected = [end.item() for end in ranges._by(tensor, "tree")]
+    monkeypatch.setattr(gpu_reduce, "measure_ranges", noted)
+    monkeypatch.setattr(ranges, "is_processor", lambda _: False)
+    for name in STRATEGIES:
+        assert [end.item() for end in ranges._by(tensor.t(), name)] == expected
+    assert reduced == [name for name in STRATEGIES if name != PYTORCH]
+    chooses = Ranges(None)
+    assert [end.item() for end in chooses.ends(tensor)] == expected
+    assert set(reduced[3:]) == set(reduced[:3])  # each was tried
+
+
 def test_sizes_and_types_have_choices_of_their_own_and_small_ones_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -96,6 +161,7 @@ def test_sizes_and_types_have_choices_of_their_own_and_small_ones_none(
     chooses.ends(torch.zeros(LARGE, dtype=torch.float64))
     chooses.ends(torch.zeros(LARGE, dtype=torch.int64))
     chooses.ends(torch.zeros(2, LARGE)[:, ::2])
+    assert chooses.strategy_for(torch.zeros(LEAST_ELEMENTS - 1)) == PYTORCH
     assert times.measured == []
     chooses.ends(torch.zeros(LARGE))
     times.seconds |= {"tree": 2e-3, "atomics": 0.1e-3}

@@ -54,7 +54,7 @@ class LeveredLoop:
         self.saved_bytes_plain = self.saved_bytes_peak = self.gradient_bytes_peak = 0
 
     def step(self, batch: Any, loss_fn: LossFunction) -> float:
-        """One training step; its mean loss."""
+        """One training step; its mean loss, which is looked at last: a device goes on till then."""
         if self._step_index == 0 and self._policy.fused:
             rehearse(self.capture, self._model, self._policy, batch, loss_fn)
         self._optimizer.zero_grad(set_to_none=True)
@@ -62,7 +62,7 @@ class LeveredLoop:
         capture = self.capture.step(self._policy, self._seed, self._step_index, batch=batch)
         with capture, self._release.watching():
             loss = read_loss(loss_fn(self._model, batch), batch_size(batch))
-        mean = loss.mean.item()
+        mean = loss.mean.detach()
         with self._release.stepping(loss.mean, on_commit=lambda: None):
             loss.mean.backward()  # type: ignore[no-untyped-call]
         del loss
@@ -70,7 +70,7 @@ class LeveredLoop:
         self._note_bytes()
         compiler.step(self._optimizer)
         self._step_index += 1
-        return mean
+        return mean.item()
 
     def _note_bytes(self) -> None:
         stats, alive = self.capture.stats, gradient_bytes(self._model)

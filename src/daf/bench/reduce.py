@@ -4,18 +4,22 @@ The reduction micro-benchmark of DAF (arXiv 2507.07149): the least and greatest 
 or of its channels, by a tree, by atomics alone and by both (*hybrid reduction*).
 On a CUDA device the strategies are Triton's, and times are those
 of events; else they are the native ones of the processor. CUB is reached through CuPy where that
-can be imported. Contestants take turns; rows are medians. Every strategy gives the
-same bits; one that does not ends the benchmark.
+can be imported. Whole tensors are chosen for as in sessions, by ``daf.store.ranges``.
+Contestants take turns; rows are medians, ratios those of times of the same round. Every
+strategy gives the same bits; one that does not ends the benchmark.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -27,13 +31,15 @@ from daf.errors import KernelError
 from daf.kernels import ElementType, RangeStrategy
 from daf.kernels.calibration import Chooser
 from daf.kernels.cpu_measure import measure_ranges, range_strategy, ranges_workspace_bytes
+from daf.store.ranges import PYTORCH, Ranges, device_name
 
 Progress = Callable[[str], None]
 Work = Callable[[], object]
-CHOSEN, TORCH, CUB = "chosen", "torch", "cub"
+CHOSEN, TORCH, CUB, BEST = "chosen", "torch", "cub", "best"
 TIMED_SECONDS = 2e-4
 _MOST_TIMES = 100
 STRATEGIES = tuple(strategy.name.lower() for strategy in RangeStrategy)
+CANDIDATES = (*STRATEGIES, TORCH)  # what may be chosen, as in sessions
 
 
 class Shape(NamedTuple):
@@ -76,41 +82,96 @@ def run(job: ReduceJob, on_progress: Progress = lambda _: None) -> BenchResult:
     Raises:
         KernelError: a strategy's ranges are not PyTorch's.
     """
-    device = torch.device(job.device)
-    chooser = Chooser(_device_name(device), STRATEGIES)
-    rows = []
-    for shape in job.shapes:
-        on_progress(str(shape))
-        values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
-        rows.append(_row(values, job.rounds, chooser))
+    device, rows = torch.device(job.device), []
+    with tempfile.TemporaryDirectory() as folder:
+        choosers = Choosers(device, Path(folder) / "strategies.json")
+        for shape in job.shapes:
+            on_progress(str(shape))
+            values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
+            rows.append(_row(values, job.rounds, choosers))
     return BenchResult("reduce", rows, figures_of(rows), _notes(device, job.rounds))
 
 
-def _row(values: Tensor, rounds: int, chooser: Chooser) -> dict[str, Any]:
+class Choosers:
+    """Who picks a strategy: for whole tensors what sessions ask, with a cache file of its own.
+
+    For channels, whose ranges sessions do not take, a chooser of the same kind.
+    """
+
+    def __init__(self, device: torch.device, cache: Path) -> None:
+        self._of_tensors = Ranges(cache)
+        self._of_channels = Chooser(device_name(device), CANDIDATES)
+
+    def pick(self, values: Tensor, work: Mapping[str, Work]) -> str:
+        """One of CANDIDATES, for one call."""
+        if values.shape[1] == 1:
+            found = self._of_tensors.strategy_for(values)
+            return TORCH if found == PYTORCH else found
+        return self._of_channels.choose(str(values.shape), _ChannelTrial(work, values))
+
+
+@dataclass(frozen=True, slots=True)
+class _ChannelTrial:
+    """Ranges of channels as a call that strategies compete for; small enough to need no part."""
+
+    work: Mapping[str, Work]
+    values: Tensor
+    size: int = 1
+    start_seconds: float = 0.0
+
+    def usual(self) -> str | None:
+        return _rule(self.values)
+
+    def warm_up(self, name: str) -> None:
+        self.work[name]()
+
+    def seconds(self, name: str) -> float:
+        return device_seconds(self.work[name], self.values.device)
+
+    def part(self) -> None:
+        return None
+
+
+def _row(values: Tensor, rounds: int, choosers: Choosers) -> dict[str, Any]:
     work = _contestants(values)
-    shape = Shape(*values.shape)
-    shape_class = str(shape) if shape.channels > 1 else str(values.numel().bit_length())
-
-    def seconds_of(name: str) -> float:
-        return device_seconds(work[name], values.device)
-
-    chooser.choose(shape_class, seconds_of)
-    chosen = ""
+    begin_s = time.perf_counter()
+    chosen = choosers.pick(values, work)
+    first_use_ms = 1e3 * (time.perf_counter() - begin_s)
 
     def reduce_by_choice() -> object:
         nonlocal chosen
-        chosen = chooser.choose(shape_class, seconds_of)
+        chosen = choosers.pick(values, work)
         return work[chosen]()
 
     taken = _in_turn({**work, CHOSEN: reduce_by_choice}, rounds, values.device)
     return {
         "part": "reduce",
-        **shape._asdict(),
+        **Shape(*values.shape)._asdict(),
         "threads": torch.get_num_threads(),
         "choice": chosen,
-        "rule": _rule(shape) if values.device.type == "cpu" else None,
+        "rule": _rule(values),
+        "first_use_ms": first_use_ms,
         "microseconds": {name: 1e6 * statistics.median(found) for name, found in taken.items()},
+        "ratios": ratios_of(taken),
     }
+
+
+def ratios_of(taken: Mapping[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Times over the best candidate's, PyTorch's and CUB's of the same round: medians.
+
+    A machine that is slower for some rounds is so for both: what is chosen has the ratio of 1 to
+    itself, but for what choosing takes.
+    """
+    best = min(CANDIDATES, key=lambda name: statistics.median(taken[name]))
+    others = {BEST: best} | {name: name for name in (TORCH, CUB) if name in taken}
+    return {
+        label: {name: _paired(found, taken[other]) for name, found in taken.items()}
+        for label, other in others.items()
+    }
+
+
+def _paired(ours: list[float], theirs: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def _in_turn(work: dict[str, Work], rounds: int, device: torch.device) -> dict[str, list[float]]:
@@ -137,15 +198,16 @@ def _repeat(call: Work, times: int) -> None:
         call()
 
 
-def _rule(shape: Shape) -> str:
-    """The strategy that the processor's kernels take where none is asked for."""
-    count = shape.outer * shape.channels * shape.inner
-    found = range_strategy(count, torch.get_num_threads(), shape.channels, shape.inner)
-    return found.name.lower()
+def _rule(values: Tensor) -> str | None:
+    """The strategy that the processor's kernels take where none is asked for; None on a GPU."""
+    if values.device.type != "cpu":
+        return None
+    _, channels, inner = values.shape
+    return range_strategy(values.numel(), torch.get_num_threads(), channels, inner).name.lower()
 
 
 def _contestants(values: Tensor) -> dict[str, Work]:
-    """Each writes both ends; all are checked against PyTorch before any is timed."""
+    """Each gives both ends; ours are checked against PyTorch before any is timed."""
     ours = _on_gpu(values) if values.device.type == "cuda" else _on_cpu(values)
     expected = torch.stack(_by_torch(values)).flatten().tolist()
     for name, reduce in ours.items():
@@ -217,41 +279,32 @@ def _cub(values: Tensor) -> dict[str, Work]:
 
 
 def figures_of(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Worst over shapes of the chosen's time to the best strategy's, PyTorch's and CUB's.
+    """Worst over shapes of the chosen's time to the best candidate's, PyTorch's and CUB's.
 
-    Of hybrid reduction and of the processor's rule too, to the best strategy's.
+    Of hybrid reduction and of the processor's rule too, to the best candidate's.
     """
-    times = [row["microseconds"] for row in rows]
-    best = [min(found[name] for name in STRATEGIES) for found in times]
-
-    def worst(name: str) -> float:
-        return float(max(found[name] / least for found, least in zip(times, best, strict=True)))
-
+    ratios = [row["ratios"] for row in rows]
     figures = {
-        "worst_vs_best": worst(CHOSEN),
-        "worst_vs_torch": max(found[CHOSEN] / found[TORCH] for found in times),
-        "hybrid_worst_vs_best": worst("hybrid"),
+        "worst_vs_best": max(found[BEST][CHOSEN] for found in ratios),
+        "worst_vs_torch": max(found[TORCH][CHOSEN] for found in ratios),
+        "hybrid_worst_vs_best": max(found[BEST]["hybrid"] for found in ratios),
+        "first_use_ms_worst": max(row["first_use_ms"] for row in rows),
     }
-    ruled = [
-        (row["microseconds"], row["rule"], least) for row, least in zip(rows, best, strict=True)
-    ]
-    if all(rule is not None for _, rule, _ in ruled):
-        figures["rule_worst_vs_best"] = max(found[rule] / least for found, rule, least in ruled)
-    if ratios := [found[CHOSEN] / found[CUB] for found in times if CUB in found]:
-        figures |= {"worst_vs_cub": max(ratios), "best_vs_cub": min(ratios)}
+    if all(row["rule"] is not None for row in rows):
+        figures["rule_worst_vs_best"] = max(row["ratios"][BEST][row["rule"]] for row in rows)
+    if beside := [found[CUB][CHOSEN] for found in ratios if CUB in found]:
+        figures |= {"worst_vs_cub": max(beside), "best_vs_cub": min(beside)}
     return figures
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def _notes(device: torch.device, rounds: int) -> tuple[str, ...]:
     missing = () if find_spec("cupy") else ("cub: not compared, CuPy is not installed",)
     return (
-        f"float32, device: {_device_name(device)}, medians of {rounds} rounds",
-        "ratios: below 1 the one named first is faster; best: the fastest of the three strategies",
-        "chosen: picked while it runs, from times; rule: what the processor's kernels take where "
-        "none is asked for",
+        f"float32, device: {device_name(device)}, medians of {rounds} rounds",
+        "ratios: of times of the same round, below 1 the one named first is faster; best: the "
+        "fastest of the three strategies and PyTorch's own",
+        "chosen: picked while it runs, from times, as sessions pick; rule: what the processor's "
+        "kernels take where none is asked for",
+        "first use: what choosing takes once for a class of sizes, compiling included",
         *missing,
     )

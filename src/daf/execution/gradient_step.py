@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from daf.errors import NonFiniteLossError
 from daf.execution.capture import Capture
@@ -26,6 +29,7 @@ from daf.execution.release import GradientRelease
 from daf.execution.undisturbed import RandomState
 from daf.memory.domain import device_of
 from daf.plan import Plan, Policy
+from daf.store.coder import is_processor
 
 
 class Before:
@@ -54,6 +58,49 @@ class Before:
         all of them goes through it to the end.
         """
         self._oldest.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+
+
+class _Losses:
+    """Mean losses of a step's pieces. To look at one is to wait for all that it is made of.
+
+    Args:
+        refuse: called with a piece and its loss where that is not finite; raises.
+    """
+
+    def __init__(self, refuse: Callable[[Any, float], NoReturn]) -> None:
+        self._refuse = refuse
+        self._unread: list[tuple[Any, float, Tensor]] = []
+        self._total = self.weight = 0.0
+        self.is_sum = False
+
+    @property
+    def mean(self) -> float:
+        """Of all that were looked at."""
+        return self._total / self.weight
+
+    def add(self, part: Any, loss: WeightedLoss) -> None:
+        """A copy: what a recorded graph gives is written over when the graph runs again."""
+        self._unread.append((part, loss.weight, loss.mean.detach().clone()))
+        self.is_sum = loss.is_sum
+
+    def look(self) -> None:
+        """At all that were not looked at yet."""
+        unread, self._unread = self._unread, []
+        for part, weight, mean in unread:
+            value = mean.item()
+            if not math.isfinite(value):
+                self._refuse(part, value)
+            self._total += value * weight
+            self.weight += weight
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Around passes: where one fails, a loss that is not finite may be why."""
+        try:
+            yield
+        except Exception:
+            self.look()
+            raise
 
 
 class GradientStep:
@@ -107,19 +154,33 @@ class GradientStep:
         parts = pieces(batch, plan.micro_batch)
         self._rehearse_once(parts[0], loss_fn, plan.policy)
         self._release.begin(len(parts), held_by_plan=planned and not plan.release_gradients)
-        total, weight, is_sum = 0.0, 0.0, False
+        losses = _Losses(partial(self._refuse_nonfinite, loss_fn, key[1], before))
+        looks_first = self._looks_first()
         for index, part in enumerate(parts):
-            loss = self._forward(part, loss_fn, plan.policy, (*key, index))
-            if not torch.isfinite(loss.mean):
-                self._refuse_nonfinite(part, loss_fn, loss.mean.item(), key[1], before)
-            is_sum = loss.is_sum
-            self._backward(loss, only=len(parts) == 1, examples=batch_size(batch))
-            total += loss.mean.item() * loss.weight
-            weight += loss.weight
-            del loss
-        if is_sum and len(parts) > 1:
-            scale_gradients(list(self._model.parameters()), 1.0 / weight)
-        return total / weight
+            with losses.explaining():
+                loss = self._forward(part, loss_fn, plan.policy, (*key, index))
+                losses.add(part, loss)
+                if looks_first:
+                    losses.look()
+                self._backward(loss, only=len(parts) == 1, examples=batch_size(batch))
+                del loss
+        losses.look()
+        if losses.is_sum and len(parts) > 1:
+            scale_gradients(list(self._model.parameters()), 1.0 / losses.weight)
+        return losses.mean
+
+    def _looks_first(self) -> bool:
+        """Is a loss looked at before its backward pass?
+
+        On a device that would wait for the forward pass, while backward could be issued already;
+        so it is done only where something may be updated before backward is over.
+        """
+        if is_processor(device_of(self._model)):
+            return True
+        releases = self._release.is_asked and not self._release.refusal
+        return releases or any(
+            each._post_accumulate_grad_hooks for each in self._model.parameters()
+        )
 
     def _rehearse_once(self, part: Any, loss_fn: LossFunction, policy: Policy) -> None:
         """What may be fused is known in the first step already, in a resumed run's too.
@@ -156,8 +217,9 @@ class GradientStep:
             scaled.backward()  # type: ignore[no-untyped-call]
 
     def _refuse_nonfinite(
-        self, part: Any, loss_fn: LossFunction, value: float, step_index: int, before: Before
+        self, loss_fn: LossFunction, step_index: int, before: Before, part: Any, value: float
     ) -> NoReturn:
+        before.forget_backward()
         before.restore()
         where = first_nonfinite(self._model, part, lambda: loss_fn(self._model, part))
         before.restore()

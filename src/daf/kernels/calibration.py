@@ -1,11 +1,11 @@
 """Which of several strategies is fastest here, found by trying, and found again while it runs.
 
-Nothing here knows what a strategy does or what a clock is: callers bring a
-function that runs one and returns its seconds. A :class:`Chooser` measures
-every strategy on first use of a (device, shape class), within a time limit; from
-then on it now and then times the chosen one beside a challenger, and changes
-its mind when a challenger wins several such checks in a row. DAF (arXiv
-2507.07149) profiles offline; clocks and contention change while a run lasts.
+Nothing here knows what a strategy does: callers bring a :class:`Trial`, which runs
+one and returns its seconds. A :class:`Chooser` measures the strategies on first use of
+a (device, shape class), within a time limit; from then on it now and then times the
+chosen one beside a challenger, and changes its mind when a challenger wins several such
+checks in a row. DAF (arXiv 2507.07149) profiles offline; clocks and contention change
+while a run lasts.
 """
 
 from __future__ import annotations
@@ -14,46 +14,154 @@ import json
 import math
 import os
 import statistics
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from daf.errors import KernelError
 
-Run = Callable[[str], float]
+Clock = Callable[[], float]
 
-CALIBRATION_SECONDS = 0.045
+CALIBRATION_SECONDS = 0.04  # the file and the last run come on top: less than 0.05 in all
 CHECK_SHARE = 0.005  # of the time spent reducing that checks may take
 CONFIRMATIONS = 3
 MARGIN = 0.03  # a challenger must be faster by this much: noise must not flip
+HOPELESS = 3.0  # times the best one's seconds: whoever takes more is not tried any further
+CAUTION = 3.0  # a part may lie in a cache that all of the input does not fit
+_LEAST_SAMPLES = 3  # before one is given up
 _MOST_SAMPLES = 9
 
 
-def calibrate(
-    strategies: Sequence[str], run: Run, limit_seconds: float = CALIBRATION_SECONDS
-) -> dict[str, float]:
-    """Median seconds of each strategy, tried in turn until the limit or nine rounds.
+class Trial(Protocol):
+    """One call that strategies compete for."""
 
-    A strategy begins only while seconds are left for as long as its own last
-    run took, so the limit is passed by at most the first run of each. A
-    strategy's first run, which may compile or warm a cache, counts only where
-    there is no other.
+    @property
+    def size(self) -> int:
+        """How much there is to do; seconds grow about as this does."""
+
+    @property
+    def start_seconds(self) -> float:
+        """What a run may take however little there is to do."""
+
+    def usual(self) -> str | None:
+        """The strategy to take unless another one is clearly faster; None: nothing is known."""
+
+    def warm_up(self, name: str) -> None:
+        """A run that is not timed, for what a first one takes besides: compiling, say."""
+
+    def seconds(self, name: str) -> float:
+        """Those of one run."""
+
+    def part(self) -> Trial | None:
+        """The same on a small part of the input; None where the input is small itself."""
+
+
+def calibrate(
+    strategies: Sequence[str],
+    trial: Trial,
+    limit_seconds: float = CALIBRATION_SECONDS,
+    clock: Clock = time.perf_counter,
+) -> dict[str, float]:
+    """Seconds of each strategy, found within ``limit_seconds`` of the clock, compiling not counted.
+
+    Where the input has a part, all run on that first; only those that are not hopeless there run
+    on the whole, the best one first, each as long as there is time for it. What did not run there
+    is reckoned from the part, and no faster than what did. The limit may be passed by one run of
+    each strategy on the part (or on an input that has none), and by what runs take longer than
+    they promised.
 
     Raises:
         KernelError: there is nothing to choose from.
     """
     if not strategies:
         raise KernelError("asked to choose among no strategies; give at least one")
-    samples = {name: [run(name)] for name in strategies}
-    spent = sum(seconds for (seconds,) in samples.values())
-    for _ in range(_MOST_SAMPLES):
-        for name in strategies:
-            if spent + samples[name][-1] <= limit_seconds:
-                samples[name].append(run(name))
-                spent += samples[name][-1]
-    return {name: statistics.median(taken[1:] or taken) for name, taken in samples.items()}
+    allowance = _Allowance(limit_seconds, clock)
+    part = trial.part()
+    small = part or trial
+    samples = {name: [allowance.first_run(name, small)] for name in strategies}
+    seconds = _medians(samples, strategies, small, allowance, _LEAST_SAMPLES)
+    if part is not None:
+        return _of_all(seconds, part, trial, allowance)
+    hopeful = _hopeful(seconds, trial.start_seconds)
+    return _medians(samples, hopeful, trial, allowance, _MOST_SAMPLES)
+
+
+class _Allowance:
+    """The time that is left, compiling not counted."""
+
+    def __init__(self, seconds: float, clock: Clock) -> None:
+        self._clock = clock
+        self._end = clock() + seconds
+
+    def allows(self, seconds: float) -> bool:
+        return self._clock() + seconds <= self._end
+
+    def first_run(self, name: str, trial: Trial) -> float:
+        """Seconds of a run after one to warm up; what that took more than this was compiling."""
+        begin = self._clock()
+        trial.warm_up(name)
+        between = self._clock()
+        seconds = trial.seconds(name)
+        again = self._clock() - between
+        self._end += max(0.0, between - begin - again)
+        return seconds
+
+
+def _medians(
+    samples: dict[str, list[float]],
+    names: Sequence[str],
+    trial: Trial,
+    allowance: _Allowance,
+    most: int,
+) -> dict[str, float]:
+    """Of all samples, after those named ran in turn until each has ``most`` or no time is left."""
+    for _ in range(most):
+        for name in names:
+            if len(samples[name]) < most and allowance.allows(samples[name][-1]):
+                samples[name].append(trial.seconds(name))
+    return {name: statistics.median(taken) for name, taken in samples.items()}
+
+
+def _of_all(
+    of_part: dict[str, float], part: Trial, trial: Trial, allowance: _Allowance
+) -> dict[str, float]:
+    """Seconds on the whole input, for those that do not run there by what the part took.
+
+    Those have the pace of the slowest that did, and come behind it on the part: none of them can
+    be reckoned faster than what was seen to run.
+    """
+    growth = trial.size / part.size
+    samples: dict[str, list[float]] = {}
+    for name in _hopeful(of_part, part.start_seconds):
+        beyond = max(0.0, of_part[name] - part.start_seconds)
+        foreseen = _pace(samples, of_part) * of_part[name] if samples else CAUTION * growth * beyond
+        if not allowance.allows(foreseen):
+            break
+        samples[name] = [allowance.first_run(name, trial)]
+    seconds = _medians(samples, [*samples], trial, allowance, _MOST_SAMPLES)
+    pace = _pace({name: [each] for name, each in seconds.items()}, of_part) if seconds else growth
+    return {name: seconds.get(name, pace * each) for name, each in of_part.items()}
+
+
+def _hopeful(of_part: dict[str, float], start_seconds: float) -> list[str]:
+    """From the fastest on; what starting may take tells nothing of a larger input."""
+    most = HOPELESS * min(of_part.values()) + start_seconds
+    return [name for name in sorted(of_part, key=of_part.__getitem__) if of_part[name] <= most]
+
+
+def _pace(samples: Mapping[str, Sequence[float]], of_part: Mapping[str, float]) -> float:
+    """How many times as long as the part the whole input took, at most."""
+    return max(taken[0] / of_part[name] for name, taken in samples.items())
+
+
+def _chosen(seconds: Mapping[str, float], usual: str | None) -> str:
+    best = min(seconds, key=seconds.__getitem__)
+    if usual is None or seconds[best] < seconds[usual] * (1 - MARGIN):
+        return best
+    return usual
 
 
 @dataclass
@@ -80,46 +188,53 @@ class _Choice:
     def plan_check(self) -> None:
         """Worked out once, so that a call costs next to nothing between checks."""
         challenger = self.challenger()
-        cost = self.seconds[self.chosen] + self.seconds[challenger]
+        cost = 2 * (self.seconds[self.chosen] + self.seconds[challenger])  # a warm-up each
         self.due_seconds = math.inf if challenger == self.chosen else cost / CHECK_SHARE
 
 
 class Chooser:
     """The strategy to use for each shape class of one device."""
 
-    def __init__(self, device: str, strategies: Sequence[str], cache: Path | None = None) -> None:
+    def __init__(
+        self,
+        device: str,
+        strategies: Sequence[str],
+        cache: Path | None = None,
+        clock: Clock = time.perf_counter,
+    ) -> None:
         """Read what an earlier process found, where the cache file has it."""
         self._device = device
         self._strategies = tuple(strategies)
         self._cache = cache
-        self._choices = {
-            name: _Choice(seconds, min(seconds, key=seconds.__getitem__))
-            for name, seconds in self._read().items()
-        }
+        self._clock = clock
+        self._choices = self._read()
 
-    def choose(self, shape_class: str, run: Run) -> str:
-        """The strategy for one call; on first use of a class, all are tried through ``run``."""
+    def choose(self, shape_class: str, trial: Trial) -> str:
+        """The strategy for one call; on first use of a class they are tried."""
         choice = self._choices.get(shape_class)
         if choice is None:
-            choice = self._calibrated(shape_class, run)
+            choice = self._calibrated(shape_class, trial)
         choice.spent_seconds += choice.seconds[choice.chosen]
         if choice.spent_seconds >= choice.due_seconds:
-            self._check(choice, run)
+            self._check(choice, trial)
         return choice.chosen
 
-    def _calibrated(self, shape_class: str, run: Run) -> _Choice:
-        seconds = calibrate(self._strategies, run)
-        choice = _Choice(seconds, min(seconds, key=seconds.__getitem__))
+    def _calibrated(self, shape_class: str, trial: Trial) -> _Choice:
+        seconds = calibrate(self._strategies, trial, clock=self._clock)
+        choice = _Choice(seconds, _chosen(seconds, trial.usual()))
         self._choices[shape_class] = choice
         self._write()
         return choice
 
-    def _check(self, choice: _Choice, run: Run) -> None:
+    def _check(self, choice: _Choice, trial: Trial) -> None:
         challenger = choice.challenger()
         choice.spent_seconds = 0.0
         choice.next_challenger += 1
-        for name in (choice.chosen, challenger):
-            choice.seconds[name] = run(name)
+        pair = (choice.chosen, challenger)
+        # In turns: whoever goes second may find in a cache what the first one fetched.
+        for name in pair if choice.next_challenger % 2 else pair[::-1]:
+            trial.warm_up(name)
+            choice.seconds[name] = trial.seconds(name)
         if choice.seconds[challenger] >= choice.seconds[choice.chosen] * (1 - MARGIN):
             choice.wins.clear()
         else:
@@ -135,16 +250,19 @@ class Chooser:
 
     # --- cache file -------------------------------------------------------------------------
 
-    def _read(self) -> dict[str, dict[str, float]]:
-        """This device's classes for which the file names every strategy."""
+    def _read(self) -> dict[str, _Choice]:
+        """This device's classes for which the file has a choice among these very strategies."""
         found = self._whole_file().get(self._device, {})
         if not isinstance(found, dict):
             return {}
-        return {
-            name: {key: float(value) for key, value in seconds.items()}
-            for name, seconds in found.items()
-            if set(seconds) == set(self._strategies)
-        }
+        return {name: _Choice(**entry) for name, entry in found.items() if self._is_ours(entry)}
+
+    def _is_ours(self, entry: Any) -> bool:
+        """Entries of versions that kept seconds alone are not: some were times of compiling."""
+        if not isinstance(entry, dict) or set(entry) != {"seconds", "chosen"}:
+            return False
+        is_whole = isinstance(entry["seconds"], dict) and entry["chosen"] in entry["seconds"]
+        return is_whole and set(entry["seconds"]) == set(self._strategies)
 
     def _whole_file(self) -> Mapping[str, Any]:
         if self._cache is None or not self._cache.exists():
@@ -162,7 +280,10 @@ class Chooser:
         """Beside other devices' entries; a reader sees the old file or the new one, whole."""
         if self._cache is None:
             return
-        ours = {name: choice.seconds for name, choice in self._choices.items()}
+        ours = {
+            name: {"seconds": choice.seconds, "chosen": choice.chosen}
+            for name, choice in self._choices.items()
+        }
         content = dict(self._whole_file()) | {self._device: ours}
         fresh = self._cache.with_name(f"{self._cache.name}.{os.getpid()}")
         try:

@@ -7,10 +7,11 @@ finds out. Nothing here waits for the device.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
-from daf.errors import KernelError
 from daf.kernels import BLOCK_ELEMENTS, RangeStrategy
 from daf.kernels.contract import check_channels, check_member
 from daf.kernels.gpu_launch import on_device, patterns
@@ -25,6 +26,7 @@ from daf.kernels.gpu_reduce_device import (
 
 _TILE = 2048
 _MOST_PARTIALS = 512
+_MOST_ALONE = 8  # tiles that one program takes by itself, to spare a second kernel; not tuned yet
 _WIDEST = 32
 _LEAST_SPAN_BLOCKS = 16
 _SPANS = 8  # of a whole tensor, or of channels side by side, to a program
@@ -32,7 +34,11 @@ _MOST_COLUMNS = 128
 _LANES = 16
 _CHANNELS = 8
 _MOST_FOLDED = 4096  # sums in a program's registers
-_GREATEST_KEY, _LEAST_KEY = 2**31 - 1, -(2**31)
+_KEYS: dict[str, Any] = {"dtype": torch.int32}
+_GREATEST_KEY = 2**31 - 1
+_ALONE = 3  # a number beside those of RangeStrategy: one program, which has nothing to combine
+
+_Pair = tuple[Tensor, Tensor]  # of the least and of the greatest
 
 
 def measure_ranges(
@@ -48,55 +54,88 @@ def measure_ranges(
     """
     check_member("strategy", strategy, tuple(RangeStrategy))
     check_channels(channels, inner)
-    inner = 1 if channels == 1 else inner
-    count = source.numel()
-    elements, kind = patterns(source, count)
+    elements, kind = patterns(source, source.numel())
+    tiles = _cut(source.numel(), channels, 1 if channels == 1 else inner)
+    least, greatest = (torch.empty(channels, device=source.device, **_KEYS) for _ in range(2))
+    if tiles.programs == 1:
+        _reduce(elements, kind, _ALONE, tiles, (least, greatest))
+    else:
+        keys = _places_of_keys(strategy, tiles, source.device)
+        _reduce(elements, kind, int(strategy), tiles, keys)
+        _finish(keys, (least, greatest))
+    return least.view(torch.float32), greatest.view(torch.float32)
+
+
+class _Tiles(NamedTuple):
+    """How programs share a tensor: each ``steps`` tiles of (rows, columns)."""
+
+    size: int
+    rows: int
+    channels: int
+    inner: int
+    tile_rows: int
+    columns: int
+    steps: int
+    programs: int  # of one group of channels
+
+
+def _cut(count: int, channels: int, inner: int) -> _Tiles:
     rows = inner * -(-count // (channels * inner))
     columns = min(_power_of_two(channels), _WIDEST) if inner < _WIDEST else 1
     tile_rows = _TILE // columns
-    steps = _power_of_two(-(-rows // (tile_rows * _MOST_PARTIALS)))
+    steps = _power_of_two(-(-rows // tile_rows))
+    if steps > _MOST_ALONE:
+        steps = _power_of_two(-(-rows // (tile_rows * _MOST_PARTIALS)))
     programs = max(1, -(-rows // (tile_rows * steps)))
-    partials = programs if strategy is RangeStrategy.TREE else 1
-    least = torch.full((partials, channels), _GREATEST_KEY, dtype=torch.int32, device=source.device)
-    greatest = torch.full_like(least, _LEAST_KEY)
-    if count > 0:
-        on_device(
-            reduce_ranges,
-            (programs, -(-channels // columns)),
-            source.device,
-            source=elements,
-            least=least,
-            greatest=greatest,
-            count=count,
-            rows=rows,
-            channels=channels,
-            inner=inner,
-            TYPE=kind,
-            STRATEGY=int(strategy),
-            STEPS=steps,
-            ROWS=tile_rows,
-            COLUMNS=columns,
-        )
-    return _finish(least, greatest, partials, channels)
+    return _Tiles(count, rows, channels, inner, tile_rows, columns, steps, programs)
 
 
-def _finish(least: Tensor, greatest: Tensor, partials: int, channels: int) -> tuple[Tensor, Tensor]:
-    results = [torch.empty(channels, dtype=torch.int32, device=least.device) for _ in range(2)]
+def _places_of_keys(strategy: RangeStrategy, tiles: _Tiles, device: torch.device) -> _Pair:
+    """(partials, channels) each: what programs write, or compare with and so must find there."""
+    if strategy is RangeStrategy.TREE:
+        shape = (tiles.programs, tiles.channels)
+        low, high = (torch.empty(shape, device=device, **_KEYS) for _ in range(2))
+        return low, high
+    cells = torch.full((2, 1, tiles.channels), _GREATEST_KEY, device=device, **_KEYS)
+    return cells[0], cells[1]
+
+
+def _reduce(elements: Tensor, kind: int, strategy: int, tiles: _Tiles, written: _Pair) -> None:
+    on_device(
+        reduce_ranges,
+        (tiles.programs, -(-tiles.channels // tiles.columns)),
+        elements.device,
+        source=elements,
+        least=written[0],
+        greatest=written[1],
+        count=tiles.size,
+        rows=tiles.rows,
+        channels=tiles.channels,
+        inner=tiles.inner,
+        TYPE=kind,
+        STRATEGY=strategy,
+        STEPS=tiles.steps,
+        ROWS=tiles.tile_rows,
+        COLUMNS=tiles.columns,
+    )
+
+
+def _finish(keys: _Pair, ends: _Pair) -> None:
+    partials, channels = keys[0].shape
     columns = min(_power_of_two(channels), 8)
     on_device(
         finish_ranges,
         (-(-channels // columns),),
-        least.device,
-        least=least,
-        greatest=greatest,
-        least_out=results[0],
-        greatest_out=results[1],
+        keys[0].device,
+        least=keys[0],
+        greatest=keys[1],
+        least_out=ends[0],
+        greatest_out=ends[1],
         partials=partials,
         channels=channels,
         ROWS=_power_of_two(partials),
         COLUMNS=columns,
     )
-    return results[0].view(torch.float32), results[1].view(torch.float32)
 
 
 def measure_sums(source: Tensor, channels: int = 1, inner: int = 1) -> tuple[Tensor, Tensor]:
@@ -210,19 +249,6 @@ def _columns(channels: int) -> int:
 def span_elements(channels: int) -> int:
     """Elements of a span, as section 8 of the format says."""
     return BLOCK_ELEMENTS * max(_LEAST_SPAN_BLOCKS, _power_of_two(channels))
-
-
-def shape_class(count: int, channels: int, inner: int) -> str:
-    """Shapes that one choice serves: powers of four of the counts, and how channels lie.
-
-    Raises:
-        KernelError: a number is out of its range.
-    """
-    if count < 0:
-        raise KernelError(f"asked for {count} elements; a count is 0 or more")
-    check_channels(channels, inner)
-    sizes = f"{count.bit_length() // 2}-{channels.bit_length() // 2}"
-    return f"{sizes}-{'last' if inner == 1 and channels > 1 else 'first'}"
 
 
 def _power_of_two(value: int) -> int:

@@ -15,6 +15,7 @@ from daf.kernels.gpu_blocks import NAN_BITS, load_elements
 
 TREE = tl.constexpr(0)
 ATOMICS = tl.constexpr(1)
+ALONE = tl.constexpr(3)
 GREATEST_KEY = tl.constexpr(0x7FFFFFFF)
 LEAST_KEY = tl.constexpr(-0x80000000)
 _INFINITE_KEY = tl.constexpr(0x7F800000)
@@ -46,7 +47,9 @@ def reduce_ranges(
 
     By the TREE, program r writes row r of (programs, channels) partial keys; else
     the results are atomically compared with (channels,) cells: every element's
-    (ATOMICS), or one of each program and channel (the hybrid).
+    (ATOMICS), or one of each program and channel (the hybrid). Of greatest keys the
+    complement is written, a least one again: one fill makes all cells ready. A program
+    that is ALONE with its channels writes their ends.
     """
     channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :].to(tl.int64)
     low = tl.full((ROWS, COLUMNS), GREATEST_KEY, tl.int32)
@@ -60,20 +63,33 @@ def reduce_ranges(
         if STRATEGY == ATOMICS:
             cell = tl.broadcast_to(channel, (ROWS, COLUMNS))
             tl.atomic_min(least + cell, key, mask=valid)
-            tl.atomic_max(greatest + cell, key, mask=valid)
+            tl.atomic_min(greatest + cell, ~key, mask=valid)
         else:
             low = tl.minimum(low, tl.where(valid, key, GREATEST_KEY))
             high = tl.maximum(high, tl.where(valid, key, LEAST_KEY))
     if STRATEGY != ATOMICS:
         own = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         ours_low, ours_high = tl.min(low, axis=0), tl.max(high, axis=0)
-        if STRATEGY == TREE:
+        if STRATEGY == ALONE:
+            _write_ends(least, greatest, own, ours_low, ours_high, channels)
+        elif STRATEGY == TREE:
             place = tl.program_id(0) * channels + own
             tl.store(least + place, ours_low, mask=own < channels)
-            tl.store(greatest + place, ours_high, mask=own < channels)
+            tl.store(greatest + place, ~ours_high, mask=own < channels)
         else:
             tl.atomic_min(least + own, ours_low, mask=own < channels)
-            tl.atomic_max(greatest + own, ours_high, mask=own < channels)
+            tl.atomic_min(greatest + own, ~ours_high, mask=own < channels)
+
+
+@triton.jit
+def _write_ends(least_out, greatest_out, channel, low, high, channels):
+    """Patterns of the channels' ends: NaN for both where one was met."""
+    empty = low > high
+    broken = ((low < _NEGATIVE_INFINITE_KEY) | (high > _INFINITE_KEY)) & (empty == 0)
+    low_bits = tl.where(empty, 0x7F800000, tl.where(broken, NAN_BITS, _turn(low)))
+    high_bits = tl.where(empty, -0x800000, tl.where(broken, NAN_BITS, _turn(high)))
+    tl.store(least_out + channel, low_bits, mask=channel < channels)
+    tl.store(greatest_out + channel, high_bits, mask=channel < channels)
 
 
 @triton.jit
@@ -87,19 +103,14 @@ def finish_ranges(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Fold (partials, channels) keys and write patterns: NaN for both where one was met."""
+    """Fold (partials, channels) least keys, and complements of greatest, and write patterns."""
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)
     valid = (row[:, None] < partials) & (channel[None, :] < channels)
     place = row[:, None] * channels + channel[None, :]
     low = tl.min(tl.load(least + place, mask=valid, other=GREATEST_KEY), axis=0)
-    high = tl.max(tl.load(greatest + place, mask=valid, other=LEAST_KEY), axis=0)
-    empty = low > high
-    broken = ((low < _NEGATIVE_INFINITE_KEY) | (high > _INFINITE_KEY)) & (empty == 0)
-    low_bits = tl.where(empty, 0x7F800000, tl.where(broken, NAN_BITS, _turn(low)))
-    high_bits = tl.where(empty, -0x800000, tl.where(broken, NAN_BITS, _turn(high)))
-    tl.store(least_out + channel, low_bits, mask=channel < channels)
-    tl.store(greatest_out + channel, high_bits, mask=channel < channels)
+    high = ~tl.min(tl.load(greatest + place, mask=valid, other=GREATEST_KEY), axis=0)
+    _write_ends(least_out, greatest_out, channel, low, high, channels)
 
 
 @triton.jit

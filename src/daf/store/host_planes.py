@@ -147,6 +147,10 @@ class HostStore(RecordStore[Record]):
         self.pinned_bytes = 0
         self.taken_bytes = 0  # ever
         self.fetched_bytes = 0  # ever
+        self.reads = 0  # ever
+        # Of these, how many were asked for before their words had come. The host asks well before
+        # the device reads, so that a device waits for fewer.
+        self.late_reads = 0
 
     @property
     def device_bytes(self) -> int:
@@ -236,6 +240,8 @@ class HostStore(RecordStore[Record]):
             record.readers += 1
             self._fetch_before(record.number)
             arriving = record.arriving
+            self.reads += 1
+            self.late_reads += arriving is not None and not self.transfers.is_done(arriving)
         self.on_read()
         self.on_moved()
         try:
@@ -269,7 +275,7 @@ class HostStore(RecordStore[Record]):
         for each, record in reversed(self._live.items()):
             if each >= number or record.on_device is not None or not record.is_there:
                 continue
-            if self._device_bytes + record.nbytes > self.staging_bytes:
+            if not self._make_room(record, number):
                 return
             words = self._words_on_host(record)
             try:
@@ -293,6 +299,23 @@ class HostStore(RecordStore[Record]):
             while self._let_go_of_one():
                 pass
             self._place(record)
+
+    def _make_room(self, wanted: Record, reading: int) -> bool:
+        """Within the bound, for what is wanted next. Codes stay alive where backward will run once
+        more (``retain_graph``): those that were read go, if they are enough, what was above first.
+        """
+        excess = self._device_bytes + wanted.nbytes - self.staging_bytes
+        if excess <= 0:
+            return True
+        were_read = [each for each in self._live.values() if each.was_read and self._may_go(each)]
+        may_go = [each for each in were_read if not wanted.number < each.number < reading]
+        if excess > sum(each.nbytes for each in may_go):
+            return False
+        for each in sorted(may_go, key=lambda each: (each.number < reading, each.number)):
+            if excess > 0:
+                self._leave_device(each)
+                excess -= each.nbytes
+        return True
 
     def _place(self, record: Record) -> None:
         record.on_device = self._empty(record.nbytes // WORD_BYTES)

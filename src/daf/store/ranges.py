@@ -1,9 +1,10 @@
 """The range of a whole tensor, by the strategy that is fastest here and now.
 
 Hybrid reduction (DAF, arXiv 2507.07149) with a choice made at run time: the first time that a
-size is asked for on a device every strategy is tried, PyTorch's own too, within
-``calibration.CALIBRATION_SECONDS``; a cache file keeps what was found, and now and then the chosen
-one is timed beside another, so that clocks and contention that change can flip the choice.
+size is asked for on a device strategies are tried, PyTorch's own too, first on a part of the
+tensor, within ``calibration.CALIBRATION_SECONDS`` beside what compiling takes; a cache file keeps
+what was found, and now and then the chosen one is timed beside another, so that clocks and
+contention that change can flip the choice.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from daf.kernels import RangeStrategy
 from daf.kernels.calibration import Chooser
-from daf.kernels.cpu_measure import measure_ranges, ranges_workspace_bytes
+from daf.kernels.cpu_measure import measure_ranges, range_strategy, ranges_workspace_bytes
 from daf.store.codec import element_type, is_codable
 from daf.store.coder import can_code_on, is_processor
 from daf.store.layout import in_memory_order, is_dense
@@ -34,6 +35,9 @@ STRATEGIES = (*(strategy.name.lower() for strategy in RangeStrategy), PYTORCH)
 CACHE_VARIABLE = "DAF_CACHE"
 # Below, a choice takes as long as the reduction.
 LEAST_ELEMENTS = 1 << 16
+PART_ELEMENTS = 1 << 20  # of larger tensors, that all strategies are tried on
+# At most, for a strategy's few kernels on a GPU to be started by the host and waited for.
+_STARTING_SECONDS = 1.5e-4
 
 Ends = tuple[Tensor, Tensor]
 
@@ -57,11 +61,10 @@ class Ranges:
 
     def ends(self, tensor: Tensor) -> Ends:
         """Least and greatest element of a tensor of floats or integers, 0-dim, where it is."""
-        is_known = _has_kernels(tensor) and tensor.device not in self._broken
-        if tensor.numel() < LEAST_ELEMENTS or not is_known:
+        if not self._has_choice(tensor):
             return _by_pytorch(tensor)
         try:
-            return _by(tensor, self.strategy_for(tensor))
+            return _by(tensor, self._choose(tensor))
         except Exception as problem:
             if is_processor(tensor.device):
                 raise
@@ -74,20 +77,59 @@ class Ranges:
 
     def strategy_for(self, tensor: Tensor) -> str:
         """The one that this call is to take; the first of its size takes some milliseconds."""
+        return self._choose(tensor) if self._has_choice(tensor) else PYTORCH
 
-        def seconds(name: str) -> float:
-            return _seconds(lambda: _by(tensor, name), tensor.device)
-
+    def _choose(self, tensor: Tensor) -> str:
         with self._lock:
             chooser = self._chooser(tensor.device)
             size = tensor.numel().bit_length() // 2  # powers of four share a choice
-            return chooser.choose(f"{tensor.dtype}-{size}".removeprefix("torch."), seconds)
+            return chooser.choose(f"{tensor.dtype}-{size}".removeprefix("torch."), _Trial(tensor))
+
+    def _has_choice(self, tensor: Tensor) -> bool:
+        is_large = tensor.numel() >= LEAST_ELEMENTS
+        return is_large and _has_kernels(tensor) and tensor.device not in self._broken
 
     def _chooser(self, device: torch.device) -> Chooser:
         name = device_name(device)
         if name not in self._choosers:
             self._choosers[name] = Chooser(name, STRATEGIES, self._cache)
         return self._choosers[name]
+
+
+class _Trial:
+    """The range of one tensor, as a call that strategies compete for."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    @property
+    def size(self) -> int:
+        return self._tensor.numel()
+
+    @property
+    def start_seconds(self) -> float:
+        return 0.0 if is_processor(self._tensor.device) else _STARTING_SECONDS
+
+    def usual(self) -> str | None:
+        """What the processor's kernels take where none is asked for; of GPUs no rule is known."""
+        if not is_processor(self._tensor.device):
+            return None
+        return range_strategy(self.size, torch.get_num_threads()).name.lower()
+
+    def warm_up(self, name: str) -> None:
+        """A GPU's kernels are compiled for sizes; a processor's only have threads to start."""
+        is_compiled = not is_processor(self._tensor.device)
+        _by(self._tensor if is_compiled else self._first(LEAST_ELEMENTS), name)
+        _wait_for(self._tensor.device)
+
+    def seconds(self, name: str) -> float:
+        return _seconds(lambda: _by(self._tensor, name), self._tensor.device)
+
+    def part(self) -> _Trial | None:
+        return _Trial(self._first(PART_ELEMENTS)) if self.size > PART_ELEMENTS else None
+
+    def _first(self, count: int) -> Tensor:
+        return in_memory_order(self._tensor)[:count]
 
 
 def bounds(tensor: Tensor) -> Bounds:
@@ -119,9 +161,14 @@ def _is_finite(tensor: Tensor) -> Tensor:
 
 def device_name(device: torch.device) -> str:
     """What choices hold for: a kind of GPU, or so many threads of a processor."""
+    return _device_name(device, torch.get_num_threads())
+
+
+@cache
+def _device_name(device: torch.device, threads: int) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{device.type}, {torch.get_num_threads()} threads"
+    return f"{device.type}, {threads} threads"
 
 
 def default_cache() -> Path | None:

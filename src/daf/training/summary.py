@@ -73,7 +73,8 @@ def noise_of(job: Job) -> dict[str, Any] | None:
     """What was measured of noise; None where nothing was.
 
     Variances are squared lengths, of the gradient of a measured part's mean loss (``examples``)
-    or of steps that are divided by it (``relative``); their ratio holds for the batch. ``overhead``: time for measuring over that for training.
+    or of steps that are divided by it (``relative``); their ratio holds for the batch.
+    ``overhead``: time for measuring over that for training.
     """
     found, history = job.session.sensitivity, job.session.noise_history
     if found is None:
