@@ -131,11 +131,12 @@ def test_what_was_seen_of_the_papers_experiments_is_said() -> None:
     assert "Seen here: the fastest of these at 2 budgets was DAF 2." in lines
     assert papers.policy_lines(rows[:1]) == []
     times = [
-        {"tree": 2.0, "atomics": 3.0, "hybrid": 1.0},
-        {"tree": 1.0, "atomics": 3.0, "hybrid": 2},
+        {"tree": 2.0, "atomics": 3.0, "hybrid": 1.0, "torch": 1.5},
+        {"tree": 1.0, "atomics": 3.0, "hybrid": 2.0, "torch": 1.5},
+        {"tree": 1.0, "atomics": 3.0, "hybrid": 2.0, "torch": 0.5},
     ]
     figures = {"hybrid_worst_vs_best": 2.0, "worst_vs_best": 1.05}
     result = {"rows": [{"microseconds": each} for each in times], "figures": figures}
     said = papers.reduce_seen(result)
-    assert "of 2 shapes, best is tree on 1, atomics on 0, hybrid on 1" in said
+    assert "of 3 shapes, best is tree on 1, atomics on 0, hybrid on 1, PyTorch's own on 1" in said
     assert "at most 2.00 times" in said

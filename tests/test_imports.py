@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from typing import TypeGuard
 
 SOURCE = Path(__file__).parents[1] / "src"
 
@@ -145,3 +146,29 @@ def top_level_imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             found.add((node.module or "").partition(".")[0])
     return found
+
+
+def test_every_codec_of_a_gpu_is_called() -> None:
+    """No kernel is kept that only its own tests run."""
+    path = SOURCE / "daf" / "kernels" / "gpu.py"
+    offered = {each.name for each in ast.parse(path.read_text()).body if is_public(each)}
+    assert {"encode_rotated", "apply_mask"} <= offered
+    assert offered <= attributes_of("gpu", SOURCE)
+
+
+def is_public(node: ast.stmt) -> TypeGuard[ast.FunctionDef]:
+    return isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+
+
+def attributes_of(name: str, folder: Path) -> set[str]:
+    """What is written behind ``name.`` anywhere in a folder's files."""
+    nodes = (
+        each for path in folder.rglob("*.py") for each in ast.walk(ast.parse(path.read_text()))
+    )
+    return {
+        each.attr
+        for each in nodes
+        if isinstance(each, ast.Attribute)
+        and isinstance(each.value, ast.Name)
+        and each.value.id == name
+    }

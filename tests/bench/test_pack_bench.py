@@ -30,12 +30,13 @@ TWO_BITS = Treatment(Method.ROTATED, 2)
 
 
 class Told(LateTransfers):
-    """Remembers what it was asked for, and the tickets of copies."""
+    """Remembers what it was asked for, and the tickets of copies; none comes back in time."""
 
     def __init__(self, latest_s: float) -> None:
         super().__init__(latest_s)
         self.asked: list[str] = []
         self.copies: list[Arrival] = []
+        self.coming: set[Arrival] = set()
 
     def mark(self) -> Arrival:
         self.asked.append("mark")
@@ -50,6 +51,14 @@ class Told(LateTransfers):
         copy, ticket = super().out(source)
         self.copies.append(ticket)
         return copy, ticket
+
+    def back(self, source: Tensor, target: Tensor) -> Arrival:
+        ticket = super().back(source, target)
+        self.coming.add(ticket)
+        return ticket
+
+    def is_done(self, ticket: Arrival) -> bool:
+        return ticket not in self.coming and super().is_done(ticket)
 
 
 def device_that_tells(latest_s: float) -> tuple[SimulatedDevice, Told]:
@@ -68,6 +77,8 @@ def by_way(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     assert (gpu["cpu_packs"], cpu["gpu_packs"], cpu["cpu_packs"]) == (0, 0, count)
     assert both["gpu_packs"] + both["cpu_packs"] == count
     assert len({(row["raw_bytes"], row["code_bytes"]) for row in rows}) == 1
+    for row in rows:  # every code is read once
+        assert 0 <= row["late_reads"] <= row["reads"] == count
     return found
 
 
@@ -83,6 +94,11 @@ def test_three_ways_take_turns_and_the_gradients_pass_through_codes(tmp_path: Pa
         assert row["exposed_ms"] == pytest.approx(max(0.0, longer))
         assert row["backward_ratio"] > 0
     assert result.figures["exposed_ms"] == rows[BOTH]["exposed_ms"]
+    timed = dict(zip((GPU, CPU, BOTH), device.stores[-6:-3], strict=True))
+    assert all(row["late_reads"] == timed[way].late_reads for way, row in rows.items())
+    # What the device packed last never left it; what the processor packed had all to come.
+    assert 0 < rows[GPU]["late_reads"] < rows[GPU]["reads"]
+    assert rows[CPU]["late_reads"] == rows[CPU]["reads"]
     # The watched passes are the last ones, one of each way.
     counts = rows[GPU]["gpu_packs"]
     for place, row in enumerate(reversed(result.rows)):

@@ -74,6 +74,41 @@ def test_a_loss_that_is_no_scalar_is_an_error(result: Any) -> None:
         microbatch.read_loss(result, 4)
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "weight",
+    [
+        torch.tensor(1001),
+        torch.tensor([0.7]),
+        torch.tensor(1 / 3, dtype=torch.float64),
+        torch.tensor(True),
+        torch.tensor(3.0, requires_grad=True),
+    ],
+)
+def test_a_weight_that_is_a_tensor_divides_as_its_number_does(
+    kind: torch.dtype, weight: Tensor
+) -> None:
+    """Of the total's type, bit for bit, and no part of the graph."""
+    totals = [torch.full((), 123.456, dtype=kind, requires_grad=True) for _ in range(2)]
+    found, plain = (
+        microbatch.read_loss((total, given), 4).mean
+        for total, given in zip(totals, (weight, weight.item()), strict=True)
+    )
+    found.backward()
+    plain.backward()
+    assert found.dtype is kind
+    assert torch.equal(found, plain)
+    assert torch.equal(totals[0].grad, totals[1].grad)
+    assert weight.grad is None
+
+
+def test_a_weight_is_what_it_was_when_the_loss_was_read() -> None:
+    weight = torch.tensor(4.0)
+    loss = microbatch.read_loss((torch.tensor(8.0), weight), 4)
+    weight.zero_()
+    assert loss.mean == 2.0
+
+
 def test_batch_statistics_refuse_to_be_split_and_say_where() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     assert "BatchNorm1d '1'" in microbatch.split_refusal(model)

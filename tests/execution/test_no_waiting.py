@@ -54,6 +54,20 @@ def total_square(model: nn.Module, x: Tensor) -> tuple[Tensor, float]:
     return found.sum(), found.numel()
 
 
+def weighted_square(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Pieces weigh what only the device has summed up."""
+    weights = x[:, 0].abs()
+    return (model(x).square().sum(1) * weights).sum(), weights.sum()
+
+
+def weighted_square_read_at_once(model: nn.Module, x: Tensor) -> tuple[Tensor, float]:
+    total, weight = weighted_square(model, x)
+    return total, float(weight)
+
+
+LOSSES = [mean_square, total_square, weighted_square]
+
+
 @pytest.fixture
 def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """The processor counts as a device that the host would wait for."""
@@ -82,7 +96,7 @@ def state(model: nn.Module) -> list[Tensor]:
     return [each.clone() for each in model.state_dict().values()] + [torch.get_rng_state()]
 
 
-@pytest.mark.parametrize("loss_fn", [mean_square, total_square])
+@pytest.mark.parametrize("loss_fn", LOSSES)
 @pytest.mark.parametrize("micro_batch", [4, EXAMPLES])
 def test_losses_are_looked_at_when_all_of_backward_was_asked_for(
     loss_fn: Callable[..., Any], micro_batch: int, simulated: None, monkeypatch: pytest.MonkeyPatch
@@ -99,11 +113,11 @@ def test_losses_are_looked_at_when_all_of_backward_was_asked_for(
     with waits:
         steps.run(torch.randn(EXAMPLES, 4), loss_fn, micro_batch)
     assert before == [0] * pieces
-    assert waits.count == pieces
+    assert waits.count == pieces * (2 if loss_fn is weighted_square else 1)
 
 
 @pytest.mark.parametrize("micro_batch", [4, EXAMPLES])
-@pytest.mark.parametrize("loss_fn", [mean_square, total_square])
+@pytest.mark.parametrize("loss_fn", LOSSES)
 def test_loss_and_gradients_are_those_of_who_looks_first(
     loss_fn: Callable[..., Any], micro_batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +128,19 @@ def test_loss_and_gradients_are_those_of_who_looks_first(
         model = Fragile()
         loss = Steps(model).run(batch, loss_fn, micro_batch)
         found.append([torch.tensor(loss), *state(model), *(p.grad for p in model.parameters())])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("micro_batch", [4, EXAMPLES])
+def test_a_weight_on_the_device_counts_as_its_number_does(
+    micro_batch: int, simulated: None
+) -> None:
+    found, batch = [], torch.randn(EXAMPLES, 4)
+    for loss_fn in (weighted_square, weighted_square_read_at_once):
+        torch.manual_seed(0)
+        model = Fragile()
+        loss = Steps(model).run(batch, loss_fn, micro_batch)
+        found.append([torch.tensor(loss), *(each.grad for each in model.parameters())])
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
 
 
@@ -221,14 +248,26 @@ def activations() -> tuple[nn.Module, Tensor]:
 
 @needs_cuda
 @pytest.mark.parametrize("bits", ["plain", 2])
-@pytest.mark.parametrize("micro_batch", [64, 128])
+@pytest.mark.parametrize(
+    ("micro_batch", "loss_fn"),
+    [
+        (64, mean_square),
+        (128, mean_square),
+        (64, weighted_square),
+        (128, weighted_square),
+    ],
+)
 def test_on_a_gpu_nothing_waits_from_forward_to_the_end_of_backward(
-    bits: str | int, micro_batch: int, code_everything: None, monkeypatch: pytest.MonkeyPatch
+    bits: str | int,
+    micro_batch: int,
+    loss_fn: Callable[..., Any],
+    code_everything: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In the second step: in the first, kernels are compiled."""
     model, batch = activations()
     steps = Steps(model, policy=policy_for(bits))
-    expected = steps.run(batch, mean_square, micro_batch)
+    expected = steps.run(batch, loss_fn, micro_batch)
     forward, backward = steps.gradient._forward, steps.gradient._backward
 
     def quietly(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -240,7 +279,7 @@ def test_on_a_gpu_nothing_waits_from_forward_to_the_end_of_backward(
 
     monkeypatch.setattr(steps.gradient, "_forward", quietly(forward))
     monkeypatch.setattr(steps.gradient, "_backward", quietly(backward))
-    assert steps.run(batch, mean_square, micro_batch) == pytest.approx(expected, rel=1e-5)
+    assert steps.run(batch, loss_fn, micro_batch) == pytest.approx(expected, rel=1e-5)
 
 
 @needs_cuda

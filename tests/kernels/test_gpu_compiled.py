@@ -72,7 +72,6 @@ def kernels() -> list[tuple[str, object, dict[str, object]]]:
     add(gpu_bits.apply_mask, TYPE=1, **BITS_CODED)
     add(gpu_bits.encode_derivative, TYPE=1, BITS=3, **BITS_CODED)
     add(gpu_bits.decode_derivative, TYPE=2, BITS=3, **BITS_CODED)
-    add(gpu_bits.apply_derivative, TYPE=0, BITS=3, **BITS_CODED)
     flat = {"AFFINE": False, "PAGED": False, "BLOCKS": 4}
     add(gpu_rotated.encode_rotated, TYPE=0, BITS=2, KEPT=2, ROUNDS=1, **flat)
     add(

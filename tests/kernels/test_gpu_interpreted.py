@@ -18,7 +18,7 @@ FILES = [*sorted(TESTS.glob("kernels/test_gpu*.py")), TESTS / "execution/test_de
 @pytest.mark.parametrize(
     ("names", "at_least"),
     [
-        (("test_gpu", "test_gpu_reduce"), 60),
+        (("test_gpu", "test_gpu_reduce"), 140),
         (("test_gpu_norm", "test_gpu_speed"), 30),
         (("test_device_capture",), 14),
     ],

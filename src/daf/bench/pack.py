@@ -14,7 +14,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Protocol
 
@@ -156,18 +156,21 @@ def planned(saved: Sequence[Saved], rates: Rates, forward_ms: float) -> dict[str
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """Of one step (ms): forward with all packing done, and backward."""
+    """Of one step (ms): forward with all packing done, and backward; and what its store counted."""
 
     packed_ms: float
     backward_ms: float
-    code_bytes: int
+    code_bytes: int = 0
+    reads: int = 0
+    late_reads: float = 0.0
 
 
 def _median(found: Sequence[_Times]) -> _Times:
-    return _Times(
-        statistics.median(each.packed_ms for each in found),
-        statistics.median(each.backward_ms for each in found),
-        found[-1].code_bytes,
+    return replace(
+        found[-1],
+        packed_ms=statistics.median(each.packed_ms for each in found),
+        backward_ms=statistics.median(each.backward_ms for each in found),
+        late_reads=statistics.median(each.late_reads for each in found),
     )
 
 
@@ -241,20 +244,21 @@ class _Step:
         self._bed.finish()
         start_s = time.perf_counter()
         if routes is None:
-            return self._backward(self._loss(), start_s, 0)
-        host = self._host(lambda _: Given(routes))
+            return self._backward(self._loss(), start_s)
+        store = self._bed.store(self._bed.place, self._staging_bytes)
+        host = self._host(lambda _: Given(routes), lambda *_: store)
         loss = self._coded_loss(host)
         host.wait_until_packed()
-        return self._backward(loss, start_s, host.stored_bytes)
+        coded = store.stored_bytes
+        times = self._backward(loss, start_s)
+        return replace(times, code_bytes=coded, reads=store.reads, late_reads=store.late_reads)
 
-    def _backward(self, loss: Tensor, start_s: float, coded: int) -> _Times:
+    def _backward(self, loss: Tensor, start_s: float) -> _Times:
         self._bed.finish()
         middle_s = time.perf_counter()
         loss.backward()  # type: ignore[no-untyped-call]
         self._bed.finish()
-        return _Times(
-            1000.0 * (middle_s - start_s), 1000.0 * (time.perf_counter() - middle_s), coded
-        )
+        return _Times(1000.0 * (middle_s - start_s), 1000.0 * (time.perf_counter() - middle_s))
 
 
 def is_packed(tensor: Tensor) -> bool:
@@ -296,6 +300,8 @@ def _row(plan: Timeline, found: _Times, plain: _Times) -> dict[str, Any]:
         "predicted_exposed_ms": plan.exposed_ms,
         "backward_ratio": found.backward_ms / plain.backward_ms,
         "code_bytes": found.code_bytes,
+        "reads": found.reads,
+        "late_reads": found.late_reads,
         "timeline": [job._asdict() for job in plan.jobs],
     }
 
@@ -333,4 +339,6 @@ def _notes(job: PackJob, bed: Bed, rates: Rates, saved: Sequence[Saved]) -> tupl
         "exposed_ms: forward and all packing, less the forward pass alone; predicted_exposed_ms, "
         "timeline: by the model that chose the split; measured_timeline: of one more pass, each "
         "piece of work by the device's clock or the host's; measured_forward_ms: its forward's end",
+        "late_reads: of a step's reads, those that were asked for before their words had come back "
+        "(the host asks well before the device reads, so that a device waits for fewer)",
     )

@@ -69,7 +69,7 @@ class _Losses:
 
     def __init__(self, refuse: Callable[[Any, float], NoReturn]) -> None:
         self._refuse = refuse
-        self._unread: list[tuple[Any, float, Tensor]] = []
+        self._unread: list[tuple[Any, float | Tensor, Tensor]] = []
         self._total = self.weight = 0.0
         self.is_sum = False
 
@@ -86,10 +86,11 @@ class _Losses:
     def look(self) -> None:
         """At all that were not looked at yet."""
         unread, self._unread = self._unread, []
-        for part, weight, mean in unread:
+        for part, given, mean in unread:
             value = mean.item()
             if not math.isfinite(value):
                 self._refuse(part, value)
+            weight = float(given)
             self._total += value * weight
             self.weight += weight
 

@@ -86,16 +86,24 @@ def split_refusal(model: nn.Module) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightedLoss:
-    """A piece's loss as sum and weight; ``exact_weight`` is False for a plain mean."""
+    """A piece's loss as sum and weight; ``is_sum`` is False for a plain mean.
+
+    A weight that lies where the total does stays a tensor: to make a number of it is to wait for
+    the device.
+    """
 
     total: Tensor
-    weight: float
+    weight: float | Tensor
     is_sum: bool
 
     @property
     def mean(self) -> Tensor:
         """The piece's mean loss."""
-        return self.total / self.weight if self.is_sum else self.total
+        if not self.is_sum:
+            return self.total
+        if isinstance(self.weight, Tensor):
+            return _quotient(self.total, self.weight)
+        return self.total / self.weight
 
 
 def read_loss(result: Any, examples: int) -> WeightedLoss:
@@ -106,7 +114,7 @@ def read_loss(result: Any, examples: int) -> WeightedLoss:
     """
     if isinstance(result, tuple) and len(result) == 2:
         total, weight = result
-        loss = WeightedLoss(total, float(weight), is_sum=True)
+        loss = WeightedLoss(total, _weight_beside(total, weight), is_sum=True)
     else:
         loss = WeightedLoss(result, float(examples), is_sum=False)
     if not isinstance(loss.total, Tensor) or loss.total.numel() != 1:
@@ -115,6 +123,21 @@ def read_loss(result: Any, examples: int) -> WeightedLoss:
             f"{_describe(result)}"
         )
     return loss
+
+
+def _weight_beside(total: Any, weight: Any) -> float | Tensor:
+    """What it is now: a tensor may be written over before anybody looks."""
+    if not isinstance(weight, Tensor) or weight.numel() != 1:
+        return float(weight)
+    if not isinstance(total, Tensor) or weight.device != total.device:
+        return float(weight)
+    return weight.detach().reshape(()).clone()
+
+
+def _quotient(total: Tensor, weight: Tensor) -> Tensor:
+    """What ``total / float(weight)`` is: of the total's type, and divided in float32 at least."""
+    wide = torch.promote_types(total.dtype, torch.float32)
+    return (total.to(wide) / weight.to(wide)).to(total.dtype)
 
 
 def _describe(value: Any) -> str:

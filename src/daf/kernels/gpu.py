@@ -10,8 +10,6 @@ outside its contract. ``key`` is a 64-bit seed. Under Triton's interpreter
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -212,7 +210,19 @@ def _float32_bits(value: float) -> int:
 def apply_mask(planes: DevicePlanes, gradient: Tensor, destination: Tensor) -> None:
     """The gradient where the bit is set, +0 elsewhere; both may be one tensor."""
     _check_whole(planes, (1,))
-    _apply(gpu_bits.apply_mask, planes, gradient, destination, {})
+    incoming, kind = patterns(gradient, planes.elements)
+    outgoing, other_kind = patterns(destination, planes.elements)
+    if kind != other_kind:
+        raise KernelError(f"asked for {destination.dtype} of {gradient.dtype}; give one type")
+    launch(
+        gpu_bits.apply_mask,
+        planes.elements,
+        gradient.device,
+        gradient=incoming,
+        destination=outgoing,
+        TYPE=kind,
+        **plane_arguments(planes),
+    )
 
 
 def encode_derivative(source: Tensor, planes: DevicePlanes, borders: Tensor) -> Tensor:
@@ -252,39 +262,6 @@ def decode_derivative(planes: DevicePlanes, levels: Tensor, destination: Tensor)
         levels=levels,
         TYPE=kind,
         BITS=planes.bits,
-        **plane_arguments(planes),
-    )
-
-
-def apply_derivative(
-    planes: DevicePlanes, levels: Tensor, gradient: Tensor, destination: Tensor
-) -> None:
-    """The gradient times the level of every code; gradient and destination may be one tensor."""
-    _check_whole(planes, DERIVATIVE_BITS)
-    _check_table("levels", levels, 2**planes.bits)
-    more = {"levels": levels, "BITS": planes.bits}
-    _apply(gpu_bits.apply_derivative, planes, gradient, destination, more)
-
-
-def _apply(
-    kernel: object,
-    planes: DevicePlanes,
-    gradient: Tensor,
-    destination: Tensor,
-    more: dict[str, Any],
-) -> None:
-    incoming, kind = patterns(gradient, planes.elements)
-    outgoing, other_kind = patterns(destination, planes.elements)
-    if kind != other_kind:
-        raise KernelError(f"asked for {destination.dtype} of {gradient.dtype}; give one type")
-    launch(
-        kernel,
-        planes.elements,
-        gradient.device,
-        gradient=incoming,
-        destination=outgoing,
-        TYPE=kind,
-        **more,
         **plane_arguments(planes),
     )
 

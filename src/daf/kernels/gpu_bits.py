@@ -1,7 +1,7 @@
 """Masks, derivative codes and packed integers on a GPU: section 6 of ``docs/format.md``.
 
-Two consumers read planes themselves, so that no decoded tensor is written:
-``apply_mask`` (ReLU's and dropout's backward) and ``apply_derivative`` (GELU's, SiLU's).
+``apply_mask`` reads a plane itself, in backward of a normalisation with ReLU behind, so that no
+decoded tensor is written.
 """
 
 from __future__ import annotations
@@ -134,15 +134,6 @@ def encode_derivative(
 
 
 @triton.jit
-def _levels_of(region, table, levels, runs, page_words, blocks, there, BITS, BLOCKS, PAGED):
-    codes = tl.zeros((BLOCKS, 256), tl.int32)
-    for plane in tl.static_range(BITS):
-        bits = load_plane(region, table, runs, page_words, plane, blocks, there, BLOCKS, PAGED)
-        codes = (codes << 1) | bits
-    return tl.load(levels + codes)
-
-
-@triton.jit
 def decode_derivative(
     destination,
     region,
@@ -160,33 +151,11 @@ def decode_derivative(
     blocks = tile_blocks(BLOCKS)
     place = tile_elements(blocks)
     there = blocks * 256 < count
-    values = _levels_of(region, table, levels, runs, page_words, blocks, there, BITS, BLOCKS, PAGED)
-    store_elements(destination, place, place < count, values, TYPE)
-
-
-@triton.jit
-def apply_derivative(
-    gradient,
-    destination,
-    region,
-    table,
-    levels,
-    count,
-    runs,
-    page_words,
-    TYPE: tl.constexpr,
-    BITS: tl.constexpr,
-    PAGED: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
-    """The gradient times the level of every code, rounded once to float32 and once to the type."""
-    blocks = tile_blocks(BLOCKS)
-    place = tile_elements(blocks)
-    valid = place < count
-    there = blocks * 256 < count
-    level = _levels_of(region, table, levels, runs, page_words, blocks, there, BITS, BLOCKS, PAGED)
-    values = load_elements(gradient, place, valid, TYPE) * level
-    store_elements(destination, place, valid, values, TYPE)
+    codes = tl.zeros((BLOCKS, 256), tl.int32)
+    for plane in tl.static_range(BITS):
+        bits = load_plane(region, table, runs, page_words, plane, blocks, there, BLOCKS, PAGED)
+        codes = (codes << 1) | bits
+    store_elements(destination, place, place < count, tl.load(levels + codes), TYPE)
 
 
 @triton.jit(do_not_specialize=["base_low", "base_high"])
