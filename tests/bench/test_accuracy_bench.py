@@ -20,7 +20,7 @@ from daf.bench.accuracy import AccuracyJob, figures, read_rows, run, train_once
 from daf.bench.accuracy_bias import BiasTask
 from daf.bench.accuracy_budget import BudgetTask
 from daf.bench.accuracy_jobs import TASK_NAMES, make_job
-from daf.bench.accuracy_picture import curve, draw_curves
+from daf.bench.accuracy_picture import curve, draw_curves, failed
 from daf.bench.accuracy_policies import (
     Example,
     coded_elements,
@@ -541,7 +541,10 @@ def test_curves_are_sorted_and_drawn(tmp_path: Path) -> None:
         (1.6, 89.0, 88.0, 90.0),
         (2.0, 90.5, 90.0, 91.0),
     ]
-    assert curve(rows, "alam", "accuracy_percent") == [(0.8, 30.0, 0.0, 60.0)]
+    rows[-1] = rows[-1] | {"metrics": {}}
+    assert curve(rows, "alam", "accuracy_percent") == []
+    assert failed(rows, "alam", "accuracy_percent") == [0.8]
+    assert failed(rows, "rotated", "accuracy_percent") == []
     path = tmp_path / "curve.png"
     draw_curves(rows, {"t": "accuracy_percent"}, path)
     assert path.read_bytes().startswith(b"\x89PNG")

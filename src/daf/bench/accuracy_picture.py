@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -27,24 +27,37 @@ FAMILIES: Mapping[str, tuple[str, str]] = {
 COLUMNS = 3  # of panels, so that a page's width still shows them
 _FLOAT_BITS = 32.0
 _BESIDE = 1.2
+_BOTTOM = 0.02  # of a panel's height
 
 
 def curve(rows: Sequence[Row], family: str, metric: str) -> list[tuple[float, float, float, float]]:
     """(bits per saved value, mean, least, greatest of the metric) of a family's policies, sorted.
 
-    Bits per saved value: 32 over the saved ratio, whatever is stored in place of the values. A run
-    that did not finish counts as no accuracy at all, 0.
+    Bits per saved value: 32 over the saved ratio, whatever is stored in place of the values. Only
+    policies all of whose runs finished; the others are ``failed``.
     """
     found = []
-    for policy in dict.fromkeys(row["policy"] for row in rows):
-        if policy.rpartition("-")[0] != family:
-            continue
-        group = [row for row in rows if row["policy"] == policy and row["saved_ratio"]]
-        values = [row["metrics"].get(metric, 0.0) for row in group]
-        if values:
-            bits = statistics.mean(_FLOAT_BITS / row["saved_ratio"] for row in group)
+    for bits, group in _policies(rows, family):
+        values = [row["metrics"].get(metric) for row in group]
+        if None not in values:
             found.append((bits, statistics.mean(values), min(values), max(values)))
     return sorted(found)
+
+
+def failed(rows: Sequence[Row], family: str, metric: str) -> list[float]:
+    """Bits per saved value of a family's policies under which a run did not finish, sorted."""
+    return sorted(
+        bits
+        for bits, group in _policies(rows, family)
+        if any(metric not in row["metrics"] for row in group)
+    )
+
+
+def _policies(rows: Sequence[Row], family: str) -> Iterator[tuple[float, list[Row]]]:
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        group = [row for row in rows if row["policy"] == policy and row["saved_ratio"]]
+        if policy.rpartition("-")[0] == family and group:
+            yield statistics.mean(_FLOAT_BITS / row["saved_ratio"] for row in group), group
 
 
 def draw_curves(rows: Sequence[Row], tasks: Mapping[str, str], path: Path) -> None:
@@ -91,7 +104,16 @@ def _draw_panel(panel: Any, name: str, rows: list[Row], metric: str) -> None:
             panel.errorbar(
                 bits, mean, [low, high], color=colour, marker="o", capsize=2, label=words
             )
+    ends = {family: failed(rows, family, metric) for family in FAMILIES}
+    for family, places in ends.items():
+        if places:
+            words, colour = FAMILIES[family]
+            panel.plot(
+                places, [_BOTTOM] * len(places), "x", color=colour, clip_on=False,
+                transform=panel.get_xaxis_transform(), label=f"{words}: not finished",
+            )  # fmt: skip
     shown = [bits for points in found.values() for bits, *_ in points]
+    shown += [bits for each in ends.values() for bits in each]
     if shown:  # a single point has no range of its own
         panel.set_xlim(min(shown) / _BESIDE, _BESIDE * max(shown))
     panel.legend(fontsize=7)
