@@ -1,0 +1,139 @@
+"""The processor's kernels where the device's stand: codes in a device's pages, without Triton.
+
+What was given up is gone, so that gradients are those of the planes that are left. Working
+memory is NumPy's, which is not the simulated device's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from daf.kernels import BLOCK_ELEMENTS, ElementType, Predicate, block_count, cpu, words_per_plane
+from daf.kernels.gpu_planes import DevicePlanes
+
+Words = npt.NDArray[np.int32]
+FLOAT32 = ElementType.FLOAT32
+
+
+def pages_of(planes: DevicePlanes, plane: int) -> list[Words]:
+    """The words of a plane, page by page, as far as it is there; ``plane`` = bits: headers."""
+    are_headers = plane == planes.bits
+    if planes.table is None:
+        whole = planes.headers if are_headers else planes.region[plane]
+        assert whole is not None
+        return [whole.numpy()]
+    words = block_count(planes.elements) if are_headers else words_per_plane(planes.elements)
+    if not are_headers and plane == planes.kept - 1:
+        words = min(words, planes.full_runs * planes.page_words)
+    table = planes.table.numpy()[plane * planes.runs :].tolist()
+    found = []
+    for page, first in enumerate(range(0, words, planes.page_words)):
+        size = min(planes.page_words, words - first)
+        memory = (ctypes.c_int32 * size).from_address(planes.region.data_ptr() + 4 * table[page])
+        found.append(np.frombuffer(memory, np.int32))
+    return found
+
+
+def write(planes: DevicePlanes, plane: int, words: Words) -> None:
+    """As much of a plane's words as there are pages for."""
+    first = 0
+    for page in pages_of(planes, plane):
+        page[:] = words[first : first + len(page)]
+        first += len(page)
+
+
+def read(planes: DevicePlanes, plane: int) -> Words:
+    """Zeros where pages are gone."""
+    words = np.zeros(words_per_plane(planes.elements), np.int32)
+    found = np.concatenate(pages_of(planes, plane))
+    words[: len(found)] = found
+    return words
+
+
+def _scratch(planes: DevicePlanes) -> tuple[Words, Words]:
+    words = np.empty((planes.bits, words_per_plane(planes.elements)), np.int32)
+    return words, np.empty(block_count(planes.elements), np.int32)
+
+
+def _written(planes: DevicePlanes, words: Words, headers: Words) -> None:
+    for plane in range(planes.kept):
+        write(planes, plane, words[plane])
+    write(planes, planes.bits, headers)
+
+
+def _read(planes: DevicePlanes) -> tuple[Words, Words]:
+    words = np.stack([read(planes, plane) for plane in range(planes.kept)])
+    return words, np.concatenate(pages_of(planes, planes.bits))
+
+
+def encode_rotated(
+    source: Tensor, planes: DevicePlanes, rounds: int, key: int, affine: None = None
+) -> None:
+    """``gpu.encode_rotated`` of float32."""
+    assert affine is None
+    words, headers = _scratch(planes)
+    code = (planes.bits, rounds, key, words.ctypes.data, headers.ctypes.data, 1)
+    cpu.encode_rotated(source.data_ptr(), FLOAT32, source.numel(), *code)
+    _written(planes, words, headers)
+
+
+def decode_rotated(
+    planes: DevicePlanes, rounds: int, key: int, destination: Tensor, *more: Any
+) -> None:
+    """``gpu.decode_rotated``: runs that lost their last plane come from those before."""
+    assert not any(more)
+    words, headers = _read(planes)
+    blocks = block_count(planes.elements)
+    whole = blocks
+    if planes.full_runs < planes.runs:
+        whole = planes.full_runs * planes.page_words * 32 // BLOCK_ELEMENTS
+    for kept, first, last in ((planes.kept, 0, whole), (planes.kept - 1, whole, blocks)):
+        if first < last:
+            code = (words.ctypes.data, headers.ctypes.data, planes.elements, planes.bits, kept)
+            place = destination.data_ptr() + 4 * first * BLOCK_ELEMENTS
+            cpu.decode_rotated(*code, rounds, key, place, FLOAT32, 1, blocks=(first, last))
+
+
+def encode_minmax(source: Tensor, planes: DevicePlanes, key: int, affine: None = None) -> None:
+    """``gpu.encode_minmax`` of float32."""
+    assert affine is None
+    words, headers = _scratch(planes)
+    code = (planes.bits, key, words.ctypes.data, headers.ctypes.data, 1)
+    cpu.encode_minmax(source.data_ptr(), FLOAT32, source.numel(), *code)
+    _written(planes, words, headers)
+
+
+def decode_minmax(planes: DevicePlanes, destination: Tensor, *more: Any) -> None:
+    """``gpu.decode_minmax``."""
+    assert planes.is_whole
+    assert not any(more)
+    words, headers = _read(planes)
+    code = (words.ctypes.data, headers.ctypes.data, planes.elements, planes.bits)
+    cpu.decode_minmax(*code, destination.data_ptr(), FLOAT32, 1)
+
+
+def encode_mask(
+    source: Tensor, planes: DevicePlanes, predicate: Predicate, low: float, high: float
+) -> None:
+    """``gpu.encode_mask`` of float32."""
+    words, _ = _scratch(planes)
+    bounds = (predicate, low, high)
+    cpu.encode_mask(source.data_ptr(), FLOAT32, source.numel(), *bounds, words.ctypes.data, 1)
+    write(planes, 0, words[0])
+
+
+def decode_mask(
+    planes: DevicePlanes, off_value: float, on_value: float, destination: Tensor
+) -> None:
+    """``gpu.decode_mask``."""
+    words, values = read(planes, 0), (off_value, on_value)
+    place = destination.data_ptr()
+    cpu.decode_mask(words.ctypes.data, planes.elements, *values, place, FLOAT32, 1)
+
+
+ALL = (encode_rotated, decode_rotated, encode_minmax, decode_minmax, encode_mask, decode_mask)
