@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from daf.allocation import STANDARD_TREATMENTS, coded_sites, least_variance
 from daf.execution.capture import Capture
-from daf.kernels.code_errors import relative_error
 from daf.optimizer_trials import divides_by_gradients
 from daf.plan import KEEP, Policy, Site, coded_policy, exact_policy
 from daf.sensitivity.estimate import PRIOR_ONLY, Effort, measure_sensitivity
@@ -176,27 +175,29 @@ def test_the_size_of_a_loss_is_nothing_to_such_steps() -> None:
         assert found == pytest.approx(each.variance_per_error, rel=1e-2), site
 
 
-def test_what_is_told_is_the_squared_error_of_the_step() -> None:
-    model, batch = branches()
-    effort = Effort(local=8, others=60)
+def step_error(
+    model: nn.Module, batch: tuple[Tensor, Tensor], policy: Policy, draws: int = 20
+) -> float:
+    """The plain way: over seeds of all codes."""
+    drawn = torch.stack([gradients(model, batch, policy, seed) for seed in range(draws)])
+    return float(drawn.var(0).sum())
+
+
+def told_error(model: nn.Module, batch: tuple[Tensor, Tensor], effort: Effort) -> float:
+    """As measured of the codes as they run, one of which may serve several sites."""
     found = measure_sensitivity(
         model, squares, batch, POLICY, relative=True, separate_codes=False, effort=effort
     )
     capture = Capture(model)
     with capture.step(POLICY, 0, 0, batch=batch):
         squares(model, batch)
-    treatments = {each.site: each.treatment for each in capture.sites()}
-    drawn = torch.stack([gradients(model, batch, POLICY, seed) for seed in range(40)])
-    told = sum(
-        each.variance_per_error * relative_error(treatments[site])
-        for site, each in found.sites.items()
-    )
-    assert told == pytest.approx(float(drawn.var(0).sum()), rel=0.25)
+    return found.added_variance({each.site: each.treatment for each in capture.sites()})
 
 
-def step_error(model: nn.Module, batch: tuple[Tensor, Tensor], policy: Policy) -> float:
-    drawn = torch.stack([gradients(model, batch, policy, seed) for seed in range(20)])
-    return float(drawn.var(0).sum())
+def test_what_is_told_is_the_squared_error_of_the_step() -> None:
+    model, batch = branches()
+    told = told_error(model, batch, Effort(local=8, others=60))
+    assert told == pytest.approx(step_error(model, batch, POLICY, 40), rel=0.25)
 
 
 def test_bits_go_where_such_steps_need_them() -> None:
@@ -347,19 +348,8 @@ class Shared(nn.Module):
 def test_an_error_that_is_small_in_the_gradient_only_is_not_overlooked() -> None:
     torch.manual_seed(0)
     model, batch = Shared(), (torch.randn(128, 64), torch.randn(128, 10))
-    found = measure_sensitivity(
-        model, squares, batch, POLICY, relative=True, separate_codes=False, effort=Effort(others=60)
-    )
-    capture = Capture(model)
-    with capture.step(POLICY, 0, 0, batch=batch):
-        squares(model, batch)
-    treatments = {each.site: each.treatment for each in capture.sites()}
-    drawn = torch.stack([gradients(model, batch, POLICY, seed) for seed in range(40)])
-    told = sum(
-        each.variance_per_error * relative_error(treatments[site])
-        for site, each in found.sites.items()
-    )
-    assert told == pytest.approx(float(drawn.var(0).sum()), rel=0.35)
+    told = told_error(model, batch, Effort(others=60))
+    assert told == pytest.approx(step_error(model, batch, POLICY, 40), rel=0.35)
 
 
 def test_pieces_are_no_measure_where_statistics_are_the_batch_s() -> None:
