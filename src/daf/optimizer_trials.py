@@ -1,4 +1,4 @@
-"""What an optimizer does, found out by one step of another like it on made-up parameters."""
+"""What an optimizer does, found out by steps of another like it on made-up parameters."""
 
 from __future__ import annotations
 

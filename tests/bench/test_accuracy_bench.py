@@ -319,16 +319,14 @@ def test_figures_by_hand() -> None:
     assert found["t/fused_bytes_vs_best_published"] == pytest.approx(6 / 18)
 
 
-def test_images_are_near_within_plain_s_spread_only() -> None:
+def test_what_is_near_is_within_plain_s_spread_too() -> None:
     rows = [
         *made_up("plain", [90.0, 90.1, 90.2], 1.0, 100.0),
         *made_up("rotated-1", [89.7, 89.7, 89.7], 20.0, 130.0),
         *made_up("rotated-2", [89.95, 89.95, 89.95], 12.0, 130.0),
     ]
     task = AccuracyTask("t", "accuracy_percent", True, lambda *_: None)  # type: ignore[arg-type,return-value]
-    for each, ratio in ((task, 20.0), (replace(task, within_spread=True), 12.0)):
-        assert figures(rows, [each])["t/saved_ratio_within_half_point"] == ratio
-    assert image_task("resnet20", "digits").within_spread
+    assert figures(rows, [task])["t/saved_ratio_within_half_point"] == 12.0
 
 
 def test_a_policy_is_compared_over_its_own_seeds() -> None:

@@ -238,7 +238,7 @@ def figures(rows: Iterable[Row], tasks: Iterable[Task]) -> dict[str, float]:
     """Per task and policy means and spreads; per task the largest saved ratio near plain's metric.
 
     *Near*: the mean is within half a point of plain's over the same seeds (for a loss, within 1 %)
-    and, for images, within plain's spread over seeds (its range) where that is more than nothing.
+    and within plain's spread over seeds (its range), where that is larger than nothing.
     """
     found: dict[str, float] = {}
     listed = [row for row in rows if "skipped" not in row]
@@ -323,7 +323,7 @@ def _near_plain(
         return {}
     plain, spread = means["plain"], found[f"{task.name}/plain/spread"]
     allowed = WITHIN_POINTS if task.higher_is_better else 0.01 * plain
-    if task.within_spread and spread > 0:
+    if spread > 0:
         allowed = min(allowed, spread)
 
     by_seed = {

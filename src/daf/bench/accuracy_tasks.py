@@ -70,17 +70,12 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class AccuracyTask:
-    """A job: its name, which metric judges it and which way, and how it is prepared for a seed.
-
-    ``within_spread``: what is near plain's mean is also within the spread of its seeds, which from
-    scratch is more than what is called near, and in fine-tuning may be next to nothing.
-    """
+    """A job: its name, which metric judges it and which way, and how it is prepared for a seed."""
 
     name: str
     metric: str
     higher_is_better: bool
     prepare: Callable[[int, Effort], Prepared]
-    within_spread: bool = False
 
 
 def evaluate(model: nn.Module, task: Task, most_tests: int | None) -> dict[str, float]:
@@ -154,7 +149,7 @@ def image_task(
         )
         return _prepared(model, optimizer, task, batch_size, seed, steps)
 
-    return AccuracyTask(model_name, "accuracy_percent", True, prepare, within_spread=True)
+    return AccuracyTask(model_name, "accuracy_percent", True, prepare)
 
 
 def _images(name: str) -> ImageData:

@@ -138,16 +138,16 @@ class _Measurement:
         self._policy = policy
         self._effort = effort
         observer = PriorObserver(model)
-        self._base = passes.sketch(batch, policy, around=observer.watching)
+        parameters = passes.sketcher.parameters
+        elements = torch.zeros(len(parameters), dtype=torch.float64) if relative else None
+        self._base = passes.sketch(batch, policy, around=observer.watching, elements=elements)
         self._reports = {
             each.site: each for each in passes.sites() if each.treatment.method in _MEASURABLE
         }
-        parameters = passes.sketcher.parameters
         self._weight_of = _local_weights(model, parameters, self._reports.values())
-        elements = passes.sketcher.elements()
         self._pieces = self._piece_sketches()
         self._counts = torch.ones(len(parameters), dtype=torch.float64)
-        if relative:
+        if elements is not None:
             self._counts = self._relative_counts(elements)
         self._relative = relative
         by_module = _counted(observer.by_module, model, parameters, self._counts)

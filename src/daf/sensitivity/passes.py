@@ -57,8 +57,11 @@ class Passes:
         policy: Policy,
         draws: Mapping[Site, int] | None = None,
         around: Around = nullcontext,
+        elements: Tensor | None = None,
     ) -> Tensor:
         """(parameters, buckets): the sketched gradient of the batch's mean loss.
+
+        ``elements``: (parameters,), is told how many of each have a gradient.
 
         Raises:
             NonFiniteLossError: the loss is inf or NaN.
@@ -77,7 +80,7 @@ class Passes:
                     f"asked to measure sensitivities, but the loss is {loss.item()}; measure on "
                     "a batch and parameters whose loss is finite"
                 )
-            return self.sketcher.gradient_sketch(loss)
+            return self.sketcher.gradient_sketch(loss, elements)
 
     def sites(self) -> Sequence[SiteReport]:
         """What the last pass did at every site."""

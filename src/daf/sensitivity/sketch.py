@@ -31,7 +31,6 @@ class GradientSketcher:
     def __init__(self, parameters: Sequence[nn.Parameter], buckets: int = BUCKETS) -> None:
         self.parameters = tuple(parameters)
         self._buckets = buckets
-        self._nonzero = [0] * len(self.parameters)
 
     def empty(self) -> Tensor:
         """The sketch of zero: (parameters, buckets) float64."""
@@ -42,7 +41,6 @@ class GradientSketcher:
         """The (buckets,) float64 sketch of parameter ``index``'s gradient, a chunk at a time."""
         dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient
         flat = dense.detach().reshape(-1)
-        self._nonzero[index] = int(flat.count_nonzero())
         sums = torch.zeros(self._buckets, dtype=torch.float64)
         if flat.numel() <= self._buckets:
             sums[: flat.numel()] = flat.cpu()
@@ -56,25 +54,22 @@ class GradientSketcher:
             sums += padded.view(rows, self._buckets).sum(0)
         return sums
 
-    def elements(self) -> Tensor:
-        """(parameters,) float64: how many had a gradient in the last pass.
-
-        Rows of a table that it did not look up had none.
-        """
-        return torch.tensor(self._nonzero, dtype=torch.float64)
-
-    def gradient_sketch(self, loss: Tensor) -> Tensor:
+    def gradient_sketch(self, loss: Tensor, elements: Tensor | None = None) -> Tensor:
         """The sketch of ``loss``'s gradient; no more than one parameter's is held at a time.
+
+        ``elements``: (parameters,), is told how many of each have a gradient; rows of a table that
+        were not looked up have none.
 
         ``grad`` of the parameters is neither read nor written, and hooks on accumulation do
         not run.
         """
         sketch = self.empty()
-        self._nonzero = [0] * len(self.parameters)
 
         def taker(index: int) -> Callable[[Tensor], Tensor]:
             def take(gradient: Tensor) -> Tensor:
                 sketch[index] += self.fold(index, gradient)
+                if elements is not None:
+                    elements[index] = gradient.count_nonzero()
                 return gradient.new_zeros(()).expand(gradient.shape)  # frees the gradient itself
 
             return take

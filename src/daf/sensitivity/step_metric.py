@@ -3,9 +3,8 @@
 SGD steps along the gradient, and what an error does to a step is its length. Adam and its kin
 divide every element by the root of what its square usually is (Kingma and Ba, ICLR 2015,
 algorithm 1), so that the same error is nothing in a parameter of large gradients and
-everything in one of small: under LoRA the queries' gradients have a thousandth of the
-pooler's energy, and codes that add next to nothing to the whole gradient may add as much
-to the queries' as there is.
+everything in one of small: under LoRA the queries' gradients are small beside the pooler's,
+and codes that add next to nothing to the whole gradient may add much to the queries'.
 
 There errors are counted as that step makes them, by the mean square of a parameter's elements
 that have a gradient: summed over parameters, elements x error / energy of the gradient.
