@@ -164,6 +164,26 @@ def test_before_an_update_that_would_pass_the_bound_cached_blocks_go_back(
     keeper.close()
 
 
+@pytest.mark.parametrize("again", ["bound", "rebound"])
+def test_what_is_cached_goes_back_before_any_code(
+    memory: DeviceMemory, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, again: str
+) -> None:
+    """On a GPU a lower share refuses what is asked for later, and gives nothing back by itself."""
+    monkeypatch.setattr(device, "set_per_process_memory_fraction", lambda *_: None)
+    asked: list[int] = []
+    keeper = DeviceKeeper(memory, lambda wanted: asked.append(wanted) or 0)
+    keeper.bound(0, 64 * MIB)
+    torch.ones(8 * MIB)  # 32 MiB, kept for reuse from here on
+    assert memory.held_bytes() >= 32 * MIB
+    if again == "bound":
+        keeper.bound(0, 16 * MIB)
+    else:
+        assert keeper.rebound(16 * MIB) == 0
+    assert memory.held_bytes() <= 16 * MIB
+    assert not asked
+    keeper.close()
+
+
 def test_a_bound_that_was_left_behind_is_not_the_user_s_share(
     memory: DeviceMemory, device: SimulatedDevice
 ) -> None:
