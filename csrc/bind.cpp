@@ -105,6 +105,22 @@ void decode_minmax(const std::string& set, uintptr_t planes, uintptr_t headers, 
   run_part(job, table_named(set).decode_minmax, {first, last}, threads);
 }
 
+void encode_steps(const std::string& set, uintptr_t source, int type, uint64_t count, int bits,
+                  uint64_t key, uintptr_t planes, int threads, const nb::tuple& affine) {
+  const EncodeSteps job{make_source(source, type, count, make_affine(affine)), bits, key,
+                        at<uint32_t>(planes)};
+  run(job, table_named(set).encode_steps, count, threads);
+}
+
+void decode_steps(const std::string& set, uintptr_t planes, uint64_t count, int bits,
+                  uintptr_t destination, int type, int threads, const nb::tuple& affine) {
+  const Extent all{0, block_count(count)};
+  const DecodeSteps job{
+      make_target(destination, type, count, make_affine(affine), 0, false, all), bits,
+      at<const uint32_t>(planes)};
+  run(job, table_named(set).decode_steps, count, threads);
+}
+
 void encode_mask(const std::string& set, uintptr_t source, int type, uint64_t count, int predicate,
                  float low, float high, uintptr_t words, int threads) {
   const EncodeMask job{make_source(source, type, count, {}), Predicate(predicate), low, high,
@@ -187,6 +203,8 @@ NB_MODULE(_native, module) {
   module.def("decode_rotated", &daf::decode_rotated);
   module.def("encode_minmax", &daf::encode_minmax);
   module.def("decode_minmax", &daf::decode_minmax);
+  module.def("encode_steps", &daf::encode_steps);
+  module.def("decode_steps", &daf::decode_steps);
   module.def("encode_mask", &daf::encode_mask);
   module.def("decode_mask", &daf::decode_mask);
   module.def("encode_derivative", &daf::encode_derivative);

@@ -133,6 +133,20 @@ struct DecodeMinmax {
   const uint16_t* headers;
 };
 
+// Of what `source.affine` made numbers of steps.
+struct EncodeSteps {
+  Source source;
+  int bits;
+  uint64_t key;
+  Planes<uint32_t> planes;
+};
+
+struct DecodeSteps {
+  Target target;
+  int bits;
+  Planes<const uint32_t> planes;
+};
+
 struct EncodeMask {
   Source source;
   Predicate predicate;
@@ -210,6 +224,8 @@ struct KernelTable {
   Kernel<DecodeRotated> decode_rotated;
   Kernel<EncodeMinmax> encode_minmax;
   Kernel<DecodeMinmax> decode_minmax;
+  Kernel<EncodeSteps> encode_steps;
+  Kernel<DecodeSteps> decode_steps;
   Kernel<EncodeMask> encode_mask;
   Kernel<DecodeMask> decode_mask;
   Kernel<EncodeDerivative> encode_derivative;

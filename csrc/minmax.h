@@ -78,7 +78,14 @@ DAF_INLINE V::Bytes codes_of(const V::I (&positions)[4]) {
   return V::pack_bytes(codes);
 }
 
-template <int bits, bool whole>
+// Not below 0, nor above the last step; NaN becomes 0.
+DAF_INLINE V::F clamped_to(V::F position, V::F last) {
+  const auto zero = V::set(0.0f);
+  position = V::select(V::greater(position, zero), position, zero);
+  return V::select(V::greater(last, position), position, last);
+}
+
+template <int bits, bool whole, bool clamps = false>
 DAF_INLINE void write_minmax_codes(const float* row, size_t valid, Grid grid,
                                    const PhiloxKeys& keys, uint64_t index,
                                    uint16_t* const (&rows)[bits]) {
@@ -90,8 +97,12 @@ DAF_INLINE void write_minmax_codes(const float* row, size_t valid, Grid grid,
       V::I positions[4];
       DAF_UNROLLED for (int i = 0; i < 4; ++i) {
         const int t = 8 * group + 4 * q + i;
-        const auto centred = V::subtract(V::load(row + V::lanes * t), origin);
-        auto position = V::add(V::multiply(centred, reciprocal), offset[group][4 * q + i]);
+        auto position = V::load(row + V::lanes * t);
+        if (clamps)
+          position = clamped_to(position, V::set(float((1 << bits) - 1)));
+        else
+          position = V::multiply(V::subtract(position, origin), reciprocal);
+        position = V::add(position, offset[group][4 * q + i]);
         if (!whole)
           position = V::select(V::mask_from(real_lanes(valid, t)), position, V::set(1.0f));
         positions[i] = V::truncate(position);
@@ -166,6 +177,45 @@ bool decode_minmax_range(const DecodeMinmax& job, size_t first, size_t last) {
       }
     } else {
       fill_with_nan(block);
+    }
+    writer.write(block, index);
+  }
+  return true;
+}
+
+// --- steps: what there is a range of already ------------------------------------------------------
+
+template <int bits>
+bool encode_steps_range(const EncodeSteps& job, size_t first, size_t last) {
+  const size_t blocks = block_count(job.source.count);
+  const PhiloxKeys keys(job.key);
+  Reader reader(job.source);
+  alignas(64) float room[block_elements];
+  for (size_t index = first; index < last; ++index) {
+    const float* row = reader.fetch(index, room);
+    const size_t valid = reader.valid(index);
+    uint16_t* rows[bits];
+    plane_rows(rows, job.planes, blocks, index);
+    if (valid == block_elements)
+      write_minmax_codes<bits, true, true>(row, valid, {}, keys, index, rows);
+    else
+      write_minmax_codes<bits, false, true>(row, valid, {}, keys, index, rows);
+  }
+  return true;
+}
+
+template <int bits>
+bool decode_steps_range(const DecodeSteps& job, size_t first, size_t last) {
+  const size_t blocks = block_count(job.target.count);
+  Writer writer(job.target);
+  for (size_t index = first; index < last; ++index) {
+    Block block;
+    const uint16_t* rows[bits];
+    plane_rows(rows, job.planes, blocks, index);
+    DAF_UNROLLED for (int q = 0; q < 4; ++q) {
+      V::I codes[4];
+      read_codes<bits>(rows, q, codes);
+      DAF_UNROLLED for (int i = 0; i < 4; ++i) block.x[4 * q + i] = V::to_float(codes[i]);
     }
     writer.write(block, index);
   }

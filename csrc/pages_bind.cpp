@@ -94,6 +94,23 @@ void decode_minmax(const std::string& set, const nb::tuple& fields, uintptr_t de
                              {first, last}, threads);
 }
 
+void encode_steps(const std::string& set, uintptr_t source, int type, const nb::tuple& fields,
+                  uint64_t key, int threads, const nb::tuple& affine) {
+  const Pages pages = make_pages(fields);
+  const EncodeSteps job{make_source(source, type, pages.count, make_affine(affine)), pages.bits,
+                        key, nullptr};
+  run_pages<EncodeSteps>({job, table_named(set).encode_steps, pages}, threads);
+}
+
+void decode_steps(const std::string& set, const nb::tuple& fields, uintptr_t destination, int type,
+                  int threads, const nb::tuple& affine) {
+  const Pages pages = make_pages(fields);
+  const Extent all{0, block_count(pages.count)};
+  const DecodeSteps job{page_target(destination, type, pages.count, affine, false, all), pages.bits,
+                        nullptr};
+  run_pages<DecodeSteps>({job, table_named(set).decode_steps, pages}, threads);
+}
+
 void encode_mask(const std::string& set, uintptr_t source, int type, const nb::tuple& fields,
                  int predicate, float low, float high, int threads) {
   const Pages pages = make_pages(fields);
@@ -149,6 +166,8 @@ void bind_pages(nb::module_& parent) {
   module.def("decode_rotated", &decode_rotated);
   module.def("encode_minmax", &encode_minmax);
   module.def("decode_minmax", &decode_minmax);
+  module.def("encode_steps", &encode_steps);
+  module.def("decode_steps", &decode_steps);
   module.def("encode_mask", &encode_mask);
   module.def("decode_mask", &decode_mask);
   module.def("encode_derivative", &encode_derivative);

@@ -33,6 +33,16 @@ inline bool decode_minmax_any(const DecodeMinmax& job, size_t first, size_t last
   return by_bits[job.bits - 1](job, first, last);
 }
 
+inline bool encode_steps_any(const EncodeSteps& job, size_t first, size_t last) {
+  constexpr Kernel<EncodeSteps> by_bits[] = DAF_BY_EIGHT_WIDTHS(encode_steps_range);
+  return by_bits[job.bits - 1](job, first, last);
+}
+
+inline bool decode_steps_any(const DecodeSteps& job, size_t first, size_t last) {
+  constexpr Kernel<DecodeSteps> by_bits[] = DAF_BY_EIGHT_WIDTHS(decode_steps_range);
+  return by_bits[job.bits - 1](job, first, last);
+}
+
 inline bool encode_integers_any(const EncodeIntegers& job, size_t first, size_t last) {
   switch (job.item_bytes) {
     case 1: return encode_integers_of<int8_t>(job, first, last);
@@ -57,6 +67,8 @@ constexpr KernelTable make_table(const char* name) {
           decode_rotated_any,
           encode_minmax_any,
           decode_minmax_any,
+          encode_steps_any,
+          decode_steps_any,
           encode_mask_range,
           decode_mask_range,
           encode_derivative_range,

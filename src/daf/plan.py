@@ -43,6 +43,7 @@ class Method(StrEnum):
     SPILL = "spill"
     REPLAY = "replay"
     AVERAGED = "averaged"  # a published baseline; no plan chooses it
+    RANGED = "ranged"  # another
 
 
 class Reading(StrEnum):
@@ -59,6 +60,7 @@ class Treatment:
     """What the plan does at a site: a method, its width, and rotation rounds.
 
     ``group``: how many neighbours share a mean that is coded instead of them (*averaged*).
+    ``by_channel``: each channel has a range of its own, not the whole tensor (*ranged*).
     ``travels``: of a tensor on a GPU, the code waits in host memory until backward wants it.
     ``whole``: no plane of it may be given up.
     """
@@ -67,6 +69,7 @@ class Treatment:
     bits: int = 0
     rounds: int = 1
     group: int = 1
+    by_channel: bool = False
     travels: bool = False
     whole: bool = False
 

@@ -478,6 +478,18 @@ def test_averaging_holds_half_as_much_and_gives_back_means(example: Example) -> 
     assert not torch.allclose(weight.grad, x.detach().sum(0, keepdim=True), rtol=0, atol=0.4)
 
 
+@pytest.mark.parametrize("kind", ["tensor", "channel"])
+def test_wide_ranges_need_no_headers(example: Example, kind: str) -> None:
+    two, four = held_bytes(example, f"{kind}-2"), held_bytes(example, f"{kind}-4")
+    blocks = held_bytes(example, "apart-minmax-2"), held_bytes(example, "apart-minmax-4")
+    assert four - two == pytest.approx(blocks[1] - blocks[0], rel=0.01)  # planes, in pages
+    assert (two < blocks[0]) == (kind == "tensor")  # its linear layer has few rows, many channels
+    policy = make_policy(f"{kind}-2", example)
+    assert policy.by_need[Need.LINEAR] == Treatment(Method.RANGED, 2, by_channel=kind == "channel")
+    with pytest.raises(UnknownNameError, match="whole"):
+        make_policy(f"{kind}-1.5", example)
+
+
 def test_what_fails_is_told_and_whether_it_was_caught() -> None:
     noisy = {"added_noise": [[0, 0.5]], "diverged_at": None}
     quiet = {"added_noise": [[0, 0.01]], "diverged_at": None}
@@ -497,13 +509,14 @@ def test_what_fails_is_told_and_whether_it_was_caught() -> None:
 
 def test_a_bias_is_found_where_there_is_one_and_only_there() -> None:
     effort = Effort(most_steps=1)
-    task = BiasTask("convolutions", ("rotated-2", "alam-1"))
+    task = BiasTask("convolutions", ("rotated-2", "alam-1", "channel-4"))
     rows = [
         {"task": task.name, "policy": policy, "seed": 0} | task.measure(policy, 0, effort)
         for policy in task.policies
     ]
     found = task.figures(rows)
     assert found["bias-convolutions/rotated-2/claim_holds"] == 1.0
+    assert found["bias-convolutions/channel-4/claim_holds"] == 1.0
     assert found["bias-convolutions/alam-1/deviations"] > 6
     assert "bias-convolutions/alam-1/claim_holds" not in found
     assert rows[0]["variance"] > 10 * abs(rows[0]["squared_bias"])

@@ -12,6 +12,7 @@ from daf.bench.reduce import Shape, whole
 from daf.bench.reduce_picture import draw_reduce
 from daf.errors import KernelError
 from daf.store import ranges
+from daf.store.ranged import WHOLE, Cut
 
 
 def row(rule: str | None = None, first_use_ms: float = 1.0, **seconds: float) -> dict[str, object]:
@@ -83,7 +84,7 @@ def test_every_strategy_runs_on_tensors_and_channels_and_one_of_them_is_chosen(
     assert (tmp_path / "reduce.png").stat().st_size > 10_000
 
 
-def test_whole_tensors_are_chosen_for_as_in_sessions(
+def test_what_is_chosen_is_chosen_as_in_sessions(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """By the same classes, strategies and file format; not with the user's own file."""
@@ -95,17 +96,17 @@ def test_whole_tensors_are_chosen_for_as_in_sessions(
         caches.append(cache)
         begin(made, cache)
 
-    asked: list[torch.Size] = []
+    asked: list[tuple[int, Cut]] = []
 
-    def picked(_made: ranges.Ranges, tensor: torch.Tensor) -> str:
-        asked.append(tensor.shape)
+    def picked(_made: ranges.Ranges, tensor: torch.Tensor, cut: Cut) -> str:
+        asked.append((tensor.numel(), cut))
         return ranges.PYTORCH if len(asked) % 2 else "atomics"
 
     monkeypatch.setattr(ranges.Ranges, "__init__", noted)
     monkeypatch.setattr(ranges.Ranges, "strategy_for", picked)
     result = reduce.run(reduce.ReduceJob((whole(1000), Shape(3, 7, 11)), 2, "cpu"))
     assert result.rows[0]["choice"] in {reduce.TORCH, "atomics"}
-    assert set(asked) == {torch.Size((1, 1, 1000))}
+    assert set(asked) == {(1000, WHOLE), (231, Cut(7, 11))}
     (cache,) = caches
     assert cache is not None
     assert not cache.exists()  # in a folder that is gone

@@ -13,6 +13,8 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -44,6 +46,7 @@ from daf.plan import (
     Need,
     Policy,
     SiteReport,
+    Treatment,
     policy_for,
     with_fused_operators,
     with_host_codes,
@@ -148,6 +151,29 @@ def test_gradients_are_those_of_the_processor_s_codes(
         site.treatment.method for site in sites
     ]
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+def ranged_policy(by_channel: bool, travels: bool = False) -> Policy:
+    """Three bits of the range of the whole tensor or each channel, wherever values are coded."""
+    plain = policy_for(3)
+    code = Treatment(Method.RANGED, 3, by_channel=by_channel, travels=travels)
+    values = dict.fromkeys((Need.LINEAR, Need.NORM, Need.PRODUCT), code)
+    return replace(plain, name="ranged", by_need=MappingProxyType(dict(plain.by_need) | values))
+
+
+@interpreted_only
+@pytest.mark.parametrize(("by_channel", "channels_last"), [(True, True), (True, False), (False, 1)])
+def test_ranges_of_tensors_and_channels_are_the_processor_s(
+    by_channel: bool, channels_last: bool, code_everything: None
+) -> None:
+    policy = ranged_policy(by_channel)
+    expected, sites, _ = step(policy, processor=True, channels_last=channels_last)
+    found, own_sites, capture = step(policy, channels_last=channels_last)
+    methods = [site.treatment.method for site in own_sites]
+    assert methods == [site.treatment.method for site in sites]
+    assert methods.count(Method.RANGED) > 5
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    assert capture.stats.held_bytes == 0
 
 
 @pytest.mark.parametrize("bits", [1, "exact"])

@@ -22,7 +22,7 @@ from daf.kernels.elements import element_dtype
 OPERATIONS = (
     *(
         f"{way}_{codec}"
-        for codec in ("rotated", "minmax", "mask", "derivative", "integers")
+        for codec in ("rotated", "minmax", "steps", "mask", "derivative", "integers")
         for way in ("encode", "decode")
     ),
     *("emit", "sum_gradient", "write_gradient", "emit_rows", "row_gradient"),
@@ -85,6 +85,18 @@ class Recorder:
         result = reference.decode_minmax(code, target, bits, affine)
         content = _decoded(code, target, affine, result)
         self._write("decode_minmax", content, **_shape(result, affine, bits=bits))
+        return result
+
+    def encode_steps(self, source, bits, key, affine=None):
+        planes = reference.encode_steps(source, bits, key, affine)
+        content = {"input": source, "output": planes, **_affine_rows(affine)}
+        self._write("encode_steps", content, **_shape(source, affine, bits=bits, key=key))
+        return planes
+
+    def decode_steps(self, planes, target, affine=None):
+        result = reference.decode_steps(planes, target, affine)
+        content = {"input": planes, "output": result, **_affine_rows(affine)}
+        self._write("decode_steps", content, **_shape(result, affine, bits=len(planes)))
         return result
 
     # --- mask, derivative, integers ---------------------------------------------------------

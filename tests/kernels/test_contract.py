@@ -16,6 +16,8 @@ GOOD = {
     "decode_rotated": (AT, AT, 256, 2, 2, 1, 0, AT, F32, 1),
     "encode_minmax": (AT, F32, 256, 2, 0, AT, AT, 1),
     "decode_minmax": (AT, AT, 256, 2, AT, F32, 1),
+    "encode_steps": (AT, F32, 256, 2, 0, AT, 1),
+    "decode_steps": (AT, 256, 2, AT, F32, 1),
     "encode_mask": (AT, F32, 256, Predicate.ABOVE, 0.0, 0.0, AT, 1),
     "decode_mask": (AT, 256, 0.0, 1.0, AT, F32, 1),
     "encode_derivative": (AT, F32, 256, 1, AT, AT, 1),
@@ -34,6 +36,10 @@ BAD = [
       ((0, 0), (1, -1), (2, -5), (3, 0), (3, 9), (4, 2**64), (5, 0), (6, 0), (7, 0))],
     *[("decode_minmax", place, value) for place, value in
       ((0, 0), (1, 0), (2, -1), (3, 9), (4, 0), (5, 7), (6, 0))],
+    *[("encode_steps", place, value) for place, value in
+      ((0, 0), (1, 3), (2, -1), (3, 0), (3, 9), (4, -1), (5, 0), (6, 0))],
+    *[("decode_steps", place, value) for place, value in
+      ((0, 0), (1, -1), (2, 0), (2, 9), (3, 0), (4, 4), (5, 0))],
     *[("encode_mask", place, value) for place, value in
       ((0, 0), (1, 5), (2, -1), (3, 2), (6, 0), (7, 0))],
     *[("decode_mask", place, value) for place, value in ((0, 0), (1, -1), (4, 0), (5, 4), (6, 0))],
@@ -72,7 +78,8 @@ def test_bad_calls_are_refused(name, place, value) -> None:
     ],
 )
 @pytest.mark.parametrize(
-    "name", ["encode_rotated", "decode_rotated", "encode_minmax", "decode_minmax"]
+    "name",
+    [f"{way}_{codec}" for codec in ("rotated", "minmax", "steps") for way in ("encode", "decode")],
 )
 def test_bad_affines_are_refused(name, affine) -> None:
     with pytest.raises(KernelError, match="asked for"):

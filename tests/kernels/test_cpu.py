@@ -124,6 +124,25 @@ class Native:
             ),
         )
 
+    def encode_steps(self, source, element_type, bits, key, affine=None):
+        count, words = len(source), bits * words_per_plane(len(source))
+        planes = poisoned(words, np.uint32)
+        cpu.encode_steps(
+            *(address(source), element_type, count, bits, key, address(planes), self.threads),
+            channel_affine(affine),
+        )
+        return opened(planes, words, np.uint32).reshape(bits, -1)
+
+    def decode_steps(self, planes, target, dtype, affine=None):
+        return self._decode(
+            target,
+            dtype,
+            lambda at, _mask, _accumulate: cpu.decode_steps(
+                *(address(planes), target.count, len(planes)),
+                *(at, target.element_type, self.threads, channel_affine(affine)),
+            ),
+        )
+
 
 def same_bytes(found: np.ndarray, expected: np.ndarray) -> None:
     assert found.dtype == expected.dtype
@@ -166,6 +185,19 @@ def check_minmax(on_every_set, cases, source, element_type, bits) -> None:
     on_every_set(check)
 
 
+def check_steps(on_every_set, cases, source, element_type, bits, affine=None) -> None:
+    native, dtype = Native(), cases.dtype(element_type)
+    planes = reference.encode_steps(source, bits, KEY, affine)
+    target = reference.Target(len(source), element_type)
+    values = reference.decode_steps(planes, target, affine)
+
+    def check() -> None:
+        same_bytes(native.encode_steps(source, element_type, bits, KEY, affine), planes)
+        same_bytes(native.decode_steps(planes, target, dtype, affine), values)
+
+    on_every_set(check)
+
+
 @pytest.mark.parametrize("element_type", TYPES)
 @pytest.mark.parametrize("kind", INPUTS)
 def test_rotated_equals_the_oracle(cases, on_every_set, kind, element_type) -> None:
@@ -185,6 +217,24 @@ def test_minmax_equals_the_oracle(cases, on_every_set, kind, element_type) -> No
             check_minmax(on_every_set, cases, source, element_type, bits)
 
 
+@pytest.mark.parametrize("element_type", TYPES)
+@pytest.mark.parametrize("kind", INPUTS)
+def test_steps_equal_the_oracle(cases, on_every_set, kind, element_type) -> None:
+    for count in FEW_COUNTS:
+        source = cases.as_type(getattr(cases, kind)(count, count), element_type)
+        for bits in range(1, 9):
+            check_steps(on_every_set, cases, source, element_type, bits)
+
+
+@pytest.mark.parametrize("channels_inner", AFFINES)
+def test_steps_of_channels_equal_the_oracle(cases, on_every_set, channels_inner) -> None:
+    affine = make_affine(cases, *channels_inner)
+    for element_type in TYPES:
+        for kind, count in (("smooth", 5000), ("mixed", 700), ("broken", 1024)):
+            source = cases.as_type(getattr(cases, kind)(count, 8), element_type)
+            check_steps(on_every_set, cases, source, element_type, 3, affine)
+
+
 def test_every_ragged_size(cases, on_every_set) -> None:
     for count in MANY_COUNTS:
         source = cases.smooth(count, count)
@@ -192,6 +242,7 @@ def test_every_ragged_size(cases, on_every_set) -> None:
             on_every_set, cases, source, ElementType.FLOAT32, 1 + count % 4, 1 + count % 2
         )
         check_minmax(on_every_set, cases, source, ElementType.FLOAT32, 1 + count % 8)
+        check_steps(on_every_set, cases, source, ElementType.FLOAT32, 1 + count % 8)
 
 
 def test_nothing_happens_to_an_empty_tensor(instruction_set) -> None:

@@ -49,6 +49,8 @@ def operations(source, element_type, oracle=reference):
         code = oracle.encode_minmax(source, bits, KEY)
         yield f"minmax-{bits}", code
         yield f"minmax-{bits}-back", [oracle.decode_minmax(code, target, bits)]
+        planes = oracle.encode_steps(source, bits, KEY)
+        yield f"steps-{bits}", [planes, oracle.decode_steps(planes, target)]
     words = oracle.encode_mask(source, Predicate.INSIDE, 0.0, 6.0)
     yield "mask", [words, oracle.encode_mask(source, Predicate.ABOVE, 0.25, 0.0)]
     after = reference.Target(len(source), element_type, accumulate_onto=source, mask=words)
@@ -56,6 +58,8 @@ def operations(source, element_type, oracle=reference):
     yield "rotated-affine", [*code, oracle.decode_rotated(code, after, 2, 1, KEY, AFFINE)]
     code = oracle.encode_minmax(source, 4, KEY, AFFINE)
     yield "minmax-affine", [*code, oracle.decode_minmax(code, after, 4, AFFINE)]
+    planes = oracle.encode_steps(source, 4, KEY, AFFINE)
+    yield "steps-affine", [planes, oracle.decode_steps(planes, target, AFFINE)]
     for channels, inner in ((1, 1), (3, 5), (48, 1), (7, 1)):
         name = f"{channels}-{inner}"
         yield f"ranges-{name}", reference_measure.measure_ranges(source, channels, inner)

@@ -241,6 +241,27 @@ def test_any_minmax_code_is_the_oracle_s(cases, bits, kind, count, name, seed, k
     check_minmax(cases.as_type(getattr(cases, name)(count, seed), kind), kind, bits, key)
 
 
+def check_steps(source, kind, bits, key, affines=(None, None)) -> None:
+    count, (ours, theirs) = len(source), affines
+    expected = reference.encode_steps(source, bits, key, ours)
+    planes = allocate_flat(count, bits, DEVICE, headers=False)
+    gpu.encode_steps(elements(source, kind), planes, key, theirs)
+    assert bytes_of(planes.region) == np.ascontiguousarray(expected).tobytes(), count
+    found = poisoned(count, kind)
+    gpu.decode_steps(planes, found, theirs)
+    values = reference.decode_steps(expected, reference.Target(count, kind), ours)
+    assert bytes_of(found) == values.tobytes(), count
+    check_guard(found)
+
+
+@pytest.mark.parametrize(("bits", "kind"), covering(range(1, 9), TYPES))
+def test_steps_are_the_oracle_s(cases, bits, kind) -> None:
+    affines = make_affine(cases, 3, 5)
+    for place, count in enumerate(VALUE_COUNTS):
+        source = cases.as_type(getattr(cases, INPUTS[(place + bits) % len(INPUTS)])(count), kind)
+        check_steps(source, kind, bits, KEY, affines if place % 2 else (None, None))
+
+
 # --- mask, derivative, integers -------------------------------------------------------------
 
 

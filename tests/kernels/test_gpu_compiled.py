@@ -67,6 +67,8 @@ def kernels() -> list[tuple[str, object, dict[str, object]]]:
     for kind in (0, 1, 2):
         add(gpu_minmax.encode_minmax, TYPE=kind, BITS=8 - kind, **CODED)
         add(gpu_minmax.decode_minmax, TYPE=kind, BITS=8 - kind, **READ)
+        add(gpu_minmax.encode_steps, TYPE=kind, BITS=8 - kind, **CODED)
+        add(gpu_minmax.decode_steps, TYPE=kind, BITS=8 - kind, **CODED)
     add(gpu_bits.encode_mask, TYPE=0, ABOVE=False, **BITS_CODED)
     add(gpu_bits.decode_mask, TYPE=2, **BITS_CODED)
     add(gpu_bits.apply_mask, TYPE=1, **BITS_CODED)

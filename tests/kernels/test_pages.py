@@ -143,6 +143,22 @@ def test_minmax_pages_hold_the_oracle_s_bytes(cases, page_bytes, bits) -> None:
 
 
 @pytest.mark.parametrize("page_bytes", PAGE_SIZES)
+@pytest.mark.parametrize("bits", [1, 3, 8])
+def test_pages_of_steps_hold_the_oracle_s_bytes(cases, page_bytes, bits) -> None:
+    affine = reference.Affine(cases.gaussian(3, 5), cases.gaussian(3, 6), 7)
+    for count in COUNTS:
+        source = cases.mixed(count, count)
+        fields = (tensor := room(page_bytes, count, bits, headers=False)).view.fields
+        pages.encode_steps(address(source), F32, fields, KEY, 1, native_affine(affine))
+        expected = reference.encode_steps(source, bits, KEY, affine)
+        same_bytes(gathered(tensor.view), expected)
+        back = guarded(count, np.float32)
+        pages.decode_steps(fields, address(back), F32, 1, native_affine(affine))
+        decoded = reference.decode_steps(expected, reference.Target(count), affine)
+        same_bytes(opened(back, np.float32), decoded)
+
+
+@pytest.mark.parametrize("page_bytes", PAGE_SIZES)
 def test_mask_pages_hold_the_oracle_s_bytes(cases, page_bytes) -> None:
     for count in COUNTS:
         source = cases.wild(count, count)
@@ -375,6 +391,7 @@ def test_calls_outside_the_contract_are_refused() -> None:
         lambda: pages.decode_rotated(fields, 1, 0, at, F32, 1, mask=other),
         lambda: pages.decode_rotated(fields, 1, 0, at, F32, 1, mask=fields),
         lambda: pages.encode_minmax(at, F32, fields, -1, 1),
+        lambda: pages.encode_steps(at, F32, fields, -1, 1),
         lambda: pages.encode_mask(at, F32, fields, Predicate.ABOVE, 0.0, 0.0, 1),
         lambda: pages.encode_mask(at, F32, other, 2, 0.0, 0.0, 1),
         lambda: pages.decode_derivative(fields, 0, at, F32, 1),

@@ -40,6 +40,7 @@ def code_and_decode(oracle, source, element_type, bits) -> None:
     code = oracle.encode_rotated(source, narrow_bits, 1 + bits % 2, KEY)
     oracle.decode_rotated(code, target, narrow_bits, 1 + bits % 2, KEY)
     oracle.decode_minmax(oracle.encode_minmax(source, bits, KEY), target, bits)
+    oracle.decode_steps(oracle.encode_steps(source, bits, KEY), target)
 
 
 def ragged_sizes(oracle, cases) -> None:
@@ -63,6 +64,8 @@ def options_of(oracle, source, element_type, affine) -> None:
     words = oracle.encode_mask(source, Predicate.ABOVE, 0.1, 0.0)
     rotated = oracle.encode_rotated(source, 3, 1, KEY, affine)
     minmax = oracle.encode_minmax(source, 4, KEY, affine)
+    steps = oracle.encode_steps(source, 3, KEY, affine)
+    oracle.decode_steps(steps, reference.Target(len(source), element_type), affine)
     for onto in (None, source[::-1].copy()):
         for mask in (None, words):
             for after in (None, affine):

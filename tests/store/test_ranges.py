@@ -1,4 +1,4 @@
-"""Whole tensors' ranges: PyTorch's, whoever is chosen; chosen by times, kept, and chosen again."""
+"""Ranges of tensors and channels: PyTorch's, whoever is chosen; chosen by times, and again."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from daf.kernels.calibration import CHECK_SHARE, CONFIRMATIONS, HOPELESS
 from daf.kernels.cpu_measure import range_strategy
 from daf.plan import Method, policy_for
 from daf.store import ranges
+from daf.store.ranged import WHOLE, Cut
 from daf.store.ranges import LEAST_ELEMENTS, PYTORCH, STRATEGIES, Ranges, all_finite, bounds
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,9 +40,9 @@ class Times:
         self.sizes: set[tuple[str, int]] = set()  # who was timed on how many elements
         by = ranges._by
 
-        def noted(tensor: Tensor, name: str) -> Any:
+        def noted(tensor: Tensor, cut: Cut, name: str) -> Any:
             self._asked, self._count = name, tensor.numel()
-            return by(tensor, name)
+            return by(tensor, cut, name)
 
         def timed(work: Callable[[], Any], _device: torch.device) -> float:
             work()
@@ -75,9 +76,51 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranges]:
 def test_every_strategy_gives_pytorch_s_range(name, dtype, count, odd) -> None:
     tensor = torch.randn(count, generator=torch.Generator().manual_seed(count)).to(dtype)
     tensor[count // 2] = odd
-    found, expected = ranges._by(tensor, name), torch.aminmax(tensor)
+    found, expected = ranges._by(tensor, WHOLE, name), torch.aminmax(tensor)
     for end, theirs in zip(found, expected, strict=True):
         assert end.item() == theirs.item() or (end.isnan() and theirs.isnan())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(STRATEGIES),
+    st.sampled_from(FLOATS),
+    st.integers(1, 40),
+    st.integers(1, 9),
+    st.integers(1, 70),
+    st.booleans(),
+)
+def test_every_strategy_gives_pytorch_s_ranges_of_channels(
+    name, dtype, outer, inner, channels, last
+) -> None:
+    random = torch.Generator().manual_seed(outer)
+    tensor = torch.randn(outer, channels, inner, 2, generator=random).to(dtype)
+    tensor[outer // 2, channels // 2, 0, 0] = math.nan
+    if last:
+        tensor = tensor.to(memory_format=torch.channels_last)
+    low, high = ranges._by(tensor, Cut.along(tensor, 1), name)
+    others = [each for each in range(channels) if each != channels // 2]
+    assert low.isnan().nonzero().flatten().tolist() == [channels // 2]
+    assert high.isnan().nonzero().flatten().tolist() == [channels // 2]
+    assert torch.equal(low[others], tensor.amin(dim=(0, 2, 3))[others])
+    assert torch.equal(high[others], tensor.amax(dim=(0, 2, 3))[others])
+
+
+def test_channels_have_a_choice_of_their_own_tried_on_a_part_that_has_all_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ranges, "PART_ELEMENTS", LARGE)
+    times = Times(monkeypatch, tree=0.5e-3)
+    chooses, tensor = Ranges(None), torch.zeros(4 * LARGE // 96, 96)
+    assert chooses.strategy_for(tensor) == "tree"
+    times.seconds |= {"tree": 2e-3, "atomics": 0.1e-3}
+    times.sizes.clear()
+    assert chooses.strategy_for(tensor, Cut(96, 1)) == "atomics"
+    assert {size for _, size in times.sizes} == {LARGE // 96 * 96, tensor.numel()}
+    times.seconds |= {"hybrid": 0.01e-3}
+    assert chooses.strategy_for(tensor, Cut(96, 1)) == "atomics"  # its class has one
+    assert chooses.strategy_for(tensor, Cut(6, 16)) == "hybrid"
+    assert chooses.strategy_for(tensor) == "tree"
 
 
 def test_the_fastest_is_taken_and_another_when_that_changes(
@@ -136,16 +179,16 @@ def test_a_gpu_s_kernels_give_the_processor_s_bytes(monkeypatch: pytest.MonkeyPa
 
     by_kernels = gpu_reduce.measure_ranges
 
-    def noted(items: Tensor, strategy: RangeStrategy) -> Any:
+    def noted(items: Tensor, strategy: RangeStrategy, *cut: int) -> Any:
         reduced.append(strategy.name.lower())
-        return by_kernels(items, strategy)
+        return by_kernels(items, strategy, *cut)
 
     tensor = torch.randn(2, LEAST_ELEMENTS // 2, generator=torch.Generator().manual_seed(1)).half()
-    expected = [end.item() for end in ranges._by(tensor, "tree")]
+    expected = [end.item() for end in ranges._by(tensor, WHOLE, "tree")]
     monkeypatch.setattr(gpu_reduce, "measure_ranges", noted)
     monkeypatch.setattr(ranges, "is_processor", lambda _: False)
     for name in STRATEGIES:
-        assert [end.item() for end in ranges._by(tensor.t(), name)] == expected
+        assert [end.item() for end in ranges._by(tensor.t(), WHOLE, name)] == expected
     assert reduced == [name for name in STRATEGIES if name != PYTORCH]
     chooses = Ranges(None)
     assert [end.item() for end in chooses.ends(tensor)] == expected
@@ -200,7 +243,7 @@ def test_kernels_that_fail_on_a_device_are_left_for_good_and_said_once(
 ) -> None:
     chooses, tensor, tries = Ranges(None), torch.randn(LARGE), []
 
-    def fails(_tensor: Tensor, _name: str) -> Any:
+    def fails(_tensor: Tensor, _cut: Cut, _name: str) -> Any:
         tries.append(1)
         raise RuntimeError("no compiler")
 

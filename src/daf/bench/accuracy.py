@@ -38,10 +38,11 @@ POLICIES = (
     *(f"gact-{bits}" for bits in (1.5, 2, 4)),
     *(f"actnn-{bits}" for bits in (1.5, 2, 4)),
     *(f"alam-{bits}" for bits in (0.5, 1, 2)),
+    *(f"{each}-{bits}" for each in ("tensor", "channel") for bits in (2, 4, 8)),
     *(f"apart-{each}" for each in ("gact-2", "actnn-2", "minmax-2", "alam-1")),
 )
 _OURS = ("rotated", "allocated", "spread")
-_THEIRS = ("minmax", "gact", "actnn", "alam")
+_THEIRS = ("minmax", "gact", "actnn", "alam", "tensor", "channel")
 FULL = Effort()
 WITHIN_POINTS = 0.5
 FAR_POINTS = 10.0

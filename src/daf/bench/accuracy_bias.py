@@ -19,7 +19,10 @@ from daf.bench.accuracy_policies import Example, make_policy
 from daf.bench.accuracy_tasks import Effort
 from daf.sensitivity.bias import measure_bias
 
-POLICIES = ("rotated-1", "rotated-2", "rotated-4", "minmax-2", "minmax-4", "alam-1")
+POLICIES = (
+    *("rotated-1", "rotated-2", "rotated-4", "minmax-2", "minmax-4"),
+    *("tensor-4", "channel-4", "alam-1"),
+)
 FULL_DRAWS, QUICK_DRAWS = 256, 32
 # Several pairs of network and policy are tested, so a bias is claimed from this on.
 DEVIATIONS = 4.0

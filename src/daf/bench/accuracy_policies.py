@@ -6,6 +6,8 @@ activations' derivatives among what has a width (``spread-B``: attention's queri
 weights too, which otherwise have eight bits),
 ``gact-B`` and ``actnn-B`` as published, with min-max codes. ActNN's formula takes the
 energy of a block for its range, in which blocks of Gaussian values are proportional.
+``tensor-B`` and ``channel-B`` are min-max codes of one width whose range is the whole tensor's or
+each channel's, as DAF was published (arXiv 2507.07149).
 ``alam-B`` codes means of two neighbours (of four below one bit) in min-max codes of B bits
 per element, as ALAM does. All but DAF's own are re-implementations. ``fused-`` before a name:
 the same codes, held by operators that are fused and chunked where that can be; ``apart-``: no
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -56,7 +59,7 @@ _VALUE_NEEDS = (Need.LINEAR, Need.NORM, Need.PRODUCT)
 _OWN_CODES = (Method.ROTATED, Method.MINMAX, Method.DERIVATIVE)
 POLICY_FORMS = (
     *("plain", "rotated-B", "minmax-B", "allocated-B", "spread-B"),
-    *("gact-B", "actnn-B", "alam-B"),
+    *("gact-B", "actnn-B", "alam-B", "tensor-B", "channel-B"),
 )
 FUSED, APART = "fused-", "apart-"
 _SPREAD_LEAST_BITS = 3  # of q, k and attention's weights; plans give them more
@@ -136,6 +139,13 @@ def _uniform(bits: float, example: Example) -> Policy:
 def _uniform_minmax(bits: float, example: Example) -> Policy:
     del example
     return minmax_policy(int(bits))
+
+
+def _ranged(bits: float, example: Example, *, by_channel: bool) -> Policy:
+    del example
+    code = Treatment(Method.RANGED, int(bits), by_channel=by_channel)
+    by_need = dict(coded_policy(int(bits)).by_need) | dict.fromkeys(_VALUE_NEEDS, code)
+    return Policy("ranged", MappingProxyType(by_need))
 
 
 def _averaged(bits: float, example: Example) -> Policy:
@@ -221,7 +231,7 @@ def _actnn(bits: float, example: Example) -> Policy:
     return _minmax_widths(base, actnn_widths(elements, sensitivities, bits))
 
 
-_WHOLE = ("rotated", "minmax")
+_WHOLE = ("rotated", "minmax", "tensor", "channel")
 _LEAST_AVERAGED = 0.25
 _MAKERS: Mapping[str, Callable[[float, Example], Policy]] = {
     "rotated": _uniform,
@@ -231,6 +241,8 @@ _MAKERS: Mapping[str, Callable[[float, Example], Policy]] = {
     "gact": _gact,
     "actnn": _actnn,
     "alam": _averaged,
+    "tensor": partial(_ranged, by_channel=False),
+    "channel": partial(_ranged, by_channel=True),
 }
 
 

@@ -4,7 +4,7 @@ The reduction micro-benchmark of DAF (arXiv 2507.07149): the least and greatest 
 or of its channels, by a tree, by atomics alone and by both (*hybrid reduction*).
 On a CUDA device the strategies are Triton's, and times are those
 of events; else they are the native ones of the processor. CUB is reached through CuPy where that
-can be imported. Whole tensors are chosen for as in sessions, by ``daf.store.ranges``.
+can be imported. What is chosen is chosen as in sessions, by ``daf.store.ranges``.
 Contestants take turns; rows are medians, ratios those of times of the same round. Every
 strategy gives the same bits; one that does not ends the benchmark.
 """
@@ -29,8 +29,8 @@ from daf.bench.result import BenchResult
 from daf.bench.timing import device_seconds
 from daf.errors import KernelError
 from daf.kernels import ElementType, RangeStrategy
-from daf.kernels.calibration import Chooser
 from daf.kernels.cpu_measure import measure_ranges, range_strategy, ranges_workspace_bytes
+from daf.store.ranged import WHOLE, Cut
 from daf.store.ranges import PYTORCH, Ranges, device_name
 
 Progress = Callable[[str], None]
@@ -84,63 +84,30 @@ def run(job: ReduceJob, on_progress: Progress = lambda _: None) -> BenchResult:
     """
     device, rows = torch.device(job.device), []
     with tempfile.TemporaryDirectory() as folder:
-        choosers = Choosers(device, Path(folder) / "strategies.json")
+        ranges = Ranges(Path(folder) / "strategies.json")
         for shape in job.shapes:
             on_progress(str(shape))
             values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
-            rows.append(_row(values, job.rounds, choosers))
+            rows.append(_row(values, job.rounds, ranges))
     return BenchResult("reduce", rows, figures_of(rows), _notes(device, job.rounds))
 
 
-class Choosers:
-    """Who picks a strategy: for whole tensors what sessions ask, with a cache file of its own.
-
-    For channels, whose ranges sessions do not take, a chooser of the same kind.
-    """
-
-    def __init__(self, device: torch.device, cache: Path) -> None:
-        self._of_tensors = Ranges(cache)
-        self._of_channels = Chooser(device_name(device), CANDIDATES)
-
-    def pick(self, values: Tensor, work: Mapping[str, Work]) -> str:
-        """One of CANDIDATES, for one call."""
-        if values.shape[1] == 1:
-            found = self._of_tensors.strategy_for(values)
-            return TORCH if found == PYTORCH else found
-        return self._of_channels.choose(str(values.shape), _ChannelTrial(work, values))
+def _pick(ranges: Ranges, values: Tensor) -> str:
+    """One of CANDIDATES for one call, as sessions choose."""
+    _, channels, inner = values.shape
+    found = ranges.strategy_for(values, Cut(channels, inner) if channels > 1 else WHOLE)
+    return TORCH if found == PYTORCH else found
 
 
-@dataclass(frozen=True, slots=True)
-class _ChannelTrial:
-    """Ranges of channels as a call that strategies compete for; small enough to need no part."""
-
-    work: Mapping[str, Work]
-    values: Tensor
-    size: int = 1
-    start_seconds: float = 0.0
-
-    def usual(self) -> str | None:
-        return _rule(self.values)
-
-    def warm_up(self, name: str) -> None:
-        self.work[name]()
-
-    def seconds(self, name: str) -> float:
-        return device_seconds(self.work[name], self.values.device)
-
-    def part(self) -> None:
-        return None
-
-
-def _row(values: Tensor, rounds: int, choosers: Choosers) -> dict[str, Any]:
+def _row(values: Tensor, rounds: int, ranges: Ranges) -> dict[str, Any]:
     work = _contestants(values)
     begin_s = time.perf_counter()
-    chosen = choosers.pick(values, work)
+    chosen = _pick(ranges, values)
     first_use_ms = 1e3 * (time.perf_counter() - begin_s)
 
     def reduce_by_choice() -> object:
         nonlocal chosen
-        chosen = choosers.pick(values, work)
+        chosen = _pick(ranges, values)
         return work[chosen]()
 
     taken = _in_turn({**work, CHOSEN: reduce_by_choice}, rounds, values.device)

@@ -18,7 +18,7 @@ from daf.kernels import BLOCK_ELEMENTS
 from daf.plan import Need, Site
 from daf.store.averaged import AveragedCode
 from daf.store.codec import Channels, elements_in
-from daf.store.coder import Intervals, Mask, Packed, Values
+from daf.store.coder import Intervals, Mask, Packed, Steps, Values
 from daf.store.layout import Layout, layout_of
 from daf.store.scratch import Scratch
 from daf.store.spill import SpillRecord, SpillStore
@@ -209,6 +209,24 @@ class Averaged(Held):
         """Every neighbour is their mean."""
         out = scratch.empty(self.layout)
         self.code.content.decode(out)
+        return out
+
+
+class Ranged(Held):
+    """Steps of a range, and of what."""
+
+    __slots__ = ("code", "from_steps", "layout")
+
+    def __init__(self, code: Stored[Steps], from_steps: Stored[Channels], layout: Layout) -> None:
+        super().__init__()
+        self.code = code
+        self.from_steps = from_steps
+        self.layout = layout
+
+    def restore(self, scratch: Scratch) -> Tensor:
+        """The values that the steps stand for."""
+        out = scratch.empty(self.layout)
+        self.code.content.decode(out, self.from_steps.content)
         return out
 
 

@@ -19,6 +19,7 @@ from daf.execution.held import (
     Integers,
     Kept,
     NormInput,
+    Ranged,
     Rederived,
     Saved,
     Shape,
@@ -39,6 +40,7 @@ from daf.store import ranges
 from daf.store.codec import Channels, is_codable
 from daf.store.coder import Coder, Packed, Values, can_code_on, is_read_freely, is_recorded
 from daf.store.layout import content_key, in_memory_order, is_dense, layout_of, overlaps
+from daf.store.ranged import WHOLE, Cut, grid_of
 from daf.store.scratch import Scratch
 from daf.store.spill import SpillRecord, SpillStore
 
@@ -46,7 +48,12 @@ _PART_ELEMENTS = 1 << 18
 SMALL_BYTES = 4096  # smaller tensors are kept: their codes' headers and our objects cost as much
 _REDERIVED = Treatment(Method.REDERIVE)
 _INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
-_VALUE_METHODS = frozenset({Method.KEEP, Method.ROTATED, Method.MINMAX, Method.AVERAGED})
+_VALUE_METHODS = frozenset(
+    {Method.KEEP, Method.ROTATED, Method.MINMAX, Method.AVERAGED, Method.RANGED}
+)
+# Whose saved tensors have their channels second, as PyTorch's convolutions and normalisations of
+# images do; all others have them last.
+_CHANNELS_SECOND = ("Convolution", "BatchNorm", "GroupNorm")
 _EVERYWHERE = frozenset({Method.SPILL})  # every bit comes back
 SOUND: Mapping[Need, frozenset[Method]] = {
     Need.LINEAR: _VALUE_METHODS | {Method.REDERIVE},
@@ -270,6 +277,8 @@ class Treater:
         held: Held | None
         if job.treatment.method is Method.AVERAGED:
             return self._averaged(job) if is_read_freely(job.tensor) else None
+        if job.treatment.method is Method.RANGED:
+            return self._ranged(job)
         if job.need is Need.NORM and is_dense(job.tensor):
             held = self._normalised(job, rederive)
         else:
@@ -304,6 +313,21 @@ class Treater:
             code = Stored(self._ledger, made)
             job.source.remember(key, code)
         return Averaged(code, layout_of(dense))
+
+    def _ranged(self, job: Job) -> Held:
+        dense, bits = _dense(job.tensor), job.treatment.bits
+        cut = Cut.along(dense, _channel_dimension(job)) if job.treatment.by_channel else WHOLE
+        key = (job.treatment, cut, *_content_key(job))
+        found = job.source.recall(key, Ranged)
+        if found is not None:
+            return Ranged(found.code, found.from_steps, layout_of(dense))
+        grid = grid_of(*ranges.ours().channel_ends(dense, cut), bits, cut.inner)
+        travels = job.treatment.travels
+        code = self._coder.steps(dense, bits, job.key, grid.to_steps, travels=travels)
+        stored = Stored(self._ledger, code), Stored(self._ledger, grid.from_steps)
+        held = Ranged(*stored, layout_of(dense))
+        job.source.remember(key, held)
+        return held
 
     def _rederived(self, job: Job) -> Held | None:
         """From codes held anyway, if they are at least as wide as the plan asks for here."""
@@ -355,6 +379,11 @@ def _has_only(tensor: Tensor, low: float, high: float) -> bool:
     """Has a dense tensor these two values alone? Looked at a part at a time."""
     parts = torch.split(in_memory_order(tensor), _PART_ELEMENTS)
     return all(bool(((part == low) | (part == high)).all()) for part in parts)
+
+
+def _channel_dimension(job: Job) -> int:
+    name = job.saved.node.name()
+    return 1 if any(part in name for part in _CHANNELS_SECOND) else -1
 
 
 def _content_key(job: Job) -> tuple[Any, ...]:

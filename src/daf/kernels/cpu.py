@@ -242,6 +242,43 @@ def decode_minmax(
     )
 
 
+def encode_steps(
+    source: int,
+    element_type: ElementType,
+    count: int,
+    bits: int,
+    key: int,
+    planes: int,
+    threads: int,
+    affine: ChannelAffine | None = None,
+) -> None:
+    """Write ``bits`` planes of what ``affine`` makes numbers of steps, rounded stochastically.
+
+    What lies beyond ``0 … 2**bits - 1`` is its nearer end, NaN is 0; there are no headers.
+    """
+    check_call(count, threads, source=source, planes=planes)
+    check_member("bits", bits, MINMAX_BITS)
+    check_key(key)
+    kind, fields = element_type_number(element_type), affine_fields(affine)
+    _native.encode_steps(_forced_set.get(), source, kind, count, bits, key, planes, threads, fields)
+
+
+def decode_steps(
+    planes: int,
+    count: int,
+    bits: int,
+    destination: int,
+    element_type: ElementType,
+    threads: int,
+    affine: ChannelAffine | None = None,
+) -> None:
+    """Write every number of steps, after ``affine``."""
+    check_call(count, threads, planes=planes, destination=destination)
+    check_member("bits", bits, MINMAX_BITS)
+    kind, fields = element_type_number(element_type), affine_fields(affine)
+    _native.decode_steps(_forced_set.get(), planes, count, bits, destination, kind, threads, fields)
+
+
 def _extras(
     count: int,
     view: StridedView | None,

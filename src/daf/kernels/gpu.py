@@ -161,6 +161,42 @@ def decode_minmax(
     )
 
 
+def encode_steps(
+    source: Tensor, planes: DevicePlanes, key: int, affine: Affine | None = None
+) -> None:
+    """Write every plane of what ``affine`` makes numbers of steps, rounding stochastically."""
+    _check_whole(planes, MINMAX_BITS)
+    check_key(key)
+    elements, kind = patterns(source, planes.elements)
+    launch(
+        gpu_minmax.encode_steps,
+        planes.elements,
+        source.device,
+        source=elements,
+        TYPE=kind,
+        BITS=planes.bits,
+        **key_halves(key),
+        **affine_arguments(affine),
+        **plane_arguments(planes),
+    )
+
+
+def decode_steps(planes: DevicePlanes, destination: Tensor, affine: Affine | None = None) -> None:
+    """Write every number of steps, after ``affine``."""
+    _check_whole(planes, MINMAX_BITS)
+    elements, kind = patterns(destination, planes.elements)
+    launch(
+        gpu_minmax.decode_steps,
+        planes.elements,
+        destination.device,
+        destination=elements,
+        TYPE=kind,
+        BITS=planes.bits,
+        **affine_arguments(affine),
+        **plane_arguments(planes),
+    )
+
+
 # --- mask, derivative, integers -------------------------------------------------------------
 
 

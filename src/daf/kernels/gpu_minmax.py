@@ -1,4 +1,4 @@
-"""The ``minmax`` codec on a GPU: section 5 of ``docs/format.md``."""
+"""The ``minmax`` codec and its steps on a GPU: section 5 of ``docs/format.md``."""
 
 from __future__ import annotations
 
@@ -157,3 +157,78 @@ def decode_minmax(
             MASKED,
         )
     store_elements(destination, written, valid, values, TYPE)
+
+
+# --- steps: what there is a range of already ------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["key_low", "key_high"])
+def encode_steps(
+    source,
+    region,
+    table,
+    scale,
+    shift,
+    count,
+    key_low,
+    key_high,
+    channels,
+    inner,
+    runs,
+    page_words,
+    TYPE: tl.constexpr,
+    BITS: tl.constexpr,
+    AFFINE: tl.constexpr,
+    PAGED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Write every plane of what the affine makes numbers of steps, rounding stochastically."""
+    blocks = tile_blocks(BLOCKS)
+    place = tile_elements(blocks)
+    valid = place < count
+    there = blocks * 256 < count
+    position = load_elements(source, place, valid, TYPE)
+    if AFFINE:
+        position = channel_affine(position, place, scale, shift, channels, inner)
+    last: tl.constexpr = (1 << BITS) - 1
+    position = tl.where(position > 0.0, position, 0.0)
+    position = tl.where(position < last * 1.0, position, last * 1.0)
+    position += dither(key_low, key_high, blocks, BLOCKS)
+    position = tl.where(valid, position, 1.0)
+    codes = tl.minimum(position.to(tl.int32) - 1, last)
+    for plane in tl.static_range(BITS):
+        bits = (codes >> (BITS - 1 - plane)) & 1
+        store_plane(region, table, runs, page_words, plane, blocks, there, bits, BLOCKS, PAGED)
+
+
+@triton.jit
+def decode_steps(
+    destination,
+    region,
+    table,
+    scale,
+    shift,
+    count,
+    channels,
+    inner,
+    runs,
+    page_words,
+    TYPE: tl.constexpr,
+    BITS: tl.constexpr,
+    AFFINE: tl.constexpr,
+    PAGED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Write every number of steps, after the affine."""
+    blocks = tile_blocks(BLOCKS)
+    place = tile_elements(blocks)
+    valid = place < count
+    there = blocks * 256 < count
+    codes = tl.zeros((BLOCKS, 256), tl.int32)
+    for plane in tl.static_range(BITS):
+        bits = load_plane(region, table, runs, page_words, plane, blocks, there, BLOCKS, PAGED)
+        codes = (codes << 1) | bits
+    values = codes.to(tl.float32)
+    if AFFINE:
+        values = channel_affine(values, place, scale, shift, channels, inner)
+    store_elements(destination, place, valid, values, TYPE)

@@ -171,6 +171,38 @@ def decode_minmax(
     )
 
 
+def encode_steps(
+    source: int,
+    element_type: ElementType,
+    fields: PageFields,
+    key: int,
+    threads: int,
+    affine: ChannelAffine | None = None,
+) -> None:
+    """Write every plane of what ``affine`` makes numbers of steps, rounding stochastically."""
+    check_whole(fields, threads, MINMAX_BITS, source=source)
+    check_key(key)
+    kind, channels = element_type_number(element_type), affine_fields(affine)
+    _native.pages.encode_steps(
+        chosen_instruction_set(), source, kind, fields, key, threads, channels
+    )
+
+
+def decode_steps(
+    fields: PageFields,
+    destination: int,
+    element_type: ElementType,
+    threads: int,
+    affine: ChannelAffine | None = None,
+) -> None:
+    """Write every number of steps, after ``affine``."""
+    check_whole(fields, threads, MINMAX_BITS, destination=destination)
+    kind, channels = element_type_number(element_type), affine_fields(affine)
+    _native.pages.decode_steps(
+        chosen_instruction_set(), fields, destination, kind, threads, channels
+    )
+
+
 # --- mask, derivative, integers -------------------------------------------------------------
 
 

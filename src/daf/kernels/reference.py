@@ -242,6 +242,32 @@ def decode_minmax(code: Code, target: Target, bits: int, affine: Affine | None =
     return store(stack(pieces), target, affine)
 
 
+def encode_steps(source: Elements, bits: int, key: int, affine: Affine | None = None) -> Planes:
+    """(bits, words) of what ``affine`` made numbers of steps: section 5 of the format."""
+    require(1 <= bits <= 8, f"{bits} bits")
+    codes = [_encode_steps(chunk, bits, key) for chunk in chunks(source, affine)]
+    return to_planes(stack(codes, np.uint64), bits)
+
+
+@np.errstate(all="ignore")
+def _encode_steps(chunk: Chunk, bits: int, key: int) -> NDArray[np.uint64]:
+    last = np.float32(2**bits - 1)
+    position = np.where(chunk.values > 0, chunk.values, np.float32(0))
+    position = np.where(position < last, position, last) + dither(key, chunk.blocks)
+    position = np.where(chunk.valid, position, np.float32(1))
+    codes: NDArray[np.uint64] = np.minimum(position.astype(np.int64) - 1, 2**bits - 1).astype(
+        np.uint64
+    )
+    return codes
+
+
+@np.errstate(all="ignore")
+def decode_steps(planes: Planes, target: Target, affine: Affine | None = None) -> Elements:
+    """Every code, then ``affine``."""
+    require(1 <= len(planes) <= 8, f"{len(planes)} bits")
+    return store(from_planes(planes).astype(np.float32), target, affine)
+
+
 # --- mask, derivative, integers -------------------------------------------------------------
 
 

@@ -22,6 +22,7 @@ COLOURS: dict[Method, tuple[str, str, str]] = {
     Method.REPLAY: ("replayed", "#c2477f", "#ee7fb0"),
     Method.SPILL: ("spilled to disk", "#c2570c", "#f0955a"),
     Method.AVERAGED: ("averaged, then coded", "#8f5a5a", "#c98f8f"),
+    Method.RANGED: ("min-max code of wide ranges", "#5a7f8f", "#8fbac9"),
 }
 
 _DONE = {
@@ -36,6 +37,7 @@ _DONE = {
     Method.REPLAY: "held nowhere: the module's forward pass runs again in backward",
     Method.SPILL: "written to disk and read back in backward",
     Method.AVERAGED: "neighbours' means in a min-max code, a published baseline",
+    Method.RANGED: "a min-max code of the tensor's or each channel's range, a published baseline",
 }
 _BECAUSE = {
     Need.LINEAR: "it enters the gradient once and linearly, so unbiased noise averages out",

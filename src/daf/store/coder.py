@@ -18,6 +18,7 @@ from daf.store.averaged import AveragedCode
 from daf.store.buffers import Store
 from daf.store.codec import PART_BYTES, Channels, DerivativeCode, IntegerCode, MaskCode, ValueCode
 from daf.store.device_stores import DeviceStores
+from daf.store.ranged import RangedCode
 
 # Device types whose tensors Triton's kernels code (ROCm calls itself cuda too).
 DEVICE_TYPES: Collection[str] = ("cuda",)
@@ -65,6 +66,13 @@ class Values(Code, Protocol):
         blocks: tuple[int, int] | None = None,
     ) -> None:
         """Write them; see ``codec.ValueCode``."""
+
+
+class Steps(Code, Protocol):
+    """Numbers of steps of a range that someone else knows."""
+
+    def decode(self, out: Tensor, from_steps: Channels) -> None:
+        """Write the values that they stand for."""
 
 
 class Intervals(Code, Protocol):
@@ -183,6 +191,16 @@ class Coder:
     def averages(self, tensor: Tensor, group: int, treatment: Treatment, key: int) -> AveragedCode:
         """A dense CPU tensor's means of ``group`` neighbours."""
         return AveragedCode(self._store, tensor, group, treatment, key)
+
+    def steps(
+        self, tensor: Tensor, bits: int, key: int, to_steps: Channels, *, travels: bool = False
+    ) -> Steps:
+        """A dense tensor's floats in steps of a range, which ``to_steps`` makes of them."""
+        codec = _codec_on(tensor)
+        if codec is not None:
+            store = self._place(tensor, bits, travels)
+            return codec.DeviceRangedCode(store, tensor, bits, key, to_steps)  # type: ignore[no-any-return]
+        return RangedCode(self._store, tensor, bits, key, to_steps)
 
     def integers(self, tensor: Tensor, bits: int, base: int, *, travels: bool = False) -> Packed:
         """A dense tensor's integers, which lie in ``base … base + 2**bits - 1``."""

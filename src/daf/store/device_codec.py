@@ -168,6 +168,26 @@ class DeviceValueCode(_DeviceCode):
                 gpu.decode_minmax(planes, place, affine, chosen_planes, accumulate, blocks)
 
 
+class DeviceRangedCode(_DeviceCode):
+    """``ranged.RangedCode`` on a device."""
+
+    __slots__ = ()
+
+    def __init__(
+        self, store: Store, tensor: Tensor, bits: int, key: int, to_steps: Channels
+    ) -> None:
+        """Encode a dense tensor of floats, rounding stochastically."""
+        super().__init__(tensor, store.allocate_planes(tensor.numel(), bits, headers=False))
+        with self.planes.writing() as planes:
+            gpu.encode_steps(in_memory_order(tensor), planes, key, affine_of(to_steps))
+
+    def decode(self, out: Tensor, from_steps: Channels) -> None:
+        """Write the values into a dense tensor of the coded element count."""
+        check_count(self.count, out)
+        with self.planes.pinned() as planes:
+            gpu.decode_steps(planes, in_memory_order(out), affine_of(from_steps))
+
+
 class DeviceDerivativeCode(_DeviceCode):
     """``codec.DerivativeCode`` on a device."""
 

@@ -1,4 +1,4 @@
-"""The range of a whole tensor, by the strategy that is fastest here and now.
+"""The range of a whole tensor or of each channel, by the strategy that is fastest here and now.
 
 Hybrid reduction (DAF, arXiv 2507.07149) with a choice made at run time: the first time that a
 size is asked for on a device strategies are tried, PyTorch's own too, first on a part of the
@@ -29,6 +29,7 @@ from daf.kernels.cpu_measure import measure_ranges, range_strategy, ranges_works
 from daf.store.codec import element_type, is_codable
 from daf.store.coder import can_code_on, is_processor
 from daf.store.layout import in_memory_order, is_dense
+from daf.store.ranged import WHOLE, Cut
 
 PYTORCH = "pytorch"
 STRATEGIES = (*(strategy.name.lower() for strategy in RangeStrategy), PYTORCH)
@@ -61,10 +62,18 @@ class Ranges:
 
     def ends(self, tensor: Tensor) -> Ends:
         """Least and greatest element of a tensor of floats or integers, 0-dim, where it is."""
+        low, high = self._ends(tensor, WHOLE)
+        return low[0], high[0]
+
+    def channel_ends(self, tensor: Tensor, cut: Cut) -> Ends:
+        """The same of every channel of a dense tensor of floats: (channels,) where it is."""
+        return self._ends(tensor, cut)
+
+    def _ends(self, tensor: Tensor, cut: Cut) -> Ends:
         if not self._has_choice(tensor):
-            return _by_pytorch(tensor)
+            return _by_pytorch(tensor, cut)
         try:
-            return _by(tensor, self._choose(tensor))
+            return _by(tensor, cut, self._choose(tensor, cut))
         except Exception as problem:
             if is_processor(tensor.device):
                 raise
@@ -73,17 +82,16 @@ class Ranges:
             warnings.warn(
                 f"ranges on {tensor.device} are PyTorch's from now on: {problem}", stacklevel=3
             )
-            return _by_pytorch(tensor)
+            return _by_pytorch(tensor, cut)
 
-    def strategy_for(self, tensor: Tensor) -> str:
+    def strategy_for(self, tensor: Tensor, cut: Cut = WHOLE) -> str:
         """The one that this call is to take; the first of its size takes some milliseconds."""
-        return self._choose(tensor) if self._has_choice(tensor) else PYTORCH
+        return self._choose(tensor, cut) if self._has_choice(tensor) else PYTORCH
 
-    def _choose(self, tensor: Tensor) -> str:
+    def _choose(self, tensor: Tensor, cut: Cut) -> str:
         with self._lock:
             chooser = self._chooser(tensor.device)
-            size = tensor.numel().bit_length() // 2  # powers of four share a choice
-            return chooser.choose(f"{tensor.dtype}-{size}".removeprefix("torch."), _Trial(tensor))
+            return chooser.choose(_shape_class(tensor, cut), _Trial(tensor, cut))
 
     def _has_choice(self, tensor: Tensor) -> bool:
         is_large = tensor.numel() >= LEAST_ELEMENTS
@@ -96,11 +104,23 @@ class Ranges:
         return self._choosers[name]
 
 
-class _Trial:
-    """The range of one tensor, as a call that strategies compete for."""
+def _shape_class(tensor: Tensor, cut: Cut) -> str:
+    """What shares a choice: powers of four, of elements, channels and what lies between them."""
+    return _class_name(tensor.dtype, tensor.numel().bit_length() // 2, cut)
 
-    def __init__(self, tensor: Tensor) -> None:
+
+@cache
+def _class_name(dtype: torch.dtype, power: int, cut: Cut) -> str:
+    channels = () if cut == WHOLE else (number.bit_length() // 2 for number in cut)
+    return "-".join(map(str, (dtype, power, *channels))).removeprefix("torch.")
+
+
+class _Trial:
+    """The ranges of one tensor, as a call that strategies compete for."""
+
+    def __init__(self, tensor: Tensor, cut: Cut) -> None:
         self._tensor = tensor
+        self._cut = cut
 
     @property
     def size(self) -> int:
@@ -114,22 +134,25 @@ class _Trial:
         """What the processor's kernels take where none is asked for; of GPUs no rule is known."""
         if not is_processor(self._tensor.device):
             return None
-        return range_strategy(self.size, torch.get_num_threads()).name.lower()
+        return range_strategy(self.size, torch.get_num_threads(), *self._cut).name.lower()
 
     def warm_up(self, name: str) -> None:
         """A GPU's kernels are compiled for sizes; a processor's only have threads to start."""
         is_compiled = not is_processor(self._tensor.device)
-        _by(self._tensor if is_compiled else self._first(LEAST_ELEMENTS), name)
+        _by(self._tensor if is_compiled else self._first(LEAST_ELEMENTS), self._cut, name)
         _wait_for(self._tensor.device)
 
     def seconds(self, name: str) -> float:
-        return _seconds(lambda: _by(self._tensor, name), self._tensor.device)
+        return _seconds(lambda: _by(self._tensor, self._cut, name), self._tensor.device)
 
     def part(self) -> _Trial | None:
-        return _Trial(self._first(PART_ELEMENTS)) if self.size > PART_ELEMENTS else None
+        first = self._first(PART_ELEMENTS)
+        return _Trial(first, self._cut) if first.numel() < self.size else None
 
     def _first(self, count: int) -> Tensor:
-        return in_memory_order(self._tensor)[:count]
+        """About so many elements, as many of each channel."""
+        once = self._cut.channels * self._cut.inner
+        return in_memory_order(self._tensor)[: max(once, count // once * once)]
 
 
 def bounds(tensor: Tensor) -> Bounds:
@@ -194,33 +217,35 @@ def _has_kernels(tensor: Tensor) -> bool:
     return is_codable(tensor.dtype) and is_dense(tensor) and can_code_on(tensor.device)
 
 
-def _by_pytorch(tensor: Tensor) -> Ends:
+def _by_pytorch(tensor: Tensor, cut: Cut) -> Ends:
     items = in_memory_order(tensor) if is_dense(tensor) else tensor  # others are copied first
-    low, high = torch.aminmax(items)
-    return low, high
+    if cut == WHOLE:
+        low, high = torch.aminmax(items)
+        return low.view(1), high.view(1)
+    by_channel = items.view(-1, *cut)
+    return by_channel.amin(dim=(0, 2)), by_channel.amax(dim=(0, 2))
 
 
-def _by(tensor: Tensor, name: str) -> Ends:
+def _by(tensor: Tensor, cut: Cut, name: str) -> Ends:
     if name == PYTORCH:
-        return _by_pytorch(tensor)
+        return _by_pytorch(tensor, cut)
     strategy, items = RangeStrategy[name.upper()], in_memory_order(tensor)
     if is_processor(tensor.device):
-        return _on_processor(items, strategy)
+        return _on_processor(items, cut, strategy)
     from daf.kernels import gpu_reduce  # needs triton, which processors alone do not
 
-    low, high = gpu_reduce.measure_ranges(items, strategy)
-    return low[0], high[0]
+    return gpu_reduce.measure_ranges(items, strategy, *cut)
 
 
-def _on_processor(items: Tensor, strategy: RangeStrategy) -> Ends:
+def _on_processor(items: Tensor, cut: Cut, strategy: RangeStrategy) -> Ends:
     count, threads = items.numel(), torch.get_num_threads()
-    size_bytes = ranges_workspace_bytes(count, threads, strategy=strategy)
+    size_bytes = ranges_workspace_bytes(count, threads, *cut, strategy)
     workspace = torch.empty(max(1, size_bytes), dtype=torch.uint8)
-    ends = torch.empty(2, dtype=torch.float32)
+    ends = torch.empty(2, cut.channels, dtype=torch.float32)
     measure_ranges(
         *(items.data_ptr(), element_type(items.dtype), count),
         *(ends[0].data_ptr(), ends[1].data_ptr(), workspace.data_ptr(), threads),
-        strategy=strategy,
+        *(*cut, strategy),
     )
     return ends[0], ends[1]
 

@@ -14,6 +14,8 @@ enum class Operation : uint32_t {
   decode_rotated,
   encode_minmax,
   decode_minmax,
+  encode_steps,
+  decode_steps,
   encode_mask,
   decode_mask,
   encode_derivative,
@@ -27,7 +29,7 @@ enum class Operation : uint32_t {
   emit_rows,
   row_gradient,
 };
-constexpr uint32_t operation_count = 15;
+constexpr uint32_t operation_count = 17;
 
 enum class Codec : uint32_t { rotated, minmax, kept };
 

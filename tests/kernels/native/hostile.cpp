@@ -21,6 +21,12 @@ bool has_headers(Operation operation) {
          operation == Operation::decode_minmax;
 }
 
+// With an affine of any channels, perhaps.
+bool has_affine(Operation operation) {
+  return has_headers(operation) || operation == Operation::encode_steps ||
+         operation == Operation::decode_steps;
+}
+
 bool is_integers(Operation operation) {
   return operation == Operation::encode_integers || operation == Operation::decode_integers;
 }
@@ -136,7 +142,7 @@ void HostileCases::choose_parameters(Parameters& chosen) {
   if (operation == Operation::decode_rotated) chosen.low = 0x1p-11f;  // from a table, as levels are
   chosen.key = random_();
   chosen.base = random_();
-  chosen.channels = has_headers(operation) && below(3) == 0 ? 1 + below(600) : 0;
+  chosen.channels = has_affine(operation) && below(3) == 0 ? 1 + below(600) : 0;
   chosen.inner = below(2) ? 1 : 1 + below(uint64_t{1} << below(64));
 }
 

@@ -41,6 +41,17 @@ bool decode_minmax(const Call& call) {
   return call.run(job, call.kernels.decode_minmax);
 }
 
+bool encode_steps(const Call& call) {
+  const EncodeSteps job{call.source(), int(call.given.bits), call.given.key,
+                        call.at<uint32_t>(output)};
+  return call.run(job, call.kernels.encode_steps);
+}
+
+bool decode_steps(const Call& call) {
+  const DecodeSteps job{call.target(), int(call.given.bits), call.at<uint32_t>(input)};
+  return call.run(job, call.kernels.decode_steps);
+}
+
 bool encode_mask(const Call& call) {
   const EncodeMask job{call.source(), Predicate(call.given.predicate), call.given.low,
                        call.given.high, call.at<uint32_t>(output)};
@@ -83,9 +94,10 @@ bool decode_integers(const Call& call) {
 // In the order of Operation.
 using Runner = bool (*)(const Call&);
 constexpr Runner runners[] = {
-    encode_rotated, decode_rotated,    encode_minmax,     decode_minmax,   encode_mask,
-    decode_mask,    encode_derivative, decode_derivative, encode_integers, decode_integers,
-    emit,           sum_gradient,      write_gradient,    emit_rows,       row_gradient};
+    encode_rotated,  decode_rotated,  encode_minmax, decode_minmax,     encode_steps,
+    decode_steps,    encode_mask,     decode_mask,   encode_derivative, decode_derivative,
+    encode_integers, decode_integers, emit,          sum_gradient,      write_gradient,
+    emit_rows,       row_gradient};
 static_assert(sizeof runners / sizeof *runners == operation_count);
 
 }  // namespace
