@@ -115,9 +115,8 @@ void encode_steps(const std::string& set, uintptr_t source, int type, uint64_t c
 void decode_steps(const std::string& set, uintptr_t planes, uint64_t count, int bits,
                   uintptr_t destination, int type, int threads, const nb::tuple& affine) {
   const Extent all{0, block_count(count)};
-  const DecodeSteps job{
-      make_target(destination, type, count, make_affine(affine), 0, false, all), bits,
-      at<const uint32_t>(planes)};
+  const DecodeSteps job{make_target(destination, type, count, make_affine(affine), 0, false, all),
+                        bits, at<const uint32_t>(planes)};
   run(job, table_named(set).decode_steps, count, threads);
 }
 

@@ -201,9 +201,8 @@ def test_memory_goes_back_when_the_last_reference_does() -> None:
 def test_what_is_read_or_written_stays_until_then() -> None:
     store = DevicePagedStore(CPU)
     tensor = store.allocate_planes(100_000, 3, minimum_bits=1, importance=IMPORTANCE[3])
-    with tensor.writing() as planes:
-        assert store.give_back(10**9) == 0
-        assert planes.kept == 3
+    with tensor.writing():
+        pass
     with store.allocate_planes(10_000, 2, minimum_bits=1, importance=[2.0, 1.0]).writing():
         assert store.set_cap(1).payload_bytes == 2 * plane_bytes(100_000, 1)
     store.set_cap(None)
@@ -213,13 +212,47 @@ def test_what_is_read_or_written_stays_until_then() -> None:
     assert not tensor._blocks._may_go
     store.set_cap(None)
     tensor = held(store, 100_000, 3)
-    with tensor.pinned() as planes:
+    with tensor.pinned():
         assert store.set_cap(1).pages == 0
         assert set(tensor._blocks._may_go) == {1, 2}
     assert not tensor._blocks._may_go
     assert kept_bits(tensor) == 1
     with pytest.raises(KernelError, match="sealed"), tensor.writing():
         pass
+
+
+def test_what_was_asked_for_while_it_was_in_use_follows_when_it_is_not() -> None:
+    plane = plane_bytes(100_000, 1)
+    store = DevicePagedStore(CPU)
+    written = store.allocate_planes(100_000, 3, minimum_bits=1, importance=IMPORTANCE[3])
+    with written.writing() as planes:
+        assert store.give_back(plane) == 0
+        assert planes.kept == 3
+    assert kept_bits(written) == 2  # as much as was asked for
+    read = held(store, 100_000, 4)
+    with read.pinned() as planes, read.pinned():
+        assert store.give_back(3 * plane) == plane  # the other tensor's
+        assert (planes.kept, kept_bits(written)) == (4, 1)
+    assert kept_bits(read) == 2
+    with read.pinned():
+        pass
+    assert kept_bits(read) == 2
+
+
+@pytest.mark.parametrize("ends", ["is freed", "fails"])
+def test_nothing_is_owed_any_more_when_what_was_in_use_is_gone(ends: str) -> None:
+    store = DevicePagedStore(CPU)
+    passing = store.allocate_planes(100_000, 1)
+    if ends == "fails":
+        with pytest.raises(RuntimeError, match="a kernel"), passing.writing():
+            raise RuntimeError("a kernel")
+    assert store.give_back(10**9) == 0
+    del passing
+    gc.collect()
+    later = held(store, 100_000, 3)
+    with later.pinned():
+        pass
+    assert kept_bits(later) == 3
 
 
 def test_what_makes_room_for_a_newcomer_under_the_cap_is_gone_when_it_is_there() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
@@ -165,6 +166,9 @@ class DevicePagedStore:
         self._living: weakref.WeakValueDictionary[int, DevicePlaneTensor]
         self._living = weakref.WeakValueDictionary()
         self._table_bytes = 0
+        # By handle, how often a tensor is written or read just now; asked for in that time.
+        self._in_use: Counter[int] = Counter()
+        self._owed_bytes = 0
         self._anchor: Tensor | None = None
         # Over a change of the numbers and what follows from it here; finalizers come in between.
         self._lock = threading.RLock()
@@ -264,30 +268,42 @@ class DevicePagedStore:
         tensor = DevicePlaneTensor(self, numbers, blocks)
         self._table_bytes += blocks.table.nbytes
         self._living[numbers.handle] = tensor
+        self._in_use[numbers.handle] += 1
         return tensor
 
     def seal(self, numbers: PlaneTensor) -> None:
         """A tensor is written; its planes may go from now on."""
         with self._lock:
             numbers.seal()
-            self._drop_lost()
+            self._no_longer_in_use(numbers.handle, 1)
 
     @contextmanager
     def pinned(self, numbers: PlaneTensor) -> Iterator[PageFields]:
         """Nothing of a tensor goes while inside."""
+        with self._lock:
+            self._in_use[numbers.handle] += 1
         try:
             with numbers.pinned() as view:
                 yield view.fields
         finally:
             with self._lock:
-                self._drop_lost()  # what was above the cap all the while
+                self._no_longer_in_use(numbers.handle, 1)
 
     def release(self, numbers: PlaneTensor, table_bytes: int) -> None:
         """A tensor is gone."""
         with self._lock:
             numbers.release()
             self._table_bytes -= table_bytes
-            self._drop_lost()
+            self._no_longer_in_use(numbers.handle, self._in_use[numbers.handle])
+
+    def _no_longer_in_use(self, handle: int, times: int) -> None:
+        """What was above the cap all the while goes, and what was asked for in that time."""
+        self._in_use -= Counter({handle: times})
+        self._drop_lost()
+        if self._owed_bytes:
+            self._owed_bytes -= self._given_back(self._owed_bytes)
+        if not self._in_use:
+            self._owed_bytes = 0  # nothing else is to come
 
     # --- room -------------------------------------------------------------------------------
 
@@ -301,15 +317,22 @@ class DevicePagedStore:
     def give_back(self, nbytes: int) -> int:
         """Give up planes, the least important first, until PyTorch's allocator has ``nbytes`` back.
 
+        Of what is written or read just now, planes follow as soon as that is over.
+
         Returns:
             Bytes that it has; less than asked where no more may go.
         """
         with self._lock:
-            before, returned = self.lent_bytes, 0
-            while returned < nbytes and self._numbers.evict(nbytes - returned).pages:
-                self._drop_lost()
-                returned = before - self.lent_bytes
+            returned = self._given_back(nbytes)
+            self._owed_bytes = max(0, nbytes - returned) if self._in_use else 0
             return returned
+
+    def _given_back(self, nbytes: int) -> int:
+        before, returned = self.lent_bytes, 0
+        while returned < nbytes and self._numbers.evict(nbytes - returned).pages:
+            self._drop_lost()
+            returned = before - self.lent_bytes
+        return returned
 
     def _drop_lost(self) -> None:
         for handle, kept in self._numbers.take_lost():
