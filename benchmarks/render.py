@@ -18,6 +18,7 @@ from side_by_side import peers_figures
 from words import MB, ROOT, measured_by, picture
 
 from daf.bench.accuracy import metrics_of
+from daf.bench.accuracy_below import WIDTHS as BELOW_WIDTHS
 from daf.bench.accuracy_jobs import make_job
 from daf.bench.accuracy_picture import draw_curves
 from daf.bench.kernels_picture import draw_roofline
@@ -271,7 +272,21 @@ def accuracy_figures(result: dict[str, Any]) -> str:
             ]
             cells.append(f"{figures[f'{name}/variance']:.2g}")
             lines.append(f"| {name.removeprefix('bias-')} | {' | '.join(cells)} |")
+        lines.append("")
+    below = sorted({row["policy"] for row in result["rows"] if row["task"] == "below-one-bit"})
+    if below:
+        lines += below_one_bit(below, figures)
     return "\n".join(lines).rstrip("\n")
+
+
+def below_one_bit(networks: list[str], figures: dict[str, float]) -> list[str]:
+    """How many times fewer bytes there would be with a code of half a bit, by mean width."""
+    widths = [f"{bits:g}" for bits in BELOW_WIDTHS]
+    lines = [f"| fewer bytes, at bits of | {' | '.join(widths)} |", "|---" * 5 + "|"]
+    for network in networks:
+        found = [figures[f"below-one-bit/{network}/fewer_bytes_at_{bits}"] for bits in widths]
+        lines.append(f"| {network} | {' | '.join(f'{each:.3f}' for each in found)} |")
+    return lines
 
 
 def draw_accuracy(rows: Any, path: Path) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 
 from daf.bench import accuracy_following
 from daf.bench.accuracy import AccuracyJob, figures, read_rows, run, train_once
+from daf.bench.accuracy_below import GROUP, BelowTask, half_a_bit_error
 from daf.bench.accuracy_bias import BiasTask
 from daf.bench.accuracy_budget import BudgetTask
 from daf.bench.accuracy_jobs import TASK_NAMES, make_job
@@ -520,6 +521,21 @@ def test_a_bias_is_found_where_there_is_one_and_only_there() -> None:
     assert found["bias-convolutions/alam-1/deviations"] > 6
     assert "bias-convolutions/alam-1/claim_holds" not in found
     assert rows[0]["variance"] > 10 * abs(rows[0]["squared_bias"])
+
+
+def test_what_half_a_bit_would_save_is_told_by_width() -> None:
+    """Drawn Gaussians hold as large a share in the greatest of eight as the formula says."""
+    drawn = torch.randn(200_000, GROUP, generator=torch.Generator().manual_seed(0))
+    greatest = drawn.abs().amax(1).mean().item()
+    assert half_a_bit_error() == pytest.approx(GROUP / greatest**2 - 1, rel=0.01)
+    task = BelowTask({"digits": image_task("resnet20", "digits", batch_size=32)})
+    row = {"policy": "digits"} | task.measure("digits", 0, TINY)
+    fewer = row["fewer_bytes"]
+    assert list(fewer) == ["1.1", "1.25", "1.5", "2"]
+    # One more choice takes no more bytes, and at worst those that half a bit and headers take.
+    assert all(1 <= each < 1.125 / 0.625 for each in fewer.values())
+    assert fewer["1.1"] > fewer["2"]
+    assert task.figures([row, row])["below-one-bit/digits/fewer_bytes_at_1.5"] == fewer["1.5"]
 
 
 def write_spoken(path: Path) -> Path:

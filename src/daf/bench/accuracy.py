@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from daf.bench.accuracy_below import BelowTask
 from daf.bench.accuracy_bias import BiasTask
 from daf.bench.accuracy_budget import BudgetTask
 from daf.bench.accuracy_following import Follower
@@ -49,7 +50,7 @@ FAR_POINTS = 10.0
 _FIRST_STEPS = 2  # the first step loads code, and its account is still incomplete
 
 Row = dict[str, Any]
-Task = AccuracyTask | BiasTask | BudgetTask
+Task = AccuracyTask | BiasTask | BudgetTask | BelowTask
 
 
 @dataclass(frozen=True, slots=True)

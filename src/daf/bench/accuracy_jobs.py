@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from daf.bench.accuracy import POLICIES, QUICK, QUICK_POLICIES, AccuracyJob, Task
+from daf.bench.accuracy_below import BelowTask
 from daf.bench.accuracy_bias import NETWORKS, BiasTask
 from daf.bench.accuracy_budget import BudgetTask
 from daf.bench.accuracy_tasks import (
@@ -39,6 +40,15 @@ def _bias(network: str, folder: Path) -> BiasTask:
     return BiasTask(network)
 
 
+def _below(folder: Path) -> BelowTask:
+    sentences = {
+        f"minilm-sst2-{'lora' if lora else 'full'}": _sentences("sst2", lora=lora)(folder)
+        for lora in (False, True)
+    }
+    networks = {name: _image(name, folder) for name in ("resnet20", "resnet18")}
+    return BelowTask({**networks, "keywords": keyword_task(folder / _SPOKEN), **sentences})
+
+
 _TASKS: Mapping[str, Callable[[Path], Task]] = {
     "resnet20": partial(_image, "resnet20"),
     # Forty times the parameters learn the same images in fewer passes, each of which takes longer.
@@ -53,6 +63,7 @@ _TASKS: Mapping[str, Callable[[Path], Task]] = {
     "personalisation": lambda folder: personalisation_task(folder / _SPOKEN),
     "personalisation-budget": lambda folder: BudgetTask(folder / _SPOKEN),
     **{f"bias-{each}": partial(_bias, each) for each in NETWORKS},
+    "below-one-bit": _below,
 }
 TASK_NAMES = tuple(_TASKS)
 _QUICK_TASKS = (

@@ -158,13 +158,18 @@ def _averaged(bits: float, example: Example) -> Policy:
 
 
 def _allocated(bits: float, example: Example) -> Policy:
-    base = coded_policy(1)
-    values, smooth = _coded_elements(example, base, _VALUE_NEEDS, (Need.SMOOTH,))
+    sites, elements = allocated_sites(example)
+    found = least_variance(sites, budget_of(sites, elements, bits))
+    return _with_sites(coded_policy(1), found.treatments)
+
+
+def allocated_sites(example: Example) -> tuple[list[CodedSite], dict[Site, int]]:
+    """What ``allocated-B`` chooses among, as measured on the example; elements of every site."""
+    values, smooth = _coded_elements(example, coded_policy(1), _VALUE_NEEDS, (Need.SMOOTH,))
     elements = values | smooth
     found = measured(example, coded_policy(2), elements)
     sites = coded_sites(values, found, _CODES) + coded_sites(smooth, found, _OF_SMOOTH)
-    budget = _budget(sites, elements, bits)
-    return _with_sites(base, least_variance(sites, budget).treatments)
+    return sites, elements
 
 
 def _spread(bits: float, example: Example) -> Policy:
@@ -184,7 +189,7 @@ def _spread(bits: float, example: Example) -> Policy:
     wider = [each for each in _CODES if each.bits >= _SPREAD_LEAST_BITS]
     sites = coded_sites(values, found, _CODES) + coded_sites(scores, found, wider)
     sites += coded_sites(weights, found, _OF_WEIGHTS) + coded_sites(smooth, found, _OF_SMOOTH)
-    budget = _budget(sites, elements, bits)
+    budget = budget_of(sites, elements, bits)
     least = {
         Need.SCORE: Treatment(Method.ROTATED, _SPREAD_LEAST_BITS),
         Need.PROBABILITY: Treatment(Method.MINMAX, _SPREAD_LEAST_BITS),
@@ -255,7 +260,7 @@ def _with_sites(base: Policy, treatments: Mapping[Site, Treatment]) -> Policy:
     return replace(base, by_site=MappingProxyType(dict(treatments)))
 
 
-def _budget(sites: Sequence[CodedSite], elements: Mapping[Site, int], bits: float) -> int:
+def budget_of(sites: Sequence[CodedSite], elements: Mapping[Site, int], bits: float) -> int:
     """What so many bits everywhere take, or the least that there are codes of."""
     least = sum(min(choice.nbytes for choice in each.choices) for each in sites)
     return max(least, sum(_bytes_at(count, bits) for count in elements.values()))
