@@ -265,7 +265,7 @@ def without_fused_operators(policy: Policy) -> Policy:
 
 
 _TRAVELLING = frozenset(
-    {Method.ROTATED, Method.MINMAX, Method.MASK, Method.DERIVATIVE, Method.PACK}
+    {Method.ROTATED, Method.MINMAX, Method.RANGED, Method.MASK, Method.DERIVATIVE, Method.PACK}
 )
 
 

@@ -153,10 +153,10 @@ def test_gradients_are_those_of_the_processor_s_codes(
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
-def ranged_policy(by_channel: bool, travels: bool = False) -> Policy:
+def ranged_policy(by_channel: bool) -> Policy:
     """Three bits of the range of the whole tensor or each channel, wherever values are coded."""
     plain = policy_for(3)
-    code = Treatment(Method.RANGED, 3, by_channel=by_channel, travels=travels)
+    code = Treatment(Method.RANGED, 3, by_channel=by_channel)
     values = dict.fromkeys((Need.LINEAR, Need.NORM, Need.PRODUCT), code)
     return replace(plain, name="ranged", by_need=MappingProxyType(dict(plain.by_need) | values))
 
@@ -473,6 +473,18 @@ def test_codes_that_wait_on_the_host_are_the_device_s(fuse_everything: None) -> 
     assert stats.held_peak_bytes <= kept + max(1000, largest) + RAW_BYTES
     if late is not None:
         assert late.copied_bytes > coded  # out, and back again what had no room to stay
+
+
+def test_codes_of_wide_ranges_wait_on_the_host_too(code_everything: None) -> None:
+    policy = ranged_policy(True)
+    expected, sites, _ = step(policy, pixels=8)
+    host, _, _ = host_codes(staging_bytes=1000)
+    found, own_sites, capture = step(with_host_codes(policy), pixels=8, host=host)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    ranged = [site for site in own_sites if site.treatment.method is Method.RANGED]
+    assert len(ranged) == sum(site.treatment.method is Method.RANGED for site in sites)
+    assert all(site.spilled_bytes for site in ranged if site.plain_bytes)
+    assert (capture.stats.spilled_bytes, host.device_bytes) == (0, 0)
 
 
 def test_what_has_no_room_on_a_host_stays_on_the_device(code_everything: None) -> None:
