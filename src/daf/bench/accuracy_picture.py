@@ -17,6 +17,8 @@ FAMILIES: Mapping[str, tuple[str, str]] = {
     "actnn": ("ActNN's allocation, min-max codes", "#5aa6e6"),
     "minmax": ("min-max codes, one width", "#7f8c8d"),
     "alam": ("ALAM's averaging, min-max codes", "#8e44ad"),
+    "tensor": ("DAF as published, the tensor's range", "#196f3d"),
+    "channel": ("DAF as published, each channel's range", "#52be80"),
     "fused-allocated": ("DAF, allocated, fused operators", "#7d1f14"),
     "spread": ("DAF, attention's weights allocated too", "#d68910"),
     "fused-spread": ("DAF, queries and keys allocated too, fused operators", "#b9770e"),
