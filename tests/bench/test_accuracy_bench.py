@@ -462,6 +462,7 @@ def test_allocations_are_fitted_anew_and_noise_is_measured(monkeypatch: pytest.M
     # Half a bit more, spread by sensitivity, adds much less than one bit everywhere.
     assert 0 < row["added_noise"][0][1] < 0.7 * uniform["added_noise"][0][1]
     assert train_once(task, "plain", 0, TINY)["added_noise"] == []
+    assert train_once(task, "channel-4", 0, TINY)["added_noise"] == []  # nobody knows what it adds
 
 
 def test_averaging_holds_half_as_much_and_gives_back_means(example: Example) -> None:

@@ -20,12 +20,14 @@ from daf.execution.compression import compress
 from daf.execution.microbatch import LossFunction, batch_size, batch_slice
 from daf.kernels.code_errors import relative_error
 from daf.optimizer_trials import divides_by_gradients
-from daf.plan import Policy, Site, Treatment, plain_policy, without_fused_operators
+from daf.plan import Method, Policy, Site, Treatment, plain_policy, without_fused_operators
 from daf.sensitivity.estimate import measure_sensitivity
 
 PART = 8
 FIRST_FIT = 20
 GROWTH = 3.0
+# Whose error depends on the tensor, so that no sensitivity tells what they add.
+_WITHOUT_ERROR = frozenset({Method.AVERAGED, Method.RANGED})
 
 
 def fit_steps(steps: int) -> tuple[int, ...]:
@@ -72,11 +74,13 @@ class Follower:
         return self._coded
 
     def note_noise(self, step: int, batch: Any) -> None:
-        """Measure what the codes of the last step add, if it is time to."""
+        """Measure what the codes of the last step add, if it is time to and can be told."""
         if step not in self._noise_steps:
             return
         reports = self._coded.sites()
         treatments: dict[Site, Treatment] = {each.site: each.treatment for each in reports}
+        if any(each.method in _WITHOUT_ERROR for each in treatments.values()):
+            return
         part, policy = self._example(batch).batch, _measurable(self._policy)
         try:
             found = measure_sensitivity(
