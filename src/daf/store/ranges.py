@@ -62,12 +62,12 @@ class Ranges:
 
     def ends(self, tensor: Tensor) -> Ends:
         """Least and greatest element of a tensor of floats or integers, 0-dim, where it is."""
-        low, high = self._ends(tensor, WHOLE)
-        return low[0], high[0]
+        return self._ends(tensor, WHOLE)
 
     def channel_ends(self, tensor: Tensor, cut: Cut) -> Ends:
         """The same of every channel of a dense tensor of floats: (channels,) where it is."""
-        return self._ends(tensor, cut)
+        low, high = self._ends(tensor, cut)
+        return low.view(cut.channels), high.view(cut.channels)
 
     def _ends(self, tensor: Tensor, cut: Cut) -> Ends:
         if not self._has_choice(tensor):
@@ -221,12 +221,13 @@ def _by_pytorch(tensor: Tensor, cut: Cut) -> Ends:
     items = in_memory_order(tensor) if is_dense(tensor) else tensor  # others are copied first
     if cut == WHOLE:
         low, high = torch.aminmax(items)
-        return low.view(1), high.view(1)
+        return low, high
     by_channel = items.view(-1, *cut)
     return by_channel.amin(dim=(0, 2)), by_channel.amax(dim=(0, 2))
 
 
 def _by(tensor: Tensor, cut: Cut, name: str) -> Ends:
+    """(channels,) each; 0-dim of a whole tensor, which is asked for most."""
     if name == PYTORCH:
         return _by_pytorch(tensor, cut)
     strategy, items = RangeStrategy[name.upper()], in_memory_order(tensor)
@@ -234,14 +235,16 @@ def _by(tensor: Tensor, cut: Cut, name: str) -> Ends:
         return _on_processor(items, cut, strategy)
     from daf.kernels import gpu_reduce  # needs triton, which processors alone do not
 
-    return gpu_reduce.measure_ranges(items, strategy, *cut)
+    low, high = gpu_reduce.measure_ranges(items, strategy, *cut)
+    return (low[0], high[0]) if cut == WHOLE else (low, high)
 
 
 def _on_processor(items: Tensor, cut: Cut, strategy: RangeStrategy) -> Ends:
     count, threads = items.numel(), torch.get_num_threads()
     size_bytes = ranges_workspace_bytes(count, threads, *cut, strategy)
     workspace = torch.empty(max(1, size_bytes), dtype=torch.uint8)
-    ends = torch.empty(2, cut.channels, dtype=torch.float32)
+    shape = (2,) if cut == WHOLE else (2, cut.channels)
+    ends = torch.empty(shape, dtype=torch.float32)
     measure_ranges(
         *(items.data_ptr(), element_type(items.dtype), count),
         *(ends[0].data_ptr(), ends[1].data_ptr(), workspace.data_ptr(), threads),
