@@ -183,8 +183,7 @@ bool decode_minmax_range(const DecodeMinmax& job, size_t first, size_t last) {
   return true;
 }
 
-// --- steps: what there is a range of already
-// ------------------------------------------------------
+// --- steps: what there is a range of already ---------------------------------------------------
 
 template <int bits>
 bool encode_steps_range(const EncodeSteps& job, size_t first, size_t last) {

@@ -12,13 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from statistics import mean
 from typing import Any
 
 from daf.allocation import Choice, CodedSite, least_bytes, least_variance
+from daf.bench.accuracy_following import example_of
 from daf.bench.accuracy_policies import Example, allocated_sites, budget_of
-from daf.bench.accuracy_tasks import AccuracyTask, Effort, Prepared, batches, mean_loss
-from daf.execution.microbatch import batch_size, batch_slice
+from daf.bench.accuracy_tasks import AccuracyTask, Effort, Prepared, batches, train_plainly
 from daf.kernels import header_bytes, plane_bytes
 from daf.kernels.code_errors import relative_error
 from daf.optimizer_trials import divides_by_gradients
@@ -26,7 +27,7 @@ from daf.plan import Method, Treatment
 
 GROUP = 8
 WIDTHS = (1.1, 1.25, 1.5, 2.0)
-STEPS, PART = 25, 8
+STEPS = 25
 _ONE_BIT = Treatment(Method.ROTATED, 1)
 _HALF_A_BIT = Treatment(Method.ROTATED, 4, group=GROUP)
 Row = dict[str, Any]
@@ -83,17 +84,10 @@ class BelowTask:
 
 def _learned(prepared: Prepared, seed: int) -> Example:
     """The model after some steps without codes, and a part of the batch that comes next."""
-    model, loss_fn = prepared.model.train(), prepared.task.loss
-    for step, batch in enumerate(batches(prepared, seed)):
-        if step == min(STEPS, prepared.steps - 1):
-            break
-        prepared.optimizer.zero_grad()
-        mean_loss(loss_fn(model, batch)).backward()  # type: ignore[no-untyped-call]
-        prepared.optimizer.step()
-        prepared.schedule.step()
-    part = batch_slice(batch, 0, max(1, batch_size(batch) // PART))
+    drawn = batches(prepared, seed)
+    train_plainly(prepared, islice(drawn, min(STEPS, prepared.steps - 1)))
     relative = divides_by_gradients(prepared.optimizer)
-    return Example(model, loss_fn, part, parts=PART, relative=relative)
+    return example_of(prepared.model, prepared.task.loss, next(drawn), relative=relative)
 
 
 def _with_half_a_bit(coded: CodedSite, elements: int) -> CodedSite:

@@ -18,16 +18,14 @@ from daf.errors import NonFiniteLossError
 from daf.execution.chunked_backward import CHUNK_BYTES
 from daf.execution.compression import compress
 from daf.execution.microbatch import LossFunction, batch_size, batch_slice
-from daf.kernels.code_errors import relative_error
+from daf.kernels.code_errors import WITHOUT_ERROR, relative_error
 from daf.optimizer_trials import divides_by_gradients
-from daf.plan import Method, Policy, Site, Treatment, plain_policy, without_fused_operators
+from daf.plan import Policy, Site, Treatment, plain_policy, without_fused_operators
 from daf.sensitivity.estimate import measure_sensitivity
 
 PART = 8
 FIRST_FIT = 20
 GROWTH = 3.0
-# Whose error depends on the tensor, so that no sensitivity tells what they add.
-_WITHOUT_ERROR = frozenset({Method.AVERAGED, Method.RANGED})
 
 
 def fit_steps(steps: int) -> tuple[int, ...]:
@@ -79,7 +77,7 @@ class Follower:
             return
         reports = self._coded.sites()
         treatments: dict[Site, Treatment] = {each.site: each.treatment for each in reports}
-        if any(each.method in _WITHOUT_ERROR for each in treatments.values()):
+        if any(each.method in WITHOUT_ERROR for each in treatments.values()):
             return
         part, policy = self._example(batch).batch, _measurable(self._policy)
         try:
@@ -103,9 +101,13 @@ class Follower:
         self.noise.append([step, added / own if own else None])
 
     def _example(self, batch: Any) -> Example:
-        examples = max(1, batch_size(batch) // PART)
-        part = batch_slice(batch, 0, examples)
-        return Example(self._model, self._loss_fn, part, parts=PART, relative=self.is_relative)
+        return example_of(self._model, self._loss_fn, batch, relative=self.is_relative)
+
+
+def example_of(model: nn.Module, loss_fn: LossFunction, batch: Any, *, relative: bool) -> Example:
+    """A part of a batch, as policies are fitted to."""
+    part = batch_slice(batch, 0, max(1, batch_size(batch) // PART))
+    return Example(model, loss_fn, part, parts=PART, relative=relative)
 
 
 def _measurable(policy: Policy) -> Policy:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -350,10 +350,10 @@ def batches(prepared: Prepared, seed: int) -> Iterator[Batch]:
         yield prepared.task.train_batch(prepared.order.indices(step), generator)
 
 
-def train_plainly(prepared: Prepared) -> None:
-    """All its steps without DAF, for what comes before the comparison."""
+def train_plainly(prepared: Prepared, drawn: Iterable[Batch] | None = None) -> None:
+    """Without DAF, for what comes before the comparison: all its steps, or one for each batch."""
     prepared.model.train()
-    for batch in batches(prepared, seed=0):
+    for batch in batches(prepared, seed=0) if drawn is None else drawn:
         prepared.optimizer.zero_grad()
         mean_loss(prepared.task.loss(prepared.model, batch)).backward()  # type: ignore[no-untyped-call]
         prepared.optimizer.step()

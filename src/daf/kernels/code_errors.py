@@ -15,6 +15,10 @@ from daf.plan import Method, Treatment
 GAUSSIAN_BLOCK_SQUARED_RANGE = 32.17
 
 
+# Whose error depends on the tensor: nobody knows it beforehand.
+WITHOUT_ERROR = frozenset({Method.AVERAGED, Method.RANGED})
+
+
 def minmax_error(bits: int) -> float:
     """Of ``minmax`` codes with stochastic rounding.
 
@@ -27,7 +31,7 @@ def minmax_error(bits: int) -> float:
 
 
 def relative_error(treatment: Treatment) -> float:
-    """What a treatment leaves; 0 where nothing is lost.
+    """What a treatment leaves; 0 where nothing is lost, or nobody knows (``WITHOUT_ERROR``).
 
     A derivative code is taken to err as a rotated code of as many bits does.
     """

@@ -298,12 +298,13 @@ class DevicePagedStore:
 
     def _no_longer_in_use(self, handle: int, times: int) -> None:
         """What was above the cap all the while goes, and what was asked for in that time."""
-        self._in_use -= Counter({handle: times})
+        self._in_use[handle] -= times
+        if not self._in_use[handle]:
+            del self._in_use[handle]
         self._drop_lost()
         if self._owed_bytes:
-            self._owed_bytes -= self._given_back(self._owed_bytes)
-        if not self._in_use:
-            self._owed_bytes = 0  # nothing else is to come
+            left_bytes = self._owed_bytes - self._given_back(self._owed_bytes)
+            self._owed_bytes = max(0, left_bytes) if self._in_use else 0
 
     # --- room -------------------------------------------------------------------------------
 
