@@ -101,6 +101,22 @@ def test_rotated_is_unbiased_from_any_number_of_planes(bits, kept) -> None:
     assert averaged * 32 == pytest.approx(single, rel=0.05)
 
 
+def test_what_no_number_of_seeds_averages_out_is_the_rounding_to_integers() -> None:
+    """The product of two independent means' errors has no noise of its own on average."""
+    values = gaussian(256 * 16)
+    halves = [
+        np.mean([rotated_back(values, 4, key=first + key) for key in range(600)], 0, np.float64)
+        for first in (0, 10_000)
+    ]
+    left = np.prod([half - values for half in halves], axis=0).mean() / energy(values)
+    blocks = values.reshape(-1, 256).astype(np.float64)
+    centred = blocks - blocks.mean(axis=1, keepdims=True)
+    grid = 2000 / np.linalg.norm(centred, axis=1, keepdims=True)
+    rounded = ((np.rint(centred * grid) / grid - centred) ** 2).mean() / energy(values)
+    assert rounded == pytest.approx(5e-6, rel=0.1)  # as the format says
+    assert left == pytest.approx(rounded, rel=0.3)
+
+
 @pytest.mark.parametrize(("bits", "kept"), [(b, k) for b in (1, 2, 3, 4) for k in range(1, b + 1)])
 def test_the_gain_is_one(bits, kept) -> None:
     values = gaussian(COUNT)
