@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daf.errors import DafError, UnitError
-from daf.units import format_bytes, parse_bytes
+from daf.core.errors import DafError, UnitError
+from daf.core.units import format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(

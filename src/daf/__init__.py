@@ -1,11 +1,11 @@
 """DAF: train any PyTorch model inside a byte budget."""
 
-from daf.errors import BudgetError, DafError, NonFiniteLossError
+from daf.core.errors import BudgetError, DafError, NonFiniteLossError
+from daf.core.plan import Plan
+from daf.core.step_report import StepReport
 from daf.execution.chunked import chunked_cross_entropy
 from daf.execution.compression import compress
-from daf.plan import Plan
 from daf.session import Session
-from daf.step_report import StepReport
 
 __all__ = [
     "BudgetError",

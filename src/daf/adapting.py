@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from daf.core.plan import Plan
 from daf.governor import THIS_SYSTEM, Bound, Budget, Governor, System, Watcher, open_triggers
 from daf.memory.keeper import account_lock
 from daf.memory.keeping import Keeper
-from daf.plan import Plan
 
 # While the tightest limit is near, others can fill it within milliseconds; far from it, a process
 # would have to allocate 5 GB/s to get there between two looks.

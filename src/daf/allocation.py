@@ -21,12 +21,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from daf.errors import BudgetError, DataError
-from daf.kernels import code_bytes
-from daf.kernels.code_errors import relative_error
-from daf.plan import KEEP, Method, Site, Treatment
+from daf.core.code_errors import relative_error
+from daf.core.code_format import code_bytes
+from daf.core.errors import BudgetError, DataError
+from daf.core.policy import KEEP, Method, Site, Treatment
+from daf.core.units import format_bytes
 from daf.planning.highs import LinearProgram, Rows
-from daf.units import format_bytes
 
 Floats = NDArray[np.float64]
 _MOST_EXCHANGES = 1000

@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch import nn
 
 from daf import governor
-from daf.errors import BudgetError, PlatformError, UnknownNameError
+from daf.core.errors import BudgetError, PlatformError, UnknownNameError
+from daf.core.policy import Policy, plain_policy, policy_for, with_fused_operators, with_host_codes
+from daf.core.units import format_bytes
 from daf.memory.device import DeviceMemory
 from daf.memory.domain import MemoryDomain, ProcessMemory, memory_of
 from daf.model_bytes import gradient_bytes
-from daf.plan import Policy, plain_policy, policy_for, with_fused_operators, with_host_codes
 from daf.planning import planner
-from daf.units import format_bytes
 
 # A measured small step needs the gradients and about as much again in workspaces and activations.
 ROOM_TO_MEASURE = 4

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from daf.adapting import Adapting
-from daf.errors import BudgetError, PoolFullError
+from daf.core.errors import BudgetError, PoolFullError
+from daf.core.plan import Plan
 from daf.execution.capture import Capture
 from daf.execution.gradient_step import Before, GradientStep
 from daf.execution.microbatch import LossFunction
 from daf.memory.keeping import Keeper
-from daf.plan import Plan
 
 _Refusal = TypeVar("_Refusal", PoolFullError, RuntimeError)
 

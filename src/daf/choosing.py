@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from daf.errors import BudgetError
-from daf.plain_data import from_plain, to_plain
-from daf.plan import Plan
+from daf.core.errors import BudgetError
+from daf.core.json_dataclasses import from_plain, to_plain
+from daf.core.plan import Plan
+from daf.core.profile import Profile
 from daf.planning import planner
 from daf.planning.background import BackgroundPlan
 from daf.planning.options import Allowed
 from daf.planning.widths import wider_level
-from daf.profile import Profile
 from daf.trials import Kind, Ran, Trials, kind_of
 
 # Tried in turn where a tolerance cannot be kept, so that no more is added than must be.

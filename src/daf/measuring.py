@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from daf.errors import DafError
+from daf.core.errors import DafError
+from daf.core.profile import Profile
 from daf.execution.microbatch import LossFunction
 from daf.planning import planner
-from daf.profile import Profile
 from daf.profiler import Profiler
 from daf.store.spill import SpillOptions
 

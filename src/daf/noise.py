@@ -28,7 +28,7 @@ from enum import StrEnum
 from statistics import median
 from typing import Any
 
-from daf.errors import DataError
+from daf.core.errors import DataError
 
 _SCALE_OF_DEVIATION = 1.4826  # median absolute deviation to standard deviation, Gaussian
 

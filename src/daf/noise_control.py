@@ -13,13 +13,15 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from daf.choosing import Choosing, Profiles, profile_for
+from daf.core.code_errors import error_growth, relative_error
+from daf.core.code_format import BLOCK_ELEMENTS, header_bytes, plane_bytes
+from daf.core.plan import Plan
+from daf.core.policy import Method, Policy, Site
+from daf.core.reports import SiteReport
 from daf.execution.capture import Capture
 from daf.execution.microbatch import LossFunction, batch_size
-from daf.kernels import BLOCK_ELEMENTS, header_bytes, plane_bytes
-from daf.kernels.code_errors import error_growth, relative_error
 from daf.memory.domain import MemoryDomain
 from daf.noise import NoiseRecord, NoiseWatch, Response
-from daf.plan import Method, Plan, Policy, Site, SiteReport
 from daf.planning.noise import expected_noise
 from daf.planning.planner import DEFAULT_TOLERANCE
 from daf.planning.widths import is_lossy, one_bit_wider

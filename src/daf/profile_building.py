@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
+from daf.core.policy import KEEP, Method, Need, Reading
+from daf.core.profile import Affine, CallProfile, Saving, Timeline, decoded_bytes
 from daf.execution.observation import Observation, SavedTensor
 from daf.execution.treatments import SMALL_BYTES
-from daf.plan import KEEP, Method, Need, Reading
-from daf.profile import Affine, CallProfile, Saving, Timeline, decoded_bytes
 
 _NOT_CODED = (Need.EXACT, Need.INPUT)
 

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from daf.core.policy import Policy, coded_policy, plain_policy, with_planned_operators
+from daf.core.profile import ZERO, Affine, DeviceSpeeds, Profile
 from daf.execution.capture import Capture
 from daf.execution.chunked_backward import chunk_bytes_on
 from daf.execution.microbatch import (
@@ -40,11 +42,9 @@ from daf.model_bytes import (
     state_bytes,
     update_bytes,
 )
-from daf.plan import Policy, coded_policy, plain_policy, with_planned_operators
 from daf.planning import planner
 from daf.planning.calibration import calibrated
 from daf.planning.candidate import MARGIN_BYTES
-from daf.profile import ZERO, Affine, DeviceSpeeds, Profile
 from daf.profile_building import build
 from daf.speeds import device_speeds
 from daf.store.spill import SpillOptions

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from daf.errors import DivergedError
+from daf.core.errors import DivergedError
 from daf.files.checkpoint import read_checkpoint, write_checkpoint
 from daf.noise import Action, DivergenceWatch
 

@@ -19,15 +19,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from daf.errors import DataError, NonFiniteLossError, PoolFullError
+from daf.core.errors import DataError, NonFiniteLossError, PoolFullError
+from daf.core.policy import LEAST_SCORE_BITS, Policy, Site, coded_policy
+from daf.core.profile import Profile
 from daf.execution.capture import Capture
 from daf.execution.gradient_step import Before
 from daf.execution.microbatch import LossFunction, batch_size, batch_slice
 from daf.memory.keeping import Keeper
 from daf.optimizer_trials import divides_by_gradients
-from daf.plan import LEAST_SCORE_BITS, Policy, Site, coded_policy
 from daf.planning import planner
-from daf.profile import Profile
 from daf.sensitivity.estimate import Effort, measure_sensitivity
 from daf.sensitivity.result import Sensitivity
 from daf.sensitivity.schedule import Schedule

@@ -32,7 +32,12 @@ from daf.asked import (
 )
 from daf.attempts import Attempts, Replanning
 from daf.choosing import Choosing, Terms
-from daf.errors import DivergedError, NonFiniteLossError
+from daf.core.errors import DivergedError, NonFiniteLossError
+from daf.core.plan import Plan
+from daf.core.policy import Method
+from daf.core.profile import Profile
+from daf.core.step_report import StepReport
+from daf.core.units import parse_optional_bytes
 from daf.execution.capture import Capture
 from daf.execution.gradient_step import Before, GradientStep
 from daf.execution.microbatch import LossFunction, batch_size
@@ -44,21 +49,17 @@ from daf.memory.domain import ProcessMemory, keeper_of
 from daf.model_bytes import parameter_bytes
 from daf.noise import NoiseRecord
 from daf.noise_control import NoiseControl
-from daf.plan import Method, Plan
 from daf.planning.options import Allowed
 from daf.planning.widths import is_lossy
-from daf.profile import Profile
 from daf.profiler import Profiler
 from daf.retracing import Retracing
 from daf.sensing import Sensing
 from daf.sensitivity.result import Sensitivity
 from daf.steering import Means, Steering
 from daf.step_counts import StepCounts
-from daf.step_report import StepReport
 from daf.store.default import make_store
 from daf.store.spill import SpillOptions
 from daf.trials import Ran
-from daf.units import parse_optional_bytes
 
 
 class Session:

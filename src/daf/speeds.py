@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from daf.core.code_format import Predicate
+from daf.core.policy import Method, Treatment
+from daf.core.profile import DeviceSpeeds
 from daf.execution.observation import MethodTime, Observation
-from daf.kernels import Predicate
 from daf.memory.measure import CPU
-from daf.plan import Method, Treatment
-from daf.profile import DeviceSpeeds
 from daf.store.buffers import PlainStore
 from daf.store.coder import Coder, can_code_on
 from daf.store.spill import SpillOptions

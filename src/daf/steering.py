@@ -17,13 +17,14 @@ from torch import nn
 from daf.adapting import Adapting
 from daf.asked import refuse_without_room
 from daf.choosing import Choosing
-from daf.errors import BudgetError
+from daf.core.errors import BudgetError
+from daf.core.plan import Plan
+from daf.core.policy import Policy
 from daf.execution.microbatch import LossFunction, batch_bytes, batch_size
 from daf.measuring import Measuring
 from daf.memory.domain import MemoryDomain, device_of
 from daf.memory.keeping import Keeper
 from daf.noise_control import NoiseControl
-from daf.plan import Plan, Policy
 from daf.planning import planner
 from daf.planning.options import Allowed
 from daf.store.coder import can_code_on

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from daf.plain_data import from_plain, to_plain
-from daf.plan import Plan
+from daf.core.json_dataclasses import from_plain, to_plain
+from daf.core.plan import Plan
 from daf.planning.widths import is_lossy
 
 # The first step of a plan finds the allocator's blocks as the plan before left them: not counted.

@@ -17,7 +17,7 @@ from daf.bench import operators
 from daf.bench.contestant import Entry, Step
 from daf.bench.levered import LEVERS, LeveredLoop, lever_policy
 from daf.bench.operators_picture import draw_waterfall, peak_changes
-from daf.errors import UnknownNameError
+from daf.core.errors import UnknownNameError
 from daf.training.models.resnet_cifar import resnet20
 
 TINY = operators.OperatorsJob(

@@ -18,9 +18,9 @@ from daf.bench.pack import BOTH, CPU, GPU, PackJob, _Step, planned, quick_job, r
 from daf.bench.pack_picture import draw_pack
 from daf.bench.pack_watched import Watched
 from daf.cli import app
+from daf.core.policy import Method, Treatment
 from daf.execution.collaborate import Job, Rates, Route, Saved
 from daf.execution.routing import Sent
-from daf.plan import Method, Treatment
 
 sys.path.append(str(Path(__file__).parents[1] / "execution"))
 from simulated_device import Arrival, LateTransfers, SimulatedDevice

@@ -37,7 +37,7 @@ from daf.bench.result import median_ratio
 from daf.bench.workloads import WORKLOADS
 from daf.bench.workloads.sources import Sources
 from daf.cli import app
-from daf.errors import RunFolderError
+from daf.core.errors import RunFolderError
 from daf.report.peers_page import COLUMNS, cells, peers_page
 from daf.report.peers_words import DUEL, best_peer, losses, verdicts
 

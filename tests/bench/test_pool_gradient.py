@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from daf.bench.pool_gradient import gradient_row
-from daf.kernels.tables import rotated_error
+from daf.core.code_tables import rotated_error
 
 
 def test_the_error_is_as_the_planes_lost_foretell() -> None:

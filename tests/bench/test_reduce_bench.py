@@ -10,7 +10,7 @@ import torch
 from daf.bench import reduce
 from daf.bench.reduce import Shape, whole
 from daf.bench.reduce_picture import draw_reduce
-from daf.errors import KernelError
+from daf.core.errors import KernelError
 from daf.store import ranges
 from daf.store.ranged import WHOLE, Cut
 

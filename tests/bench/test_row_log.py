@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from daf.bench.row_log import RowLog
-from daf.errors import RunFolderError
+from daf.core.errors import RunFolderError
 
 
 def test_rows_are_measured_once_and_found_again(tmp_path: Path) -> None:

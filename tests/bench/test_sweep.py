@@ -15,7 +15,7 @@ from daf.bench.sweep_figures import figures_of
 from daf.bench.sweep_picture import curve, draw_sweep, drawn_workloads
 from daf.bench.sweep_point import gradient_error
 from daf.bench.workloads.sources import Sources
-from daf.errors import RunFolderError
+from daf.core.errors import RunFolderError
 
 TINY = SweepJob(
     workloads=("w2c",),

@@ -15,7 +15,7 @@ from daf.bench.workloads import WORKLOADS, find_workload, named_workloads, token
 from daf.bench.workloads.lora import LowRank
 from daf.bench.workloads.sources import Sources
 from daf.bench.workloads.trainable import Trainable
-from daf.errors import DataError, UnknownNameError
+from daf.core.errors import DataError, UnknownNameError
 from daf.execution.microbatch import tensors_in_batch
 
 NOTHING = Sources(None)

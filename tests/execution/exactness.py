@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from daf.core.policy import Policy
+from daf.core.reports import SiteReport
 from daf.execution.compression import compress
 from daf.execution.microbatch import tensors_in_batch
-from daf.plan import Policy, SiteReport
 
 Case = Callable[[], tuple[nn.Module, tuple[Any, ...]]]
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from daf.core.policy import Method, Treatment
 from daf.kernels import cpu
-from daf.plan import Method, Treatment
 from daf.store.codec import element_type
 from daf.store.host_planes import HostPlanes, HostStore
 from daf.store.layout import in_memory_order

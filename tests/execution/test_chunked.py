@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import daf
 from daf import chunked_cross_entropy
-from daf.errors import DataError, DoubleBackwardError
+from daf.core.errors import DataError, DoubleBackwardError
 from daf.memory import track
 
 Case = tuple[Tensor, Tensor, Tensor, Tensor | None]

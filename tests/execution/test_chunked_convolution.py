@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from daf.core.code_format import Predicate
+from daf.core.policy import Method, Treatment
 from daf.execution import chunked_backward
 from daf.execution.accounting import Ledger
 from daf.execution.compression import compress
 from daf.execution.held import Rederived, Stored, Term
-from daf.kernels import Predicate
-from daf.plan import Method, Treatment
 from daf.store.buffers import PlainStore
 from daf.store.codec import Channels, MaskCode, ValueCode
 from daf.store.layout import layout_of

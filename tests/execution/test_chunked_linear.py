@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from daf.core.policy import Method
 from daf.execution import chunked_backward
 from daf.execution.compression import compress
 from daf.execution.parameter_reads import DECLARATION
-from daf.plan import Method
 from daf.store.codec import ValueCode
 
 SHAPES = [(9, 40), (7, 6, 40), (5, 2, 3, 40)]

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daf.errors import KernelError, PlatformError
+from daf.core.errors import KernelError, PlatformError
 from daf.execution import collaborate
 from daf.execution.collaborate import Rates, Route, Saved, simulate, split
 from daf.store.transfers import CudaTransfers

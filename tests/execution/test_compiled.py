@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from daf.errors import NonFiniteLossError, UnknownNameError
+from daf.core.errors import NonFiniteLossError, UnknownNameError
+from daf.core.policy import Method, policy_for
 from daf.execution.capture import Capture
 from daf.execution.compiled import without_our_modes
 from daf.execution.compiled_modules import CompiledModules
 from daf.execution.operator_mode import OperatorMode
 from daf.execution.stance import as_the_user_wants, eagerly
-from daf.plan import Method, policy_for
 from daf.sensitivity.prior import PriorObserver
 from daf.session import Session
 

@@ -11,20 +11,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from daf.errors import CodecError, SavedTensorError
-from daf.execution.capture import Capture
-from daf.execution.rehearsal import rehearse
-from daf.plan import (
+from daf.core.errors import CodecError, SavedTensorError
+from daf.core.policy import (
     Method,
     Need,
     Policy,
     Site,
-    SiteReport,
     Treatment,
     coded_policy,
     exact_policy,
     with_fused_operators,
 )
+from daf.core.reports import SiteReport
+from daf.execution.capture import Capture
+from daf.execution.rehearsal import rehearse
 
 FORMATS = [torch.contiguous_format, torch.channels_last]
 REDERIVE = Treatment(Method.REDERIVE)

@@ -23,7 +23,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from daf.errors import CodecError
+from daf.core.code_format import header_bytes, plane_bytes
+from daf.core.errors import CodecError
+from daf.core.policy import (
+    Method,
+    Need,
+    Policy,
+    Treatment,
+    policy_for,
+    with_fused_operators,
+    with_host_codes,
+)
+from daf.core.reports import CaptureStats, SiteReport
 from daf.execution import (
     chunked_backward,
     fused_smooth,
@@ -39,18 +50,6 @@ from daf.execution.collaborate import Route
 from daf.execution.compression import compress
 from daf.execution.packing import HostCodes, HostMemoryWarning, HostOptions
 from daf.execution.routing import Sent
-from daf.kernels import header_bytes, plane_bytes
-from daf.plan import (
-    CaptureStats,
-    Method,
-    Need,
-    Policy,
-    SiteReport,
-    Treatment,
-    policy_for,
-    with_fused_operators,
-    with_host_codes,
-)
 from daf.session import Session
 from daf.store import coder, host_planes
 from daf.store.buffers import PlainStore

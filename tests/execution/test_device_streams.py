@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from daf.core.code_format import code_bytes, plane_bytes
+from daf.core.code_tables import rotated_error
+from daf.core.policy import Method, Treatment, plain_policy, policy_for, with_fused_operators
 from daf.execution.capture import Capture
-from daf.kernels import code_bytes, plane_bytes
-from daf.kernels.tables import rotated_error
-from daf.plan import Method, Treatment, plain_policy, policy_for, with_fused_operators
 from daf.store import coder
 from daf.store.buffers import PlainStore
 from daf.store.device_pool import DevicePagedStore

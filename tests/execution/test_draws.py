@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from daf.core.policy import Policy, Site, coded_policy
 from daf.execution.capture import Capture
-from daf.plan import Policy, Site, coded_policy
 
 X = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
 

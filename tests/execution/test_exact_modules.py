@@ -8,7 +8,7 @@ from exactness import Case, assert_exact
 from module_cases import CASES, SKIPPED
 from torch import nn
 
-from daf.plan import Method
+from daf.core.policy import Method
 
 pytestmark = pytest.mark.usefixtures("code_everything")
 

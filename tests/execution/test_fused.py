@@ -13,11 +13,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from daf.errors import SavedTensorError
+from daf.core.errors import SavedTensorError
+from daf.core.policy import Method, Need, coded_policy
 from daf.execution import fused
 from daf.execution.capture import Capture
 from daf.execution.compression import compress
-from daf.plan import Method, Need, coded_policy
 
 FORMATS = [torch.contiguous_format, torch.channels_last]
 

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from largest import Largest
 from torch import Tensor, nn
 
-from daf.errors import FusionError
+from daf.core.errors import FusionError
+from daf.core.policy import plain_policy, with_fused_operators
 from daf.execution.capture import Capture
 from daf.execution.compression import compress
 from daf.execution.fusing_loss import LEAST_CLASSES, LEAST_GROWTH, PATTERN, LossFusing
-from daf.plan import plain_policy, with_fused_operators
 
 BATCH, LENGTH, WIDTH, CLASSES = 3, 150, 16, 2048
 CHUNK_ROWS = 128

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from daf.core.policy import KEEP, Method, Need, Treatment, coded_policy
 from daf.execution import fused_smooth
 from daf.execution.compression import compress
-from daf.plan import KEEP, Method, Need, Treatment, coded_policy
 from daf.store.buffers import PlainStore
 from daf.store.codec import ValueCode
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf.bench.levered import LEVERS, LeveredLoop
+from daf.core.policy import Method
 from daf.execution import chunked_backward
-from daf.plan import Method
 
 
 class Gated(nn.Module):

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from daf.errors import CodecError, FusionError
+from daf.core.errors import CodecError, FusionError
+from daf.core.policy import Method, Need, Policy, Treatment
 from daf.execution.compression import compress
 from daf.execution.fusion import (
     ALONE,
@@ -21,7 +22,6 @@ from daf.execution.fusion import (
     WITH_RELU,
     WITH_RELU6,
 )
-from daf.plan import Method, Need, Policy, Treatment
 
 Forward = Callable[["Model", Tensor], Any]
 

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from daf.errors import CodecError
+from daf.core.errors import CodecError
+from daf.core.policy import Method, Need, Policy, Treatment, policy_for
 from daf.execution.accounting import Ledger, Sources
 from daf.execution.capture import Capture
 from daf.execution.compression import compress
-from daf.plan import Method, Need, Policy, Treatment, policy_for
 from daf.store.buffers import PlainStore
 
 pytestmark = pytest.mark.usefixtures("code_everything")

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from daf.errors import DataError
+from daf.core.errors import DataError
 from daf.execution import microbatch
 
 

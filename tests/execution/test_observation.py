@@ -12,14 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from daf.execution import treatments
-from daf.execution.capture import Capture
-from daf.execution.held import Saved
-from daf.execution.observation import MethodTime, Observation, SavedTensor
-from daf.execution.rehearsal import rehearse
-from daf.memory.recycling import RecyclingAllocator, unsupported_reason
-from daf.memory.statistics import stats
-from daf.plan import (
+from daf.core.policy import (
     KEEP,
     Method,
     Need,
@@ -31,6 +24,13 @@ from daf.plan import (
     with_fused_operators,
     with_planned_operators,
 )
+from daf.execution import treatments
+from daf.execution.capture import Capture
+from daf.execution.held import Saved
+from daf.execution.observation import MethodTime, Observation, SavedTensor
+from daf.execution.rehearsal import rehearse
+from daf.memory.recycling import RecyclingAllocator, unsupported_reason
+from daf.memory.statistics import stats
 
 TIGHTEST = coded_policy(1)
 

@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 from simulated_device import SimulatedDevice, decode_words
 from torch import Tensor
 
-from daf.errors import SavedTensorError
+from daf.core.code_format import MINMAX_BITS, ROTATED_BITS, code_bytes, words_per_plane
+from daf.core.errors import SavedTensorError
+from daf.core.policy import Method, Treatment
+from daf.core.units import pinned_bytes
 from daf.execution import packing
 from daf.execution.collaborate import Route
 from daf.execution.host_encoding import encode_on_host
 from daf.execution.packing import HostCodes, HostMemoryWarning, HostOptions
 from daf.execution.routing import Sent
-from daf.kernels import MINMAX_BITS, ROTATED_BITS, code_bytes, words_per_plane
-from daf.plan import Method, Treatment
-from daf.units import pinned_bytes
 
 TWO_BITS = Treatment(Method.ROTATED, 2)
 TREATMENTS = (

@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from daf.core.policy import Method, Need, Policy, coded_policy, exact_policy, plain_policy
+from daf.core.reports import SiteReport
 from daf.execution.capture import Capture
 from daf.memory import measure
-from daf.plan import Method, Need, Policy, SiteReport, coded_policy, exact_policy, plain_policy
 from daf.session import Session
 
 peft = pytest.importorskip("peft")

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from daf.core.code_format import plane_bytes
+from daf.core.policy import Method, Need, Policy, Treatment, coded_policy
 from daf.execution.compression import compress
-from daf.kernels import plane_bytes
-from daf.plan import Method, Need, Policy, Treatment, coded_policy
 from daf.store import ranges
 from daf.store.ranged import WHOLE, Cut
 

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from daf.core.policy import Method, coded_policy
 from daf.execution import rules
 from daf.execution.capture import Capture
 from daf.execution.compression import compress
-from daf.plan import Method, coded_policy
 
 FORMATS = [torch.contiguous_format, torch.channels_last]
 

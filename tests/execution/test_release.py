@@ -21,7 +21,7 @@ from release_cases import (
 from torch import Tensor, nn
 
 import daf
-from daf.errors import ReleaseRefusedError
+from daf.core.errors import ReleaseRefusedError
 from daf.execution.release import release_refusal
 from daf.memory import track
 

@@ -25,7 +25,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import daf
-from daf.errors import CommittedStepError, SavedTensorError
+from daf.core.errors import CommittedStepError, SavedTensorError
 from daf.execution.parameter_reads import ParameterReads
 
 

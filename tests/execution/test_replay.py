@@ -19,10 +19,19 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from daf.errors import CodecError, SavedTensorError, UnknownNameError
+from daf.core.errors import CodecError, SavedTensorError, UnknownNameError
+from daf.core.policy import (
+    Method,
+    Need,
+    Policy,
+    Site,
+    Treatment,
+    coded_policy,
+    exact_policy,
+    plain_policy,
+)
 from daf.execution import chunked_backward, chunked_convolution
 from daf.execution.capture import Capture
-from daf.plan import Method, Need, Policy, Site, Treatment, coded_policy, exact_policy, plain_policy
 from daf.store.buffers import PlainStore
 
 WIDTH = 32

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from daf.core.code_format import code_bytes
+from daf.core.policy import Method, Treatment
 from daf.execution import routing
 from daf.execution.collaborate import Rates, Route, split
 from daf.execution.routing import MeasuredRoutes, Sent, processor_rate
-from daf.kernels import code_bytes
-from daf.plan import Method, Treatment
 
 TWO_BITS = Treatment(Method.ROTATED, 2)
 ELEMENTS = 1 << 20

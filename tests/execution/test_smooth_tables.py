@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from daf.core.policy import Need, coded_policy
 from daf.execution import smooth
 from daf.execution.compression import compress
-from daf.plan import Need, coded_policy
 
 
 def test_no_width_is_looked_for_when_a_later_plan_asks_for_it(

@@ -13,11 +13,11 @@ from exactness import Case, assert_exact
 from module_cases import CASES
 from torch import Tensor, nn
 
-from daf.errors import SavedTensorError, SpillError
+from daf.core.errors import SavedTensorError, SpillError
+from daf.core.policy import Method, Need, Policy, Treatment
 from daf.execution import treatments
 from daf.execution.capture import Capture
 from daf.execution.compression import compress
-from daf.plan import Method, Need, Policy, Treatment
 from daf.session import Session
 from daf.store.spill import SpillOptions, SpillStore, SpillWarning
 from daf.store.spill_file import DiskFile

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from daf.kernels import FORMAT_VERSION, ElementType, cpu
+from daf.core.code_format import FORMAT_VERSION, ElementType
+from daf.kernels import cpu
 from daf.kernels.elements import element_dtype, narrow
 from daf.kernels.philox import philox_words
 

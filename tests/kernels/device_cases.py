@@ -10,8 +10,9 @@ import os
 import numpy as np
 import torch
 
-from daf.kernels import ElementType, PageFields, block_count, reference
-from daf.kernels import words_per_plane as words_of
+from daf.core.code_format import ElementType, block_count
+from daf.core.code_format import words_per_plane as words_of
+from daf.kernels import PageFields, reference
 from daf.kernels.elements import element_dtype
 from daf.kernels.gpu_launch import Affine
 from daf.kernels.gpu_planes import DevicePlanes, flat_planes, paged_planes

@@ -7,15 +7,10 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from daf.errors import KernelError
-from daf.kernels import (
-    ElementType,
-    reference,
-    reference_norm,
-    reference_rows,
-    tables,
-    words_per_plane,
-)
+from daf.core import code_tables
+from daf.core.code_format import ElementType, words_per_plane
+from daf.core.errors import KernelError
+from daf.kernels import reference, reference_norm, reference_rows
 from daf.kernels.elements import element_dtype
 
 # As in native/cases.h.
@@ -56,8 +51,8 @@ class Recorder:
         self._write(
             "encode_rotated",
             _encoded(source, code, affine)
-            | {"thresholds": tables.rotated_thresholds(bits)}
-            | {"table": tables.rotated_levels(bits, bits)},
+            | {"thresholds": code_tables.rotated_thresholds(bits)}
+            | {"table": code_tables.rotated_levels(bits, bits)},
             **_shape(source, affine, bits=bits, rounds=rounds, key=key),
         )
         return code
@@ -69,9 +64,10 @@ class Recorder:
         )
         self._write(
             "decode_rotated",
-            _decoded(code, target, affine, result) | {"table": tables.rotated_levels(bits, kept)},
+            _decoded(code, target, affine, result)
+            | {"table": code_tables.rotated_levels(bits, kept)},
             **_shape(result, affine, bits=kept, rounds=rounds, key=key),
-            low=tables.rotated_level_factor(bits, kept),
+            low=code_tables.rotated_level_factor(bits, kept),
         )
         return result
 
@@ -273,7 +269,10 @@ def _coded(x, codec: str, bits: int, key: int, affine: reference.Affine) -> Cont
     if codec == "minmax":
         return _encoded(x, reference.encode_minmax(x, bits, key, affine), affine)
     written = _encoded(x, reference.encode_rotated(x, bits, 1, key, affine), affine)
-    thresholds, levels = tables.rotated_thresholds(bits), tables.rotated_levels(bits, bits)
+    thresholds, levels = (
+        code_tables.rotated_thresholds(bits),
+        code_tables.rotated_levels(bits, bits),
+    )
     return written | {"thresholds": thresholds, "table": levels}
 
 
@@ -292,8 +291,8 @@ def _values(norm: Norm, codec: str, bits: int) -> tuple[np.ndarray, Content, Any
     code = reference.encode_rotated(norm.x, bits, 1, norm.key, norm.before)
     values = reference.decode_rotated(code, target, bits, 1, norm.key)
     content = {"input": code.planes, "headers": code.headers}
-    table = {"table": tables.rotated_levels(bits, bits)}
-    return values, content | table, given | {"low": tables.rotated_level_factor(bits, bits)}
+    table = {"table": code_tables.rotated_levels(bits, bits)}
+    return values, content | table, given | {"low": code_tables.rotated_level_factor(bits, bits)}
 
 
 def _second(affine: reference.Affine) -> Content:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daf.errors import KernelError
+from daf.core.errors import KernelError
 from daf.kernels.calibration import (
     CALIBRATION_SECONDS,
     CAUTION,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from daf.errors import KernelError
-from daf.kernels import ChannelAffine, ElementType, Predicate, cpu, tables
+from daf.core import code_tables
+from daf.core.code_format import ElementType, Predicate
+from daf.core.errors import KernelError
+from daf.kernels import ChannelAffine, cpu
 
 ROOM = np.zeros(4096, np.float32)
 AT = ROOM.ctypes.data
@@ -99,4 +101,4 @@ def test_a_forced_set_ends_with_its_context() -> None:
 
 def test_derivative_tables_of_unknown_width_are_refused() -> None:
     with pytest.raises(KernelError, match="asked for"):
-        tables.derivative_table(np.tanh, 5)
+        code_tables.derivative_table(np.tanh, 5)

@@ -7,16 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
-from daf.errors import KernelError
-from daf.kernels import (
-    ChannelAffine,
-    ElementType,
-    Predicate,
-    block_count,
-    cpu,
-    reference,
-    words_per_plane,
-)
+from daf.core.code_format import ElementType, Predicate, block_count, words_per_plane
+from daf.core.errors import KernelError
+from daf.kernels import ChannelAffine, cpu, reference
 
 KEY = 0xFEDCBA9876543210
 INPUTS = ("smooth", "wild", "mixed", "broken")

@@ -10,19 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daf.errors import KernelError
+from daf.core.code_format import ElementType, Predicate, block_count, words_per_plane
+from daf.core.errors import KernelError
 from daf.kernels import (
     ChannelAffine,
     ChannelSums,
-    ElementType,
-    Predicate,
     StridedView,
-    block_count,
     cpu,
     cpu_measure,
     reference,
     reference_measure,
-    words_per_plane,
 )
 from daf.kernels.views import in_memory_order, merged
 

@@ -5,14 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from daf.kernels import (
-    FORMAT_VERSION,
-    ElementType,
-    Predicate,
-    reference,
-    reference_measure,
-    tables,
-)
+from daf.core import code_tables
+from daf.core.code_format import FORMAT_VERSION, ElementType, Predicate
+from daf.kernels import reference, reference_measure
 from daf.kernels.philox import philox_words
 
 KEY = 0x0123456789ABCDEF
@@ -84,10 +79,10 @@ def table_patterns() -> dict[str, list[int]]:
     """Every table of ``rotated``; factors as bit patterns."""
     found = {}
     for bits in range(1, 5):
-        found[f"thresholds-{bits}"] = tables.rotated_thresholds(bits).ravel().tolist()
+        found[f"thresholds-{bits}"] = code_tables.rotated_thresholds(bits).ravel().tolist()
         for kept in range(1, bits + 1):
-            found[f"levels-{bits}-{kept}"] = tables.rotated_levels(bits, kept).tolist()
-            factor = np.float32(tables.rotated_level_factor(bits, kept))
+            found[f"levels-{bits}-{kept}"] = code_tables.rotated_levels(bits, kept).tolist()
+            factor = np.float32(code_tables.rotated_level_factor(bits, kept))
             found[f"factor-{bits}-{kept}"] = [int(factor.view(np.uint32))]
     return found
 

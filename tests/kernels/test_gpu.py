@@ -16,9 +16,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daf.errors import KernelError
-from daf.kernels import ElementType, Predicate, block_count, reference
-from daf.kernels import words_per_plane as words_of
+from daf.core.code_format import ElementType, Predicate, block_count
+from daf.core.code_format import words_per_plane as words_of
+from daf.core.errors import KernelError
+from daf.kernels import reference
 
 pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

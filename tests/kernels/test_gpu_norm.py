@@ -13,14 +13,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from daf.errors import KernelError
-from daf.kernels import (
-    ElementType,
-    block_count,
-    reference,
-    reference_norm,
-    reference_rows,
-)
+from daf.core.code_format import ElementType, block_count
+from daf.core.errors import KernelError
+from daf.kernels import reference, reference_norm, reference_rows
 from daf.kernels.elements import Floats, narrow, widen
 from daf.kernels.reference_measure import Sums, measure_products
 

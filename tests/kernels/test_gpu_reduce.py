@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from daf.errors import KernelError
-from daf.kernels import ElementType, RangeStrategy
+from daf.core.code_format import ElementType
+from daf.core.errors import KernelError
+from daf.kernels import RangeStrategy
 from daf.kernels.reference_measure import measure_ranges, measure_sums
 
 pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")

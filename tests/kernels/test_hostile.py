@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cpu import Native, same_bytes
 
-from daf.kernels import ElementType, block_count, cpu, reference, words_per_plane
+from daf.core.code_format import ElementType, block_count, words_per_plane
+from daf.kernels import cpu, reference
 from daf.kernels.elements import element_dtype
 
 ELEMENT_TYPES = st.sampled_from(ElementType)

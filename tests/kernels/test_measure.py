@@ -10,15 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daf.errors import KernelError
-from daf.kernels import (
-    ChannelSums,
-    ElementType,
-    RangeStrategy,
-    cpu,
-    cpu_measure,
-    reference_measure,
-)
+from daf.core.code_format import ElementType
+from daf.core.errors import KernelError
+from daf.kernels import ChannelSums, RangeStrategy, cpu, cpu_measure, reference_measure
 
 F32 = ElementType.FLOAT32
 INPUTS = ("smooth", "wild", "mixed", "broken")

@@ -17,7 +17,8 @@ from recorder import Recorder
 from test_golden import small_digests
 from vector_cases import record_all
 
-from daf.kernels import Predicate, cpu
+from daf.core.code_format import Predicate
+from daf.kernels import cpu
 
 NATIVE = Path(__file__).parent / "native"
 ENVIRONMENT = {"TSAN_OPTIONS": "halt_on_error=1", "ASAN_OPTIONS": "detect_leaks=0"}

@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daf.errors import KernelError
+from daf.core.code_format import ElementType, words_per_plane
+from daf.core.errors import KernelError
 from daf.kernels import (
     ChannelAffine,
     ChannelSums,
-    ElementType,
     Emission,
     NormGradient,
     cpu,
@@ -26,7 +26,6 @@ from daf.kernels import (
     pages,
     reference,
     reference_norm,
-    words_per_plane,
 )
 from daf.store.buffers import PlainStore
 from daf.store.pool import PagedStore

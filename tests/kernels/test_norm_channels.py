@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from daf.errors import KernelError
+from daf.core.errors import KernelError
 from daf.kernels import ChannelSums, GradientFactors, RunningMoments, norm, reference_norm
 from daf.kernels.reference_measure import Sums
 from daf.store.normalised import Geometry, Running, take_statistics

@@ -8,18 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from daf.errors import KernelError
-from daf.kernels import (
-    ChannelAffine,
-    ElementType,
-    PageFields,
-    Predicate,
-    block_count,
-    cpu,
-    pages,
-    reference,
-    words_per_plane,
-)
+from daf.core.code_format import ElementType, Predicate, block_count, words_per_plane
+from daf.core.errors import KernelError
+from daf.kernels import ChannelAffine, PageFields, cpu, pages, reference
 from daf.store.pool import PagedStore, PlaneTensor
 from daf.store.pool_view import PlaneView
 

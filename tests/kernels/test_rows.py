@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daf.errors import KernelError
+from daf.core.code_format import ElementType
+from daf.core.errors import KernelError
 from daf.kernels import (
     ChannelAffine,
-    ElementType,
     Emission,
     RowGradient,
     RowMoments,

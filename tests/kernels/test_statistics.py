@@ -11,7 +11,9 @@ import math
 import numpy as np
 import pytest
 
-from daf.kernels import block_count, reference, tables
+from daf.core import code_tables
+from daf.core.code_format import block_count
+from daf.kernels import reference
 from daf.kernels.reference import Code, Target
 
 ROTATED_ERROR = {1: 0.567, 2: 0.131, 3: 0.035, 4: 0.0094}
@@ -96,7 +98,7 @@ def test_rotated_is_unbiased_from_any_number_of_planes(bits, kept) -> None:
     values = gaussian(256 * 200)
     seeds = [rotated_back(values, bits, kept, key=key) for key in range(32)]
     single = np.mean([relative_error(found, values) for found in seeds])
-    assert single == pytest.approx(tables.rotated_error(bits, kept), rel=0.03)
+    assert single == pytest.approx(code_tables.rotated_error(bits, kept), rel=0.03)
     averaged = relative_error(np.mean(seeds, axis=0, dtype=np.float64), values)
     assert averaged * 32 == pytest.approx(single, rel=0.05)
 
@@ -157,12 +159,12 @@ def test_denormal_blocks_are_rounded_without_bias() -> None:
 
 def test_lloyd_max_levels_are_the_published_ones() -> None:
     """J. Max, "Quantizing for minimum distortion", IRE Trans. IT, 1960, table I."""
-    assert tables.lloyd_max(1)[1] == pytest.approx((0.7979,), abs=1e-4)
-    assert tables.lloyd_max(2)[0] == pytest.approx((0.9816,), abs=1e-4)
-    assert tables.lloyd_max(2)[1] == pytest.approx((0.4528, 1.510), abs=5e-4)
-    assert tables.lloyd_max(3)[1] == pytest.approx((0.2451, 0.7560, 1.344, 2.152), abs=5e-4)
+    assert code_tables.lloyd_max(1)[1] == pytest.approx((0.7979,), abs=1e-4)
+    assert code_tables.lloyd_max(2)[0] == pytest.approx((0.9816,), abs=1e-4)
+    assert code_tables.lloyd_max(2)[1] == pytest.approx((0.4528, 1.510), abs=5e-4)
+    assert code_tables.lloyd_max(3)[1] == pytest.approx((0.2451, 0.7560, 1.344, 2.152), abs=5e-4)
     expected = (0.1284, 0.3881, 0.6568, 0.9424, 1.256, 1.618, 2.069, 2.733)
-    assert tables.lloyd_max(4)[1] == pytest.approx(expected, abs=5e-4)
+    assert code_tables.lloyd_max(4)[1] == pytest.approx(expected, abs=5e-4)
 
 
 def gelu(x: np.ndarray) -> np.ndarray:
@@ -182,7 +184,7 @@ def silu(x: np.ndarray) -> np.ndarray:
 )
 def test_derivative_tables_are_the_published_ones(activation, border, levels) -> None:
     """Novikov et al., "Few-bit backward", ICML 2023 (fewbit's own tables)."""
-    borders, found = tables.derivative_table(activation, 2)
+    borders, found = code_tables.derivative_table(activation, 2)
     assert borders == pytest.approx((-border, 0, border), abs=1e-4)
     assert found == pytest.approx(levels, abs=1e-4)
 
@@ -190,7 +192,7 @@ def test_derivative_tables_are_the_published_ones(activation, border, levels) ->
 @pytest.mark.parametrize("activation", [gelu, silu, np.tanh])
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_no_small_move_of_a_border_improves_a_derivative_table(activation, bits) -> None:
-    borders = tables.derivative_table(activation, bits)[0].astype(np.float64)
+    borders = code_tables.derivative_table(activation, bits)[0].astype(np.float64)
     best = explained(activation, borders)
     for index in range(len(borders)):
         for move in (-1e-2, -1e-3, 1e-3, 1e-2):

@@ -12,7 +12,8 @@ import pytest
 import torch
 from daf._native import team_threads
 
-from daf.kernels import ElementType, block_count, cpu, words_per_plane
+from daf.core.code_format import ElementType, block_count, words_per_plane
+from daf.kernels import cpu
 
 COUNT = 1_000_003
 KEY = 99

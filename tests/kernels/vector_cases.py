@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from recorder import CODECS, Norm
 
-from daf.errors import KernelError
-from daf.kernels import ElementType, Predicate, reference
+from daf.core.code_format import ElementType, Predicate
+from daf.core.errors import KernelError
+from daf.kernels import reference
 
 KEY = 0xFEDCBA9876543210
 KINDS = ("smooth", "wild", "mixed", "broken")

@@ -13,7 +13,7 @@ import torch
 from daf._native import allocator as native
 from torch import nn
 
-from daf.errors import PlatformError
+from daf.core.errors import PlatformError
 from daf.memory.recycling import RecyclingAllocator, limit_for_process, unsupported_reason
 from daf.memory.statistics import audit, reset_peaks, stats
 

@@ -7,7 +7,7 @@ import torch
 from daf._native import allocator as native
 from torch import nn
 
-from daf.errors import UnitError
+from daf.core.errors import UnitError
 from daf.memory.history import History
 from daf.memory.recycling import unsupported_reason
 from daf.memory.statistics import phase, reset_peaks, snapshot, stats

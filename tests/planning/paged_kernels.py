@@ -13,7 +13,14 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from daf.kernels import BLOCK_ELEMENTS, ElementType, Predicate, block_count, cpu, words_per_plane
+from daf.core.code_format import (
+    BLOCK_ELEMENTS,
+    ElementType,
+    Predicate,
+    block_count,
+    words_per_plane,
+)
+from daf.kernels import cpu
 from daf.kernels.gpu_planes import DevicePlanes
 
 Words = npt.NDArray[np.int32]

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from daf.plan import Method, Need, Reading, Site
-from daf.profile import Affine, CallProfile, DeviceSpeeds, Profile, Saving, Timeline
+from daf.core.policy import Method, Need, Reading, Site
+from daf.core.profile import Affine, CallProfile, DeviceSpeeds, Profile, Saving, Timeline
 
 MIB = 2**20
 NEEDS = (

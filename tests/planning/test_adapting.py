@@ -18,13 +18,13 @@ from made_up import MB, Tree
 from torch import Tensor, nn
 
 from daf.adapting import Adapting
-from daf.errors import BudgetError, PlatformError, UnitError
+from daf.core.errors import BudgetError, PlatformError, UnitError
+from daf.core.policy import coded_policy
 from daf.memory import measure
 from daf.memory.allocator import return_free_memory
 from daf.memory.keeper import SPARE_BYTES, SPARE_FRACTION, MemoryKeeper
 from daf.memory.recycling import unsupported_reason
 from daf.memory.statistics import stats
-from daf.plan import coded_policy
 from daf.session import Session
 from daf.store.pool import PagedStore
 

@@ -13,16 +13,16 @@ from synthetic import MIB, saving
 from synthetic import profile as made_up_profile
 from torch import Tensor, nn
 
-from daf.errors import BudgetError
+from daf.core.code_errors import relative_error
+from daf.core.errors import BudgetError
+from daf.core.policy import KEEP, Method, Need, Policy, Site, Treatment, coded_policy, plain_policy
+from daf.core.profile import Profile
 from daf.execution.capture import Capture
-from daf.kernels.code_errors import relative_error
-from daf.plan import KEEP, Method, Need, Policy, Site, Treatment, coded_policy, plain_policy
 from daf.planning import planner
 from daf.planning.candidate import Candidate
 from daf.planning.noise import expected_noise
 from daf.planning.options import Allowed
 from daf.planning.table import level_selection, make_table
-from daf.profile import Profile
 from daf.sensing import MEASURED_UNDER, Room, measured_under
 from daf.sensitivity.estimate import measure_sensitivity
 from daf.sensitivity.passes import Passes

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from synthetic import large
 
-from daf.errors import BudgetError
-from daf.plan import Plan
+from daf.core.errors import BudgetError
+from daf.core.plan import Plan
 from daf.planning import planner
 from daf.planning.background import BackgroundPlan
 

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import large
 
+from daf.core.profile import Profile
 from daf.planning.calibration import HIGHEST, LOWEST, calibrated
 from daf.planning.greedy import lawful
 from daf.planning.options import Allowed
 from daf.planning.table import level_selection, make_table
-from daf.profile import Profile
 
 MEASURED = large(40)
 EXAMPLES = MEASURED.piece_ms[-1][0]

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from synthetic import MIB, SPEEDS, fused, profile, saving
 
-from daf.plan import KEEP, Method, Need, Reading, Treatment
+from daf.core.policy import KEEP, Method, Need, Reading, Treatment
+from daf.core.profile import Profile, Saving
 from daf.planning import planner
 from daf.planning.candidate import with_margin
 from daf.planning.greedy import lawful
@@ -15,7 +16,6 @@ from daf.planning.noise import expected_noise
 from daf.planning.options import Allowed
 from daf.planning.table import make_table
 from daf.planning.widths import is_lossy
-from daf.profile import Profile, Saving
 
 WITHOUT_CODES = Allowed(replay=False, widths=(), methods=frozenset(Method) - {Method.SPILL})
 

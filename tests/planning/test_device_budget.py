@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from simulated_memory import NOBODY_S_BYTES, SimulatedDevice
 from torch import Tensor, nn
 
-from daf.errors import BudgetError, PlatformError, UnknownNameError
+from daf.core.errors import BudgetError, PlatformError, UnknownNameError
+from daf.core.policy import Method
+from daf.core.step_report import StepReport
 from daf.memory.device import DeviceMemory
 from daf.memory.domain import ProcessMemory
 from daf.memory.measure import resident_bytes
-from daf.plan import Method
 from daf.session import Session
-from daf.step_report import StepReport
 from daf.store.spill import SpillOptions
 from daf.training.job import checked_device, make_job
 from daf.training.loop import train

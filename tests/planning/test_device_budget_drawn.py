@@ -24,14 +24,14 @@ from simulated_memory import NOBODY_S_BYTES, SimulatedDevice, SimulatedMemory
 from torch import Tensor, nn
 
 from daf.adapting import Adapting
-from daf.errors import BudgetError
+from daf.core.code_format import code_bytes
+from daf.core.errors import BudgetError
+from daf.core.plan import Plan
 from daf.governor import bounds_of
 from daf.governor.budget import RESERVE_BYTES
-from daf.kernels import code_bytes
 from daf.kernels.gpu_planes import DevicePlanes
 from daf.memory.device_keeper import DeviceKeeper
 from daf.memory.recycling import unsupported_reason
-from daf.plan import Plan
 from daf.session import Session
 from daf.store import coder
 from daf.store.device_pool import DevicePagedStore, DevicePlaneTensor

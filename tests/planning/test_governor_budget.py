@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up import MB, Tree
 
-from daf.errors import UnitError
+from daf.core.errors import UnitError
 from daf.governor import Bound, Governor, Request, parse_budget
 from daf.governor.budget import (
     AUTO_RESERVE_BYTES,

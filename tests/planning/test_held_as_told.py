@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from daf.core.policy import Method
+from daf.core.profile import Profile, Saving
 from daf.execution.capture import Capture
-from daf.plan import Method
 from daf.planning.candidate import Candidate
 from daf.planning.greedy import lawful
 from daf.planning.options import Allowed, OptionMaker, Span, families
 from daf.planning.table import level_selection, make_table
-from daf.profile import Profile, Saving
 from daf.session import Session
 
 CODES_ONLY = Allowed(methods=frozenset(Method) - {Method.SPILL}, replay=False)

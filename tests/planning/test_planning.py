@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from synthetic import MIB, blocks, fused, large, profile, profiles, saving
 
-from daf.errors import BudgetError, UnknownNameError
-from daf.plan import KEEP, Method, Need, Reading
+from daf.core.errors import BudgetError, UnknownNameError
+from daf.core.policy import KEEP, Method, Need, Reading
+from daf.core.profile import Affine, Profile
 from daf.planning import planner, policies
 from daf.planning.candidate import noise_price_ms, with_margin, without_margin
 from daf.planning.greedy import solve_greedily
@@ -21,7 +22,6 @@ from daf.planning.options import Allowed
 from daf.planning.search import RIVAL_MS, RIVAL_PIECES
 from daf.planning.solve import RELATIVE_GAP, Program
 from daf.planning.table import Table, kept_selection, make_table
-from daf.profile import Affine, Profile
 
 few = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 NARROW = Allowed(widths=(4, 1))

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from daf.core.policy import Policy, Reading
 from daf.execution import chunked_backward
 from daf.execution.capture import Capture
 from daf.memory.recycling import unsupported_reason
 from daf.memory.statistics import reset_peaks, stats
-from daf.plan import Policy, Reading
 from daf.planning.candidate import Candidate
 from daf.planning.greedy import lawful
 from daf.planning.options import Allowed

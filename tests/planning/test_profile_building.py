@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from daf.core.policy import KEEP, Method, Need, Site, Treatment
+from daf.core.profile import Affine
 from daf.execution.observation import ModuleCall, Observation, SavedTensor
-from daf.plan import KEEP, Method, Need, Site, Treatment
-from daf.profile import Affine
 from daf.profile_building import _Moments, build, transient
 
 CODED = Treatment(Method.ROTATED, 1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from daf.plan import Method
+from daf.core.policy import Method
 from daf.planning.candidate import Candidate
 from daf.planning.greedy import lawful
 from daf.planning.options import Allowed

@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from daf.errors import BudgetError, NonFiniteLossError, UnitError
+from daf.core.errors import BudgetError, NonFiniteLossError, UnitError
+from daf.core.policy import Need, coded_policy, with_host_codes
 from daf.execution.undisturbed import apart_from_training
 from daf.memory import measure
 from daf.memory.keeper import MemoryKeeper
 from daf.memory.recycling import unsupported_reason
 from daf.model_bytes import optimizer_bytes_to_come
-from daf.plan import Need, coded_policy, with_host_codes
 from daf.planning import planner
 from daf.session import Session
 from daf.store.spill import SpillOptions
@@ -361,7 +361,7 @@ def run_in_fresh_process(body: str) -> dict[str, Any]:
 
 BUDGETED = """
 import json, torch, torch.nn.functional as F
-from daf.errors import BudgetError
+from daf.core.errors import BudgetError
 from daf.memory import measure
 from daf.memory.keeper import MemoryKeeper
 from daf.session import Session

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 import daf.steering
 from daf import trials
+from daf.core.plan import Plan
+from daf.core.policy import Reading
+from daf.core.step_report import StepReport
 from daf.execution.observer import unseen
 from daf.memory.recycling import unsupported_reason
-from daf.plan import Plan, Reading
 from daf.planning import planner
 from daf.session import Session
-from daf.step_report import StepReport
 
 Batch = tuple[Tensor, Tensor]
 MIB = 2**20

@@ -17,14 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf import sensing
-from daf.errors import BudgetError, DataError, NonFiniteLossError
+from daf.core.code_errors import relative_error
+from daf.core.errors import BudgetError, DataError, NonFiniteLossError
+from daf.core.plan import Plan
+from daf.core.policy import Method, Policy, plain_policy
 from daf.execution.capture import Capture
-from daf.kernels.code_errors import relative_error
 from daf.memory import measure
 from daf.memory.recycling import unsupported_reason
 from daf.memory.statistics import stats
 from daf.noise import Response
-from daf.plan import Method, Plan, Policy, plain_policy
 from daf.planning import planner
 from daf.planning.noise import expected_noise
 from daf.planning.options import Allowed

@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from daf.errors import BudgetError, PoolFullError, UnitError
+from daf.core.errors import BudgetError, PoolFullError, UnitError
+from daf.core.policy import coded_policy
+from daf.core.step_report import StepReport
 from daf.memory import measure
 from daf.memory.recycling import unsupported_reason
 from daf.memory.statistics import stats
-from daf.plan import coded_policy
 from daf.session import Session
-from daf.step_report import StepReport
 from daf.store.pool import PagedStore
 
 Batch = tuple[Tensor, Tensor]

@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf.choosing import Choosing
-from daf.errors import BudgetError, CommittedStepError, ReleaseRefusedError
+from daf.core.errors import BudgetError, CommittedStepError, ReleaseRefusedError
+from daf.core.plan import Plan
+from daf.core.policy import plain_policy
+from daf.core.profile import Profile
 from daf.memory import measure
 from daf.memory.recycling import unsupported_reason
-from daf.plan import Plan, plain_policy
-from daf.profile import Profile
 from daf.session import Session
 
 pytestmark = pytest.mark.skipif(unsupported_reason() is not None, reason=str(unsupported_reason()))

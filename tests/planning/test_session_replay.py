@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from daf.plan import Plan, exact_policy, plain_policy
+from daf.core.plan import Plan
+from daf.core.policy import exact_policy, plain_policy
 from daf.session import Session
 
 Batch = tuple[Tensor, Tensor]

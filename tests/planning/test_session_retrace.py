@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from daf.errors import DivergedError, NonFiniteLossError
+from daf.core.errors import DivergedError, NonFiniteLossError
+from daf.core.plan import Plan
+from daf.core.policy import Method, Need
 from daf.memory import measure
 from daf.noise import DivergenceWatch
-from daf.plan import Method, Need, Plan
 from daf.session import Session
 
 Batch = tuple[Tensor, Tensor]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from daf import speeds
+from daf.core.policy import Method
 from daf.execution.observation import MethodTime, Observation
-from daf.plan import Method
 from daf.speeds import ENOUGH_BYTES, PROBE_ELEMENTS, _probe_elements, device_speeds
 from daf.store.spill import SpillOptions
 

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from synthetic import MIB, profile, profiles, saving
 
 from daf.asked import fixed_policy, passing_bytes, refuse_what_sends_nothing
-from daf.errors import BudgetError, PlatformError
+from daf.core.errors import BudgetError, PlatformError
+from daf.core.json_dataclasses import from_plain, to_plain
+from daf.core.policy import Method, Need, Policy, on_host, policy_for, with_host_codes
+from daf.core.profile import Profile
 from daf.execution.packing import host_options
-from daf.plain_data import from_plain, to_plain
-from daf.plan import Method, Need, Policy, on_host, policy_for, with_host_codes
 from daf.planning import planner
 from daf.planning.explain import explain
 from daf.planning.options import Allowed, OptionMaker
 from daf.planning.table import make_table
-from daf.profile import Profile
 
 few = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 PLENTY = 1 << 50

@@ -14,10 +14,11 @@ from synthetic import MIB, large
 
 from daf import choosing as module
 from daf.choosing import Choosing, Terms
-from daf.plan import Plan, coded_policy, exact_policy, with_fused_operators
+from daf.core.plan import Plan
+from daf.core.policy import coded_policy, exact_policy, with_fused_operators
+from daf.core.profile import Affine, Profile
 from daf.planning import planner
 from daf.planning.search import RIVAL_PIECES
-from daf.profile import Affine, Profile
 from daf.trials import (
     ALIKE,
     LEAST_STEPS,

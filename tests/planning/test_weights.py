@@ -12,18 +12,19 @@ from hypothesis import strategies as st
 from synthetic import MIB, blocks, fused, profile, profiles, saving
 
 from daf.choosing import Choosing
-from daf.errors import BudgetError
+from daf.core.code_errors import error_growth, relative_error
+from daf.core.code_tables import rotated_error
+from daf.core.errors import BudgetError
+from daf.core.plan import Plan
+from daf.core.policy import KEEP, Method, Need, Policy, Treatment, coded_policy
+from daf.core.profile import Profile
 from daf.execution.capture import Capture
-from daf.kernels.code_errors import error_growth, relative_error
-from daf.kernels.tables import rotated_error
 from daf.memory.domain import ProcessMemory
 from daf.noise_control import NOISE_OF_A_BIT, NoiseControl
-from daf.plan import KEEP, Method, Need, Plan, Policy, Treatment, coded_policy
 from daf.planning import planner, policies
 from daf.planning.noise import expected_noise
 from daf.planning.options import Allowed, noise_per_weight, served_weights
 from daf.planning.widths import is_lossy, one_bit_wider, wider_level
-from daf.profile import Profile
 from daf.sensing import Sensing
 
 few = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])

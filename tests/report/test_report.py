@@ -18,8 +18,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from daf.cli import app
-from daf.errors import RunFolderError
-from daf.plan import Method
+from daf.core.errors import RunFolderError
+from daf.core.policy import Method
 from daf.report.account import waterfall
 from daf.report.comparison import COLUMNS, findings, row
 from daf.report.markup import Markup, element

@@ -24,9 +24,9 @@ from daf.allocation import (
     least_variance,
     uniform,
 )
-from daf.errors import BudgetError, DataError
-from daf.kernels.tables import rotated_error
-from daf.plan import KEEP, Method, Site, Treatment
+from daf.core.code_tables import rotated_error
+from daf.core.errors import BudgetError, DataError
+from daf.core.policy import KEEP, Method, Site, Treatment
 
 
 def site(index: int) -> Site:

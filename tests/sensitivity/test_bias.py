@@ -7,7 +7,7 @@ import torch
 from small_jobs import cross_entropy, mixed_batch, mixed_network
 from torch import Tensor, nn
 
-from daf.plan import Method, Need, Policy, Treatment, coded_policy, exact_policy
+from daf.core.policy import Method, Need, Policy, Treatment, coded_policy, exact_policy
 from daf.sensitivity.bias import measure_bias
 
 pytestmark = pytest.mark.usefixtures("code_everything")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daf.errors import DataError
+from daf.core.errors import DataError
 from daf.noise import Action, DivergenceWatch, NoiseRecord, NoiseWatch, Response
 
 

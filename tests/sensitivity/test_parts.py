@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from daf.kernels.code_errors import GAUSSIAN_BLOCK_SQUARED_RANGE, minmax_error, relative_error
-from daf.kernels.tables import rotated_error
-from daf.plan import Method, Site, Treatment
+from daf.core.code_errors import GAUSSIAN_BLOCK_SQUARED_RANGE, minmax_error, relative_error
+from daf.core.code_tables import rotated_error
+from daf.core.policy import Method, Site, Treatment
 from daf.sensitivity.alike import alike_groups
 from daf.sensitivity.prior import energy_beside_means
 from daf.sensitivity.schedule import Schedule

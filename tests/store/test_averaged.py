@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from daf.errors import CodecError
-from daf.kernels import header_bytes, plane_bytes
-from daf.plan import Method, Treatment
+from daf.core.code_format import header_bytes, plane_bytes
+from daf.core.errors import CodecError
+from daf.core.policy import Method, Treatment
 from daf.store.averaged import AveragedCode, averaged_error, energy_within_groups
 from daf.store.buffers import PlainStore
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from daf.errors import CodecError
-from daf.kernels import Predicate, header_bytes, plane_bytes
-from daf.plan import Method, Treatment
+from daf.core.code_format import Predicate, header_bytes, plane_bytes
+from daf.core.errors import CodecError
+from daf.core.policy import Method, Treatment
 from daf.store.buffers import PlainStore
 from daf.store.codec import Channels, DerivativeCode, IntegerCode, MaskCode, ValueCode
 from daf.store.layout import is_dense, layout_of, overlaps

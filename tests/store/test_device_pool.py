@@ -17,8 +17,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daf.errors import KernelError, PoolFullError
-from daf.kernels import header_bytes, plane_bytes
+from daf.core.code_format import header_bytes, plane_bytes
+from daf.core.errors import KernelError, PoolFullError
 from daf.kernels.gpu_planes import DevicePlanes
 from daf.store import device_pool
 from daf.store.device_pool import DevicePagedStore, DevicePlaneTensor

@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from daf.kernels import block_count, code_bytes, words_per_plane
+from daf.core.code_format import block_count, code_bytes, words_per_plane
+from daf.core.units import pinned_bytes
 from daf.kernels.gpu_planes import DevicePlanes
 from daf.store.host_planes import HostPlanes, HostStore
-from daf.units import pinned_bytes
 
 sys.path.insert(0, str(Path(__file__).parent))  # the helper beside this file
 from late_streams import LateStreams

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from daf import _native
-from daf.errors import KernelError
+from daf.core.errors import KernelError
 from daf.store.page_size import DEFAULT_PAGE_BYTES, PageFitter, choose_page_bytes
 from daf.store.pool import PagedStore
 

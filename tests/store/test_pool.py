@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from daf import _native
-from daf.errors import DafError, KernelError, PoolFullError
-from daf.kernels import header_bytes, plane_bytes
-from daf.kernels.tables import rotated_error
+from daf.core.code_format import header_bytes, plane_bytes
+from daf.core.code_tables import rotated_error
+from daf.core.errors import DafError, KernelError, PoolFullError
 from daf.store.buffers import Store
 from daf.store.page_size import choose_page_bytes
 from daf.store.pool import PagedStore, PlaneTensor, plane_importance

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from daf.errors import PoolFullError
+from daf.core.errors import PoolFullError
 from daf.memory.recycling import RecyclingAllocator, unsupported_reason
 from daf.memory.statistics import stats
 from daf.store.buffers import PlainStore

@@ -13,7 +13,7 @@ import pytest
 from daf.bench import pool as bench
 from daf.bench.pool_picture import draw_times
 from daf.bench.pool_trace import ALLOCATE, MARK, RELEASE, Operations, Shape, make_operations, play
-from daf.kernels import header_bytes, plane_bytes
+from daf.core.code_format import header_bytes, plane_bytes
 
 GLIBC = platform.libc_ver()[0] == "glibc"
 CONTESTANTS = ["adaptive", "fixed", "fixed-cut", "best-fit"] + GLIBC * ["malloc", "malloc-return"]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from daf.core.code_tables import rotated_error
 from daf.kernels.reference import Code, Target, decode_rotated, encode_rotated
-from daf.kernels.tables import rotated_error
 from daf.store.pool import PagedStore, PlaneTensor
 from daf.store.pool_view import PlaneView
 

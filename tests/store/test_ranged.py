@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from daf.errors import CodecError
-from daf.kernels import plane_bytes
+from daf.core.code_format import plane_bytes
+from daf.core.errors import CodecError
 from daf.store import ranges
 from daf.store.buffers import PlainStore
 from daf.store.ranged import WHOLE, Cut, Grid, RangedCode, grid_of

@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from daf.core.policy import Method, policy_for
 from daf.execution.capture import Capture
 from daf.kernels import RangeStrategy
 from daf.kernels.calibration import CHECK_SHARE, CONFIRMATIONS, HOPELESS
 from daf.kernels.cpu_measure import range_strategy
-from daf.plan import Method, policy_for
 from daf.store import ranges
 from daf.store.ranged import WHOLE, Cut
 from daf.store.ranges import LEAST_ELEMENTS, PYTORCH, STRATEGIES, Ranges, all_finite, bounds

@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daf.errors import SavedTensorError, SpillError
+from daf.core.errors import SavedTensorError, SpillError
 from daf.store import spill_file
 from daf.store.spill import SpillOptions, SpillRecord, SpillStore, SpillWarning
 from daf.store.spill_file import ALIGNMENT_BYTES, DiskFile, Extents, open_disk_file

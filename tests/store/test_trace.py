@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from daf.errors import DataError
+from daf.core.code_format import header_bytes, plane_bytes
+from daf.core.errors import DataError
+from daf.core.policy import coded_policy
 from daf.execution.capture import Capture
-from daf.kernels import header_bytes, plane_bytes
-from daf.plan import coded_policy
 from daf.store.buffers import PlainStore
 from daf.store.pool import PagedStore
 from daf.store.trace import Player, RecordedStore, TraceWriter, read_trace

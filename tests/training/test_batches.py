@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daf.errors import DataError
+from daf.core.errors import DataError
 from daf.training.batches import BatchOrder, checked_channels, crop_and_flip, to_tensor
 from daf.training.data import load_data
 from daf.training.data.contents import ImageData

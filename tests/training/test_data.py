@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits as sklearn_digits
 
-from daf.errors import DataError, UnknownNameError
+from daf.core.errors import DataError, UnknownNameError
 from daf.training.data import load_data
 from daf.training.data.contents import ImageData, TextData
 

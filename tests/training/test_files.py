@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from daf.errors import RunFolderError
+from daf.core.errors import RunFolderError
 from daf.files.atomic import GrowingFile, replacing
 from daf.files.checkpoint import read_checkpoint, write_checkpoint
 from daf.files.plain_state import from_plain, to_plain

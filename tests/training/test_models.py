@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from daf.errors import DataError, UnknownNameError
+from daf.core.errors import DataError, UnknownNameError
 from daf.training.data import load_data
 from daf.training.data.contents import ImageData
 from daf.training.data.folder import IMAGENET_NORMALISATION

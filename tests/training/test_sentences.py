@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from daf.errors import DataError
+from daf.core.errors import DataError
 from daf.training.batches import BatchOrder
 from daf.training.data import load_data
 from daf.training.data.contents import ImageData

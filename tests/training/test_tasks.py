@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from daf.errors import DataError
+from daf.core.errors import DataError
 from daf.training.data import load_data
 from daf.training.data.contents import MASK_SYMBOL, VOCABULARY, ImageData, TextData
 from daf.training.tasks.images import Classification, Denoising

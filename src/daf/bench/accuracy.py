@@ -26,7 +26,7 @@ from daf.bench.accuracy_following import Follower
 from daf.bench.accuracy_policies import APART, FUSED
 from daf.bench.accuracy_tasks import AccuracyTask, Effort, batches, evaluate, mean_loss
 from daf.bench.result import BenchResult
-from daf.errors import DataError, RunFolderError
+from daf.core.errors import DataError, RunFolderError
 from daf.noise import Action, DivergenceWatch
 from daf.planning.planner import DEFAULT_TOLERANCE
 

@@ -20,10 +20,10 @@ from daf.allocation import Choice, CodedSite, least_bytes, least_variance
 from daf.bench.accuracy_following import example_of
 from daf.bench.accuracy_policies import Example, allocated_sites, budget_of
 from daf.bench.accuracy_tasks import AccuracyTask, Effort, Prepared, batches, train_plainly
-from daf.kernels import header_bytes, plane_bytes
-from daf.kernels.code_errors import relative_error
+from daf.core.code_errors import relative_error
+from daf.core.code_format import header_bytes, plane_bytes
+from daf.core.policy import Method, Treatment
 from daf.optimizer_trials import divides_by_gradients
-from daf.plan import Method, Treatment
 
 GROUP = 8
 WIDTHS = (1.1, 1.25, 1.5, 2.0)

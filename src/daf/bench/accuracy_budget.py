@@ -15,7 +15,7 @@ from typing import Any
 
 from daf.bench.accuracy_tasks import Effort
 from daf.bench.child import Child
-from daf.errors import DataError
+from daf.core.errors import DataError
 
 MB = 10**6
 PROCESS = "daf.bench.accuracy_budget_process"

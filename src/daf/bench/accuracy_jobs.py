@@ -20,7 +20,7 @@ from daf.bench.accuracy_tasks import (
     personalisation_task,
     sentence_task,
 )
-from daf.errors import UnknownNameError
+from daf.core.errors import UnknownNameError
 
 _SPOKEN = "spoken_digits_8k_1s.npz"
 _GLUE_FOLDERS = {"sst2": "SST-2", "mrpc": "MRPC", "stsb": "STS-B"}

@@ -33,25 +33,25 @@ from daf.allocation import (
     held_bytes,
     least_variance,
 )
-from daf.errors import UnknownNameError
-from daf.execution.capture import Capture
-from daf.execution.chunked_backward import CHUNK_BYTES
-from daf.execution.microbatch import LossFunction, batch_size, read_loss
-from daf.execution.undisturbed import undisturbed
-from daf.kernels import BLOCK_ELEMENTS, header_bytes, plane_bytes
-from daf.kernels.code_errors import GAUSSIAN_BLOCK_SQUARED_RANGE, minmax_error
-from daf.plan import (
+from daf.core.code_errors import GAUSSIAN_BLOCK_SQUARED_RANGE, minmax_error
+from daf.core.code_format import BLOCK_ELEMENTS, header_bytes, plane_bytes
+from daf.core.errors import UnknownNameError
+from daf.core.policy import (
     KEEP,
     Method,
     Need,
     Policy,
     Site,
-    SiteReport,
     Treatment,
     coded_policy,
     plain_policy,
     with_fused_operators,
 )
+from daf.core.reports import SiteReport
+from daf.execution.capture import Capture
+from daf.execution.chunked_backward import CHUNK_BYTES
+from daf.execution.microbatch import LossFunction, batch_size, read_loss
+from daf.execution.undisturbed import undisturbed
 from daf.sensitivity.estimate import measure_sensitivity
 from daf.sensitivity.result import Sensitivity
 

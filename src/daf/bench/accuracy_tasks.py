@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from daf.bench.main_job import default_data
-from daf.errors import DataError
+from daf.core.errors import DataError
 from daf.training.batches import Batch, BatchOrder
 from daf.training.data import load_data
 from daf.training.data.contents import ImageData

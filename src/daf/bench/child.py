@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import psutil
 
-from daf.errors import DafError
+from daf.core.errors import DafError
 from daf.memory.cgroup import LimitedGroup
 
 # glibc's thresholds as a session with a budget sets them (memory/allocator.py).

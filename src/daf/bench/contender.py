@@ -23,11 +23,11 @@ from daf.bench.peers import Peer, Setting, make_peer
 from daf.bench.saved_bytes import SavedBytes
 from daf.bench.workloads import find_workload
 from daf.bench.workloads.sources import Sources
-from daf.errors import BudgetError, PlatformError
+from daf.core.errors import BudgetError, PlatformError
+from daf.core.plan import Plan
+from daf.core.step_report import StepReport
 from daf.memory import compiler, measure
-from daf.plan import Plan
 from daf.session import Session
-from daf.step_report import StepReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from daf.bench.result import BenchResult
 from daf.bench.timing import device_seconds
-from daf.errors import PlatformError
-from daf.kernels import header_bytes, plane_bytes
+from daf.core.code_format import header_bytes, plane_bytes
+from daf.core.errors import PlatformError
 
 Progress = Callable[[str], None]
 ROTATED, MINMAX = "rotated", "minmax"

@@ -24,8 +24,9 @@ from daf.bench.static import accumulating_step
 from daf.bench.workloads import WORKLOADS, find_workload
 from daf.bench.workloads.sources import Sources, default_sources
 from daf.bench.workloads.trainable import Loaded, Trainable
+from daf.core.plan import Plan
+from daf.core.policy import Method, Need, Policy, Treatment, plain_policy
 from daf.execution.microbatch import batch_size, split_refusal
-from daf.plan import Method, Need, Plan, Policy, Treatment, plain_policy
 from daf.session import Session
 from daf.store.spill import SpillOptions
 

@@ -17,9 +17,9 @@ import numpy as np
 
 import daf._native as _native
 from daf.bench.result import BenchResult
-from daf.kernels import BLOCK_ELEMENTS, HEADER_BYTES_PER_BLOCK
+from daf.core.code_format import BLOCK_ELEMENTS, HEADER_BYTES_PER_BLOCK
+from daf.core.code_tables import rotated_levels, rotated_thresholds
 from daf.kernels.cpu import instruction_sets
-from daf.kernels.tables import rotated_levels, rotated_thresholds
 
 Progress = Callable[[str], None]
 Row = dict[str, Any]

@@ -24,11 +24,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from daf.bench.pack_watched import Given, Measured, Watched
 from daf.bench.result import BenchResult
-from daf.errors import PlatformError
+from daf.core.errors import PlatformError
+from daf.core.policy import Method, Treatment
 from daf.execution.collaborate import Rates, Route, Saved, Timeline, simulate, split
 from daf.execution.packing import HostCodes, HostOptions
 from daf.execution.routing import MeasuredRoutes, Routes, Seen
-from daf.plan import Method, Treatment
 from daf.store.host_planes import HostStore
 from daf.store.layout import is_dense
 from daf.training.models.resnet import resnet18

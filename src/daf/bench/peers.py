@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from daf.bench.published import gact_policy, minmax_policy
 from daf.bench.static import accumulating_step, checkpoint_blocks
-from daf.errors import PlatformError, UnknownNameError
+from daf.core.errors import PlatformError, UnknownNameError
+from daf.core.policy import Policy
 from daf.execution.capture import Capture
 from daf.execution.microbatch import LossFunction, batch_size, read_loss
 from daf.memory import compiler
-from daf.plan import Policy
 from daf.store.default import make_store
 
 COMPILERS = ("c++", "g++", "clang++")

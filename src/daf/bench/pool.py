@@ -23,7 +23,7 @@ import daf._native as _native
 from daf.bench.pool_gradient import gradient_row
 from daf.bench.pool_trace import MARK, Operations, Shape, make_operations, play
 from daf.bench.result import BenchResult
-from daf.kernels.tables import rotated_error
+from daf.core.code_tables import rotated_error
 from daf.store.page_size import choose_page_bytes
 from daf.store.pool import PagedStore, PlaneTensor
 

@@ -20,7 +20,7 @@ from daf.bench.child import serve
 from daf.bench.peers import plain_step
 from daf.bench.pressure import PressureJob
 from daf.bench.workload import MEMORY_FORMATS
-from daf.errors import BudgetError
+from daf.core.errors import BudgetError
 from daf.governor.limits import read_bounds
 from daf.memory import compiler, measure
 from daf.memory.measure import MemoryTimeline

@@ -14,9 +14,9 @@ from torch import nn
 
 from daf.allocation import gact_widths
 from daf.bench.accuracy_policies import Example, coded_elements, measured
+from daf.core.code_errors import minmax_error
+from daf.core.policy import Method, Need, Policy, Treatment, exact_policy
 from daf.execution.microbatch import LossFunction, batch_size, batch_slice
-from daf.kernels.code_errors import minmax_error
-from daf.plan import Method, Need, Policy, Treatment, exact_policy
 
 # A part of the batch tells which tensors are sensitive, at a part of the cost.
 FITTED_ON = 4

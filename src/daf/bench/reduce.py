@@ -27,8 +27,9 @@ from torch import Tensor
 
 from daf.bench.result import BenchResult
 from daf.bench.timing import device_seconds
-from daf.errors import KernelError
-from daf.kernels import ElementType, RangeStrategy
+from daf.core.code_format import ElementType
+from daf.core.errors import KernelError
+from daf.kernels import RangeStrategy
 from daf.kernels.cpu_measure import measure_ranges, range_strategy, ranges_workspace_bytes
 from daf.store.ranged import WHOLE, Cut
 from daf.store.ranges import PYTORCH, Ranges, device_name

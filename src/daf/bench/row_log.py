@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from daf.errors import RunFolderError
+from daf.core.errors import RunFolderError
 
 Row = dict[str, Any]
 

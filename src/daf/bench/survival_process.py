@@ -12,7 +12,7 @@ from typing import Any
 from daf.bench.peers import plain_step
 from daf.bench.random_models import Built, build, draw
 from daf.bench.survival import Attempt
-from daf.errors import BudgetError
+from daf.core.errors import BudgetError
 from daf.memory import compiler, measure
 from daf.session import Session
 

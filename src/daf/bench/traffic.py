@@ -16,15 +16,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from daf.core.code_format import BLOCK_ELEMENTS, HEADER_BYTES_PER_BLOCK, ElementType, block_count
 from daf.kernels import (
-    BLOCK_ELEMENTS,
-    HEADER_BYTES_PER_BLOCK,
-    ElementType,
     Emission,
     NormGradient,
     PageFields,
     RowGradient,
-    block_count,
     cpu_measure,
     norm,
     pages,

@@ -14,7 +14,7 @@ from torch import nn
 from daf.bench.contestant import Entry
 from daf.bench.levered import LeveredLoop, gradient_bytes, state_bytes
 from daf.bench.peers import lean_step, plain_step
-from daf.errors import PoolFullError
+from daf.core.errors import PoolFullError
 from daf.memory import compiler, measure
 from daf.memory.domain import keeper_of, memory_on
 from daf.memory.recycling import RecyclingAllocator

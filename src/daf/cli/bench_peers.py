@@ -15,7 +15,7 @@ from daf.bench.peers_picture import draw_peers
 from daf.bench.result import BenchResult
 from daf.bench.workloads import named_workloads
 from daf.cli.bench_output import OutOption, PictureOption, counted_progress, keep, rows_beside
-from daf.errors import DataError
+from daf.core.errors import DataError
 from daf.report.peers_page import COLUMNS, cells, peers_page
 from daf.report.peers_words import losses, verdicts, workloads_of
 

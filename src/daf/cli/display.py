@@ -11,10 +11,10 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from daf.plan import Plan
+from daf.core.plan import Plan
+from daf.core.units import format_bytes
 from daf.training.observer import Observer, StepRecord
 from daf.training.run_folder import RunFolder
-from daf.units import format_bytes
 
 _LINE_EVERY_S = 10.0
 _FRAMES_PER_S = 8

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from daf.cli import options
+from daf.core.units import format_bytes
 from daf.report.machine import survey
-from daf.units import format_bytes
 
 _WORDS = {
     "native_kernels": "native kernels load",

@@ -9,8 +9,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from daf.errors import BudgetError, DafError, NonFiniteLossError
-from daf.units import format_bytes
+from daf.core.errors import BudgetError, DafError, NonFiniteLossError
+from daf.core.units import format_bytes
 
 EXIT_REFUSED = 2
 EXIT_NON_FINITE = 3

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from daf.errors import UnknownNameError
+from daf.core.errors import UnknownNameError
 from daf.governor import AUTO, parse_budget
 from daf.planning.planner import POLICIES
 from daf.training.data import DATA_FORMS

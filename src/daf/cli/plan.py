@@ -12,10 +12,10 @@ from rich.table import Table
 
 from daf.cli import options
 from daf.cli.train import asked_settings
+from daf.core.units import format_bytes
 from daf.training.job import make_job
 from daf.training.outline import outline_of
 from daf.training.settings import TrainSettings
-from daf.units import format_bytes
 
 WORST_SITES = 5
 

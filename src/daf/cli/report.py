@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from daf.cli import options
-from daf.errors import RunFolderError
+from daf.core.errors import RunFolderError
 from daf.report.comparison import findings
 from daf.report.page import page
 from daf.report.picture import draw_report

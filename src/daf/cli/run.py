@@ -10,10 +10,10 @@ from typing import Annotated
 
 import typer
 
-from daf.errors import DataError
+from daf.core.errors import DataError
+from daf.core.units import format_bytes
 from daf.memory.tracking import Tracking, track
 from daf.report.child import draw_history_picture
-from daf.units import format_bytes
 
 
 def run_command(

@@ -15,11 +15,11 @@ import typer
 from daf.cli import options
 from daf.cli.display import make_display, show_summary
 from daf.cli.group import EXIT_INTERRUPTED
+from daf.core.units import parse_optional_bytes
 from daf.report.child import draw_history_picture, draw_memory_picture
 from daf.training.loop import train
 from daf.training.run_folder import RunFolder
 from daf.training.settings import TrainSettings
-from daf.units import parse_optional_bytes
 
 Out = Annotated[
     Path | None, typer.Option(help="The run's folder; by default runs/MODEL-DATA-TIME.")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from daf.errors import SavedTensorError
+from daf.core.errors import SavedTensorError
 from daf.execution.held import Held
 from daf.execution.nest import map_nest
 from daf.store.scratch import Scratch

@@ -38,7 +38,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from daf.errors import PlatformError
+from daf.core.errors import PlatformError
+from daf.core.policy import Policy, Site
+from daf.core.reports import CaptureStats, FusionReport, SiteReport
 from daf.execution.accounting import Ledger, Sources
 from daf.execution.compiled import apart, untraced
 from daf.execution.compiled_modules import CompiledModules
@@ -61,13 +63,6 @@ from daf.execution.running import Fusions, Parts, Running
 from daf.execution.sites import SiteTracker
 from daf.execution.treatments import Treater
 from daf.memory.domain import MemoryDomain, ProcessMemory
-from daf.plan import (
-    CaptureStats,
-    FusionReport,
-    Policy,
-    Site,
-    SiteReport,
-)
 from daf.store.buffers import Store
 from daf.store.coder import Coder
 from daf.store.default import make_store

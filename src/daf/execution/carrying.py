@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from daf.errors import CodecError
+from daf.core.errors import CodecError
+from daf.core.policy import KEEP, Method, Need, Policy, Treatment
 from daf.execution.accounting import Ledger, Plain, Sources, Unmade
 from daf.execution.derivation import Derivation
 from daf.execution.fused import FusedNorm, Holder, Norm, NormHeld, run_forward
@@ -21,7 +22,6 @@ from daf.execution.rectifiers import Rectifier
 from daf.execution.sites import SiteRecord, SiteTracker
 from daf.execution.treatments import check_sound, kept_holding
 from daf.kernels import RowMoments
-from daf.plan import KEEP, Method, Need, Policy, Treatment
 from daf.store.codec import Channels
 from daf.store.coder import Coder, Mask, Values
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from daf.errors import DataError, DoubleBackwardError
+from daf.core.errors import DataError, DoubleBackwardError
 from daf.store.coder import is_read_freely
 
 Reduction = Literal["mean", "sum"]

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from daf.core.policy import Need
 from daf.execution import chunked_backward
 from daf.execution.ownership import holders_of, sole_holders
-from daf.plan import Need
 
 
 class Convolution(NamedTuple):

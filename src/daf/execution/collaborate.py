@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
-from daf.errors import KernelError
+from daf.core.errors import KernelError
 
 NEW_RATE_WEIGHT = 0.25
 _PREFIXES = 16

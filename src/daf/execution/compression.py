@@ -16,21 +16,14 @@ from typing import Self
 
 from torch import nn
 
+from daf.core.policy import Policy, policy_for, with_fused_operators, with_host_codes
+from daf.core.reports import CaptureStats, FusionReport, SiteReport
+from daf.core.units import parse_optional_bytes
 from daf.execution.capture import Capture
 from daf.execution.packing import host_options
 from daf.execution.sites import mix_key
-from daf.plan import (
-    CaptureStats,
-    FusionReport,
-    Policy,
-    SiteReport,
-    policy_for,
-    with_fused_operators,
-    with_host_codes,
-)
 from daf.store.default import make_store
 from daf.store.spill import SpillOptions
-from daf.units import parse_optional_bytes
 
 
 class compress:  # noqa: N801 - used as a statement, like torch.no_grad

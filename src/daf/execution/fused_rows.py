@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from daf.errors import SavedTensorError
+from daf.core.errors import SavedTensorError
 from daf.execution.held import Held, Kept, Stored, asked_for
 from daf.execution.ownership import holders_of, sole_holders
 from daf.kernels import RowMoments

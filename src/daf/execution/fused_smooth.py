@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from daf.core.code_format import BLOCK_ELEMENTS, block_count
+from daf.core.policy import Method, Treatment
 from daf.execution.held import Held, Kept, Rederived, asked_for
 from daf.execution.ownership import holders_of, sole_holders
-from daf.kernels import BLOCK_ELEMENTS, block_count
-from daf.plan import Method, Treatment
 from daf.store.codec import Channels
 from daf.store.coder import Values
 from daf.store.layout import in_memory_order

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from daf.errors import FusionError
+from daf.core.errors import FusionError
 from daf.execution.fused import Norm
 from daf.execution.fused_call import objection, read_call
 from daf.execution.fusion import (

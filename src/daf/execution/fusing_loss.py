@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from daf.errors import FusionError
+from daf.core.errors import FusionError
+from daf.core.reports import FusionReport
 from daf.execution.chunked import chunked_cross_entropy
 from daf.execution.fusion import METADATA, tensors_among, with_tensors
 from daf.execution.sites import SiteTracker
-from daf.plan import FusionReport
 
 PATTERN = "linear + cross_entropy"
 # Of fewer logits for each number given there is little to save, and of small ones as well.

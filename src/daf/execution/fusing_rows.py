@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+from daf.core.policy import Need
+from daf.core.reports import FusionReport
 from daf.execution.accounting import Plain, Unmade
 from daf.execution.carrying import CountingHolder, NormCarrier, told_of
 from daf.execution.fused_rows import FusedRowNorm, RowNorm, RowsHeld, run_forward
@@ -17,7 +19,6 @@ from daf.execution.fused_rows_call import objection, read_call, row_norm_of
 from daf.execution.held import Term
 from daf.execution.ownership import sole_holders
 from daf.execution.treatments import SMALL_BYTES
-from daf.plan import FusionReport, Need
 
 
 class RowFusion:

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
+from daf.core.policy import KEEP, Method, Need, Site, Treatment
+from daf.core.reports import FusionReport
 from daf.execution.carrying import CountingHolder, NormCarrier, told_of
 from daf.execution.derivation import Derivation
 from daf.execution.fused_smooth import (
@@ -35,7 +37,6 @@ from daf.execution.plain_call import (
     is_plain_float,
 )
 from daf.execution.treatments import SMALL_BYTES
-from daf.plan import KEEP, FusionReport, Method, Need, Site, Treatment
 from daf.store.layout import layout_of
 
 _UNREAD = "no layer behind it reads its result in backward"

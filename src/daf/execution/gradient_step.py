@@ -11,7 +11,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from daf.errors import NonFiniteLossError
+from daf.core.errors import NonFiniteLossError
+from daf.core.plan import Plan
+from daf.core.policy import Policy
 from daf.execution.capture import Capture
 from daf.execution.compiled import apart
 from daf.execution.compiled_modules import CompiledModules
@@ -28,7 +30,6 @@ from daf.execution.rehearsal import rehearse
 from daf.execution.release import GradientRelease
 from daf.execution.undisturbed import RandomState
 from daf.memory.domain import device_of
-from daf.plan import Plan, Policy
 from daf.store.coder import is_processor
 
 

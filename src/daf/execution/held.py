@@ -11,11 +11,11 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from daf.errors import SavedTensorError
+from daf.core.code_format import BLOCK_ELEMENTS
+from daf.core.errors import SavedTensorError
+from daf.core.policy import Need, Site
 from daf.execution.accounting import Holding, Ledger, Plain
 from daf.execution.derivation import Derivation
-from daf.kernels import BLOCK_ELEMENTS
-from daf.plan import Need, Site
 from daf.store.averaged import AveragedCode
 from daf.store.codec import Channels, elements_in
 from daf.store.coder import Intervals, Mask, Packed, Steps, Values

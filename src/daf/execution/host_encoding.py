@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from daf.kernels import WORD_BYTES, code_bytes, cpu, words_per_plane
-from daf.plan import Method, Treatment
+from daf.core.code_format import WORD_BYTES, code_bytes, words_per_plane
+from daf.core.policy import Method, Treatment
+from daf.kernels import cpu
 from daf.store.codec import element_type
 
 

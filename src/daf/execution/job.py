@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from daf.core.policy import Need, Site, Treatment
 from daf.execution.accounting import Source
 from daf.execution.held import Saved
 from daf.execution.provenance import Operands, is_made_by
 from daf.execution.rules import tensors_in
-from daf.plan import Need, Site, Treatment
 
 
 class Call(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from daf.errors import DataError
+from daf.core.errors import DataError
 from daf.execution.nest import map_nest
 
 LossFunction = Callable[[nn.Module, Any], Any]

@@ -20,17 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from daf.errors import PlatformError, SavedTensorError
+from daf.core.code_format import code_bytes
+from daf.core.errors import PlatformError, SavedTensorError
+from daf.core.policy import Method, Treatment
+from daf.core.units import format_bytes, parse_optional_bytes, pinned_bytes
 from daf.execution.collaborate import Route
 from daf.execution.host_encoding import encode_on_host, words_for
 from daf.execution.routing import MeasuredRoutes, Routes, Sent
-from daf.kernels import code_bytes
 from daf.memory.domain import device_of
-from daf.plan import Method, Treatment
 from daf.store.coder import can_code_on, is_processor, is_recorded
 from daf.store.host_planes import HostPlanes, HostStore
 from daf.store.layout import in_memory_order
-from daf.units import format_bytes, parse_optional_bytes, pinned_bytes
 
 _MIB = 2**20
 _ASK_AGAIN_S = 0.0002

@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from daf.core.policy import Method
 from daf.execution.derivation import Derivation
 from daf.execution.held import Held, Recipe, Stored, Term
 from daf.execution.rules import ALIASES
-from daf.plan import Method
 from daf.store.coder import Mask
 from daf.store.layout import is_dense
 

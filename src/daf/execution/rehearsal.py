@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import nn
 
+from daf.core.policy import Policy
 from daf.execution.capture import Capture
 from daf.execution.microbatch import LossFunction, batch_size, batch_slice
 from daf.execution.undisturbed import undisturbed
-from daf.plan import Policy
 
 EXAMPLES = 4  # batch statistics need several; tensors of fewer elements are not worth fusing
 

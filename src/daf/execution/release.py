@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from daf.errors import CommittedStepError, ReleaseRefusedError
+from daf.core.errors import CommittedStepError, ReleaseRefusedError
 from daf.execution.accounting import strided_parts
 from daf.execution.parameter_reads import ParameterReads
 from daf.memory import compiler

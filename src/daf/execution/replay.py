@@ -24,14 +24,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from daf.errors import SavedTensorError, UnknownNameError
+from daf.core.errors import SavedTensorError, UnknownNameError
+from daf.core.policy import Site
 from daf.execution.accounting import Holding
 from daf.execution.call_inputs import Inputs, distinct_tensors
 from daf.execution.call_state import CallState
 from daf.execution.compiled_modules import CompiledModules
 from daf.execution.held import Held, Saved
 from daf.execution.stance import eagerly
-from daf.plan import Site
 from daf.store.scratch import Scratch
 
 # These save a tensor and fill it only afterwards, so that it is nothing yet when it is seen.

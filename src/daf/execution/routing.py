@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from daf.core.code_format import code_bytes
+from daf.core.policy import Treatment
 from daf.execution.collaborate import NEW_RATE_WEIGHT, Rates, Route, Saved, other, split
 from daf.execution.host_encoding import encode_on_host
-from daf.kernels import code_bytes
-from daf.plan import Treatment
 from daf.store.transfers import Transfers
 
 _PROBE_ELEMENTS = 1 << 20

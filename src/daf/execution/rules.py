@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from daf.core.code_format import Predicate
+from daf.core.policy import Need
 from daf.execution.held import Saved, all_asked_for, asked_for
-from daf.kernels import Predicate
-from daf.plan import Need
 
 # Slots of matrix products: (one side, other side). Their need depends on the other side.
 PRODUCT_SLOTS: Mapping[str, tuple[str, str]] = {

@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn.modules import module as global_hooks
 from torch.utils.hooks import RemovableHandle
 
+from daf.core.policy import KEEP, Need, Site
+from daf.core.reports import SiteReport
 from daf.execution.compiled_modules import CompiledModules
-from daf.plan import KEEP, Need, Site, SiteReport
 
 OUTSIDE = "<outside>"  # the module path of operators that run in no module, such as a loss function
 _WORD = 2**64

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from daf.kernels.tables import derivative_table
+from daf.core.code_tables import derivative_table
 from daf.memory.allocator import return_free_memory
 
 PLANNED_BITS = (2, 3, 4)  # of ``plan.coded_policy``

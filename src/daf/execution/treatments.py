@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from daf.errors import CodecError
+from daf.core.code_format import Predicate
+from daf.core.errors import CodecError
+from daf.core.policy import KEEP, Method, Need, Site, Treatment
 from daf.execution.accounting import Holding, Ledger, Source
 from daf.execution.dropping import Dropping
 from daf.execution.held import (
@@ -34,8 +36,6 @@ from daf.execution.pooling import WindowPlaces, windows_of
 from daf.execution.provenance import Provenance
 from daf.execution.rules import saved_in, sign_rule
 from daf.execution.smooth import smooth_code
-from daf.kernels import Predicate
-from daf.plan import KEEP, Method, Need, Site, Treatment
 from daf.store import ranges
 from daf.store.codec import Channels, is_codable
 from daf.store.coder import Coder, Packed, Values, can_code_on, is_read_freely, is_recorded

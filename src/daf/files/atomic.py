@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-from daf.errors import RunFolderError
+from daf.core.errors import RunFolderError
 
 _TEMPORARY_SUFFIX = ".part"
 

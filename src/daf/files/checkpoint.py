@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from daf.errors import RunFolderError
+from daf.core.errors import RunFolderError
 from daf.files.atomic import replacing
 from daf.files.plain_state import from_plain, to_plain
 from daf.files.tensor_file import read_tensors, write_tensors

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from daf.errors import RunFolderError
+from daf.core.errors import RunFolderError
 
 _PREFIX = "state/"
 

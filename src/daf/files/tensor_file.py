@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from daf.errors import RunFolderError
+from daf.core.errors import RunFolderError
 
 _TYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",

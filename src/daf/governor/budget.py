@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from daf.core.units import format_bytes
 from daf.governor.groups import MemoryGroup, memory_groups
 from daf.governor.growth import MOST_BYTES, Growth
 from daf.governor.limits import Bound, read_bounds
@@ -13,7 +14,6 @@ from daf.governor.pressure import STALLED_SHARE, Backoff, PressureSampler
 from daf.governor.request import Budget, Request, parse_budget
 from daf.governor.system import THIS_SYSTEM, System
 from daf.memory.keeper import account_lock
-from daf.units import format_bytes
 
 MIB = 2**20
 # What "auto" leaves to everybody else: a twentieth of the tightest limit, and at least this much.

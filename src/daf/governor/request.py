@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from daf.errors import UnitError
-from daf.units import format_bytes, parse_bytes
+from daf.core.errors import UnitError
+from daf.core.units import format_bytes, parse_bytes
 
 BudgetValue = str | int | float | None
 Budget = BudgetValue | Callable[[], BudgetValue]

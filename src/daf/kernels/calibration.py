@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from daf.errors import KernelError
+from daf.core.errors import KernelError
 
 Clock = Callable[[], float]
 

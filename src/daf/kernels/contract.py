@@ -6,8 +6,9 @@ import ctypes
 from itertools import pairwise
 from math import prod
 
-from daf.errors import KernelError
-from daf.kernels import ChannelAffine, ChannelSums, ElementType, StridedView, block_count
+from daf.core.code_format import ElementType, block_count
+from daf.core.errors import KernelError
+from daf.kernels import ChannelAffine, ChannelSums, StridedView
 from daf.kernels.views import VIEW_DIMENSIONS, merged
 
 INTEGER_BITS = range(1, 65)

@@ -13,16 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from daf.errors import KernelError
-from daf.kernels import (
-    MINMAX_BITS,
-    ROTATED_BITS,
-    ChannelAffine,
-    ChannelSums,
-    ElementType,
-    Predicate,
-    StridedView,
-)
+from daf.core.code_format import MINMAX_BITS, ROTATED_BITS, ElementType, Predicate
+from daf.core.code_tables import rotated_level_factor, rotated_levels, rotated_thresholds
+from daf.core.errors import KernelError
+from daf.kernels import ChannelAffine, ChannelSums, StridedView
 from daf.kernels.contract import (
     affine_fields,
     block_range,
@@ -37,7 +31,6 @@ from daf.kernels.contract import (
     sums_fields,
     view_fields,
 )
-from daf.kernels.tables import rotated_level_factor, rotated_levels, rotated_thresholds
 
 try:
     import daf._native as _native

@@ -11,8 +11,9 @@ anything.
 from __future__ import annotations
 
 import daf._native as _native
-from daf.errors import KernelError
-from daf.kernels import ChannelSums, ElementType, RangeStrategy
+from daf.core.code_format import ElementType
+from daf.core.errors import KernelError
+from daf.kernels import ChannelSums, RangeStrategy
 from daf.kernels.contract import (
     check_call,
     check_channels,

@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from daf.errors import KernelError
-from daf.kernels import ElementType
+from daf.core.code_format import ElementType
+from daf.core.errors import KernelError
 
 Elements: TypeAlias = NDArray[Any]
 Floats: TypeAlias = NDArray[np.float32]

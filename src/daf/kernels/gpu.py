@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from daf.errors import KernelError
-from daf.kernels import MINMAX_BITS, ROTATED_BITS, Predicate, gpu_bits, gpu_minmax, gpu_rotated
+from daf.core.code_format import MINMAX_BITS, ROTATED_BITS, Predicate
+from daf.core.errors import KernelError
+from daf.kernels import gpu_bits, gpu_minmax, gpu_rotated
 from daf.kernels.contract import INTEGER_BITS, check_key, check_member, check_rotation
 from daf.kernels.gpu_launch import (
     Affine,

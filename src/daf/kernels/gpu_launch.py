@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from daf.errors import KernelError
-from daf.kernels import BLOCK_ELEMENTS, ElementType, block_count
+from daf.core.code_format import BLOCK_ELEMENTS, ElementType, block_count
+from daf.core.code_tables import rotated_level_factor, rotated_levels, rotated_thresholds
+from daf.core.errors import KernelError
 from daf.kernels.gpu_planes import DevicePlanes
-from daf.kernels.tables import rotated_level_factor, rotated_levels, rotated_thresholds
 
 try:
     from triton.runtime.interpreter import InterpretedFunction

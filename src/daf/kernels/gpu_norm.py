@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from daf.errors import KernelError
-from daf.kernels import BLOCK_ELEMENTS
+from daf.core.code_format import BLOCK_ELEMENTS
+from daf.core.errors import KernelError
 from daf.kernels import gpu_norm_device as device
 from daf.kernels.contract import check_channels
 from daf.kernels.gpu_launch import (

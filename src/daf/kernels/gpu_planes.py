@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from daf.errors import KernelError
-from daf.kernels import HEADER_BYTES_PER_BLOCK, PageFields, block_count, words_per_plane
+from daf.core.code_format import HEADER_BYTES_PER_BLOCK, block_count, words_per_plane
+from daf.core.errors import KernelError
+from daf.kernels import PageFields
 
 
 class DevicePlanes(NamedTuple):

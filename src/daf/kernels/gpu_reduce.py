@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from daf.kernels import BLOCK_ELEMENTS, RangeStrategy
+from daf.core.code_format import BLOCK_ELEMENTS
+from daf.kernels import RangeStrategy
 from daf.kernels.contract import check_channels, check_member
 from daf.kernels.gpu_launch import on_device, patterns
 from daf.kernels.gpu_reduce_device import (

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from daf.errors import KernelError
+from daf.core.errors import KernelError
 from daf.kernels import ROWS_PER_SPAN
 from daf.kernels import gpu_rows_device as device
 from daf.kernels.gpu_launch import Affine, double_bits, on_device, patterns

@@ -9,13 +9,11 @@ function raises KernelError when called outside its contract.
 from __future__ import annotations
 
 import daf._native as _native
-from daf.errors import KernelError
+from daf.core.code_format import MINMAX_BITS, ROTATED_BITS, ElementType
+from daf.core.errors import KernelError
 from daf.kernels import (
-    MINMAX_BITS,
-    ROTATED_BITS,
     ChannelAffine,
     ChannelSums,
-    ElementType,
     Emission,
     GradientFactors,
     NormGradient,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 
-from daf.errors import KernelError
-from daf.kernels import ChannelAffine, ElementType, Emission, PageFields, RowMoments
+from daf.core.code_format import ElementType
+from daf.core.code_tables import rotated_level_factor, rotated_levels
+from daf.core.errors import KernelError
+from daf.kernels import ChannelAffine, Emission, PageFields, RowMoments
 from daf.kernels.contract import affine_fields, check_call, check_member, check_pointer
-from daf.kernels.tables import rotated_level_factor, rotated_levels
 
 
 def check_fields(

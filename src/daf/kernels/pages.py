@@ -11,17 +11,10 @@ KernelError when called outside its contract.
 from __future__ import annotations
 
 import daf._native as _native
-from daf.errors import KernelError
-from daf.kernels import (
-    MINMAX_BITS,
-    ROTATED_BITS,
-    ChannelAffine,
-    ElementType,
-    Emission,
-    PageFields,
-    Predicate,
-    RowMoments,
-)
+from daf.core.code_format import MINMAX_BITS, ROTATED_BITS, ElementType, Predicate
+from daf.core.code_tables import rotated_levels, rotated_thresholds
+from daf.core.errors import KernelError
+from daf.kernels import ChannelAffine, Emission, PageFields, RowMoments
 from daf.kernels.contract import (
     INTEGER_BITS,
     affine_fields,
@@ -44,7 +37,6 @@ from daf.kernels.page_contract import (
     mask_fields,
     row_fields,
 )
-from daf.kernels.tables import rotated_levels, rotated_thresholds
 
 # --- rotated and minmax ---------------------------------------------------------------------
 

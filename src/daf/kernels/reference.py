@@ -12,8 +12,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from daf.errors import KernelError
-from daf.kernels import BLOCK_ELEMENTS, ElementType, Predicate, block_count
+from daf.core.code_format import BLOCK_ELEMENTS, ElementType, Predicate, block_count
+from daf.core.code_tables import (
+    BETWEEN_ROUNDS_SHIFT,
+    COEFFICIENT_MULTIPLIER,
+    INTEGER_LENGTH,
+    SCALE_UNIT,
+    rotated_level_factor,
+    rotated_levels,
+    rotated_thresholds,
+)
+from daf.core.errors import KernelError
 from daf.kernels.elements import (
     Elements,
     Floats,
@@ -44,15 +53,6 @@ from daf.kernels.reference_blocks import Code as Code
 from daf.kernels.reference_blocks import Target as Target
 from daf.kernels.reference_blocks import from_planes as from_planes
 from daf.kernels.reference_blocks import to_planes as to_planes
-from daf.kernels.tables import (
-    BETWEEN_ROUNDS_SHIFT,
-    COEFFICIENT_MULTIPLIER,
-    INTEGER_LENGTH,
-    SCALE_UNIT,
-    rotated_level_factor,
-    rotated_levels,
-    rotated_thresholds,
-)
 
 _ORDINARY_ENERGY = (np.float32(2.0**-60), np.float32(2.0**60))
 _ORDINARY_MAGNITUDE = (np.float32(2.0**-30), np.float32(2.0**30))

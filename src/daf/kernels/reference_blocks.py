@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from daf.errors import KernelError
-from daf.kernels import BLOCK_ELEMENTS, ElementType, block_count
+from daf.core.code_format import BLOCK_ELEMENTS, ElementType, block_count
+from daf.core.errors import KernelError
 from daf.kernels.elements import Elements, Floats, Headers, Planes, narrow, widen, widen_bfloat16
 
 NON_FINITE_HEADER = 0x7FC0

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from daf.kernels import BLOCK_ELEMENTS, StridedView, block_count
+from daf.core.code_format import BLOCK_ELEMENTS, block_count
+from daf.kernels import StridedView
 from daf.kernels.elements import Elements, Floats, widen
 
 Doubles = NDArray[np.float64]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from daf.kernels import ElementType, Predicate
+from daf.core.code_format import ElementType, Predicate
 from daf.kernels.elements import Floats, Planes, narrow
 from daf.kernels.reference import encode_mask
 from daf.kernels.reference_blocks import Affine, from_planes

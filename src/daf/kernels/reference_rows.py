@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from daf.kernels import ROWS_PER_SPAN, ElementType
+from daf.core.code_format import ElementType
+from daf.kernels import ROWS_PER_SPAN
 from daf.kernels.elements import Floats, narrow
 from daf.kernels.reference_blocks import Affine
 from daf.kernels.reference_measure import LANES, Doubles, halve

@@ -9,8 +9,9 @@ raises KernelError when called outside its contract.
 from __future__ import annotations
 
 import daf._native as _native
-from daf.errors import KernelError
-from daf.kernels import MINMAX_BITS, ROTATED_BITS, ChannelAffine, PageFields, RowGradient
+from daf.core.code_format import MINMAX_BITS, ROTATED_BITS
+from daf.core.errors import KernelError
+from daf.kernels import ChannelAffine, PageFields, RowGradient
 from daf.kernels.contract import affine_fields, check_call, check_pointer, check_rotation
 from daf.kernels.cpu import chosen_instruction_set
 from daf.kernels.page_contract import check_fields, check_whole, is_whole, levels_of

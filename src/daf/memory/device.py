@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from daf.errors import PlatformError
+from daf.core.errors import PlatformError
 from daf.memory.account_meter import Meter
 
 # In the order in which PyTorch reads them.

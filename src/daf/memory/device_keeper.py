@@ -13,9 +13,9 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from daf.core.units import format_bytes
 from daf.memory.device import DeviceMemory
 from daf.memory.keeping import GiveBack
-from daf.units import format_bytes
 
 # Closer to the limit than this, another look should come soon.
 NEAR_BYTES = 64 * 2**20

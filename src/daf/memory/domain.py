@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from daf.errors import PlatformError
+from daf.core.errors import PlatformError
 from daf.memory import account_meter, measure
 from daf.memory.account_meter import Meter
 from daf.memory.device import DeviceMemory

@@ -13,11 +13,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+from daf.core.units import format_bytes
 from daf.memory import allocator, measure
 from daf.memory.keeping import GiveBack
 from daf.memory.recycling import RecyclingAllocator, limit_for_process, unsupported_reason
 from daf.memory.statistics import stats
-from daf.units import format_bytes
 
 # What the process may grow by beside the account during one step: Python's own objects, kernels
 # that oneDNN generates for new shapes.

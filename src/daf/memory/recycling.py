@@ -17,7 +17,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from daf._native import allocator as native
-from daf.errors import PlatformError
+from daf.core.errors import PlatformError
 from daf.memory import measure
 
 ReclaimHook = Callable[[int], int]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from daf._native import allocator as native
-from daf.errors import PlatformError
+from daf.core.errors import PlatformError
 
 _SMAPS = Path("/proc/self/smaps")
 _SMAPS_ROLLUP = Path("/proc/self/smaps_rollup")

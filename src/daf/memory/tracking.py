@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from daf._native import allocator as native
+from daf.core.units import parse_bytes
 from daf.memory.history import History
 from daf.memory.recycling import RecyclingAllocator
 from daf.memory.statistics import reset_peaks, stats
-from daf.units import parse_bytes
 
 
 @dataclass(slots=True)

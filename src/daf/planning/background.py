@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from daf.errors import BudgetError
-from daf.plan import Plan
+from daf.core.errors import BudgetError
+from daf.core.plan import Plan
 
 
 class BackgroundPlan:

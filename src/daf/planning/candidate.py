@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from daf.plan import (
+from daf.core.plan import Plan
+from daf.core.policy import (
     KEEP,
     Method,
-    Plan,
     Policy,
     Site,
     Treatment,
@@ -18,12 +18,12 @@ from daf.plan import (
     plain_policy,
     with_planned_operators,
 )
+from daf.core.profile import Profile, Saving
+from daf.core.units import format_bytes
 from daf.planning.explain import account_of, explain
 from daf.planning.noise import expected_noise
 from daf.planning.options import served_weights
 from daf.planning.table import Table, kept_selection, level_selection
-from daf.profile import Profile, Saving
-from daf.units import format_bytes
 
 # What the account does not see: blocks rounded up, glibc's small blocks, Python's own objects, and
 # pages of libraries (the solver's, those that an error passes through) that come and go.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from daf.plan import FusionReport
+from daf.core.profile import Profile
+from daf.core.reports import FusionReport
+from daf.core.units import format_bytes
 from daf.planning.options import KEPT, Option, families
 from daf.planning.table import Table, largest_gradient_bytes
-from daf.profile import Profile
-from daf.units import format_bytes
 
 _ONE_CODE = "one pass, and one code for all"
 _TOLD_BY_INPUT = "as long as its input is kept, the layer behind holds nothing"

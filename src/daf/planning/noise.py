@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from daf.kernels.code_errors import relative_error
-from daf.plan import KEEP, LOSSY, Method, Policy, Site, Treatment
+from daf.core.code_errors import relative_error
+from daf.core.policy import KEEP, LOSSY, Method, Policy, Site, Treatment
+from daf.core.profile import Profile, Saving
 from daf.planning.options import SMALLEST_TREATED_BYTES, noise_per_weight
-from daf.profile import Profile, Saving
 
 
 def expected_noise(profile: Profile, policy: Policy, examples: int) -> dict[Site, float]:

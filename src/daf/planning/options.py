@@ -3,7 +3,7 @@
 A *family* is the sites whose tensors share memory: keeping one keeps them all,
 so they are decided together. Its options are *keep*, *exact* (only lossless
 treatments), a width of 8, 4, 3, 2 or 1 bits, which gives every tensor of the family
-the treatment that :func:`daf.plan.coded_policy` gives its need, *spill*, and where codes may travel
+the treatment that ``core.policy.coded_policy`` gives its need, *spill*, and where codes may travel
 *exact* and every width once more, in host memory. Attention's q and k have eight bits at every
 width; where it was measured what fewer add, they may have four.
 """
@@ -14,9 +14,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from daf.kernels import code_bytes
-from daf.kernels.code_errors import relative_error
-from daf.plan import (
+from daf.core.code_errors import relative_error
+from daf.core.code_format import code_bytes
+from daf.core.policy import (
     DERIVED,
     KEEP,
     LEAST_SCORE_BITS,
@@ -30,8 +30,8 @@ from daf.plan import (
     exact_policy,
     on_host,
 )
-from daf.profile import Profile, Saving, decoded_bytes
-from daf.units import pinned_bytes
+from daf.core.profile import Profile, Saving, decoded_bytes
+from daf.core.units import pinned_bytes
 
 WIDTHS = (8, 4, 3, 2, 1)
 KEPT, EXACT, SPILLED = "keep", "exact", "spill"

@@ -19,14 +19,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from daf.plan import Method
+from daf.core.policy import Method
+from daf.core.profile import Profile
 from daf.planning.candidate import Candidate, noise_price_ms, with_margin
 from daf.planning.greedy import lawful, solve_greedily
 from daf.planning.options import WIDTHS, Allowed
 from daf.planning.search import Search, Shape, piece_sizes, shapes
 from daf.planning.solve import Program
 from daf.planning.table import Replay, Table, kept_selection, level_selection, make_table
-from daf.profile import Profile
 
 # A piece is at the knee when it has this share of the best measured examples per second.
 KNEE_FRACTION = 0.95

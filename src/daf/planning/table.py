@@ -19,9 +19,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from daf.plan import Site
+from daf.core.policy import Site
+from daf.core.profile import CallProfile, Profile, Saving
 from daf.planning.options import KEPT, Allowed, Option, OptionMaker, Span, families
-from daf.profile import CallProfile, Profile, Saving
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from types import MappingProxyType
 
-from daf.kernels.code_errors import relative_error
-from daf.plan import Method, Policy, Treatment
+from daf.core.code_errors import relative_error
+from daf.core.policy import Method, Policy, Treatment
 from daf.planning.options import WIDTHS
 
 _MOST_ROTATED = 4  # beyond it codes are min-max ones, of 8 bits as ``coded_policy`` has them

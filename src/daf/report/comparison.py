@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from daf.core.units import format_bytes
 from daf.report.runs import Run
 from daf.report.scale import number
-from daf.units import format_bytes
 
 COLUMNS = (
     *("run", "budget", "peak", "peak above floor", "predicted", "saved for backward"),

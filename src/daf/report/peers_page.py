@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from daf.core.units import format_bytes
 from daf.report.markup import Markup, element, joined
 from daf.report.page import document
 from daf.report.peers_words import OURS, Row, Rows, losses, ran, verdicts, workloads_of
 from daf.report.scale import number
 from daf.report.table import table
-from daf.units import format_bytes
 
 COLUMNS = (
     *("contestant", "peak above floor", "÷ plain's", "without first steps", "predicted"),

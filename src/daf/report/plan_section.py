@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from daf.core.units import format_bytes
 from daf.report.markup import Markup, element, joined
 from daf.report.runs import Run
 from daf.report.table import table
 from daf.report.treatments import COLOURS, Cell, ModuleStrip, strips_of, totals_by_method
-from daf.units import format_bytes
 
 
 def plan_figure(run: Run) -> Markup:

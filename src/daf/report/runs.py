@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from daf.errors import RunFolderError
+from daf.core.errors import RunFolderError
 from daf.report.memory_picture import Memory, read_memory
 
 Record = Mapping[str, Any]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
+from daf.core.units import format_bytes
 from daf.report.account import Bar, waterfall
 from daf.report.chart import LevelLine, LineChart, Series, Shade
 from daf.report.markup import Markup, element
@@ -13,7 +14,6 @@ from daf.report.memory_picture import has_moved, levels_of, whose_memory
 from daf.report.noise import last_noise, noise_of, points_of
 from daf.report.runs import Record, Run
 from daf.report.scale import Point, number, thinned
-from daf.units import format_bytes
 
 _STYLES = {
     "floor": "floor",

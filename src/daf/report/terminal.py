@@ -9,6 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from daf.core.units import format_bytes
 from daf.report.account import waterfall
 from daf.report.comparison import COLUMNS, findings, row
 from daf.report.memory_picture import title
@@ -16,7 +17,6 @@ from daf.report.noise import ADDED, last_noise, points_of
 from daf.report.runs import Run
 from daf.report.scale import number, thinned
 from daf.report.treatments import COLOURS, strips_of, totals_by_method
-from daf.units import format_bytes
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _LINE_WIDTH = 40

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from daf.plan import Method, Need
+from daf.core.policy import Method, Need
+from daf.core.units import format_bytes
 from daf.report.runs import Record, Run
-from daf.units import format_bytes
 
 # (name in legends, colour on light paper, colour on dark paper); the order of legends.
 COLOURS: dict[Method, tuple[str, str, str]] = {

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
 
-from daf.plan import Site
+from daf.core.policy import Site
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a path: norm1 is not norm2
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from daf.core.policy import Policy, plain_policy
 from daf.execution.capture import Capture
 from daf.execution.microbatch import LossFunction
 from daf.execution.undisturbed import undisturbed
-from daf.plan import Policy, plain_policy
 from daf.sensitivity.passes import Passes
 from daf.sensitivity.sketch import BUCKETS
 

@@ -25,11 +25,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from daf.core.code_errors import relative_error
+from daf.core.policy import Method, Need, Policy, Site, Treatment, exact_policy
+from daf.core.reports import SiteReport
 from daf.execution.capture import Capture
 from daf.execution.microbatch import LossFunction, batch_size, pieces, split_refusal
 from daf.execution.undisturbed import undisturbed
-from daf.kernels.code_errors import relative_error
-from daf.plan import Method, Need, Policy, Site, SiteReport, Treatment, exact_policy
 from daf.sensitivity.alike import alike_groups
 from daf.sensitivity.passes import Passes
 from daf.sensitivity.prior import PriorObserver, product_weight

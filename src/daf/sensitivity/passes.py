@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from daf.errors import NonFiniteLossError
+from daf.core.errors import NonFiniteLossError
+from daf.core.policy import Policy, Site
+from daf.core.reports import SiteReport
 from daf.execution.capture import Capture
 from daf.execution.microbatch import LossFunction, batch_size, read_loss
 from daf.execution.undisturbed import RandomState
-from daf.plan import Policy, Site, SiteReport
 from daf.sensitivity.sketch import BUCKETS, GradientSketcher
 
 Around = Callable[[], Any]

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from daf.errors import DataError
-from daf.kernels.code_errors import relative_error
-from daf.plan import Site, Treatment
+from daf.core.code_errors import relative_error
+from daf.core.errors import DataError
+from daf.core.policy import Site, Treatment
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from daf.kernels import code_bytes, plane_bytes
+from daf.core.code_format import code_bytes, plane_bytes
 from daf.store.pool_view import EvictedPlane, PlaneView
 
 # Page p of a tensor whose every plane is one page is page p: 64 planes, then the headers.

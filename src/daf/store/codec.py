@@ -11,18 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from daf.errors import CodecError
-from daf.kernels import (
-    BLOCK_ELEMENTS,
-    ChannelAffine,
-    ElementType,
-    Emission,
-    PageFields,
-    Predicate,
-    RowMoments,
-    pages,
-)
-from daf.plan import Method, Treatment
+from daf.core.code_format import BLOCK_ELEMENTS, ElementType, Predicate
+from daf.core.errors import CodecError
+from daf.core.policy import Method, Treatment
+from daf.kernels import ChannelAffine, Emission, PageFields, RowMoments, pages
 from daf.store.buffers import Planes, Store
 from daf.store.pool import plane_importance
 

@@ -11,9 +11,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from daf.errors import KernelError
-from daf.kernels import Predicate, RowMoments
-from daf.plan import Treatment
+from daf.core.code_format import Predicate
+from daf.core.errors import KernelError
+from daf.core.policy import Treatment
+from daf.kernels import RowMoments
 from daf.store.averaged import AveragedCode
 from daf.store.buffers import Store
 from daf.store.codec import PART_BYTES, Channels, DerivativeCode, IntegerCode, MaskCode, ValueCode

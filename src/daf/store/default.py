@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from daf.errors import PoolFullError
+from daf.core.errors import PoolFullError
 from daf.memory.addresses import address_space_limit_bytes
 from daf.store.buffers import PlainStore, Store
 from daf.store.pool import PagedStore

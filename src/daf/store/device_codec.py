@@ -13,10 +13,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from daf.errors import CodecError
-from daf.kernels import Predicate, RowMoments, gpu, gpu_rows
+from daf.core.code_format import Predicate
+from daf.core.errors import CodecError
+from daf.core.policy import Method, Treatment
+from daf.kernels import RowMoments, gpu, gpu_rows
 from daf.kernels.gpu_launch import Affine
-from daf.plan import Method, Treatment
 from daf.store.codec import Channels, check_count, elements_in, may_go
 from daf.store.device_emission import DeviceEmission, affine_of
 from daf.store.device_pool import DevicePagedStore, DevicePlaneTensor

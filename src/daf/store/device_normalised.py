@@ -14,9 +14,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from daf.kernels import BLOCK_ELEMENTS, block_count, gpu, gpu_norm, gpu_reduce
+from daf.core.code_format import BLOCK_ELEMENTS, block_count
+from daf.core.policy import Method, Treatment
+from daf.kernels import gpu, gpu_norm, gpu_reduce
 from daf.kernels.gpu_planes import DevicePlanes
-from daf.plan import Method, Treatment
 from daf.store.codec import PART_BYTES, Channels, check_count, elements_in
 from daf.store.device_codec import DeviceMaskCode, DeviceValueCode
 from daf.store.device_emission import DeviceEmission, affine_of

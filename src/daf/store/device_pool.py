@@ -22,7 +22,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from daf.kernels import PageFields, header_bytes, plane_bytes, words_per_plane
+from daf.core.code_format import header_bytes, plane_bytes, words_per_plane
+from daf.kernels import PageFields
 from daf.kernels.gpu_planes import DevicePlanes, paged_planes
 from daf.store.pool import PagedStore, PlaneTensor
 from daf.store.pool_view import EvictedPlane, GivenUp, PoolStatistics

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from daf.kernels import WORD_BYTES, code_bytes, words_per_plane
+from daf.core.code_format import WORD_BYTES, code_bytes, words_per_plane
+from daf.core.units import pinned_bytes
 from daf.kernels.gpu_planes import DevicePlanes, flat_planes
 from daf.store.record_store import RecordStore
 from daf.store.stream_order import HomeStream, Streams, streams_of
 from daf.store.transfers import CudaTransfers, Transfers
-from daf.units import pinned_bytes
 
 
 class Record:

@@ -14,9 +14,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from daf.core.code_format import ElementType
+from daf.core.policy import Method, Treatment
 from daf.kernels import (
     ChannelSums,
-    ElementType,
     Emission,
     GradientFactors,
     NormGradient,
@@ -25,7 +26,6 @@ from daf.kernels import (
     cpu_measure,
     norm,
 )
-from daf.plan import Method, Treatment
 from daf.store.codec import Channels, MaskCode, ValueCode, check_count, elements_in
 
 

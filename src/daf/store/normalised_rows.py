@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from daf.core.policy import Method
 from daf.kernels import Emission, RowGradient, RowMoments, norm, rows
-from daf.plan import Method
 from daf.store.codec import Channels, ValueCode
 
 

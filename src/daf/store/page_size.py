@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from daf.kernels import code_bytes, header_bytes, plane_bytes
+from daf.core.code_format import code_bytes, header_bytes, plane_bytes
 
 DEFAULT_PAGE_BYTES = 4096
 _PAGE_SIZES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)

@@ -18,9 +18,9 @@ from itertools import pairwise
 from typing import Any
 
 import daf._native as _native
-from daf.errors import KernelError, PoolFullError
-from daf.kernels import plane_bytes
-from daf.kernels.tables import rotated_error
+from daf.core.code_format import plane_bytes
+from daf.core.code_tables import rotated_error
+from daf.core.errors import KernelError, PoolFullError
 from daf.store.buffers import Buffer
 from daf.store.page_size import (
     DEFAULT_PAGE_BYTES,

@@ -6,7 +6,7 @@ import ctypes
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from daf.errors import KernelError
+from daf.core.errors import KernelError
 from daf.kernels import PageFields
 
 _BITS_PER_BYTE = 8

@@ -32,11 +32,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from daf.errors import SavedTensorError
+from daf.core.errors import SavedTensorError
+from daf.core.units import format_bytes
 from daf.store.record_store import RecordStore
 from daf.store.spill_file import DEFAULT_QUOTA_SHARE, Extents, SpillFile, open_disk_file
 from daf.store.spill_io import read_storage, write_storage
-from daf.units import format_bytes
 
 _MIB = 2**20
 _FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -24,7 +24,7 @@ from typing import Protocol
 
 import psutil
 
-from daf.errors import SpillError
+from daf.core.errors import SpillError
 
 ALIGNMENT_BYTES = 4096
 # Of the space that is free when the file is made.

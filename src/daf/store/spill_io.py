@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from daf.errors import SpillError
+from daf.core.errors import SpillError
+from daf.core.units import format_bytes
 from daf.store.spill_file import SpillFile
-from daf.units import format_bytes
 
 CHUNK_BYTES = 4 * 2**20
 

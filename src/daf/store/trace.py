@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from daf.errors import DataError
+from daf.core.errors import DataError
 from daf.store.buffers import Buffer, Planes, Store
 from daf.store.pool import PagedStore, PlaneTensor, planes_event
 from daf.store.pool_view import EvictedPlane, PlaneView

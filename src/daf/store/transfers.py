@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from daf.errors import PlatformError
+from daf.core.errors import PlatformError
 
 
 class Transfers(Protocol):

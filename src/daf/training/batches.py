@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from daf.errors import DataError
+from daf.core.errors import DataError
 from daf.training.data.contents import ByteArray, ImageData
 
 Indices = NDArray[np.int64]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from daf.errors import PlatformError, UnknownNameError
+from daf.core.errors import PlatformError, UnknownNameError
 from daf.memory import compiler, measure
 from daf.memory.device import DeviceMemory
 from daf.memory.domain import memory_on

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from daf.errors import NonFiniteLossError, PlatformError
+from daf.core.errors import NonFiniteLossError, PlatformError
+from daf.core.step_report import StepReport
+from daf.core.units import format_bytes
 from daf.files.checkpoint import load_model, read_checkpoint, write_checkpoint
 from daf.memory.recycling import unsupported_reason
 from daf.memory.tracking import recorded
-from daf.step_report import StepReport
 from daf.store.ranges import all_finite
 from daf.training.interrupt import InterruptWatch
 from daf.training.job import Job, checked_device, make_job
@@ -27,7 +28,6 @@ from daf.training.plan_record import write_plan_records
 from daf.training.run_folder import RunFolder
 from daf.training.settings import TrainSettings
 from daf.training.summary import summarize
-from daf.units import format_bytes
 
 # The step whose memory is recorded, from 0: by then the plan has settled on what it measured, and
 # the optimizer's state exists.

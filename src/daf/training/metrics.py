@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score
 
-from daf.errors import DataError
+from daf.core.errors import DataError
 
 Floats = NDArray[np.floating]
 

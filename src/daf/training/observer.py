@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from daf.plan import Plan
+from daf.core.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)

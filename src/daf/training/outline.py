@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from daf.core.plan import Plan
 from daf.execution.capture import Capture
 from daf.execution.microbatch import batch_slice
 from daf.execution.packing import host_options
 from daf.execution.rehearsal import rehearse
 from daf.execution.undisturbed import apart_from_training
-from daf.plan import Plan
 from daf.planning.noise import expected_noise
 from daf.session import Session
 from daf.store.default import make_store

@@ -25,7 +25,7 @@ from typing import Any
 
 from torch import nn
 
-from daf.errors import DataError, RunFolderError
+from daf.core.errors import DataError, RunFolderError
 from daf.files.atomic import GrowingFile, replacing, write_error
 from daf.files.tensor_file import write_tensors
 from daf.sensitivity.result import Sensitivity

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from daf.errors import RunFolderError, UnknownNameError
+from daf.core.errors import RunFolderError, UnknownNameError
 from daf.training.models import Goal
 
 OPTIMIZERS = ("sgd", "adamw")

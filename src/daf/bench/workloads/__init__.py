@@ -23,7 +23,7 @@ from daf.bench.workloads.images import ImageShape, load_images, load_speaker
 from daf.bench.workloads.sources import Sources
 from daf.bench.workloads.texts import load_decoder, load_encoder
 from daf.bench.workloads.trainable import Loaded
-from daf.errors import UnknownNameError
+from daf.core.errors import UnknownNameError
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from daf.bench.workloads import tokens
 from daf.bench.workloads.lora import adapt_attention
 from daf.bench.workloads.sources import Sources
 from daf.bench.workloads.trainable import Loaded, Trains, adam
-from daf.errors import DataError
+from daf.core.errors import DataError
 from daf.training.batches import Indices
 
 

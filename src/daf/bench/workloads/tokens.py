@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from daf.bench.workloads.sources import Sources
-from daf.errors import DataError
+from daf.core.errors import DataError
 
 PADDING, UNKNOWN = 0, 1
 BYTE_PAIR_VOCABULARY = 50_257

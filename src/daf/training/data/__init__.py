@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-from daf.errors import DataError, UnknownNameError
+from daf.core.errors import DataError, UnknownNameError
 from daf.training.data.cifar import load_cifar10
 from daf.training.data.contents import ImageData, TextData
 from daf.training.data.digits import load_digits

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from daf.errors import DataError
+from daf.core.errors import DataError
 from daf.training.data.contents import ImageData, LabelledImages, Normalisation, checked_images
 
 CIFAR10_NORMALISATION = Normalisation(

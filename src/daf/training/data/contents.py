@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from daf.errors import DataError
+from daf.core.errors import DataError
 
 ByteArray = NDArray[np.uint8]
 LabelArray = NDArray[np.int64]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from daf.errors import DataError
+from daf.core.errors import DataError
 from daf.training.data.tokens import NO_CLASSES, SentenceData, Tokenizer, token_rows
 
 DEFAULT_CONTEXT = 64

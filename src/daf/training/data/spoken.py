@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from daf.errors import DataError
+from daf.core.errors import DataError
 from daf.training.data.contents import ByteArray, ImageData, LabelledImages, Normalisation
 
 _KEYS = ("audio", "label", "speaker")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from daf.errors import DataError
+from daf.core.errors import DataError
 from daf.training.data.contents import TextData
 
 DEFAULT_CONTEXT = 128

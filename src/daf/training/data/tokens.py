@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from daf.errors import DataError
+from daf.core.errors import DataError
 
 TokenArray = NDArray[np.int32]
 NO_CLASSES = 0  # of a score: one number is to be predicted

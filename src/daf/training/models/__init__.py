@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from daf.errors import DataError, UnknownNameError
+from daf.core.errors import DataError, UnknownNameError
 
 
 class Goal(StrEnum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from daf.errors import DataError
+from daf.core.errors import DataError
 from daf.training.data.contents import ImageData, TextData
 from daf.training.data.tokens import SentenceData
 from daf.training.models import Goal

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 from torch import Tensor, nn
 
-from daf.errors import DataError
+from daf.core.errors import DataError
 from daf.training.batches import Batch, Indices
 
 Loss = Tensor | tuple[Tensor, Tensor]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 
-from daf.errors import UnitError
+from daf.core.errors import UnitError
 
 _MULTIPLIERS = {
     "": 1,

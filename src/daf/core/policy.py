@@ -1,4 +1,4 @@
-"""The words that planning and execution share: immutable values, no torch, no device."""
+"""What is done at every site: needs, methods, treatments, and the policies that map one to another."""
 
 from __future__ import annotations
 
@@ -161,6 +161,7 @@ _EXACT = {
     Need.SHAPE: Treatment(Method.DROP),
 }
 
+
 # Exact as long as everything that it is derived from is.
 DERIVED = {Need.LINEAR: Treatment(Method.REDERIVE)}
 
@@ -176,6 +177,8 @@ def exact_policy() -> Policy:
 
 
 SCORE_BITS = 8
+
+
 LEAST_SCORE_BITS = 4  # below, codes of q and k bias the gradient (design, section 4)
 
 
@@ -271,107 +274,6 @@ _TRAVELLING = frozenset(
 
 def _value(bits: int) -> Treatment:
     return Treatment(Method.ROTATED if bits <= 4 else Method.MINMAX, bits)
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureStats:
-    """What the saved tensors of one step cost (bytes).
-
-    ``plain``: what autograd would hold, deduplicated by storage, without
-    parameters, buffers and the caller's batch. ``held``: what is held
-    instead, headers and padding included, and of a pool also its free pages,
-    page tables and records; inputs of replayed calls, and what a replay rebuilt until
-    backward has read it. Peaks are over the step. ``evicted``: planes that
-    the pool gave up in the step, under its cap or the process's limit, and
-    their bytes. ``spilled``: on disk, or of a GPU's codes in host memory, now and at most in the
-    step; what is on its way there, or read back before it is wanted, counts as held.
-    """
-
-    plain_bytes: int
-    plain_peak_bytes: int
-    held_bytes: int
-    held_peak_bytes: int
-    sites: int
-    evicted_planes: int = 0
-    evicted_bytes: int = 0
-    spilled_bytes: int = 0
-    spilled_peak_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class SiteReport:
-    """What was done at one site in the last step (bytes; each byte is told at one site only).
-
-    ``treatment`` is what was really done, which is *keep* where the policy's
-    own treatment could not be applied soundly. ``held_bytes`` is as it was when
-    the tensor was saved; ``evicted_bytes`` of that were given up since, as far
-    as the pool's list reached. ``spilled_bytes`` went to disk, or from a GPU to the host.
-    """
-
-    site: Site
-    need: Need
-    treatment: Treatment
-    plain_bytes: int
-    held_bytes: int
-    evicted_bytes: int = 0
-    spilled_bytes: int = 0
-
-    def as_dict(self) -> dict[str, str | int]:
-        """One row of plain values, for tables and JSON."""
-        return {
-            "site": str(self.site),
-            "need": self.need.value,
-            "method": self.treatment.method.value,
-            "bits": self.treatment.bits,
-            "plain_bytes": self.plain_bytes,
-            "held_bytes": self.held_bytes,
-            "evicted_bytes": self.evicted_bytes,
-            "spilled_bytes": self.spilled_bytes,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class FusionReport:
-    """Whether an operator is fused (with what follows it), and as what, or why not.
-
-    ``module``, ``call`` and ``operator`` are those of its :class:`Site`; ``pattern`` is empty
-    where it stays as it is; ``reason`` says why no more of what follows it is fused.
-    """
-
-    module: str
-    call: int
-    pattern: str
-    reason: str
-    operator: str = "batch_norm"
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What one training step does; made by the planner, carried out by execution.
-
-    ``return_freed_blocks`` asks for the settings of ``memory.keeper``, which hold
-    little more than what is alive; without it the system's allocator is left alone.
-    ``release_gradients``: every parameter is updated, and its gradient freed, as soon
-    as that is whole. ``bound_ms``: no plan within the budget takes less, time and the small price
-    of noise together, so it proves how good this one is. ``choices`` gives one line for every
-    choice: what was chosen and why. ``account`` holds the terms of the predicted peak (bytes),
-    which add up to its ``predicted_peak``. ``added_noise``: the variance that codes are expected to
-    add to the gradient, relative to the batch's own; ``bounded_noise``: the most that it may be,
-    which a tolerance bounds (codes are counted there with all that may be computed from them).
-    """
-
-    policy: Policy
-    micro_batch: int
-    predicted_peak_bytes: int
-    return_freed_blocks: bool = True
-    reason: str = ""
-    release_gradients: bool = False
-    predicted_step_ms: float = 0.0
-    bound_ms: float = 0.0
-    choices: tuple[str, ...] = ()
-    account: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
-    added_noise: float = 0.0
-    bounded_noise: float = 0.0
 
 
 def policy_named(name: str) -> Policy:

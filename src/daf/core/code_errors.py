@@ -7,8 +7,8 @@ numbers hold for blocks of Gaussian values; ``rotated`` makes others alike, for
 
 from __future__ import annotations
 
-from daf.kernels.tables import rotated_error
-from daf.plan import Method, Treatment
+from daf.core.code_tables import rotated_error
+from daf.core.policy import Method, Treatment
 
 # E[(max - min)²] of 256 independent unit Gaussians (numerical integration of the range's
 # distribution; H. L. Harter, "Order Statistics and Their Use", 1970, gives E[range] = 5.6387).

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from daf.plan import LOSSY, FusionReport, Method, Need, Reading, Site
+from daf.core.policy import LOSSY, Method, Need, Reading, Site
+from daf.core.reports import FusionReport
 
 
 @dataclass(frozen=True, slots=True)

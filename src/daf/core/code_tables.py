@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from daf.errors import KernelError
+from daf.core.errors import KernelError
 
 Bytes = NDArray[np.int8]
 Floats = NDArray[np.float32]
