@@ -1,6 +1,6 @@
 // Python's way in: raw addresses, no Python objects touched while a kernel runs.
 //
-// daf/kernels/cpu.py is the only caller and has checked every argument; what is checked again
+// daf/kernels/cpu/flat.py is the only caller and has checked every argument; what is checked again
 // here is only what would otherwise read or write outside the caller's memory.
 
 #include <nanobind/nanobind.h>

@@ -1,4 +1,4 @@
-// Python's way to the reductions; daf/kernels/cpu_measure.py is the only caller.
+// Python's way to the reductions; daf/kernels/cpu/reductions.py is the only caller.
 
 #include "measure_bind.h"
 

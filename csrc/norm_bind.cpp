@@ -1,5 +1,5 @@
 // Python's way to a normalisation's forward without a code, and to its backward;
-// daf/kernels/norm.py is the only caller and has checked every argument. Its forward with a code is
+// daf/kernels/cpu/channel_norm.py is the only caller and has checked every argument. Its forward with a code is
 // an encoder's (pages_bind.cpp).
 
 #include "norm_bind.h"

@@ -1,4 +1,4 @@
-// Python's way to kernels over pages; daf/kernels/pages.py is the only caller and has checked every
+// Python's way to kernels over pages; daf/kernels/cpu/paged.py is the only caller and has checked every
 // argument.
 
 #include "pages_bind.h"

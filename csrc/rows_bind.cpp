@@ -1,4 +1,4 @@
-// Python's way to the backward of a normalisation of rows; daf/kernels/rows.py is the only caller
+// Python's way to the backward of a normalisation of rows; daf/kernels/cpu/row_norm.py is the only caller
 // and has checked every argument. Its forward is an encoder's or an emission's (rows_jobs.h).
 
 #include "rows_bind.h"

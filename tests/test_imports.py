@@ -163,10 +163,10 @@ def top_level_imports(path: Path) -> set[str]:
 
 def test_every_codec_of_a_gpu_is_called() -> None:
     """No kernel is kept that only its own tests run."""
-    path = SOURCE / "daf" / "kernels" / "gpu.py"
+    path = SOURCE / "daf" / "kernels" / "triton" / "codecs.py"
     offered = {each.name for each in ast.parse(path.read_text()).body if is_public(each)}
     assert {"encode_rotated", "apply_mask"} <= offered
-    assert offered <= attributes_of("gpu", SOURCE)
+    assert offered <= attributes_of("triton_codecs", SOURCE)
 
 
 def is_public(node: ast.stmt) -> TypeGuard[ast.FunctionDef]:

@@ -10,7 +10,7 @@ import pytest
 
 from daf.bench import kernels as bench
 from daf.bench.kernels_picture import draw_roofline
-from daf.kernels.cpu import instruction_sets
+from daf.kernels.cpu.flat import instruction_sets
 
 LINUX = platform.system() == "Linux"
 

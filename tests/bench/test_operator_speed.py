@@ -143,14 +143,15 @@ def test_bytes_of_channels_are_counted(is_following: bool) -> None:
 
 
 def test_kernels_are_themselves_again_afterwards() -> None:
-    from daf.kernels import norm, pages, rows
+    from daf.kernels.cpu import channel_norm as norm
+    from daf.kernels.cpu import paged, row_norm
 
-    before = (pages.encode_rotated, norm.emit, rows.backward_kept)
+    before = (paged.encode_rotated, norm.emit, row_norm.backward_kept)
     with counting():
-        assert pages.encode_rotated is not before[0]
+        assert paged.encode_rotated is not before[0]
     with pytest.raises(RuntimeError, match="shape"), counting():
         torch.zeros(3).view(2)
-    assert (pages.encode_rotated, norm.emit, rows.backward_kept) == before
+    assert (paged.encode_rotated, norm.emit, row_norm.backward_kept) == before
 
 
 def test_the_full_job_is_of_w1_and_bert_small() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from daf.core.policy import Method, Treatment
-from daf.kernels import cpu
+from daf.kernels.cpu import flat
 from daf.store.codec import element_type
 from daf.store.host_planes import HostPlanes, HostStore
 from daf.store.layout import in_memory_order
@@ -99,9 +99,9 @@ def decode_words(
     code = (planes.data_ptr(), headers.data_ptr(), out.numel(), treatment.bits)
     target = (out.data_ptr(), element_type(out.dtype), 1)
     if treatment.method is Method.ROTATED:
-        cpu.decode_rotated(*code, treatment.bits, treatment.rounds, key, *target)
+        flat.decode_rotated(*code, treatment.bits, treatment.rounds, key, *target)
     else:
-        cpu.decode_minmax(*code, *target)
+        flat.decode_minmax(*code, *target)
 
 
 class ProcessorCodec:
@@ -124,11 +124,11 @@ class ProcessorCodec:
                     elements = (source.data_ptr(), element_type(tensor.dtype), tensor.numel())
                     target = (there.region.data_ptr(), there.headers.data_ptr(), 1)
                     if treatment.method is Method.ROTATED:
-                        cpu.encode_rotated(
+                        flat.encode_rotated(
                             *elements, treatment.bits, treatment.rounds, key, *target
                         )
                     else:
-                        cpu.encode_minmax(*elements, treatment.bits, key, *target)
+                        flat.encode_minmax(*elements, treatment.bits, key, *target)
 
             @classmethod
             def packed_elsewhere(

@@ -63,10 +63,10 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("no CUDA device; test_gpu_interpreted runs these", allow_module_level=True)
 
-from simulated_device import LateTransfers  # noqa: E402
-from waits import without_waiting  # noqa: E402
+from simulated_device import LateTransfers
+from waits import without_waiting
 
-from daf.store import device_normalised  # noqa: E402
+from daf.store import device_normalised
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 RAW_BYTES = 32 << 20 if not INTERPRETED else 4 * 8192 * 4  # on their way to be packed

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from daf.core.code_format import FORMAT_VERSION, ElementType
-from daf.kernels import cpu
-from daf.kernels.elements import element_dtype, narrow
-from daf.kernels.philox import philox_words
+from daf.kernels.cpu import flat
+from daf.kernels.reference.elements import element_dtype, narrow
+from daf.kernels.reference.philox import philox_words
 
 sys.path.insert(0, str(Path(__file__).parent))  # the helpers beside this file
 
@@ -127,9 +127,9 @@ def cases() -> Cases:
     return Cases()
 
 
-@pytest.fixture(params=cpu.instruction_sets())
+@pytest.fixture(params=flat.instruction_sets())
 def instruction_set(request):
-    with cpu.use_instruction_set(request.param):
+    with flat.use_instruction_set(request.param):
         yield request.param
 
 
@@ -138,8 +138,8 @@ def on_every_set() -> Callable[[Callable[[], None]], None]:
     """Runs a check with each instruction set, against answers that the oracle gave once for all."""
 
     def run(check: Callable[[], None]) -> None:
-        for name in cpu.instruction_sets():
-            with cpu.use_instruction_set(name):
+        for name in flat.instruction_sets():
+            with flat.use_instruction_set(name):
                 try:
                     check()
                 except AssertionError as problem:

@@ -12,10 +12,11 @@ import torch
 
 from daf.core.code_format import ElementType, block_count
 from daf.core.code_format import words_per_plane as words_of
-from daf.kernels import PageFields, reference
-from daf.kernels.elements import element_dtype
-from daf.kernels.gpu_launch import Affine
-from daf.kernels.gpu_planes import DevicePlanes, flat_planes, paged_planes
+from daf.kernels import PageFields
+from daf.kernels.reference import codecs as reference
+from daf.kernels.reference.elements import element_dtype
+from daf.kernels.triton.launch import Affine
+from daf.kernels.triton.planes import DevicePlanes, flat_planes, paged_planes
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")

@@ -10,8 +10,10 @@ import numpy as np
 from daf.core import code_tables
 from daf.core.code_format import ElementType, words_per_plane
 from daf.core.errors import KernelError
-from daf.kernels import reference, reference_norm, reference_rows
-from daf.kernels.elements import element_dtype
+from daf.kernels.reference import channel_norm as reference_norm
+from daf.kernels.reference import codecs as reference
+from daf.kernels.reference import row_norm as reference_rows
+from daf.kernels.reference.elements import element_dtype
 
 # As in native/cases.h.
 OPERATIONS = (
@@ -38,7 +40,7 @@ Content = dict[str, np.ndarray | None]
 
 
 class Recorder:
-    """Stands in for ``daf.kernels.reference``: each call is computed there and becomes a case."""
+    """Stands in for ``daf.kernels.reference.codecs``: each call is computed there and becomes a case."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

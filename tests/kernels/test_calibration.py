@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daf.core.errors import KernelError
-from daf.kernels.calibration import (
+from daf.kernels.autotune import (
     CALIBRATION_SECONDS,
     CAUTION,
     CHECK_SHARE,

@@ -8,7 +8,8 @@ import pytest
 from daf.core import code_tables
 from daf.core.code_format import ElementType, Predicate
 from daf.core.errors import KernelError
-from daf.kernels import ChannelAffine, cpu
+from daf.kernels import ChannelAffine
+from daf.kernels.cpu import flat
 
 ROOM = np.zeros(4096, np.float32)
 AT = ROOM.ctypes.data
@@ -59,7 +60,7 @@ BAD = [
 
 @pytest.mark.parametrize("name", GOOD)
 def test_the_good_calls_are_good(name) -> None:
-    getattr(cpu, name)(*GOOD[name])
+    getattr(flat, name)(*GOOD[name])
 
 
 @pytest.mark.parametrize(("name", "place", "value"), BAD)
@@ -67,7 +68,7 @@ def test_bad_calls_are_refused(name, place, value) -> None:
     arguments = list(GOOD[name])
     arguments[place] = value
     with pytest.raises(KernelError, match="asked for"):
-        getattr(cpu, name)(*arguments)
+        getattr(flat, name)(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -85,18 +86,18 @@ def test_bad_calls_are_refused(name, place, value) -> None:
 )
 def test_bad_affines_are_refused(name, affine) -> None:
     with pytest.raises(KernelError, match="asked for"):
-        getattr(cpu, name)(*GOOD[name], affine)
+        getattr(flat, name)(*GOOD[name], affine)
 
 
 def test_unknown_instruction_sets_are_refused() -> None:
-    with pytest.raises(KernelError, match="portable"), cpu.use_instruction_set("abacus"):
+    with pytest.raises(KernelError, match="portable"), flat.use_instruction_set("abacus"):
         pass
 
 
 def test_a_forced_set_ends_with_its_context() -> None:
-    with pytest.raises(ZeroDivisionError), cpu.use_instruction_set("portable"):
+    with pytest.raises(ZeroDivisionError), flat.use_instruction_set("portable"):
         raise ZeroDivisionError
-    assert cpu._forced_set.get() == ""
+    assert flat._forced_set.get() == ""
 
 
 def test_derivative_tables_of_unknown_width_are_refused() -> None:

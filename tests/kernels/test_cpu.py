@@ -9,7 +9,9 @@ import pytest
 
 from daf.core.code_format import ElementType, Predicate, block_count, words_per_plane
 from daf.core.errors import KernelError
-from daf.kernels import ChannelAffine, cpu, reference
+from daf.kernels import ChannelAffine
+from daf.kernels.cpu import flat
+from daf.kernels.reference import codecs as reference
 
 KEY = 0xFEDCBA9876543210
 INPUTS = ("smooth", "wild", "mixed", "broken")
@@ -69,7 +71,7 @@ class Native:
             source,
             element_type,
             bits,
-            lambda at, kind, count, planes, headers: cpu.encode_rotated(
+            lambda at, kind, count, planes, headers: flat.encode_rotated(
                 *(at, kind, count, bits, rounds, key, planes, headers, self.threads),
                 channel_affine(affine),
             ),
@@ -80,7 +82,7 @@ class Native:
             source,
             element_type,
             bits,
-            lambda at, kind, count, planes, headers: cpu.encode_minmax(
+            lambda at, kind, count, planes, headers: flat.encode_minmax(
                 *(at, kind, count, bits, key, planes, headers, self.threads),
                 channel_affine(affine),
             ),
@@ -101,7 +103,7 @@ class Native:
         return self._decode(
             target,
             dtype,
-            lambda at, mask, accumulate: cpu.decode_rotated(
+            lambda at, mask, accumulate: flat.decode_rotated(
                 *(address(planes), address(headers), target.count, bits, len(planes), rounds, key),
                 *(at, target.element_type, self.threads, channel_affine(affine), mask, accumulate),
             ),
@@ -111,7 +113,7 @@ class Native:
         return self._decode(
             target,
             dtype,
-            lambda at, mask, accumulate: cpu.decode_minmax(
+            lambda at, mask, accumulate: flat.decode_minmax(
                 *(address(code.planes), address(code.headers), target.count, bits),
                 *(at, target.element_type, self.threads, channel_affine(affine), mask, accumulate),
             ),
@@ -120,7 +122,7 @@ class Native:
     def encode_steps(self, source, element_type, bits, key, affine=None):
         count, words = len(source), bits * words_per_plane(len(source))
         planes = poisoned(words, np.uint32)
-        cpu.encode_steps(
+        flat.encode_steps(
             *(address(source), element_type, count, bits, key, address(planes), self.threads),
             channel_affine(affine),
         )
@@ -130,7 +132,7 @@ class Native:
         return self._decode(
             target,
             dtype,
-            lambda at, _mask, _accumulate: cpu.decode_steps(
+            lambda at, _mask, _accumulate: flat.decode_steps(
                 *(address(planes), target.count, len(planes)),
                 *(at, target.element_type, self.threads, channel_affine(affine)),
             ),
@@ -239,9 +241,9 @@ def test_every_ragged_size(cases, on_every_set) -> None:
 
 
 def test_nothing_happens_to_an_empty_tensor(instruction_set) -> None:
-    cpu.encode_rotated(0, ElementType.FLOAT32, 0, 2, 1, KEY, 0, 0, 1)
-    cpu.decode_rotated(0, 0, 0, 2, 2, 1, KEY, 0, ElementType.FLOAT32, 4)
-    assert cpu.encode_derivative(
+    flat.encode_rotated(0, ElementType.FLOAT32, 0, 2, 1, KEY, 0, 0, 1)
+    flat.decode_rotated(0, 0, 0, 2, 2, 1, KEY, 0, ElementType.FLOAT32, 4)
+    assert flat.encode_derivative(
         0, ElementType.FLOAT32, 0, 1, address(np.zeros(1, np.float32)), 0, 1
     )
 
@@ -305,10 +307,10 @@ def test_misaligned_memory(cases, instruction_set, offset) -> None:
     moved[:] = source.view(np.uint8)
     planes, headers = np.zeros(4 * 96 * 2 + 64, np.uint8), np.zeros(48 + 64, np.uint8)
     at = (address(planes) + offset, address(headers) + offset)
-    cpu.encode_rotated(address(moved), ElementType.FLOAT32, 3000, 2, 1, KEY, *at, 1)
+    flat.encode_rotated(address(moved), ElementType.FLOAT32, 3000, 2, 1, KEY, *at, 1)
     expected = reference.encode_rotated(source, 2, 1, KEY)
     same_bytes(planes[offset : offset + 768], expected.planes.reshape(-1).view(np.uint8))
-    cpu.decode_rotated(*at, 3000, 2, 2, 1, KEY, address(moved), ElementType.FLOAT32, 1)
+    flat.decode_rotated(*at, 3000, 2, 2, 1, KEY, address(moved), ElementType.FLOAT32, 1)
     back = reference.decode_rotated(expected, reference.Target(3000), 2, 1, KEY)
     same_bytes(moved, back.view(np.uint8))
 
@@ -332,10 +334,10 @@ def check_masks(on_every_set, source, element_type) -> None:
     def check() -> None:
         words = poisoned(words_per_plane(count), np.uint32)
         for bounds, plane in zip(all_bounds, expected, strict=True):
-            cpu.encode_mask(address(source), element_type, count, *bounds, address(words), 1)
+            flat.encode_mask(address(source), element_type, count, *bounds, address(words), 1)
             same_bytes(opened(words, words_per_plane(count), np.uint32), plane[0])
         back = poisoned(count, source.dtype)
-        cpu.decode_mask(address(words), count, -0.1, 1 / 0.9, address(back), element_type, 1)
+        flat.decode_mask(address(words), count, -0.1, 1 / 0.9, address(back), element_type, 1)
         same_bytes(opened(back, count, source.dtype), values)
 
     on_every_set(check)
@@ -351,14 +353,14 @@ def test_derivative_codes_equal_the_oracle(cases, instruction_set, bits) -> None
             source[: min(count, len(borders))] = cases.as_type(borders[:count], element_type)
             words = bits * words_per_plane(count)
             planes = poisoned(words, np.uint32)
-            assert cpu.encode_derivative(
+            assert flat.encode_derivative(
                 *(address(source), element_type, count, bits, address(borders)),
                 *(address(planes), 1),
             )
             found = opened(planes, words, np.uint32).reshape(bits, -1)
             same_bytes(found, reference.encode_derivative(source, bits, borders))
             back = poisoned(count, source.dtype)
-            cpu.decode_derivative(
+            flat.decode_derivative(
                 *(address(planes), count, bits, address(levels), address(back)),
                 *(element_type, 1),
             )
@@ -374,7 +376,7 @@ def test_derivative_codes_refuse_what_is_not_finite(cases, instruction_set, valu
         source[place] = value
         planes = np.zeros(words_per_plane(1000), np.uint32)
         at = (address(source), ElementType.FLOAT32, 1000, 1, address(borders), address(planes))
-        assert cpu.encode_derivative(*at, 1) is False
+        assert flat.encode_derivative(*at, 1) is False
         assert reference.encode_derivative(source, 1, borders) is None
 
 
@@ -390,10 +392,10 @@ def test_integers_come_back_exactly(cases, instruction_set, item_bytes) -> None:
             source = rng.integers(base, base + 2**bits - 1, count, dtype, endpoint=True)
             words = bits * words_per_plane(count)
             planes, back = poisoned(words, np.uint32), poisoned(count, dtype)
-            cpu.encode_integers(address(source), item_bytes, count, bits, base, address(planes), 1)
+            flat.encode_integers(address(source), item_bytes, count, bits, base, address(planes), 1)
             found = opened(planes, words, np.uint32).reshape(bits, -1)
             same_bytes(found, reference.encode_integers(source, bits, base))
-            cpu.decode_integers(address(planes), count, bits, base, address(back), item_bytes, 1)
+            flat.decode_integers(address(planes), count, bits, base, address(back), item_bytes, 1)
             same_bytes(opened(back, count, dtype), source)
             same_bytes(reference.decode_integers(found, count, base, item_bytes), source)
 
@@ -402,7 +404,7 @@ def test_integers_that_do_not_fit_are_refused(instruction_set) -> None:
     source, planes = np.array([0, 3, 8], np.int64), np.zeros(24, np.uint32)
     for base, bits in ((0, 3), (1, 4)):
         with pytest.raises(KernelError, match="more bits"):
-            cpu.encode_integers(address(source), 8, 3, bits, base, address(planes), 1)
+            flat.encode_integers(address(source), 8, 3, bits, base, address(planes), 1)
         with pytest.raises(KernelError, match="more bits"):
             reference.encode_integers(source, bits, base)
 

@@ -12,16 +12,11 @@ from hypothesis import strategies as st
 
 from daf.core.code_format import ElementType, Predicate, block_count, words_per_plane
 from daf.core.errors import KernelError
-from daf.kernels import (
-    ChannelAffine,
-    ChannelSums,
-    StridedView,
-    cpu,
-    cpu_measure,
-    reference,
-    reference_measure,
-)
-from daf.kernels.views import in_memory_order, merged
+from daf.kernels import ChannelAffine, ChannelSums, StridedView
+from daf.kernels.cpu import flat, reductions
+from daf.kernels.cpu.strided_views import in_memory_order, merged
+from daf.kernels.reference import codecs as reference
+from daf.kernels.reference import reductions as reference_reductions
 
 KEY = 0x0FEDCBA987654321
 F32 = ElementType.FLOAT32
@@ -83,7 +78,7 @@ class Coded:
 
     def encode(self, address: int, **options: Any) -> Coded:
         options["affine"] = native_affine(options.get("affine"))
-        getattr(cpu, f"encode_{self.codec}")(
+        getattr(flat, f"encode_{self.codec}")(
             *(address, self.element_type, self.count, *self._settings(decoding=False)),
             *(self._planes.address, self._headers.address, self.threads),
             **options,
@@ -92,7 +87,7 @@ class Coded:
 
     def decode(self, address: int, **options: Any) -> None:
         options["affine"] = native_affine(options.get("affine"))
-        getattr(cpu, f"decode_{self.codec}")(
+        getattr(flat, f"decode_{self.codec}")(
             *(self._planes.address, self._headers.address, self.count),
             *(*self._settings(decoding=True), address, self.element_type, self.threads),
             **options,
@@ -153,7 +148,7 @@ def test_views_are_read_in_the_order_of_their_sizes(
     first, view = VIEWS[name]
     for kind in INPUTS:
         storage = cases.as_type(getattr(cases, kind)(12_000), element_type)
-        source = reference_measure.elements_of(storage, first, view)
+        source = reference_reductions.elements_of(storage, first, view)
         expected = oracle_code(codec, source)
 
         def check(storage=storage, source=source, expected=expected) -> None:
@@ -168,7 +163,7 @@ def test_views_are_read_in_the_order_of_their_sizes(
 def test_a_view_with_an_affine(cases, instruction_set, codec) -> None:
     storage, affine = cases.mixed(12_000), make_affine(cases, 7, 3)
     for first, view in VIEWS.values():
-        source = reference_measure.elements_of(storage, first, view)
+        source = reference_reductions.elements_of(storage, first, view)
         coded = Coded(cases, codec, len(source))
         coded.encode(address_of(storage, first), view=view, affine=affine)
         same_code(coded.code, oracle_code(codec, source, affine))
@@ -182,9 +177,9 @@ def test_a_view_with_an_affine(cases, instruction_set, codec) -> None:
 def test_any_view(cases, sizes, strides) -> None:
     view = StridedView(tuple(sizes), tuple(strides[: len(sizes)]))
     storage, first = cases.smooth(5000), 2500
-    source = reference_measure.elements_of(storage, first, view)
-    for name in cpu.instruction_sets():
-        with cpu.use_instruction_set(name):
+    source = reference_reductions.elements_of(storage, first, view)
+    for name in flat.instruction_sets():
+        with flat.use_instruction_set(name):
             coded = Coded(cases, "minmax", len(source))
             coded.encode(address_of(storage, first), view=view)
             same_code(coded.code, oracle_code("minmax", source))
@@ -193,7 +188,7 @@ def test_any_view(cases, sizes, strides) -> None:
 def test_many_threads_read_one_view(cases, instruction_set) -> None:
     storage = cases.smooth(600_000)
     view = StridedView((550, 999), (1000, 1))
-    source = reference_measure.elements_of(storage, 0, view)
+    source = reference_reductions.elements_of(storage, 0, view)
     expected = oracle_code("rotated", source)
     for threads in (1, 2, 3, 4):
         coded = Coded(cases, "rotated", len(source), threads=threads)
@@ -206,7 +201,7 @@ def test_memory_order_of_a_permuted_tensor_is_its_storage(cases) -> None:
     strides = tuple(stride // 4 for stride in channels_last.strides)
     view = in_memory_order(channels_last.shape, strides)
     assert merged(view) == StridedView((210,), (1,))
-    same_bytes(reference_measure.elements_of(storage, 0, view), storage)
+    same_bytes(reference_reductions.elements_of(storage, 0, view), storage)
 
 
 def test_merging_leaves_no_dimension_that_could_go() -> None:
@@ -224,7 +219,7 @@ class Summed:
 
     def __init__(self, cases, count: int, channels: int, inner: int, threads: int = 1) -> None:
         self.geometry = (channels, inner)
-        size = cpu_measure.sums_workspace_bytes(count, threads, channels, inner)
+        size = reductions.sums_workspace_bytes(count, threads, channels, inner)
         self._sums = cases.guarded(channels, np.float64)
         self._squares = cases.guarded(channels, np.float64)
         self._workspace = cases.guarded(size, np.uint8)
@@ -232,9 +227,9 @@ class Summed:
         self.where = ChannelSums(channels, inner, *at)
 
     def same_as_oracle(self, source: np.ndarray) -> None:
-        self.same_as(reference_measure.measure_sums(source, *self.geometry))
+        self.same_as(reference_reductions.measure_sums(source, *self.geometry))
 
-    def same_as(self, expected: reference_measure.Sums) -> None:
+    def same_as(self, expected: reference_reductions.Sums) -> None:
         same_bytes(self._sums.opened(), expected.sums)
         same_bytes(self._squares.opened(), expected.squares)
         self._workspace.opened()
@@ -251,7 +246,10 @@ def test_sums_in_passing_are_those_of_the_reduction(
 ) -> None:
     for kind, count in zip(INPUTS, (20_000, 4097, 255, 10_240), strict=True):
         source = cases.as_type(getattr(cases, kind)(count), element_type)
-        code, sums = oracle_code(codec, source), reference_measure.measure_sums(source, *geometry)
+        code, sums = (
+            oracle_code(codec, source),
+            reference_reductions.measure_sums(source, *geometry),
+        )
 
         def check(source=source, code=code, sums=sums) -> None:
             coded = Coded(cases, codec, len(source), element_type)
@@ -268,7 +266,7 @@ def test_sums_are_of_what_is_coded(cases, instruction_set, codec) -> None:
     """After the affine, and of a view in its order."""
     storage, affine = cases.mixed(12_000), make_affine(cases, 16, 1)
     first, view = VIEWS["six"]
-    source = reference_measure.elements_of(storage, first, view)
+    source = reference_reductions.elements_of(storage, first, view)
     coded, summed = Coded(cases, codec, len(source)), Summed(cases, len(source), 5, 14)
     address = address_of(storage, first)
     coded.encode(address, view=view, affine=affine, sums=summed.where)
@@ -331,7 +329,7 @@ def test_blocks_of_a_view(cases, instruction_set, codec) -> None:
     storage = cases.smooth(12_000)
     for name in ("dense", "rows", "long rows"):
         first, view = VIEWS[name]
-        source = reference_measure.elements_of(storage, first, view)
+        source = reference_reductions.elements_of(storage, first, view)
         coded, blocks = Coded(cases, codec, len(source)), block_count(len(source))
         for part in ((0, 2), (2, 5), (5, blocks)):
             coded.encode(address_of(storage, first), view=view, blocks=part)

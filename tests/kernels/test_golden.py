@@ -7,8 +7,9 @@ import pytest
 
 from daf.core import code_tables
 from daf.core.code_format import FORMAT_VERSION, ElementType, Predicate
-from daf.kernels import reference, reference_measure
-from daf.kernels.philox import philox_words
+from daf.kernels.reference import codecs as reference
+from daf.kernels.reference import reductions as reference_reductions
+from daf.kernels.reference.philox import philox_words
 
 KEY = 0x0123456789ABCDEF
 INPUTS = ("smooth", "wild", "mixed", "broken")
@@ -57,8 +58,8 @@ def operations(source, element_type, oracle=reference):
     yield "steps-affine", [planes, oracle.decode_steps(planes, target, AFFINE)]
     for channels, inner in ((1, 1), (3, 5), (48, 1), (7, 1)):
         name = f"{channels}-{inner}"
-        yield f"ranges-{name}", reference_measure.measure_ranges(source, channels, inner)
-        yield f"sums-{name}", reference_measure.measure_sums(source, channels, inner)
+        yield f"ranges-{name}", reference_reductions.measure_ranges(source, channels, inner)
+        yield f"sums-{name}", reference_reductions.measure_sums(source, channels, inner)
 
 
 def large_digests(cases, count: int = 2**25) -> dict[str, str]:

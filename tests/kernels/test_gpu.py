@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 from daf.core.code_format import ElementType, Predicate, block_count
 from daf.core.code_format import words_per_plane as words_of
 from daf.core.errors import KernelError
-from daf.kernels import reference
+from daf.kernels.reference import codecs as reference
 
 pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("no CUDA device; test_gpu_interpreted runs these", allow_module_level=True)
 
-from device_cases import (  # noqa: E402
+from device_cases import (
     DEVICE,
     KEY,
     assert_code,
@@ -41,8 +41,8 @@ from device_cases import (  # noqa: E402
     to_device,
 )
 
-from daf.kernels import gpu  # noqa: E402
-from daf.kernels.gpu_planes import allocate_flat, flat_planes  # noqa: E402
+from daf.kernels.triton import codecs as triton_codecs
+from daf.kernels.triton.planes import allocate_flat, flat_planes
 
 TYPES = tuple(ElementType)
 INPUTS = ("smooth", "wild", "mixed", "broken")
@@ -75,13 +75,13 @@ def check_rotated(source, kind, bits, rounds, key, kept_planes) -> None:
     count = len(source)
     expected = reference.encode_rotated(source, bits, rounds, key)
     planes = allocate_flat(count, bits, DEVICE, headers=True)
-    gpu.encode_rotated(elements(source, kind), planes, rounds, key)
+    triton_codecs.encode_rotated(elements(source, kind), planes, rounds, key)
     assert_code(planes, expected)
     for kept in kept_planes:
         part = reference.Code(expected.planes[:kept], expected.headers)
         values = reference.decode_rotated(part, reference.Target(count, kind), bits, rounds, key)
         found = poisoned(count, kind)
-        gpu.decode_rotated(coded(part, count, bits), rounds, key, found)
+        triton_codecs.decode_rotated(coded(part, count, bits), rounds, key, found)
         assert bytes_of(found) == values.tobytes(), (count, kept)
         check_guard(found)
 
@@ -121,16 +121,16 @@ def test_every_kind_of_input_over_many_blocks(cases, name) -> None:
     source = getattr(cases, name)(MANY)
     for bits, rounds in ((2, 2), (4, 1)):
         planes = allocate_flat(MANY, bits, DEVICE, headers=True)
-        gpu.encode_rotated(elements(source, ElementType.FLOAT32), planes, rounds, KEY)
+        triton_codecs.encode_rotated(elements(source, ElementType.FLOAT32), planes, rounds, KEY)
         expected = reference.encode_rotated(source, bits, rounds, KEY)
         assert_code(planes, expected)
         target = reference.Target(MANY)
         values = reference.decode_rotated(expected, target, bits, rounds, KEY)
         found = poisoned(MANY, ElementType.FLOAT32)
-        gpu.decode_rotated(planes, rounds, KEY, found)
+        triton_codecs.decode_rotated(planes, rounds, KEY, found)
         assert bytes_of(found) == values.tobytes()
     planes = allocate_flat(MANY, 5, DEVICE, headers=True)
-    gpu.encode_minmax(elements(source, ElementType.FLOAT32), planes, KEY)
+    triton_codecs.encode_minmax(elements(source, ElementType.FLOAT32), planes, KEY)
     assert_code(planes, reference.encode_minmax(source, 5, KEY))
 
 
@@ -138,10 +138,10 @@ def test_every_kind_of_input_over_many_blocks(cases, name) -> None:
 def test_keys_whose_halves_compilers_treat_specially(cases, key) -> None:
     source = cases.smooth(700)
     rotated = allocate_flat(700, 3, DEVICE, headers=True)
-    gpu.encode_rotated(elements(source, ElementType.FLOAT32), rotated, 2, key)
+    triton_codecs.encode_rotated(elements(source, ElementType.FLOAT32), rotated, 2, key)
     assert_code(rotated, reference.encode_rotated(source, 3, 2, key))
     ranged = allocate_flat(700, 4, DEVICE, headers=True)
-    gpu.encode_minmax(elements(source, ElementType.FLOAT32), ranged, key)
+    triton_codecs.encode_minmax(elements(source, ElementType.FLOAT32), ranged, key)
     assert_code(ranged, reference.encode_minmax(source, 4, key))
 
 
@@ -159,19 +159,19 @@ def test_affine_accumulate_and_mask_come_in_this_order(cases, kind, channels, in
 
     expected = reference.encode_rotated(source, 3, 1, KEY, ours)
     rotated = allocate_flat(count, 3, DEVICE, headers=True)
-    gpu.encode_rotated(elements(source, kind), rotated, 1, KEY, theirs)
+    triton_codecs.encode_rotated(elements(source, kind), rotated, 1, KEY, theirs)
     assert_code(rotated, expected)
     found = elements(onto, kind)
-    gpu.decode_rotated(rotated, 1, KEY, found, theirs, mask, accumulate=True)
+    triton_codecs.decode_rotated(rotated, 1, KEY, found, theirs, mask, accumulate=True)
     values = reference.decode_rotated(expected, target, 3, 1, KEY, ours)
     assert bytes_of(found) == values.tobytes()
 
     expected = reference.encode_minmax(source, 6, KEY, ours)
     ranged = allocate_flat(count, 6, DEVICE, headers=True)
-    gpu.encode_minmax(elements(source, kind), ranged, KEY, theirs)
+    triton_codecs.encode_minmax(elements(source, kind), ranged, KEY, theirs)
     assert_code(ranged, expected)
     found = elements(onto, kind)
-    gpu.decode_minmax(ranged, found, theirs, mask, accumulate=True)
+    triton_codecs.decode_minmax(ranged, found, theirs, mask, accumulate=True)
     assert bytes_of(found) == reference.decode_minmax(expected, target, 6, ours).tobytes()
 
 
@@ -195,7 +195,7 @@ def test_blocks_by_themselves_are_those_of_the_whole(cases, kind) -> None:
         ),
         (coded(ranged, count, 6), reference.decode_minmax(ranged, target, 6, ours), ()),
     ):
-        decode = gpu.decode_rotated if options else gpu.decode_minmax
+        decode = triton_codecs.decode_rotated if options else triton_codecs.decode_minmax
         for first, last in ((0, 1), (1, 4), (5, 6), (0, 6)):
             here = slice(first * 256, min(last * 256, count))
             found = elements(onto[here], kind)
@@ -213,10 +213,10 @@ def check_minmax(source, kind, bits, key) -> None:
     count = len(source)
     expected = reference.encode_minmax(source, bits, key)
     planes = allocate_flat(count, bits, DEVICE, headers=True)
-    gpu.encode_minmax(elements(source, kind), planes, key)
+    triton_codecs.encode_minmax(elements(source, kind), planes, key)
     assert_code(planes, expected)
     found = poisoned(count, kind)
-    gpu.decode_minmax(planes, found)
+    triton_codecs.decode_minmax(planes, found)
     values = reference.decode_minmax(expected, reference.Target(count, kind), bits)
     assert bytes_of(found) == values.tobytes(), count
     check_guard(found)
@@ -246,10 +246,10 @@ def check_steps(source, kind, bits, key, affines=(None, None)) -> None:
     count, (ours, theirs) = len(source), affines
     expected = reference.encode_steps(source, bits, key, ours)
     planes = allocate_flat(count, bits, DEVICE, headers=False)
-    gpu.encode_steps(elements(source, kind), planes, key, theirs)
+    triton_codecs.encode_steps(elements(source, kind), planes, key, theirs)
     assert bytes_of(planes.region) == np.ascontiguousarray(expected).tobytes(), count
     found = poisoned(count, kind)
-    gpu.decode_steps(planes, found, theirs)
+    triton_codecs.decode_steps(planes, found, theirs)
     values = reference.decode_steps(expected, reference.Target(count, kind), ours)
     assert bytes_of(found) == values.tobytes(), count
     check_guard(found)
@@ -280,10 +280,10 @@ def test_masks_are_the_oracle_s(cases, predicate, low, high, kind) -> None:
         source = cases.as_type(cases.broken(count) * np.float32(4), kind)
         expected = reference.encode_mask(source, predicate, low, high)
         planes = allocate_flat(count, 1, DEVICE, headers=False)
-        gpu.encode_mask(elements(source, kind), planes, predicate, low, high)
+        triton_codecs.encode_mask(elements(source, kind), planes, predicate, low, high)
         assert bytes_of(planes.region) == expected.tobytes()
         found = poisoned(count, kind)
-        gpu.decode_mask(planes, -0.0, 1.25, found)
+        triton_codecs.decode_mask(planes, -0.0, 1.25, found)
         values = reference.decode_mask(expected, count, -0.0, 1.25, kind)
         assert bytes_of(found) == values.tobytes()
         check_guard(found)
@@ -295,7 +295,9 @@ def test_a_mask_is_applied_to_a_gradient_without_being_decoded(cases, kind) -> N
     gradient = cases.as_type(cases.broken(count, 4), kind)
     words = reference.encode_mask(cases.gaussian(count), Predicate.ABOVE, 0.0, 0.0)
     found = poisoned(count, kind)
-    gpu.apply_mask(flat_planes(to_device(words), None, count, 1), elements(gradient, kind), found)
+    triton_codecs.apply_mask(
+        flat_planes(to_device(words), None, count, 1), elements(gradient, kind), found
+    )
     chosen = reference.decode_mask(words, count, 0.0, 1.0, ElementType.FLOAT32) == 1
     kept = torch.where(torch.from_numpy(chosen).to(DEVICE), elements(gradient, kind), 0.0)
     assert torch.equal(found.isnan(), kept.isnan())
@@ -312,10 +314,12 @@ def test_derivative_codes_are_the_oracle_s(cases, bits, kind) -> None:
         expected = reference.encode_derivative(source, bits, borders)
         assert expected is not None
         planes = allocate_flat(count, bits, DEVICE, headers=False)
-        assert not gpu.encode_derivative(elements(source, kind), planes, to_device(borders))
+        assert not triton_codecs.encode_derivative(
+            elements(source, kind), planes, to_device(borders)
+        )
         assert bytes_of(planes.region) == expected.tobytes()
         found = poisoned(count, kind)
-        gpu.decode_derivative(planes, to_device(levels), found)
+        triton_codecs.decode_derivative(planes, to_device(levels), found)
         values = reference.decode_derivative(expected, count, levels, kind)
         assert bytes_of(found) == values.tobytes()
         check_guard(found)
@@ -327,7 +331,7 @@ def test_a_derivative_code_tells_of_what_is_not_finite(cases, value) -> None:
     source[39_999] = value
     planes = allocate_flat(40_000, 2, DEVICE, headers=False)
     borders = to_device(np.array([-1, 0, 1], np.float32))
-    assert gpu.encode_derivative(to_device(source), planes, borders)
+    assert triton_codecs.encode_derivative(to_device(source), planes, borders)
 
 
 @pytest.mark.parametrize(
@@ -342,27 +346,27 @@ def test_integers_come_back(cases, item, bits) -> None:
             continue
         expected = reference.encode_integers(source, bits, base)
         planes = allocate_flat(count, bits, DEVICE, headers=False)
-        assert not gpu.encode_integers(to_device(source), planes, base)
+        assert not triton_codecs.encode_integers(to_device(source), planes, base)
         assert bytes_of(planes.region) == expected.tobytes()
         found = torch.zeros(count, dtype=to_device(source).dtype, device=DEVICE)
-        gpu.decode_integers(planes, base, found)
+        triton_codecs.decode_integers(planes, base, found)
         assert bytes_of(found) == source.tobytes()
 
 
 def test_whole_words_booleans_and_integers_that_do_not_fit(cases) -> None:
     source = cases.words(600, 2).astype(np.int64) * 0x1_0000_0001 - 2**62
     planes = allocate_flat(600, 64, DEVICE, headers=False)
-    assert not gpu.encode_integers(to_device(source), planes, 0)
+    assert not triton_codecs.encode_integers(to_device(source), planes, 0)
     assert bytes_of(planes.region) == reference.encode_integers(source, 64, 0).tobytes()
     flags = to_device((source % 2).astype(np.int8)).bool()
     one = allocate_flat(600, 1, DEVICE, headers=False)
-    assert not gpu.encode_integers(flags, one, 0)
+    assert not triton_codecs.encode_integers(flags, one, 0)
     found = torch.zeros_like(flags)
-    gpu.decode_integers(one, 0, found)
+    triton_codecs.decode_integers(one, 0, found)
     assert torch.equal(found, flags)
     source[599] = source[0] + 5
     narrow = allocate_flat(600, 2, DEVICE, headers=False)
-    assert gpu.encode_integers(to_device(source), narrow, int(source[0]))
+    assert triton_codecs.encode_integers(to_device(source), narrow, int(source[0]))
 
 
 # --- pages ----------------------------------------------------------------------------------
@@ -375,11 +379,11 @@ def test_pages_hold_what_flat_planes_hold(cases, count, page_bytes) -> None:
     pairs = np.zeros((block_count(count), 2), np.uint16)
     for encode, expected in (
         (
-            lambda planes: gpu.encode_rotated(to_device(source), planes, 2, KEY),
+            lambda planes: triton_codecs.encode_rotated(to_device(source), planes, 2, KEY),
             reference.encode_rotated(source, 3, 2, KEY),
         ),
         (
-            lambda planes: gpu.encode_minmax(to_device(source), planes, KEY),
+            lambda planes: triton_codecs.encode_minmax(to_device(source), planes, KEY),
             reference.encode_minmax(source, 3, KEY),
         ),
     ):
@@ -405,7 +409,7 @@ def test_runs_that_lost_a_plane_decode_from_what_is_left(cases, full_runs, maske
     no_headers = np.zeros((0, 2), np.uint16)
     mask = in_pages(words, no_headers, count, 32, None) if masked else None
     found = poisoned(count, ElementType.FLOAT32)
-    gpu.decode_rotated(planes, 2, KEY, found, mask=mask)
+    triton_codecs.decode_rotated(planes, 2, KEY, found, mask=mask)
     target = reference.Target(count, mask=words if masked else None)
     whole = reference.decode_rotated(code, target, bits, 2, KEY)
     part = reference.decode_rotated(
@@ -423,14 +427,14 @@ def test_masks_derivatives_and_integers_live_in_pages_too(cases) -> None:
     blank = np.zeros((bits, words_of(count)), np.uint32)
     borders = np.array([-1, 0, 1], np.float32)
     planes = in_pages(blank, no_headers, count, 64, None)
-    assert not gpu.encode_derivative(to_device(source), planes, to_device(borders))
+    assert not triton_codecs.encode_derivative(to_device(source), planes, to_device(borders))
     expected = reference.encode_derivative(source, bits, borders)
     assert gathered(planes)[0].tobytes() == expected.tobytes()
     items = (cases.words(count, 4) % 4).astype(np.int16)
-    assert not gpu.encode_integers(to_device(items), planes, 0)
+    assert not triton_codecs.encode_integers(to_device(items), planes, 0)
     assert gathered(planes)[0].tobytes() == reference.encode_integers(items, bits, 0).tobytes()
     found = torch.zeros(count, dtype=torch.int16, device=DEVICE)
-    gpu.decode_integers(planes, 0, found)
+    triton_codecs.decode_integers(planes, 0, found)
     assert bytes_of(found) == items.tobytes()
 
 
@@ -441,26 +445,28 @@ def test_calls_outside_the_contract_are_refused() -> None:
     planes = allocate_flat(300, 4, DEVICE, headers=True)
     source = torch.zeros(300, device=DEVICE)
     with pytest.raises(KernelError, match="rounds"):
-        gpu.encode_rotated(source, planes, 3, KEY)
+        triton_codecs.encode_rotated(source, planes, 3, KEY)
     with pytest.raises(KernelError, match="64 bits"):
-        gpu.encode_rotated(source, planes, 1, 2**64)
+        triton_codecs.encode_rotated(source, planes, 1, 2**64)
     with pytest.raises(KernelError, match="float64"):
-        gpu.encode_rotated(source.double(), planes, 1, KEY)
+        triton_codecs.encode_rotated(source.double(), planes, 1, KEY)
     with pytest.raises(KernelError, match="300 elements"):
-        gpu.encode_rotated(source[:299], planes, 1, KEY)
+        triton_codecs.encode_rotated(source[:299], planes, 1, KEY)
     with pytest.raises(KernelError, match="memory order"):
-        gpu.encode_minmax(source.expand(1, 300).reshape(150, 2).t(), planes, KEY)
+        triton_codecs.encode_minmax(source.expand(1, 300).reshape(150, 2).t(), planes, KEY)
     with pytest.raises(KernelError, match="given some up"):
-        gpu.decode_minmax(planes._replace(kept=3), source)
+        triton_codecs.decode_minmax(planes._replace(kept=3), source)
     with pytest.raises(KernelError, match="without headers"):
-        gpu.decode_minmax(allocate_flat(300, 4, DEVICE, headers=False), source)
+        triton_codecs.decode_minmax(allocate_flat(300, 4, DEVICE, headers=False), source)
     with pytest.raises(KernelError, match="words"):
         flat_planes(torch.zeros((1, 4), dtype=torch.int32), None, 300, 1)
     with pytest.raises(KernelError, match="3 borders"):
-        gpu.encode_derivative(source, allocate_flat(300, 2, DEVICE, headers=False), source)
+        triton_codecs.encode_derivative(
+            source, allocate_flat(300, 2, DEVICE, headers=False), source
+        )
 
 
 def test_nothing_is_done_for_no_elements() -> None:
     planes = allocate_flat(0, 2, DEVICE, headers=True)
-    gpu.encode_rotated(torch.zeros(0, device=DEVICE), planes, 1, KEY)
+    triton_codecs.encode_rotated(torch.zeros(0, device=DEVICE), planes, 1, KEY)
     assert planes.region.numel() == 0

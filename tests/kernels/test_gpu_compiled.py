@@ -15,17 +15,15 @@ triton = pytest.importorskip("triton", reason="triton is not installed: daf-trai
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Triton interprets in this process", allow_module_level=True)
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
-from daf.kernels import (  # noqa: E402
-    gpu_bits,
-    gpu_minmax,
-    gpu_norm_device,
-    gpu_reduce_device,
-    gpu_rotated,
-    gpu_rows_device,
-)
+from daf.kernels.triton import bit_codecs as triton_bits
+from daf.kernels.triton import channel_norm_kernels as triton_norm_kernels
+from daf.kernels.triton import minmax as triton_minmax
+from daf.kernels.triton import reduction_kernels as triton_reduction_kernels
+from daf.kernels.triton import rotated as triton_rotated
+from daf.kernels.triton import row_norm_kernels as triton_row_kernels
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {
@@ -62,22 +60,22 @@ def kernels() -> list[tuple[str, object, dict[str, object]]]:
 
     for kind, bits in ((0, 4), (1, 2), (2, 1)):
         rotated = {"TYPE": kind, "BITS": bits, "KEPT": bits, "ROUNDS": 2}
-        add(gpu_rotated.encode_rotated, **rotated, **CODED)
-        add(gpu_rotated.decode_rotated, **rotated, **READ)
+        add(triton_rotated.encode_rotated, **rotated, **CODED)
+        add(triton_rotated.decode_rotated, **rotated, **READ)
     for kind in (0, 1, 2):
-        add(gpu_minmax.encode_minmax, TYPE=kind, BITS=8 - kind, **CODED)
-        add(gpu_minmax.decode_minmax, TYPE=kind, BITS=8 - kind, **READ)
-        add(gpu_minmax.encode_steps, TYPE=kind, BITS=8 - kind, **CODED)
-        add(gpu_minmax.decode_steps, TYPE=kind, BITS=8 - kind, **CODED)
-    add(gpu_bits.encode_mask, TYPE=0, ABOVE=False, **BITS_CODED)
-    add(gpu_bits.decode_mask, TYPE=2, **BITS_CODED)
-    add(gpu_bits.apply_mask, TYPE=1, **BITS_CODED)
-    add(gpu_bits.encode_derivative, TYPE=1, BITS=3, **BITS_CODED)
-    add(gpu_bits.decode_derivative, TYPE=2, BITS=3, **BITS_CODED)
+        add(triton_minmax.encode_minmax, TYPE=kind, BITS=8 - kind, **CODED)
+        add(triton_minmax.decode_minmax, TYPE=kind, BITS=8 - kind, **READ)
+        add(triton_minmax.encode_steps, TYPE=kind, BITS=8 - kind, **CODED)
+        add(triton_minmax.decode_steps, TYPE=kind, BITS=8 - kind, **CODED)
+    add(triton_bits.encode_mask, TYPE=0, ABOVE=False, **BITS_CODED)
+    add(triton_bits.decode_mask, TYPE=2, **BITS_CODED)
+    add(triton_bits.apply_mask, TYPE=1, **BITS_CODED)
+    add(triton_bits.encode_derivative, TYPE=1, BITS=3, **BITS_CODED)
+    add(triton_bits.decode_derivative, TYPE=2, BITS=3, **BITS_CODED)
     flat = {"AFFINE": False, "PAGED": False, "BLOCKS": 4}
-    add(gpu_rotated.encode_rotated, TYPE=0, BITS=2, KEPT=2, ROUNDS=1, **flat)
+    add(triton_rotated.encode_rotated, TYPE=0, BITS=2, KEPT=2, ROUNDS=1, **flat)
     add(
-        gpu_rotated.decode_rotated,
+        triton_rotated.decode_rotated,
         TYPE=0,
         BITS=2,
         KEPT=1,
@@ -89,12 +87,12 @@ def kernels() -> list[tuple[str, object, dict[str, object]]]:
     tile = {"TYPE": 1, "STEPS": 4}
     for strategy, columns in ((0, 1), (1, 1), (2, 32), (3, 1), (3, 32)):
         shape = {"STRATEGY": strategy, "ROWS": 2048 // columns, "COLUMNS": columns}
-        add(gpu_reduce_device.reduce_ranges, **tile, **shape)
-    add(gpu_reduce_device.finish_ranges, ROWS=512, COLUMNS=8)
-    add(gpu_reduce_device.span_sums, TYPE=0, SPANS=8)
-    add(gpu_reduce_device.channel_span_sums, TYPE=1, COLUMNS=8)
-    add(gpu_reduce_device.side_by_side_sums, TYPE=1, SPANS=8, COLUMNS=16)
-    norms = gpu_norm_device
+        add(triton_reduction_kernels.reduce_ranges, **tile, **shape)
+    add(triton_reduction_kernels.finish_ranges, ROWS=512, COLUMNS=8)
+    add(triton_reduction_kernels.span_sums, TYPE=0, SPANS=8)
+    add(triton_reduction_kernels.channel_span_sums, TYPE=1, COLUMNS=8)
+    add(triton_reduction_kernels.side_by_side_sums, TYPE=1, SPANS=8, COLUMNS=16)
+    norms = triton_norm_kernels
     for kind in (0, 1, 2):
         around = {"TYPE": kind, "RESULT": True, "BLOCKS": 4}
         add(norms.emit, ADDED=True, RECTIFIED=True, PAGED=True, **around)
@@ -104,18 +102,18 @@ def kernels() -> list[tuple[str, object, dict[str, object]]]:
             add(norms.channel_span_products, MASKED=2, COLUMNS=8, **read)
             add(norms.side_by_side_products, MASKED=2, SPANS=8, COLUMNS=128, **read)
             add(norms.write_gradient, GAMMA=True, MASKED=2, BLOCKS=4, **read)
-            add(gpu_rows_device.row_factors, GAMMA=True, CENTRED=True, ROWS=8, **read)
-            add(gpu_rows_device.column_span_sums, SPAN_ROWS=256, COLUMNS=128, **read)
+            add(triton_row_kernels.row_factors, GAMMA=True, CENTRED=True, ROWS=8, **read)
+            add(triton_row_kernels.column_span_sums, SPAN_ROWS=256, COLUMNS=128, **read)
     add(norms.channel_statistics, FOLLOWED=True, COLUMNS=128)
     add(norms.channel_factors, GAMMA=True, WEIGHT=True, BIAS=True, COLUMNS=128)
     for width in (1, 64, 4096):
         shape = {"WIDTH": width, "LEVELS": width.bit_length() - 1, "COLUMNS": min(8, 4096 // width)}
-        add(gpu_reduce_device.fold_halves, **shape)
-    add(gpu_rows_device.row_affines, TYPE=1, CENTRED=True, ROWS=8)
-    add(gpu_rows_device.add_spans, COLUMNS=128)
+        add(triton_reduction_kernels.fold_halves, **shape)
+    add(triton_row_kernels.row_affines, TYPE=1, CENTRED=True, ROWS=8)
+    add(triton_row_kernels.add_spans, COLUMNS=128)
     for bits in (5, 64):
-        add(gpu_bits.encode_integers, BITS=bits, **BITS_CODED)
-        add(gpu_bits.decode_integers, BITS=bits, **BITS_CODED)
+        add(triton_bits.encode_integers, BITS=bits, **BITS_CODED)
+        add(triton_bits.decode_integers, BITS=bits, **BITS_CODED)
     return found
 
 
@@ -125,9 +123,9 @@ def signature_of(kernel: object, constants: dict[str, object]) -> dict[str, str]
     elements = ELEMENTS[constants.get("TYPE", 1)]
     types |= dict.fromkeys(("source", "destination", "gradient", "addend"), elements)
     types["values"] = ELEMENTS[constants.get("VALUE_TYPE", 0)]
-    if kernel is gpu_rows_device.column_span_sums:
+    if kernel is triton_row_kernels.column_span_sums:
         types |= dict.fromkeys(("sums", "products"), "*fp32")
-    if kernel is gpu_reduce_device.fold_halves:
+    if kernel is triton_reduction_kernels.fold_halves:
         types["rows"] = "*fp64"
     return {
         name: "constexpr" if name in constants else types.get(name, "i32")
@@ -146,10 +144,10 @@ def test_every_kernel_compiles_to_plain_ieee_arithmetic(kernel, constants) -> No
     ptx = compiled.asm["ptx"]
     assert FORBIDDEN.findall(ptx) == []
     assert len(compiled.asm["cubin"]) > 0
-    if kernel is gpu_rotated.encode_rotated:
+    if kernel is triton_rotated.encode_rotated:
         assert "div.rn.f32" in ptx
         assert "sqrt.rn.f32" in ptx
-    if kernel in (gpu_norm_device.channel_statistics, gpu_rows_device.row_affines):
+    if kernel in (triton_norm_kernels.channel_statistics, triton_row_kernels.row_affines):
         assert "div.rn.f64" in ptx
         assert "sqrt.rn.f64" in ptx
 
@@ -157,7 +155,7 @@ def test_every_kernel_compiles_to_plain_ieee_arithmetic(kernel, constants) -> No
 def test_the_forbidden_is_found_where_contraction_is_on() -> None:
     """The check can fail: with contraction allowed, the decoder's product and sum become one."""
     constants = {"TYPE": 0, "BITS": 8} | READ
-    kernel = gpu_minmax.decode_minmax
+    kernel = triton_minmax.decode_minmax
     source = ASTSource(kernel, signature_of(kernel, constants), constexprs=constants)
     options = {"enable_fp_fusion": True, "num_warps": 4}
     compiled = triton.compile(source, target=HOPPER, options=options)

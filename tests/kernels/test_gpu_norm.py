@@ -15,16 +15,18 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from daf.core.code_format import ElementType, block_count
 from daf.core.errors import KernelError
-from daf.kernels import reference, reference_norm, reference_rows
-from daf.kernels.elements import Floats, narrow, widen
-from daf.kernels.reference_measure import Sums, measure_products
+from daf.kernels.reference import channel_norm as reference_norm
+from daf.kernels.reference import codecs as reference
+from daf.kernels.reference import row_norm as reference_rows
+from daf.kernels.reference.elements import Floats, narrow, widen
+from daf.kernels.reference.reductions import Sums, measure_products
 
 pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("no CUDA device; test_gpu_interpreted runs these", allow_module_level=True)
 
-from device_cases import (  # noqa: E402
+from device_cases import (
     DEVICE,
     bytes_of,
     check_guard,
@@ -36,11 +38,12 @@ from device_cases import (  # noqa: E402
     to_device,
 )
 
-from daf.kernels import gpu_norm, gpu_rows  # noqa: E402
-from daf.kernels.gpu_launch import Affine  # noqa: E402
-from daf.kernels.gpu_planes import DevicePlanes, allocate_flat  # noqa: E402
-from daf.store import device_normalised  # noqa: E402
-from daf.store.normalised import Geometry, Running  # noqa: E402
+from daf.kernels.triton import channel_norm as triton_norm
+from daf.kernels.triton import row_norm as triton_rows
+from daf.kernels.triton.launch import Affine
+from daf.kernels.triton.planes import DevicePlanes, allocate_flat
+from daf.store import device_normalised
+from daf.store.normalised import Geometry, Running
 
 F32 = ElementType.FLOAT32
 # (count, channels, inner): channels-last and contiguous, ragged, spans that channels cross.
@@ -86,14 +89,14 @@ def parts_of(count: int, step: int) -> list[tuple[int, int]]:
 
 def value_parts(
     values: Floats, x: Floats, forward: Affine, kind: ElementType, step: int, *, kept: bool
-) -> Iterator[gpu_norm.Values]:
+) -> Iterator[triton_norm.Values]:
     """The values decoded, or the input that they are computed from."""
     for first, last in parts_of(len(x), step):
         part = to_device(values[first * 256 : last * 256])
         if kept:
-            yield gpu_norm.Values(elements(narrow(x, kind), kind), (first, last), forward)
+            yield triton_norm.Values(elements(narrow(x, kind), kind), (first, last), forward)
         else:
-            yield gpu_norm.Values(part, (first, last))
+            yield triton_norm.Values(part, (first, last))
 
 
 def as_stored(values: Floats, kind: ElementType) -> Floats:
@@ -123,10 +126,10 @@ def test_the_result_and_its_mask_are_the_oracle_s(cases, kind, most, paged) -> N
         given = None if added is None else elements(narrow(added, kind), kind)
         source = elements(narrow(x, kind), kind)
         options = (given, None if most is None else mask, bound)
-        gpu_norm.emit(source, theirs, found, result, *options)
+        triton_norm.emit(source, theirs, found, result, *options)
         assert bytes_of(found) == narrow(expected.result, kind).tobytes()
         check_guard(found)
-        gpu_norm.emit(source, theirs, source, result, *options)
+        triton_norm.emit(source, theirs, source, result, *options)
         assert bytes_of(source) == bytes_of(found), "over its own input"
         if expected.mask is not None:
             words = gathered(mask)[0] if paged else mask.region.cpu().numpy().view(np.uint32)
@@ -153,7 +156,7 @@ def test_parts_of_the_result_are_derived_again(cases, kind) -> None:
                 ours.apply(x, 0), after if result else None, before, words if chosen else None
             )
             found = elements(narrow(onto, kind)[here], kind)
-            gpu_norm.derive(source, theirs, found, result, chosen, before is not None, blocks)
+            triton_norm.derive(source, theirs, found, result, chosen, before is not None, blocks)
             assert bytes_of(found) == narrow(expected, kind)[here].tobytes()
 
 
@@ -173,7 +176,7 @@ def test_sums_of_gradient_and_products_are_the_oracle_s(
     words, mask = make_mask(cases, count, paged=kept)
     given = elements(narrow(gradient, kind), kind)
     for chosen, bits in ((None, None), (mask, words)):
-        sums = gpu_norm.ChannelProducts(given, channels, inner)
+        sums = triton_norm.ChannelProducts(given, channels, inner)
         step = 2 * sums.span_blocks
         for part in value_parts(values, x, theirs, kind, step, kept=kept):
             sums.add(part, chosen)
@@ -182,7 +185,7 @@ def test_sums_of_gradient_and_products_are_the_oracle_s(
         found = [total.cpu().numpy().tobytes() for total in sums.totals()]
         assert found == [expected.sums.tobytes(), expected.squares.tobytes()]
     with pytest.raises(KernelError, match="spans have"):
-        sums.add(gpu_norm.Values(to_device(values[:256]), (1, 2)), None)
+        sums.add(triton_norm.Values(to_device(values[:256]), (1, 2)), None)
 
 
 @pytest.mark.parametrize(("kind", "kept"), [(0, False), (0, True), (1, False), (2, True)])
@@ -202,7 +205,7 @@ def test_the_input_s_gradient_is_the_oracle_s(cases, kind, kept) -> None:
         given, found = elements(narrow(gradient, kind), kind), poisoned(count, kind)
         for written in (found, given):  # the latter over itself
             for part in value_parts(values, x, theirs, kind, 3, kept=kept):
-                gpu_norm.write_gradient(
+                triton_norm.write_gradient(
                     given, part, written, to_device(scale), of_value, mask=chosen
                 )
             assert bytes_of(written) == narrow(expected, kind).tobytes()
@@ -224,7 +227,7 @@ def test_rows_are_the_oracle_s(cases, rows, length, centred) -> None:
     measured = Affine(
         *torch.full((2, rows), 7.0, dtype=torch.float32, device=DEVICE).unbind(), length
     )
-    gpu_rows.measure_rows(elements(narrow(x, kind), kind), measured, 1e-5, centred=centred)
+    triton_rows.measure_rows(elements(narrow(x, kind), kind), measured, 1e-5, centred=centred)
     assert bytes_of(measured.scale) == affine.scale.tobytes()
     assert bytes_of(measured.shift) == affine.shift.tobytes()
 
@@ -236,7 +239,7 @@ def test_rows_are_the_oracle_s(cases, rows, length, centred) -> None:
             values, gradient, affine.scale, weight, centred=centred
         )
         on_device = None if weight is None else to_device(weight)
-        products = gpu_rows.RowProducts(
+        products = triton_rows.RowProducts(
             given, theirs.scale, length, on_device, centred=centred, summing=True
         )
         step = products.span_blocks
@@ -249,7 +252,9 @@ def test_rows_are_the_oracle_s(cases, rows, length, centred) -> None:
         of_value = products.of_value
         written = poisoned(count, kind)
         for part in value_parts(values, x, theirs, kind, step, kept=kept):
-            gpu_norm.write_gradient(given, part, written, theirs.scale, of_value, gamma=on_device)
+            triton_norm.write_gradient(
+                given, part, written, theirs.scale, of_value, gamma=on_device
+            )
         assert bytes_of(written) == narrow(expected.x, kind).tobytes()
         check_guard(written)
 
@@ -275,12 +280,12 @@ def test_statistics_of_sums_are_the_oracle_s(channels, count, epsilon) -> None:
     ours = [to_device(each) for each in (sums, squares)]
     theirs = Sums(sums, squares)
     running = [np.linspace(-1, 2, channels, dtype=np.float32) for _ in range(2)]
-    plain = gpu_norm.channel_statistics(*ours, count, epsilon, None)
+    plain = triton_norm.channel_statistics(*ours, count, epsilon, None)
     expected = reference_norm.statistics_of_sums(theirs, count, epsilon)
     assert [bytes_of(each) for each in plain] == [each.tobytes() for each in expected[:2]]
     for momentum in (0.1, 1.0, 1 / 3):
-        followed = gpu_norm.Followed(*(to_device(each.copy()) for each in running), momentum)
-        found = gpu_norm.channel_statistics(*ours, count, epsilon, followed)
+        followed = triton_norm.Followed(*(to_device(each.copy()) for each in running), momentum)
+        found = triton_norm.channel_statistics(*ours, count, epsilon, followed)
         expected = reference_norm.statistics_of_sums(
             theirs, count, epsilon, (running[0], running[1]), momentum
         )
@@ -297,7 +302,7 @@ def test_factors_of_sums_are_the_oracle_s(cases, channels, count) -> None:
     for gamma, writes in product(gammas, product((False, True), repeat=2)):
         expected = reference_norm.factors_of_sums(Sums(sums, products), count, inverse, gamma)
         written = [to_device(np.zeros(channels, np.float32)) if each else None for each in writes]
-        found = gpu_norm.channel_factors(
+        found = triton_norm.channel_factors(
             to_device(sums),
             to_device(products),
             count,
@@ -360,9 +365,9 @@ def test_a_normalisation_runs_its_own_kernels_and_no_operators_beside() -> None:
         device_normalised.take_factors(
             sums, geometry, statistics.inverse_deviation, vector, (vector, None)
         )
-        gpu_rows.measure_rows(x, affine, 1e-5, centred=True)
-        products = gpu_rows.RowProducts(x, affine.scale, 100, None, centred=True, summing=False)
-        products.add(gpu_norm.Values(x, (0, block_count(1200)), affine))
+        triton_rows.measure_rows(x, affine, 1e-5, centred=True)
+        products = triton_rows.RowProducts(x, affine.scale, 100, None, centred=True, summing=False)
+        products.add(triton_norm.Values(x, (0, block_count(1200)), affine))
         beside = seen.names - VIEWS
         assert (x[:1] / 3).isfinite().all()
     assert beside - {"mul", "neg"} <= {"empty", "zeros", "zero_", "new_empty"}, beside
@@ -374,16 +379,16 @@ def test_what_the_kernels_refuse() -> None:
     x = torch.zeros(600, dtype=torch.float32, device=DEVICE)
     forward = Affine(x[:3] + 1, x[:3] + 1, 1)
     with pytest.raises(KernelError, match="give the input's own type"):
-        gpu_norm.emit(x, forward, x.half())
+        triton_norm.emit(x, forward, x.half())
     with pytest.raises(KernelError, match="give a range within"):
-        gpu_norm.derive(x, forward, x, blocks=(0, 4))
+        triton_norm.derive(x, forward, x, blocks=(0, 4))
     with pytest.raises(KernelError, match="give a length that divides"):
-        gpu_rows.RowProducts(x, x[:1], 7, None, centred=True, summing=False)
+        triton_rows.RowProducts(x, x[:1], 7, None, centred=True, summing=False)
     with pytest.raises(KernelError, match="300 rows by 7 scales"):
-        gpu_rows.RowProducts(x, x[:7], 2, None, centred=True, summing=False)
+        triton_rows.RowProducts(x, x[:7], 2, None, centred=True, summing=False)
     with pytest.raises(KernelError, match="300 rows into 3 places"):
-        gpu_rows.measure_rows(x, Affine(x[:3], x[:3], 2), 1e-5, centred=True)
-    summing = gpu_rows.RowProducts(x, x[:300], 2, None, centred=True, summing=False)
+        triton_rows.measure_rows(x, Affine(x[:3], x[:3], 2), 1e-5, centred=True)
+    summing = triton_rows.RowProducts(x, x[:300], 2, None, centred=True, summing=False)
     assert summing.columns() is None
     with pytest.raises(KernelError, match="spans have 512"):
-        summing.add(gpu_norm.Values(x[:256], (0, 1)))
+        summing.add(triton_norm.Values(x[:256], (0, 1)))

@@ -13,14 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from daf.core.code_format import ElementType
 from daf.core.errors import KernelError
 from daf.kernels import RangeStrategy
-from daf.kernels.reference_measure import measure_ranges, measure_sums
+from daf.kernels.reference.reductions import measure_ranges, measure_sums
 
 pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("no CUDA device; test_gpu_interpreted runs these", allow_module_level=True)
 
-from daf.kernels import gpu_reduce  # noqa: E402
+from daf.kernels.triton import reductions as triton_reductions
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 SHAPES = [
@@ -48,7 +48,9 @@ def test_ranges_are_the_oracle_s(cases, strategy, count, channels, inner) -> Non
     name = ("wild", "broken", "mixed")[channels % 3] if count > 10 else "smooth"
     source = cases.as_type(getattr(cases, name)(count), kind)
     expected = measure_ranges(source, channels, inner)
-    least, greatest = gpu_reduce.measure_ranges(on_device(source, kind), strategy, channels, inner)
+    least, greatest = triton_reductions.measure_ranges(
+        on_device(source, kind), strategy, channels, inner
+    )
     assert least.cpu().numpy().tobytes() == expected.least.tobytes()
     assert greatest.cpu().numpy().tobytes() == expected.greatest.tobytes()
 
@@ -58,7 +60,7 @@ def test_zeros_by_sign_infinities_and_no_elements(strategy) -> None:
     for values in ([0.0, -0.0], [np.inf, 1.0], [-np.inf], [-np.nan, 2.0], []):
         source = np.array(values, np.float32)
         expected = measure_ranges(source)
-        found = gpu_reduce.measure_ranges(torch.from_numpy(source).to(DEVICE), strategy)
+        found = triton_reductions.measure_ranges(torch.from_numpy(source).to(DEVICE), strategy)
         ours = [end.cpu().numpy().tobytes() for end in found]
         assert ours == [expected.least.tobytes(), expected.greatest.tobytes()], values
 
@@ -71,14 +73,14 @@ class Started(TorchDispatchMode):
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.names: list[str] = []
-        start = gpu_reduce.on_device
+        start = triton_reductions.on_device
 
         def noted(kernel: Any, *arguments: Any, **keywords: Any) -> None:
             self.names.append(kernel.fn.__name__)
             with _disable_current_modes():  # the interpreter copies tensors by operators
                 start(kernel, *arguments, **keywords)
 
-        monkeypatch.setattr(gpu_reduce, "on_device", noted)
+        monkeypatch.setattr(triton_reductions, "on_device", noted)
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
@@ -98,14 +100,14 @@ def test_small_tensors_take_one_kernel_and_a_tree_no_fills(
 ) -> None:
     source = torch.zeros(count, device=DEVICE)
     with Started(monkeypatch) as started:
-        gpu_reduce.measure_ranges(source, strategy)
+        triton_reductions.measure_ranges(source, strategy)
     fills = [] if is_small or strategy is RangeStrategy.TREE else ["full"]
     assert started.names == [*fills, "reduce_ranges", *([] if is_small else ["finish_ranges"])]
 
 
 def sums_are_the_oracle_s(source: np.ndarray, kind: ElementType, *shape: int) -> None:
     expected = measure_sums(source, *shape)
-    sums, squares = gpu_reduce.measure_sums(on_device(source, kind), *shape)
+    sums, squares = triton_reductions.measure_sums(on_device(source, kind), *shape)
     assert sums.cpu().numpy().tobytes() == expected.sums.tobytes()
     assert squares.cpu().numpy().tobytes() == expected.squares.tobytes()
 
@@ -142,7 +144,7 @@ def test_no_channel_or_none_in_a_row_is_refused() -> None:
     source = torch.zeros(64, device=DEVICE)
     for channels, inner in ((0, 1), (4, 0)):
         with pytest.raises(KernelError, match="channels"):
-            gpu_reduce.measure_sums(source, channels, inner)
+            triton_reductions.measure_sums(source, channels, inner)
 
 
 @pytest.mark.parametrize("most", [1, 4])
@@ -150,6 +152,6 @@ def test_no_channel_or_none_in_a_row_is_refused() -> None:
 def test_more_spans_than_a_program_folds_are_halved_before(
     cases, most, channels, monkeypatch
 ) -> None:
-    monkeypatch.setattr(gpu_reduce, "_MOST_FOLDED", most)
+    monkeypatch.setattr(triton_reductions, "_MOST_FOLDED", most)
     source = cases.as_type(cases.broken(20_000), ElementType.FLOAT32)
     sums_are_the_oracle_s(source, ElementType.FLOAT32, channels, 1)

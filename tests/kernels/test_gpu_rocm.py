@@ -14,11 +14,12 @@ triton = pytest.importorskip("triton", reason="triton is not installed: daf-trai
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Triton interprets in this process", allow_module_level=True)
 
-from triton.backends import backends  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+from triton.backends import backends
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
-from daf.kernels import gpu_bits, gpu_minmax  # noqa: E402
+from daf.kernels.triton import bit_codecs as triton_bits
+from daf.kernels.triton import minmax as triton_minmax
 
 if "amd" not in backends:
     pytest.skip("this Triton has no back end for AMD's GPUs", allow_module_level=True)
@@ -54,9 +55,9 @@ def compiled_for_amd(kernel, types, constants, *, fused: bool = False):
 @pytest.mark.parametrize(
     ("kernel", "types", "constants"),
     [
-        (gpu_bits.encode_mask, MASK, {"TYPE": 0, "ABOVE": False, **IN_PAGES}),
-        (gpu_bits.decode_derivative, DERIVATIVE, {"TYPE": 2, "BITS": 3, **IN_PAGES}),
-        (gpu_minmax.decode_minmax, MINMAX, {"TYPE": 0, "BITS": 4, **READ}),
+        (triton_bits.encode_mask, MASK, {"TYPE": 0, "ABOVE": False, **IN_PAGES}),
+        (triton_bits.decode_derivative, DERIVATIVE, {"TYPE": 2, "BITS": 3, **IN_PAGES}),
+        (triton_minmax.decode_minmax, MINMAX, {"TYPE": 0, "BITS": 4, **READ}),
     ],
     ids=["encode_mask", "decode_derivative", "decode_minmax"],
 )
@@ -72,7 +73,7 @@ def test_products_and_sums_stay_apart_unless_they_may_be_one() -> None:
     """Pairs of them are told by this operation; a division of integers makes other ones."""
     constants = {"TYPE": 0, "BITS": 4, **READ}
     apart, fused = (
-        compiled_for_amd(gpu_minmax.decode_minmax, MINMAX, constants, fused=allowed)
+        compiled_for_amd(triton_minmax.decode_minmax, MINMAX, constants, fused=allowed)
         for allowed in (False, True)
     )
     assert "v_pk_fma_f32" not in apart.asm["amdgcn"]

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from test_cpu import Native, same_bytes
 
 from daf.core.code_format import ElementType, block_count, words_per_plane
-from daf.kernels import cpu, reference
-from daf.kernels.elements import element_dtype
+from daf.kernels.cpu import flat
+from daf.kernels.reference import codecs as reference
+from daf.kernels.reference.elements import element_dtype
 
 ELEMENT_TYPES = st.sampled_from(ElementType)
 COUNTS = st.integers(1, 700)
@@ -34,8 +35,8 @@ def codes(draw, most_bits: int) -> tuple[reference.Code, reference.Target]:
 
 
 def every_set_gives(decode, expected: np.ndarray) -> None:
-    for name in cpu.instruction_sets():
-        with cpu.use_instruction_set(name):
+    for name in flat.instruction_sets():
+        with flat.use_instruction_set(name):
             same_bytes(decode(), expected)
 
 

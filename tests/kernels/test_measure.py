@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from daf.core.code_format import ElementType
 from daf.core.errors import KernelError
-from daf.kernels import ChannelSums, RangeStrategy, cpu, cpu_measure, reference_measure
+from daf.kernels import ChannelSums, RangeStrategy
+from daf.kernels.cpu import flat, reductions
+from daf.kernels.reference import reductions as reference_reductions
 
 F32 = ElementType.FLOAT32
 INPUTS = ("smooth", "wild", "mixed", "broken")
@@ -36,27 +38,27 @@ class Native:
     def _room(self, count, dtype):
         return self.cases.guarded(count, dtype, self.offset)
 
-    def measure_ranges(self, source, channels, inner) -> reference_measure.Ranges:
+    def measure_ranges(self, source, channels, inner) -> reference_reductions.Ranges:
         shape = (len(source), self.threads, channels, inner)
         moved = self._room(len(source), source.dtype).fill(source)
         least, greatest = self._room(channels, np.float32), self._room(channels, np.float32)
-        workspace = self._room(cpu_measure.ranges_workspace_bytes(*shape, self.strategy), np.uint8)
-        cpu_measure.measure_ranges(
+        workspace = self._room(reductions.ranges_workspace_bytes(*shape, self.strategy), np.uint8)
+        reductions.measure_ranges(
             *(moved.address, self.element_type, len(source), least.address, greatest.address),
             *(workspace.address, self.threads, channels, inner, self.strategy),
         )
         workspace.opened()
-        return reference_measure.Ranges(least.opened(), greatest.opened())
+        return reference_reductions.Ranges(least.opened(), greatest.opened())
 
-    def measure_sums(self, source, channels, inner) -> reference_measure.Sums:
+    def measure_sums(self, source, channels, inner) -> reference_reductions.Sums:
         shape = (len(source), self.threads, channels, inner)
         moved = self._room(len(source), source.dtype).fill(source)
         sums, squares = self._room(channels, np.float64), self._room(channels, np.float64)
-        workspace = self._room(cpu_measure.sums_workspace_bytes(*shape), np.uint8)
+        workspace = self._room(reductions.sums_workspace_bytes(*shape), np.uint8)
         where = ChannelSums(channels, inner, sums.address, squares.address, workspace.address)
-        cpu_measure.measure_sums(moved.address, self.element_type, len(source), where, self.threads)
+        reductions.measure_sums(moved.address, self.element_type, len(source), where, self.threads)
         workspace.opened()
-        return reference_measure.Sums(sums.opened(), squares.opened())
+        return reference_reductions.Sums(sums.opened(), squares.opened())
 
 
 def same_bytes(found, expected) -> None:
@@ -71,7 +73,7 @@ def test_ranges_equal_the_oracle(cases, on_every_set, kind, element_type) -> Non
     for count in COUNTS:
         source = cases.as_type(getattr(cases, kind)(count, count), element_type)
         for geometry in GEOMETRIES:
-            expected = reference_measure.measure_ranges(source, *geometry)
+            expected = reference_reductions.measure_ranges(source, *geometry)
 
             def check(source=source, geometry=geometry, expected=expected) -> None:
                 for strategy in RangeStrategy:
@@ -87,7 +89,7 @@ def test_sums_equal_the_oracle(cases, on_every_set, kind, element_type) -> None:
     for count in COUNTS:
         source = cases.as_type(getattr(cases, kind)(count, count), element_type)
         for geometry in GEOMETRIES:
-            expected = reference_measure.measure_sums(source, *geometry)
+            expected = reference_reductions.measure_sums(source, *geometry)
 
             def check(source=source, geometry=geometry, expected=expected) -> None:
                 native = Native(cases, element_type)
@@ -101,9 +103,9 @@ def test_every_ragged_size(cases, instruction_set) -> None:
     for count in range(1, 521):
         source, geometry = everything[-count:], GEOMETRIES[count % len(GEOMETRIES)]
         native = Native(cases, strategy=RangeStrategy(count % 3))
-        expected = reference_measure.measure_ranges(source, *geometry)
+        expected = reference_reductions.measure_ranges(source, *geometry)
         same_bytes(native.measure_ranges(source, *geometry), expected)
-        expected = reference_measure.measure_sums(source, *geometry)
+        expected = reference_reductions.measure_sums(source, *geometry)
         same_bytes(native.measure_sums(source, *geometry), expected)
 
 
@@ -113,9 +115,9 @@ def test_misaligned_memory(cases, instruction_set, offset) -> None:
     for geometry in GEOMETRIES:
         for strategy in RangeStrategy:
             native = Native(cases, strategy=strategy, offset=offset)
-            expected = reference_measure.measure_ranges(source, *geometry)
+            expected = reference_reductions.measure_ranges(source, *geometry)
             same_bytes(native.measure_ranges(source, *geometry), expected)
-        expected = reference_measure.measure_sums(source, *geometry)
+        expected = reference_reductions.measure_sums(source, *geometry)
         same_bytes(native.measure_sums(source, *geometry), expected)
 
 
@@ -123,8 +125,8 @@ def test_misaligned_memory(cases, instruction_set, offset) -> None:
 def test_threads_and_strategies_change_no_byte(cases, instruction_set, geometry) -> None:
     """Enough blocks for four shares, a tail in the last one."""
     source = cases.mixed(4 * 256 * 256 + 77)
-    ranges = reference_measure.measure_ranges(source, *geometry)
-    sums = reference_measure.measure_sums(source, *geometry)
+    ranges = reference_reductions.measure_ranges(source, *geometry)
+    sums = reference_reductions.measure_sums(source, *geometry)
     for threads in (1, 2, 3, 4):
         same_bytes(Native(cases, threads=threads).measure_sums(source, *geometry), sums)
         for strategy in (None, *RangeStrategy):
@@ -148,10 +150,10 @@ def patterns(count: int) -> st.SearchStrategy[np.ndarray]:
 def test_any_bits_in_any_geometry(cases, data, count, channels, inner, strategy) -> None:
     source = data.draw(patterns(min(count, 8)))
     source = np.resize(source, count) if count else source
-    ranges = reference_measure.measure_ranges(source, channels, inner)
-    sums = reference_measure.measure_sums(source, channels, inner)
-    for name in cpu.instruction_sets():
-        with cpu.use_instruction_set(name):
+    ranges = reference_reductions.measure_ranges(source, channels, inner)
+    sums = reference_reductions.measure_sums(source, channels, inner)
+    for name in flat.instruction_sets():
+        with flat.use_instruction_set(name):
             native = Native(cases, strategy=strategy)
             same_bytes(native.measure_ranges(source, channels, inner), ranges)
             same_bytes(native.measure_sums(source, channels, inner), sums)
@@ -223,7 +225,7 @@ def test_sums_are_as_good_as_float64(cases) -> None:
     source = cases.gaussian(1_000_003) * np.float32(1e20) + np.float32(1e19)
     for channels, inner in ((1, 1), (7, 1), (16, 9)):
         found = Native(cases).measure_sums(source, channels, inner)
-        channel = reference_measure.channel_of(len(source), channels, inner)
+        channel = reference_reductions.channel_of(len(source), channels, inner)
         for c in range(channels):
             values = source[channel == c].astype(np.float64)
             size = 2.0**-46
@@ -234,20 +236,20 @@ def test_sums_are_as_good_as_float64(cases) -> None:
 def test_mean_and_variance_survive_a_distant_mean(cases) -> None:
     source = cases.gaussian(100_000) + np.float32(1000)
     sums, squares = Native(cases).measure_sums(source, 1, 1)
-    mean, variance = cpu_measure.mean_and_variance(sums[0], squares[0], len(source))
+    mean, variance = reductions.mean_and_variance(sums[0], squares[0], len(source))
     wide = source.astype(np.float64)
     assert mean == pytest.approx(wide.mean(), rel=1e-13)
     assert variance == pytest.approx(wide.var(), rel=1e-8)
-    assert cpu_measure.mean_and_variance(3.0, 3.0, 3) == (1.0, 0.0)
+    assert reductions.mean_and_variance(3.0, 3.0, 3) == (1.0, 0.0)
     with pytest.raises(KernelError, match="least is 1"):
-        cpu_measure.mean_and_variance(0.0, 0.0, 0)
+        reductions.mean_and_variance(0.0, 0.0, 0)
 
 
 def test_the_rule_knows_all_three_strategies() -> None:
     """One thread has nothing to share; many threads fold no long rows one after the other."""
-    assert cpu_measure.range_strategy(2**22, 1, 64) is RangeStrategy.TREE
-    assert cpu_measure.range_strategy(2**22, 64, 4096) is RangeStrategy.HYBRID
-    assert cpu_measure.range_strategy(2**22, 64, 2**18) is RangeStrategy.ATOMICS
+    assert reductions.range_strategy(2**22, 1, 64) is RangeStrategy.TREE
+    assert reductions.range_strategy(2**22, 64, 4096) is RangeStrategy.HYBRID
+    assert reductions.range_strategy(2**22, 64, 2**18) is RangeStrategy.ATOMICS
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (64, 1), (1009, 1), (2048, 1), (64, 3136), (2048, 49)])
@@ -255,15 +257,15 @@ def test_workspaces_are_small_beside_a_large_tensor(shape) -> None:
     """However many threads: a share has four spans at least, a span 256 elements a channel."""
     source_bytes = 4 * 2**24
     for threads in (1, 4, 1000):
-        size = cpu_measure.sums_workspace_bytes(2**24, threads, *shape)
+        size = reductions.sums_workspace_bytes(2**24, threads, *shape)
         assert size <= 0.08 * source_bytes
-    assert cpu_measure.ranges_workspace_bytes(2**24, 1, *shape) <= 0.01 * source_bytes
+    assert reductions.ranges_workspace_bytes(2**24, 1, *shape) <= 0.01 * source_bytes
 
 
 def test_flushed_denormals_of_the_caller_change_nothing(cases) -> None:
     source = cases.wild(600_000) * np.float32(2.0**-100)
-    expected = reference_measure.measure_sums(source, 3, 1)
-    ranges = reference_measure.measure_ranges(source, 3, 1)
+    expected = reference_reductions.measure_sums(source, 3, 1)
+    ranges = reference_reductions.measure_ranges(source, 3, 1)
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor cannot flush denormals")
     try:
@@ -285,8 +287,8 @@ GOOD_SUMS = ChannelSums(1, 1, AT + 2048, AT + 4096, AT + 8192)
 
 
 def test_the_good_calls_are_good() -> None:
-    cpu_measure.measure_ranges(*GOOD_RANGES)
-    cpu_measure.measure_sums(AT, F32, 256, GOOD_SUMS, 1)
+    reductions.measure_ranges(*GOOD_RANGES)
+    reductions.measure_sums(AT, F32, 256, GOOD_SUMS, 1)
 
 
 @pytest.mark.parametrize(
@@ -300,7 +302,7 @@ def test_bad_ranges_are_refused(place, value) -> None:
     arguments = list(GOOD_RANGES)
     arguments[place] = value
     with pytest.raises(KernelError, match="asked for"):
-        cpu_measure.measure_ranges(*arguments)
+        reductions.measure_ranges(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -312,15 +314,15 @@ def test_bad_sums_are_refused(place, value) -> None:
     if place == 3:
         arguments[3] = ChannelSums(*(0 if i == value else v for i, v in enumerate(GOOD_SUMS)))
     with pytest.raises(KernelError, match="asked for"):
-        cpu_measure.measure_sums(*arguments)
+        reductions.measure_sums(*arguments)
 
 
 @pytest.mark.parametrize("shape", [(-1, 1, 1, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0)])
 def test_bad_shapes_are_refused(shape) -> None:
     for function in (
-        cpu_measure.range_strategy,
-        cpu_measure.ranges_workspace_bytes,
-        cpu_measure.sums_workspace_bytes,
+        reductions.range_strategy,
+        reductions.ranges_workspace_bytes,
+        reductions.sums_workspace_bytes,
     ):
         with pytest.raises(KernelError, match="asked for"):
             function(*shape)

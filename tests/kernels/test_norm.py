@@ -15,18 +15,10 @@ from hypothesis import strategies as st
 
 from daf.core.code_format import ElementType, words_per_plane
 from daf.core.errors import KernelError
-from daf.kernels import (
-    ChannelAffine,
-    ChannelSums,
-    Emission,
-    NormGradient,
-    cpu,
-    cpu_measure,
-    norm,
-    pages,
-    reference,
-    reference_norm,
-)
+from daf.kernels import ChannelAffine, ChannelSums, Emission, NormGradient
+from daf.kernels.cpu import channel_norm, flat, paged, reductions
+from daf.kernels.reference import channel_norm as reference_norm
+from daf.kernels.reference import codecs as reference
 from daf.store.buffers import PlainStore
 from daf.store.pool import PagedStore
 
@@ -172,11 +164,11 @@ def code_of(case: Case, codec: str) -> reference.Code | None:
 def run_forward(case: Case, room: Room, codec: str, emission: Emission) -> None:
     source, before, fields = case.x.ctypes.data, native(case.forward), room.code.view.fields
     if codec == "none":
-        norm.emit(source, case.count, before, emission, 1)
+        channel_norm.emit(source, case.count, before, emission, 1)
     elif codec == "rotated":
-        pages.encode_rotated(source, F32, fields, 1, KEY, 1, before, emission=emission)
+        paged.encode_rotated(source, F32, fields, 1, KEY, 1, before, emission=emission)
     else:
-        pages.encode_minmax(source, F32, fields, KEY, 1, before, emission=emission)
+        paged.encode_minmax(source, F32, fields, KEY, 1, before, emission=emission)
     room.seal()
 
 
@@ -191,7 +183,7 @@ def test_the_result_is_derived_again_bit_for_bit(
         room = Room(cases, case)
         source, maps = case.x.ctypes.data, (native(case.forward), native(case.result))
         emission = room.emission(addend=addend, rectify=rectify)
-        norm.emit(source, case.count, maps[0], emission, 1)
+        channel_norm.emit(source, case.count, maps[0], emission, 1)
         room.seal()
         written = room.out.opened()
         mask = mask_words(room.mask, case.count) if rectify else None
@@ -209,7 +201,7 @@ def test_the_result_is_derived_again_bit_for_bit(
                 out = cases.guarded(size, np.float32, offset=4)
                 if addend:
                     out.fill(case.addend[there])
-                norm.derive(
+                channel_norm.derive(
                     *(source, case.count, *maps, out.address, 1, fields),
                     accumulate=addend,
                     blocks=blocks,
@@ -221,11 +213,11 @@ def test_only_blocks_that_there_are_are_derived(cases) -> None:
     case = make_case(cases, 5000, 7, 1)
     room = Room(cases, case)
     with pytest.raises(KernelError, match="the tensor has 20"):
-        norm.derive(
+        channel_norm.derive(
             *(case.x.ctypes.data, case.count, None, None, room.out.address, 1), blocks=(3, 21)
         )
     with pytest.raises(KernelError, match="destination"):
-        norm.derive(case.x.ctypes.data, case.count, None, None, 0, 1)
+        channel_norm.derive(case.x.ctypes.data, case.count, None, None, 0, 1)
 
 
 @pytest.mark.parametrize("addend", [False, True])
@@ -235,7 +227,7 @@ def test_a_rectifier_with_an_upper_bound(cases, instruction_set, most, addend) -
         case = make_case(cases, 30_001, 96, 1, kind)
         room = Room(cases, case)
         emission = room.emission(addend=addend, rectify=True, most=most)
-        norm.emit(case.x.ctypes.data, case.count, native(case.forward), emission, 1)
+        channel_norm.emit(case.x.ctypes.data, case.count, native(case.forward), emission, 1)
         room.seal()
         expected = oracle_of(case, addend=addend, rectify=True, most=most)
         same_bytes(room.out.opened(), expected.result)
@@ -259,10 +251,10 @@ def test_a_bound_that_lets_nothing_pass_is_refused(cases, most) -> None:
     room = Room(cases, case)
     emission = room.emission(addend=False, rectify=True, most=most)
     with pytest.raises(KernelError, match="give a bound above 0"):
-        norm.emit(case.x.ctypes.data, case.count, native(case.forward), emission, 1)
+        channel_norm.emit(case.x.ctypes.data, case.count, native(case.forward), emission, 1)
     without = room.emission(addend=False, rectify=False, most=6.0)
     with pytest.raises(KernelError, match="and a mask"):
-        norm.emit(case.x.ctypes.data, case.count, native(case.forward), without, 1)
+        channel_norm.emit(case.x.ctypes.data, case.count, native(case.forward), without, 1)
 
 
 def assert_planes(room: Room, code: reference.Code) -> None:
@@ -285,7 +277,7 @@ class Sums:
 
     def __init__(self, cases, case: Case, threads: int = 1) -> None:
         geometry = (case.channels, case.inner)
-        size = cpu_measure.sums_workspace_bytes(case.count, threads, *geometry)
+        size = reductions.sums_workspace_bytes(case.count, threads, *geometry)
         self._sums = cases.guarded(case.channels, np.float64)
         self._products = cases.guarded(case.channels, np.float64)
         self._workspace = cases.guarded(size, np.uint8)
@@ -311,34 +303,34 @@ def held(case: Case, room: Room, codec: str, threads: int = 1) -> Held:
     if codec == "kept":
         return Held(
             case.values,
-            lambda g: norm.backward_kept(source, case.count, before, g, threads),
+            lambda g: channel_norm.backward_kept(source, case.count, before, g, threads),
         )
     fields = room.code.view.fields
     if codec == "rotated":
-        pages.encode_rotated(source, F32, fields, 1, KEY, 1, before)
+        paged.encode_rotated(source, F32, fields, 1, KEY, 1, before)
         code = reference.encode_rotated(case.x, fields.bits, 1, KEY, case.forward)
         values = reference.decode_rotated(code, reference.Target(case.count), fields.bits, 1, KEY)
         room.code.seal()
 
         def run(gradient: NormGradient) -> None:
             with room.code.pinned() as view:
-                norm.backward_rotated(view.fields, 1, KEY, gradient, threads)
+                channel_norm.backward_rotated(view.fields, 1, KEY, gradient, threads)
     else:
-        pages.encode_minmax(source, F32, fields, KEY, 1, before)
+        paged.encode_minmax(source, F32, fields, KEY, 1, before)
         code = reference.encode_minmax(case.x, fields.bits, KEY, case.forward)
         values = reference.decode_minmax(code, reference.Target(case.count), fields.bits)
         room.code.seal()
 
         def run(gradient: NormGradient) -> None:
             with room.code.pinned() as view:
-                norm.backward_minmax(view.fields, gradient, threads)
+                channel_norm.backward_minmax(view.fields, gradient, threads)
 
     return Held(values, run)
 
 
 def make_mask(case: Case, room: Room) -> np.ndarray:
     emission = room.emission(addend=True, rectify=True)
-    norm.emit(case.x.ctypes.data, case.count, native(case.forward), emission, 1)
+    channel_norm.emit(case.x.ctypes.data, case.count, native(case.forward), emission, 1)
     room.mask.seal()
     return mask_words(room.mask, case.count)
 
@@ -383,7 +375,7 @@ def test_threads_change_nothing(cases, instruction_set) -> None:
         room = Room(cases, case)
         fields, emission = room.code.view.fields, room.emission(addend=True, rectify=True)
         before, source = native(case.forward), case.x.ctypes.data
-        pages.encode_rotated(source, F32, fields, 1, KEY, threads, before, emission=emission)
+        paged.encode_rotated(source, F32, fields, 1, KEY, threads, before, emission=emission)
         room.seal()
         expected = oracle_of(case, addend=True, rectify=True)
         same_bytes(room.out.opened(), expected.result)
@@ -393,7 +385,7 @@ def test_threads_change_nothing(cases, instruction_set) -> None:
         with room.code.pinned() as view, room.mask.pinned() as mask:
             at = room.gradient.address
             gradient = NormGradient(at, at, sums=sums.where, mask=mask.fields)
-            norm.backward_rotated(view.fields, 1, KEY, gradient, threads)
+            channel_norm.backward_rotated(view.fields, 1, KEY, gradient, threads)
         sums.same_as(
             reference_norm.gradient_sums(values, case.gradient, expected.mask, case.channels, 1)
         )
@@ -405,15 +397,15 @@ def test_planes_given_up_are_not_read(cases, instruction_set) -> None:
     case = make_case(cases, 40 * 4096, 64, 1)
     room = Room(cases, case)
     source, before = case.x.ctypes.data, native(case.forward)
-    pages.encode_rotated(source, F32, room.code.view.fields, 1, KEY, 1, before)
+    paged.encode_rotated(source, F32, room.code.view.fields, 1, KEY, 1, before)
     room.seal()
     room.store.evict(5 * 512)
     decoded = np.empty(case.count, np.float32)
     sums = Sums(cases, case)
     with room.code.pinned() as view:
         assert 0 < view.fields.full_runs < view.runs
-        pages.decode_rotated(view.fields, 1, KEY, decoded.ctypes.data, F32, 1)
-        norm.backward_rotated(
+        paged.decode_rotated(view.fields, 1, KEY, decoded.ctypes.data, F32, 1)
+        channel_norm.backward_rotated(
             view.fields, 1, KEY, NormGradient(room.gradient.address, sums=sums.where), 1
         )
     sums.same_as(reference_norm.gradient_sums(decoded, case.gradient, None, case.channels, 1))
@@ -435,12 +427,12 @@ def test_any_shape(cases, count, channels, inner, addend, store) -> None:
     sums_expected = reference_norm.gradient_sums(
         values, case.gradient, expected.mask, channels, inner
     )
-    for name in cpu.instruction_sets():
-        with cpu.use_instruction_set(name):
+    for name in flat.instruction_sets():
+        with flat.use_instruction_set(name):
             room = Room(cases, case, store=store)
             fields, emission = room.code.view.fields, room.emission(addend=addend, rectify=True)
             before, source = native(case.forward), case.x.ctypes.data
-            pages.encode_rotated(source, F32, fields, 1, KEY, 1, before, emission=emission)
+            paged.encode_rotated(source, F32, fields, 1, KEY, 1, before, emission=emission)
             room.seal()
             same_bytes(room.out.opened(), expected.result)
             same_bytes(mask_words(room.mask, count), expected.mask)
@@ -448,7 +440,7 @@ def test_any_shape(cases, count, channels, inner, addend, store) -> None:
             with room.code.pinned() as view, room.mask.pinned() as mask:
                 at = room.gradient.address
                 gradient = NormGradient(at, sums=sums.where, mask=mask.fields)
-                norm.backward_rotated(view.fields, 1, KEY, gradient, 1)
+                channel_norm.backward_rotated(view.fields, 1, KEY, gradient, 1)
             sums.same_as(sums_expected)
 
 
@@ -457,12 +449,12 @@ def test_calls_outside_the_contract_are_refused(cases) -> None:
     room = Room(cases, case)
     at = room.gradient.address
     with pytest.raises(KernelError, match="factors"):
-        norm.backward_kept(case.x.ctypes.data, case.count, None, NormGradient(at, at), 1)
+        channel_norm.backward_kept(case.x.ctypes.data, case.count, None, NormGradient(at, at), 1)
     with pytest.raises(KernelError, match="gradient"):
-        norm.backward_kept(case.x.ctypes.data, case.count, None, NormGradient(0), 1)
+        channel_norm.backward_kept(case.x.ctypes.data, case.count, None, NormGradient(0), 1)
     with pytest.raises(KernelError, match="destination"):
-        norm.emit(case.x.ctypes.data, case.count, None, Emission(0), 1)
+        channel_norm.emit(case.x.ctypes.data, case.count, None, Emission(0), 1)
     other = PlainStore().allocate_planes(256, 1, headers=False)
     emission = Emission(room.out.address, mask=other.view.fields)
     with pytest.raises(KernelError, match="mask"):
-        norm.emit(case.x.ctypes.data, case.count, None, emission, 1)
+        channel_norm.emit(case.x.ctypes.data, case.count, None, emission, 1)

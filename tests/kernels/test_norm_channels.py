@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from daf.core.errors import KernelError
-from daf.kernels import ChannelSums, GradientFactors, RunningMoments, norm, reference_norm
-from daf.kernels.reference_measure import Sums
+from daf.kernels import ChannelSums, GradientFactors, RunningMoments
+from daf.kernels.cpu import channel_norm
+from daf.kernels.reference import channel_norm as reference_norm
+from daf.kernels.reference.reductions import Sums
 from daf.store.normalised import Geometry, Running, take_statistics
 
 any_float = st.floats(width=64, allow_nan=True, allow_infinity=True)
@@ -65,11 +67,13 @@ def test_statistics_are_the_oracle_s(rows, count, epsilon, momentum) -> None:
     rooms = [Written(channels), Written(channels), *(Written(channels, each) for each in before)]
     running = RunningMoments(rooms[2].address, rooms[3].address, momentum)
     places = rooms[0].address, rooms[1].address
-    norm.statistics_of_sums(sums_at(sums), count, epsilon, *places, running)
+    channel_norm.statistics_of_sums(sums_at(sums), count, epsilon, *places, running)
     for room, wanted in zip(rooms, expected, strict=True):
         same_bytes(room.opened(), wanted)
     alone = [Written(channels), Written(channels)]
-    norm.statistics_of_sums(sums_at(sums), count, epsilon, *(each.address for each in alone))
+    channel_norm.statistics_of_sums(
+        sums_at(sums), count, epsilon, *(each.address for each in alone)
+    )
     for room, wanted in zip(alone, expected[:2], strict=True):
         same_bytes(room.opened(), wanted)
 
@@ -90,7 +94,7 @@ def test_factors_are_the_oracle_s(rows, count, given_) -> None:
     at = [room.address if is_wanted else 0 for room, is_wanted in zip(rooms, wanted, strict=True)]
     read = (sums.sums.ctypes.data, sums.squares.ctypes.data, deviation.ctypes.data)
     factors = GradientFactors(*read, gamma.ctypes.data if has_gamma else 0, *at)
-    norm.factors_of_sums(channels, count, factors)
+    channel_norm.factors_of_sums(channels, count, factors)
     for room, result, is_wanted in zip(rooms, expected, wanted, strict=True):
         same_bytes(room.opened(), result if is_wanted else np.full(channels, 3.0, np.float32))
 
@@ -102,7 +106,7 @@ def test_flushing_denormals_changes_nothing() -> None:
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor does not flush denormals")
     try:
-        norm.statistics_of_sums(sums_at(sums), 1, 0.0, *(each.address for each in rooms))
+        channel_norm.statistics_of_sums(sums_at(sums), 1, 0.0, *(each.address for each in rooms))
     finally:
         torch.set_flush_denormal(False)
     for room, wanted in zip(rooms, expected[:2], strict=True):
@@ -144,7 +148,7 @@ def refused(match: str, call: Any, *arguments: Any) -> None:
 def test_calls_outside_the_contract_are_refused() -> None:
     sums, room = sums_at(sums_of([(1.0, 2.0)])), Written(1)
     good = room.address
-    call = norm.statistics_of_sums
+    call = channel_norm.statistics_of_sums
     refused("statistics of 0 elements; the least is 1", call, sums, 0, 0.0, good, good)
     running = RunningMoments(good, good, 0.1)
     refused("of 1 elements; the least is 2", call, sums, 1, 0.0, good, good, running)
@@ -157,11 +161,17 @@ def test_calls_outside_the_contract_are_refused() -> None:
     no_variance = running._replace(variance_pointer=-8)
     refused("running variance at", call, sums, 2, 0.0, good, good, no_variance)
     factors = GradientFactors(*[good] * 9)
-    refused("factors of 0 elements", norm.factors_of_sums, 1, 0, factors)
-    refused("asked for 0 channels", norm.factors_of_sums, 0, 1, factors)
+    refused("factors of 0 elements", channel_norm.factors_of_sums, 1, 0, factors)
+    refused("asked for 0 channels", channel_norm.factors_of_sums, 0, 1, factors)
     for name in factors._fields:
         bad = factors._replace(**{name: 2**64})
-        refused(f"asked for {name} at", norm.factors_of_sums, 1, 1, bad)
+        refused(f"asked for {name} at", channel_norm.factors_of_sums, 1, 1, bad)
     for name in ("sums_pointer", "inverse_deviation_pointer", "gradient_scale_pointer"):
-        refused(f"asked for {name} at", norm.factors_of_sums, 1, 1, factors._replace(**{name: 0}))
+        refused(
+            f"asked for {name} at",
+            channel_norm.factors_of_sums,
+            1,
+            1,
+            factors._replace(**{name: 0}),
+        )
     assert math.isclose(room.opened()[0], 3.0)

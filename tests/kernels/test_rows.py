@@ -11,19 +11,11 @@ from hypothesis import strategies as st
 
 from daf.core.code_format import ElementType
 from daf.core.errors import KernelError
-from daf.kernels import (
-    ChannelAffine,
-    Emission,
-    RowGradient,
-    RowMoments,
-    cpu,
-    norm,
-    pages,
-    reference,
-    reference_norm,
-    reference_rows,
-    rows,
-)
+from daf.kernels import ChannelAffine, Emission, RowGradient, RowMoments
+from daf.kernels.cpu import channel_norm, flat, paged, row_norm
+from daf.kernels.reference import channel_norm as reference_norm
+from daf.kernels.reference import codecs as reference
+from daf.kernels.reference import row_norm as reference_rows
 from daf.store.pool import PagedStore
 
 KEY = 0xFEDCBA9876543210
@@ -91,11 +83,11 @@ class Forward:
         moments, fields = RowMoments(EPSILON, case.centred), self.planes.view.fields
         source, options = self.x.address, (threads, self.affine)
         if codec == "kept":
-            norm.emit(source, case.count, self.affine, emission, threads, moments)
+            channel_norm.emit(source, case.count, self.affine, emission, threads, moments)
         elif codec == "rotated":
-            pages.encode_rotated(source, F32, fields, 1, KEY, *options, emission, moments)
+            paged.encode_rotated(source, F32, fields, 1, KEY, *options, emission, moments)
         else:
-            pages.encode_minmax(source, F32, fields, KEY, *options, emission, moments)
+            paged.encode_minmax(source, F32, fields, KEY, *options, emission, moments)
         self.planes.seal()
 
 
@@ -117,7 +109,7 @@ def run_backward(cases, case: Case, done: Forward, codec: str, *, threads: int =
     gradient = cases.guarded(case.count, np.float32, offset=4).fill(case.gradient)
     other = cases.guarded(case.count, np.float32, offset=8)
     sums, products = (cases.guarded(case.length, np.float64) for _ in range(2))
-    size = rows.workspace_bytes(case.count, case.length, threads)
+    size = row_norm.workspace_bytes(case.count, case.length, threads)
     workspace = cases.guarded(size, np.uint8, offset=1)
     target = {"over": gradient.address, "beside": other.address, "none": 0}[what["target"]]
     asked = RowGradient(
@@ -133,11 +125,11 @@ def run_backward(cases, case: Case, done: Forward, codec: str, *, threads: int =
     )
     with done.planes.pinned() as view:
         if codec == "kept":
-            rows.backward_kept(done.x.address, case.count, done.affine, asked, threads)
+            row_norm.backward_kept(done.x.address, case.count, done.affine, asked, threads)
         elif codec == "rotated":
-            rows.backward_rotated(view.fields, 1, KEY, asked, threads)
+            row_norm.backward_rotated(view.fields, 1, KEY, asked, threads)
         else:
-            rows.backward_minmax(view.fields, asked, threads)
+            row_norm.backward_minmax(view.fields, asked, threads)
     workspace.opened()
     if what["target"] != "over":
         same_bytes(gradient.opened(), case.gradient)
@@ -224,7 +216,7 @@ def test_planes_given_up_are_not_read(cases, instruction_set) -> None:
     values = np.empty(case.count, np.float32)
     with done.planes.pinned() as view:
         assert 0 < view.fields.full_runs < view.runs
-        pages.decode_rotated(view.fields, 1, KEY, values.ctypes.data, F32, 1)
+        paged.decode_rotated(view.fields, 1, KEY, values.ctypes.data, F32, 1)
     x, _, gamma = run_backward(cases, case, done, "rotated", target="over", gamma=True)
     expected = expect_backward(case, values, gamma=True)
     same_bytes(x, expected.x)
@@ -242,8 +234,8 @@ def test_planes_given_up_are_not_read(cases, instruction_set) -> None:
 def test_any_shape(cases, row_count, length, centred, codec, gamma) -> None:
     case = make_case(cases, row_count, length, centred=centred)
     expected = expect_backward(case, decoded(case, codec), gamma=gamma)
-    for name in cpu.instruction_sets():
-        with cpu.use_instruction_set(name):
+    for name in flat.instruction_sets():
+        with flat.use_instruction_set(name):
             done = Forward(cases, case, codec)
             x, beta, of_gamma = run_backward(cases, case, done, codec, target="over", gamma=gamma)
         same_bytes(x, expected.x)
@@ -280,21 +272,21 @@ def test_calls_outside_the_contract_are_refused(cases) -> None:
     at, moments = done.x.address, RowMoments(EPSILON, centred=True)
     emission = Emission(done.out.address)
     with pytest.raises(KernelError, match="length that divides"):
-        rows.workspace_bytes(33, 8, 1)
+        row_norm.workspace_bytes(33, 8, 1)
     with pytest.raises(KernelError, match="room for the affine"):
-        norm.emit(at, case.count, None, emission, 1, moments)
+        channel_norm.emit(at, case.count, None, emission, 1, moments)
     with pytest.raises(KernelError, match="room for the affine"):
-        norm.emit(at, case.count, done.affine._replace(inner=4), emission, 1, moments)
+        channel_norm.emit(at, case.count, done.affine._replace(inner=4), emission, 1, moments)
     with pytest.raises(KernelError, match="epsilon"):
-        norm.emit(at, case.count, done.affine, emission, 1, RowMoments(-1.0, centred=True))
+        channel_norm.emit(at, case.count, done.affine, emission, 1, RowMoments(-1.0, centred=True))
     planes = PagedStore().allocate_planes(case.count, 2, minimum_bits=1)
     options = (planes.view.fields, 1, KEY, 1, done.affine, emission, moments)
     with pytest.raises(KernelError, match="float32"):
-        pages.encode_rotated(at, ElementType.FLOAT16, *options)
+        paged.encode_rotated(at, ElementType.FLOAT16, *options)
     good = RowGradient(8, True, at, at, 0, done.scale.address, at, at, at)
     for name in ("gradient", "scale", "sums", "products", "workspace"):
         asked = good._replace(**{f"{name}_pointer": 0})
         with pytest.raises(KernelError, match=name):
-            rows.backward_kept(at, case.count, done.affine, asked, 1)
+            row_norm.backward_kept(at, case.count, done.affine, asked, 1)
     with pytest.raises(KernelError, match="length that divides"):
-        rows.backward_kept(at, case.count, done.affine, good._replace(length=5), 1)
+        row_norm.backward_kept(at, case.count, done.affine, good._replace(length=5), 1)

@@ -13,7 +13,7 @@ import torch
 from daf._native import team_threads
 
 from daf.core.code_format import ElementType, block_count, words_per_plane
-from daf.kernels import cpu
+from daf.kernels.cpu import flat
 
 COUNT = 1_000_003
 KEY = 99
@@ -24,9 +24,9 @@ def encoded(source: np.ndarray, threads: int, key: int = KEY) -> bytes:
     headers = np.zeros(2 * block_count(len(source)), np.uint16)
     at = (planes.ctypes.data, headers.ctypes.data)
     kind = ElementType.FLOAT32
-    cpu.encode_rotated(source.ctypes.data, kind, len(source), 2, 1, key, *at, threads)
+    flat.encode_rotated(source.ctypes.data, kind, len(source), 2, 1, key, *at, threads)
     back = np.zeros_like(source)
-    cpu.decode_rotated(*at, len(source), 2, 2, 1, key, back.ctypes.data, kind, threads)
+    flat.decode_rotated(*at, len(source), 2, 2, 1, key, back.ctypes.data, kind, threads)
     return planes.tobytes() + headers.tobytes() + back.tobytes()
 
 
@@ -53,7 +53,7 @@ def test_a_refusal_by_one_thread_is_everybody_s(source) -> None:
     broken[-1] = np.nan
     for data, coded in ((source, True), (broken, False)):
         at = (data.ctypes.data, ElementType.FLOAT32, COUNT, 1, borders.ctypes.data)
-        assert cpu.encode_derivative(*at, planes.ctypes.data, 3) is coded
+        assert flat.encode_derivative(*at, planes.ctypes.data, 3) is coded
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")

@@ -8,7 +8,7 @@ from recorder import CODECS, Norm
 
 from daf.core.code_format import ElementType, Predicate
 from daf.core.errors import KernelError
-from daf.kernels import reference
+from daf.kernels.reference import codecs as reference
 
 KEY = 0xFEDCBA9876543210
 KINDS = ("smooth", "wild", "mixed", "broken")

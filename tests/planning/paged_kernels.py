@@ -20,8 +20,8 @@ from daf.core.code_format import (
     block_count,
     words_per_plane,
 )
-from daf.kernels import cpu
-from daf.kernels.gpu_planes import DevicePlanes
+from daf.kernels.cpu import flat
+from daf.kernels.triton.planes import DevicePlanes
 
 Words = npt.NDArray[np.int32]
 FLOAT32 = ElementType.FLOAT32
@@ -85,7 +85,7 @@ def encode_rotated(
     assert affine is None
     words, headers = _scratch(planes)
     code = (planes.bits, rounds, key, words.ctypes.data, headers.ctypes.data, 1)
-    cpu.encode_rotated(source.data_ptr(), FLOAT32, source.numel(), *code)
+    flat.encode_rotated(source.data_ptr(), FLOAT32, source.numel(), *code)
     _written(planes, words, headers)
 
 
@@ -103,7 +103,7 @@ def decode_rotated(
         if first < last:
             code = (words.ctypes.data, headers.ctypes.data, planes.elements, planes.bits, kept)
             place = destination.data_ptr() + 4 * first * BLOCK_ELEMENTS
-            cpu.decode_rotated(*code, rounds, key, place, FLOAT32, 1, blocks=(first, last))
+            flat.decode_rotated(*code, rounds, key, place, FLOAT32, 1, blocks=(first, last))
 
 
 def encode_minmax(source: Tensor, planes: DevicePlanes, key: int, affine: None = None) -> None:
@@ -111,7 +111,7 @@ def encode_minmax(source: Tensor, planes: DevicePlanes, key: int, affine: None =
     assert affine is None
     words, headers = _scratch(planes)
     code = (planes.bits, key, words.ctypes.data, headers.ctypes.data, 1)
-    cpu.encode_minmax(source.data_ptr(), FLOAT32, source.numel(), *code)
+    flat.encode_minmax(source.data_ptr(), FLOAT32, source.numel(), *code)
     _written(planes, words, headers)
 
 
@@ -121,7 +121,7 @@ def decode_minmax(planes: DevicePlanes, destination: Tensor, *more: Any) -> None
     assert not any(more)
     words, headers = _read(planes)
     code = (words.ctypes.data, headers.ctypes.data, planes.elements, planes.bits)
-    cpu.decode_minmax(*code, destination.data_ptr(), FLOAT32, 1)
+    flat.decode_minmax(*code, destination.data_ptr(), FLOAT32, 1)
 
 
 def encode_mask(
@@ -130,7 +130,7 @@ def encode_mask(
     """``gpu.encode_mask`` of float32."""
     words, _ = _scratch(planes)
     bounds = (predicate, low, high)
-    cpu.encode_mask(source.data_ptr(), FLOAT32, source.numel(), *bounds, words.ctypes.data, 1)
+    flat.encode_mask(source.data_ptr(), FLOAT32, source.numel(), *bounds, words.ctypes.data, 1)
     write(planes, 0, words[0])
 
 
@@ -140,7 +140,7 @@ def decode_mask(
     """``gpu.decode_mask``."""
     words, values = read(planes, 0), (off_value, on_value)
     place = destination.data_ptr()
-    cpu.decode_mask(words.ctypes.data, planes.elements, *values, place, FLOAT32, 1)
+    flat.decode_mask(words.ctypes.data, planes.elements, *values, place, FLOAT32, 1)
 
 
 ALL = (encode_rotated, decode_rotated, encode_minmax, decode_minmax, encode_mask, decode_mask)

@@ -29,7 +29,7 @@ from daf.core.errors import BudgetError
 from daf.core.plan import Plan
 from daf.governor import bounds_of
 from daf.governor.budget import RESERVE_BYTES
-from daf.kernels.gpu_planes import DevicePlanes
+from daf.kernels.triton.planes import DevicePlanes
 from daf.memory.device_keeper import DeviceKeeper
 from daf.memory.recycling import unsupported_reason
 from daf.session import Session
@@ -39,7 +39,7 @@ from daf.store.host_planes import HostPlanes, HostStore
 
 pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")
 
-from daf.kernels import gpu
+from daf.kernels.triton import codecs as triton_codecs
 
 MIB = 2**20
 CPU = torch.device("cpu")
@@ -436,7 +436,7 @@ def test_a_step_ends_within_its_budget_or_is_refused_whole(bits, steps) -> None:
     with pytest.MonkeyPatch.context() as patch, SimulatedDevice() as device:
         patch.setattr(coder, "DEVICE_TYPES", ("cpu",))
         for kernel in paged_kernels.ALL:
-            patch.setattr(gpu, kernel.__name__, kernel)
+            patch.setattr(triton_codecs, kernel.__name__, kernel)
         memory = SimulatedMemory(torch.device("cuda:0"), device)
         patch.setattr("daf.asked.memory_of", lambda _: memory)
         state = json.loads(measured(bits))

@@ -19,7 +19,7 @@ from daf.store import coder
 
 pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")
 
-from daf.kernels import gpu
+from daf.kernels.triton import codecs as triton_codecs
 
 LAYERS, EXAMPLES, WIDTH = 4, 1024, 512
 
@@ -33,12 +33,16 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
         destination.fill_(1.0)
 
     written: Callable[..., None] = lambda *_: None  # noqa: E731
-    monkeypatch.setattr(gpu, "encode_rotated", written)
-    monkeypatch.setattr(gpu, "decode_rotated", decode)
-    monkeypatch.setattr(gpu, "encode_minmax", written)
-    monkeypatch.setattr(gpu, "decode_minmax", lambda _planes, destination, *_: destination.fill_(1))
-    monkeypatch.setattr(gpu, "encode_mask", written)
-    monkeypatch.setattr(gpu, "decode_mask", lambda _planes, _off, _on, out: out.fill_(1.0))
+    monkeypatch.setattr(triton_codecs, "encode_rotated", written)
+    monkeypatch.setattr(triton_codecs, "decode_rotated", decode)
+    monkeypatch.setattr(triton_codecs, "encode_minmax", written)
+    monkeypatch.setattr(
+        triton_codecs, "decode_minmax", lambda _planes, destination, *_: destination.fill_(1)
+    )
+    monkeypatch.setattr(triton_codecs, "encode_mask", written)
+    monkeypatch.setattr(
+        triton_codecs, "decode_mask", lambda _planes, _off, _on, out: out.fill_(1.0)
+    )
 
 
 def test_a_budget_that_falls_in_mid_step_takes_planes_of_its_codes(

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from daf.core.code_format import header_bytes, plane_bytes
 from daf.core.errors import KernelError, PoolFullError
-from daf.kernels.gpu_planes import DevicePlanes
+from daf.kernels.triton.planes import DevicePlanes
 from daf.store import device_pool
 from daf.store.device_pool import DevicePagedStore, DevicePlaneTensor
 from daf.store.device_stores import DeviceStores

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from daf.core.code_tables import rotated_error
-from daf.kernels.reference import Code, Target, decode_rotated, encode_rotated
+from daf.kernels.reference.codecs import Code, Target, decode_rotated, encode_rotated
 from daf.store.pool import PagedStore, PlaneTensor
 from daf.store.pool_view import PlaneView
 

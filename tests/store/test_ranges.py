@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from daf.core.policy import Method, policy_for
 from daf.execution.capture import Capture
 from daf.kernels import RangeStrategy
-from daf.kernels.calibration import CHECK_SHARE, CONFIRMATIONS, HOPELESS
-from daf.kernels.cpu_measure import range_strategy
+from daf.kernels.autotune import CHECK_SHARE, CONFIRMATIONS, HOPELESS
+from daf.kernels.cpu.reductions import range_strategy
 from daf.store import ranges
 from daf.store.ranged import WHOLE, Cut
 from daf.store.ranges import LEAST_ELEMENTS, PYTORCH, STRATEGIES, Ranges, all_finite, bounds
@@ -175,9 +175,9 @@ def test_a_gpu_s_kernels_give_the_processor_s_bytes(monkeypatch: pytest.MonkeyPa
         assert "1 passed" in done.stdout, done.stdout + done.stderr
         return
     reduced: list[str] = []
-    from daf.kernels import gpu_reduce
+    from daf.kernels.triton import reductions as triton_reductions
 
-    by_kernels = gpu_reduce.measure_ranges
+    by_kernels = triton_reductions.measure_ranges
 
     def noted(items: Tensor, strategy: RangeStrategy, *cut: int) -> Any:
         reduced.append(strategy.name.lower())
@@ -185,7 +185,7 @@ def test_a_gpu_s_kernels_give_the_processor_s_bytes(monkeypatch: pytest.MonkeyPa
 
     tensor = torch.randn(2, LEAST_ELEMENTS // 2, generator=torch.Generator().manual_seed(1)).half()
     expected = [end.item() for end in ranges._by(tensor, WHOLE, "tree")]
-    monkeypatch.setattr(gpu_reduce, "measure_ranges", noted)
+    monkeypatch.setattr(triton_reductions, "measure_ranges", noted)
     monkeypatch.setattr(ranges, "is_processor", lambda _: False)
     for name in STRATEGIES:
         assert [end.item() for end in ranges._by(tensor.t(), WHOLE, name)] == expected

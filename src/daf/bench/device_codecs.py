@@ -94,18 +94,20 @@ def _rows(values: Tensor, rounds: int) -> Iterator[dict[str, Any]]:
 
 
 def _ways(values: Tensor, out: Tensor, codec: str, bits: int) -> dict[str, Callable[[], object]]:
-    from daf.kernels import gpu  # needs triton, which processors alone do not
-    from daf.kernels.gpu_planes import allocate_flat
+    from daf.kernels.triton import (
+        codecs as triton_codecs,  # needs triton, which processors alone do not
+    )
+    from daf.kernels.triton.planes import allocate_flat
 
     planes = allocate_flat(values.numel(), bits, values.device, headers=True)
     if codec == ROTATED:
         return {
-            "encode": lambda: gpu.encode_rotated(values, planes, 1, _KEY),
-            "decode": lambda: gpu.decode_rotated(planes, 1, _KEY, out),
+            "encode": lambda: triton_codecs.encode_rotated(values, planes, 1, _KEY),
+            "decode": lambda: triton_codecs.decode_rotated(planes, 1, _KEY, out),
         }
     return {
-        "encode": lambda: gpu.encode_minmax(values, planes, _KEY),
-        "decode": lambda: gpu.decode_minmax(planes, out),
+        "encode": lambda: triton_codecs.encode_minmax(values, planes, _KEY),
+        "decode": lambda: triton_codecs.decode_minmax(planes, out),
     }
 
 

@@ -19,7 +19,7 @@ import daf._native as _native
 from daf.bench.result import BenchResult
 from daf.core.code_format import BLOCK_ELEMENTS, HEADER_BYTES_PER_BLOCK
 from daf.core.code_tables import rotated_levels, rotated_thresholds
-from daf.kernels.cpu import instruction_sets
+from daf.kernels.cpu.flat import instruction_sets
 
 Progress = Callable[[str], None]
 Row = dict[str, Any]

@@ -22,7 +22,7 @@ from torch import Tensor
 from daf.bench.result import BenchResult, median_ratio
 from daf.bench.timing import interleaved_ms
 from daf.core.code_format import BLOCK_ELEMENTS, HEADER_BYTES_PER_BLOCK, ElementType
-from daf.kernels.cpu import copy, encode_integers, encode_minmax
+from daf.kernels.cpu.flat import copy, encode_integers, encode_minmax
 
 WIDTHS = (1, 2, 4)  # those that divide a byte
 

@@ -30,7 +30,7 @@ from daf.bench.timing import device_seconds
 from daf.core.code_format import ElementType
 from daf.core.errors import KernelError
 from daf.kernels import RangeStrategy
-from daf.kernels.cpu_measure import measure_ranges, range_strategy, ranges_workspace_bytes
+from daf.kernels.cpu.reductions import measure_ranges, range_strategy, ranges_workspace_bytes
 from daf.store.ranged import WHOLE, Cut
 from daf.store.ranges import PYTORCH, Ranges, device_name
 
@@ -218,12 +218,14 @@ def _native(values: Tensor, strategy: RangeStrategy) -> Callable[[], Tensor]:
 
 
 def _on_gpu(values: Tensor) -> dict[str, Callable[[], tuple[Tensor, Tensor]]]:
-    from daf.kernels import gpu_reduce  # needs triton, which processors alone do not
+    from daf.kernels.triton import (
+        reductions as triton_reductions,  # needs triton, which processors alone do not
+    )
 
     flat, (_, channels, inner) = values.view(-1), values.shape
 
     def by(strategy: RangeStrategy) -> Callable[[], tuple[Tensor, Tensor]]:
-        return lambda: gpu_reduce.measure_ranges(flat, strategy, channels, inner)
+        return lambda: triton_reductions.measure_ranges(flat, strategy, channels, inner)
 
     return {strategy.name.lower(): by(strategy) for strategy in RangeStrategy}
 

@@ -17,16 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from daf.core.code_format import BLOCK_ELEMENTS, HEADER_BYTES_PER_BLOCK, ElementType, block_count
-from daf.kernels import (
-    Emission,
-    NormGradient,
-    PageFields,
-    RowGradient,
-    cpu_measure,
-    norm,
-    pages,
-    rows,
-)
+from daf.kernels import Emission, NormGradient, PageFields, RowGradient
+from daf.kernels.cpu import channel_norm, paged, reductions, row_norm
 
 _FLOAT_BYTES, _DOUBLE_BYTES = 4, 8
 _FRESH = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"})
@@ -190,20 +182,20 @@ def _factors(given: Mapping[str, Any]) -> int:
 
 
 _RULES: tuple[tuple[Any, str, Rule], ...] = (
-    *((pages, f"encode_{codec}", _encode) for codec in ("rotated", "minmax")),
-    *((pages, f"decode_{codec}", _decode) for codec in ("rotated", "minmax")),
+    *((paged, f"encode_{codec}", _encode) for codec in ("rotated", "minmax")),
+    *((paged, f"decode_{codec}", _decode) for codec in ("rotated", "minmax")),
     *(
-        (pages, f"{way}_{codec}", _planes_only)
+        (paged, f"{way}_{codec}", _planes_only)
         for codec in ("mask", "derivative")
         for way in ("encode", "decode")
     ),
     *(
         (module, f"backward_{source}", _backward)
-        for module in (norm, rows)
+        for module in (channel_norm, row_norm)
         for source in ("kept", "rotated", "minmax")
     ),
-    (norm, "emit", _emit),
-    (norm, "statistics_of_sums", _statistics),
-    (norm, "factors_of_sums", _factors),
-    (cpu_measure, "measure_sums", _measure),
+    (channel_norm, "emit", _emit),
+    (channel_norm, "statistics_of_sums", _statistics),
+    (channel_norm, "factors_of_sums", _factors),
+    (reductions, "measure_sums", _measure),
 )

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from daf.core.code_format import WORD_BYTES, code_bytes, words_per_plane
 from daf.core.policy import Method, Treatment
-from daf.kernels import cpu
+from daf.kernels.cpu import flat
 from daf.store.codec import element_type
 
 
@@ -40,7 +40,7 @@ def encode_on_host(
     source = (tensor.data_ptr(), element_type(tensor.dtype), count, treatment.bits)
     target = (words.data_ptr(), words[planes:].data_ptr(), torch.get_num_threads())
     if treatment.method is Method.ROTATED:
-        cpu.encode_rotated(*source, treatment.rounds, key, *target)
+        flat.encode_rotated(*source, treatment.rounds, key, *target)
     else:
-        cpu.encode_minmax(*source, key, *target)
+        flat.encode_minmax(*source, key, *target)
     return words

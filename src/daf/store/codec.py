@@ -14,7 +14,8 @@ from torch import Tensor
 from daf.core.code_format import BLOCK_ELEMENTS, ElementType, Predicate
 from daf.core.errors import CodecError
 from daf.core.policy import Method, Treatment
-from daf.kernels import ChannelAffine, Emission, PageFields, RowMoments, pages
+from daf.kernels import ChannelAffine, Emission, PageFields, RowMoments
+from daf.kernels.cpu import paged
 from daf.store.buffers import Planes, Store
 from daf.store.pool import plane_importance
 
@@ -93,7 +94,7 @@ class MaskCode:
     ) -> None:
         """Encode a dense tensor; see :class:`daf.kernels.Predicate` for which bits are set."""
         self._allocate(store, tensor.numel())
-        pages.encode_mask(
+        paged.encode_mask(
             tensor.data_ptr(),
             element_type(tensor.dtype),
             self.planes.view.fields,
@@ -128,7 +129,7 @@ class MaskCode:
         """Write the two values into a dense tensor of the coded element count."""
         check_count(self.count, out)
         with self.planes.pinned() as view:
-            pages.decode_mask(
+            paged.decode_mask(
                 view.fields,
                 off_value,
                 on_value,
@@ -187,9 +188,9 @@ class ValueCode:
         affine = channels.pointers() if channels else None
         options = (torch.get_num_threads(), affine, emission, rows)
         if treatment.method is Method.ROTATED:
-            pages.encode_rotated(source, kind, fields, treatment.rounds, key, *options)
+            paged.encode_rotated(source, kind, fields, treatment.rounds, key, *options)
         else:
-            pages.encode_minmax(source, kind, fields, key, *options)
+            paged.encode_minmax(source, kind, fields, key, *options)
         self.planes.seal()
 
     def _allocate(self, store: Store, weight: float, tag: int) -> Planes:
@@ -242,9 +243,9 @@ class ValueCode:
         place, kind, threads = out.data_ptr(), element_type(out.dtype), torch.get_num_threads()
         options = (threads, channels.pointers() if channels else None, mask, accumulate, blocks)
         if self.treatment.method is Method.ROTATED:
-            pages.decode_rotated(fields, self.treatment.rounds, self.key, place, kind, *options)
+            paged.decode_rotated(fields, self.treatment.rounds, self.key, place, kind, *options)
         else:
-            pages.decode_minmax(fields, place, kind, *options)
+            paged.decode_minmax(fields, place, kind, *options)
 
 
 class DerivativeCode:
@@ -271,7 +272,7 @@ class DerivativeCode:
         """
         count = tensor.numel()
         planes = store.allocate_planes(count, bits, headers=False)
-        finite = pages.encode_derivative(
+        finite = paged.encode_derivative(
             tensor.data_ptr(),
             element_type(tensor.dtype),
             planes.view.fields,
@@ -292,7 +293,7 @@ class DerivativeCode:
         """Write ``levels[interval]`` into a dense tensor; levels: (2**bits,) float32."""
         check_count(self.count, out)
         with self.planes.pinned() as view:
-            pages.decode_derivative(
+            paged.decode_derivative(
                 view.fields,
                 levels.data_ptr(),
                 out.data_ptr(),
@@ -315,7 +316,7 @@ class IntegerCode:
         self.count = tensor.numel()
         self.base = base
         self.planes: Planes = store.allocate_planes(self.count, bits, headers=False)
-        pages.encode_integers(
+        paged.encode_integers(
             tensor.data_ptr(),
             tensor.element_size(),
             self.planes.view.fields,
@@ -333,7 +334,7 @@ class IntegerCode:
         """Write the integers into a dense tensor of the coded element count."""
         check_count(self.count, out)
         with self.planes.pinned() as view:
-            pages.decode_integers(
+            paged.decode_integers(
                 view.fields,
                 self.base,
                 out.data_ptr(),

@@ -16,8 +16,10 @@ from torch import Tensor
 from daf.core.code_format import Predicate
 from daf.core.errors import CodecError
 from daf.core.policy import Method, Treatment
-from daf.kernels import RowMoments, gpu, gpu_rows
-from daf.kernels.gpu_launch import Affine
+from daf.kernels import RowMoments
+from daf.kernels.triton import codecs as triton_codecs
+from daf.kernels.triton import row_norm as triton_rows
+from daf.kernels.triton.launch import Affine
 from daf.store.codec import Channels, check_count, elements_in, may_go
 from daf.store.device_emission import DeviceEmission, affine_of
 from daf.store.device_pool import DevicePagedStore, DevicePlaneTensor
@@ -68,7 +70,7 @@ class DeviceMaskCode(_DeviceCode):
         """Encode a dense tensor."""
         super().__init__(tensor, store.allocate_planes(tensor.numel(), 1, headers=False))
         with self.planes.writing() as planes:
-            gpu.encode_mask(in_memory_order(tensor), planes, predicate, low, high)
+            triton_codecs.encode_mask(in_memory_order(tensor), planes, predicate, low, high)
 
     @classmethod
     def unwritten(cls, store: Store, count: int) -> DeviceMaskCode:
@@ -86,7 +88,7 @@ class DeviceMaskCode(_DeviceCode):
         """Write the two values into a dense tensor of the coded element count."""
         check_count(self.count, out)
         with self.planes.pinned() as planes:
-            gpu.decode_mask(planes, off_value, on_value, in_memory_order(out))
+            triton_codecs.decode_mask(planes, off_value, on_value, in_memory_order(out))
 
 
 class DeviceValueCode(_DeviceCode):
@@ -130,12 +132,12 @@ class DeviceValueCode(_DeviceCode):
         self.key = key
         source, affine = in_memory_order(tensor), _affine(channels)
         if rows is not None and affine is not None:
-            gpu_rows.measure_rows(source, affine, rows.epsilon, centred=rows.centred)
+            triton_rows.measure_rows(source, affine, rows.epsilon, centred=rows.centred)
         with self.planes.writing() as planes:
             if treatment.method is Method.ROTATED:
-                gpu.encode_rotated(source, planes, treatment.rounds, key, affine)
+                triton_codecs.encode_rotated(source, planes, treatment.rounds, key, affine)
             else:
-                gpu.encode_minmax(source, planes, key, affine)
+                triton_codecs.encode_minmax(source, planes, key, affine)
         if emission is not None and channels is not None:
             emission.carry_out(tensor, channels)
 
@@ -164,9 +166,11 @@ class DeviceValueCode(_DeviceCode):
         with self.planes.pinned() as planes, chosen as chosen_planes:
             if self.treatment.method is Method.ROTATED:
                 options = (place, affine, chosen_planes, accumulate, blocks)
-                gpu.decode_rotated(planes, self.treatment.rounds, self.key, *options)
+                triton_codecs.decode_rotated(planes, self.treatment.rounds, self.key, *options)
             else:
-                gpu.decode_minmax(planes, place, affine, chosen_planes, accumulate, blocks)
+                triton_codecs.decode_minmax(
+                    planes, place, affine, chosen_planes, accumulate, blocks
+                )
 
 
 class DeviceRangedCode(_DeviceCode):
@@ -180,13 +184,13 @@ class DeviceRangedCode(_DeviceCode):
         """Encode a dense tensor of floats, rounding stochastically."""
         super().__init__(tensor, store.allocate_planes(tensor.numel(), bits, headers=False))
         with self.planes.writing() as planes:
-            gpu.encode_steps(in_memory_order(tensor), planes, key, affine_of(to_steps))
+            triton_codecs.encode_steps(in_memory_order(tensor), planes, key, affine_of(to_steps))
 
     def decode(self, out: Tensor, from_steps: Channels) -> None:
         """Write the values into a dense tensor of the coded element count."""
         check_count(self.count, out)
         with self.planes.pinned() as planes:
-            gpu.decode_steps(planes, in_memory_order(out), affine_of(from_steps))
+            triton_codecs.decode_steps(planes, in_memory_order(out), affine_of(from_steps))
 
 
 class DeviceDerivativeCode(_DeviceCode):
@@ -203,14 +207,14 @@ class DeviceDerivativeCode(_DeviceCode):
         super().__init__(tensor, store.allocate_planes(tensor.numel(), bits, headers=False))
         source, table = in_memory_order(tensor), _table_on(borders, tensor.device)
         with self.planes.writing() as planes:
-            self._broken = gpu.encode_derivative(source, planes, table)
+            self._broken = triton_codecs.encode_derivative(source, planes, table)
 
     def decode(self, out: Tensor, levels: Tensor) -> None:
         """Write ``levels[interval]`` into a dense tensor; levels: (2**bits,) float32."""
         check_count(self.count, out)
         place = in_memory_order(out)
         with self.planes.pinned() as planes:
-            gpu.decode_derivative(planes, _table_on(levels, out.device), place)
+            triton_codecs.decode_derivative(planes, _table_on(levels, out.device), place)
         place.masked_fill_(self._broken != 0, math.nan)
 
 
@@ -224,13 +228,13 @@ class DeviceIntegerCode(_DeviceCode):
         super().__init__(tensor, store.allocate_planes(tensor.numel(), bits, headers=False))
         self.base = base
         with self.planes.writing() as planes:
-            gpu.encode_integers(_signed(in_memory_order(tensor)), planes, base)
+            triton_codecs.encode_integers(_signed(in_memory_order(tensor)), planes, base)
 
     def decode(self, out: Tensor) -> None:
         """Write the integers into a dense tensor of the coded element count."""
         check_count(self.count, out)
         with self.planes.pinned() as planes:
-            gpu.decode_integers(planes, self.base, _signed(in_memory_order(out)))
+            triton_codecs.decode_integers(planes, self.base, _signed(in_memory_order(out)))
 
 
 @cache

@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from daf.kernels import gpu_norm
-from daf.kernels.gpu_launch import Affine
+from daf.kernels.triton import channel_norm as triton_norm
+from daf.kernels.triton.launch import Affine
 from daf.store.codec import Channels
 from daf.store.device_pool import DevicePlaneTensor
 from daf.store.host_planes import HostPlanes
@@ -41,7 +41,7 @@ class DeviceEmission(NamedTuple):
         filling = nullcontext() if self.mask is None else self.mask.planes.filling()
         addend = None if self.addend is None else in_memory_order(self.addend)
         with filling as mask:
-            gpu_norm.emit(
+            triton_norm.emit(
                 in_memory_order(x),
                 affine_of(forward),
                 in_memory_order(self.out),

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from daf.core.code_format import BLOCK_ELEMENTS, block_count
 from daf.core.policy import Method, Treatment
-from daf.kernels import gpu, gpu_norm, gpu_reduce
-from daf.kernels.gpu_planes import DevicePlanes
+from daf.kernels.triton import channel_norm as triton_norm
+from daf.kernels.triton import codecs as triton_codecs
+from daf.kernels.triton import reductions as triton_reductions
+from daf.kernels.triton.planes import DevicePlanes
 from daf.store.codec import PART_BYTES, Channels, check_count, elements_in
 from daf.store.device_codec import DeviceMaskCode, DeviceValueCode
 from daf.store.device_emission import DeviceEmission, affine_of
@@ -28,7 +30,7 @@ from daf.store.normalised import Geometry, Running, Statistics, Sums
 class Values(Protocol):
     """Where normalised values come from."""
 
-    def parts(self, span_blocks: int) -> Iterator[gpu_norm.Values]:
+    def parts(self, span_blocks: int) -> Iterator[triton_norm.Values]:
         """All of them, whole spans of so many blocks at a time."""
 
 
@@ -37,7 +39,7 @@ class CodedValues(NamedTuple):
 
     code: DeviceValueCode
 
-    def parts(self, span_blocks: int) -> Iterator[gpu_norm.Values]:
+    def parts(self, span_blocks: int) -> Iterator[triton_norm.Values]:
         """Decoded into memory that the next part takes over."""
         count = self.code.count
         blocks = block_count(count)
@@ -48,7 +50,7 @@ class CodedValues(NamedTuple):
             here = (first, min(blocks, first + step))
             part = room[: elements_in(here, count)]
             self.code.decode(part, blocks=here)
-            yield gpu_norm.Values(part, here)
+            yield triton_norm.Values(part, here)
 
 
 class KeptValues(NamedTuple):
@@ -57,10 +59,10 @@ class KeptValues(NamedTuple):
     x: Tensor
     forward: Channels
 
-    def parts(self, span_blocks: int) -> Iterator[gpu_norm.Values]:  # noqa: ARG002 - all at once
+    def parts(self, span_blocks: int) -> Iterator[triton_norm.Values]:  # noqa: ARG002 - all at once
         """They take no memory."""
         whole = (0, block_count(self.x.numel()))
-        yield gpu_norm.Values(in_memory_order(self.x), whole, affine_of(self.forward))
+        yield triton_norm.Values(in_memory_order(self.x), whole, affine_of(self.forward))
 
 
 class ComputedValues:
@@ -87,7 +89,7 @@ class ComputedValues:
         """Write them, bit for bit as ``emit`` did; the rest is as in ``ValueCode.decode``."""
         check_count(self.count if blocks is None else elements_in(blocks, self.count), out)
         with _pinned(mask) as planes:
-            gpu_norm.derive(
+            triton_norm.derive(
                 in_memory_order(self._read()),
                 affine_of(self._forward),
                 in_memory_order(out),
@@ -102,13 +104,15 @@ def take_statistics(
     x: Tensor, geometry: Geometry, epsilon: float, running: Running | None
 ) -> Statistics:
     """Mean and inverse deviation of every channel; running ones follow in place."""
-    sums, squares = gpu_reduce.measure_sums(in_memory_order(x), geometry.channels, geometry.inner)
+    sums, squares = triton_reductions.measure_sums(
+        in_memory_order(x), geometry.channels, geometry.inner
+    )
     followed = None
     if running is not None:
         torch.autograd.graph.increment_version((running.mean, running.variance))
-        followed = gpu_norm.Followed(*running)
+        followed = triton_norm.Followed(*running)
     count = geometry.per_channel
-    return Statistics(*gpu_norm.channel_statistics(sums, squares, count, epsilon, followed))
+    return Statistics(*triton_norm.channel_statistics(sums, squares, count, epsilon, followed))
 
 
 def emission(
@@ -138,11 +142,11 @@ def sum_gradient(
     given = in_memory_order(gradient)
     with _pinned(mask) as planes:
         if planes is not None and written is not None:
-            gpu.apply_mask(planes, given, in_memory_order(written))
+            triton_codecs.apply_mask(planes, given, in_memory_order(written))
             given, planes = in_memory_order(written), None
         elif written is not None and written is not gradient:
             written.copy_(gradient)
-        sums = gpu_norm.ChannelProducts(given, geometry.channels, geometry.inner)
+        sums = triton_norm.ChannelProducts(given, geometry.channels, geometry.inner)
         for part in values.parts(sums.span_blocks):
             sums.add(part, planes)
     return Sums(*sums.totals())
@@ -157,7 +161,7 @@ def take_factors(
 ) -> tuple[Channels, Channels]:
     """What backward's second pass multiplies by: as ``normalised.take_factors``."""
     vectors = (inverse_deviation, gamma, gradients)
-    found = gpu_norm.channel_factors(sums.sums, sums.products, geometry.per_channel, *vectors)
+    found = triton_norm.channel_factors(sums.sums, sums.products, geometry.per_channel, *vectors)
     inner, of_gradient = geometry.inner, found.of_gradient
     return Channels(found.of_value, found.offset, inner), Channels(of_gradient, of_gradient, inner)
 
@@ -174,7 +178,7 @@ def write_input_gradient(
     given, out = in_memory_order(gradient), in_memory_order(written)
     with _pinned(mask) as planes:
         for part in values.parts(1):
-            gpu_norm.write_gradient(
+            triton_norm.write_gradient(
                 given, part, out, of_gradient.scale, affine_of(of_value), mask=planes
             )
 

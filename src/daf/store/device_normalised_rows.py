@@ -6,7 +6,9 @@ from contextlib import nullcontext
 
 from torch import Tensor
 
-from daf.kernels import RowMoments, gpu_norm, gpu_rows
+from daf.kernels import RowMoments
+from daf.kernels.triton import channel_norm as triton_norm
+from daf.kernels.triton import row_norm as triton_rows
 from daf.store.codec import Channels
 from daf.store.device_codec import DeviceValueCode
 from daf.store.device_emission import DeviceEmission, affine_of
@@ -18,7 +20,7 @@ from daf.store.normalised_rows import KeptRows, RowBackward, RowSums
 def emit_rows(x: Tensor, affine: Channels, moments: RowMoments, written: DeviceEmission) -> None:
     """Forward without a code; ``affine`` is measured first."""
     epsilon, centred = moments
-    gpu_rows.measure_rows(in_memory_order(x), affine_of(affine), epsilon, centred=centred)
+    triton_rows.measure_rows(in_memory_order(x), affine_of(affine), epsilon, centred=centred)
     written.carry_out(x, affine)
 
 
@@ -27,7 +29,7 @@ def backward_rows(asked: RowBackward, values: DeviceValueCode | KeptRows) -> Row
     given = in_memory_order(asked.gradient)
     source = KeptValues(*values) if isinstance(values, KeptRows) else CodedValues(values)
     options = {"centred": asked.centred, "summing": asked.summing}
-    products = gpu_rows.RowProducts(given, asked.scale, asked.length, asked.gamma, **options)
+    products = triton_rows.RowProducts(given, asked.scale, asked.length, asked.gamma, **options)
     # Both passes must read the same planes, whoever lowers a cap meanwhile.
     with nullcontext() if isinstance(values, KeptRows) else values.planes.pinned():
         _add_all(source, products)
@@ -36,11 +38,13 @@ def backward_rows(asked: RowBackward, values: DeviceValueCode | KeptRows) -> Row
             out = in_memory_order(asked.written)
             factors = products.of_value
             for part in source.parts(1):
-                gpu_norm.write_gradient(given, part, out, asked.scale, factors, gamma=asked.gamma)
+                triton_norm.write_gradient(
+                    given, part, out, asked.scale, factors, gamma=asked.gamma
+                )
     return None if columns is None else RowSums(*columns)
 
 
-def _add_all(source: KeptValues | CodedValues, products: gpu_rows.RowProducts) -> None:
+def _add_all(source: KeptValues | CodedValues, products: triton_rows.RowProducts) -> None:
     """The room of the last part is free when this returns, for the second pass."""
     for part in source.parts(products.span_blocks):
         products.add(part)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from daf.core.code_format import header_bytes, plane_bytes, words_per_plane
 from daf.kernels import PageFields
-from daf.kernels.gpu_planes import DevicePlanes, paged_planes
+from daf.kernels.triton.planes import DevicePlanes, paged_planes
 from daf.store.pool import PagedStore, PlaneTensor
 from daf.store.pool_view import EvictedPlane, GivenUp, PoolStatistics
 from daf.store.stream_order import HomeStream, Streams, streams_of

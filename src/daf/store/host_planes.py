@@ -22,7 +22,7 @@ from torch import Tensor
 
 from daf.core.code_format import WORD_BYTES, code_bytes, words_per_plane
 from daf.core.units import pinned_bytes
-from daf.kernels.gpu_planes import DevicePlanes, flat_planes
+from daf.kernels.triton.planes import DevicePlanes, flat_planes
 from daf.store.record_store import RecordStore
 from daf.store.stream_order import HomeStream, Streams, streams_of
 from daf.store.transfers import CudaTransfers, Transfers

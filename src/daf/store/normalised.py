@@ -23,9 +23,8 @@ from daf.kernels import (
     NormGradient,
     PageFields,
     RunningMoments,
-    cpu_measure,
-    norm,
 )
+from daf.kernels.cpu import channel_norm, reductions
 from daf.store.codec import Channels, MaskCode, ValueCode, check_count, elements_in
 
 
@@ -86,9 +85,9 @@ class CodedValues(NamedTuple):
         with self.code.planes.pinned() as view:
             if treatment.method is Method.ROTATED:
                 rounds, key = treatment.rounds, self.code.key
-                norm.backward_rotated(view.fields, rounds, key, gradient, threads)
+                channel_norm.backward_rotated(view.fields, rounds, key, gradient, threads)
             else:
-                norm.backward_minmax(view.fields, gradient, threads)
+                channel_norm.backward_minmax(view.fields, gradient, threads)
 
 
 class KeptValues(NamedTuple):
@@ -100,7 +99,9 @@ class KeptValues(NamedTuple):
     def run(self, gradient: NormGradient) -> None:
         """One pass of backward over them."""
         source, threads = self.x.data_ptr(), torch.get_num_threads()
-        norm.backward_kept(source, self.x.numel(), self.forward.pointers(), gradient, threads)
+        channel_norm.backward_kept(
+            source, self.x.numel(), self.forward.pointers(), gradient, threads
+        )
 
 
 class ComputedValues:
@@ -147,7 +148,7 @@ class ComputedValues:
         affine = channels.pointers() if channels else None
         place, threads = out.data_ptr(), torch.get_num_threads()
         source = (x.data_ptr(), self.count, self._forward.pointers())
-        norm.derive(*source, affine, place, threads, mask, accumulate, blocks)
+        channel_norm.derive(*source, affine, place, threads, mask, accumulate, blocks)
 
 
 def take_statistics(
@@ -156,7 +157,7 @@ def take_statistics(
     """Mean and inverse deviation of every channel, in one pass; running ones follow in place."""
     room = _Room(geometry)
     kind, threads = ElementType.FLOAT32, torch.get_num_threads()
-    cpu_measure.measure_sums(x.data_ptr(), kind, x.numel(), room.where, threads)
+    reductions.measure_sums(x.data_ptr(), kind, x.numel(), room.where, threads)
     mean, inverse_deviation = torch.empty(2, geometry.channels, dtype=torch.float32).unbind()
     followed = None
     if running is not None:
@@ -165,7 +166,7 @@ def take_statistics(
             running.mean.data_ptr(), running.variance.data_ptr(), running.momentum
         )
     places = mean.data_ptr(), inverse_deviation.data_ptr()
-    norm.statistics_of_sums(room.where, geometry.per_channel, epsilon, *places, followed)
+    channel_norm.statistics_of_sums(room.where, geometry.per_channel, epsilon, *places, followed)
     return Statistics(mean, inverse_deviation)
 
 
@@ -197,7 +198,7 @@ def emission(
 
 def emit(x: Tensor, forward: Channels, written: Emission) -> None:
     """Forward without a code."""
-    norm.emit(x.data_ptr(), x.numel(), forward.pointers(), written, torch.get_num_threads())
+    channel_norm.emit(x.data_ptr(), x.numel(), forward.pointers(), written, torch.get_num_threads())
 
 
 def sum_gradient(
@@ -232,7 +233,7 @@ def take_factors(
     read = (*sums, inverse_deviation, gamma)
     written = (scale, shift, of_gradient, *gradients)
     places = (0 if each is None else each.data_ptr() for each in (*read, *written))
-    norm.factors_of_sums(geometry.channels, geometry.per_channel, GradientFactors(*places))
+    channel_norm.factors_of_sums(geometry.channels, geometry.per_channel, GradientFactors(*places))
     inner = geometry.inner
     return Channels(scale, shift, inner), Channels(of_gradient, of_gradient, inner)
 
@@ -268,7 +269,7 @@ class _Room:
         channels, inner, count = geometry
         threads = torch.get_num_threads()
         both = torch.empty(2, channels, dtype=torch.float64)
-        size = cpu_measure.sums_workspace_bytes(count, threads, channels, inner)
+        size = reductions.sums_workspace_bytes(count, threads, channels, inner)
         self._workspace = torch.empty(size, dtype=torch.uint8)
         self.sums = Sums(both[0], both[1])
         places = (part.data_ptr() for part in (both[0], both[1], self._workspace))

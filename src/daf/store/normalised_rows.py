@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from daf.core.policy import Method
-from daf.kernels import Emission, RowGradient, RowMoments, norm, rows
+from daf.kernels import Emission, RowGradient, RowMoments
+from daf.kernels.cpu import channel_norm, row_norm
 from daf.store.codec import Channels, ValueCode
 
 
@@ -65,19 +66,19 @@ def backward_rows(asked: RowBackward, values: ValueCode | KeptRows) -> RowSums |
     threads, count = torch.get_num_threads(), asked.gradient.numel()
     room = torch.empty(2, asked.length, dtype=torch.float64)
     sums = RowSums(*room) if asked.summing else None
-    size = rows.workspace_bytes(count, asked.length, threads)
+    size = row_norm.workspace_bytes(count, asked.length, threads)
     workspace = torch.empty(size, dtype=torch.uint8)
     pointers = asked.pointers(sums, workspace)
     if isinstance(values, KeptRows):
         source, affine = values.x.data_ptr(), values.affine.pointers()
-        rows.backward_kept(source, count, affine, pointers, threads)
+        row_norm.backward_kept(source, count, affine, pointers, threads)
         return sums
     with values.planes.pinned() as view:
         if values.treatment.method is Method.ROTATED:
             rounds, key = values.treatment.rounds, values.key
-            rows.backward_rotated(view.fields, rounds, key, pointers, threads)
+            row_norm.backward_rotated(view.fields, rounds, key, pointers, threads)
         else:
-            rows.backward_minmax(view.fields, pointers, threads)
+            row_norm.backward_minmax(view.fields, pointers, threads)
     return sums
 
 
@@ -92,4 +93,4 @@ def unmeasured(x: Tensor, length: int) -> Channels:
 def emit_rows(x: Tensor, affine: Channels, moments: RowMoments, written: Emission) -> None:
     """Forward without a code; ``affine`` is measured on the way."""
     threads = torch.get_num_threads()
-    norm.emit(x.data_ptr(), x.numel(), affine.pointers(), written, threads, moments)
+    channel_norm.emit(x.data_ptr(), x.numel(), affine.pointers(), written, threads, moments)

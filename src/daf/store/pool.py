@@ -6,7 +6,7 @@ whole at one address) that also holds tensors plane by plane
 (:meth:`PagedStore.allocate_planes`): those lose planes, least significant
 first, when room is needed or the cap is lowered.
 
-Kernels read and write pages directly (``daf.kernels.pages``): nothing is copied
+Kernels read and write pages directly (``daf.kernels.cpu.paged``): nothing is copied
 on the way. Which store codes go to by default says ``daf.store.default``.
 """
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from daf.kernels import pages
+from daf.kernels.cpu import paged
 from daf.store.buffers import Planes, Store
 from daf.store.codec import Channels, check_count, element_type
 
@@ -73,7 +73,7 @@ class RangedCode:
         self.count = tensor.numel()
         kind = element_type(tensor.dtype)
         self.planes: Planes = store.allocate_planes(self.count, bits, headers=False)
-        pages.encode_steps(
+        paged.encode_steps(
             *(tensor.data_ptr(), kind, self.planes.view.fields, key, torch.get_num_threads()),
             to_steps.pointers(),
         )
@@ -88,7 +88,7 @@ class RangedCode:
         """Write the values into a dense tensor of the coded element count."""
         check_count(self.count, out)
         with self.planes.pinned() as view:
-            pages.decode_steps(
+            paged.decode_steps(
                 *(view.fields, out.data_ptr(), element_type(out.dtype), torch.get_num_threads()),
                 from_steps.pointers(),
             )

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from daf.kernels import RangeStrategy
-from daf.kernels.calibration import Chooser
-from daf.kernels.cpu_measure import measure_ranges, range_strategy, ranges_workspace_bytes
+from daf.kernels.autotune import Chooser
+from daf.kernels.cpu.reductions import measure_ranges, range_strategy, ranges_workspace_bytes
 from daf.store.codec import element_type, is_codable
 from daf.store.coder import can_code_on, is_processor
 from daf.store.layout import in_memory_order, is_dense
@@ -233,9 +233,11 @@ def _by(tensor: Tensor, cut: Cut, name: str) -> Ends:
     strategy, items = RangeStrategy[name.upper()], in_memory_order(tensor)
     if is_processor(tensor.device):
         return _on_processor(items, cut, strategy)
-    from daf.kernels import gpu_reduce  # needs triton, which processors alone do not
+    from daf.kernels.triton import (
+        reductions as triton_reductions,  # needs triton, which processors alone do not
+    )
 
-    low, high = gpu_reduce.measure_ranges(items, strategy, *cut)
+    low, high = triton_reductions.measure_ranges(items, strategy, *cut)
     return (low[0], high[0]) if cut == WHOLE else (low, high)
 
 

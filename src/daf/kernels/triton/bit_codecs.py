@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from daf.kernels.gpu_blocks import (
+from daf.kernels.triton.blocks import (
     INFINITE_BITS,
     load_elements,
     load_plane,

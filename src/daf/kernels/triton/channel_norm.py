@@ -16,9 +16,9 @@ from torch import Tensor
 
 from daf.core.code_format import BLOCK_ELEMENTS
 from daf.core.errors import KernelError
-from daf.kernels import gpu_norm_device as device
-from daf.kernels.contract import check_channels
-from daf.kernels.gpu_launch import (
+from daf.kernels.cpu.checks import check_channels
+from daf.kernels.triton import channel_norm_kernels as device
+from daf.kernels.triton.launch import (
     Affine,
     double_bits,
     elements_in,
@@ -27,8 +27,8 @@ from daf.kernels.gpu_launch import (
     on_device,
     patterns,
 )
-from daf.kernels.gpu_planes import DevicePlanes
-from daf.kernels.gpu_reduce import (
+from daf.kernels.triton.planes import DevicePlanes
+from daf.kernels.triton.reductions import (
     are_side_by_side,
     fold_spans,
     run_options,

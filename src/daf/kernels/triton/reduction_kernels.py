@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from daf.kernels.gpu_blocks import NAN_BITS, load_elements
+from daf.kernels.triton.blocks import NAN_BITS, load_elements
 
 TREE = tl.constexpr(0)
 ATOMICS = tl.constexpr(1)

@@ -9,7 +9,7 @@ from math import prod
 from daf.core.code_format import ElementType, block_count
 from daf.core.errors import KernelError
 from daf.kernels import ChannelAffine, ChannelSums, StridedView
-from daf.kernels.views import VIEW_DIMENSIONS, merged
+from daf.kernels.cpu.strided_views import VIEW_DIMENSIONS, merged
 
 INTEGER_BITS = range(1, 65)
 _MOST_CHANNELS = 2**32

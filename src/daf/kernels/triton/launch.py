@@ -13,7 +13,7 @@ from torch import Tensor
 from daf.core.code_format import BLOCK_ELEMENTS, ElementType, block_count
 from daf.core.code_tables import rotated_level_factor, rotated_levels, rotated_thresholds
 from daf.core.errors import KernelError
-from daf.kernels.gpu_planes import DevicePlanes
+from daf.kernels.triton.planes import DevicePlanes
 
 try:
     from triton.runtime.interpreter import InterpretedFunction
@@ -188,7 +188,7 @@ def on_device(kernel: Any, grid: tuple[int, ...], device: torch.device, **argume
         KernelError: the tensors are on no GPU, and Triton does not interpret.
     """
     if device.type == "cpu" and not isinstance(kernel, InterpretedFunction):
-        raise KernelError("asked for a GPU kernel on tensors of the CPU; use daf.kernels.cpu")
+        raise KernelError("asked for a GPU kernel on tensors of the CPU; use daf.kernels.cpu.flat")
     chosen = nullcontext() if device.type == "cpu" else torch.cuda.device(device)
     with chosen:
         kernel[grid](**arguments, enable_fp_fusion=False, num_warps=_WARPS)

@@ -1,7 +1,7 @@
 """Ranges and sums of tensors on a GPU: three ways to reduce, one result (format, section 8).
 
 The strategies are those of :class:`daf.kernels.RangeStrategy`, which of them is
-fastest depends on the device, the shape and the day: ``daf.kernels.calibration``
+fastest depends on the device, the shape and the day: ``daf.kernels.autotune``
 finds out. Nothing here waits for the device.
 """
 
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from daf.core.code_format import BLOCK_ELEMENTS
 from daf.kernels import RangeStrategy
-from daf.kernels.contract import check_channels, check_member
-from daf.kernels.gpu_launch import on_device, patterns
-from daf.kernels.gpu_reduce_device import (
+from daf.kernels.cpu.checks import check_channels, check_member
+from daf.kernels.triton.launch import on_device, patterns
+from daf.kernels.triton.reduction_kernels import (
     channel_span_sums,
     finish_ranges,
     fold_halves,

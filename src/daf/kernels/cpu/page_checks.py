@@ -8,7 +8,7 @@ from daf.core.code_format import ElementType
 from daf.core.code_tables import rotated_level_factor, rotated_levels
 from daf.core.errors import KernelError
 from daf.kernels import ChannelAffine, Emission, PageFields, RowMoments
-from daf.kernels.contract import affine_fields, check_call, check_member, check_pointer
+from daf.kernels.cpu.checks import affine_fields, check_call, check_member, check_pointer
 
 
 def check_fields(

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from daf.core.code_format import BLOCK_ELEMENTS, block_count
 from daf.kernels import StridedView
-from daf.kernels.elements import Elements, Floats, widen
+from daf.kernels.reference.elements import Elements, Floats, widen
 
 Doubles = NDArray[np.float64]
 

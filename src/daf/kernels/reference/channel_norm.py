@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 
 from daf.core.code_format import ElementType, Predicate
-from daf.kernels.elements import Floats, Planes, narrow
-from daf.kernels.reference import encode_mask
-from daf.kernels.reference_blocks import Affine, from_planes
-from daf.kernels.reference_measure import Doubles, Sums, channel_of, measure_products
+from daf.kernels.reference.blocks import Affine, from_planes
+from daf.kernels.reference.codecs import encode_mask
+from daf.kernels.reference.elements import Floats, Planes, narrow
+from daf.kernels.reference.reductions import Doubles, Sums, channel_of, measure_products
 
 
 class Moments(NamedTuple):

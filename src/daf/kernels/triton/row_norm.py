@@ -13,9 +13,9 @@ from torch import Tensor
 
 from daf.core.errors import KernelError
 from daf.kernels import ROWS_PER_SPAN
-from daf.kernels import gpu_rows_device as device
-from daf.kernels.gpu_launch import Affine, double_bits, on_device, patterns
-from daf.kernels.gpu_norm import Values
+from daf.kernels.triton import row_norm_kernels as device
+from daf.kernels.triton.channel_norm import Values
+from daf.kernels.triton.launch import Affine, double_bits, on_device, patterns
 
 _ROWS = 8
 _COLUMNS = 128

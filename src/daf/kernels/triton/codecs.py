@@ -1,7 +1,7 @@
 """The codecs on a GPU, through Triton: tensors in, tensors out, the oracle's bytes.
 
 Elements are contiguous tensors of float32, bfloat16 or float16 in memory order;
-planes are :class:`daf.kernels.gpu_planes.DevicePlanes`. Everything runs on the
+planes are :class:`daf.kernels.triton.planes.DevicePlanes`. Everything runs on the
 current stream of the tensors' device, and nothing waits for it: what a kernel
 finds out comes back as a tensor. Each function raises KernelError when called
 outside its contract. ``key`` is a 64-bit seed. Under Triton's interpreter
@@ -16,9 +16,11 @@ from torch import Tensor
 
 from daf.core.code_format import MINMAX_BITS, ROTATED_BITS, Predicate
 from daf.core.errors import KernelError
-from daf.kernels import gpu_bits, gpu_minmax, gpu_rotated
-from daf.kernels.contract import INTEGER_BITS, check_key, check_member, check_rotation
-from daf.kernels.gpu_launch import (
+from daf.kernels.cpu.checks import INTEGER_BITS, check_key, check_member, check_rotation
+from daf.kernels.triton import bit_codecs as triton_bits
+from daf.kernels.triton import minmax as triton_minmax
+from daf.kernels.triton import rotated as triton_rotated
+from daf.kernels.triton.launch import (
     Affine,
     affine_arguments,
     base_halves,
@@ -32,7 +34,7 @@ from daf.kernels.gpu_launch import (
     plane_arguments,
     thresholds_on,
 )
-from daf.kernels.gpu_planes import DevicePlanes
+from daf.kernels.triton.planes import DevicePlanes
 
 DERIVATIVE_BITS = range(1, 9)
 
@@ -48,7 +50,7 @@ def encode_rotated(
     check_rotation(rounds, key)
     elements, kind = patterns(source, planes.elements)
     launch(
-        gpu_rotated.encode_rotated,
+        triton_rotated.encode_rotated,
         planes.elements,
         source.device,
         source=elements,
@@ -90,7 +92,7 @@ def decode_rotated(
     elements, kind = patterns(destination, count)
     levels, factors = levels_on(destination.device, planes.bits, planes.kept)
     launch(
-        gpu_rotated.decode_rotated,
+        triton_rotated.decode_rotated,
         count,
         destination.device,
         first_block=blocks[0] if blocks else 0,
@@ -120,7 +122,7 @@ def encode_minmax(
     check_key(key)
     elements, kind = patterns(source, planes.elements)
     launch(
-        gpu_minmax.encode_minmax,
+        triton_minmax.encode_minmax,
         planes.elements,
         source.device,
         source=elements,
@@ -147,7 +149,7 @@ def decode_minmax(
     count = elements_in(blocks, planes.elements)
     elements, kind = patterns(destination, count)
     launch(
-        gpu_minmax.decode_minmax,
+        triton_minmax.decode_minmax,
         count,
         destination.device,
         first_block=blocks[0] if blocks else 0,
@@ -170,7 +172,7 @@ def encode_steps(
     check_key(key)
     elements, kind = patterns(source, planes.elements)
     launch(
-        gpu_minmax.encode_steps,
+        triton_minmax.encode_steps,
         planes.elements,
         source.device,
         source=elements,
@@ -187,7 +189,7 @@ def decode_steps(planes: DevicePlanes, destination: Tensor, affine: Affine | Non
     _check_whole(planes, MINMAX_BITS)
     elements, kind = patterns(destination, planes.elements)
     launch(
-        gpu_minmax.decode_steps,
+        triton_minmax.decode_steps,
         planes.elements,
         destination.device,
         destination=elements,
@@ -209,7 +211,7 @@ def encode_mask(
     check_member("predicate", predicate, tuple(Predicate))
     elements, kind = patterns(source, planes.elements)
     launch(
-        gpu_bits.encode_mask,
+        triton_bits.encode_mask,
         planes.elements,
         source.device,
         source=elements,
@@ -228,7 +230,7 @@ def decode_mask(
     _check_whole(planes, (1,))
     elements, kind = patterns(destination, planes.elements)
     launch(
-        gpu_bits.decode_mask,
+        triton_bits.decode_mask,
         planes.elements,
         destination.device,
         destination=elements,
@@ -252,7 +254,7 @@ def apply_mask(planes: DevicePlanes, gradient: Tensor, destination: Tensor) -> N
     if kind != other_kind:
         raise KernelError(f"asked for {destination.dtype} of {gradient.dtype}; give one type")
     launch(
-        gpu_bits.apply_mask,
+        triton_bits.apply_mask,
         planes.elements,
         gradient.device,
         gradient=incoming,
@@ -273,7 +275,7 @@ def encode_derivative(source: Tensor, planes: DevicePlanes, borders: Tensor) -> 
     elements, kind = patterns(source, planes.elements)
     broken = torch.zeros((), dtype=torch.int32, device=source.device)
     launch(
-        gpu_bits.encode_derivative,
+        triton_bits.encode_derivative,
         planes.elements,
         source.device,
         source=elements,
@@ -292,7 +294,7 @@ def decode_derivative(planes: DevicePlanes, levels: Tensor, destination: Tensor)
     _check_table("levels", levels, 2**planes.bits)
     elements, kind = patterns(destination, planes.elements)
     launch(
-        gpu_bits.decode_derivative,
+        triton_bits.decode_derivative,
         planes.elements,
         destination.device,
         destination=elements,
@@ -313,7 +315,7 @@ def encode_integers(source: Tensor, planes: DevicePlanes, base: int) -> Tensor:
     _check_whole(planes, INTEGER_BITS)
     too_wide = torch.zeros((), dtype=torch.int32, device=source.device)
     launch(
-        gpu_bits.encode_integers,
+        triton_bits.encode_integers,
         planes.elements,
         source.device,
         source=integer_items(source, planes.elements),
@@ -329,7 +331,7 @@ def decode_integers(planes: DevicePlanes, base: int, destination: Tensor) -> Non
     """Write ``code + base`` into signed items or booleans."""
     _check_whole(planes, INTEGER_BITS)
     launch(
-        gpu_bits.decode_integers,
+        triton_bits.decode_integers,
         planes.elements,
         destination.device,
         destination=integer_items(destination, planes.elements),

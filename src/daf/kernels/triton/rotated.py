@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from daf.kernels.gpu_blocks import (
+from daf.kernels.triton.blocks import (
     channel_affine,
     hadamard,
     is_finite_bfloat16,
@@ -24,7 +24,7 @@ from daf.kernels.gpu_blocks import (
     tree_sum,
     widen_bfloat16,
 )
-from daf.kernels.gpu_random import flip_signs, sign_bits
+from daf.kernels.triton.philox import flip_signs, sign_bits
 
 _LEAST_ENERGY = tl.constexpr(2.0**-60)
 _GREATEST_ENERGY = tl.constexpr(2.0**60)

@@ -23,20 +23,8 @@ from daf.core.code_tables import (
     rotated_thresholds,
 )
 from daf.core.errors import KernelError
-from daf.kernels.elements import (
-    Elements,
-    Floats,
-    Headers,
-    Planes,
-    bfloat16_ceiling,
-    bfloat16_floor,
-    bfloat16_nearest,
-    narrow,
-    widen_bfloat16,
-)
-from daf.kernels.philox import dither, sign_bits
-from daf.kernels.reference_blocks import Affine as Affine
-from daf.kernels.reference_blocks import (
+from daf.kernels.reference.blocks import Affine as Affine
+from daf.kernels.reference.blocks import (
     Chunk,
     block_runs,
     chunks,
@@ -49,10 +37,22 @@ from daf.kernels.reference_blocks import (
     store,
     tree_sum,
 )
-from daf.kernels.reference_blocks import Code as Code
-from daf.kernels.reference_blocks import Target as Target
-from daf.kernels.reference_blocks import from_planes as from_planes
-from daf.kernels.reference_blocks import to_planes as to_planes
+from daf.kernels.reference.blocks import Code as Code
+from daf.kernels.reference.blocks import Target as Target
+from daf.kernels.reference.blocks import from_planes as from_planes
+from daf.kernels.reference.blocks import to_planes as to_planes
+from daf.kernels.reference.elements import (
+    Elements,
+    Floats,
+    Headers,
+    Planes,
+    bfloat16_ceiling,
+    bfloat16_floor,
+    bfloat16_nearest,
+    narrow,
+    widen_bfloat16,
+)
+from daf.kernels.reference.philox import dither, sign_bits
 
 _ORDINARY_ENERGY = (np.float32(2.0**-60), np.float32(2.0**60))
 _ORDINARY_MAGNITUDE = (np.float32(2.0**-30), np.float32(2.0**30))

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from daf.core.code_format import ElementType
 from daf.kernels import ROWS_PER_SPAN
-from daf.kernels.elements import Floats, narrow
-from daf.kernels.reference_blocks import Affine
-from daf.kernels.reference_measure import LANES, Doubles, halve
+from daf.kernels.reference.blocks import Affine
+from daf.kernels.reference.elements import Floats, narrow
+from daf.kernels.reference.reductions import LANES, Doubles, halve
 
 
 class RowGradients(NamedTuple):

@@ -2,7 +2,7 @@
 
 Element ``i`` in memory order belongs to channel ``(i // inner) % channels``; a
 whole tensor is one channel. Addresses, ``threads`` and errors are as in
-``daf.kernels.cpu``, and so is the promise that the bytes never depend on
+``daf.kernels.cpu.flat``, and so is the promise that the bytes never depend on
 threads, instruction sets or strategies. Section 8 of ``docs/format.md`` gives
 the arithmetic. A workspace is the caller's; it may lie anywhere and hold
 anything.
@@ -14,7 +14,7 @@ import daf._native as _native
 from daf.core.code_format import ElementType
 from daf.core.errors import KernelError
 from daf.kernels import ChannelSums, RangeStrategy
-from daf.kernels.contract import (
+from daf.kernels.cpu.checks import (
     check_call,
     check_channels,
     check_member,
@@ -22,7 +22,7 @@ from daf.kernels.contract import (
     element_type_number,
     sums_fields,
 )
-from daf.kernels.cpu import chosen_instruction_set
+from daf.kernels.cpu.flat import chosen_instruction_set
 
 _BY_THE_RULE = -1
 

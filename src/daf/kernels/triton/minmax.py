@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from daf.kernels.gpu_blocks import (
+from daf.kernels.triton.blocks import (
     channel_affine,
     is_finite_bfloat16,
     joined_headers,
@@ -21,7 +21,7 @@ from daf.kernels.gpu_blocks import (
     tile_elements,
     widen_bfloat16,
 )
-from daf.kernels.gpu_random import dither
+from daf.kernels.triton.philox import dither
 
 _LEAST_MAGNITUDE = tl.constexpr(2.0**-30)
 _GREATEST_MAGNITUDE = tl.constexpr(2.0**30)

@@ -1,6 +1,6 @@
 """The backward of a normalisation of rows: layer and root-mean-square normalisation.
 
-Its forward is an encoder's or :func:`daf.kernels.norm.emit`, with ``rows``. One
+Its forward is an encoder's or :func:`daf.kernels.cpu.channel_norm.emit`, with ``rows``. One
 pass over the values, which are decoded a row at a time. Values are float32,
 addresses ints; memory in pages must be pinned by the caller. Each function
 raises KernelError when called outside its contract.
@@ -12,9 +12,9 @@ import daf._native as _native
 from daf.core.code_format import MINMAX_BITS, ROTATED_BITS
 from daf.core.errors import KernelError
 from daf.kernels import ChannelAffine, PageFields, RowGradient
-from daf.kernels.contract import affine_fields, check_call, check_pointer, check_rotation
-from daf.kernels.cpu import chosen_instruction_set
-from daf.kernels.page_contract import check_fields, check_whole, is_whole, levels_of
+from daf.kernels.cpu.checks import affine_fields, check_call, check_pointer, check_rotation
+from daf.kernels.cpu.flat import chosen_instruction_set
+from daf.kernels.cpu.page_checks import check_fields, check_whole, is_whole, levels_of
 
 
 def workspace_bytes(count: int, length: int, threads: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from daf.kernels.gpu_blocks import (
+from daf.kernels.triton.blocks import (
     channel_affine,
     load_elements,
     masked,
@@ -20,12 +20,7 @@ from daf.kernels.gpu_blocks import (
     tile_elements,
     word_place,
 )
-from daf.kernels.gpu_reduce_device import (
-    as_double,
-    canonical,
-    first_of_channels,
-    sum_lanes,
-)
+from daf.kernels.triton.reduction_kernels import as_double, canonical, first_of_channels, sum_lanes
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """The native kernels over pages: what ``cpu`` does to planes at one address, run by run.
 
 Planes, headers and counts come as :class:`daf.kernels.PageFields`; everything
-else, the bytes included, is as in ``daf.kernels.cpu``: with nothing given up,
+else, the bytes included, is as in ``daf.kernels.cpu.flat``: with nothing given up,
 the pages of a tensor hold what the flat kernels write. Memory must be pinned
 by the caller. ``rotated`` codes are written to, and decoded from, the planes
 that each run has; everything else needs every plane. Each function raises
@@ -15,7 +15,7 @@ from daf.core.code_format import MINMAX_BITS, ROTATED_BITS, ElementType, Predica
 from daf.core.code_tables import rotated_levels, rotated_thresholds
 from daf.core.errors import KernelError
 from daf.kernels import ChannelAffine, Emission, PageFields, RowMoments
-from daf.kernels.contract import (
+from daf.kernels.cpu.checks import (
     INTEGER_BITS,
     affine_fields,
     block_range,
@@ -27,8 +27,8 @@ from daf.kernels.contract import (
     check_rotation,
     element_type_number,
 )
-from daf.kernels.cpu import DERIVATIVE_BITS, chosen_instruction_set
-from daf.kernels.page_contract import (
+from daf.kernels.cpu.flat import DERIVATIVE_BITS, chosen_instruction_set
+from daf.kernels.cpu.page_checks import (
     check_fields,
     check_whole,
     emission_fields,

@@ -1,6 +1,6 @@
 """A normalisation's kernels: forward without a code, and both passes of backward.
 
-With a code, forward is an encoder's ``emission`` (``daf.kernels.pages``).
+With a code, forward is an encoder's ``emission`` (``daf.kernels.cpu.paged``).
 Backward reads planes block by block; no decoded tensor exists. Values are
 float32, addresses ints; memory in pages must be pinned by the caller. Each
 function raises KernelError when called outside its contract.
@@ -21,7 +21,7 @@ from daf.kernels import (
     RowMoments,
     RunningMoments,
 )
-from daf.kernels.contract import (
+from daf.kernels.cpu.checks import (
     affine_fields,
     block_range,
     check_call,
@@ -30,8 +30,8 @@ from daf.kernels.contract import (
     check_rotation,
     sums_fields,
 )
-from daf.kernels.cpu import chosen_instruction_set
-from daf.kernels.page_contract import (
+from daf.kernels.cpu.flat import chosen_instruction_set
+from daf.kernels.cpu.page_checks import (
     check_fields,
     check_whole,
     emission_fields,

@@ -17,7 +17,7 @@ from daf.core.code_format import MINMAX_BITS, ROTATED_BITS, ElementType, Predica
 from daf.core.code_tables import rotated_level_factor, rotated_levels, rotated_thresholds
 from daf.core.errors import KernelError
 from daf.kernels import ChannelAffine, ChannelSums, StridedView
-from daf.kernels.contract import (
+from daf.kernels.cpu.checks import (
     affine_fields,
     block_range,
     check_borders,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from daf.kernels.gpu_blocks import load_elements
-from daf.kernels.gpu_reduce_device import as_double, canonical, sum_lanes
+from daf.kernels.triton.blocks import load_elements
+from daf.kernels.triton.reduction_kernels import as_double, canonical, sum_lanes
 
 
 @triton.jit(do_not_specialize=["epsilon"])

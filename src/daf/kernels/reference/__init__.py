@@ -1,0 +1,1 @@
+"""The oracle: every kernel, written out readably in NumPy. Every backend equals its bytes."""
