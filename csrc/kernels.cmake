@@ -7,14 +7,15 @@ endif()
 
 # Wider instruction sets: one file each, compiled for that set, chosen at run time.
 function(daf_add_kernel_set target name)
-  set(source "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/kernels_${name}.cpp")
+  set(source "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/instruction_sets/kernels_${name}.cpp")
   target_sources(${target} PRIVATE "${source}")
   set_source_files_properties("${source}" PROPERTIES COMPILE_OPTIONS "${ARGN}")
 endfunction()
 
 function(daf_add_kernels target)
-  foreach(name dispatch threads team kernels_portable channels norm_channels ranges rows strided
-          sums)
+  foreach(name arguments/channels arguments/strided instruction_sets/dispatch
+          instruction_sets/kernels_portable norms/norm_channels norms/row_sums reductions/ranges
+          reductions/sums threads/openmp_team threads/parallel_for)
     target_sources(${target} PRIVATE "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/${name}.cpp")
   endforeach()
   target_include_directories(${target} PRIVATE "${CMAKE_CURRENT_FUNCTION_LIST_DIR}")

@@ -40,7 +40,7 @@ Content = dict[str, np.ndarray | None]
 
 
 class Recorder:
-    """Stands in for ``daf.kernels.reference.codecs``: each call is computed there and becomes a case."""
+    """Stands in for ``reference.codecs``: each call is computed there and becomes a case."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

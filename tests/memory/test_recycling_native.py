@@ -13,7 +13,12 @@ import pytest
 
 HERE = Path(__file__).parent / "native"
 SOURCES = Path(__file__).parents[2] / "csrc"
-CORE = ("allocator.cpp", "allocator_heap.cpp", "allocator_range.cpp", "relocations.cpp")
+CORE = (
+    "allocator/allocator.cpp",
+    "allocator/allocator_heap.cpp",
+    "allocator/allocator_range.cpp",
+    "allocator/relocations.cpp",
+)
 MACHINES = ("x86_64", "aarch64")
 ARM_COMPILER = "aarch64-linux-gnu-g++"
 

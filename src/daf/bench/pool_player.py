@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-# csrc/pool_measure.h: Operation and Sample.
+# benchmarks/native/pool_measure.h: Operation and Sample.
 OPERATION = np.dtype(
     [
         ("count", "u8"),

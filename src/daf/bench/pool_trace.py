@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 import daf._native as _native
 from daf.bench import pool_player
 
-ALLOCATE, RELEASE, MARK = 0, 1, 2  # csrc/pool_measure.h: Action
+ALLOCATE, RELEASE, MARK = 0, 1, 2  # benchmarks/native/pool_measure.h: Action
 Operations = NDArray[np.void]  # of pool_player.OPERATION, or of SAMPLE
 
 

@@ -18,7 +18,7 @@ import math
 from enum import IntEnum
 from typing import NamedTuple
 
-ROWS_PER_SPAN = 256  # of sums over rows; as in csrc/rows.h
+ROWS_PER_SPAN = 256  # of sums over rows; as in csrc/norms/rows.h
 
 
 class ChannelAffine(NamedTuple):
@@ -78,7 +78,7 @@ class StridedView(NamedTuple):
 
 
 class PageFields(NamedTuple):
-    """Where the planes of one tensor lie in pages: ``paging::View`` of ``csrc/pool_view.h``.
+    """Where the planes of one tensor lie in pages: ``paging::View`` of ``csrc/pool/pool_view.h``.
 
     Run ``r`` holds ``8 * page_bytes`` elements (the last one perhaps fewer).
     Its plane ``p`` is page ``table[p * runs + r]`` of ``region``; headers of all

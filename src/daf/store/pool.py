@@ -1,6 +1,6 @@
 """The paged pool: planes in fixed pages under one cap, the least important of which go first.
 
-``csrc/pool.h`` does the work; ``docs/pool.md`` explains and draws it. A
+``csrc/pool/pool.h`` does the work; ``docs/pool.md`` explains and draws it. A
 :class:`PagedStore` is a :class:`daf.store.buffers.Store` (buffers that stay
 whole at one address) that also holds tensors plane by plane
 (:meth:`PagedStore.allocate_planes`): those lose planes, least significant

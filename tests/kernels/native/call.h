@@ -2,7 +2,7 @@
 #pragma once
 
 #include "runner.h"
-#include "threads.h"
+#include "threads/threads.h"
 
 namespace daf::vectors {
 

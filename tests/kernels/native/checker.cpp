@@ -4,7 +4,7 @@
 #include <cstdio>
 #include <cstring>
 
-#include "float_mode.h"
+#include "threads/float_mode.h"
 
 namespace daf::vectors {
 

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <string>
 
-#include "jobs.h"
+#include "arguments/kernel_arguments.h"
 
 namespace daf::vectors {
 namespace {

@@ -1,8 +1,8 @@
 // Normalisations: what is done while blocks are coded, decoded or only read.
 #include <vector>
 
+#include "bindings/norm_arguments.h"
 #include "call.h"
-#include "norm_jobs.h"
 
 namespace daf::vectors {
 namespace {

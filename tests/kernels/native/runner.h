@@ -1,8 +1,8 @@
-// A case as a job of csrc/jobs.h.
+// A case as a job of csrc/arguments/kernel_arguments.h.
 #pragma once
 
 #include "cases.h"
-#include "dispatch.h"
+#include "instruction_sets/dispatch.h"
 
 namespace daf::vectors {
 

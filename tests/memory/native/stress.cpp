@@ -19,7 +19,7 @@
 #include <thread>
 #include <vector>
 
-#include "allocator.h"
+#include "allocator/allocator.h"
 
 extern "C" int fake_allocate(void** pointer, size_t alignment, size_t bytes);
 extern "C" void* fake_aligned(size_t alignment, size_t bytes);

@@ -13,7 +13,7 @@
 #include <thread>
 #include <vector>
 
-#include "pool.h"
+#include "pool/pool.h"
 
 using namespace daf::paging;
 

@@ -1,0 +1,430 @@
+#include "allocator/allocator.h"
+
+#if defined(__linux__) && (defined(__x86_64__) || defined(__aarch64__))
+
+#include <malloc.h>
+#include <pthread.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <unordered_map>
+
+#include "allocator/allocator_small.h"
+#include "allocator/relocations.h"
+
+namespace daf::allocator {
+namespace {
+
+// Addresses are free, so many times the memory: fragments of addresses then never matter.
+constexpr uint64_t range_per_memory = 16;
+
+// Whose allocations are PyTorch's tensors and oneDNN's scratch.
+bool allocates_tensors(const char* path) {
+  const char* slash = std::strrchr(path, '/');
+  const char* name = slash ? slash + 1 : path;
+  constexpr const char* prefixes[] = {"libc10.so", "libtorch_cpu.so", "libdnnl.so",
+                                      "libarm_compute"};
+  for (const char* prefix : prefixes) {
+    if (std::strncmp(name, prefix, std::strlen(prefix)) == 0) return true;
+  }
+  return false;
+}
+
+int redirected_posix_memalign(void** pointer, size_t alignment, size_t bytes);
+void* redirected_aligned_alloc(size_t alignment, size_t bytes);
+void redirected_free(void* pointer);
+void free_elsewhere(void* pointer);
+void* redirected_realloc(void* pointer, size_t bytes);
+size_t redirected_usable_size(void* pointer);
+
+template <class Function>
+void* address_of(Function function) {
+  return reinterpret_cast<void*>(function);
+}
+
+// Who may be handed our blocks: the tensor libraries. Who may free them: anybody.
+constexpr uint32_t births = 0b000111, deaths = 0b111000;
+
+std::vector<Redirection> redirections() {
+  return {{"posix_memalign", address_of(redirected_posix_memalign), nullptr},
+          {"aligned_alloc", address_of(redirected_aligned_alloc), nullptr},
+          {"memalign", address_of(redirected_aligned_alloc), nullptr},
+          {"free", address_of(redirected_free), address_of(free_elsewhere)},
+          {"realloc", address_of(redirected_realloc), address_of(redirected_realloc)},
+          {"malloc_usable_size", address_of(redirected_usable_size),
+           address_of(redirected_usable_size)}};
+}
+
+uint64_t physical_bytes() {
+  return uint64_t(sysconf(_SC_PHYS_PAGES)) * uint64_t(sysconf(_SC_PAGESIZE));
+}
+
+struct State {
+  Account account;
+  BlockHeap heap{account};
+  SmallBlocks small;
+  EventRecorder events;
+  std::mutex install_mutex;
+  Relocations relocations{redirections(), allocates_tensors};
+  int installed = 0;
+  std::mutex settings_mutex;
+  Settings settings;
+  Reclaim reclaim = nullptr;
+  void* reclaim_context = nullptr;
+  std::unordered_map<std::string, uint32_t> label_numbers{{"", 0}};
+  std::vector<std::string> label_texts{""};
+
+  void lock() {
+    install_mutex.lock();
+    settings_mutex.lock();
+    heap.lock();
+    small.lock();
+    events.lock();
+  }
+  void unlock() {
+    events.unlock();
+    small.unlock();
+    heap.unlock();
+    settings_mutex.unlock();
+    install_mutex.unlock();
+  }
+};
+
+State& state();
+
+// In a child only the forking thread exists: it must find every lock free. Its copies of recycled
+// pages are nobody's, and dropping them spares the parent copying them when it writes again.
+void before_fork() { state().lock(); }
+void after_fork_in_parent() { state().unlock(); }
+void after_fork_in_child() {
+  state().heap.forget_recycled_locked();
+  state().unlock();
+}
+
+State* make_state() {
+  auto* made = new State;
+  pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+  return made;
+}
+
+// Never destroyed: other libraries' destructors free blocks while the process ends.
+State& state() {
+  static State* const only = make_state();
+  return *only;
+}
+
+thread_local uint32_t current_label = 0;
+thread_local bool reclaiming = false;
+
+// Asks the pool for bytes; what it frees, and allocates, comes back here on the same thread.
+uint64_t reclaim(uint64_t needed_bytes) {
+  Reclaim hook;
+  void* context;
+  {
+    const std::lock_guard<std::mutex> guard(state().settings_mutex);
+    hook = state().reclaim;
+    context = state().reclaim_context;
+  }
+  if (!hook || reclaiming) return 0;
+  reclaiming = true;
+  state().account.reclaims.add();
+  const uint64_t freed = hook(context, needed_bytes);
+  reclaiming = false;
+  return freed;
+}
+
+// Enters bytes that are not the heap's into the account: recycled blocks make room, then the pool.
+bool charge(uint64_t bytes, bool may_reclaim) {
+  Account& account = state().account;
+  for (;;) {
+    const uint64_t limit = account.limit.load();
+    if (account.held.add_within(bytes, limit)) return true;
+    const uint64_t held = account.held.current();
+    const uint64_t over = held + bytes > limit ? held + bytes - limit : 0;
+    if (over == 0) continue;
+    if (state().heap.shed(over) > 0) {
+      account.emptied.add();
+    } else if (!may_reclaim || reclaim(over) == 0) {
+      return false;
+    }
+  }
+}
+
+// What glibc's heap takes for a block: an 8-byte header, rounded up to 16.
+uint64_t small_held_bytes(uint64_t bytes) { return (bytes + 8 + 15) / 16 * 16; }
+
+void enter_small(uint64_t bytes) {
+  Account& account = state().account;
+  account.live.add(bytes);
+  account.small.add(small_held_bytes(bytes));
+  account.small_allocations.add();
+  account.note_peaks();
+}
+
+void leave_small(uint64_t bytes) {
+  Account& account = state().account;
+  account.live.subtract(bytes);
+  account.small.subtract(small_held_bytes(bytes));
+  account.held.subtract(small_held_bytes(bytes));
+}
+
+// PyTorch turns a refused allocation into an exception. oneDNN and its wrapper write through the
+// null pointer instead. What they ask for is either aligned to a page and more, or a small object
+// of theirs. Where PyTorch was told to align to pages too the two cannot be told apart.
+bool must_serve(size_t alignment, size_t bytes) {
+  constexpr size_t pytorch_alignment = 64, largest_object_bytes = 16384;
+  static const bool pytorch_aligns_to_pages = std::getenv("THP_MEM_ALLOC_ENABLE") != nullptr;
+  if (bytes <= largest_object_bytes) return true;
+  return alignment > pytorch_alignment && !pytorch_aligns_to_pages;
+}
+
+int allocate_small(void** pointer, size_t alignment, size_t bytes) {
+  if (!charge(small_held_bytes(bytes), true)) {
+    if (!must_serve(alignment, bytes)) {
+      state().account.refusals.add();
+      return ENOMEM;
+    }
+    state().account.overdraw(small_held_bytes(bytes));
+  }
+  const int failed = ::posix_memalign(pointer, std::max(alignment, small_alignment), bytes);
+  if (!failed && state().small.insert({reinterpret_cast<uintptr_t>(*pointer), bytes})) {
+    enter_small(bytes);
+    state().events.note(*pointer, int64_t(bytes), current_label);
+  } else {
+    state().account.held.subtract(small_held_bytes(bytes));
+  }
+  return failed;
+}
+
+int allocate_large(void** pointer, size_t alignment, size_t bytes) {
+  bool must = false;
+  for (;;) {
+    uint64_t over_bytes = 0;
+    switch (state().heap.allocate(bytes, current_label, must, pointer, &over_bytes)) {
+      case Served::yes: state().events.note(*pointer, int64_t(bytes), current_label); return 0;
+      case Served::no_memory: return allocate_small(pointer, alignment, bytes);
+      case Served::over_limit:
+        if (reclaim(over_bytes) > 0) continue;
+        must = must_serve(alignment, bytes);
+        if (must) continue;
+        state().account.refusals.add();
+        return ENOMEM;
+    }
+  }
+}
+
+bool is_alignment(size_t alignment) {
+  return alignment >= sizeof(void*) && (alignment & (alignment - 1)) == 0;
+}
+
+void release_large(void* pointer) {
+  const int saved = errno;  // free never changes it
+  // Noted first: once released, the address may be another thread's.
+  state().events.note(pointer, -1, current_label);
+  state().heap.release(pointer);
+  errno = saved;
+}
+
+int redirected_posix_memalign(void** pointer, size_t alignment, size_t bytes) {
+  return allocate(pointer, alignment, bytes);
+}
+
+void* redirected_aligned_alloc(size_t alignment, size_t bytes) {
+  void* pointer = nullptr;
+  const int failed = allocate(&pointer, std::max(alignment, sizeof(void*)), bytes);
+  if (failed) errno = failed;
+  return failed ? nullptr : pointer;
+}
+
+void redirected_free(void* pointer) { release(pointer); }
+
+// A block that glibc serves is no tensor of ours any more.
+void forget_small(void* pointer) {
+  const SmallBlock known = state().small.remove(pointer);
+  if (!known.address) return;
+  state().events.note(pointer, -1, current_label);
+  leave_small(known.bytes);
+}
+
+// Other libraries free large tensors, never small ones: these are not looked up. While the heap is
+// about to close, or has no room, glibc serves large ones too.
+void free_elsewhere(void* pointer) {
+  if (state().heap.owns(pointer)) return release_large(pointer);
+  if (::malloc_usable_size(pointer) >= large_from_bytes) forget_small(pointer);
+  ::free(pointer);
+}
+
+void* redirected_realloc(void* pointer, size_t bytes) {
+  if (!state().heap.owns(pointer)) {
+    forget_small(pointer);
+    return ::realloc(pointer, bytes);
+  }
+  void* moved = ::malloc(bytes);
+  if (!moved) return nullptr;
+  std::memcpy(moved, pointer, std::min(bytes, size_t(state().heap.usable_bytes(pointer))));
+  release_large(pointer);
+  return moved;
+}
+
+size_t redirected_usable_size(void* pointer) {
+  if (!state().heap.owns(pointer)) return ::malloc_usable_size(pointer);
+  return state().heap.usable_bytes(pointer);
+}
+
+}  // namespace
+
+int allocate(void** pointer, size_t alignment, size_t bytes) {
+  if (bytes == 0 || !is_alignment(alignment)) return ::posix_memalign(pointer, alignment, bytes);
+  const bool large = bytes >= large_from_bytes && alignment <= slot_bytes;
+  return large ? allocate_large(pointer, alignment, bytes)
+               : allocate_small(pointer, alignment, bytes);
+}
+
+void release(void* pointer) {
+  if (state().heap.owns(pointer)) return release_large(pointer);
+  forget_small(pointer);
+  ::free(pointer);
+}
+
+std::string unsupported_reason() { return ""; }
+
+std::string install() {
+  State& now = state();
+  const std::lock_guard<std::mutex> guard(now.install_mutex);
+  if (!now.heap.reserve(range_per_memory * physical_bytes()))
+    return "the system grants no 1 GiB of address space (see ulimit -v)";
+  // Until `open` below every redirected call passes straight on to the C library.
+  now.relocations.apply(births | deaths);
+  if (now.relocations.redirected(births) == 0) {
+    now.relocations.restore(births | deaths);
+    return "no loaded library of PyTorch calls posix_memalign through a relocation slot";
+  }
+  if (now.installed++ == 0) {
+    now.heap.open();
+    now.small.open();
+  }
+  return "";
+}
+
+uint64_t remove() {
+  State& now = state();
+  const std::lock_guard<std::mutex> guard(now.install_mutex);
+  if (now.installed == 0 || --now.installed > 0) return now.heap.live_count();
+  now.heap.close();
+  now.small.close([](const SmallBlock& block) { leave_small(block.bytes); });
+  const uint64_t survivors = now.heap.live_count();
+  now.relocations.restore(survivors ? births : births | deaths);
+  return survivors;
+}
+
+bool is_installed() {
+  const std::lock_guard<std::mutex> guard(state().install_mutex);
+  return state().installed > 0;
+}
+
+void refresh() {
+  State& now = state();
+  const std::lock_guard<std::mutex> guard(now.install_mutex);
+  if (now.installed) {
+    now.relocations.apply(births | deaths);
+  } else if (now.heap.live_count() == 0) {
+    now.relocations.restore(deaths);
+  } else {
+    now.relocations.apply(deaths);
+  }
+}
+
+uint64_t surviving_blocks() { return state().heap.live_count(); }
+uint64_t small_blocks() { return state().small.count(); }
+
+void set_cap(uint64_t bytes) {
+  const std::lock_guard<std::mutex> guard(state().settings_mutex);
+  state().settings.cap_bytes = bytes;
+  state().heap.set_cap(bytes);
+}
+
+void set_limit(uint64_t bytes) {
+  State& now = state();
+  const std::lock_guard<std::mutex> guard(now.settings_mutex);
+  now.settings.limit_bytes = bytes;
+  now.account.limit.store(bytes);
+  const uint64_t held = now.account.held.current();
+  if (held > bytes) now.heap.shed(held - bytes);
+}
+
+Settings settings() {
+  const std::lock_guard<std::mutex> guard(state().settings_mutex);
+  return state().settings;
+}
+
+void set_reclaim(Reclaim reclaim, void* context) {
+  const std::lock_guard<std::mutex> guard(state().settings_mutex);
+  state().reclaim = reclaim;
+  state().reclaim_context = context;
+}
+
+bool charge_external(uint64_t bytes) {
+  if (!charge(bytes, false)) return false;
+  state().account.external.add(bytes);
+  state().account.note_peaks();
+  return true;
+}
+
+void discharge_external(uint64_t bytes) {
+  state().account.external.subtract(bytes);
+  state().account.held.subtract(bytes);
+}
+
+uint64_t ask_for_room(uint64_t bytes) { return reclaim(bytes); }
+
+void count_refusal() { state().account.refusals.add(); }
+
+uint64_t trim(uint64_t bytes) { return state().heap.shed(bytes); }
+
+Account& account() { return state().account; }
+
+bool set_phase(const std::string& name) {
+  const std::lock_guard<std::mutex> guard(state().settings_mutex);
+  Account& account = state().account;
+  const int count = account.phase_count.load();
+  int index = 0;
+  while (index < count && name != account.phases[index].name) ++index;
+  if (index == phase_limit || name.size() >= sizeof(Phase::name)) return false;
+  if (index == count) {
+    std::memcpy(account.phases[index].name, name.c_str(), name.size() + 1);
+    account.phase_count.store(count + 1);
+  }
+  account.phase.store(index);
+  account.note_peaks();
+  return true;
+}
+
+uint32_t intern_label(const std::string& text) {
+  State& now = state();
+  const std::lock_guard<std::mutex> guard(now.settings_mutex);
+  const auto [found, is_new] = now.label_numbers.emplace(text, uint32_t(now.label_texts.size()));
+  if (is_new) now.label_texts.push_back(text);
+  return found->second;
+}
+
+std::string label_text(uint32_t label) {
+  const std::lock_guard<std::mutex> guard(state().settings_mutex);
+  return label < state().label_texts.size() ? state().label_texts[label] : std::string();
+}
+
+void set_label(uint32_t label) { current_label = label; }
+
+std::vector<LiveBlock> live_blocks() { return state().heap.live_blocks(); }
+
+void record_events(size_t capacity) { state().events.start(capacity); }
+
+std::vector<Event> recorded_events(uint64_t* dropped) { return state().events.stop(dropped); }
+
+std::pair<uint64_t, uint64_t> address_range() { return state().heap.address_range(); }
+
+}  // namespace daf::allocator
+
+#endif  // Linux on x86-64 or aarch64

@@ -1,0 +1,241 @@
+#ifdef __linux__
+
+#include "allocator/relocations.h"
+
+#include <dlfcn.h>
+#include <elf.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstring>
+
+namespace daf {
+namespace {
+
+#if defined(__x86_64__)
+constexpr uint32_t jump_slot_type = R_X86_64_JUMP_SLOT, global_type = R_X86_64_GLOB_DAT;
+#elif defined(__aarch64__)
+constexpr uint32_t jump_slot_type = R_AARCH64_JUMP_SLOT, global_type = R_AARCH64_GLOB_DAT;
+#else
+constexpr uint32_t jump_slot_type = ~0u, global_type = ~0u;
+#endif
+
+// What the dynamic section of one library points to.
+struct Dynamic {
+  const ElfW(Sym) * symbols = nullptr;
+  const char* names = nullptr;
+  const uint32_t* gnu_hash = nullptr;
+  const ElfW(Rela) * calls = nullptr;
+  const ElfW(Rela) * data = nullptr;
+  uint64_t calls_count = 0, data_count = 0, relative_count = 0;
+};
+
+const ElfW(Dyn) * dynamic_section(const dl_phdr_info& info) {
+  for (int index = 0; index < info.dlpi_phnum; ++index) {
+    const ElfW(Phdr) & header = info.dlpi_phdr[index];
+    if (header.p_type != PT_DYNAMIC) continue;
+    return reinterpret_cast<const ElfW(Dyn)*>(info.dlpi_addr + header.p_vaddr);
+  }
+  return nullptr;
+}
+
+Dynamic read_dynamic(const dl_phdr_info& info, const ElfW(Dyn) * entry) {
+  Dynamic found;
+  bool with_addends = true;
+  for (; entry->d_tag != DT_NULL; ++entry) {
+    // glibc has made these absolute, musl has not.
+    const uintptr_t value = entry->d_un.d_ptr;
+    const uintptr_t address = value < info.dlpi_addr ? value + info.dlpi_addr : value;
+    switch (entry->d_tag) {
+      case DT_SYMTAB: found.symbols = reinterpret_cast<const ElfW(Sym)*>(address); break;
+      case DT_STRTAB: found.names = reinterpret_cast<const char*>(address); break;
+      case DT_GNU_HASH: found.gnu_hash = reinterpret_cast<const uint32_t*>(address); break;
+      case DT_JMPREL: found.calls = reinterpret_cast<const ElfW(Rela)*>(address); break;
+      case DT_RELA: found.data = reinterpret_cast<const ElfW(Rela)*>(address); break;
+      case DT_PLTRELSZ: found.calls_count = value / sizeof(ElfW(Rela)); break;
+      case DT_RELASZ: found.data_count = value / sizeof(ElfW(Rela)); break;
+      case DT_RELACOUNT: found.relative_count = value; break;
+      case DT_PLTREL: with_addends = value == DT_RELA; break;
+      default: break;
+    }
+  }
+  if (!with_addends || !found.symbols || !found.names) return {};
+  return found;
+}
+
+uint32_t highest_symbol(const ElfW(Rela) * entry, uint64_t count) {
+  uint32_t highest = 0;
+  for (uint64_t index = 0; entry && index < count; ++index) {
+    const auto symbol = uint32_t(ELF64_R_SYM(entry[index].r_info));
+    if (symbol > highest) highest = symbol;
+  }
+  return highest;
+}
+
+// Symbols below this index hold all imported ones: the hash table covers only what follows them.
+// A library that exports nothing has an empty table, and then the relocations tell.
+uint32_t imported_end(const Dynamic& dynamic) {
+  if (dynamic.gnu_hash && dynamic.gnu_hash[1] > 1) return dynamic.gnu_hash[1];
+  const uint32_t calls = highest_symbol(dynamic.calls, dynamic.calls_count);
+  const uint32_t data = highest_symbol(dynamic.data, dynamic.data_count);
+  return 1 + (calls > data ? calls : data);
+}
+
+// Libraries whose own calls must stay as they are: the C library, the linker, sanitizers.
+bool is_left_alone(const char* path) {
+  const char* slash = std::strrchr(path, '/');
+  const char* name = slash ? slash + 1 : path;
+  constexpr const char* prefixes[] = {"libc.so",  "libc-",      "ld-",       "ld64",
+                                      "libdl",    "libpthread", "libasan",   "libtsan",
+                                      "libubsan", "liblsan",    "libmemray", "linux-vdso"};
+  for (const char* prefix : prefixes) {
+    if (std::strncmp(name, prefix, std::strlen(prefix)) == 0) return true;
+  }
+  return false;
+}
+
+bool contains(const dl_phdr_info& info, const void* address) {
+  const auto wanted = reinterpret_cast<uintptr_t>(address);
+  for (int index = 0; index < info.dlpi_phnum; ++index) {
+    const ElfW(Phdr) & header = info.dlpi_phdr[index];
+    const uintptr_t first = info.dlpi_addr + header.p_vaddr;
+    if (header.p_type == PT_LOAD && wanted - first < header.p_memsz) return true;
+  }
+  return false;
+}
+
+// Our own calls must reach the real functions.
+bool is_ourselves(const dl_phdr_info& info) {
+  return contains(info, reinterpret_cast<const void*>(&is_ourselves));
+}
+
+}  // namespace
+
+void Relocations::apply(uint32_t which) { walk(which, 0); }
+
+void Relocations::restore(uint32_t which) { walk(0, which); }
+
+// All writing happens inside the walk: the linker's lock is held there, so that no library can
+// be unloaded between looking and writing.
+void Relocations::walk(uint32_t apply, uint32_t restore) {
+  resolve();
+  apply_ = apply;
+  restore_ = restore;
+  first_ = true;
+  dl_iterate_phdr(&Relocations::visit, this);
+}
+
+// Before the walk: looking up takes a lock that must not be waited for under the walk's.
+void Relocations::resolve() {
+  if (!resolved_.empty()) return;
+  for (const Redirection& redirection : redirections_) {
+    resolved_.push_back(reinterpret_cast<uintptr_t>(dlsym(RTLD_DEFAULT, redirection.symbol)));
+  }
+}
+
+int Relocations::visit(dl_phdr_info* info, size_t, void* opaque) {
+  auto& self = *static_cast<Relocations*>(opaque);
+  if (self.first_) {
+    self.first_ = false;
+    if (self.unchanged(*info)) {
+      for (const Library& library : self.libraries_) self.update(library);
+      return 1;
+    }
+    self.libraries_.clear();
+    self.loaded_ = info->dlpi_adds;
+    self.unloaded_ = info->dlpi_subs;
+  }
+  Library library = self.scan(*info);
+  if (library.slots.empty()) return 0;
+  self.update(library);
+  self.libraries_.push_back(std::move(library));
+  return 0;
+}
+
+bool Relocations::unchanged(const dl_phdr_info& info) const {
+  return !libraries_.empty() && info.dlpi_adds == loaded_ && info.dlpi_subs == unloaded_;
+}
+
+Relocations::Library Relocations::scan(const dl_phdr_info& info) const {
+  Library library;
+  const char* path = info.dlpi_name ? info.dlpi_name : "";
+  const ElfW(Dyn)* section = dynamic_section(info);
+  if (!section || is_left_alone(path) || is_ourselves(info)) return library;
+  const Dynamic dynamic = read_dynamic(info, section);
+  if (!dynamic.symbols) return library;
+  const uint32_t end = imported_end(dynamic);
+  std::unordered_map<uint32_t, uint32_t> wanted;  // symbol -> redirection
+  for (uint32_t symbol = 1; symbol < end; ++symbol) {
+    const char* name = dynamic.names + dynamic.symbols[symbol].st_name;
+    for (uint32_t index = 0; index < redirections_.size(); ++index) {
+      if (std::strcmp(name, redirections_[index].symbol) == 0) wanted[symbol] = index;
+    }
+  }
+  if (wanted.empty()) return library;
+  const bool chosen = choice_(path);
+  const auto collect = [&](const ElfW(Rela)* entry, uint64_t first, uint64_t count) {
+    for (uint64_t index = first; entry && index < count; ++index) {
+      const uint32_t type = ELF64_R_TYPE(entry[index].r_info);
+      if (type != jump_slot_type && type != global_type) continue;
+      const auto found = wanted.find(uint32_t(ELF64_R_SYM(entry[index].r_info)));
+      if (found == wanted.end()) continue;
+      auto* slot = reinterpret_cast<uintptr_t*>(info.dlpi_addr + entry[index].r_offset);
+      const bool is_stub = contains(info, reinterpret_cast<const void*>(*slot));
+      const uintptr_t resolved = is_stub ? resolved_[found->second] : 0;
+      library.slots.push_back({slot, found->second, chosen, resolved});
+    }
+  };
+  collect(dynamic.calls, 0, dynamic.calls_count);
+  collect(dynamic.data, dynamic.relative_count, dynamic.data_count);
+  const auto page = uintptr_t(sysconf(_SC_PAGESIZE));
+  for (int index = 0; index < info.dlpi_phnum; ++index) {
+    const ElfW(Phdr) & header = info.dlpi_phdr[index];
+    if (header.p_type != PT_GNU_RELRO) continue;
+    // The linker protects whole pages only, both ends rounded down.
+    library.protected_first = (info.dlpi_addr + header.p_vaddr) & ~(page - 1);
+    library.protected_last = (info.dlpi_addr + header.p_vaddr + header.p_memsz) & ~(page - 1);
+  }
+  return library;
+}
+
+void Relocations::update(const Library& library) {
+  const bool is_protected = library.protected_first < library.protected_last;
+  void* first = reinterpret_cast<void*>(library.protected_first);
+  const size_t bytes = library.protected_last - library.protected_first;
+  if (is_protected && mprotect(first, bytes, PROT_READ | PROT_WRITE) != 0) return;
+  for (const Slot& slot : library.slots) update(slot);
+  if (is_protected) mprotect(first, bytes, PROT_READ);
+}
+
+void Relocations::update(const Slot& slot) {
+  const uintptr_t ours = replacement(slot);
+  const uint32_t bit = 1u << slot.redirection;
+  if (ours == 0) return;
+  const uintptr_t now = __atomic_load_n(slot.address, __ATOMIC_ACQUIRE);
+  if ((apply_ & bit) && now != ours) {
+    originals_[slot.address] = slot.resolved ? slot.resolved : now;
+    __atomic_store_n(slot.address, ours, __ATOMIC_RELEASE);
+  } else if ((restore_ & bit) && now == ours) {
+    __atomic_store_n(slot.address, originals_.at(slot.address), __ATOMIC_RELEASE);
+  }
+}
+
+uintptr_t Relocations::replacement(const Slot& slot) const {
+  const Redirection& redirection = redirections_[slot.redirection];
+  return reinterpret_cast<uintptr_t>(slot.chosen ? redirection.in_chosen : redirection.elsewhere);
+}
+
+size_t Relocations::redirected(uint32_t which) const {
+  size_t count = 0;
+  for (const Library& library : libraries_) {
+    for (const Slot& slot : library.slots) {
+      if (!slot.chosen || !(which >> slot.redirection & 1)) continue;
+      count += __atomic_load_n(slot.address, __ATOMIC_ACQUIRE) == replacement(slot);
+    }
+  }
+  return count;
+}
+
+}  // namespace daf
+
+#endif  // __linux__

@@ -1,0 +1,15 @@
+// Each part of the extension module adds its functions to it.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace daf {
+
+void bind_allocator(nanobind::module_& module);
+void bind_measure(nanobind::module_& module);  // ranges and sums
+void bind_norm(nanobind::module_& module);
+void bind_pages(nanobind::module_& module);
+void bind_pool(nanobind::module_& module);
+void bind_rows(nanobind::module_& module);
+
+}  // namespace daf

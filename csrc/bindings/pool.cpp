@@ -1,0 +1,196 @@
+// Python's way to the pool; daf/store/pool.py is the only caller beside tests and benchmarks.
+
+#include "bindings/bindings.h"
+
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "allocator/allocator.h"
+#include "pool/pool.h"
+#include "pool_measure.h"
+
+namespace nb = nanobind;
+
+namespace daf {
+namespace {
+
+using paging::Pool;
+using unlocked = nb::call_guard<nb::gil_scoped_release>;
+
+// The one account of the process, which its limit bounds (allocator.h).
+constexpr paging::Lender process_account{allocator::charge_external, allocator::discharge_external};
+
+nb::object cap_or_none(uint64_t bytes) {
+  return bytes == paging::no_cap ? nb::object(nb::none()) : nb::object(nb::int_(bytes));
+}
+
+// Where the process's limit refuses memory: first whoever may raise it or free some, then planes
+// of the pool's own, last `want_less`.
+template <class Work, class Less>
+uint64_t with_room(Pool& pool, Work work, Less want_less) {
+  for (;;) {
+    try {
+      return work();
+    } catch (const paging::RefusedError& error) {
+      if (allocator::ask_for_room(error.bytes) || pool.evict(error.bytes).pages || want_less())
+        continue;
+      allocator::count_refusal();
+      throw;
+    }
+  }
+}
+
+uint64_t allocate(Pool& pool, uint64_t count, int bits, int minimum_bits, bool headers,
+                  const std::vector<double>& importance, uint64_t tag) {
+  if (importance.size() != size_t(bits))
+    throw paging::MisuseError("asked for " + std::to_string(bits) + " planes with " +
+                              std::to_string(importance.size()) +
+                              " importances; give one for each plane");
+  paging::Request request{count, bits, minimum_bits, headers, importance.data(), tag};
+  return with_room(
+      pool, [&] { return pool.allocate(request); },
+      [&] { return bits - ++request.missing_bits >= minimum_bits; });
+}
+
+uint64_t allocate_span(Pool& pool, uint64_t bytes, uint64_t tag) {
+  return with_room(pool, [&] { return pool.allocate_span(bytes, tag); }, [] { return false; });
+}
+
+void set_importance(Pool& pool, uint64_t handle, const std::vector<double>& importance) {
+  pool.set_importance(handle, importance.data(), int(importance.size()));
+}
+
+nb::tuple view_fields(const paging::View& view) {
+  return nb::make_tuple(uintptr_t(view.region), view.page_bytes, uintptr_t(view.table), view.count,
+                        view.runs, view.full_runs, view.bits, view.kept);
+}
+
+nb::tuple given_fields(const paging::GivenUp& given) {
+  return nb::make_tuple(given.pages, given.payload_bytes, given.returned_bytes, given.over_bytes);
+}
+
+template <class Work>
+auto without_lock(Work work) {
+  const nb::gil_scoped_release release;
+  return work();
+}
+
+nb::tuple take_evictions(Pool& pool) {
+  uint64_t lost = 0;
+  nb::list found;
+  for (const paging::Eviction& each : pool.take_evictions(&lost))
+    found.append(nb::make_tuple(each.tag, each.handle, each.plane, each.pages, each.bytes()));
+  return nb::make_tuple(found, lost);
+}
+
+nb::list take_lost(Pool& pool) {
+  nb::list found;
+  for (const paging::Lost& each : without_lock([&] { return pool.take_lost(); }))
+    found.append(nb::make_tuple(each.handle, each.kept));
+  return found;
+}
+
+nb::dict statistics(Pool& pool) {
+  const paging::Statistics now = pool.statistics();
+  nb::dict found;
+  found["payload_bytes"] = now.payload_bytes;
+  found["wasted_bytes"] = now.wasted_bytes;
+  found["free_bytes"] = now.free_bytes;
+  found["metadata_bytes"] = now.metadata_bytes;
+  found["cap_bytes"] = cap_or_none(now.cap_bytes);
+  found["live_peak_bytes"] = now.live_peak_bytes;
+  found["held_peak_bytes"] = now.held_peak_bytes;
+  found["evictable_pages"] = now.evictable_pages;
+  found["live_pages"] = now.live_pages;
+  found["live_tensors"] = now.live_tensors;
+  found["evicted_pages"] = now.evicted_pages;
+  found["evicted_payload_bytes"] = now.evicted_payload_bytes;
+  found["grown_bytes"] = now.grown_bytes;
+  found["growths"] = now.growths;
+  found["returned_bytes"] = now.returned_bytes;
+  return found;
+}
+
+void bind_class(nb::module_& module) {
+  nb::class_<Pool>(module, "Pool")
+      .def(
+          "__init__",
+          [](Pool* self, uint64_t reserve_bytes, uint64_t page_bytes, nb::object cap_bytes,
+             uint64_t increment_bytes, bool may_cut_increment, bool poison, bool charged,
+             bool elsewhere) {
+            const uint64_t cap =
+                cap_bytes.is_none() ? paging::no_cap : nb::cast<uint64_t>(cap_bytes);
+            new (self) Pool({reserve_bytes, page_bytes, cap, increment_bytes, may_cut_increment,
+                             poison, elsewhere, charged ? process_account : paging::Lender{}});
+          },
+          nb::arg("reserve_bytes"), nb::arg("page_bytes"), nb::arg("cap_bytes").none(),
+          nb::arg("increment_bytes"), nb::arg("may_cut_increment"), nb::arg("poison"),
+          nb::arg("charged") = false, nb::arg("elsewhere") = false)
+      .def("allocate", &allocate, unlocked())
+      .def("allocate_span", &allocate_span, unlocked())
+      .def("release", &Pool::release, unlocked())
+      .def("pin",
+           [](Pool& pool, uint64_t handle) {
+             return view_fields(without_lock([&] { return pool.pin(handle); }));
+           })
+      .def("unpin", &Pool::unpin, unlocked())
+      .def("span_address",
+           [](Pool& pool, uint64_t handle) { return uintptr_t(pool.span_address(handle)); })
+      .def("live_bytes", &Pool::live_bytes, unlocked())
+      .def("set_importance", &set_importance, unlocked())
+      .def(
+          "set_cap",
+          [](Pool& pool, nb::object bytes) {
+            const uint64_t cap = bytes.is_none() ? paging::no_cap : nb::cast<uint64_t>(bytes);
+            return given_fields(without_lock([&] { return pool.set_cap(cap); }));
+          },
+          nb::arg("bytes").none())
+      .def("evict",
+           [](Pool& pool, uint64_t bytes) {
+             return given_fields(without_lock([&] { return pool.evict(bytes); }));
+           })
+      .def("trim", &Pool::trim, unlocked())
+      .def("statistics", &statistics)
+      .def("held_bytes", &Pool::held_bytes, unlocked())
+      .def("live_tensors", &Pool::live_tensors, unlocked())
+      .def("page_bytes", &Pool::page_bytes, unlocked())
+      .def("set_page_bytes", &Pool::set_page_bytes, unlocked())
+      .def("reset_peaks", &Pool::reset_peaks, unlocked())
+      .def("take_evictions", &take_evictions)
+      .def("take_lost", &take_lost)
+      .def("resident_bytes", &Pool::resident_bytes, unlocked())
+      .def("is_sound", &Pool::is_sound, unlocked());
+}
+
+void replay(const std::string& contestant, uint64_t page_bytes, nb::object cap_bytes,
+            uintptr_t operations, uint64_t count, uintptr_t samples) {
+  const uint64_t cap = cap_bytes.is_none() ? paging::no_cap : nb::cast<uint64_t>(cap_bytes);
+  const nb::gil_scoped_release release;
+  paging::replay(contestant, page_bytes, cap,
+                 reinterpret_cast<const paging::Operation*>(operations), count,
+                 reinterpret_cast<paging::Sample*>(samples));
+}
+
+}  // namespace
+
+void bind_pool(nb::module_& parent) {
+  nb::module_ module = parent.def_submodule("pool");
+  nb::exception<paging::MisuseError>(module, "MisuseError");
+  nb::exception<paging::FullError>(module, "FullError");
+  bind_class(module);
+  module.def("operation_ns", [](uint64_t pages, uint64_t runs, int rounds, uint64_t seed) {
+    const paging::Costs costs =
+        without_lock([&] { return paging::measure_operations(pages, runs, rounds, seed); });
+    return nb::make_tuple(costs.insert_ns, costs.evict_ns, costs.free_ns);
+  });
+  module.def("tree_ns", [](uint64_t nodes, int rounds, uint64_t seed) {
+    const paging::Costs costs =
+        without_lock([&] { return paging::measure_tree(nodes, rounds, seed); });
+    return nb::make_tuple(costs.insert_ns, costs.evict_ns, costs.free_ns);
+  });
+  module.def("replay", &replay, nb::arg("contestant"), nb::arg("page_bytes"),
+             nb::arg("cap_bytes").none(), nb::arg("operations"), nb::arg("count"),
+             nb::arg("samples"));
+}
+
+}  // namespace daf

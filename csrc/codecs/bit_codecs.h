@@ -1,0 +1,184 @@
+// Masks, derivative codes and packed integers: docs/format.md, section 6.
+// Include after a vector_*.h.
+#pragma once
+
+#include "codecs/block_io.h"
+
+namespace {
+
+inline bool encode_mask_range(const EncodeMask& job, size_t first, size_t last) {
+  Reader reader(job.source);
+  const auto low = V::set(job.low), high = V::set(job.high);
+  for (size_t index = first; index < last; ++index) {
+    Block block;
+    reader.read(block, index);
+    uint16_t* row = plane_block(job.words, 0, 0, index);
+    DAF_EACH_VECTOR {
+      const auto x = block.x[t];
+      const uint16_t outside =
+          V::mask_bits(V::either(V::less_equal(x, low), V::less_equal(high, x)));
+      const uint16_t above = V::mask_bits(V::greater(x, low));
+      const uint16_t chosen = job.predicate == Predicate::inside ? uint16_t(~outside) : above;
+      store_half(row + t, chosen & real_lanes(reader.valid(index), t));
+    }
+  }
+  return true;
+}
+
+inline bool decode_mask_range(const DecodeMask& job, size_t first, size_t last) {
+  Writer writer(job.target);
+  const auto on = canonical(V::set(job.on_value)), off = canonical(V::set(job.off_value));
+  for (size_t index = first; index < last; ++index) {
+    Block block;
+    const uint16_t* row = plane_block(job.words, 0, 0, index);
+    DAF_EACH_VECTOR block.x[t] = V::select(V::mask_from(load_half(row + t)), on, off);
+    writer.write(block, index);
+  }
+  return true;
+}
+
+// Borders as an implicit search tree: node 1 is the root, node n's children are 2n and 2n + 1.
+struct BorderTree {
+  int bits;
+  alignas(64) float node[256] = {};
+
+  BorderTree(const float* borders, int bits_of_code) : bits(bits_of_code) {
+    for (int level = 0, width = 1 << bits; level < bits; ++level, width /= 2)
+      for (int i = 0; i < 1 << level; ++i)
+        node[(1 << level) + i] = borders[i * width + width / 2 - 1];
+  }
+};
+
+// table[index]; tables of up to 16 entries lie in a register.
+DAF_INLINE V::F look_up(const float* table, int bits, V::I index) {
+  if (bits <= 4) return V::lookup(table, index);
+  alignas(64) uint32_t lane[V::lanes];
+  alignas(64) float found[V::lanes];
+  V::store(lane, index);
+  for (int i = 0; i < V::lanes; ++i) found[i] = table[lane[i]];
+  return V::load(found);
+}
+
+DAF_INLINE V::I count_below(V::F x, const BorderTree& tree) {
+  auto place = V::set_integer(1);
+  for (int level = 0; level < tree.bits; ++level) {
+    const auto above = V::greater(x, look_up(tree.node, tree.bits, place));
+    place = V::add_where(V::shift_left<1>(place), above, 1);
+  }
+  return V::add_integer(place, V::set_integer(0u - (1u << tree.bits)));
+}
+
+inline bool encode_derivative_range(const EncodeDerivative& job, size_t first, size_t last) {
+  const size_t blocks = block_count(job.source.count);
+  const BorderTree tree(job.borders, job.bits);
+  Reader reader(job.source);
+  for (size_t index = first; index < last; ++index) {
+    alignas(64) float room[block_elements];
+    const float* values = reader.fetch(index, room);
+    if (!all_finite(values)) return false;
+    const size_t valid = reader.valid(index);
+    for (int t = 0; t < block_vectors; ++t) {
+      const auto codes = count_below(V::load(values + V::lanes * t), tree);
+      const uint16_t real = real_lanes(valid, t);
+      for (int bit = 0; bit < job.bits; ++bit) {
+        uint16_t* row = plane_block(job.planes, blocks, job.bits - 1 - bit, index);
+        store_half(row + t, V::mask_bits(V::any_bit(codes, 1u << bit)) & real);
+      }
+    }
+  }
+  return true;
+}
+
+inline bool decode_derivative_range(const DecodeDerivative& job, size_t first, size_t last) {
+  const size_t blocks = block_count(job.target.count);
+  alignas(64) float levels[256];
+  for (int i = 0; i < 256; ++i) levels[i] = job.levels[i & ((1 << job.bits) - 1)];
+  Writer writer(job.target);
+  for (size_t index = first; index < last; ++index) {
+    Block block;
+    for (int t = 0; t < block_vectors; ++t) {
+      auto codes = V::set_integer(0);
+      for (int bit = 0; bit < job.bits; ++bit) {
+        const uint16_t* row = plane_block(job.planes, blocks, job.bits - 1 - bit, index);
+        codes = V::add_where(codes, V::mask_from(load_half(row + t)), 1u << bit);
+      }
+      block.x[t] = canonical(look_up(levels, job.bits, codes));
+    }
+    writer.write(block, index);
+  }
+  return true;
+}
+
+// --- integers: 64-bit differences in two halves of 32 planes each --------------------------------
+
+struct Halves {
+  alignas(64) uint32_t low[block_elements];
+  alignas(64) uint32_t high[block_elements];
+};
+
+// Differences to the base of up to 256 items; returns all of them or-ed together.
+template <class Item>
+uint64_t read_differences(const void* from, size_t valid, uint64_t base, Halves& halves) {
+  uint64_t all = 0;
+  for (size_t i = 0; i < valid; ++i) {
+    Item item;
+    std::memcpy(&item, static_cast<const char*>(from) + i * sizeof item, sizeof item);
+    const uint64_t difference = uint64_t(int64_t(item)) - base;
+    all |= difference;
+    halves.low[i] = uint32_t(difference);
+    halves.high[i] = uint32_t(difference >> 32);
+  }
+  return all;
+}
+
+template <class Item>
+void write_items(void* to, size_t valid, uint64_t base, const Halves& halves) {
+  for (size_t i = 0; i < valid; ++i) {
+    const uint64_t difference = uint64_t(halves.high[i]) << 32 | halves.low[i];
+    const Item item = Item(difference + base);
+    std::memcpy(static_cast<char*>(to) + i * sizeof item, &item, sizeof item);
+  }
+}
+
+template <class Item>
+bool encode_integers_of(const EncodeIntegers& job, size_t first, size_t last) {
+  const size_t blocks = block_count(job.count);
+  for (size_t index = first; index < last; ++index) {
+    Halves halves = {};
+    const uint64_t place = index * block_elements, left = job.count - place;
+    const size_t valid = left < block_elements ? size_t(left) : block_elements;
+    const char* from = static_cast<const char*>(job.source) + place * sizeof(Item);
+    const uint64_t all = read_differences<Item>(from, valid, job.base, halves);
+    if (job.bits < 64 && all >> job.bits) return false;
+    for (int bit = 0; bit < job.bits; ++bit) {
+      uint16_t* row = plane_block(job.planes, blocks, job.bits - 1 - bit, index);
+      const uint32_t* half = bit < 32 ? halves.low : halves.high;
+      DAF_EACH_VECTOR store_half(
+          row + t, V::mask_bits(V::any_bit(V::load(half + V::lanes * t), 1u << bit % 32)));
+    }
+  }
+  return true;
+}
+
+template <class Item>
+bool decode_integers_of(const DecodeIntegers& job, size_t first, size_t last) {
+  const size_t blocks = block_count(job.count);
+  for (size_t index = first; index < last; ++index) {
+    Halves halves = {};
+    const uint64_t place = index * block_elements, left = job.count - place;
+    for (int bit = 0; bit < job.bits; ++bit) {
+      const uint16_t* row = plane_block(job.planes, blocks, job.bits - 1 - bit, index);
+      uint32_t* half = bit < 32 ? halves.low : halves.high;
+      DAF_EACH_VECTOR {
+        const auto set = V::mask_from(load_half(row + t));
+        uint32_t* here = half + V::lanes * t;
+        V::store(here, V::add_where(V::load(here), set, 1u << bit % 32));
+      }
+    }
+    char* to = static_cast<char*>(job.destination) + place * sizeof(Item);
+    write_items<Item>(to, left < block_elements ? size_t(left) : block_elements, job.base, halves);
+  }
+  return true;
+}
+
+}  // namespace

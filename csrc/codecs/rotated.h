@@ -1,0 +1,276 @@
+// The `rotated` codec: docs/format.md, section 4. Include after a vector_*.h.
+#pragma once
+
+#include "codecs/block_io.h"
+#include "codecs/philox.h"
+#include "codecs/rotated_constants.h"
+
+namespace {
+
+DAF_INLINE void rotate(V::Shorts& shorts, const uint32_t* signs, int rounds) {
+  V::flip_shorts(shorts, signs);
+  V::hadamard_shorts(shorts);
+  if (rounds == 2) {
+    V::shift_shorts<between_rounds_shift>(shorts);
+    V::flip_shorts(shorts, signs + words_per_block);
+    V::hadamard_shorts(shorts);
+  }
+}
+
+DAF_INLINE void rotate_back(V::Shorts& shorts, const uint32_t* signs, int rounds) {
+  V::hadamard_shorts(shorts);
+  if (rounds == 2) {
+    V::shift_shorts<between_rounds_shift>(shorts);
+    V::flip_shorts(shorts, signs + words_per_block);
+    V::hadamard_shorts(shorts);
+  }
+  V::flip_shorts(shorts, signs);
+}
+
+// --- encode ------------------------------------------------------------------------------------
+
+template <int bits>
+struct RotatedTables {
+  V::Bytes thresholds[bits];  // of each step, by the cell found so far
+  V::Bytes levels;            // by cell
+
+  DAF_MEMBER_INLINE RotatedTables(const int8_t* all_thresholds, const int8_t* all_levels)
+      : levels(V::load_table(all_levels)) {
+    for (int step = 0; step < bits; ++step)
+      thresholds[step] = V::load_table(all_thresholds + 16 * step);
+  }
+};
+
+// What the stages of a batch hand on, one entry for each block.
+struct RotatedState {
+  Prescale prescale[batch_blocks];
+  float mean[batch_blocks];  // rounded and prescaled
+  float norm[batch_blocks];
+  V::Shorts rotated[batch_blocks];
+  int32_t product[batch_blocks];  // of the rotated numbers with their levels
+};
+
+DAF_INLINE float sum_of(const float* row) {
+  return V::tree_sum(fold([&](int t) { return V::load(row + V::lanes * t); }));
+}
+
+DAF_INLINE float greatest_magnitude_of(const float* row) {
+  auto greatest = V::set(0.0f);
+  DAF_EACH_VECTOR greatest = V::greatest_magnitude(greatest, V::load(row + V::lanes * t));
+  return V::reduce_greatest(greatest);
+}
+
+// Stage 1 of a block: its mean in the header, padding equal to it.
+DAF_INLINE void find_mean(Batch& batch, RotatedState& state, size_t i, size_t valid,
+                          uint16_t* header) {
+  const Prescale& prescale = state.prescale[i];
+  header[0] = bfloat16_nearest(sum_of(batch.rows[i]) / float(valid) * prescale.inverse);
+  state.mean[i] = widen_bfloat16(header[0]) * prescale.factor;
+  if (valid < block_elements) batch.pad(i, valid, state.mean[i]);
+}
+
+DAF_INLINE float energy_around(const float* row, float mean) {
+  const auto middle = V::set(mean);
+  return V::tree_sum(fold([&](int t) {
+    const auto centred = V::subtract(V::load(row + V::lanes * t), middle);
+    return V::multiply(centred, centred);
+  }));
+}
+
+DAF_NEVER_INLINE float energy_after_prescaling(Batch& batch, RotatedState& state, size_t i,
+                                               size_t valid, uint16_t* header) {
+  if (valid < block_elements) batch.pad(i, valid, 0.0f);
+  state.prescale[i] = prescale_for(greatest_magnitude_of(batch.rows[i]));
+  batch.scale(i, state.prescale[i].factor);
+  find_mean(batch, state, i, valid, header);
+  return energy_around(batch.rows[i], state.mean[i]);
+}
+
+// Stage 2.
+DAF_INLINE float find_norm(Batch& batch, RotatedState& state, size_t i, size_t valid,
+                           uint16_t* header) {
+  float energy = energy_around(batch.rows[i], state.mean[i]);
+  if (!(energy >= least_ordinary_energy && energy <= greatest_ordinary_energy))
+    energy = energy_after_prescaling(batch, state, i, valid, header);
+  return std::sqrt(energy);
+}
+
+// Stage 3.
+template <int t = 0>
+DAF_INLINE void round_centred(V::Shorts& shorts, const float* row, V::F mean, V::F factor) {
+  if constexpr (t < block_vectors) {
+    const auto low = V::subtract(V::load(row + V::lanes * t), mean);
+    const auto high = V::subtract(V::load(row + V::lanes * (t + 1)), mean);
+    V::put_shorts<t / 2>(shorts, V::round(V::multiply(low, factor)),
+                         V::round(V::multiply(high, factor)));
+    round_centred<t + 2>(shorts, row, mean, factor);
+  }
+}
+
+// One byte for each coefficient of a block, 64 in each.
+struct Quarters {
+  V::Bytes of[4];
+};
+
+// The cells of all coefficients, bit by bit, most significant first; every bit goes to its plane.
+template <int bits, int step = 0>
+DAF_INLINE void find_cells(const Quarters& coefficients, const RotatedTables<bits>& tables,
+                           Quarters& cells, uint16_t* const (&rows)[bits]) {
+  if constexpr (step < bits) {
+    DAF_UNROLLED for (int q = 0; q < 4; ++q) {
+      auto threshold = tables.thresholds[step];
+      if (step > 0) threshold = V::lookup_bytes(threshold, cells.of[q]);
+      const uint64_t word =
+          V::add_where_greater<(8 >> step)>(cells.of[q], coefficients.of[q], threshold);
+      std::memcpy(rows[step] + 4 * q, &word, 8);
+    }
+    find_cells<bits, step + 1>(coefficients, tables, cells, rows);
+  }
+}
+
+template <int q = 0>
+DAF_INLINE void narrow(const V::Shorts& shorts, Quarters& coefficients) {
+  if constexpr (q < 4) {
+    coefficients.of[q] = V::narrow_shorts<coefficient_multiplier, q>(shorts);
+    narrow<q + 1>(shorts, coefficients);
+  }
+}
+
+template <int q = 0>
+DAF_INLINE V::I products_with_levels(const V::Shorts& shorts, V::Bytes levels,
+                                     const Quarters& cells, V::I sums) {
+  if constexpr (q == 4)
+    return sums;
+  else
+    return products_with_levels<q + 1>(
+        shorts, levels, cells,
+        V::add_products<q>(sums, shorts, V::lookup_bytes(levels, cells.of[q])));
+}
+
+// Stage 4: writes all planes, returns the products of coefficients with their levels.
+template <int bits>
+DAF_INLINE V::I quantize(const V::Shorts& shorts, const RotatedTables<bits>& tables,
+                         uint16_t* const (&rows)[bits]) {
+  Quarters coefficients, cells = {V::no_bytes(), V::no_bytes(), V::no_bytes(), V::no_bytes()};
+  narrow(shorts, coefficients);
+  find_cells<bits>(coefficients, tables, cells, rows);
+  return products_with_levels(shorts, tables.levels, cells, V::set_integer(0));
+}
+
+// Stage 5: the header's scale; a block of equal values has none, a broken one no codes.
+DAF_INLINE void finish_block(const EncodeRotated& job, const RotatedState& state, size_t i,
+                             size_t blocks, size_t index) {
+  uint16_t* header = job.headers + 2 * index;
+  const float norm = state.norm[i], product = float(state.product[i]);
+  const float scale = norm * (integer_length * scale_unit) / product * state.prescale[i].inverse;
+  header[1] = norm == 0.0f ? 0 : bfloat16_nearest(scale);
+  // The greatest magnitude may overlook a NaN; the norm does not.
+  const bool finite = state.prescale[i].finite && norm == norm && is_finite_bfloat16(header[0]) &&
+                      is_finite_bfloat16(header[1]);
+  if (finite && norm != 0.0f) return;
+  clear_planes(job.planes, blocks, job.bits, index);
+  if (!finite) mark_non_finite(header);
+}
+
+template <int bits>
+bool encode_rotated_range(const EncodeRotated& job, size_t first, size_t last) {
+  const size_t blocks = block_count(job.source.count);
+  const RotatedTables<bits> tables(job.thresholds, job.levels);
+  Reader reader(job.source);
+  Signs signs(job.key, job.rounds);
+  Batch batch;
+  RotatedState state;
+  for (size_t start = first; start < last; start += batch_blocks) {
+    const size_t size = last - start < batch_blocks ? last - start : batch_blocks;
+    for (size_t i = 0; i < size; ++i) {
+      batch.rows[i] = reader.fetch(start + i, batch.room[i]);
+      state.prescale[i] = {};
+      find_mean(batch, state, i, reader.valid(start + i), job.headers + 2 * (start + i));
+    }
+    for (size_t i = 0; i < size; ++i) {
+      state.norm[i] =
+          find_norm(batch, state, i, reader.valid(start + i), job.headers + 2 * (start + i));
+    }
+    for (size_t i = 0; i < size; ++i) {
+      reader.expect(start + batch_blocks + i);
+      V::Shorts shorts;
+      round_centred(shorts, batch.rows[i], V::set(state.mean[i]),
+                    V::set(integer_length / state.norm[i]));
+      rotate(shorts, signs.of_block(start + i), job.rounds);
+      state.rotated[i] = shorts;
+    }
+    for (size_t i = 0; i < size; ++i) {
+      uint16_t* rows[bits];
+      plane_rows(rows, job.planes, blocks, start + i);
+      const auto products = quantize<bits>(state.rotated[i], tables, rows);
+      state.product[i] = V::reduce_add(products);
+    }
+    for (size_t i = 0; i < size; ++i) finish_block(job, state, i, blocks, start + i);
+  }
+  return true;
+}
+
+// --- decode ------------------------------------------------------------------------------------
+
+template <int kept_bits, int plane = 0>
+DAF_INLINE void read_cells(const uint16_t* const (&rows)[kept_bits], int q, V::Bytes& cells) {
+  if constexpr (plane < kept_bits) {
+    uint64_t word;
+    std::memcpy(&word, rows[plane] + 4 * q, 8);
+    cells = V::add_bit_to_bytes<3 - plane>(cells, word);
+    read_cells<kept_bits, plane + 1>(rows, q, cells);
+  }
+}
+
+template <int kept_bits, int q = 0>
+DAF_INLINE void read_levels(V::Shorts& shorts, const uint16_t* const (&rows)[kept_bits],
+                            V::Bytes levels) {
+  if constexpr (q < 4) {
+    auto cells = V::no_bytes();
+    read_cells<kept_bits>(rows, q, cells);
+    V::put_bytes<q>(shorts, V::lookup_bytes(levels, cells));
+    read_levels<kept_bits, q + 1>(shorts, rows, levels);
+  }
+}
+
+template <int t = 0>
+DAF_INLINE void scale_shorts(Block& block, const V::Shorts& shorts, V::F mean, V::F factor) {
+  if constexpr (t < block_vectors) {
+    block.x[t] = V::add(mean, V::multiply(factor, V::shorts_to_float<t>(shorts)));
+    scale_shorts<t + 1>(block, shorts, mean, factor);
+  }
+}
+
+template <int kept_bits>
+bool decode_rotated_range(const DecodeRotated& job, size_t first, size_t last) {
+  const size_t blocks = block_count(job.target.count);
+  const auto levels = V::load_table(job.levels);
+  Writer writer(job.target);
+  Signs signs(job.key, job.rounds);
+  V::Shorts shorts[batch_blocks];
+  for (size_t start = first; start < last; start += batch_blocks) {
+    const size_t size = last - start < batch_blocks ? last - start : batch_blocks;
+    for (size_t i = 0; i < size; ++i) {
+      const uint16_t* rows[kept_bits];
+      plane_rows(rows, job.planes, blocks, start + i);
+      V::Shorts here;
+      read_levels<kept_bits>(here, rows, levels);
+      rotate_back(here, signs.of_block(start + i), job.rounds);
+      shorts[i] = here;
+    }
+    for (size_t i = 0; i < size; ++i) {
+      const uint16_t* header = job.headers + 2 * (start + i);
+      Block block;
+      if (is_finite_bfloat16(header[0]) && is_finite_bfloat16(header[1])) {
+        scale_shorts(block, shorts[i], V::set(widen_bfloat16(header[0])),
+                     V::set(widen_bfloat16(header[1]) * job.level_factor));
+      } else {
+        fill_with_nan(block);
+      }
+      writer.write(block, start + i);
+    }
+  }
+  return true;
+}
+
+}  // namespace

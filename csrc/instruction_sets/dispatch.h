@@ -1,0 +1,17 @@
+// Which instruction sets this build has and this processor can run.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "arguments/kernel_arguments.h"
+
+namespace daf {
+
+// Widest first; "portable" is always the last.
+const std::vector<const KernelTable*>& available_tables();
+
+// The table of that name, or nullptr.
+const KernelTable* find_table(const std::string& name);
+
+}  // namespace daf

@@ -1,0 +1,9 @@
+// The vectors come first: everything in table.h is written in them.
+#include "simd/vector_avx512.h"
+
+#include "instruction_sets/kernel_table.h"
+
+namespace daf {
+extern const KernelTable avx512_kernels;
+const KernelTable avx512_kernels = make_table("avx512");
+}  // namespace daf

@@ -1,0 +1,9 @@
+// The vectors come first: everything in table.h is written in them.
+#include "simd/vector_neon.h"
+
+#include "instruction_sets/kernel_table.h"
+
+namespace daf {
+extern const KernelTable neon_kernels;
+const KernelTable neon_kernels = make_table("neon");
+}  // namespace daf

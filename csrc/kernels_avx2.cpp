@@ -1,9 +1,0 @@
-// The vectors come first: everything in table.h is written in them.
-#include "vector_avx2.h"
-
-#include "table.h"
-
-namespace daf {
-extern const KernelTable avx2_kernels;
-const KernelTable avx2_kernels = make_table("avx2");
-}  // namespace daf

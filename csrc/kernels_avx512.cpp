@@ -1,9 +1,0 @@
-// The vectors come first: everything in table.h is written in them.
-#include "vector_avx512.h"
-
-#include "table.h"
-
-namespace daf {
-extern const KernelTable avx512_kernels;
-const KernelTable avx512_kernels = make_table("avx512");
-}  // namespace daf

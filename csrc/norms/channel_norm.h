@@ -1,0 +1,181 @@
+// A normalisation's forward and backward, a block at a time, while others read or write its
+// normalised values: docs/format.md, section 10. Include after a vector_*.h.
+#pragma once
+
+#include "norms/affine_rows.h"
+#include "reductions/lanes.h"
+
+namespace {
+
+DAF_INLINE V::F canonical(V::F x) {
+  return V::select(V::unordered(x, x), V::as_float(V::set_integer(0x7FC00000)), x);
+}
+
+// The elements whose bit is clear become 0.
+DAF_INLINE void apply_mask(Block& block, const uint32_t* words) {
+  DAF_EACH_VECTOR {
+    const auto chosen = V::mask_from(uint16_t(words[t / 2] >> (t % 2 * 16)));
+    block.x[t] = V::select(chosen, block.x[t], V::set(0.0f));
+  }
+}
+
+DAF_INLINE void load_floats(Block& block, const float* from, size_t valid) {
+  if (valid >= block_elements) {
+    DAF_EACH_VECTOR block.x[t] = V::load(from + V::lanes * t);
+    return;
+  }
+  alignas(64) float room[block_elements] = {};
+  std::memcpy(room, from, valid * sizeof(float));
+  DAF_EACH_VECTOR block.x[t] = V::load(room + V::lanes * t);
+}
+
+DAF_INLINE void store_floats(const Block& block, float* to, size_t valid) {
+  if (valid >= block_elements) {
+    DAF_EACH_VECTOR V::store(to + V::lanes * t, block.x[t]);
+    return;
+  }
+  alignas(64) float room[block_elements];
+  DAF_EACH_VECTOR V::store(room + V::lanes * t, block.x[t]);
+  std::memcpy(to, room, valid * sizeof(float));
+}
+
+// --- forward -----------------------------------------------------------------------------------
+
+class Emitter {
+ public:
+  explicit Emitter(const Emission* emission)
+      : emission_(emission ? *emission : Emission{}), rows_(emission_.affine) {
+    streams_ = emission_.stream && reinterpret_cast<uintptr_t>(emission_.destination) % 64 == 0;
+  }
+  ~Emitter() {
+    if (streams_) V::stream_fence();
+  }
+
+  // Block `index` of normalised values; those from `valid` on are nobody's.
+  DAF_NEVER_INLINE void emit(const float* row, size_t index, size_t valid) {
+    const size_t first = index * block_elements;
+    Block block;
+    DAF_EACH_VECTOR block.x[t] = V::load(row + V::lanes * t);
+    if (rows_.used()) {
+      rows_.move_to(index);
+      apply_affine(block, rows_);
+    }
+    if (emission_.addend) {
+      Block addend;
+      load_floats(addend, emission_.addend + first, valid);
+      DAF_EACH_VECTOR block.x[t] = V::add(block.x[t], addend.x[t]);
+    }
+    if (emission_.mask) rectify(block, emission_.mask + index * words_per_block, valid);
+    DAF_EACH_VECTOR block.x[t] = canonical(block.x[t]);
+    if (streams_ && valid == block_elements) {
+      DAF_EACH_VECTOR V::stream(emission_.destination + first + V::lanes * t, block.x[t]);
+    } else {
+      store_floats(block, emission_.destination + first, valid);
+    }
+  }
+
+ private:
+  DAF_MEMBER_INLINE void rectify(Block& block, uint32_t* words, size_t valid) {
+    auto* halves = reinterpret_cast<uint16_t*>(words);
+    const auto zero = V::set(0.0f), most = V::set(emission_.most);
+    DAF_EACH_VECTOR {
+      const auto above = V::less_equal(most, block.x[t]);
+      const auto positive = uint16_t(~V::mask_bits(V::less_equal(block.x[t], zero)));
+      const auto passing = uint16_t(positive & ~V::mask_bits(above));
+      store_half(halves + t, passing & real_lanes(valid, t));
+      const auto bounded = V::select(above, most, block.x[t]);
+      block.x[t] = V::select(V::mask_from(positive), bounded, zero);
+    }
+  }
+
+  const Emission emission_;
+  AffineRows rows_;
+  bool streams_;
+};
+
+// --- backward ----------------------------------------------------------------------------------
+
+// Sums of a gradient in the place of sums, of its products with the values in that of squares.
+struct RunningProducts {
+  const RunningSums& of;
+};
+
+// The values lie one block behind the gradient.
+class ProductsSlot {
+ public:
+  DAF_MEMBER_INLINE ProductsSlot(const RunningSums& all, uint64_t slot)
+      : sums_(all.sums + slot * slot_lanes), products_(all.squares + slot * slot_lanes) {
+    sum_ = V::load(sums_);
+    product_ = V::load(products_);
+  }
+  DAF_MEMBER_INLINE void add(const float* at) { add(V::load(at), V::load(at + block_elements)); }
+  DAF_MEMBER_INLINE void add(const float* at, V::M chosen) {
+    const auto zero = V::set(0.0f);
+    add(V::select(chosen, V::load(at), zero),
+        V::select(chosen, V::load(at + block_elements), zero));
+  }
+  DAF_MEMBER_INLINE void keep() const {
+    V::store(sums_, sum_);
+    V::store(products_, product_);
+  }
+
+ private:
+  DAF_MEMBER_INLINE void add(V::F gradient, V::F value) {
+    const auto wide = V::widen(gradient);
+    sum_ = V::add(sum_, wide);
+    product_ = V::add_product(product_, wide, V::widen(value));
+  }
+
+  double *sums_, *products_;
+  V::D sum_, product_;
+};
+
+DAF_INLINE ProductsSlot slot_of(const RunningProducts& all, uint64_t slot) {
+  return {all.of, slot};
+}
+
+class GradientTaker {
+ public:
+  explicit GradientTaker(const NormGradient* job)
+      : job_(job ? *job : NormGradient{}),
+        value_rows_(job_.of_value),
+        gradient_rows_(job_.of_gradient) {}
+
+  // Block `index` of normalised values, of which `left` are the tensor's.
+  DAF_MEMBER_INLINE void take(Block& value, size_t index, uint64_t left, const uint32_t* mask) {
+    const size_t first = index * block_elements;
+    const size_t valid = left < block_elements ? size_t(left) : block_elements;
+    Block gradient;
+    load_floats(gradient, job_.gradient + first, valid);
+    if (mask) apply_mask(gradient, mask + index * words_per_block);
+    if (job_.sums) return add_to_sums(value, gradient, index, valid);
+    value_rows_.move_to(index);
+    gradient_rows_.move_to(index);
+    apply_affine(value, value_rows_);
+    DAF_EACH_VECTOR {
+      const auto scale = V::load(gradient_rows_.scale() + V::lanes * t);
+      value.x[t] = canonical(V::add(V::multiply(gradient.x[t], scale), value.x[t]));
+    }
+    store_floats(value, job_.destination + first, valid);
+  }
+
+ private:
+  DAF_MEMBER_INLINE void add_to_sums(const Block& value, const Block& gradient, size_t index,
+                                     size_t valid) {
+    const size_t first = index * block_elements;
+    if (job_.destination) store_floats(gradient, job_.destination + first, valid);
+    DAF_EACH_VECTOR {
+      V::store(room_ + V::lanes * t, gradient.x[t]);
+      V::store(room_ + block_elements + V::lanes * t, value.x[t]);
+    }
+    enter_block(*job_.sums, index);
+    const SumsPlan& plan = job_.sums->whole->plan;
+    add_block(RunningProducts{*job_.sums}, plan.channels, plan.slots, room_, first, valid);
+  }
+
+  const NormGradient job_;
+  AffineRows value_rows_, gradient_rows_;
+  alignas(64) float room_[2 * block_elements];
+};
+
+}  // namespace

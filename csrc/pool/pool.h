@@ -1,0 +1,256 @@
+// The paged pool: planes of codes in fixed pages, the least important of which go first.
+//
+// A page holds one plane of one run of elements (8 * page_bytes of them), or headers, or a piece
+// of a plain span of bytes. So giving up precision is dropping pages: nothing is coded again,
+// nothing moves. docs/pool.md draws it.
+//
+// Every call takes one lock and may come from any thread. A tensor is pinned while a kernel reads
+// or writes it: pinned pages are never given up.
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "pool/pool_array.h"
+#include "pool/pool_bitmap.h"
+#include "pool/pool_growth.h"
+#include "pool/pool_region.h"
+#include "pool/pool_tree.h"
+#include "pool/pool_view.h"
+
+namespace daf::paging {
+
+constexpr uint64_t no_cap = ~uint64_t(0);
+constexpr uint64_t elements_per_block = 256;
+constexpr uint32_t no_page = ~uint32_t(0);
+constexpr size_t most_evictions_logged = 256;
+
+// A handle that is not alive here, a pin too few or too many, a request that means nothing.
+struct MisuseError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// The pages are not there, even if all that may be given up were.
+struct FullError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// There is room under the cap, but the lender refused `bytes`.
+struct RefusedError : FullError {
+  RefusedError(const std::string& message, uint64_t refused) : FullError(message), bytes(refused) {}
+  uint64_t bytes;
+};
+
+// An account beyond the pool's own that bounds its memory: asked before pages get memory, told
+// when they have lost it. Both are called under the pool's lock, and must not call the pool.
+struct Lender {
+  bool (*take)(uint64_t bytes);
+  void (*give)(uint64_t bytes);
+};
+
+struct Options {
+  uint64_t reserve_bytes;    // address space
+  uint64_t page_bytes;       // a power of two, 32 or more
+  uint64_t cap_bytes;        // the most that may be held, metadata included
+  uint64_t increment_bytes;  // of growth; 0: adaptive
+  bool may_cut_increment;    // take less than a whole increment where the cap leaves no more
+  bool poison;               // fill pages that fall free with 0xDB
+  // Pages lie on a device: they are numbered and counted here. Each plane is one block of memory
+  // there, so that planes go as a whole, and take_lost tells which went.
+  bool elsewhere = false;
+  Lender lender = {nullptr, nullptr};
+};
+
+struct Request {
+  uint64_t count;            // elements
+  int bits, minimum_bits;    // planes, and how many of them are never given up
+  bool headers;              // 4 bytes for every block of 256 elements
+  const double* importance;  // of each plane, most significant first
+  uint64_t tag;              // the caller's own name for it, told in evictions
+  int missing_bits = 0;      // planes that it begins without in any case
+};
+
+struct GivenUp {
+  uint64_t pages, payload_bytes;
+  uint64_t returned_bytes;  // to the system
+  uint64_t over_bytes;      // still held above the cap: pinned, or never to be given up
+};
+
+struct Eviction {
+  uint64_t tag, handle;
+  uint32_t pages;
+  uint8_t plane, page_shift;  // pages of 1 << page_shift bytes, which may since be others
+
+  uint64_t bytes() const { return uint64_t(pages) << page_shift; }
+};
+
+// A tensor that has lost planes: so many are left.
+struct Lost {
+  uint64_t handle;
+  uint32_t kept;
+};
+
+struct Statistics {
+  uint64_t payload_bytes;   // planes and headers that are there
+  uint64_t wasted_bytes;    // behind the end of the last page of each row
+  uint64_t free_bytes;      // pages that have memory and no content
+  uint64_t metadata_bytes;  // page tables, records, tree, bitmaps
+  uint64_t cap_bytes, live_peak_bytes, held_peak_bytes;
+  uint64_t evictable_pages, live_pages, live_tensors;
+  uint64_t evicted_pages, evicted_payload_bytes, grown_bytes, growths, returned_bytes;
+
+  // payload + wasted, and with free and metadata
+  uint64_t live_bytes() const { return payload_bytes + wasted_bytes; }
+  uint64_t held_bytes() const { return live_bytes() + free_bytes + metadata_bytes; }
+};
+
+class Pool {
+ public:
+  explicit Pool(const Options& options);
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+  ~Pool();
+
+  // The handle of a new tensor, pinned once so that it can be written in peace. Where room must be
+  // made it may itself have the least important planes: then it begins without them (its view
+  // says so), and they count as given up. Throws FullError,
+  // MisuseError, std::bad_alloc; nothing has been given up then. (Except with pages smaller than
+  // the system's: those may lie so that giving some up frees no memory.)
+  uint64_t allocate(const Request& request);
+  // `bytes` at consecutive addresses, never given up.
+  uint64_t allocate_span(uint64_t bytes, uint64_t tag);
+  // Refused while pinned.
+  void release(uint64_t handle);
+
+  View pin(uint64_t handle);
+  void unpin(uint64_t handle);
+  uint8_t* span_address(uint64_t handle);
+  // Bytes of the pages that this tensor or span has now.
+  uint64_t live_bytes(uint64_t handle);
+  void set_importance(uint64_t handle, const double* importance, int bits);
+
+  // Lowering the cap evicts at once.
+  GivenUp set_cap(uint64_t bytes);
+  // Gives up at least `bytes` of pages, or all that may be.
+  GivenUp evict(uint64_t bytes);
+  // Gives every empty group back to the system.
+  uint64_t trim();
+
+  Statistics statistics();
+  void reset_peaks();
+  // What was given up since the last call, oldest first; `lost`: how many entries found no room.
+  std::vector<Eviction> take_evictions(uint64_t* lost);
+  // Tensors that lost planes since the last call, oldest first; of pages that lie elsewhere.
+  std::vector<Lost> take_lost();
+  uint64_t resident_bytes();
+  uint64_t held_bytes();
+  uint64_t live_tensors();
+  uint64_t page_bytes();
+  // Other pages, and bitmaps of their size; refused (false) while anything lives.
+  bool set_page_bytes(uint64_t bytes);
+  // Do all the parts agree? For tests. O(pages).
+  bool is_sound();
+
+ private:
+  struct Tensor {
+    uint64_t handle;  // 0: nobody
+    uint64_t tag;
+    uint64_t count;      // elements, or the span's bytes
+    double* importance;  // bits numbers, then the page table; null for a span
+    uint32_t* table;     // null for a span
+    uint32_t runs;       // or the span's pages
+    uint32_t full_runs;  // or the span's first page
+    uint32_t pins;
+    uint32_t next_free;  // slot + 1, among nobody's
+    uint8_t bits, minimum, kept;
+    bool has_headers;
+  };
+
+  uint64_t header_pages(const Tensor& tensor) const;
+  uint64_t table_bytes(const Tensor& tensor) const;
+  uint64_t present_pages(const Tensor& tensor) const;
+  uint64_t spare_pages(const Tensor& tensor) const;
+  uint64_t page_payload(const Tensor& tensor, uint64_t run) const;
+  uint64_t payload_of(const Tensor& tensor) const;
+
+  Tensor& find(uint64_t handle);
+  void ensure_slot();
+  void add_tensor(Tensor& tensor);
+  void remove_tensor(const Tensor& tensor);
+  uint32_t slot_of(const Tensor& tensor) const;
+  void enter_tree(const Tensor& tensor);
+  void leave_tree(const Tensor& tensor);
+  void fill_table(const Tensor& tensor);
+  void free_pages_of(const Tensor& tensor);
+
+  // Pages and groups.
+  uint32_t take_page();
+  void mark_used(uint64_t page);
+  void free_page(uint64_t page);
+  bool group_is_empty(uint64_t group) const;
+  Bitmap& empty_groups() { return pages_per_group_ == 1 ? free_ : empty_; }
+  uint64_t find_gap(uint64_t pages) const;
+  uint64_t take_gap(uint64_t pages);
+  void extend_groups(uint64_t groups);
+  void back_group(uint64_t group);
+  void forget_groups();
+  bool may_take(uint64_t groups);
+  [[noreturn]] void throw_refused(uint64_t groups) const;
+  void grow(uint64_t pages, uint64_t most);
+  uint64_t return_groups(uint64_t count);
+  void return_surplus();
+
+  // Room.
+  uint64_t group_of(uint64_t page_bytes) const;
+  uint64_t bitmap_bytes(uint64_t groups) const;
+  uint64_t metadata_bytes(uint64_t new_slots, uint64_t new_table_bytes) const;
+  uint64_t most_groups(uint64_t metadata) const;
+  uint64_t held_now() const;
+  void make_room(Tensor& newcomer, uint64_t metadata);
+  bool give_up_least(Tensor& newcomer);
+  bool lose_page(Tensor& tensor);
+  void note_missing(const Tensor& newcomer);
+  void check_possible(uint64_t pages, uint64_t most) const;
+  [[noreturn]] void throw_full(uint64_t pages, uint64_t most) const;
+  bool shrink_to_cap();
+  uint64_t evict_least();
+  void evict_pages(uint64_t pages);
+  void log_eviction(const Tensor& tensor, uint32_t plane, uint64_t pages);
+  GivenUp given_up() const;
+  GivenUp since(const GivenUp& before) const;
+  Statistics count_up() const;
+  void note_peaks();
+
+  const Options options_;
+  uint64_t page_bytes_, group_bytes_, pages_per_group_;
+  uint64_t cap_bytes_;
+  Region region_;
+  Growth growth_;
+
+  GrowingArray<Tensor> tensors_;
+  ImportanceTree tree_;
+  uint32_t free_slot_ = 0;  // slot + 1
+  uint64_t live_tensors_ = 0, table_bytes_ = 0;
+
+  // A page is used, or free with memory behind it, or lies in a group without memory.
+  std::vector<uint64_t> used_;
+  Bitmap free_;      // pages
+  Bitmap empty_;     // groups with memory, all of whose pages are free; unused for groups of one
+  Bitmap unbacked_;  // groups below groups_ without memory
+  uint64_t groups_ = 0, backed_ = 0;
+  uint64_t top_ = 0;  // no group from here on has memory; below it the highest may have none either
+
+  uint64_t live_pages_ = 0, payload_bytes_ = 0, evictable_pages_ = 0;
+  uint64_t live_peak_ = 0, held_peak_ = 0;
+  uint64_t evicted_pages_ = 0, evicted_payload_ = 0, grown_ = 0, growths_ = 0, returned_ = 0;
+  std::vector<Lost> lost_;
+  std::vector<Eviction> evictions_;
+  uint64_t evictions_lost_ = 0;
+  Eviction last_lost_{};
+  std::mutex mutex_;
+};
+
+}  // namespace daf::paging

@@ -1,0 +1,271 @@
+// The pool's pages and the groups of pages that memory comes in; how room is made.
+
+#include <cstring>
+#include <string>
+
+#include "pool/pool.h"
+
+namespace daf::paging {
+namespace {
+
+constexpr int poison_byte = 0xDB;
+constexpr uint64_t used_unit = Bitmap::unit;
+
+}  // namespace
+
+// --- pages --------------------------------------------------------------------------------------
+
+// The lowest free page that has memory; there must be one.
+uint32_t Pool::take_page() {
+  const uint64_t page = free_.first();
+  mark_used(page);
+  return uint32_t(page);
+}
+
+void Pool::mark_used(uint64_t page) {
+  if (pages_per_group_ > 1 && group_is_empty(page / pages_per_group_))
+    empty_.erase(page / pages_per_group_);
+  free_.erase(page);
+  used_[page / 64] |= uint64_t(1) << (page % 64);
+  ++live_pages_;
+}
+
+void Pool::free_page(uint64_t page) {
+  if (options_.poison) std::memset(region_.base() + page * page_bytes_, poison_byte, page_bytes_);
+  used_[page / 64] &= ~(uint64_t(1) << (page % 64));
+  free_.insert(page);
+  --live_pages_;
+  if (pages_per_group_ > 1 && group_is_empty(page / pages_per_group_))
+    empty_.insert(page / pages_per_group_);
+}
+
+void Pool::free_pages_of(const Tensor& tensor) {
+  payload_bytes_ -= payload_of(tensor);
+  if (!tensor.bits) {
+    for (uint64_t i = 0; i < tensor.runs; ++i) free_page(uint64_t(tensor.full_runs) + i);
+    return;
+  }
+  const uint64_t planes = present_pages(tensor) - header_pages(tensor);
+  for (uint64_t i = 0; i < planes; ++i) free_page(tensor.table[i]);
+  const uint32_t* headers = tensor.table + uint64_t(tensor.bits) * tensor.runs;
+  for (uint64_t i = 0; i < header_pages(tensor); ++i) free_page(headers[i]);
+}
+
+bool Pool::group_is_empty(uint64_t group) const {
+  const uint64_t first = group * pages_per_group_;
+  if (pages_per_group_ >= 64) {
+    for (uint64_t word = first / 64; word < (first + pages_per_group_) / 64; ++word)
+      if (used_[word]) return false;
+    return true;
+  }
+  const uint64_t mask = (uint64_t(1) << pages_per_group_) - 1;
+  return !(used_[first / 64] >> (first % 64) & mask);
+}
+
+// The lowest run of so many pages that are not in use, with memory or without; it may reach
+// beyond the groups there are.
+uint64_t Pool::find_gap(uint64_t pages) const {
+  const uint64_t end = groups_ * pages_per_group_;
+  uint64_t start = 0;
+  for (uint64_t at = 0; at < end && at - start < pages;) {
+    const uint64_t next_word = (at / 64 + 1) * 64, word = used_[at / 64] >> (at % 64);
+    if (word == 0) {
+      at = next_word;
+      continue;
+    }
+    const uint64_t free_here = uint64_t(lowest_bit(word));
+    if (at + free_here - start >= pages) break;
+    const uint64_t behind = ~(word >> free_here);
+    start = at = behind ? at + free_here + uint64_t(lowest_bit(behind)) : next_word;
+  }
+  return start + pages <= region_.bytes() / page_bytes_ ? start : nothing;
+}
+
+// Takes consecutive pages and gives them memory where they have none. The cap is not looked at.
+uint64_t Pool::take_gap(uint64_t pages) {
+  const uint64_t first = find_gap(pages);
+  if (first == nothing)
+    throw FullError("no " + std::to_string(pages) +
+                    " consecutive pages are left in the reserved addresses; reserve more");
+  const uint64_t last_group = (first + pages + pages_per_group_ - 1) / pages_per_group_;
+  if (last_group > groups_) extend_groups(last_group);
+  const uint64_t first_group = pages ? first / pages_per_group_ : last_group;
+  uint64_t missing = 0;
+  for (uint64_t group = first_group; group < last_group; ++group) missing += unbacked_.has(group);
+  if (!may_take(missing)) throw_refused(missing);
+  for (uint64_t group = first_group; group < last_group; ++group)
+    if (unbacked_.has(group)) back_group(group);
+  growths_ += missing != 0;
+  for (uint64_t page = first; page < first + pages; ++page) mark_used(page);
+  return first;
+}
+
+// --- groups -------------------------------------------------------------------------------------
+
+void Pool::extend_groups(uint64_t groups) {
+  region_.extend(groups * group_bytes_);
+  const uint64_t pages = groups * pages_per_group_;
+  const uint64_t words = round_up(pages, used_unit) / 64;
+  used_.reserve(words);
+  used_.resize(words);
+  free_.resize(pages);
+  unbacked_.resize(groups);
+  if (pages_per_group_ > 1) empty_.resize(groups);
+  for (; groups_ < groups; ++groups_) unbacked_.insert(groups_);
+}
+
+// The bitmaps follow the highest group with memory down, once they could be half as long: otherwise
+// a small step would pay for those of the largest ever. Every group that is passed on the way was
+// once made, so this is O(1) for each.
+void Pool::forget_groups() {
+  while (top_ && unbacked_.has(top_ - 1)) --top_;
+  if (2 * top_ > groups_) return;
+  while (groups_ > top_) unbacked_.erase(--groups_);
+  const uint64_t pages = groups_ * pages_per_group_;
+  used_.resize(round_up(pages, used_unit) / 64);
+  used_.shrink_to_fit();
+  free_.shrink(pages);
+  unbacked_.shrink(groups_);
+  if (pages_per_group_ > 1) empty_.shrink(groups_);
+}
+
+void Pool::back_group(uint64_t group) {
+  top_ = std::max(top_, group + 1);
+  region_.take_back(group * group_bytes_, group_bytes_);
+  unbacked_.erase(group);
+  ++backed_;
+  ++grown_;
+  const uint64_t first = group * pages_per_group_;
+  for (uint64_t page = first; page < first + pages_per_group_; ++page) free_.insert(page);
+  if (pages_per_group_ > 1) empty_.insert(group);
+}
+
+bool Pool::may_take(uint64_t groups) {
+  return !options_.lender.take || options_.lender.take(groups * group_bytes_);
+}
+
+void Pool::throw_refused(uint64_t groups) const {
+  const uint64_t bytes = groups * group_bytes_;
+  throw RefusedError("asked for " + std::to_string(bytes) +
+                         " bytes of memory for pages, and the process's limit leaves no room",
+                     bytes);
+}
+
+// Memory for at least `pages` more pages, in the lowest groups that have none.
+void Pool::grow(uint64_t pages, uint64_t most) {
+  const uint64_t missing = (pages + pages_per_group_ - 1) / pages_per_group_;
+  const Supply supply{live_pages_ / pages_per_group_, empty_groups().count(), most - backed_};
+  uint64_t step = growth_.step(missing, supply);
+  if (step > unbacked_.count()) extend_groups(groups_ + step - unbacked_.count());
+  if (!may_take(step)) {
+    step = missing;
+    if (!may_take(step)) throw_refused(step);
+  }
+  for (uint64_t i = 0; i < step; ++i) back_group(unbacked_.first());
+  ++growths_;
+}
+
+// Gives up to `count` empty groups back to the system, the highest first; returns how many.
+uint64_t Pool::return_groups(uint64_t count) {
+  uint64_t done = 0;
+  while (done < count && empty_groups().count()) {
+    const uint64_t end = empty_groups().last() + 1;
+    uint64_t first = end;
+    while (done < count && empty_groups().count() && empty_groups().last() == first - 1) {
+      --first;
+      ++done;
+      for (uint64_t i = 0; i < pages_per_group_; ++i) free_.erase(first * pages_per_group_ + i);
+      if (pages_per_group_ > 1) empty_.erase(first);
+      unbacked_.insert(first);
+    }
+    region_.give_back(first * group_bytes_, (end - first) * group_bytes_);
+  }
+  backed_ -= done;
+  returned_ += done;
+  if (options_.lender.give) options_.lender.give(done * group_bytes_);
+  if (groups_) forget_groups();
+  return done;
+}
+
+void Pool::return_surplus() {
+  const uint64_t surplus =
+      growth_.surplus({live_pages_ / pages_per_group_, empty_groups().count(), 0});
+  if (surplus) return_groups(surplus);
+}
+
+// --- room ---------------------------------------------------------------------------------------
+
+uint64_t Pool::bitmap_bytes(uint64_t groups) const {
+  const uint64_t pages = groups * pages_per_group_;
+  return round_up(pages, used_unit) / 8 + Bitmap::bytes_for(pages) +
+         Bitmap::bytes_for(groups) * (pages_per_group_ > 1 ? 2 : 1);
+}
+
+// What the account's own records take, with so many more slots and bytes of page tables.
+uint64_t Pool::metadata_bytes(uint64_t new_slots, uint64_t new_table_bytes) const {
+  const uint64_t slots = tensors_.size() + new_slots;
+  return GrowingArray<Tensor>::bytes_for(slots) + ImportanceTree::bytes_for(slots) + table_bytes_ +
+         new_table_bytes + bitmap_bytes(groups_) + evictions_.capacity() * sizeof(Eviction);
+}
+
+uint64_t Pool::held_now() const { return backed_ * group_bytes_ + metadata_bytes(0, 0); }
+
+// The most groups that may have memory under the cap, beside so much metadata; their bitmaps grow
+// with them.
+uint64_t Pool::most_groups(uint64_t metadata) const {
+  uint64_t most = region_.bytes() / group_bytes_;
+  if (cap_bytes_ == no_cap) return growth_.most(most);
+  if (cap_bytes_ <= metadata) return 0;
+  const uint64_t others = metadata - bitmap_bytes(groups_);
+  most = std::min(most, (cap_bytes_ - metadata) / group_bytes_);
+  for (;;) {
+    const uint64_t held = most * group_bytes_ + others + bitmap_bytes(std::max(groups_, most));
+    if (held <= cap_bytes_ || most == 0) return growth_.most(most);
+    most -= std::min(most, (held - cap_bytes_ + group_bytes_ - 1) / group_bytes_);
+  }
+}
+
+void Pool::check_possible(uint64_t pages, uint64_t most) const {
+  if (live_pages_ + pages > most * pages_per_group_ + evictable_pages_) throw_full(pages, most);
+}
+
+void Pool::throw_full(uint64_t pages, uint64_t most) const {
+  const std::string cap = cap_bytes_ == no_cap ? "none" : std::to_string(cap_bytes_);
+  const uint64_t live = live_pages_ * page_bytes_, room = most * group_bytes_;
+  throw FullError("asked for " + std::to_string(pages * page_bytes_) + " bytes of pages; of " +
+                  std::to_string(room) + " bytes that may be held as pages, " +
+                  std::to_string(live) + " are in use and " +
+                  std::to_string(evictable_pages_ * page_bytes_) +
+                  " of these may be given up (held " + std::to_string(held_now()) + ", cap " + cap +
+                  ", reserved addresses " + std::to_string(region_.bytes()) + ")");
+}
+
+// Free pages with memory for all that the newcomer is left with, whatever must be given up for it,
+// `metadata` staying within the cap as well. Throws FullError.
+void Pool::make_room(Tensor& newcomer, uint64_t metadata) {
+  const uint64_t most = most_groups(metadata), most_pages = most * pages_per_group_;
+  check_possible(present_pages(newcomer) - spare_pages(newcomer), most);
+  // A second time only where a group has several pages: the ones in use lie scattered.
+  while (live_pages_ + present_pages(newcomer) > most_pages ||
+         (backed_ > most && return_groups(backed_ - most) == 0)) {
+    if (!give_up_least(newcomer)) throw_full(present_pages(newcomer), most);
+  }
+  const uint64_t pages = present_pages(newcomer);
+  if (pages > free_.count()) grow(pages - free_.count(), most);
+}
+
+// Evicts and gives back until no more is held than the cap allows; false where that cannot be.
+bool Pool::shrink_to_cap() {
+  if (cap_bytes_ == no_cap) return true;
+  for (;;) {
+    const uint64_t most = most_groups(metadata_bytes(0, 0)), most_pages = most * pages_per_group_;
+    if (backed_ <= most) return true;
+    return_groups(backed_ - most);
+    if (backed_ <= most) return true;
+    if (!evictable_pages_) return false;
+    const uint64_t over = live_pages_ > most_pages ? live_pages_ - most_pages : 1;
+    evict_pages(std::min(over, evictable_pages_));
+  }
+}
+
+}  // namespace daf::paging

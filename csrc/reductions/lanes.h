@@ -1,0 +1,157 @@
+// One block into accumulators of sixteen lanes: docs/format.md, section 8.
+// Include after a vector_*.h.
+#pragma once
+
+#include "reductions/ranges.h"
+#include "reductions/sums.h"
+#include "simd/block.h"
+
+namespace {
+
+// Which lanes of vector t lie among the first `valid` elements.
+DAF_INLINE uint16_t real_lanes(size_t valid, int t) {
+  const size_t first = size_t(V::lanes) * t;
+  const size_t here = valid <= first ? 0 : valid - first;
+  return here >= 16 ? 0xFFFF : uint16_t((1u << here) - 1);
+}
+
+// Unsigned integers in the order of the floats: -NaN, -inf … -0, +0 … +inf, NaN.
+DAF_INLINE V::I order_key(V::F x) {
+  const auto bits = V::as_integer(x);
+  const auto all = V::as_float(V::set_integer(0xFFFFFFFF));
+  const auto sign = V::as_float(V::set_integer(0x80000000));
+  return V::bit_xor(bits, V::as_integer(V::select(V::any_bit(bits, 0x80000000), all, sign)));
+}
+
+// The sixteen sums of a slot, in registers while vectors are added. Lanes that are not chosen
+// gain +0, which changes no sum that began with +0.
+class SumsSlot {
+ public:
+  DAF_MEMBER_INLINE SumsSlot(const RunningSums& all, uint64_t slot)
+      : sums_(all.sums + slot * slot_lanes), squares_(all.squares + slot * slot_lanes) {
+    sum_ = V::load(sums_);
+    square_ = V::load(squares_);
+  }
+  DAF_MEMBER_INLINE void add(const float* at) { add(V::load(at)); }
+  DAF_MEMBER_INLINE void add(const float* at, V::M chosen) {
+    add(V::select(chosen, V::load(at), V::set(0.0f)));
+  }
+  DAF_MEMBER_INLINE void keep() const {
+    V::store(sums_, sum_);
+    V::store(squares_, square_);
+  }
+
+ private:
+  DAF_MEMBER_INLINE void add(V::F x) {
+    const auto wide = V::widen(x);
+    sum_ = V::add(sum_, wide);
+    square_ = V::add_product(square_, wide, wide);
+  }
+
+  double *sums_, *squares_;
+  V::D sum_, square_;
+};
+
+// The same of ranges. Lanes that are not chosen are compared with 0, the least.
+class RangeSlot {
+ public:
+  DAF_MEMBER_INLINE RangeSlot(const RangeLanes& all, uint64_t slot)
+      : greatests_(all.greatest + slot * slot_lanes),
+        complements_(all.complement + slot * slot_lanes) {
+    greatest_ = V::load(greatests_);
+    complement_ = V::load(complements_);
+  }
+  DAF_MEMBER_INLINE void add(const float* at) {
+    compare(order_key(V::load(at)), V::set_integer(0xFFFFFFFF));
+  }
+  DAF_MEMBER_INLINE void add(const float* at, V::M chosen) {
+    const auto all = V::as_float(V::set_integer(0xFFFFFFFF)), none = V::set(0.0f);
+    const auto kept = V::as_integer(V::select(chosen, all, none));
+    compare(V::bit_and(order_key(V::load(at)), kept), kept);
+  }
+  DAF_MEMBER_INLINE void keep() const {
+    V::store(greatests_, greatest_);
+    V::store(complements_, complement_);
+  }
+
+ private:
+  DAF_MEMBER_INLINE void compare(V::I key, V::I turned) {
+    greatest_ = V::greatest_integer(greatest_, key);
+    complement_ = V::greatest_integer(complement_, V::bit_xor(key, turned));
+  }
+
+  uint32_t *greatests_, *complements_;
+  V::I greatest_, complement_;
+};
+
+DAF_INLINE RangeSlot slot_of(const RangeLanes& all, uint64_t slot) { return {all, slot}; }
+DAF_INLINE SumsSlot slot_of(const RunningSums& all, uint64_t slot) { return {all, slot}; }
+
+// Vectors first, first + step, … below last.
+template <class Accumulators>
+DAF_INLINE void add_vectors(const Accumulators& to, uint64_t slot, const float* row, size_t first,
+                            size_t last, size_t step) {
+  auto here = slot_of(to, slot);
+  for (size_t t = first; t < last; t += step) here.add(row + V::lanes * t);
+  here.keep();
+}
+
+// Elements [from, to) of a row, all in vector t.
+template <class Accumulators>
+DAF_INLINE void add_some(const Accumulators& to, uint64_t slot, const float* row, size_t from,
+                         size_t end) {
+  const size_t t = from / V::lanes;
+  const uint16_t chosen = real_lanes(end, int(t)) & uint16_t(~real_lanes(from, int(t)));
+  auto here = slot_of(to, slot);
+  here.add(row + V::lanes * t, V::mask_from(chosen));
+  here.keep();
+}
+
+// Vector t goes to slot `start` + t: every slot is fetched once for all its vectors.
+template <class Accumulators>
+void add_columns(const Accumulators& to, uint64_t slots, const float* row, uint64_t first,
+                 size_t valid) {
+  const size_t whole = valid / V::lanes;
+  const uint64_t start = first / V::lanes % slots;
+  for (size_t t = 0; t < whole && t < slots; ++t)
+    add_vectors(to, start + t < slots ? start + t : start + t - slots, row, t, whole,
+                size_t(slots));
+  if (valid % V::lanes) add_some(to, (start + whole) % slots, row, whole * V::lanes, valid);
+}
+
+// Elements [from, end) of a row, all of one channel.
+template <class Accumulators>
+DAF_INLINE void add_run(const Accumulators& to, uint64_t channel, const float* row, size_t from,
+                        size_t end) {
+  const size_t first = (from + V::lanes - 1) / V::lanes, last = end / V::lanes;
+  if (first > last) return add_some(to, channel, row, from, end);
+  if (from % V::lanes) add_some(to, channel, row, from, first * V::lanes);
+  if (first < last) add_vectors(to, channel, row, first, last, 1);
+  if (end % V::lanes) add_some(to, channel, row, last * V::lanes, end);
+}
+
+template <class Accumulators>
+void add_runs(const Accumulators& to, Channels channels, const float* row, uint64_t first,
+              size_t valid) {
+  uint64_t channel = first / channels.inner % channels.count;
+  uint64_t left = channels.inner - first % channels.inner;
+  for (size_t place = 0; place < valid;) {
+    const size_t end = left < valid - place ? place + size_t(left) : valid;
+    add_run(to, channel, row, place, end);
+    channel = channel + 1 == channels.count ? 0 : channel + 1;
+    left = channels.inner;
+    place = end;
+  }
+}
+
+// The first `valid` elements of a block, of which the first is element `first` of the tensor.
+template <class Accumulators>
+void add_block(const Accumulators& to, Channels channels, uint64_t slots, const float* row,
+               uint64_t first, size_t valid) {
+  if (channels.inner == 1)
+    add_columns(to, slots, row, first, valid);
+  else
+    add_runs(to, channels, row, first, valid);
+}
+
+}  // namespace

@@ -1,0 +1,55 @@
+// Least and greatest element for each channel: docs/format.md, section 8.
+//
+// Floats are compared as unsigned integers in the same order (keys), so that any order of
+// comparing gives the same bits, and NaN, beyond both infinities, is never lost. Every row below
+// holds two halves, each for all channels: the greatest key, and the greatest complement of a
+// key, which is the least key's. 0 is below both.
+#pragma once
+
+#include <atomic>
+
+#include "arguments/kernel_arguments.h"
+
+namespace daf {
+
+// How partial results become one; the result is the same.
+enum class RangeStrategy : int {
+  tree = 0,     // each share reduces in lanes of its own; then the shares' rows are folded
+  atomics = 1,  // each element is compared with the shared cell of its channel
+  hybrid = 2,   // each share reduces in lanes of its own, then raises the shared cells
+};
+
+struct RangesPlan {
+  Channels channels;
+  uint64_t slots;
+  size_t blocks, shares;
+  RangeStrategy strategy;
+};
+
+struct MeasureRanges {
+  Source source;
+  RangesPlan plan;
+  std::atomic<uint32_t>* cells;  // one row
+  uint32_t* lanes;               // shares × two halves × slots × lanes
+  uint32_t* rows;                // shares × one row
+  float *least, *greatest;       // the results, one for each channel
+};
+
+// The strategy that the measured rule picks.
+RangesPlan plan_ranges(uint64_t count, Channels channels, int threads);
+RangesPlan plan_ranges(uint64_t count, Channels channels, int threads, RangeStrategy strategy);
+uint64_t workspace_bytes(const RangesPlan& plan);
+MeasureRanges lay_out(const RangesPlan& plan, uintptr_t workspace);
+
+// What one share reduces into; all zero at first.
+struct RangeLanes {
+  uint32_t *greatest, *complement;  // slots × lanes
+};
+
+void clear_cells(const MeasureRanges& job);
+RangeLanes begin_share(const MeasureRanges& job, size_t share);
+void finish_share(const MeasureRanges& job, size_t share);
+void raise_cells(const MeasureRanges& job, const float* row, uint64_t first, size_t valid);
+void finish_ranges(const MeasureRanges& job);
+
+}  // namespace daf
