@@ -1,4 +1,4 @@
-"""What is done at every site: needs, methods, treatments, and the policies that map one to another."""
+"""What is done at every site: needs, methods, treatments, and policies that map needs to them."""
 
 from __future__ import annotations
 
