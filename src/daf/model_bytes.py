@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from daf.memory import compiler
 from daf.memory.domain import MemoryDomain
 from daf.optimizer_trials import trial_step
+from daf.torch_compat import compiler
 
 PROBE_ELEMENTS = 4096
 UPDATE_PROBE_ELEMENTS = 1 << 17  # above what the account knows to the byte

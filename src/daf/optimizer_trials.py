@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from daf.memory import compiler
+from daf.torch_compat import compiler
 
 _SIZES = (1e-2, 10.0)  # of gradients: well above what Adam's kin add to their roots by default
 _SHAPE = (4, 4)  # some optimizers step matrices only

@@ -44,7 +44,6 @@ from daf.execution.microbatch import LossFunction, batch_size
 from daf.execution.packing import host_options
 from daf.execution.release import GradientRelease, ReleaseMode, release_refusal
 from daf.measuring import Measuring
-from daf.memory import compiler
 from daf.memory.domain import ProcessMemory, keeper_of
 from daf.model_bytes import parameter_bytes
 from daf.noise import NoiseRecord
@@ -59,6 +58,7 @@ from daf.steering import Means, Steering
 from daf.step_counts import StepCounts
 from daf.store.default import make_store
 from daf.store.spill import SpillOptions
+from daf.torch_compat import compiler
 from daf.trials import Ran
 
 

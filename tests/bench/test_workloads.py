@@ -16,7 +16,7 @@ from daf.bench.workloads.lora import LowRank
 from daf.bench.workloads.sources import Sources
 from daf.bench.workloads.trainable import Trainable
 from daf.core.errors import DataError, UnknownNameError
-from daf.execution.microbatch import tensors_in_batch
+from daf.torch_compat.pytree import tensors_in_batch
 
 NOTHING = Sources(None)
 needs_transformers = ("w3", "w4")

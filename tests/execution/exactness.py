@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from daf.core.policy import Policy
 from daf.core.reports import SiteReport
 from daf.execution.compression import compress
-from daf.execution.microbatch import tensors_in_batch
+from daf.torch_compat.pytree import tensors_in_batch
 
 Case = Callable[[], tuple[nn.Module, tuple[Any, ...]]]
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from daf.core.policy import Method
 from daf.execution import chunked_backward
 from daf.execution.compression import compress
-from daf.execution.parameter_reads import DECLARATION
 from daf.store.codec import ValueCode
+from daf.torch_compat.parameter_reads import DECLARATION
 
 SHAPES = [(9, 40), (7, 6, 40), (5, 2, 3, 40)]
 

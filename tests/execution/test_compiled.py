@@ -20,11 +20,11 @@ from daf.core.errors import NonFiniteLossError, UnknownNameError
 from daf.core.policy import Method, policy_for
 from daf.execution.capture import Capture
 from daf.execution.compiled import without_our_modes
-from daf.execution.compiled_modules import CompiledModules
-from daf.execution.operator_mode import OperatorMode
-from daf.execution.stance import as_the_user_wants, eagerly
 from daf.sensitivity.prior import PriorObserver
 from daf.session import Session
+from daf.torch_compat.compiled_modules import CompiledModules
+from daf.torch_compat.compiler_stance import as_the_user_wants, eagerly
+from daf.torch_compat.operator_mode import OperatorMode
 
 # PyTorch's own, of its compiler and what that imports.
 pytestmark = pytest.mark.filterwarnings(

@@ -23,7 +23,7 @@ from daf.store.buffers import PlainStore
 from daf.store.device_pool import DevicePagedStore
 from daf.store.device_stores import DeviceStores
 from daf.store.host_planes import HostPlanes, HostStore
-from daf.store.stream_order import HomeStream
+from daf.torch_compat.stream_order import HomeStream
 
 pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")
 if not torch.cuda.is_available():

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from daf.execution.nest import map_nest
+from daf.torch_compat.pytree import map_nest
 
 
 class Named(NamedTuple):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from daf.execution import chunked_backward
 from daf.execution.compression import compress
-from daf.execution.ownership import is_held_by_none_but
+from daf.torch_compat.ownership import is_held_by_none_but
 
 KEEPERS: dict[str, Callable[[Tensor], Any]] = {
     "the tensor": lambda x: x,

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import daf
 from daf.core.errors import CommittedStepError, SavedTensorError
-from daf.execution.parameter_reads import ParameterReads
+from daf.torch_compat.parameter_reads import ParameterReads
 
 
 class ReadAgain(nn.Module):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from daf.memory import compiler
+from daf.torch_compat import compiler
 
 TRAIN = """
 import json, sys, torch

@@ -21,8 +21,9 @@ from daf.bench.accuracy_tasks import (
     train_plainly,
 )
 from daf.bench.child import serve
-from daf.memory import compiler, measure
+from daf.memory import measure
 from daf.session import Session
+from daf.torch_compat import compiler
 from daf.training.models import find_model
 
 

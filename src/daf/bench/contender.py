@@ -26,8 +26,9 @@ from daf.bench.workloads.sources import Sources
 from daf.core.errors import BudgetError, PlatformError
 from daf.core.plan import Plan
 from daf.core.step_report import StepReport
-from daf.memory import compiler, measure
+from daf.memory import measure
 from daf.session import Session
+from daf.torch_compat import compiler
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from daf.execution.capture import Capture
 from daf.execution.microbatch import LossFunction, batch_size, read_loss
 from daf.execution.rehearsal import rehearse
 from daf.execution.release import GradientRelease
-from daf.memory import compiler
+from daf.torch_compat import compiler
 
 LEVERS = ("codes", "fused", "chunked", "release")
 

@@ -20,8 +20,8 @@ from daf.core.errors import PlatformError, UnknownNameError
 from daf.core.policy import Policy
 from daf.execution.capture import Capture
 from daf.execution.microbatch import LossFunction, batch_size, read_loss
-from daf.memory import compiler
 from daf.store.default import make_store
+from daf.torch_compat import compiler
 
 COMPILERS = ("c++", "g++", "clang++")
 # Below this a file costs more than the bytes it frees.

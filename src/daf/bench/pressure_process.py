@@ -22,9 +22,10 @@ from daf.bench.pressure import PressureJob
 from daf.bench.workload import MEMORY_FORMATS
 from daf.core.errors import BudgetError
 from daf.governor.limits import read_bounds
-from daf.memory import compiler, measure
+from daf.memory import measure
 from daf.memory.measure import MemoryTimeline
 from daf.session import Session
+from daf.torch_compat import compiler
 from daf.training.batches import Batch, BatchOrder
 from daf.training.data import load_data
 from daf.training.models import find_model

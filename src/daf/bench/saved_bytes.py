@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from daf.execution.microbatch import tensors_in_batch
+from daf.torch_compat.pytree import tensors_in_batch
 
 
 class _Held:

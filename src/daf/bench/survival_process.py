@@ -13,8 +13,9 @@ from daf.bench.peers import plain_step
 from daf.bench.random_models import Built, build, draw
 from daf.bench.survival import Attempt
 from daf.core.errors import BudgetError
-from daf.memory import compiler, measure
+from daf.memory import measure
 from daf.session import Session
+from daf.torch_compat import compiler
 
 
 def attempt(asked: Attempt) -> dict[str, Any]:

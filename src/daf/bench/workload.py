@@ -15,12 +15,13 @@ from daf.bench.contestant import Entry
 from daf.bench.levered import LeveredLoop, gradient_bytes, state_bytes
 from daf.bench.peers import lean_step, plain_step
 from daf.core.errors import PoolFullError
-from daf.memory import compiler, measure
+from daf.memory import measure
 from daf.memory.domain import keeper_of, memory_on
 from daf.memory.recycling import RecyclingAllocator
 from daf.memory.statistics import audit, stats
 from daf.model_bytes import parameter_bytes
 from daf.session import Session
+from daf.torch_compat import compiler
 from daf.training.batches import Batch, BatchOrder, Indices
 from daf.training.data import load_data
 from daf.training.data.contents import ImageData, TextData

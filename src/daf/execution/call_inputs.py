@@ -10,8 +10,8 @@ from torch import Tensor
 
 from daf.core.errors import SavedTensorError
 from daf.execution.held import Held
-from daf.execution.nest import map_nest
 from daf.store.scratch import Scratch
+from daf.torch_compat.pytree import map_nest
 
 
 class _Place(NamedTuple):

@@ -43,7 +43,6 @@ from daf.core.policy import Policy, Site
 from daf.core.reports import CaptureStats, FusionReport, SiteReport
 from daf.execution.accounting import Ledger, Sources
 from daf.execution.compiled import apart, untraced
-from daf.execution.compiled_modules import CompiledModules
 from daf.execution.evictions import Evictions
 from daf.execution.fusing import FusingMode
 from daf.execution.fusing_loss import LossFusion, LossMode
@@ -51,12 +50,9 @@ from daf.execution.fusing_rows import RowFusion
 from daf.execution.fusing_smooth import SmoothFusion
 from daf.execution.fusion import Fusion
 from daf.execution.held import unpacker
-from daf.execution.microbatch import tensors_in_batch
 from daf.execution.observation import Watcher
 from daf.execution.observer import Observer, watched
-from daf.execution.operator_mode import OperatorMode
 from daf.execution.packing import HostCodes, HostOptions
-from daf.execution.parameter_reads import ParameterReads
 from daf.execution.provenance import Provenance
 from daf.execution.replay import ReplayLog
 from daf.execution.running import Fusions, Parts, Running
@@ -70,6 +66,10 @@ from daf.store.device_stores import DeviceStores
 from daf.store.pool import PagedStore
 from daf.store.scratch import Scratch
 from daf.store.spill import SpillOptions, SpillStore
+from daf.torch_compat.compiled_modules import CompiledModules
+from daf.torch_compat.operator_mode import OperatorMode
+from daf.torch_compat.parameter_reads import ParameterReads
+from daf.torch_compat.pytree import tensors_in_batch
 
 _HOOKS_REFUSED = "saved tensor hooks"
 _NO_DRAWS: Mapping[Site, int] = MappingProxyType({})

@@ -16,7 +16,6 @@ from daf.execution.fused import FusedNorm, Holder, Norm, NormHeld, run_forward
 from daf.execution.fusion import NormSite
 from daf.execution.held import Held, Kept, Saved, Stored, Term
 from daf.execution.observation import Save, Watcher
-from daf.execution.ownership import is_held_by_none_but, sole_holders
 from daf.execution.provenance import Provenance
 from daf.execution.rectifiers import Rectifier
 from daf.execution.sites import SiteRecord, SiteTracker
@@ -24,6 +23,7 @@ from daf.execution.treatments import check_sound, kept_holding
 from daf.kernels import RowMoments
 from daf.store.codec import Channels
 from daf.store.coder import Coder, Mask, Values
+from daf.torch_compat.ownership import is_held_by_none_but, sole_holders
 
 _NORM = "batch_norm"
 _MASK = Treatment(Method.MASK, 1)

@@ -104,7 +104,7 @@ class _Gradients(NamedTuple):
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
-    reads_only_what_it_saved = True  # told to daf.execution.parameter_reads
+    reads_only_what_it_saved = True  # told to daf.torch_compat.parameter_reads
 
     @staticmethod
     def forward(

@@ -29,8 +29,8 @@ from torch.autograd.function import once_differentiable
 
 from daf.core.policy import Need
 from daf.execution import chunked_backward
-from daf.execution.function_copies import with_globals
 from daf.execution.plain_call import autograd_objection, is_plain
+from daf.torch_compat.function_copies import with_globals
 
 # Of a chunk of other operators: with weights of 2 MiB at a time, which stay in a cache, forward and
 # backward of 64 x 8 heads of 128 x 128 took 137 ms, with 8 MiB 144, PyTorch's composite 162.

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from daf.core.policy import Need
 from daf.execution import chunked_backward
-from daf.execution.ownership import holders_of, sole_holders
+from daf.torch_compat.ownership import holders_of, sole_holders
 
 
 class Convolution(NamedTuple):

@@ -7,7 +7,7 @@ from functools import partial, update_wrapper
 from typing import Any
 
 from daf.execution import chunked_attention, chunked_convolution, chunked_linear
-from daf.execution.ownership import sole_holders
+from daf.torch_compat.ownership import sole_holders
 
 
 def substitute(

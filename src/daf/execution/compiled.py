@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from daf.execution.compiled_modules import CompiledModules
 from daf.execution.fusing_loss import LossMode
-from daf.execution.operator_mode import OperatorMode
-from daf.execution.parameter_reads import ForwardWatch
-from daf.execution.stance import as_the_user_wants, eagerly
+from daf.torch_compat.compiled_modules import CompiledModules
+from daf.torch_compat.compiler_stance import as_the_user_wants, eagerly
+from daf.torch_compat.operator_mode import OperatorMode
+from daf.torch_compat.parameter_reads import ForwardWatch
 
 _OURS: tuple[type[TorchFunctionMode], ...] = (OperatorMode, LossMode, ForwardWatch)
 

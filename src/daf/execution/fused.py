@@ -29,13 +29,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from daf.execution.held import Held, Kept, Stored, asked_for
-from daf.execution.ownership import holders_of, sole_holders
 from daf.store.codec import Channels
 from daf.store.coder import Mask, Values
 from daf.store.layout import layout_of
 from daf.store.normalised import Geometry, Statistics
 from daf.store.norms import channel_norms
 from daf.store.scratch import Scratch
+from daf.torch_compat.ownership import holders_of, sole_holders
 
 
 class Norm(NamedTuple):

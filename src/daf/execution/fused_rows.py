@@ -27,7 +27,6 @@ from torch.autograd.function import once_differentiable
 
 from daf.core.errors import SavedTensorError
 from daf.execution.held import Held, Kept, Stored, asked_for
-from daf.execution.ownership import holders_of, sole_holders
 from daf.kernels import RowMoments
 from daf.store.codec import Channels
 from daf.store.coder import Values
@@ -35,6 +34,7 @@ from daf.store.layout import layout_of
 from daf.store.normalised_rows import KeptRows, RowBackward, unmeasured
 from daf.store.norms import channel_norms, row_norms
 from daf.store.scratch import Scratch
+from daf.torch_compat.ownership import holders_of, sole_holders
 
 
 class RowNorm(NamedTuple):

@@ -29,9 +29,9 @@ from daf.execution.fusion import (
     is_plain_addition,
     with_tensors,
 )
-from daf.execution.operator_mode import Listener, OperatorMode, Substitute
 from daf.execution.rectifiers import Rectifier, read_rectifier
 from daf.execution.treatments import SMALL_BYTES
+from daf.torch_compat.operator_mode import Listener, OperatorMode, Substitute
 
 
 class Carrier(Protocol):

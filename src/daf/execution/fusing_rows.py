@@ -17,8 +17,8 @@ from daf.execution.carrying import CountingHolder, NormCarrier, told_of
 from daf.execution.fused_rows import FusedRowNorm, RowNorm, RowsHeld, run_forward
 from daf.execution.fused_rows_call import objection, read_call, row_norm_of
 from daf.execution.held import Term
-from daf.execution.ownership import sole_holders
 from daf.execution.treatments import SMALL_BYTES
+from daf.torch_compat.ownership import sole_holders
 
 
 class RowFusion:

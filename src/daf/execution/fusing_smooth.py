@@ -29,7 +29,6 @@ from daf.execution.fused_smooth import (
 )
 from daf.execution.held import Recipe, Rederived, Term
 from daf.execution.normalisation import channel_stride
-from daf.execution.ownership import sole_holders
 from daf.execution.plain_call import (
     autocast_objection,
     autograd_objection,
@@ -38,6 +37,7 @@ from daf.execution.plain_call import (
 )
 from daf.execution.treatments import SMALL_BYTES
 from daf.store.layout import layout_of
+from daf.torch_compat.ownership import sole_holders
 
 _UNREAD = "no layer behind it reads its result in backward"
 

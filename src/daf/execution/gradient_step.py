@@ -16,7 +16,6 @@ from daf.core.plan import Plan
 from daf.core.policy import Policy
 from daf.execution.capture import Capture
 from daf.execution.compiled import apart
-from daf.execution.compiled_modules import CompiledModules
 from daf.execution.microbatch import (
     LossFunction,
     WeightedLoss,
@@ -31,6 +30,7 @@ from daf.execution.release import GradientRelease
 from daf.execution.undisturbed import RandomState
 from daf.memory.domain import device_of
 from daf.store.coder import is_processor
+from daf.torch_compat.compiled_modules import CompiledModules
 
 
 class Before:

@@ -8,7 +8,7 @@ every piece as it is.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,24 +16,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from daf.core.errors import DataError
-from daf.execution.nest import map_nest
+from daf.torch_compat.pytree import map_nest, tensors_in_batch
 
 LossFunction = Callable[[nn.Module, Any], Any]
-
-
-def tensors_in_batch(batch: Any) -> Iterator[Tensor]:
-    """Every tensor in a nest, in order."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from tensors_in_batch(value)
-    elif isinstance(batch, (tuple, list)):
-        for value in batch:
-            yield from tensors_in_batch(value)
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        for field in dataclasses.fields(batch):
-            yield from tensors_in_batch(getattr(batch, field.name))
 
 
 def batch_size(batch: Any) -> int:

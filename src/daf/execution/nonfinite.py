@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from daf.execution.stance import eagerly
 from daf.store.ranges import all_finite
+from daf.torch_compat.compiler_stance import eagerly
 
 
 def _float_tensors(value: Any) -> Iterator[Tensor]:

@@ -20,10 +20,8 @@ from torch import Tensor, nn
 
 from daf.core.policy import KEEP, Method, Need, Reading, Site, Treatment
 from daf.execution.accounting import Source, Sources
-from daf.execution.compiled_modules import CompiledModules
 from daf.execution.fused_smooth import SmoothHeld, decoded_bytes_on
 from daf.execution.held import Held, Kept, Rederived, Saved, is_asking
-from daf.execution.microbatch import tensors_in_batch
 from daf.execution.observation import (
     NO_CALL,
     MethodTime,
@@ -36,6 +34,8 @@ from daf.execution.observation import (
 from daf.memory.domain import MemoryDomain, device_of
 from daf.store.coder import norm_part_bytes_on
 from daf.store.layout import content_key
+from daf.torch_compat.compiled_modules import CompiledModules
+from daf.torch_compat.pytree import tensors_in_batch
 
 _KEPT_ANYWAY = (
     Need.EXACT,

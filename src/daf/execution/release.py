@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from daf.core.errors import CommittedStepError, ReleaseRefusedError
 from daf.execution.accounting import strided_parts
-from daf.execution.parameter_reads import ParameterReads
-from daf.memory import compiler
+from daf.torch_compat import compiler
+from daf.torch_compat.parameter_reads import ParameterReads
 
 ReleaseMode = bool | Literal["auto"]
 HELD_BY_PLAN = "the plan has room for all gradients, and a step that holds them can be tried again"

@@ -29,10 +29,10 @@ from daf.core.policy import Site
 from daf.execution.accounting import Holding
 from daf.execution.call_inputs import Inputs, distinct_tensors
 from daf.execution.call_state import CallState
-from daf.execution.compiled_modules import CompiledModules
 from daf.execution.held import Held, Saved
-from daf.execution.stance import eagerly
 from daf.store.scratch import Scratch
+from daf.torch_compat.compiled_modules import CompiledModules
+from daf.torch_compat.compiler_stance import eagerly
 
 # These save a tensor and fill it only afterwards, so that it is nothing yet when it is seen.
 _FILL_WHAT_THEY_SAVED = frozenset({F.rrelu, F.rrelu_, torch.rrelu, torch.rrelu_})

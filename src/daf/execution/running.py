@@ -25,11 +25,8 @@ from daf.execution.fusing_smooth import SmoothFusing, SmoothFusion, is_smooth
 from daf.execution.fusion import Fusion
 from daf.execution.held import Held, Kept, Saved
 from daf.execution.job import Call, Job
-from daf.execution.microbatch import tensors_in_batch
 from daf.execution.observation import Save, Watcher
-from daf.execution.operator_mode import Substitute
 from daf.execution.packing import HostCodes
-from daf.execution.parameter_reads import ParameterReads
 from daf.execution.provenance import ADDITIONS, FOLLOWED, Operands, Provenance
 from daf.execution.replay import ReplayLog, Replays
 from daf.execution.replay_keeper import ReplayKeeper
@@ -39,6 +36,9 @@ from daf.execution.treatments import Treater, is_integer, is_treatable
 from daf.store.coder import Coder
 from daf.store.scratch import Scratch
 from daf.store.spill import SpillStore
+from daf.torch_compat.operator_mode import Substitute
+from daf.torch_compat.parameter_reads import ParameterReads
+from daf.torch_compat.pytree import tensors_in_batch
 
 _OUTSIDE_CALL = Call(None, (), {}, None, None)
 _CUSTOM = "autograd.Function"

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from daf.core.policy import KEEP, Need, Site
 from daf.core.reports import SiteReport
-from daf.execution.compiled_modules import CompiledModules
+from daf.torch_compat.compiled_modules import CompiledModules
 
 OUTSIDE = "<outside>"  # the module path of operators that run in no module, such as a loss function
 _WORD = 2**64

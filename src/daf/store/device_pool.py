@@ -27,7 +27,7 @@ from daf.kernels import PageFields
 from daf.kernels.triton.planes import DevicePlanes, paged_planes
 from daf.store.pool import PagedStore, PlaneTensor
 from daf.store.pool_view import EvictedPlane, GivenUp, PoolStatistics
-from daf.store.stream_order import HomeStream, Streams, streams_of
+from daf.torch_compat.stream_order import HomeStream, Streams, streams_of
 
 _REFUSED_ON_PROCESSOR = "DefaultCPUAllocator"  # where a processor stands for a device
 

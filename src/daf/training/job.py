@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from daf.core.errors import PlatformError, UnknownNameError
-from daf.memory import compiler, measure
+from daf.memory import measure
 from daf.memory.device import DeviceMemory
 from daf.memory.domain import memory_on
 from daf.session import Session
+from daf.torch_compat import compiler
 from daf.training.batches import Batch, BatchOrder, Indices
 from daf.training.data import load_data
 from daf.training.models import Goal, find_model

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, TypeVar
+
+from torch import Tensor
 
 Leaf = TypeVar("Leaf")
 
@@ -58,3 +60,18 @@ def _like_dataclass(value: Any, fields: dict[str, Any]) -> Any:
     for name, item in fields.items():
         object.__setattr__(twin, name, item)  # which frozen ones allow too
     return twin
+
+
+def tensors_in_batch(batch: Any) -> Iterator[Tensor]:
+    """Every tensor in a nest, in order."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from tensors_in_batch(value)
+    elif isinstance(batch, (tuple, list)):
+        for value in batch:
+            yield from tensors_in_batch(value)
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        for field in dataclasses.fields(batch):
+            yield from tensors_in_batch(getattr(batch, field.name))

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from daf.memory.compiler import is_loaded
+from daf.torch_compat.compiler import is_loaded
 
 _lock = threading.Lock()
 _inside = 0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from daf.execution.function_copies import with_globals
+from daf.torch_compat.function_copies import with_globals
 
 
 class Listener(Protocol):
