@@ -15,8 +15,8 @@ from typing import Any
 
 from daf.core.plan import Plan
 from daf.governor import THIS_SYSTEM, Bound, Budget, Governor, System, Watcher, open_triggers
-from daf.memory.keeper import account_lock
-from daf.memory.keeping import Keeper
+from daf.memory.limit_protocol import Keeper
+from daf.memory.process_limit import account_lock
 
 # While the tightest limit is near, others can fill it within milliseconds; far from it, a process
 # would have to allocate 5 GB/s to get there between two looks.

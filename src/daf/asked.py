@@ -8,7 +8,7 @@ from daf import governor
 from daf.core.errors import BudgetError, PlatformError, UnknownNameError
 from daf.core.policy import Policy, plain_policy, policy_for, with_fused_operators, with_host_codes
 from daf.core.units import format_bytes
-from daf.memory.device import DeviceMemory
+from daf.memory.device_memory import DeviceMemory
 from daf.memory.domain import MemoryDomain, ProcessMemory, memory_of
 from daf.model_bytes import gradient_bytes
 from daf.planning import planner

@@ -14,7 +14,7 @@ from daf.core.plan import Plan
 from daf.execution.capture import Capture
 from daf.execution.gradient_step import Before, GradientStep
 from daf.execution.microbatch import LossFunction
-from daf.memory.keeping import Keeper
+from daf.memory.limit_protocol import Keeper
 
 _Refusal = TypeVar("_Refusal", PoolFullError, RuntimeError)
 

@@ -32,9 +32,9 @@ from daf.execution.microbatch import (
 from daf.execution.observation import Observation
 from daf.execution.rehearsal import EXAMPLES, rehearse
 from daf.execution.undisturbed import apart_from_training
-from daf.memory.device import DeviceMemory
+from daf.memory.device_memory import DeviceMemory
 from daf.memory.domain import MemoryDomain, device_of
-from daf.memory.keeping import Keeper
+from daf.memory.limit_protocol import Keeper
 from daf.model_bytes import (
     gradient_bytes,
     optimizer_bytes_to_come,

@@ -25,7 +25,7 @@ from daf.core.profile import Profile
 from daf.execution.capture import Capture
 from daf.execution.gradient_step import Before
 from daf.execution.microbatch import LossFunction, batch_size, batch_slice
-from daf.memory.keeping import Keeper
+from daf.memory.limit_protocol import Keeper
 from daf.optimizer_trials import divides_by_gradients
 from daf.planning import planner
 from daf.sensitivity.estimate import Effort, measure_sensitivity

@@ -21,7 +21,7 @@ from daf.core.code_format import Predicate
 from daf.core.policy import Method, Treatment
 from daf.core.profile import DeviceSpeeds
 from daf.execution.observation import MethodTime, Observation
-from daf.memory.measure import CPU
+from daf.memory.process_memory import CPU
 from daf.store.buffers import PlainStore
 from daf.store.coder import Coder, can_code_on
 from daf.store.spill import SpillOptions

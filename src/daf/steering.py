@@ -23,7 +23,7 @@ from daf.core.policy import Policy
 from daf.execution.microbatch import LossFunction, batch_bytes, batch_size
 from daf.measuring import Measuring
 from daf.memory.domain import MemoryDomain, device_of
-from daf.memory.keeping import Keeper
+from daf.memory.limit_protocol import Keeper
 from daf.noise_control import NoiseControl
 from daf.planning import planner
 from daf.planning.options import Allowed

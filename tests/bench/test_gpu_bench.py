@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from daf.bench import gpu
 from daf.bench.contestant import Entry, contestants
 from daf.cli import app
-from daf.memory.recycling import unsupported_reason
+from daf.memory.recycling_allocator import unsupported_reason
 
 TINY = Entry("tiny", "resnet20", "digits", 32)
 JOB = gpu.GpuJob((TINY,), steps=2)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from daf.memory.recycling import unsupported_reason
+from daf.memory.recycling_allocator import unsupported_reason
 
 SPECIFIED_KEYS = {
     *("budget_bytes", "floor_bytes", "peak_bytes", "predicted_peak_bytes"),

@@ -29,7 +29,7 @@ from daf.execution.capture import Capture
 from daf.execution.held import Saved
 from daf.execution.observation import MethodTime, Observation, SavedTensor
 from daf.execution.rehearsal import rehearse
-from daf.memory.recycling import RecyclingAllocator, unsupported_reason
+from daf.memory.recycling_allocator import RecyclingAllocator, unsupported_reason
 from daf.memory.statistics import stats
 
 TIGHTEST = coded_policy(1)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from daf.core.policy import Method, Need, Policy, coded_policy, exact_policy, plain_policy
 from daf.core.reports import SiteReport
 from daf.execution.capture import Capture
-from daf.memory import measure
+from daf.memory import process_memory
 from daf.session import Session
 
 peft = pytest.importorskip("peft")
@@ -185,7 +185,7 @@ def test_a_session_trains_adapters_within_a_budget_and_leaves_the_rest_alone() -
     frozen = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(trained, 1e-2)
-    with Session(model, optimizer, measure.resident_bytes() + 80_000_000, bits=2) as session:
+    with Session(model, optimizer, process_memory.resident_bytes() + 80_000_000, bits=2) as session:
         losses = [session.step(tokens(), next_token_loss).loss for _ in range(30)]
         found = session.sensitivity
     assert losses[-1] < 0.8 * losses[0]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from daf.memory import account_meter, allocator, measure
+from daf.memory import account_meter, glibc, process_memory
 from daf.memory.account_meter import AccountMeter, ResidentMeter, open_meter
-from daf.memory.recycling import RecyclingAllocator, unsupported_reason
+from daf.memory.recycling_allocator import RecyclingAllocator, unsupported_reason
 
 MIB = 2**20
 needs_account = pytest.mark.skipif(
@@ -72,9 +72,9 @@ def test_samples_that_missed_nothing_stay(monkeypatch: pytest.MonkeyPatch) -> No
     assert peaks == [30]
 
 
-@pytest.mark.skipif(not measure.peak_is_exact(), reason="no resettable high-water mark here")
+@pytest.mark.skipif(not process_memory.peak_is_exact(), reason="no resettable high-water mark here")
 def test_resident_peaks_see_what_came_and_went_between_two_samples() -> None:
-    allocator.return_free_memory()  # a block placed in what earlier tests freed grows nothing
+    glibc.return_free_memory()  # a block placed in what earlier tests freed grows nothing
     meter = ResidentMeter()
     meter.begin()
     passing = torch.ones(64 * MIB, dtype=torch.uint8)

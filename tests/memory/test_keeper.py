@@ -8,9 +8,9 @@ import mmap
 import pytest
 import torch
 
-from daf.memory import measure
-from daf.memory.keeper import MemoryKeeper
-from daf.memory.recycling import unsupported_reason
+from daf.memory import process_memory
+from daf.memory.process_limit import MemoryKeeper
+from daf.memory.recycling_allocator import unsupported_reason
 from daf.memory.statistics import stats
 
 MIB = 2**20
@@ -38,7 +38,7 @@ def whole(block: torch.Tensor) -> bool:
 
 
 def test_beyond_the_budget_an_allocation_is_refused_and_counted(keeper: MemoryKeeper) -> None:
-    budget = measure.resident_bytes() + 100 * MIB
+    budget = process_memory.resident_bytes() + 100 * MIB
     keeper.bound(budget, budget)
     assert whole(hold(64))
     with pytest.raises(RuntimeError, match="can't allocate memory"):
@@ -51,7 +51,7 @@ def test_beyond_the_budget_an_allocation_is_refused_and_counted(keeper: MemoryKe
 def test_what_is_spared_beside_the_usual_is_refused_until_the_next_bound(
     keeper: MemoryKeeper,
 ) -> None:
-    budget = measure.resident_bytes() + 110 * MIB
+    budget = process_memory.resident_bytes() + 110 * MIB
     keeper.spare_more_bytes = 60 * MIB
     keeper.bound(budget, budget)
     assert whole(hold(32))
@@ -68,12 +68,12 @@ def test_what_is_spared_beside_the_usual_is_refused_until_the_next_bound(
 def test_beyond_what_was_expected_freed_blocks_go_first_and_nothing_is_refused(
     keeper: MemoryKeeper,
 ) -> None:
-    resident = measure.resident_bytes()
+    resident = process_memory.resident_bytes()
     keeper.bound(resident + 100 * MIB, resident + 400 * MIB)
     refusals = keeper.refusals()
     for size in (40, 60, 30, 70, 50):
         hold(size)
-        assert measure.resident_bytes() < resident + 100 * MIB
+        assert process_memory.resident_bytes() < resident + 100 * MIB
     assert whole(hold(200))
     assert keeper.refusals() == refusals
 
@@ -86,7 +86,7 @@ def grow_beside(count_mib: int) -> mmap.mmap:
 
 
 def test_growth_beside_the_account_is_taken_off_the_limit(keeper: MemoryKeeper) -> None:
-    budget = measure.resident_bytes() + 100 * MIB
+    budget = process_memory.resident_bytes() + 100 * MIB
     keeper.bound(budget, budget)
     with grow_beside(40):
         assert not keeper.follow_growth()  # far from the limit as yet
@@ -95,11 +95,11 @@ def test_growth_beside_the_account_is_taken_off_the_limit(keeper: MemoryKeeper) 
         held = hold(50)
         assert whole(held)
         assert keeper.follow_growth()  # near it now
-        assert measure.resident_bytes() <= budget
+        assert process_memory.resident_bytes() <= budget
 
 
 def test_growth_within_what_was_spared_changes_nothing(keeper: MemoryKeeper) -> None:
-    budget = measure.resident_bytes() + 100 * MIB
+    budget = process_memory.resident_bytes() + 100 * MIB
     keeper.bound(budget, budget)
     limit = stats()["limit_bytes"]
     with grow_beside(1):
@@ -108,26 +108,26 @@ def test_growth_within_what_was_spared_changes_nothing(keeper: MemoryKeeper) -> 
 
 
 def test_recycled_blocks_make_way_for_growth_beside_the_account(keeper: MemoryKeeper) -> None:
-    budget = measure.resident_bytes() + 100 * MIB
+    budget = process_memory.resident_bytes() + 100 * MIB
     keeper.bound(budget, budget)
     hold(80)  # recycled
     with grow_beside(15):
         keeper.follow_growth()
-        assert measure.resident_bytes() <= budget
+        assert process_memory.resident_bytes() <= budget
 
 
 def test_less_is_kept_for_reuse_when_less_is_expected(keeper: MemoryKeeper) -> None:
-    resident = measure.resident_bytes()
+    resident = process_memory.resident_bytes()
     keeper.bound(resident + 400 * MIB, resident + 400 * MIB)
     hold(200)
-    assert measure.resident_bytes() > resident + 190 * MIB
+    assert process_memory.resident_bytes() > resident + 190 * MIB
     keeper.expect(resident + 100 * MIB)
-    assert measure.resident_bytes() < resident + 100 * MIB
+    assert process_memory.resident_bytes() < resident + 100 * MIB
     assert whole(hold(200))  # the bound is where it was
 
 
 def test_what_must_not_fail_half_way_is_not_bounded(keeper: MemoryKeeper) -> None:
-    budget = measure.resident_bytes() + 50 * MIB
+    budget = process_memory.resident_bytes() + 50 * MIB
     keeper.bound(budget, budget)
     with keeper.unbounded():
         held = hold(100)
@@ -150,7 +150,7 @@ def test_a_step_that_must_finish_gives_back_first_and_then_passes_the_budget() -
     try:
         keeper.flush()
         spare.append(hold(60))
-        budget = measure.resident_bytes() + 50 * MIB
+        budget = process_memory.resident_bytes() + 50 * MIB
         keeper.bound(budget, budget)
         refusals = keeper.refusals()
         asked.clear()
@@ -173,9 +173,9 @@ def test_a_step_that_must_finish_gives_back_first_and_then_passes_the_budget() -
 
 def test_flush_gives_recycled_blocks_back(keeper: MemoryKeeper) -> None:
     hold(100)
-    before = measure.resident_bytes()
+    before = process_memory.resident_bytes()
     keeper.flush()
-    assert before - measure.resident_bytes() > 90 * MIB
+    assert before - process_memory.resident_bytes() > 90 * MIB
 
 
 def test_closing_undoes_everything_and_survivors_stay_valid() -> None:
@@ -183,7 +183,7 @@ def test_closing_undoes_everything_and_survivors_stay_valid() -> None:
     keeper.open()
     stated = list(keeper.settings)
     survivor = hold(16)
-    budget = measure.resident_bytes() + 20 * MIB
+    budget = process_memory.resident_bytes() + 20 * MIB
     keeper.bound(budget, budget)
     keeper.close()
     assert any("recycled" in line for line in stated)
@@ -194,7 +194,9 @@ def test_closing_undoes_everything_and_survivors_stay_valid() -> None:
 
 
 def test_whatever_error_the_user_s_code_makes_of_a_refusal_it_is_one(keeper: MemoryKeeper) -> None:
-    keeper.bound(measure.resident_bytes() + 16 * MIB, measure.resident_bytes() + 16 * MIB)
+    keeper.bound(
+        process_memory.resident_bytes() + 16 * MIB, process_memory.resident_bytes() + 16 * MIB
+    )
     refusals, error = keeper.refusals(), ValueError("no batch")
     assert not keeper.has_refused(error, refusals)
     with pytest.raises(RuntimeError, match="can't allocate memory"):

@@ -9,16 +9,16 @@ import time
 import numpy as np
 import pytest
 
-from daf.memory import allocator, measure
+from daf.memory import glibc, process_memory
 
 BLOCK_BYTES = 64 * 1024 * 1024
 SLACK_BYTES = 6 * 1024 * 1024
 
 needs_peak = pytest.mark.skipif(
-    not measure.peak_is_exact(), reason="this system keeps no resettable high-water mark"
+    not process_memory.peak_is_exact(), reason="this system keeps no resettable high-water mark"
 )
 needs_glibc = pytest.mark.skipif(
-    not allocator.return_free_memory(), reason="the C library is not glibc"
+    not glibc.return_free_memory(), reason="the C library is not glibc"
 )
 
 
@@ -30,29 +30,29 @@ def hold(count_bytes: int) -> np.ndarray:
 @pytest.fixture(autouse=True)
 def no_free_memory() -> None:
     """What earlier tests freed goes back first; a block placed there would grow nothing."""
-    allocator.return_free_memory()
+    glibc.return_free_memory()
 
 
 def test_resident_size_grows_by_what_is_held() -> None:
-    before = measure.resident_bytes()
+    before = process_memory.resident_bytes()
     block = hold(BLOCK_BYTES)
-    assert abs(measure.resident_bytes() - before - block.nbytes) < SLACK_BYTES
+    assert abs(process_memory.resident_bytes() - before - block.nbytes) < SLACK_BYTES
 
 
 @needs_peak
 def test_peak_remembers_what_was_freed_and_forgets_on_reset() -> None:
-    measure.reset_peak()
-    before = measure.resident_bytes()
+    process_memory.reset_peak()
+    before = process_memory.resident_bytes()
     block = hold(BLOCK_BYTES)
     del block
-    assert measure.peak_bytes() - before > BLOCK_BYTES - SLACK_BYTES
-    assert measure.reset_peak()
-    assert measure.peak_bytes() - measure.resident_bytes() < SLACK_BYTES
+    assert process_memory.peak_bytes() - before > BLOCK_BYTES - SLACK_BYTES
+    assert process_memory.reset_peak()
+    assert process_memory.peak_bytes() - process_memory.resident_bytes() < SLACK_BYTES
 
 
 def test_timeline_sees_a_block_that_lived_for_a_while() -> None:
-    with measure.MemoryTimeline(interval_ms=5) as timeline:
-        before = measure.resident_bytes()
+    with process_memory.MemoryTimeline(interval_ms=5) as timeline:
+        before = process_memory.resident_bytes()
         block = hold(BLOCK_BYTES)
         timeline.mark("held")
         time.sleep(0.1)

@@ -14,7 +14,7 @@ from daf._native import allocator as native
 from torch import nn
 
 from daf.core.errors import PlatformError
-from daf.memory.recycling import RecyclingAllocator, limit_for_process, unsupported_reason
+from daf.memory.recycling_allocator import RecyclingAllocator, limit_for_process, unsupported_reason
 from daf.memory.statistics import audit, reset_peaks, stats
 
 MIB = 2**20
@@ -444,7 +444,7 @@ def test_where_it_cannot_be_installed_it_says_why(monkeypatch: pytest.MonkeyPatc
         def unsupported_reason() -> str:
             return "allocations are redirected on Linux only"
 
-    monkeypatch.setattr("daf.memory.recycling.native", Elsewhere)
+    monkeypatch.setattr("daf.memory.recycling_allocator.native", Elsewhere)
     assert unsupported_reason() is not None
     with pytest.raises(PlatformError, match="Linux only"), RecyclingAllocator():
         pass
@@ -454,7 +454,7 @@ def test_forked_data_loaders_work_and_the_parent_s_memory_stays_its_own() -> Non
     done = run_python("""
         import torch
         from torch.utils.data import DataLoader, Dataset
-        from daf.memory.recycling import RecyclingAllocator
+        from daf.memory.recycling_allocator import RecyclingAllocator
         from daf.memory.statistics import stats
 
         class Images(Dataset):
@@ -483,7 +483,7 @@ def test_forked_data_loaders_work_and_the_parent_s_memory_stays_its_own() -> Non
 def test_the_interpreter_may_end_inside_with_tensors_and_a_hook() -> None:
     done = run_python("""
         import threading, torch
-        from daf.memory.recycling import RecyclingAllocator
+        from daf.memory.recycling_allocator import RecyclingAllocator
         RecyclingAllocator(limit_bytes=2**26, reclaim=lambda needed: 0).__enter__()
         kept = torch.ones(2**22)
         cycle = [torch.ones(2**20)]
@@ -504,7 +504,7 @@ def test_compiled_functions_allocate_and_free_under_it() -> None:
     done = run_python("""
         import shutil, sys, torch
         if shutil.which("g++") is None: print("no compiler"); sys.exit()
-        from daf.memory.recycling import RecyclingAllocator
+        from daf.memory.recycling_allocator import RecyclingAllocator
         from daf.memory.statistics import stats
 
         def step(x, weight):
@@ -534,7 +534,7 @@ def test_compiled_functions_allocate_and_free_under_it() -> None:
 def test_a_block_freed_twice_ends_the_process_with_a_message() -> None:
     done = run_python("""
         import ctypes, torch
-        from daf.memory.recycling import RecyclingAllocator
+        from daf.memory.recycling_allocator import RecyclingAllocator
         with RecyclingAllocator():
             tensor = torch.ones(2**20)
             library = ctypes.CDLL(torch.__path__[0] + "/lib/libc10.so")

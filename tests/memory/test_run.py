@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from daf.memory.recycling import unsupported_reason
+from daf.memory.recycling_allocator import unsupported_reason
 
 pytestmark = pytest.mark.skipif(unsupported_reason() is not None, reason=str(unsupported_reason()))
 

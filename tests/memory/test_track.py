@@ -8,10 +8,10 @@ from daf._native import allocator as native
 from torch import nn
 
 from daf.core.errors import UnitError
+from daf.memory.allocation_log import track
 from daf.memory.history import History
-from daf.memory.recycling import unsupported_reason
+from daf.memory.recycling_allocator import unsupported_reason
 from daf.memory.statistics import phase, reset_peaks, snapshot, stats
-from daf.memory.tracking import track
 
 MIB = 2**20
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from daf.memory.device import DeviceMemory
-from daf.memory.recycling import unsupported_reason
+from daf.memory.device_memory import DeviceMemory
+from daf.memory.recycling_allocator import unsupported_reason
 
 sys.path.insert(0, str(Path(__file__).parent))  # the helpers beside this file
 

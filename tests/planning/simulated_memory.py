@@ -11,8 +11,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from daf.memory.device import DeviceMemory
-from daf.memory.recycling import RecyclingAllocator
+from daf.memory.device_memory import DeviceMemory
+from daf.memory.recycling_allocator import RecyclingAllocator
 from daf.memory.statistics import reset_peaks, stats
 
 NOBODY_S_BYTES = 256 * 2**20

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from daf.adapting import Adapting
 from daf.core.errors import BudgetError, PlatformError, UnitError
 from daf.core.policy import coded_policy
-from daf.memory import measure
-from daf.memory.allocator import return_free_memory
-from daf.memory.keeper import SPARE_BYTES, SPARE_FRACTION, MemoryKeeper
-from daf.memory.recycling import unsupported_reason
+from daf.memory import process_memory
+from daf.memory.glibc import return_free_memory
+from daf.memory.process_limit import SPARE_BYTES, SPARE_FRACTION, MemoryKeeper
+from daf.memory.recycling_allocator import unsupported_reason
 from daf.memory.statistics import stats
 from daf.session import Session
 from daf.store.pool import PagedStore
@@ -104,7 +104,7 @@ def rows() -> Batch:
 
 def budget_for_account(limit_bytes: int) -> int:
     """The budget under which the allocator's account may hold this much."""
-    other_bytes = measure.resident_bytes() - stats()["held_bytes.current"]
+    other_bytes = process_memory.resident_bytes() - stats()["held_bytes.current"]
     return int((limit_bytes + other_bytes + SPARE_BYTES) / (1 - SPARE_FRACTION))
 
 
@@ -128,7 +128,7 @@ def test_a_budget_lowered_from_another_thread_in_mid_step_takes_planes_at_once()
         halve = Meanwhile(squeeze)
         report = session.step(batch, halve)
         assert session.budget_bytes is not None
-        assert measure.resident_bytes() <= session.budget_bytes
+        assert process_memory.resident_bytes() <= session.budget_bytes
         change = session.budget_history[-1]
     assert seen["pool before"] - seen["pool after"] > 2 * MB
     assert seen["account"] <= seen["limit"]
@@ -150,7 +150,7 @@ def test_a_step_whose_budget_falls_is_finished_or_tried_again_and_updates_once(
         session.prepare(batch, cross_entropy)
         assert session.plan is not None
         assert session.plan.policy.name == "plain"
-        room = measure.resident_bytes() + room_mb * MB
+        room = process_memory.resident_bytes() + room_mb * MB
 
         def squeeze() -> None:
             session.budget = room
@@ -163,7 +163,7 @@ def test_a_step_whose_budget_falls_is_finished_or_tried_again_and_updates_once(
         report = session.step(batch, halved)
         hook.remove()
         assert len(updates) == 1
-        assert measure.resident_bytes() <= room
+        assert process_memory.resident_bytes() <= room
         reports = [session.step(batch, cross_entropy) for _ in range(3)]
         assert session.plan.policy.name != "plain"
         assert all(each.peak_bytes <= room for each in reports)
@@ -181,7 +181,7 @@ def test_a_budget_that_nothing_fits_leaves_the_parameters_and_names_the_least() 
         before = {name: value.clone() for name, value in model.state_dict().items()}
         random_state = torch.get_rng_state()
         session._keeper.flush()  # what is recycled would be room
-        impossible = measure.resident_bytes() + 8 * MB
+        impossible = process_memory.resident_bytes() + 8 * MB
         halved = Meanwhile(lambda: setattr(session, "budget", impossible))
         hook = model[3].register_forward_hook(lambda *_: setattr(session, "budget", impossible))
         with pytest.raises(BudgetError, match="needs at least") as caught:
@@ -210,7 +210,7 @@ def test_the_plan_tightens_with_the_budget_and_relaxes_when_it_is_restored() -> 
     with session_for(model, "8GB") as session:
         session.step(batch, cross_entropy)
         policies = []
-        for budget in (measure.resident_bytes() + 110 * MB, "8GB"):
+        for budget in (process_memory.resident_bytes() + 110 * MB, "8GB"):
             session.budget = budget
             peaks = [session.step(batch, cross_entropy).peak_bytes for _ in range(2)]
             assert session.plan is not None
@@ -315,7 +315,7 @@ def test_a_group_s_limit_that_falls_is_followed_by_the_thread(tree: Tree) -> Non
     assert lowered == [1]
     # Nothing is recycled here, so what the process really holds above the budget is asked for.
     assert len(given) == 1
-    assert given[0] == pytest.approx(measure.resident_bytes() - 20 * MB, abs=50 * MB)
+    assert given[0] == pytest.approx(process_memory.resident_bytes() - 20 * MB, abs=50 * MB)
     assert [each.budget_bytes for each in adapting.history] == [900 * MB, 20 * MB]
     assert adapting.history[-1].evicted_bytes == given[0]
     assert adapting.history[-1].reason == "the limit /sys/fs/cgroup/app/memory.max"
@@ -383,7 +383,7 @@ def test_a_limit_lowered_while_nothing_may_fail_holds_afterwards() -> None:
     keeper = MemoryKeeper()
     keeper.open()
     try:
-        start = measure.resident_bytes()
+        start = process_memory.resident_bytes()
         keeper.bound(start + 400 * MB, start + 400 * MB)
         with keeper.unbounded():
             keeper.rebound(start + 50 * MB)
@@ -403,7 +403,7 @@ def test_a_budget_raised_in_mid_step_lets_the_step_have_more() -> None:
     keeper = MemoryKeeper()
     keeper.open()
     try:
-        start = measure.resident_bytes()
+        start = process_memory.resident_bytes()
         keeper.bound(start + 50 * MB, start + 50 * MB)
         with pytest.raises(RuntimeError, match="can't allocate memory"):
             torch.ones(100 * MB, dtype=torch.uint8)
@@ -420,7 +420,7 @@ def test_threads_that_ask_while_it_trains_never_leave_a_wrong_limit() -> None:
     with session_for(network(), "8GB", bits=2) as session:
         plan = session.prepare(batch, cross_entropy)
         session.plan = replace(plan, policy=coded_policy(2))
-        base = measure.resident_bytes()
+        base = process_memory.resident_bytes()
 
         def ask(step_mb: int) -> None:
             room_mb = 150

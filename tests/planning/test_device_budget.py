@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from daf.core.errors import BudgetError, PlatformError, UnknownNameError
 from daf.core.policy import Method
 from daf.core.step_report import StepReport
-from daf.memory.device import DeviceMemory
+from daf.memory.device_memory import DeviceMemory
 from daf.memory.domain import ProcessMemory
-from daf.memory.measure import resident_bytes
+from daf.memory.process_memory import resident_bytes
 from daf.session import Session
 from daf.store.spill import SpillOptions
 from daf.training.job import checked_device, make_job

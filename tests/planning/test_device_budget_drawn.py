@@ -30,8 +30,8 @@ from daf.core.plan import Plan
 from daf.governor import bounds_of
 from daf.governor.budget import RESERVE_BYTES
 from daf.kernels.triton.planes import DevicePlanes
-from daf.memory.device_keeper import DeviceKeeper
-from daf.memory.recycling import unsupported_reason
+from daf.memory.device_limit import DeviceKeeper
+from daf.memory.recycling_allocator import unsupported_reason
 from daf.session import Session
 from daf.store import coder
 from daf.store.device_pool import DevicePagedStore, DevicePlaneTensor

@@ -12,8 +12,8 @@ from torch import nn
 
 from daf.governor import bounds_of, room_bytes
 from daf.governor.limits import gpu_bound
-from daf.memory.device import DeviceMemory
-from daf.memory.device_keeper import DeviceKeeper
+from daf.memory.device_limit import DeviceKeeper
+from daf.memory.device_memory import DeviceMemory
 from daf.memory.domain import ProcessMemory, keeper_of, memory_of
 from daf.model_bytes import update_bytes
 from daf.store.device_pool import DevicePagedStore

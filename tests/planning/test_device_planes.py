@@ -13,7 +13,7 @@ import torch
 from simulated_memory import SimulatedDevice
 from torch import Tensor, nn
 
-from daf.memory.device import DeviceMemory
+from daf.memory.device_memory import DeviceMemory
 from daf.session import Session
 from daf.store import coder
 

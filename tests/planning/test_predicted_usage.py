@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from daf.core.policy import Policy, Reading
 from daf.execution import chunked_backward
 from daf.execution.capture import Capture
-from daf.memory.recycling import unsupported_reason
+from daf.memory.recycling_allocator import unsupported_reason
 from daf.memory.statistics import reset_peaks, stats
 from daf.planning.candidate import Candidate
 from daf.planning.greedy import lawful

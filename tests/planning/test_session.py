@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from daf.core.errors import BudgetError, NonFiniteLossError, UnitError
 from daf.core.policy import Need, coded_policy, with_host_codes
 from daf.execution.undisturbed import apart_from_training
-from daf.memory import measure
-from daf.memory.keeper import MemoryKeeper
-from daf.memory.recycling import unsupported_reason
+from daf.memory import process_memory
+from daf.memory.process_limit import MemoryKeeper
+from daf.memory.recycling_allocator import unsupported_reason
 from daf.model_bytes import optimizer_bytes_to_come
 from daf.planning import planner
 from daf.session import Session
@@ -31,7 +31,7 @@ from daf.store.spill import SpillOptions
 Batch = tuple[Tensor, Tensor]
 
 needs_peak = pytest.mark.skipif(
-    not measure.peak_is_exact(), reason="this system keeps no resettable high-water mark"
+    not process_memory.peak_is_exact(), reason="this system keeps no resettable high-water mark"
 )
 
 
@@ -279,11 +279,15 @@ def test_a_plan_that_travels_is_not_resumed_without_host_memory() -> None:
 
 def test_a_session_resumed_before_its_first_step_still_measures_that_step() -> None:
     model, batch = convolutional(), images()
-    with Session(model, sgd(model), measure.resident_bytes() + 200_000_000, bits=2) as session:
+    with Session(
+        model, sgd(model), process_memory.resident_bytes() + 200_000_000, bits=2
+    ) as session:
         session.prepare(batch, cross_entropy)
         session._choosing.first = replace(session.plan, policy=coded_policy(1))
         state = json.loads(json.dumps(session.state_dict()))
-    with Session(model, sgd(model), measure.resident_bytes() + 200_000_000, bits=2) as resumed:
+    with Session(
+        model, sgd(model), process_memory.resident_bytes() + 200_000_000, bits=2
+    ) as resumed:
         resumed.load_state_dict(state)
         assert resumed._choosing.first == session._choosing.first
         assert resumed.profile == session.profile
@@ -300,7 +304,7 @@ def test_a_step_that_is_refused_memory_is_retried_under_a_tighter_plan() -> None
         assert session.plan is not None
         assert session.plan.policy.name == "plain"
         # As if other memory had grown since: plain no longer fits, codes do.
-        session.budget_bytes = measure.resident_bytes() + 135_000_000
+        session.budget_bytes = process_memory.resident_bytes() + 135_000_000
         report = session.step(batch, cross_entropy)
         assert session.plan.policy.name not in ("plain", "exact")
         assert session.peak_bytes <= session.budget_bytes
@@ -317,13 +321,13 @@ def test_a_step_that_nothing_can_hold_leaves_the_parameters_alone() -> None:
     with Session(model, sgd(model), "8GB") as session:
         session.prepare(batch, cross_entropy)
         session._choosing.first = None
-        session.budget_bytes = measure.resident_bytes() + 20_000_000
+        session.budget_bytes = process_memory.resident_bytes() + 20_000_000
         with pytest.raises(BudgetError) as caught:
             session.step(batch, cross_entropy)
         assert caught.value.least_bytes is not None
         assert caught.value.least_bytes > session.budget_bytes
         assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-        session.budget_bytes = measure.resident_bytes() + 400_000_000
+        session.budget_bytes = process_memory.resident_bytes() + 400_000_000
         assert math.isfinite(session.step(batch, cross_entropy).loss)
 
 
@@ -343,7 +347,7 @@ def test_a_larger_batch_is_planned_for_anew_and_a_smaller_one_is_not() -> None:
 
 def test_what_is_set_is_stated_and_undone() -> None:
     model, batch = convolutional(), images()
-    with Session(model, sgd(model), measure.resident_bytes() + 60_000_000) as session:
+    with Session(model, sgd(model), process_memory.resident_bytes() + 60_000_000) as session:
         session.step(batch, cross_entropy)
         stated = list(session.settings)
     assert any("glibc" in line for line in stated)
@@ -363,7 +367,7 @@ BUDGETED = """
 import json, torch, torch.nn.functional as F
 from daf.core.errors import BudgetError
 from daf.memory import measure
-from daf.memory.keeper import MemoryKeeper
+from daf.memory.process_limit import MemoryKeeper
 from daf.session import Session
 from daf.store.spill import SpillOptions
 from daf.training.models import find_model
@@ -459,7 +463,9 @@ def test_peak_covers_profiling_and_steps() -> None:
     model, batch = convolutional(), images()
     with Session(model, sgd(model), "8GB") as session:
         report = session.step(batch, cross_entropy)
-        assert session.peak_bytes >= report.peak_bytes >= measure.resident_bytes() - 64 * 2**20
+        assert (
+            session.peak_bytes >= report.peak_bytes >= process_memory.resident_bytes() - 64 * 2**20
+        )
         assert session.predicted_peak_bytes is not None
 
 
@@ -476,7 +482,7 @@ def test_measuring_takes_no_more_examples_than_the_budget_has_room_for() -> None
         session.prepare(batch, mean_square)
     assert caught.value.least_bytes is not None
     budget = caught.value.least_bytes + 4 * 2**20
-    measure.reset_peak()
+    process_memory.reset_peak()
     with Session(model, sgd(model), budget) as session:
         session.prepare(batch, mean_square)
         assert session.peak_bytes <= budget
@@ -524,8 +530,8 @@ def test_measuring_leaves_room_for_what_libraries_take_in_passing(
     layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Tanh())]
     model = nn.Sequential(*layers, TakingBeside())
     batch = (torch.randn(16, 30_000, 64), torch.randn(16, 30_000, 64))
-    budget = measure.resident_bytes() + room_mb * 10**6
-    measure.reset_peak()
+    budget = process_memory.resident_bytes() + room_mb * 10**6
+    process_memory.reset_peak()
     with Session(model, sgd(model), budget) as session:
         session.prepare(batch, mean_square)
         assert session.peak_bytes <= budget

@@ -17,7 +17,7 @@ from daf.core.plan import Plan
 from daf.core.policy import Reading
 from daf.core.step_report import StepReport
 from daf.execution.observer import unseen
-from daf.memory.recycling import unsupported_reason
+from daf.memory.recycling_allocator import unsupported_reason
 from daf.planning import planner
 from daf.session import Session
 

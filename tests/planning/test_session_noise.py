@@ -22,8 +22,8 @@ from daf.core.errors import BudgetError, DataError, NonFiniteLossError
 from daf.core.plan import Plan
 from daf.core.policy import Method, Policy, plain_policy
 from daf.execution.capture import Capture
-from daf.memory import measure
-from daf.memory.recycling import unsupported_reason
+from daf.memory import process_memory
+from daf.memory.recycling_allocator import unsupported_reason
 from daf.memory.statistics import stats
 from daf.noise import Response
 from daf.planning import planner
@@ -285,7 +285,7 @@ def test_measuring_keeps_within_the_budget() -> None:
     budget = least_budget(policy="quantize") + 2_000_000
     model, batch = Branches(), images()
     with session_for(model, budget, policy="quantize") as session:
-        measure.reset_peak()
+        process_memory.reset_peak()
         for _ in range(3):
             session.noise.sensing.schedule.trained_ms = 1e9
             session.step(batch, cross_entropy)
@@ -329,7 +329,7 @@ def test_a_measurement_keeps_no_more_freed_blocks_than_it_is_predicted_to_need(
     limits = []
 
     def look(*_: Any, **__: Any) -> Sensitivity:
-        others = measure.resident_bytes() - stats()["held_bytes.current"]
+        others = process_memory.resident_bytes() - stats()["held_bytes.current"]
         limits.append(others + stats()["limit_bytes"])
         raise NonFiniteLossError("enough was seen")
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from daf.core.errors import BudgetError, PoolFullError, UnitError
 from daf.core.policy import coded_policy
 from daf.core.step_report import StepReport
-from daf.memory import measure
-from daf.memory.recycling import unsupported_reason
+from daf.memory import process_memory
+from daf.memory.recycling_allocator import unsupported_reason
 from daf.memory.statistics import stats
 from daf.session import Session
 from daf.store.pool import PagedStore
@@ -159,7 +159,7 @@ def test_at_the_budget_planes_go_before_the_step_is_refused() -> None:
         with session_for(model, "8GB", bits=4) as session:
             session.prepare(batch, cross_entropy)
             session._choosing.first = None
-            session.budget_bytes = measure.resident_bytes() + room * 1_000_000
+            session.budget_bytes = process_memory.resident_bytes() + room * 1_000_000
             try:
                 reports[room] = session.step(batch, cross_entropy)
             except BudgetError:

@@ -16,8 +16,8 @@ from daf.core.errors import BudgetError, CommittedStepError, ReleaseRefusedError
 from daf.core.plan import Plan
 from daf.core.policy import plain_policy
 from daf.core.profile import Profile
-from daf.memory import measure
-from daf.memory.recycling import unsupported_reason
+from daf.memory import process_memory
+from daf.memory.recycling_allocator import unsupported_reason
 from daf.session import Session
 
 pytestmark = pytest.mark.skipif(unsupported_reason() is not None, reason=str(unsupported_reason()))
@@ -117,7 +117,7 @@ def test_after_the_first_update_the_step_is_finished_and_its_overrun_told() -> N
         session.prepare(batch(), cross_entropy)
         session._choosing.first = None
         model.in_backward[0] = 100 * MIB
-        session.budget_bytes = measure.resident_bytes() + 40 * MIB
+        session.budget_bytes = process_memory.resident_bytes() + 40 * MIB
         report = session.step(batch(), cross_entropy)
         assert report.released_gradients == 4
         assert 40 * MIB < report.overrun_bytes <= 100 * MIB
@@ -149,7 +149,7 @@ def test_before_the_first_update_parameters_are_untouched_and_the_step_can_be_re
         session.prepare(batch(), cross_entropy)
         session._choosing.first = None
         model.in_backward[0] = 100 * MIB
-        session.budget_bytes = measure.resident_bytes() + 40 * MIB
+        session.budget_bytes = process_memory.resident_bytes() + 40 * MIB
         before = deepcopy(model.state_dict())
         with pytest.raises(BudgetError):
             session.step(batch(), cross_entropy)
@@ -169,7 +169,7 @@ def test_a_retry_that_must_cut_the_batch_releases_nothing() -> None:
         session.prepare(batch(), cross_entropy)
         session._choosing.first = None
         model.in_backward[:] = [100 * MIB, 0]
-        session.budget_bytes = measure.resident_bytes() + 40 * MIB
+        session.budget_bytes = process_memory.resident_bytes() + 40 * MIB
         report = session.step(batch(), cross_entropy)
         assert (report.micro_batch, report.released_gradients, report.overrun_bytes) == (16, 0, 0)
         assert "cut into 2 pieces" in session.release_refusal

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from daf.core.errors import DivergedError, NonFiniteLossError
 from daf.core.plan import Plan
 from daf.core.policy import Method, Need
-from daf.memory import measure
+from daf.memory import process_memory
 from daf.noise import DivergenceWatch
 from daf.session import Session
 
@@ -216,7 +216,7 @@ def test_a_resumed_session_can_go_back_to_a_state_from_before(tmp_path: Path) ->
 def test_under_a_budget_the_plan_itself_becomes_wider() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    budget = measure.resident_bytes() + 100_000_000
+    budget = process_memory.resident_bytes() + 100_000_000
     with Session(model, optimizer, budget, bits=1, retrace=True) as session:
         session._retracing.watch = DivergenceWatch(window=4, patience=2, save_every=3)
         session.prepare(images(), lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch import nn
 
+from daf.memory.allocation_log import recorded, track
 from daf.memory.history import History
-from daf.memory.recycling import unsupported_reason
-from daf.memory.tracking import recorded, track
+from daf.memory.recycling_allocator import unsupported_reason
 from daf.report.child import draw_history_picture
 from daf.report.history_picture import REST, Recording, bands, read_recording
 

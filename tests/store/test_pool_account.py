@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from daf.core.errors import PoolFullError
-from daf.memory.recycling import RecyclingAllocator, unsupported_reason
+from daf.memory.recycling_allocator import RecyclingAllocator, unsupported_reason
 from daf.memory.statistics import stats
 from daf.store.buffers import PlainStore
 from daf.store.default import make_store

@@ -21,7 +21,7 @@ from daf.bench.accuracy_tasks import (
     train_plainly,
 )
 from daf.bench.child import serve
-from daf.memory import measure
+from daf.memory import process_memory
 from daf.session import Session
 from daf.torch_compat import compiler
 from daf.training.models import find_model
@@ -59,9 +59,9 @@ class Personalisation:
 
     def _adapt(self) -> dict[str, Any]:
         data = load_speakers(self._path)
-        measure.warm_up()
+        process_memory.warm_up()
         compiler.keep_out()
-        floor_bytes = measure.resident_bytes()
+        floor_bytes = process_memory.resident_bytes()
         model = find_model("resnet20").build(data.facts)
         model.load_state_dict(torch.load(self._weights, weights_only=True))
         job = new_speaker_job(model, self._path, self._seed, self._effort)

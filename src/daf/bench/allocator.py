@@ -18,7 +18,7 @@ from daf._native import allocator as native
 from daf.bench.allocator_limits import LimitJob, run_limits
 from daf.bench.contestant import Contestant, Entry, contestants
 from daf.bench.result import BenchResult, median_ratio
-from daf.memory.recycling import RecyclingAllocator
+from daf.memory.recycling_allocator import RecyclingAllocator
 
 MIB = 2**20
 WARM_UP_STEPS = 3

@@ -19,8 +19,8 @@ import numpy as np
 from daf.bench.child import ContestantError
 from daf.bench.contestant import Entry
 from daf.bench.workload import Workload
-from daf.memory import measure
-from daf.memory.recycling import RecyclingAllocator
+from daf.memory import process_memory
+from daf.memory.recycling_allocator import RecyclingAllocator
 from daf.memory.statistics import audit, reset_peaks, stats
 
 # Interpreter, libraries and glibc's heap may move by this much beside the account.
@@ -91,9 +91,9 @@ class Limits:
         allocator.limit_bytes = limit_bytes
         other = audit().other_bytes
         reset_peaks()
-        measure.reset_peak()
+        process_memory.reset_peak()
         outcome = self._attempt()
-        held_peak, peak = stats()["held_bytes.peak"], measure.peak_bytes()
+        held_peak, peak = stats()["held_bytes.peak"], process_memory.peak_bytes()
         allocator.limit_bytes = None
         changed = [
             not np.array_equal(old, parameter.detach().numpy())

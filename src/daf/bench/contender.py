@@ -26,7 +26,7 @@ from daf.bench.workloads.sources import Sources
 from daf.core.errors import BudgetError, PlatformError
 from daf.core.plan import Plan
 from daf.core.step_report import StepReport
-from daf.memory import measure
+from daf.memory import process_memory
 from daf.session import Session
 from daf.torch_compat import compiler
 
@@ -102,9 +102,9 @@ class Work:
         loaded = find_workload(way.workload).load(sources, way.is_small)
         if way.batch_size is not None:
             loaded = replace(loaded, batch_size=way.batch_size)
-        measure.warm_up()
+        process_memory.warm_up()
         compiler.keep_out()
-        self.floor_bytes = measure.resident_bytes()
+        self.floor_bytes = process_memory.resident_bytes()
         self._way = way
         self._examples = loaded.batch_size
         self._work = loaded.build(way.seed)
@@ -112,7 +112,7 @@ class Work:
         self._index = 0
         self._predicted_bytes: int | None = None
         self._peer: Peer | None = None
-        measure.reset_peak()
+        process_memory.reset_peak()
         self._session = self._start_session()
 
     def answer(self, command: str, *words: str) -> dict[str, Any]:
@@ -177,8 +177,8 @@ class Work:
             report = self._session.step(batch, self._loss)
             return {**_reported(report), "is_settled": self._session.is_settled}
         self._peer = self._peer or self._make_peer()
-        measure.reset_peak()  # a session does so itself, and remembers
-        return {"loss": self._peer.step(batch), "peak_bytes": measure.peak_bytes()}
+        process_memory.reset_peak()  # a session does so itself, and remembers
+        return {"loss": self._peer.step(batch), "peak_bytes": process_memory.peak_bytes()}
 
     def _settled_gradient(self, path: Path) -> dict[str, Any]:
         if self._first is None:

@@ -20,7 +20,7 @@ from daf.bench.contestant import Entry, contestants
 from daf.bench.interleaving import interleave, median_ms, warm_ms
 from daf.bench.result import BenchResult, median_ratio
 from daf.core.units import format_bytes
-from daf.memory.device import DeviceMemory
+from daf.memory.device_memory import DeviceMemory
 
 FLOAT32, BFLOAT16 = "float32", "bfloat16"
 PLAIN = "plain"

@@ -23,7 +23,7 @@ from daf.bench.contestant import Entry, contestants
 from daf.bench.interleaving import interleave, mean_loss, median_ms, warm_ms
 from daf.bench.result import BenchResult, median_ratio
 from daf.memory import cgroup
-from daf.memory.recycling import unsupported_reason
+from daf.memory.recycling_allocator import unsupported_reason
 
 SHARED_CIFAR = "cifar10_10k_2k.npz"
 

@@ -19,7 +19,7 @@ from daf.bench.contestant import Contestant, Entry, contestants
 from daf.bench.interleaving import interleave, mean_loss, median_ms, warm_ms
 from daf.bench.levered import LEVERS
 from daf.bench.result import BenchResult, median_ratio
-from daf.memory.recycling import unsupported_reason
+from daf.memory.recycling_allocator import unsupported_reason
 
 ALLOCATOR = "allocator"
 STAGES = ("plain", ALLOCATOR, *LEVERS)

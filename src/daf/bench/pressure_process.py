@@ -22,8 +22,8 @@ from daf.bench.pressure import PressureJob
 from daf.bench.workload import MEMORY_FORMATS
 from daf.core.errors import BudgetError
 from daf.governor.limits import read_bounds
-from daf.memory import measure
-from daf.memory.measure import MemoryTimeline
+from daf.memory import process_memory
+from daf.memory.process_memory import MemoryTimeline
 from daf.session import Session
 from daf.torch_compat import compiler
 from daf.training.batches import Batch, BatchOrder
@@ -57,8 +57,8 @@ class Work:
             torch.set_num_threads(job.threads)
         recipe, data = find_model(job.model), load_data(job.data)
         goal = settle_goal(job.model, recipe.goal, data)
-        measure.warm_up()
-        self.floor_bytes = measure.resident_bytes()
+        process_memory.warm_up()
+        self.floor_bytes = process_memory.resident_bytes()
         torch.manual_seed(job.seed)
         layout = MEMORY_FORMATS["channels_last"]
         self._model: nn.Module = recipe.build(data.facts)
@@ -122,11 +122,11 @@ class Work:
         return {"start_s": start_s, "end_s": end_s, "examples": self._job.batch_size, **found}
 
     def _plain(self) -> dict[str, Any]:
-        measure.reset_peak()
+        process_memory.reset_peak()
         start_s = time.perf_counter()
         loss = plain_step(self._model, self._optimizer, self._batch(), self._task.loss)
         step_ms = 1000 * (time.perf_counter() - start_s)
-        return {"loss": loss, "step_ms": step_ms, "peak_bytes": measure.peak_bytes()}
+        return {"loss": loss, "step_ms": step_ms, "peak_bytes": process_memory.peak_bytes()}
 
     def _step(self, loss_fn: Callable[..., Any] | None = None) -> dict[str, Any]:
         assert self._session is not None

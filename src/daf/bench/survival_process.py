@@ -13,26 +13,26 @@ from daf.bench.peers import plain_step
 from daf.bench.random_models import Built, build, draw
 from daf.bench.survival import Attempt
 from daf.core.errors import BudgetError
-from daf.memory import measure
+from daf.memory import process_memory
 from daf.session import Session
 from daf.torch_compat import compiler
 
 
 def attempt(asked: Attempt) -> dict[str, Any]:
     """Train some steps, plain or within the budget: finished, refused, or raised while training."""
-    measure.warm_up()
+    process_memory.warm_up()
     compiler.keep_out()
-    floor = measure.resident_bytes()
+    floor = process_memory.resident_bytes()
     work = build(draw(asked.seed))
     found = _plain(work, asked) if asked.budget_bytes is None else _session(work, asked, floor)
     return {"floor_bytes": floor, **found}
 
 
 def _plain(work: Built, asked: Attempt) -> dict[str, Any]:
-    measure.reset_peak()
+    process_memory.reset_peak()
     for _ in range(asked.steps):
         plain_step(work.model, work.optimizer, work.batch, work.loss)
-    return {"outcome": "finished", "peak_bytes": measure.peak_bytes()}
+    return {"outcome": "finished", "peak_bytes": process_memory.peak_bytes()}
 
 
 def _session(work: Built, asked: Attempt, floor: int) -> dict[str, Any]:

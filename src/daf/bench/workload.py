@@ -15,9 +15,9 @@ from daf.bench.contestant import Entry
 from daf.bench.levered import LeveredLoop, gradient_bytes, state_bytes
 from daf.bench.peers import lean_step, plain_step
 from daf.core.errors import PoolFullError
-from daf.memory import measure
+from daf.memory import process_memory
 from daf.memory.domain import keeper_of, memory_on
-from daf.memory.recycling import RecyclingAllocator
+from daf.memory.recycling_allocator import RecyclingAllocator
 from daf.memory.statistics import audit, stats
 from daf.model_bytes import parameter_bytes
 from daf.session import Session
@@ -57,7 +57,7 @@ class Workload:
         goal = settle_goal(entry.model, recipe.goal, data)
         self._device = torch.device(entry.device)
         self._memory = memory_on(self._device)
-        measure.warm_up(self._device)
+        process_memory.warm_up(self._device)
         self.floor_bytes = self._memory.held_bytes()
         if entry.recycle:
             # Until the process ends: nothing of the workload outlives it.

@@ -12,7 +12,7 @@ import typer
 
 from daf.core.errors import DataError
 from daf.core.units import format_bytes
-from daf.memory.tracking import Tracking, track
+from daf.memory.allocation_log import Tracking, track
 from daf.report.child import draw_history_picture
 
 

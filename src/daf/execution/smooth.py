@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from daf.core.code_tables import derivative_table
-from daf.memory.allocator import return_free_memory
+from daf.memory.glibc import return_free_memory
 
 PLANNED_BITS = (2, 3, 4)  # of ``plan.coded_policy``
 _Function = Callable[[Tensor], Tensor]

@@ -13,7 +13,7 @@ from daf.governor.limits import Bound, read_bounds
 from daf.governor.pressure import STALLED_SHARE, Backoff, PressureSampler
 from daf.governor.request import Budget, Request, parse_budget
 from daf.governor.system import THIS_SYSTEM, System
-from daf.memory.keeper import account_lock
+from daf.memory.process_limit import account_lock
 
 MIB = 2**20
 # What "auto" leaves to everybody else: a twentieth of the tightest limit, and at least this much.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from daf.governor.groups import MemoryGroup, memory_groups
 from daf.governor.system import THIS_SYSTEM, System
-from daf.memory.device import DeviceMemory
+from daf.memory.device_memory import DeviceMemory
 from daf.memory.domain import MemoryDomain
 
 _RLIMITS = (("RLIMIT_AS", "VmSize", "ulimit -v"), ("RLIMIT_DATA", "VmData", "ulimit -d"))

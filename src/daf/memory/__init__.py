@@ -4,10 +4,10 @@
 trains with PyTorch on the CPU; see docs/allocator.md.
 """
 
+from daf.memory.allocation_log import track
 from daf.memory.history import History
-from daf.memory.recycling import RecyclingAllocator
+from daf.memory.recycling_allocator import RecyclingAllocator
 from daf.memory.statistics import audit, phase, reset_peaks, snapshot, stats
-from daf.memory.tracking import track
 
 __all__ = [
     "History",

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from daf._native import allocator as native
-from daf.memory import measure
+from daf.memory import process_memory
 
 
 class Meter(Protocol):
@@ -64,16 +64,16 @@ class ResidentMeter:
 
     def begin(self) -> None:
         """The level is what is resident now."""
-        measure.reset_peak()
-        self._level = measure.resident_bytes()
+        process_memory.reset_peak()
+        self._level = process_memory.resident_bytes()
 
     def take_peak(self) -> int:
         """What is resident now."""
-        return measure.resident_bytes() - self._level
+        return process_memory.resident_bytes() - self._level
 
     def finish(self, peaks: list[int]) -> None:
         """Raise all by what the samples missed of the highest."""
-        missed = measure.peak_bytes() - self._level - max(peaks, default=0)
+        missed = process_memory.peak_bytes() - self._level - max(peaks, default=0)
         if missed > 0:
             peaks[:] = [peak + missed for peak in peaks]
 

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from daf.core.errors import PlatformError
-from daf.memory import account_meter, measure
+from daf.memory import account_meter, process_memory
 from daf.memory.account_meter import Meter
-from daf.memory.device import DeviceMemory
-from daf.memory.device_keeper import DeviceKeeper
-from daf.memory.keeper import MemoryKeeper
-from daf.memory.keeping import GiveBack, Keeper
+from daf.memory.device_limit import DeviceKeeper
+from daf.memory.device_memory import DeviceMemory
+from daf.memory.limit_protocol import GiveBack, Keeper
+from daf.memory.process_limit import MemoryKeeper
 from daf.memory.statistics import stats
 
 
@@ -48,7 +48,7 @@ class ProcessMemory:
 
     def held_bytes(self) -> int:
         """Resident now."""
-        return measure.resident_bytes()
+        return process_memory.resident_bytes()
 
     def account_bytes(self) -> int:
         """What our allocator holds of it."""
@@ -56,11 +56,11 @@ class ProcessMemory:
 
     def peak_bytes(self) -> int:
         """The operating system's high-water mark."""
-        return measure.peak_bytes()
+        return process_memory.peak_bytes()
 
     def reset_peak(self) -> bool:
         """Begin a new one; False where the system does not let us."""
-        return measure.reset_peak()
+        return process_memory.reset_peak()
 
     def wait(self) -> None:
         """A processor is done when it returns."""

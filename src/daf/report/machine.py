@@ -15,9 +15,9 @@ from daf.governor import AUTO, Governor, read_limits
 from daf.governor.limits import gpu_bound
 from daf.governor.pressure import pressure_files
 from daf.governor.system import THIS_SYSTEM
-from daf.memory import measure
-from daf.memory.addresses import address_space_limit_bytes
-from daf.memory.allocator import ReturnFreedBlocks
+from daf.memory import process_memory
+from daf.memory.address_space import address_space_limit_bytes
+from daf.memory.glibc import ReturnFreedBlocks
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
@@ -112,8 +112,8 @@ def _works() -> dict[str, bool]:
         returns_blocks = blocks.active
     return {
         "native_kernels": instruction_sets() is not None,
-        "exact_peak": measure.peak_is_exact(),
-        "peak_reset": measure.reset_peak(),
+        "exact_peak": process_memory.peak_is_exact(),
+        "peak_reset": process_memory.reset_peak(),
         "allocator_thresholds": returns_blocks,
         "memory_cgroups": any(os.access(folder, os.W_OK) for folder in _memory_cgroups()),
     }

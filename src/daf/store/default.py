@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from daf.core.errors import PoolFullError
-from daf.memory.addresses import address_space_limit_bytes
+from daf.memory.address_space import address_space_limit_bytes
 from daf.store.buffers import PlainStore, Store
 from daf.store.pool import PagedStore
 

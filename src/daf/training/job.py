@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from daf.core.errors import PlatformError, UnknownNameError
-from daf.memory import measure
-from daf.memory.device import DeviceMemory
+from daf.memory import process_memory
+from daf.memory.device_memory import DeviceMemory
 from daf.memory.domain import memory_on
 from daf.session import Session
 from daf.torch_compat import compiler
@@ -160,7 +160,7 @@ def make_optimizer(
 
 
 def _floor_bytes(device: torch.device) -> int:
-    measure.warm_up(device)
+    process_memory.warm_up(device)
     memory = memory_on(device)
     if isinstance(memory, DeviceMemory):
         memory.release_cached()  # as the session does

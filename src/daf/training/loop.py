@@ -17,8 +17,8 @@ from daf.core.errors import NonFiniteLossError, PlatformError
 from daf.core.step_report import StepReport
 from daf.core.units import format_bytes
 from daf.files.checkpoint import load_model, read_checkpoint, write_checkpoint
-from daf.memory.recycling import unsupported_reason
-from daf.memory.tracking import recorded
+from daf.memory.allocation_log import recorded
+from daf.memory.recycling_allocator import unsupported_reason
 from daf.store.ranges import all_finite
 from daf.training.interrupt import InterruptWatch
 from daf.training.job import Job, checked_device, make_job

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TypeVar
 
-from daf.memory.measure import MemoryTimeline
+from daf.memory.process_memory import MemoryTimeline
 from daf.training.run_folder import RunFolder, read_lines
 
 _FLUSH_EVERY_S = 1.0

@@ -16,7 +16,7 @@ from torch import nn
 from daf._native import allocator as native
 from daf.core.units import parse_bytes
 from daf.memory.history import History
-from daf.memory.recycling import RecyclingAllocator
+from daf.memory.recycling_allocator import RecyclingAllocator
 from daf.memory.statistics import reset_peaks, stats
 
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from daf.core.units import format_bytes
-from daf.memory.device import DeviceMemory
-from daf.memory.keeping import GiveBack
+from daf.memory.device_memory import DeviceMemory
+from daf.memory.limit_protocol import GiveBack
 
 # Closer to the limit than this, another look should come soon.
 NEAR_BYTES = 64 * 2**20

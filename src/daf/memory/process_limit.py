@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from daf.core.units import format_bytes
-from daf.memory import allocator, measure
-from daf.memory.keeping import GiveBack
-from daf.memory.recycling import RecyclingAllocator, limit_for_process, unsupported_reason
+from daf.memory import glibc, process_memory
+from daf.memory.limit_protocol import GiveBack
+from daf.memory.recycling_allocator import RecyclingAllocator, limit_for_process, unsupported_reason
 from daf.memory.statistics import stats
 
 # What the process may grow by beside the account during one step: Python's own objects, kernels
@@ -83,8 +83,8 @@ class MemoryKeeper:
             self.settings.append(
                 "PyTorch's CPU blocks of 128 KiB and more are recycled, with the budget as a limit"
             )
-        if self._resources.enter_context(allocator.ReturnFreedBlocks()).active:
-            size = format_bytes(allocator.RETURN_BLOCKS_FROM_BYTES)
+        if self._resources.enter_context(glibc.ReturnFreedBlocks()).active:
+            size = format_bytes(glibc.RETURN_BLOCKS_FROM_BYTES)
             self.settings.append(f"glibc returns other freed blocks of {size} and more at once")
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ class MemoryKeeper:
         self._give_back(0)
         if self._recycling is not None:
             self._recycling.trim()
-        allocator.return_free_memory()
+        glibc.return_free_memory()
 
     def refusals(self) -> int:
         """Allocations that the limit has refused in this process so far."""
@@ -151,7 +151,7 @@ class MemoryKeeper:
             if self._recycling is None or self._limit_bytes is None or self._unbounded:
                 return False
             if self._overgrown_bytes() > 0:
-                allocator.return_free_memory()
+                glibc.return_free_memory()
             over_bytes = 0 if self._must_finish else self._overgrown_bytes()
             if over_bytes > 0:
                 self._hard_limit_bytes = max(0, self._hard_limit_bytes - over_bytes)
@@ -186,7 +186,7 @@ class MemoryKeeper:
                 self._limit_bytes = None
                 self._apply()
                 return 0
-            over_bytes = measure.resident_bytes() - budget_bytes
+            over_bytes = process_memory.resident_bytes() - budget_bytes
             if self._recycling is not None and self._limit_bytes is not None:
                 self._budget_bytes = budget_bytes
                 self._hard_limit_bytes = self._hard_limit_of(budget_bytes)

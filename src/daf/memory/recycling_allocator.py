@@ -18,7 +18,7 @@ from types import TracebackType
 
 from daf._native import allocator as native
 from daf.core.errors import PlatformError
-from daf.memory import measure
+from daf.memory import process_memory
 
 ReclaimHook = Callable[[int], int]
 
@@ -69,7 +69,7 @@ class RecyclingAllocator:
         if problem:
             raise PlatformError(
                 f"asked to recycle PyTorch's CPU memory; found: {problem}; "
-                "without it, train as before or use daf.memory.allocator.ReturnFreedBlocks"
+                "without it, train as before or use daf.memory.glibc.ReturnFreedBlocks"
             )
         self.active = True
         self._before = native.settings()
@@ -148,7 +148,7 @@ def limit_for_process(budget_bytes: int, spare_bytes: int = 0) -> int:
         Bytes for ``limit_bytes``; 0 where the rest alone is above the budget.
     """
     held_bytes: int = native.statistics()["held_bytes.current"]
-    other_bytes = measure.resident_bytes() - held_bytes
+    other_bytes = process_memory.resident_bytes() - held_bytes
     return max(0, budget_bytes - other_bytes - spare_bytes)
 
 
