@@ -49,7 +49,7 @@ ROWS = (
     ("daf.core.json_dataclasses", 0),
     ("daf.speeds", 4),
     ("daf.planning", 4),
-    ("daf.governor", 4),
+    ("daf.budget", 4),
     ("daf.sensitivity.result", 2),
     ("daf.sensitivity.alike", 2),
     ("daf.sensitivity", 4),

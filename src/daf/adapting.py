@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from daf.budget import THIS_SYSTEM, Bound, Budget, Governor, System, Watcher, open_triggers
 from daf.core.plan import Plan
-from daf.governor import THIS_SYSTEM, Bound, Budget, Governor, System, Watcher, open_triggers
 from daf.memory.limit_protocol import Keeper
 from daf.memory.process_limit import account_lock
 

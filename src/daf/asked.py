@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from daf import governor
+from daf import budget as governor
 from daf.core.errors import BudgetError, PlatformError, UnknownNameError
 from daf.core.policy import Policy, plain_policy, policy_for, with_fused_operators, with_host_codes
 from daf.core.units import format_bytes

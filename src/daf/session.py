@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from daf import governor
+from daf import budget as governor
 from daf.adapting import Adapting, BudgetChange
 from daf.asked import (
     asked_memory,

@@ -24,11 +24,11 @@ from simulated_memory import NOBODY_S_BYTES, SimulatedDevice, SimulatedMemory
 from torch import Tensor, nn
 
 from daf.adapting import Adapting
+from daf.budget import bounds_of
+from daf.budget.governor import RESERVE_BYTES
 from daf.core.code_format import code_bytes
 from daf.core.errors import BudgetError
 from daf.core.plan import Plan
-from daf.governor import bounds_of
-from daf.governor.budget import RESERVE_BYTES
 from daf.kernels.triton.planes import DevicePlanes
 from daf.memory.device_limit import DeviceKeeper
 from daf.memory.recycling_allocator import unsupported_reason

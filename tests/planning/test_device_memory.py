@@ -10,8 +10,8 @@ import torch
 from simulated_memory import NOBODY_S_BYTES, SimulatedDevice
 from torch import nn
 
-from daf.governor import bounds_of, room_bytes
-from daf.governor.limits import gpu_bound
+from daf.budget import bounds_of, room_bytes
+from daf.budget.limits import gpu_bound
 from daf.memory.device_limit import DeviceKeeper
 from daf.memory.device_memory import DeviceMemory
 from daf.memory.domain import ProcessMemory, keeper_of, memory_of

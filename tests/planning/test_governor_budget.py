@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up import MB, Tree
 
-from daf.core.errors import UnitError
-from daf.governor import Bound, Governor, Request, parse_budget
-from daf.governor.budget import (
+from daf.budget import Bound, Governor, Request, parse_budget
+from daf.budget.governor import (
     AUTO_RESERVE_BYTES,
     RESERVE_BYTES,
     RISE_AFTER_S,
@@ -24,7 +23,8 @@ from daf.governor.budget import (
     reserve_bytes,
     step_bytes,
 )
-from daf.governor.growth import AHEAD_READINGS, AHEAD_S, MOST_AHEAD_S, MOST_BYTES, Growth
+from daf.budget.growth import AHEAD_READINGS, AHEAD_S, MOST_AHEAD_S, MOST_BYTES, Growth
+from daf.core.errors import UnitError
 
 
 class Clock:

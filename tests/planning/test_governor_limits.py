@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up import MB, V1_MOUNT, V2_MOUNT, Tree
 
-from daf.governor import Bound, cgroup_limit_bytes, headroom_bytes, read_bounds, read_limits
-from daf.governor.groups import memory_groups
-from daf.governor.limits import gpu_bound
+from daf.budget import Bound, cgroup_limit_bytes, headroom_bytes, read_bounds, read_limits
+from daf.budget.cgroups import memory_groups
+from daf.budget.limits import gpu_bound
 
 
 def bounds(tree: Tree, near_mb: int | None = None) -> dict[str, tuple[int, int]]:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up import MB, Tree
 
-from daf.governor import THIS_SYSTEM, Governor, System, Watcher, open_triggers
-from daf.governor.pressure import Backoff, PressureSampler, pressure_files, stalled_us
+from daf.budget import THIS_SYSTEM, Governor, System, Watcher, open_triggers
+from daf.budget.pressure import Backoff, PressureSampler, pressure_files, stalled_us
 
 SECOND_US = 1_000_000
 

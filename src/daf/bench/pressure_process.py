@@ -20,8 +20,8 @@ from daf.bench.child import serve
 from daf.bench.peers import plain_step
 from daf.bench.pressure import PressureJob
 from daf.bench.workload import MEMORY_FORMATS
+from daf.budget.limits import read_bounds
 from daf.core.errors import BudgetError
-from daf.governor.limits import read_bounds
 from daf.memory import process_memory
 from daf.memory.process_memory import MemoryTimeline
 from daf.session import Session

@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import torch
 
-from daf.governor import read_limits
+from daf.budget import read_limits
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
+from daf.budget import AUTO, parse_budget
 from daf.core.errors import UnknownNameError
-from daf.governor import AUTO, parse_budget
 from daf.planning.planner import POLICIES
 from daf.training.data import DATA_FORMS
 from daf.training.models import MODEL_NAMES, Goal

@@ -11,10 +11,10 @@ from typing import Any
 import psutil
 import torch
 
-from daf.governor import AUTO, Governor, read_limits
-from daf.governor.limits import gpu_bound
-from daf.governor.pressure import pressure_files
-from daf.governor.system import THIS_SYSTEM
+from daf.budget import AUTO, Governor, read_limits
+from daf.budget.limits import gpu_bound
+from daf.budget.pressure import pressure_files
+from daf.budget.system import THIS_SYSTEM
 from daf.memory import process_memory
 from daf.memory.address_space import address_space_limit_bytes
 from daf.memory.glibc import ReturnFreedBlocks

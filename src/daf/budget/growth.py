@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from daf.governor.limits import Bound
+from daf.budget.limits import Bound
 
 MIB = 2**20
 # From a reading to the moment at which a lower budget is felt: the next reading, and the kernel

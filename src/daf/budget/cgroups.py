@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from daf.governor.system import System
+from daf.budget.system import System
 
 # cgroup v1 writes "no limit" as the largest multiple of the page size below 2**63.
 _NO_LIMIT_BYTES = 2**62

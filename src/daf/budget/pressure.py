@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 from collections import deque
 
-from daf.governor.groups import memory_groups
-from daf.governor.system import System
+from daf.budget.cgroups import memory_groups
+from daf.budget.system import System
 
 # A tenth of the time lost by some task over a second is trouble that a person notices. Windows of
 # two seconds are the only ones that an unprivileged process may ask a trigger for.

@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from daf.budget.cgroups import MemoryGroup, memory_groups
+from daf.budget.growth import MOST_BYTES, Growth
+from daf.budget.limits import Bound, read_bounds
+from daf.budget.pressure import STALLED_SHARE, Backoff, PressureSampler
+from daf.budget.request import Budget, Request, parse_budget
+from daf.budget.system import THIS_SYSTEM, System
 from daf.core.units import format_bytes
-from daf.governor.groups import MemoryGroup, memory_groups
-from daf.governor.growth import MOST_BYTES, Growth
-from daf.governor.limits import Bound, read_bounds
-from daf.governor.pressure import STALLED_SHARE, Backoff, PressureSampler
-from daf.governor.request import Budget, Request, parse_budget
-from daf.governor.system import THIS_SYSTEM, System
 from daf.memory.process_limit import account_lock
 
 MIB = 2**20
@@ -96,7 +96,7 @@ class Governor:
     """Keeps the budget in force; any thread may ask for another one or refresh it.
 
     Args:
-        asked: what ``daf.governor.request`` reads, or a function without arguments that
+        asked: what ``daf.budget.request`` reads, or a function without arguments that
             returns such a value and is called at every refresh.
         system: the machine to read from.
         clock: seconds that only grow.

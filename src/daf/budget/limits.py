@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from daf.governor.groups import MemoryGroup, memory_groups
-from daf.governor.system import THIS_SYSTEM, System
+from daf.budget.cgroups import MemoryGroup, memory_groups
+from daf.budget.system import THIS_SYSTEM, System
 from daf.memory.device_memory import DeviceMemory
 from daf.memory.domain import MemoryDomain
 

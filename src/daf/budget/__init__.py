@@ -5,8 +5,8 @@
 the user asked, ``budget`` joins them, ``watcher`` looks again while a step runs.
 """
 
-from daf.governor.budget import Governor, Reading
-from daf.governor.limits import (
+from daf.budget.governor import Governor, Reading
+from daf.budget.limits import (
     Bound,
     Limits,
     bounds_of,
@@ -16,10 +16,10 @@ from daf.governor.limits import (
     read_limits,
     room_bytes,
 )
-from daf.governor.pressure import open_triggers
-from daf.governor.request import AUTO, Budget, BudgetValue, Request, parse_budget
-from daf.governor.system import THIS_SYSTEM, System
-from daf.governor.watcher import Watcher
+from daf.budget.pressure import open_triggers
+from daf.budget.request import AUTO, Budget, BudgetValue, Request, parse_budget
+from daf.budget.system import THIS_SYSTEM, System
+from daf.budget.watcher import Watcher
 
 __all__ = [
     "AUTO",
