@@ -1,4 +1,4 @@
-// Python's way to the pool; daf/store/pool.py is the only caller beside tests and benchmarks.
+// Python's way to the pool; daf/pool/paged_pool.py is the only caller beside tests and benchmarks.
 
 #include "bindings/bindings.h"
 

@@ -28,10 +28,10 @@ from daf.execution.microbatch import LossFunction, batch_size, batch_slice
 from daf.memory.limit_protocol import Keeper
 from daf.optimizer_trials import divides_by_gradients
 from daf.planning import planner
+from daf.pool.default import make_store
 from daf.sensitivity.estimate import Effort, measure_sensitivity
 from daf.sensitivity.result import Sensitivity
 from daf.sensitivity.schedule import Schedule
-from daf.store.default import make_store
 
 # Under which codes every site is measured: coarse enough for its noise to stand out.
 MEASURED_BITS = 2

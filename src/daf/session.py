@@ -50,13 +50,13 @@ from daf.noise import NoiseRecord
 from daf.noise_control import NoiseControl
 from daf.planning.options import Allowed
 from daf.planning.widths import is_lossy
+from daf.pool.default import make_store
 from daf.profiler import Profiler
 from daf.retracing import Retracing
 from daf.sensing import Sensing
 from daf.sensitivity.result import Sensitivity
 from daf.steering import Means, Steering
 from daf.step_counts import StepCounts
-from daf.store.default import make_store
 from daf.store.spill import SpillOptions
 from daf.torch_compat import compiler
 from daf.trials import Ran

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from daf.codecs.dispatch import Coder, can_code_on
 from daf.core.code_format import Predicate
 from daf.core.policy import Method, Treatment
 from daf.core.profile import DeviceSpeeds
 from daf.execution.observation import MethodTime, Observation
 from daf.memory.process_memory import CPU
-from daf.store.buffers import PlainStore
-from daf.store.coder import Coder, can_code_on
+from daf.pool.store import PlainStore
 from daf.store.spill import SpillOptions
 
 Code = Any  # a Values or a Mask of coder

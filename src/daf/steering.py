@@ -17,6 +17,7 @@ from torch import nn
 from daf.adapting import Adapting
 from daf.asked import refuse_without_room
 from daf.choosing import Choosing
+from daf.codecs.dispatch import can_code_on
 from daf.core.errors import BudgetError
 from daf.core.plan import Plan
 from daf.core.policy import Policy
@@ -27,7 +28,6 @@ from daf.memory.limit_protocol import Keeper
 from daf.noise_control import NoiseControl
 from daf.planning import planner
 from daf.planning.options import Allowed
-from daf.store.coder import can_code_on
 from daf.trials import Ran
 
 # What PyTorch's kernels of another plan leave in the process for good: 4 MB beyond a budget were

@@ -10,9 +10,9 @@ import torch
 from daf.bench import reduce
 from daf.bench.reduce import Shape, whole
 from daf.bench.reduce_picture import draw_reduce
+from daf.codecs import ranges
+from daf.codecs.ranged import WHOLE, Cut
 from daf.core.errors import KernelError
-from daf.store import ranges
-from daf.store.ranged import WHOLE, Cut
 
 
 def row(rule: str | None = None, first_use_ms: float = 1.0, **seconds: float) -> dict[str, object]:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from daf.codecs.layout import Layout
 from daf.execution import treatments
-from daf.store.layout import Layout
 
 sys.path.insert(0, str(Path(__file__).parent))  # the helpers beside this file
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from daf.codecs.cpu import element_type
+from daf.codecs.layout import in_memory_order
 from daf.core.policy import Method, Treatment
 from daf.kernels.cpu import flat
-from daf.store.codec import element_type
-from daf.store.host_planes import HostPlanes, HostStore
-from daf.store.layout import in_memory_order
+from daf.pool.host_planes import HostPlanes, HostStore
 
 GARBAGE = 0x5A
 

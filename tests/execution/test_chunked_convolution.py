@@ -11,17 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from daf.codecs.cpu import Channels, MaskCode, ValueCode
+from daf.codecs.layout import layout_of
+from daf.codecs.scratch import Scratch
 from daf.core.code_format import Predicate
 from daf.core.policy import Method, Treatment
 from daf.execution import chunked_backward
 from daf.execution.accounting import Ledger
 from daf.execution.compression import compress
 from daf.execution.held import Rederived, Stored, Term
-from daf.store.buffers import PlainStore
-from daf.store.codec import Channels, MaskCode, ValueCode
-from daf.store.layout import layout_of
-from daf.store.pool import PagedStore
-from daf.store.scratch import Scratch
+from daf.pool.paged_pool import PagedStore
+from daf.pool.store import PlainStore
 
 FORMATS = [torch.contiguous_format, torch.channels_last]
 

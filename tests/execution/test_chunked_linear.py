@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from daf.codecs.cpu import ValueCode
 from daf.core.policy import Method
 from daf.execution import chunked_backward
 from daf.execution.compression import compress
-from daf.store.codec import ValueCode
 from daf.torch_compat.parameter_reads import DECLARATION
 
 SHAPES = [(9, 40), (7, 6, 40), (5, 2, 3, 40)]

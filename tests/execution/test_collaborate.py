@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from daf.core.errors import KernelError, PlatformError
 from daf.execution import collaborate
 from daf.execution.collaborate import Rates, Route, Saved, simulate, split
-from daf.store.transfers import CudaTransfers
+from daf.pool.transfers import CudaTransfers
 
 RATE = st.floats(1.0, 1e4)
 RATES = st.builds(Rates, RATE, RATE, RATE)

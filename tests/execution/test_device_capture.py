@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from daf.codecs import dispatch
 from daf.core.code_format import header_bytes, plane_bytes
 from daf.core.errors import CodecError
 from daf.core.policy import (
@@ -50,13 +51,13 @@ from daf.execution.collaborate import Route
 from daf.execution.compression import compress
 from daf.execution.packing import HostCodes, HostMemoryWarning, HostOptions
 from daf.execution.routing import Sent
+from daf.pool import host_planes
+from daf.pool.device_pools import DeviceStores
+from daf.pool.host_planes import HostStore
+from daf.pool.page_size import DEVICE_ENTRY_BYTES
+from daf.pool.paged_pool import PagedStore
+from daf.pool.store import PlainStore
 from daf.session import Session
-from daf.store import coder, host_planes
-from daf.store.buffers import PlainStore
-from daf.store.device_stores import DeviceStores
-from daf.store.host_planes import HostStore
-from daf.store.page_size import DEVICE_ENTRY_BYTES
-from daf.store.pool import PagedStore
 
 pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -77,7 +78,7 @@ interpreted_only = pytest.mark.skipif(not INTERPRETED, reason="compares with the
 def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Interpreted, the processor's tensors count as a device's."""
     if INTERPRETED:
-        monkeypatch.setattr(coder, "DEVICE_TYPES", ("cpu",))
+        monkeypatch.setattr(dispatch, "DEVICE_TYPES", ("cpu",))
     with np.errstate(all="ignore"):
         yield
 
@@ -128,7 +129,7 @@ def step(
     capture = Capture(model, PlainStore(), host=host)
     with pytest.MonkeyPatch.context() as patch:
         if processor:
-            patch.setattr(coder, "DEVICE_TYPES", ())
+            patch.setattr(dispatch, "DEVICE_TYPES", ())
         for index in range(steps):
             model.zero_grad()
             with capture.step(policy, seed=3, step_index=5 + index, batch=(x, labels)):
@@ -203,7 +204,7 @@ def test_errors_shrink_with_bits(code_everything: None) -> None:
 def test_the_device_s_bytes_are_those_of_the_format() -> None:
     values = torch.randn(5000, device=DEVICE)
     devices = DeviceStores()
-    made = coder.Coder(PlainStore(), devices)
+    made = dispatch.Coder(PlainStore(), devices)
     policy = policy_for(2)
     treatment = next(each for each in policy.by_need.values() if each.method is Method.ROTATED)
     code = made.values(values, treatment, 7, None, weight=1.0, tag=0)
@@ -230,7 +231,7 @@ def test_planes_that_a_lower_cap_takes_are_read_no_more(code_everything: None) -
         capture = Capture(model, PagedStore())
         with pytest.MonkeyPatch.context() as patch:
             if processor:
-                patch.setattr(coder, "DEVICE_TYPES", ())
+                patch.setattr(dispatch, "DEVICE_TYPES", ())
             with capture.step(policy_for(3), seed=3, step_index=5):
                 loss = model(x).square().mean()
             whole = capture.stats.held_bytes

@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from daf.codecs import dispatch
 from daf.core.code_format import code_bytes, plane_bytes
 from daf.core.code_tables import rotated_error
 from daf.core.policy import Method, Treatment, plain_policy, policy_for, with_fused_operators
 from daf.execution.capture import Capture
-from daf.store import coder
-from daf.store.buffers import PlainStore
-from daf.store.device_pool import DevicePagedStore
-from daf.store.device_stores import DeviceStores
-from daf.store.host_planes import HostPlanes, HostStore
+from daf.pool.device_pool import DevicePagedStore
+from daf.pool.device_pools import DeviceStores
+from daf.pool.host_planes import HostPlanes, HostStore
+from daf.pool.store import PlainStore
 from daf.torch_compat.stream_order import HomeStream
 
 pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")
@@ -54,7 +54,7 @@ def is_done_late() -> None:
 Made = tuple[Tensor, Any, torch.cuda.Event]  # values, their code, when it was there
 
 
-def coded(made: coder.Coder, writer: torch.cuda.Stream, turn: int) -> Made:
+def coded(made: dispatch.Coder, writer: torch.cuda.Stream, turn: int) -> Made:
     with torch.cuda.stream(writer):
         is_done_late()
         values = torch.randn(ELEMENTS + turn, device=DEVICE)
@@ -93,7 +93,7 @@ def block_sizes(living: Iterable[Made]) -> Counter[int]:
 def test_codes_of_one_stream_are_read_on_another() -> None:
     """While others take the pages that fall free, and planes go; the host waits for none of it."""
     devices, streams = DeviceStores(), [torch.cuda.Stream() for _ in range(4)]
-    made, pool = coder.Coder(PlainStore(), devices), devices.on(DEVICE)
+    made, pool = dispatch.Coder(PlainStore(), devices), devices.on(DEVICE)
     living: deque[Made] = deque()
     found: list[tuple[int, Tensor]] = []
     for turn in range(400):

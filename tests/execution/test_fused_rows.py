@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from daf.codecs.cpu import ValueCode
 from daf.core.errors import DafError, SavedTensorError
 from daf.core.policy import KEEP, Method, Need, coded_policy
 from daf.execution import fused_rows
 from daf.execution.capture import Capture
 from daf.execution.compression import compress
-from daf.store.codec import ValueCode
 
 
 class Normed(nn.Module):

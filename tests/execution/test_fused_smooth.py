@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from daf.codecs.cpu import ValueCode
 from daf.core.policy import KEEP, Method, Need, Treatment, coded_policy
 from daf.execution import fused_smooth
 from daf.execution.compression import compress
-from daf.store.buffers import PlainStore
-from daf.store.codec import ValueCode
+from daf.pool.store import PlainStore
 
 ACTIVATIONS = [nn.GELU(), nn.GELU(approximate="tanh"), nn.SiLU()]
 

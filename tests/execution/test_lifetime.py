@@ -16,7 +16,7 @@ from daf.core.policy import Method, Need, Policy, Treatment, policy_for
 from daf.execution.accounting import Ledger, Sources
 from daf.execution.capture import Capture
 from daf.execution.compression import compress
-from daf.store.buffers import PlainStore
+from daf.pool.store import PlainStore
 
 pytestmark = pytest.mark.usefixtures("code_everything")
 POLICIES = ["plain", "exact", 2]

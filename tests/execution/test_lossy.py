@@ -14,7 +14,7 @@ from daf.core.code_format import header_bytes, plane_bytes
 from daf.core.policy import Method, Need, policy_for
 from daf.execution.capture import Capture
 from daf.execution.compression import compress
-from daf.store.buffers import PlainStore
+from daf.pool.store import PlainStore
 
 BATCH = 64
 

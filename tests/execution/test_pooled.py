@@ -15,8 +15,8 @@ from daf.core.errors import PlatformError, PoolFullError, UnitError
 from daf.core.policy import Method, Need, Site, coded_policy, policy_for
 from daf.execution.capture import Capture
 from daf.execution.compression import compress
-from daf.store.buffers import PlainStore
-from daf.store.pool import PagedStore
+from daf.pool.paged_pool import PagedStore
+from daf.pool.store import PlainStore
 
 WIDTH, BATCH, LAYERS = 256, 1024, 4
 PLAIN_BYTES = 4 * WIDTH * BATCH

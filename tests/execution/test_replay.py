@@ -32,7 +32,7 @@ from daf.core.policy import (
 )
 from daf.execution import chunked_backward, chunked_convolution
 from daf.execution.capture import Capture
-from daf.store.buffers import PlainStore
+from daf.pool.store import PlainStore
 
 WIDTH = 32
 ROWS = 16

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from daf.core.code_format import header_bytes, plane_bytes
 from daf.core.policy import Method, Need, Policy, Treatment, plain_policy
 from daf.execution.capture import Capture
-from daf.store.buffers import PlainStore
+from daf.pool.store import PlainStore
 
 WIDTH, ROWS, BITS = 128, 32, 2
 SIZE_BYTES = ROWS * WIDTH * 4

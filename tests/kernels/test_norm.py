@@ -19,8 +19,8 @@ from daf.kernels import ChannelAffine, ChannelSums, Emission, NormGradient
 from daf.kernels.cpu import channel_norm, flat, paged, reductions
 from daf.kernels.reference import channel_norm as reference_norm
 from daf.kernels.reference import codecs as reference
-from daf.store.buffers import PlainStore
-from daf.store.pool import PagedStore
+from daf.pool.paged_pool import PagedStore
+from daf.pool.store import PlainStore
 
 KEY = 0xFEDCBA9876543210
 F32 = ElementType.FLOAT32

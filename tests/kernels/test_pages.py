@@ -13,8 +13,8 @@ from daf.core.errors import KernelError
 from daf.kernels import ChannelAffine, PageFields
 from daf.kernels.cpu import flat, paged
 from daf.kernels.reference import codecs as reference
-from daf.store.pool import PagedStore, PlaneTensor
-from daf.store.pool_view import PlaneView
+from daf.pool.paged_pool import PagedStore, PlaneTensor
+from daf.pool.views import PlaneView
 
 KEY = 0xFEDCBA9876543210
 F32 = ElementType.FLOAT32

@@ -16,7 +16,7 @@ from daf.kernels.cpu import channel_norm, flat, paged, row_norm
 from daf.kernels.reference import channel_norm as reference_norm
 from daf.kernels.reference import codecs as reference
 from daf.kernels.reference import row_norm as reference_rows
-from daf.store.pool import PagedStore
+from daf.pool.paged_pool import PagedStore
 
 KEY = 0xFEDCBA9876543210
 F32 = ElementType.FLOAT32

@@ -25,8 +25,8 @@ from daf.memory.glibc import return_free_memory
 from daf.memory.process_limit import SPARE_BYTES, SPARE_FRACTION, MemoryKeeper
 from daf.memory.recycling_allocator import unsupported_reason
 from daf.memory.statistics import stats
+from daf.pool.paged_pool import PagedStore
 from daf.session import Session
-from daf.store.pool import PagedStore
 
 Batch = tuple[Tensor, Tensor]
 needs_limit = pytest.mark.skipif(unsupported_reason() is not None, reason=str(unsupported_reason()))

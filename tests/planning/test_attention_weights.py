@@ -23,12 +23,12 @@ from daf.planning.candidate import Candidate
 from daf.planning.noise import expected_noise
 from daf.planning.options import Allowed
 from daf.planning.table import level_selection, make_table
+from daf.pool.page_size import DEFAULT_PAGE_BYTES
+from daf.pool.paged_pool import PagedStore
 from daf.sensing import MEASURED_UNDER, Room, measured_under
 from daf.sensitivity.estimate import measure_sensitivity
 from daf.sensitivity.passes import Passes
 from daf.session import Session
-from daf.store.page_size import DEFAULT_PAGE_BYTES
-from daf.store.pool import PagedStore
 
 Batch = tuple[Tensor, Tensor]
 CODES_ONLY = Allowed(methods=frozenset(Method) - {Method.SPILL}, replay=False)

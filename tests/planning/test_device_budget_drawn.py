@@ -26,16 +26,16 @@ from torch import Tensor, nn
 from daf.adapting import Adapting
 from daf.budget import bounds_of
 from daf.budget.governor import RESERVE_BYTES
+from daf.codecs import dispatch
 from daf.core.code_format import code_bytes
 from daf.core.errors import BudgetError
 from daf.core.plan import Plan
 from daf.kernels.triton.planes import DevicePlanes
 from daf.memory.device_limit import DeviceKeeper
 from daf.memory.recycling_allocator import unsupported_reason
+from daf.pool.device_pool import DevicePagedStore, DevicePlaneTensor
+from daf.pool.host_planes import HostPlanes, HostStore
 from daf.session import Session
-from daf.store import coder
-from daf.store.device_pool import DevicePagedStore, DevicePlaneTensor
-from daf.store.host_planes import HostPlanes, HostStore
 
 pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")
 
@@ -434,7 +434,7 @@ STEPS = st.lists(
 @given(st.sampled_from([3, 3, 3, None]), STEPS)
 def test_a_step_ends_within_its_budget_or_is_refused_whole(bits, steps) -> None:
     with pytest.MonkeyPatch.context() as patch, SimulatedDevice() as device:
-        patch.setattr(coder, "DEVICE_TYPES", ("cpu",))
+        patch.setattr(dispatch, "DEVICE_TYPES", ("cpu",))
         for kernel in paged_kernels.ALL:
             patch.setattr(triton_codecs, kernel.__name__, kernel)
         memory = SimulatedMemory(torch.device("cuda:0"), device)

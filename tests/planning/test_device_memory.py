@@ -16,7 +16,7 @@ from daf.memory.device_limit import DeviceKeeper
 from daf.memory.device_memory import DeviceMemory
 from daf.memory.domain import ProcessMemory, keeper_of, memory_of
 from daf.model_bytes import update_bytes
-from daf.store.device_pool import DevicePagedStore
+from daf.pool.device_pool import DevicePagedStore
 
 MIB = 2**20
 

@@ -13,9 +13,9 @@ import torch
 from simulated_memory import SimulatedDevice
 from torch import Tensor, nn
 
+from daf.codecs import dispatch
 from daf.memory.device_memory import DeviceMemory
 from daf.session import Session
-from daf.store import coder
 
 pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")
 
@@ -27,7 +27,7 @@ LAYERS, EXAMPLES, WIDTH = 4, 1024, 512
 @pytest.fixture(autouse=True)
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The processor's tensors count as a device's, whose codes all decode to ones."""
-    monkeypatch.setattr(coder, "DEVICE_TYPES", ("cpu",))
+    monkeypatch.setattr(dispatch, "DEVICE_TYPES", ("cpu",))
 
     def decode(_planes: Any, _rounds: int, _key: int, destination: Tensor, *_: Any) -> None:
         destination.fill_(1.0)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from daf.codecs.averaged import AveragedCode, averaged_error, energy_within_groups
 from daf.core.code_format import header_bytes, plane_bytes
 from daf.core.errors import CodecError
 from daf.core.policy import Method, Treatment
-from daf.store.averaged import AveragedCode, averaged_error, energy_within_groups
-from daf.store.buffers import PlainStore
+from daf.pool.store import PlainStore
 
 TWO_BITS = Treatment(Method.ROTATED, 2)
 

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from daf.codecs.cpu import Channels, DerivativeCode, IntegerCode, MaskCode, ValueCode
+from daf.codecs.layout import is_dense, layout_of, overlaps
 from daf.core.code_format import Predicate, header_bytes, plane_bytes
 from daf.core.errors import CodecError
 from daf.core.policy import Method, Treatment
-from daf.store.buffers import PlainStore
-from daf.store.codec import Channels, DerivativeCode, IntegerCode, MaskCode, ValueCode
-from daf.store.layout import is_dense, layout_of, overlaps
+from daf.pool.store import PlainStore
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 INTEGERS = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]

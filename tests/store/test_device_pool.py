@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from daf.core.code_format import header_bytes, plane_bytes
 from daf.core.errors import KernelError, PoolFullError
 from daf.kernels.triton.planes import DevicePlanes
-from daf.store import device_pool
-from daf.store.device_pool import DevicePagedStore, DevicePlaneTensor
-from daf.store.device_stores import DeviceStores
+from daf.pool import device_pool
+from daf.pool.device_pool import DevicePagedStore, DevicePlaneTensor
+from daf.pool.device_pools import DeviceStores
 
 sys.path.insert(0, str(Path(__file__).parent))  # the helper beside this file
 from late_streams import LateStreams

@@ -21,7 +21,7 @@ from torch import Tensor
 from daf.core.code_format import block_count, code_bytes, words_per_plane
 from daf.core.units import pinned_bytes
 from daf.kernels.triton.planes import DevicePlanes
-from daf.store.host_planes import HostPlanes, HostStore
+from daf.pool.host_planes import HostPlanes, HostStore
 
 sys.path.insert(0, str(Path(__file__).parent))  # the helper beside this file
 from late_streams import LateStreams

@@ -6,8 +6,8 @@ import pytest
 
 from daf import _native
 from daf.core.errors import KernelError
-from daf.store.page_size import DEFAULT_PAGE_BYTES, PageFitter, choose_page_bytes
-from daf.store.pool import PagedStore
+from daf.pool.page_size import DEFAULT_PAGE_BYTES, PageFitter, choose_page_bytes
+from daf.pool.paged_pool import PagedStore
 
 LARGE, SMALL = 2**23, 5000
 

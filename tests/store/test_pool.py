@@ -15,10 +15,10 @@ from daf import _native
 from daf.core.code_format import header_bytes, plane_bytes
 from daf.core.code_tables import rotated_error
 from daf.core.errors import DafError, KernelError, PoolFullError
-from daf.store.buffers import Store
-from daf.store.page_size import choose_page_bytes
-from daf.store.pool import PagedStore, PlaneTensor, plane_importance
-from daf.store.pool_view import PlaneView
+from daf.pool.page_size import choose_page_bytes
+from daf.pool.paged_pool import PagedStore, PlaneTensor, plane_importance
+from daf.pool.store import Store
+from daf.pool.views import PlaneView
 
 PAGE = 4096
 RUN = 8 * PAGE

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from daf.core.code_tables import rotated_error
 from daf.kernels.reference.codecs import Code, Target, decode_rotated, encode_rotated
-from daf.store.pool import PagedStore, PlaneTensor
-from daf.store.pool_view import PlaneView
+from daf.pool.paged_pool import PagedStore, PlaneTensor
+from daf.pool.views import PlaneView
 
 BITS = 4
 PAGE = 512

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from daf.store.pool import PagedStore
+from daf.pool.paged_pool import PagedStore
 
 RUN = 8 * 512  # elements of a plane's page
 

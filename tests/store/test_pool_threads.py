@@ -7,7 +7,7 @@ import itertools
 import threading
 from random import Random
 
-from daf.store.pool import PagedStore, PlaneTensor
+from daf.pool.paged_pool import PagedStore, PlaneTensor
 
 PAGE = 4096
 THREADS = 4

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from daf.codecs import ranges
+from daf.codecs.ranged import WHOLE, Cut, Grid, RangedCode, grid_of
 from daf.core.code_format import plane_bytes
 from daf.core.errors import CodecError
-from daf.store import ranges
-from daf.store.buffers import PlainStore
-from daf.store.ranged import WHOLE, Cut, Grid, RangedCode, grid_of
+from daf.pool.store import PlainStore
 
 BITS = range(1, 9)
 

@@ -17,14 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from daf.codecs import ranges
+from daf.codecs.ranged import WHOLE, Cut
+from daf.codecs.ranges import LEAST_ELEMENTS, PYTORCH, STRATEGIES, Ranges, all_finite, bounds
 from daf.core.policy import Method, policy_for
 from daf.execution.capture import Capture
 from daf.kernels import RangeStrategy
 from daf.kernels.autotune import CHECK_SHARE, CONFIRMATIONS, HOPELESS
 from daf.kernels.cpu.reductions import range_strategy
-from daf.store import ranges
-from daf.store.ranged import WHOLE, Cut
-from daf.store.ranges import LEAST_ELEMENTS, PYTORCH, STRATEGIES, Ranges, all_finite, bounds
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 LARGE = 2 * LEAST_ELEMENTS

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daf.store.layout import Layout, layout_of
-from daf.store.scratch import MOST_BLOCKS, SMALLEST_BLOCK_BYTES, Scratch
+from daf.codecs.layout import Layout, layout_of
+from daf.codecs.scratch import MOST_BLOCKS, SMALLEST_BLOCK_BYTES, Scratch
 
 CPU = torch.device("cpu")
 ELEMENTS = SMALLEST_BLOCK_BYTES // 4

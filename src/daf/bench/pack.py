@@ -24,13 +24,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from daf.bench.pack_watched import Given, Measured, Watched
 from daf.bench.result import BenchResult
+from daf.codecs.layout import is_dense
 from daf.core.errors import PlatformError
 from daf.core.policy import Method, Treatment
 from daf.execution.collaborate import Rates, Route, Saved, Timeline, simulate, split
 from daf.execution.packing import HostCodes, HostOptions
 from daf.execution.routing import MeasuredRoutes, Routes, Seen
-from daf.store.host_planes import HostStore
-from daf.store.layout import is_dense
+from daf.pool.host_planes import HostStore
 from daf.training.models.resnet import resnet18
 
 Progress = Callable[[str], None]
@@ -88,10 +88,10 @@ class CudaBed:
                 f"asked to pack beside {place}, found no CUDA device; on a processor alone, "
                 "`daf bench packing` measures what packing costs"
             )
-        from daf.store import device_codec  # needs triton, which processors alone do not
+        from daf.codecs import cuda  # needs triton, which processors alone do not
 
         self.place = place
-        self.codec: Any = device_codec
+        self.codec: Any = cuda
 
     def store(self, place: torch.device, staging_bytes: int) -> HostStore:
         """By PyTorch's streams."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from daf.execution.collaborate import Job, Route
 from daf.execution.routing import Sent
-from daf.store.transfers import Transfers
+from daf.pool.transfers import Transfers
 
 
 class Given:

@@ -20,7 +20,7 @@ from daf.core.errors import PlatformError, UnknownNameError
 from daf.core.policy import Policy
 from daf.execution.capture import Capture
 from daf.execution.microbatch import LossFunction, batch_size, read_loss
-from daf.store.default import make_store
+from daf.pool.default import make_store
 from daf.torch_compat import compiler
 
 COMPILERS = ("c++", "g++", "clang++")

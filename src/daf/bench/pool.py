@@ -24,8 +24,8 @@ from daf.bench.pool_gradient import gradient_row
 from daf.bench.pool_trace import MARK, Operations, Shape, make_operations, play
 from daf.bench.result import BenchResult
 from daf.core.code_tables import rotated_error
-from daf.store.page_size import choose_page_bytes
-from daf.store.pool import PagedStore, PlaneTensor
+from daf.pool.page_size import choose_page_bytes
+from daf.pool.paged_pool import PagedStore, PlaneTensor
 
 Progress = Callable[[str], None]
 Row = dict[str, Any]

@@ -4,7 +4,7 @@ The reduction micro-benchmark of DAF (arXiv 2507.07149): the least and greatest 
 or of its channels, by a tree, by atomics alone and by both (*hybrid reduction*).
 On a CUDA device the strategies are Triton's, and times are those
 of events; else they are the native ones of the processor. CUB is reached through CuPy where that
-can be imported. What is chosen is chosen as in sessions, by ``daf.store.ranges``.
+can be imported. What is chosen is chosen as in sessions, by ``daf.codecs.ranges``.
 Contestants take turns; rows are medians, ratios those of times of the same round. Every
 strategy gives the same bits; one that does not ends the benchmark.
 """
@@ -27,12 +27,12 @@ from torch import Tensor
 
 from daf.bench.result import BenchResult
 from daf.bench.timing import device_seconds
+from daf.codecs.ranged import WHOLE, Cut
+from daf.codecs.ranges import PYTORCH, Ranges, device_name
 from daf.core.code_format import ElementType
 from daf.core.errors import KernelError
 from daf.kernels import RangeStrategy
 from daf.kernels.cpu.reductions import measure_ranges, range_strategy, ranges_workspace_bytes
-from daf.store.ranged import WHOLE, Cut
-from daf.store.ranges import PYTORCH, Ranges, device_name
 
 Progress = Callable[[str], None]
 Work = Callable[[], object]

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from daf.codecs.scratch import Scratch
 from daf.core.errors import SavedTensorError
 from daf.execution.held import Held
-from daf.store.scratch import Scratch
 from daf.torch_compat.pytree import map_nest
 
 

@@ -38,6 +38,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from daf.codecs.dispatch import Coder
+from daf.codecs.scratch import Scratch
 from daf.core.errors import PlatformError
 from daf.core.policy import Policy, Site
 from daf.core.reports import CaptureStats, FusionReport, SiteReport
@@ -59,12 +61,10 @@ from daf.execution.running import Fusions, Parts, Running
 from daf.execution.sites import SiteTracker
 from daf.execution.treatments import Treater
 from daf.memory.domain import MemoryDomain, ProcessMemory
-from daf.store.buffers import Store
-from daf.store.coder import Coder
-from daf.store.default import make_store
-from daf.store.device_stores import DeviceStores
-from daf.store.pool import PagedStore
-from daf.store.scratch import Scratch
+from daf.pool.default import make_store
+from daf.pool.device_pools import DeviceStores
+from daf.pool.paged_pool import PagedStore
+from daf.pool.store import Store
 from daf.store.spill import SpillOptions, SpillStore
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.operator_mode import OperatorMode
@@ -88,7 +88,7 @@ class Capture:
         """Prepare for ``model``; codes go to ``store``, which is no other capture's, and those of
         tensors on a GPU to a pool there under the same cap (``devices``).
 
-        By default the store is the paged pool (:func:`daf.store.default.make_store`).
+        By default the store is the paged pool (:func:`daf.pool.default.make_store`).
         ``spill`` says where *spill* treatments write; nothing is opened before one does. ``host``
         says how much of a device's codes may wait in host memory; None: none, whatever is asked.
         """

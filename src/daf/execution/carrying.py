@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from daf.codecs.cpu import Channels
+from daf.codecs.dispatch import Coder, Mask, Values
 from daf.core.errors import CodecError
 from daf.core.policy import KEEP, Method, Need, Policy, Treatment
 from daf.execution.accounting import Ledger, Plain, Sources, Unmade
@@ -21,8 +23,6 @@ from daf.execution.rectifiers import Rectifier
 from daf.execution.sites import SiteRecord, SiteTracker
 from daf.execution.treatments import check_sound, kept_holding
 from daf.kernels import RowMoments
-from daf.store.codec import Channels
-from daf.store.coder import Coder, Mask, Values
 from daf.torch_compat.ownership import is_held_by_none_but, sole_holders
 
 _NORM = "batch_norm"

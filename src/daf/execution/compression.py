@@ -22,7 +22,7 @@ from daf.core.units import parse_optional_bytes
 from daf.execution.capture import Capture
 from daf.execution.packing import host_options
 from daf.execution.sites import mix_key
-from daf.store.default import make_store
+from daf.pool.default import make_store
 from daf.store.spill import SpillOptions
 
 

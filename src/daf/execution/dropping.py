@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from daf.codecs.cpu import Channels
+from daf.codecs.layout import layout_of
 from daf.execution.accounting import Ledger
 from daf.execution.held import Recipe, Rederived, Stored, Term, TwoValues
 from daf.execution.job import Job, result_made_by
 from daf.execution.provenance import Provenance
-from daf.store.codec import Channels
-from daf.store.layout import layout_of
 from daf.torch_compat.pytree import tensors_in_batch
 
 

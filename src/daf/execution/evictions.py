@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Protocol
 
-from daf.store.pool_view import EvictedPlane
+from daf.pool.views import EvictedPlane
 
 
 class GivesUp(Protocol):

@@ -28,13 +28,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from daf.codecs.cpu import Channels
+from daf.codecs.dispatch import Mask, Values
+from daf.codecs.layout import layout_of
+from daf.codecs.scratch import Scratch
 from daf.execution.held import Held, Kept, Stored, asked_for
-from daf.store.codec import Channels
-from daf.store.coder import Mask, Values
-from daf.store.layout import layout_of
 from daf.store.normalised import Geometry, Statistics
 from daf.store.norms import channel_norms
-from daf.store.scratch import Scratch
 from daf.torch_compat.ownership import holders_of, sole_holders
 
 

@@ -25,15 +25,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from daf.codecs.cpu import Channels
+from daf.codecs.dispatch import Values
+from daf.codecs.layout import layout_of
+from daf.codecs.scratch import Scratch
 from daf.core.errors import SavedTensorError
 from daf.execution.held import Held, Kept, Stored, asked_for
 from daf.kernels import RowMoments
-from daf.store.codec import Channels
-from daf.store.coder import Values
-from daf.store.layout import layout_of
 from daf.store.normalised_rows import KeptRows, RowBackward, unmeasured
 from daf.store.norms import channel_norms, row_norms
-from daf.store.scratch import Scratch
 from daf.torch_compat.ownership import holders_of, sole_holders
 
 

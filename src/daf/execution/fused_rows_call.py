@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from daf.codecs.dispatch import is_coded_on_device
 from daf.execution.fused_call import is_vector
 from daf.execution.fused_rows import RowNorm
 from daf.execution.plain_call import (
@@ -19,7 +20,6 @@ from daf.execution.plain_call import (
     is_plain,
 )
 from daf.kernels import RowMoments
-from daf.store.coder import is_coded_on_device
 
 # A program there reads eight rows from end to end, and a part is at least 256 rows.
 LONGEST_ROW_ON_DEVICE = 1 << 14

@@ -28,14 +28,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from daf.codecs.cpu import Channels
+from daf.codecs.dispatch import Values
+from daf.codecs.layout import in_memory_order
+from daf.codecs.scratch import Scratch
 from daf.core.code_format import BLOCK_ELEMENTS, block_count
 from daf.core.policy import Method, Treatment
 from daf.execution.held import Held, Kept, Rederived, asked_for
-from daf.store.codec import Channels
-from daf.store.coder import Values
-from daf.store.layout import in_memory_order
 from daf.store.norms import channel_norms
-from daf.store.scratch import Scratch
 from daf.torch_compat.ownership import holders_of, sole_holders
 
 # What is decoded is still in the cache when it is used. A GPU's is larger; never tuned on one.

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
+from daf.codecs.layout import layout_of
 from daf.core.policy import KEEP, Method, Need, Site, Treatment
 from daf.core.reports import FusionReport
 from daf.execution.carrying import CountingHolder, NormCarrier, told_of
@@ -36,7 +37,6 @@ from daf.execution.plain_call import (
     is_plain_float,
 )
 from daf.execution.treatments import SMALL_BYTES
-from daf.store.layout import layout_of
 from daf.torch_compat.ownership import sole_holders
 
 _UNREAD = "no layer behind it reads its result in backward"

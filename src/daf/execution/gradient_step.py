@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from daf.codecs.dispatch import is_processor
 from daf.core.errors import NonFiniteLossError
 from daf.core.plan import Plan
 from daf.core.policy import Policy
@@ -29,7 +30,6 @@ from daf.execution.rehearsal import rehearse
 from daf.execution.release import GradientRelease
 from daf.execution.undisturbed import RandomState
 from daf.memory.domain import device_of
-from daf.store.coder import is_processor
 from daf.torch_compat.compiled_modules import CompiledModules
 
 

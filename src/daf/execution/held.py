@@ -11,16 +11,16 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from daf.codecs.averaged import AveragedCode
+from daf.codecs.cpu import Channels, elements_in
+from daf.codecs.dispatch import Intervals, Mask, Packed, Steps, Values
+from daf.codecs.layout import Layout, layout_of
+from daf.codecs.scratch import Scratch
 from daf.core.code_format import BLOCK_ELEMENTS
 from daf.core.errors import SavedTensorError
 from daf.core.policy import Need, Site
 from daf.execution.accounting import Holding, Ledger, Plain
 from daf.execution.derivation import Derivation
-from daf.store.averaged import AveragedCode
-from daf.store.codec import Channels, elements_in
-from daf.store.coder import Intervals, Mask, Packed, Steps, Values
-from daf.store.layout import Layout, layout_of
-from daf.store.scratch import Scratch
 from daf.store.spill import SpillRecord, SpillStore
 
 

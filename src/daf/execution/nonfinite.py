@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from daf.store.ranges import all_finite
+from daf.codecs.ranges import all_finite
 from daf.torch_compat.compiler_stance import eagerly
 
 

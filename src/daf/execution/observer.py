@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from daf.codecs.dispatch import norm_part_bytes_on
+from daf.codecs.layout import content_key
 from daf.core.policy import KEEP, Method, Need, Reading, Site, Treatment
 from daf.execution.accounting import Source, Sources
 from daf.execution.fused_smooth import SmoothHeld, decoded_bytes_on
@@ -32,8 +34,6 @@ from daf.execution.observation import (
     Watcher,
 )
 from daf.memory.domain import MemoryDomain, device_of
-from daf.store.coder import norm_part_bytes_on
-from daf.store.layout import content_key
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.pytree import tensors_in_batch
 

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from daf.codecs.dispatch import can_code_on, is_processor, is_recorded
+from daf.codecs.layout import in_memory_order
 from daf.core.code_format import code_bytes
 from daf.core.errors import PlatformError, SavedTensorError
 from daf.core.policy import Method, Treatment
@@ -28,9 +30,7 @@ from daf.execution.collaborate import Route
 from daf.execution.host_encoding import encode_on_host, words_for
 from daf.execution.routing import MeasuredRoutes, Routes, Sent
 from daf.memory.domain import device_of
-from daf.store.coder import can_code_on, is_processor, is_recorded
-from daf.store.host_planes import HostPlanes, HostStore
-from daf.store.layout import in_memory_order
+from daf.pool.host_planes import HostPlanes, HostStore
 
 _MIB = 2**20
 _ASK_AGAIN_S = 0.0002

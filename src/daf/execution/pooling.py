@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from daf.codecs.dispatch import Packed
+from daf.codecs.layout import Layout
+from daf.codecs.scratch import Scratch
 from daf.execution.held import Held, Stored
-from daf.store.coder import Packed
-from daf.store.layout import Layout
-from daf.store.scratch import Scratch
 
 
 class Windows(NamedTuple):

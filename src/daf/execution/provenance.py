@@ -20,12 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from daf.codecs.dispatch import Mask
+from daf.codecs.layout import is_dense
 from daf.core.policy import Method
 from daf.execution.derivation import Derivation
 from daf.execution.held import Held, Recipe, Stored, Term
 from daf.execution.rules import ALIASES
-from daf.store.coder import Mask
-from daf.store.layout import is_dense
 
 MOST_TERMS = 4  # decoding a recipe costs one pass for each term
 _MOST_ADDITIONS = 3

@@ -24,13 +24,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from daf.codecs.scratch import Scratch
 from daf.core.errors import SavedTensorError, UnknownNameError
 from daf.core.policy import Site
 from daf.execution.accounting import Holding
 from daf.execution.call_inputs import Inputs, distinct_tensors
 from daf.execution.call_state import CallState
 from daf.execution.held import Held, Saved
-from daf.store.scratch import Scratch
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.compiler_stance import eagerly
 

@@ -9,12 +9,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from daf.codecs.scratch import Scratch
 from daf.core.policy import Method, Need, Site, Treatment
 from daf.execution.accounting import Holding, Ledger, Source, Sources, strided_parts
 from daf.execution.held import Held, Kept, Saved
 from daf.execution.sites import SiteRecord, SiteTracker
 from daf.execution.treatments import Treater, is_integer
-from daf.store.scratch import Scratch
 from daf.torch_compat.parameter_reads import ParameterReads
 
 # Holds a saved tensor as the policy says.

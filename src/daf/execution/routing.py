@@ -21,7 +21,7 @@ from daf.core.code_format import code_bytes
 from daf.core.policy import Treatment
 from daf.execution.collaborate import NEW_RATE_WEIGHT, Rates, Route, Saved, other, split
 from daf.execution.host_encoding import encode_on_host
-from daf.store.transfers import Transfers
+from daf.pool.transfers import Transfers
 
 _PROBE_ELEMENTS = 1 << 20
 _LOOK_EVERY = 64

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from daf.codecs.dispatch import Coder
+from daf.codecs.scratch import Scratch
 from daf.core.errors import CodecError
 from daf.core.policy import DERIVED, KEEP, Need, Policy, Site, Treatment
 from daf.execution.accounting import Ledger, Plain, Source, Sources, Unmade, strided_parts
@@ -33,8 +35,6 @@ from daf.execution.replay_keeper import ReplayKeeper
 from daf.execution.rules import name_saves, need_of, parameter_behind
 from daf.execution.sites import SiteRecord, SiteTracker, mix_key
 from daf.execution.treatments import Treater, is_integer, is_treatable
-from daf.store.coder import Coder
-from daf.store.scratch import Scratch
 from daf.store.spill import SpillStore
 from daf.torch_compat.operator_mode import Substitute
 from daf.torch_compat.parameter_reads import ParameterReads

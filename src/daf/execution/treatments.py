@@ -9,6 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from daf.codecs import ranges
+from daf.codecs.cpu import Channels, is_codable
+from daf.codecs.dispatch import Coder, Packed, Values, can_code_on, is_read_freely, is_recorded
+from daf.codecs.layout import content_key, in_memory_order, is_dense, layout_of, overlaps
+from daf.codecs.ranged import WHOLE, Cut, grid_of
+from daf.codecs.scratch import Scratch
 from daf.core.code_format import Predicate
 from daf.core.errors import CodecError
 from daf.core.policy import KEEP, Method, Need, Site, Treatment
@@ -36,12 +42,6 @@ from daf.execution.pooling import WindowPlaces, windows_of
 from daf.execution.provenance import Provenance
 from daf.execution.rules import saved_in, sign_rule
 from daf.execution.smooth import smooth_code
-from daf.store import ranges
-from daf.store.codec import Channels, is_codable
-from daf.store.coder import Coder, Packed, Values, can_code_on, is_read_freely, is_recorded
-from daf.store.layout import content_key, in_memory_order, is_dense, layout_of, overlaps
-from daf.store.ranged import WHOLE, Cut, grid_of
-from daf.store.scratch import Scratch
 from daf.store.spill import SpillRecord, SpillStore
 
 _PART_ELEMENTS = 1 << 18

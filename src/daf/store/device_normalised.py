@@ -14,16 +14,16 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from daf.codecs.cpu import PART_BYTES, Channels, check_count, elements_in
+from daf.codecs.cuda import DeviceMaskCode, DeviceValueCode
+from daf.codecs.cuda_outputs import DeviceEmission, affine_of
+from daf.codecs.layout import in_memory_order
 from daf.core.code_format import BLOCK_ELEMENTS, block_count
 from daf.core.policy import Method, Treatment
 from daf.kernels.triton import channel_norm as triton_norm
 from daf.kernels.triton import codecs as triton_codecs
 from daf.kernels.triton import reductions as triton_reductions
 from daf.kernels.triton.planes import DevicePlanes
-from daf.store.codec import PART_BYTES, Channels, check_count, elements_in
-from daf.store.device_codec import DeviceMaskCode, DeviceValueCode
-from daf.store.device_emission import DeviceEmission, affine_of
-from daf.store.layout import in_memory_order
 from daf.store.normalised import Geometry, Running, Statistics, Sums
 
 

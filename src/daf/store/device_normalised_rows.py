@@ -6,14 +6,14 @@ from contextlib import nullcontext
 
 from torch import Tensor
 
+from daf.codecs.cpu import Channels
+from daf.codecs.cuda import DeviceValueCode
+from daf.codecs.cuda_outputs import DeviceEmission, affine_of
+from daf.codecs.layout import in_memory_order
 from daf.kernels import RowMoments
 from daf.kernels.triton import channel_norm as triton_norm
 from daf.kernels.triton import row_norm as triton_rows
-from daf.store.codec import Channels
-from daf.store.device_codec import DeviceValueCode
-from daf.store.device_emission import DeviceEmission, affine_of
 from daf.store.device_normalised import CodedValues, KeptValues
-from daf.store.layout import in_memory_order
 from daf.store.normalised_rows import KeptRows, RowBackward, RowSums
 
 

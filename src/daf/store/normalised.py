@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from daf.codecs.cpu import Channels, MaskCode, ValueCode, check_count, elements_in
 from daf.core.code_format import ElementType
 from daf.core.policy import Method, Treatment
 from daf.kernels import (
@@ -25,7 +26,6 @@ from daf.kernels import (
     RunningMoments,
 )
 from daf.kernels.cpu import channel_norm, reductions
-from daf.store.codec import Channels, MaskCode, ValueCode, check_count, elements_in
 
 
 class Sums(NamedTuple):

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from daf.codecs.cpu import Channels, ValueCode
 from daf.core.policy import Method
 from daf.kernels import Emission, RowGradient, RowMoments
 from daf.kernels.cpu import channel_norm, row_norm
-from daf.store.codec import Channels, ValueCode
 
 
 class RowSums(NamedTuple):

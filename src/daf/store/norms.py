@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from daf.codecs.cpu import Channels
+from daf.codecs.dispatch import Values as Code
+from daf.codecs.dispatch import is_coded_on_device
 from daf.kernels import RowMoments
 from daf.store import normalised, normalised_rows
-from daf.store.codec import Channels
-from daf.store.coder import Values as Code
-from daf.store.coder import is_coded_on_device
 from daf.store.normalised import Geometry, Running, Statistics, Sums
 from daf.store.normalised_rows import RowBackward, RowSums
 

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from daf.core.errors import SavedTensorError
 from daf.core.units import format_bytes
-from daf.store.record_store import RecordStore
+from daf.pool.record_store import RecordStore
 from daf.store.spill_file import DEFAULT_QUOTA_SHARE, Extents, SpillFile, open_disk_file
 from daf.store.spill_io import read_storage, write_storage
 

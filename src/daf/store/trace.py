@@ -26,9 +26,9 @@ from types import TracebackType
 from typing import Any
 
 from daf.core.errors import DataError
-from daf.store.buffers import Buffer, Planes, Store
-from daf.store.pool import PagedStore, PlaneTensor, planes_event
-from daf.store.pool_view import EvictedPlane, PlaneView
+from daf.pool.paged_pool import PagedStore, PlaneTensor, planes_event
+from daf.pool.store import Buffer, Planes, Store
+from daf.pool.views import EvictedPlane, PlaneView
 
 Event = dict[str, Any]
 

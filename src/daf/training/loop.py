@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from daf.codecs.ranges import all_finite
 from daf.core.errors import NonFiniteLossError, PlatformError
 from daf.core.step_report import StepReport
 from daf.core.units import format_bytes
 from daf.files.checkpoint import load_model, read_checkpoint, write_checkpoint
 from daf.memory.allocation_log import recorded
 from daf.memory.recycling_allocator import unsupported_reason
-from daf.store.ranges import all_finite
 from daf.training.interrupt import InterruptWatch
 from daf.training.job import Job, checked_device, make_job
 from daf.training.memory_log import MemoryLog

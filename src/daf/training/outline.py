@@ -11,8 +11,8 @@ from daf.execution.packing import host_options
 from daf.execution.rehearsal import rehearse
 from daf.execution.undisturbed import apart_from_training
 from daf.planning.noise import expected_noise
+from daf.pool.default import make_store
 from daf.session import Session
-from daf.store.default import make_store
 from daf.training.batches import Batch
 from daf.training.job import Job
 

@@ -1,13 +1,13 @@
 """The paged pool: planes in fixed pages under one cap, the least important of which go first.
 
 ``csrc/pool/pool.h`` does the work; ``docs/pool.md`` explains and draws it. A
-:class:`PagedStore` is a :class:`daf.store.buffers.Store` (buffers that stay
+:class:`PagedStore` is a :class:`daf.pool.store.Store` (buffers that stay
 whole at one address) that also holds tensors plane by plane
 (:meth:`PagedStore.allocate_planes`): those lose planes, least significant
 first, when room is needed or the cap is lowered.
 
 Kernels read and write pages directly (``daf.kernels.cpu.paged``): nothing is copied
-on the way. Which store codes go to by default says ``daf.store.default``.
+on the way. Which store codes go to by default says ``daf.pool.default``.
 """
 
 from __future__ import annotations
@@ -21,14 +21,9 @@ import daf._native as _native
 from daf.core.code_format import plane_bytes
 from daf.core.code_tables import rotated_error
 from daf.core.errors import KernelError, PoolFullError
-from daf.store.buffers import Buffer
-from daf.store.page_size import (
-    DEFAULT_PAGE_BYTES,
-    DEVICE_ENTRY_BYTES,
-    TABLE_ENTRY_BYTES,
-    PageFitter,
-)
-from daf.store.pool_view import EvictedPlane, GivenUp, PlaneView, PoolStatistics
+from daf.pool.page_size import DEFAULT_PAGE_BYTES, DEVICE_ENTRY_BYTES, TABLE_ENTRY_BYTES, PageFitter
+from daf.pool.store import Buffer
+from daf.pool.views import EvictedPlane, GivenUp, PlaneView, PoolStatistics
 
 # DAF, arXiv 2507.07149: the pool grows by 100 MB at a time.
 PAPER_INCREMENT_BYTES = 100_000_000
@@ -144,7 +139,7 @@ class PagedStore:
         Args:
             cap_bytes: the most to hold, page tables and records included; None: no cap.
             page_bytes: a power of two from 32 up; None: chosen whenever nothing lives, for
-                tensors like those that lived last (``daf.store.page_size``).
+                tensors like those that lived last (``daf.pool.page_size``).
             increment_bytes: grow by whole steps of this size, as the paper does; None: by
                 demand, fragmentation and headroom.
             poison: fill pages that fall free with 0xDB, for tests.

@@ -23,8 +23,8 @@ from torch import Tensor
 from daf.core.code_format import WORD_BYTES, code_bytes, words_per_plane
 from daf.core.units import pinned_bytes
 from daf.kernels.triton.planes import DevicePlanes, flat_planes
-from daf.store.record_store import RecordStore
-from daf.store.transfers import CudaTransfers, Transfers
+from daf.pool.record_store import RecordStore
+from daf.pool.transfers import CudaTransfers, Transfers
 from daf.torch_compat.stream_order import HomeStream, Streams, streams_of
 
 

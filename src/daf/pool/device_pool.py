@@ -25,8 +25,8 @@ from torch import Tensor
 from daf.core.code_format import header_bytes, plane_bytes, words_per_plane
 from daf.kernels import PageFields
 from daf.kernels.triton.planes import DevicePlanes, paged_planes
-from daf.store.pool import PagedStore, PlaneTensor
-from daf.store.pool_view import EvictedPlane, GivenUp, PoolStatistics
+from daf.pool.paged_pool import PagedStore, PlaneTensor
+from daf.pool.views import EvictedPlane, GivenUp, PoolStatistics
 from daf.torch_compat.stream_order import HomeStream, Streams, streams_of
 
 _REFUSED_ON_PROCESSOR = "DefaultCPUAllocator"  # where a processor stands for a device

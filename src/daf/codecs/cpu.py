@@ -16,8 +16,8 @@ from daf.core.errors import CodecError
 from daf.core.policy import Method, Treatment
 from daf.kernels import ChannelAffine, Emission, PageFields, RowMoments
 from daf.kernels.cpu import paged
-from daf.store.buffers import Planes, Store
-from daf.store.pool import plane_importance
+from daf.pool.paged_pool import plane_importance
+from daf.pool.store import Planes, Store
 
 _ELEMENT_TYPES = {
     torch.float32: ElementType.FLOAT32,

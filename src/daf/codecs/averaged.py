@@ -11,12 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from daf.codecs.cpu import ValueCode
+from daf.codecs.layout import in_memory_order, is_dense
 from daf.core.code_errors import relative_error
 from daf.core.errors import CodecError
 from daf.core.policy import Treatment
-from daf.store.buffers import Store
-from daf.store.codec import ValueCode
-from daf.store.layout import in_memory_order, is_dense
+from daf.pool.store import Store
 
 
 class AveragedCode:

@@ -6,8 +6,8 @@ import threading
 
 import torch
 
-from daf.store.device_pool import DevicePagedStore
-from daf.store.pool_view import EvictedPlane
+from daf.pool.device_pool import DevicePagedStore
+from daf.pool.views import EvictedPlane
 
 
 class DeviceStores:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from daf.core.errors import PoolFullError
 from daf.memory.address_space import address_space_limit_bytes
-from daf.store.buffers import PlainStore, Store
-from daf.store.pool import PagedStore
+from daf.pool.paged_pool import PagedStore
+from daf.pool.store import PlainStore, Store
 
 
 def make_store(cap_bytes: int | None = None) -> Store:

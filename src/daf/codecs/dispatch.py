@@ -11,15 +11,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from daf.codecs.averaged import AveragedCode
+from daf.codecs.cpu import PART_BYTES, Channels, DerivativeCode, IntegerCode, MaskCode, ValueCode
+from daf.codecs.ranged import RangedCode
 from daf.core.code_format import Predicate
 from daf.core.errors import KernelError
 from daf.core.policy import Treatment
 from daf.kernels import RowMoments
-from daf.store.averaged import AveragedCode
-from daf.store.buffers import Store
-from daf.store.codec import PART_BYTES, Channels, DerivativeCode, IntegerCode, MaskCode, ValueCode
-from daf.store.device_stores import DeviceStores
-from daf.store.ranged import RangedCode
+from daf.pool.device_pools import DeviceStores
+from daf.pool.store import Store
 
 # Device types whose tensors Triton's kernels code (ROCm calls itself cuda too).
 DEVICE_TYPES: Collection[str] = ("cuda",)
@@ -254,7 +254,7 @@ def _codec_on(tensor: Tensor) -> ModuleType | None:
 @cache
 def _device_codec() -> ModuleType | None:
     try:
-        from daf.store import device_codec
+        from daf.codecs import cuda
     except (KernelError, ImportError):  # no Triton here
         return None
-    return device_codec
+    return cuda

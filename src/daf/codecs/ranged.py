@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from daf.codecs.cpu import Channels, check_count, element_type
 from daf.kernels.cpu import paged
-from daf.store.buffers import Planes, Store
-from daf.store.codec import Channels, check_count, element_type
+from daf.pool.store import Planes, Store
 
 
 class Cut(NamedTuple):

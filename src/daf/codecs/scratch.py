@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from daf._native import allocator
-from daf.store.layout import Layout
+from daf.codecs.layout import Layout
 
 # Below this, the system allocator itself keeps and reuses blocks.
 SMALLEST_BLOCK_BYTES = 1 << 20

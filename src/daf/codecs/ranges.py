@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from daf.codecs.cpu import element_type, is_codable
+from daf.codecs.dispatch import can_code_on, is_processor
+from daf.codecs.layout import in_memory_order, is_dense
+from daf.codecs.ranged import WHOLE, Cut
 from daf.kernels import RangeStrategy
 from daf.kernels.autotune import Chooser
 from daf.kernels.cpu.reductions import measure_ranges, range_strategy, ranges_workspace_bytes
-from daf.store.codec import element_type, is_codable
-from daf.store.coder import can_code_on, is_processor
-from daf.store.layout import in_memory_order, is_dense
-from daf.store.ranged import WHOLE, Cut
 
 PYTORCH = "pytorch"
 STRATEGIES = (*(strategy.name.lower() for strategy in RangeStrategy), PYTORCH)

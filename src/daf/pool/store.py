@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from daf.core.code_format import code_bytes, plane_bytes
-from daf.store.pool_view import EvictedPlane, PlaneView
+from daf.pool.views import EvictedPlane, PlaneView
 
 # Page p of a tensor whose every plane is one page is page p: 64 planes, then the headers.
 _IN_ORDER = torch.arange(65, dtype=torch.int32)

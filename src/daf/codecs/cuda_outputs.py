@@ -8,12 +8,12 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from daf.codecs.cpu import Channels
+from daf.codecs.layout import in_memory_order
 from daf.kernels.triton import channel_norm as triton_norm
 from daf.kernels.triton.launch import Affine
-from daf.store.codec import Channels
-from daf.store.device_pool import DevicePlaneTensor
-from daf.store.host_planes import HostPlanes
-from daf.store.layout import in_memory_order
+from daf.pool.device_pool import DevicePlaneTensor
+from daf.pool.host_planes import HostPlanes
 
 
 class UnwrittenMask(Protocol):

@@ -13,6 +13,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from daf.codecs.cpu import Channels, check_count, elements_in, may_go
+from daf.codecs.cuda_outputs import DeviceEmission, affine_of
+from daf.codecs.layout import in_memory_order
 from daf.core.code_format import Predicate
 from daf.core.errors import CodecError
 from daf.core.policy import Method, Treatment
@@ -20,11 +23,8 @@ from daf.kernels import RowMoments
 from daf.kernels.triton import codecs as triton_codecs
 from daf.kernels.triton import row_norm as triton_rows
 from daf.kernels.triton.launch import Affine
-from daf.store.codec import Channels, check_count, elements_in, may_go
-from daf.store.device_emission import DeviceEmission, affine_of
-from daf.store.device_pool import DevicePagedStore, DevicePlaneTensor
-from daf.store.host_planes import HostPlanes, HostStore
-from daf.store.layout import in_memory_order
+from daf.pool.device_pool import DevicePagedStore, DevicePlaneTensor
+from daf.pool.host_planes import HostPlanes, HostStore
 
 Store = DevicePagedStore | HostStore
 Planes = DevicePlaneTensor | HostPlanes
