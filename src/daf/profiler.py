@@ -42,12 +42,12 @@ from daf.model_bytes import (
     state_bytes,
     update_bytes,
 )
+from daf.offload.spill import SpillOptions
 from daf.planning import planner
 from daf.planning.calibration import calibrated
 from daf.planning.candidate import MARGIN_BYTES
 from daf.profile_building import build
 from daf.speeds import device_speeds
-from daf.store.spill import SpillOptions
 
 # Of examples, where layers take statistics over them.
 LEAST_WITH_STATISTICS = 2

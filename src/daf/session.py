@@ -41,13 +41,14 @@ from daf.core.units import parse_optional_bytes
 from daf.execution.capture import Capture
 from daf.execution.gradient_step import Before, GradientStep
 from daf.execution.microbatch import LossFunction, batch_size
-from daf.execution.packing import host_options
 from daf.execution.release import GradientRelease, ReleaseMode, release_refusal
 from daf.measuring import Measuring
 from daf.memory.domain import ProcessMemory, keeper_of
 from daf.model_bytes import parameter_bytes
 from daf.noise import NoiseRecord
 from daf.noise_control import NoiseControl
+from daf.offload.host_codes import host_options
+from daf.offload.spill import SpillOptions
 from daf.planning.options import Allowed
 from daf.planning.widths import is_lossy
 from daf.pool.default import make_store
@@ -57,7 +58,6 @@ from daf.sensing import Sensing
 from daf.sensitivity.result import Sensitivity
 from daf.steering import Means, Steering
 from daf.step_counts import StepCounts
-from daf.store.spill import SpillOptions
 from daf.torch_compat import compiler
 from daf.trials import Ran
 

@@ -23,8 +23,8 @@ from daf.core.policy import Method, Treatment
 from daf.core.profile import DeviceSpeeds
 from daf.execution.observation import MethodTime, Observation
 from daf.memory.process_memory import CPU
+from daf.offload.spill import SpillOptions
 from daf.pool.store import PlainStore
-from daf.store.spill import SpillOptions
 
 Code = Any  # a Values or a Mask of coder
 

@@ -19,8 +19,8 @@ from daf.bench.pack_picture import draw_pack
 from daf.bench.pack_watched import Watched
 from daf.cli import app
 from daf.core.policy import Method, Treatment
-from daf.execution.collaborate import Job, Rates, Route, Saved
-from daf.execution.routing import Sent
+from daf.offload.collaborative_packing import Job, Rates, Route, Saved
+from daf.offload.routing import Sent
 
 sys.path.append(str(Path(__file__).parents[1] / "execution"))
 from simulated_device import Arrival, LateTransfers, SimulatedDevice

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daf.core.errors import KernelError, PlatformError
-from daf.execution import collaborate
-from daf.execution.collaborate import Rates, Route, Saved, simulate, split
+from daf.offload import collaborative_packing
+from daf.offload.collaborative_packing import Rates, Route, Saved, simulate, split
 from daf.pool.transfers import CudaTransfers
 
 RATE = st.floats(1.0, 1e4)
@@ -44,7 +44,9 @@ def test_many_tensors_are_split_in_little_time_and_no_worse_than_either_side() -
     rates, tries = Rates(gpu_pack=9000.0, cpu_pack=3000.0, link=9000.0), []
     with pytest.MonkeyPatch.context() as patch:
         own = simulate
-        patch.setattr(collaborate, "simulate", lambda *given_: tries.append(1) or own(*given_))
+        patch.setattr(
+            collaborative_packing, "simulate", lambda *given_: tries.append(1) or own(*given_)
+        )
         found = split(tensors, rates, 100.0)
     assert len(tries) <= 17
     alone = [simulate(tensors, [route] * 500, rates, 100.0) for route in Route]

@@ -47,10 +47,10 @@ from daf.execution import (
     treatments,
 )
 from daf.execution.capture import Capture
-from daf.execution.collaborate import Route
 from daf.execution.compression import compress
-from daf.execution.packing import HostCodes, HostMemoryWarning, HostOptions
-from daf.execution.routing import Sent
+from daf.offload.collaborative_packing import Route
+from daf.offload.host_codes import HostCodes, HostMemoryWarning, HostOptions
+from daf.offload.routing import Sent
 from daf.pool import host_planes
 from daf.pool.device_pools import DeviceStores
 from daf.pool.host_planes import HostStore

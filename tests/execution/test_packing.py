@@ -22,11 +22,11 @@ from daf.core.code_format import MINMAX_BITS, ROTATED_BITS, code_bytes, words_pe
 from daf.core.errors import SavedTensorError
 from daf.core.policy import Method, Treatment
 from daf.core.units import pinned_bytes
-from daf.execution import packing
-from daf.execution.collaborate import Route
-from daf.execution.host_encoding import encode_on_host
-from daf.execution.packing import HostCodes, HostMemoryWarning, HostOptions
-from daf.execution.routing import Sent
+from daf.offload import host_codes
+from daf.offload.collaborative_packing import Route
+from daf.offload.host_codes import HostCodes, HostMemoryWarning, HostOptions
+from daf.offload.host_encoder import encode_on_host
+from daf.offload.routing import Sent
 
 TWO_BITS = Treatment(Method.ROTATED, 2)
 TREATMENTS = (
@@ -226,5 +226,5 @@ def test_where_no_pinned_memory_is_left_the_device_holds_its_code() -> None:
 def test_while_a_graph_is_recorded_nothing_travels(monkeypatch: pytest.MonkeyPatch) -> None:
     device, (tensor,) = SimulatedDevice(), tensors([4096])
     host, _ = codes_on(device, [])
-    monkeypatch.setattr(packing, "is_recorded", lambda _: True)
+    monkeypatch.setattr(host_codes, "is_recorded", lambda _: True)
     assert host.values(device.codec, tensor, TWO_BITS, 0, None) is None

@@ -10,9 +10,9 @@ import pytest
 
 from daf.core.code_format import code_bytes
 from daf.core.policy import Method, Treatment
-from daf.execution import routing
-from daf.execution.collaborate import Rates, Route, split
-from daf.execution.routing import MeasuredRoutes, Sent, processor_rate
+from daf.offload import routing
+from daf.offload.collaborative_packing import Rates, Route, split
+from daf.offload.routing import MeasuredRoutes, Sent, processor_rate
 
 TWO_BITS = Treatment(Method.ROTATED, 2)
 ELEMENTS = 1 << 20

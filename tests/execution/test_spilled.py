@@ -18,9 +18,9 @@ from daf.core.policy import Method, Need, Policy, Treatment
 from daf.execution import treatments
 from daf.execution.capture import Capture
 from daf.execution.compression import compress
+from daf.offload.spill import SpillOptions, SpillStore, SpillWarning
+from daf.offload.spill_file import DiskFile
 from daf.session import Session
-from daf.store.spill import SpillOptions, SpillStore, SpillWarning
-from daf.store.spill_file import DiskFile
 
 SPILL = Policy(
     "spill",

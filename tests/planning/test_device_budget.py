@@ -24,8 +24,8 @@ from daf.core.step_report import StepReport
 from daf.memory.device_memory import DeviceMemory
 from daf.memory.domain import ProcessMemory
 from daf.memory.process_memory import resident_bytes
+from daf.offload.spill import SpillOptions
 from daf.session import Session
-from daf.store.spill import SpillOptions
 from daf.training.job import checked_device, make_job
 from daf.training.loop import train
 from daf.training.observer import Observer

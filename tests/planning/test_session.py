@@ -24,9 +24,9 @@ from daf.memory import process_memory
 from daf.memory.process_limit import MemoryKeeper
 from daf.memory.recycling_allocator import unsupported_reason
 from daf.model_bytes import optimizer_bytes_to_come
+from daf.offload.spill import SpillOptions
 from daf.planning import planner
 from daf.session import Session
-from daf.store.spill import SpillOptions
 
 Batch = tuple[Tensor, Tensor]
 
@@ -369,7 +369,7 @@ from daf.core.errors import BudgetError
 from daf.memory import measure
 from daf.memory.process_limit import MemoryKeeper
 from daf.session import Session
-from daf.store.spill import SpillOptions
+from daf.offload.spill import SpillOptions
 from daf.training.models import find_model
 
 recipe = find_model("resnet18")

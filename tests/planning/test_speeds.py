@@ -12,8 +12,8 @@ import torch
 from daf import speeds
 from daf.core.policy import Method
 from daf.execution.observation import MethodTime, Observation
+from daf.offload.spill import SpillOptions
 from daf.speeds import ENOUGH_BYTES, PROBE_ELEMENTS, _probe_elements, device_speeds
-from daf.store.spill import SpillOptions
 
 CODED = {Method.ROTATED, Method.MINMAX, Method.MASK}
 

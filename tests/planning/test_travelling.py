@@ -14,7 +14,7 @@ from daf.core.errors import BudgetError, PlatformError
 from daf.core.json_dataclasses import from_plain, to_plain
 from daf.core.policy import Method, Need, Policy, on_host, policy_for, with_host_codes
 from daf.core.profile import Profile
-from daf.execution.packing import host_options
+from daf.offload.host_codes import host_options
 from daf.planning import planner
 from daf.planning.explain import explain
 from daf.planning.options import Allowed, OptionMaker

@@ -20,9 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from daf.core.errors import SavedTensorError, SpillError
-from daf.store import spill_file
-from daf.store.spill import SpillOptions, SpillRecord, SpillStore, SpillWarning
-from daf.store.spill_file import ALIGNMENT_BYTES, DiskFile, Extents, open_disk_file
+from daf.offload import spill_file
+from daf.offload.spill import SpillOptions, SpillRecord, SpillStore, SpillWarning
+from daf.offload.spill_file import ALIGNMENT_BYTES, DiskFile, Extents, open_disk_file
 
 KIB = 1024
 

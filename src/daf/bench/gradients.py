@@ -27,8 +27,8 @@ from daf.bench.workloads.trainable import Loaded, Trainable
 from daf.core.plan import Plan
 from daf.core.policy import Method, Need, Policy, Treatment, plain_policy
 from daf.execution.microbatch import batch_size, split_refusal
+from daf.offload.spill import SpillOptions
 from daf.session import Session
-from daf.store.spill import SpillOptions
 
 _PIECES = 2
 Report = Callable[[str, int, int], None]

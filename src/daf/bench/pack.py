@@ -27,9 +27,9 @@ from daf.bench.result import BenchResult
 from daf.codecs.layout import is_dense
 from daf.core.errors import PlatformError
 from daf.core.policy import Method, Treatment
-from daf.execution.collaborate import Rates, Route, Saved, Timeline, simulate, split
-from daf.execution.packing import HostCodes, HostOptions
-from daf.execution.routing import MeasuredRoutes, Routes, Seen
+from daf.offload.collaborative_packing import Rates, Route, Saved, Timeline, simulate, split
+from daf.offload.host_codes import HostCodes, HostOptions
+from daf.offload.routing import MeasuredRoutes, Routes, Seen
 from daf.pool.host_planes import HostStore
 from daf.training.models.resnet import resnet18
 

@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from daf.execution.collaborate import Job, Route
-from daf.execution.routing import Sent
+from daf.offload.collaborative_packing import Job, Route
+from daf.offload.routing import Sent
 from daf.pool.transfers import Transfers
 
 

@@ -54,18 +54,18 @@ from daf.execution.fusion import Fusion
 from daf.execution.held import unpacker
 from daf.execution.observation import Watcher
 from daf.execution.observer import Observer, watched
-from daf.execution.packing import HostCodes, HostOptions
 from daf.execution.provenance import Provenance
 from daf.execution.replay import ReplayLog
 from daf.execution.running import Fusions, Parts, Running
 from daf.execution.sites import SiteTracker
 from daf.execution.treatments import Treater
 from daf.memory.domain import MemoryDomain, ProcessMemory
+from daf.offload.host_codes import HostCodes, HostOptions
+from daf.offload.spill import SpillOptions, SpillStore
 from daf.pool.default import make_store
 from daf.pool.device_pools import DeviceStores
 from daf.pool.paged_pool import PagedStore
 from daf.pool.store import Store
-from daf.store.spill import SpillOptions, SpillStore
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.operator_mode import OperatorMode
 from daf.torch_compat.parameter_reads import ParameterReads

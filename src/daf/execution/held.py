@@ -21,7 +21,7 @@ from daf.core.errors import SavedTensorError
 from daf.core.policy import Need, Site
 from daf.execution.accounting import Holding, Ledger, Plain
 from daf.execution.derivation import Derivation
-from daf.store.spill import SpillRecord, SpillStore
+from daf.offload.spill import SpillRecord, SpillStore
 
 
 class _Sized(Protocol):

@@ -28,14 +28,14 @@ from daf.execution.fusion import Fusion
 from daf.execution.held import Held, Kept, Saved
 from daf.execution.job import Call, Job
 from daf.execution.observation import Save, Watcher
-from daf.execution.packing import HostCodes
 from daf.execution.provenance import ADDITIONS, FOLLOWED, Operands, Provenance
 from daf.execution.replay import ReplayLog, Replays
 from daf.execution.replay_keeper import ReplayKeeper
 from daf.execution.rules import name_saves, need_of, parameter_behind
 from daf.execution.sites import SiteRecord, SiteTracker, mix_key
 from daf.execution.treatments import Treater, is_integer, is_treatable
-from daf.store.spill import SpillStore
+from daf.offload.host_codes import HostCodes
+from daf.offload.spill import SpillStore
 from daf.torch_compat.operator_mode import Substitute
 from daf.torch_compat.parameter_reads import ParameterReads
 from daf.torch_compat.pytree import tensors_in_batch

@@ -42,7 +42,7 @@ from daf.execution.pooling import WindowPlaces, windows_of
 from daf.execution.provenance import Provenance
 from daf.execution.rules import saved_in, sign_rule
 from daf.execution.smooth import smooth_code
-from daf.store.spill import SpillRecord, SpillStore
+from daf.offload.spill import SpillRecord, SpillStore
 
 _PART_ELEMENTS = 1 << 18
 SMALL_BYTES = 4096  # smaller tensors are kept: their codes' headers and our objects cost as much

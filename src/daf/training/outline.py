@@ -7,9 +7,9 @@ from typing import Any
 from daf.core.plan import Plan
 from daf.execution.capture import Capture
 from daf.execution.microbatch import batch_slice
-from daf.execution.packing import host_options
 from daf.execution.rehearsal import rehearse
 from daf.execution.undisturbed import apart_from_training
+from daf.offload.host_codes import host_options
 from daf.planning.noise import expected_noise
 from daf.pool.default import make_store
 from daf.session import Session

@@ -19,8 +19,8 @@ import torch
 
 from daf.core.code_format import code_bytes
 from daf.core.policy import Treatment
-from daf.execution.collaborate import NEW_RATE_WEIGHT, Rates, Route, Saved, other, split
-from daf.execution.host_encoding import encode_on_host
+from daf.offload.collaborative_packing import NEW_RATE_WEIGHT, Rates, Route, Saved, other, split
+from daf.offload.host_encoder import encode_on_host
 from daf.pool.transfers import Transfers
 
 _PROBE_ELEMENTS = 1 << 20

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from daf.core.errors import SpillError
 from daf.core.units import format_bytes
-from daf.store.spill_file import SpillFile
+from daf.offload.spill_file import SpillFile
 
 CHUNK_BYTES = 4 * 2**20
 

@@ -26,10 +26,10 @@ from daf.core.code_format import code_bytes
 from daf.core.errors import PlatformError, SavedTensorError
 from daf.core.policy import Method, Treatment
 from daf.core.units import format_bytes, parse_optional_bytes, pinned_bytes
-from daf.execution.collaborate import Route
-from daf.execution.host_encoding import encode_on_host, words_for
-from daf.execution.routing import MeasuredRoutes, Routes, Sent
 from daf.memory.domain import device_of
+from daf.offload.collaborative_packing import Route
+from daf.offload.host_encoder import encode_on_host, words_for
+from daf.offload.routing import MeasuredRoutes, Routes, Sent
 from daf.pool.host_planes import HostPlanes, HostStore
 
 _MIB = 2**20

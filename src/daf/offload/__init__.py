@@ -1,0 +1,1 @@
+"""Saved tensors that leave the device: spilled to disk, or coded in host memory beside the computation."""
