@@ -13,8 +13,8 @@ from itertools import accumulate, pairwise
 
 from daf.core.policy import KEEP, Method, Need, Reading
 from daf.core.profile import Affine, CallProfile, Saving, Timeline, decoded_bytes
-from daf.execution.observation import Observation, SavedTensor
-from daf.execution.treatments import SMALL_BYTES
+from daf.saved_tensors.observation import Observation, SavedTensor
+from daf.saved_tensors.packer import SMALL_BYTES
 
 _NOT_CODED = (Need.EXACT, Need.INPUT)
 

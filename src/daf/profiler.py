@@ -29,7 +29,6 @@ from daf.execution.microbatch import (
     read_loss,
     split_refusal,
 )
-from daf.execution.observation import Observation
 from daf.execution.rehearsal import EXAMPLES, rehearse
 from daf.execution.undisturbed import apart_from_training
 from daf.memory.device_memory import DeviceMemory
@@ -47,6 +46,7 @@ from daf.planning import planner
 from daf.planning.calibration import calibrated
 from daf.planning.candidate import MARGIN_BYTES
 from daf.profile_building import build
+from daf.saved_tensors.observation import Observation
 from daf.speeds import device_speeds
 
 # Of examples, where layers take statistics over them.

@@ -21,10 +21,10 @@ from daf.codecs.dispatch import Coder, can_code_on
 from daf.core.code_format import Predicate
 from daf.core.policy import Method, Treatment
 from daf.core.profile import DeviceSpeeds
-from daf.execution.observation import MethodTime, Observation
 from daf.memory.process_memory import CPU
 from daf.offload.spill import SpillOptions
 from daf.pool.store import PlainStore
+from daf.saved_tensors.observation import MethodTime, Observation
 
 Code = Any  # a Values or a Mask of coder
 

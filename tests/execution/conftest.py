@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from daf.codecs.layout import Layout
-from daf.execution import treatments
+from daf.saved_tensors import packer
 
 sys.path.insert(0, str(Path(__file__).parent))  # the helpers beside this file
 
@@ -26,7 +26,7 @@ def poisoned_empty(layout: Layout) -> Tensor:
 @pytest.fixture
 def code_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor is too small to be coded; undefined content is NaN."""
-    monkeypatch.setattr(treatments, "SMALL_BYTES", 1)
+    monkeypatch.setattr(packer, "SMALL_BYTES", 1)
     monkeypatch.setattr(Layout, "empty", poisoned_empty)
 
 

@@ -17,11 +17,11 @@ from daf.codecs.scratch import Scratch
 from daf.core.code_format import Predicate
 from daf.core.policy import Method, Treatment
 from daf.execution import chunked_backward
-from daf.execution.accounting import Ledger
 from daf.execution.compression import compress
-from daf.execution.held import Rederived, Stored, Term
 from daf.pool.paged_pool import PagedStore
 from daf.pool.store import PlainStore
+from daf.saved_tensors.ledger import Ledger
+from daf.saved_tensors.packed_tensor import Rederived, Stored, Term
 
 FORMATS = [torch.contiguous_format, torch.channels_last]
 

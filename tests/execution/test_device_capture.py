@@ -44,7 +44,6 @@ from daf.execution import (
     fusing_smooth,
     gradient_step,
     plain_call,
-    treatments,
 )
 from daf.execution.capture import Capture
 from daf.execution.compression import compress
@@ -57,6 +56,7 @@ from daf.pool.host_planes import HostStore
 from daf.pool.page_size import DEVICE_ENTRY_BYTES
 from daf.pool.paged_pool import PagedStore
 from daf.pool.store import PlainStore
+from daf.saved_tensors import packer
 from daf.session import Session
 
 pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")
@@ -382,7 +382,7 @@ def test_while_work_is_recorded_nothing_is_fused_or_coded(
     fuse_everything: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is run again later would write pages again that have become someone else's."""
-    for module in (plain_call, treatments):
+    for module in (plain_call, packer):
         monkeypatch.setattr(module, "is_recorded", lambda _: True)
     _, sites, capture = step(with_fused_operators(policy_for(2)), steps=2, pixels=8)
     assert {site.treatment.method for site in sites} == {Method.KEEP}

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from daf.core.errors import CodecError
 from daf.core.policy import Method, Need, Policy, Treatment, policy_for
-from daf.execution.accounting import Ledger, Sources
 from daf.execution.capture import Capture
 from daf.execution.compression import compress
 from daf.pool.store import PlainStore
+from daf.saved_tensors.ledger import Ledger, Sources
 
 pytestmark = pytest.mark.usefixtures("code_everything")
 POLICIES = ["plain", "exact", 2]

@@ -24,13 +24,13 @@ from daf.core.policy import (
     with_fused_operators,
     with_planned_operators,
 )
-from daf.execution import treatments
 from daf.execution.capture import Capture
-from daf.execution.held import Saved
-from daf.execution.observation import MethodTime, Observation, SavedTensor
 from daf.execution.rehearsal import rehearse
 from daf.memory.recycling_allocator import RecyclingAllocator, unsupported_reason
 from daf.memory.statistics import stats
+from daf.saved_tensors import packer
+from daf.saved_tensors.observation import MethodTime, Observation, SavedTensor
+from daf.saved_tensors.packed_tensor import Saved
 
 TIGHTEST = coded_policy(1)
 
@@ -345,7 +345,7 @@ needs_account = pytest.mark.skipif(
 def test_nothing_is_kept_alive_after_the_step(
     name: str, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(treatments, "SMALL_BYTES", 1)
+    monkeypatch.setattr(packer, "SMALL_BYTES", 1)
     model, x = MODELS[name](), images()
     gc.collect()
     with RecyclingAllocator():

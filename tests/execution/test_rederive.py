@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf.core.policy import Method, coded_policy
-from daf.execution import rules
 from daf.execution.capture import Capture
 from daf.execution.compression import compress
+from daf.saved_tensors import backward_rules
 
 FORMATS = [torch.contiguous_format, torch.channels_last]
 
@@ -108,7 +108,7 @@ def test_older_versions_that_hide_packed_data_give_the_same(
     model = resnet(8)
     x, y = torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
     (stats, sites), _ = step(model, x, y, 2)
-    monkeypatch.setattr(rules, "shows_packed_data", lambda _raw: False)
+    monkeypatch.setattr(backward_rules, "shows_packed_data", lambda _raw: False)
     (again, same), _ = step(model, x, y, 2)
     assert again == stats
     assert same == sites

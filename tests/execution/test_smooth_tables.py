@@ -9,27 +9,27 @@ import torch
 from torch import nn
 
 from daf.core.policy import Need, coded_policy
-from daf.execution import smooth
 from daf.execution.compression import compress
+from daf.saved_tensors import activation_codes
 
 
 def test_no_width_is_looked_for_when_a_later_plan_asks_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    smooth._find_planned.cache_clear()
-    smooth._code.cache_clear()
+    activation_codes._find_planned.cache_clear()
+    activation_codes._code.cache_clear()
     looked_for: list[int] = []
-    find = smooth.derivative_table
+    find = activation_codes.derivative_table
 
     def noted(activation: Any, bits: int, low: float, high: float) -> Any:
         looked_for.append(bits)
         return find(activation, bits, low, high)
 
-    monkeypatch.setattr(smooth, "derivative_table", noted)
+    monkeypatch.setattr(activation_codes, "derivative_table", noted)
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU())
     for bits in (1, 3, 4):
         with compress(model, bits):
             loss = model(torch.randn(64, 64)).square().mean()
         loss.backward()
-        assert looked_for == list(smooth.PLANNED_BITS)
+        assert looked_for == list(activation_codes.PLANNED_BITS)
     assert {coded_policy(bits).by_need[Need.SMOOTH].bits for bits in range(1, 9)} == set(looked_for)

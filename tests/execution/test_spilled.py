@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from daf.core.errors import SavedTensorError, SpillError
 from daf.core.policy import Method, Need, Policy, Treatment
-from daf.execution import treatments
 from daf.execution.capture import Capture
 from daf.execution.compression import compress
 from daf.offload.spill import SpillOptions, SpillStore, SpillWarning
 from daf.offload.spill_file import DiskFile
+from daf.saved_tensors import packer
 from daf.session import Session
 
 SPILL = Policy(
@@ -165,7 +165,7 @@ def test_small_tensors_stay(options: SpillOptions) -> None:
     with capture:
         model(torch.randn(4, 8)).sum()
     assert {report.treatment.method for report in capture.sites()} == {Method.KEEP}
-    assert treatments.SMALL_BYTES > 4 * 8 * 4
+    assert packer.SMALL_BYTES > 4 * 8 * 4
 
 
 # --- trouble --------------------------------------------------------------------------------

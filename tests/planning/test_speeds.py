@@ -11,8 +11,8 @@ import torch
 
 from daf import speeds
 from daf.core.policy import Method
-from daf.execution.observation import MethodTime, Observation
 from daf.offload.spill import SpillOptions
+from daf.saved_tensors.observation import MethodTime, Observation
 from daf.speeds import ENOUGH_BYTES, PROBE_ELEMENTS, _probe_elements, device_speeds
 
 CODED = {Method.ROTATED, Method.MINMAX, Method.MASK}

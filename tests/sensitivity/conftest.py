@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from daf.execution import treatments
+from daf.saved_tensors import packer
 
 sys.path.insert(0, str(Path(__file__).parent))  # the helpers beside this file
 
@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # the helpers beside this file
 @pytest.fixture
 def code_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor is too small to be coded."""
-    monkeypatch.setattr(treatments, "SMALL_BYTES", 1)
+    monkeypatch.setattr(packer, "SMALL_BYTES", 1)
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from daf.codecs.scratch import Scratch
 from daf.core.errors import SavedTensorError
-from daf.execution.held import Held
+from daf.saved_tensors.packed_tensor import Held
 from daf.torch_compat.pytree import map_nest
 
 

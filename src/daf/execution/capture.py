@@ -43,22 +43,15 @@ from daf.codecs.scratch import Scratch
 from daf.core.errors import PlatformError
 from daf.core.policy import Policy, Site
 from daf.core.reports import CaptureStats, FusionReport, SiteReport
-from daf.execution.accounting import Ledger, Sources
 from daf.execution.compiled import apart, untraced
-from daf.execution.evictions import Evictions
 from daf.execution.fusing import FusingMode
 from daf.execution.fusing_loss import LossFusion, LossMode
 from daf.execution.fusing_rows import RowFusion
 from daf.execution.fusing_smooth import SmoothFusion
 from daf.execution.fusion import Fusion
-from daf.execution.held import unpacker
-from daf.execution.observation import Watcher
 from daf.execution.observer import Observer, watched
-from daf.execution.provenance import Provenance
 from daf.execution.replay import ReplayLog
 from daf.execution.running import Fusions, Parts, Running
-from daf.execution.sites import SiteTracker
-from daf.execution.treatments import Treater
 from daf.memory.domain import MemoryDomain, ProcessMemory
 from daf.offload.host_codes import HostCodes, HostOptions
 from daf.offload.spill import SpillOptions, SpillStore
@@ -66,6 +59,13 @@ from daf.pool.default import make_store
 from daf.pool.device_pools import DeviceStores
 from daf.pool.paged_pool import PagedStore
 from daf.pool.store import Store
+from daf.saved_tensors.evictions import Evictions
+from daf.saved_tensors.ledger import Ledger, Sources
+from daf.saved_tensors.observation import Watcher
+from daf.saved_tensors.packed_tensor import unpacker
+from daf.saved_tensors.packer import Treater
+from daf.saved_tensors.provenance import Provenance
+from daf.saved_tensors.sites import SiteTracker
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.operator_mode import OperatorMode
 from daf.torch_compat.parameter_reads import ParameterReads

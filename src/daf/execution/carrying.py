@@ -12,17 +12,17 @@ from daf.codecs.cpu import Channels
 from daf.codecs.dispatch import Coder, Mask, Values
 from daf.core.errors import CodecError
 from daf.core.policy import KEEP, Method, Need, Policy, Treatment
-from daf.execution.accounting import Ledger, Plain, Sources, Unmade
-from daf.execution.derivation import Derivation
 from daf.execution.fused import FusedNorm, Holder, Norm, NormHeld, run_forward
 from daf.execution.fusion import NormSite
-from daf.execution.held import Held, Kept, Saved, Stored, Term
-from daf.execution.observation import Save, Watcher
-from daf.execution.provenance import Provenance
 from daf.execution.rectifiers import Rectifier
-from daf.execution.sites import SiteRecord, SiteTracker
-from daf.execution.treatments import check_sound, kept_holding
 from daf.kernels import RowMoments
+from daf.saved_tensors.derivation import Derivation
+from daf.saved_tensors.ledger import Ledger, Plain, Sources, Unmade
+from daf.saved_tensors.observation import Save, Watcher
+from daf.saved_tensors.packed_tensor import Held, Kept, Saved, Stored, Term
+from daf.saved_tensors.packer import check_sound, kept_holding
+from daf.saved_tensors.provenance import Provenance
+from daf.saved_tensors.sites import SiteRecord, SiteTracker
 from daf.torch_compat.ownership import is_held_by_none_but, sole_holders
 
 _NORM = "batch_norm"

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from daf.codecs.layout import Layout
 from daf.codecs.scratch import Scratch
-from daf.execution.held import Kept, Rederived, all_asked_for
 from daf.execution.plain_call import autograd_objection, has_usual_strides, is_plain
+from daf.saved_tensors.packed_tensor import Kept, Rederived, all_asked_for
 
 CHUNK_BYTES = 8 << 20  # of the input; smaller ones cost convolutions more than they save
 # Of a product of less a GPU would have little to do at a time. Never tuned on one.

@@ -20,10 +20,10 @@ from daf.core.policy import Policy, policy_for, with_fused_operators, with_host_
 from daf.core.reports import CaptureStats, FusionReport, SiteReport
 from daf.core.units import parse_optional_bytes
 from daf.execution.capture import Capture
-from daf.execution.sites import mix_key
 from daf.offload.host_codes import host_options
 from daf.offload.spill import SpillOptions
 from daf.pool.default import make_store
+from daf.saved_tensors.sites import mix_key
 
 
 class compress:  # noqa: N801 - used as a statement, like torch.no_grad

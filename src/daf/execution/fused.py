@@ -32,7 +32,7 @@ from daf.codecs.cpu import Channels
 from daf.codecs.dispatch import Mask, Values
 from daf.codecs.layout import layout_of
 from daf.codecs.scratch import Scratch
-from daf.execution.held import Held, Kept, Stored, asked_for
+from daf.saved_tensors.packed_tensor import Held, Kept, Stored, asked_for
 from daf.store.normalised import Geometry, Statistics
 from daf.store.norms import channel_norms
 from daf.torch_compat.ownership import holders_of, sole_holders

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from daf.execution.fused import Norm
-from daf.execution.normalisation import channel_stride
 from daf.execution.plain_call import (
     autocast_objection,
     autograd_objection,
@@ -17,6 +16,7 @@ from daf.execution.plain_call import (
     is_plain,
     is_plain_float,
 )
+from daf.saved_tensors.norm_inputs import channel_stride
 from daf.store.normalised import Geometry, Running
 from daf.store.norms import channel_norms
 

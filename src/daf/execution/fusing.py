@@ -30,7 +30,7 @@ from daf.execution.fusion import (
     with_tensors,
 )
 from daf.execution.rectifiers import Rectifier, read_rectifier
-from daf.execution.treatments import SMALL_BYTES
+from daf.saved_tensors.packer import SMALL_BYTES
 from daf.torch_compat.operator_mode import Listener, OperatorMode, Substitute
 
 

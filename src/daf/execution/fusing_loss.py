@@ -24,7 +24,7 @@ from daf.core.errors import FusionError
 from daf.core.reports import FusionReport
 from daf.execution.chunked import chunked_cross_entropy
 from daf.execution.fusion import METADATA, tensors_among, with_tensors
-from daf.execution.sites import SiteTracker
+from daf.saved_tensors.sites import SiteTracker
 
 PATTERN = "linear + cross_entropy"
 # Of fewer logits for each number given there is little to save, and of small ones as well.

@@ -19,7 +19,6 @@ from daf.codecs.layout import layout_of
 from daf.core.policy import KEEP, Method, Need, Site, Treatment
 from daf.core.reports import FusionReport
 from daf.execution.carrying import CountingHolder, NormCarrier, told_of
-from daf.execution.derivation import Derivation
 from daf.execution.fused_smooth import (
     LEAST_BITS,
     FusedSmooth,
@@ -28,15 +27,16 @@ from daf.execution.fused_smooth import (
     shared_treatment,
     values_of,
 )
-from daf.execution.held import Recipe, Rederived, Term
-from daf.execution.normalisation import channel_stride
 from daf.execution.plain_call import (
     autocast_objection,
     autograd_objection,
     has_usual_strides,
     is_plain_float,
 )
-from daf.execution.treatments import SMALL_BYTES
+from daf.saved_tensors.derivation import Derivation
+from daf.saved_tensors.norm_inputs import channel_stride
+from daf.saved_tensors.packed_tensor import Recipe, Rederived, Term
+from daf.saved_tensors.packer import SMALL_BYTES
 from daf.torch_compat.ownership import sole_holders
 
 _UNREAD = "no layer behind it reads its result in backward"

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from daf.core.reports import FusionReport
 from daf.execution.fused_call import NormArguments
-from daf.execution.provenance import ADDITIONS
 from daf.execution.rectifiers import Rectifier, read_rectifier
+from daf.saved_tensors.provenance import ADDITIONS
 
 # Reading these of a result tells nothing of its content, and they are the same without any.
 METADATA: frozenset[Any] = frozenset(

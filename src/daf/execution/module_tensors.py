@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
 from daf.core.errors import SavedTensorError
-from daf.execution.accounting import strided_parts
+from daf.saved_tensors.ledger import strided_parts
 
 Slot = tuple[int, str]  # the id of a module's own dictionary, and a name in it
 

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from daf.codecs.dispatch import norm_part_bytes_on
 from daf.codecs.layout import content_key
 from daf.core.policy import KEEP, Method, Need, Reading, Site, Treatment
-from daf.execution.accounting import Source, Sources
 from daf.execution.fused_smooth import SmoothHeld, decoded_bytes_on
-from daf.execution.held import Held, Kept, Rederived, Saved, is_asking
-from daf.execution.observation import (
+from daf.memory.domain import MemoryDomain, device_of
+from daf.saved_tensors.ledger import Source, Sources
+from daf.saved_tensors.observation import (
     NO_CALL,
     MethodTime,
     ModuleCall,
@@ -33,7 +33,7 @@ from daf.execution.observation import (
     SavedTensor,
     Watcher,
 )
-from daf.memory.domain import MemoryDomain, device_of
+from daf.saved_tensors.packed_tensor import Held, Kept, Rederived, Saved, is_asking
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.pytree import tensors_in_batch
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
-from daf.execution.provenance import RELUS
+from daf.saved_tensors.provenance import RELUS
 
 _BOUNDED = frozenset({F.hardtanh, F.hardtanh_})
 _SIX = 6.0

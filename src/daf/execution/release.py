@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from daf.core.errors import CommittedStepError, ReleaseRefusedError
-from daf.execution.accounting import strided_parts
+from daf.saved_tensors.ledger import strided_parts
 from daf.torch_compat import compiler
 from daf.torch_compat.parameter_reads import ParameterReads
 

@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from daf.codecs.scratch import Scratch
 from daf.core.errors import SavedTensorError, UnknownNameError
 from daf.core.policy import Site
-from daf.execution.accounting import Holding
 from daf.execution.call_inputs import Inputs, distinct_tensors
 from daf.execution.call_state import CallState
-from daf.execution.held import Held, Saved
+from daf.saved_tensors.ledger import Holding
+from daf.saved_tensors.packed_tensor import Held, Saved
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.compiler_stance import eagerly
 

@@ -11,10 +11,10 @@ from torch.nn.parameter import is_lazy
 
 from daf.codecs.scratch import Scratch
 from daf.core.policy import Method, Need, Site, Treatment
-from daf.execution.accounting import Holding, Ledger, Source, Sources, strided_parts
-from daf.execution.held import Held, Kept, Saved
-from daf.execution.sites import SiteRecord, SiteTracker
-from daf.execution.treatments import Treater, is_integer
+from daf.saved_tensors.ledger import Holding, Ledger, Source, Sources, strided_parts
+from daf.saved_tensors.packed_tensor import Held, Kept, Saved
+from daf.saved_tensors.packer import Treater, is_integer
+from daf.saved_tensors.sites import SiteRecord, SiteTracker
 from daf.torch_compat.parameter_reads import ParameterReads
 
 # Holds a saved tensor as the policy says.

@@ -14,28 +14,28 @@ from daf.codecs.dispatch import Coder
 from daf.codecs.scratch import Scratch
 from daf.core.errors import CodecError
 from daf.core.policy import DERIVED, KEEP, Need, Policy, Site, Treatment
-from daf.execution.accounting import Ledger, Plain, Source, Sources, Unmade, strided_parts
 from daf.execution.carrying import NormCarrier
 from daf.execution.chunking import substitute
-from daf.execution.derivation import Derivation
-from daf.execution.evictions import Evictions
 from daf.execution.fused_rows_call import is_row_norm
 from daf.execution.fusing import Fusing
 from daf.execution.fusing_loss import LossFusing, LossFusion
 from daf.execution.fusing_rows import RowFusing, RowFusion
 from daf.execution.fusing_smooth import SmoothFusing, SmoothFusion, is_smooth
 from daf.execution.fusion import Fusion
-from daf.execution.held import Held, Kept, Saved
-from daf.execution.job import Call, Job
-from daf.execution.observation import Save, Watcher
-from daf.execution.provenance import ADDITIONS, FOLLOWED, Operands, Provenance
 from daf.execution.replay import ReplayLog, Replays
 from daf.execution.replay_keeper import ReplayKeeper
-from daf.execution.rules import name_saves, need_of, parameter_behind
-from daf.execution.sites import SiteRecord, SiteTracker, mix_key
-from daf.execution.treatments import Treater, is_integer, is_treatable
 from daf.offload.host_codes import HostCodes
 from daf.offload.spill import SpillStore
+from daf.saved_tensors.backward_rules import name_saves, need_of, parameter_behind
+from daf.saved_tensors.derivation import Derivation
+from daf.saved_tensors.evictions import Evictions
+from daf.saved_tensors.ledger import Ledger, Plain, Source, Sources, Unmade, strided_parts
+from daf.saved_tensors.observation import Save, Watcher
+from daf.saved_tensors.pack_request import Call, Job
+from daf.saved_tensors.packed_tensor import Held, Kept, Saved
+from daf.saved_tensors.packer import Treater, is_integer, is_treatable
+from daf.saved_tensors.provenance import ADDITIONS, FOLLOWED, Operands, Provenance
+from daf.saved_tensors.sites import SiteRecord, SiteTracker, mix_key
 from daf.torch_compat.operator_mode import Substitute
 from daf.torch_compat.parameter_reads import ParameterReads
 from daf.torch_compat.pytree import tensors_in_batch

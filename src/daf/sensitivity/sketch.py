@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from daf.execution.sites import mix_key
+from daf.saved_tensors.sites import mix_key
 
 BUCKETS = 509  # prime, so that no stride of a weight's shape falls into the same buckets
 _ROWS_AT_ONCE = 2048

@@ -19,9 +19,9 @@ from daf.codecs.scratch import Scratch
 from daf.core.code_format import BLOCK_ELEMENTS
 from daf.core.errors import SavedTensorError
 from daf.core.policy import Need, Site
-from daf.execution.accounting import Holding, Ledger, Plain
-from daf.execution.derivation import Derivation
 from daf.offload.spill import SpillRecord, SpillStore
+from daf.saved_tensors.derivation import Derivation
+from daf.saved_tensors.ledger import Holding, Ledger, Plain
 
 
 class _Sized(Protocol):

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from daf.codecs.cpu import Channels
 from daf.codecs.scratch import Scratch
-from daf.execution.held import Kept
-from daf.execution.rules import BATCH_NORMS, saved_in
+from daf.saved_tensors.backward_rules import BATCH_NORMS, saved_in
+from daf.saved_tensors.packed_tensor import Kept
 
 
 class Normalisation(NamedTuple):

@@ -11,9 +11,9 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from daf.core.policy import Method, Need, Reading, Site, Treatment
-from daf.execution.accounting import Source
-from daf.execution.derivation import Derivation
-from daf.execution.held import Held, Saved
+from daf.saved_tensors.derivation import Derivation
+from daf.saved_tensors.ledger import Source
+from daf.saved_tensors.packed_tensor import Held, Saved
 
 NO_CALL = -1
 SMALLEST_TIMED_BYTES = 1 << 18

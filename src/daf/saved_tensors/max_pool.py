@@ -17,7 +17,7 @@ from torch import Tensor
 from daf.codecs.dispatch import Packed
 from daf.codecs.layout import Layout
 from daf.codecs.scratch import Scratch
-from daf.execution.held import Held, Stored
+from daf.saved_tensors.packed_tensor import Held, Stored
 
 
 class Windows(NamedTuple):

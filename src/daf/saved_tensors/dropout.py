@@ -12,10 +12,10 @@ from torch import Tensor
 
 from daf.codecs.cpu import Channels
 from daf.codecs.layout import layout_of
-from daf.execution.accounting import Ledger
-from daf.execution.held import Recipe, Rederived, Stored, Term, TwoValues
-from daf.execution.job import Job, result_made_by
-from daf.execution.provenance import Provenance
+from daf.saved_tensors.ledger import Ledger
+from daf.saved_tensors.pack_request import Job, result_made_by
+from daf.saved_tensors.packed_tensor import Recipe, Rederived, Stored, Term, TwoValues
+from daf.saved_tensors.provenance import Provenance
 from daf.torch_compat.pytree import tensors_in_batch
 
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from daf.core.policy import Need, Site, Treatment
-from daf.execution.accounting import Source
-from daf.execution.held import Saved
-from daf.execution.provenance import Operands, is_made_by
-from daf.execution.rules import tensors_in
+from daf.saved_tensors.backward_rules import tensors_in
+from daf.saved_tensors.ledger import Source
+from daf.saved_tensors.packed_tensor import Saved
+from daf.saved_tensors.provenance import Operands, is_made_by
 
 
 class Call(NamedTuple):

@@ -23,9 +23,9 @@ from torch import Tensor
 from daf.codecs.dispatch import Mask
 from daf.codecs.layout import is_dense
 from daf.core.policy import Method
-from daf.execution.derivation import Derivation
-from daf.execution.held import Held, Recipe, Stored, Term
-from daf.execution.rules import ALIASES
+from daf.saved_tensors.backward_rules import ALIASES
+from daf.saved_tensors.derivation import Derivation
+from daf.saved_tensors.packed_tensor import Held, Recipe, Stored, Term
 
 MOST_TERMS = 4  # decoding a recipe costs one pass for each term
 _MOST_ADDITIONS = 3

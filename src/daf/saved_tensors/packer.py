@@ -18,9 +18,15 @@ from daf.codecs.scratch import Scratch
 from daf.core.code_format import Predicate
 from daf.core.errors import CodecError
 from daf.core.policy import KEEP, Method, Need, Site, Treatment
-from daf.execution.accounting import Holding, Ledger, Source
-from daf.execution.dropping import Dropping
-from daf.execution.held import (
+from daf.offload.spill import SpillRecord, SpillStore
+from daf.saved_tensors.activation_codes import smooth_code
+from daf.saved_tensors.backward_rules import saved_in, sign_rule
+from daf.saved_tensors.dropout import Dropping
+from daf.saved_tensors.ledger import Holding, Ledger, Source
+from daf.saved_tensors.max_pool import WindowPlaces, windows_of
+from daf.saved_tensors.norm_inputs import normalisation_of
+from daf.saved_tensors.pack_request import Job, is_result, result_made_by
+from daf.saved_tensors.packed_tensor import (
     Averaged,
     Derivative,
     Held,
@@ -36,13 +42,7 @@ from daf.execution.held import (
     Term,
     TwoValues,
 )
-from daf.execution.job import Job, is_result, result_made_by
-from daf.execution.normalisation import normalisation_of
-from daf.execution.pooling import WindowPlaces, windows_of
-from daf.execution.provenance import Provenance
-from daf.execution.rules import saved_in, sign_rule
-from daf.execution.smooth import smooth_code
-from daf.offload.spill import SpillRecord, SpillStore
+from daf.saved_tensors.provenance import Provenance
 
 _PART_ELEMENTS = 1 << 18
 SMALL_BYTES = 4096  # smaller tensors are kept: their codes' headers and our objects cost as much

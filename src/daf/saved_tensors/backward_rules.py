@@ -16,7 +16,7 @@ from torch import Tensor
 
 from daf.core.code_format import Predicate
 from daf.core.policy import Need
-from daf.execution.held import Saved, all_asked_for, asked_for
+from daf.saved_tensors.packed_tensor import Saved, all_asked_for, asked_for
 
 # Slots of matrix products: (one side, other side). Their need depends on the other side.
 PRODUCT_SLOTS: Mapping[str, tuple[str, str]] = {
