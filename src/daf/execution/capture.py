@@ -50,7 +50,6 @@ from daf.execution.fusing_rows import RowFusion
 from daf.execution.fusing_smooth import SmoothFusion
 from daf.execution.fusion import Fusion
 from daf.execution.observer import Observer, watched
-from daf.execution.replay import ReplayLog
 from daf.execution.running import Fusions, Parts, Running
 from daf.memory.domain import MemoryDomain, ProcessMemory
 from daf.offload.host_codes import HostCodes, HostOptions
@@ -59,6 +58,7 @@ from daf.pool.default import make_store
 from daf.pool.device_pools import DeviceStores
 from daf.pool.paged_pool import PagedStore
 from daf.pool.store import Store
+from daf.recompute.replay import ReplayLog
 from daf.saved_tensors.evictions import Evictions
 from daf.saved_tensors.ledger import Ledger, Sources
 from daf.saved_tensors.observation import Watcher

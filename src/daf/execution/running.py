@@ -22,10 +22,10 @@ from daf.execution.fusing_loss import LossFusing, LossFusion
 from daf.execution.fusing_rows import RowFusing, RowFusion
 from daf.execution.fusing_smooth import SmoothFusing, SmoothFusion, is_smooth
 from daf.execution.fusion import Fusion
-from daf.execution.replay import ReplayLog, Replays
-from daf.execution.replay_keeper import ReplayKeeper
 from daf.offload.host_codes import HostCodes
 from daf.offload.spill import SpillStore
+from daf.recompute.holder import ReplayKeeper
+from daf.recompute.replay import ReplayLog, Replays
 from daf.saved_tensors.backward_rules import name_saves, need_of, parameter_behind
 from daf.saved_tensors.derivation import Derivation
 from daf.saved_tensors.evictions import Evictions

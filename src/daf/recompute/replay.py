@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from daf.codecs.scratch import Scratch
 from daf.core.errors import SavedTensorError, UnknownNameError
 from daf.core.policy import Site
-from daf.execution.call_inputs import Inputs, distinct_tensors
-from daf.execution.call_state import CallState
+from daf.recompute.call_inputs import Inputs, distinct_tensors
+from daf.recompute.call_state import CallState
 from daf.saved_tensors.ledger import Holding
 from daf.saved_tensors.packed_tensor import Held, Saved
 from daf.torch_compat.compiled_modules import CompiledModules

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from daf.execution.module_tensors import ModuleTensors, Slot
+from daf.recompute.module_tensors import ModuleTensors, Slot
 
 Count = Callable[[int], Any]  # begins to count bytes, for as long as what it returns lives
 # A call may write a buffer and leave its value as it was: a mean that is 0 already, of channels
