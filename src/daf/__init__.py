@@ -3,8 +3,8 @@
 from daf.core.errors import BudgetError, DafError, NonFiniteLossError
 from daf.core.plan import Plan
 from daf.core.step_report import StepReport
-from daf.execution.chunked import chunked_cross_entropy
 from daf.execution.compression import compress
+from daf.operators.chunked.cross_entropy import chunked_cross_entropy
 from daf.session import Session
 
 __all__ = [

@@ -21,7 +21,6 @@ from torch import nn
 from daf.core.policy import Policy, coded_policy, plain_policy, with_planned_operators
 from daf.core.profile import ZERO, Affine, DeviceSpeeds, Profile
 from daf.execution.capture import Capture
-from daf.execution.chunked_backward import chunk_bytes_on
 from daf.execution.microbatch import (
     LossFunction,
     batch_size,
@@ -42,6 +41,7 @@ from daf.model_bytes import (
     update_bytes,
 )
 from daf.offload.spill import SpillOptions
+from daf.operators.chunked.weight_gradient import chunk_bytes_on
 from daf.planning import planner
 from daf.planning.calibration import calibrated
 from daf.planning.candidate import MARGIN_BYTES

@@ -16,9 +16,9 @@ from daf.bench import operator_speed
 from daf.bench.operator_cases import full_cases, image_cases, text_cases
 from daf.bench.traffic import counting
 from daf.cli.bench import app
-from daf.execution import chunked_backward
 from daf.execution.compression import compress
-from daf.store.normalised import Geometry, Running, Sums, take_factors, take_statistics
+from daf.operators.chunked import weight_gradient
+from daf.operators.norms.channels_cpu import Geometry, Running, Sums, take_factors, take_statistics
 
 TINY = operator_speed.SpeedJob((*image_cases(8, 16, 16), *text_cases(256, 64, 100)), rounds=2)
 NAMES = {
@@ -38,7 +38,7 @@ NAMES = {
 @pytest.fixture(scope="module")
 def result() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunked_backward, "CHUNK_BYTES", 1 << 14)
+        patch.setattr(weight_gradient, "CHUNK_BYTES", 1 << 14)
         return operator_speed.run(TINY)
 
 
@@ -61,7 +61,7 @@ def test_figures_follow_from_the_rows(result: Any) -> None:
 
 @pytest.mark.parametrize("case", TINY.cases, ids=lambda case: f"{case.name} {case.shape[1]}")
 def test_every_operator_is_what_it_is_called_and_computes_the_same(case, monkeypatch) -> None:
-    monkeypatch.setattr(chunked_backward, "CHUNK_BYTES", 1 << 14)
+    monkeypatch.setattr(weight_gradient, "CHUNK_BYTES", 1 << 14)
     group = operator_speed.contestants_of(case, 8)
     found: dict[str, tuple[list[Any], list[torch.Tensor]]] = {}
     for each in group:

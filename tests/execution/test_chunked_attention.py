@@ -18,10 +18,10 @@ from largest import Largest
 from torch import Tensor, nn
 
 from daf.core.policy import Method, Need, Policy, Treatment, coded_policy
-from daf.execution import chunked_attention
-from daf.execution.chunked_attention import attention
-from daf.execution.chunked_backward import CHUNK_BYTES
 from daf.execution.compression import compress
+from daf.operators.chunked import attention as chunked_attention
+from daf.operators.chunked.attention import attention
+from daf.operators.chunked.weight_gradient import CHUNK_BYTES
 
 LARGE = (32, 4, 128, 8)  # weights of 8 MiB, of which a chunk has 2
 

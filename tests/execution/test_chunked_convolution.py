@@ -16,8 +16,8 @@ from daf.codecs.layout import layout_of
 from daf.codecs.scratch import Scratch
 from daf.core.code_format import Predicate
 from daf.core.policy import Method, Treatment
-from daf.execution import chunked_backward
 from daf.execution.compression import compress
+from daf.operators.chunked import weight_gradient
 from daf.pool.paged_pool import PagedStore
 from daf.pool.store import PlainStore
 from daf.saved_tensors.ledger import Ledger
@@ -28,7 +28,7 @@ FORMATS = [torch.contiguous_format, torch.channels_last]
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked_backward, "CHUNK_BYTES", 3000)
+    monkeypatch.setattr(weight_gradient, "CHUNK_BYTES", 3000)
 
 
 def recipe_of(shape: tuple[int, ...], layout: Any, bits: int, store: Any) -> Rederived:
@@ -64,7 +64,7 @@ def test_a_part_is_a_part_of_the_whole(shape, layout, bits, paged, data) -> None
 
 def test_chunks_cover_the_batch_in_order() -> None:
     for shape in ((7, 10, 10, 10), (1, 100, 10, 10), (64, 3, 2, 2), (5, 8, 9, 9)):
-        chunks = chunked_backward.chunks_of(shape)
+        chunks = weight_gradient.chunks_of(shape)
         assert [first for first, _ in chunks] == [0, *(last for _, last in chunks[:-1])]
         assert chunks[-1][1] == shape[0]
         image_bytes = 4 * shape[1] * shape[2] * shape[3]

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from daf.codecs.cpu import ValueCode
 from daf.core.policy import Method
-from daf.execution import chunked_backward
 from daf.execution.compression import compress
+from daf.operators.chunked import weight_gradient
 from daf.torch_compat.parameter_reads import DECLARATION
 
 SHAPES = [(9, 40), (7, 6, 40), (5, 2, 3, 40)]
@@ -20,7 +20,7 @@ SHAPES = [(9, 40), (7, 6, 40), (5, 2, 3, 40)]
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked_backward, "CHUNK_BYTES", 600)
+    monkeypatch.setattr(weight_gradient, "CHUNK_BYTES", 600)
 
 
 def make(shape: tuple[int, ...], width: int = 24, *, bias: bool = True) -> tuple[Any, Tensor]:
@@ -113,7 +113,7 @@ def test_no_more_than_a_chunk_is_decoded_at_a_time(monkeypatch: pytest.MonkeyPat
         out = model(torch.tanh(x))
     decoded.clear()
     out.sum().backward()
-    chunks = chunked_backward.chunks_of(x.shape)
+    chunks = weight_gradient.chunks_of(x.shape)
     assert len(chunks) == -(-x.nbytes // 600)
     parts = [count for count in decoded if count != x.numel()]  # tanh's own is whole
     assert len(parts) == len(chunks)
@@ -123,7 +123,7 @@ def test_no_more_than_a_chunk_is_decoded_at_a_time(monkeypatch: pytest.MonkeyPat
 def test_the_formulas_are_the_derivative() -> None:
     """In float64, by finite differences, chunk by chunk."""
     torch.manual_seed(3)
-    from daf.execution.chunked_linear import _Linear
+    from daf.operators.chunked.linear import _Linear
 
     x, weight, bias = (
         torch.randn(shape, dtype=torch.float64, requires_grad=True)
@@ -148,9 +148,9 @@ def test_the_formulas_are_the_derivative() -> None:
 
 
 def test_it_declares_that_it_reads_only_what_it_saved() -> None:
-    from daf.execution.chunked_convolution import ChunkedConvolution
-    from daf.execution.chunked_linear import ChunkedLinear
-    from daf.execution.fused import FusedNorm
+    from daf.operators.batch_norm.function import FusedNorm
+    from daf.operators.chunked.convolution import ChunkedConvolution
+    from daf.operators.chunked.linear import ChunkedLinear
 
     for function in (ChunkedConvolution, ChunkedLinear, FusedNorm):
         assert getattr(function, DECLARATION) is True

@@ -36,20 +36,17 @@ from daf.core.policy import (
     with_host_codes,
 )
 from daf.core.reports import CaptureStats, SiteReport
-from daf.execution import (
-    chunked_backward,
-    fused_smooth,
-    fusing,
-    fusing_rows,
-    fusing_smooth,
-    gradient_step,
-    plain_call,
-)
+from daf.execution import gradient_step
 from daf.execution.capture import Capture
 from daf.execution.compression import compress
 from daf.offload.collaborative_packing import Route
 from daf.offload.host_codes import HostCodes, HostMemoryWarning, HostOptions
 from daf.offload.routing import Sent
+from daf.operators import eligibility
+from daf.operators.activation import function, mode
+from daf.operators.batch_norm import mode
+from daf.operators.chunked import weight_gradient
+from daf.operators.row_norm import mode
 from daf.pool import host_planes
 from daf.pool.device_pools import DeviceStores
 from daf.pool.host_planes import HostStore
@@ -67,7 +64,7 @@ if not (INTERPRETED or torch.cuda.is_available()):
 from simulated_device import LateTransfers
 from waits import without_waiting
 
-from daf.store import device_normalised
+from daf.operators.norms import channels_cuda
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 RAW_BYTES = 32 << 20 if not INTERPRETED else 4 * 8192 * 4  # on their way to be packed
@@ -323,11 +320,11 @@ def test_a_step_waits_for_nothing_before_it_looks_at_its_loss(
 @pytest.fixture
 def fuse_everything(code_everything: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """No operator is too small to be fused, and few elements are a part or a chunk."""
-    for module in (fusing, fusing_rows, fusing_smooth):
+    for module in (mode, mode, mode):
         monkeypatch.setattr(module, "SMALL_BYTES", 1)
-    monkeypatch.setattr(chunked_backward, "CHUNK_BYTES", 2500)
-    monkeypatch.setattr(fused_smooth, "_BLOCKS_AT_A_TIME", 3)
-    monkeypatch.setattr(device_normalised, "PART_BYTES", 4 << 10)
+    monkeypatch.setattr(weight_gradient, "CHUNK_BYTES", 2500)
+    monkeypatch.setattr(function, "_BLOCKS_AT_A_TIME", 3)
+    monkeypatch.setattr(channels_cuda, "PART_BYTES", 4 << 10)
 
 
 @interpreted_only
@@ -382,7 +379,7 @@ def test_while_work_is_recorded_nothing_is_fused_or_coded(
     fuse_everything: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is run again later would write pages again that have become someone else's."""
-    for module in (plain_call, packer):
+    for module in (eligibility, packer):
         monkeypatch.setattr(module, "is_recorded", lambda _: True)
     _, sites, capture = step(with_fused_operators(policy_for(2)), steps=2, pixels=8)
     assert {site.treatment.method for site in sites} == {Method.KEEP}

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from daf.core.errors import SavedTensorError
 from daf.core.policy import Method, Need, coded_policy
-from daf.execution import fused
 from daf.execution.capture import Capture
 from daf.execution.compression import compress
+from daf.operators.batch_norm import function
 
 FORMATS = [torch.contiguous_format, torch.channels_last]
 
@@ -399,14 +399,14 @@ def test_a_gradient_that_others_hold_is_not_written_over(holder: str) -> None:
 def test_a_gradient_of_one_s_own_is_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise backward would need another tensor of that size."""
     owned_and_used: list[tuple[bool, bool]] = []
-    backward = fused.NormHeld.backward
+    backward = function.NormHeld.backward
 
     def spy(self: Any, gradient: Tensor, needs: Any, *, owned: bool) -> Any:
         found = backward(self, gradient, needs, owned=owned)
         owned_and_used.append((owned, found.x.data_ptr() == gradient.data_ptr()))
         return found
 
-    monkeypatch.setattr(fused.NormHeld, "backward", spy)
+    monkeypatch.setattr(function.NormHeld, "backward", spy)
     x = torch.randn(4, 8, 9, 9, requires_grad=True)
     out, _ = fused_step(x)
     (out * 2).sum().backward()

@@ -16,7 +16,7 @@ from daf.core.errors import FusionError
 from daf.core.policy import plain_policy, with_fused_operators
 from daf.execution.capture import Capture
 from daf.execution.compression import compress
-from daf.execution.fusing_loss import LEAST_CLASSES, LEAST_GROWTH, PATTERN, LossFusing
+from daf.operators.linear_cross_entropy import LEAST_CLASSES, LEAST_GROWTH, PATTERN, LossFusing
 
 BATCH, LENGTH, WIDTH, CLASSES = 3, 150, 16, 2048
 CHUNK_ROWS = 128

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from daf.codecs.cpu import ValueCode
 from daf.core.errors import DafError, SavedTensorError
 from daf.core.policy import KEEP, Method, Need, coded_policy
-from daf.execution import fused_rows
 from daf.execution.capture import Capture
 from daf.execution.compression import compress
+from daf.operators.row_norm import function
 
 
 class Normed(nn.Module):
@@ -222,7 +222,7 @@ def test_one_code_serves_the_norm_and_every_linear_layer_behind(kind, chunked) -
 
 def test_backward_decodes_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ValueCode, "decode", None)
-    monkeypatch.setattr(fused_rows.RowsHeld, "restore", None)
+    monkeypatch.setattr(function.RowsHeld, "restore", None)
     model = Normed(make(nn.LayerNorm, 64))
     x = torch.randn(64, 64, requires_grad=True)
     with compress(model, 2, fused=True):

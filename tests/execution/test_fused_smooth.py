@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from daf.codecs.cpu import ValueCode
 from daf.core.policy import KEEP, Method, Need, Treatment, coded_policy
-from daf.execution import fused_smooth
 from daf.execution.compression import compress
+from daf.operators.activation import function
 from daf.pool.store import PlainStore
 
 ACTIVATIONS = [nn.GELU(), nn.GELU(approximate="tanh"), nn.SiLU()]
@@ -143,7 +143,7 @@ def test_the_documents_table_is_measured() -> None:
     policy_bits = {1: 2, 2: 2, 3: 3, 4: 4}  # of the derivative code
     for bits, apart, shared, *errors in table_rows():
         linear = Treatment(Method.ROTATED, int(bits))
-        one_code = fused_smooth.shared_treatment(linear)
+        one_code = function.shared_treatment(linear)
         assert one_code is not None
         header = 0.125
         assert apart == pytest.approx(bits + policy_bits[int(bits)] + header, abs=0.05)
@@ -209,7 +209,7 @@ def test_a_convolution_in_channels_last_memory_is_served() -> None:
 
 
 def test_backward_decodes_a_part_at_a_time_and_writes_over_its_gradient(monkeypatch) -> None:
-    monkeypatch.setattr(fused_smooth, "_BLOCKS_AT_A_TIME", 3)
+    monkeypatch.setattr(function, "_BLOCKS_AT_A_TIME", 3)
     sizes: list[int] = []
     decode = ValueCode.decode
 
@@ -219,14 +219,14 @@ def test_backward_decodes_a_part_at_a_time_and_writes_over_its_gradient(monkeypa
 
     monkeypatch.setattr(ValueCode, "decode", spy)
     owned_and_used: list[tuple[bool, bool]] = []
-    backward = fused_smooth.SmoothHeld.backward
+    backward = function.SmoothHeld.backward
 
     def watch(self: Any, gradient: Tensor, *, owned: bool) -> Tensor:
         found = backward(self, gradient, owned=owned)
         owned_and_used.append((owned, found.data_ptr() == gradient.data_ptr()))
         return found
 
-    monkeypatch.setattr(fused_smooth.SmoothHeld, "backward", watch)
+    monkeypatch.setattr(function.SmoothHeld, "backward", watch)
     x = torch.randn(10, 333, requires_grad=True)
     activation = nn.GELU()
     with compress(activation, 8, fused=True):

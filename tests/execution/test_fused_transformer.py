@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from daf.bench.levered import LEVERS, LeveredLoop
 from daf.core.policy import Method
-from daf.execution import chunked_backward
+from daf.operators.chunked import weight_gradient
 
 
 class Gated(nn.Module):
@@ -62,7 +62,7 @@ def test_uncoded_training_is_plain_s(norm_first: bool) -> None:
 
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_coded_training_stays_close_and_codes_are_shared(norm_first, monkeypatch) -> None:
-    monkeypatch.setattr(chunked_backward, "CHUNK_BYTES", 1 << 13)
+    monkeypatch.setattr(weight_gradient, "CHUNK_BYTES", 1 << 13)
     losses, _, _ = train(norm_first, (), "plain")
     found, _, loop = train(norm_first, LEVERS, 4)
     assert found == pytest.approx(losses, rel=0.02)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from daf.core.errors import CodecError, FusionError
 from daf.core.policy import Method, Need, Policy, Treatment
 from daf.execution.compression import compress
-from daf.execution.fusion import (
+from daf.operators.batch_norm.pattern import (
     ALONE,
     WITH_ADDITION,
     WITH_ADDITION_6,

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from daf.execution import chunked_backward
 from daf.execution.compression import compress
+from daf.operators.chunked import weight_gradient
 from daf.torch_compat.ownership import is_held_by_none_but
 
 KEEPERS: dict[str, Callable[[Tensor], Any]] = {
@@ -131,7 +131,7 @@ class _Spy(torch.autograd.Function):
 def test_a_convolution_s_gradient_is_written_over_its_result_s(
     channels: int, keep: bool, layout: torch.memory_format, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunked_backward, "CHUNK_BYTES", 3000)
+    monkeypatch.setattr(weight_gradient, "CHUNK_BYTES", 3000)
     torch.manual_seed(2)
     conv = nn.Conv2d(8, channels, 3, padding=1).to(memory_format=layout)
     x = torch.randn(9, 8, 12, 12).to(memory_format=layout).requires_grad_()

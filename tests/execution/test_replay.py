@@ -30,8 +30,8 @@ from daf.core.policy import (
     exact_policy,
     plain_policy,
 )
-from daf.execution import chunked_backward, chunked_convolution
 from daf.execution.capture import Capture
+from daf.operators.chunked import convolution, weight_gradient
 from daf.pool.store import PlainStore
 
 WIDTH = 32
@@ -627,14 +627,14 @@ def test_fused_operators_are_refused() -> None:
 def test_convolutions_inside_replayed_calls_are_not_chunked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole, ran = chunked_convolution.conv2d, []
+    whole, ran = convolution.conv2d, []
 
     def conv2d(*arguments: Any, **keywords: Any) -> Tensor:
         ran.append(arguments[0].shape)
         return whole(*arguments, **keywords)
 
-    monkeypatch.setattr(chunked_backward, "CHUNK_BYTES", 1000)
-    monkeypatch.setattr(chunked_convolution, "conv2d", conv2d)
+    monkeypatch.setattr(weight_gradient, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(convolution, "conv2d", conv2d)
     model, x = nn.Sequential(nn.Conv2d(3, 3, 3)), torch.randn(4, 3, 8, 8)
     policy = replace(plain_policy(), chunked=True)
     step(model, policy, lambda m: m(x).square().sum())

@@ -42,8 +42,8 @@ from daf.kernels.triton import channel_norm as triton_norm
 from daf.kernels.triton import row_norm as triton_rows
 from daf.kernels.triton.launch import Affine
 from daf.kernels.triton.planes import DevicePlanes, allocate_flat
-from daf.store import device_normalised
-from daf.store.normalised import Geometry, Running
+from daf.operators.norms import channels_cuda
+from daf.operators.norms.channels_cpu import Geometry, Running
 
 F32 = ElementType.FLOAT32
 # (count, channels, inner): channels-last and contiguous, ragged, spans that channels cross.
@@ -359,10 +359,10 @@ def test_a_normalisation_runs_its_own_kernels_and_no_operators_beside() -> None:
     affine = Affine(*torch.empty(2, 12, dtype=torch.float32, device=DEVICE).unbind(), 100)
     versions = [each._version for each in running[:2]]
     with Operators() as seen:
-        statistics = device_normalised.take_statistics(x, geometry, 1e-5, running)
-        values = device_normalised.KeptValues(x, statistics.forward(1))
-        sums = device_normalised.sum_gradient(values, x, None, None, geometry)
-        device_normalised.take_factors(
+        statistics = channels_cuda.take_statistics(x, geometry, 1e-5, running)
+        values = channels_cuda.KeptValues(x, statistics.forward(1))
+        sums = channels_cuda.sum_gradient(values, x, None, None, geometry)
+        channels_cuda.take_factors(
             sums, geometry, statistics.inverse_deviation, vector, (vector, None)
         )
         triton_rows.measure_rows(x, affine, 1e-5, centred=True)

@@ -17,7 +17,7 @@ from daf.kernels import ChannelSums, GradientFactors, RunningMoments
 from daf.kernels.cpu import channel_norm
 from daf.kernels.reference import channel_norm as reference_norm
 from daf.kernels.reference.reductions import Sums
-from daf.store.normalised import Geometry, Running, take_statistics
+from daf.operators.norms.channels_cpu import Geometry, Running, take_statistics
 
 any_float = st.floats(width=64, allow_nan=True, allow_infinity=True)
 single = st.floats(width=32, allow_nan=True, allow_infinity=True)

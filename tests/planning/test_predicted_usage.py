@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from daf.core.policy import Policy, Reading
-from daf.execution import chunked_backward
 from daf.execution.capture import Capture
 from daf.memory.recycling_allocator import unsupported_reason
 from daf.memory.statistics import reset_peaks, stats
+from daf.operators.chunked import weight_gradient
 from daf.planning.candidate import Candidate
 from daf.planning.greedy import lawful
 from daf.planning.options import Allowed
@@ -202,7 +202,7 @@ def test_fused_and_chunked_steps_peak_as_predicted_too(
     make: Callable[[], tuple[nn.Module, Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunk_bytes = 256 * 1024  # an eighth of the largest activations here
-    monkeypatch.setattr(chunked_backward, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(weight_gradient, "CHUNK_BYTES", chunk_bytes)
     step = Step(make, fused=True)
     with step.session:
         assert step.profile is not None

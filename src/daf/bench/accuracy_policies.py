@@ -49,9 +49,9 @@ from daf.core.policy import (
 )
 from daf.core.reports import SiteReport
 from daf.execution.capture import Capture
-from daf.execution.chunked_backward import CHUNK_BYTES
 from daf.execution.microbatch import LossFunction, batch_size, read_loss
 from daf.execution.undisturbed import undisturbed
+from daf.operators.chunked.weight_gradient import CHUNK_BYTES
 from daf.sensitivity.estimate import measure_sensitivity
 from daf.sensitivity.result import Sensitivity
 

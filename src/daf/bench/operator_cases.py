@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from daf.execution.chunked import chunked_cross_entropy
+from daf.operators.chunked.cross_entropy import chunked_cross_entropy
 
 Box = list[Tensor]  # inputs are taken out of it, so that nobody else holds them
 

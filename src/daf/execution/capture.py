@@ -44,16 +44,16 @@ from daf.core.errors import PlatformError
 from daf.core.policy import Policy, Site
 from daf.core.reports import CaptureStats, FusionReport, SiteReport
 from daf.execution.compiled import apart, untraced
-from daf.execution.fusing import FusingMode
-from daf.execution.fusing_loss import LossFusion, LossMode
-from daf.execution.fusing_rows import RowFusion
-from daf.execution.fusing_smooth import SmoothFusion
-from daf.execution.fusion import Fusion
 from daf.execution.observer import Observer, watched
 from daf.execution.running import Fusions, Parts, Running
 from daf.memory.domain import MemoryDomain, ProcessMemory
 from daf.offload.host_codes import HostCodes, HostOptions
 from daf.offload.spill import SpillOptions, SpillStore
+from daf.operators.activation.mode import SmoothFusion
+from daf.operators.batch_norm.mode import FusingMode
+from daf.operators.batch_norm.pattern import Fusion
+from daf.operators.linear_cross_entropy import LossFusion, LossMode
+from daf.operators.row_norm.mode import RowFusion
 from daf.pool.default import make_store
 from daf.pool.device_pools import DeviceStores
 from daf.pool.paged_pool import PagedStore

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from daf.execution.fusing_loss import LossMode
+from daf.operators.linear_cross_entropy import LossMode
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.compiler_stance import as_the_user_wants, eagerly
 from daf.torch_compat.operator_mode import OperatorMode

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from daf.codecs.dispatch import norm_part_bytes_on
 from daf.codecs.layout import content_key
 from daf.core.policy import KEEP, Method, Need, Reading, Site, Treatment
-from daf.execution.fused_smooth import SmoothHeld, decoded_bytes_on
 from daf.memory.domain import MemoryDomain, device_of
+from daf.operators.activation.function import SmoothHeld, decoded_bytes_on
 from daf.saved_tensors.ledger import Source, Sources
 from daf.saved_tensors.observation import (
     NO_CALL,

@@ -14,16 +14,16 @@ from daf.codecs.dispatch import Coder
 from daf.codecs.scratch import Scratch
 from daf.core.errors import CodecError
 from daf.core.policy import DERIVED, KEEP, Need, Policy, Site, Treatment
-from daf.execution.carrying import NormCarrier
-from daf.execution.chunking import substitute
-from daf.execution.fused_rows_call import is_row_norm
-from daf.execution.fusing import Fusing
-from daf.execution.fusing_loss import LossFusing, LossFusion
-from daf.execution.fusing_rows import RowFusing, RowFusion
-from daf.execution.fusing_smooth import SmoothFusing, SmoothFusion, is_smooth
-from daf.execution.fusion import Fusion
 from daf.offload.host_codes import HostCodes
 from daf.offload.spill import SpillStore
+from daf.operators.activation.mode import SmoothFusing, SmoothFusion, is_smooth
+from daf.operators.batch_norm.mode import Fusing
+from daf.operators.batch_norm.pattern import Fusion
+from daf.operators.capture_context import NormCarrier
+from daf.operators.chunked.dispatch import substitute
+from daf.operators.linear_cross_entropy import LossFusing, LossFusion
+from daf.operators.row_norm.call import is_row_norm
+from daf.operators.row_norm.mode import RowFusing, RowFusion
 from daf.recompute.holder import ReplayKeeper
 from daf.recompute.replay import ReplayLog, Replays
 from daf.saved_tensors.backward_rules import name_saves, need_of, parameter_behind

@@ -24,7 +24,7 @@ from daf.kernels.triton import channel_norm as triton_norm
 from daf.kernels.triton import codecs as triton_codecs
 from daf.kernels.triton import reductions as triton_reductions
 from daf.kernels.triton.planes import DevicePlanes
-from daf.store.normalised import Geometry, Running, Statistics, Sums
+from daf.operators.norms.channels_cpu import Geometry, Running, Statistics, Sums
 
 
 class Values(Protocol):

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from daf.core.reports import FusionReport
-from daf.execution.fused_call import NormArguments
-from daf.execution.rectifiers import Rectifier, read_rectifier
+from daf.operators.batch_norm.call import NormArguments
+from daf.operators.batch_norm.relu import Rectifier, read_rectifier
 from daf.saved_tensors.provenance import ADDITIONS
 
 # Reading these of a result tells nothing of its content, and they are the same without any.

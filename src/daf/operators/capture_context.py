@@ -12,10 +12,10 @@ from daf.codecs.cpu import Channels
 from daf.codecs.dispatch import Coder, Mask, Values
 from daf.core.errors import CodecError
 from daf.core.policy import KEEP, Method, Need, Policy, Treatment
-from daf.execution.fused import FusedNorm, Holder, Norm, NormHeld, run_forward
-from daf.execution.fusion import NormSite
-from daf.execution.rectifiers import Rectifier
 from daf.kernels import RowMoments
+from daf.operators.batch_norm.function import FusedNorm, Holder, Norm, NormHeld, run_forward
+from daf.operators.batch_norm.pattern import NormSite
+from daf.operators.batch_norm.relu import Rectifier
 from daf.saved_tensors.derivation import Derivation
 from daf.saved_tensors.ledger import Ledger, Plain, Sources, Unmade
 from daf.saved_tensors.observation import Save, Watcher

@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from daf.codecs.dispatch import is_coded_on_device
-from daf.execution.fused_call import is_vector
-from daf.execution.fused_rows import RowNorm
-from daf.execution.plain_call import (
+from daf.kernels import RowMoments
+from daf.operators.batch_norm.call import is_vector
+from daf.operators.eligibility import (
     autocast_objection,
     autograd_objection,
     has_usual_strides,
     is_plain,
 )
-from daf.kernels import RowMoments
+from daf.operators.row_norm.function import RowNorm
 
 # A program there reads eight rows from end to end, and a part is at least 256 rows.
 LONGEST_ROW_ON_DEVICE = 1 << 14

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from daf.core.policy import Need
 from daf.core.reports import FusionReport
-from daf.execution.carrying import CountingHolder, NormCarrier, told_of
-from daf.execution.fused_rows import FusedRowNorm, RowNorm, RowsHeld, run_forward
-from daf.execution.fused_rows_call import objection, read_call, row_norm_of
+from daf.operators.capture_context import CountingHolder, NormCarrier, told_of
+from daf.operators.row_norm.call import objection, read_call, row_norm_of
+from daf.operators.row_norm.function import FusedRowNorm, RowNorm, RowsHeld, run_forward
 from daf.saved_tensors.ledger import Plain, Unmade
 from daf.saved_tensors.packed_tensor import Term
 from daf.saved_tensors.packer import SMALL_BYTES

@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from daf.core.policy import Need
-from daf.execution import chunked_backward
-from daf.execution.plain_call import autograd_objection, is_plain
+from daf.operators.chunked import weight_gradient
+from daf.operators.eligibility import autograd_objection, is_plain
 from daf.torch_compat.function_copies import with_globals
 
 # Of a chunk of other operators: with weights of 2 MiB at a time, which stay in a cache, forward and
@@ -195,7 +195,7 @@ def attention(*arguments: Any, chunk_bytes: int | None = None, **keywords: Any) 
     kind = _Attention(math.sqrt(scale), float(call.dropout_p), bool(call.is_causal))
     mask = call.query.new_empty(0) if call.attn_mask is None else call.attn_mask
     result: Tensor = ChunkedAttention.apply(  # type: ignore[no-untyped-call]
-        *call[:3], mask, kind, chunk_bytes or chunked_backward.CHUNK_BYTES
+        *call[:3], mask, kind, chunk_bytes or weight_gradient.CHUNK_BYTES
     )
     return result
 
@@ -247,7 +247,7 @@ def is_chunkable(
     return (
         _is_known(call)
         and 4 * math.prod(call.weights_shape) * _PARTS
-        > (chunk_bytes or chunked_backward.CHUNK_BYTES)
+        > (chunk_bytes or weight_gradient.CHUNK_BYTES)
         and not torch.is_autocast_enabled("cpu")
         and not autograd_objection(call[:3], pack)
     )

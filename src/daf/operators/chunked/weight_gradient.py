@@ -21,7 +21,7 @@ from torch import Tensor
 
 from daf.codecs.layout import Layout
 from daf.codecs.scratch import Scratch
-from daf.execution.plain_call import autograd_objection, has_usual_strides, is_plain
+from daf.operators.eligibility import autograd_objection, has_usual_strides, is_plain
 from daf.saved_tensors.packed_tensor import Kept, Rederived, all_asked_for
 
 CHUNK_BYTES = 8 << 20  # of the input; smaller ones cost convolutions more than they save

@@ -32,9 +32,9 @@ from daf.codecs.cpu import Channels
 from daf.codecs.dispatch import Mask, Values
 from daf.codecs.layout import layout_of
 from daf.codecs.scratch import Scratch
+from daf.operators.norms.channels_cpu import Geometry, Statistics
+from daf.operators.norms.dispatch import channel_norms
 from daf.saved_tensors.packed_tensor import Held, Kept, Stored, asked_for
-from daf.store.normalised import Geometry, Statistics
-from daf.store.norms import channel_norms
 from daf.torch_compat.ownership import holders_of, sole_holders
 
 

@@ -14,9 +14,9 @@ from daf.codecs.cpu import Channels
 from daf.codecs.dispatch import Values as Code
 from daf.codecs.dispatch import is_coded_on_device
 from daf.kernels import RowMoments
-from daf.store import normalised, normalised_rows
-from daf.store.normalised import Geometry, Running, Statistics, Sums
-from daf.store.normalised_rows import RowBackward, RowSums
+from daf.operators.norms import channels_cpu, rows_cpu
+from daf.operators.norms.channels_cpu import Geometry, Running, Statistics, Sums
+from daf.operators.norms.rows_cpu import RowBackward, RowSums
 
 
 class ChannelNorms(Protocol):
@@ -91,16 +91,16 @@ class RowNorms(Protocol):
 def channel_norms(x: Tensor) -> ChannelNorms:
     """For channels of a tensor like ``x``."""
     if is_coded_on_device(x):
-        from daf.store import device_normalised
+        from daf.operators.norms import channels_cuda
 
-        return device_normalised
-    return normalised
+        return channels_cuda
+    return channels_cpu
 
 
 def row_norms(x: Tensor) -> RowNorms:
     """For rows of a tensor like ``x``."""
     if is_coded_on_device(x):
-        from daf.store import device_normalised_rows
+        from daf.operators.norms import rows_cuda
 
-        return device_normalised_rows
-    return normalised_rows
+        return rows_cuda
+    return rows_cpu

@@ -34,8 +34,8 @@ from daf.codecs.layout import in_memory_order
 from daf.codecs.scratch import Scratch
 from daf.core.code_format import BLOCK_ELEMENTS, block_count
 from daf.core.policy import Method, Treatment
+from daf.operators.norms.dispatch import channel_norms
 from daf.saved_tensors.packed_tensor import Held, Kept, Rederived, asked_for
-from daf.store.norms import channel_norms
 from daf.torch_compat.ownership import holders_of, sole_holders
 
 # What is decoded is still in the cache when it is used. A GPU's is larger; never tuned on one.

@@ -13,8 +13,8 @@ from daf.codecs.layout import in_memory_order
 from daf.kernels import RowMoments
 from daf.kernels.triton import channel_norm as triton_norm
 from daf.kernels.triton import row_norm as triton_rows
-from daf.store.device_normalised import CodedValues, KeptValues
-from daf.store.normalised_rows import KeptRows, RowBackward, RowSums
+from daf.operators.norms.channels_cuda import CodedValues, KeptValues
+from daf.operators.norms.rows_cpu import KeptRows, RowBackward, RowSums
 
 
 def emit_rows(x: Tensor, affine: Channels, moments: RowMoments, written: DeviceEmission) -> None:

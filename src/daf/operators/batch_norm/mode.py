@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from daf.core.errors import FusionError
-from daf.execution.fused import Norm
-from daf.execution.fused_call import objection, read_call
-from daf.execution.fusion import (
+from daf.operators.batch_norm.call import objection, read_call
+from daf.operators.batch_norm.function import Norm
+from daf.operators.batch_norm.pattern import (
     METADATA,
     Fusion,
     NormSite,
@@ -29,7 +29,7 @@ from daf.execution.fusion import (
     is_plain_addition,
     with_tensors,
 )
-from daf.execution.rectifiers import Rectifier, read_rectifier
+from daf.operators.batch_norm.relu import Rectifier, read_rectifier
 from daf.saved_tensors.packer import SMALL_BYTES
 from daf.torch_compat.operator_mode import Listener, OperatorMode, Substitute
 

@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from daf.execution.fused import Norm
-from daf.execution.plain_call import (
+from daf.operators.batch_norm.function import Norm
+from daf.operators.eligibility import (
     autocast_objection,
     autograd_objection,
     has_usual_strides,
     is_plain,
     is_plain_float,
 )
+from daf.operators.norms.channels_cpu import Geometry, Running
+from daf.operators.norms.dispatch import channel_norms
 from daf.saved_tensors.norm_inputs import channel_stride
-from daf.store.normalised import Geometry, Running
-from daf.store.norms import channel_norms
 
 
 class NormArguments(NamedTuple):

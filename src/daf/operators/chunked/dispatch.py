@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial, update_wrapper
 from typing import Any
 
-from daf.execution import chunked_attention, chunked_convolution, chunked_linear
+from daf.operators.chunked import attention, convolution, linear
 from daf.torch_compat.ownership import sole_holders
 
 
@@ -23,14 +23,14 @@ def substitute(
     def chosen(
         operator: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]
     ) -> Callable[..., Any]:
-        if chunked_convolution.is_chunkable(operator, arguments, keywords, pack, chunk_bytes):
-            return _with(chunk_bytes, chunked_convolution.conv2d)
-        if chunked_linear.is_chunkable(operator, arguments, keywords, pack, chunk_bytes):
-            return _with(chunk_bytes, chunked_linear.linear)
-        if chunked_attention.is_chunkable(operator, arguments, keywords, pack, chunk_bytes):
-            return _with(chunk_bytes, chunked_attention.attention)
-        if chunked_attention.is_many_headed(operator, arguments, keywords):
-            return chunked_attention.multi_head_attention(pack, chunk_bytes)
+        if convolution.is_chunkable(operator, arguments, keywords, pack, chunk_bytes):
+            return _with(chunk_bytes, convolution.conv2d)
+        if linear.is_chunkable(operator, arguments, keywords, pack, chunk_bytes):
+            return _with(chunk_bytes, linear.linear)
+        if attention.is_chunkable(operator, arguments, keywords, pack, chunk_bytes):
+            return _with(chunk_bytes, attention.attention)
+        if attention.is_many_headed(operator, arguments, keywords):
+            return attention.multi_head_attention(pack, chunk_bytes)
         return operator
 
     return chosen

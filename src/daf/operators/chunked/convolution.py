@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from daf.core.policy import Need
-from daf.execution import chunked_backward
+from daf.operators.chunked import weight_gradient
 from daf.torch_compat.ownership import holders_of, sole_holders
 
 
@@ -73,11 +73,11 @@ class ChunkedConvolution(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """See :mod:`daf.execution.chunked_backward`."""
+        """See :mod:`daf.operators.chunked.weight_gradient`."""
         with torch._C.DisableTorchFunction():
             owned = holders_of(gradient) == sole_holders()
             needs = ctx.needs_input_grad[:3]
-            found = chunked_backward.backward(
+            found = weight_gradient.backward(
                 ctx.convolution,
                 gradient,
                 lambda: ctx.saved_tensors,
@@ -123,7 +123,7 @@ def is_chunkable(
     x, weight, *rest = arguments
     bias = rest[0] if rest else keywords.get("bias")
     return (
-        chunked_backward.is_chunkable(x, weight, bias, pack, chunk_bytes)
+        weight_gradient.is_chunkable(x, weight, bias, pack, chunk_bytes)
         and x.dim() == 4
         and not any(isinstance(value, str) for value in rest)
     )

@@ -22,8 +22,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from daf.core.errors import FusionError
 from daf.core.reports import FusionReport
-from daf.execution.chunked import chunked_cross_entropy
-from daf.execution.fusion import METADATA, tensors_among, with_tensors
+from daf.operators.batch_norm.pattern import METADATA, tensors_among, with_tensors
+from daf.operators.chunked.cross_entropy import chunked_cross_entropy
 from daf.saved_tensors.sites import SiteTracker
 
 PATTERN = "linear + cross_entropy"

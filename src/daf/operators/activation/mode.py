@@ -18,8 +18,7 @@ from torch import Tensor
 from daf.codecs.layout import layout_of
 from daf.core.policy import KEEP, Method, Need, Site, Treatment
 from daf.core.reports import FusionReport
-from daf.execution.carrying import CountingHolder, NormCarrier, told_of
-from daf.execution.fused_smooth import (
+from daf.operators.activation.function import (
     LEAST_BITS,
     FusedSmooth,
     Smooth,
@@ -27,7 +26,8 @@ from daf.execution.fused_smooth import (
     shared_treatment,
     values_of,
 )
-from daf.execution.plain_call import (
+from daf.operators.capture_context import CountingHolder, NormCarrier, told_of
+from daf.operators.eligibility import (
     autocast_objection,
     autograd_objection,
     has_usual_strides,

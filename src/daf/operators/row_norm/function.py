@@ -31,9 +31,9 @@ from daf.codecs.layout import layout_of
 from daf.codecs.scratch import Scratch
 from daf.core.errors import SavedTensorError
 from daf.kernels import RowMoments
+from daf.operators.norms.dispatch import channel_norms, row_norms
+from daf.operators.norms.rows_cpu import KeptRows, RowBackward, unmeasured
 from daf.saved_tensors.packed_tensor import Held, Kept, Stored, asked_for
-from daf.store.normalised_rows import KeptRows, RowBackward, unmeasured
-from daf.store.norms import channel_norms, row_norms
 from daf.torch_compat.ownership import holders_of, sole_holders
 
 

@@ -1,0 +1,1 @@
+"""GELU and SiLU, which keep a code of their derivative."""

@@ -1,0 +1,1 @@
+"""Batch normalisation with the residual addition and ReLU that follow it."""

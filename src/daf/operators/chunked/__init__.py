@@ -1,0 +1,1 @@
+"""Convolutions, linear layers, attention and cross-entropy, a chunk of the batch at a time."""

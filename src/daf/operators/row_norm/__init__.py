@@ -1,0 +1,1 @@
+"""Layer and RMS normalisation, which keep a code of the normalised value."""
