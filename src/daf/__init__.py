@@ -1,9 +1,9 @@
 """DAF: train any PyTorch model inside a byte budget."""
 
+from daf.capture.compress import compress
 from daf.core.errors import BudgetError, DafError, NonFiniteLossError
 from daf.core.plan import Plan
 from daf.core.step_report import StepReport
-from daf.execution.compression import compress
 from daf.operators.chunked.cross_entropy import chunked_cross_entropy
 from daf.session import Session
 

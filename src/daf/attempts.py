@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from daf.adapting import Adapting
+from daf.capture.capture import Capture
 from daf.core.errors import BudgetError, PoolFullError
 from daf.core.plan import Plan
-from daf.execution.capture import Capture
 from daf.execution.gradient_step import Before, GradientStep
 from daf.execution.microbatch import LossFunction
 from daf.memory.limit_protocol import Keeper

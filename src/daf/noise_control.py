@@ -12,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from daf.capture.capture import Capture
 from daf.choosing import Choosing, Profiles, profile_for
 from daf.core.code_errors import error_growth, relative_error
 from daf.core.code_format import BLOCK_ELEMENTS, header_bytes, plane_bytes
 from daf.core.plan import Plan
 from daf.core.policy import Method, Policy, Site
 from daf.core.reports import SiteReport
-from daf.execution.capture import Capture
 from daf.execution.microbatch import LossFunction, batch_size
 from daf.memory.domain import MemoryDomain
 from daf.noise import NoiseRecord, NoiseWatch, Response

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from daf.capture.capture import Capture
 from daf.core.policy import Policy, coded_policy, plain_policy, with_planned_operators
 from daf.core.profile import ZERO, Affine, DeviceSpeeds, Profile
-from daf.execution.capture import Capture
 from daf.execution.microbatch import (
     LossFunction,
     batch_size,

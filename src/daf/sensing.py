@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from daf.capture.capture import Capture
 from daf.core.errors import DataError, NonFiniteLossError, PoolFullError
 from daf.core.policy import LEAST_SCORE_BITS, Policy, Site, coded_policy
 from daf.core.profile import Profile
-from daf.execution.capture import Capture
 from daf.execution.gradient_step import Before
 from daf.execution.microbatch import LossFunction, batch_size, batch_slice
 from daf.memory.limit_protocol import Keeper

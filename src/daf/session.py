@@ -31,6 +31,7 @@ from daf.asked import (
     refuse_what_sends_nothing,
 )
 from daf.attempts import Attempts, Replanning
+from daf.capture.capture import Capture
 from daf.choosing import Choosing, Terms
 from daf.core.errors import DivergedError, NonFiniteLossError
 from daf.core.plan import Plan
@@ -38,7 +39,6 @@ from daf.core.policy import Method
 from daf.core.profile import Profile
 from daf.core.step_report import StepReport
 from daf.core.units import parse_optional_bytes
-from daf.execution.capture import Capture
 from daf.execution.gradient_step import Before, GradientStep
 from daf.execution.microbatch import LossFunction, batch_size
 from daf.execution.release import GradientRelease, ReleaseMode, release_refusal

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from daf.execution.capture import Capture
+from daf.capture.capture import Capture
 from daf.memory.domain import MemoryDomain
 from daf.trials import Trials
 

@@ -39,9 +39,9 @@ from daf.bench.accuracy_tasks import (
     sentence_task,
     train_plainly,
 )
+from daf.capture.compress import compress
 from daf.core.errors import DataError, RunFolderError, UnknownNameError
 from daf.core.policy import Method, Need, Treatment, coded_policy, without_fused_operators
-from daf.execution.compression import compress
 
 ROOT = Path(__file__).parents[2]
 TINY = Effort(most_steps=3, most_tests=32)

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from daf.bench import operator_speed
 from daf.bench.operator_cases import full_cases, image_cases, text_cases
 from daf.bench.traffic import counting
+from daf.capture.compress import compress
 from daf.cli.bench import app
-from daf.execution.compression import compress
 from daf.operators.chunked import weight_gradient
 from daf.operators.norms.channels_cpu import Geometry, Running, Sums, take_factors, take_statistics
 

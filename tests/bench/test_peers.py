@@ -14,9 +14,9 @@ from daf.bench.first_state import FirstState
 from daf.bench.peers import Setting, make_peer
 from daf.bench.published import gact_policy, minmax_policy
 from daf.bench.saved_bytes import SavedBytes
+from daf.capture.capture import Capture
 from daf.core.errors import PlatformError, UnknownNameError
 from daf.core.policy import Method, Need, plain_policy
-from daf.execution.capture import Capture
 
 Batch = tuple[Tensor, Tensor]
 BLOCKS = ("0.0", "0.1")

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from daf.capture.compress import compress
 from daf.core.policy import Policy
 from daf.core.reports import SiteReport
-from daf.execution.compression import compress
 from daf.torch_compat.pytree import tensors_in_batch
 
 Case = Callable[[], tuple[nn.Module, tuple[Any, ...]]]

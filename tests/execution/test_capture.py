@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import daf
+from daf.capture.capture import Capture
+from daf.capture.compress import compress
 from daf.core.errors import CodecError, SavedTensorError
 from daf.core.policy import Method, Need, Policy, Treatment, exact_policy, policy_for
-from daf.execution.capture import Capture
-from daf.execution.compression import compress
 
 pytestmark = pytest.mark.usefixtures("code_everything")
 

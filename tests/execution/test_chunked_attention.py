@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from largest import Largest
 from torch import Tensor, nn
 
+from daf.capture.compress import compress
 from daf.core.policy import Method, Need, Policy, Treatment, coded_policy
-from daf.execution.compression import compress
 from daf.operators.chunked import attention as chunked_attention
 from daf.operators.chunked.attention import attention
 from daf.operators.chunked.weight_gradient import CHUNK_BYTES

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from daf.capture.capture import Capture
+from daf.capture.compiled_calls import without_our_modes
 from daf.core.errors import NonFiniteLossError, UnknownNameError
 from daf.core.policy import Method, policy_for
-from daf.execution.capture import Capture
-from daf.execution.compiled import without_our_modes
 from daf.sensitivity.prior import PriorObserver
 from daf.session import Session
 from daf.torch_compat.compiled_modules import CompiledModules

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from daf.capture.capture import Capture
 from daf.core.errors import CodecError, SavedTensorError
 from daf.core.policy import (
     Method,
@@ -23,7 +24,6 @@ from daf.core.policy import (
     with_fused_operators,
 )
 from daf.core.reports import SiteReport
-from daf.execution.capture import Capture
 from daf.execution.rehearsal import rehearse
 
 FORMATS = [torch.contiguous_format, torch.channels_last]

@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from daf.capture.capture import Capture
+from daf.capture.compress import compress
 from daf.codecs import dispatch
 from daf.core.code_format import header_bytes, plane_bytes
 from daf.core.errors import CodecError
@@ -37,8 +39,6 @@ from daf.core.policy import (
 )
 from daf.core.reports import CaptureStats, SiteReport
 from daf.execution import gradient_step
-from daf.execution.capture import Capture
-from daf.execution.compression import compress
 from daf.offload.collaborative_packing import Route
 from daf.offload.host_codes import HostCodes, HostMemoryWarning, HostOptions
 from daf.offload.routing import Sent

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from daf.capture.capture import Capture
 from daf.codecs import dispatch
 from daf.core.code_format import code_bytes, plane_bytes
 from daf.core.code_tables import rotated_error
 from daf.core.policy import Method, Treatment, plain_policy, policy_for, with_fused_operators
-from daf.execution.capture import Capture
 from daf.pool.device_pool import DevicePagedStore
 from daf.pool.device_pools import DeviceStores
 from daf.pool.host_planes import HostPlanes, HostStore

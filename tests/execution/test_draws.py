@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from daf.capture.capture import Capture
 from daf.core.policy import Policy, Site, coded_policy
-from daf.execution.capture import Capture
 
 X = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
 

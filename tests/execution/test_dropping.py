@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from daf.capture.capture import Capture
 from daf.core.policy import Method, Need, Policy, coded_policy, exact_policy, plain_policy
 from daf.core.reports import SiteReport
-from daf.execution.capture import Capture
 
 BATCH, HEADS, TOKENS, WIDTH = 8, 4, 32, 16
 

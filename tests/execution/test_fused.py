@@ -13,10 +13,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from daf.capture.capture import Capture
+from daf.capture.compress import compress
 from daf.core.errors import SavedTensorError
 from daf.core.policy import Method, Need, coded_policy
-from daf.execution.capture import Capture
-from daf.execution.compression import compress
 from daf.operators.batch_norm import function
 
 FORMATS = [torch.contiguous_format, torch.channels_last]

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from largest import Largest
 from torch import Tensor, nn
 
+from daf.capture.capture import Capture
+from daf.capture.compress import compress
 from daf.core.errors import FusionError
 from daf.core.policy import plain_policy, with_fused_operators
-from daf.execution.capture import Capture
-from daf.execution.compression import compress
 from daf.operators.linear_cross_entropy import LEAST_CLASSES, LEAST_GROWTH, PATTERN, LossFusing
 
 BATCH, LENGTH, WIDTH, CLASSES = 3, 150, 16, 2048

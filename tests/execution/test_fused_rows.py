@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from daf.capture.capture import Capture
+from daf.capture.compress import compress
 from daf.codecs.cpu import ValueCode
 from daf.core.errors import DafError, SavedTensorError
 from daf.core.policy import KEEP, Method, Need, coded_policy
-from daf.execution.capture import Capture
-from daf.execution.compression import compress
 from daf.operators.row_norm import function
 
 

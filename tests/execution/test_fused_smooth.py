@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from daf.capture.compress import compress
 from daf.codecs.cpu import ValueCode
 from daf.core.policy import KEEP, Method, Need, Treatment, coded_policy
-from daf.execution.compression import compress
 from daf.operators.activation import function
 from daf.pool.store import PlainStore
 

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from daf.capture.compress import compress
 from daf.core.errors import CodecError, FusionError
 from daf.core.policy import Method, Need, Policy, Treatment
-from daf.execution.compression import compress
 from daf.operators.batch_norm.pattern import (
     ALONE,
     WITH_ADDITION,

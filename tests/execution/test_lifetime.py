@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from daf.capture.capture import Capture
+from daf.capture.compress import compress
 from daf.core.errors import CodecError
 from daf.core.policy import Method, Need, Policy, Treatment, policy_for
-from daf.execution.capture import Capture
-from daf.execution.compression import compress
 from daf.pool.store import PlainStore
 from daf.saved_tensors.ledger import Ledger, Sources
 

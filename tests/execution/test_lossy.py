@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from daf.capture.capture import Capture
+from daf.capture.compress import compress
 from daf.core.code_format import header_bytes, plane_bytes
 from daf.core.policy import Method, Need, policy_for
-from daf.execution.capture import Capture
-from daf.execution.compression import compress
 from daf.pool.store import PlainStore
 
 BATCH = 64

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from waits import Waits, without_waiting
 
 from daf.bench.levered import LeveredLoop
+from daf.capture.capture import Capture
 from daf.core.errors import NonFiniteLossError
 from daf.core.plan import Plan
 from daf.core.policy import Policy, plain_policy, policy_for
 from daf.execution import gradient_step
-from daf.execution.capture import Capture
 from daf.execution.gradient_step import Before, GradientStep
 from daf.execution.release import GradientRelease
 from daf.session import Session

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from daf.capture.capture import Capture
 from daf.core.policy import (
     KEEP,
     Method,
@@ -24,7 +25,6 @@ from daf.core.policy import (
     with_fused_operators,
     with_planned_operators,
 )
-from daf.execution.capture import Capture
 from daf.execution.rehearsal import rehearse
 from daf.memory.recycling_allocator import RecyclingAllocator, unsupported_reason
 from daf.memory.statistics import stats

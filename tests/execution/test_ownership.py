@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from daf.execution.compression import compress
+from daf.capture.compress import compress
 from daf.operators.chunked import weight_gradient
 from daf.torch_compat.ownership import is_held_by_none_but
 

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from daf.capture.compress import compress
 from daf.codecs import ranges
 from daf.codecs.ranged import WHOLE, Cut
 from daf.core.code_format import plane_bytes
 from daf.core.policy import Method, Need, Policy, Treatment, coded_policy
-from daf.execution.compression import compress
 
 VALUES = (Need.LINEAR, Need.NORM, Need.PRODUCT)
 

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from daf.capture.capture import Capture
+from daf.capture.compress import compress
 from daf.core.policy import Method, coded_policy
-from daf.execution.capture import Capture
-from daf.execution.compression import compress
 from daf.saved_tensors import backward_rules
 
 FORMATS = [torch.contiguous_format, torch.channels_last]

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from daf.capture.capture import Capture
 from daf.core.errors import CodecError, SavedTensorError, UnknownNameError
 from daf.core.policy import (
     Method,
@@ -30,7 +31,6 @@ from daf.core.policy import (
     exact_policy,
     plain_policy,
 )
-from daf.execution.capture import Capture
 from daf.operators.chunked import convolution, weight_gradient
 from daf.pool.store import PlainStore
 

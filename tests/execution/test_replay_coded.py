@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from daf.capture.capture import Capture
 from daf.core.code_format import header_bytes, plane_bytes
 from daf.core.policy import Method, Need, Policy, Treatment, plain_policy
-from daf.execution.capture import Capture
 from daf.pool.store import PlainStore
 
 WIDTH, ROWS, BITS = 128, 32, 2

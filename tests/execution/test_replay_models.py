@@ -10,9 +10,9 @@ from exactness import Case, assert_exact
 from module_cases import CASES
 from torch import Tensor, nn
 
+from daf.capture.capture import Capture
 from daf.core.errors import SavedTensorError
 from daf.core.policy import exact_policy, plain_policy
-from daf.execution.capture import Capture
 
 NUMBERED = [
     pytest.param(case, id=f"{name}-{place}")

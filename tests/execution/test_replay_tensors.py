@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from exactness import same_bits
 from torch import Tensor, nn
 
+from daf.capture.capture import Capture
 from daf.core.errors import SavedTensorError, UnknownNameError
 from daf.core.policy import plain_policy
-from daf.execution.capture import Capture
 
 WIDTH = 16
 Loss = Callable[[nn.Module], Tensor]

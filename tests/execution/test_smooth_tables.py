@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from daf.capture.compress import compress
 from daf.core.policy import Need, coded_policy
-from daf.execution.compression import compress
 from daf.saved_tensors import activation_codes
 
 

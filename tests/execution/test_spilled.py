@@ -13,10 +13,10 @@ from exactness import Case, assert_exact
 from module_cases import CASES
 from torch import Tensor, nn
 
+from daf.capture.capture import Capture
+from daf.capture.compress import compress
 from daf.core.errors import SavedTensorError, SpillError
 from daf.core.policy import Method, Need, Policy, Treatment
-from daf.execution.capture import Capture
-from daf.execution.compression import compress
 from daf.offload.spill import SpillOptions, SpillStore, SpillWarning
 from daf.offload.spill_file import DiskFile
 from daf.saved_tensors import packer

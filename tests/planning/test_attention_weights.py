@@ -13,11 +13,11 @@ from synthetic import MIB, saving
 from synthetic import profile as made_up_profile
 from torch import Tensor, nn
 
+from daf.capture.capture import Capture
 from daf.core.code_errors import relative_error
 from daf.core.errors import BudgetError
 from daf.core.policy import KEEP, Method, Need, Policy, Site, Treatment, coded_policy, plain_policy
 from daf.core.profile import Profile
-from daf.execution.capture import Capture
 from daf.planning import planner
 from daf.planning.candidate import Candidate
 from daf.planning.noise import expected_noise

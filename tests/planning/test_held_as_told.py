@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from daf.capture.capture import Capture
 from daf.core.policy import Method
 from daf.core.profile import Profile, Saving
-from daf.execution.capture import Capture
 from daf.planning.candidate import Candidate
 from daf.planning.greedy import lawful
 from daf.planning.options import Allowed, OptionMaker, Span, families

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from daf.capture.capture import Capture
 from daf.core.policy import Policy, Reading
-from daf.execution.capture import Capture
 from daf.memory.recycling_allocator import unsupported_reason
 from daf.memory.statistics import reset_peaks, stats
 from daf.operators.chunked import weight_gradient

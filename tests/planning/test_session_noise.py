@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf import sensing
+from daf.capture.capture import Capture
 from daf.core.code_errors import relative_error
 from daf.core.errors import BudgetError, DataError, NonFiniteLossError
 from daf.core.plan import Plan
 from daf.core.policy import Method, Policy, plain_policy
-from daf.execution.capture import Capture
 from daf.memory import process_memory
 from daf.memory.recycling_allocator import unsupported_reason
 from daf.memory.statistics import stats

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from synthetic import MIB, blocks, fused, profile, profiles, saving
 
+from daf.capture.capture import Capture
 from daf.choosing import Choosing
 from daf.core.code_errors import error_growth, relative_error
 from daf.core.code_tables import rotated_error
@@ -18,7 +19,6 @@ from daf.core.errors import BudgetError
 from daf.core.plan import Plan
 from daf.core.policy import KEEP, Method, Need, Policy, Treatment, coded_policy
 from daf.core.profile import Profile
-from daf.execution.capture import Capture
 from daf.memory.domain import ProcessMemory
 from daf.noise_control import NOISE_OF_A_BIT, NoiseControl
 from daf.planning import planner, policies

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from daf.capture.capture import Capture
 from daf.core.policy import Policy, Site
-from daf.execution.capture import Capture
 
 
 def mixed_network() -> nn.Module:

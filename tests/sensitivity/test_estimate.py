@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from small_jobs import cross_entropy, mixed_batch, mixed_network, whole_gradient
 from torch import Tensor, nn
 
+from daf.capture.capture import Capture
 from daf.core.code_errors import relative_error
 from daf.core.errors import DataError, NonFiniteLossError
 from daf.core.policy import Method, Need, Policy, Site, Treatment, coded_policy, policy_for
-from daf.execution.capture import Capture
 from daf.sensitivity.estimate import PRIOR_ONLY, Effort, measure_sensitivity
 from daf.sensitivity.result import Sensitivity, SiteSensitivity
 

@@ -13,8 +13,8 @@ from small_jobs import cross_entropy
 from torch import Tensor, nn
 
 from daf.allocation import STANDARD_TREATMENTS, coded_sites, least_variance
+from daf.capture.capture import Capture
 from daf.core.policy import KEEP, Policy, Site, coded_policy, exact_policy
-from daf.execution.capture import Capture
 from daf.optimizer_trials import divides_by_gradients
 from daf.sensitivity.estimate import PRIOR_ONLY, Effort, measure_sensitivity
 from daf.sensitivity.result import Sensitivity

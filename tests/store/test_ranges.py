@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from daf.capture.capture import Capture
 from daf.codecs import ranges
 from daf.codecs.ranged import WHOLE, Cut
 from daf.codecs.ranges import LEAST_ELEMENTS, PYTORCH, STRATEGIES, Ranges, all_finite, bounds
 from daf.core.policy import Method, policy_for
-from daf.execution.capture import Capture
 from daf.kernels import RangeStrategy
 from daf.kernels.autotune import CHECK_SHARE, CONFIRMATIONS, HOPELESS
 from daf.kernels.cpu.reductions import range_strategy

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from daf.capture.capture import Capture
 from daf.core.code_format import header_bytes, plane_bytes
 from daf.core.errors import DataError
 from daf.core.policy import coded_policy
-from daf.execution.capture import Capture
 from daf.pool.paged_pool import PagedStore
 from daf.pool.store import PlainStore
 from daf.store.trace import Player, RecordedStore, TraceWriter, read_trace

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from daf.bench.accuracy_policies import Example, is_refitted, make_policy
+from daf.capture.compress import compress
 from daf.core.code_errors import WITHOUT_ERROR, relative_error
 from daf.core.errors import NonFiniteLossError
 from daf.core.policy import Policy, Site, Treatment, plain_policy, without_fused_operators
-from daf.execution.compression import compress
 from daf.execution.microbatch import LossFunction, batch_size, batch_slice
 from daf.operators.chunked.weight_gradient import CHUNK_BYTES
 from daf.optimizer_trials import divides_by_gradients

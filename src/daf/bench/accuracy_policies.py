@@ -33,6 +33,7 @@ from daf.allocation import (
     held_bytes,
     least_variance,
 )
+from daf.capture.capture import Capture
 from daf.core.code_errors import GAUSSIAN_BLOCK_SQUARED_RANGE, minmax_error
 from daf.core.code_format import BLOCK_ELEMENTS, header_bytes, plane_bytes
 from daf.core.errors import UnknownNameError
@@ -48,7 +49,6 @@ from daf.core.policy import (
     with_fused_operators,
 )
 from daf.core.reports import SiteReport
-from daf.execution.capture import Capture
 from daf.execution.microbatch import LossFunction, batch_size, read_loss
 from daf.execution.undisturbed import undisturbed
 from daf.operators.chunked.weight_gradient import CHUNK_BYTES

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from daf.capture.capture import Capture
 from daf.core.errors import UnknownNameError
 from daf.core.policy import Policy, plain_policy, policy_for, with_fused_operators
-from daf.execution.capture import Capture
 from daf.execution.microbatch import LossFunction, batch_size, read_loss
 from daf.execution.rehearsal import rehearse
 from daf.execution.release import GradientRelease

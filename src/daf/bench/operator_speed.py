@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from daf.bench.operator_cases import Ended, OperatorCase, full_cases, image_cases, text_cases
 from daf.bench.result import BenchResult, median_ratio
 from daf.bench.traffic import counting
-from daf.execution.compression import compress
+from daf.capture.compress import compress
 
 WARM_UP_ROUNDS = 2  # the first step is observed, the second one fused for the first time
 WAYS = ("forward", "backward")

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from daf.bench.published import gact_policy, minmax_policy
 from daf.bench.static import accumulating_step, checkpoint_blocks
+from daf.capture.capture import Capture
 from daf.core.errors import PlatformError, UnknownNameError
 from daf.core.policy import Policy
-from daf.execution.capture import Capture
 from daf.execution.microbatch import LossFunction, batch_size, read_loss
 from daf.pool.default import make_store
 from daf.torch_compat import compiler

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from daf.capture.compress import compress
 from daf.core.code_format import plane_bytes
 from daf.core.code_tables import rotated_error
 from daf.core.policy import Need
-from daf.execution.compression import compress
 
 BITS = 4
 _WIDTH, _LAYERS, _EXAMPLES = 256, 4, 512

@@ -11,12 +11,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from daf.capture.capture import Capture
+from daf.capture.compiled_calls import apart
 from daf.codecs.dispatch import is_processor
 from daf.core.errors import NonFiniteLossError
 from daf.core.plan import Plan
 from daf.core.policy import Policy
-from daf.execution.capture import Capture
-from daf.execution.compiled import apart
 from daf.execution.microbatch import (
     LossFunction,
     WeightedLoss,

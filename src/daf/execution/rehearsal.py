@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from daf.capture.capture import Capture
 from daf.core.policy import Policy
-from daf.execution.capture import Capture
 from daf.execution.microbatch import LossFunction, batch_size, batch_slice
 from daf.execution.undisturbed import undisturbed
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from daf.capture.capture import Capture
 from daf.core.policy import Policy, plain_policy
-from daf.execution.capture import Capture
 from daf.execution.microbatch import LossFunction
 from daf.execution.undisturbed import undisturbed
 from daf.sensitivity.passes import Passes

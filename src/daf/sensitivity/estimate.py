@@ -25,10 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from daf.capture.capture import Capture
 from daf.core.code_errors import relative_error
 from daf.core.policy import Method, Need, Policy, Site, Treatment, exact_policy
 from daf.core.reports import SiteReport
-from daf.execution.capture import Capture
 from daf.execution.microbatch import LossFunction, batch_size, pieces, split_refusal
 from daf.execution.undisturbed import undisturbed
 from daf.sensitivity.alike import alike_groups

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from daf.capture.capture import Capture
 from daf.core.errors import NonFiniteLossError
 from daf.core.policy import Policy, Site
 from daf.core.reports import SiteReport
-from daf.execution.capture import Capture
 from daf.execution.microbatch import LossFunction, batch_size, read_loss
 from daf.execution.undisturbed import RandomState
 from daf.sensitivity.sketch import BUCKETS, GradientSketcher

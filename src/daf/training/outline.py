@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from daf.capture.capture import Capture
 from daf.core.plan import Plan
-from daf.execution.capture import Capture
 from daf.execution.microbatch import batch_slice
 from daf.execution.rehearsal import rehearse
 from daf.execution.undisturbed import apart_from_training

@@ -16,10 +16,10 @@ from typing import Self
 
 from torch import nn
 
+from daf.capture.capture import Capture
 from daf.core.policy import Policy, policy_for, with_fused_operators, with_host_codes
 from daf.core.reports import CaptureStats, FusionReport, SiteReport
 from daf.core.units import parse_optional_bytes
-from daf.execution.capture import Capture
 from daf.offload.host_codes import host_options
 from daf.offload.spill import SpillOptions
 from daf.pool.default import make_store

@@ -38,14 +38,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from daf.capture.compiled_calls import apart, untraced
+from daf.capture.saved_tensor_hooks import Fusions, Parts, Running
 from daf.codecs.dispatch import Coder
 from daf.codecs.scratch import Scratch
 from daf.core.errors import PlatformError
 from daf.core.policy import Policy, Site
 from daf.core.reports import CaptureStats, FusionReport, SiteReport
-from daf.execution.compiled import apart, untraced
 from daf.execution.observer import Observer, watched
-from daf.execution.running import Fusions, Parts, Running
 from daf.memory.domain import MemoryDomain, ProcessMemory
 from daf.offload.host_codes import HostCodes, HostOptions
 from daf.offload.spill import SpillOptions, SpillStore

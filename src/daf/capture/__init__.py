@@ -1,0 +1,1 @@
+"""The forward pass with saved-tensor hooks: what ``compress`` and a session run a model under."""
