@@ -12,9 +12,9 @@ from daf.adapting import Adapting
 from daf.capture.capture import Capture
 from daf.core.errors import BudgetError, PoolFullError
 from daf.core.plan import Plan
-from daf.execution.gradient_step import Before, GradientStep
-from daf.execution.microbatch import LossFunction
 from daf.memory.limit_protocol import Keeper
+from daf.step.gradient import Before, GradientStep
+from daf.step.microbatch import LossFunction
 
 _Refusal = TypeVar("_Refusal", PoolFullError, RuntimeError)
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from daf.core.errors import DafError
 from daf.core.profile import Profile
-from daf.execution.microbatch import LossFunction
 from daf.offload.spill import SpillOptions
 from daf.planning import planner
 from daf.profiler import Profiler
+from daf.step.microbatch import LossFunction
 
 
 class Measuring:

@@ -19,13 +19,13 @@ from daf.core.code_format import BLOCK_ELEMENTS, header_bytes, plane_bytes
 from daf.core.plan import Plan
 from daf.core.policy import Method, Policy, Site
 from daf.core.reports import SiteReport
-from daf.execution.microbatch import LossFunction, batch_size
 from daf.memory.domain import MemoryDomain
 from daf.noise import NoiseRecord, NoiseWatch, Response
 from daf.planning.noise import expected_noise
 from daf.planning.planner import DEFAULT_TOLERANCE
 from daf.planning.widths import is_lossy, one_bit_wider
 from daf.sensing import Room, Sensing
+from daf.step.microbatch import LossFunction, batch_size
 
 # One bit less adds four times the noise.
 NOISE_OF_A_BIT = 4.0

@@ -21,15 +21,6 @@ from torch import nn
 from daf.capture.capture import Capture
 from daf.core.policy import Policy, coded_policy, plain_policy, with_planned_operators
 from daf.core.profile import ZERO, Affine, DeviceSpeeds, Profile
-from daf.execution.microbatch import (
-    LossFunction,
-    batch_size,
-    batch_slice,
-    read_loss,
-    split_refusal,
-)
-from daf.execution.rehearsal import EXAMPLES, rehearse
-from daf.execution.undisturbed import apart_from_training
 from daf.memory.device_memory import DeviceMemory
 from daf.memory.domain import MemoryDomain, device_of
 from daf.memory.limit_protocol import Keeper
@@ -48,6 +39,9 @@ from daf.planning.candidate import MARGIN_BYTES
 from daf.profile_building import build
 from daf.saved_tensors.observation import Observation
 from daf.speeds import device_speeds
+from daf.step.dry_run import EXAMPLES, rehearse
+from daf.step.microbatch import LossFunction, batch_size, batch_slice, read_loss, split_refusal
+from daf.step.state_guard import apart_from_training
 
 # Of examples, where layers take statistics over them.
 LEAST_WITH_STATISTICS = 2

@@ -23,8 +23,6 @@ from daf.capture.capture import Capture
 from daf.core.errors import DataError, NonFiniteLossError, PoolFullError
 from daf.core.policy import LEAST_SCORE_BITS, Policy, Site, coded_policy
 from daf.core.profile import Profile
-from daf.execution.gradient_step import Before
-from daf.execution.microbatch import LossFunction, batch_size, batch_slice
 from daf.memory.limit_protocol import Keeper
 from daf.optimizer_trials import divides_by_gradients
 from daf.planning import planner
@@ -32,6 +30,8 @@ from daf.pool.default import make_store
 from daf.sensitivity.estimate import Effort, measure_sensitivity
 from daf.sensitivity.result import Sensitivity
 from daf.sensitivity.schedule import Schedule
+from daf.step.gradient import Before
+from daf.step.microbatch import LossFunction, batch_size, batch_slice
 
 # Under which codes every site is measured: coarse enough for its noise to stand out.
 MEASURED_BITS = 2

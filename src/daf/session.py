@@ -39,9 +39,6 @@ from daf.core.policy import Method
 from daf.core.profile import Profile
 from daf.core.step_report import StepReport
 from daf.core.units import parse_optional_bytes
-from daf.execution.gradient_step import Before, GradientStep
-from daf.execution.microbatch import LossFunction, batch_size
-from daf.execution.release import GradientRelease, ReleaseMode, release_refusal
 from daf.measuring import Measuring
 from daf.memory.domain import ProcessMemory, keeper_of
 from daf.model_bytes import parameter_bytes
@@ -57,6 +54,9 @@ from daf.retracing import Retracing
 from daf.sensing import Sensing
 from daf.sensitivity.result import Sensitivity
 from daf.steering import Means, Steering
+from daf.step.gradient import Before, GradientStep
+from daf.step.gradient_release import GradientRelease, ReleaseMode, release_refusal
+from daf.step.microbatch import LossFunction, batch_size
 from daf.step_counts import StepCounts
 from daf.torch_compat import compiler
 from daf.trials import Ran

@@ -21,13 +21,13 @@ from daf.codecs.dispatch import can_code_on
 from daf.core.errors import BudgetError
 from daf.core.plan import Plan
 from daf.core.policy import Policy
-from daf.execution.microbatch import LossFunction, batch_bytes, batch_size
 from daf.measuring import Measuring
 from daf.memory.domain import MemoryDomain, device_of
 from daf.memory.limit_protocol import Keeper
 from daf.noise_control import NoiseControl
 from daf.planning import planner
 from daf.planning.options import Allowed
+from daf.step.microbatch import LossFunction, batch_bytes, batch_size
 from daf.trials import Ran
 
 # What PyTorch's kernels of another plan leave in the process for good: 4 MB beyond a budget were

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from daf.execution.gradient_step import Before
+from daf.step.gradient import Before
 
 
 def test_a_step_that_is_tried_again_finds_buffers_and_generators_as_they_were() -> None:

@@ -24,7 +24,7 @@ from daf.core.policy import (
     with_fused_operators,
 )
 from daf.core.reports import SiteReport
-from daf.execution.rehearsal import rehearse
+from daf.step.dry_run import rehearse
 
 FORMATS = [torch.contiguous_format, torch.channels_last]
 REDERIVE = Treatment(Method.REDERIVE)

@@ -38,7 +38,6 @@ from daf.core.policy import (
     with_host_codes,
 )
 from daf.core.reports import CaptureStats, SiteReport
-from daf.execution import gradient_step
 from daf.offload.collaborative_packing import Route
 from daf.offload.host_codes import HostCodes, HostMemoryWarning, HostOptions
 from daf.offload.routing import Sent
@@ -55,6 +54,7 @@ from daf.pool.paged_pool import PagedStore
 from daf.pool.store import PlainStore
 from daf.saved_tensors import packer
 from daf.session import Session
+from daf.step import gradient as gradient_step
 
 pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from daf.core.errors import DataError
-from daf.execution import microbatch
+from daf.step import microbatch
 
 
 class Named(NamedTuple):

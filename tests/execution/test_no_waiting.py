@@ -17,10 +17,10 @@ from daf.capture.capture import Capture
 from daf.core.errors import NonFiniteLossError
 from daf.core.plan import Plan
 from daf.core.policy import Policy, plain_policy, policy_for
-from daf.execution import gradient_step
-from daf.execution.gradient_step import Before, GradientStep
-from daf.execution.release import GradientRelease
 from daf.session import Session
+from daf.step import gradient
+from daf.step.gradient import Before, GradientStep
+from daf.step.gradient_release import GradientRelease
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 EXAMPLES = 12
@@ -72,7 +72,7 @@ LOSSES = [mean_square, total_square, weighted_square]
 @pytest.fixture
 def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """The processor counts as a device that the host would wait for."""
-    monkeypatch.setattr(gradient_step, "is_processor", lambda _: False)
+    monkeypatch.setattr(gradient, "is_processor", lambda _: False)
 
 
 class Steps:
@@ -124,7 +124,7 @@ def test_loss_and_gradients_are_those_of_who_looks_first(
 ) -> None:
     found, batch = [], torch.randn(EXAMPLES, 4)
     for looks_first in (True, False):
-        monkeypatch.setattr(gradient_step, "is_processor", lambda _, is_one=looks_first: is_one)
+        monkeypatch.setattr(gradient, "is_processor", lambda _, is_one=looks_first: is_one)
         torch.manual_seed(0)
         model = Fragile()
         loss = Steps(model).run(batch, loss_fn, micro_batch)
@@ -149,7 +149,7 @@ def test_a_weight_on_the_device_counts_as_its_number_does(
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Where backward itself fails, too: that a loss was not finite is still what is said."""
     if request.param != "on the processor":
-        monkeypatch.setattr(gradient_step, "is_processor", lambda _: False)
+        monkeypatch.setattr(gradient, "is_processor", lambda _: False)
     tells = request.param.endswith("NaN")
     with torch.autograd.set_detect_anomaly(True) if tells else nullcontext():
         yield

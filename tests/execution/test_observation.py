@@ -25,12 +25,12 @@ from daf.core.policy import (
     with_fused_operators,
     with_planned_operators,
 )
-from daf.execution.rehearsal import rehearse
 from daf.memory.recycling_allocator import RecyclingAllocator, unsupported_reason
 from daf.memory.statistics import stats
 from daf.saved_tensors import packer
 from daf.saved_tensors.observation import MethodTime, Observation, SavedTensor
 from daf.saved_tensors.packed_tensor import Saved
+from daf.step.dry_run import rehearse
 
 TIGHTEST = coded_policy(1)
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 import daf
 from daf.core.errors import ReleaseRefusedError
-from daf.execution.release import release_refusal
 from daf.memory import track
+from daf.step.gradient_release import release_refusal
 
 # --- the same result ----------------------------------------------------------------------------
 

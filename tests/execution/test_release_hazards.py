@@ -61,7 +61,7 @@ def test_a_parameter_that_is_still_to_be_read_waits() -> None:
     session_model = deepcopy(model)
     optimizer = OPTIMIZERS["adam"](list(session_model.parameters()))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("daf.execution.release.step_alone", noting)
+        patch.setattr("daf.step.gradient_release.step_alone", noting)
         session = daf.Session(session_model, optimizer, None, release_gradients=True)
         session.step(data[0], loss_of)
     assert_same((session_model.state_dict(), optimizer.state_dict()), plain)

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from daf.core.errors import BudgetError, NonFiniteLossError, UnitError
 from daf.core.policy import Need, coded_policy, with_host_codes
-from daf.execution.undisturbed import apart_from_training
 from daf.memory import process_memory
 from daf.memory.process_limit import MemoryKeeper
 from daf.memory.recycling_allocator import unsupported_reason
@@ -27,6 +26,7 @@ from daf.model_bytes import optimizer_bytes_to_come
 from daf.offload.spill import SpillOptions
 from daf.planning import planner
 from daf.session import Session
+from daf.step.state_guard import apart_from_training
 
 Batch = tuple[Tensor, Tensor]
 

@@ -49,11 +49,11 @@ from daf.core.policy import (
     with_fused_operators,
 )
 from daf.core.reports import SiteReport
-from daf.execution.microbatch import LossFunction, batch_size, read_loss
-from daf.execution.undisturbed import undisturbed
 from daf.operators.chunked.weight_gradient import CHUNK_BYTES
 from daf.sensitivity.estimate import measure_sensitivity
 from daf.sensitivity.result import Sensitivity
+from daf.step.microbatch import LossFunction, batch_size, read_loss
+from daf.step.state_guard import undisturbed
 
 _VALUE_NEEDS = (Need.LINEAR, Need.NORM, Need.PRODUCT)
 _OWN_CODES = (Method.ROTATED, Method.MINMAX, Method.DERIVATIVE)

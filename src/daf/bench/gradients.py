@@ -26,9 +26,9 @@ from daf.bench.workloads.sources import Sources, default_sources
 from daf.bench.workloads.trainable import Loaded, Trainable
 from daf.core.plan import Plan
 from daf.core.policy import Method, Need, Policy, Treatment, plain_policy
-from daf.execution.microbatch import batch_size, split_refusal
 from daf.offload.spill import SpillOptions
 from daf.session import Session
+from daf.step.microbatch import batch_size, split_refusal
 
 _PIECES = 2
 Report = Callable[[str, int, int], None]

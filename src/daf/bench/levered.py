@@ -12,9 +12,9 @@ from torch import nn
 from daf.capture.capture import Capture
 from daf.core.errors import UnknownNameError
 from daf.core.policy import Policy, plain_policy, policy_for, with_fused_operators
-from daf.execution.microbatch import LossFunction, batch_size, read_loss
-from daf.execution.rehearsal import rehearse
-from daf.execution.release import GradientRelease
+from daf.step.dry_run import rehearse
+from daf.step.gradient_release import GradientRelease
+from daf.step.microbatch import LossFunction, batch_size, read_loss
 from daf.torch_compat import compiler
 
 LEVERS = ("codes", "fused", "chunked", "release")

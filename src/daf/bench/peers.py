@@ -19,8 +19,8 @@ from daf.bench.static import accumulating_step, checkpoint_blocks
 from daf.capture.capture import Capture
 from daf.core.errors import PlatformError, UnknownNameError
 from daf.core.policy import Policy
-from daf.execution.microbatch import LossFunction, batch_size, read_loss
 from daf.pool.default import make_store
+from daf.step.microbatch import LossFunction, batch_size, read_loss
 from daf.torch_compat import compiler
 
 COMPILERS = ("c++", "g++", "clang++")

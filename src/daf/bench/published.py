@@ -16,7 +16,7 @@ from daf.allocation import gact_widths
 from daf.bench.accuracy_policies import Example, coded_elements, measured
 from daf.core.code_errors import minmax_error
 from daf.core.policy import Method, Need, Policy, Treatment, exact_policy
-from daf.execution.microbatch import LossFunction, batch_size, batch_slice
+from daf.step.microbatch import LossFunction, batch_size, batch_slice
 
 # A part of the batch tells which tensors are sensitive, at a part of the cost.
 FITTED_ON = 4

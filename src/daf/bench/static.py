@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from daf.execution.microbatch import LossFunction, batch_size, pieces, read_loss
+from daf.step.microbatch import LossFunction, batch_size, pieces, read_loss
 
 Step = Callable[[Any], float]
 

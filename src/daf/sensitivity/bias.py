@@ -10,10 +10,10 @@ from torch import nn
 
 from daf.capture.capture import Capture
 from daf.core.policy import Policy, plain_policy
-from daf.execution.microbatch import LossFunction
-from daf.execution.undisturbed import undisturbed
 from daf.sensitivity.passes import Passes
 from daf.sensitivity.sketch import BUCKETS
+from daf.step.microbatch import LossFunction
+from daf.step.state_guard import undisturbed
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,14 +29,14 @@ from daf.capture.capture import Capture
 from daf.core.code_errors import relative_error
 from daf.core.policy import Method, Need, Policy, Site, Treatment, exact_policy
 from daf.core.reports import SiteReport
-from daf.execution.microbatch import LossFunction, batch_size, pieces, split_refusal
-from daf.execution.undisturbed import undisturbed
 from daf.sensitivity.alike import alike_groups
 from daf.sensitivity.passes import Passes
 from daf.sensitivity.prior import PriorObserver, product_weight
 from daf.sensitivity.result import Sensitivity, SiteSensitivity
 from daf.sensitivity.sketch import BUCKETS, sample_variance
 from daf.sensitivity.step_metric import relative_counts
+from daf.step.microbatch import LossFunction, batch_size, pieces, split_refusal
+from daf.step.state_guard import undisturbed
 
 _SEEDED = frozenset({Method.ROTATED, Method.MINMAX})
 _MEASURABLE = _SEEDED | {Method.DERIVATIVE}

@@ -13,9 +13,9 @@ from daf.capture.capture import Capture
 from daf.core.errors import NonFiniteLossError
 from daf.core.policy import Policy, Site
 from daf.core.reports import SiteReport
-from daf.execution.microbatch import LossFunction, batch_size, read_loss
-from daf.execution.undisturbed import RandomState
 from daf.sensitivity.sketch import BUCKETS, GradientSketcher
+from daf.step.microbatch import LossFunction, batch_size, read_loss
+from daf.step.state_guard import RandomState
 
 Around = Callable[[], Any]
 

@@ -6,13 +6,13 @@ from typing import Any
 
 from daf.capture.capture import Capture
 from daf.core.plan import Plan
-from daf.execution.microbatch import batch_slice
-from daf.execution.rehearsal import rehearse
-from daf.execution.undisturbed import apart_from_training
 from daf.offload.host_codes import host_options
 from daf.planning.noise import expected_noise
 from daf.pool.default import make_store
 from daf.session import Session
+from daf.step.dry_run import rehearse
+from daf.step.microbatch import batch_slice
+from daf.step.state_guard import apart_from_training
 from daf.training.batches import Batch
 from daf.training.job import Job
 

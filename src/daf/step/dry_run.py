@@ -12,8 +12,8 @@ from torch import nn
 
 from daf.capture.capture import Capture
 from daf.core.policy import Policy
-from daf.execution.microbatch import LossFunction, batch_size, batch_slice
-from daf.execution.undisturbed import undisturbed
+from daf.step.microbatch import LossFunction, batch_size, batch_slice
+from daf.step.state_guard import undisturbed
 
 EXAMPLES = 4  # batch statistics need several; tensors of fewer elements are not worth fusing
 

@@ -17,7 +17,10 @@ from daf.codecs.dispatch import is_processor
 from daf.core.errors import NonFiniteLossError
 from daf.core.plan import Plan
 from daf.core.policy import Policy
-from daf.execution.microbatch import (
+from daf.memory.domain import device_of
+from daf.step.dry_run import rehearse
+from daf.step.gradient_release import GradientRelease
+from daf.step.microbatch import (
     LossFunction,
     WeightedLoss,
     batch_size,
@@ -25,11 +28,8 @@ from daf.execution.microbatch import (
     read_loss,
     scale_gradients,
 )
-from daf.execution.nonfinite import first_nonfinite
-from daf.execution.rehearsal import rehearse
-from daf.execution.release import GradientRelease
-from daf.execution.undisturbed import RandomState
-from daf.memory.domain import device_of
+from daf.step.nonfinite import first_nonfinite
+from daf.step.state_guard import RandomState
 from daf.torch_compat.compiled_modules import CompiledModules
 
 
