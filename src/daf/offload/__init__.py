@@ -1,1 +1,1 @@
-"""Saved tensors that leave the device: spilled to disk, or coded in host memory beside the computation."""
+"""Saved tensors that leave the device: spilled to disk, or coded in host memory."""

@@ -144,7 +144,7 @@ class PagedStore:
                 demand, fragmentation and headroom.
             poison: fill pages that fall free with 0xDB, for tests.
             charged: count the memory in the process's account and obey its limit
-                (``daf.memory.recycling_allocator``). What the limit refuses is asked of the account's
+                (``memory.recycling_allocator``). What the limit refuses is asked of the account's
                 reclaim hook, then of the pool's own planes, before the allocation fails.
             elsewhere: pages lie on a device (``device_pool``) and are only numbered and counted
                 here; planes go as a whole.

@@ -1,1 +1,1 @@
-"""Values that are computed again in backward: replay of module calls, with state and inputs restored."""
+"""Values computed again in backward: replay of module calls, state and inputs restored."""

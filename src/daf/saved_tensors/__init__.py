@@ -1,4 +1,4 @@
-"""One saved tensor: the backward rule that reads it, its treatment, and what is stored in its place.
+"""One saved tensor: the rule that reads it in backward, its treatment, what is stored instead.
 
 The ledger counts what is held. What runs the forward pass and installs hooks is ``capture``.
 """

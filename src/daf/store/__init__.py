@@ -1,1 +1,0 @@
-"""Where codes live: buffers, and the codecs that fill and read them."""
