@@ -10,8 +10,8 @@ from daf.core.policy import Policy, plain_policy, policy_for, with_fused_operato
 from daf.core.units import format_bytes
 from daf.memory.device_memory import DeviceMemory
 from daf.memory.domain import MemoryDomain, ProcessMemory, memory_of
-from daf.model_bytes import gradient_bytes
 from daf.planning import planner
+from daf.profiling.model_memory import gradient_bytes
 
 # A measured small step needs the gradients and about as much again in workspaces and activations.
 ROOM_TO_MEASURE = 4

@@ -9,7 +9,7 @@ from daf.core.errors import DafError
 from daf.core.profile import Profile
 from daf.offload.spill import SpillOptions
 from daf.planning import planner
-from daf.profiler import Profiler
+from daf.profiling.profiler import Profiler
 from daf.step.microbatch import LossFunction
 
 

@@ -24,9 +24,9 @@ from daf.core.errors import DataError, NonFiniteLossError, PoolFullError
 from daf.core.policy import LEAST_SCORE_BITS, Policy, Site, coded_policy
 from daf.core.profile import Profile
 from daf.memory.limit_protocol import Keeper
-from daf.optimizer_trials import divides_by_gradients
 from daf.planning import planner
 from daf.pool.default import make_store
+from daf.profiling.optimizer_probe import divides_by_gradients
 from daf.sensitivity.estimate import Effort, measure_sensitivity
 from daf.sensitivity.result import Sensitivity
 from daf.sensitivity.schedule import Schedule

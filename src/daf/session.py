@@ -41,7 +41,6 @@ from daf.core.step_report import StepReport
 from daf.core.units import parse_optional_bytes
 from daf.measuring import Measuring
 from daf.memory.domain import ProcessMemory, keeper_of
-from daf.model_bytes import parameter_bytes
 from daf.noise import NoiseRecord
 from daf.noise_control import NoiseControl
 from daf.offload.host_codes import host_options
@@ -49,7 +48,8 @@ from daf.offload.spill import SpillOptions
 from daf.planning.options import Allowed
 from daf.planning.widths import is_lossy
 from daf.pool.default import make_store
-from daf.profiler import Profiler
+from daf.profiling.model_memory import parameter_bytes
+from daf.profiling.profiler import Profiler
 from daf.retracing import Retracing
 from daf.sensing import Sensing
 from daf.sensitivity.result import Sensitivity

@@ -15,8 +15,8 @@ from daf.budget.limits import gpu_bound
 from daf.memory.device_limit import DeviceKeeper
 from daf.memory.device_memory import DeviceMemory
 from daf.memory.domain import ProcessMemory, keeper_of, memory_of
-from daf.model_bytes import update_bytes
 from daf.pool.device_pool import DevicePagedStore
+from daf.profiling.model_memory import update_bytes
 
 MIB = 2**20
 

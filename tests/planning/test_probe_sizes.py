@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daf.profiler import _sizes_within, probe_sizes
+from daf.profiling.profiler import _sizes_within, probe_sizes
 
 
 @given(st.integers(1, 4096))

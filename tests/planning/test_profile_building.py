@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from daf.core.policy import KEEP, Method, Need, Site, Treatment
 from daf.core.profile import Affine
-from daf.profile_building import _Moments, build, transient
+from daf.profiling.profile_assembly import _Moments, build, transient
 from daf.saved_tensors.observation import ModuleCall, Observation, SavedTensor
 
 CODED = Treatment(Method.ROTATED, 1)

@@ -22,9 +22,9 @@ from daf.core.policy import Need, coded_policy, with_host_codes
 from daf.memory import process_memory
 from daf.memory.process_limit import MemoryKeeper
 from daf.memory.recycling_allocator import unsupported_reason
-from daf.model_bytes import optimizer_bytes_to_come
 from daf.offload.spill import SpillOptions
 from daf.planning import planner
+from daf.profiling.model_memory import optimizer_bytes_to_come
 from daf.session import Session
 from daf.step.state_guard import apart_from_training
 

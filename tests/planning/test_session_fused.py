@@ -16,9 +16,9 @@ from daf import trials
 from daf.core.plan import Plan
 from daf.core.policy import Reading
 from daf.core.step_report import StepReport
-from daf.execution.observer import unseen
 from daf.memory.recycling_allocator import unsupported_reason
 from daf.planning import planner
+from daf.profiling.step_observer import unseen
 from daf.session import Session
 
 Batch = tuple[Tensor, Tensor]

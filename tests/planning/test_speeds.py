@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from daf import speeds
 from daf.core.policy import Method
 from daf.offload.spill import SpillOptions
+from daf.profiling import device_speeds as speeds
+from daf.profiling.device_speeds import ENOUGH_BYTES, PROBE_ELEMENTS, _probe_elements, device_speeds
 from daf.saved_tensors.observation import MethodTime, Observation
-from daf.speeds import ENOUGH_BYTES, PROBE_ELEMENTS, _probe_elements, device_speeds
 
 CODED = {Method.ROTATED, Method.MINMAX, Method.MASK}
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from daf.allocation import STANDARD_TREATMENTS, coded_sites, least_variance
 from daf.capture.capture import Capture
 from daf.core.policy import KEEP, Policy, Site, coded_policy, exact_policy
-from daf.optimizer_trials import divides_by_gradients
+from daf.profiling.optimizer_probe import divides_by_gradients
 from daf.sensitivity.estimate import PRIOR_ONLY, Effort, measure_sensitivity
 from daf.sensitivity.result import Sensitivity
 from daf.sensitivity.step_metric import relative_counts

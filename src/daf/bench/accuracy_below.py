@@ -23,7 +23,7 @@ from daf.bench.accuracy_tasks import AccuracyTask, Effort, Prepared, batches, tr
 from daf.core.code_errors import relative_error
 from daf.core.code_format import header_bytes, plane_bytes
 from daf.core.policy import Method, Treatment
-from daf.optimizer_trials import divides_by_gradients
+from daf.profiling.optimizer_probe import divides_by_gradients
 
 GROUP = 8
 WIDTHS = (1.1, 1.25, 1.5, 2.0)

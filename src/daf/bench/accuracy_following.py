@@ -19,7 +19,7 @@ from daf.core.code_errors import WITHOUT_ERROR, relative_error
 from daf.core.errors import NonFiniteLossError
 from daf.core.policy import Policy, Site, Treatment, plain_policy, without_fused_operators
 from daf.operators.chunked.weight_gradient import CHUNK_BYTES
-from daf.optimizer_trials import divides_by_gradients
+from daf.profiling.optimizer_probe import divides_by_gradients
 from daf.sensitivity.estimate import measure_sensitivity
 from daf.step.microbatch import LossFunction, batch_size, batch_slice
 

@@ -45,7 +45,6 @@ from daf.codecs.scratch import Scratch
 from daf.core.errors import PlatformError
 from daf.core.policy import Policy, Site
 from daf.core.reports import CaptureStats, FusionReport, SiteReport
-from daf.execution.observer import Observer, watched
 from daf.memory.domain import MemoryDomain, ProcessMemory
 from daf.offload.host_codes import HostCodes, HostOptions
 from daf.offload.spill import SpillOptions, SpillStore
@@ -58,10 +57,11 @@ from daf.pool.default import make_store
 from daf.pool.device_pools import DeviceStores
 from daf.pool.paged_pool import PagedStore
 from daf.pool.store import Store
+from daf.profiling.step_observer import Observer
 from daf.recompute.replay import ReplayLog
 from daf.saved_tensors.evictions import Evictions
 from daf.saved_tensors.ledger import Ledger, Sources
-from daf.saved_tensors.observation import Watcher
+from daf.saved_tensors.observation import Watcher, watched
 from daf.saved_tensors.packed_tensor import unpacker
 from daf.saved_tensors.packer import Treater
 from daf.saved_tensors.provenance import Provenance

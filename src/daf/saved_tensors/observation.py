@@ -5,6 +5,7 @@ A *moment* begins with every operator of the forward pass and every tensor that 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -169,3 +170,16 @@ class Watcher(Protocol):
 
     def has_read(self, saved: Saved, ms: float) -> None:
         """It was read, which took ``ms``."""
+
+
+def watched(unpack: Callable[[Saved], Tensor], watcher: Watcher) -> Callable[[Saved], Tensor]:
+    """The hook that autograd calls in backward, under a watcher's eyes."""
+
+    def unpack_watched(saved: Saved) -> Tensor:
+        watcher.reading(saved)
+        start_s = watcher.now_s()
+        tensor = unpack(saved)
+        watcher.has_read(saved, 1000.0 * (watcher.now_s() - start_s))
+        return tensor
+
+    return unpack_watched

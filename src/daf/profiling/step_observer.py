@@ -31,7 +31,6 @@ from daf.saved_tensors.observation import (
     Observation,
     Save,
     SavedTensor,
-    Watcher,
 )
 from daf.saved_tensors.packed_tensor import Held, Kept, Rederived, Saved, is_asking
 from daf.torch_compat.compiled_modules import CompiledModules
@@ -347,16 +346,3 @@ def _own_codes(held: Held) -> Iterator[Any]:
     mask = getattr(held, "mask", None)
     if mask is not None:
         yield mask
-
-
-def watched(unpack: Callable[[Saved], Tensor], watcher: Watcher) -> Callable[[Saved], Tensor]:
-    """The hook that autograd calls in backward, under a watcher's eyes."""
-
-    def unpack_watched(saved: Saved) -> Tensor:
-        watcher.reading(saved)
-        start_s = watcher.now_s()
-        tensor = unpack(saved)
-        watcher.has_read(saved, 1000.0 * (watcher.now_s() - start_s))
-        return tensor
-
-    return unpack_watched

@@ -24,21 +24,21 @@ from daf.core.profile import ZERO, Affine, DeviceSpeeds, Profile
 from daf.memory.device_memory import DeviceMemory
 from daf.memory.domain import MemoryDomain, device_of
 from daf.memory.limit_protocol import Keeper
-from daf.model_bytes import (
+from daf.offload.spill import SpillOptions
+from daf.operators.chunked.weight_gradient import chunk_bytes_on
+from daf.planning import planner
+from daf.planning.calibration import calibrated
+from daf.planning.candidate import MARGIN_BYTES
+from daf.profiling.device_speeds import device_speeds
+from daf.profiling.model_memory import (
     gradient_bytes,
     optimizer_bytes_to_come,
     parameter_bytes,
     state_bytes,
     update_bytes,
 )
-from daf.offload.spill import SpillOptions
-from daf.operators.chunked.weight_gradient import chunk_bytes_on
-from daf.planning import planner
-from daf.planning.calibration import calibrated
-from daf.planning.candidate import MARGIN_BYTES
-from daf.profile_building import build
+from daf.profiling.profile_assembly import build
 from daf.saved_tensors.observation import Observation
-from daf.speeds import device_speeds
 from daf.step.dry_run import EXAMPLES, rehearse
 from daf.step.microbatch import LossFunction, batch_size, batch_slice, read_loss, split_refusal
 from daf.step.state_guard import apart_from_training

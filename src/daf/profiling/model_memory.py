@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from daf.memory.domain import MemoryDomain
-from daf.optimizer_trials import trial_step
+from daf.profiling.optimizer_probe import trial_step
 from daf.torch_compat import compiler
 
 PROBE_ELEMENTS = 4096
