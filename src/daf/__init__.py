@@ -5,7 +5,7 @@ from daf.core.errors import BudgetError, DafError, NonFiniteLossError
 from daf.core.plan import Plan
 from daf.core.step_report import StepReport
 from daf.operators.chunked.cross_entropy import chunked_cross_entropy
-from daf.session import Session
+from daf.session.session import Session
 
 __all__ = [
     "BudgetError",

@@ -61,7 +61,7 @@ def explodes(classes):
 def diverges(classes):
     """From its fifth step on, for as long as codes have a single bit."""
     import gc
-    from daf.session import Session
+    from daf.session.session import Session
     def explode(x):
         sessions = [each for each in gc.get_objects() if type(each) is Session and each.plan]
         narrow = any(each.plan.policy.name == "1-bit" for each in sessions)
@@ -89,7 +89,7 @@ def interrupts_twice(classes):
 def squeezes(classes):
     """In the midst of its second step, lowers the budget of the session that trains it."""
     import gc
-    from daf.session import Session
+    from daf.session.session import Session
     def squeeze(x):
         for session in [each for each in gc.get_objects() if isinstance(each, Session)]:
             session.budget = "900MB"

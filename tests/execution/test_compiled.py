@@ -21,7 +21,7 @@ from daf.capture.compiled_calls import without_our_modes
 from daf.core.errors import NonFiniteLossError, UnknownNameError
 from daf.core.policy import Method, policy_for
 from daf.sensitivity.prior import PriorObserver
-from daf.session import Session
+from daf.session.session import Session
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.compiler_stance import as_the_user_wants, eagerly
 from daf.torch_compat.operator_mode import OperatorMode

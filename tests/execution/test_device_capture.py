@@ -54,7 +54,7 @@ from daf.pool.page_size import DEVICE_ENTRY_BYTES
 from daf.pool.paged_pool import PagedStore
 from daf.pool.store import PlainStore
 from daf.saved_tensors import packer
-from daf.session import Session
+from daf.session.session import Session
 from daf.step import gradient as gradient_step
 
 pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")

@@ -17,7 +17,7 @@ from daf.capture.capture import Capture
 from daf.core.errors import NonFiniteLossError
 from daf.core.plan import Plan
 from daf.core.policy import Policy, plain_policy, policy_for
-from daf.session import Session
+from daf.session.session import Session
 from daf.step import gradient
 from daf.step.gradient import Before, GradientStep
 from daf.step.gradient_release import GradientRelease

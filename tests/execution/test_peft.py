@@ -11,7 +11,7 @@ from daf.capture.capture import Capture
 from daf.core.policy import Method, Need, Policy, coded_policy, exact_policy, plain_policy
 from daf.core.reports import SiteReport
 from daf.memory import process_memory
-from daf.session import Session
+from daf.session.session import Session
 
 peft = pytest.importorskip("peft")
 WIDTH, TOKENS, BATCH = 64, 32, 8

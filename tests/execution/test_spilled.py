@@ -20,7 +20,7 @@ from daf.core.policy import Method, Need, Policy, Treatment
 from daf.offload.spill import SpillOptions, SpillStore, SpillWarning
 from daf.offload.spill_file import DiskFile
 from daf.saved_tensors import packer
-from daf.session import Session
+from daf.session.session import Session
 
 SPILL = Policy(
     "spill",

@@ -35,5 +35,5 @@ def device() -> Iterator[SimulatedDevice]:
 def memory(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> DeviceMemory:
     """What models of these tests are taken to be in."""
     found = SimulatedMemory(torch.device("cuda:0"), device)
-    monkeypatch.setattr("daf.asked.memory_of", lambda _: found)
+    monkeypatch.setattr("daf.session.arguments.memory_of", lambda _: found)
     return found

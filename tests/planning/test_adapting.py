@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from made_up import MB, Tree
 from torch import Tensor, nn
 
-from daf.adapting import Adapting
 from daf.core.errors import BudgetError, PlatformError, UnitError
 from daf.core.policy import coded_policy
 from daf.memory import process_memory
@@ -26,7 +25,8 @@ from daf.memory.process_limit import SPARE_BYTES, SPARE_FRACTION, MemoryKeeper
 from daf.memory.recycling_allocator import unsupported_reason
 from daf.memory.statistics import stats
 from daf.pool.paged_pool import PagedStore
-from daf.session import Session
+from daf.session.budget_controller import Adapting
+from daf.session.session import Session
 
 Batch = tuple[Tensor, Tensor]
 needs_limit = pytest.mark.skipif(unsupported_reason() is not None, reason=str(unsupported_reason()))

@@ -25,10 +25,10 @@ from daf.planning.options import Allowed
 from daf.planning.table import level_selection, make_table
 from daf.pool.page_size import DEFAULT_PAGE_BYTES
 from daf.pool.paged_pool import PagedStore
-from daf.sensing import MEASURED_UNDER, Room, measured_under
 from daf.sensitivity.estimate import measure_sensitivity
-from daf.sensitivity.passes import Passes
-from daf.session import Session
+from daf.sensitivity.gradient_passes import Passes
+from daf.session.sensitivity_tracker import MEASURED_UNDER, Room, measured_under
+from daf.session.session import Session
 
 Batch = tuple[Tensor, Tensor]
 CODES_ONLY = Allowed(methods=frozenset(Method) - {Method.SPILL}, replay=False)

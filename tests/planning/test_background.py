@@ -55,7 +55,7 @@ def test_a_process_that_ends_beside_a_search_ends_well() -> None:
         sys.path.insert(0, sys.argv[1])
         from synthetic import large
         from daf.planning.background import BackgroundPlan
-        from daf.choosing import Choosing, Terms
+        from daf.session.plan_selector import Choosing, Terms
         from daf import choosing
         from daf.planning import planner
         choosing.PATIENCE_S = 0.0

@@ -11,8 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import MIB, blocks, large, profile, profiles, saving
 
-from daf import choosing as module
-from daf.choosing import ANOTHER_PROCESS_BYTES, Choosing, Evidence, Terms
 from daf.core.errors import BudgetError
 from daf.core.plan import Plan
 from daf.core.policy import LOSSY, Method, Need, plain_policy
@@ -22,6 +20,8 @@ from daf.planning.background import BackgroundPlan
 from daf.planning.candidate import with_margin
 from daf.planning.options import Allowed
 from daf.planning.table import Table, kept_selection, make_table
+from daf.session import plan_selector as module
+from daf.session.plan_selector import ANOTHER_PROCESS_BYTES, Choosing, Evidence, Terms
 
 few = settings(max_examples=25, deadline=None)
 LEVELS = ("plain", "exact", "8-bit", "4-bit", "3-bit", "2-bit", "1-bit")

@@ -25,7 +25,7 @@ from daf.memory.device_memory import DeviceMemory
 from daf.memory.domain import ProcessMemory
 from daf.memory.process_memory import resident_bytes
 from daf.offload.spill import SpillOptions
-from daf.session import Session
+from daf.session.session import Session
 from daf.training.job import checked_device, make_job
 from daf.training.loop import train
 from daf.training.observer import Observer
@@ -218,7 +218,7 @@ def test_a_model_that_moved_gets_no_budget(
 ) -> None:
     trained = model()
     with Session(trained, sgd(trained), None) as session:
-        monkeypatch.setattr("daf.asked.memory_of", lambda _: ProcessMemory())
+        monkeypatch.setattr("daf.session.arguments.memory_of", lambda _: ProcessMemory())
         with pytest.raises(PlatformError, match=r"the process.*cuda:0"):
             session.budget = "1GB"
 

@@ -23,7 +23,6 @@ from paged_kernels import pages_of
 from simulated_memory import NOBODY_S_BYTES, SimulatedDevice, SimulatedMemory
 from torch import Tensor, nn
 
-from daf.adapting import Adapting
 from daf.budget import bounds_of
 from daf.budget.governor import RESERVE_BYTES
 from daf.codecs import dispatch
@@ -35,7 +34,8 @@ from daf.memory.device_limit import DeviceKeeper
 from daf.memory.recycling_allocator import unsupported_reason
 from daf.pool.device_pool import DevicePagedStore, DevicePlaneTensor
 from daf.pool.host_planes import HostPlanes, HostStore
-from daf.session import Session
+from daf.session.budget_controller import Adapting
+from daf.session.session import Session
 
 pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")
 
@@ -438,7 +438,7 @@ def test_a_step_ends_within_its_budget_or_is_refused_whole(bits, steps) -> None:
         for kernel in paged_kernels.ALL:
             patch.setattr(triton_codecs, kernel.__name__, kernel)
         memory = SimulatedMemory(torch.device("cuda:0"), device)
-        patch.setattr("daf.asked.memory_of", lambda _: memory)
+        patch.setattr("daf.session.arguments.memory_of", lambda _: memory)
         state = json.loads(measured(bits))
         with session_in(model(), 64 * MIB, bits) as session:
             session.load_state_dict(state)

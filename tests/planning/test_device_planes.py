@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from daf.codecs import dispatch
 from daf.memory.device_memory import DeviceMemory
-from daf.session import Session
+from daf.session.session import Session
 
 pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")
 

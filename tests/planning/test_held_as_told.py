@@ -16,7 +16,7 @@ from daf.planning.candidate import Candidate
 from daf.planning.greedy import lawful
 from daf.planning.options import Allowed, OptionMaker, Span, families
 from daf.planning.table import level_selection, make_table
-from daf.session import Session
+from daf.session.session import Session
 
 CODES_ONLY = Allowed(methods=frozenset(Method) - {Method.SPILL}, replay=False)
 WIDTH = 64

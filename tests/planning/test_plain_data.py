@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import profiles
 
-from daf.choosing import Evidence
 from daf.core.json_dataclasses import from_plain, to_plain
 from daf.core.plan import Plan
 from daf.core.policy import Method, Need, Policy, Site, Treatment
 from daf.core.profile import Profile
+from daf.session.plan_selector import Evidence
 
 names = st.text(max_size=8)
 sites = st.builds(Site, names, names, st.integers(0, 9), st.integers(0, 3))

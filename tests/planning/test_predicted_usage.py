@@ -19,7 +19,7 @@ from daf.planning.candidate import Candidate
 from daf.planning.greedy import lawful
 from daf.planning.options import Allowed
 from daf.planning.table import Table, kept_selection, level_selection, make_table
-from daf.session import Session
+from daf.session.session import Session
 
 MIB = 2**20
 needs_limit = pytest.mark.skipif(unsupported_reason() is not None, reason=str(unsupported_reason()))

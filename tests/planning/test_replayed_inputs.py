@@ -11,7 +11,7 @@ from daf.planning.candidate import Candidate
 from daf.planning.greedy import lawful
 from daf.planning.options import Allowed
 from daf.planning.table import Table, level_selection, make_table
-from daf.session import Session
+from daf.session.session import Session
 
 ALLOWED = Allowed(methods=frozenset(Method) - {Method.SPILL})
 

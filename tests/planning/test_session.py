@@ -25,7 +25,7 @@ from daf.memory.recycling_allocator import unsupported_reason
 from daf.offload.spill import SpillOptions
 from daf.planning import planner
 from daf.profiling.model_memory import optimizer_bytes_to_come
-from daf.session import Session
+from daf.session.session import Session
 from daf.step.state_guard import apart_from_training
 
 Batch = tuple[Tensor, Tensor]
@@ -368,7 +368,7 @@ import json, torch, torch.nn.functional as F
 from daf.core.errors import BudgetError
 from daf.memory import measure
 from daf.memory.process_limit import MemoryKeeper
-from daf.session import Session
+from daf.session.session import Session
 from daf.offload.spill import SpillOptions
 from daf.training.models import find_model
 

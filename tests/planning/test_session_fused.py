@@ -11,15 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import daf.steering
-from daf import trials
+import daf.session.plan_controller
 from daf.core.plan import Plan
 from daf.core.policy import Reading
 from daf.core.step_report import StepReport
 from daf.memory.recycling_allocator import unsupported_reason
 from daf.planning import planner
 from daf.profiling.step_observer import unseen
-from daf.session import Session
+from daf.session import plan_autotuner
+from daf.session.session import Session
 
 Batch = tuple[Tensor, Tensor]
 MIB = 2**20
@@ -321,8 +321,8 @@ def test_under_a_budget_operators_are_the_planner_s_choice() -> None:
 @pytest.fixture
 def tries_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kind is tried, however fast or slow it is foretold to be on this machine."""
-    monkeypatch.setattr(trials, "WORTH_TRYING", math.inf)
-    monkeypatch.setattr(trials, "SHORTEST_MS", 0.0)
+    monkeypatch.setattr(plan_autotuner, "WORTH_TRYING", math.inf)
+    monkeypatch.setattr(plan_autotuner, "SHORTEST_MS", 0.0)
 
 
 def settled(session: Session) -> list[tuple[Plan, StepReport]]:
@@ -369,7 +369,7 @@ def test_a_plan_that_is_only_tried_is_refused_more_and_what_it_held_is_forgotten
         ran = settled(session)
         trials_ = session._choosing.trials
         assert session.plan is not None
-        assert trials_.factors.keys() == {trials.kind_of(session.plan)}
+        assert trials_.factors.keys() == {plan_autotuner.kind_of(session.plan)}
         assert session.plan.reason.count("the fastest of 1 tried") == 1
         assert session._keeper.spare_more_bytes == 0
         assert max(report.peak_bytes for _, report in ran) <= (session.budget_bytes or 0)

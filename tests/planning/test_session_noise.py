@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from daf import sensing
 from daf.capture.capture import Capture
 from daf.core.code_errors import relative_error
 from daf.core.errors import BudgetError, DataError, NonFiniteLossError
@@ -25,12 +24,13 @@ from daf.core.policy import Method, Policy, plain_policy
 from daf.memory import process_memory
 from daf.memory.recycling_allocator import unsupported_reason
 from daf.memory.statistics import stats
-from daf.noise import Response
 from daf.planning import planner
 from daf.planning.noise import expected_noise
 from daf.planning.options import Allowed
+from daf.sensitivity.monitors import Response
 from daf.sensitivity.result import Sensitivity, SiteSensitivity
-from daf.session import Session
+from daf.session import sensitivity_tracker
+from daf.session.session import Session
 
 Batch = tuple[Tensor, Tensor]
 needs_limit = pytest.mark.skipif(unsupported_reason() is not None, reason=str(unsupported_reason()))
@@ -238,7 +238,7 @@ def test_a_measurement_waits_until_it_is_within_two_hundredths_of_training() -> 
     report = session.step(batch, cross_entropy)
     schedule, sensed = session.noise.sensing.schedule, session.noise.sensing
     assert (report.measuring_ms, report.added_noise) == (0.0, None)
-    expected_ms = sensing.PASSES * report.step_ms / sensing.PART
+    expected_ms = sensitivity_tracker.PASSES * report.step_ms / sensitivity_tracker.PART
     schedule.trained_ms = expected_ms / 0.02 - 2 * report.step_ms
     assert not sensed.is_due(batch, report.step_ms)
     schedule.trained_ms = expected_ms / 0.02 + 1
@@ -264,7 +264,7 @@ def test_a_measurement_that_is_refused_memory_is_given_up_and_training_goes_on(
         torch.empty(2_000_000_000, dtype=torch.uint8)
         raise AssertionError("it was granted")
 
-    monkeypatch.setattr(sensing, "measure_sensitivity", greedy)
+    monkeypatch.setattr(sensitivity_tracker, "measure_sensitivity", greedy)
     budget = least_budget(policy="quantize") + 4_000_000
     model, batch = Branches(), images()
     with session_for(model, budget, policy="quantize") as session:
@@ -333,7 +333,7 @@ def test_a_measurement_keeps_no_more_freed_blocks_than_it_is_predicted_to_need(
         limits.append(others + stats()["limit_bytes"])
         raise NonFiniteLossError("enough was seen")
 
-    monkeypatch.setattr(sensing, "measure_sensitivity", look)
+    monkeypatch.setattr(sensitivity_tracker, "measure_sensitivity", look)
     with session:
         session.prepare(batch, cross_entropy)
         found = session.noise.sensing
@@ -383,7 +383,7 @@ def test_a_new_measurement_plans_anew(monkeypatch: pytest.MonkeyPatch) -> None:
         before = session.plan
         assert before is not None
         turned = shouting(found, "faint", 1e6)
-        monkeypatch.setattr(sensing, "measure_sensitivity", lambda *_, **__: turned)
+        monkeypatch.setattr(sensitivity_tracker, "measure_sensitivity", lambda *_, **__: turned)
         session.noise.sensing.schedule.trained_ms = 1e9
         session.noise.after_step(batch, cross_entropy, before, (1, 1.0), budget)
         after = session.plan

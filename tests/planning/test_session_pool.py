@@ -20,7 +20,7 @@ from daf.memory import process_memory
 from daf.memory.recycling_allocator import unsupported_reason
 from daf.memory.statistics import stats
 from daf.pool.paged_pool import PagedStore
-from daf.session import Session
+from daf.session.session import Session
 
 Batch = tuple[Tensor, Tensor]
 needs_limit = pytest.mark.skipif(unsupported_reason() is not None, reason=str(unsupported_reason()))

@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from daf.choosing import Choosing
 from daf.core.errors import BudgetError, CommittedStepError, ReleaseRefusedError
 from daf.core.plan import Plan
 from daf.core.policy import plain_policy
 from daf.core.profile import Profile
 from daf.memory import process_memory
 from daf.memory.recycling_allocator import unsupported_reason
-from daf.session import Session
+from daf.session.plan_selector import Choosing
+from daf.session.session import Session
 
 pytestmark = pytest.mark.skipif(unsupported_reason() is not None, reason=str(unsupported_reason()))
 MIB = 2**20

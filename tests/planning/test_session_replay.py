@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from daf.core.plan import Plan
 from daf.core.policy import exact_policy, plain_policy
-from daf.session import Session
+from daf.session.session import Session
 
 Batch = tuple[Tensor, Tensor]
 REPLAYED = frozenset({"1", "2", "2.up"})

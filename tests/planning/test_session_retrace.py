@@ -20,8 +20,8 @@ from daf.core.errors import DivergedError, NonFiniteLossError
 from daf.core.plan import Plan
 from daf.core.policy import Method, Need
 from daf.memory import process_memory
-from daf.noise import DivergenceWatch
-from daf.session import Session
+from daf.session.divergence import DivergenceWatch
+from daf.session.session import Session
 
 Batch = tuple[Tensor, Tensor]
 

@@ -9,7 +9,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from synthetic import MIB, profile, profiles, saving
 
-from daf.asked import fixed_policy, passing_bytes, refuse_what_sends_nothing
 from daf.core.errors import BudgetError, PlatformError
 from daf.core.json_dataclasses import from_plain, to_plain
 from daf.core.policy import Method, Need, Policy, on_host, policy_for, with_host_codes
@@ -19,6 +18,7 @@ from daf.planning import planner
 from daf.planning.explain import explain
 from daf.planning.options import Allowed, OptionMaker
 from daf.planning.table import make_table
+from daf.session.arguments import fixed_policy, passing_bytes, refuse_what_sends_nothing
 
 few = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 PLENTY = 1 << 50

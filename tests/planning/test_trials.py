@@ -12,14 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import MIB, large
 
-from daf import choosing as module
-from daf.choosing import Choosing, Terms
 from daf.core.plan import Plan
 from daf.core.policy import coded_policy, exact_policy, with_fused_operators
 from daf.core.profile import Affine, Profile
 from daf.planning import planner
 from daf.planning.search import RIVAL_PIECES
-from daf.trials import (
+from daf.session import plan_selector as module
+from daf.session.plan_autotuner import (
     ALIKE,
     LEAST_STEPS,
     MOST_PASSED,
@@ -33,6 +32,7 @@ from daf.trials import (
     kind_of,
     trial_of,
 )
+from daf.session.plan_selector import Choosing, Terms
 
 EXAMPLES = 32  # of ``large`` profiles
 OWN_CODES, OWN_EXACT = Kind(False, True, EXAMPLES), Kind(False, False, EXAMPLES)

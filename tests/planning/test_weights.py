@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from synthetic import MIB, blocks, fused, profile, profiles, saving
 
 from daf.capture.capture import Capture
-from daf.choosing import Choosing
 from daf.core.code_errors import error_growth, relative_error
 from daf.core.code_tables import rotated_error
 from daf.core.errors import BudgetError
@@ -20,12 +19,13 @@ from daf.core.plan import Plan
 from daf.core.policy import KEEP, Method, Need, Policy, Treatment, coded_policy
 from daf.core.profile import Profile
 from daf.memory.domain import ProcessMemory
-from daf.noise_control import NOISE_OF_A_BIT, NoiseControl
 from daf.planning import planner, policies
 from daf.planning.noise import expected_noise
 from daf.planning.options import Allowed, noise_per_weight, served_weights
 from daf.planning.widths import is_lossy, one_bit_wider, wider_level
-from daf.sensing import Sensing
+from daf.session.noise_controller import NOISE_OF_A_BIT, NoiseControl
+from daf.session.plan_selector import Choosing
+from daf.session.sensitivity_tracker import Sensing
 
 few = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 CODES_ONLY = Allowed(methods=frozenset(Method) - {Method.SPILL}, replay=False)

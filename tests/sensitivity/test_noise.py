@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from daf.core.errors import DataError
-from daf.noise import Action, DivergenceWatch, NoiseRecord, NoiseWatch, Response
+from daf.sensitivity.monitors import NoiseRecord, NoiseWatch, Response
+from daf.session.divergence import Action, DivergenceWatch
 
 
 class Widths:

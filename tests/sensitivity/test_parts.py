@@ -12,9 +12,9 @@ from torch import nn
 from daf.core.code_errors import GAUSSIAN_BLOCK_SQUARED_RANGE, minmax_error, relative_error
 from daf.core.code_tables import rotated_error
 from daf.core.policy import Method, Site, Treatment
-from daf.sensitivity.alike import alike_groups
 from daf.sensitivity.prior import energy_beside_means
 from daf.sensitivity.schedule import Schedule
+from daf.sensitivity.site_groups import alike_groups
 from daf.sensitivity.sketch import GradientSketcher, sample_variance
 
 

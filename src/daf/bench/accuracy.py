@@ -27,8 +27,8 @@ from daf.bench.accuracy_policies import APART, FUSED
 from daf.bench.accuracy_tasks import AccuracyTask, Effort, batches, evaluate, mean_loss
 from daf.bench.result import BenchResult
 from daf.core.errors import DataError, RunFolderError
-from daf.noise import Action, DivergenceWatch
 from daf.planning.planner import DEFAULT_TOLERANCE
+from daf.session.divergence import Action, DivergenceWatch
 
 POLICIES = (
     "plain",

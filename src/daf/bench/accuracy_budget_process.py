@@ -22,7 +22,7 @@ from daf.bench.accuracy_tasks import (
 )
 from daf.bench.child import serve
 from daf.memory import process_memory
-from daf.session import Session
+from daf.session.session import Session
 from daf.torch_compat import compiler
 from daf.training.models import find_model
 

@@ -27,7 +27,7 @@ from daf.core.errors import BudgetError, PlatformError
 from daf.core.plan import Plan
 from daf.core.step_report import StepReport
 from daf.memory import process_memory
-from daf.session import Session
+from daf.session.session import Session
 from daf.torch_compat import compiler
 
 

@@ -27,7 +27,7 @@ from daf.bench.workloads.trainable import Loaded, Trainable
 from daf.core.plan import Plan
 from daf.core.policy import Method, Need, Policy, Treatment, plain_policy
 from daf.offload.spill import SpillOptions
-from daf.session import Session
+from daf.session.session import Session
 from daf.step.microbatch import batch_size, split_refusal
 
 _PIECES = 2

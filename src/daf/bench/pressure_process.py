@@ -24,7 +24,7 @@ from daf.budget.limits import read_bounds
 from daf.core.errors import BudgetError
 from daf.memory import process_memory
 from daf.memory.process_memory import MemoryTimeline
-from daf.session import Session
+from daf.session.session import Session
 from daf.torch_compat import compiler
 from daf.training.batches import Batch, BatchOrder
 from daf.training.data import load_data

@@ -14,7 +14,7 @@ from daf.bench.random_models import Built, build, draw
 from daf.bench.survival import Attempt
 from daf.core.errors import BudgetError
 from daf.memory import process_memory
-from daf.session import Session
+from daf.session.session import Session
 from daf.torch_compat import compiler
 
 

@@ -20,7 +20,7 @@ from daf.memory.domain import keeper_of, memory_on
 from daf.memory.recycling_allocator import RecyclingAllocator
 from daf.memory.statistics import audit, stats
 from daf.profiling.model_memory import parameter_bytes
-from daf.session import Session
+from daf.session.session import Session
 from daf.torch_compat import compiler
 from daf.training.batches import Batch, BatchOrder, Indices
 from daf.training.data import load_data

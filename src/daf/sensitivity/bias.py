@@ -10,7 +10,7 @@ from torch import nn
 
 from daf.capture.capture import Capture
 from daf.core.policy import Policy, plain_policy
-from daf.sensitivity.passes import Passes
+from daf.sensitivity.gradient_passes import Passes
 from daf.sensitivity.sketch import BUCKETS
 from daf.step.microbatch import LossFunction
 from daf.step.state_guard import undisturbed

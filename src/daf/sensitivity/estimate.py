@@ -29,10 +29,10 @@ from daf.capture.capture import Capture
 from daf.core.code_errors import relative_error
 from daf.core.policy import Method, Need, Policy, Site, Treatment, exact_policy
 from daf.core.reports import SiteReport
-from daf.sensitivity.alike import alike_groups
-from daf.sensitivity.passes import Passes
+from daf.sensitivity.gradient_passes import Passes
 from daf.sensitivity.prior import PriorObserver, product_weight
 from daf.sensitivity.result import Sensitivity, SiteSensitivity
+from daf.sensitivity.site_groups import alike_groups
 from daf.sensitivity.sketch import BUCKETS, sample_variance
 from daf.sensitivity.step_metric import relative_counts
 from daf.step.microbatch import LossFunction, batch_size, pieces, split_refusal

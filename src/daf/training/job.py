@@ -19,7 +19,7 @@ from daf.core.errors import PlatformError, UnknownNameError
 from daf.memory import process_memory
 from daf.memory.device_memory import DeviceMemory
 from daf.memory.domain import memory_on
-from daf.session import Session
+from daf.session.session import Session
 from daf.torch_compat import compiler
 from daf.training.batches import Batch, BatchOrder, Indices
 from daf.training.data import load_data

@@ -9,7 +9,7 @@ from daf.core.plan import Plan
 from daf.offload.host_codes import host_options
 from daf.planning.noise import expected_noise
 from daf.pool.default import make_store
-from daf.session import Session
+from daf.session.session import Session
 from daf.step.dry_run import rehearse
 from daf.step.microbatch import batch_slice
 from daf.step.state_guard import apart_from_training

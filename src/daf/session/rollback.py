@@ -1,6 +1,6 @@
 """Going back: a run that diverges under its codes goes on from its last good state, once.
 
-While codes lose anything, :class:`daf.noise.DivergenceWatch` is fed with every step's loss. It says
+While codes lose anything, :class:`daf.sensitivity.monitors.DivergenceWatch` is fed with every step's loss. It says
 when the state is good, which is then written to a file, and when a run has gone astray.
 """
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from daf.core.errors import DivergedError
 from daf.files.checkpoint import read_checkpoint, write_checkpoint
-from daf.noise import Action, DivergenceWatch
+from daf.session.divergence import Action, DivergenceWatch
 
 _NAME = "good.safetensors"
 

@@ -14,21 +14,21 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from daf.adapting import Adapting
-from daf.asked import refuse_without_room
-from daf.choosing import Choosing
 from daf.codecs.dispatch import can_code_on
 from daf.core.errors import BudgetError
 from daf.core.plan import Plan
 from daf.core.policy import Policy
-from daf.measuring import Measuring
 from daf.memory.domain import MemoryDomain, device_of
 from daf.memory.limit_protocol import Keeper
-from daf.noise_control import NoiseControl
 from daf.planning import planner
 from daf.planning.options import Allowed
+from daf.session.arguments import refuse_without_room
+from daf.session.budget_controller import Adapting
+from daf.session.noise_controller import NoiseControl
+from daf.session.plan_autotuner import Ran
+from daf.session.plan_selector import Choosing
+from daf.session.step_profiles import Measuring
 from daf.step.microbatch import LossFunction, batch_bytes, batch_size
-from daf.trials import Ran
 
 # What PyTorch's kernels of another plan leave in the process for good: 4 MB beyond a budget were
 # seen. A plan that is only tried is refused that memory, and the one before goes on.

@@ -20,8 +20,24 @@ import torch
 from torch import nn
 
 from daf import budget as governor
-from daf.adapting import Adapting, BudgetChange
-from daf.asked import (
+from daf.capture.capture import Capture
+from daf.core.errors import DivergedError, NonFiniteLossError
+from daf.core.plan import Plan
+from daf.core.policy import Method
+from daf.core.profile import Profile
+from daf.core.step_report import StepReport
+from daf.core.units import parse_optional_bytes
+from daf.memory.domain import ProcessMemory, keeper_of
+from daf.offload.host_codes import host_options
+from daf.offload.spill import SpillOptions
+from daf.planning.options import Allowed
+from daf.planning.widths import is_lossy
+from daf.pool.default import make_store
+from daf.profiling.model_memory import parameter_bytes
+from daf.profiling.profiler import Profiler
+from daf.sensitivity.monitors import NoiseRecord
+from daf.sensitivity.result import Sensitivity
+from daf.session.arguments import (
     asked_memory,
     checked_tolerance,
     fixed_policy,
@@ -30,36 +46,20 @@ from daf.asked import (
     refuse_budget_elsewhere,
     refuse_what_sends_nothing,
 )
-from daf.attempts import Attempts, Replanning
-from daf.capture.capture import Capture
-from daf.choosing import Choosing, Terms
-from daf.core.errors import DivergedError, NonFiniteLossError
-from daf.core.plan import Plan
-from daf.core.policy import Method
-from daf.core.profile import Profile
-from daf.core.step_report import StepReport
-from daf.core.units import parse_optional_bytes
-from daf.measuring import Measuring
-from daf.memory.domain import ProcessMemory, keeper_of
-from daf.noise import NoiseRecord
-from daf.noise_control import NoiseControl
-from daf.offload.host_codes import host_options
-from daf.offload.spill import SpillOptions
-from daf.planning.options import Allowed
-from daf.planning.widths import is_lossy
-from daf.pool.default import make_store
-from daf.profiling.model_memory import parameter_bytes
-from daf.profiling.profiler import Profiler
-from daf.retracing import Retracing
-from daf.sensing import Sensing
-from daf.sensitivity.result import Sensitivity
-from daf.steering import Means, Steering
+from daf.session.budget_controller import Adapting, BudgetChange
+from daf.session.counters import StepCounts
+from daf.session.noise_controller import NoiseControl
+from daf.session.plan_autotuner import Ran
+from daf.session.plan_controller import Means, Steering
+from daf.session.plan_selector import Choosing, Terms
+from daf.session.rollback import Retracing
+from daf.session.sensitivity_tracker import Sensing
+from daf.session.step_profiles import Measuring
+from daf.session.step_retries import Attempts, Replanning
 from daf.step.gradient import Before, GradientStep
 from daf.step.gradient_release import GradientRelease, ReleaseMode, release_refusal
 from daf.step.microbatch import LossFunction, batch_size
-from daf.step_counts import StepCounts
 from daf.torch_compat import compiler
-from daf.trials import Ran
 
 
 class Session:

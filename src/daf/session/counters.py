@@ -6,7 +6,7 @@ from typing import Any
 
 from daf.capture.capture import Capture
 from daf.memory.domain import MemoryDomain
-from daf.trials import Trials
+from daf.session.plan_autotuner import Trials
 
 _KEPT = ("step_index", "saved_bytes_plain", "saved_bytes_peak", "evicted_bytes")
 

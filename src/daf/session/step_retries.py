@@ -8,11 +8,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from daf.adapting import Adapting
 from daf.capture.capture import Capture
 from daf.core.errors import BudgetError, PoolFullError
 from daf.core.plan import Plan
 from daf.memory.limit_protocol import Keeper
+from daf.session.budget_controller import Adapting
 from daf.step.gradient import Before, GradientStep
 from daf.step.microbatch import LossFunction
 

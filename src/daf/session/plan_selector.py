@@ -23,7 +23,7 @@ from daf.planning import planner
 from daf.planning.background import BackgroundPlan
 from daf.planning.options import Allowed
 from daf.planning.widths import wider_level
-from daf.trials import Kind, Ran, Trials, kind_of
+from daf.session.plan_autotuner import Kind, Ran, Trials, kind_of
 
 # Tried in turn where a tolerance cannot be kept, so that no more is added than must be.
 WIDER_TOLERANCES = (0.05, 0.14, 0.5, 1.0)

@@ -1,0 +1,1 @@
+"""A training session: plans, steps, follows the budget, watches noise and divergence."""
