@@ -14,7 +14,7 @@ from synthetic import large
 from daf.core.errors import BudgetError
 from daf.core.plan import Plan
 from daf.planning import planner
-from daf.planning.background import BackgroundPlan
+from daf.planning.background_search import BackgroundPlan
 
 
 def test_a_search_that_nobody_waits_for_is_told_to_stop() -> None:
@@ -54,7 +54,7 @@ def test_a_process_that_ends_beside_a_search_ends_well() -> None:
         import sys
         sys.path.insert(0, sys.argv[1])
         from synthetic import large
-        from daf.planning.background import BackgroundPlan
+        from daf.planning.background_search import BackgroundPlan
         from daf.session.plan_selector import Choosing, Terms
         from daf import choosing
         from daf.planning import planner

@@ -16,7 +16,7 @@ from daf.core.plan import Plan
 from daf.core.policy import LOSSY, Method, Need, plain_policy
 from daf.core.profile import Profile
 from daf.planning import planner
-from daf.planning.background import BackgroundPlan
+from daf.planning.background_search import BackgroundPlan
 from daf.planning.candidate import with_margin
 from daf.planning.options import Allowed
 from daf.planning.table import Table, kept_selection, make_table

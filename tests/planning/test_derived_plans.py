@@ -10,12 +10,12 @@ from synthetic import MIB, SPEEDS, fused, profile, saving
 from daf.core.policy import KEEP, Method, Need, Reading, Treatment
 from daf.core.profile import Profile, Saving
 from daf.planning import planner
+from daf.planning.bit_widths import is_lossy
 from daf.planning.candidate import with_margin
 from daf.planning.greedy import lawful
 from daf.planning.noise import expected_noise
 from daf.planning.options import Allowed
 from daf.planning.table import make_table
-from daf.planning.widths import is_lossy
 
 WITHOUT_CODES = Allowed(replay=False, widths=(), methods=frozenset(Method) - {Method.SPILL})
 

@@ -18,9 +18,9 @@ from daf.core.profile import Affine, Profile
 from daf.planning import planner, policies
 from daf.planning.candidate import noise_price_ms, with_margin, without_margin
 from daf.planning.greedy import solve_greedily
+from daf.planning.mip import RELATIVE_GAP, Program
 from daf.planning.options import Allowed
 from daf.planning.search import RIVAL_MS, RIVAL_PIECES
-from daf.planning.solve import RELATIVE_GAP, Program
 from daf.planning.table import Table, kept_selection, make_table
 
 few = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -20,9 +20,9 @@ from daf.core.policy import KEEP, Method, Need, Policy, Treatment, coded_policy
 from daf.core.profile import Profile
 from daf.memory.domain import ProcessMemory
 from daf.planning import planner, policies
+from daf.planning.bit_widths import is_lossy, one_bit_wider, wider_level
 from daf.planning.noise import expected_noise
 from daf.planning.options import Allowed, noise_per_weight, served_weights
-from daf.planning.widths import is_lossy, one_bit_wider, wider_level
 from daf.session.noise_controller import NOISE_OF_A_BIT, NoiseControl
 from daf.session.plan_selector import Choosing
 from daf.session.sensitivity_tracker import Sensing

@@ -14,7 +14,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from daf.planning.solve import Solution, worst_moments
+from daf.planning.mip import Solution, worst_moments
 from daf.planning.table import Floats, Table
 
 _MOST_ROUNDS = 120

@@ -17,11 +17,11 @@ from daf.core.plan import Plan
 from daf.core.profile import Profile
 from daf.core.units import format_bytes
 from daf.planning import policies
+from daf.planning.bit_widths import is_lossy
 from daf.planning.candidate import Candidate, with_margin, without_margin
 from daf.planning.highs import LinearProgram
 from daf.planning.options import Allowed
 from daf.planning.table import kept_selection, level_selection, make_table
-from daf.planning.widths import is_lossy
 
 POLICIES = policies.POLICIES
 LEVELS = policies.LEVELS

@@ -23,9 +23,9 @@ from daf.core.policy import Method
 from daf.core.profile import Profile
 from daf.planning.candidate import Candidate, noise_price_ms, with_margin
 from daf.planning.greedy import lawful, solve_greedily
+from daf.planning.mip import Program
 from daf.planning.options import WIDTHS, Allowed
 from daf.planning.search import Search, Shape, piece_sizes, shapes
-from daf.planning.solve import Program
 from daf.planning.table import Replay, Table, kept_selection, level_selection, make_table
 
 # A piece is at the knee when it has this share of the best measured examples per second.

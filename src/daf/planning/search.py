@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from daf.core.profile import Profile
 from daf.planning.candidate import Candidate, noise_price_ms, pieces_of
 from daf.planning.greedy import solve_greedily
+from daf.planning.mip import NOT_FOUND, Program, Solution
 from daf.planning.options import Allowed
-from daf.planning.solve import NOT_FOUND, Program, Solution
 from daf.planning.table import Table, base_bytes, make_table
 
 

@@ -1,7 +1,7 @@
 """What a session does about noise: measures sensitivities, plans by them, watches, and tells.
 
 Between steps, when ``sensing`` has found new numbers, the plan is made anew under them; what
-the codes in force add beside the batch's own noise goes to a :class:`daf.sensitivity.monitors.NoiseWatch`.
+the codes in force add beside the batch's own noise goes to a ``NoiseWatch``.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from daf.core.plan import Plan
 from daf.core.policy import Method, Policy, Site
 from daf.core.reports import SiteReport
 from daf.memory.domain import MemoryDomain
+from daf.planning.bit_widths import is_lossy, one_bit_wider
 from daf.planning.noise import expected_noise
 from daf.planning.planner import DEFAULT_TOLERANCE
-from daf.planning.widths import is_lossy, one_bit_wider
 from daf.sensitivity.monitors import NoiseRecord, NoiseWatch, Response
 from daf.session.plan_selector import Choosing, Profiles, profile_for
 from daf.session.sensitivity_tracker import Room, Sensing

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from daf.core.json_dataclasses import from_plain, to_plain
 from daf.core.plan import Plan
-from daf.planning.widths import is_lossy
+from daf.planning.bit_widths import is_lossy
 
 # The first step of a plan finds the allocator's blocks as the plan before left them: not counted.
 LEAST_STEPS = 3

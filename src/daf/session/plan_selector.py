@@ -20,9 +20,9 @@ from daf.core.json_dataclasses import from_plain, to_plain
 from daf.core.plan import Plan
 from daf.core.profile import Profile
 from daf.planning import planner
-from daf.planning.background import BackgroundPlan
+from daf.planning.background_search import BackgroundPlan
+from daf.planning.bit_widths import wider_level
 from daf.planning.options import Allowed
-from daf.planning.widths import wider_level
 from daf.session.plan_autotuner import Kind, Ran, Trials, kind_of
 
 # Tried in turn where a tolerance cannot be kept, so that no more is added than must be.

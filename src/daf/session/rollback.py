@@ -1,6 +1,6 @@
 """Going back: a run that diverges under its codes goes on from its last good state, once.
 
-While codes lose anything, :class:`daf.sensitivity.monitors.DivergenceWatch` is fed with every step's loss. It says
+While codes lose anything, ``DivergenceWatch`` is fed with every step's loss. It says
 when the state is good, which is then written to a file, and when a run has gone astray.
 """
 

@@ -30,8 +30,8 @@ from daf.core.units import parse_optional_bytes
 from daf.memory.domain import ProcessMemory, keeper_of
 from daf.offload.host_codes import host_options
 from daf.offload.spill import SpillOptions
+from daf.planning.bit_widths import is_lossy
 from daf.planning.options import Allowed
-from daf.planning.widths import is_lossy
 from daf.pool.default import make_store
 from daf.profiling.model_memory import parameter_bytes
 from daf.profiling.profiler import Profiler
