@@ -14,7 +14,7 @@ from rich.console import Console
 
 from daf.cli.display import LiveDisplay
 from daf.report.machine import survey
-from daf.training.observer import StepRecord
+from daf.training.callbacks import StepRecord
 
 Daf = Callable[..., Any]
 SMALL = ("--batch-size", "32", "--threads", "1")

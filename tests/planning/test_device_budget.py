@@ -26,9 +26,9 @@ from daf.memory.domain import ProcessMemory
 from daf.memory.process_memory import resident_bytes
 from daf.offload.spill import SpillOptions
 from daf.session.session import Session
+from daf.training.callbacks import Observer
 from daf.training.job import checked_device, make_job
 from daf.training.loop import train
-from daf.training.observer import Observer
 from daf.training.settings import TrainSettings
 
 MIB = 2**20

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from daf.core.errors import DataError
 from daf.training.batches import BatchOrder
+from daf.training.callbacks import Observer
 from daf.training.data import load_data
 from daf.training.data.contents import ImageData
 from daf.training.data.sentences import SENTENCE_KINDS
@@ -21,7 +22,6 @@ from daf.training.data.tokens import ByteTokenizer, SentenceData
 from daf.training.loop import train
 from daf.training.metrics import classification_metrics, correlation_metrics, token_metrics
 from daf.training.models import Goal, find_model
-from daf.training.observer import Observer
 from daf.training.settings import TrainSettings
 from daf.training.tasks import make_task, settle_goal
 

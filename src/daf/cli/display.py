@@ -13,7 +13,7 @@ from rich.table import Table
 
 from daf.core.plan import Plan
 from daf.core.units import format_bytes
-from daf.training.observer import Observer, StepRecord
+from daf.training.callbacks import Observer, StepRecord
 from daf.training.run_folder import RunFolder
 
 _LINE_EVERY_S = 10.0

@@ -14,7 +14,7 @@ from daf.cli import options
 from daf.cli.train import asked_settings
 from daf.core.units import format_bytes
 from daf.training.job import make_job
-from daf.training.outline import outline_of
+from daf.training.plan_preview import outline_of
 from daf.training.settings import TrainSettings
 
 WORST_SITES = 5

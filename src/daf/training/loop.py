@@ -20,10 +20,10 @@ from daf.core.units import format_bytes
 from daf.files.checkpoint import load_model, read_checkpoint, write_checkpoint
 from daf.memory.allocation_log import recorded
 from daf.memory.recycling_allocator import unsupported_reason
+from daf.training.callbacks import Observer, StepRecord
 from daf.training.interrupt import InterruptWatch
 from daf.training.job import Job, checked_device, make_job
 from daf.training.memory_log import MemoryLog
-from daf.training.observer import Observer, StepRecord
 from daf.training.plan_record import write_plan_records
 from daf.training.run_folder import RunFolder
 from daf.training.settings import TrainSettings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from daf.training.job import Job
-from daf.training.outline import account_of
+from daf.training.plan_preview import account_of
 from daf.training.run_folder import RunFolder
 
 
