@@ -13,23 +13,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from daf_bench.accuracy.jobs import make_job
+from daf_bench.accuracy.plot import draw_curves
+from daf_bench.accuracy.run import metrics_of
+from daf_bench.accuracy.sub_bit import WIDTHS as BELOW_WIDTHS
+from daf_bench.kernels.bit_packing import draw_packing
+from daf_bench.kernels.plot import draw_roofline
+from daf_bench.kernels.reductions_plot import draw_reduce
+from daf_bench.memory.allocator_plot import draw_trade
+from daf_bench.memory.pressure_plot import draw_pressure
+from daf_bench.operators.plot import draw_waterfall
+from daf_bench.peers.plot import draw_peers
+from daf_bench.pool.plot import draw_times
+from daf_bench.sweep.plot import draw_sweep
 from papers import packing_figures, policy_lines, reduce_figures
 from side_by_side import peers_figures
 from words import MB, ROOT, measured_by, picture
-
-from daf.bench.accuracy import metrics_of
-from daf.bench.accuracy_below import WIDTHS as BELOW_WIDTHS
-from daf.bench.accuracy_jobs import make_job
-from daf.bench.accuracy_picture import draw_curves
-from daf.bench.kernels_picture import draw_roofline
-from daf.bench.operators_picture import draw_waterfall
-from daf.bench.packing import draw_packing
-from daf.bench.peers_picture import draw_peers
-from daf.bench.pool_picture import draw_times
-from daf.bench.pressure_picture import draw_pressure
-from daf.bench.reduce_picture import draw_reduce
-from daf.bench.sweep_picture import draw_sweep
-from daf.report.allocator_picture import draw_trade
 
 RESULTS = ROOT / "benchmarks" / "results"
 END = "<!-- /figures -->"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from daf_bench.peers.verdicts import losses, verdicts, workloads_of
 from words import MB, measured_by, picture
-
-from daf.report.peers_words import losses, verdicts, workloads_of
 
 PEERS_HEAD = (
     "| contestant | peak above floor ÷ plain's | predicted, MB above floor "

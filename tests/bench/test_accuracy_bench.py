@@ -12,23 +12,15 @@ import pytest
 import render
 import torch
 import torch.nn.functional as F
-from PIL import Image
-from torch import nn
-
-from daf.bench import accuracy_following
-from daf.bench.accuracy import AccuracyJob, figures, read_rows, run, train_once
-from daf.bench.accuracy_below import GROUP, BelowTask, half_a_bit_error
-from daf.bench.accuracy_bias import BiasTask
-from daf.bench.accuracy_budget import BudgetTask
-from daf.bench.accuracy_jobs import TASK_NAMES, make_job
-from daf.bench.accuracy_picture import curve, draw_curves, failed
-from daf.bench.accuracy_policies import (
-    Example,
-    coded_elements,
-    is_refitted,
-    make_policy,
-)
-from daf.bench.accuracy_tasks import (
+from daf_bench.accuracy import policy_tracking
+from daf_bench.accuracy.gradient_bias import BiasTask
+from daf_bench.accuracy.jobs import TASK_NAMES, make_job
+from daf_bench.accuracy.personalisation import BudgetTask
+from daf_bench.accuracy.plot import curve, draw_curves, failed
+from daf_bench.accuracy.policies import Example, coded_elements, is_refitted, make_policy
+from daf_bench.accuracy.run import AccuracyJob, figures, read_rows, run, train_once
+from daf_bench.accuracy.sub_bit import GROUP, BelowTask, half_a_bit_error
+from daf_bench.accuracy.tasks import (
     AccuracyTask,
     Effort,
     generation_task,
@@ -39,6 +31,9 @@ from daf.bench.accuracy_tasks import (
     sentence_task,
     train_plainly,
 )
+from PIL import Image
+from torch import nn
+
 from daf.capture.compress import compress
 from daf.core.errors import DataError, RunFolderError, UnknownNameError
 from daf.core.policy import Method, Need, Treatment, coded_policy, without_fused_operators
@@ -243,7 +238,7 @@ def test_a_run_goes_on_where_it_was_cut_off(
     assert again.figures.keys() == whole.figures.keys()
     metric = "resnet20/rotated-2/accuracy_percent"
     assert again.figures[metric] == whole.figures[metric]
-    monkeypatch.setattr("daf.bench.accuracy.train_once", None)
+    monkeypatch.setattr("daf_bench.accuracy.run.train_once", None)
     assert run(job, file).rows == again.rows
 
 
@@ -450,8 +445,8 @@ def test_lora_without_its_library_says_so(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_allocations_are_fitted_anew_and_noise_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accuracy_following, "FIRST_FIT", 2)
-    assert accuracy_following.fit_steps(20) == (0, 2, 6, 18)
+    monkeypatch.setattr(policy_tracking, "FIRST_FIT", 2)
+    assert policy_tracking.fit_steps(20) == (0, 2, 6, 18)
     task = image_task("resnet20", "digits", batch_size=32)
     row = train_once(task, "allocated-1.5", 0, TINY)
     assert row["fits"] == 2

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from daf_bench import gpu
+from daf_bench.harness.worker import Entry, contestants
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from daf.bench import gpu
-from daf.bench.contestant import Entry, contestants
 from daf.cli import app
 from daf.memory.recycling_allocator import unsupported_reason
 

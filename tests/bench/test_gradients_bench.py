@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-from daf.bench.gradients import GradientsJob, run
-from daf.bench.workloads import WORKLOADS
-from daf.bench.workloads.sources import Sources
+from daf_bench.exact_gradients import GradientsJob, run
+from daf_bench.workloads import WORKLOADS
+from daf_bench.workloads.sources import Sources
 
 # Sums in another order, where the batch is cut into pieces.
 REORDERED = 1e-5

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import daf._native as _native
 import pytest
+from daf_bench.kernels import run as bench
+from daf_bench.kernels.plot import draw_roofline
 
-from daf.bench import kernels as bench
-from daf.bench.kernels_picture import draw_roofline
 from daf.kernels.cpu.flat import instruction_sets
 
 LINUX = platform.system() == "Linux"

@@ -9,18 +9,18 @@ import pytest
 import render
 import torch
 import torch.nn.functional as F
+from daf_bench.cli import app
+from daf_bench.operators import speed
+from daf_bench.operators.cases import full_cases, image_cases, text_cases
+from daf_bench.operators.memory_traffic import counting
 from torch import nn
 from typer.testing import CliRunner
 
-from daf.bench import operator_speed
-from daf.bench.operator_cases import full_cases, image_cases, text_cases
-from daf.bench.traffic import counting
 from daf.capture.compress import compress
-from daf.cli.bench import app
 from daf.operators.chunked import weight_gradient
 from daf.operators.norms.channels_cpu import Geometry, Running, Sums, take_factors, take_statistics
 
-TINY = operator_speed.SpeedJob((*image_cases(8, 16, 16), *text_cases(256, 64, 100)), rounds=2)
+TINY = speed.SpeedJob((*image_cases(8, 16, 16), *text_cases(256, 64, 100)), rounds=2)
 NAMES = {
     "batch_norm + relu": "FusedNormBackward",
     "batch_norm + add + relu": "FusedNormBackward",
@@ -39,7 +39,7 @@ NAMES = {
 def result() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weight_gradient, "CHUNK_BYTES", 1 << 14)
-        return operator_speed.run(TINY)
+        return speed.run(TINY)
 
 
 def test_figures_follow_from_the_rows(result: Any) -> None:
@@ -62,7 +62,7 @@ def test_figures_follow_from_the_rows(result: Any) -> None:
 @pytest.mark.parametrize("case", TINY.cases, ids=lambda case: f"{case.name} {case.shape[1]}")
 def test_every_operator_is_what_it_is_called_and_computes_the_same(case, monkeypatch) -> None:
     monkeypatch.setattr(weight_gradient, "CHUNK_BYTES", 1 << 14)
-    group = operator_speed.contestants_of(case, 8)
+    group = speed.contestants_of(case, 8)
     found: dict[str, tuple[list[Any], list[torch.Tensor]]] = {}
     for each in group:
         names: list[str] = []
@@ -73,7 +73,7 @@ def test_every_operator_is_what_it_is_called_and_computes_the_same(case, monkeyp
                 names[:] = node_names(end.grad_fn)
             return end
 
-        for _ in range(operator_speed.WARM_UP_ROUNDS):
+        for _ in range(speed.WARM_UP_ROUNDS):
             torch.manual_seed(4)  # the same weights are dropped
             each.run(note)
         found[each.name] = names, each.gradients()
@@ -164,8 +164,8 @@ def test_the_full_job_is_of_w1_and_bert_small() -> None:
 
 
 def test_the_command_prints_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = operator_speed.SpeedJob(text_cases(64, 64, 100)[:1], rounds=1)
-    monkeypatch.setattr(operator_speed, "quick_job", lambda: tiny)
+    tiny = speed.SpeedJob(text_cases(64, 64, 100)[:1], rounds=1)
+    monkeypatch.setattr(speed, "quick_job", lambda: tiny)
     done = CliRunner().invoke(app, ["operators", "--speed", "--quick", "--json"])
     assert done.exit_code == 0, done.output
     printed = json.loads(done.stdout)

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from daf_bench.harness.ablation_loop import LEVERS, LeveredLoop, lever_policy
+from daf_bench.harness.worker import Entry, Step
+from daf_bench.operators import run
+from daf_bench.operators.plot import draw_waterfall, peak_changes
 from PIL import Image
 from torch import nn
 
-from daf.bench import operators
-from daf.bench.contestant import Entry, Step
-from daf.bench.levered import LEVERS, LeveredLoop, lever_policy
-from daf.bench.operators_picture import draw_waterfall, peak_changes
 from daf.core.errors import UnknownNameError
 from daf.training.models.resnet_cifar import resnet20
 
-TINY = operators.OperatorsJob(
+TINY = run.OperatorsJob(
     (Entry("tiny", "resnet20", "digits", 16),),
     Entry("resnet20", "resnet20", "digits", 8),
     groups=2,
@@ -35,7 +35,7 @@ TINY = operators.OperatorsJob(
 
 @pytest.fixture(scope="module", params=[pytest.param("processes", marks=pytest.mark.slow)])
 def result() -> Any:
-    return operators.run(TINY)
+    return run.run(TINY)
 
 
 def of(result: Any, part: str) -> list[dict[str, Any]]:
@@ -45,7 +45,7 @@ def of(result: Any, part: str) -> list[dict[str, Any]]:
 def test_figures_follow_from_the_rows(result: Any) -> None:
     plain, same, ours = of(result, "compare")
     figures = result.figures
-    peak = operators.above_floor
+    peak = run.above_floor
     assert figures["peak_ratio"] == peak(plain) / peak(ours)
     assert figures["peak_ratio_same_allocator"] == peak(same) / peak(ours)
     assert figures["saved_ratio"] == ours["saved_bytes_plain"] / ours["saved_bytes_peak"] > 15
@@ -58,7 +58,7 @@ def test_figures_follow_from_the_rows(result: Any) -> None:
 
 def test_every_stage_adds_its_lever(result: Any) -> None:
     rows = of(result, "waterfall")
-    assert [row["stage"] for row in rows] == list(operators.STAGES)
+    assert [row["stage"] for row in rows] == list(run.STAGES)
     by_stage = {row["stage"]: row for row in rows}
     assert by_stage["codes"]["saved_bytes_peak"] < by_stage["codes"]["saved_bytes_plain"] / 10
     gradients = {stage: row["gradient_bytes"] for stage, row in by_stage.items()}
@@ -75,8 +75,8 @@ def test_every_stage_adds_its_lever(result: Any) -> None:
 def test_the_picture_tells_all_changes(result: Any, tmp_path: Path) -> None:
     rows = of(result, "waterfall")
     changes = peak_changes(rows)
-    assert [stage for stage, _, _ in changes] == list(operators.STAGES[1:])
-    first, last = operators.above_floor(rows[0]), operators.above_floor(rows[-1])
+    assert [stage for stage, _, _ in changes] == list(run.STAGES[1:])
+    first, last = run.above_floor(rows[0]), run.above_floor(rows[-1])
     total = sum(after - before for _, before, after in changes)
     assert total == pytest.approx((last - first) / 1e6)
     draw_waterfall(result.rows, tmp_path / "waterfall.png")
@@ -102,7 +102,7 @@ def made_up_waterfall() -> list[dict[str, Any]]:
 
 
 def test_terms_add_up_to_the_peak() -> None:
-    rows = operators.with_terms(made_up_waterfall())
+    rows = run.with_terms(made_up_waterfall())
     assert [row["terms"] for row in rows] == [
         {
             "parameters, buffers": 50,
@@ -119,13 +119,13 @@ def test_terms_add_up_to_the_peak() -> None:
         ]
     ]
     for row in rows:
-        assert sum(row["terms"].values()) == operators.above_floor(row)
+        assert sum(row["terms"].values()) == run.above_floor(row)
 
 
 def test_figures_of_known_bytes() -> None:
     plain, same, _, ours = made_up_waterfall()
     times = ((100.0, 120.0, 110.0), (1.0, 1.0, 1.0), (90.0, 132.0, 110.0))
-    found = operators.figures_of(operators.Comparison([plain, same, ours], times))
+    found = run.figures_of(run.Comparison([plain, same, ours], times))
     assert found == {
         "peak_ratio": 900 / 410,
         "peak_ratio_same_allocator": 750 / 410,
@@ -160,12 +160,12 @@ def test_of_several_processes_the_one_with_the_median_peak_stands(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Above floors 100, 50 and 80: the third's; times are those of all."""
-    monkeypatch.setattr("daf.bench.contestant.Contestant", Stub)
+    monkeypatch.setattr("daf_bench.harness.worker.Contestant", Stub)
     monkeypatch.setattr(Stub, "started", 0)
-    job = operators.OperatorsJob((), None, groups=3, steps=5)
-    rows, times = (found := operators.compare(job, TINY.entries[0], print)).rows, found.times
+    job = run.OperatorsJob((), None, groups=3, steps=5)
+    rows, times = (found := run.compare(job, TINY.entries[0], print)).rows, found.times
     assert [row["contestant"] for row in rows] == ["plain", "plain, same allocator", "daf"]
-    assert [operators.above_floor(row) for row in rows] == [80, 80, 80]
+    assert [run.above_floor(row) for row in rows] == [80, 80, 80]
     assert [row["step_ms"] for row in rows] == [101.0, 201.0, 301.0]
     assert times[0] == [100.0, 100.0, 101.0, 101.0, 102.0, 102.0]  # three of each warm up
     assert Stub.started == 9
@@ -174,13 +174,13 @@ def test_of_several_processes_the_one_with_the_median_peak_stands(
 def test_losses_are_compared_by_their_means_and_plain_s_spread() -> None:
     pairs = ((1.0, 1.1), (1.5, 1.3), (2.0, 2.1))
     rows = [{"plain_loss": plain, "daf_loss": ours} for plain, ours in pairs]
-    found = operators.loss_figures(rows)
+    found = run.loss_figures(rows)
     assert found["loss_ratio"] == pytest.approx(4.5 / 4.5)
     assert found["plain_loss_spread"] == pytest.approx(1 / 1.5)
 
 
 def test_a_picture_of_made_up_rows(tmp_path: Path) -> None:
-    rows = operators.with_terms(made_up_waterfall())
+    rows = run.with_terms(made_up_waterfall())
     changes = [(name, 1e6 * before, 1e6 * after) for name, before, after in peak_changes(rows)]
     assert changes == [
         ("allocator", pytest.approx(900), pytest.approx(750)),
@@ -193,11 +193,11 @@ def test_a_picture_of_made_up_rows(tmp_path: Path) -> None:
     assert {(0x2E, 0x8B, 0x57), (0x8E, 0x44, 0xAD), (0xC0, 0x39, 0x2B)} <= colours
 
 
-@pytest.mark.parametrize("stage", operators.STAGES)
+@pytest.mark.parametrize("stage", run.STAGES)
 def test_stages_are_cumulative(stage: str) -> None:
-    entry = operators.stage_entry(TINY, TINY.entries[0], stage)
-    place = operators.STAGES.index(stage)
-    assert (entry.levers or ()) == operators.STAGES[2 : place + 1]
+    entry = run.stage_entry(TINY, TINY.entries[0], stage)
+    place = run.STAGES.index(stage)
+    assert (entry.levers or ()) == run.STAGES[2 : place + 1]
     assert entry.return_freed_blocks == (place > 0)
     assert (entry.bits is not None) == (place > 1)
 
@@ -251,7 +251,7 @@ def test_levers_leave_plain_training_as_it_is() -> None:
 
 
 def test_the_full_job_is_the_issue_s() -> None:
-    job = operators.full_job("digits", "text:words.txt")
+    job = run.full_job("digits", "text:words.txt")
     shapes = [(entry.model, entry.batch_size, entry.optimizer) for entry in job.entries]
     assert shapes == [
         ("resnet18", 128, "sgd"),
@@ -259,7 +259,7 @@ def test_the_full_job_is_the_issue_s() -> None:
         ("resnet50", 16, "sgd"),
         ("densenet121", 16, "sgd"),
         ("bert_small", 64, "adamw"),
-        ("daf.bench.workloads.gpt2:gpt2_lora", 8, "adamw"),
+        ("daf_bench.workloads.gpt2:gpt2_lora", 8, "adamw"),
     ]
     assert [entry.context for entry in job.entries] == [None] * 5 + [512]
     assert replace(job, entries=()).loss_seeds == (0, 1, 2)

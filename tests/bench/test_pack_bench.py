@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from daf_bench.offload import traced_pass
+from daf_bench.offload.plot import draw_pack
+from daf_bench.offload.run import BOTH, CPU, GPU, PackJob, _Step, planned, quick_job, run
+from daf_bench.offload.traced_pass import Watched
 from torch import Tensor
 from typer.testing import CliRunner
 
-from daf.bench import pack_watched
-from daf.bench.pack import BOTH, CPU, GPU, PackJob, _Step, planned, quick_job, run
-from daf.bench.pack_picture import draw_pack
-from daf.bench.pack_watched import Watched
 from daf.cli import app
 from daf.core.policy import Method, Treatment
 from daf.offload.collaborative_packing import Job, Rates, Route, Saved
@@ -150,7 +150,7 @@ def test_a_watched_pass_tells_what_each_piece_took(monkeypatch: pytest.MonkeyPat
             return last[1] - first[1]
 
     clock_ms = 100.0
-    monkeypatch.setattr(pack_watched.time, "perf_counter", lambda: clock_ms / 1000.0)
+    monkeypatch.setattr(traced_pass.time, "perf_counter", lambda: clock_ms / 1000.0)
     watched = Watched([Route.CPU_PACKS, Route.GPU_PACKS, Route.GPU_PACKS], Clock())
     watched.begin_pass(math.inf)
     sizes = (1024, 4096, TWO_BITS)

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from daf_bench.accuracy.published_allocation import gact_policy, minmax_policy
+from daf_bench.harness import peer_methods
+from daf_bench.harness.initial_weights import FirstState
+from daf_bench.harness.peer_methods import Setting, make_peer
+from daf_bench.harness.saved_bytes import SavedBytes
 from torch import Tensor, nn
 
-from daf.bench import peers
-from daf.bench.first_state import FirstState
-from daf.bench.peers import Setting, make_peer
-from daf.bench.published import gact_policy, minmax_policy
-from daf.bench.saved_bytes import SavedBytes
 from daf.capture.capture import Capture
 from daf.core.errors import PlatformError, UnknownNameError
 from daf.core.policy import Method, Need, plain_policy
@@ -101,7 +101,7 @@ def test_one_example_is_not_cut_into_pieces(batch: Batch) -> None:
 def test_disk_holds_large_tensors_in_files_while_they_are_wanted(
     batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers.tempfile, "mkdtemp", lambda **_: str(tmp_path))
+    monkeypatch.setattr(peer_methods.tempfile, "mkdtemp", lambda **_: str(tmp_path))
     seen: list[int] = []
 
     def counting_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -194,6 +194,6 @@ def test_a_peer_that_is_not_known_is_refused(batch: Batch) -> None:
 def test_without_a_compiler_the_refusal_says_what_is_missing(
     batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers.shutil, "which", lambda _: None)
+    monkeypatch.setattr(peer_methods.shutil, "which", lambda _: None)
     with pytest.raises(PlatformError, match=r"needs one of c\+\+, g\+\+, clang\+\+"):
         trained("compile", 0, batch)

@@ -13,17 +13,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
-
-from daf.bench import peers_duel, peers_job, peers_row
-from daf.bench.child import Child, ContestantError, TooLateError
-from daf.bench.contender import Way
-from daf.bench.peers_duel import measure_duel, pairs_of
-from daf.bench.peers_figures import figures_of
-from daf.bench.peers_job import PeersJob
-from daf.bench.peers_picture import draw_peers
-from daf.bench.peers_row import MOST_WARM_UP_STEPS, warm_up_steps
-from daf.bench.peers_table import (
+from daf_bench.harness.method_runner import Way
+from daf_bench.harness.result import median_ratio
+from daf_bench.harness.subprocess_channel import Child, ContestantError, TooLateError
+from daf_bench.peers import duel as peers_duel
+from daf_bench.peers import row as peers_row
+from daf_bench.peers import run as peers_job
+from daf_bench.peers.duel import measure_duel, pairs_of
+from daf_bench.peers.figures import figures_of
+from daf_bench.peers.page import COLUMNS, cells, peers_page
+from daf_bench.peers.plot import draw_peers
+from daf_bench.peers.row import MOST_WARM_UP_STEPS, warm_up_steps
+from daf_bench.peers.run import PeersJob
+from daf_bench.peers.table import (
     BASELINE,
     FULL,
     PEER,
@@ -33,13 +35,13 @@ from daf.bench.peers_table import (
     ours_at,
     ours_with,
 )
-from daf.bench.result import median_ratio
-from daf.bench.workloads import WORKLOADS
-from daf.bench.workloads.sources import Sources
+from daf_bench.peers.verdicts import DUEL, best_peer, losses, verdicts
+from daf_bench.workloads import WORKLOADS
+from daf_bench.workloads.sources import Sources
+from typer.testing import CliRunner
+
 from daf.cli import app
 from daf.core.errors import RunFolderError
-from daf.report.peers_page import COLUMNS, cells, peers_page
-from daf.report.peers_words import DUEL, best_peer, losses, verdicts
 
 CONTESTANTS = (
     by_peer("checkpointing (SGC)", "checkpoint", 1.0),

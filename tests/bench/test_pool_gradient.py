@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from daf_bench.pool.eviction_error import gradient_row
 
-from daf.bench.pool_gradient import gradient_row
 from daf.core.code_tables import rotated_error
 
 

@@ -9,18 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
-
-from daf.bench import pressure
-from daf.bench.pressure import (
+from daf_bench.harness import cgroup
+from daf_bench.memory import pressure
+from daf_bench.memory.pressure import (
     standard_error,
     steps_above_steady_budget,
     steps_to_restore,
     thinned,
     within_budget_ms,
 )
-from daf.bench.pressure_picture import budget_corners, draw_pressure
-from daf.memory import cgroup
+from daf_bench.memory.pressure_plot import budget_corners, draw_pressure
+from PIL import Image
 
 # Twice the rate that the full benchmark states; what is left does not hold the plain step.
 TINY = replace(

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from daf_bench.kernels import reductions
+from daf_bench.kernels.reductions import Shape, whole
+from daf_bench.kernels.reductions_plot import draw_reduce
 
-from daf.bench import reduce
-from daf.bench.reduce import Shape, whole
-from daf.bench.reduce_picture import draw_reduce
 from daf.codecs import ranges
 from daf.codecs.ranged import WHOLE, Cut
 from daf.core.errors import KernelError
 
 
 def row(rule: str | None = None, first_use_ms: float = 1.0, **seconds: float) -> dict[str, object]:
-    ratios = reduce.ratios_of({name: [found] for name, found in seconds.items()})
+    ratios = reductions.ratios_of({name: [found] for name, found in seconds.items()})
     return {"ratios": ratios, "rule": rule, "first_use_ms": first_use_ms}
 
 
@@ -25,7 +25,7 @@ def test_figures_are_worst_and_best_ratios() -> None:
         row(tree=10.0, atomics=8.0, hybrid=5.0, chosen=6.0, torch=12.0, cub=6.0, rule="atomics"),
         row("tree", 9.0, tree=4.0, atomics=9.0, hybrid=5.0, chosen=4.0, torch=3.0, cub=8.0),
     ]
-    assert reduce.figures_of(rows) == {
+    assert reductions.figures_of(rows) == {
         "worst_vs_best": pytest.approx(4 / 3),  # PyTorch's own might have been chosen
         "worst_vs_torch": pytest.approx(4 / 3),
         "hybrid_worst_vs_best": pytest.approx(5 / 3),
@@ -37,7 +37,7 @@ def test_figures_are_worst_and_best_ratios() -> None:
 
 
 def test_without_cub_or_a_rule_there_is_no_figure_of_it() -> None:
-    figures = reduce.figures_of([row(tree=1.0, atomics=2.0, hybrid=3.0, chosen=1.0, torch=2.0)])
+    figures = reductions.figures_of([row(tree=1.0, atomics=2.0, hybrid=3.0, chosen=1.0, torch=2.0)])
     of_all = {"worst_vs_best", "worst_vs_torch", "hybrid_worst_vs_best", "first_use_ms_worst"}
     assert set(figures) == of_all
 
@@ -45,7 +45,9 @@ def test_without_cub_or_a_rule_there_is_no_figure_of_it() -> None:
 def test_cub_is_compared_where_it_was_timed_and_the_rule_where_it_is_known_of_all() -> None:
     """CUB reduces whole tensors only; channels are timed without it."""
     common = {"tree": 4.0, "atomics": 2.0, "hybrid": 3.0, "chosen": 2.0, "torch": 4.0}
-    figures = reduce.figures_of([row("tree", **common, cub=4.0), row(**common | {"chosen": 20.0})])
+    figures = reductions.figures_of(
+        [row("tree", **common, cub=4.0), row(**common | {"chosen": 20.0})]
+    )
     assert figures["worst_vs_cub"] == figures["best_vs_cub"] == pytest.approx(0.5)
     assert figures["worst_vs_best"] == pytest.approx(10.0)
     assert "rule_worst_vs_best" not in figures
@@ -63,7 +65,7 @@ def test_noise_does_not_tell_what_is_chosen_from_itself() -> None:
         "torch": [4 * each for each in reversed(tree)],
         "chosen": hiccup,
     }
-    ratios = reduce.ratios_of(taken)
+    ratios = reductions.ratios_of(taken)
     assert ratios["best"]["chosen"] == pytest.approx(1.0)
     assert ratios["best"]["hybrid"] == pytest.approx(2.0)
     assert ratios["torch"]["torch"] == pytest.approx(1.0)
@@ -72,13 +74,13 @@ def test_noise_does_not_tell_what_is_chosen_from_itself() -> None:
 def test_every_strategy_runs_on_tensors_and_channels_and_one_of_them_is_chosen(
     tmp_path: Path,
 ) -> None:
-    result = reduce.run(reduce.ReduceJob((whole(1000), Shape(3, 7, 11)), 2, "cpu"))
+    result = reductions.run(reductions.ReduceJob((whole(1000), Shape(3, 7, 11)), 2, "cpu"))
     shapes = [(found["outer"], found["channels"], found["inner"]) for found in result.rows]
     assert shapes == [(1, 1, 1000), (3, 7, 11)]
     for found in result.rows:
-        assert set(found["microseconds"]) == {*reduce.CANDIDATES, reduce.CHOSEN}
-        assert found["choice"] in reduce.CANDIDATES
-        assert found["rule"] in reduce.STRATEGIES
+        assert set(found["microseconds"]) == {*reductions.CANDIDATES, reductions.CHOSEN}
+        assert found["choice"] in reductions.CANDIDATES
+        assert found["rule"] in reductions.STRATEGIES
         assert all(value > 0 for value in found["microseconds"].values())
     draw_reduce(result.rows, tmp_path / "reduce.png")
     assert (tmp_path / "reduce.png").stat().st_size > 10_000
@@ -104,8 +106,8 @@ def test_what_is_chosen_is_chosen_as_in_sessions(
 
     monkeypatch.setattr(ranges.Ranges, "__init__", noted)
     monkeypatch.setattr(ranges.Ranges, "strategy_for", picked)
-    result = reduce.run(reduce.ReduceJob((whole(1000), Shape(3, 7, 11)), 2, "cpu"))
-    assert result.rows[0]["choice"] in {reduce.TORCH, "atomics"}
+    result = reductions.run(reductions.ReduceJob((whole(1000), Shape(3, 7, 11)), 2, "cpu"))
+    assert result.rows[0]["choice"] in {reductions.TORCH, "atomics"}
     assert set(asked) == {(1000, WHOLE), (231, Cut(7, 11))}
     (cache,) = caches
     assert cache is not None
@@ -114,7 +116,9 @@ def test_what_is_chosen_is_chosen_as_in_sessions(
 
 
 def test_a_reduction_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reduce, "measure_ranges", lambda *_: None)
-    monkeypatch.setattr(reduce.torch, "empty", lambda *shape, **kind: torch.zeros(shape, **kind))
+    monkeypatch.setattr(reductions, "measure_ranges", lambda *_: None)
+    monkeypatch.setattr(
+        reductions.torch, "empty", lambda *shape, **kind: torch.zeros(shape, **kind)
+    )
     with pytest.raises(KernelError, match="asked tree for the ranges"):
-        reduce.run(reduce.ReduceJob((Shape(3, 7, 11),), 1, "cpu"))
+        reductions.run(reductions.ReduceJob((Shape(3, 7, 11),), 1, "cpu"))

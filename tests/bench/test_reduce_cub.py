@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from daf_bench.kernels import reductions
 from torch import Tensor
-
-from daf.bench import reduce
 
 STREAM = 0x5EED  # PyTorch's current one, by its address
 
@@ -79,29 +78,31 @@ def on_gpu(values: Tensor) -> Any:
 
 def test_cub_reduces_the_same_memory_twice_on_pytorch_s_stream(cupy: FakeCupy) -> None:
     values = torch.randn(1, 1, 1000)
-    work = reduce._cub(on_gpu(values))
-    assert set(work) == {reduce.CUB}
+    work = reductions._cub(on_gpu(values))
+    assert set(work) == {reductions.CUB}
     assert cupy.accelerators == ["cub"]
     (array,) = cupy.arrays
     assert array.tensor.shape == (1000,)
     assert array.tensor.data_ptr() == values.data_ptr()
     assert cupy.reductions == []
     for _ in range(2):
-        assert work[reduce.CUB]() == tuple(torch.aminmax(values))
+        assert work[reductions.CUB]() == tuple(torch.aminmax(values))
     assert cupy.reductions == 2 * [("min", STREAM), ("max", STREAM)]
 
 
 def test_it_is_not_compared_for_channels_nor_on_a_processor(cupy: FakeCupy) -> None:
-    assert reduce._cub(on_gpu(torch.randn(3, 7, 11))) == {}
-    assert reduce._cub(torch.randn(1, 1, 1000)) == {}
+    assert reductions._cub(on_gpu(torch.randn(3, 7, 11))) == {}
+    assert reductions._cub(torch.randn(1, 1, 1000)) == {}
     assert (cupy.accelerators, cupy.arrays) == ([], [])
-    assert not any("cub" in note for note in reduce._notes(torch.device("cpu"), 1))
+    assert not any("cub" in note for note in reductions._notes(torch.device("cpu"), 1))
 
 
 def test_where_cupy_is_missing_the_result_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reduce, "find_spec", lambda _: None)
-    assert reduce._cub(on_gpu(torch.randn(1, 1, 1000))) == {}
-    assert reduce._notes(torch.device("cpu"), 1)[-1] == "cub: not compared, CuPy is not installed"
+    monkeypatch.setattr(reductions, "find_spec", lambda _: None)
+    assert reductions._cub(on_gpu(torch.randn(1, 1, 1000))) == {}
+    assert (
+        reductions._notes(torch.device("cpu"), 1)[-1] == "cub: not compared, CuPy is not installed"
+    )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
@@ -112,6 +113,6 @@ def test_on_a_gpu_cub_gives_pytorch_s_ranges(elements: int) -> None:
     for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
         stream.wait_stream(torch.cuda.default_stream())
         with torch.cuda.stream(stream):
-            found: Any = reduce._cub(values)[reduce.CUB]()
+            found: Any = reductions._cub(values)[reductions.CUB]()
         torch.cuda.synchronize()
         assert [float(end) for end in found] == [float(end) for end in torch.aminmax(values)]

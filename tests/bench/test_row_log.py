@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from daf_bench.harness.row_log import RowLog
 
-from daf.bench.row_log import RowLog
 from daf.core.errors import RunFolderError
 
 

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-
-from daf.bench.random_models import build, described, draw
-from daf.bench.survival import Attempt, attempted, figures_of, is_refused_wrongly
-from daf.memory import cgroup
+from daf_bench.harness import cgroup
+from daf_bench.memory.random_models import build, described, draw
+from daf_bench.memory.survival import Attempt, attempted, figures_of, is_refused_wrongly
 
 WORKS, REASON = cgroup.can_limit()
 MIB = 2**20

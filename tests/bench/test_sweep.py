@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from daf_bench.sweep.figures import figures_of
+from daf_bench.sweep.plot import curve, draw_sweep, drawn_workloads
+from daf_bench.sweep.point import gradient_error
+from daf_bench.sweep.run import SweepJob, run
+from daf_bench.workloads.sources import Sources
 from PIL import Image
 
-from daf.bench.sweep import SweepJob, run
-from daf.bench.sweep_figures import figures_of
-from daf.bench.sweep_picture import curve, draw_sweep, drawn_workloads
-from daf.bench.sweep_point import gradient_error
-from daf.bench.workloads.sources import Sources
 from daf.core.errors import RunFolderError
 
 TINY = SweepJob(

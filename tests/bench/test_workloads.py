@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from daf_bench.harness.peer_methods import plain_step
+from daf_bench.harness.static_baselines import accumulating_step, checkpoint_blocks
+from daf_bench.workloads import WORKLOADS, find_workload, named_workloads, tokens
+from daf_bench.workloads.lora import LowRank
+from daf_bench.workloads.sources import Sources
+from daf_bench.workloads.trainable import Trainable
 from torch import nn
 
-from daf.bench.peers import plain_step
-from daf.bench.static import accumulating_step, checkpoint_blocks
-from daf.bench.workloads import WORKLOADS, find_workload, named_workloads, tokens
-from daf.bench.workloads.lora import LowRank
-from daf.bench.workloads.sources import Sources
-from daf.bench.workloads.trainable import Trainable
 from daf.core.errors import DataError, UnknownNameError
 from daf.torch_compat.pytree import tensors_in_batch
 

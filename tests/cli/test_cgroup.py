@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from daf.memory import cgroup
+from daf_bench.harness import cgroup
 
 WORKS, REASON = cgroup.can_limit()
 BUDGET_BYTES = 640_000_000

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from daf_bench.harness.ablation_loop import LEVERS, LeveredLoop
 from torch import Tensor, nn
 
-from daf.bench.levered import LEVERS, LeveredLoop
 from daf.core.policy import Method
 from daf.operators.chunked import weight_gradient
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from daf_bench.harness.ablation_loop import LeveredLoop
 from torch import Tensor, nn
 from waits import Waits, without_waiting
 
-from daf.bench.levered import LeveredLoop
 from daf.capture.capture import Capture
 from daf.core.errors import NonFiniteLossError
 from daf.core.plan import Plan

@@ -12,7 +12,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("no CUDA device; test_gpu_interpreted runs these", allow_module_level=True)
 
-from daf.bench import device_codecs
+from daf_bench.kernels import device_codecs
 
 COUNT = 1000 if INTERPRETED else 2**22
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-
-from daf.memory import cgroup
+from daf_bench.harness import cgroup
 
 WORKS, REASON = cgroup.can_limit()
 pytestmark = pytest.mark.skipif(not WORKS, reason=REASON)

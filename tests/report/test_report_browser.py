@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from daf_bench.peers.page import peers_page
 
 from daf.report.page import page
-from daf.report.peers_page import peers_page
 from daf.report.runs import read_runs
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

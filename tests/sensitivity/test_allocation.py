@@ -6,11 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
-from scipy.optimize import Bounds, LinearConstraint, milp
-
-from daf.allocation import (
+from daf_bench.accuracy.bit_allocation import (
     RELATIVE_GAP,
     STANDARD_TREATMENTS,
     Choice,
@@ -24,6 +20,10 @@ from daf.allocation import (
     least_variance,
     uniform,
 )
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from scipy.optimize import Bounds, LinearConstraint, milp
+
 from daf.core.code_tables import rotated_error
 from daf.core.errors import BudgetError, DataError
 from daf.core.policy import KEEP, Method, Site, Treatment

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from daf_bench.accuracy.bias_estimate import measure_bias
 from small_jobs import cross_entropy, mixed_batch, mixed_network
 from torch import Tensor, nn
 
 from daf.core.policy import Method, Need, Policy, Treatment, coded_policy, exact_policy
-from daf.sensitivity.bias import measure_bias
 
 pytestmark = pytest.mark.usefixtures("code_everything")
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from daf_bench.accuracy.bit_allocation import STANDARD_TREATMENTS, coded_sites, least_variance
 from small_jobs import cross_entropy
 from torch import Tensor, nn
 
-from daf.allocation import STANDARD_TREATMENTS, coded_sites, least_variance
 from daf.capture.capture import Capture
 from daf.core.policy import KEEP, Policy, Site, coded_policy, exact_policy
 from daf.profiling.optimizer_probe import divides_by_gradients

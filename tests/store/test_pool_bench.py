@@ -9,10 +9,10 @@ from pathlib import Path
 import daf._native as _native
 import numpy as np
 import pytest
+from daf_bench.pool import run as bench
+from daf_bench.pool.plot import draw_times
+from daf_bench.pool.traces import ALLOCATE, MARK, RELEASE, Operations, Shape, make_operations, play
 
-from daf.bench import pool as bench
-from daf.bench.pool_picture import draw_times
-from daf.bench.pool_trace import ALLOCATE, MARK, RELEASE, Operations, Shape, make_operations, play
 from daf.core.code_format import header_bytes, plane_bytes
 
 GLIBC = platform.libc_ver()[0] == "glibc"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from daf_bench.pool.trace_format import Player, RecordedStore, TraceWriter, read_trace
 from torch import nn
 
 from daf.capture.capture import Capture
@@ -15,7 +16,6 @@ from daf.core.errors import DataError
 from daf.core.policy import coded_policy
 from daf.pool.paged_pool import PagedStore
 from daf.pool.store import PlainStore
-from daf.store.trace import Player, RecordedStore, TraceWriter, read_trace
 
 PAGE = 4096
 RUN = 8 * PAGE

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from daf_bench.accuracy.metrics import classification_metrics, correlation_metrics, token_metrics
 from torch import Tensor, nn
 
 from daf.core.errors import DataError
@@ -20,7 +21,6 @@ from daf.training.data.sentences import SENTENCE_KINDS
 from daf.training.data.spoken import load_known_speakers, read_spoken_digits
 from daf.training.data.tokens import ByteTokenizer, SentenceData
 from daf.training.loop import train
-from daf.training.metrics import classification_metrics, correlation_metrics, token_metrics
 from daf.training.models import Goal, find_model
 from daf.training.settings import TrainSettings
 from daf.training.tasks import make_task, settle_goal

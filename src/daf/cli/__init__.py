@@ -6,8 +6,8 @@ from importlib import metadata
 from typing import Annotated
 
 import typer
+from daf_bench.cli import app as bench_app
 
-from daf.cli.bench import app as bench_app
 from daf.cli.doctor import doctor_command
 from daf.cli.group import DafGroup
 from daf.cli.plan import plan_command

@@ -149,7 +149,7 @@ class PagedStore:
             elsewhere: pages lie on a device (``device_pool``) and are only numbered and counted
                 here; planes go as a whole.
             observer: called with every operation, as a dictionary of plain values
-                (``daf.store.trace`` writes them to a file).
+                (``daf_bench.pool.trace_format`` writes them to a file).
 
         Raises:
             KernelError: the page size or the increment means nothing.

@@ -1,0 +1,1 @@
+"""``daf bench accuracy``: accuracy under DAF beside plain PyTorch and published codecs."""

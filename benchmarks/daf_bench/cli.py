@@ -1,0 +1,344 @@
+"""``daf bench``: comparisons that print one JSON object with machine, rows and figures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from daf.planning.planner import POLICIES
+from daf.training.job import checked_device
+from daf_bench import exact_gradients as gradients_bench
+from daf_bench import gpu as gpu_bench
+from daf_bench import main_job
+from daf_bench.accuracy import jobs
+from daf_bench.accuracy import run as accuracy_bench
+from daf_bench.accuracy.plot import draw_curves
+from daf_bench.cli_output import (
+    ImagesOption,
+    JsonOption,
+    OnlyOption,
+    OutOption,
+    PictureOption,
+    QuickOption,
+    counted_progress,
+    keep,
+    measure,
+    rows_beside,
+    show,
+)
+from daf_bench.cli_peers import peers_command
+from daf_bench.kernels import bit_packing, device_codecs
+from daf_bench.kernels import reductions as reduce_bench
+from daf_bench.kernels import run as kernels_bench
+from daf_bench.kernels.plot import draw_roofline
+from daf_bench.kernels.reductions_plot import draw_reduce
+from daf_bench.memory import allocator as allocator_bench
+from daf_bench.memory import pressure as pressure_bench
+from daf_bench.memory import survival as survival_bench
+from daf_bench.memory.allocator_plot import draw_trade
+from daf_bench.memory.pressure_plot import draw_pressure
+from daf_bench.offload import run as pack_bench
+from daf_bench.offload.plot import draw_pack
+from daf_bench.operators import run as operators_bench
+from daf_bench.operators import speed as operator_speed
+from daf_bench.operators.plot import draw_waterfall
+from daf_bench.pool import run as pool_bench
+from daf_bench.pool.plot import draw_times
+from daf_bench.sweep import run as sweep_bench
+from daf_bench.sweep.plot import draw_sweep
+from daf_bench.workloads import named_workloads
+
+app = typer.Typer(help="Measure DAF against what a user would pick instead.")
+
+app.command("peers")(peers_command)
+
+
+@app.callback()
+def bench() -> None:
+    """Measure DAF against what a user would pick instead."""
+
+
+@app.command("main")
+def main_command(
+    data: Annotated[
+        str | None,
+        typer.Option(help="Data set; by default CIFAR-10 if the measuring data is there."),
+    ] = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare the main job (ResNet-18 within a budget) with plain PyTorch, interleaved."""
+    name = data or main_job.default_data()
+    job = main_job.quick_job(name) if quick else main_job.MainJob(name)
+    measure(partial(main_job.run, job), as_json=as_json)
+
+
+@app.command("allocator")
+def allocator_command(
+    images: ImagesOption = None,
+    text: Annotated[
+        str | None,
+        typer.Option(help="A text for the BERT-small, as text:FILE; without it, images only."),
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw step time against peak into this PNG file.")
+    ] = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare the recycling allocator at several caps with glibc and others, interleaved."""
+    name = images or main_job.default_data()
+    job = allocator_bench.quick_job(name) if quick else allocator_bench.full_job(name, text)
+    measure(partial(allocator_bench.run, job), as_json=as_json, draw=draw_trade, picture=picture)
+
+
+@app.command("operators")
+def operators_command(
+    images: ImagesOption = None,
+    text: Annotated[
+        str | None,
+        typer.Option(help="A text for the BERT-small, as text:FILE; without it, images only."),
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw what each lever takes off into this PNG file.")
+    ] = None,
+    speed: Annotated[
+        bool, typer.Option("--speed", help="Time each operator alone, forward and backward.")
+    ] = False,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare fused and chunked operators, codes and gradient release with plain PyTorch."""
+    if speed:
+        time_operators(quick=quick, as_json=as_json)
+        return
+    name = images or main_job.default_data()
+    job = operators_bench.quick_job(name) if quick else operators_bench.full_job(name, text)
+    measure(
+        partial(operators_bench.run, job), as_json=as_json, draw=draw_waterfall, picture=picture
+    )
+
+
+def time_operators(*, quick: bool, as_json: bool) -> None:
+    """Each operator beside PyTorch's own sequence."""
+    job = operator_speed.quick_job() if quick else operator_speed.SpeedJob()
+    measure(partial(operator_speed.run, job), as_json=as_json)
+
+
+@app.command("gpu")
+def gpu_command(
+    device: Annotated[str, typer.Option(help="Where: cuda, cuda:1; cpu to try it.")] = "cuda",
+    images: ImagesOption = None,
+    text: Annotated[
+        str | None,
+        typer.Option(
+            help="A text for GPT-2 Medium's shape, as text:FILE; without it, images only."
+        ),
+    ] = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare codes with plain PyTorch on a GPU: reserved bytes, step time, the largest batch."""
+    checked_device(device)
+    name = images or main_job.default_data()
+    job = gpu_bench.quick_job(device, name) if quick else gpu_bench.full_job(device, name, text)
+    measure(partial(gpu_bench.run, job), as_json=as_json)
+
+
+@app.command("pool")
+def pool_command(
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw time against live pages into this PNG file.")
+    ] = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Time the paged pool, and compare what it wastes with malloc, best fit and fixed growth."""
+    job = pool_bench.quick_job() if quick else pool_bench.PoolJob()
+    measure(partial(pool_bench.run, job), as_json=as_json, draw=draw_times, picture=picture)
+
+
+@app.command("pressure")
+def pressure_command(
+    picture: Annotated[
+        Path | None,
+        typer.Option(help="Draw budget, memory and throughput over time into this PNG file."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the result to this JSON file.")] = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Halve a run's budget in mid-step, restore it, then squeeze it by a second process."""
+    job = pressure_bench.quick_job() if quick else pressure_bench.full_job()
+    run = partial(pressure_bench.run, job)
+    keep(measure(run, as_json=as_json, draw=draw_pressure, picture=picture), out)
+
+
+@app.command("gradients")
+def gradients_command(
+    only: OnlyOption = None, quick: QuickOption = False, as_json: JsonOption = False
+) -> None:
+    """Compare exact policies' gradients with plain PyTorch's on every workload."""
+    job = gradients_bench.quick_job() if quick else gradients_bench.GradientsJob()
+    if only is not None:
+        job = replace(job, workloads=named_workloads(only))
+    with counted_progress() as report:
+        result = gradients_bench.run(job, report)
+    show(result, as_json=as_json)
+
+
+@app.command("survival")
+def survival_command(
+    out: OutOption = None,
+    runs: Annotated[int | None, typer.Option(min=1, help="How many models.")] = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Train random models under random budgets, each in a memory cgroup of that size."""
+    job = survival_bench.quick_job() if quick else survival_bench.SurvivalJob()
+    job = replace(job, runs=runs or job.runs)
+    with counted_progress() as report:
+        result = survival_bench.run(job, rows_beside(out), report)
+    keep(result, out)
+    show(result, as_json=as_json)
+
+
+@app.command("sweep")
+def sweep_command(
+    out: OutOption = None,
+    only: OnlyOption = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps at every point.")] = None,
+    policies: Annotated[
+        bool, typer.Option("--policies", help="Compare all policies on W1 and W3.")
+    ] = False,
+    tolerance: Annotated[
+        float | None, typer.Option(min=0, help="The sessions' noise tolerance.")
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw throughput against memory into this PNG file.")
+    ] = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Train every workload at several budgets: peaks, predictions, refusals and times."""
+    job = sweep_bench.quick_job() if quick else sweep_bench.SweepJob()
+    if only is not None:
+        job = replace(job, workloads=named_workloads(only))
+    job = replace(
+        job,
+        steps=steps or job.steps,
+        tolerance=tolerance,
+        policies=POLICIES if policies else job.policies,
+    )
+    with counted_progress() as report:
+        result = sweep_bench.run(job, rows_beside(out), report)
+    keep(result, out)
+    if picture is not None:
+        draw_sweep(result.rows, picture)
+    show(result, as_json=as_json)
+
+
+@app.command("packing")
+def packing_command(
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the stages into this PNG file.")
+    ] = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Time quantizing, packing and changing layouts apart, and beside one native pass."""
+    job = bit_packing.quick_job() if quick else bit_packing.PackingJob()
+    measure(
+        partial(bit_packing.run, job),
+        as_json=as_json,
+        draw=bit_packing.draw_packing,
+        picture=picture,
+    )
+
+
+@app.command("kernels")
+def kernels_command(
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw a roofline into this PNG file.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="A GPU, such as cuda, whose codecs are timed instead.")
+    ] = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Time every kernel on every instruction set against memcpy, interleaved; or a GPU's codecs."""
+    if device is not None:
+        if picture is not None:
+            raise typer.BadParameter("the roofline is the processor's; leave --picture or --device")
+        make = device_codecs.quick_job if quick else device_codecs.DeviceCodecsJob
+        codecs = make(str(device_codecs.checked_device(device)))
+        measure(partial(device_codecs.run, codecs), as_json=as_json)
+        return
+    job = kernels_bench.quick_job() if quick else kernels_bench.KernelsJob()
+    measure(partial(kernels_bench.run, job), as_json=as_json, draw=draw_roofline, picture=picture)
+
+
+@app.command("accuracy")
+def accuracy_command(
+    tasks: Annotated[
+        str | None, typer.Option(help=f"Of {', '.join(jobs.TASK_NAMES)}; by default all.")
+    ] = None,
+    policies: Annotated[
+        str | None, typer.Option(help="Such as plain,rotated-2,allocated-1.5,minmax-4,gact-2.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="How many.")] = 3,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of the measuring data; by default ../shared/data.")
+    ] = None,
+    rows: Annotated[
+        Path | None, typer.Option(help="JSON lines to write rows to, and to go on from.")
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="A PNG to draw accuracy against bytes in.")
+    ] = None,
+    first_seed: Annotated[int, typer.Option(min=0, help="For a job run in parts.")] = 0,
+    steps_share: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="Of every task's steps.")
+    ] = 1.0,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare accuracy under DAF with plain PyTorch and published codecs, over seeds."""
+    job = jobs.make_job(
+        tasks,
+        policies,
+        seeds,
+        data,
+        quick=quick,
+        first_seed=first_seed,
+        steps_share=steps_share,
+    )
+
+    def draw(drawn: list[dict[str, Any]], path: Path) -> None:
+        draw_curves(drawn, accuracy_bench.metrics_of(job), path)
+
+    run = partial(accuracy_bench.run, job, rows)
+    measure(run, as_json=as_json, draw=draw, picture=picture)
+
+
+@app.command("pack")
+def pack_command(
+    picture: PictureOption = None, quick: QuickOption = False, as_json: JsonOption = False
+) -> None:
+    """Pack beside a GPU's forward pass: by the GPU, by the processor, and by both."""
+    job = pack_bench.quick_job() if quick else pack_bench.PackJob()
+    measure(partial(pack_bench.run, job), as_json=as_json, draw=draw_pack, picture=picture)
+
+
+@app.command("reduce")
+def reduce_command(
+    picture: PictureOption = None, quick: QuickOption = False, as_json: JsonOption = False
+) -> None:
+    """Time ranges of tensors and channels by every strategy, PyTorch, CUB and the chosen one."""
+    job = reduce_bench.quick_job() if quick else reduce_bench.ReduceJob()
+    measure(partial(reduce_bench.run, job), as_json=as_json, draw=draw_reduce, picture=picture)

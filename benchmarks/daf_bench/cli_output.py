@@ -1,0 +1,100 @@
+"""What the commands of ``daf bench`` share: options, progress, and printing a result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+
+from daf_bench.harness.result import BenchResult
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+QuickOption = Annotated[bool, typer.Option("--quick", help="A short run with fewer steps.")]
+OnlyOption = Annotated[
+    str | None, typer.Option(help="These workloads only, as in 'W1,W3'; by default all.")
+]
+ImagesOption = Annotated[
+    str | None,
+    typer.Option(help="Images; by default CIFAR-10 if the measuring data is there."),
+]
+PictureOption = Annotated[Path | None, typer.Option(help="Draw the result into this PNG file.")]
+OutOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Write the result to this JSON file, and rows as they come beside it (.jsonl): "
+        "the same command goes on where it was interrupted."
+    ),
+]
+
+
+@contextmanager
+def counted_progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on standard error for what is done, of what is expected."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("starting", total=None)
+
+        def report(what: str, done: int, expected: int) -> None:
+            progress.update(task, description=what, completed=done, total=expected)
+
+        yield report
+
+
+def measure(
+    run: Callable[..., BenchResult],
+    *,
+    as_json: bool,
+    draw: Callable[[list[dict[str, Any]], Path], None] | None = None,
+    picture: Path | None = None,
+) -> BenchResult:
+    """Run a benchmark under a status line, draw its rows where that was asked, and print it."""
+    with Console(stderr=True).status("starting") as status:
+        result = run(on_progress=status.update)
+    if draw is not None and picture is not None:
+        draw(result.rows, picture)
+    show(result, as_json=as_json)
+    return result
+
+
+def rows_beside(out: Path | None) -> Path | None:
+    """Where the rows of a long measurement are kept."""
+    return out.with_suffix(".jsonl") if out is not None else None
+
+
+def keep(result: BenchResult, out: Path | None) -> None:
+    """Write a result where that was asked."""
+    if out is not None:
+        out.write_text(result.as_json())
+
+
+def show(result: BenchResult, *, as_json: bool) -> None:
+    """Print a benchmark's outcome, for programs or for people."""
+    if as_json:
+        typer.echo(result.as_json())
+        return
+    table = Table("figure", "value", title=f"daf bench {result.name}")
+    for name, value in result.figures.items():
+        table.add_row(name, f"{value:,.4g}" if isinstance(value, float) else f"{value:,}")
+    console = Console()
+    console.print(table)
+    for note in result.notes:
+        console.print(f"[dim]{note}[/dim]")

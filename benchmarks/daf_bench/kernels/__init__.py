@@ -1,0 +1,1 @@
+"""``daf bench kernels``, ``packing`` and ``reduce``: native and GPU kernels."""

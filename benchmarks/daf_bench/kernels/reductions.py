@@ -1,0 +1,280 @@
+"""``daf bench reduce``: ranges by every strategy, by PyTorch, by CUB, by the chosen one.
+
+The reduction micro-benchmark of DAF (arXiv 2507.07149): the least and greatest value of a tensor,
+or of its channels, by a tree, by atomics alone and by both (*hybrid reduction*).
+On a CUDA device the strategies are Triton's, and times are those
+of events; else they are the native ones of the processor. CUB is reached through CuPy where that
+can be imported. What is chosen is chosen as in sessions, by ``daf.codecs.ranges``.
+Contestants take turns; rows are medians, ratios those of times of the same round. Every
+strategy gives the same bits; one that does not ends the benchmark.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from daf.codecs.ranged import WHOLE, Cut
+from daf.codecs.ranges import PYTORCH, Ranges, device_name
+from daf.core.code_format import ElementType
+from daf.core.errors import KernelError
+from daf.kernels import RangeStrategy
+from daf.kernels.cpu.reductions import measure_ranges, range_strategy, ranges_workspace_bytes
+from daf_bench.harness.result import BenchResult
+from daf_bench.harness.timing import device_seconds
+
+Progress = Callable[[str], None]
+Work = Callable[[], object]
+CHOSEN, TORCH, CUB, BEST = "chosen", "torch", "cub", "best"
+TIMED_SECONDS = 2e-4
+_MOST_TIMES = 100
+STRATEGIES = tuple(strategy.name.lower() for strategy in RangeStrategy)
+CANDIDATES = (*STRATEGIES, TORCH)  # what may be chosen, as in sessions
+
+
+class Shape(NamedTuple):
+    """Element i is of channel (i // inner) % channels; a range for every channel."""
+
+    outer: int
+    channels: int
+    inner: int
+
+    def __str__(self) -> str:
+        return "×".join(map(str, self))
+
+
+def whole(elements: int) -> Shape:
+    """One range for all of a tensor."""
+    return Shape(1, 1, elements)
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceJob:
+    """What is run: whole tensors of 1 K to 256 M floats; few channels, many, and one a column."""
+
+    shapes: tuple[Shape, ...] = (
+        *(whole(2**power) for power in range(10, 29, 2)),
+        *(Shape(128, 64, 1024), Shape(128, 512, 16), Shape(2**14, 1024, 1)),
+    )
+    rounds: int = 15
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def quick_job() -> ReduceJob:
+    """The same in seconds, on small tensors."""
+    shapes = (whole(2**10), whole(2**16), whole(2**20), Shape(16, 64, 64), Shape(2**8, 256, 1))
+    return ReduceJob(shapes, 5)
+
+
+def run(job: ReduceJob, on_progress: Progress = lambda _: None) -> BenchResult:
+    """Time every contestant on every shape, on all cores.
+
+    Raises:
+        KernelError: a strategy's ranges are not PyTorch's.
+    """
+    device, rows = torch.device(job.device), []
+    with tempfile.TemporaryDirectory() as folder:
+        ranges = Ranges(Path(folder) / "strategies.json")
+        for shape in job.shapes:
+            on_progress(str(shape))
+            values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
+            rows.append(_row(values, job.rounds, ranges))
+    return BenchResult("reduce", rows, figures_of(rows), _notes(device, job.rounds))
+
+
+def _pick(ranges: Ranges, values: Tensor) -> str:
+    """One of CANDIDATES for one call, as sessions choose."""
+    _, channels, inner = values.shape
+    found = ranges.strategy_for(values, Cut(channels, inner) if channels > 1 else WHOLE)
+    return TORCH if found == PYTORCH else found
+
+
+def _row(values: Tensor, rounds: int, ranges: Ranges) -> dict[str, Any]:
+    work = _contestants(values)
+    begin_s = time.perf_counter()
+    chosen = _pick(ranges, values)
+    first_use_ms = 1e3 * (time.perf_counter() - begin_s)
+
+    def reduce_by_choice() -> object:
+        nonlocal chosen
+        chosen = _pick(ranges, values)
+        return work[chosen]()
+
+    taken = _in_turn({**work, CHOSEN: reduce_by_choice}, rounds, values.device)
+    return {
+        "part": "reduce",
+        **Shape(*values.shape)._asdict(),
+        "threads": torch.get_num_threads(),
+        "choice": chosen,
+        "rule": _rule(values),
+        "first_use_ms": first_use_ms,
+        "microseconds": {name: 1e6 * statistics.median(found) for name, found in taken.items()},
+        "ratios": ratios_of(taken),
+    }
+
+
+def ratios_of(taken: Mapping[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Times over the best candidate's, PyTorch's and CUB's of the same round: medians.
+
+    A machine that is slower for some rounds is so for both: what is chosen has the ratio of 1 to
+    itself, but for what choosing takes.
+    """
+    best = min(CANDIDATES, key=lambda name: statistics.median(taken[name]))
+    others = {BEST: best} | {name: name for name in (TORCH, CUB) if name in taken}
+    return {
+        label: {name: _paired(found, taken[other]) for name, found in taken.items()}
+        for label, other in others.items()
+    }
+
+
+def _paired(ours: list[float], theirs: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def _in_turn(work: dict[str, Work], rounds: int, device: torch.device) -> dict[str, list[float]]:
+    """Seconds of one call by round, each contestant first as often as any other.
+
+    One call that is not timed goes before, for caches that whoever ran last has left otherwise;
+    then as many as fill what a clock can tell.
+    """
+    names = list(work)
+    least = min(device_seconds(work[name], device) for name in names for _ in range(2))
+    times = max(1, min(_MOST_TIMES, math.ceil(TIMED_SECONDS / least)))
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            work[name]()
+            seconds = device_seconds(partial(_repeat, work[name], times), device)
+            taken[name].append(seconds / times)
+    return taken
+
+
+def _repeat(call: Work, times: int) -> None:
+    for _ in range(times):
+        call()
+
+
+def _rule(values: Tensor) -> str | None:
+    """The strategy that the processor's kernels take where none is asked for; None on a GPU."""
+    if values.device.type != "cpu":
+        return None
+    _, channels, inner = values.shape
+    return range_strategy(values.numel(), torch.get_num_threads(), channels, inner).name.lower()
+
+
+def _contestants(values: Tensor) -> dict[str, Work]:
+    """Each gives both ends; ours are checked against PyTorch before any is timed."""
+    ours = _on_gpu(values) if values.device.type == "cuda" else _on_cpu(values)
+    expected = torch.stack(_by_torch(values)).flatten().tolist()
+    for name, reduce in ours.items():
+        found = [float(end) for part in reduce() for end in part.flatten()]
+        if found != expected:
+            raise KernelError(
+                f"asked {name} for the ranges {str(expected)[:80]}, found {str(found)[:80]}; "
+                "report this"
+            )
+    return {**ours, TORCH: lambda: _by_torch(values), **_cub(values)}
+
+
+def _by_torch(values: Tensor) -> tuple[Tensor, Tensor]:
+    if values.shape[1] == 1:
+        least, greatest = torch.aminmax(values)
+        return least.view(1), greatest.view(1)
+    return values.amin(dim=(0, 2)), values.amax(dim=(0, 2))
+
+
+def _on_cpu(values: Tensor) -> dict[str, Callable[[], Tensor]]:
+    return {strategy.name.lower(): _native(values, strategy) for strategy in RangeStrategy}
+
+
+def _native(values: Tensor, strategy: RangeStrategy) -> Callable[[], Tensor]:
+    _, channels, inner = values.shape
+    count, threads = values.numel(), torch.get_num_threads()
+    size_bytes = ranges_workspace_bytes(count, threads, channels, inner, strategy)
+    workspace = torch.empty(max(1, size_bytes), dtype=torch.uint8)
+    ends = torch.empty(2, channels)
+
+    def reduce() -> Tensor:
+        measure_ranges(
+            *(values.data_ptr(), ElementType.FLOAT32, count),
+            *(ends[0].data_ptr(), ends[1].data_ptr(), workspace.data_ptr(), threads),
+            *(channels, inner, strategy),
+        )
+        return ends
+
+    return reduce
+
+
+def _on_gpu(values: Tensor) -> dict[str, Callable[[], tuple[Tensor, Tensor]]]:
+    from daf.kernels.triton import (
+        reductions as triton_reductions,  # needs triton, which processors alone do not
+    )
+
+    flat, (_, channels, inner) = values.view(-1), values.shape
+
+    def by(strategy: RangeStrategy) -> Callable[[], tuple[Tensor, Tensor]]:
+        return lambda: triton_reductions.measure_ranges(flat, strategy, channels, inner)
+
+    return {strategy.name.lower(): by(strategy) for strategy in RangeStrategy}
+
+
+def _cub(values: Tensor) -> dict[str, Work]:
+    """CUB's device reduction of whole tensors through CuPy: the least, then the greatest."""
+    is_whole = values.shape[1] == 1
+    if values.device.type != "cuda" or not is_whole or find_spec("cupy") is None:
+        return {}
+    import cupy
+
+    cupy._core.set_routine_accelerators(["cub"])
+    array = cupy.from_dlpack(values.view(-1))
+    stream = cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
+
+    def reduce() -> object:
+        with stream:
+            return array.min(), array.max()
+
+    return {CUB: reduce}
+
+
+def figures_of(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Worst over shapes of the chosen's time to the best candidate's, PyTorch's and CUB's.
+
+    Of hybrid reduction and of the processor's rule too, to the best candidate's.
+    """
+    ratios = [row["ratios"] for row in rows]
+    figures = {
+        "worst_vs_best": max(found[BEST][CHOSEN] for found in ratios),
+        "worst_vs_torch": max(found[TORCH][CHOSEN] for found in ratios),
+        "hybrid_worst_vs_best": max(found[BEST]["hybrid"] for found in ratios),
+        "first_use_ms_worst": max(row["first_use_ms"] for row in rows),
+    }
+    if all(row["rule"] is not None for row in rows):
+        figures["rule_worst_vs_best"] = max(row["ratios"][BEST][row["rule"]] for row in rows)
+    if beside := [found[CUB][CHOSEN] for found in ratios if CUB in found]:
+        figures |= {"worst_vs_cub": max(beside), "best_vs_cub": min(beside)}
+    return figures
+
+
+def _notes(device: torch.device, rounds: int) -> tuple[str, ...]:
+    missing = () if find_spec("cupy") else ("cub: not compared, CuPy is not installed",)
+    return (
+        f"float32, device: {device_name(device)}, medians of {rounds} rounds",
+        "ratios: of times of the same round, below 1 the one named first is faster; best: the "
+        "fastest of the three strategies and PyTorch's own",
+        "chosen: picked while it runs, from times, as sessions pick; rule: what the processor's "
+        "kernels take where none is asked for",
+        "first use: what choosing takes once for a class of sizes, compiling included",
+        *missing,
+    )

@@ -1,0 +1,1 @@
+"""``daf bench allocator``, ``pressure`` and ``survival``: the process's memory."""

@@ -1,0 +1,1 @@
+"""``daf bench pack``: packing beside a GPU's forward pass."""

@@ -1,0 +1,1 @@
+"""``daf bench operators``: fused and chunked operators."""

@@ -1,0 +1,1 @@
+"""``daf bench peers``: DAF beside everything else that a user could do."""

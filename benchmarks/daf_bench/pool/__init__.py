@@ -1,0 +1,1 @@
+"""``daf bench pool``: the paged pool."""

@@ -1,0 +1,1 @@
+"""``daf bench sweep``: every workload at several budgets."""
