@@ -1,4 +1,6 @@
-"""The process that ``daf bench pressure`` trains in; ``python -m daf_bench.memory.pressure_process JSON``.
+"""The process that ``daf bench pressure`` trains in.
+
+Run as ``python -m daf_bench.memory.pressure_process JSON``.
 
 Times are seconds of ``time.time()``, so that processes can be compared.
 """
