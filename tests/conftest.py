@@ -1,8 +1,69 @@
-"""What all tests share: choices that are kept between processes are kept apart from the user's."""
+"""What all tests share: the state that processes share is each test's own."""
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
 
 os.environ["DAF_CACHE"] = tempfile.mkdtemp(prefix="daf-cache-")
+
+from made_up import Tree
+from simulated_memory import SimulatedDevice, SimulatedMemory
+
+from daf.codecs.layout import Layout
+from daf.memory.device_memory import DeviceMemory
+from daf.memory.recycling_allocator import unsupported_reason
+from daf.saved_tensors import packer
+
+
+def poisoned_empty(layout: Layout) -> Tensor:
+    """What ``Layout.empty`` gives, filled with what no operator may read."""
+    out = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)
+    poison = float("nan") if layout.dtype.is_floating_point or layout.dtype.is_complex else 99
+    return out.fill_(poison)
+
+
+@pytest.fixture
+def code_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor is too small to be coded; undefined content is NaN."""
+    monkeypatch.setattr(packer, "SMALL_BYTES", 1)
+    monkeypatch.setattr(Layout, "empty", poisoned_empty)
+
+
+@pytest.fixture(autouse=True)
+def one_seed() -> Iterator[None]:
+    """Every test starts from the same random state and leaves the caller's behind."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    """A file system like the kernel's, made up."""
+    return Tree(tmp_path)
+
+
+@pytest.fixture
+def device() -> Iterator[SimulatedDevice]:
+    """A GPU that the processor plays."""
+    if unsupported_reason() is not None:
+        pytest.skip(f"no account here: {unsupported_reason()}")
+    gc.collect()
+    with SimulatedDevice() as simulated:
+        yield simulated
+
+
+@pytest.fixture
+def memory(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> DeviceMemory:
+    """What models of these tests are taken to be in."""
+    found = SimulatedMemory(torch.device("cuda:0"), device)
+    monkeypatch.setattr("daf.session.arguments.memory_of", lambda _: found)
+    return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from daf_bench.offload import traced_pass
 from daf_bench.offload.plot import draw_pack
 from daf_bench.offload.run import BOTH, CPU, GPU, PackJob, _Step, planned, quick_job, run
 from daf_bench.offload.traced_pass import Watched
+from simulated_device import Arrival, LateTransfers, SimulatedDevice
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -21,9 +21,6 @@ from daf.cli import app
 from daf.core.policy import Method, Treatment
 from daf.offload.collaborative_packing import Job, Rates, Route, Saved
 from daf.offload.routing import Sent
-
-sys.path.append(str(Path(__file__).parents[1] / "execution"))
-from simulated_device import Arrival, LateTransfers, SimulatedDevice
 
 SMALL = PackJob(batch=8, rounds=1)
 TWO_BITS = Treatment(Method.ROTATED, 2)

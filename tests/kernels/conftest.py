@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ from daf.core.code_format import FORMAT_VERSION, ElementType
 from daf.kernels.cpu import flat
 from daf.kernels.reference.elements import element_dtype, narrow
 from daf.kernels.reference.philox import philox_words
-
-sys.path.insert(0, str(Path(__file__).parent))  # the helpers beside this file
 
 INPUT_STREAM = 7
 POISON = 0xA5

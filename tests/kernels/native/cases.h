@@ -8,7 +8,7 @@
 
 namespace daf::vectors {
 
-// Numbered as in tests/kernels/recorder.py, which writes the file.
+// Numbered as in tests/helpers/kernels/recorder.py, which writes the file.
 enum class Operation : uint32_t {
   encode_rotated,
   decode_rotated,

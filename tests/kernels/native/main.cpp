@@ -1,6 +1,6 @@
 // Runs the kernels of every instruction set that this processor has, byte for byte.
 //
-//   vectors file PATH THREADS         the cases that tests/kernels/recorder.py wrote there
+//   vectors file PATH THREADS         the cases that tests/helpers/kernels/recorder.py wrote there
 //   vectors fuzz CASES SEED THREADS   every header pattern, then so many random calls over random
 //                                     bytes: all sets must write what "portable" writes
 //

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 import time
 import weakref
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from late_streams import LateStreams
 
 from daf.core.code_format import header_bytes, plane_bytes
 from daf.core.errors import KernelError, PoolFullError
@@ -23,9 +22,6 @@ from daf.kernels.triton.planes import DevicePlanes
 from daf.pool import device_pool
 from daf.pool.device_pool import DevicePagedStore, DevicePlaneTensor
 from daf.pool.device_pools import DeviceStores
-
-sys.path.insert(0, str(Path(__file__).parent))  # the helper beside this file
-from late_streams import LateStreams
 
 CPU = torch.device("cpu")
 IMPORTANCE = {bits: [4.0, 3.0, 2.0, 1.0][:bits] for bits in (1, 2, 3, 4)}

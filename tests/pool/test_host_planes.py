@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from late_streams import LateStreams
 from torch import Tensor
 
 from daf.core.code_format import block_count, code_bytes, words_per_plane
 from daf.core.units import pinned_bytes
 from daf.kernels.triton.planes import DevicePlanes
 from daf.pool.host_planes import HostPlanes, HostStore
-
-sys.path.insert(0, str(Path(__file__).parent))  # the helper beside this file
-from late_streams import LateStreams
 
 CPU = torch.device("cpu")
 BLOCK_BYTES = 4 * (8 + 1)  # of a plane and its headers, for 256 elements

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import sys
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -12,9 +10,6 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-
-sys.path.insert(0, str(Path(__file__).parent))  # the helpers beside this file
-
 from pool_machine import ADDRESSES, Machine, random_step
 from pool_model import ModelTensor
 

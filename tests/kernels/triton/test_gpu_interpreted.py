@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")
-TESTS = Path(__file__).parents[1]
-FILES = [*sorted(TESTS.glob("kernels/test_gpu*.py")), TESTS / "execution/test_device_capture.py"]
+TESTS = Path(__file__).parents[2]
+FILES = [
+    *sorted(Path(__file__).parent.glob("test_gpu*.py")),
+    TESTS / "capture/test_device_capture.py",
+]
 
 
 @pytest.mark.parametrize(

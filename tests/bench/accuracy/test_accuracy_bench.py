@@ -38,7 +38,7 @@ from daf.capture.compress import compress
 from daf.core.errors import DataError, RunFolderError, UnknownNameError
 from daf.core.policy import Method, Need, Treatment, coded_policy, without_fused_operators
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TINY = Effort(most_steps=3, most_tests=32)
 
 
