@@ -47,7 +47,7 @@ MEANT_OF_POOL = {
     "effective_over_theoretical_drift": "last tenth of the iterations minus the first",
     "evictions_vs_fixed_increment": "pages given up, adaptive growth ÷ 100 MB steps",
     "cap_halved_ms": "ms until the planes above a halved cap are gone; at most 50",
-    "halved_gradient_error_vs_predicted": "growth of the gradient's error ÷ what was foretold",
+    "halved_gradient_error_vs_predicted": "growth of the gradient's error ÷ what was predicted",
 }
 STRESS_NAMES = {
     "adaptive": "the pool",

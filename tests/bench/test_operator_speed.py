@@ -18,7 +18,13 @@ from typer.testing import CliRunner
 
 from daf.capture.compress import compress
 from daf.operators.chunked import weight_gradient
-from daf.operators.norms.channels_cpu import Geometry, Running, Sums, take_factors, take_statistics
+from daf.operators.norms.channels_cpu import (
+    Geometry,
+    RunningStatistics,
+    Sums,
+    take_factors,
+    take_statistics,
+)
 
 TINY = speed.SpeedJob((*image_cases(8, 16, 16), *text_cases(256, 64, 100)), rounds=2)
 NAMES = {
@@ -126,7 +132,7 @@ def test_bytes_of_channels_are_counted(is_following: bool) -> None:
             y,
             Geometry(64, 64, y.numel()),
             1e-5,
-            Running(norm.running_mean, norm.running_var, 0.1) if is_following else None,
+            RunningStatistics(norm.running_mean, norm.running_var, 0.1) if is_following else None,
         )
     assert traffic.nbytes == 4 * y.numel() + 64 * (2 * (8 + 4) + 2 * 2 * 4 * is_following)
     sums = Sums(torch.ones(64, dtype=torch.float64), torch.ones(64, dtype=torch.float64))

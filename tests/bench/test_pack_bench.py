@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from daf.cli import app
 from daf.core.policy import Method, Treatment
-from daf.offload.collaborative_packing import Job, Rates, Route, Saved
+from daf.offload.collaborative_packing import Rates, ReadyTensor, Route, ScheduledWork
 from daf.offload.routing import Sent
 
 SMALL = PackJob(batch=8, rounds=1)
@@ -107,7 +107,7 @@ def test_three_ways_take_turns_and_the_gradients_pass_through_codes(tmp_path: Pa
 
 def assert_is_what_was_done(row: dict[str, Any], copies: list[Arrival]) -> None:
     """A watched pass's jobs: every tensor's, in order, by the clocks and not by the model."""
-    jobs = [Job(**job) for job in row["measured_timeline"]]
+    jobs = [ScheduledWork(**job) for job in row["measured_timeline"]]
     lanes = {name: [job for job in jobs if job.resource == name] for name in ("gpu", "link", "cpu")}
     assert [len(lanes["gpu"]), len(lanes["cpu"])] == [row["gpu_packs"], row["cpu_packs"]]
     assert [job.saved_index for job in lanes["link"]] == list(range(len(copies)))
@@ -162,16 +162,16 @@ def test_a_watched_pass_tells_what_each_piece_took(monkeypatch: pytest.MonkeyPat
     watched.processor_took(4096, 9.0)
     jobs, forward_ms = watched.measured()
     assert jobs == (
-        Job("link", 0, 3, 8),
-        Job("cpu", 0, pytest.approx(11), pytest.approx(20)),
-        Job("gpu", 2, 4, 6),
-        Job("link", 2, 9, 10),
+        ScheduledWork("link", 0, 3, 8),
+        ScheduledWork("cpu", 0, pytest.approx(11), pytest.approx(20)),
+        ScheduledWork("gpu", 2, 4, 6),
+        ScheduledWork("link", 2, 9, 10),
     )
     assert forward_ms == 12
 
 
 def test_the_split_is_the_model_s_best_by_measured_rates() -> None:
-    saved = [Saved(10.0 * k, 30_000, 2000) for k in range(1, 7)]
+    saved = [ReadyTensor(10.0 * k, 30_000, 2000) for k in range(1, 7)]
     plans = planned(saved, Rates(gpu_pack=4000.0, cpu_pack=1500.0, link=20_000.0), 70.0)
     assert plans[BOTH].exposed_ms < min(plans[GPU].exposed_ms, plans[CPU].exposed_ms)
 

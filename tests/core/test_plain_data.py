@@ -16,7 +16,7 @@ from daf.core.json_dataclasses import from_plain, to_plain
 from daf.core.plan import Plan
 from daf.core.policy import Method, Need, Policy, Site, Treatment
 from daf.core.profile import Profile
-from daf.session.plan_selector import Evidence
+from daf.session.plan_selector import PeakMeasurement
 
 names = st.text(max_size=8)
 sites = st.builds(Site, names, names, st.integers(0, 9), st.integers(0, 3))
@@ -25,7 +25,7 @@ treatments = st.builds(
     st.sampled_from(Method),
     st.integers(0, 8),
     st.integers(1, 3),
-    travels=st.booleans(),
+    on_host=st.booleans(),
 )
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 
@@ -85,7 +85,7 @@ def test_a_profile_comes_back_equal(measured: Profile, weights: Any) -> None:
 
 
 def test_evidence_comes_back_equal() -> None:
-    assert through_json(Evidence, Evidence(3, 5)) == Evidence(3, 5)
+    assert through_json(PeakMeasurement, PeakMeasurement(3, 5)) == PeakMeasurement(3, 5)
 
 
 @pytest.mark.parametrize(
@@ -94,4 +94,4 @@ def test_evidence_comes_back_equal() -> None:
 )
 def test_what_is_from_something_else_is_refused(plain: Any) -> None:
     with pytest.raises((KeyError, TypeError, ValueError)):
-        from_plain(Evidence, plain)
+        from_plain(PeakMeasurement, plain)

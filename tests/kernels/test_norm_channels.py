@@ -17,7 +17,7 @@ from daf.kernels import ChannelSums, GradientFactors, RunningMoments
 from daf.kernels.cpu import channel_norm
 from daf.kernels.reference import channel_norm as reference_norm
 from daf.kernels.reference.reductions import Sums
-from daf.operators.norms.channels_cpu import Geometry, Running, take_statistics
+from daf.operators.norms.channels_cpu import Geometry, RunningStatistics, take_statistics
 
 any_float = st.floats(width=64, allow_nan=True, allow_infinity=True)
 single = st.floats(width=32, allow_nan=True, allow_infinity=True)
@@ -124,7 +124,7 @@ def test_running_statistics_are_pytorch_s_whatever_its_default_number_is(dtype) 
     try:
         for _ in range(3):
             found = take_statistics(
-                x, Geometry(5, 36, x.numel()), 1e-5, Running(mean, variance, 0.3)
+                x, Geometry(5, 36, x.numel()), 1e-5, RunningStatistics(mean, variance, 0.3)
             )
     finally:
         torch.set_default_dtype(before)

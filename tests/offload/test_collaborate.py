@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from daf.core.errors import KernelError, PlatformError
 from daf.offload import collaborative_packing
-from daf.offload.collaborative_packing import Rates, Route, Saved, simulate, split
+from daf.offload.collaborative_packing import Rates, ReadyTensor, Route, simulate, split
 from daf.pool.transfers import CudaTransfers
 
 RATE = st.floats(1.0, 1e4)
@@ -21,9 +21,9 @@ TENSORS = st.lists(st.integers(16, 100_000), min_size=1, max_size=6)
 FORWARD_MS = 100.0
 
 
-def saved(sizes: list[int]) -> list[Saved]:
+def saved(sizes: list[int]) -> list[ReadyTensor]:
     step = FORWARD_MS / (len(sizes) + 1)
-    return [Saved(step * (k + 1), size, size // 8) for k, size in enumerate(sizes)]
+    return [ReadyTensor(step * (k + 1), size, size // 8) for k, size in enumerate(sizes)]
 
 
 @given(TENSORS, RATES)
@@ -40,7 +40,7 @@ def test_a_split_is_never_worse_than_either_side_alone_and_mostly_the_best(sizes
 
 
 def test_many_tensors_are_split_in_little_time_and_no_worse_than_either_side() -> None:
-    tensors = [Saved(100.0 * (k + 1) / 500, 1000 + 37 * (k % 11), 100) for k in range(500)]
+    tensors = [ReadyTensor(100.0 * (k + 1) / 500, 1000 + 37 * (k % 11), 100) for k in range(500)]
     rates, tries = Rates(gpu_pack=9000.0, cpu_pack=3000.0, link=9000.0), []
     with pytest.MonkeyPatch.context() as patch:
         own = simulate

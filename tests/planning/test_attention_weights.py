@@ -197,17 +197,17 @@ def test_a_tight_session_gives_queries_and_keys_four_bits_and_tells_their_noise(
     roomy_bytes = caught.value.least_bytes + 8 * MIB
     with session_for(Stack(), roomy_bytes) as session:
         profile = session._choosing.profile_of(session.prepare(batch, cross_entropy))
-        found, told_bytes = session.sensitivity, session.least_feasible_bytes()
+        found, reported_bytes = session.sensitivity, session.least_feasible_bytes()
         learnt_bytes = session._choosing.least_bytes()
-    assert told_bytes is not None
-    assert learnt_bytes < told_bytes == pytest.approx(caught.value.least_bytes, abs=8 * MIB)
+    assert reported_bytes is not None
+    assert learnt_bytes < reported_bytes == pytest.approx(caught.value.least_bytes, abs=8 * MIB)
     assert found is not None
     assert found.batch_variance is not None
     scores = [each.site for each in profile.savings if each.need is Need.SCORE]
     assert len(scores) == 6
     assert set(scores) <= found.sites.keys()
     # What was learnt lets a session that is given it begin where another could not.
-    between = told_bytes - (told_bytes - learnt_bytes) // 4
+    between = reported_bytes - (reported_bytes - learnt_bytes) // 4
     with session_for(Stack(), between, sensitivity=found) as session:
         assert session.prepare(batch, cross_entropy).predicted_peak_bytes <= between
         assert session.least_feasible_bytes() == session._choosing.least_bytes()
@@ -247,14 +247,14 @@ def test_parts_of_one_memory_have_a_code_each_in_the_account_too(bits: int) -> N
     family = next(each for each in table.options if q_k_v[0].site in each[-1].treatments)
     coded = next(each for each in family if each.level == str(max(4, bits)))
     read = {each.read for each in q_k_v}
-    told_bytes = sum(each.nbytes for each in coded.spans if each.first not in read)
+    reported_bytes = sum(each.nbytes for each in coded.spans if each.first not in read)
     capture = Capture(model)
     policy = replace(coded_policy(bits), fused=True, chunked=True, chunk_bytes=profile.chunk_bytes)
     with capture.step(policy, 0, 0, batch=batch):
         cross_entropy(model, batch)
     held = [each.held_bytes for each in capture.sites() if each.site in coded.treatments]
     assert len(held) == 3
-    assert told_bytes == sum(held)
+    assert reported_bytes == sum(held)
 
 
 def test_smaller_pieces_of_a_batch_save_what_the_profile_says() -> None:

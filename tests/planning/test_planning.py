@@ -170,7 +170,7 @@ def test_more_budget_never_gives_a_slower_plan(
     assert found[1].step_ms(measured) <= found[0].step_ms(measured) + priced + slack
 
 
-def test_a_rival_has_much_larger_pieces_and_is_foretold_nearly_as_fast() -> None:
+def test_a_rival_has_much_larger_pieces_and_is_predicted_nearly_as_fast() -> None:
     measured = replace(large(60), split_refusal="")
     table = make_table(measured, measured.batch_size, Allowed())
     kept, base = table.peak_bytes(kept_selection(table)), measured.resident_bytes

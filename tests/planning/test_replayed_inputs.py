@@ -77,9 +77,9 @@ def test_the_account_has_them_at_the_end_of_forward(
             loss = square_mean(model, batch)
             held_bytes = capture.stats.held_bytes
         loss.backward()
-    told_bytes = told[profile.timeline.forward - 1]
+    reported_bytes = told[profile.timeline.forward - 1]
     # The model's own result counts although the loss still has it.
-    assert held_bytes <= told_bytes <= held_bytes + 1.05 * batch.nbytes
+    assert held_bytes <= reported_bytes <= held_bytes + 1.05 * batch.nbytes
 
 
 class Beside(nn.Module):

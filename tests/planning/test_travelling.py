@@ -11,7 +11,7 @@ from synthetic import MIB, profile, profiles, saving
 
 from daf.core.errors import BudgetError, PlatformError
 from daf.core.json_dataclasses import from_plain, to_plain
-from daf.core.policy import Method, Need, Policy, on_host, policy_for, with_host_codes
+from daf.core.policy import Method, Need, Policy, placed_on_host, policy_for, with_host_codes
 from daf.core.profile import Profile
 from daf.offload.host_codes import host_options
 from daf.planning import planner
@@ -51,7 +51,7 @@ def test_a_travelling_level_is_the_same_one_but_for_bytes_and_the_way(measured: 
             (like,) = [
                 each for each in here if each.level == level and each.requires == option.requires
             ]
-            assert {s: on_host(t) for s, t in like.treatments.items()} == option.treatments
+            assert {s: placed_on_host(t) for s, t in like.treatments.items()} == option.treatments
             assert option.noise == like.noise
             assert option.cost_ms >= like.cost_ms
             assert sum(span.nbytes for span in option.spans) <= sum(
@@ -92,7 +92,7 @@ def test_what_no_code_on_the_device_could_hold_is_planned_at_many_bits() -> None
     assert plan.predicted_peak_bytes <= least_with
     codes = [each for each in plan.policy.by_site.values() if each.is_code]
     assert codes
-    assert all(each.travels for each in codes)
+    assert all(each.on_host for each in codes)
     assert {each.bits for each in codes} == {8}
 
 
@@ -131,10 +131,10 @@ def test_where_there_is_room_nothing_travels_and_a_slow_link_is_avoided() -> Non
     allowed = replace(THERE, replay=False)
     wide = planner.kept_peak_bytes(measured) + 64 * MIB
     plan = planner.make_plan(linked(measured), wide, allowed=allowed)
-    assert not any(each.travels for each in plan.policy.by_site.values())
+    assert not any(each.on_host for each in plan.policy.by_site.values())
     tight = planner.least_feasible_budget(measured, allowed=replace(HERE, replay=False)) + 2 * MIB
     slow = planner.make_plan(linked(measured, link=1.0), tight, allowed=allowed)
-    assert not any(each.travels for each in slow.policy.by_site.values())
+    assert not any(each.on_host for each in slow.policy.by_site.values())
 
 
 def test_a_plan_s_reasons_say_where_codes_wait() -> None:
@@ -147,9 +147,9 @@ def test_a_plan_s_reasons_say_where_codes_wait() -> None:
 
 def test_policies_travel_whole_and_come_back_from_json() -> None:
     policy = with_host_codes(policy_for(2))
-    assert {each.method for each in policy.by_need.values() if not each.travels} == {Method.DROP}
+    assert {each.method for each in policy.by_need.values() if not each.on_host} == {Method.DROP}
     assert from_plain(Policy, to_plain(policy)) == policy
-    assert fixed_policy(2, fused=False, has_budget=False, travels=True) == policy
+    assert fixed_policy(2, fused=False, has_budget=False, on_host=True) == policy
 
 
 def test_what_passes_is_a_small_share_of_the_budget() -> None:

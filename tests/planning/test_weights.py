@@ -23,9 +23,9 @@ from daf.planning import planner, policies
 from daf.planning.bit_widths import is_lossy, one_bit_wider, wider_level
 from daf.planning.noise import expected_noise
 from daf.planning.options import Allowed, noise_per_weight, served_weights
-from daf.session.noise_controller import NOISE_OF_A_BIT, NoiseControl
-from daf.session.plan_selector import Choosing
-from daf.session.sensitivity_tracker import Sensing
+from daf.session.noise_controller import NOISE_OF_A_BIT, NoiseController
+from daf.session.plan_selector import PlanSelector
+from daf.session.sensitivity_tracker import SensitivityTracker
 
 few = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 CODES_ONLY = Allowed(methods=frozenset(Method) - {Method.SPILL}, replay=False)
@@ -297,8 +297,12 @@ def test_wider_codes_are_sought_below_what_tolerance_bounds_not_below_what_is_ad
     plan = planner.make_plan(measured, planner.least_feasible_budget(measured, policy="2-bit"))
     for added, bounded in ((0.3, 0.8), (0.8, 0.3)):
         chooser = Asked(measured, replace(plan, added_noise=added, bounded_noise=bounded))
-        control = NoiseControl(
-            cast(Sensing, None), cast(Choosing, chooser), cast(Capture, None), 1.0, ProcessMemory()
+        control = NoiseController(
+            cast(SensitivityTracker, None),
+            cast(PlanSelector, chooser),
+            cast(Capture, None),
+            1.0,
+            ProcessMemory(),
         )
         assert control.widen(budget_bytes=2**30)
         assert chooser.tolerances == [pytest.approx(0.8 / NOISE_OF_A_BIT)]

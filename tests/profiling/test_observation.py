@@ -28,8 +28,8 @@ from daf.core.policy import (
 from daf.memory.recycling_allocator import RecyclingAllocator, unsupported_reason
 from daf.memory.statistics import stats
 from daf.saved_tensors import packer
-from daf.saved_tensors.observation import MethodTime, Observation, SavedTensor
-from daf.saved_tensors.packed_tensor import Saved
+from daf.saved_tensors.observation import MethodTime, Observation, ObservedTensor
+from daf.saved_tensors.packed_tensor import SavedTensor
 from daf.step.dry_run import rehearse
 
 TIGHTEST = coded_policy(1)
@@ -56,7 +56,7 @@ def observe(
     return observer.found
 
 
-def of(found: Observation, module: str, need: Need | None = None) -> list[SavedTensor]:
+def of(found: Observation, module: str, need: Need | None = None) -> list[ObservedTensor]:
     return [
         each
         for each in found.saves
@@ -370,7 +370,7 @@ def test_nothing_is_kept_alive_after_the_step(
         assert stats()["live_bytes.current"] == before
         assert max(found.peak_bytes) > x.nbytes
     gc.collect()
-    saved = [each for each in gc.get_objects() if type(each) is Saved]
+    saved = [each for each in gc.get_objects() if type(each) is SavedTensor]
     assert not saved
 
 

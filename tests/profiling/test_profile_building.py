@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from daf.core.policy import KEEP, Method, Need, Site, Treatment
 from daf.core.profile import Affine
 from daf.profiling.profile_assembly import _Moments, build, transient
-from daf.saved_tensors.observation import ModuleCall, Observation, SavedTensor
+from daf.saved_tensors.observation import ModuleCall, Observation, ObservedTensor
 
 CODED = Treatment(Method.ROTATED, 1)
 
@@ -26,8 +26,8 @@ def save(
     released: int,
     treatment: Treatment = KEEP,
     storage: int | None = None,
-) -> SavedTensor:
-    return SavedTensor(
+) -> ObservedTensor:
+    return ObservedTensor(
         site=Site("m", "f", place, 0),
         need=Need.LINEAR,
         treatment=treatment,

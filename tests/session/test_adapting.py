@@ -25,7 +25,7 @@ from daf.memory.process_limit import SPARE_BYTES, SPARE_FRACTION, MemoryKeeper
 from daf.memory.recycling_allocator import unsupported_reason
 from daf.memory.statistics import stats
 from daf.pool.paged_pool import PagedStore
-from daf.session.budget_controller import Adapting
+from daf.session.budget_controller import BudgetController
 from daf.session.session import Session
 
 Batch = tuple[Tensor, Tensor]
@@ -307,7 +307,7 @@ def test_a_group_s_limit_that_falls_is_followed_by_the_thread(tree: Tree) -> Non
         return wanted
 
     keeper, lowered = MemoryKeeper(give_back), []
-    adapting = Adapting("900MB", keeper, lambda: lowered.append(1), tree.system())
+    adapting = BudgetController("900MB", keeper, lambda: lowered.append(1), tree.system())
     assert adapting.begin_step() == 900 * MB
     tree.v2_group("/app", used_mb=299, maximum_mb=20)
     wait_for(lambda: adapting.budget_bytes == 20 * MB)

@@ -21,7 +21,12 @@ from daf.planning.candidate import with_margin
 from daf.planning.options import Allowed
 from daf.planning.table import Table, kept_selection, make_table
 from daf.session import plan_selector as module
-from daf.session.plan_selector import ANOTHER_PROCESS_BYTES, Choosing, Evidence, Terms
+from daf.session.plan_selector import (
+    ANOTHER_PROCESS_BYTES,
+    PeakMeasurement,
+    PlanConstraints,
+    PlanSelector,
+)
 
 few = settings(max_examples=25, deadline=None)
 LEVELS = ("plain", "exact", "8-bit", "4-bit", "3-bit", "2-bit", "1-bit")
@@ -33,8 +38,8 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PATIENCE_S", 60.0)
 
 
-def chosen(measured: Profile, **terms: object) -> Choosing:
-    return Choosing(Terms(**({"policy": "optimal", "tolerance": None} | terms)))  # type: ignore[arg-type]
+def chosen(measured: Profile, **terms: object) -> PlanSelector:
+    return PlanSelector(PlanConstraints(**({"policy": "optimal", "tolerance": None} | terms)))  # type: ignore[arg-type]
 
 
 def kept_bytes(measured: Profile) -> int:
@@ -53,19 +58,19 @@ def between(measured: Profile, share: float, **terms: object) -> int:
 
 def test_evidence_says_by_how_much_more_is_held_above_the_floor() -> None:
     floor = 200 * MIB
-    assert Evidence(300 * MIB, 310 * MIB).factor(floor) == pytest.approx(1.1)
-    assert Evidence(300 * MIB, 300 * MIB).factor(floor) == 1.0
-    assert Evidence(300 * MIB, 250 * MIB).factor(floor) == 1.0
+    assert PeakMeasurement(300 * MIB, 310 * MIB).factor(floor) == pytest.approx(1.1)
+    assert PeakMeasurement(300 * MIB, 300 * MIB).factor(floor) == 1.0
+    assert PeakMeasurement(300 * MIB, 250 * MIB).factor(floor) == 1.0
 
 
 def test_a_prediction_lost_in_the_floor_is_taken_as_some_megabytes() -> None:
     floor = 200 * MIB
-    assert Evidence(floor - MIB, floor + MIB).factor(floor) == pytest.approx(1.5)
+    assert PeakMeasurement(floor - MIB, floor + MIB).factor(floor) == pytest.approx(1.5)
 
 
 @given(st.integers(0, 10**10), st.integers(0, 10**10), st.integers(0, 10**10))
 def test_the_factor_is_never_below_one(predicted: int, measured: int, floor: int) -> None:
-    factor = Evidence(predicted, measured).factor(floor)
+    factor = PeakMeasurement(predicted, measured).factor(floor)
     assert factor >= 1.0
     assert (factor == 1.0) == (measured <= predicted)
 
@@ -166,7 +171,7 @@ def test_a_peak_as_predicted_leaves_the_plan_as_it_is() -> None:
     assert choosing.first is not None
     predicted = choosing.first.predicted_peak_bytes
     choosing.settle(predicted, budget)
-    assert choosing.evidence == Evidence(predicted, predicted)
+    assert choosing.evidence == PeakMeasurement(predicted, predicted)
     assert choosing.first is None
     assert choosing.running is plan
 
@@ -214,7 +219,9 @@ def test_evidence_that_leaves_no_plan_is_an_error_that_names_the_least() -> None
 def test_a_new_profile_forgets_old_evidence() -> None:
     measured = large(40)
     choosing = chosen(measured)
-    choosing.evidence = Evidence(measured.floor_bytes + 8 * MIB, measured.floor_bytes + 80 * MIB)
+    choosing.evidence = PeakMeasurement(
+        measured.floor_bytes + 8 * MIB, measured.floor_bytes + 80 * MIB
+    )
     choosing.begin(measured, between(measured, 0.5))
     assert choosing.evidence is None
 
@@ -323,7 +330,7 @@ def test_tightening_under_evidence_stays_in_the_process_s_measure_and_ends() -> 
     measured = large(40)
     choosing = chosen(measured)
     choosing.begin(measured, between(measured, 0.6))
-    choosing.evidence = Evidence(300 * MIB, 310 * MIB)  # factor 1.1
+    choosing.evidence = PeakMeasurement(300 * MIB, 310 * MIB)  # factor 1.1
     plan: Plan | None = choosing.again(2 * kept_bytes(measured), can_refuse=False)
     peaks = []
     while plan is not None:

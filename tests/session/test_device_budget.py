@@ -164,7 +164,7 @@ def test_auto_and_shares_are_of_the_device_and_follow_what_others_hold(
 def test_released_gradients_keep_the_budget_too(
     memory: DeviceMemory, device: SimulatedDevice
 ) -> None:
-    """After its first update a step must finish: what that takes was foretold."""
+    """After its first update a step must finish: what that takes was predicted."""
     given = batch()
 
     def steps(budget: int | None, **options: Any) -> tuple[list[StepReport], int]:

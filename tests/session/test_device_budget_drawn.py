@@ -34,7 +34,7 @@ from daf.memory.device_limit import DeviceKeeper
 from daf.memory.recycling_allocator import unsupported_reason
 from daf.pool.device_pool import DevicePagedStore, DevicePlaneTensor
 from daf.pool.host_planes import HostPlanes, HostStore
-from daf.session.budget_controller import Adapting
+from daf.session.budget_controller import BudgetController
 from daf.session.session import Session
 
 pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")
@@ -114,7 +114,7 @@ class Bed:
         self.host = HostStore(CPU, 3 * MIB, transfers=HostCopies())
         self.keeper = DeviceKeeper(self.memory, self.store.give_back)
         on_lower, bounds = self.host.drop_staged, bounds_of(self.memory)
-        self.adapting = Adapting(budget, self.keeper, on_lower, bounds=bounds)
+        self.adapting = BudgetController(budget, self.keeper, on_lower, bounds=bounds)
         self.codes: list[Code] = []
         self.activations: list[Tensor] = []
         self.names = 0
@@ -129,11 +129,11 @@ class Bed:
         self.adapting.look(urgent=False)
         self.adapting.bound(BLANK)
 
-    def take_code(self, count: int, bits: int, stays: int, *, travels: bool) -> None:
+    def take_code(self, count: int, bits: int, stays: int, *, on_host: bool) -> None:
         """Where it is refused, nothing was left that could have gone."""
         self.names += 1
-        stays = bits if travels else min(stays, bits)
-        store = self.host if travels else self.store
+        stays = bits if on_host else min(stays, bits)
+        store = self.host if on_host else self.store
         importance = [float(self.names % 5 + bits - plane) for plane in range(bits)]
         options: dict[str, Any] = {"minimum_bits": stays, "importance": importance}
         try:
@@ -142,7 +142,7 @@ class Bed:
             refused(self.memory, error)
             least = code_bytes(count, stays)
             assert self.memory.allocated_bytes() + least + ROUNDING_BYTES > self.limit_bytes
-            if travels:
+            if on_host:
                 assert self.host.device_bytes == 0
             else:
                 assert not any(code.may_lose for code in self.lossy)
@@ -217,7 +217,7 @@ class Bed:
                 check_content(there, read.name)
 
     def update(self, percent: int) -> None:
-        """Nothing is refused, and what was foretold stays within the bound where it fits.
+        """Nothing is refused, and what was predicted stays within the bound where it fits.
 
         It takes so much of the room beside what is in use, or of a MiB where there is less.
         """
@@ -265,7 +265,7 @@ def test_no_more_is_held_than_the_budget_in_force_whatever_happens(budget, codes
             held_bytes = bed.memory.held_bytes()
             bed.memory.reset_peak()
             if kind.endswith("code"):
-                bed.take_code(*numbers, travels=kind.startswith("travelling"))
+                bed.take_code(*numbers, on_host=kind.startswith("travelling"))
             elif kind == "activation":
                 bed.take_activation(*numbers)
             elif kind == "free":

@@ -260,7 +260,7 @@ def test_a_share_that_the_user_had_set_stays(memory: DeviceMemory, device: Simul
 
 @pytest.mark.parametrize("is_together", [False, True])
 @pytest.mark.parametrize("make", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta"])
-def test_an_update_holds_what_was_foretold(
+def test_an_update_holds_what_was_predicted(
     memory: DeviceMemory, make: str, is_together: bool
 ) -> None:
     """Of parameters one after another, or of all together; the smaller ones' matters too."""

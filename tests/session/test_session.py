@@ -516,7 +516,7 @@ class TakingBeside(nn.Module):
 def test_measuring_leaves_room_for_what_libraries_take_in_passing(
     room_mb: int, is_watched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether four examples fit beside that memory was foretold from tensors alone.
+    """Whether four examples fit beside that memory was predicted from tensors alone.
 
     On a busy machine whoever watches what grows beside them may come too late.
     """

@@ -320,7 +320,7 @@ def test_under_a_budget_operators_are_the_planner_s_choice() -> None:
 
 @pytest.fixture
 def tries_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every kind is tried, however fast or slow it is foretold to be on this machine."""
+    """Every kind is tried, however fast or slow it is predicted to be on this machine."""
     monkeypatch.setattr(plan_autotuner, "WORTH_TRYING", math.inf)
     monkeypatch.setattr(plan_autotuner, "SHORTEST_MS", 0.0)
 
@@ -369,7 +369,7 @@ def test_a_plan_that_is_only_tried_is_refused_more_and_what_it_held_is_forgotten
         ran = settled(session)
         trials_ = session._choosing.trials
         assert session.plan is not None
-        assert trials_.factors.keys() == {plan_autotuner.kind_of(session.plan)}
+        assert trials_.factors.keys() == {plan_autotuner.plan_kind(session.plan)}
         assert session.plan.reason.count("the fastest of 1 tried") == 1
         assert session._keeper.spare_more_bytes == 0
         assert max(report.peak_bytes for _, report in ran) <= (session.budget_bytes or 0)

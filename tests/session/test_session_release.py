@@ -17,7 +17,7 @@ from daf.core.policy import plain_policy
 from daf.core.profile import Profile
 from daf.memory import process_memory
 from daf.memory.recycling_allocator import unsupported_reason
-from daf.session.plan_selector import Choosing
+from daf.session.plan_selector import PlanSelector
 from daf.session.session import Session
 
 pytestmark = pytest.mark.skipif(unsupported_reason() is not None, reason=str(unsupported_reason()))
@@ -88,17 +88,17 @@ def tighter_is_halved(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def plans_release(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every plan releases gradients, although there were room for them."""
-    begin = Choosing.begin
+    begin = PlanSelector.begin
 
-    def releasing(self: Choosing, *terms: Any) -> Plan:
+    def releasing(self: PlanSelector, *terms: Any) -> Plan:
         self.plan, self.first = replace(begin(self, *terms), release_gradients=True), None
         return self.plan
 
-    def the_same(self: Choosing, *_terms: Any, **_more: Any) -> Plan | None:
+    def the_same(self: PlanSelector, *_terms: Any, **_more: Any) -> Plan | None:
         return self.plan
 
-    monkeypatch.setattr(Choosing, "begin", releasing)
-    monkeypatch.setattr(Choosing, "again", the_same)
+    monkeypatch.setattr(PlanSelector, "begin", releasing)
+    monkeypatch.setattr(PlanSelector, "again", the_same)
 
 
 def plain_step(model: nn.Module) -> dict[str, Tensor]:

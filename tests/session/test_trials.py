@@ -25,18 +25,18 @@ from daf.session.plan_autotuner import (
     SHORTEST_MS,
     TOGETHER_MS,
     WORTH_TRYING,
-    Kind,
-    Ran,
+    PlanKind,
+    StepMeasurement,
     Trial,
     factor_of,
-    kind_of,
+    plan_kind,
     trial_of,
 )
-from daf.session.plan_selector import Choosing, Terms
+from daf.session.plan_selector import PlanConstraints, PlanSelector
 
 EXAMPLES = 32  # of ``large`` profiles
-OWN_CODES, OWN_EXACT = Kind(False, True, EXAMPLES), Kind(False, False, EXAMPLES)
-FUSED_CODES, FUSED_EXACT = Kind(True, True, EXAMPLES), Kind(True, False, EXAMPLES)
+OWN_CODES, OWN_EXACT = PlanKind(False, True, EXAMPLES), PlanKind(False, False, EXAMPLES)
+FUSED_CODES, FUSED_EXACT = PlanKind(True, True, EXAMPLES), PlanKind(True, False, EXAMPLES)
 KINDS = (OWN_CODES, OWN_EXACT, FUSED_CODES, FUSED_EXACT)
 
 
@@ -46,7 +46,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PATIENCE_S", 60.0)
 
 
-def plan_of(kind: Kind, foretold_ms: float, noise: float | None = None) -> Plan:
+def plan_of(kind: PlanKind, predicted_ms: float, noise: float | None = None) -> Plan:
     policy = coded_policy(2) if kind.lossy else exact_policy()
     return Plan(
         with_fused_operators(policy) if kind.fused else policy,
@@ -54,17 +54,17 @@ def plan_of(kind: Kind, foretold_ms: float, noise: float | None = None) -> Plan:
         300 * MIB,
         return_freed_blocks=True,
         reason="made up",
-        predicted_step_ms=foretold_ms,
-        bound_ms=foretold_ms,
+        predicted_step_ms=predicted_ms,
+        bound_ms=predicted_ms,
         added_noise=float(kind.lossy) if noise is None else noise,
     )
 
 
-def run(trial: Trial, times_ms: Mapping[Kind, tuple[float, ...]]) -> Trial:
+def run(trial: Trial, times_ms: Mapping[PlanKind, tuple[float, ...]]) -> Trial:
     """Every plan takes its kind's times, over and over."""
     while not trial.is_over:
-        own = times_ms[kind_of(trial.plan)]
-        trial = trial.noted(Ran(own[len(trial.times_ms) % LEAST_STEPS], 0))
+        own = times_ms[plan_kind(trial.plan)]
+        trial = trial.noted(StepMeasurement(own[len(trial.times_ms) % LEAST_STEPS], 0))
     return trial
 
 
@@ -79,12 +79,12 @@ def test_every_plan_runs_in_turn_and_its_first_step_does_not_count() -> None:
     times_ms = {OWN_CODES: (1, 300, 290), FUSED_CODES: (900, 210, 220), OWN_EXACT: (400, 250, 800)}
     while not trial.is_over:
         ran.append(trial.plan)
-        ms = times_ms[kind_of(trial.plan)][len(ran) % LEAST_STEPS - 1]
-        trial = trial.noted(Ran(ms, 100 + len(ran)))
+        ms = times_ms[plan_kind(trial.plan)][len(ran) % LEAST_STEPS - 1]
+        trial = trial.noted(StepMeasurement(ms, 100 + len(ran)))
     assert ran == [plan for plan in plans for _ in range(LEAST_STEPS)]
     assert trial.measured_ms == (290, 210, 250)
     best, held_bytes = trial.fastest()
-    assert kind_of(best) == FUSED_CODES
+    assert plan_kind(best) == FUSED_CODES
     assert held_bytes == 106  # of its own steps, the fourth to the sixth
     assert (best.predicted_step_ms, best.bound_ms) == (210, 110)
     assert "the fastest of 3 tried, 210 ms" in best.reason
@@ -95,12 +95,12 @@ def test_of_plans_that_are_alike_the_one_that_adds_less_noise_stays() -> None:
     assert trial is not None
     near = 200 * (1 + ALIKE / 2)
     done = run(trial, {OWN_CODES: (200,) * 3, OWN_EXACT: (near,) * 3})
-    assert kind_of(done.fastest()[0]) == OWN_EXACT
+    assert plan_kind(done.fastest()[0]) == OWN_EXACT
     done = run(trial, {OWN_CODES: (200,) * 3, OWN_EXACT: (200 * (1 + 2 * ALIKE),) * 3})
-    assert kind_of(done.fastest()[0]) == OWN_CODES
+    assert plan_kind(done.fastest()[0]) == OWN_CODES
 
 
-def test_what_is_foretold_far_slower_or_takes_no_time_is_not_tried() -> None:
+def test_what_is_predicted_far_slower_or_takes_no_time_is_not_tried() -> None:
     best = plan_of(OWN_CODES, 100.0)
     near, far = plan_of(OWN_EXACT, 99 * WORTH_TRYING), plan_of(FUSED_CODES, 101 * WORTH_TRYING)
     times_ms = {OWN_CODES: (100,) * 3, OWN_EXACT: (170,) * 3, FUSED_CODES: (90,) * 3}
@@ -116,21 +116,21 @@ def test_what_is_foretold_far_slower_or_takes_no_time_is_not_tried() -> None:
     assert trial_of((short, near)) is None
 
 
-def test_what_is_foretold_far_slower_is_tried_where_all_before_took_longer_still() -> None:
+def test_what_is_predicted_far_slower_is_tried_where_all_before_took_longer_still() -> None:
     best = plan_of(OWN_CODES, 100.0)
     far, farther = plan_of(OWN_EXACT, 200.0), plan_of(FUSED_CODES, 220.0)
     trial = trial_of((best, far, farther))
     assert trial is not None
     done = run(trial, {OWN_CODES: (230,) * 3, OWN_EXACT: (210,) * 3, FUSED_CODES: (5,) * 3})
-    assert done.measured_ms == (230, 210)  # the last one was foretold more than the second took
-    assert kind_of(done.fastest()[0]) == OWN_EXACT
+    assert done.measured_ms == (230, 210)  # the last one was predicted more than the second took
+    assert plan_kind(done.fastest()[0]) == OWN_EXACT
     done = run(trial, {OWN_CODES: (230,) * 3, OWN_EXACT: (225,) * 3, FUSED_CODES: (215,) * 3})
     assert done.measured_ms == (230, 225, 215)
-    assert kind_of(done.fastest()[0]) == FUSED_CODES
+    assert plan_kind(done.fastest()[0]) == FUSED_CODES
     # A plan that was refused memory takes none of this away.
     without = trial
     while len(without.times_ms) < LEAST_STEPS:
-        without = without.noted(Ran(230, 0))
+        without = without.noted(StepMeasurement(230, 0))
     without = without.without_current()
     assert without.plans == (best, farther)
     assert without.plan is farther
@@ -138,8 +138,8 @@ def test_what_is_foretold_far_slower_is_tried_where_all_before_took_longer_still
 
 
 def test_short_steps_are_more_so_that_together_they_take_as_long() -> None:
-    def steps(foretold_ms: float) -> int:
-        plans = plan_of(OWN_CODES, foretold_ms), plan_of(OWN_EXACT, foretold_ms)
+    def steps(predicted_ms: float) -> int:
+        plans = plan_of(OWN_CODES, predicted_ms), plan_of(OWN_EXACT, predicted_ms)
         trial = trial_of(plans)
         assert trial is not None
         return trial.steps_of_each
@@ -149,7 +149,7 @@ def test_short_steps_are_more_so_that_together_they_take_as_long() -> None:
     assert steps(SHORTEST_MS) == TOGETHER_MS / SHORTEST_MS
 
 
-def test_a_kind_s_factor_is_measured_over_foretold_and_others_take_after_it() -> None:
+def test_a_kind_s_factor_is_measured_over_predicted_and_others_take_after_it() -> None:
     trial = trial_of((plan_of(OWN_CODES, 100.0), plan_of(FUSED_CODES, 110.0)))
     assert trial is not None
     done = run(trial, {OWN_CODES: (250,) * 3, FUSED_CODES: (220,) * 3})
@@ -161,7 +161,7 @@ def test_a_kind_s_factor_is_measured_over_foretold_and_others_take_after_it() ->
     assert factor_of(OWN_CODES, {}) == 1.0
     pieces = {replace(OWN_CODES, micro_batch=4): 2.0, replace(OWN_CODES, micro_batch=2): 3.0}
     assert factor_of(OWN_CODES, {**pieces, OWN_EXACT: 9.0}) == pytest.approx(2.5)
-    # What was foretold with factors is measured against those.
+    # What was predicted with factors is measured against those.
     assert done.factors({OWN_CODES: 2.0}) == pytest.approx({OWN_CODES: 5.0, FUSED_CODES: 4.0})
 
 
@@ -182,21 +182,21 @@ def with_slow_replays(measured: Profile) -> Profile:
     return replace(measured, calls=calls)
 
 
-def begun(budget_share: float = 0.5, **terms: object) -> tuple[Choosing, int, Profile]:
+def begun(budget_share: float = 0.5, **terms: object) -> tuple[PlanSelector, int, Profile]:
     measured = with_slow_replays(large(60))
     least = planner.least_feasible_budget(measured)
     budget = int(least + budget_share * (planner.kept_peak_bytes(measured) - least))
-    choosing = Choosing(Terms(**({"policy": "optimal", "tolerance": None} | terms)))  # type: ignore[arg-type]
+    choosing = PlanSelector(PlanConstraints(**({"policy": "optimal", "tolerance": None} | terms)))  # type: ignore[arg-type]
     choosing.begin(measured, budget, fused(measured))
     if choosing.first is not None:
         choosing.settle(choosing.first.predicted_peak_bytes, budget)
     return choosing, budget, measured
 
 
-def train(choosing: Choosing, slowness: Mapping[Kind, float], most: int = 40) -> list[Plan]:
-    """Steps until the plan is settled: what was foretold, times how slow its kind really is."""
+def train(choosing: PlanSelector, slowness: Mapping[PlanKind, float], most: int = 40) -> list[Plan]:
+    """Steps until the plan is settled: what was predicted, times how slow its kind really is."""
     ran: list[Plan] = []
-    foretold: dict[int, float] = {}
+    predicted: dict[int, float] = {}
     while not choosing.is_settled and len(ran) < most:
         if choosing._search is not None:
             choosing._search.wait(60)
@@ -204,8 +204,8 @@ def train(choosing: Choosing, slowness: Mapping[Kind, float], most: int = 40) ->
         plan = choosing.running
         assert plan is not None
         ran.append(plan)
-        base = foretold.setdefault(id(plan), plan.predicted_step_ms)
-        choosing.note_step(plan, Ran(base * slowness[kind_of(plan)], 0), 1.0)
+        base = predicted.setdefault(id(plan), plan.predicted_step_ms)
+        choosing.note_step(plan, StepMeasurement(base * slowness[plan_kind(plan)], 0), 1.0)
     assert choosing.is_settled
     return ran
 
@@ -216,7 +216,7 @@ slownesses = st.fixed_dictionaries({kind: st.floats(0.5, 4.0) for kind in KINDS}
 @settings(max_examples=8, deadline=None)
 @given(slownesses, st.floats(0.2, 0.9))
 def test_the_plan_that_is_fastest_on_the_machine_stays(
-    slowness: dict[Kind, float], share: float
+    slowness: dict[PlanKind, float], share: float
 ) -> None:
     choosing, budget, _ = begun(share)
     ran = train(choosing, slowness)
@@ -226,14 +226,14 @@ def test_the_plan_that_is_fastest_on_the_machine_stays(
     assert (len(factors) > 1) == (len(tried) > 1)
     if factors:
         assert len(ran) >= LEAST_STEPS * len(factors)
-        real_ms = [plan.predicted_step_ms * slowness[kind_of(plan)] for plan in tried]
+        real_ms = [plan.predicted_step_ms * slowness[plan_kind(plan)] for plan in tried]
         assert choosing.plan is not None
         assert choosing.plan.predicted_step_ms <= (1 + ALIKE) * min(real_ms) + 1e-6
         for kind, factor in factors.items():
             assert factor == pytest.approx(slowness[kind])
 
 
-def test_larger_pieces_that_are_foretold_slower_and_run_faster_stay() -> None:
+def test_larger_pieces_that_are_predicted_slower_and_run_faster_stay() -> None:
     measured = replace(large(60), split_refusal="")
     least = planner.least_feasible_budget(measured)
     room = planner.kept_peak_bytes(measured) - least
@@ -244,15 +244,15 @@ def test_larger_pieces_that_are_foretold_slower_and_run_faster_stay() -> None:
         for plan in plans
         if plan.micro_batch >= RIVAL_PIECES * plans[0].micro_batch
     )
-    choosing = Choosing(Terms("optimal", None))
+    choosing = PlanSelector(PlanConstraints("optimal", None))
     choosing.begin(measured, budget)
     if choosing.first is not None:
         choosing.settle(choosing.first.predicted_peak_bytes, budget)
-    slowness = {kind_of(best): 2.0, kind_of(rival): 1.0}
+    slowness = {plan_kind(best): 2.0, plan_kind(rival): 1.0}
     train(choosing, defaultdict(lambda: 2.0, slowness))
     assert choosing.plan is not None
     assert choosing.plan.micro_batch == rival.micro_batch
-    assert choosing.trials.factors[kind_of(best)] == pytest.approx(2.0)
+    assert choosing.trials.factors[plan_kind(best)] == pytest.approx(2.0)
 
 
 def test_another_budget_is_planned_for_with_what_was_measured() -> None:
@@ -261,11 +261,11 @@ def test_another_budget_is_planned_for_with_what_was_measured() -> None:
     train(choosing, slow_codes)
     assert choosing.trials.factors[OWN_CODES] == pytest.approx(4.0)
     assert choosing.plan is not None
-    assert kind_of(choosing.plan) == OWN_EXACT
+    assert plan_kind(choosing.plan) == OWN_EXACT
     again = choosing.again(budget - 4 * MIB, can_refuse=False)
-    assert kind_of(again) == OWN_EXACT  # foretold alone, codes would have been faster
-    foretold = planner.make_plan(measured, budget - 4 * MIB, also=(fused(measured),))
-    assert kind_of(foretold).lossy
+    assert plan_kind(again) == OWN_EXACT  # predicted alone, codes would have been faster
+    predicted = planner.make_plan(measured, budget - 4 * MIB, also=(fused(measured),))
+    assert plan_kind(predicted).lossy
     assert train(choosing, slow_codes)  # the search is taken over, and nothing is tried again
     assert choosing.trials.trial is None
 
@@ -277,8 +277,10 @@ def test_a_trial_goes_on_where_it_was_in_a_resumed_session() -> None:
         choosing.between_steps()
         plan = choosing.running
         assert plan is not None
-        choosing.note_step(plan, Ran(plan.predicted_step_ms * slowness[kind_of(plan)], 7), 1.0)
-    resumed = Choosing(choosing.terms)
+        choosing.note_step(
+            plan, StepMeasurement(plan.predicted_step_ms * slowness[plan_kind(plan)], 7), 1.0
+        )
+    resumed = PlanSelector(choosing.terms)
     resumed.load_state_dict(json.loads(json.dumps(choosing.state_dict())))
     assert resumed.trials.trial == choosing.trials.trial
     assert not resumed.is_settled
@@ -286,13 +288,13 @@ def test_a_trial_goes_on_where_it_was_in_a_resumed_session() -> None:
     train(choosing, slowness)
     assert resumed.trials.factors == pytest.approx(dict(choosing.trials.factors))
     assert resumed.plan == choosing.plan
-    settled = Choosing(choosing.terms)
+    settled = PlanSelector(choosing.terms)
     settled.load_state_dict(json.loads(json.dumps(choosing.state_dict())))
     assert settled.is_settled
     assert settled.trials.factors == choosing.trials.factors
 
 
-def until_trial(choosing: Choosing) -> Trial:
+def until_trial(choosing: PlanSelector) -> Trial:
     while choosing.trials.trial is None:
         choosing.between_steps()
     return choosing.trials.trial
@@ -316,23 +318,23 @@ def test_where_a_later_one_is_refused_the_proven_one_goes_on_and_the_others_are_
     first, refused, *others = until_trial(choosing).plans
     assert others
     for _ in range(LEAST_STEPS):
-        choosing.note_step(first, Ran(500.0, 70), 1.0)
+        choosing.note_step(first, StepMeasurement(500.0, 70), 1.0)
         choosing.between_steps()
     assert choosing.plan is refused
     assert choosing.tighten(refused) is first  # under which the step is tried again
     trial = choosing.trials.trial
-    choosing.note_step(first, Ran(400.0, 60), 1.0)  # which is no trial
+    choosing.note_step(first, StepMeasurement(400.0, 60), 1.0)  # which is no trial
     assert choosing.trials.trial is trial
     choosing.between_steps()
     assert choosing.plan is others[0]
     for step in range(LEAST_STEPS):
         assert choosing.trials.take_held_bytes() is None
-        choosing.note_step(others[0], Ran(300.0, 50 - step), 1.0)
+        choosing.note_step(others[0], StepMeasurement(300.0, 50 - step), 1.0)
     assert choosing.trials.take_held_bytes() == 50
     assert choosing.trials.take_held_bytes() is None
     assert choosing.plan is not None
     assert choosing.plan.policy == others[0].policy
-    assert kind_of(refused) not in choosing.trials.factors
+    assert plan_kind(refused) not in choosing.trials.factors
     assert choosing.is_settled
 
 
@@ -343,7 +345,7 @@ def test_where_the_last_one_is_refused_the_fastest_of_the_others_stays() -> None
     for at in range(LEAST_STEPS * (len(plans) - 1)):
         plan = plans[at // LEAST_STEPS]
         step_ms = slow_ms * (0.9 if plan is plans[0] else 1.0)
-        choosing.note_step(plan, Ran(step_ms, 100 - at), 1.0)
+        choosing.note_step(plan, StepMeasurement(step_ms, 100 - at), 1.0)
         choosing.between_steps()
     assert choosing.plan is plans[-1]
     kept = choosing.tighten(plans[-1])
@@ -358,13 +360,15 @@ def test_smaller_batches_decide_nothing_and_cannot_keep_a_trial_open() -> None:
     choosing, _, _ = begun()
     trial = until_trial(choosing)
     steps = trial.steps_of_each * len(trial.plans)
-    choosing.note_step(trial.plan, Ran(90.0, 0), 0.9)  # near enough: its time counts as 100
+    choosing.note_step(
+        trial.plan, StepMeasurement(90.0, 0), 0.9
+    )  # near enough: its time counts as 100
     assert choosing.trials.trial is not None
     assert choosing.trials.trial.times_ms == pytest.approx((100.0,))
     for _ in range(MOST_PASSED * steps + 1):
         assert choosing.trials.trial is not None
         choosing.between_steps()
-        choosing.note_step(trial.plan, Ran(1.0, 0), 0.5)
+        choosing.note_step(trial.plan, StepMeasurement(1.0, 0), 0.5)
     assert choosing.is_settled
     assert choosing.trials.factors == {}
     assert choosing.plan is trial.plans[0]
@@ -373,7 +377,7 @@ def test_smaller_batches_decide_nothing_and_cannot_keep_a_trial_open() -> None:
 def test_a_step_under_another_plan_is_not_counted() -> None:
     choosing, _, _ = begun()
     before = until_trial(choosing)
-    choosing.note_step(replace(before.plan, reason="another"), Ran(1.0, 0), 1.0)
+    choosing.note_step(replace(before.plan, reason="another"), StepMeasurement(1.0, 0), 1.0)
     assert choosing.trials.trial is before
 
 
@@ -397,5 +401,5 @@ def test_named_policies_are_not_tried_against_others(policy: str) -> None:
 def test_what_may_add_no_noise_is_tried_with_other_operators_only() -> None:
     choosing, _, _ = begun(0.9, tolerance=0.0)
     ran = train(choosing, dict.fromkeys(KINDS, 1.0))
-    assert {kind_of(plan).fused for plan in ran} == {False, True}
-    assert not any(kind_of(plan).lossy for plan in ran)
+    assert {plan_kind(plan).fused for plan in ran} == {False, True}
+    assert not any(plan_kind(plan).lossy for plan in ran)

@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from daf.codecs.layout import is_dense
 from daf.core.errors import PlatformError
 from daf.core.policy import Method, Treatment
-from daf.offload.collaborative_packing import Rates, Route, Saved, Timeline, simulate, split
+from daf.offload.collaborative_packing import Rates, ReadyTensor, Route, Timeline, simulate, split
 from daf.offload.host_codes import HostCodes, HostOptions
 from daf.offload.routing import MeasuredRoutes, Routes, Seen
 from daf.pool.host_planes import HostStore
@@ -107,7 +107,7 @@ def run(
 ) -> BenchResult:
     """Measure rates, plan the split, take turns, and watch a pass of each way.
 
-    Rows have two timelines: what the watched pass took, and what the model foretold.
+    Rows have two timelines: what the watched pass took, and what the model predicted.
 
     Raises:
         PlatformError: there is no such device.
@@ -144,7 +144,7 @@ def _in_turn(
     return _median(plain), {name: _median(found) for name, found in taken.items()}
 
 
-def planned(saved: Sequence[Saved], rates: Rates, forward_ms: float) -> dict[str, Timeline]:
+def planned(saved: Sequence[ReadyTensor], rates: Rates, forward_ms: float) -> dict[str, Timeline]:
     """Every way's timeline on the model, by the rates."""
     alone = {GPU: Route.GPU_PACKS, CPU: Route.CPU_PACKS}
     found = {
@@ -325,7 +325,7 @@ def _figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def _notes(job: PackJob, bed: Bed, rates: Rates, saved: Sequence[Saved]) -> tuple[str, ...]:
+def _notes(job: PackJob, bed: Bed, rates: Rates, saved: Sequence[ReadyTensor]) -> tuple[str, ...]:
     is_gpu = bed.place.type == "cuda"
     name = torch.cuda.get_device_name(bed.place) if is_gpu else str(bed.place)
     raw = sum(each.raw_bytes for each in saved)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from daf.offload.collaborative_packing import Job, Route
+from daf.offload.collaborative_packing import Route, ScheduledWork
 from daf.offload.routing import Sent
 from daf.pool.transfers import Transfers
 
@@ -39,7 +39,7 @@ class Given:
 class Measured(NamedTuple):
     """What a pass came to (ms since it began): its work, and its forward's end on the device."""
 
-    jobs: tuple[Job, ...]
+    jobs: tuple[ScheduledWork, ...]
     forward_ms: float
 
 
@@ -87,15 +87,17 @@ class Watched(Given):
 
     def measured(self) -> Measured:
         """All of it; the device and the processor are done."""
-        packed, jobs = iter(self._packed), list[Job]()
+        packed, jobs = iter(self._packed), list[ScheduledWork]()
         for place, sent in self._sent:
             if sent.route is Route.GPU_PACKS:
-                jobs.append(Job("gpu", place, self._at(sent.before), self._at(sent.after)))
+                jobs.append(
+                    ScheduledWork("gpu", place, self._at(sent.before), self._at(sent.after))
+                )
             arrived_ms = self._at(sent.copy)
             begin_ms = arrived_ms - self._transfers.duration_ms(sent.copy)
-            jobs.append(Job("link", place, begin_ms, arrived_ms))
+            jobs.append(ScheduledWork("link", place, begin_ms, arrived_ms))
             if sent.route is Route.CPU_PACKS:
-                jobs.append(Job("cpu", place, *next(packed)))
+                jobs.append(ScheduledWork("cpu", place, *next(packed)))
         return Measured(tuple(jobs), self._at(self._end))
 
     def _at(self, ticket: Any) -> float:

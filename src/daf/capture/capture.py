@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, nn
 
 from daf.capture.compiled_calls import apart, untraced
-from daf.capture.saved_tensor_hooks import Fusions, Parts, Running
+from daf.capture.saved_tensor_hooks import CaptureState, Fusions, SavedTensorHooks
 from daf.codecs.dispatch import Coder
 from daf.codecs.scratch import Scratch
 from daf.core.errors import PlatformError
@@ -63,7 +63,7 @@ from daf.saved_tensors.evictions import Evictions
 from daf.saved_tensors.ledger import Ledger, Sources
 from daf.saved_tensors.observation import Watcher, watched
 from daf.saved_tensors.packed_tensor import unpacker
-from daf.saved_tensors.packer import Treater
+from daf.saved_tensors.packer import Packer
 from daf.saved_tensors.provenance import Provenance
 from daf.saved_tensors.sites import SiteTracker
 from daf.torch_compat.compiled_modules import CompiledModules
@@ -114,7 +114,7 @@ class Capture:
         self._unpack = unpacker(self._scratch)
         self._replay_log = ReplayLog()
         coder = Coder(store, devices, host)
-        self._parts = Parts(
+        self._parts = CaptureState(
             model,
             coder,
             spilled,
@@ -124,7 +124,7 @@ class Capture:
             self._sources,
             self._tracker,
             self._provenance,
-            Treater(coder, spilled, self._ledger, self._provenance),
+            Packer(coder, spilled, self._ledger, self._provenance),
             self._scratch,
             self.parameter_reads,
             self._replay_log,
@@ -173,7 +173,7 @@ class Capture:
         self._tracker.redraw(draws)
         self._sources.forget()
         self._sources.set_external(self._own_tensors(batch))
-        running = Running(self._parts, policy, (seed, step_index, micro_index), watcher)
+        running = SavedTensorHooks(self._parts, policy, (seed, step_index, micro_index), watcher)
         try:
             with self._entered(running, policy, watcher):
                 yield self
@@ -188,7 +188,9 @@ class Capture:
             self._provenance.clear()
 
     @contextmanager
-    def _entered(self, running: Running, policy: Policy, watcher: Watcher | None) -> Iterator[None]:
+    def _entered(
+        self, running: SavedTensorHooks, policy: Policy, watcher: Watcher | None
+    ) -> Iterator[None]:
         """Hooks and modes, in the order in which they must lie on each other."""
         compiled = CompiledModules(self._model)
         with ExitStack() as stack:

@@ -19,7 +19,7 @@ from daf.offload.spill import SpillStore
 from daf.operators.activation.mode import SmoothFusing, SmoothFusion, is_smooth
 from daf.operators.batch_norm.mode import Fusing
 from daf.operators.batch_norm.pattern import Fusion
-from daf.operators.capture_context import NormCarrier
+from daf.operators.capture_context import OperatorContext
 from daf.operators.chunked.dispatch import substitute
 from daf.operators.linear_cross_entropy import LossFusing, LossFusion
 from daf.operators.row_norm.call import is_row_norm
@@ -31,9 +31,9 @@ from daf.saved_tensors.derivation import Derivation
 from daf.saved_tensors.evictions import Evictions
 from daf.saved_tensors.ledger import Ledger, Plain, Source, Sources, Unmade, strided_parts
 from daf.saved_tensors.observation import Save, Watcher
-from daf.saved_tensors.pack_request import Call, Job
-from daf.saved_tensors.packed_tensor import Held, Kept, Saved
-from daf.saved_tensors.packer import Treater, is_integer, is_treatable
+from daf.saved_tensors.pack_request import Call, PackRequest
+from daf.saved_tensors.packed_tensor import Kept, PackedTensor, SavedTensor
+from daf.saved_tensors.packer import Packer, is_integer, is_treatable
 from daf.saved_tensors.provenance import ADDITIONS, FOLLOWED, Operands, Provenance
 from daf.saved_tensors.sites import SiteRecord, SiteTracker, mix_key
 from daf.torch_compat.operator_mode import Substitute
@@ -54,7 +54,7 @@ class Fusions(NamedTuple):
     losses: LossFusion
 
 
-class Parts(NamedTuple):
+class CaptureState(NamedTuple):
     """What a capture has for all its steps."""
 
     model: nn.Module
@@ -66,7 +66,7 @@ class Parts(NamedTuple):
     sources: Sources
     tracker: SiteTracker
     provenance: Provenance
-    treater: Treater
+    treater: Packer
     scratch: Scratch
     parameter_reads: ParameterReads
     replay_log: ReplayLog
@@ -76,19 +76,19 @@ class Parts(NamedTuple):
 class _Open(NamedTuple):
     """An operator that has begun: the state before it, and what is known of its arguments."""
 
-    outer: list[Saved] | None
+    outer: list[SavedTensor] | None
     first_sequence_number: int
     operands: Operands | None
 
 
-def _weakly(pack: Callable[[Tensor], Saved]) -> Callable[[Tensor], Saved]:
+def _weakly(pack: Callable[[Tensor], SavedTensor]) -> Callable[[Tensor], SavedTensor]:
     """The same for autograd, whose graph keeps the hook for as long as a result lives.
 
     Strongly, it would keep the model too: one that holds a result of its own would never go.
     """
     reference = weakref.WeakMethod(pack)
 
-    def hook(tensor: Tensor) -> Saved:
+    def hook(tensor: Tensor) -> SavedTensor:
         alive = reference()
         assert alive is not None  # hooks are called only inside the ``with`` that holds it
         return alive(tensor)
@@ -96,12 +96,12 @@ def _weakly(pack: Callable[[Tensor], Saved]) -> Callable[[Tensor], Saved]:
     return hook
 
 
-class Running:
+class SavedTensorHooks:
     """One ``with`` of a capture: packs what is saved and settles it when its operator returns."""
 
     def __init__(
         self,
-        parts: Parts,
+        parts: CaptureState,
         policy: Policy,
         key_parts: tuple[int, ...],
         watcher: Watcher | None = None,
@@ -135,22 +135,22 @@ class Running:
             self.is_constant,
         )
         self.replays = Replays(parts.model, policy.replayed, keeper, parts.replay_log)
-        self._pending: list[Saved] | None = None  # None: no operator is running
+        self._pending: list[SavedTensor] | None = None  # None: no operator is running
         self.hook = _weakly(self.pack)
 
     # --- hooks ------------------------------------------------------------------------------
 
-    def pack(self, tensor: Tensor) -> Saved:
+    def pack(self, tensor: Tensor) -> SavedTensor:
         """The hook that autograd calls for every tensor it saves."""
         if self.replays.is_running:
             with torch._C.DisableTorchFunction():
                 return self.replays.pack(tensor)
         if self._pending is not None:
-            saved = Saved(tensor)
+            saved = SavedTensor(tensor)
             self._pending.append(saved)
             return saved
         with torch._C.DisableTorchFunction():
-            saved = Saved(tensor)
+            saved = SavedTensor(tensor)
             self._settle([saved], _CUSTOM, _OUTSIDE_CALL)
             return saved
 
@@ -191,7 +191,7 @@ class Running:
         self._pending = opened.outer
 
     @contextmanager
-    def collecting(self) -> Iterator[list[Saved]]:
+    def collecting(self) -> Iterator[list[SavedTensor]]:
         """Everything packed inside is the caller's to settle; dropped if that fails."""
         outer, self._pending = self._pending, []
         collected = self._pending
@@ -243,20 +243,20 @@ class Running:
         wanted = self._policy.fused_loss and losses.is_wanted
         return LossFusing(losses, self._tracker) if wanted else None
 
-    def _norm_carrier(self) -> NormCarrier:
+    def _norm_carrier(self) -> OperatorContext:
         kept = (self._ledger, self._sources, self._tracker, self._provenance)
-        return NormCarrier(self, self._policy, self._key, self._parts.coder, *kept)
+        return OperatorContext(self, self._policy, self._key, self._parts.coder, *kept)
 
     # --- settling ---------------------------------------------------------------------------
 
-    def _settle(self, pending: list[Saved], operator: str, call: Call) -> None:
+    def _settle(self, pending: list[SavedTensor], operator: str, call: Call) -> None:
         try:
             self._settle_all(pending, operator, call)
         finally:
             for saved in pending:
                 saved.drop()  # which settling has done, unless it raised
 
-    def _settle_all(self, pending: list[Saved], operator: str, call: Call) -> None:
+    def _settle_all(self, pending: list[SavedTensor], operator: str, call: Call) -> None:
         needs = [self._need(saved, operator, call) for saved in pending]
         path, count = self._tracker.next_call(operator)
         for place, (saved, need) in enumerate(zip(pending, needs, strict=True)):
@@ -271,7 +271,7 @@ class Running:
                 self._settle_one(saved, need, record, call)
         self._evictions.collect()
 
-    def _need(self, saved: Saved, operator: str, call: Call) -> Need:
+    def _need(self, saved: SavedTensor, operator: str, call: Call) -> Need:
         tensor = saved.tensor
         assert tensor is not None
         need = need_of(saved, self.is_constant, operator)
@@ -281,11 +281,11 @@ class Running:
             return Need.TWO_VALUED
         return need
 
-    def _settle_one(self, saved: Saved, need: Need, record: SiteRecord, call: Call) -> None:
+    def _settle_one(self, saved: SavedTensor, need: Need, record: SiteRecord, call: Call) -> None:
         tensor = saved.tensor
         assert tensor is not None
         record.need = need
-        plain_before, told_before = self._ledger.plain_bytes, self._ledger.told_bytes
+        plain_before, told_before = self._ledger.plain_bytes, self._ledger.reported_bytes
         spilled_before = self.spilled_bytes
         sources = tuple(self._sources.of(part) for part in strided_parts(tensor))
         plain = self._plain(saved, sources)
@@ -301,18 +301,18 @@ class Running:
                     need,
                     record.treatment,
                     sources,
-                    self._ledger.told_bytes - told_before,
+                    self._ledger.reported_bytes - told_before,
                     1000.0 * (self.watcher.now_s() - start_s),
                     is_treatable(tensor),
                     told=self._told(tensor, saved.version, need),
                 )
             )
         record.plain_bytes += self._ledger.plain_bytes - plain_before
-        record.held_bytes += self._ledger.told_bytes - told_before
+        record.held_bytes += self._ledger.reported_bytes - told_before
         record.spilled_bytes += self.spilled_bytes - spilled_before
         saved.settle(held, plain)
 
-    def _plain(self, saved: Saved, sources: tuple[Source, ...]) -> tuple[Plain, ...]:
+    def _plain(self, saved: SavedTensor, sources: tuple[Source, ...]) -> tuple[Plain, ...]:
         """What plain PyTorch would hold for this."""
         if saved.unmade_bytes is None:
             return tuple(source.plain() for source in sources)
@@ -324,25 +324,25 @@ class Running:
 
     def _hold(
         self,
-        saved: Saved,
+        saved: SavedTensor,
         tensor: Tensor,
         need: Need,
         record: SiteRecord,
         sources: tuple[Source, ...],
         call: Call,
-    ) -> tuple[Held, Treatment]:
+    ) -> tuple[PackedTensor, Treatment]:
         site = record.site
         treatment = self._policy.treatment(need, record.site)
         if not is_treatable(tensor):
             return self._treater.keep(tensor, saved.version, site, sources), KEEP
         key = record.code_key(self._key)
         weight, tag = self._policy.weight(site), record.name_hash
-        job = Job(saved, tensor, need, treatment, sources[0], call, site, key, weight, tag)
+        job = PackRequest(saved, tensor, need, treatment, sources[0], call, site, key, weight, tag)
         return self._treater.treat(job, rederive=self._policy.rederive)
 
     def _hold_input(
-        self, saved: Saved, need: Need, record: SiteRecord, sources: tuple[Source, ...]
-    ) -> tuple[Held, Treatment]:
+        self, saved: SavedTensor, need: Need, record: SiteRecord, sources: tuple[Source, ...]
+    ) -> tuple[PackedTensor, Treatment]:
         """An input of a replayed call."""
         assert saved.tensor is not None
         spilled_before = self.spilled_bytes
@@ -366,7 +366,7 @@ class Running:
         return leaf is not None and leaf is not tensor and self.is_constant(leaf)
 
 
-def _may_be_noise(saved: Saved, tensor: Tensor, operator: str, call: Call) -> bool:
+def _may_be_noise(saved: SavedTensor, tensor: Tensor, operator: str, call: Call) -> bool:
     """Is this a factor that a dropping operator made itself?"""
     return (
         not tensor.requires_grad

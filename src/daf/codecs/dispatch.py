@@ -134,20 +134,20 @@ class Coder:
         low: float,
         high: float = math.nan,
         *,
-        travels: bool = False,
+        on_host: bool = False,
     ) -> Mask:
         """One bit of every element of a dense tensor."""
         codec = _codec_on(tensor)
         if codec is not None:
-            store = self._place(tensor, 1, travels)
+            store = self._place(tensor, 1, on_host)
             return codec.DeviceMaskCode(store, tensor, predicate, low, high)  # type: ignore[no-any-return]
         return MaskCode(self._store, tensor, predicate, low, high)
 
-    def unwritten_mask(self, tensor: Tensor, *, travels: bool = False) -> Mask:
+    def unwritten_mask(self, tensor: Tensor, *, on_host: bool = False) -> Mask:
         """Room for one bit of every element, for who fills its planes."""
         codec = _codec_on(tensor)
         if codec is not None:
-            store = self._place(tensor, 1, travels)
+            store = self._place(tensor, 1, on_host)
             return codec.DeviceMaskCode.unwritten(store, tensor.numel())  # type: ignore[no-any-return]
         return MaskCode.unwritten(self._store, tensor.numel())
 
@@ -171,7 +171,7 @@ class Coder:
         codec = _codec_on(tensor)
         if codec is not None:
             arguments = (tensor, treatment, key, channels)
-            if treatment.travels and self._host is not None:
+            if treatment.on_host and self._host is not None:
                 found = self._host.values(codec, *arguments, **options)
                 if found is not None:
                     return found  # type: ignore[no-any-return]
@@ -180,12 +180,12 @@ class Coder:
         return ValueCode(self._store, tensor, treatment, key, channels, **options)
 
     def intervals(
-        self, tensor: Tensor, bits: int, borders: Tensor, *, travels: bool = False
+        self, tensor: Tensor, bits: int, borders: Tensor, *, on_host: bool = False
     ) -> Intervals | None:
         """Intervals of a dense tensor's elements; None if it is known that one is not finite."""
         codec = _codec_on(tensor)
         if codec is not None:
-            store = self._place(tensor, bits, travels)
+            store = self._place(tensor, bits, on_host)
             return codec.DeviceDerivativeCode(store, tensor, bits, borders)  # type: ignore[no-any-return]
         return DerivativeCode.encode(self._store, tensor, bits, borders)
 
@@ -194,26 +194,26 @@ class Coder:
         return AveragedCode(self._store, tensor, group, treatment, key)
 
     def steps(
-        self, tensor: Tensor, bits: int, key: int, to_steps: Channels, *, travels: bool = False
+        self, tensor: Tensor, bits: int, key: int, to_steps: Channels, *, on_host: bool = False
     ) -> Steps:
         """A dense tensor's floats in steps of a range, which ``to_steps`` makes of them."""
         codec = _codec_on(tensor)
         if codec is not None:
-            store = self._place(tensor, bits, travels)
+            store = self._place(tensor, bits, on_host)
             return codec.DeviceRangedCode(store, tensor, bits, key, to_steps)  # type: ignore[no-any-return]
         return RangedCode(self._store, tensor, bits, key, to_steps)
 
-    def integers(self, tensor: Tensor, bits: int, base: int, *, travels: bool = False) -> Packed:
+    def integers(self, tensor: Tensor, bits: int, base: int, *, on_host: bool = False) -> Packed:
         """A dense tensor's integers, which lie in ``base … base + 2**bits - 1``."""
         codec = _codec_on(tensor)
         if codec is not None:
-            store = self._place(tensor, bits, travels)
+            store = self._place(tensor, bits, on_host)
             return codec.DeviceIntegerCode(store, tensor, bits, base)  # type: ignore[no-any-return]
         return IntegerCode(self._store, tensor, bits, base)
 
-    def _place(self, tensor: Tensor, bits: int, travels: bool) -> Any:
+    def _place(self, tensor: Tensor, bits: int, on_host: bool) -> Any:
         """Where the planes of a device's tensor lie."""
-        if travels and self._host is not None:
+        if on_host and self._host is not None:
             found = self._host.room(tensor, tensor.numel(), bits)
             if found is not None:
                 return found

@@ -61,7 +61,7 @@ class Treatment:
 
     ``group``: how many neighbours share a mean that is coded instead of them (*averaged*).
     ``by_channel``: each channel has a range of its own, not the whole tensor (*ranged*).
-    ``travels``: of a tensor on a GPU, the code waits in host memory until backward wants it.
+    ``on_host``: of a tensor on a GPU, the code waits in host memory until backward wants it.
     ``whole``: no plane of it may be given up.
     """
 
@@ -70,7 +70,7 @@ class Treatment:
     rounds: int = 1
     group: int = 1
     by_channel: bool = False
-    travels: bool = False
+    on_host: bool = False
     whole: bool = False
 
     @property
@@ -138,9 +138,9 @@ class Policy:
         return self.fused or self.fused_rows or self.fused_smooth or self.fused_loss
 
     @property
-    def travels(self) -> bool:
+    def on_host(self) -> bool:
         """May any code wait in host memory?"""
-        return any(each.travels for each in (*self.by_need.values(), *self.by_site.values()))
+        return any(each.on_host for each in (*self.by_need.values(), *self.by_site.values()))
 
     def weight(self, site: Site) -> float:
         """How much relative error at a site harms the gradient, beside other sites (1: as most).
@@ -245,14 +245,18 @@ def with_host_codes(policy: Policy) -> Policy:
     """The policy with all codes of tensors on a GPU waiting in host memory."""
     return replace(
         policy,
-        by_need=MappingProxyType({need: on_host(each) for need, each in policy.by_need.items()}),
-        by_site=MappingProxyType({site: on_host(each) for site, each in policy.by_site.items()}),
+        by_need=MappingProxyType(
+            {need: placed_on_host(each) for need, each in policy.by_need.items()}
+        ),
+        by_site=MappingProxyType(
+            {site: placed_on_host(each) for site, each in policy.by_site.items()}
+        ),
     )
 
 
-def on_host(treatment: Treatment) -> Treatment:
+def placed_on_host(treatment: Treatment) -> Treatment:
     """The treatment with its code, if it has one, in host memory."""
-    return replace(treatment, travels=True) if treatment.method in _TRAVELLING else treatment
+    return replace(treatment, on_host=True) if treatment.method in _TRAVELLING else treatment
 
 
 def without_fused_operators(policy: Policy) -> Policy:

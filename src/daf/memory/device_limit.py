@@ -191,7 +191,7 @@ class DeviceKeeper:
         """No limit inside, for what must not fail half-way: the optimizer's step.
 
         Without one the allocator takes new blocks rather than giving cached ones back. Where what
-        is foretold to be needed could so pass the bound, those go back first.
+        is predicted to be needed could so pass the bound, those go back first.
         """
         with self._lock:
             is_tight = self._limit_bytes is not None and not self._unbounded

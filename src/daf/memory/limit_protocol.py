@@ -65,4 +65,4 @@ class Keeper(Protocol):
         """Until ``bound`` is called again nothing is refused."""
 
     def unbounded(self, needed_bytes: int = 0) -> AbstractContextManager[None]:
-        """No bound inside, where no more than ``needed_bytes`` are foretold to be asked for."""
+        """No bound inside, where no more than ``needed_bytes`` are predicted to be asked for."""

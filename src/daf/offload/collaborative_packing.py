@@ -27,7 +27,7 @@ class Route(Enum):
     CPU_PACKS = "raw data travel, the processor packs"
 
 
-class Saved(NamedTuple):
+class ReadyTensor(NamedTuple):
     """A tensor saved in forward: when (ms from the pass's start), its bytes raw and coded."""
 
     ready_ms: float
@@ -60,7 +60,7 @@ class Rates:
         return replace(self, **{name: old + weight * (moved_bytes / ms - old)})
 
 
-class Job(NamedTuple):
+class ScheduledWork(NamedTuple):
     """One piece of work on one resource, for the timeline (ms)."""
 
     resource: str
@@ -78,7 +78,7 @@ class Timeline:
     """
 
     routes: tuple[Route, ...]
-    jobs: tuple[Job, ...]
+    jobs: tuple[ScheduledWork, ...]
     stolen_ms: float
     tail_ms: float
 
@@ -89,31 +89,31 @@ class Timeline:
 
 
 def simulate(
-    saved: Sequence[Saved], routes: Sequence[Route], rates: Rates, forward_ms: float
+    saved: Sequence[ReadyTensor], routes: Sequence[Route], rates: Rates, forward_ms: float
 ) -> Timeline:
     """Run the routes on a model: GPU work delays the forward pass, link and processor queue."""
-    jobs: list[Job] = []
+    jobs: list[ScheduledWork] = []
     stolen = link_free = cpu_free = 0.0
     for index, (tensor, route) in enumerate(zip(saved, routes, strict=True)):
         ready = tensor.ready_ms + stolen
         travelling = tensor.raw_bytes
         if route is Route.GPU_PACKS:
             packing = tensor.raw_bytes / rates.gpu_pack
-            jobs.append(Job("gpu", index, ready, ready + packing))
+            jobs.append(ScheduledWork("gpu", index, ready, ready + packing))
             stolen, ready, travelling = stolen + packing, ready + packing, tensor.code_bytes
         begin = max(ready, link_free)
         link_free = begin + travelling / rates.link
-        jobs.append(Job("link", index, begin, link_free))
+        jobs.append(ScheduledWork("link", index, begin, link_free))
         if route is Route.CPU_PACKS:
             begin = max(link_free, cpu_free)
             cpu_free = begin + tensor.raw_bytes / rates.cpu_pack
-            jobs.append(Job("cpu", index, begin, cpu_free))
+            jobs.append(ScheduledWork("cpu", index, begin, cpu_free))
     last = max(link_free, cpu_free)
     return Timeline(tuple(routes), tuple(jobs), stolen, max(0.0, last - forward_ms - stolen))
 
 
 def split(
-    saved: Sequence[Saved], rates: Rates, forward_ms: float, most_raw_bytes: float = math.inf
+    saved: Sequence[ReadyTensor], rates: Rates, forward_ms: float, most_raw_bytes: float = math.inf
 ) -> Timeline:
     """Routes with as little exposed as a few tries and passes of single changes find.
 

@@ -19,7 +19,14 @@ import torch
 
 from daf.core.code_format import code_bytes
 from daf.core.policy import Treatment
-from daf.offload.collaborative_packing import NEW_RATE_WEIGHT, Rates, Route, Saved, other, split
+from daf.offload.collaborative_packing import (
+    NEW_RATE_WEIGHT,
+    Rates,
+    ReadyTensor,
+    Route,
+    other,
+    split,
+)
 from daf.offload.host_encoder import encode_on_host
 from daf.pool.transfers import Transfers
 
@@ -54,7 +61,7 @@ class Sent:
 class Seen(NamedTuple):
     """A pass: its tensors, and its own time without packing (ms)."""
 
-    saved: tuple[Saved, ...]
+    saved: tuple[ReadyTensor, ...]
     forward_ms: float
 
 
@@ -176,7 +183,7 @@ class MeasuredRoutes:
         saved = []
         for each in sent:
             ready_ms = max(0.0, elapsed(self._begin, each.before) - stolen_ms)
-            saved.append(Saved(ready_ms, each.raw_bytes, each.code_bytes))
+            saved.append(ReadyTensor(ready_ms, each.raw_bytes, each.code_bytes))
             if each.route is Route.GPU_PACKS:
                 stolen_ms += elapsed(each.before, each.after)
         self._observe(sent, stolen_ms)

@@ -19,7 +19,7 @@ from daf.operators.batch_norm.relu import Rectifier
 from daf.saved_tensors.derivation import Derivation
 from daf.saved_tensors.ledger import Ledger, Plain, Sources, Unmade
 from daf.saved_tensors.observation import Save, Watcher
-from daf.saved_tensors.packed_tensor import Held, Kept, Saved, Stored, Term
+from daf.saved_tensors.packed_tensor import Kept, PackedTensor, SavedTensor, Stored, Term
 from daf.saved_tensors.packer import check_sound, kept_holding
 from daf.saved_tensors.provenance import Provenance
 from daf.saved_tensors.sites import SiteRecord, SiteTracker
@@ -33,10 +33,10 @@ class Hooks(Protocol):
     """The saved-tensor hooks of one ``with``."""
 
     @property
-    def hook(self) -> Callable[[Tensor], Saved]:
+    def hook(self) -> Callable[[Tensor], SavedTensor]:
         """What autograd calls for every tensor it saves."""
 
-    def collecting(self) -> AbstractContextManager[list[Saved]]:
+    def collecting(self) -> AbstractContextManager[list[SavedTensor]]:
         """Everything packed inside is the caller's to settle."""
 
     def is_constant(self, tensor: Tensor) -> bool:
@@ -54,7 +54,7 @@ class Hooks(Protocol):
         """What ever went to disk, or to wait on the host."""
 
 
-class NormCarrier:
+class OperatorContext:
     """Runs fused normalisations for one ``with`` of a capture."""
 
     def __init__(
@@ -99,7 +99,7 @@ class NormCarrier:
             watcher.moment()
         owned = is_held_by_none_but(norm)
         record = self.tracker.record(site.module, _NORM, site.call, 0)
-        told, plain = self.ledger.told_bytes, self.ledger.plain_bytes
+        told, plain = self.ledger.reported_bytes, self.ledger.plain_bytes
         holder = _NormHolder(self, norm, record)
         made: list[NormHeld] = []
         most = None if rectifier is None else rectifier.most
@@ -122,7 +122,7 @@ class NormCarrier:
         record.plain_bytes += self.ledger.plain_bytes - plain
         if rectifier is not None:
             plain_held = (*plain_held, self._note_mask(rectifier, held, result))
-        record.held_bytes += self.ledger.told_bytes - told
+        record.held_bytes += self.ledger.reported_bytes - told
         if held.mask is not None:
             record.held_bytes -= held.mask.nbytes
         function = self._learn(held, addend, rectifier, result)
@@ -179,7 +179,7 @@ class CountingHolder:
 
     def __init__(
         self,
-        carrier: NormCarrier,
+        carrier: OperatorContext,
         x: Tensor,
         beside: Sequence[Tensor],
         need: Need,
@@ -237,7 +237,7 @@ class CountingHolder:
         """Room for a mask of a tensor, where the code goes; counted with that."""
         record, carrier = self.record, self._carrier
         before = carrier.hooks.spilled_bytes
-        mask = carrier.coder.unwritten_mask(x, travels=record.treatment.travels)
+        mask = carrier.coder.unwritten_mask(x, on_host=record.treatment.on_host)
         record.spilled_bytes += carrier.hooks.spilled_bytes - before
         return mask
 
@@ -253,7 +253,7 @@ class CountingHolder:
 class _NormHolder(Holder):
     """The same in the words of the operator with batch normalisation."""
 
-    def __init__(self, carrier: NormCarrier, norm: Norm, record: SiteRecord) -> None:
+    def __init__(self, carrier: OperatorContext, norm: Norm, record: SiteRecord) -> None:
         self._counting = CountingHolder(carrier, norm.x, norm.statistics, Need.NORM, record)
         self.plain = self._counting.plain
         self.record, self.sources = record, self._counting.sources
@@ -278,9 +278,9 @@ class _NormHolder(Holder):
 
 
 def told_of(
-    saved: Saved,
+    saved: SavedTensor,
     x: Tensor,
-    held: Held,
+    held: PackedTensor,
     holder: CountingHolder | _NormHolder,
 ) -> Save:
     """What a watcher is told of a fused operator: its input stands for itself, or its code does."""

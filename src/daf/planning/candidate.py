@@ -198,7 +198,7 @@ def _as_wide_as_parents(
             asked[saving.site] = min(bits, asked.get(saving.site, bits))
     return {
         site: Treatment(
-            Method.ROTATED if bits <= 4 else Method.MINMAX, bits, travels=treatments[site].travels
+            Method.ROTATED if bits <= 4 else Method.MINMAX, bits, on_host=treatments[site].on_host
         )
         for site, bits in asked.items()
     }

@@ -113,5 +113,5 @@ def _about_option(option: Option, sites: str, saved_bytes: float, *, counts: boo
 def _words(treatment: object) -> str:
     method = getattr(treatment, "method", None)
     bits = getattr(treatment, "bits", 0)
-    where = " on the host" if getattr(treatment, "travels", False) else ""
+    where = " on the host" if getattr(treatment, "on_host", False) else ""
     return (f"{method} {bits}".strip() if bits else str(method)) + where

@@ -28,7 +28,7 @@ from daf.core.policy import (
     Treatment,
     coded_policy,
     exact_policy,
-    on_host,
+    placed_on_host,
 )
 from daf.core.profile import Profile, Saving, decoded_bytes
 from daf.core.units import pinned_bytes
@@ -173,7 +173,7 @@ class OptionMaker:
     def _travelling_levels(self) -> list[tuple[str, Mapping[Need, Treatment]]]:
         """Those of which the host has room for all codes, so that it has for any mixture."""
         found = [
-            (level + _ON_HOST, {need: on_host(each) for need, each in by_need.items()})
+            (level + _ON_HOST, {need: placed_on_host(each) for need, each in by_need.items()})
             for level, by_need in self._levels
             if level != SPILLED
         ]
@@ -185,10 +185,10 @@ class OptionMaker:
         codes: dict[tuple[object, ...], int] = {}
         for saving in self._profile.savings:
             treatment = by_need.get(saving.need, KEEP)
-            if self._can(saving, treatment) and treatment.travels:
+            if self._can(saving, treatment) and treatment.on_host:
                 codes[_code_key(saving, treatment)] = self._code_bytes(saving, treatment)
             beside = round(saving.beside_bytes.at(self._examples))
-            if beside and treatment.travels:
+            if beside and treatment.on_host:
                 codes["beside", saving.site, saving.storage] = beside
         return sum(map(pinned_bytes, codes.values()))
 
@@ -292,7 +292,7 @@ class OptionMaker:
     ) -> Option:
         kept = [saving for saving in family if saving.site not in treatments]
         treated = [saving for saving in family if saving.site in treatments]
-        beside = [each for each in family if not _travels(treatments.get(each.site))]
+        beside = [each for each in family if not _on_host(treatments.get(each.site))]
         spans = [*self._kept_spans(kept), *self._spans_beside(beside)]
         cost_ms = noise = 0.0
         coded: dict[tuple[object, ...], list[Saving]] = defaultdict(list)
@@ -362,7 +362,7 @@ class OptionMaker:
         first = min(saving.saved for saving in shared)
         last = max(saving.released for saving in shared)
         size = self._code_bytes(shared[0], treatment)
-        if treatment.travels:  # what passes through is counted for all; a larger one goes alone
+        if treatment.on_host:  # what passes through is counted for all; a larger one goes alone
             size = max(0, size - self._allowed.passing_bytes // 2)  # the rest is raw data's
         return Span(first, last, size)
 
@@ -405,7 +405,7 @@ class OptionMaker:
 
     def _travel_ms(self, saving: Saving, treatment: Treatment) -> float:
         """One way, as if nothing hid it; trials tell how much of it is hidden."""
-        if not treatment.travels:
+        if not treatment.on_host:
             return 0.0
         return self._profile.speeds.link_ms(self._code_bytes(saving, treatment))
 
@@ -427,8 +427,8 @@ def _tells_its_result(saving: Saving) -> bool:
     return is_read_in_place and saving.site.operator in _NORMALISATIONS and saving.treatable
 
 
-def _travels(treatment: Treatment | None) -> bool:
-    return treatment is not None and treatment.travels
+def _on_host(treatment: Treatment | None) -> bool:
+    return treatment is not None and treatment.on_host
 
 
 def _code_key(saving: Saving, treatment: Treatment) -> tuple[object, ...]:

@@ -97,7 +97,7 @@ def make_plans(
     with_others: bool = False,
     stop: Callable[[], bool] = lambda: False,
 ) -> tuple[Plan, ...]:
-    """The best plan with each profile's operators, the fastest foretold first.
+    """The best plan with each profile's operators, the fastest predicted first.
 
     The arguments are ``make_plan``'s. ``with_others``: beside each of these, where there are such,
     the best one that adds no noise, and one of much larger pieces that is nearly as fast.

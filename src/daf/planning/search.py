@@ -46,9 +46,9 @@ def shapes(profile: Profile, allowed: Allowed) -> Iterator[Shape]:
             yield Shape(size, True)
 
 
-# Times of pieces are foretold from those of others: BERT-small's in pieces of 8 were foretold 3 %
+# Times of pieces are predicted from those of others: BERT-small's in pieces of 8 were predicted 3 %
 # shorter than in pieces of 32, and took a tenth longer. So much larger pieces may be faster, if
-# their step is foretold no more than so much longer.
+# their step is predicted no more than so much longer.
 RIVAL_PIECES = 2
 RIVAL_MS = 1.25
 

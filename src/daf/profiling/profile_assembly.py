@@ -13,14 +13,14 @@ from itertools import accumulate, pairwise
 
 from daf.core.policy import KEEP, Method, Need, Reading
 from daf.core.profile import Affine, CallProfile, Saving, Timeline, decoded_bytes
-from daf.saved_tensors.observation import Observation, SavedTensor
+from daf.saved_tensors.observation import Observation, ObservedTensor
 from daf.saved_tensors.packer import SMALL_BYTES
 
 _NOT_CODED = (Need.EXACT, Need.INPUT)
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class MicroBatchParts:
     """What observed steps say of a Profile."""
 
     savings: tuple[Saving, ...]
@@ -28,11 +28,13 @@ class Parts:
     timeline: Timeline
 
 
-def build(observations: Sequence[Observation]) -> Parts:
+def build(observations: Sequence[Observation]) -> MicroBatchParts:
     """The parts of a Profile from steps of growing size under one policy of codes."""
     alike = [each for each in observations if _shape(each) == _shape(observations[-1])]
     moments = _Moments(alike[-1])
-    return Parts(_savings(alike, moments), _calls(alike, moments), _timeline(alike, moments))
+    return MicroBatchParts(
+        _savings(alike, moments), _calls(alike, moments), _timeline(alike, moments)
+    )
 
 
 def _shape(observation: Observation) -> tuple[object, ...]:
@@ -90,7 +92,7 @@ def _savings(observations: Sequence[Observation], moments: _Moments) -> tuple[Sa
     return tuple(replace(each, packed_bits=packed.get(each.content, 0.0)) for each in found)
 
 
-def _saving(points: list[tuple[int, SavedTensor]], moments: _Moments) -> Saving:
+def _saving(points: list[tuple[int, ObservedTensor]], moments: _Moments) -> Saving:
     found = points[-1][1]
     small = found.tensor_bytes < SMALL_BYTES and found.need not in _NOT_CODED
     packed = found.treatment.method is Method.PACK and found.elements > 0
@@ -163,7 +165,7 @@ def transient(observation: Observation) -> list[float]:
     return [float(max(0, peak - gradients - saved)) for peak, gradients, saved in rows]
 
 
-def _observed_decoded_bytes(save: SavedTensor, observation: Observation) -> float:
+def _observed_decoded_bytes(save: ObservedTensor, observation: Observation) -> float:
     """A fused activation was seen to decode a little at a time; PyTorch's own takes all of it."""
     if save.reading is Reading.APART:
         return min(save.tensor_bytes, observation.part_bytes)
@@ -174,7 +176,7 @@ def _observed_decoded_bytes(save: SavedTensor, observation: Observation) -> floa
 def _spans(observation: Observation) -> list[tuple[int, int, int]]:
     """(first moment, last, bytes) of what autograd kept, and of what was decoded for it."""
     found = []
-    last: dict[int, SavedTensor] = {}
+    last: dict[int, ObservedTensor] = {}
     for save in observation.saves:
         if save.treatment != KEEP:
             decoded = _observed_decoded_bytes(save, observation)

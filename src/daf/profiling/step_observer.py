@@ -29,10 +29,10 @@ from daf.saved_tensors.observation import (
     MethodTime,
     ModuleCall,
     Observation,
+    ObservedTensor,
     Save,
-    SavedTensor,
 )
-from daf.saved_tensors.packed_tensor import Held, Kept, Rederived, Saved, is_asking
+from daf.saved_tensors.packed_tensor import Kept, PackedTensor, Rederived, SavedTensor, is_asking
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.pytree import tensors_in_batch
 
@@ -101,10 +101,10 @@ class Observer:
         self._gradients = 0
         self._storages: dict[Source, int] = {}
         self._contents: dict[tuple[Any, ...], int] = {}
-        self._watched: dict[Source, list[SavedTensor]] = {}
+        self._watched: dict[Source, list[ObservedTensor]] = {}
         self._ours: dict[Source, weakref.WeakSet[Kept]] = {}
-        self._by_saved: dict[int, SavedTensor] = {}
-        self._references: list[weakref.ref[Saved]] = []
+        self._by_saved: dict[int, ObservedTensor] = {}
+        self._references: list[weakref.ref[SavedTensor]] = []
         self._makers: weakref.WeakKeyDictionary[Any, Site] = weakref.WeakKeyDictionary()
         self._open_calls: list[_OpenCall] = []
         self._inputs: list[_Input] = []
@@ -161,7 +161,7 @@ class Observer:
         if not save.sources:
             return
         source = save.sources[0]
-        record = SavedTensor(
+        record = ObservedTensor(
             save.site,
             save.need,
             save.treatment,
@@ -198,7 +198,7 @@ class Observer:
         key = content_key(save.tensor, save.saved.version) if is_strided else (save.site,)
         return self._contents.setdefault((source, *key), len(self._contents))
 
-    def reading(self, saved: Saved) -> None:
+    def reading(self, saved: SavedTensor) -> None:
         """Backward reads a tensor."""
         record = self._by_saved.get(id(saved))
         if record is None:
@@ -209,7 +209,7 @@ class Observer:
             record.read = self._now
             record.reading = _reading(saved)
 
-    def has_read(self, saved: Saved, ms: float) -> None:
+    def has_read(self, saved: SavedTensor, ms: float) -> None:
         """It was read."""
         record = self._by_saved.get(id(saved))
         if record is not None and not is_asking():
@@ -245,7 +245,7 @@ class Observer:
         for source in gone:
             del self._watched[source]
 
-    def _released(self, key: int, record: SavedTensor) -> Callable[[Any], None]:
+    def _released(self, key: int, record: ObservedTensor) -> Callable[[Any], None]:
         def note(_reference: Any) -> None:
             record.released = self._now
             self._by_saved.pop(key, None)
@@ -327,7 +327,7 @@ class Observer:
         ]
 
 
-def _reading(saved: Saved) -> Reading:
+def _reading(saved: SavedTensor) -> Reading:
     """How the operator that unpacks it now goes on to read it."""
     if not is_asking():
         return Reading.WHOLE
@@ -336,7 +336,7 @@ def _reading(saved: Saved) -> Reading:
     return Reading.CHUNKS if isinstance(saved.held, Rederived) else Reading.IN_PLACE
 
 
-def _own_codes(held: Held) -> Iterator[Any]:
+def _own_codes(held: PackedTensor) -> Iterator[Any]:
     """The codes and masks that a holding was made with."""
     code = getattr(held, "code", None)
     if code is not None:

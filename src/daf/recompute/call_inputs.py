@@ -10,7 +10,7 @@ from torch import Tensor
 
 from daf.codecs.scratch import Scratch
 from daf.core.errors import SavedTensorError
-from daf.saved_tensors.packed_tensor import Held
+from daf.saved_tensors.packed_tensor import PackedTensor
 from daf.torch_compat.pytree import map_nest
 
 
@@ -23,7 +23,7 @@ class _Place(NamedTuple):
 class _Input(NamedTuple):
     """One tensor that a call was given."""
 
-    held: Held
+    held: PackedTensor
     account: Any
     requires_grad: bool
     given: Callable[[], Tensor | None]
@@ -33,7 +33,7 @@ class _Input(NamedTuple):
 class Inputs:
     """What a call was given, tensors held; the same tensor given twice stays one tensor."""
 
-    def __init__(self, given: Any, hold: Callable[[Tensor, int], tuple[Held, Any]]) -> None:
+    def __init__(self, given: Any, hold: Callable[[Tensor, int], tuple[PackedTensor, Any]]) -> None:
         places: dict[int, _Place] = {}
         self._tensors: list[_Input] = []
 

@@ -12,13 +12,13 @@ from torch.nn.parameter import is_lazy
 from daf.codecs.scratch import Scratch
 from daf.core.policy import Method, Need, Site, Treatment
 from daf.saved_tensors.ledger import Holding, Ledger, Source, Sources, strided_parts
-from daf.saved_tensors.packed_tensor import Held, Kept, Saved
-from daf.saved_tensors.packer import Treater, is_integer
+from daf.saved_tensors.packed_tensor import Kept, PackedTensor, SavedTensor
+from daf.saved_tensors.packer import Packer, is_integer
 from daf.saved_tensors.sites import SiteRecord, SiteTracker
 from daf.torch_compat.parameter_reads import ParameterReads
 
 # Holds a saved tensor as the policy says.
-Hold = Callable[[Saved, Need, SiteRecord, tuple[Source, ...]], tuple[Held, Treatment]]
+Hold = Callable[[SavedTensor, Need, SiteRecord, tuple[Source, ...]], tuple[PackedTensor, Treatment]]
 _REPLAY = Treatment(Method.REPLAY)
 
 
@@ -30,7 +30,7 @@ class ReplayKeeper:
         ledger: Ledger,
         sources: Sources,
         tracker: SiteTracker,
-        treater: Treater,
+        treater: Packer,
         scratch: Scratch,
         parameter_reads: ParameterReads,
         hold: Hold,
@@ -45,7 +45,7 @@ class ReplayKeeper:
         self._hold = hold
         self._is_constant = is_constant
 
-    def keep_constant(self, tensor: Tensor, site: Site) -> Held | None:
+    def keep_constant(self, tensor: Tensor, site: Site) -> PackedTensor | None:
         """Hold a parameter, a buffer or the caller's own; None: it is none of these.
 
         Copies that autocast casts from parameters are none: they take memory of their own.
@@ -63,21 +63,21 @@ class ReplayKeeper:
             if not is_lazy(parameter):
                 self._parameter_reads.note(parameter, reader)
 
-    def hold_input(self, tensor: Tensor, site: Site) -> tuple[Held, Any]:
+    def hold_input(self, tensor: Tensor, site: Site) -> tuple[PackedTensor, Any]:
         """Hold an input as the policy treats it: by default, integers packed, the rest kept."""
         record = self._tracker.record(site.module, site.operator, site.call, site.save)
         record.need = Need.INTEGER if is_integer(tensor) else Need.INPUT
-        told_before = self._ledger.told_bytes
+        told_before = self._ledger.reported_bytes
         sources = self._sources_of(tensor)
-        saved = Saved(tensor)
+        saved = SavedTensor(tensor)
         try:
             held, record.treatment = self._hold(saved, record.need, record, sources)
         finally:
             saved.drop()
-        record.held_bytes += self._ledger.told_bytes - told_before
+        record.held_bytes += self._ledger.reported_bytes - told_before
         return held, sources
 
-    def hold_rebuilt(self, tensor: Tensor, site: Site) -> tuple[Held, Any]:
+    def hold_rebuilt(self, tensor: Tensor, site: Site) -> tuple[PackedTensor, Any]:
         """Hold a rebuilt tensor, as it is, until backward has read it."""
         sources = self._sources_of(tensor)
         return self._treater.keep(tensor, tensor._version, site, sources), sources

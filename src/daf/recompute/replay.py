@@ -30,7 +30,7 @@ from daf.core.policy import Site
 from daf.recompute.call_inputs import Inputs, distinct_tensors
 from daf.recompute.call_state import CallState
 from daf.saved_tensors.ledger import Holding
-from daf.saved_tensors.packed_tensor import Held, Saved
+from daf.saved_tensors.packed_tensor import PackedTensor, SavedTensor
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.compiler_stance import eagerly
 
@@ -44,13 +44,13 @@ class Keeper(Protocol):
 
     scratch: Scratch
 
-    def keep_constant(self, tensor: Tensor, site: Site) -> Held | None:
+    def keep_constant(self, tensor: Tensor, site: Site) -> PackedTensor | None:
         """Hold a parameter, a buffer or the caller's own; None: it is none of these."""
 
-    def hold_input(self, tensor: Tensor, site: Site) -> tuple[Held, Any]:
+    def hold_input(self, tensor: Tensor, site: Site) -> tuple[PackedTensor, Any]:
         """Hold an input, and what its account needs to stay alive."""
 
-    def hold_rebuilt(self, tensor: Tensor, site: Site) -> tuple[Held, Any]:
+    def hold_rebuilt(self, tensor: Tensor, site: Site) -> tuple[PackedTensor, Any]:
         """Hold a rebuilt tensor, as it is, until backward has read it."""
 
     def note_save(self, tensor: Tensor, path: str) -> Any:
@@ -86,7 +86,7 @@ class ReplayLog:
         self.calls.append((path, call))
 
 
-class Rebuilt(Held):
+class Rebuilt(PackedTensor):
     """Stands for the ``index``-th tensor that a replayed call saves."""
 
     __slots__ = ("_call", "_form", "_value", "index")
@@ -96,7 +96,7 @@ class Rebuilt(Held):
         self.index = index
         self._call = call
         self._form = _form(tensor)
-        self._value: tuple[Held, Any] | None = None
+        self._value: tuple[PackedTensor, Any] | None = None
 
     @property
     def is_rebuilt(self) -> bool:
@@ -382,11 +382,11 @@ class Replays:
         call.finish(self.keeper.count)
         return result
 
-    def pack(self, tensor: Tensor) -> Saved:
+    def pack(self, tensor: Tensor) -> SavedTensor:
         """An operator of the innermost replayed call saves a tensor."""
         call = self._running[-1]
         assert isinstance(call, ReplayedCall)  # a call that runs again has hooks of its own
-        saved = Saved(tensor)
+        saved = SavedTensor(tensor)
         constant = self.keeper.keep_constant(tensor, call.site)
         if constant is not None:
             call.skip()
@@ -409,7 +409,7 @@ class Replays:
 
     def _hold_input(
         self, path: str, outer: ReplayedCall | None, tensor: Tensor, index: int
-    ) -> tuple[Held, Any]:
+    ) -> tuple[PackedTensor, Any]:
         site = Site(path, "input", 0, index)
         constant = self.keeper.keep_constant(tensor, site)
         if outer is None:

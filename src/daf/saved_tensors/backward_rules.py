@@ -16,7 +16,7 @@ from torch import Tensor
 
 from daf.core.code_format import Predicate
 from daf.core.policy import Need
-from daf.saved_tensors.packed_tensor import Saved, all_asked_for, asked_for
+from daf.saved_tensors.packed_tensor import SavedTensor, all_asked_for, asked_for
 
 # Slots of matrix products: (one side, other side). Their need depends on the other side.
 PRODUCT_SLOTS: Mapping[str, tuple[str, str]] = {
@@ -127,7 +127,7 @@ def tensors_in(result: Any) -> Iterable[Tensor]:
     return ()
 
 
-def saved_in(node: Any, slot: str) -> Saved | None:
+def saved_in(node: Any, slot: str) -> SavedTensor | None:
     """What our pack gave for one slot of a node, if the slot is filled and ours."""
     raw = getattr(node, "_raw_saved_" + slot, None)
     if raw is None:
@@ -135,7 +135,7 @@ def saved_in(node: Any, slot: str) -> Saved | None:
     if not shows_packed_data(raw):
         return asked_for(lambda: getattr(node, "_saved_" + slot))
     data = raw.data
-    return data if isinstance(data, Saved) else None
+    return data if isinstance(data, SavedTensor) else None
 
 
 def shows_packed_data(raw: Any) -> bool:
@@ -179,7 +179,7 @@ def _name_custom(node: Any) -> None:
         saved.node, saved.slot, saved.need, saved.unmade_bytes = node, "", need, unmade_bytes
 
 
-def need_of(saved: Saved, is_constant: Callable[[Tensor], bool], operator: str = "") -> Need:
+def need_of(saved: SavedTensor, is_constant: Callable[[Tensor], bool], operator: str = "") -> Need:
     """The need of a named save, once what its operator's other tensors are is known.
 
     ``is_constant`` tells parameters and their copies from activations; ``operator`` is the torch
@@ -199,7 +199,7 @@ def need_of(saved: Saved, is_constant: Callable[[Tensor], bool], operator: str =
 
 
 def _product_need(
-    saved: Saved, slots: tuple[str, str], is_constant: Callable[[Tensor], bool], operator: str
+    saved: SavedTensor, slots: tuple[str, str], is_constant: Callable[[Tensor], bool], operator: str
 ) -> Need:
     """Linear beside a constant; a constant second factor (a frozen weight's copy) is left alone.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from daf.codecs.cpu import Channels
 from daf.codecs.layout import layout_of
 from daf.saved_tensors.ledger import Ledger
-from daf.saved_tensors.pack_request import Job, result_made_by
+from daf.saved_tensors.pack_request import PackRequest, result_made_by
 from daf.saved_tensors.packed_tensor import Recipe, Rederived, Stored, Term, TwoValues
 from daf.saved_tensors.provenance import Provenance
 from daf.torch_compat.pytree import tensors_in_batch
@@ -26,7 +26,7 @@ class Dropping:
         self._provenance = provenance
         self._ledger = ledger
 
-    def learn(self, job: Job, held: TwoValues, factor: float) -> None:
+    def learn(self, job: PackRequest, held: TwoValues, factor: float) -> None:
         """The job's noise, which ``held`` stands for, is 0 or ``factor``."""
         if job.saved.slot != "other":
             return
@@ -40,7 +40,7 @@ class Dropping:
             held.recipe = (scaled._replace(mask=held.mask),)
             self._provenance.learn_made(job.saved.node, version, held)
 
-    def _dropped(self, job: Job, result: Tensor) -> Recipe | None:
+    def _dropped(self, job: PackRequest, result: Tensor) -> Recipe | None:
         x = next(iter(job.call.arguments), None)
         if not isinstance(x, Tensor) or result is x:
             return None
@@ -48,7 +48,7 @@ class Dropping:
             return None
         return self._provenance.recipe(x, x._version)
 
-    def _dropped_within(self, job: Job) -> Recipe | None:
+    def _dropped_within(self, job: PackRequest) -> Recipe | None:
         """Attention's weights, which its composite drops and multiplies."""
         arguments = tensors_in_batch((job.call.arguments, dict(job.call.keywords)))
         held = self._provenance.made_within(job.saved.node, arguments)

@@ -24,7 +24,7 @@ class Ledger:
 
     Codes are counted as their store counts itself while any of them lives: free
     pages and records of a pool included, planes given up no more.
-    ``told_bytes`` are the holdings' own, as each was when it began. What waits
+    ``reported_bytes`` are the holdings' own, as each was when it began. What waits
     to be spilled, or was read back early, is asked of ``waiting_bytes``.
     """
 
@@ -38,16 +38,16 @@ class Ledger:
         self._told_stored_bytes = 0
         self.plain_bytes = 0
         self.plain_peak_bytes = 0
-        self.told_bytes = 0
+        self.reported_bytes = 0
         self.held_peak_bytes = 0
 
     @property
     def held_bytes(self) -> int:
         """Bytes held now."""
-        told_bytes = self.told_bytes + self._waiting_bytes()
+        reported_bytes = self.reported_bytes + self._waiting_bytes()
         if self._stored_bytes is None or not self._told_stored_bytes:
-            return told_bytes
-        return told_bytes - self._told_stored_bytes + self._stored_bytes()
+            return reported_bytes
+        return reported_bytes - self._told_stored_bytes + self._stored_bytes()
 
     def note_held(self) -> None:
         """What waits has grown."""
@@ -60,7 +60,7 @@ class Ledger:
 
     def add_held(self, count: int, *, in_store: bool) -> None:
         """We begin to hold ``count`` bytes (negative: let go of them)."""
-        self.told_bytes += count
+        self.reported_bytes += count
         if in_store:
             self._told_stored_bytes += count
         if count > 0:

@@ -17,7 +17,7 @@ from torch import Tensor
 from daf.codecs.dispatch import Packed
 from daf.codecs.layout import Layout
 from daf.codecs.scratch import Scratch
-from daf.saved_tensors.packed_tensor import Held, Stored
+from daf.saved_tensors.packed_tensor import PackedTensor, Stored
 
 
 class Windows(NamedTuple):
@@ -88,7 +88,7 @@ def windows_of(node: Any, input_shape: Sequence[int]) -> Windows:
     )
 
 
-class WindowPlaces(Held):
+class WindowPlaces(PackedTensor):
     """Pooling indices held as places in the window; lossless."""
 
     __slots__ = ("_code", "_layout", "_windows")

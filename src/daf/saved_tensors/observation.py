@@ -14,14 +14,14 @@ from torch import Tensor
 from daf.core.policy import Method, Need, Reading, Site, Treatment
 from daf.saved_tensors.derivation import Derivation
 from daf.saved_tensors.ledger import Source
-from daf.saved_tensors.packed_tensor import Held, Saved
+from daf.saved_tensors.packed_tensor import PackedTensor, SavedTensor
 
 NO_CALL = -1
 SMALLEST_TIMED_BYTES = 1 << 18
 
 
 @dataclass(slots=True)
-class SavedTensor:
+class ObservedTensor:
     """One save: its site, what it needs and got, and the moments of its life.
 
     ``content`` numbers the part of that memory that was saved; one code serves all of it.
@@ -110,7 +110,7 @@ class Observation:
     examples: int
     peak_bytes: list[int] = field(default_factory=list)
     gradient_bytes: list[int] = field(default_factory=list)
-    saves: list[SavedTensor] = field(default_factory=list)
+    saves: list[ObservedTensor] = field(default_factory=list)
     calls: list[ModuleCall] = field(default_factory=list)
     encode: dict[Method, MethodTime] = field(default_factory=dict)
     decode: dict[Method, MethodTime] = field(default_factory=dict)
@@ -137,9 +137,9 @@ class Save(NamedTuple):
     ``told``: what this one is of another.
     """
 
-    saved: Saved
+    saved: SavedTensor
     tensor: Tensor
-    held: Held
+    held: PackedTensor
     site: Site
     need: Need
     treatment: Treatment
@@ -165,17 +165,19 @@ class Watcher(Protocol):
     def saved(self, save: Save) -> None:
         """A tensor was saved."""
 
-    def reading(self, saved: Saved) -> None:
+    def reading(self, saved: SavedTensor) -> None:
         """Backward reads it."""
 
-    def has_read(self, saved: Saved, ms: float) -> None:
+    def has_read(self, saved: SavedTensor, ms: float) -> None:
         """It was read, which took ``ms``."""
 
 
-def watched(unpack: Callable[[Saved], Tensor], watcher: Watcher) -> Callable[[Saved], Tensor]:
+def watched(
+    unpack: Callable[[SavedTensor], Tensor], watcher: Watcher
+) -> Callable[[SavedTensor], Tensor]:
     """The hook that autograd calls in backward, under a watcher's eyes."""
 
-    def unpack_watched(saved: Saved) -> Tensor:
+    def unpack_watched(saved: SavedTensor) -> Tensor:
         watcher.reading(saved)
         start_s = watcher.now_s()
         tensor = unpack(saved)

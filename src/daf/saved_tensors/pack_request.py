@@ -10,7 +10,7 @@ from torch import Tensor
 from daf.core.policy import Need, Site, Treatment
 from daf.saved_tensors.backward_rules import tensors_in
 from daf.saved_tensors.ledger import Source
-from daf.saved_tensors.packed_tensor import Saved
+from daf.saved_tensors.packed_tensor import SavedTensor
 from daf.saved_tensors.provenance import Operands, is_made_by
 
 
@@ -24,10 +24,10 @@ class Call(NamedTuple):
     operands: Operands | None
 
 
-class Job(NamedTuple):
+class PackRequest(NamedTuple):
     """One saved tensor to treat."""
 
-    saved: Saved
+    saved: SavedTensor
     tensor: Tensor
     need: Need
     treatment: Treatment
@@ -39,7 +39,7 @@ class Job(NamedTuple):
     tag: int  # what the store calls the site when it gives up planes
 
 
-def is_result(job: Job) -> bool:
+def is_result(job: PackRequest) -> bool:
     """Is it (the memory of) what the call returned?"""
     return any(job.tensor.data_ptr() == out.data_ptr() for out in tensors_in(job.call.result))
 

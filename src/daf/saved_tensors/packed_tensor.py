@@ -59,7 +59,7 @@ class Term(NamedTuple):
 Recipe = tuple[Term, ...]
 
 
-class Held(ABC):
+class PackedTensor(ABC):
     """Stands for one saved tensor."""
 
     __slots__ = ("__weakref__", "recipe")
@@ -73,7 +73,7 @@ class Held(ABC):
         """The tensor for backward, on ``scratch``'s memory; may be called any number of times."""
 
 
-class Kept(Held):
+class Kept(PackedTensor):
     """The tensor itself, without its graph; refuses if it was changed in place since.
 
     ``holdings`` count its storages; there are none where someone else's memory is borrowed.
@@ -116,7 +116,7 @@ class Kept(Held):
         return layout_of(self._tensor)
 
 
-class Shape(Held):
+class Shape(PackedTensor):
     """Geometry only; the content is never read."""
 
     __slots__ = ("_layout",)
@@ -130,7 +130,7 @@ class Shape(Held):
         return scratch.empty(self._layout)
 
 
-class TwoValues(Held):
+class TwoValues(PackedTensor):
     """A mask and the two values that its bits stand for."""
 
     __slots__ = ("_layout", "_off", "_on", "mask")
@@ -149,7 +149,7 @@ class TwoValues(Held):
         return out
 
 
-class Rederived(Held):
+class Rederived(PackedTensor):
     """The sum that a recipe describes; a tensor with a code of its own has one term."""
 
     __slots__ = ("layout",)
@@ -195,7 +195,7 @@ class Rederived(Held):
             self.recipe[0].derivation.apply_(out)
 
 
-class Averaged(Held):
+class Averaged(PackedTensor):
     """Means of neighbours."""
 
     __slots__ = ("code", "layout")
@@ -212,7 +212,7 @@ class Averaged(Held):
         return out
 
 
-class Ranged(Held):
+class Ranged(PackedTensor):
     """Steps of a range, and of what."""
 
     __slots__ = ("code", "from_steps", "layout")
@@ -230,7 +230,7 @@ class Ranged(Held):
         return out
 
 
-class NormInput(Held):
+class NormInput(PackedTensor):
     """Input of a normalisation, coded as ``(x - mean) * inverse_deviation``.
 
     ``mean`` and ``inverse_deviation`` are the operator's own saved statistics.
@@ -261,7 +261,7 @@ class NormInput(Held):
         return out
 
 
-class Derivative(Held):
+class Derivative(PackedTensor):
     """Per element one of a few representative inputs, at which h' is the coded level."""
 
     __slots__ = ("_code", "_layout", "_representatives")
@@ -279,7 +279,7 @@ class Derivative(Held):
         return out
 
 
-class Integers(Held):
+class Integers(PackedTensor):
     """Packed integers or booleans; lossless."""
 
     __slots__ = ("_code", "_layout")
@@ -296,7 +296,7 @@ class Integers(Held):
         return out
 
 
-class Spilled(Held):
+class Spilled(PackedTensor):
     """A view of a storage whose bytes are on disk; bit for bit, strides and offset included."""
 
     __slots__ = ("_dtype", "_geometry", "_ledger", "_record", "_store")
@@ -324,7 +324,7 @@ class Spilled(Held):
         return torch.empty(0, dtype=self._dtype).set_(storage, *self._geometry)
 
 
-class Saved:
+class SavedTensor:
     """What pack gives to autograd for one tensor.
 
     ``tensor``, ``version``, ``node``, ``slot`` and ``need`` are there only from
@@ -352,10 +352,10 @@ class Saved:
         self.slot = ""
         self.need = Need.EXACT
         self.unmade_bytes: int | None = None
-        self.held: Held | None = None
+        self.held: PackedTensor | None = None
         self.plain: tuple[Plain, ...] = ()
 
-    def settle(self, held: Held, plain: tuple[Plain, ...] = ()) -> None:
+    def settle(self, held: PackedTensor, plain: tuple[Plain, ...] = ()) -> None:
         """From now on ``held`` stands for the tensor."""
         self.held = held
         self.plain = plain
@@ -382,13 +382,13 @@ class Saved:
         )
 
 
-_asked: ContextVar[list[Saved] | None] = ContextVar("asked", default=None)
+_asked: ContextVar[list[SavedTensor] | None] = ContextVar("asked", default=None)
 
 
-def unpacker(scratch: Scratch) -> Callable[[Saved], Tensor]:
+def unpacker(scratch: Scratch) -> Callable[[SavedTensor], Tensor]:
     """The hook that autograd calls in backward; decoded tensors live on ``scratch``'s memory."""
 
-    def unpack(saved: Saved) -> Tensor:
+    def unpack(saved: SavedTensor) -> Tensor:
         asked = _asked.get()
         if asked is not None:
             asked.append(saved)
@@ -404,15 +404,15 @@ def is_asking() -> bool:
     return _asked.get() is not None
 
 
-def asked_for(read: Callable[[], object]) -> Saved | None:
+def asked_for(read: Callable[[], object]) -> SavedTensor | None:
     """Which save ``read`` makes autograd unpack first, without decoding it."""
     asked = all_asked_for(read)
     return asked[0] if asked else None
 
 
-def all_asked_for(read: Callable[[], object]) -> list[Saved]:
+def all_asked_for(read: Callable[[], object]) -> list[SavedTensor]:
     """Which saves ``read`` makes autograd unpack, without decoding them."""
-    asked: list[Saved] = []
+    asked: list[SavedTensor] = []
     token = _asked.set(asked)
     try:
         read()

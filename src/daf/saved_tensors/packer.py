@@ -25,17 +25,17 @@ from daf.saved_tensors.dropout import Dropping
 from daf.saved_tensors.ledger import Holding, Ledger, Source
 from daf.saved_tensors.max_pool import WindowPlaces, windows_of
 from daf.saved_tensors.norm_inputs import normalisation_of
-from daf.saved_tensors.pack_request import Job, is_result, result_made_by
+from daf.saved_tensors.pack_request import PackRequest, is_result, result_made_by
 from daf.saved_tensors.packed_tensor import (
     Averaged,
     Derivative,
-    Held,
     Integers,
     Kept,
     NormInput,
+    PackedTensor,
     Ranged,
     Rederived,
-    Saved,
+    SavedTensor,
     Shape,
     Spilled,
     Stored,
@@ -114,7 +114,7 @@ def kept_holding(source: Source, ledger: Ledger) -> Holding:
     return holding
 
 
-class Treater:
+class Packer:
     """Turns saved tensors into what is held instead, sharing whatever is already held."""
 
     def __init__(
@@ -126,7 +126,7 @@ class Treater:
         self._provenance = provenance
         self._dropping = Dropping(provenance, ledger)
 
-    def treat(self, job: Job, *, rederive: bool) -> tuple[Held, Treatment]:
+    def treat(self, job: PackRequest, *, rederive: bool) -> tuple[PackedTensor, Treatment]:
         """What to hold, and the treatment that it really is.
 
         Raises:
@@ -139,12 +139,14 @@ class Treater:
             return self.keep(job.tensor, job.saved.version, job.site, (job.source,)), KEEP
         return held, _REDERIVED if _is_borrowed(held, job.treatment) else job.treatment
 
-    def keep(self, tensor: Tensor, version: int, site: Site, sources: tuple[Source, ...]) -> Held:
+    def keep(
+        self, tensor: Tensor, version: int, site: Site, sources: tuple[Source, ...]
+    ) -> PackedTensor:
         """Hold the tensor itself; each storage it consists of is counted once."""
         holdings = tuple(kept_holding(source, self._ledger) for source in sources)
         return Kept(tensor, version, site, holdings)
 
-    def _try(self, job: Job, rederive: bool) -> Held | None:
+    def _try(self, job: PackRequest, rederive: bool) -> PackedTensor | None:
         if job.tensor._version != job.saved.version:
             return None  # changed in place within its operator: keeping reports it in backward
         if is_recorded(job.tensor):
@@ -171,7 +173,7 @@ class Treater:
 
     # --- lossless ---------------------------------------------------------------------------
 
-    def _spilled(self, job: Job) -> Held | None:
+    def _spilled(self, job: PackRequest) -> PackedTensor | None:
         if not is_read_freely(job.tensor) or job.source.recall("kept", Holding) is not None:
             return None  # on a device, or the storage stays alive anyway
         key = ("spilled", job.saved.version)
@@ -183,7 +185,7 @@ class Treater:
             job.source.remember(key, record)
         return Spilled(self._spill, record, job.tensor, self._ledger)
 
-    def _pack(self, job: Job) -> Held | None:
+    def _pack(self, job: PackRequest) -> PackedTensor | None:
         if not is_dense(job.tensor):
             return None
         if job.saved.slot == "result1" and "MaxPool" in job.saved.node.name():
@@ -191,16 +193,16 @@ class Treater:
         key = ("integers", *_content_key(job))
         code = job.source.recall(key, Stored)
         if code is None:
-            packed = self._packed(job.tensor, job.treatment.travels)
+            packed = self._packed(job.tensor, job.treatment.on_host)
             if packed is None:
                 return None
             code = Stored(self._ledger, packed)
             job.source.remember(key, code)
         return Integers(code, layout_of(job.tensor))
 
-    def _packed(self, tensor: Tensor, travels: bool) -> Packed | None:
+    def _packed(self, tensor: Tensor, on_host: bool) -> Packed | None:
         if tensor.dtype is torch.bool:
-            return self._coder.integers(tensor, 1, 0, travels=travels)
+            return self._coder.integers(tensor, 1, 0, on_host=on_host)
         if not is_read_freely(tensor):
             return None  # their range is known on the device alone
         signed = tensor.view(torch.int8) if tensor.dtype is torch.uint8 else tensor
@@ -208,27 +210,27 @@ class Treater:
         bits = max(1, (high - low).bit_length())
         if bits >= 8 * tensor.element_size():
             return None
-        return self._coder.integers(tensor, bits, low, travels=travels)
+        return self._coder.integers(tensor, bits, low, on_host=on_host)
 
-    def _window_places(self, job: Job) -> Held | None:
+    def _window_places(self, job: PackRequest) -> PackedTensor | None:
         pooled = saved_in(job.saved.node, "self")
         if pooled is None:
             return None
         windows = windows_of(job.saved.node, _shape_of(pooled))
         places = windows.offsets(job.tensor)
-        travels = job.treatment.travels
-        packed = self._coder.integers(places, windows.bits, 0, travels=travels)
+        on_host = job.treatment.on_host
+        packed = self._coder.integers(places, windows.bits, 0, on_host=on_host)
         code = Stored(self._ledger, packed)
         return WindowPlaces(code, layout_of(job.tensor), windows)
 
-    def _sign(self, job: Job, rederive: bool) -> Held | None:
+    def _sign(self, job: PackRequest, rederive: bool) -> PackedTensor | None:
         rule = sign_rule(job.saved.node, job.tensor.dtype)
         if rule is None or not is_dense(job.tensor):
             return None
         key = ("mask", rule.predicate, rule.low, rule.high, *_content_key(job))
         mask = job.source.recall(key, Stored)
         if mask is None:
-            options = {"travels": job.treatment.travels}
+            options = {"on_host": job.treatment.on_host}
             code = self._coder.mask(job.tensor, rule.predicate, rule.low, rule.high, **options)
             mask = Stored(self._ledger, code)
             job.source.remember(key, mask)
@@ -237,7 +239,7 @@ class Treater:
             self._learn_relu(job, held)
         return held
 
-    def _learn_relu(self, job: Job, held: TwoValues) -> None:
+    def _learn_relu(self, job: PackRequest, held: TwoValues) -> None:
         assert job.call.operands is not None
         if job.tensor.stride() != job.call.operands.stride:
             return
@@ -245,14 +247,14 @@ class Treater:
         if held.recipe is not None:
             self._provenance.learn(job.tensor, held)
 
-    def _two_values(self, job: Job, rederive: bool) -> Held | None:
+    def _two_values(self, job: PackRequest, rederive: bool) -> PackedTensor | None:
         """Dropout's noise, if it really takes two values."""
         if not is_dense(job.tensor) or not is_read_freely(job.tensor):
             return None
         low, high = ranges.bounds(job.tensor)
         if not low < high or not _has_only(job.tensor, low, high):
             return None
-        code = self._coder.mask(job.tensor, Predicate.ABOVE, low, travels=job.treatment.travels)
+        code = self._coder.mask(job.tensor, Predicate.ABOVE, low, on_host=job.treatment.on_host)
         layout = layout_of(job.tensor)
         held = TwoValues(Stored(self._ledger, code), layout, low, high)
         if rederive and low == 0.0:
@@ -261,20 +263,20 @@ class Treater:
 
     # --- lossy ------------------------------------------------------------------------------
 
-    def _derivative(self, job: Job) -> Held | None:
+    def _derivative(self, job: PackRequest) -> PackedTensor | None:
         table = smooth_code(job.saved.node, job.treatment.bits)
         if table is None:
             return None
         dense = _dense(job.tensor)
-        bits, travels = job.treatment.bits, job.treatment.travels
-        code = self._coder.intervals(dense, bits, table.borders, travels=travels)
+        bits, on_host = job.treatment.bits, job.treatment.on_host
+        code = self._coder.intervals(dense, bits, table.borders, on_host=on_host)
         if code is None:
             return None
         stored = Stored(self._ledger, code)
         return Derivative(stored, layout_of(dense), table.representatives)
 
-    def _values(self, job: Job, rederive: bool) -> Held | None:
-        held: Held | None
+    def _values(self, job: PackRequest, rederive: bool) -> PackedTensor | None:
+        held: PackedTensor | None
         if job.treatment.method is Method.AVERAGED:
             return self._averaged(job) if is_read_freely(job.tensor) else None
         if job.treatment.method is Method.RANGED:
@@ -296,13 +298,13 @@ class Treater:
             self._learn_coded(job, held)
         return held
 
-    def _learn_coded(self, job: Job, held: Rederived) -> None:
+    def _learn_coded(self, job: PackRequest, held: Rederived) -> None:
         if job.saved.slot == "result":
             self._provenance.learn_made(job.saved.node, job.saved.version, held)
         elif not is_result(job):
             self._provenance.learn(job.tensor, held)
 
-    def _averaged(self, job: Job) -> Held:
+    def _averaged(self, job: PackRequest) -> PackedTensor:
         dense = _dense(job.tensor)
         key = (job.treatment, *_content_key(job))
         code = job.source.recall(key, Stored)
@@ -314,7 +316,7 @@ class Treater:
             job.source.remember(key, code)
         return Averaged(code, layout_of(dense))
 
-    def _ranged(self, job: Job) -> Held:
+    def _ranged(self, job: PackRequest) -> PackedTensor:
         dense, bits = _dense(job.tensor), job.treatment.bits
         cut = Cut.along(dense, _channel_dimension(job)) if job.treatment.by_channel else WHOLE
         key = (job.treatment, cut, *_content_key(job))
@@ -322,14 +324,14 @@ class Treater:
         if found is not None:
             return Ranged(found.code, found.from_steps, layout_of(dense))
         grid = grid_of(*ranges.ours().channel_ends(dense, cut), bits, cut.inner)
-        travels = job.treatment.travels
-        code = self._coder.steps(dense, bits, job.key, grid.to_steps, travels=travels)
+        on_host = job.treatment.on_host
+        code = self._coder.steps(dense, bits, job.key, grid.to_steps, on_host=on_host)
         stored = Stored(self._ledger, code), Stored(self._ledger, grid.from_steps)
         held = Ranged(*stored, layout_of(dense))
         job.source.remember(key, held)
         return held
 
-    def _rederived(self, job: Job) -> Held | None:
+    def _rederived(self, job: PackRequest) -> PackedTensor | None:
         """From codes held anyway, if they are at least as wide as the plan asks for here."""
         recipe = self._provenance.recipe(job.tensor, job.saved.version)
         if recipe is None or not is_dense(job.tensor):
@@ -340,7 +342,7 @@ class Treater:
             recipe[0].derivation.note_reader()
         return Rederived(recipe, layout_of(job.tensor))
 
-    def _normalised(self, job: Job, rederive: bool) -> Held | None:
+    def _normalised(self, job: PackRequest, rederive: bool) -> PackedTensor | None:
         node = job.saved.node
         call = job.call
         done = normalisation_of(node, job.tensor, call.operator, call.arguments, call.keywords)
@@ -357,7 +359,7 @@ class Treater:
         return held
 
     def _value_code(
-        self, job: Job, tensor: Tensor, channels: Channels | None = None
+        self, job: PackRequest, tensor: Tensor, channels: Channels | None = None
     ) -> Stored[Values]:
         code = self._coder.values(
             tensor, job.treatment, job.key, channels, weight=job.weight, tag=job.tag
@@ -365,7 +367,7 @@ class Treater:
         return Stored(self._ledger, code)
 
 
-def _is_borrowed(held: Held, treatment: Treatment) -> bool:
+def _is_borrowed(held: PackedTensor, treatment: Treatment) -> bool:
     """Does this hold only codes that others made, in another way than was asked for here?"""
     if not isinstance(held, Rederived):
         return False
@@ -381,12 +383,12 @@ def _has_only(tensor: Tensor, low: float, high: float) -> bool:
     return all(bool(((part == low) | (part == high)).all()) for part in parts)
 
 
-def _channel_dimension(job: Job) -> int:
+def _channel_dimension(job: PackRequest) -> int:
     name = job.saved.node.name()
     return 1 if any(part in name for part in _CHANNELS_SECOND) else -1
 
 
-def _content_key(job: Job) -> tuple[Any, ...]:
+def _content_key(job: PackRequest) -> tuple[Any, ...]:
     return content_key(job.tensor, job.saved.version)
 
 
@@ -395,7 +397,7 @@ def _dense(tensor: Tensor) -> Tensor:
     return tensor if is_dense(tensor) else tensor.detach().clone()
 
 
-def _shape_of(saved: Saved) -> tuple[int, ...]:
+def _shape_of(saved: SavedTensor) -> tuple[int, ...]:
     if saved.tensor is not None:
         return tuple(saved.tensor.shape)
     return tuple(saved.restore(Scratch()).shape)

@@ -25,7 +25,7 @@ from daf.codecs.layout import is_dense
 from daf.core.policy import Method
 from daf.saved_tensors.backward_rules import ALIASES
 from daf.saved_tensors.derivation import Derivation
-from daf.saved_tensors.packed_tensor import Held, Recipe, Stored, Term
+from daf.saved_tensors.packed_tensor import PackedTensor, Recipe, Stored, Term
 
 MOST_TERMS = 4  # decoding a recipe costs one pass for each term
 _MOST_ADDITIONS = 3
@@ -48,7 +48,7 @@ class _Known(NamedTuple):
     """A node's result: its version when it was made, and what holds its recipe (None: a sum)."""
 
     version: int
-    held: weakref.ref[Held] | None
+    held: weakref.ref[PackedTensor] | None
 
 
 class _Function(NamedTuple):
@@ -77,18 +77,18 @@ class Provenance:
         self._known.clear()
         self._functions.clear()
 
-    def learn(self, result: Tensor, held: Held) -> None:
+    def learn(self, result: Tensor, held: PackedTensor) -> None:
         """``held.recipe`` computes ``result``."""
         node, output = _maker(result.grad_fn, result.output_nr)
         if node is not None:
             value = _Value(node._sequence_nr(), output)
             self._known[value] = _Known(result._version, weakref.ref(held))
 
-    def learn_made(self, node: Any, version: int, held: Held) -> None:
+    def learn_made(self, node: Any, version: int, held: PackedTensor) -> None:
         """``held.recipe`` computes what ``node`` made."""
         self._known[_Value(node._sequence_nr(), 0)] = _Known(version, weakref.ref(held))
 
-    def made_within(self, node: Any, arguments: Iterable[Any]) -> Held | None:
+    def made_within(self, node: Any, arguments: Iterable[Any]) -> PackedTensor | None:
         """What is held for the first input of ``node``, where the operator that was given these
         arguments made that input itself, so that nobody can have changed it since.
         """

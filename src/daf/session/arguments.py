@@ -64,7 +64,7 @@ def passing_bytes(budget_bytes: int) -> int:
 
 
 def fixed_policy(
-    bits: int | str | None, *, fused: bool, has_budget: bool, travels: bool = False
+    bits: int | str | None, *, fused: bool, has_budget: bool, on_host: bool = False
 ) -> Policy:
     """What a session without a budget does at every step.
 
@@ -77,7 +77,7 @@ def fixed_policy(
             "takes them where that pays; leave fused out, or pass budget=None"
         )
     policy = plain_policy() if bits is None else policy_for(bits)
-    policy = with_host_codes(policy) if travels else policy
+    policy = with_host_codes(policy) if on_host else policy
     return with_fused_operators(policy) if fused else policy
 
 

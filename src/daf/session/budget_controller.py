@@ -43,7 +43,7 @@ class BudgetChange:
         return asdict(self)
 
 
-class Adapting:
+class BudgetController:
     """One session's budget: asks the governor, acts at once, and remembers what happened.
 
     Args:

@@ -6,12 +6,12 @@ from typing import Any
 
 from daf.capture.capture import Capture
 from daf.memory.domain import MemoryDomain
-from daf.session.plan_autotuner import Trials
+from daf.session.plan_autotuner import PlanAutotuner
 
 _KEPT = ("step_index", "saved_bytes_plain", "saved_bytes_peak", "evicted_bytes")
 
 
-class StepCounts:
+class StepCounters:
     """Counts of all steps since a session, or the one that it resumes, began (bytes).
 
     ``saved_bytes_plain``: what plain PyTorch would have saved for the whole batch at its peak;
@@ -50,7 +50,7 @@ class StepCounts:
         self.saved_bytes_plain = max(self.saved_bytes_plain, plain)
         self.evicted_bytes += self._capture.stats.evicted_bytes
 
-    def note_held(self, trials: Trials) -> None:
+    def note_held(self, trials: PlanAutotuner) -> None:
         """Of plans that are tried, what the one held for backward that stays."""
         if trials.trial is None:
             held_bytes = max(self.saved_bytes_peak, self._capture.stats.held_peak_bytes)

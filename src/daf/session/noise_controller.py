@@ -23,8 +23,8 @@ from daf.planning.bit_widths import is_lossy, one_bit_wider
 from daf.planning.noise import expected_noise
 from daf.planning.planner import DEFAULT_TOLERANCE
 from daf.sensitivity.monitors import NoiseRecord, NoiseWatch, Response
-from daf.session.plan_selector import Choosing, Profiles, profile_for
-from daf.session.sensitivity_tracker import Room, Sensing
+from daf.session.plan_selector import PlanSelector, Profiles, profile_for
+from daf.session.sensitivity_tracker import Room, SensitivityTracker
 from daf.step.microbatch import LossFunction, batch_size
 
 # One bit less adds four times the noise.
@@ -43,7 +43,7 @@ class StepNoise(NamedTuple):
     measuring_ms: float = 0.0
 
 
-class NoiseControl:
+class NoiseController:
     """One session's noise.
 
     Args:
@@ -56,8 +56,8 @@ class NoiseControl:
 
     def __init__(
         self,
-        sensing: Sensing,
-        choosing: Choosing,
+        sensing: SensitivityTracker,
+        choosing: PlanSelector,
         capture: Capture,
         tolerance: float | None,
         memory: MemoryDomain,

@@ -1,9 +1,9 @@
-"""Which kind of plan is fastest: tried on the training itself, not only foretold.
+"""Which kind of plan is fastest: tried on the training itself, not only predicted.
 
-Times of steps are foretold from a few examples, whose tensors fit in caches that a whole
-batch's do not: MobileNet-v2 was foretold 230 ms and took 550. Plans of one kind are missed
+Times of steps are predicted from a few examples, whose tensors fit in caches that a whole
+batch's do not: MobileNet-v2 was predicted 230 ms and took 550. Plans of one kind are missed
 alike, those of another otherwise. So the best plan of every kind runs some steps of the
-training, and what is measured of a kind corrects what is foretold of it from then on.
+training, and what is measured of a kind corrects what is predicted of it from then on.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ LEAST_STEPS = 3
 # Short steps are timed badly, so that there are more of them: as many as take this long together.
 TOGETHER_MS = 150.0
 SHORTEST_MS = 10.0  # below it a step is mostly what Python does, whatever the plan
-# Beyond this multiple of the shortest time foretold a plan is not tried, unless what was measured
-# by then is longer still. Of MobileNet-v2's kinds one took 2.4 times as long as foretold and
+# Beyond this multiple of the shortest time predicted a plan is not tried, unless what was measured
+# by then is longer still. Of MobileNet-v2's kinds one took 2.4 times as long as predicted and
 # another 1.4 times: 1.7 apart. Where steps take 40 ms, mostly Python's own, it was more.
 WORTH_TRYING = 1.75
 ALIKE = 0.02  # of times: then the plan that adds less noise is the better one
@@ -34,7 +34,7 @@ LEAST_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class PlanKind:
     """What plans are missed alike by: the operators they run, whether they code, in what pieces."""
 
     fused: bool
@@ -42,12 +42,12 @@ class Kind:
     micro_batch: int
 
 
-def kind_of(plan: Plan) -> Kind:
+def plan_kind(plan: Plan) -> PlanKind:
     """The kind of a plan."""
-    return Kind(plan.policy.fused, is_lossy(plan.policy), plan.micro_batch)
+    return PlanKind(plan.policy.fused, is_lossy(plan.policy), plan.micro_batch)
 
 
-class Ran(NamedTuple):
+class StepMeasurement(NamedTuple):
     """One step: its time, scaled to a whole batch's, and the most that was held for backward."""
 
     step_ms: float
@@ -56,7 +56,7 @@ class Ran(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Plans that run in turn, ``steps_of_each``, the fastest foretold first, and what the steps so
+    """Plans that run in turn, ``steps_of_each``, the fastest predicted first, and what the steps so
     far took. It ends at a plan that cannot be expected to be faster.
 
     ``passed``: how many more steps were of batches too small to count.
@@ -76,9 +76,9 @@ class Trial:
         return too_long or at == len(self.plans) or not (begun or self._is_worth_trying(at))
 
     def _is_worth_trying(self, at: int) -> bool:
-        foretold_ms = self.plans[at].predicted_step_ms
-        is_near = foretold_ms <= WORTH_TRYING * self.plans[0].predicted_step_ms
-        return is_near or foretold_ms < min(self.measured_ms)
+        predicted_ms = self.plans[at].predicted_step_ms
+        is_near = predicted_ms <= WORTH_TRYING * self.plans[0].predicted_step_ms
+        return is_near or predicted_ms < min(self.measured_ms)
 
     @property
     def plan(self) -> Plan:
@@ -90,7 +90,7 @@ class Trial:
         """Has no plan run all its steps yet?"""
         return len(self.times_ms) < self.steps_of_each
 
-    def noted(self, ran: Ran) -> Trial:
+    def noted(self, ran: StepMeasurement) -> Trial:
         """The same, one step later."""
         held_bytes = (*self.held_bytes, ran.held_bytes)
         return replace(self, times_ms=(*self.times_ms, ran.step_ms), held_bytes=held_bytes)
@@ -133,10 +133,10 @@ class Trial:
         reason = f"{plan.reason}; the fastest of {len(self.measured_ms)} tried, {ms:.0f} ms"
         return replace(plan, predicted_step_ms=ms, bound_ms=min(plan.bound_ms, ms), reason=reason)
 
-    def factors(self, before: Mapping[Kind, float]) -> dict[Kind, float]:
-        """What foretold times of each kind are to be multiplied with, beside ``before``."""
+    def factors(self, before: Mapping[PlanKind, float]) -> dict[PlanKind, float]:
+        """What predicted times of each kind are to be multiplied with, beside ``before``."""
         return {
-            kind_of(plan): factor_of(kind_of(plan), before) * ms / plan.predicted_step_ms
+            plan_kind(plan): factor_of(plan_kind(plan), before) * ms / plan.predicted_step_ms
             for plan, ms in zip(self.plans, self.measured_ms, strict=False)
         }
 
@@ -145,7 +145,7 @@ def trial_of(plans: Sequence[Plan]) -> Trial | None:
     """A trial of the plans, in the order given; None where there is nothing to try.
 
     Args:
-        plans: one of every kind, the fastest foretold first.
+        plans: one of every kind, the fastest predicted first.
     """
     if len(plans) < 2 or plans[0].predicted_step_ms < SHORTEST_MS:
         return None
@@ -153,7 +153,7 @@ def trial_of(plans: Sequence[Plan]) -> Trial | None:
     return Trial(tuple(plans), steps)
 
 
-def factor_of(kind: Kind, factors: Mapping[Kind, float]) -> float:
+def factor_of(kind: PlanKind, factors: Mapping[PlanKind, float]) -> float:
     """A kind's own factor; else the mean of those that are most like it; 1 before any.
 
     First of those that differ in their pieces alone, then of those with its operators.
@@ -166,7 +166,7 @@ def factor_of(kind: Kind, factors: Mapping[Kind, float]) -> float:
     return sum(known) / len(known) if known else 1.0
 
 
-class Trials:
+class PlanAutotuner:
     """A session's: at most one at a time, and none once one has ended.
 
     ``trial`` is the one that goes on; ``finalists`` would begin the next; ``factors`` is what
@@ -176,7 +176,7 @@ class Trials:
     def __init__(self) -> None:
         self.trial: Trial | None = None
         self.finalists: tuple[Plan, ...] = ()
-        self.factors: Mapping[Kind, float] = {}
+        self.factors: Mapping[PlanKind, float] = {}
         self.may_try = True
         self._held_bytes: int | None = None
 
@@ -191,7 +191,7 @@ class Trials:
         return self.trial is not None and not self.trial.is_proving_the_first
 
     def offer(self, plans: tuple[Plan, ...]) -> None:
-        """The best plan of every kind, the fastest foretold first."""
+        """The best plan of every kind, the fastest predicted first."""
         if self.may_try and not self.factors:
             self.finalists = plans
 
@@ -210,7 +210,7 @@ class Trials:
             self.trial, self.finalists = trial_of(self.finalists), ()
         return None if self.trial is None else self.trial.plan
 
-    def note(self, plan: Plan, ran: Ran, share: float) -> Plan | None:
+    def note(self, plan: Plan, ran: StepMeasurement, share: float) -> Plan | None:
         """A step ran to its end under this plan; after the last one, the plan that stays.
 
         Args:
@@ -251,8 +251,8 @@ class Trials:
         return taken
 
     def corrected(self, plan: Plan) -> Plan:
-        """The plan with the times that are foretold now."""
-        slower = factor_of(kind_of(plan), self.factors)
+        """The plan with the times that are predicted now."""
+        slower = factor_of(plan_kind(plan), self.factors)
         return replace(
             plan,
             predicted_step_ms=plan.predicted_step_ms * slower,
@@ -273,6 +273,6 @@ class Trials:
 _KEPT: dict[str, Any] = {
     "trial": Trial,
     "finalists": tuple[Plan, ...],
-    "factors": Mapping[Kind, float],
+    "factors": Mapping[PlanKind, float],
     "may_try": bool,
 }

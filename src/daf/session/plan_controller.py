@@ -1,7 +1,7 @@
 """The plan of every step: measured for, adopted, and made anew where something asks for it.
 
 What asks: a first or a larger batch, a budget that moved, memory that was
-refused, a step that took or held other than was foretold. ``Choosing`` knows
+refused, a step that took or held other than was predicted. ``PlanSelector`` knows
 the plans; here they meet the process, whose allocator and limit they set.
 """
 
@@ -23,11 +23,11 @@ from daf.memory.limit_protocol import Keeper
 from daf.planning import planner
 from daf.planning.options import Allowed
 from daf.session.arguments import refuse_without_room
-from daf.session.budget_controller import Adapting
-from daf.session.noise_controller import NoiseControl
-from daf.session.plan_autotuner import Ran
-from daf.session.plan_selector import Choosing
-from daf.session.step_profiles import Measuring
+from daf.session.budget_controller import BudgetController
+from daf.session.noise_controller import NoiseController
+from daf.session.plan_autotuner import StepMeasurement
+from daf.session.plan_selector import PlanSelector
+from daf.session.step_profiles import StepProfiles
 from daf.step.microbatch import LossFunction, batch_bytes, batch_size
 
 # What PyTorch's kernels of another plan leave in the process for good: 4 MB beyond a budget were
@@ -41,23 +41,23 @@ _KEPT = (
 )
 
 
-class Means(NamedTuple):
+class PlanMeans(NamedTuple):
     """What plans are made and carried out with."""
 
     memory: MemoryDomain
-    choosing: Choosing
-    measuring: Measuring
-    noise: NoiseControl
+    choosing: PlanSelector
+    measuring: StepProfiles
+    noise: NoiseController
     keeper: Keeper
-    adapting: Adapting
+    adapting: BudgetController
     allowed: Callable[[], Allowed]
 
 
-class Steering:
+class PlanController:
     """Finds each step's plan.
 
     ``planned_budget_bytes``: what the plan in force was made for; ``predicted_peak_bytes``: the
-    highest peak that was foretold of a plan, None before the first.
+    highest peak that was predicted of a plan, None before the first.
 
     Args:
         model: what is trained.
@@ -65,7 +65,7 @@ class Steering:
         means: shared with the session.
     """
 
-    def __init__(self, model: nn.Module, fixed_policy: Policy, means: Means) -> None:
+    def __init__(self, model: nn.Module, fixed_policy: Policy, means: PlanMeans) -> None:
         self._model = model
         self._fixed_policy = fixed_policy
         self._means = means
@@ -224,7 +224,7 @@ class Steering:
 
     # --- after a step -----------------------------------------------------------------------
 
-    def learn(self, running: Plan, ran: Ran, peak_bytes: int, batch: Any) -> None:
+    def learn(self, running: Plan, ran: StepMeasurement, peak_bytes: int, batch: Any) -> None:
         """What a step that ended says of its plan."""
         if self._keeper.overrun_bytes:
             self.tighter(running)
@@ -244,11 +244,11 @@ class Steering:
     # --- resuming ---------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able; plans are ``Choosing``'s."""
+        """JSON-able; plans are ``PlanSelector``'s."""
         return {name: getattr(self, name) for name in _KEPT}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; call it when ``Choosing`` has its own."""
+        """Go on from there; call it when ``PlanSelector`` has its own."""
         for name in _KEPT:
             setattr(self, name, state[name])
         self.know_what_is_allowed()

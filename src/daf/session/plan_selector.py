@@ -23,7 +23,7 @@ from daf.planning import planner
 from daf.planning.background_search import BackgroundPlan
 from daf.planning.bit_widths import wider_level
 from daf.planning.options import Allowed
-from daf.session.plan_autotuner import Kind, Ran, Trials, kind_of
+from daf.session.plan_autotuner import PlanAutotuner, PlanKind, StepMeasurement, plan_kind
 
 # Tried in turn where a tolerance cannot be kept, so that no more is added than must be.
 WIDER_TOLERANCES = (0.05, 0.14, 0.5, 1.0)
@@ -41,7 +41,7 @@ SMALLEST_PEAK_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class PeakMeasurement:
     """A full-size step under a budget: the peak predicted, and the one measured (bytes)."""
 
     predicted_bytes: int
@@ -54,7 +54,7 @@ class Evidence:
         return 1.0 + missed / predicted
 
 
-class Terms(NamedTuple):
+class PlanConstraints(NamedTuple):
     """What plans are made under: a policy's name, a tolerance, and what execution can do."""
 
     policy: str
@@ -77,7 +77,7 @@ def profile_for(plan: Plan, profiles: Profiles) -> Profile:
     return fused if plan.policy.fused and fused is not None else own
 
 
-class Choosing:
+class PlanSelector:
     """The plan in force, and how it came to be.
 
     ``plan`` is what training goes on with; ``first`` what the next step runs
@@ -86,14 +86,14 @@ class Choosing:
     of fused and chunked ones, where these were measured.
     """
 
-    def __init__(self, terms: Terms) -> None:
+    def __init__(self, terms: PlanConstraints) -> None:
         self.terms = terms
         self.profile: Profile | None = None
         self.fused_profile: Profile | None = None
         self.plan: Plan | None = None
         self.first: Plan | None = None
-        self.evidence: Evidence | None = None
-        self.trials = Trials()
+        self.evidence: PeakMeasurement | None = None
+        self.trials = PlanAutotuner()
         self.reweighed_ms = 0.0  # the processor's, of searches by new sensitivities that ended
         self._search: BackgroundPlan | None = None
         self._by_numbers: BackgroundPlan | None = None  # the last one that those began
@@ -193,7 +193,7 @@ class Choosing:
             BudgetError: no plan is predicted to fit any more.
         """
         assert self.first is not None
-        self.evidence = Evidence(self.first.predicted_peak_bytes, measured_peak_bytes)
+        self.evidence = PeakMeasurement(self.first.predicted_peak_bytes, measured_peak_bytes)
         self.first = None
         if self._factor > 1.0:
             self.plan = self._make(budget_bytes)
@@ -204,10 +204,10 @@ class Choosing:
         if self.first is None and self._search is None:
             self.plan = self.trials.next_plan() or self.plan
 
-    def note_step(self, plan: Plan, ran: Ran, share: float) -> None:
+    def note_step(self, plan: Plan, ran: StepMeasurement, share: float) -> None:
         """A step ran to its end under this plan; after the last one tried, the fastest stays.
 
-        The arguments are those of ``Trials.note``.
+        The arguments are those of ``PlanAutotuner.note``.
         """
         self.plan = self.trials.note(plan, ran, share) or self.plan
 
@@ -297,7 +297,7 @@ class Choosing:
         if tighter is not None:
             tighter = self._corrected(tighter)
             self.settle_on(tighter)
-            self.trials.may_try = False  # others may pass what was foretold of their bytes too
+            self.trials.may_try = False  # others may pass what was predicted of their bytes too
         return tighter
 
     def state_dict(self) -> dict[str, Any]:
@@ -383,9 +383,9 @@ class Choosing:
         def corrected(*, quickly: bool = False, **options: Any) -> tuple[Plan, ...]:
             options |= {"quickly": quickly, "with_others": self.can_fuse and not quickly}
             found = map(self._corrected, make(**options))
-            best: dict[Kind, Plan] = {}
+            best: dict[PlanKind, Plan] = {}
             for plan in sorted(found, key=lambda plan: plan.predicted_step_ms):
-                best.setdefault(kind_of(plan), plan)
+                best.setdefault(plan_kind(plan), plan)
             return tuple(best.values())
 
         return corrected
@@ -453,7 +453,7 @@ _KEPT: dict[str, type[Any]] = {
     "first": Plan,
     "profile": Profile,
     "fused_profile": Profile,
-    "evidence": Evidence,
+    "evidence": PeakMeasurement,
 }
 
 

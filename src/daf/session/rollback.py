@@ -21,7 +21,7 @@ from daf.session.divergence import Action, DivergenceWatch
 _NAME = "good.safetensors"
 
 
-class Retracing:
+class Rollback:
     """One session's good state.
 
     Args:

@@ -77,7 +77,7 @@ def measured_under(room: Room | None, examples: int) -> Policy:
     return replace(MEASURED_UNDER, chunked=True, chunk_bytes=chunk_bytes)
 
 
-class Sensing:
+class SensitivityTracker:
     """Measures when it is time, and keeps what was found.
 
     Args:

@@ -46,16 +46,16 @@ from daf.session.arguments import (
     refuse_budget_elsewhere,
     refuse_what_sends_nothing,
 )
-from daf.session.budget_controller import Adapting, BudgetChange
-from daf.session.counters import StepCounts
-from daf.session.noise_controller import NoiseControl
-from daf.session.plan_autotuner import Ran
-from daf.session.plan_controller import Means, Steering
-from daf.session.plan_selector import Choosing, Terms
-from daf.session.rollback import Retracing
-from daf.session.sensitivity_tracker import Sensing
-from daf.session.step_profiles import Measuring
-from daf.session.step_retries import Attempts, Replanning
+from daf.session.budget_controller import BudgetChange, BudgetController
+from daf.session.counters import StepCounters
+from daf.session.noise_controller import NoiseController
+from daf.session.plan_autotuner import StepMeasurement
+from daf.session.plan_controller import PlanController, PlanMeans
+from daf.session.plan_selector import PlanConstraints, PlanSelector
+from daf.session.rollback import Rollback
+from daf.session.sensitivity_tracker import SensitivityTracker
+from daf.session.step_profiles import StepProfiles
+from daf.session.step_retries import Replanning, StepRetries
 from daf.step.gradient import Before, GradientStep
 from daf.step.gradient_release import GradientRelease, ReleaseMode, release_refusal
 from daf.step.microbatch import LossFunction, batch_size
@@ -156,8 +156,8 @@ class Session:
         host, has_budget = host_options(model, host_bytes), budget is not None
         if host is not None:
             refuse_what_sends_nothing(bits, policy, has_budget=has_budget)
-        travels = host is not None
-        self._fixed_policy = fixed_policy(bits, fused=fused, has_budget=has_budget, travels=travels)
+        on_host = host is not None
+        self._fixed_policy = fixed_policy(bits, fused=fused, has_budget=has_budget, on_host=on_host)
         self._seed = seed
         self._spill = spill
         store = make_store(parse_optional_bytes(pool_bytes))
@@ -170,23 +170,27 @@ class Session:
             model, optimizer, self._capture, self._release, self._keeper.must_finish
         )
         tolerance = checked_tolerance(tolerance)
-        self._choosing = Choosing(Terms(policy_name(bits, policy), tolerance))
+        self._choosing = PlanSelector(PlanConstraints(policy_name(bits, policy), tolerance))
         known = sensitivity if isinstance(sensitivity, Sensitivity) else None
-        sensing = Sensing(
+        sensing = SensitivityTracker(
             model, optimizer, self._keeper, seed, known=known, is_on=bool(sensitivity)
         )
-        self._noise = NoiseControl(sensing, self._choosing, self._capture, tolerance, memory)
-        self._retracing = Retracing(model, optimizer, retrace)
-        self._counts = StepCounts(self._capture, memory)
-        self._adapting = Adapting(
+        self._noise = NoiseController(sensing, self._choosing, self._capture, tolerance, memory)
+        self._retracing = Rollback(model, optimizer, retrace)
+        self._counts = StepCounters(self._capture, memory)
+        self._adapting = BudgetController(
             budget, self._keeper, self._capture.release_scratch, bounds=governor.bounds_of(memory)
         )
-        self._attempts = Attempts(gradient, optimizer, self._capture, self._keeper, self._adapting)
+        self._attempts = StepRetries(
+            gradient, optimizer, self._capture, self._keeper, self._adapting
+        )
         measured = (model, optimizer, self._capture, memory, self._keeper, self.floor_bytes)
         profiler = partial(Profiler, *measured, begin_peak=self._counts.begin_peak)
-        self._measuring = Measuring(profiler, allow_split=allow_batchnorm_split, spill=spill)
+        self._measuring = StepProfiles(profiler, allow_split=allow_batchnorm_split, spill=spill)
         means = (self._measuring, self._noise, self._keeper, self._adapting, self._allowed)
-        self._steering = Steering(model, self._fixed_policy, Means(memory, self._choosing, *means))
+        self._steering = PlanController(
+            model, self._fixed_policy, PlanMeans(memory, self._choosing, *means)
+        )
         memory.reset_peak()
 
     def __enter__(self) -> Session:
@@ -261,7 +265,7 @@ class Session:
 
     @property
     def predicted_peak_bytes(self) -> int | None:
-        """The highest peak that was foretold of a plan; None before ``prepare``."""
+        """The highest peak that was predicted of a plan; None before ``prepare``."""
         return self._steering.predicted_peak_bytes
 
     @property
@@ -332,7 +336,7 @@ class Session:
         return self._noise.sensing.is_measuring or self._gradient.is_rehearsing
 
     @property
-    def noise(self) -> NoiseControl:
+    def noise(self) -> NoiseController:
         """Measures, and what was found: noise by site, records, time spent."""
         return self._noise
 
@@ -418,7 +422,7 @@ class Session:
             self._retracing.save_if_good()
 
     def _update_bytes(self) -> int:
-        """What the optimizer's part is foretold to take, its state in the first step included."""
+        """What the optimizer's part is predicted to take, its state in the first step included."""
         if self.profile is None:
             return 0
         state = 0 if self.optimizer.state else self.profile.optimizer_bytes
@@ -428,7 +432,7 @@ class Session:
         """What a step that ended took and held, and says of its plan."""
         part = self.plan.micro_batch if self.plan else 1
         self._counts.note_step(batch_size(batch) / part)
-        ran = Ran(step_ms, self._capture.stats.held_peak_bytes)
+        ran = StepMeasurement(step_ms, self._capture.stats.held_peak_bytes)
         self._steering.learn(running, ran, peak_bytes, batch)
         self._counts.note_held(self._choosing.trials)
 
@@ -489,7 +493,7 @@ class Session:
         """Go on from ``state_dict``: nothing is measured again; a search begins anew."""
         self._choosing.load_state_dict(state)
         plan = self._choosing.plan
-        if self._capture.host is None and plan is not None and plan.policy.travels:
+        if self._capture.host is None and plan is not None and plan.policy.on_host:
             raise ValueError(
                 "asked to go on with a plan whose codes wait in host memory, in a session without; "
                 "give host_bytes as the session had that made the plan"

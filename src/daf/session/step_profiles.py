@@ -13,7 +13,7 @@ from daf.profiling.profiler import Profiler
 from daf.step.microbatch import LossFunction
 
 
-class Measuring:
+class StepProfiles:
     """One session's profiles.
 
     Args:

@@ -12,7 +12,7 @@ from daf.capture.capture import Capture
 from daf.core.errors import BudgetError, PoolFullError
 from daf.core.plan import Plan
 from daf.memory.limit_protocol import Keeper
-from daf.session.budget_controller import Adapting
+from daf.session.budget_controller import BudgetController
 from daf.step.gradient import Before, GradientStep
 from daf.step.microbatch import LossFunction
 
@@ -29,7 +29,7 @@ class Replanning(NamedTuple):
     refusal: Callable[[], BudgetError]
 
 
-class Attempts:
+class StepRetries:
     """Runs one session's gradients.
 
     Args:
@@ -46,7 +46,7 @@ class Attempts:
         optimizer: torch.optim.Optimizer,
         capture: Capture,
         keeper: Keeper,
-        adapting: Adapting,
+        adapting: BudgetController,
     ) -> None:
         self._gradient = gradient
         self._optimizer = optimizer

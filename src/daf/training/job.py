@@ -34,7 +34,7 @@ _WEIGHT_DECAYS = {"sgd": 5e-4, "adamw": 0.01}
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class TrainingJob:
     """Everything a run trains with; ``session`` is to be closed by whoever asked for the job."""
 
     settings: TrainSettings
@@ -66,7 +66,7 @@ class Job:
             yield np.arange(start, stop, dtype=np.int64)
 
 
-def make_job(settings: TrainSettings, good_state: Path | None = None) -> Job:
+def make_job(settings: TrainSettings, good_state: Path | None = None) -> TrainingJob:
     """Load, read the floor, then build.
 
     Args:
@@ -121,7 +121,9 @@ def make_job(settings: TrainSettings, good_state: Path | None = None) -> Job:
         sensitivity=known,
         retrace=good_state if settings.retrace and good_state is not None else False,
     )
-    return Job(settings, goal, optimizer_name, model, optimizer, task, order, session, device)
+    return TrainingJob(
+        settings, goal, optimizer_name, model, optimizer, task, order, session, device
+    )
 
 
 def checked_device(name: str) -> torch.device:

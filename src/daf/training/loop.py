@@ -22,7 +22,7 @@ from daf.memory.allocation_log import recorded
 from daf.memory.recycling_allocator import unsupported_reason
 from daf.training.callbacks import Observer, StepRecord
 from daf.training.interrupt import InterruptWatch
-from daf.training.job import Job, checked_device, make_job
+from daf.training.job import TrainingJob, checked_device, make_job
 from daf.training.memory_log import MemoryLog
 from daf.training.plan_record import write_plan_records
 from daf.training.run_folder import RunFolder
@@ -77,7 +77,7 @@ def _refuse_without_records(settings: TrainSettings) -> None:
 class _Run:
     def __init__(
         self,
-        job: Job,
+        job: TrainingJob,
         folder: RunFolder,
         observer: Observer,
         watch: InterruptWatch,

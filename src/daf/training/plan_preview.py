@@ -14,10 +14,10 @@ from daf.step.dry_run import rehearse
 from daf.step.microbatch import batch_slice
 from daf.step.state_guard import apart_from_training
 from daf.training.batches import Batch
-from daf.training.job import Job
+from daf.training.job import TrainingJob
 
 
-def outline_of(job: Job, batch: Batch) -> dict[str, Any]:
+def outline_of(job: TrainingJob, batch: Batch) -> dict[str, Any]:
     """Prepare a job on ``batch`` and tell its plan: account (bytes), policy, one row per site."""
     session = job.session
     plan = session.prepare(batch, job.task.loss)
@@ -76,7 +76,7 @@ def noise_of(session: Session, plan: Plan) -> dict[str, Any] | None:
     }
 
 
-def sites_of(job: Job, plan: Plan, batch: Batch) -> list[dict[str, str | int]]:
+def sites_of(job: TrainingJob, plan: Plan, batch: Batch) -> list[dict[str, str | int]]:
     """One row per saved tensor (bytes), from a forward pass over one piece under the plan."""
     part = batch_slice(batch, 0, plan.micro_batch)
     host = host_options(job.model, job.settings.host_bytes)

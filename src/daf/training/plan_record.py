@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from daf.training.job import Job
+from daf.training.job import TrainingJob
 from daf.training.plan_preview import account_of
 from daf.training.run_folder import RunFolder
 
 
-def write_plan_records(job: Job, folder: RunFolder) -> None:
+def write_plan_records(job: TrainingJob, folder: RunFolder) -> None:
     """Write the plan now in force, and what was done at every site in the last step.
 
     A process that made no step has no sites to tell: those of the process

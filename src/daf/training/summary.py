@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from daf.training.job import Job
+from daf.training.job import TrainingJob
 
 _LOSS_WINDOW_STEPS = 50
 
 
 def summarize(
-    job: Job,
+    job: TrainingJob,
     metrics: Iterable[dict[str, Any]],
     evaluations: list[dict[str, Any]],
     *,
@@ -46,7 +46,7 @@ def summarize(
     }
 
 
-def _memory(job: Job) -> dict[str, Any]:
+def _memory(job: TrainingJob) -> dict[str, Any]:
     session = job.session
     plan = session.plan
     return {
@@ -69,7 +69,7 @@ def _memory(job: Job) -> dict[str, Any]:
     }
 
 
-def noise_of(job: Job) -> dict[str, Any] | None:
+def noise_of(job: TrainingJob) -> dict[str, Any] | None:
     """What was measured of noise; None where nothing was.
 
     Variances are squared lengths, of the gradient of a measured part's mean loss (``examples``)
@@ -94,7 +94,7 @@ def noise_of(job: Job) -> dict[str, Any] | None:
     }
 
 
-def _what_was_trained(job: Job) -> dict[str, Any]:
+def _what_was_trained(job: TrainingJob) -> dict[str, Any]:
     group = job.optimizer.param_groups[0]
     return {
         "model": job.settings.model,

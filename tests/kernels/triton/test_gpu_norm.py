@@ -43,7 +43,7 @@ from daf.kernels.triton import row_norm as triton_rows
 from daf.kernels.triton.launch import Affine
 from daf.kernels.triton.planes import DevicePlanes, allocate_flat
 from daf.operators.norms import channels_cuda
-from daf.operators.norms.channels_cpu import Geometry, Running
+from daf.operators.norms.channels_cpu import Geometry, RunningStatistics
 
 F32 = ElementType.FLOAT32
 # (count, channels, inner): channels-last and contiguous, ragged, spans that channels cross.
@@ -355,7 +355,7 @@ def test_a_normalisation_runs_its_own_kernels_and_no_operators_beside() -> None:
     """
     x = torch.linspace(-1, 1, 12 * 100, dtype=torch.float32, device=DEVICE)
     geometry, vector = Geometry(12, 1, 1200), torch.zeros(12, dtype=torch.float32, device=DEVICE)
-    running = Running(vector.clone(), vector.clone() + 1, 0.1)
+    running = RunningStatistics(vector.clone(), vector.clone() + 1, 0.1)
     affine = Affine(*torch.empty(2, 12, dtype=torch.float32, device=DEVICE).unbind(), 100)
     versions = [each._version for each in running[:2]]
     with Operators() as seen:

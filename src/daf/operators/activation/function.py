@@ -35,7 +35,7 @@ from daf.codecs.scratch import Scratch
 from daf.core.code_format import BLOCK_ELEMENTS, block_count
 from daf.core.policy import Method, Treatment
 from daf.operators.norms.dispatch import channel_norms
-from daf.saved_tensors.packed_tensor import Held, Kept, Rederived, asked_for
+from daf.saved_tensors.packed_tensor import Kept, PackedTensor, Rederived, asked_for
 from daf.torch_compat.ownership import holders_of, sole_holders
 
 # What is decoded is still in the cache when it is used. A GPU's is larger; never tuned on one.
@@ -92,7 +92,7 @@ def shared_treatment(linear: Treatment) -> Treatment | None:
     return linear if linear.is_code else None
 
 
-class SmoothHeld(Held):
+class SmoothHeld(PackedTensor):
     """What a fused activation holds: its input, or how to derive it."""
 
     __slots__ = ("input", "smooth")

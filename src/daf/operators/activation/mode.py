@@ -26,7 +26,7 @@ from daf.operators.activation.function import (
     shared_treatment,
     values_of,
 )
-from daf.operators.capture_context import CountingHolder, NormCarrier, told_of
+from daf.operators.capture_context import CountingHolder, OperatorContext, told_of
 from daf.operators.eligibility import (
     autocast_objection,
     autograd_objection,
@@ -106,7 +106,7 @@ def read_call(
 class SmoothFusing:
     """Runs them for one ``with`` of a capture."""
 
-    def __init__(self, fusion: SmoothFusion, carrier: NormCarrier) -> None:
+    def __init__(self, fusion: SmoothFusion, carrier: OperatorContext) -> None:
         self._fusion = fusion
         self._carrier = carrier
         sole_holders()  # known before the first backward pass asks
@@ -163,7 +163,7 @@ class SmoothFusing:
         carrier = self._carrier
         carrier.tracker.next_call(site.operator)
         record = carrier.tracker.record(site.module, site.operator, site.call, 0)
-        told, plain = carrier.ledger.told_bytes, carrier.ledger.plain_bytes
+        told, plain = carrier.ledger.reported_bytes, carrier.ledger.plain_bytes
         holder = CountingHolder(carrier, x, (), Need.SMOOTH, record)
         with carrier.hooks.collecting() as pending:
             result: Tensor = FusedSmooth.apply(x, lambda: smooth.forward(x.detach()))  # type: ignore[no-untyped-call]
@@ -175,7 +175,7 @@ class SmoothFusing:
         carrier.provenance.learn_function(result, derivation)
         self._fusion.derive(site, derivation, is_coded=treatment != KEEP)
         record.plain_bytes += carrier.ledger.plain_bytes - plain
-        record.held_bytes += carrier.ledger.told_bytes - told
+        record.held_bytes += carrier.ledger.reported_bytes - told
         if carrier.hooks.watcher is not None:
             carrier.hooks.watcher.saved(
                 told_of(pending[0], x, held, holder)._replace(tells=derivation)

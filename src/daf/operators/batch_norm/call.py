@@ -16,7 +16,7 @@ from daf.operators.eligibility import (
     is_plain,
     is_plain_float,
 )
-from daf.operators.norms.channels_cpu import Geometry, Running
+from daf.operators.norms.channels_cpu import Geometry, RunningStatistics
 from daf.operators.norms.dispatch import channel_norms
 from daf.saved_tensors.norm_inputs import channel_stride
 
@@ -41,7 +41,7 @@ class NormArguments(NamedTuple):
         """Take the statistics, and update the running ones."""
         running = None
         if self.running_mean is not None:
-            running = Running(self.running_mean, self.running_var, self.momentum)
+            running = RunningStatistics(self.running_mean, self.running_var, self.momentum)
         geometry = self.geometry()
         with torch.no_grad():
             x = self.x.detach()

@@ -12,7 +12,7 @@ the value v for each channel, then the input's gradient
 holds that. Nothing is decoded beyond the block at hand.
 
 The same code and mask tell the operator behind what its input was
-(``Held.recipe``), so that a convolution holds nothing of its own.
+(``PackedTensor.recipe``), so that a convolution holds nothing of its own.
 
 What is held is handed to autograd's saved-tensor hooks as any other saved
 tensor is, and freed with it. Second derivatives are refused by autograd.
@@ -34,7 +34,7 @@ from daf.codecs.layout import layout_of
 from daf.codecs.scratch import Scratch
 from daf.operators.norms.channels_cpu import Geometry, Statistics
 from daf.operators.norms.dispatch import channel_norms
-from daf.saved_tensors.packed_tensor import Held, Kept, Stored, asked_for
+from daf.saved_tensors.packed_tensor import Kept, PackedTensor, Stored, asked_for
 from daf.torch_compat.ownership import holders_of, sole_holders
 
 
@@ -71,7 +71,7 @@ class Gradients(NamedTuple):
     addend: Tensor | None
 
 
-class NormHeld(Held):
+class NormHeld(PackedTensor):
     """What a fused normalisation holds for backward: values, mask, vectors of the channels."""
 
     __slots__ = (

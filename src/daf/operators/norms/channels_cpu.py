@@ -48,7 +48,7 @@ class Geometry(NamedTuple):
         return self.elements // self.channels
 
 
-class Running(NamedTuple):
+class RunningStatistics(NamedTuple):
     """Running statistics, contiguous (channels,) float32, and how fast they follow."""
 
     mean: Tensor
@@ -152,7 +152,7 @@ class ComputedValues:
 
 
 def take_statistics(
-    x: Tensor, geometry: Geometry, epsilon: float, running: Running | None
+    x: Tensor, geometry: Geometry, epsilon: float, running: RunningStatistics | None
 ) -> Statistics:
     """Mean and inverse deviation of every channel, in one pass; running ones follow in place."""
     room = _Room(geometry)

@@ -24,7 +24,7 @@ from daf.kernels.triton import channel_norm as triton_norm
 from daf.kernels.triton import codecs as triton_codecs
 from daf.kernels.triton import reductions as triton_reductions
 from daf.kernels.triton.planes import DevicePlanes
-from daf.operators.norms.channels_cpu import Geometry, Running, Statistics, Sums
+from daf.operators.norms.channels_cpu import Geometry, RunningStatistics, Statistics, Sums
 
 
 class Values(Protocol):
@@ -101,7 +101,7 @@ class ComputedValues:
 
 
 def take_statistics(
-    x: Tensor, geometry: Geometry, epsilon: float, running: Running | None
+    x: Tensor, geometry: Geometry, epsilon: float, running: RunningStatistics | None
 ) -> Statistics:
     """Mean and inverse deviation of every channel; running ones follow in place."""
     sums, squares = triton_reductions.measure_sums(

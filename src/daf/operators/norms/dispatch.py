@@ -15,7 +15,7 @@ from daf.codecs.dispatch import Values as Code
 from daf.codecs.dispatch import is_coded_on_device
 from daf.kernels import RowMoments
 from daf.operators.norms import channels_cpu, rows_cpu
-from daf.operators.norms.channels_cpu import Geometry, Running, Statistics, Sums
+from daf.operators.norms.channels_cpu import Geometry, RunningStatistics, Statistics, Sums
 from daf.operators.norms.rows_cpu import RowBackward, RowSums
 
 
@@ -35,7 +35,7 @@ class ChannelNorms(Protocol):
         """The same as a code, for whoever derives something from it."""
 
     def take_statistics(
-        self, x: Tensor, geometry: Geometry, epsilon: float, running: Running | None
+        self, x: Tensor, geometry: Geometry, epsilon: float, running: RunningStatistics | None
     ) -> Statistics:
         """Of every channel; running ones follow."""
 

@@ -12,7 +12,7 @@ Zhang and Sennrich, arXiv 1910.07467), written over the result's gradient where
 nobody else holds that. The gradients of gamma and beta come from the same pass.
 
 The code also tells the operators behind what their input was
-(``Held.recipe``), so that one serves the normalisation and all linear layers
+(``PackedTensor.recipe``), so that one serves the normalisation and all linear layers
 that read its result. Second derivatives are refused by autograd.
 """
 
@@ -33,7 +33,7 @@ from daf.core.errors import SavedTensorError
 from daf.kernels import RowMoments
 from daf.operators.norms.dispatch import channel_norms, row_norms
 from daf.operators.norms.rows_cpu import KeptRows, RowBackward, unmeasured
-from daf.saved_tensors.packed_tensor import Held, Kept, Stored, asked_for
+from daf.saved_tensors.packed_tensor import Kept, PackedTensor, Stored, asked_for
 from daf.torch_compat.ownership import holders_of, sole_holders
 
 
@@ -71,7 +71,7 @@ class RowGradients(NamedTuple):
     bias: Tensor | None
 
 
-class RowsHeld(Held):
+class RowsHeld(PackedTensor):
     """What a fused normalisation of rows holds: values, scales of the rows, gamma and beta.
 
     ``affine`` holds both vectors of the rows only where the input itself is held; a code needs

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from daf.core.policy import Need
 from daf.core.reports import FusionReport
-from daf.operators.capture_context import CountingHolder, NormCarrier, told_of
+from daf.operators.capture_context import CountingHolder, OperatorContext, told_of
 from daf.operators.row_norm.call import objection, read_call, row_norm_of
 from daf.operators.row_norm.function import FusedRowNorm, RowNorm, RowsHeld, run_forward
 from daf.saved_tensors.ledger import Plain, Unmade
@@ -39,7 +39,7 @@ class RowFusion:
 class RowFusing:
     """Runs them for one ``with`` of a capture."""
 
-    def __init__(self, fusion: RowFusion, carrier: NormCarrier) -> None:
+    def __init__(self, fusion: RowFusion, carrier: OperatorContext) -> None:
         self._fusion = fusion
         self._carrier = carrier
         sole_holders()  # known before the first backward pass asks
@@ -66,7 +66,7 @@ class RowFusing:
         carrier = self._carrier
         path, call = carrier.tracker.next_call(name)
         record = carrier.tracker.record(path, name, call, _place_of_input(norm))
-        told, plain = carrier.ledger.told_bytes, carrier.ledger.plain_bytes
+        told, plain = carrier.ledger.reported_bytes, carrier.ledger.plain_bytes
         made: list[tuple[RowsHeld, CountingHolder, tuple[Plain, ...]]] = []
 
         def run() -> Tensor:
@@ -82,7 +82,7 @@ class RowFusing:
         if holder.is_external:
             carrier.hooks.note_read(norm.x, held)
         record.plain_bytes += carrier.ledger.plain_bytes - plain
-        record.held_bytes += carrier.ledger.told_bytes - told
+        record.held_bytes += carrier.ledger.reported_bytes - told
         self._learn(held, result)
         if carrier.hooks.watcher is not None and not holder.is_external:
             carrier.hooks.watcher.saved(told_of(saved, norm.x, held, holder))
