@@ -27,6 +27,7 @@ from daf.core.policy import (
 )
 from daf.memory.recycling_allocator import RecyclingAllocator, unsupported_reason
 from daf.memory.statistics import stats
+from daf.profiling.step_observer import Observer
 from daf.saved_tensors import packer
 from daf.saved_tensors.observation import MethodTime, Observation, ObservedTensor
 from daf.saved_tensors.packed_tensor import SavedTensor
@@ -47,7 +48,7 @@ def observe(
     capture: Capture | None = None,
 ) -> Observation:
     capture = capture or Capture(model)
-    observer = capture.observer(len(x))
+    observer = Observer(capture, len(x))
     with observer.watching():
         with capture.step(policy, 0, 0, 0, x, watcher=observer):
             loss = loss_fn(model, x)
@@ -352,7 +353,7 @@ def test_nothing_is_kept_alive_after_the_step(
         capture = Capture(model)
 
         def step() -> Observation:
-            observer = capture.observer(len(x))
+            observer = Observer(capture, len(x))
             with observer.watching():
                 with capture.step(policy, 0, 0, 0, x, watcher=observer):
                     loss = mean_square(model, x)

@@ -45,7 +45,6 @@ from daf.codecs.scratch import Scratch
 from daf.core.errors import PlatformError
 from daf.core.policy import Policy, Site
 from daf.core.reports import CaptureStats, FusionReport, SiteReport
-from daf.memory.domain import MemoryDomain, ProcessMemory
 from daf.offload.host_codes import HostCodes, HostOptions
 from daf.offload.spill import SpillOptions, SpillStore
 from daf.operators.activation.mode import SmoothFusion
@@ -57,7 +56,6 @@ from daf.pool.default import make_store
 from daf.pool.device_pools import DeviceStores
 from daf.pool.paged_pool import PagedStore
 from daf.pool.store import Store
-from daf.profiling.step_observer import Observer
 from daf.recompute.replay import ReplayLog
 from daf.saved_tensors.evictions import Evictions
 from daf.saved_tensors.ledger import Ledger, Sources
@@ -214,15 +212,15 @@ class Capture:
             if fusing:
                 fusing.finish()
 
-    def observer(self, examples: int, memory: MemoryDomain | None = None) -> Observer:
-        """For ``step``: notes what a step of so many examples holds, moment by moment.
+    @property
+    def model(self) -> nn.Module:
+        """What is captured."""
+        return self._model
 
-        Args:
-            examples: of the step.
-            memory: that it holds it in; by default the process's own.
-        """
-        release = self.release_scratch
-        return Observer(self._model, self._sources, examples, release, memory or ProcessMemory())
+    @property
+    def sources(self) -> Sources:
+        """Which storages the capture knows: parameters, buffers, the caller's batch."""
+        return self._sources
 
     def release_scratch(self) -> None:
         """Give back what only saves time: memory that tensors were decoded in, or read into.

@@ -38,6 +38,7 @@ from daf.profiling.model_memory import (
     update_bytes,
 )
 from daf.profiling.profile_assembly import build
+from daf.profiling.step_observer import Observer
 from daf.saved_tensors.observation import Observation
 from daf.step.dry_run import EXAMPLES, rehearse
 from daf.step.microbatch import LossFunction, batch_size, batch_slice, read_loss, split_refusal
@@ -200,7 +201,7 @@ class Profiler:
         self._make_room()
         self._begin_peak()
         before_bytes = self._memory.held_bytes()
-        observer = self._capture.observer(examples, self._memory)
+        observer = Observer(self._capture, examples, self._memory)
         policy = self._operators.of(TIGHTEST, examples)
         step = self._capture.step(policy, seed=0, step_index=0, batch=part, watcher=observer)
         with observer.watching():

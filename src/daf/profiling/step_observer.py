@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from daf.capture.capture import Capture
 from daf.codecs.dispatch import norm_part_bytes_on
 from daf.codecs.layout import content_key
 from daf.core.policy import KEEP, Method, Need, Reading, Site, Treatment
-from daf.memory.domain import MemoryDomain, device_of
+from daf.memory.domain import MemoryDomain, ProcessMemory, device_of
 from daf.operators.activation.function import SmoothHeld, decoded_bytes_on
-from daf.saved_tensors.ledger import Source, Sources
+from daf.saved_tensors.ledger import Source
 from daf.saved_tensors.observation import (
     NO_CALL,
     MethodTime,
@@ -77,16 +78,16 @@ def unseen(hook: Callable[..., None]) -> Callable[..., None]:
 
 
 class Observer:
-    """Fills one ``Observation``; give it to ``Capture.step``, inside ``watching``."""
+    """Fills one ``Observation``; give it to ``Capture.step``, inside ``watching``.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        sources: Sources,
-        examples: int,
-        release_scratch: Callable[[], None],
-        memory: MemoryDomain,
-    ) -> None:
+    Args:
+        capture: whose step is observed.
+        examples: of the step.
+        memory: that the step holds its tensors in; by default the process's own.
+    """
+
+    def __init__(self, capture: Capture, examples: int, memory: MemoryDomain | None = None) -> None:
+        model, memory = capture.model, memory or ProcessMemory()
         device = device_of(model)
         self.found = Observation(
             examples,
@@ -94,8 +95,8 @@ class Observer:
             norm_part_bytes=norm_part_bytes_on(device),
         )
         self._model = model
-        self._sources = sources
-        self._release_scratch = release_scratch
+        self._sources = capture.sources
+        self._release_scratch = capture.release_scratch
         self._memory = memory
         self._meter = memory.meter()
         self._gradients = 0
