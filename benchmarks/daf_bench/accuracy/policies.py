@@ -45,6 +45,7 @@ from daf.sensitivity.estimate import measure_sensitivity
 from daf.sensitivity.result import Sensitivity
 from daf.step.microbatch import LossFunction, batch_size, read_loss
 from daf.step.state_guard import undisturbed
+from daf_bench.accuracy.averaged_codec import averaged
 from daf_bench.accuracy.bit_allocation import (
     STANDARD_TREATMENTS,
     CodedSite,
@@ -153,7 +154,7 @@ def _averaged(bits: float, example: Example) -> Policy:
     group = 2 if bits >= 1 else 4
     width = min(8, max(1, round(bits * group)))
     by_need = dict(coded_policy(max(1, width)).by_need)
-    by_need |= dict.fromkeys(_VALUE_NEEDS, Treatment(Method.AVERAGED, width, group=group))
+    by_need |= dict.fromkeys(_VALUE_NEEDS, averaged(width, group))
     return Policy(f"alam-{bits}", MappingProxyType(by_need))
 
 

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from daf.codecs.averaged import AveragedCode
 from daf.codecs.cpu import PART_BYTES, Channels, DerivativeCode, IntegerCode, MaskCode, ValueCode
 from daf.codecs.ranged import RangedCode
+from daf.codecs.registry import RegisteredCode, encoder_named
 from daf.core.code_format import Predicate
 from daf.core.errors import KernelError
 from daf.core.policy import Treatment
@@ -189,9 +189,11 @@ class Coder:
             return codec.DeviceDerivativeCode(store, tensor, bits, borders)  # type: ignore[no-any-return]
         return DerivativeCode.encode(self._store, tensor, bits, borders)
 
-    def averages(self, tensor: Tensor, group: int, treatment: Treatment, key: int) -> AveragedCode:
-        """A dense CPU tensor's means of ``group`` neighbours."""
-        return AveragedCode(self._store, tensor, group, treatment, key)
+    def registered(self, tensor: Tensor, treatment: Treatment, key: int) -> RegisteredCode | None:
+        """A dense tensor's values by a registered codec; None: it stays as it is."""
+        is_here = _codec_on(tensor) is None
+        store = self._store if is_here else self._devices.on(tensor.device)
+        return encoder_named(treatment.codec)(store, tensor, treatment, key)
 
     def steps(
         self, tensor: Tensor, bits: int, key: int, to_steps: Channels, *, on_host: bool = False

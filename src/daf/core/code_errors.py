@@ -16,7 +16,7 @@ GAUSSIAN_BLOCK_SQUARED_RANGE = 32.17
 
 
 # Whose error depends on the tensor: nobody knows it beforehand.
-WITHOUT_ERROR = frozenset({Method.AVERAGED, Method.RANGED})
+WITHOUT_ERROR = frozenset({Method.RANGED, Method.REGISTERED})
 
 
 def minmax_error(bits: int) -> float:

@@ -42,8 +42,8 @@ class Method(StrEnum):
     REDERIVE = "rederive"  # from what is held for another operator; else kept
     SPILL = "spill"
     REPLAY = "replay"
-    AVERAGED = "averaged"  # a published baseline; no plan chooses it
-    RANGED = "ranged"  # another
+    RANGED = "ranged"  # a published baseline; no plan chooses it
+    REGISTERED = "registered"  # by a codec from outside the library
 
 
 class Reading(StrEnum):
@@ -59,19 +59,19 @@ class Reading(StrEnum):
 class Treatment:
     """What the plan does at a site: a method, its width, and rotation rounds.
 
-    ``group``: how many neighbours share a mean that is coded instead of them (*averaged*).
     ``by_channel``: each channel has a range of its own, not the whole tensor (*ranged*).
     ``on_host``: of a tensor on a GPU, the code waits in host memory until backward wants it.
     ``whole``: no plane of it may be given up.
+    ``codec``: the name of a registered codec (*registered*).
     """
 
     method: Method
     bits: int = 0
     rounds: int = 1
-    group: int = 1
     by_channel: bool = False
     on_host: bool = False
     whole: bool = False
+    codec: str = ""
 
     @property
     def is_code(self) -> bool:

@@ -21,8 +21,8 @@ COLOURS: dict[Method, tuple[str, str, str]] = {
     Method.DROP: ("dropped", "#d8b4a0", "#8a6a5a"),
     Method.REPLAY: ("replayed", "#c2477f", "#ee7fb0"),
     Method.SPILL: ("spilled to disk", "#c2570c", "#f0955a"),
-    Method.AVERAGED: ("averaged, then coded", "#8f5a5a", "#c98f8f"),
     Method.RANGED: ("min-max code of wide ranges", "#5a7f8f", "#8fbac9"),
+    Method.REGISTERED: ("registered code", "#8f5a5a", "#c98f8f"),
 }
 
 _DONE = {
@@ -36,8 +36,8 @@ _DONE = {
     Method.DROP: "dropped: only its shape is kept",
     Method.REPLAY: "held nowhere: the module's forward pass runs again in backward",
     Method.SPILL: "written to disk and read back in backward",
-    Method.AVERAGED: "neighbours' means in a min-max code, a published baseline",
     Method.RANGED: "a min-max code of the tensor's or each channel's range, a published baseline",
+    Method.REGISTERED: "the code of a codec that was registered from outside",
 }
 _BECAUSE = {
     Need.LINEAR: "it enters the gradient once and linearly, so unbiased noise averages out",

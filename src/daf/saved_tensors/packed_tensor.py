@@ -11,10 +11,10 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from daf.codecs.averaged import AveragedCode
 from daf.codecs.cpu import Channels, elements_in
 from daf.codecs.dispatch import Intervals, Mask, Packed, Steps, Values
 from daf.codecs.layout import Layout, layout_of
+from daf.codecs.registry import RegisteredCode
 from daf.codecs.scratch import Scratch
 from daf.core.code_format import BLOCK_ELEMENTS
 from daf.core.errors import SavedTensorError
@@ -195,23 +195,6 @@ class Rederived(PackedTensor):
             self.recipe[0].derivation.apply_(out)
 
 
-class Averaged(PackedTensor):
-    """Means of neighbours."""
-
-    __slots__ = ("code", "layout")
-
-    def __init__(self, code: Stored[AveragedCode], layout: Layout) -> None:
-        super().__init__()
-        self.code = code
-        self.layout = layout
-
-    def restore(self, scratch: Scratch) -> Tensor:
-        """Every neighbour is their mean."""
-        out = scratch.empty(self.layout)
-        self.code.content.decode(out)
-        return out
-
-
 class Ranged(PackedTensor):
     """Steps of a range, and of what."""
 
@@ -279,18 +262,18 @@ class Derivative(PackedTensor):
         return out
 
 
-class Integers(PackedTensor):
-    """Packed integers or booleans; lossless."""
+class Decoded(PackedTensor):
+    """A code that is decoded from itself alone: packed integers, or a registered codec's."""
 
     __slots__ = ("_code", "_layout")
 
-    def __init__(self, code: Stored[Packed], layout: Layout) -> None:
+    def __init__(self, code: Stored[Packed | RegisteredCode], layout: Layout) -> None:
         super().__init__()
         self._code = code
         self._layout = layout
 
     def restore(self, scratch: Scratch) -> Tensor:
-        """The integers."""
+        """The decoded tensor."""
         out = scratch.empty(self._layout)
         self._code.content.decode(out)
         return out

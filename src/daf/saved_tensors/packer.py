@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,9 +26,8 @@ from daf.saved_tensors.max_pool import WindowPlaces, windows_of
 from daf.saved_tensors.norm_inputs import normalisation_of
 from daf.saved_tensors.pack_request import PackRequest, is_result, result_made_by
 from daf.saved_tensors.packed_tensor import (
-    Averaged,
+    Decoded,
     Derivative,
-    Integers,
     Kept,
     NormInput,
     PackedTensor,
@@ -49,7 +47,7 @@ SMALL_BYTES = 4096  # smaller tensors are kept: their codes' headers and our obj
 _REDERIVED = Treatment(Method.REDERIVE)
 _INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _VALUE_METHODS = frozenset(
-    {Method.KEEP, Method.ROTATED, Method.MINMAX, Method.AVERAGED, Method.RANGED}
+    {Method.KEEP, Method.ROTATED, Method.MINMAX, Method.RANGED, Method.REGISTERED}
 )
 # Whose saved tensors have their channels second, as PyTorch's convolutions and normalisations of
 # images do; all others have them last.
@@ -198,7 +196,7 @@ class Packer:
                 return None
             code = Stored(self._ledger, packed)
             job.source.remember(key, code)
-        return Integers(code, layout_of(job.tensor))
+        return Decoded(code, layout_of(job.tensor))
 
     def _packed(self, tensor: Tensor, on_host: bool) -> Packed | None:
         if tensor.dtype is torch.bool:
@@ -277,8 +275,8 @@ class Packer:
 
     def _values(self, job: PackRequest, rederive: bool) -> PackedTensor | None:
         held: PackedTensor | None
-        if job.treatment.method is Method.AVERAGED:
-            return self._averaged(job) if is_read_freely(job.tensor) else None
+        if job.treatment.method is Method.REGISTERED:
+            return self._registered(job)
         if job.treatment.method is Method.RANGED:
             return self._ranged(job)
         if job.need is Need.NORM and is_dense(job.tensor):
@@ -304,17 +302,17 @@ class Packer:
         elif not is_result(job):
             self._provenance.learn(job.tensor, held)
 
-    def _averaged(self, job: PackRequest) -> PackedTensor:
+    def _registered(self, job: PackRequest) -> PackedTensor | None:
         dense = _dense(job.tensor)
         key = (job.treatment, *_content_key(job))
         code = job.source.recall(key, Stored)
         if code is None:
-            treatment = job.treatment
-            means = replace(treatment, method=Method.MINMAX, group=1)
-            made = self._coder.averages(dense, treatment.group, means, job.key)
+            made = self._coder.registered(dense, job.treatment, job.key)
+            if made is None:
+                return None
             code = Stored(self._ledger, made)
             job.source.remember(key, code)
-        return Averaged(code, layout_of(dense))
+        return Decoded(code, layout_of(dense))
 
     def _ranged(self, job: PackRequest) -> PackedTensor:
         dense, bits = _dense(job.tensor), job.treatment.bits

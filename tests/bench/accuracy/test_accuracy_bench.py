@@ -13,6 +13,7 @@ import render
 import torch
 import torch.nn.functional as F
 from daf_bench.accuracy import policy_tracking
+from daf_bench.accuracy.averaged_codec import averaged
 from daf_bench.accuracy.gradient_bias import BiasTask
 from daf_bench.accuracy.jobs import TASK_NAMES, make_job
 from daf_bench.accuracy.personalisation import BudgetTask
@@ -464,7 +465,7 @@ def test_averaging_holds_half_as_much_and_gives_back_means(example: Example) -> 
     half, whole = held_bytes(example, "alam-0.5"), held_bytes(example, "alam-1")
     assert half < whole < held_bytes(example, "alam-2")
     policy = make_policy("alam-0.5", example)
-    assert policy.by_need[Need.LINEAR] == Treatment(Method.AVERAGED, 2, group=4)
+    assert policy.by_need[Need.LINEAR] == averaged(2, 4)
     x = torch.arange(4096.0).view(2, 2048).requires_grad_()
     weight = torch.ones(1, 2048, requires_grad=True)
     with compress(nn.Identity(), policy=make_policy("alam-4", example)):

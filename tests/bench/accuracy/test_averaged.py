@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from daf_bench.accuracy.averaged_codec import AveragedCode, averaged_error, energy_within_groups
 from torch import Tensor
 
-from daf.codecs.averaged import AveragedCode, averaged_error, energy_within_groups
 from daf.core.code_format import header_bytes, plane_bytes
 from daf.core.errors import CodecError
 from daf.core.policy import Method, Treatment

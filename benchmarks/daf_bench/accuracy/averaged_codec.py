@@ -13,9 +13,10 @@ from torch import Tensor
 
 from daf.codecs.cpu import ValueCode
 from daf.codecs.layout import in_memory_order, is_dense
+from daf.codecs.registry import register_codec
 from daf.core.code_errors import relative_error
 from daf.core.errors import CodecError
-from daf.core.policy import Treatment
+from daf.core.policy import Method, Treatment
 from daf.pool.store import Store
 
 
@@ -69,6 +70,18 @@ class AveragedCode:
         self.code.decode(means)
         flat = means.repeat_interleave(self.group)[: self.count]
         in_memory_order(out).copy_(flat)
+
+
+def averaged(bits: int, group: int) -> Treatment:
+    """Means of ``group`` neighbours in ``bits``-bit min-max codes, by a codec registered here."""
+
+    def encode(store: Store, tensor: Tensor, treatment: Treatment, key: int) -> AveragedCode | None:
+        means = Treatment(Method.MINMAX, treatment.bits)
+        return AveragedCode(store, tensor, group, means, key) if tensor.is_cpu else None
+
+    name = f"averaged by {group}"
+    register_codec(name, encode)
+    return Treatment(Method.REGISTERED, bits, codec=name)
 
 
 def averaged_error(within: float, treatment: Treatment) -> float:
