@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -230,12 +231,12 @@ def test_a_capped_pool_gives_up_bits_and_says_so(daf: Daf) -> None:
 def test_a_recorded_step_names_the_layers_and_changes_no_result(daf: Daf, budget: str) -> None:
     shown = daf(*options("resnet20", budget=budget, bits=2), "--history")
     assert shown.code == 0, shown.err
-    found = lines("run/history.jsonl")
-    assert {line["module"] for line in found} >= {"conv1", "conv1 (backward)", "linear"}
-    assert sum(line["bytes"] for line in found if "seconds" in line and line["bytes"] > 0) > 2**24
-    assert Path("run/history.png").read_bytes().startswith(b"\x89PNG")
+    (trace,) = pickle.loads(Path("run/history.pickle").read_bytes())["device_traces"]
+    modules = {event["frames"][0]["filename"] for event in trace}
+    assert modules >= {"conv1", "conv1 (backward)", "linear"}
+    assert sum(event["size"] for event in trace if event["action"] == "alloc") > 2**24
     assert daf(*options("resnet20", "unseen", budget=budget, bits=2)).code == 0
-    assert not Path("unseen/history.jsonl").exists()
+    assert not Path("unseen/history.pickle").exists()
     losses = [[line["loss"] for line in lines(f"{run}/metrics.jsonl")] for run in ("run", "unseen")]
     assert losses[0] == losses[1]
 

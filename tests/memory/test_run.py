@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -50,21 +51,23 @@ def test_a_missing_program_is_named(tmp_path: Path) -> None:
     assert "nowhere.py" in done.stderr
 
 
-def test_the_history_is_kept_and_drawn(tmp_path: Path) -> None:
+def test_the_history_is_kept(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    history = tmp_path / "history.jsonl"
+    history = tmp_path / "history.pickle"
     assert daf_run("--history", str(history), str(program)).returncode == 3
-    lines = [json.loads(line) for line in history.read_text().splitlines()]
-    large = [line for line in lines if abs(line["bytes"]) >= 2**20]
-    assert [line["bytes"] for line in large] == [2**23, -(2**23)] * 5
-    assert {line["operator"].split(".")[1] for line in large} == {"ones"}
-    assert history.with_suffix(".png").stat().st_size > 10_000
+    (trace,) = pickle.loads(history.read_bytes())["device_traces"]
+    large = [event for event in trace if event["size"] >= 2**20]
+    assert [event["action"] for event in large] == ["alloc", "free_requested", "free_completed"] * 5
+    assert {event["size"] for event in large} == {2**23}
+    assert {event["frames"][0]["name"].split(".")[1] for event in large} == {"ones"}
 
 
-def test_a_history_that_would_be_its_own_picture_is_refused(tmp_path: Path) -> None:
+def test_a_history_that_cannot_be_written_is_reported_and_the_program_s_status_kept(
+    tmp_path: Path,
+) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    done = daf_run("--history", str(tmp_path / "history.png"), str(program))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert ".jsonl" in done.stderr
+    done = daf_run("--history", str(tmp_path / "no" / "history.pickle"), str(program))
+    assert done.returncode == 3
+    assert "the history was not written" in done.stderr

@@ -13,7 +13,6 @@ import typer
 from daf.core.errors import DataError
 from daf.core.units import format_bytes
 from daf.memory.allocation_log import Tracking, track
-from daf.report.child import draw_history_picture
 
 
 def run_command(
@@ -29,7 +28,7 @@ def run_command(
     ] = None,
     history: Annotated[
         Path | None,
-        typer.Option(help="Record who asked for memory in this JSON lines file, and draw it."),
+        typer.Option(help="Record who asks for memory, in this file for pytorch.org/memory_viz."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="End with all statistics as JSON on standard error.")
@@ -38,11 +37,6 @@ def run_command(
     """Run a Python program under the recycling allocator and say what its tensors held."""
     if not script.is_file():
         raise DataError(f"asked to run {script}, which is no file; give the path of a program")
-    if history is not None and history.suffix != ".jsonl":
-        raise DataError(
-            f"asked to record in {history}; name a file that ends in .jsonl, beside which the "
-            "picture will lie"
-        )
     sys.argv = [str(script), *(arguments or [])]
     sys.path.insert(0, str(script.resolve().parent))
     tracking = None
@@ -60,11 +54,8 @@ def _keep_history(tracking: Tracking, path: Path | None) -> None:
         return
     try:
         tracking.history.write(path)
-        trouble = draw_history_picture(path)
     except OSError as error:
-        trouble = str(error)
-    if trouble:
-        typer.echo(f"daf: the history was not drawn: {trouble}", err=True)
+        typer.echo(f"daf: the history was not written: {error}", err=True)
 
 
 def _report(counts: dict[str, int], *, as_json: bool) -> str:

@@ -16,7 +16,7 @@ from daf.cli import options
 from daf.cli.display import make_display, show_summary
 from daf.cli.group import EXIT_INTERRUPTED
 from daf.core.units import parse_optional_bytes
-from daf.report.child import draw_history_picture, draw_memory_picture
+from daf.report.child import draw_memory_picture
 from daf.training.loop import train
 from daf.training.run_folder import RunFolder
 from daf.training.settings import TrainSettings
@@ -75,7 +75,10 @@ def train_command(
         float, typer.Option(min=1.0, help="How often memory is sampled.")
     ] = 50.0,
     history: Annotated[
-        bool, typer.Option("--history", help="Record and draw who asks for memory in one step.")
+        bool,
+        typer.Option(
+            "--history", help="Record who asks for memory in one step, as history.pickle."
+        ),
     ] = False,
     as_json: options.Json = False,
 ) -> None:
@@ -146,8 +149,6 @@ def _default_out(settings: TrainSettings) -> Path:
 
 def _draw(folder: RunFolder) -> None:
     trouble = draw_memory_picture(folder.path)
-    if folder.history.exists():
-        trouble = trouble or draw_history_picture(folder.history)
     if trouble:
         print(f"daf: a picture in {folder.path} was not drawn: {trouble}", file=sys.stderr)
 

@@ -1,19 +1,17 @@
-"""Who asked for memory and when: a recorder, as ``torch.cuda.memory._record_memory_history``.
+"""Who asks for memory and when, as ``torch.cuda.memory._record_memory_history`` tells for GPUs.
 
-While it is entered, every allocation that PyTorch makes for a tensor, and
-oneDNN for its scratch, is written down with the module and the operator that
-asked, in backward too. Costs tens of microseconds per operator; off otherwise.
+While a ``History`` is entered, it records every allocation that PyTorch makes for a tensor, and
+oneDNN for its scratch, with the module and the operator that asked, in backward too. Recording
+costs tens of microseconds per operator.
 """
 
 from __future__ import annotations
 
-import json
+import pickle
 import time
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,41 +25,17 @@ from torch.nn.modules.module import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from daf._native import allocator as native
+from daf.memory.memory_events import (
+    Holder,
+    MemoryEvent,
+    holders_of,
+    live_after,
+    snapshot_of,
+)
 from daf.memory.statistics import join_label, split_label
 
 BEFORE = "(before recording)"
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryEvent:
-    """One allocation (``bytes`` > 0) or free (``bytes`` < 0) and what is live after it.
-
-    ``time_s`` counts from the start of recording; ``live_bytes`` covers what was
-    born while recording and the large blocks that were live before.
-    """
-
-    time_s: float
-    address: int
-    bytes: int
-    live_bytes: int
-    module: str
-    operator: str
-
-
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """Bytes that one (module, operator) held at a moment, in how many blocks."""
-
-    module: str
-    operator: str
-    bytes: int
-    blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Live:
-    bytes: int
-    label: str
+_PICKLE_PROTOCOL = 4  # that PyTorch's viewer reads
 
 
 class History:
@@ -79,15 +53,17 @@ class History:
         self._capacity = capacity
         self._resources = ExitStack()
         self._start_ns = 0
-        self._before: dict[int, _Live] = {}
+        self._start_us = 0
+        self._before: list[MemoryEvent] = []
 
     def __enter__(self) -> History:
-        self._before = {
-            address: _Live(size, join_label(BEFORE, ""))
+        self._before = [
+            MemoryEvent(0.0, address, size, 0, BEFORE, "")
             for address, size, _, _, _ in native.live_blocks()
-        }
+        ]
         native.record_events(self._capacity)
         self._start_ns = time.monotonic_ns()
+        self._start_us = time.time_ns() // 1000
         self._resources.callback(self._stop)
         asker = _Asker(self._names)
         for hook in (
@@ -116,62 +92,38 @@ class History:
         if not self.events:
             return []
         last = max(range(len(self.events)), key=lambda index: self.events[index].live_bytes)
-        live = dict(self._before)
-        for event in self.events[: last + 1]:
-            if event.bytes > 0:
-                live[event.address] = _Live(event.bytes, join_label(event.module, event.operator))
-            else:
-                live.pop(event.address, None)
-        return _holders(live)
+        return holders_of(live_after(self._before, self.events[: last + 1]))
+
+    def snapshot(self) -> dict[str, Any]:
+        """The recording in the format of ``torch.cuda.memory._snapshot()``."""
+        return snapshot_of(self._before, self.events, self._start_us)
 
     def write(self, path: Path) -> None:
-        """Write what was recorded as JSON lines, for ``daf.report.history_picture``.
-
-        First a line for each holder from before recording, then one for each event; bytes as in
-        ``Holder`` and ``MemoryEvent``, an event's ``seconds`` from the start of recording.
+        """Pickle ``snapshot()``, for pytorch.org/memory_viz or ``torch.cuda._memory_viz``.
 
         Raises:
             OSError: the file cannot be written.
         """
-        lines = [{"before": True, **asdict(holder)} for holder in _holders(self._before)]
-        lines += [_as_line(event) for event in self.events]
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        path.write_bytes(pickle.dumps(self.snapshot(), protocol=_PICKLE_PROTOCOL))
 
     def _stop(self) -> None:
         recorded, self.dropped = native.recorded_events()
         self.events = list(self._resolve(recorded))
 
     def _resolve(self, recorded: list[tuple[int, int, int, int]]) -> Iterator[MemoryEvent]:
-        live = dict(self._before)
+        live = {birth.address: birth for birth in self._before}
         total = sum(block.bytes for block in live.values())
         for time_ns, address, size, label in recorded:
             seconds = (time_ns - self._start_ns) / 1e9
             gone = live.pop(address, None)
-            total -= gone.bytes if gone else 0
+            if gone:  # otherwise a small block from before
+                total -= gone.bytes
+                yield MemoryEvent(seconds, address, -gone.bytes, total, gone.module, gone.operator)
             if size > 0:
-                text = native.label_text(label)
-                live[address] = _Live(size, text)
                 total += size
-                yield MemoryEvent(seconds, address, size, total, *split_label(text))
-            elif gone:  # otherwise a small block from before
-                yield MemoryEvent(seconds, address, -gone.bytes, total, *split_label(gone.label))
-
-
-def _as_line(event: MemoryEvent) -> dict[str, Any]:
-    return {
-        "seconds": round(event.time_s, 6),
-        "bytes": event.bytes,
-        "module": event.module,
-        "operator": event.operator,
-    }
-
-
-def _holders(live: dict[int, _Live]) -> list[Holder]:
-    sizes: dict[str, list[int]] = defaultdict(list)
-    for block in live.values():
-        sizes[block.label].append(block.bytes)
-    found = [Holder(*split_label(text), sum(each), len(each)) for text, each in sizes.items()]
-    return sorted(found, key=lambda holder: -holder.bytes)
+                asker = split_label(native.label_text(label))
+                live[address] = MemoryEvent(seconds, address, size, total, *asker)
+                yield live[address]
 
 
 class _Asker:

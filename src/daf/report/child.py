@@ -14,11 +14,6 @@ def draw_memory_picture(run: Path) -> str:
     return _draw("memory_picture.py", run)
 
 
-def draw_history_picture(source: Path) -> str:
-    """Draw a recorded history as a PNG beside it; return what went wrong, empty if nothing did."""
-    return _draw("history_picture.py", source)
-
-
 def _draw(script: str, argument: Path) -> str:
     # By path, not with -m: the package's own imports (torch) are not wanted there.
     command = [sys.executable, str(Path(__file__).with_name(script)), str(argument)]

@@ -11,8 +11,7 @@
 ``sensitivity.json``   what each site's code adds to the gradient, for other runs of the model
 ``sites.jsonl``        one line for every tensor saved in its last step, and what was done to it
 ``memory.png``         ``memory.jsonl`` as a picture
-``history.jsonl``      who asked for memory in one step, if that was asked for
-``history.png``        ``history.jsonl`` as a picture
+``history.pickle``     who asked for memory in one step, if recorded, for pytorch.org/memory_viz
 =====================  ==========================================================
 """
 
@@ -46,7 +45,7 @@ class RunFolder:
         self.weights = path / "model.safetensors"
         self.summary = path / "summary.json"
         self.picture = path / "memory.png"
-        self.history = path / "history.jsonl"
+        self.history = path / "history.pickle"
         self.plan = path / "plan.json"
         self.sites = path / "sites.jsonl"
         self.sensitivity = path / _SENSITIVITY
