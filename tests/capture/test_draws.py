@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf.capture.capture import Capture
-from daf.core.policy import Policy, Site, coded_policy
+from daf.core.policy import FUSED_OPERATORS, Policy, Site, coded_policy
 
 X = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
 
@@ -67,7 +67,9 @@ def test_normalisations_are_redrawn_fused_or_not(fused: bool, code_everything: N
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten()
     )
     images = torch.randn(8, 3, 12, 12)
-    policy = Policy("2-bit", coded_policy(2).by_need, fused=fused)
+    policy = Policy(
+        "2-bit", coded_policy(2).by_need, operators=FUSED_OPERATORS if fused else frozenset()
+    )
     capture = Capture(model)
 
     def gradient(draws: dict[Site, int]) -> Tensor:

@@ -18,7 +18,7 @@ from largest import Largest
 from torch import Tensor, nn
 
 from daf.capture.compress import compress
-from daf.core.policy import Method, Need, Policy, Treatment, coded_policy
+from daf.core.policy import CHUNKED, Method, Need, Policy, Treatment, coded_policy
 from daf.operators.chunked import attention as chunked_attention
 from daf.operators.chunked.attention import attention
 from daf.operators.chunked.weight_gradient import CHUNK_BYTES
@@ -226,7 +226,9 @@ HEADS = (16, 8, 128, 32)
 def with_width(bits: int) -> Policy:
     method = Method.ROTATED if bits <= 4 else Method.MINMAX
     codes = dict.fromkeys((Need.SCORE, Need.PRODUCT), Treatment(method, bits))
-    return Policy("of one width", {**coded_policy(4).by_need, **codes}, chunked=True)
+    return Policy(
+        "of one width", {**coded_policy(4).by_need, **codes}, operators=frozenset({CHUNKED})
+    )
 
 
 def of_codes(policy: Policy, scale: float) -> tuple[float, float, float]:

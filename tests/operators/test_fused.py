@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from daf.capture.capture import Capture
 from daf.capture.compress import compress
 from daf.core.errors import SavedTensorError
-from daf.core.policy import Method, Need, coded_policy
+from daf.core.policy import Method, Need, coded_policy, with_fused_operators
 from daf.operators.batch_norm import function
 
 FORMATS = [torch.contiguous_format, torch.channels_last]
@@ -486,7 +485,7 @@ def test_the_caller_s_own_batch_is_kept_by_reference() -> None:
     """It is alive anyway: a code would only add bytes."""
     model = nn.Sequential(make_norm(8), nn.ReLU())
     capture, x = Capture(model), torch.randn(4, 8, 20, 20)
-    policy = replace(coded_policy(2), fused=True)
+    policy = with_fused_operators(coded_policy(2))
     for step in range(2):
         with capture.step(policy, 0, step, batch=x):
             model(x)

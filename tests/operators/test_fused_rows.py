@@ -17,7 +17,7 @@ from daf.capture.capture import Capture
 from daf.capture.compress import compress
 from daf.codecs.cpu import ValueCode
 from daf.core.errors import DafError, SavedTensorError
-from daf.core.policy import KEEP, Method, Need, coded_policy
+from daf.core.policy import FUSED_OPERATORS, KEEP, Method, Need, coded_policy, with_fused_operators
 from daf.operators.row_norm import function
 
 
@@ -443,7 +443,7 @@ def test_the_caller_s_own_batch_is_kept_by_reference() -> None:
     """It is alive anyway: a code would only add bytes."""
     model = Normed(make(nn.LayerNorm, 64)).norm
     capture, x = Capture(model), torch.randn(64, 64)
-    policy = replace(coded_policy(2), fused=True, fused_rows=True)
+    policy = with_fused_operators(coded_policy(2))
     with capture.step(policy, 0, 0, batch=x):
         out = model(x)
     (norm,) = (r for r in capture.sites() if r.need is Need.NORM)
@@ -456,7 +456,7 @@ def test_a_treatment_that_is_unsound_is_refused() -> None:
     norm, x = make(nn.LayerNorm, 64), torch.randn(64, 64, requires_grad=True)
     for need_treatment in (Method.SPILL, Method.MASK):
         treatment = replace(KEEP, method=need_treatment)
-        policy = replace(coded_policy(2), by_need={Need.NORM: treatment}, fused_rows=True)
+        policy = replace(coded_policy(2), by_need={Need.NORM: treatment}, operators=FUSED_OPERATORS)
         capture = compress(norm, policy=policy)
         with pytest.raises(DafError, match="layer_norm"), capture:
             norm(x * 1)

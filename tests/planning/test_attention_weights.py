@@ -16,7 +16,18 @@ from torch import Tensor, nn
 from daf.capture.capture import Capture
 from daf.core.code_errors import relative_error
 from daf.core.errors import BudgetError
-from daf.core.policy import KEEP, Method, Need, Policy, Site, Treatment, coded_policy, plain_policy
+from daf.core.policy import (
+    KEEP,
+    Method,
+    Need,
+    Policy,
+    Site,
+    Treatment,
+    coded_policy,
+    plain_policy,
+    with_chunked_operators,
+    with_planned_operators,
+)
 from daf.core.profile import Profile
 from daf.planning import planner
 from daf.planning.candidate import Candidate
@@ -249,7 +260,7 @@ def test_parts_of_one_memory_have_a_code_each_in_the_account_too(bits: int) -> N
     read = {each.read for each in q_k_v}
     reported_bytes = sum(each.nbytes for each in coded.spans if each.first not in read)
     capture = Capture(model)
-    policy = replace(coded_policy(bits), fused=True, chunked=True, chunk_bytes=profile.chunk_bytes)
+    policy = with_planned_operators(coded_policy(bits), profile.chunk_bytes)
     with capture.step(policy, 0, 0, batch=batch):
         cross_entropy(model, batch)
     held = [each.held_bytes for each in capture.sites() if each.site in coded.treatments]
@@ -278,7 +289,7 @@ def test_smaller_pieces_of_a_batch_save_what_the_profile_says() -> None:
 def test_no_plane_of_queries_and_keys_is_given_up() -> None:
     """Narrower than four bits they would bias the gradient; v's planes go, all but the first."""
     policy = coded_policy(4, score_bits=4)
-    policy = replace(policy, chunked=True, chunk_bytes=1 << 18, rederive=False)
+    policy = replace(with_chunked_operators(policy, 1 << 18), rederive=False)
     model, batch = Attending(), batch_of()
     capture = Capture(model, PagedStore())
     with capture.step(policy, 0, 0, batch=batch):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -409,7 +408,7 @@ def observe_fused(policy: Policy) -> Observation:
     model, x = fused_network(), torch.randn(16, 3, 16, 16)
     capture = Capture(model)
     chunk_bytes = 16 * 1024
-    policy = replace(policy, fused=True, chunked=True, chunk_bytes=chunk_bytes)
+    policy = with_planned_operators(policy, chunk_bytes)
     rehearse(capture, model, policy, x, mean_square)
     for _ in range(2):
         found = observe(model, x, policy, capture=capture)

@@ -30,6 +30,8 @@ from daf.core.policy import (
     coded_policy,
     exact_policy,
     plain_policy,
+    with_chunked_operators,
+    with_fused_operators,
 )
 from daf.operators.chunked import convolution, weight_gradient
 from daf.pool.store import PlainStore
@@ -616,7 +618,7 @@ def test_a_module_that_cannot_be_replayed_is_refused(path: str) -> None:
 
 
 def test_fused_operators_are_refused() -> None:
-    policy = replace(replaying("0"), fused=True)
+    policy = with_fused_operators(replaying("0"))
     with (
         pytest.raises(CodecError, match="ask for one of the two"),
         Capture(Block()).step(policy, 0, 0),
@@ -636,7 +638,7 @@ def test_convolutions_inside_replayed_calls_are_not_chunked(
     monkeypatch.setattr(weight_gradient, "CHUNK_BYTES", 1000)
     monkeypatch.setattr(convolution, "conv2d", conv2d)
     model, x = nn.Sequential(nn.Conv2d(3, 3, 3)), torch.randn(4, 3, 8, 8)
-    policy = replace(plain_policy(), chunked=True)
+    policy = with_chunked_operators(plain_policy())
     step(model, policy, lambda m: m(x).square().sum())
     assert len(ran) == 1
     found = step(model, replaying("0", policy=policy), lambda m: m(x).square().sum())

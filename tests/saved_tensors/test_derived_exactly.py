@@ -21,6 +21,7 @@ from daf.core.policy import (
     Treatment,
     coded_policy,
     exact_policy,
+    with_chunked_operators,
     with_fused_operators,
 )
 from daf.core.reports import SiteReport
@@ -93,7 +94,7 @@ def assert_same_bits(found: Done, expected: Done) -> None:
 
 
 def fused_and_kept() -> Policy:
-    policy = replace(with_fused_operators(exact_policy()), chunked=False)
+    policy = with_fused_operators(exact_policy(), chunked=False)
     return replace(policy, by_need=exact_policy().by_need, rederive=False)
 
 
@@ -107,10 +108,10 @@ def test_gradients_are_the_same_bits_and_results_are_held_nowhere(
     kept = fused_and_kept()
     derived = with_fused_operators(exact_policy())
     if chunk_bytes is not None:
-        kept = replace(kept, chunked=True, chunk_bytes=chunk_bytes)
+        kept = with_chunked_operators(kept, chunk_bytes)
         derived = replace(derived, chunk_bytes=chunk_bytes)
     else:
-        derived = replace(derived, chunked=False)
+        derived = with_chunked_operators(derived, chunked=False)
     found, expected = Done(model, derived, batch), Done(model, kept, batch)
     assert all(found.fused)
     assert_same_bits(found, expected)
@@ -241,7 +242,7 @@ def test_convolutions_behind_bounded_rectifiers_are_told_by_norms_that_are_kept(
     torch.manual_seed(1)
     model, batch = Bounded(rectifier).to(memory_format=layout), make_batch(layout)
     derived = replace(with_fused_operators(exact_policy()), chunk_bytes=100_000)
-    kept = replace(fused_and_kept(), chunked=True, chunk_bytes=100_000)
+    kept = with_chunked_operators(fused_and_kept(), 100_000)
     found, expected = Done(model, derived, batch), Done(model, kept, batch)
     assert all(found.fused)
     assert_same_bits(found, expected)
@@ -301,8 +302,9 @@ def test_linear_layers_derive_what_normalised_rows_they_read(
 ) -> None:
     torch.manual_seed(0)
     model, batch = Attending(kind), torch.randn(16, 24, 64)
-    derived = replace(with_fused_operators(exact_policy()), chunked=chunk_bytes is not None)
-    derived = replace(derived, chunk_bytes=chunk_bytes, fused_smooth=False)
+    derived = with_fused_operators(exact_policy(), chunked=chunk_bytes is not None)
+    operators = derived.operators - {"activation"}
+    derived = replace(derived, chunk_bytes=chunk_bytes, operators=operators)
     kept = replace(derived, by_need=exact_policy().by_need, rederive=False)
     found, expected = Done(model, derived, batch), Done(model, kept, batch)
     assert_same_bits(found, expected)
@@ -336,7 +338,7 @@ def test_layers_derive_results_of_smooth_activations_from_inputs_that_are_held_a
 ) -> None:
     torch.manual_seed(0)
     model, batch = Feedforward(activation, readers), torch.randn(512, 64)
-    derived = replace(with_fused_operators(exact_policy()), chunked=chunk_bytes is not None)
+    derived = with_fused_operators(exact_policy(), chunked=chunk_bytes is not None)
     derived = replace(derived, chunk_bytes=chunk_bytes)
     kept = replace(derived, by_need=exact_policy().by_need, rederive=False)
     found, expected = Done(model, derived, batch), Done(model, kept, batch)

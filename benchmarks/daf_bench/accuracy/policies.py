@@ -37,6 +37,7 @@ from daf.core.policy import (
     Treatment,
     coded_policy,
     plain_policy,
+    with_chunked_operators,
     with_fused_operators,
 )
 from daf.core.reports import SiteReport
@@ -196,7 +197,7 @@ def _spread(bits: float, example: Example) -> Policy:
         Need.PROBABILITY: Treatment(Method.MINMAX, _SPREAD_LEAST_BITS),
     }
     by_need = MappingProxyType(dict(base.by_need) | least)
-    whole = replace(base, by_need=by_need, chunked=False, chunk_bytes=None)
+    whole = with_chunked_operators(replace(base, by_need=by_need), chunked=False)
     return _with_sites(whole, least_variance(sites, budget).treatments)
 
 
@@ -210,7 +211,7 @@ def _with_attention(policy: Policy, bits: int, example: Example) -> Policy:
     policy = replace(policy, by_need=MappingProxyType(by_need))
     if not example.chunked:
         return policy
-    return replace(policy, chunked=True, chunk_bytes=CHUNK_BYTES // example.parts)
+    return with_chunked_operators(policy, CHUNK_BYTES // example.parts)
 
 
 def _gact(bits: float, example: Example) -> Policy:

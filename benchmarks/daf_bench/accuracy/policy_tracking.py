@@ -16,7 +16,7 @@ from torch import nn
 from daf.capture.compress import compress
 from daf.core.code_errors import WITHOUT_ERROR, relative_error
 from daf.core.errors import NonFiniteLossError
-from daf.core.policy import Policy, Site, Treatment, plain_policy, without_fused_operators
+from daf.core.policy import Policy, Site, Treatment, plain_policy, with_chunked_operators
 from daf.operators.chunked.weight_gradient import CHUNK_BYTES
 from daf.profiling.optimizer_probe import divides_by_gradients
 from daf.sensitivity.estimate import measure_sensitivity
@@ -113,5 +113,5 @@ def example_of(model: nn.Module, loss_fn: LossFunction, batch: Any, *, relative:
 def _measurable(policy: Policy) -> Policy:
     """The policy with PyTorch's own operators, but for attention by parts: its sites are others."""
     chunk_bytes = CHUNK_BYTES // PART if policy.chunked else None
-    whole = without_fused_operators(policy)
-    return replace(whole, chunked=policy.chunked, chunk_bytes=chunk_bytes)
+    whole = replace(policy, operators=frozenset())
+    return with_chunked_operators(whole, chunk_bytes, chunked=policy.chunked)

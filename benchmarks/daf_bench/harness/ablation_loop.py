@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +10,13 @@ from torch import nn
 
 from daf.capture.capture import Capture
 from daf.core.errors import UnknownNameError
-from daf.core.policy import Policy, plain_policy, policy_for, with_fused_operators
+from daf.core.policy import (
+    Policy,
+    plain_policy,
+    policy_for,
+    with_chunked_operators,
+    with_fused_operators,
+)
 from daf.step.dry_run import rehearse
 from daf.step.gradient_release import GradientRelease
 from daf.step.microbatch import LossFunction, batch_size, read_loss
@@ -93,7 +98,7 @@ def lever_policy(levers: Sequence[str], bits: int | str) -> Policy:
     chunked = "chunked" in levers
     if "fused" in levers:
         return with_fused_operators(policy, chunked=chunked)
-    return replace(policy, chunked=chunked)
+    return with_chunked_operators(policy, policy.chunk_bytes, chunked=chunked)
 
 
 def gradient_bytes(model: nn.Module) -> int:

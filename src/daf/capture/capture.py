@@ -196,7 +196,7 @@ class Capture:
             stack.enter_context(self._watching_inputs(compiled))
             stack.enter_context(running.replays.watching())
             ours = running.substituting() if running.substitutes else None
-            fusing = running.fusing() if policy.fused else None
+            fusing = running.fusing() if "batch_norm" in policy.operators else None
             mode = FusingMode(running, ours, fusing) if fusing else OperatorMode(running, ours)
             stack.enter_context(mode)
             losses = running.fusing_losses()

@@ -10,14 +10,19 @@ A ``with`` statement around the forward pass and the loss; backward may run insi
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 from torch import nn
 
 from daf.capture.capture import Capture
-from daf.core.policy import Policy, policy_for, with_fused_operators, with_host_codes
+from daf.core.policy import (
+    Policy,
+    policy_for,
+    with_chunked_operators,
+    with_fused_operators,
+    with_host_codes,
+)
 from daf.core.reports import CaptureStats, FusionReport, SiteReport
 from daf.core.units import parse_optional_bytes
 from daf.offload.host_codes import host_options
@@ -79,8 +84,9 @@ class compress:  # noqa: N801 - used as a statement, like torch.no_grad
         asked = policy or policy_for(bits)
         host = host_options(model, host_bytes)
         asked = asked if host is None else with_host_codes(asked)
-        asked = replace(asked, chunked=chunked or asked.chunked)
-        self._policy = with_fused_operators(asked, chunked=asked.chunked) if fused else asked
+        chunked = chunked or asked.chunked
+        asked = with_chunked_operators(asked, asked.chunk_bytes, chunked=chunked)
+        self._policy = with_fused_operators(asked, chunked=chunked) if fused else asked
         self._model = model
         self._capture = Capture(model, make_store(parse_optional_bytes(pool_bytes)), spill, host)
         self._seed = seed

@@ -117,7 +117,7 @@ class SavedTensorHooks:
         self._host = parts.host
         self._evictions = parts.evictions
         self._parameter_reads = parts.parameter_reads
-        if policy.fuses and policy.replayed:
+        if policy.fused and policy.replayed:
             raise CodecError(
                 f"policy {policy.name!r} asks for fused operators and for replayed calls; a fused "
                 "one may wait beyond the end of a call, so ask for one of the two"
@@ -211,14 +211,18 @@ class SavedTensorHooks:
     @property
     def substitutes(self) -> bool:
         """Does the policy ask for other functions than PyTorch's?"""
-        return self._policy.chunked or self._policy.fused_rows or self._policy.fused_smooth
+        return bool(self._policy.operators & {"chunked", "row_norm", "activation"})
 
     def substituting(self) -> Substitute:
         """Runs other functions for some calls; never in replayed ones, which run again without."""
         chunked = substitute(self.hook, self._policy.chunk_bytes) if self._policy.chunked else None
         carrier, fusions = self._norm_carrier(), self._parts.fusions
-        rows = RowFusing(fusions.rows, carrier) if self._policy.fused_rows else None
-        smooth = SmoothFusing(fusions.smooth, carrier) if self._policy.fused_smooth else None
+        rows = RowFusing(fusions.rows, carrier) if "row_norm" in self._policy.operators else None
+        smooth = (
+            SmoothFusing(fusions.smooth, carrier)
+            if "activation" in self._policy.operators
+            else None
+        )
 
         def choose(
             function: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]
@@ -240,7 +244,7 @@ class SavedTensorHooks:
     def fusing_losses(self) -> LossFusing | None:
         """Leaves out logits that only cross-entropy reads, where there may be any."""
         losses = self._parts.fusions.losses
-        wanted = self._policy.fused_loss and losses.is_wanted
+        wanted = "linear_cross_entropy" in self._policy.operators and losses.is_wanted
         return LossFusing(losses, self._tracker) if wanted else None
 
     def _norm_carrier(self) -> OperatorContext:

@@ -81,6 +81,11 @@ class Treatment:
 
 KEEP = Treatment(Method.KEEP)
 
+# Operators that the library brings, by the names of their packages.
+CHUNKED = "chunked"
+FUSED_OPERATORS = frozenset({"batch_norm", "row_norm", "activation", "linear_cross_entropy"})
+PLANNED_OPERATORS = FUSED_OPERATORS | {CHUNKED}
+
 
 @dataclass(frozen=True, slots=True)
 class Site:
@@ -106,14 +111,10 @@ class Policy:
 
     ``rederive`` allows one code to serve a normalisation, its activation and
     the operator behind it (design, section 4: BatchNorm, ReLU, convolution).
-    ``fused`` lets batch normalisation, residual addition and ReLU run as one
-    operator, where that was seen to be the same; ``fused_rows`` lets layer and
-    root-mean-square normalisation, ``fused_smooth`` GELU and SiLU run as operators that
-    read their code directly; ``fused_loss`` a last linear layer and its cross-entropy without the
-    logits between them. ``chunked`` lets large convolutions and linear layers
-    decode their input a part of the batch at a time, ``chunk_bytes`` of it, and use
-    one that is held as it is in the same chunks (None: a size that costs next to no
-    time, and what is held as it is is used whole).
+    ``operators`` names those that run in place of PyTorch's (``daf.operators.registry``).
+    ``chunk_bytes`` bounds what a chunked operator decodes of its input at a time; an input that is
+    kept is then used in the same chunks (None: a size that costs next to no time, and a kept input
+    is used whole).
 
     ``replayed`` names modules (paths in ``model.named_modules()``, nested ones
     allowed) whose every call holds only its inputs and is run again in backward.
@@ -123,19 +124,20 @@ class Policy:
     by_need: Mapping[Need, Treatment]
     by_site: Mapping[Site, Treatment] = field(default_factory=lambda: MappingProxyType({}))
     rederive: bool = True
-    fused: bool = False
-    chunked: bool = False
+    operators: frozenset[str] = frozenset()
     weights: Mapping[Site, float] = field(default_factory=lambda: MappingProxyType({}))
     replayed: frozenset[str] = frozenset()
     chunk_bytes: int | None = None
-    fused_rows: bool = False
-    fused_smooth: bool = False
-    fused_loss: bool = False
 
     @property
-    def fuses(self) -> bool:
-        """Are any operators fused?"""
-        return self.fused or self.fused_rows or self.fused_smooth or self.fused_loss
+    def fused(self) -> bool:
+        """True if any operator is fused."""
+        return bool(self.operators - {CHUNKED})
+
+    @property
+    def chunked(self) -> bool:
+        """True if large operators work through their batch a chunk at a time."""
+        return CHUNKED in self.operators
 
     @property
     def on_host(self) -> bool:
@@ -215,30 +217,24 @@ def with_fused_operators(policy: Policy, *, chunked: bool = True) -> Policy:
     Where it is the exact one, the inputs that fused normalisations and activations hold tell the
     operators behind what theirs were.
     """
-    fused = replace(
-        policy,
-        fused=True,
-        fused_rows=True,
-        fused_smooth=True,
-        fused_loss=True,
-        chunked=chunked,
-    )
+    fused = replace(policy, operators=PLANNED_OPERATORS if chunked else FUSED_OPERATORS)
     if policy.name != exact_policy().name:
         return fused
     return replace(fused, by_need=MappingProxyType(_EXACT | DERIVED), rederive=True)
 
 
+def with_chunked_operators(
+    policy: Policy, chunk_bytes: int | None = None, *, chunked: bool = True
+) -> Policy:
+    """The policy with chunked operators, or without; ``chunk_bytes`` as in :class:`Policy`."""
+    others = policy.operators - {CHUNKED}
+    operators = others | {CHUNKED} if chunked else others
+    return replace(policy, operators=operators, chunk_bytes=chunk_bytes)
+
+
 def with_planned_operators(policy: Policy, chunk_bytes: int) -> Policy:
     """The policy with the fused and chunked operators that plans are measured and made with."""
-    return replace(
-        policy,
-        fused=True,
-        fused_rows=True,
-        fused_smooth=True,
-        fused_loss=True,
-        chunked=True,
-        chunk_bytes=chunk_bytes,
-    )
+    return replace(policy, operators=PLANNED_OPERATORS, chunk_bytes=chunk_bytes)
 
 
 def with_host_codes(policy: Policy) -> Policy:
@@ -257,18 +253,6 @@ def with_host_codes(policy: Policy) -> Policy:
 def placed_on_host(treatment: Treatment) -> Treatment:
     """The treatment with its code, if it has one, in host memory."""
     return replace(treatment, on_host=True) if treatment.method in _TRAVELLING else treatment
-
-
-def without_fused_operators(policy: Policy) -> Policy:
-    """The policy with PyTorch's own operators."""
-    return replace(
-        policy,
-        fused=False,
-        fused_rows=False,
-        fused_smooth=False,
-        fused_loss=False,
-        chunked=False,
-    )
 
 
 _TRAVELLING = frozenset(

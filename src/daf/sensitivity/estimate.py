@@ -27,7 +27,15 @@ from torch import Tensor, nn
 
 from daf.capture.capture import Capture
 from daf.core.code_errors import relative_error
-from daf.core.policy import Method, Need, Policy, Site, Treatment, exact_policy
+from daf.core.policy import (
+    Method,
+    Need,
+    Policy,
+    Site,
+    Treatment,
+    exact_policy,
+    with_chunked_operators,
+)
 from daf.core.reports import SiteReport
 from daf.sensitivity.gradient_passes import Passes
 from daf.sensitivity.prior import PriorObserver, product_weight
@@ -107,7 +115,7 @@ def measure_sensitivity(
     """
     effort = effort or Effort()
     if separate_codes:
-        policy = replace(policy, rederive=False, fused=False)
+        policy = replace(policy, rederive=False, operators=policy.operators - {"batch_norm"})
     with undisturbed(model) as random_state:
         passes = Passes(
             model,
@@ -271,7 +279,7 @@ class _Measurement:
 def _as_operated(policy: Policy, other: Policy, share: float) -> Policy:
     """The policy with the other's chunked operators, in as many chunks for a share of its batch."""
     chunk_bytes = other.chunk_bytes and max(1, int(other.chunk_bytes * share))
-    return replace(policy, chunked=other.chunked, chunk_bytes=chunk_bytes)
+    return with_chunked_operators(policy, chunk_bytes, chunked=other.chunked)
 
 
 def _other_width(treatment: Treatment) -> Treatment:

@@ -21,7 +21,7 @@ from torch import nn
 
 from daf.capture.capture import Capture
 from daf.core.errors import DataError, NonFiniteLossError, PoolFullError
-from daf.core.policy import LEAST_SCORE_BITS, Policy, Site, coded_policy
+from daf.core.policy import LEAST_SCORE_BITS, Policy, Site, coded_policy, with_chunked_operators
 from daf.core.profile import Profile
 from daf.memory.limit_protocol import Keeper
 from daf.planning import planner
@@ -74,7 +74,7 @@ def measured_under(room: Room | None, examples: int) -> Policy:
     if room is None or room.planned.lossy_sites <= room.profile.lossy_sites:
         return MEASURED_UNDER
     chunk_bytes = max(1, room.planned.chunk_bytes * examples // room.planned.batch_size)
-    return replace(MEASURED_UNDER, chunked=True, chunk_bytes=chunk_bytes)
+    return with_chunked_operators(MEASURED_UNDER, chunk_bytes)
 
 
 class SensitivityTracker:

@@ -37,7 +37,7 @@ from torch import nn
 
 from daf.capture.compress import compress
 from daf.core.errors import DataError, RunFolderError, UnknownNameError
-from daf.core.policy import Method, Need, Treatment, coded_policy, without_fused_operators
+from daf.core.policy import PLANNED_OPERATORS, Method, Need, Treatment, coded_policy
 
 ROOT = Path(__file__).parents[3]
 TINY = Effort(most_steps=3, most_tests=32)
@@ -172,9 +172,9 @@ def test_minmax_is_the_published_codec(example: Example) -> None:
 def test_codes_may_be_held_by_fused_operators_or_each_for_itself(example: Example) -> None:
     shared = make_policy("rotated-2", example)
     policy = make_policy("fused-rotated-2", example)
-    assert (policy.fused, policy.fused_rows, policy.chunked) == (True, True, True)
+    assert policy.operators == PLANNED_OPERATORS
     assert policy.by_need == shared.by_need
-    assert without_fused_operators(policy) == replace(shared, name="fused-rotated-2")
+    assert replace(policy, operators=frozenset()) == replace(shared, name="fused-rotated-2")
     apart = make_policy("apart-gact-2", example)
     assert (shared.rederive, apart.rederive) == (True, False)
     assert apart.by_site.keys() > make_policy("gact-2", example).by_site.keys()

@@ -29,7 +29,8 @@ class Tally:
         """Count the rows of ``scores`` [N, classes] that are highest at ``targets`` [N].
 
         ``asked`` [N] says which rows count. Of very many classes nothing is counted: whoever looks
-        at such scores makes them exist, where the loss alone can do without (``fused_loss``).
+        at such scores makes them exist, where the loss alone can do without
+        (``linear_cross_entropy``).
         """
         if scores.shape[1] > MOST_CLASSES:
             return
