@@ -55,7 +55,7 @@ def test_a_run_logs_noise_and_leaves_its_sensitivities_for_the_next(daf: Daf) ->
     assert noise["added_noise"] == pytest.approx(sum(noise["by_site"].values()))
     for line in lines("run/metrics.jsonl"):
         assert line["added_variance"] / line["batch_variance"] > 0.0
-    assert first.json["retraces"] == []
+    assert first.json["rollbacks"] == []
 
     again = daf(*train("--sensitivity", "run", out="again"))
     assert again.code == 0, again.err
@@ -73,7 +73,7 @@ def test_a_run_logs_noise_and_leaves_its_sensitivities_for_the_next(daf: Daf) ->
 def test_a_diverging_run_goes_back_and_goes_on_wider(daf: Daf) -> None:
     ran = daf(*train(model="tiny_models:diverges"))
     assert ran.code == 0, ran.err
-    assert ran.json["retraces"] == [{"from_step": 5, "to_step": 1, "loss": None}]
+    assert ran.json["rollbacks"] == [{"from_step": 5, "to_step": 1, "loss": None}]
     assert ran.json["policy"] == "2-bit"
     assert ran.json["finished"]
     assert [line["step"] for line in lines("run/metrics.jsonl")] == [*range(1, 10)]
@@ -86,7 +86,7 @@ def test_a_diverging_run_goes_back_and_goes_on_wider(daf: Daf) -> None:
 
 
 def test_a_run_that_may_not_go_back_stops(daf: Daf) -> None:
-    ran = daf(*train("--no-retrace", model="tiny_models:diverges"))
+    ran = daf(*train("--no-rollback", model="tiny_models:diverges"))
     assert ran.code == 3
     assert ran.json["error"]["kind"] == "NonFiniteLossError"
     assert not Path("run/checkpoint/good.safetensors").exists()

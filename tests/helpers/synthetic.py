@@ -68,7 +68,7 @@ def profile(
     batch: int = 8,
     refusal: str = "batch statistics",
     gradients: int = 3 * MIB,
-    piece_ms: tuple[tuple[int, float], ...] = ((2, 30.0), (4, 50.0)),
+    micro_batch_ms: tuple[tuple[int, float], ...] = ((2, 30.0), (4, 50.0)),
 ) -> Profile:
     """A profile whose timeline has two moments for every saving."""
     moments = 2 * len(savings)
@@ -85,7 +85,7 @@ def profile(
         savings=tuple(savings),
         calls=tuple(calls),
         timeline=timeline,
-        piece_ms=piece_ms,
+        micro_batch_ms=micro_batch_ms,
         update_ms=2.0,
         speeds=SPEEDS,
         weights={},

@@ -180,7 +180,9 @@ class Stack(nn.Module):
 
 def session_for(model: nn.Module, budget: str | int, **options: Any) -> Session:
     session = Session(model, torch.optim.SGD(model.parameters(), lr=0.01), budget, **options)
-    session._choosing.terms = session._choosing.terms._replace(allowed=CODES_ONLY)
+    session._plan_selector.constraints = session._plan_selector.constraints._replace(
+        allowed=CODES_ONLY
+    )
     return session
 
 
@@ -207,9 +209,9 @@ def test_a_tight_session_gives_queries_and_keys_four_bits_and_tells_their_noise(
     assert caught.value.least_bytes is not None
     roomy_bytes = caught.value.least_bytes + 8 * MIB
     with session_for(Stack(), roomy_bytes) as session:
-        profile = session._choosing.profile_of(session.prepare(batch, cross_entropy))
+        profile = session._plan_selector.profile_of(session.prepare(batch, cross_entropy))
         found, reported_bytes = session.sensitivity, session.least_feasible_bytes()
-        learnt_bytes = session._choosing.least_bytes()
+        learnt_bytes = session._plan_selector.least_bytes()
     assert reported_bytes is not None
     assert learnt_bytes < reported_bytes == pytest.approx(caught.value.least_bytes, abs=8 * MIB)
     assert found is not None
@@ -221,7 +223,7 @@ def test_a_tight_session_gives_queries_and_keys_four_bits_and_tells_their_noise(
     between = reported_bytes - (reported_bytes - learnt_bytes) // 4
     with session_for(Stack(), between, sensitivity=found) as session:
         assert session.prepare(batch, cross_entropy).predicted_peak_bytes <= between
-        assert session.least_feasible_bytes() == session._choosing.least_bytes()
+        assert session.least_feasible_bytes() == session._plan_selector.least_bytes()
     least = partial(planner.least_feasible_budget, allowed=CODES_ONLY)
     saved_bytes = least(replace(profile, weights={})) - least(profile)
     assert saved_bytes >= 2 * batch[0].numel() / 2  # half a byte of a layer's q and k each
@@ -238,7 +240,7 @@ def chunked_profile(model: nn.Module, batch: Batch) -> Profile:
     with session_for(model, "8GB") as session:
         session.prepare(batch, cross_entropy)
         with session._keeper.unbounded():
-            profile = session._measuring._profile(
+            profile = session._step_profiles._profile(
                 batch, cross_entropy, 10**10, lambda _: None, own=session.profile
             )
     assert profile.score_sites

@@ -55,14 +55,14 @@ def test_a_process_that_ends_beside_a_search_ends_well() -> None:
         sys.path.insert(0, sys.argv[1])
         from synthetic import large
         from daf.planning.background_search import BackgroundPlan
-        from daf.session.plan_selector import Choosing, Terms
-        from daf import choosing
+        from daf.session import plan_selector
+        from daf.session.plan_selector import PlanConstraints, PlanSelector
         from daf.planning import planner
-        choosing.PATIENCE_S = 0.0
+        plan_selector.PATIENCE_S = 0.0
         measured = large(400)
         least = planner.least_feasible_budget(measured)
         budget = (least + planner.kept_peak_bytes(measured)) // 2
-        own = Choosing(Terms("optimal", None))
+        own = PlanSelector(PlanConstraints("optimal", None))
         own.begin(measured, budget)
         own.again(budget - 1, can_refuse=False)
         make, told = own._search._make, []
@@ -78,7 +78,12 @@ def test_a_process_that_ends_beside_a_search_ends_well() -> None:
         # Runs once the interpreter has waited for its threads.
         atexit.register(lambda: print("told to stop" if told else "torn down"))
     """
-    command = [sys.executable, "-c", textwrap.dedent(program), str(Path(__file__).parent)]
+    command = [
+        sys.executable,
+        "-c",
+        textwrap.dedent(program),
+        str(Path(large.__code__.co_filename).parent),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "searching\ntold to stop\n"

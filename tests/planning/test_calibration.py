@@ -14,7 +14,7 @@ from daf.planning.options import Allowed
 from daf.planning.table import level_selection, make_table
 
 MEASURED = large(40)
-EXAMPLES = MEASURED.piece_ms[-1][0]
+EXAMPLES = MEASURED.micro_batch_ms[-1][0]
 KEPT_MS = MEASURED.forward_backward_ms(EXAMPLES)
 
 
@@ -31,7 +31,7 @@ def test_the_coded_step_comes_out_as_measured(factor: float) -> None:
     # Other levels follow, and what is not coding stays as it was.
     assert added_ms(found, "8") == pytest.approx(factor * added_ms(MEASURED, "8"))
     assert found.speeds.copy == MEASURED.speeds.copy
-    assert found.piece_ms == MEASURED.piece_ms
+    assert found.micro_batch_ms == MEASURED.micro_batch_ms
 
 
 @pytest.mark.parametrize(("coded_ms", "factor"), [(0.0, LOWEST), (1e9, HIGHEST)])

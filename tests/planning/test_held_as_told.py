@@ -195,7 +195,7 @@ def test_a_gradient_that_the_loss_makes_is_as_large_for_smaller_pieces() -> None
     with Session(model, torch.optim.SGD(model.parameters(), 0.1), "8GB") as session:
         session.prepare(batch, loss)
         with session._keeper.unbounded():
-            profile = session._measuring._profile(
+            profile = session._step_profiles._profile(
                 batch, loss, 10**10, lambda _: None, own=session.profile
             )
     made = [each for each in profile.savings if each.site.operator == "autograd.Function"]

@@ -374,7 +374,7 @@ def test_reduce_takes_the_outermost_of_nested_calls() -> None:
 
 def test_sage_takes_pieces_down_to_the_knee_and_then_evicts() -> None:
     # Pieces of 2 and more run at nearly the same rate.
-    measured = row_of(8, refusal="", piece_ms=((1, 20.0), (2, 20.5), (4, 40.0), (8, 79.0)))
+    measured = row_of(8, refusal="", micro_batch_ms=((1, 20.0), (2, 20.5), (4, 40.0), (8, 79.0)))
     assert policies.knee(measured) == 2
     halved = planner.make_plan(measured, budget_at(measured, 0.55), policy="sage")
     assert (halved.policy.name, halved.micro_batch) == ("plain", 4)

@@ -94,7 +94,7 @@ def test_what_adds_a_thousandth_is_found_beside_what_adds_most(passes: int, far:
     torch.manual_seed(0)
     model, batch = attentive_network(), (torch.randn(64, 256), torch.randint(0, 10, (64,)))
     policy = replace(_ATTENTION_CODES, rederive=False)
-    effort = Effort(others=passes, pieces=0)
+    effort = Effort(others=passes, micro_batches=0)
     found = measure_sensitivity(model, cross_entropy, batch, policy, effort=effort)
     needs = reports_of(model, batch, policy)
     inner = [site for site in found.sites if needs[site] in (Need.PRODUCT, Need.PROBABILITY)]
@@ -112,7 +112,7 @@ def test_what_adds_a_thousandth_is_found_beside_what_adds_most(passes: int, far:
 def test_the_standard_error_is_honest() -> None:
     """Estimates from different seeds scatter about as much as they say."""
     model, batch = mixed_network(), mixed_batch()
-    effort = Effort(local=2, others=4, pieces=0)
+    effort = Effort(local=2, others=4, micro_batches=0)
     runs = [
         measure_sensitivity(model, cross_entropy, batch, POLICY, effort=effort, seed=seed)
         for seed in range(6)
@@ -162,7 +162,7 @@ def test_a_code_that_other_gradients_read_is_found_out() -> None:
     batch = (torch.randn(64, 32), torch.randint(0, 10, (64,)))
     site = Site("second", "linear", 0, 0)
     four = coded_policy(4)
-    found = measure_sensitivity(model, cross_entropy, batch, four, effort=Effort(pieces=0))
+    found = measure_sensitivity(model, cross_entropy, batch, four, effort=Effort(micro_batches=0))
     samples = [whole_gradient(model, batch, four, {site: draw}) for draw in range(DRAWS)]
     elsewhere = torch.stack(samples).var(0)[: 32 * 32].sum()
     assert elsewhere > 0.01 * torch.stack(samples).var(0).sum()
@@ -175,7 +175,7 @@ def test_a_code_that_other_gradients_read_is_found_out() -> None:
 
 
 def test_the_batch_s_own_noise() -> None:
-    """Gradients of independent batches scatter as one batch's pieces say."""
+    """Gradients of independent batches scatter as one batch's micro-batches say."""
     model = nn.Linear(24, 4)
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

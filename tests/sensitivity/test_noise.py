@@ -1,4 +1,4 @@
-"""The noise watch's log and answers, and the one retrace of a diverging run."""
+"""The noise watch's log and answers, and the one rollback of a diverging run."""
 
 from __future__ import annotations
 
@@ -114,14 +114,14 @@ def test_a_good_run_is_left_alone_and_saved_now_and_then() -> None:
     assert set(actions.values()) == {Action.SAVE, Action.CONTINUE}
 
 
-def test_spikes_in_a_row_are_retraced_once_and_then_stop() -> None:
+def test_spikes_in_a_row_are_rolled_back_once_and_then_stop() -> None:
     watch = small_watch()
     for step in range(50):
         watch.note(step, falling(step))
     assert [watch.note(50 + i, 9.0) for i in range(3)] == [
         Action.CONTINUE,
         Action.CONTINUE,
-        Action.RETRACE,
+        Action.ROLL_BACK,
     ]
     assert watch.good_step == 40
     assert "3 losses in a row up to step 52" in watch.reason
@@ -167,15 +167,15 @@ def test_it_can_be_resumed() -> None:
 
 @settings(max_examples=60)
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=200))
-def test_there_is_never_a_second_retrace(losses: list[float]) -> None:
+def test_there_is_never_a_second_rollback(losses: list[float]) -> None:
     watch = DivergenceWatch(window=3, patience=1, save_every=2)
     actions = [watch.note(step, loss) for step, loss in enumerate(losses)]
-    assert actions.count(Action.RETRACE) <= 1
-    if Action.RETRACE in actions:
-        assert Action.SAVE in actions[: actions.index(Action.RETRACE)]
+    assert actions.count(Action.ROLL_BACK) <= 1
+    if Action.ROLL_BACK in actions:
+        assert Action.SAVE in actions[: actions.index(Action.ROLL_BACK)]
     before_stop = actions[: actions.index(Action.STOP)] if Action.STOP in actions else actions
     assert all(
-        math.isfinite(loss) or action is Action.RETRACE
+        math.isfinite(loss) or action is Action.ROLL_BACK
         for loss, action in zip(losses, before_stop, strict=False)
     )
 

@@ -352,7 +352,7 @@ def test_an_error_that_is_small_in_the_gradient_only_is_not_overlooked() -> None
     assert told == pytest.approx(step_error(model, batch, POLICY, 40), rel=0.35)
 
 
-def test_pieces_are_no_measure_where_statistics_are_the_batch_s() -> None:
+def test_micro_batches_are_no_measure_where_statistics_are_the_batch_s() -> None:
     torch.manual_seed(0)
     layers = [
         nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 32))

@@ -90,7 +90,7 @@ def test_reserved_bytes_stay_within_the_budget_and_the_gradient_is_plain_s(
         bounds = [share for share in device.shares if share < 1.0]
         assert max(bounds) == pytest.approx(budget_bytes / device.total_bytes)
         assert "cuda:0" in session.settings[0]
-        assert session.floor_bytes < 4 * MIB + sum(each.nbytes for each in given)
+        assert session.baseline_bytes < 4 * MIB + sum(each.nbytes for each in given)
     assert found == pytest.approx(losses, rel=1e-5)
     assert device.share == 1.0
     assert device.waits > 0  # times were taken when the device was done

@@ -114,7 +114,7 @@ class Bed:
         self.host = HostStore(CPU, 3 * MIB, transfers=HostCopies())
         self.keeper = DeviceKeeper(self.memory, self.store.give_back)
         on_lower, bounds = self.host.drop_staged, bounds_of(self.memory)
-        self.adapting = BudgetController(budget, self.keeper, on_lower, bounds=bounds)
+        self.controller = BudgetController(budget, self.keeper, on_lower, bounds=bounds)
         self.codes: list[Code] = []
         self.activations: list[Tensor] = []
         self.names = 0
@@ -122,12 +122,12 @@ class Bed:
 
     @property
     def limit_bytes(self) -> int:
-        assert self.adapting.budget_bytes is not None
-        return self.adapting.budget_bytes
+        assert self.controller.budget_bytes is not None
+        return self.controller.budget_bytes
 
     def begin_step(self) -> None:
-        self.adapting.look(urgent=False)
-        self.adapting.bound(BLANK)
+        self.controller.look(urgent=False)
+        self.controller.bound(BLANK)
 
     def take_code(self, count: int, bits: int, stays: int, *, on_host: bool) -> None:
         """Where it is refused, nothing was left that could have gone."""
@@ -194,23 +194,23 @@ class Bed:
         room_bytes = self.device.total_bytes - NOBODY_S_BYTES
         others_bytes = (room_bytes - RESERVE_BYTES) * others_percent // 100
         held_bytes, lent_bytes = self.memory.held_bytes(), self.store.lent_bytes
-        before_bytes, moves = self.limit_bytes, len(self.adapting.history)
+        before_bytes, moves = self.limit_bytes, len(self.controller.history)
         lossy = self.lossy
         read = lossy[reading % len(lossy)] if lossy and reading else None
         with ExitStack() as stack:
             there = stack.enter_context(read.planes.pinned()) if read else None
             self.device.others_bytes = others_bytes
-            self.adapting.look(urgent=False)
-            self.adapting.ask(budget)
+            self.controller.look(urgent=False)
+            self.controller.ask(budget)
             assert self.limit_bytes <= budget
             assert self.limit_bytes <= max(1, room_bytes - others_bytes)
             if self.limit_bytes < before_bytes:
                 assert self.host.device_bytes == 0
-            has_moved = len(self.adapting.history) > moves
+            has_moved = len(self.controller.history) > moves
             if has_moved and self.memory.held_bytes() > self.limit_bytes:  # nothing more may go
                 assert not any(code.may_lose for code in lossy if code is not read)
             assert self.memory.held_bytes() <= max(held_bytes, self.limit_bytes)
-            told = sum(change.evicted_bytes for change in self.adapting.history[moves:])
+            told = sum(change.evicted_bytes for change in self.controller.history[moves:])
             assert told == lent_bytes - self.store.lent_bytes
             if there is not None:
                 assert read is not None

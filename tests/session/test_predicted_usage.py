@@ -103,7 +103,7 @@ class Step:
         self.profile = self.session.profile
         if fused:
             with self.session._keeper.unbounded():
-                self.profile = self.session._measuring._profile(
+                self.profile = self.session._step_profiles._profile(
                     self.x, squares, 10**10, lambda _: None, own=self.profile
                 )
 

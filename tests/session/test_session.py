@@ -127,7 +127,9 @@ def mean_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("micro_batch", [1, 3, 4, 7])
 @pytest.mark.parametrize("loss_fn", [token_loss, mean_token_loss])
-def test_pieces_join_to_the_gradient_of_the_whole_batch(micro_batch: int, loss_fn: Any) -> None:
+def test_micro_batches_join_to_the_gradient_of_the_whole_batch(
+    micro_batch: int, loss_fn: Any
+) -> None:
     torch.manual_seed(2)
     tokens = torch.randint(0, 20, (7, 9))
     whole, split = Sequence().double(), Sequence().double()
@@ -272,7 +274,7 @@ def test_a_plan_that_travels_is_not_resumed_without_host_memory() -> None:
     session.step(batch, cross_entropy)
     plan = session.plan
     assert plan is not None
-    session._choosing.settle_on(replace(plan, policy=with_host_codes(plan.policy)))
+    session._plan_selector.settle_on(replace(plan, policy=with_host_codes(plan.policy)))
     with pytest.raises(ValueError, match="give host_bytes as the session had"):
         Session(model, sgd(model), None, bits=2).load_state_dict(session.state_dict())
 
@@ -283,13 +285,13 @@ def test_a_session_resumed_before_its_first_step_still_measures_that_step() -> N
         model, sgd(model), process_memory.resident_bytes() + 200_000_000, bits=2
     ) as session:
         session.prepare(batch, cross_entropy)
-        session._choosing.first = replace(session.plan, policy=coded_policy(1))
+        session._plan_selector.first = replace(session.plan, policy=coded_policy(1))
         state = json.loads(json.dumps(session.state_dict()))
     with Session(
         model, sgd(model), process_memory.resident_bytes() + 200_000_000, bits=2
     ) as resumed:
         resumed.load_state_dict(state)
-        assert resumed._choosing.first == session._choosing.first
+        assert resumed._plan_selector.first == session._plan_selector.first
         assert resumed.profile == session.profile
         assert resumed.plan == session.plan
 
@@ -300,7 +302,7 @@ def test_a_step_that_is_refused_memory_is_retried_under_a_tighter_plan() -> None
     model, twin = deep(), deep()
     with Session(model, sgd(model), "8GB") as session:
         session.prepare(batch, cross_entropy)
-        session._choosing.first = None
+        session._plan_selector.first = None
         assert session.plan is not None
         assert session.plan.policy.name == "plain"
         # As if other memory had grown since: plain no longer fits, codes do.
@@ -320,7 +322,7 @@ def test_a_step_that_nothing_can_hold_leaves_the_parameters_alone() -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with Session(model, sgd(model), "8GB") as session:
         session.prepare(batch, cross_entropy)
-        session._choosing.first = None
+        session._plan_selector.first = None
         session.budget_bytes = process_memory.resident_bytes() + 20_000_000
         with pytest.raises(BudgetError) as caught:
             session.step(batch, cross_entropy)
@@ -386,7 +388,7 @@ batch = (
 loss_fn = lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])
 budget = {budget}
 try:
-    with Session(model, optimizer, budget, floor_bytes=floor) as session:
+    with Session(model, optimizer, budget, baseline_bytes=floor) as session:
         for _ in range(3):
             session.step(batch, loss_fn)
         answer = dict(peak=session.peak_bytes, predicted=session.predicted_peak_bytes,

@@ -121,7 +121,7 @@ def test_widths_go_to_the_branch_that_reaches_the_loss(policy: str) -> None:
         session.prepare(batch, cross_entropy)
         measured = session.profile
     assert measured is not None
-    assert session.noise.sensing.measurements == 1
+    assert session.noise.tracker.measurements == 1
     low, high = (
         planner.least_feasible_budget(measured, policy=level, allowed=CODES_ONLY)
         for level in ("1-bit", "4-bit")
@@ -215,15 +215,15 @@ def test_measuring_is_not_noticed_by_training() -> None:
         session = session_for(model, bits=2, **options)
         losses = []
         for _ in range(3):
-            session.noise.sensing.schedule.trained_ms = 1e9  # it has earned any measurement
+            session.noise.tracker.schedule.trained_ms = 1e9  # it has earned any measurement
             losses.append(session.step(batch, cross_entropy).loss)
         numbers = torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()
         return session, losses, (numbers, [each.grad.clone() for each in model.parameters()])
 
     ours, losses, after = trained()
     theirs, plain_losses, plain_after = trained(sensitivity=False)
-    assert ours.noise.sensing.measurements == 3
-    assert theirs.noise.sensing.measurements == 0
+    assert ours.noise.tracker.measurements == 3
+    assert theirs.noise.tracker.measurements == 0
     assert losses == plain_losses
     assert after[0] == plain_after[0]
     assert all(torch.equal(*pair) for pair in zip(after[1], plain_after[1], strict=True))
@@ -236,7 +236,7 @@ def test_measuring_is_not_noticed_by_training() -> None:
 def test_a_measurement_waits_until_it_is_within_two_hundredths_of_training() -> None:
     session, batch = session_for(Branches(), bits=2), images()
     report = session.step(batch, cross_entropy)
-    schedule, sensed = session.noise.sensing.schedule, session.noise.sensing
+    schedule, sensed = session.noise.tracker.schedule, session.noise.tracker
     assert (report.measuring_ms, report.added_noise) == (0.0, None)
     expected_ms = sensitivity_tracker.PASSES * report.step_ms / sensitivity_tracker.PART
     schedule.trained_ms = expected_ms / 0.02 - 2 * report.step_ms
@@ -272,11 +272,11 @@ def test_a_measurement_that_is_refused_memory_is_given_up_and_training_goes_on(
         session.prepare(batch, cross_entropy)
         assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
         for _ in range(3):
-            session.noise.sensing.schedule.trained_ms = 1e9
+            session.noise.tracker.schedule.trained_ms = 1e9
             report = session.step(batch, cross_entropy)
             assert report.added_noise is None
         assert asked == [8, 4]  # below four examples nothing is asked any more
-        assert session.noise.sensing.refusal == ""
+        assert session.noise.tracker.refusal == ""
         assert session.peak_bytes <= budget
 
 
@@ -287,9 +287,9 @@ def test_measuring_keeps_within_the_budget() -> None:
     with session_for(model, budget, policy="quantize") as session:
         process_memory.reset_peak()
         for _ in range(3):
-            session.noise.sensing.schedule.trained_ms = 1e9
+            session.noise.tracker.schedule.trained_ms = 1e9
             session.step(batch, cross_entropy)
-        assert session.noise.sensing.measurements == 4
+        assert session.noise.tracker.measurements == 4
         assert session.peak_bytes <= budget
 
 
@@ -298,7 +298,7 @@ def test_planning_by_new_numbers_is_part_of_their_price() -> None:
     model, batch = Branches(), images()
     with session_for(model, least_budget(tolerance=None) + 2_000_000) as session:
         session.prepare(batch, cross_entropy)
-        schedule, sensed = session.noise.sensing.schedule, session.noise.sensing
+        schedule, sensed = session.noise.tracker.schedule, session.noise.tracker
         assert schedule.planned_ms == 0.0  # the first plan is needed anyway
         schedule.trained_ms = 1e9
         session.step(batch, cross_entropy)
@@ -308,8 +308,8 @@ def test_planning_by_new_numbers_is_part_of_their_price() -> None:
         schedule.trained_ms = 0.0  # so that nothing is measured again
         while not session.is_settled:
             session.step(batch, cross_entropy)
-        assert session._choosing.reweighed_ms > 0.0
-        assert schedule.planned_ms == foreground_ms + session._choosing.reweighed_ms
+        assert session._plan_selector.reweighed_ms > 0.0
+        assert schedule.planned_ms == foreground_ms + session._plan_selector.reweighed_ms
         assert schedule.plans == 1
         spent_ms = schedule.measured_ms + schedule.planned_ms
         assert sensed._last_ms is not None
@@ -336,7 +336,7 @@ def test_a_measurement_keeps_no_more_freed_blocks_than_it_is_predicted_to_need(
     monkeypatch.setattr(sensitivity_tracker, "measure_sensitivity", look)
     with session:
         session.prepare(batch, cross_entropy)
-        found = session.noise.sensing
+        found = session.noise.tracker
         assert session.profile is not None
         predicted = found._predicted_bytes(session.profile, found._examples(batch))
     assert len(limits) == 1
@@ -351,11 +351,11 @@ def test_what_goes_wrong_in_a_measurement_is_told_and_stops_nothing() -> None:
             raise TypeError("32 images, please")
         return cross_entropy(model, part)
 
-    session.noise.sensing.schedule.trained_ms = 1e9
+    session.noise.tracker.schedule.trained_ms = 1e9
     for _ in range(2):
         assert session.step(batch, whole_batches_only).added_noise is None
-    assert session.noise.sensing.refusal.endswith("32 images, please")
-    assert session.noise.sensing.measurements == 0
+    assert session.noise.tracker.refusal.endswith("32 images, please")
+    assert session.noise.tracker.measurements == 0
 
 
 def shouting(found: Sensitivity, module: str, factor: float) -> Sensitivity:
@@ -378,13 +378,15 @@ def test_a_new_measurement_plans_anew(monkeypatch: pytest.MonkeyPatch) -> None:
         assert profile is not None
         assert found is not None
         budget = planner.least_feasible_budget(profile, policy="2-bit", allowed=CODES_ONLY)
-        session._choosing.terms = session._choosing.terms._replace(allowed=CODES_ONLY)
-        session._choosing.reweigh((session.noise.sensing.weighed(profile), None), budget)
+        session._plan_selector.constraints = session._plan_selector.constraints._replace(
+            allowed=CODES_ONLY
+        )
+        session._plan_selector.reweigh((session.noise.tracker.weighed(profile), None), budget)
         before = session.plan
         assert before is not None
         turned = shouting(found, "faint", 1e6)
         monkeypatch.setattr(sensitivity_tracker, "measure_sensitivity", lambda *_, **__: turned)
-        session.noise.sensing.schedule.trained_ms = 1e9
+        session.noise.tracker.schedule.trained_ms = 1e9
         session.noise.after_step(batch, cross_entropy, before, (1, 1.0), budget)
         after = session.plan
         assert after is not None
@@ -401,7 +403,7 @@ def test_too_much_noise_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     session, batch = session_for(Branches(), bits=1, tolerance=1e-4), images()
     with caplog.at_level(logging.WARNING, "daf"):
         for _ in range(3):
-            session.noise.sensing.schedule.trained_ms = 1e9
+            session.noise.tracker.schedule.trained_ms = 1e9
             session.step(batch, cross_entropy)
     assert [record.response for record in session.noise_history] == [Response.NO_ROOM] * 3
     assert len(caplog.records) == 1
@@ -419,20 +421,22 @@ def test_a_tolerance_that_the_budget_cannot_keep_is_kept_as_nearly_as_can_be() -
         known = session.profile
         assert known is not None
         budget = planner.least_feasible_budget(known, policy="2-bit", allowed=CODES_ONLY)
-        session._choosing.terms = session._choosing.terms._replace(allowed=CODES_ONLY)
+        session._plan_selector.constraints = session._plan_selector.constraints._replace(
+            allowed=CODES_ONLY
+        )
         loud = replace(known, noise_per_weight=1e12)
-        session._choosing.reweigh((loud, None), budget)
+        session._plan_selector.reweigh((loud, None), budget)
         assert session.plan is not None
         assert session.plan.predicted_peak_bytes <= budget
         assert session.plan.added_noise > 0.2
-        assert session._choosing.terms.tolerance == (0.2, 0.5, 1.0, math.inf)
+        assert session._plan_selector.constraints.tolerance == (0.2, 0.5, 1.0, math.inf)
 
 
 def test_a_pool_gives_up_what_matters_least_first() -> None:
     found = {}
     for loudest in ("loud", "faint"):
         probe = session_for(Branches(), bits=4)
-        probe.noise.sensing.schedule.trained_ms = 1e9
+        probe.noise.tracker.schedule.trained_ms = 1e9
         full = probe.step(images(), cross_entropy).saved_bytes
         assert probe.sensitivity is not None
         known = shouting(probe.sensitivity, loudest, 1e9)
@@ -450,7 +454,7 @@ def test_a_pool_gives_up_what_matters_least_first() -> None:
 
 def test_planes_that_were_given_up_count_as_noise() -> None:
     probe, batch = session_for(Branches(), bits=4), images()
-    probe.noise.sensing.schedule.trained_ms = 1e9
+    probe.noise.tracker.schedule.trained_ms = 1e9
     full = probe.step(batch, cross_entropy)
     capped = session_for(
         Branches(), bits=4, pool_bytes=int(0.75 * full.saved_bytes), sensitivity=probe.sensitivity
@@ -472,21 +476,21 @@ def test_sensitivities_are_taken_over_by_another_session_and_by_a_resumed_one() 
     assert known is not None
     with session_for(Branches(), budget, policy="quantize", sensitivity=known) as second:
         second.prepare(batch, cross_entropy)
-        assert second.noise.sensing.measurements == 0
+        assert second.noise.tracker.measurements == 0
         assert second.profile is not None
         assert second.profile.weights == known.weights()
     with session_for(Branches(), budget, policy="quantize") as resumed:
         resumed.load_state_dict(state)
         assert resumed.sensitivity == known
         assert resumed.plan == plan
-        assert resumed.noise.sensing.schedule == first.noise.sensing.schedule
+        assert resumed.noise.tracker.schedule == first.noise.tracker.schedule
         report = resumed.step(batch, cross_entropy)
         assert report.added_noise == pytest.approx(plan.added_noise)
 
 
 def test_sensitivities_of_another_model_are_refused() -> None:
     probe = session_for(Branches(), bits=2)
-    probe.noise.sensing.schedule.trained_ms = 1e9
+    probe.noise.tracker.schedule.trained_ms = 1e9
     probe.step(images(), cross_entropy)
     assert probe.sensitivity is not None
     site, value = next(iter(probe.sensitivity.sites.items()))

@@ -77,7 +77,7 @@ def session_of(model: nn.Module, mode: Any = True) -> Session:
 
 @pytest.fixture
 def tighter_is_halved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind every plan of the whole batch lies one of two pieces, whatever was measured."""
+    """Behind every plan of the whole batch lies one of two micro-batches, whatever was measured."""
 
     def halved(_profile: Profile, plan: Plan, **_terms: Any) -> Plan | None:
         return replace(plan, micro_batch=16) if plan.micro_batch == 32 else None
@@ -115,7 +115,7 @@ def test_after_the_first_update_the_step_is_finished_and_its_overrun_told() -> N
     expected = plain_step(model)
     with session_of(model, "auto") as session:
         session.prepare(batch(), cross_entropy)
-        session._choosing.first = None
+        session._plan_selector.first = None
         model.in_backward[0] = 100 * MIB
         session.budget_bytes = process_memory.resident_bytes() + 40 * MIB
         report = session.step(batch(), cross_entropy)
@@ -127,7 +127,7 @@ def test_after_the_first_update_the_step_is_finished_and_its_overrun_told() -> N
         model.in_backward[0] = 0
         report = session.step(batch(), cross_entropy)
         assert (report.overrun_bytes, report.micro_batch, report.released_gradients) == (0, 16, 0)
-        assert "cut into 2 pieces" in session.release_refusal
+        assert "cut into 2 micro-batches" in session.release_refusal
 
 
 class Early(Model):
@@ -147,7 +147,7 @@ def test_before_the_first_update_parameters_are_untouched_and_the_step_can_be_re
     expected = plain_step(model)
     with session_of(model) as session:
         session.prepare(batch(), cross_entropy)
-        session._choosing.first = None
+        session._plan_selector.first = None
         model.in_backward[0] = 100 * MIB
         session.budget_bytes = process_memory.resident_bytes() + 40 * MIB
         before = deepcopy(model.state_dict())
@@ -167,12 +167,12 @@ def test_a_retry_that_must_cut_the_batch_releases_nothing() -> None:
     expected = plain_step(model)
     with session_of(model, "auto") as session:
         session.prepare(batch(), cross_entropy)
-        session._choosing.first = None
+        session._plan_selector.first = None
         model.in_backward[:] = [100 * MIB, 0]
         session.budget_bytes = process_memory.resident_bytes() + 40 * MIB
         report = session.step(batch(), cross_entropy)
         assert (report.micro_batch, report.released_gradients, report.overrun_bytes) == (16, 0, 0)
-        assert "cut into 2 pieces" in session.release_refusal
+        assert "cut into 2 micro-batches" in session.release_refusal
         for name, value in expected.items():
             torch.testing.assert_close(model.state_dict()[name], value)
 
@@ -199,8 +199,8 @@ def test_a_plan_of_pieces_releases_nothing(mode: Any) -> None:
     session = Session(model, optimizer, None, release_gradients=mode)
     session.plan = Plan(plain_policy(), 8, 0, return_freed_blocks=False, reason="a test")
     if mode is True:
-        with pytest.raises(ReleaseRefusedError, match="cut into 4 pieces"):
+        with pytest.raises(ReleaseRefusedError, match="cut into 4 micro-batches"):
             session.step(batch(), cross_entropy)
     else:
         assert session.step(batch(), cross_entropy).released_gradients == 0
-        assert "cut into 4 pieces" in session.release_refusal
+        assert "cut into 4 micro-batches" in session.release_refusal

@@ -1,4 +1,4 @@
-"""Batches of any structure are cut by clear rules, and the pieces' gradients join exactly."""
+"""Batches of any structure are cut by clear rules; gradients of micro-batches join exactly."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Holder:
     name: str
 
 
-@given(size=st.integers(1, 17), piece=st.integers(1, 20))
-def test_pieces_cover_the_batch_in_order(size: int, piece: int) -> None:
+@given(size=st.integers(1, 17), micro_batch=st.integers(1, 20))
+def test_micro_batches_cover_the_batch_in_order(size: int, micro_batch: int) -> None:
     batch = {"x": torch.arange(size), "y": [torch.arange(size) * 2, torch.zeros(())]}
-    parts = microbatch.pieces(batch, piece)
+    parts = microbatch.micro_batches(batch, micro_batch)
     assert torch.equal(torch.cat([part["x"] for part in parts]), batch["x"])
     assert torch.equal(torch.cat([part["y"][0] for part in parts]), batch["y"][0])
-    assert [microbatch.batch_size(part) for part in parts[:-1]] == [piece] * (len(parts) - 1)
+    assert [microbatch.batch_size(part) for part in parts[:-1]] == [micro_batch] * (len(parts) - 1)
     assert all(part["y"][1] is batch["y"][1] for part in parts)
 
 

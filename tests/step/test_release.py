@@ -220,10 +220,10 @@ def test_a_hook_that_comes_later_is_noticed() -> None:
     assert_same(model.state_dict(), before)
 
 
-def test_pieces_are_refused() -> None:
+def test_micro_batches_are_refused() -> None:
     model = two_layers()
-    refusal = release_refusal(model, torch.optim.SGD(model.parameters(), 0.1), pieces=4)
-    assert "cut into 4 pieces" in refusal
+    refusal = release_refusal(model, torch.optim.SGD(model.parameters(), 0.1), micro_batches=4)
+    assert "cut into 4 micro-batches" in refusal
 
 
 def test_a_mode_that_is_none_is_an_error() -> None:

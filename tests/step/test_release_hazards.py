@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import daf
 from daf.core.errors import CommittedStepError, SavedTensorError
+from daf.step import gradient_release
 from daf.torch_compat.parameter_reads import ParameterReads
 
 
@@ -52,7 +53,7 @@ def test_a_parameter_that_is_still_to_be_read_waits() -> None:
     data = list(batches(1))
     plain = trained_plainly(model, OPTIMIZERS["adam"], data)
 
-    original = daf.execution.release.step_alone
+    original = gradient_release.step_alone
 
     def noting(optimizer: Any, group: Any, parameter: Any) -> None:
         order.append(next(n for n, p in session_model.named_parameters() if p is parameter))

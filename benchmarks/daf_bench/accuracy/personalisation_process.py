@@ -68,7 +68,8 @@ class Personalisation:
         # Another optimizer than the job's: a schedule's patched step loads torch's compiler, 70 MB.
         optimizer = torch.optim.SGD(model.parameters(), ADAPTING_RATE, momentum=0.9)
         budget = None if self._above_floor is None else floor_bytes + self._above_floor
-        with Session(model, optimizer, budget, floor_bytes=floor_bytes, seed=self._seed) as session:
+        seeded = Session(model, optimizer, budget, baseline_bytes=floor_bytes, seed=self._seed)
+        with seeded as session:
             losses = self._train(session, job)
             peak_bytes = session.peak_bytes
         after = evaluate(model, job.task, self._effort.most_tests)
@@ -85,7 +86,7 @@ class Personalisation:
             "policy_name": session.plan.policy.name if session.plan else None,
             "saved_bytes_plain": session.saved_bytes_plain,
             "saved_bytes": session.saved_bytes_peak,
-            "measurements": session.noise.sensing.measurements,
+            "measurements": session.noise.tracker.measurements,
         }
 
     def _train(self, session: Session, job: Prepared) -> list[float]:

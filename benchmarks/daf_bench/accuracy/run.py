@@ -147,7 +147,7 @@ def train_once(task: AccuracyTask, policy_name: str, seed: int, effort: Effort) 
         with coded:
             loss = mean_loss(loss_fn(model, batch))
         losses.append(float(loss.detach()))
-        if divergence.note(step, losses[-1]) in (Action.RETRACE, Action.STOP):
+        if divergence.note(step, losses[-1]) in (Action.ROLL_BACK, Action.STOP):
             diverged_at = step if diverged_at is None else diverged_at
         if not math.isfinite(losses[-1]):
             break

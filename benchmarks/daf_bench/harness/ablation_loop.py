@@ -63,7 +63,7 @@ class LeveredLoop:
         if self._step_index == 0 and self._policy.fused:
             rehearse(self.capture, self._model, self._policy, batch, loss_fn)
         self._optimizer.zero_grad(set_to_none=True)
-        self._release.begin(pieces=1)
+        self._release.begin(micro_batches=1)
         capture = self.capture.step(self._policy, self._seed, self._step_index, batch=batch)
         with capture, self._release.watching():
             loss = read_loss(loss_fn(self._model, batch), batch_size(batch))

@@ -138,7 +138,7 @@ class Work:
             bits=way.bits,
             fused=way.fused,
             seed=way.seed,
-            floor_bytes=self.floor_bytes,
+            baseline_bytes=self.floor_bytes,
             **session_options(way.policy, way.tolerance),
         )
 

@@ -172,7 +172,7 @@ class Workload:
             None,
             bits=entry.bits,
             seed=entry.seed,
-            floor_bytes=self.floor_bytes,
+            baseline_bytes=self.floor_bytes,
         )
 
     def _start_levered(self) -> LeveredLoop | None:

@@ -108,7 +108,7 @@ class Work:
                 self._optimizer,
                 lambda: self._asked_bytes - self._squeeze.taken_bytes(),
                 seed=self._job.seed,
-                floor_bytes=self.floor_bytes,
+                baseline_bytes=self.floor_bytes,
             )
             self._session.prepare(self._batch(), self._task.loss)
         return {"budget_bytes": self._session.budget_bytes}

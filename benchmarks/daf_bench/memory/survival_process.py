@@ -37,7 +37,7 @@ def _plain(work: Built, asked: Attempt) -> dict[str, Any]:
 
 def _session(work: Built, asked: Attempt, floor: int) -> dict[str, Any]:
     session = Session(
-        work.model, work.optimizer, asked.budget_bytes, seed=asked.seed, floor_bytes=floor
+        work.model, work.optimizer, asked.budget_bytes, seed=asked.seed, baseline_bytes=floor
     )
     with session:
         try:

@@ -55,10 +55,10 @@ def train_command(
     host_bytes: options.HostBytes = None,
     release_gradients: options.ReleaseGradients = False,
     sensitivity: options.Sensitivity = None,
-    retrace: Annotated[
+    rollback: Annotated[
         bool,
         typer.Option(
-            "--retrace/--no-retrace",
+            "--rollback/--no-rollback",
             help="Go back to the last good state, with wider codes, if the run diverges; once.",
         ),
     ] = True,

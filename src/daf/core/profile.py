@@ -182,7 +182,7 @@ class Profile:
 
     ``resident_bytes``: the process between two steps, without gradients and
     without the ``optimizer_bytes`` of state that do not exist yet.
-    ``piece_ms`` holds (examples, milliseconds) of forward and backward with
+    ``micro_batch_ms`` holds (examples, milliseconds) of forward and backward with
     everything kept, at growing sizes. ``weights`` says how much relative error
     at a site harms the gradient, beside other sites; sites not named count 1. A weight of 1
     with an error of 1 adds ``noise_per_weight`` of the batch's own noise (0: not
@@ -205,7 +205,7 @@ class Profile:
     savings: tuple[Saving, ...]
     calls: tuple[CallProfile, ...]
     timeline: Timeline
-    piece_ms: tuple[tuple[int, float], ...]
+    micro_batch_ms: tuple[tuple[int, float], ...]
     update_ms: float
     speeds: DeviceSpeeds
     weights: Mapping[Site, float]
@@ -246,7 +246,7 @@ class Profile:
         Below the smallest measured size a piece is taken to be as long as that one's
         share by examples and fixed part together, never below in proportion.
         """
-        points = sorted(self.piece_ms)
+        points = sorted(self.micro_batch_ms)
         if examples <= points[0][0] or len(points) == 1:
             return points[0][1] * max(1.0, examples / points[0][0])
         for (first, low), (last, high) in pairwise(points):

@@ -19,7 +19,7 @@ class StepReport:
     own ``batch_variance``; both squared lengths, of the gradient of the batch's mean
     loss, or of the steps of an optimizer that divides by it (None: not measured yet).
     ``measuring_ms`` was spent behind the step on measuring them.
-    ``retraced_to``: the run had diverged, this step changed nothing, and the model is as it was
+    ``rolled_back_to``: the run had diverged, this step changed nothing, and the model is as it was
     after so many steps; the codes are wider now.
     """
 
@@ -35,7 +35,7 @@ class StepReport:
     added_variance: float | None = None
     batch_variance: float | None = None
     measuring_ms: float = 0.0
-    retraced_to: int | None = None
+    rolled_back_to: int | None = None
 
     @property
     def added_noise(self) -> float | None:

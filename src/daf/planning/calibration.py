@@ -25,7 +25,7 @@ def calibrated(profile: Profile, examples: int, coded_ms: float) -> Profile:
     """The profile with the speeds of codes corrected.
 
     Args:
-        profile: as it was put together; ``piece_ms`` holds a time for ``examples``.
+        profile: as it was put together; ``micro_batch_ms`` holds a time for ``examples``.
         examples: of the timed step.
         coded_ms: its forward and backward (milliseconds) with one bit at every site.
     """

@@ -40,7 +40,7 @@ Strategy = Callable[[Profile, int, float, Allowed], Candidate | None]
 
 def knee(profile: Profile) -> int:
     """The smallest measured size with nearly the best measured rate (examples per second)."""
-    rates = {examples: examples / ms for examples, ms in profile.piece_ms}
+    rates = {examples: examples / ms for examples, ms in profile.micro_batch_ms}
     best = max(rates.values())
     return min(examples for examples, rate in rates.items() if rate >= KNEE_FRACTION * best)
 

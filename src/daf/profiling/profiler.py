@@ -63,7 +63,7 @@ class Profiler:
         capture: the capture that training will use.
         memory: what the budget bounds.
         keeper: what the session set there.
-        floor_bytes: of that memory, before the model existed.
+        baseline_bytes: of that memory, before the model existed.
         begin_peak: begins the memory's high-water mark anew, for what is measured next.
     """
 
@@ -74,7 +74,7 @@ class Profiler:
         capture: Capture,
         memory: MemoryDomain,
         keeper: Keeper,
-        floor_bytes: int,
+        baseline_bytes: int,
         begin_peak: Callable[[], object],
     ) -> None:
         self._memory = memory
@@ -83,7 +83,7 @@ class Profiler:
         self._optimizer = optimizer
         self._capture = capture
         self._keeper = keeper
-        self._floor_bytes = floor_bytes
+        self._baseline_bytes = baseline_bytes
         self._operators = _Operators()
         self._beside_bytes = 0
 
@@ -279,7 +279,7 @@ class Profiler:
         updated = gradient_bytes(self._model)
         touched = 2 * updated + sum(map(state_bytes, self._optimizer.state.values())) + state
         return Profile(
-            floor_bytes=self._floor_bytes,
+            floor_bytes=self._baseline_bytes,
             resident_bytes=self._resident_bytes(),
             parameter_bytes=parameter_bytes(self._model),
             gradient_bytes=updated,
@@ -288,7 +288,7 @@ class Profiler:
             savings=parts.savings,
             calls=parts.calls,
             timeline=parts.timeline,
-            piece_ms=times,
+            micro_batch_ms=times,
             update_ms=1000.0 * UPDATE_PASSES * touched / speeds.copy,
             speeds=speeds,
             weights={},

@@ -43,7 +43,7 @@ from daf.sensitivity.result import Sensitivity, SiteSensitivity
 from daf.sensitivity.site_groups import alike_groups
 from daf.sensitivity.sketch import BUCKETS, sample_variance
 from daf.sensitivity.step_metric import relative_counts
-from daf.step.microbatch import LossFunction, batch_size, pieces, split_refusal
+from daf.step.microbatch import LossFunction, batch_size, micro_batches, split_refusal
 from daf.step.state_guard import undisturbed
 
 _SEEDED = frozenset({Method.ROTATED, Method.MINMAX})
@@ -66,18 +66,18 @@ _WIDEST_DERIVATIVE = 4
 class Effort:
     """How much is spent: numbers of passes, each a forward and a backward of the whole batch.
 
-    ``local`` passes redraw the inputs of products; ``others`` is the most that redraw one of the
-    rest, or several that are alike. ``pieces`` of the batch, which take one pass together, tell
-    its own noise.
+    ``local`` passes redraw the inputs of products. ``others`` is the most passes that redraw one of
+    the rest, or several that are alike. ``micro_batches`` of the batch take one pass together and
+    measure its own noise.
     """
 
     local: int = 2
     others: int = 24
-    pieces: int = 4
+    micro_batches: int = 4
     buckets: int = BUCKETS
 
 
-PRIOR_ONLY = Effort(local=0, others=0, pieces=0)
+PRIOR_ONLY = Effort(local=0, others=0, micro_batches=0)
 
 
 def measure_sensitivity(
@@ -154,7 +154,7 @@ class _Measurement:
             each.site: each for each in passes.sites() if each.treatment.method in _MEASURABLE
         }
         self._weight_of = _local_weights(model, parameters, self._reports.values())
-        self._pieces = self._piece_sketches()
+        self._micro_batch_sketches = self._sketch_micro_batches()
         self._counts = torch.ones(len(parameters), dtype=torch.float64)
         if elements is not None:
             self._counts = self._relative_counts(elements)
@@ -184,12 +184,12 @@ class _Measurement:
         )
 
     def _relative_counts(self, elements: Tensor) -> Tensor:
-        """By the gradient without codes; where pieces are no measure of it, by that under them."""
+        """By the gradient without codes; by that under codes where micro-batches cannot tell."""
         coded = self._base.square().sum(1)
-        if not self._pieces or split_refusal(self._passes.model):
+        if not self._micro_batch_sketches or split_refusal(self._passes.model):
             return relative_counts(elements, coded, torch.zeros_like(coded), coded)
-        own = torch.stack(self._pieces).mean(0).square().sum(1)
-        noise = sample_variance(self._pieces).sum(1) / len(self._pieces)
+        own = torch.stack(self._micro_batch_sketches).mean(0).square().sum(1)
+        noise = sample_variance(self._micro_batch_sketches).sum(1) / len(self._micro_batch_sketches)
         return relative_counts(elements, own, noise, coded)
 
     def _from_prior(self, sites: Mapping[Site, SiteReport]) -> dict[Site, SiteSensitivity]:
@@ -255,24 +255,24 @@ class _Measurement:
 
     # --- the batch's own noise --------------------------------------------------------------
 
-    def _piece_sketches(self) -> list[Tensor]:
-        """The gradients of equal pieces without codes; none where the batch is too small."""
-        size, count = batch_size(self._batch), self._effort.pieces
+    def _sketch_micro_batches(self) -> list[Tensor]:
+        """The gradients of equal micro-batches without codes; none where the batch is too small."""
+        size, count = batch_size(self._batch), self._effort.micro_batches
         if min(size, count) < 2:
             return []
         whole = size // min(size, count)
-        parts = [part for part in pieces(self._batch, whole) if batch_size(part) == whole]
+        parts = [part for part in micro_batches(self._batch, whole) if batch_size(part) == whole]
         exact = _as_operated(exact_policy(), self._policy, whole / size)
         return [self._passes.sketch(part, exact) for part in parts]
 
     def _batch_variance(self) -> tuple[float | None, float]:
-        if not self._pieces:
+        if not self._micro_batch_sketches:
             return None, 0.0
-        # The batch's gradient is the mean of the pieces', and so varies less by their number.
+        # The batch's gradient is the mean of the micro-batches', so it varies less.
         size = batch_size(self._batch)
-        share = size // min(size, self._effort.pieces) / size
-        variance = float(sample_variance(self._pieces).sum(1) @ self._counts)
-        errors = _variance_errors(self._pieces) * self._counts
+        share = size // min(size, self._effort.micro_batches) / size
+        variance = float(sample_variance(self._micro_batch_sketches).sum(1) @ self._counts)
+        errors = _variance_errors(self._micro_batch_sketches) * self._counts
         return variance * share, float(errors.square().sum().sqrt()) * share
 
 

@@ -14,7 +14,7 @@ Two things without torch, device or clock, fed by whoever trains:
     for step in range(steps):
         action = watch.note(step, loss)
         if action is Action.SAVE: keep a copy of everything
-        if action is Action.RETRACE: restore it, go on from ``watch.good_step`` with wider codes
+        if action is Action.ROLL_BACK: restore it, go on from ``watch.good_step`` with wider codes
         if action is Action.STOP: tell the user
 """
 

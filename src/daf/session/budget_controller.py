@@ -3,7 +3,7 @@
 In mid-step a lower budget takes effect before anybody is asked: recycled blocks
 go back to the system, the pool gives up planes, further allocations are
 refused (``memory.keeper``), and the session retries a refused step under a
-tighter plan. Between steps the session plans anew (``choosing``).
+tighter plan. Between steps the session plans anew (``selector``).
 """
 
 from __future__ import annotations

@@ -43,18 +43,18 @@ class StepCounters:
         self._peak_bytes = max(self._peak_bytes, peak)
         return peak
 
-    def note_step(self, pieces: float) -> None:
-        """One more, of so many pieces, ended."""
+    def note_step(self, micro_batches: float) -> None:
+        """One more, of so many micro-batches, ended."""
         self.step_index += 1
-        plain = int(self._capture.stats.plain_peak_bytes * max(1.0, pieces))
+        plain = int(self._capture.stats.plain_peak_bytes * max(1.0, micro_batches))
         self.saved_bytes_plain = max(self.saved_bytes_plain, plain)
         self.evicted_bytes += self._capture.stats.evicted_bytes
 
-    def note_held(self, trials: PlanAutotuner) -> None:
+    def note_held(self, autotuner: PlanAutotuner) -> None:
         """Of plans that are tried, what the one held for backward that stays."""
-        if trials.trial is None:
+        if autotuner.trial is None:
             held_bytes = max(self.saved_bytes_peak, self._capture.stats.held_peak_bytes)
-            self.saved_bytes_peak = trials.take_held_bytes() or held_bytes
+            self.saved_bytes_peak = autotuner.take_held_bytes() or held_bytes
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able."""

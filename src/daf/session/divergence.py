@@ -18,12 +18,12 @@ class Action(StrEnum):
 
     CONTINUE = "continue"
     SAVE = "save"  # this is a good state: keep it, and forget the one before
-    RETRACE = "retrace"  # go back to the good state, with wider codes
+    ROLL_BACK = "roll back"  # go back to the good state, with wider codes
     STOP = "stop"  # it diverged again, or there is no good state
 
 
 class DivergenceWatch:
-    """Tells a diverging run from a noisy one by its losses; a state machine of one retrace.
+    """Tells a diverging run from a noisy one by its losses; a state machine of one rollback.
 
     A loss is a *spike* when it is above the median of the last ``window`` losses by more than
     ``deviations`` of their own standard deviations (estimated from the median absolute one) and by
@@ -55,12 +55,12 @@ class DivergenceWatch:
         self._save_every = save_every
         self._spikes = 0
         self._calm_since: int | None = None
-        self._retraced = False
+        self._has_rolled_back = False
 
     def note(self, step: int, loss: float) -> Action:
         """Step ``step`` had this loss, before its update; what to do.
 
-        After ``RETRACE`` the next step noted is the one after ``good_step``, or any
+        After ``ROLL_BACK`` the next step noted is the one after ``good_step``, or any
         later one, and after ``STOP`` nothing more is expected.
         """
         if not math.isfinite(loss):
@@ -101,13 +101,13 @@ class DivergenceWatch:
 
     def _diverged(self, reason: str) -> Action:
         self.reason = reason
-        if self._retraced or self.good_step is None:
+        if self._has_rolled_back or self.good_step is None:
             return Action.STOP
-        self._retraced = True
+        self._has_rolled_back = True
         self._spikes = 0
         self._calm_since = None
         self._losses.clear()
-        return Action.RETRACE
+        return Action.ROLL_BACK
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs (JSON-able)."""
@@ -117,7 +117,7 @@ class DivergenceWatch:
             "losses": list(self._losses),
             "spikes": self._spikes,
             "calm_since": self._calm_since,
-            "retraced": self._retraced,
+            "has_rolled_back": self._has_rolled_back,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -128,4 +128,4 @@ class DivergenceWatch:
         self._losses.extend(state["losses"])
         self._spikes = state["spikes"]
         self._calm_since = state["calm_since"]
-        self._retraced = state["retraced"]
+        self._has_rolled_back = state["has_rolled_back"]

@@ -1,6 +1,6 @@
 """What a session does about noise: measures sensitivities, plans by them, watches, and tells.
 
-Between steps, when ``sensing`` has found new numbers, the plan is made anew under them; what
+Between steps, when ``tracker`` has found new numbers, the plan is made anew under them; what
 the codes in force add beside the batch's own noise goes to a ``NoiseWatch``.
 """
 
@@ -47,8 +47,8 @@ class NoiseController:
     """One session's noise.
 
     Args:
-        sensing: what measures.
-        choosing: what plans.
+        tracker: what measures.
+        selector: what plans.
         capture: what the session's steps run under.
         tolerance: as the user gave it, None for the default.
         memory: what the budget bounds.
@@ -56,18 +56,18 @@ class NoiseController:
 
     def __init__(
         self,
-        sensing: SensitivityTracker,
-        choosing: PlanSelector,
+        tracker: SensitivityTracker,
+        selector: PlanSelector,
         capture: Capture,
         tolerance: float | None,
         memory: MemoryDomain,
     ) -> None:
-        self.sensing = sensing
+        self.tracker = tracker
         self._memory = memory
         # Hears once that there is too much noise and no room for more bits.
         self.tell: Callable[[str], None] = logging.getLogger("daf").warning
         self.history: list[NoiseRecord] = []
-        self._choosing = choosing
+        self._plan_selector = selector
         self._capture = capture
         self._is_told = False
         self._asked = tolerance
@@ -97,11 +97,11 @@ class NoiseController:
         Raises:
             DataError: the sensitivities at hand are of another model.
         """
-        if self.sensing.sensitivity is None and plan.added_noise > 0.0:
+        if self.tracker.sensitivity is None and plan.added_noise > 0.0:
             resident = self._memory.held_bytes()
             room = Room(profiles[0], profile_for(plan, profiles), budget_bytes)
             pool_bytes = self._capture.pool_bytes
-            self.sensing.measure(batch, loss_fn, 0, room=room, pool_bytes=pool_bytes)
+            self.tracker.measure(batch, loss_fn, 0, room=room, pool_bytes=pool_bytes)
             # Code that was loaded for it, and small blocks of the allocator's, came to stay.
             stays = max(0, self._memory.held_bytes() - resident)
             profiles = _with_resident(profiles, stays)
@@ -114,12 +114,12 @@ class NoiseController:
             DataError: they are of another model.
         """
         own, fused = profiles
-        self.sensing.check(each for each in profiles if each is not None)
-        return self.sensing.weighed(own), None if fused is None else self.sensing.weighed(fused)
+        self.tracker.check(each for each in profiles if each is not None)
+        return self.tracker.weighed(own), None if fused is None else self.tracker.weighed(fused)
 
     def with_weights(self, policy: Policy) -> Policy:
         """A policy that no planner made, so that a pool gives up the least harmful planes first."""
-        found = self.sensing.sensitivity
+        found = self.tracker.sensitivity
         return policy if found is None else replace(policy, weights=found.weights())
 
     def after_step(
@@ -140,14 +140,14 @@ class NoiseController:
             budget_bytes: what is planned for.
         """
         index, step_ms = step
-        self.sensing.schedule.note_step(step_ms)
+        self.tracker.schedule.note_step(step_ms)
         self._count_search()
-        before_ms = self.sensing.schedule.measured_ms
-        if is_lossy(running.policy) and self.sensing.is_due(batch, step_ms):
+        before_ms = self.tracker.schedule.measured_ms
+        if is_lossy(running.policy) and self.tracker.is_due(batch, step_ms):
             self._measure(batch, loss_fn, running, index, budget_bytes)
-        measuring_ms = self.sensing.schedule.measured_ms - before_ms
+        measuring_ms = self.tracker.schedule.measured_ms - before_ms
         self._count(running)
-        found = self.sensing.sensitivity
+        found = self.tracker.sensitivity
         own = None if found is None else found.variance_of(batch_size(batch))
         if not own:
             return StepNoise(measuring_ms=measuring_ms)
@@ -156,15 +156,15 @@ class NoiseController:
 
     def widen(self, budget_bytes: int | None) -> bool:
         """Codes of at least a bit more from now on; False: the budget has no room for them."""
-        plan = self._choosing.plan
+        plan = self._plan_selector.plan
         if plan is None:
             return False
-        if self._choosing.profile is None or budget_bytes is None:
+        if self._plan_selector.profile is None or budget_bytes is None:
             wider = one_bit_wider(plan.policy)
-            self._choosing.plan = replace(plan, policy=wider)
+            self._plan_selector.plan = replace(plan, policy=wider)
             return wider != plan.policy
         noise = max(plan.added_noise, plan.bounded_noise)
-        return self._choosing.widen(noise / NOISE_OF_A_BIT, budget_bytes)
+        return self._plan_selector.widen(noise / NOISE_OF_A_BIT, budget_bytes)
 
     # --- measuring --------------------------------------------------------------------------
 
@@ -176,13 +176,13 @@ class NoiseController:
         index: int,
         budget_bytes: int | None,
     ) -> None:
-        profile = self._choosing.profile
+        profile = self._plan_selector.profile
         planned = profile is not None and budget_bytes is not None
         room = None
         if profile is not None and budget_bytes is not None:
-            operated = self._choosing.profile_of(running)
-            room = Room(profile, operated, self._choosing.modelled(budget_bytes))
-        is_new = self.sensing.measure(
+            operated = self._plan_selector.profile_of(running)
+            room = Room(profile, operated, self._plan_selector.modelled(budget_bytes))
+        is_new = self.tracker.measure(
             batch,
             loss_fn,
             index,
@@ -195,29 +195,29 @@ class NoiseController:
         self._has_widened = False
         if profile is not None and budget_bytes is not None:
             self._replan(running, budget_bytes)
-        elif self._choosing.plan is not None:
+        elif self._plan_selector.plan is not None:
             policy = self.with_weights(running.policy)
-            self._choosing.plan = replace(self._choosing.plan, policy=policy)
+            self._plan_selector.plan = replace(self._plan_selector.plan, policy=policy)
         self._count(running)
         self._observe(index)
 
     def _replan(self, running: Plan, budget_bytes: int) -> None:
         start_s = time.perf_counter()
-        weighed = self.sensing.weighed(self._choosing.profile_of(running))
+        weighed = self.tracker.weighed(self._plan_selector.profile_of(running))
         old = sum(expected_noise(weighed, running.policy, running.micro_batch).values())
-        self._choosing.reweigh(self.weighed(self._choosing.profiles), budget_bytes)
-        plan = self._choosing.plan
+        self._plan_selector.reweigh(self.weighed(self._plan_selector.profiles), budget_bytes)
+        plan = self._plan_selector.plan
         self._has_widened = plan is not None and plan.added_noise < old
-        self.sensing.schedule.note_plan(1000.0 * (time.perf_counter() - start_s))
+        self.tracker.schedule.note_plan(1000.0 * (time.perf_counter() - start_s))
 
     def _count_search(self) -> None:
         """What is sought because of new numbers is part of their price; the first plan is not."""
-        ended_ms = self._choosing.reweighed_ms
-        self.sensing.schedule.note_search(ended_ms - self._searched_ms)
+        ended_ms = self._plan_selector.reweighed_ms
+        self.tracker.schedule.note_search(ended_ms - self._searched_ms)
         self._searched_ms = ended_ms
 
     def _observe(self, index: int) -> None:
-        found = self.sensing.sensitivity
+        found = self.tracker.sensitivity
         if found is not None and found.batch_variance and self._asked != 0.0:
             added = sum(self._by_site.values()) + self._noise_of_evicted()
             self._watch.note(index, added * found.batch_variance, found.batch_variance)
@@ -237,15 +237,15 @@ class NoiseController:
 
     def _count(self, running: Plan) -> None:
         """What the plan's codes add, known again only when the plan or the numbers are others."""
-        found = self.sensing.sensitivity
-        key = (running, found, self._choosing.profile)
+        found = self.tracker.sensitivity
+        key = (running, found, self._plan_selector.profile)
         if all(one is other for one, other in zip(key, self._valid_for, strict=True)):
             return
         self._valid_for = key
         if found is None or not found.batch_variance:
             self._by_site = {}
-        elif self._choosing.profile is not None:
-            profile = self._choosing.profile_of(running)
+        elif self._plan_selector.profile is not None:
+            profile = self._plan_selector.profile_of(running)
             self._by_site = expected_noise(profile, running.policy, running.micro_batch)
         else:
             own = found.batch_variance
@@ -267,17 +267,17 @@ class NoiseController:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs (JSON-able)."""
-        tolerance = self._choosing.terms.tolerance
+        tolerance = self._plan_selector.constraints.tolerance
         aims = list(tolerance) if isinstance(tolerance, tuple) else None
-        return {"sensing": self.sensing.state_dict(), "is_told": self._is_told, "aims": aims}
+        return {"tracker": self.tracker.state_dict(), "is_told": self._is_told, "aims": aims}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state_dict``."""
-        self.sensing.load_state_dict(state["sensing"])
+        self.tracker.load_state_dict(state["tracker"])
         self._is_told = state["is_told"]
         if state["aims"] is not None:
-            terms = self._choosing.terms
-            self._choosing.terms = terms._replace(tolerance=tuple(state["aims"]))
+            constraints = self._plan_selector.constraints
+            self._plan_selector.constraints = constraints._replace(tolerance=tuple(state["aims"]))
 
 
 def _with_resident(profiles: Profiles, more_bytes: int) -> Profiles:

@@ -35,7 +35,7 @@ LEAST_SHARE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class PlanKind:
-    """What plans are missed alike by: the operators they run, whether they code, in what pieces."""
+    """What predicted times err alike by: operators, codes and micro-batch size."""
 
     fused: bool
     lossy: bool
@@ -156,13 +156,13 @@ def trial_of(plans: Sequence[Plan]) -> Trial | None:
 def factor_of(kind: PlanKind, factors: Mapping[PlanKind, float]) -> float:
     """A kind's own factor; else the mean of those that are most like it; 1 before any.
 
-    First of those that differ in their pieces alone, then of those with its operators.
+    First of those that differ in their micro-batch alone, then of those with its operators.
     """
     if kind in factors:
         return factors[kind]
-    pieces = [each for each in factors if (each.fused, each.lossy) == (kind.fused, kind.lossy)]
+    other_sizes = [each for each in factors if (each.fused, each.lossy) == (kind.fused, kind.lossy)]
     operators = [each for each in factors if each.fused == kind.fused]
-    known = [factors[each] for each in pieces or operators or factors]
+    known = [factors[each] for each in other_sizes or operators or factors]
     return sum(known) / len(known) if known else 1.0
 
 

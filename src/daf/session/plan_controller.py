@@ -45,11 +45,11 @@ class PlanMeans(NamedTuple):
     """What plans are made and carried out with."""
 
     memory: MemoryDomain
-    choosing: PlanSelector
+    selector: PlanSelector
     measuring: StepProfiles
     noise: NoiseController
     keeper: Keeper
-    adapting: BudgetController
+    controller: BudgetController
     allowed: Callable[[], Allowed]
 
 
@@ -69,7 +69,7 @@ class PlanController:
         self._model = model
         self._fixed_policy = fixed_policy
         self._means = means
-        self._choosing = means.choosing
+        self._plan_selector = means.selector
         self._keeper = means.keeper
         self.predicted_peak_bytes: int | None = None
         self.planned_budget_bytes = self._budget_bytes
@@ -78,7 +78,7 @@ class PlanController:
 
     @property
     def _budget_bytes(self) -> int | None:
-        return self._means.adapting.budget_bytes
+        return self._means.controller.budget_bytes
 
     # --- before a step ----------------------------------------------------------------------
 
@@ -90,8 +90,8 @@ class PlanController:
         Raises:
             BudgetError: no plan fits; ``least_bytes`` is the least budget that would.
         """
-        if self._choosing.plan is not None:
-            return self._choosing.plan
+        if self._plan_selector.plan is not None:
+            return self._plan_selector.plan
         if self._budget_bytes is None:
             return self._without_budget(batch)
         refuse_without_room(self._model, self._budget_bytes, self._means.memory)
@@ -106,12 +106,12 @@ class PlanController:
         self.know_what_is_allowed()
         try:
             self._keeper.bound(budget_bytes, budget_bytes)
-            self._means.adapting.watch()
+            self._means.controller.watch()
             weigh = partial(
                 self._means.noise.weigh, batch=batch, loss_fn=loss_fn, budget_bytes=budget_bytes
             )
             profile, fused = self._means.noise.weighed((profile, fused))
-            plan = self._choosing.begin(profile, budget_bytes, fused, weigh)
+            plan = self._plan_selector.begin(profile, budget_bytes, fused, weigh)
         except BudgetError:
             self._keeper.close()
             raise
@@ -121,11 +121,11 @@ class PlanController:
     @property
     def _can_fuse(self) -> bool:
         """Fused operators read codes, which need kernels where the model is."""
-        return self._choosing.can_fuse and can_code_on(device_of(self._model))
+        return self._plan_selector.can_fuse and can_code_on(device_of(self._model))
 
     def know_what_is_allowed(self) -> None:
         """Plan from now on with what this session's execution can carry out."""
-        self._choosing.terms = self._choosing.terms._replace(allowed=self._means.allowed())
+        self._plan_selector.allow(self._means.allowed())
 
     def plan_for(self, batch: Any, loss_fn: LossFunction) -> Plan:
         """What the step that begins now runs under.
@@ -133,14 +133,14 @@ class PlanController:
         Raises:
             BudgetError: no plan fits; parameters are untouched.
         """
-        self._follow_budget(self._means.adapting.begin_step())
+        self._follow_budget(self._means.controller.begin_step())
         if self._budget_bytes is not None and batch_bytes(batch) > self.planned_for_bytes:
-            self._choosing.forget()
-        self._choosing.between_steps()
+            self._plan_selector.forget()
+        self._plan_selector.between_steps()
         plan = self._adopt(self.prepare(batch, loss_fn, lambda _: None))
-        is_new = self._choosing.trials.is_trying_another
+        is_new = self._plan_selector.autotuner.is_trying_another
         self._keeper.spare_more_bytes = NEW_OPERATORS_BYTES if is_new else 0
-        return self._whole(self._choosing.running or plan, batch)
+        return self._whole(self._plan_selector.running or plan, batch)
 
     def _without_budget(self, batch: Any) -> Plan:
         self.uncut_examples = batch_size(batch)
@@ -151,7 +151,7 @@ class PlanController:
             return_freed_blocks=False,
             reason="no budget was given",
         )
-        self._choosing.settle_on(plan)
+        self._plan_selector.settle_on(plan)
         return plan
 
     def _whole(self, plan: Plan, batch: Any) -> Plan:
@@ -162,23 +162,23 @@ class PlanController:
             return plan
         self.uncut_examples = examples
         larger = replace(plan, micro_batch=examples)
-        self._choosing.settle_on(larger)
+        self._plan_selector.settle_on(larger)
         return larger
 
     def _follow_budget(self, budget_bytes: int | None) -> None:
         """Plan anew if the budget is another one than the plan was made for."""
-        if budget_bytes == self.planned_budget_bytes or self._choosing.plan is None:
+        if budget_bytes == self.planned_budget_bytes or self._plan_selector.plan is None:
             return
         self.planned_budget_bytes = budget_bytes
-        if budget_bytes is None or self._choosing.profile is None:
+        if budget_bytes is None or self._plan_selector.profile is None:
             self._keeper.close()
-            self._choosing.forget()
+            self._plan_selector.forget()
             return
         self._replan(budget_bytes)
 
     def _replan(self, budget_bytes: int) -> Plan:
         self.know_what_is_allowed()
-        again = self._choosing.again(budget_bytes, can_refuse=self._keeper.can_refuse)
+        again = self._plan_selector.again(budget_bytes, can_refuse=self._keeper.can_refuse)
         return self._adopt(again)
 
     def _adopt(self, plan: Plan) -> Plan:
@@ -189,7 +189,7 @@ class PlanController:
             self._keeper.open()
         else:
             self._keeper.close()
-        if self._choosing.evidence is None:
+        if self._plan_selector.evidence is None:
             known = self.predicted_peak_bytes or 0
             self.predicted_peak_bytes = max(known, plan.predicted_peak_bytes)
         return plan
@@ -201,7 +201,7 @@ class PlanController:
 
         Parameters are untouched, so the step can be retried.
         """
-        if self._choosing.profile is None or self._budget_bytes is None:
+        if self._plan_selector.profile is None or self._budget_bytes is None:
             return None
         self._keeper.spare_more_bytes = 0  # for a plan that is known to fit
         if self._budget_bytes != self.planned_budget_bytes:  # it moved in mid-step
@@ -209,17 +209,17 @@ class PlanController:
             moved = self._replan(self._budget_bytes)
             if moved.predicted_peak_bytes < plan.predicted_peak_bytes:
                 return moved
-        tighter = self._choosing.tighten(plan)
+        tighter = self._plan_selector.tighten(plan)
         self._keeper.flush()  # what planning held
         return None if tighter is None else self._adopt(tighter)
 
     def refusal(self) -> BudgetError:
         """That no plan can hold the step."""
-        profile, budget_bytes = self._choosing.profile, self._budget_bytes
+        profile, budget_bytes = self._plan_selector.profile, self._budget_bytes
         assert profile is not None
         assert budget_bytes is not None
         missing = budget_bytes + self._keeper.missing_bytes
-        least = max(self._choosing.least_bytes(), missing)
+        least = max(self._plan_selector.least_bytes(), missing)
         return BudgetError(planner.refusal(profile, budget_bytes, least), least)
 
     # --- after a step -----------------------------------------------------------------------
@@ -228,18 +228,18 @@ class PlanController:
         """What a step that ended says of its plan."""
         if self._keeper.overrun_bytes:
             self.tighter(running)
-        elif self._choosing.first is not None:
+        elif self._plan_selector.first is not None:
             self._settle(peak_bytes)
         else:
             share = batch_bytes(batch) / max(1, self.planned_for_bytes)
-            self._choosing.note_step(running, ran, share)
+            self._plan_selector.note_step(running, ran, share)
 
     def _settle(self, measured_peak_bytes: int) -> None:
         budget_bytes = self.planned_budget_bytes
         if budget_bytes is None or budget_bytes != self._budget_bytes:
-            self._choosing.first = None
+            self._plan_selector.first = None
             return  # it moved in mid-step; the next one is planned anew
-        self._choosing.settle(measured_peak_bytes, budget_bytes)
+        self._plan_selector.settle(measured_peak_bytes, budget_bytes)
 
     # --- resuming ---------------------------------------------------------------------------
 
@@ -252,7 +252,7 @@ class PlanController:
         for name in _KEPT:
             setattr(self, name, state[name])
         self.know_what_is_allowed()
-        if self._choosing.plan is not None and self._choosing.plan.return_freed_blocks:
+        if self._plan_selector.plan is not None and self._plan_selector.plan.return_freed_blocks:
             self._keeper.open()
         if state["was_searching"] and self.planned_budget_bytes is not None:
-            self._choosing.search_again(self.planned_budget_bytes)
+            self._plan_selector.search_again(self.planned_budget_bytes)

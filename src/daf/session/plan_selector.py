@@ -2,8 +2,8 @@
 
 A quick plan is there at once; the best one is sought in the background and
 taken over between two steps. The first full-size step runs under a plan that
-holds as little as its pieces can; what it measures corrects every later plan.
-Then the best plans of other kinds are tried as well (``trials``).
+holds as little as its micro-batches can; what it measures corrects every later plan.
+Then the best plans of other kinds are tried as well (``autotuner``).
 """
 
 from __future__ import annotations
@@ -81,22 +81,26 @@ class PlanSelector:
     """The plan in force, and how it came to be.
 
     ``plan`` is what training goes on with; ``first`` what the next step runs
-    under, until it was measured; ``evidence`` what that taught; ``trials`` which plans are
+    under, until it was measured; ``evidence`` what that taught; ``autotuner`` which plans are
     tried, and what that taught. ``profile`` is of PyTorch's own operators; ``fused_profile``
     of fused and chunked ones, where these were measured.
     """
 
-    def __init__(self, terms: PlanConstraints) -> None:
-        self.terms = terms
+    def __init__(self, constraints: PlanConstraints) -> None:
+        self.constraints = constraints
         self.profile: Profile | None = None
         self.fused_profile: Profile | None = None
         self.plan: Plan | None = None
         self.first: Plan | None = None
         self.evidence: PeakMeasurement | None = None
-        self.trials = PlanAutotuner()
+        self.autotuner = PlanAutotuner()
         self.reweighed_ms = 0.0  # the processor's, of searches by new sensitivities that ended
         self._search: BackgroundPlan | None = None
         self._by_numbers: BackgroundPlan | None = None  # the last one that those began
+
+    def allow(self, allowed: Allowed) -> None:
+        """Plan from now on with what execution can carry out."""
+        self.constraints = self.constraints._replace(allowed=allowed)
 
     @property
     def running(self) -> Plan | None:
@@ -113,17 +117,17 @@ class PlanSelector:
         if self._search is not None:
             self._search.stop()
         self._search = None
-        self.trials.cancel()
+        self.autotuner.cancel()
 
     @property
     def is_settled(self) -> bool:
         """Is the plan one to go on with: nothing to measure, to find or to try?"""
-        return not (self.first or self._search) and self.trials.is_settled
+        return not (self.first or self._search) and self.autotuner.is_settled
 
     def forget(self) -> None:
         """Whatever was chosen no longer holds."""
         self.settle_on(None)
-        self.trials.forget()
+        self.autotuner.forget()
 
     def begin(
         self,
@@ -166,7 +170,7 @@ class PlanSelector:
         self._search = None
         if search is self._by_numbers:
             self.reweighed_ms, self._by_numbers = self.reweighed_ms + search.took_ms, None
-        self.trials.offer(search.result)
+        self.autotuner.offer(search.result)
         return search.result[0] if search.result else None
 
     @staticmethod
@@ -176,7 +180,7 @@ class PlanSelector:
 
     def _first_plan(self, profile: Profile, plan: Plan, budget_bytes: int) -> Plan | None:
         """Its peak does not hold the optimizer's state yet, which its update brings into being."""
-        tolerance, allowed = self.terms.tolerance, self.terms.allowed
+        tolerance, allowed = self.constraints.tolerance, self.constraints.allowed
         first = planner.first_plan(
             profile, plan, budget_bytes, tolerance=tolerance, allowed=allowed
         )
@@ -202,14 +206,14 @@ class PlanSelector:
         """Take over the best plan, once it is found, or the next one that is tried."""
         self.plan = self._taken_over() or self.plan
         if self.first is None and self._search is None:
-            self.plan = self.trials.next_plan() or self.plan
+            self.plan = self.autotuner.next_plan() or self.plan
 
     def note_step(self, plan: Plan, ran: StepMeasurement, share: float) -> None:
         """A step ran to its end under this plan; after the last one tried, the fastest stays.
 
         The arguments are those of ``PlanAutotuner.note``.
         """
-        self.plan = self.trials.note(plan, ran, share) or self.plan
+        self.plan = self.autotuner.note(plan, ran, share) or self.plan
 
     def again(self, budget_bytes: int, *, can_refuse: bool) -> Plan:
         """The plan under another budget.
@@ -242,13 +246,13 @@ class PlanSelector:
         try:
             self.plan = self._make(budget_bytes)
         except BudgetError:
-            if isinstance(self.terms.tolerance, float):
-                self.aim_for(self.terms.tolerance, budget_bytes)
+            if isinstance(self.constraints.tolerance, float):
+                self.aim_for(self.constraints.tolerance, budget_bytes)
         self._by_numbers = self._search
 
     def aim_for(self, tolerance: float, budget_bytes: int) -> None:
         """Keep to this tolerance if the budget allows, and plan anew; else as little as can be."""
-        self.terms = self.terms._replace(
+        self.constraints = self.constraints._replace(
             tolerance=(
                 tolerance,
                 *(each for each in WIDER_TOLERANCES if each > tolerance),
@@ -260,11 +264,11 @@ class PlanSelector:
 
     def widen(self, tolerance: float, budget_bytes: int) -> bool:
         """Wider codes from now on, of this tolerance if that fits; False: none fit."""
-        before, terms = self.plan, self.terms
+        before, constraints = self.plan, self.constraints
         assert before is not None
-        level = wider_level(terms.policy)
+        level = wider_level(constraints.policy)
         if level is not None:
-            self.terms = terms._replace(policy=level)
+            self.constraints = constraints._replace(policy=level)
             with suppress(BudgetError):
                 self.plan = self._make(budget_bytes)
         else:
@@ -272,7 +276,7 @@ class PlanSelector:
         if self.plan is not None and self.plan.added_noise < before.added_noise:
             return True
         self.give_up_search()
-        self.plan, self.terms = before, terms
+        self.plan, self.constraints = before, constraints
         return False
 
     def tighten(self, plan: Plan) -> Plan | None:
@@ -281,7 +285,7 @@ class PlanSelector:
         Of plans that were tried, one that has proven to fit.
         """
         assert self.profile is not None
-        proven = self.trials.drop(plan)
+        proven = self.autotuner.drop(plan)
         if proven is not None:
             self.plan = proven
             return proven
@@ -289,22 +293,22 @@ class PlanSelector:
         tighter = planner.tighter_plan(
             self.profile,
             told,
-            policy=self.terms.policy,
-            tolerance=self.terms.tolerance,
-            allowed=self.terms.allowed,
+            policy=self.constraints.policy,
+            tolerance=self.constraints.tolerance,
+            allowed=self.constraints.allowed,
             also=self._also,
         )
         if tighter is not None:
             tighter = self._corrected(tighter)
             self.settle_on(tighter)
-            self.trials.may_try = False  # others may pass what was predicted of their bytes too
+            self.autotuner.may_try = False  # others may pass what was predicted of their bytes too
         return tighter
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs (JSON-able)."""
         kept = {name: to_plain(getattr(self, name)) for name in _KEPT}
         return kept | {
-            "trials": self.trials.state_dict(),
+            "autotuner": self.autotuner.state_dict(),
             "was_searching": self._search is not None,
         }
 
@@ -314,7 +318,7 @@ class PlanSelector:
         for name, kind in _KEPT.items():
             found = None if state[name] is None else from_plain(kind, state[name])
             setattr(self, name, found)
-        self.trials.load_state_dict(state["trials"])
+        self.autotuner.load_state_dict(state["autotuner"])
 
     def search_again(self, budget_bytes: int) -> None:
         """What a session sought when its state was taken, one that was resumed seeks anew."""
@@ -328,12 +332,12 @@ class PlanSelector:
         own, *also = (self.profile, *self._also)
         if not weighed:
             own, *also = (_unweighed(each) for each in (own, *also))
-        terms = self.terms
+        constraints = self.constraints
         least = planner.least_feasible_budget(
             own,
-            policy=terms.policy,
-            tolerance=terms.tolerance,
-            allowed=terms.allowed,
+            policy=constraints.policy,
+            tolerance=constraints.tolerance,
+            allowed=constraints.allowed,
             also=tuple(also),
         )
         return self._actual(least) + self._allowance_bytes
@@ -347,7 +351,7 @@ class PlanSelector:
     @property
     def can_fuse(self) -> bool:
         """Is it the planner's to choose operators too?"""
-        return self.terms.policy == "optimal"
+        return self.constraints.policy == "optimal"
 
     @property
     def profiles(self) -> Profiles:
@@ -375,9 +379,9 @@ class PlanSelector:
             planner.make_plans,
             (self.profile, *self._also),
             self.modelled(budget_bytes),
-            policy=self.terms.policy,
-            tolerance=self.terms.tolerance,
-            allowed=self.terms.allowed,
+            policy=self.constraints.policy,
+            tolerance=self.constraints.tolerance,
+            allowed=self.constraints.allowed,
         )
 
         def corrected(*, quickly: bool = False, **options: Any) -> tuple[Plan, ...]:
@@ -400,7 +404,7 @@ class PlanSelector:
         """A quick plan now, the best one in the background."""
         self.give_up_search()
         plan, make = quick or self._quick(budget_bytes), self._maker(budget_bytes)
-        if self.terms.policy == "optimal" and not self._is_plain_pytorch(plan):
+        if self.constraints.policy == "optimal" and not self._is_plain_pytorch(plan):
             self._search = BackgroundPlan(partial(_with_stop, make))
         return plan
 
@@ -413,12 +417,12 @@ class PlanSelector:
     def _allowance_bytes(self) -> int:
         """What a least budget is named with beyond what is modelled here."""
         assert self.profile is not None
-        timed_one = len(self.profile.piece_ms) == 1 and not self.profile.split_refusal
+        timed_one = len(self.profile.micro_batch_ms) == 1 and not self.profile.split_refusal
         return ANOTHER_PROCESS_BYTES + (MORE_SIZES_BYTES if timed_one else 0)
 
     def _can_begin_tighter(self) -> bool:
         """Named levels and policies are what was asked for, from the first step on."""
-        return self.terms.policy == "optimal"
+        return self.constraints.policy == "optimal"
 
     def modelled(self, budget_bytes: int) -> int:
         """A budget (bytes) in the profile's own measure, as evidence has corrected it."""
@@ -435,7 +439,7 @@ class PlanSelector:
         return self.modelled(plan.predicted_peak_bytes)
 
     def _corrected(self, plan: Plan) -> Plan:
-        timed = self.trials.corrected(plan)
+        timed = self.autotuner.corrected(plan)
         if self._factor == 1.0:
             return timed
         return replace(timed, predicted_peak_bytes=self._actual(plan.predicted_peak_bytes))

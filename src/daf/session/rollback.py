@@ -60,7 +60,7 @@ class Rollback:
                 f"{self.watch.reason}; going back was tried once, or there is nothing to go back "
                 "to: try a lower learning rate, more bits, or a larger budget"
             )
-        return self._action is Action.RETRACE
+        return self._action is Action.ROLL_BACK
 
     def save_if_good(self) -> None:
         """After the update of the step that was noted last: keep its state if that is good.

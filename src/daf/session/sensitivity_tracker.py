@@ -39,16 +39,18 @@ MEASURED_UNDER = coded_policy(MEASURED_BITS, score_bits=LEAST_SCORE_BITS)
 PART = 4  # a measurement takes this part of a batch
 SMALLEST_PART = 4  # examples
 _EFFORT = Effort()
-# The base pass, those that redraw, and all pieces together.
+# The base pass, those that redraw, and all micro-batches together.
 PASSES = 1 + _EFFORT.local + _EFFORT.others + 1
 _BYTES_PER_NUMBER = 8
-# The base pass's, the pieces' and the local ones', some stacked to be compared, and differences.
-_SKETCHES = 1 + _EFFORT.pieces + _EFFORT.local + max(1 + _EFFORT.local, _EFFORT.pieces) + 2
+# Of the base pass, the micro-batches and the local passes; some stacked to compare; differences.
+_SKETCHES = (
+    1 + _EFFORT.micro_batches + _EFFORT.local + max(1 + _EFFORT.local, _EFFORT.micro_batches) + 2
+)
 
 
 def _effort(examples: int) -> Effort:
-    """Pieces of at least two examples, as batch statistics need."""
-    return replace(_EFFORT, pieces=min(_EFFORT.pieces, examples // 2))
+    """Micro-batches of at least two examples, as batch statistics need."""
+    return replace(_EFFORT, micro_batches=min(_EFFORT.micro_batches, examples // 2))
 
 
 class Room(NamedTuple):
@@ -287,12 +289,12 @@ class SensitivityTracker:
         return None
 
     def _predicted_bytes(self, profile: Profile, examples: int) -> int:
-        """The peak of a measurement: passes under codes, or a piece with everything kept, and
+        """The peak of a measurement: passes under codes, or a micro-batch with everything kept, and
         what libraries take in passing, which nothing refuses them.
         """
-        piece = -(-examples // max(1, _effort(examples).pieces))
+        micro_batch = -(-examples // max(1, _effort(examples).micro_batches))
         widest = planner.level_peak_bytes(profile, examples, str(MEASURED_BITS))
-        peak = max(widest, planner.level_peak_bytes(profile, piece, "exact"))
+        peak = max(widest, planner.level_peak_bytes(profile, micro_batch, "exact"))
         peak += profile.passing_bytes_at(examples)
         trained = sum(1 for each in self._model.parameters() if each.requires_grad)
         return peak + _SKETCHES * trained * _EFFORT.buckets * _BYTES_PER_NUMBER

@@ -2,7 +2,7 @@
 
 ``Session`` measures a few small steps, lets the planner choose, runs the first
 full-size step under the tightest plan, measures that, and goes on with the
-fastest plan that fits (``steering``: which plan; here: running the step).
+fastest plan that fits (``controller``: which plan; here: running the step).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Session:
             the budget, as much as it takes. Until the two were measured, two bits
             everywhere are taken to add a seventh.
         seed: names the run in the codes' random rotations.
-        floor_bytes: the process before the model existed; by default the
+        baseline_bytes: the process before the model existed; by default the
             resident size now, less the model.
         allow_batchnorm_split: permit micro-batches although batch statistics
             then change.
@@ -108,9 +108,9 @@ class Session:
         sensitivity: measure what each site's code adds to the gradient, and plan by that
             (True: after the first plan, then whenever 2 % of the training time has been
             earned); False never does. Or what an earlier run of this model found.
-        retrace: when the losses say that the run diverges under its codes (inf, NaN, or far above
+        rollback: when the losses say that the run diverges under its codes (inf, NaN, or far above
             the usual ones again and again), go back to the last good state with wider codes,
-            once; ``StepReport.retraced_to`` tells. The state is written to this file
+            once; ``StepReport.rolled_back_to`` tells. The state is written to this file
             every 100 steps (True: to a temporary one). The second time it is an error.
         release_gradients: step each parameter inside backward, as its gradient completes, and
             free the gradient (``grad`` is None afterwards): the same result, bit for bit. True
@@ -140,19 +140,19 @@ class Session:
         policy: str | None = None,
         tolerance: float | None = None,
         seed: int = 0,
-        floor_bytes: int | None = None,
+        baseline_bytes: int | None = None,
         allow_batchnorm_split: bool = False,
         pool_bytes: str | int | None = None,
         release_gradients: ReleaseMode = False,
         spill: SpillOptions | None = None,
         sensitivity: Sensitivity | bool = True,
-        retrace: Path | bool = False,
+        rollback: Path | bool = False,
         host_bytes: str | int | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self._memory = memory = asked_memory(model, budget)
-        self.floor_bytes = floor_bytes or max(0, memory.held_bytes() - parameter_bytes(model))
+        self.baseline_bytes = baseline_bytes or max(0, memory.held_bytes() - parameter_bytes(model))
         host, has_budget = host_options(model, host_bytes), budget is not None
         if host is not None:
             refuse_what_sends_nothing(bits, policy, has_budget=has_budget)
@@ -170,26 +170,34 @@ class Session:
             model, optimizer, self._capture, self._release, self._keeper.must_finish
         )
         tolerance = checked_tolerance(tolerance)
-        self._choosing = PlanSelector(PlanConstraints(policy_name(bits, policy), tolerance))
+        self._plan_selector = PlanSelector(PlanConstraints(policy_name(bits, policy), tolerance))
         known = sensitivity if isinstance(sensitivity, Sensitivity) else None
-        sensing = SensitivityTracker(
+        tracker = SensitivityTracker(
             model, optimizer, self._keeper, seed, known=known, is_on=bool(sensitivity)
         )
-        self._noise = NoiseController(sensing, self._choosing, self._capture, tolerance, memory)
-        self._retracing = Rollback(model, optimizer, retrace)
-        self._counts = StepCounters(self._capture, memory)
-        self._adapting = BudgetController(
+        self._noise = NoiseController(
+            tracker, self._plan_selector, self._capture, tolerance, memory
+        )
+        self._rollback = Rollback(model, optimizer, rollback)
+        self._counters = StepCounters(self._capture, memory)
+        self._budget_controller = BudgetController(
             budget, self._keeper, self._capture.release_scratch, bounds=governor.bounds_of(memory)
         )
-        self._attempts = StepRetries(
-            gradient, optimizer, self._capture, self._keeper, self._adapting
+        self._retries = StepRetries(
+            gradient, optimizer, self._capture, self._keeper, self._budget_controller
         )
-        measured = (model, optimizer, self._capture, memory, self._keeper, self.floor_bytes)
-        profiler = partial(Profiler, *measured, begin_peak=self._counts.begin_peak)
-        self._measuring = StepProfiles(profiler, allow_split=allow_batchnorm_split, spill=spill)
-        means = (self._measuring, self._noise, self._keeper, self._adapting, self._allowed)
-        self._steering = PlanController(
-            model, self._fixed_policy, PlanMeans(memory, self._choosing, *means)
+        measured = (model, optimizer, self._capture, memory, self._keeper, self.baseline_bytes)
+        profiler = partial(Profiler, *measured, begin_peak=self._counters.begin_peak)
+        self._step_profiles = StepProfiles(profiler, allow_split=allow_batchnorm_split, spill=spill)
+        means = (
+            self._step_profiles,
+            self._noise,
+            self._keeper,
+            self._budget_controller,
+            self._allowed,
+        )
+        self._plan_controller = PlanController(
+            model, self._fixed_policy, PlanMeans(memory, self._plan_selector, *means)
         )
         memory.reset_peak()
 
@@ -206,10 +214,10 @@ class Session:
 
     def close(self) -> None:
         """Undo what was set in the process (see ``settings``), and watch no limits any more."""
-        self._choosing.give_up_search()
-        self._adapting.close()
+        self._plan_selector.give_up_search()
+        self._budget_controller.close()
         self._keeper.close()
-        self._retracing.close()
+        self._rollback.close()
 
     @property
     def budget(self) -> governor.Budget:
@@ -222,13 +230,13 @@ class Session:
         Raises:
             UnitError: it is no budget; the one before stays.
         """
-        return self._adapting.asked
+        return self._budget_controller.asked
 
     @budget.setter
     def budget(self, value: governor.Budget) -> None:
         if value is not None:
             refuse_budget_elsewhere(self.model, self._memory)
-        self._adapting.ask(value)
+        self._budget_controller.ask(value)
 
     @property
     def budget_bytes(self) -> int | None:
@@ -236,7 +244,7 @@ class Session:
 
         Setting it is setting ``budget``.
         """
-        return self._adapting.budget_bytes
+        return self._budget_controller.budget_bytes
 
     @budget_bytes.setter
     def budget_bytes(self, value: int | None) -> None:
@@ -245,7 +253,7 @@ class Session:
     @property
     def budget_history(self) -> list[BudgetChange]:
         """Every budget that was in force, with the reason and what was given up at once."""
-        return list(self._adapting.history)
+        return list(self._budget_controller.history)
 
     @property
     def settings(self) -> list[str]:
@@ -257,7 +265,7 @@ class Session:
         """The highest of the process's memory, or of the model's GPU's, since the session began
         (bytes).
         """
-        return self._counts.peak_bytes
+        return self._counters.peak_bytes
 
     def held_bytes(self) -> int:
         """What the process, or PyTorch on the model's GPU, holds now (bytes)."""
@@ -266,22 +274,22 @@ class Session:
     @property
     def predicted_peak_bytes(self) -> int | None:
         """The highest peak that was predicted of a plan; None before ``prepare``."""
-        return self._steering.predicted_peak_bytes
+        return self._plan_controller.predicted_peak_bytes
 
     @property
     def saved_bytes_plain(self) -> int:
         """What plain PyTorch would have saved for backward at its peak."""
-        return self._counts.saved_bytes_plain
+        return self._counters.saved_bytes_plain
 
     @property
     def saved_bytes_peak(self) -> int:
         """What was held for backward at the peak instead."""
-        return self._counts.saved_bytes_peak
+        return self._counters.saved_bytes_peak
 
     @property
     def evicted_bytes(self) -> int:
         """Planes of codes that were given up so far."""
-        return self._counts.evicted_bytes
+        return self._counters.evicted_bytes
 
     @property
     def pool_bytes(self) -> int | None:
@@ -295,7 +303,7 @@ class Session:
     @property
     def fusion_refusal(self) -> str:
         """Why PyTorch's operators stay, although fused ones were tried; else empty."""
-        return self._measuring.fusion_refusal
+        return self._step_profiles.fusion_refusal
 
     @property
     def release_refusal(self) -> str:
@@ -305,35 +313,35 @@ class Session:
     @property
     def plan(self) -> Plan | None:
         """What training goes on with; None before ``prepare``."""
-        return self._choosing.plan
+        return self._plan_selector.plan
 
     @plan.setter
     def plan(self, value: Plan | None) -> None:
-        self._choosing.settle_on(value)
+        self._plan_selector.settle_on(value)
 
     @property
     def is_settled(self) -> bool:
         """Is the plan one to go on with? Not while a better one is sought, or others are tried."""
-        return self.plan is not None and self._choosing.is_settled
+        return self.plan is not None and self._plan_selector.is_settled
 
     @property
     def profile(self) -> Profile | None:
         """What was measured before planning; None before ``prepare`` or without a budget."""
-        return self._choosing.profile
+        return self._plan_selector.profile
 
     def profile_of(self, plan: Plan) -> Profile | None:
         """What was measured of the operators that this plan runs, fused ones or PyTorch's own."""
-        return None if self.profile is None else self._choosing.profile_of(plan)
+        return None if self.profile is None else self._plan_selector.profile_of(plan)
 
     @property
     def sensitivity(self) -> Sensitivity | None:
         """What is known of every site's part in the gradient's noise; for another run's session."""
-        return self._noise.sensing.sensitivity
+        return self._noise.tracker.sensitivity
 
     @property
     def is_measuring(self) -> bool:
         """Does the loss function run now for a measurement, which is no training?"""
-        return self._noise.sensing.is_measuring or self._gradient.is_rehearsing
+        return self._noise.tracker.is_measuring or self._gradient.is_rehearsing
 
     @property
     def noise(self) -> NoiseController:
@@ -356,7 +364,7 @@ class Session:
         Raises:
             BudgetError: no plan fits; ``least_bytes`` is the least budget that would.
         """
-        return self._steering.prepare(batch, loss_fn, on_progress)
+        return self._plan_controller.prepare(batch, loss_fn, on_progress)
 
     def least_feasible_bytes(self) -> int | None:
         """The least budget with which such a session would begin; None before ``prepare``.
@@ -365,7 +373,7 @@ class Session:
         """
         if self.profile is None:
             return None
-        return self._choosing.least_bytes(weighed=self._noise.sensing.was_known)
+        return self._plan_selector.least_bytes(weighed=self._noise.tracker.was_known)
 
     def step(self, batch: Any, loss_fn: LossFunction) -> StepReport:
         """One training step: gradient of the mean loss over the batch, then the optimizer.
@@ -382,11 +390,11 @@ class Session:
             NonFiniteLossError: the loss is inf or NaN; parameters and buffers are untouched.
             ReleaseRefusedError: gradients must be released, and something needs them later.
             CommittedStepError: backward failed after parameters had been updated.
-            DivergedError: ``retrace`` was asked for, and the run diverges again or codes cannot
+            DivergedError: ``rollback`` was asked for, and the run diverges again or codes cannot
                 be wider.
         """
-        running = self._steering.plan_for(batch, loss_fn)
-        self._counts.begin_peak()
+        running = self._plan_controller.plan_for(batch, loss_fn)
+        self._counters.begin_peak()
         start_s = time.perf_counter()
         loss, running, has_diverged = self._run_watched(batch, loss_fn, running)
         if has_diverged:
@@ -395,7 +403,7 @@ class Session:
         if not self.is_settled:
             self._memory.wait()  # plans are compared by whole steps
         step_ms = 1000 * (time.perf_counter() - start_s)
-        peak_bytes = self._counts.end_peak()
+        peak_bytes = self._counters.end_peak()
         self._count(batch, running, step_ms, peak_bytes)
         report = StepReport(
             loss,
@@ -408,8 +416,8 @@ class Session:
             self._keeper.overrun_bytes,
             self.budget_bytes,
         )
-        step = self._counts.step_index - 1, step_ms
-        budget_bytes = self._steering.planned_budget_bytes
+        step = self._counters.step_index - 1, step_ms
+        budget_bytes = self._plan_controller.planned_budget_bytes
         noise = self._noise.after_step(batch, loss_fn, running, step, budget_bytes)
         return replace(report, **noise._asdict())
 
@@ -419,7 +427,7 @@ class Session:
             self._capture.release_scratch()
         with self._keeper.unbounded(self._update_bytes()):
             compiler.step(self.optimizer)
-            self._retracing.save_if_good()
+            self._rollback.save_if_good()
 
     def _update_bytes(self) -> int:
         """What the optimizer's part is predicted to take, its state in the first step included."""
@@ -431,10 +439,10 @@ class Session:
     def _count(self, batch: Any, running: Plan, step_ms: float, peak_bytes: int) -> None:
         """What a step that ended took and held, and says of its plan."""
         part = self.plan.micro_batch if self.plan else 1
-        self._counts.note_step(batch_size(batch) / part)
+        self._counters.note_step(batch_size(batch) / part)
         ran = StepMeasurement(step_ms, self._capture.stats.held_peak_bytes)
-        self._steering.learn(running, ran, peak_bytes, batch)
-        self._counts.note_held(self._choosing.trials)
+        self._plan_controller.learn(running, ran, peak_bytes, batch)
+        self._counters.note_held(self._plan_selector.autotuner)
 
     def _run_watched(
         self, batch: Any, loss_fn: LossFunction, plan: Plan
@@ -450,7 +458,7 @@ class Session:
 
     def _has_diverged(self, loss: float, running: Plan) -> bool:
         """Only what codes may have caused is watched: exact runs are the user's own."""
-        return is_lossy(running.policy) and self._retracing.note(self._counts.step_index, loss)
+        return is_lossy(running.policy) and self._rollback.note(self._counters.step_index, loss)
 
     def _go_back(self, loss: float, running: Plan, step_ms: float) -> StepReport:
         """To the last good state, with wider codes.
@@ -458,25 +466,25 @@ class Session:
         Raises:
             DivergedError: the budget has no room for any.
         """
-        reason = self._retracing.watch.reason
-        if not self._noise.widen(self._steering.planned_budget_bytes):
+        reason = self._rollback.watch.reason
+        if not self._noise.widen(self._plan_controller.planned_budget_bytes):
             raise DivergedError(
                 f"{reason}; codes of {running.policy.name} cannot be wider here: raise the budget "
                 "or the bits, or lower the learning rate"
             )
         with self._keeper.unbounded():
-            step_index = self._counts.step_index = self._retracing.restore()
+            step_index = self._counters.step_index = self._rollback.restore()
         self._noise.tell(
             f"{reason}; going back to the state after step {step_index} with wider codes"
         )
         return StepReport(
             loss,
             step_ms,
-            self._counts.end_peak(),
+            self._counters.end_peak(),
             self._capture.stats.held_peak_bytes,
             running.micro_batch,
             budget_bytes=self.budget_bytes,
-            retraced_to=step_index,
+            rolled_back_to=step_index,
         )
 
     def explain(self) -> list[dict[str, Any]]:
@@ -485,24 +493,24 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to go on as this one would have (JSON-able)."""
-        counted = self._counts.state_dict() | self._steering.state_dict()
-        noise = {"noise": self._noise.state_dict(), "retracing": self._retracing.state_dict()}
-        return self._choosing.state_dict() | counted | noise | {"seed": self._seed}
+        counted = self._counters.state_dict() | self._plan_controller.state_dict()
+        noise = {"noise": self._noise.state_dict(), "rollback": self._rollback.state_dict()}
+        return self._plan_selector.state_dict() | counted | noise | {"seed": self._seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state_dict``: nothing is measured again; a search begins anew."""
-        self._choosing.load_state_dict(state)
-        plan = self._choosing.plan
+        self._plan_selector.load_state_dict(state)
+        plan = self._plan_selector.plan
         if self._capture.host is None and plan is not None and plan.policy.on_host:
             raise ValueError(
                 "asked to go on with a plan whose codes wait in host memory, in a session without; "
                 "give host_bytes as the session had that made the plan"
             )
         self._seed = state["seed"]
-        self._counts.load_state_dict(state)
+        self._counters.load_state_dict(state)
         self._noise.load_state_dict(state["noise"])
-        self._retracing.load_state_dict(state["retracing"])
-        self._steering.load_state_dict(state)
+        self._rollback.load_state_dict(state["rollback"])
+        self._plan_controller.load_state_dict(state)
 
     def _allowed(self) -> Allowed:
         """What this session's execution can carry out."""
@@ -529,7 +537,7 @@ class Session:
         return share
 
     def _run(self, batch: Any, loss_fn: LossFunction, plan: Plan) -> tuple[float, Plan]:
-        key, before = (self._seed, self._counts.step_index), Before(self.model)
-        answers = Replanning(self._steering.tighter, self._steering.refusal)
+        key, before = (self._seed, self._counters.step_index), Before(self.model)
+        answers = Replanning(self._plan_controller.tighter, self._plan_controller.refusal)
         replanning = None if self.profile is None else answers
-        return self._attempts.run(batch, loss_fn, plan, key, before, replanning)
+        return self._retries.run(batch, loss_fn, plan, key, before, replanning)

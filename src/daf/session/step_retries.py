@@ -37,7 +37,7 @@ class StepRetries:
         optimizer: whose gradients are dropped between attempts.
         capture: what they run under.
         keeper: refuses memory.
-        adapting: knows the budget in force.
+        controller: knows the budget in force.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class StepRetries:
         optimizer: torch.optim.Optimizer,
         capture: Capture,
         keeper: Keeper,
-        adapting: BudgetController,
+        controller: BudgetController,
     ) -> None:
         self._gradient = gradient
         self._optimizer = optimizer
         self._capture = capture
         self._keeper = keeper
-        self._adapting = adapting
+        self._budget_controller = controller
 
     def run(
         self,
@@ -79,7 +79,7 @@ class StepRetries:
             RuntimeError: whatever else the step raised.
         """
         while True:
-            self._capture.bound_spilling(self._adapting.bound(plan))
+            self._capture.bound_spilling(self._budget_controller.bound(plan))
             try:
                 planned = replanning is not None
                 found = self._attempt(batch, loss_fn, plan, key, before, planned=planned)

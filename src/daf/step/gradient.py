@@ -1,4 +1,4 @@
-"""The gradient of one batch under one plan: pieces, capture, and what is put back if it fails."""
+"""The gradient of one batch under one plan, summed over micro-batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from daf.step.microbatch import (
     LossFunction,
     WeightedLoss,
     batch_size,
-    pieces,
+    micro_batches,
     read_loss,
     scale_gradients,
 )
@@ -62,10 +62,10 @@ class Before:
 
 
 class _Losses:
-    """Mean losses of a step's pieces. To look at one is to wait for all that it is made of.
+    """Mean losses of a step's micro-batches. To look at one is to wait for all that it is made of.
 
     Args:
-        refuse: called with a piece and its loss where that is not finite; raises.
+        refuse: called with a micro-batch and its loss where that is not finite; raises.
     """
 
     def __init__(self, refuse: Callable[[Any, float], NoReturn]) -> None:
@@ -153,7 +153,7 @@ class GradientStep:
             CommittedStepError: backward failed after parameters had been updated.
         """
         self._optimizer.zero_grad(set_to_none=True)
-        parts = pieces(batch, plan.micro_batch)
+        parts = micro_batches(batch, plan.micro_batch)
         self._rehearse_once(parts[0], loss_fn, plan.policy)
         self._release.begin(len(parts), held_by_plan=planned and not plan.release_gradients)
         losses = _Losses(partial(self._refuse_nonfinite, loss_fn, key[1], before))

@@ -79,7 +79,7 @@ class GradientRelease:
         self._on_commit: Callable[[], None] = lambda: None
         self.count = ReleaseCount()
         self.refusal = ""
-        self.begin(pieces=1)
+        self.begin(micro_batches=1)
 
     @property
     def committed(self) -> bool:
@@ -96,8 +96,8 @@ class GradientRelease:
         """Were gradients to be released in any case?"""
         return self._mode is True
 
-    def begin(self, pieces: int, *, held_by_plan: bool = False) -> None:
-        """A step of ``pieces`` micro-batches begins; decides whether it releases gradients.
+    def begin(self, micro_batches: int, *, held_by_plan: bool = False) -> None:
+        """A step of ``micro_batches`` micro-batches begins; decides whether it releases gradients.
 
         ``held_by_plan``: there is room for all of them, so that they are released only on demand.
 
@@ -107,7 +107,7 @@ class GradientRelease:
         self.count = ReleaseCount()
         self.refusal = ""
         if self._mode is not False:
-            self.refusal = release_refusal(self._model, self._optimizer, pieces)
+            self.refusal = release_refusal(self._model, self._optimizer, micro_batches)
         if self._mode == "auto" and held_by_plan:
             self.refusal = self.refusal or HELD_BY_PLAN
         if self._mode is True and self.refusal:
@@ -218,15 +218,18 @@ def step_alone(
         optimizer.param_groups, group["params"] = groups, members
 
 
-def release_refusal(model: nn.Module, optimizer: torch.optim.Optimizer, pieces: int = 1) -> str:
+def release_refusal(
+    model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int = 1
+) -> str:
     """Why gradients cannot be released inside backward; empty where they can.
 
     Clipping by global norm and gradient scalers need all gradients at once.
     They reach a step through hooks, through a wrapped ``step`` or through what
     a scaler sets on the optimizer, which are all looked for.
     """
-    if pieces > 1:
-        return f"the batch is cut into {pieces} pieces, whose gradients must be summed first"
+    if micro_batches > 1:
+        count = f"{micro_batches} micro-batches"
+        return f"the batch is cut into {count}, whose gradients must be summed first"
     return _optimizer_refusal(optimizer) or _parameter_refusal(model, optimizer)
 
 

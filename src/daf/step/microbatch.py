@@ -1,8 +1,8 @@
-"""Cutting a batch along its first dimension, and joining the gradients of the pieces.
+"""Cutting a batch along its first dimension, and joining the gradients of the micro-batches.
 
 A batch is any nest of tensors: tuples, lists, mappings, dataclasses. A tensor
 is cut when its first dimension is the batch's; everything else is handed to
-every piece as it is.
+every micro-batch as it is.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def batch_slice(batch: Any, start: int, stop: int) -> Any:
     return map_nest(Tensor, cut, batch)
 
 
-def pieces(batch: Any, micro_batch: int) -> list[Any]:
-    """The batch as consecutive pieces of ``micro_batch`` examples, the last one shorter."""
+def micro_batches(batch: Any, micro_batch: int) -> list[Any]:
+    """The batch as consecutive micro-batches of ``micro_batch`` examples, the last one shorter."""
     size = batch_size(batch)
     if micro_batch >= size:
         return [batch]
@@ -71,7 +71,7 @@ def split_refusal(model: nn.Module) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightedLoss:
-    """A piece's loss as sum and weight; ``is_sum`` is False for a plain mean.
+    """A micro-batch's loss as sum and weight; ``is_sum`` is False for a plain mean.
 
     A weight that lies where the total does stays a tensor: to make a number of it is to wait for
     the device.
@@ -83,7 +83,7 @@ class WeightedLoss:
 
     @property
     def mean(self) -> Tensor:
-        """The piece's mean loss."""
+        """The micro-batch's mean loss."""
         if not self.is_sum:
             return self.total
         if isinstance(self.weight, Tensor):

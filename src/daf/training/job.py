@@ -71,7 +71,7 @@ def make_job(settings: TrainSettings, good_state: Path | None = None) -> Trainin
 
     Args:
         settings: what was asked.
-        good_state: the file for the last good state; None: a diverging run is not retraced.
+        good_state: the file for the last good state; None: a diverging run is not rolled back.
 
     Raises:
         UnknownNameError: a model, data set, optimizer or memory format is not known.
@@ -93,7 +93,7 @@ def make_job(settings: TrainSettings, good_state: Path | None = None) -> Trainin
     goal = settle_goal(recipe.name, settings.goal or recipe.goal, data)
     optimizer_name = settings.optimizer or ("sgd" if goal_reads_images(goal) else "adamw")
     known = read_sensitivity(Path(settings.sensitivity)) if settings.sensitivity else True
-    floor_bytes = _floor_bytes(device)
+    baseline_bytes = _baseline_bytes(device)
 
     _seed_everything(settings.seed)
     model = recipe.build(data.facts)
@@ -113,13 +113,13 @@ def make_job(settings: TrainSettings, good_state: Path | None = None) -> Trainin
         policy=settings.policy,
         tolerance=settings.tolerance,
         seed=settings.seed,
-        floor_bytes=floor_bytes,
+        baseline_bytes=baseline_bytes,
         allow_batchnorm_split=settings.allow_batchnorm_split,
         pool_bytes=settings.pool_bytes,
         host_bytes=settings.host_bytes,
         release_gradients="auto" if settings.release_gradients else False,
         sensitivity=known,
-        retrace=good_state if settings.retrace and good_state is not None else False,
+        rollback=good_state if settings.rollback and good_state is not None else False,
     )
     return TrainingJob(
         settings, goal, optimizer_name, model, optimizer, task, order, session, device
@@ -161,7 +161,7 @@ def make_optimizer(
     return torch.optim.AdamW(parameters, rate, weight_decay=decay)
 
 
-def _floor_bytes(device: torch.device) -> int:
+def _baseline_bytes(device: torch.device) -> int:
     process_memory.warm_up(device)
     memory = memory_on(device)
     if isinstance(memory, DeviceMemory):

@@ -90,7 +90,7 @@ class _Run:
         self._memory = memory
         self._step = 0
         self._evaluations: list[dict[str, Any]] = []
-        self._retraces: list[dict[str, Any]] = []
+        self._rollbacks: list[dict[str, Any]] = []
         self._told_refusal = ""
         self._budgets_told = 0
         all_steps = job.order.steps_per_epoch * job.settings.epochs
@@ -118,7 +118,7 @@ class _Run:
         self._job.session.load_state_dict(state["session"])
         self._step = state["step"]
         self._evaluations = state["evaluations"]
-        self._retraces = state["retraces"]
+        self._rollbacks = state["rollbacks"]
         self._folder.keep_metrics_until(self._step)
         if self._job.session.plan is not None:
             self._observer.planned(self._job.session.plan)
@@ -161,7 +161,7 @@ class _Run:
         self._job.task.tally.take_percent()
         with self._recording():
             report = self._job.session.step(batch, self._loss)
-        if report.retraced_to is not None:
+        if report.rolled_back_to is not None:
             self._go_back(report)
             return
         elapsed_s = time.perf_counter() - start_s
@@ -195,11 +195,11 @@ class _Run:
 
     def _go_back(self, report: StepReport) -> None:
         """The session has gone back to its last good state: so does the run, and its log."""
-        assert report.retraced_to is not None
+        assert report.rolled_back_to is not None
         loss = report.loss if math.isfinite(report.loss) else None
-        told = {"from_step": self._step + 1, "to_step": report.retraced_to, "loss": loss}
-        self._retraces.append(told)
-        self._step = report.retraced_to
+        told = {"from_step": self._step + 1, "to_step": report.rolled_back_to, "loss": loss}
+        self._rollbacks.append(told)
+        self._step = report.rolled_back_to
         self._evaluations = [each for each in self._evaluations if each["step"] <= self._step]
         self._folder.keep_metrics_until(self._step)
         self._checkpoint()
@@ -297,7 +297,7 @@ class _Run:
         state = {
             "step": self._step,
             "evaluations": self._evaluations,
-            "retraces": self._retraces,
+            "rollbacks": self._rollbacks,
             "session": self._job.session.state_dict(),
         }
         write_checkpoint(self._folder.checkpoint, self._job.model, self._job.optimizer, state)
@@ -321,7 +321,7 @@ class _Run:
         self._folder.write_weights(self._job.model)
         summary = summarize(
             self._job, self._folder.read_metrics(), self._evaluations, finished=finished
-        ) | {"retraces": self._retraces}
+        ) | {"rollbacks": self._rollbacks}
         if self._job.session.sensitivity is not None:
             self._folder.write_sensitivity(self._job.session.sensitivity)
         write_plan_records(self._job, self._folder)

@@ -36,7 +36,7 @@ class TrainSettings:
     in which a GPU's codes may wait; None: none. ``history``: record who asked for memory in one
     step. ``release_gradients`` steps parameters inside backward wherever that is allowed.
     ``sensitivity``: the file, or the folder of an earlier run of the model, that holds what was
-    measured; None: it is measured. ``retrace``: a diverging run goes back to its last good state,
+    measured; None: it is measured. ``rollback``: a diverging run goes back to its last good state,
     once.
     """
 
@@ -71,7 +71,7 @@ class TrainSettings:
     history: bool = False
     release_gradients: bool = False
     sensitivity: str | None = None
-    retrace: bool = True
+    rollback: bool = True
 
     def as_json(self) -> dict[str, Any]:
         """The settings as what JSON can hold."""

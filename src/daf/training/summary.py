@@ -52,7 +52,7 @@ def _memory(job: TrainingJob) -> dict[str, Any]:
     return {
         "device": str(job.device),
         "budget_bytes": session.budget_bytes,
-        "floor_bytes": session.floor_bytes,
+        "floor_bytes": session.baseline_bytes,
         "peak_bytes": session.peak_bytes,
         "predicted_peak_bytes": session.predicted_peak_bytes,
         "saved_bytes_plain": session.saved_bytes_plain,
@@ -79,7 +79,7 @@ def noise_of(job: TrainingJob) -> dict[str, Any] | None:
     found, history = job.session.sensitivity, job.session.noise_history
     if found is None:
         return None
-    sensing = job.session.noise.sensing
+    sensing = job.session.noise.tracker
     last = history[-1].as_dict() if history else None
     return {
         "measurements": sensing.measurements,

@@ -80,12 +80,12 @@ def test_the_factor_is_never_below_one(predicted: int, measured: int, floor: int
 
 def test_the_first_step_runs_under_less_than_what_training_goes_on_with() -> None:
     measured = large(60)
-    choosing = chosen(measured)
-    plan = choosing.begin(measured, between(measured, 0.7))
-    first = choosing.first
+    selector = chosen(measured)
+    plan = selector.begin(measured, between(measured, 0.7))
+    first = selector.first
     assert first is not None
-    assert choosing.running is first
-    assert choosing.plan is plan
+    assert selector.running is first
+    assert selector.plan is plan
     assert first.micro_batch == plan.micro_batch
     assert first.predicted_peak_bytes < plan.predicted_peak_bytes
 
@@ -115,7 +115,7 @@ def test_the_first_plan_holds_least_at_its_size_within_the_tolerance(
 def _at_level(
     measured: Profile, plan: Plan, level: str, tolerance: float | None, allowed: Allowed
 ) -> int | None:
-    """A level's peak for pieces of the same size, if it is within the tolerance."""
+    """A level's peak for micro-batches of the same size, if it is within the tolerance."""
     alone = replace(allowed, release_gradients=plan.release_gradients)
     found = planner.choose(measured, 10**12, policy=level, allowed=alone)
     assert found is not None
@@ -153,41 +153,41 @@ def test_no_tolerance_means_only_exact_treatments(measured: Profile, share: floa
 )
 def test_what_was_named_runs_as_named_from_the_first_step(policy: str) -> None:
     measured = large(40)
-    choosing = chosen(measured, policy=policy)
+    selector = chosen(measured, policy=policy)
     budget = planner.least_feasible_budget(measured, policy=policy) + 8 * MIB
-    plan = choosing.begin(measured, budget)
-    assert choosing.first is None
-    assert choosing.running == plan
+    plan = selector.begin(measured, budget)
+    assert selector.first is None
+    assert selector.running == plan
     assert plan == planner.make_plan(measured, budget, policy=policy)
-    choosing.between_steps()
-    assert choosing.plan == plan
+    selector.between_steps()
+    assert selector.plan == plan
 
 
 def test_a_peak_as_predicted_leaves_the_plan_as_it_is() -> None:
     measured = large(60)
-    choosing = chosen(measured)
+    selector = chosen(measured)
     budget = between(measured, 0.7)
-    plan = choosing.begin(measured, budget)
-    assert choosing.first is not None
-    predicted = choosing.first.predicted_peak_bytes
-    choosing.settle(predicted, budget)
-    assert choosing.evidence == PeakMeasurement(predicted, predicted)
-    assert choosing.first is None
-    assert choosing.running is plan
+    plan = selector.begin(measured, budget)
+    assert selector.first is not None
+    predicted = selector.first.predicted_peak_bytes
+    selector.settle(predicted, budget)
+    assert selector.evidence == PeakMeasurement(predicted, predicted)
+    assert selector.first is None
+    assert selector.running is plan
 
 
 def test_a_higher_peak_than_predicted_corrects_every_later_plan() -> None:
     measured = large(60)
-    choosing = chosen(measured)
+    selector = chosen(measured)
     budget = between(measured, 0.7)
-    before = choosing.begin(measured, budget)
-    least = choosing.least_bytes()
-    assert choosing.first is not None
-    above = choosing.first.predicted_peak_bytes - measured.floor_bytes
-    measured_peak = choosing.first.predicted_peak_bytes + above // 20
-    choosing.settle(measured_peak, budget)
-    choosing.between_steps()
-    after = choosing.plan
+    before = selector.begin(measured, budget)
+    least = selector.least_bytes()
+    assert selector.first is not None
+    above = selector.first.predicted_peak_bytes - measured.floor_bytes
+    measured_peak = selector.first.predicted_peak_bytes + above // 20
+    selector.settle(measured_peak, budget)
+    selector.between_steps()
+    after = selector.plan
     assert after is not None
     # What is told is in the process's measure, 5 % more above the floor than was modelled.
     assert after.predicted_peak_bytes <= budget
@@ -200,30 +200,30 @@ def test_a_higher_peak_than_predicted_corrects_every_later_plan() -> None:
     floor = measured.floor_bytes
     allowance = ANOTHER_PROCESS_BYTES
     expected = 1.05 * (least - allowance - floor) + allowance
-    assert choosing.least_bytes() - floor == pytest.approx(expected, rel=1e-4)
+    assert selector.least_bytes() - floor == pytest.approx(expected, rel=1e-4)
 
 
 def test_evidence_that_leaves_no_plan_is_an_error_that_names_the_least() -> None:
     measured = large(60)
-    choosing = chosen(measured)
+    selector = chosen(measured)
     budget = between(measured, 0.4)
-    choosing.begin(measured, budget)
-    assert choosing.first is not None
+    selector.begin(measured, budget)
+    assert selector.first is not None
     with pytest.raises(BudgetError) as caught:
-        choosing.settle(3 * budget, budget)
-    assert caught.value.least_bytes == choosing.least_bytes()
+        selector.settle(3 * budget, budget)
+    assert caught.value.least_bytes == selector.least_bytes()
     assert caught.value.least_bytes > budget
     assert f"budget={caught.value.least_bytes}" in str(caught.value)
 
 
 def test_a_new_profile_forgets_old_evidence() -> None:
     measured = large(40)
-    choosing = chosen(measured)
-    choosing.evidence = PeakMeasurement(
+    selector = chosen(measured)
+    selector.evidence = PeakMeasurement(
         measured.floor_bytes + 8 * MIB, measured.floor_bytes + 80 * MIB
     )
-    choosing.begin(measured, between(measured, 0.5))
-    assert choosing.evidence is None
+    selector.begin(measured, between(measured, 0.5))
+    assert selector.evidence is None
 
 
 # --- the background -------------------------------------------------------------------------------
@@ -231,8 +231,8 @@ def test_a_new_profile_forgets_old_evidence() -> None:
 
 def test_the_best_plan_is_taken_over_between_two_steps_and_not_before() -> None:
     measured = large(40)
-    choosing = chosen(measured)
-    quick = choosing.begin(measured, between(measured, 0.5))
+    selector = chosen(measured)
+    quick = selector.begin(measured, between(measured, 0.5))
     release = threading.Event()
     best = replace(quick, reason="the best")
 
@@ -240,53 +240,53 @@ def test_the_best_plan_is_taken_over_between_two_steps_and_not_before() -> None:
         assert release.wait(30)
         return (best,)
 
-    choosing._search = BackgroundPlan(search)
-    choosing.between_steps()
-    assert choosing.plan is quick  # not found yet
+    selector._search = BackgroundPlan(search)
+    selector.between_steps()
+    assert selector.plan is quick  # not found yet
     release.set()
-    assert choosing._search is not None
-    assert choosing._search.wait(30) == (best,)
-    assert choosing.plan is quick
-    choosing.between_steps()
-    assert choosing.plan is best
-    assert choosing._search is None
+    assert selector._search is not None
+    assert selector._search.wait(30) == (best,)
+    assert selector.plan is quick
+    selector.between_steps()
+    assert selector.plan is best
+    assert selector._search is None
 
 
 def test_a_search_that_finds_nothing_leaves_the_quick_plan() -> None:
     measured = large(40)
-    choosing = chosen(measured)
-    quick = choosing.begin(measured, between(measured, 0.5))
+    selector = chosen(measured)
+    quick = selector.begin(measured, between(measured, 0.5))
 
     def search(_stop: object) -> tuple[Plan, ...]:
         raise BudgetError("nothing fits")
 
-    choosing._search = BackgroundPlan(search)
-    assert choosing._search.wait(30) == ()
-    choosing.between_steps()
-    assert choosing.plan is quick
+    selector._search = BackgroundPlan(search)
+    assert selector._search.wait(30) == ()
+    selector.between_steps()
+    assert selector.plan is quick
 
 
 def test_a_search_for_an_old_budget_is_never_taken_over() -> None:
     measured = large(40)
-    choosing = chosen(measured)
-    choosing.begin(measured, between(measured, 0.9))
-    stale = replace(choosing.plan, reason="stale")  # type: ignore[type-var]
-    choosing._search = BackgroundPlan(lambda _stop: (stale,))  # type: ignore[arg-type, return-value]
+    selector = chosen(measured)
+    selector.begin(measured, between(measured, 0.9))
+    stale = replace(selector.plan, reason="stale")  # type: ignore[type-var]
+    selector._search = BackgroundPlan(lambda _stop: (stale,))  # type: ignore[arg-type, return-value]
     tight = between(measured, 0.3)
-    choosing.again(tight, can_refuse=False)
-    if choosing._search is not None:
-        choosing._search.wait(60)
-    choosing.between_steps()
-    assert choosing.plan is not None
-    assert choosing.plan.reason != "stale"
-    assert choosing.plan.predicted_peak_bytes <= tight
+    selector.again(tight, can_refuse=False)
+    if selector._search is not None:
+        selector._search.wait(60)
+    selector.between_steps()
+    assert selector.plan is not None
+    assert selector.plan.reason != "stale"
+    assert selector.plan.predicted_peak_bytes <= tight
 
 
 def test_the_plan_in_force_becomes_the_proven_one() -> None:
     measured = large(40)
     budget = between(measured, 0.4)
-    choosing = chosen(measured)
-    found = choosing.begin(measured, budget)
+    selector = chosen(measured)
+    found = selector.begin(measured, budget)
     proven = planner.make_plan(measured, budget)
     assert found == proven
     quick = planner.make_plan(measured, budget, quickly=True)
@@ -299,46 +299,46 @@ def test_the_plan_in_force_becomes_the_proven_one() -> None:
 def test_where_refusals_are_possible_a_hopeless_budget_gets_the_plan_that_holds_least() -> None:
     measured = large(40)
     least = planner.least_feasible_budget(measured)
-    choosing = chosen(measured)
-    before = choosing.begin(measured, between(measured, 0.5))
+    selector = chosen(measured)
+    before = selector.begin(measured, between(measured, 0.5))
     with pytest.raises(BudgetError) as caught:
-        choosing.again(least - 4 * MIB, can_refuse=False)
+        selector.again(least - 4 * MIB, can_refuse=False)
     assert caught.value.least_bytes == pytest.approx(least + ANOTHER_PROCESS_BYTES, abs=2)
-    assert choosing.plan is before
-    plan = choosing.again(least - 4 * MIB, can_refuse=True)
-    assert choosing.running is plan
+    assert selector.plan is before
+    plan = selector.again(least - 4 * MIB, can_refuse=True)
+    assert selector.running is plan
     assert plan.predicted_peak_bytes <= least + ANOTHER_PROCESS_BYTES
 
 
 @settings(max_examples=12, deadline=None)
 @given(profiles(most=6), st.sampled_from((None, 0.0, 0.14)))
 def test_tightening_strictly_decreases_and_ends(measured: Profile, tolerance: float | None) -> None:
-    choosing = chosen(measured, tolerance=tolerance)
-    plan: Plan | None = choosing.begin(measured, 2 * kept_bytes(measured))
+    selector = chosen(measured, tolerance=tolerance)
+    plan: Plan | None = selector.begin(measured, 2 * kept_bytes(measured))
     least = planner.least_feasible_budget(measured, tolerance=tolerance)
     peaks = []
     while plan is not None:
         peaks.append(plan.predicted_peak_bytes)
-        assert choosing.running is plan
+        assert selector.running is plan
         assert len(peaks) < 60
-        plan = choosing.tighten(plan)
+        plan = selector.tighten(plan)
     assert all(later < earlier for earlier, later in pairwise(peaks))
     assert peaks[-1] <= least
 
 
 def test_tightening_under_evidence_stays_in_the_process_s_measure_and_ends() -> None:
     measured = large(40)
-    choosing = chosen(measured)
-    choosing.begin(measured, between(measured, 0.6))
-    choosing.evidence = PeakMeasurement(300 * MIB, 310 * MIB)  # factor 1.1
-    plan: Plan | None = choosing.again(2 * kept_bytes(measured), can_refuse=False)
+    selector = chosen(measured)
+    selector.begin(measured, between(measured, 0.6))
+    selector.evidence = PeakMeasurement(300 * MIB, 310 * MIB)  # factor 1.1
+    plan: Plan | None = selector.again(2 * kept_bytes(measured), can_refuse=False)
     peaks = []
     while plan is not None:
         peaks.append(plan.predicted_peak_bytes)
         assert len(peaks) < 60
-        plan = choosing.tighten(plan)
+        plan = selector.tighten(plan)
     assert peaks == sorted(set(peaks), reverse=True)
-    assert peaks[-1] <= choosing.least_bytes()
+    assert peaks[-1] <= selector.least_bytes()
 
 
 # --- levels ---------------------------------------------------------------------------------------
@@ -381,12 +381,12 @@ def test_a_demanded_release_is_planned_wherever_the_batch_is_whole() -> None:
 def test_the_first_step_is_predicted_without_the_state_that_its_update_makes() -> None:
     measured = large(60)
     budget = between(measured, 0.7)
-    choosing = chosen(measured)
-    plan = choosing.begin(measured, budget)
+    selector = chosen(measured)
+    plan = selector.begin(measured, budget)
     whole = planner.first_plan(measured, plan, budget)
-    assert choosing.first is not None
+    assert selector.first is not None
     assert whole is not None
-    before_update = choosing.first.predicted_peak_bytes
+    before_update = selector.first.predicted_peak_bytes
     assert before_update == whole.predicted_peak_bytes - measured.optimizer_bytes
 
 
@@ -395,8 +395,8 @@ def test_the_first_step_is_predicted_without_the_state_that_its_update_makes() -
 
 def fused(measured: Profile, speedup: float) -> Profile:
     """The same step with fused operators, so many times as fast."""
-    times = tuple((examples, ms / speedup) for examples, ms in measured.piece_ms)
-    return replace(measured, piece_ms=times, chunk_bytes=8 * MIB)
+    times = tuple((examples, ms / speedup) for examples, ms in measured.micro_batch_ms)
+    return replace(measured, micro_batch_ms=times, chunk_bytes=8 * MIB)
 
 
 @few
@@ -408,7 +408,7 @@ def test_the_faster_operators_are_taken_whatever_the_budget(
     plan = chosen(measured).begin(measured, budget, other)
     alone = [planner.make_plan(each, budget) for each in (measured, other) if fits(each, budget)]
     assert plan.predicted_step_ms <= min(each.predicted_step_ms for each in alone)
-    if speedup > 1 and fits(other, budget) and len(measured.piece_ms) == 1:
+    if speedup > 1 and fits(other, budget) and len(measured.micro_batch_ms) == 1:
         assert plan.policy.fused
     if plan.policy.fused:
         share_of_batch = plan.micro_batch / other.batch_size if other.score_sites else 1
@@ -416,8 +416,8 @@ def test_the_faster_operators_are_taken_whatever_the_budget(
         assert not plan.policy.replayed
 
 
-def test_pieces_that_keep_everything_are_no_reason_to_seek_nothing_better() -> None:
-    """With codes the pieces may be larger, and take less time."""
+def test_micro_batches_that_keep_everything_are_no_reason_to_seek_nothing_better() -> None:
+    """With codes the micro-batches may be larger, and take less time."""
     kept = ((0, 10_000), (0, 10_000), (2, 170_000), (3, 10_000))
     measured = profile(
         [
@@ -443,12 +443,12 @@ def fits(measured: Profile, budget_bytes: int) -> bool:
 def test_the_first_step_and_tighter_plans_of_a_fused_plan_are_its_own_profile_s() -> None:
     measured = large(60)
     other = fused(measured, 10.0)
-    choosing = chosen(measured)
-    plan = choosing.begin(measured, between(measured, 0.9), other)
+    selector = chosen(measured)
+    plan = selector.begin(measured, between(measured, 0.9), other)
     assert plan.policy.fused
-    assert choosing.first is not None
-    assert choosing.first.policy.fused
-    tighter = choosing.tighten(plan)
+    assert selector.first is not None
+    assert selector.first.policy.fused
+    tighter = selector.tighten(plan)
     assert tighter is not None
     assert tighter.predicted_peak_bytes < plan.predicted_peak_bytes
 
@@ -456,12 +456,12 @@ def test_the_first_step_and_tighter_plans_of_a_fused_plan_are_its_own_profile_s(
 def test_the_least_budget_is_the_least_of_both() -> None:
     measured = large(60)
     smaller = replace(fused(measured, 0.5), resident_bytes=measured.resident_bytes - 20 * MIB)
-    choosing = chosen(measured)
+    selector = chosen(measured)
     least = planner.least_feasible_budget(smaller)
-    choosing.begin(measured, least, smaller)
-    assert choosing.plan is not None
-    assert choosing.plan.policy.fused
-    assert choosing.least_bytes() == least + ANOTHER_PROCESS_BYTES + 1
+    selector.begin(measured, least, smaller)
+    assert selector.plan is not None
+    assert selector.plan.policy.fused
+    assert selector.least_bytes() == least + ANOTHER_PROCESS_BYTES + 1
     with pytest.raises(BudgetError) as error:
         chosen(measured).begin(measured, least - MIB, smaller)
     assert error.value.least_bytes == least + ANOTHER_PROCESS_BYTES + 1
@@ -470,8 +470,8 @@ def test_the_least_budget_is_the_least_of_both() -> None:
 @pytest.mark.parametrize("policy", ["sage", "checkpoint", "reduce", "2-bit"])
 def test_named_policies_keep_pytorch_s_operators(policy: str) -> None:
     measured = large(20)
-    choosing = chosen(measured, policy=policy)
-    plan = choosing.begin(measured, 10**12, fused(measured, 10.0))
+    selector = chosen(measured, policy=policy)
+    plan = selector.begin(measured, 10**12, fused(measured, 10.0))
     assert not plan.policy.fused
 
 
@@ -494,11 +494,11 @@ def test_no_search_goes_on_beside_a_step_that_needs_all_of_the_budget(
     monkeypatch.setattr(module, "PATIENCE_S", 0.0)
     measured = large(60)
     for share in (0.3, 0.6):
-        choosing = chosen(measured)
+        selector = chosen(measured)
         budget = between(measured, share)
-        plan = choosing.begin(measured, budget)
+        plan = selector.begin(measured, budget)
         room = budget - plan.predicted_peak_bytes
-        assert (choosing._search is None) == (room < module.SEARCH_BYTES)
-        plan = choosing.again(budget - MIB, can_refuse=False)
+        assert (selector._search is None) == (room < module.SEARCH_BYTES)
+        plan = selector.again(budget - MIB, can_refuse=False)
         running = {thread.name for thread in threading.enumerate()}
-        assert choosing._search is not None or "daf-planner" not in running
+        assert selector._search is not None or "daf-planner" not in running

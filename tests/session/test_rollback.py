@@ -56,7 +56,9 @@ class Diverging:
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
         loss = F.cross_entropy(model(batch[0]), batch[1])
-        astray = self.session._counts.step_index >= self.at and bits_of(self.session) <= self.narrow
+        astray = (
+            self.session._counters.step_index >= self.at and bits_of(self.session) <= self.narrow
+        )
         return loss * self.factor if astray else loss
 
 
@@ -71,7 +73,7 @@ def session_for(**options: Any) -> Session:
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     session = Session(model, optimizer, None, sensitivity=False, **options)
-    session._retracing.watch = DivergenceWatch(window=4, patience=2, save_every=3)
+    session._rollback.watch = DivergenceWatch(window=4, patience=2, save_every=3)
     return session
 
 
@@ -107,21 +109,21 @@ def test_the_state_after_going_back_is_the_last_good_one_bit_for_bit(
     factor: float, file: Path | bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept = tmp_path / file if isinstance(file, Path) else file
-    with session_for(bits=2, retrace=kept) as session:
+    with session_for(bits=2, rollback=kept) as session:
         loss_fn = Diverging(session, at=9, factor=factor)
         after: dict[int, dict[str, Any]] = {}
         report = None
         with caplog.at_level(logging.WARNING, "daf"):
             for index in range(20):
                 report = session.step(images(index), loss_fn)
-                if report.retraced_to is not None:
+                if report.rolled_back_to is not None:
                     break
-                after[session._counts.step_index] = everything(session)
+                after[session._counters.step_index] = everything(session)
         assert report is not None
-        assert report.retraced_to is not None
-        assert report.retraced_to <= 9
-        assert session._counts.step_index == report.retraced_to
-        assert_same(everything(session), after[report.retraced_to])
+        assert report.rolled_back_to is not None
+        assert report.rolled_back_to <= 9
+        assert session._counters.step_index == report.rolled_back_to
+        assert_same(everything(session), after[report.rolled_back_to])
         assert not any(each.grad is not None for each in session.model.parameters())
         assert bits_of(session) == 3
         assert "going back" in caplog.text
@@ -135,12 +137,12 @@ def test_the_state_after_going_back_is_the_last_good_one_bit_for_bit(
     ("factor", "error"), [(math.nan, NonFiniteLossError), (50.0, DivergedError)]
 )
 def test_the_second_time_it_is_an_error(factor: float, error: type[Exception]) -> None:
-    with session_for(bits=2, retrace=True) as session:
+    with session_for(bits=2, rollback=True) as session:
         loss_fn = Diverging(session, at=9, factor=factor)
-        while session.step(images(), loss_fn).retraced_to is None:
+        while session.step(images(), loss_fn).rolled_back_to is None:
             pass
         for _ in range(6):
-            assert session.step(images(), loss_fn).retraced_to is None
+            assert session.step(images(), loss_fn).rolled_back_to is None
         loss_fn.narrow = 8  # from now on wider codes do not help either
         if not math.isnan(factor):
             session.step(images(), loss_fn)  # the first of two
@@ -152,7 +154,7 @@ def test_the_second_time_it_is_an_error(factor: float, error: type[Exception]) -
 
 
 def test_without_wider_codes_there_is_no_going_back() -> None:
-    with session_for(bits=8, retrace=True) as session:
+    with session_for(bits=8, rollback=True) as session:
         session.step(images(), lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))
         broken = {"now": False}
 
@@ -177,10 +179,10 @@ def _only_linear(session: Session) -> Plan:
 
 @pytest.mark.parametrize("bits", ["plain", "exact"])
 def test_what_loses_nothing_is_not_watched(bits: str) -> None:
-    with session_for(bits=bits, retrace=True) as session:
+    with session_for(bits=bits, rollback=True) as session:
         for _ in range(3):
             session.step(images(), lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))
-        assert session._retracing.watch.good_step is None
+        assert session._rollback.watch.good_step is None
         with pytest.raises(NonFiniteLossError):
             session.step(images(), lambda model, batch: model(batch[0]).sum() * math.nan)
 
@@ -190,24 +192,24 @@ def test_without_the_option_nothing_is_kept_and_nothing_caught() -> None:
         loss_fn = Diverging(session, at=2, factor=math.nan)
         session.step(images(), loss_fn)
         session.step(images(), loss_fn)
-        assert session._retracing.watch.good_step is None
+        assert session._rollback.watch.good_step is None
         with pytest.raises(NonFiniteLossError):
             session.step(images(), loss_fn)
 
 
 def test_a_resumed_session_can_go_back_to_a_state_from_before(tmp_path: Path) -> None:
     file = tmp_path / "good.safetensors"
-    with session_for(bits=2, retrace=file) as first:
+    with session_for(bits=2, rollback=file) as first:
         for index in range(6):
             first.step(images(index), Diverging(first, at=99, factor=1.0))
         state = json.loads(json.dumps(first.state_dict()))
-        good = first._retracing.watch.good_step
+        good = first._rollback.watch.good_step
         assert good is not None
-    with session_for(bits=2, retrace=file) as second:
+    with session_for(bits=2, rollback=file) as second:
         second.load_state_dict(state)
         report = second.step(images(), Diverging(second, at=0, factor=math.nan))
-        assert report.retraced_to == good + 1
-    with session_for(bits=2, retrace=True) as third:  # whose temporary file was another
+        assert report.rolled_back_to == good + 1
+    with session_for(bits=2, rollback=True) as third:  # whose temporary file was another
         third.load_state_dict(state)
         with pytest.raises(NonFiniteLossError):
             third.step(images(), Diverging(third, at=0, factor=math.nan))
@@ -217,12 +219,12 @@ def test_under_a_budget_the_plan_itself_becomes_wider() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     budget = process_memory.resident_bytes() + 100_000_000
-    with Session(model, optimizer, budget, bits=1, retrace=True) as session:
-        session._retracing.watch = DivergenceWatch(window=4, patience=2, save_every=3)
+    with Session(model, optimizer, budget, bits=1, rollback=True) as session:
+        session._rollback.watch = DivergenceWatch(window=4, patience=2, save_every=3)
         session.prepare(images(), lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))
         loss_fn = Diverging(session, at=2, factor=math.nan)
         reports = [session.step(images(), loss_fn) for _ in range(4)]
-        assert [each.retraced_to for each in reports] == [None, None, 1, None]
+        assert [each.rolled_back_to for each in reports] == [None, None, 1, None]
         assert session.plan is not None
         assert session.plan.policy.name == "2-bit"
         assert session.plan.predicted_peak_bytes <= budget

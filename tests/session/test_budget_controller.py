@@ -307,18 +307,18 @@ def test_a_group_s_limit_that_falls_is_followed_by_the_thread(tree: Tree) -> Non
         return wanted
 
     keeper, lowered = MemoryKeeper(give_back), []
-    adapting = BudgetController("900MB", keeper, lambda: lowered.append(1), tree.system())
-    assert adapting.begin_step() == 900 * MB
+    controller = BudgetController("900MB", keeper, lambda: lowered.append(1), tree.system())
+    assert controller.begin_step() == 900 * MB
     tree.v2_group("/app", used_mb=299, maximum_mb=20)
-    wait_for(lambda: adapting.budget_bytes == 20 * MB)
-    adapting.close()
+    wait_for(lambda: controller.budget_bytes == 20 * MB)
+    controller.close()
     assert lowered == [1]
     # Nothing is recycled here, so what the process really holds above the budget is asked for.
     assert len(given) == 1
     assert given[0] == pytest.approx(process_memory.resident_bytes() - 20 * MB, abs=50 * MB)
-    assert [each.budget_bytes for each in adapting.history] == [900 * MB, 20 * MB]
-    assert adapting.history[-1].evicted_bytes == given[0]
-    assert adapting.history[-1].reason == "the limit /sys/fs/cgroup/app/memory.max"
+    assert [each.budget_bytes for each in controller.history] == [900 * MB, 20 * MB]
+    assert controller.history[-1].evicted_bytes == given[0]
+    assert controller.history[-1].reason == "the limit /sys/fs/cgroup/app/memory.max"
 
 
 def governor_threads() -> list[threading.Thread]:

@@ -159,18 +159,18 @@ def test_a_kind_s_factor_is_measured_over_predicted_and_others_take_after_it() -
     assert factor_of(FUSED_EXACT, factors) == pytest.approx(2.0)
     assert factor_of(FUSED_EXACT, {OWN_CODES: 2.0, OWN_EXACT: 3.0}) == pytest.approx(2.5)
     assert factor_of(OWN_CODES, {}) == 1.0
-    pieces = {replace(OWN_CODES, micro_batch=4): 2.0, replace(OWN_CODES, micro_batch=2): 3.0}
-    assert factor_of(OWN_CODES, {**pieces, OWN_EXACT: 9.0}) == pytest.approx(2.5)
+    other_sizes = {replace(OWN_CODES, micro_batch=4): 2.0, replace(OWN_CODES, micro_batch=2): 3.0}
+    assert factor_of(OWN_CODES, {**other_sizes, OWN_EXACT: 9.0}) == pytest.approx(2.5)
     # What was predicted with factors is measured against those.
     assert done.factors({OWN_CODES: 2.0}) == pytest.approx({OWN_CODES: 5.0, FUSED_CODES: 4.0})
 
 
-# --- in a session's choosing ----------------------------------------------------------------------
+# --- in a session's selector ----------------------------------------------------------------------
 
 
 def fused(measured: Profile) -> Profile:
-    times = tuple((examples, 0.5 * ms) for examples, ms in measured.piece_ms)
-    return replace(measured, piece_ms=times, chunk_bytes=8 * MIB)
+    times = tuple((examples, 0.5 * ms) for examples, ms in measured.micro_batch_ms)
+    return replace(measured, micro_batch_ms=times, chunk_bytes=8 * MIB)
 
 
 def with_slow_replays(measured: Profile) -> Profile:
@@ -186,27 +186,27 @@ def begun(budget_share: float = 0.5, **terms: object) -> tuple[PlanSelector, int
     measured = with_slow_replays(large(60))
     least = planner.least_feasible_budget(measured)
     budget = int(least + budget_share * (planner.kept_peak_bytes(measured) - least))
-    choosing = PlanSelector(PlanConstraints(**({"policy": "optimal", "tolerance": None} | terms)))  # type: ignore[arg-type]
-    choosing.begin(measured, budget, fused(measured))
-    if choosing.first is not None:
-        choosing.settle(choosing.first.predicted_peak_bytes, budget)
-    return choosing, budget, measured
+    selector = PlanSelector(PlanConstraints(**({"policy": "optimal", "tolerance": None} | terms)))  # type: ignore[arg-type]
+    selector.begin(measured, budget, fused(measured))
+    if selector.first is not None:
+        selector.settle(selector.first.predicted_peak_bytes, budget)
+    return selector, budget, measured
 
 
-def train(choosing: PlanSelector, slowness: Mapping[PlanKind, float], most: int = 40) -> list[Plan]:
+def train(selector: PlanSelector, slowness: Mapping[PlanKind, float], most: int = 40) -> list[Plan]:
     """Steps until the plan is settled: what was predicted, times how slow its kind really is."""
     ran: list[Plan] = []
     predicted: dict[int, float] = {}
-    while not choosing.is_settled and len(ran) < most:
-        if choosing._search is not None:
-            choosing._search.wait(60)
-        choosing.between_steps()
-        plan = choosing.running
+    while not selector.is_settled and len(ran) < most:
+        if selector._search is not None:
+            selector._search.wait(60)
+        selector.between_steps()
+        plan = selector.running
         assert plan is not None
         ran.append(plan)
         base = predicted.setdefault(id(plan), plan.predicted_step_ms)
-        choosing.note_step(plan, StepMeasurement(base * slowness[plan_kind(plan)], 0), 1.0)
-    assert choosing.is_settled
+        selector.note_step(plan, StepMeasurement(base * slowness[plan_kind(plan)], 0), 1.0)
+    assert selector.is_settled
     return ran
 
 
@@ -218,17 +218,17 @@ slownesses = st.fixed_dictionaries({kind: st.floats(0.5, 4.0) for kind in KINDS}
 def test_the_plan_that_is_fastest_on_the_machine_stays(
     slowness: dict[PlanKind, float], share: float
 ) -> None:
-    choosing, budget, _ = begun(share)
-    ran = train(choosing, slowness)
+    selector, budget, _ = begun(share)
+    ran = train(selector, slowness)
     tried = {id(plan): plan for plan in ran}.values()
     assert all(plan.predicted_peak_bytes <= budget for plan in tried)
-    factors = choosing.trials.factors
+    factors = selector.autotuner.factors
     assert (len(factors) > 1) == (len(tried) > 1)
     if factors:
         assert len(ran) >= LEAST_STEPS * len(factors)
         real_ms = [plan.predicted_step_ms * slowness[plan_kind(plan)] for plan in tried]
-        assert choosing.plan is not None
-        assert choosing.plan.predicted_step_ms <= (1 + ALIKE) * min(real_ms) + 1e-6
+        assert selector.plan is not None
+        assert selector.plan.predicted_step_ms <= (1 + ALIKE) * min(real_ms) + 1e-6
         for kind, factor in factors.items():
             assert factor == pytest.approx(slowness[kind])
 
@@ -244,162 +244,162 @@ def test_larger_pieces_that_are_predicted_slower_and_run_faster_stay() -> None:
         for plan in plans
         if plan.micro_batch >= RIVAL_PIECES * plans[0].micro_batch
     )
-    choosing = PlanSelector(PlanConstraints("optimal", None))
-    choosing.begin(measured, budget)
-    if choosing.first is not None:
-        choosing.settle(choosing.first.predicted_peak_bytes, budget)
+    selector = PlanSelector(PlanConstraints("optimal", None))
+    selector.begin(measured, budget)
+    if selector.first is not None:
+        selector.settle(selector.first.predicted_peak_bytes, budget)
     slowness = {plan_kind(best): 2.0, plan_kind(rival): 1.0}
-    train(choosing, defaultdict(lambda: 2.0, slowness))
-    assert choosing.plan is not None
-    assert choosing.plan.micro_batch == rival.micro_batch
-    assert choosing.trials.factors[plan_kind(best)] == pytest.approx(2.0)
+    train(selector, defaultdict(lambda: 2.0, slowness))
+    assert selector.plan is not None
+    assert selector.plan.micro_batch == rival.micro_batch
+    assert selector.autotuner.factors[plan_kind(best)] == pytest.approx(2.0)
 
 
 def test_another_budget_is_planned_for_with_what_was_measured() -> None:
     slow_codes = {OWN_CODES: 4.0, OWN_EXACT: 1.0, FUSED_CODES: 4.0, FUSED_EXACT: 4.0}
-    choosing, budget, measured = begun(0.5)
-    train(choosing, slow_codes)
-    assert choosing.trials.factors[OWN_CODES] == pytest.approx(4.0)
-    assert choosing.plan is not None
-    assert plan_kind(choosing.plan) == OWN_EXACT
-    again = choosing.again(budget - 4 * MIB, can_refuse=False)
+    selector, budget, measured = begun(0.5)
+    train(selector, slow_codes)
+    assert selector.autotuner.factors[OWN_CODES] == pytest.approx(4.0)
+    assert selector.plan is not None
+    assert plan_kind(selector.plan) == OWN_EXACT
+    again = selector.again(budget - 4 * MIB, can_refuse=False)
     assert plan_kind(again) == OWN_EXACT  # predicted alone, codes would have been faster
     predicted = planner.make_plan(measured, budget - 4 * MIB, also=(fused(measured),))
     assert plan_kind(predicted).lossy
-    assert train(choosing, slow_codes)  # the search is taken over, and nothing is tried again
-    assert choosing.trials.trial is None
+    assert train(selector, slow_codes)  # the search is taken over, and nothing is tried again
+    assert selector.autotuner.trial is None
 
 
 def test_a_trial_goes_on_where_it_was_in_a_resumed_session() -> None:
-    choosing, _, _ = begun()
+    selector, _, _ = begun()
     slowness = {OWN_CODES: 3.0, OWN_EXACT: 2.0, FUSED_CODES: 1.0, FUSED_EXACT: 2.0}
-    while choosing.trials.trial is None or len(choosing.trials.trial.times_ms) <= LEAST_STEPS:
-        choosing.between_steps()
-        plan = choosing.running
+    while selector.autotuner.trial is None or len(selector.autotuner.trial.times_ms) <= LEAST_STEPS:
+        selector.between_steps()
+        plan = selector.running
         assert plan is not None
-        choosing.note_step(
+        selector.note_step(
             plan, StepMeasurement(plan.predicted_step_ms * slowness[plan_kind(plan)], 7), 1.0
         )
-    resumed = PlanSelector(choosing.terms)
-    resumed.load_state_dict(json.loads(json.dumps(choosing.state_dict())))
-    assert resumed.trials.trial == choosing.trials.trial
+    resumed = PlanSelector(selector.constraints)
+    resumed.load_state_dict(json.loads(json.dumps(selector.state_dict())))
+    assert resumed.autotuner.trial == selector.autotuner.trial
     assert not resumed.is_settled
     train(resumed, slowness)
-    train(choosing, slowness)
-    assert resumed.trials.factors == pytest.approx(dict(choosing.trials.factors))
-    assert resumed.plan == choosing.plan
-    settled = PlanSelector(choosing.terms)
-    settled.load_state_dict(json.loads(json.dumps(choosing.state_dict())))
+    train(selector, slowness)
+    assert resumed.autotuner.factors == pytest.approx(dict(selector.autotuner.factors))
+    assert resumed.plan == selector.plan
+    settled = PlanSelector(selector.constraints)
+    settled.load_state_dict(json.loads(json.dumps(selector.state_dict())))
     assert settled.is_settled
-    assert settled.trials.factors == choosing.trials.factors
+    assert settled.autotuner.factors == selector.autotuner.factors
 
 
-def until_trial(choosing: PlanSelector) -> Trial:
-    while choosing.trials.trial is None:
-        choosing.between_steps()
-    return choosing.trials.trial
+def until_trial(selector: PlanSelector) -> Trial:
+    while selector.autotuner.trial is None:
+        selector.between_steps()
+    return selector.autotuner.trial
 
 
 def test_where_the_first_plan_is_refused_memory_a_tighter_one_stays() -> None:
-    choosing, _, _ = begun()
-    first = until_trial(choosing).plan
-    tighter = choosing.tighten(first)
+    selector, _, _ = begun()
+    first = until_trial(selector).plan
+    tighter = selector.tighten(first)
     assert tighter is not None
     assert tighter.predicted_peak_bytes < first.predicted_peak_bytes
-    assert choosing.plan is tighter
-    assert choosing.is_settled
-    choosing.between_steps()
-    assert choosing.plan is tighter
-    assert not choosing.trials.may_try
+    assert selector.plan is tighter
+    assert selector.is_settled
+    selector.between_steps()
+    assert selector.plan is tighter
+    assert not selector.autotuner.may_try
 
 
 def test_where_a_later_one_is_refused_the_proven_one_goes_on_and_the_others_are_tried() -> None:
-    choosing, _, _ = begun()
-    first, refused, *others = until_trial(choosing).plans
+    selector, _, _ = begun()
+    first, refused, *others = until_trial(selector).plans
     assert others
     for _ in range(LEAST_STEPS):
-        choosing.note_step(first, StepMeasurement(500.0, 70), 1.0)
-        choosing.between_steps()
-    assert choosing.plan is refused
-    assert choosing.tighten(refused) is first  # under which the step is tried again
-    trial = choosing.trials.trial
-    choosing.note_step(first, StepMeasurement(400.0, 60), 1.0)  # which is no trial
-    assert choosing.trials.trial is trial
-    choosing.between_steps()
-    assert choosing.plan is others[0]
+        selector.note_step(first, StepMeasurement(500.0, 70), 1.0)
+        selector.between_steps()
+    assert selector.plan is refused
+    assert selector.tighten(refused) is first  # under which the step is tried again
+    trial = selector.autotuner.trial
+    selector.note_step(first, StepMeasurement(400.0, 60), 1.0)  # which is no trial
+    assert selector.autotuner.trial is trial
+    selector.between_steps()
+    assert selector.plan is others[0]
     for step in range(LEAST_STEPS):
-        assert choosing.trials.take_held_bytes() is None
-        choosing.note_step(others[0], StepMeasurement(300.0, 50 - step), 1.0)
-    assert choosing.trials.take_held_bytes() == 50
-    assert choosing.trials.take_held_bytes() is None
-    assert choosing.plan is not None
-    assert choosing.plan.policy == others[0].policy
-    assert plan_kind(refused) not in choosing.trials.factors
-    assert choosing.is_settled
+        assert selector.autotuner.take_held_bytes() is None
+        selector.note_step(others[0], StepMeasurement(300.0, 50 - step), 1.0)
+    assert selector.autotuner.take_held_bytes() == 50
+    assert selector.autotuner.take_held_bytes() is None
+    assert selector.plan is not None
+    assert selector.plan.policy == others[0].policy
+    assert plan_kind(refused) not in selector.autotuner.factors
+    assert selector.is_settled
 
 
 def test_where_the_last_one_is_refused_the_fastest_of_the_others_stays() -> None:
-    choosing, _, _ = begun()
-    plans = until_trial(choosing).plans
+    selector, _, _ = begun()
+    plans = until_trial(selector).plans
     slow_ms = 2 * plans[-1].predicted_step_ms  # so that the last one is worth trying
     for at in range(LEAST_STEPS * (len(plans) - 1)):
         plan = plans[at // LEAST_STEPS]
         step_ms = slow_ms * (0.9 if plan is plans[0] else 1.0)
-        choosing.note_step(plan, StepMeasurement(step_ms, 100 - at), 1.0)
-        choosing.between_steps()
-    assert choosing.plan is plans[-1]
-    kept = choosing.tighten(plans[-1])
-    assert kept is choosing.plan
+        selector.note_step(plan, StepMeasurement(step_ms, 100 - at), 1.0)
+        selector.between_steps()
+    assert selector.plan is plans[-1]
+    kept = selector.tighten(plans[-1])
+    assert kept is selector.plan
     assert kept is not None
     assert kept.policy == plans[0].policy
-    assert choosing.is_settled
-    assert choosing.trials.take_held_bytes() == 100
+    assert selector.is_settled
+    assert selector.autotuner.take_held_bytes() == 100
 
 
 def test_smaller_batches_decide_nothing_and_cannot_keep_a_trial_open() -> None:
-    choosing, _, _ = begun()
-    trial = until_trial(choosing)
+    selector, _, _ = begun()
+    trial = until_trial(selector)
     steps = trial.steps_of_each * len(trial.plans)
-    choosing.note_step(
+    selector.note_step(
         trial.plan, StepMeasurement(90.0, 0), 0.9
     )  # near enough: its time counts as 100
-    assert choosing.trials.trial is not None
-    assert choosing.trials.trial.times_ms == pytest.approx((100.0,))
+    assert selector.autotuner.trial is not None
+    assert selector.autotuner.trial.times_ms == pytest.approx((100.0,))
     for _ in range(MOST_PASSED * steps + 1):
-        assert choosing.trials.trial is not None
-        choosing.between_steps()
-        choosing.note_step(trial.plan, StepMeasurement(1.0, 0), 0.5)
-    assert choosing.is_settled
-    assert choosing.trials.factors == {}
-    assert choosing.plan is trial.plans[0]
+        assert selector.autotuner.trial is not None
+        selector.between_steps()
+        selector.note_step(trial.plan, StepMeasurement(1.0, 0), 0.5)
+    assert selector.is_settled
+    assert selector.autotuner.factors == {}
+    assert selector.plan is trial.plans[0]
 
 
 def test_a_step_under_another_plan_is_not_counted() -> None:
-    choosing, _, _ = begun()
-    before = until_trial(choosing)
-    choosing.note_step(replace(before.plan, reason="another"), StepMeasurement(1.0, 0), 1.0)
-    assert choosing.trials.trial is before
+    selector, _, _ = begun()
+    before = until_trial(selector)
+    selector.note_step(replace(before.plan, reason="another"), StepMeasurement(1.0, 0), 1.0)
+    assert selector.autotuner.trial is before
 
 
 def test_nothing_is_tried_beyond_the_budget() -> None:
-    choosing, _, measured = begun()
-    until_trial(choosing)
-    plan = choosing.again(measured.floor_bytes + MIB, can_refuse=True)
+    selector, _, measured = begun()
+    until_trial(selector)
+    plan = selector.again(measured.floor_bytes + MIB, can_refuse=True)
     assert plan.predicted_peak_bytes > measured.floor_bytes + MIB
-    assert choosing.is_settled
+    assert selector.is_settled
 
 
 @pytest.mark.parametrize("policy", ["checkpoint", "quantize", "4-bit"])
 def test_named_policies_are_not_tried_against_others(policy: str) -> None:
-    choosing, _, _ = begun(policy=policy)
+    selector, _, _ = begun(policy=policy)
     for _ in range(5):
-        choosing.between_steps()
-    assert choosing.trials.trial is None
-    assert choosing.is_settled
+        selector.between_steps()
+    assert selector.autotuner.trial is None
+    assert selector.is_settled
 
 
 def test_what_may_add_no_noise_is_tried_with_other_operators_only() -> None:
-    choosing, _, _ = begun(0.9, tolerance=0.0)
-    ran = train(choosing, dict.fromkeys(KINDS, 1.0))
+    selector, _, _ = begun(0.9, tolerance=0.0)
+    ran = train(selector, dict.fromkeys(KINDS, 1.0))
     assert {plan_kind(plan).fused for plan in ran} == {False, True}
     assert not any(plan_kind(plan).lossy for plan in ran)
