@@ -196,7 +196,7 @@ def test_every_codec_of_a_gpu_is_called() -> None:
     path = SOURCE / "daf" / "kernels" / "triton" / "codecs.py"
     offered = {each.name for each in syntax(path).body if is_public(each)}
     assert {"encode_rotated", "apply_mask"} <= offered
-    assert offered <= attributes_of("triton_codecs")
+    assert offered <= attributes_of("codecs")
 
 
 def is_public(node: ast.stmt) -> TypeGuard[ast.FunctionDef]:

@@ -17,14 +17,10 @@ from torch import nn
 from typer.testing import CliRunner
 
 from daf.capture.compress import compress
+from daf.kernels.cpu.backend import CpuBackend
+from daf.kernels.normalisation import Geometry, RunningStatistics, Sums
 from daf.operators.chunked import weight_gradient
-from daf.operators.norms.channels_cpu import (
-    Geometry,
-    RunningStatistics,
-    Sums,
-    take_factors,
-    take_statistics,
-)
+from daf.operators.norms.passes import take_statistics
 
 TINY = speed.SpeedJob((*image_cases(8, 16, 16), *text_cases(256, 64, 100)), rounds=2)
 NAMES = {
@@ -138,7 +134,7 @@ def test_bytes_of_channels_are_counted(is_following: bool) -> None:
     sums = Sums(torch.ones(64, dtype=torch.float64), torch.ones(64, dtype=torch.float64))
     gradient = torch.empty(64)
     with counting() as traffic:
-        take_factors(
+        CpuBackend().gradient_factors(
             sums,
             Geometry(64, 64, y.numel()),
             statistics.mean,

@@ -19,11 +19,18 @@ from typer.testing import CliRunner
 
 from daf.cli import app
 from daf.core.policy import Method, Treatment
+from daf.kernels import devices
 from daf.offload.collaborative_packing import Rates, ReadyTensor, Route, ScheduledWork
 from daf.offload.routing import Sent
 
 SMALL = PackJob(batch=8, rounds=1)
 TWO_BITS = Treatment(Method.ROTATED, 2)
+
+
+@pytest.fixture(autouse=True)
+def own_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A simulated device changes who codes the processor's tensors."""
+    monkeypatch.setattr(devices, "_backends", dict(devices._backends))
 
 
 class Told(LateTransfers):

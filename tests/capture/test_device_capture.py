@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from daf.capture.capture import Capture
 from daf.capture.compress import compress
-from daf.codecs import dispatch
+from daf.codecs.coder import Coder
 from daf.core.code_format import header_bytes, plane_bytes
 from daf.core.errors import CodecError
 from daf.core.policy import (
@@ -62,10 +62,11 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("no CUDA device; test_gpu_interpreted runs these", allow_module_level=True)
 
+from backends import coding_by_triton, coding_natively
 from simulated_device import LateTransfers
 from waits import without_waiting
 
-from daf.operators.norms import channels_cuda
+from daf.kernels.triton import backend as triton_backend
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 RAW_BYTES = 32 << 20 if not INTERPRETED else 4 * 8192 * 4  # on their way to be packed
@@ -76,7 +77,7 @@ interpreted_only = pytest.mark.skipif(not INTERPRETED, reason="compares with the
 def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Interpreted, the processor's tensors count as a device's."""
     if INTERPRETED:
-        monkeypatch.setattr(dispatch, "DEVICE_TYPES", ("cpu",))
+        coding_by_triton(monkeypatch)
     with np.errstate(all="ignore"):
         yield
 
@@ -127,7 +128,7 @@ def step(
     capture = Capture(model, PlainStore(), host=host)
     with pytest.MonkeyPatch.context() as patch:
         if processor:
-            patch.setattr(dispatch, "DEVICE_TYPES", ())
+            coding_natively(patch)
         for index in range(steps):
             model.zero_grad()
             with capture.step(policy, seed=3, step_index=5 + index, batch=(x, labels)):
@@ -202,7 +203,7 @@ def test_errors_shrink_with_bits(code_everything: None) -> None:
 def test_the_device_s_bytes_are_those_of_the_format() -> None:
     values = torch.randn(5000, device=DEVICE)
     devices = DeviceStores()
-    made = dispatch.Coder(PlainStore(), devices)
+    made = Coder(PlainStore(), devices)
     policy = policy_for(2)
     treatment = next(each for each in policy.by_need.values() if each.method is Method.ROTATED)
     code = made.values(values, treatment, 7, None, weight=1.0, tag=0)
@@ -229,7 +230,7 @@ def test_planes_that_a_lower_cap_takes_are_read_no_more(code_everything: None) -
         capture = Capture(model, PagedStore())
         with pytest.MonkeyPatch.context() as patch:
             if processor:
-                patch.setattr(dispatch, "DEVICE_TYPES", ())
+                coding_natively(patch)
             with capture.step(policy_for(3), seed=3, step_index=5):
                 loss = model(x).square().mean()
             whole = capture.stats.held_bytes
@@ -325,7 +326,7 @@ def fuse_everything(code_everything: None, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(module, "SMALL_BYTES", 1)
     monkeypatch.setattr(weight_gradient, "CHUNK_BYTES", 2500)
     monkeypatch.setattr(activation_function, "_BLOCKS_AT_A_TIME", 3)
-    monkeypatch.setattr(channels_cuda, "PART_BYTES", 4 << 10)
+    monkeypatch.setattr(triton_backend, "PART_BYTES", 4 << 10)
 
 
 @interpreted_only
@@ -544,8 +545,8 @@ def test_without_triton_tensors_on_a_device_are_kept() -> None:
         import sys
         sys.modules["triton"] = None
         import torch
-        from daf.store import coder
-        print(coder.can_code_on(torch.device("cuda")), coder.can_code_on(torch.device("cpu")))
+        from daf.kernels.devices import can_code_on
+        print(can_code_on(torch.device("cuda")), can_code_on(torch.device("cpu")))
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from daf.capture.capture import Capture
-from daf.codecs import dispatch
+from daf.codecs.coder import Coder
 from daf.core.code_format import code_bytes, plane_bytes
 from daf.core.code_tables import rotated_error
 from daf.core.policy import Method, Treatment, plain_policy, policy_for, with_fused_operators
@@ -54,7 +54,7 @@ def is_done_late() -> None:
 Made = tuple[Tensor, Any, torch.cuda.Event]  # values, their code, when it was there
 
 
-def coded(made: dispatch.Coder, writer: torch.cuda.Stream, turn: int) -> Made:
+def coded(made: Coder, writer: torch.cuda.Stream, turn: int) -> Made:
     with torch.cuda.stream(writer):
         is_done_late()
         values = torch.randn(ELEMENTS + turn, device=DEVICE)
@@ -93,7 +93,7 @@ def block_sizes(living: Iterable[Made]) -> Counter[int]:
 def test_codes_of_one_stream_are_read_on_another() -> None:
     """While others take the pages that fall free, and planes go; the host waits for none of it."""
     devices, streams = DeviceStores(), [torch.cuda.Stream() for _ in range(4)]
-    made, pool = dispatch.Coder(PlainStore(), devices), devices.on(DEVICE)
+    made, pool = Coder(PlainStore(), devices), devices.on(DEVICE)
     living: deque[Made] = deque()
     found: list[tuple[int, Tensor]] = []
     for turn in range(400):

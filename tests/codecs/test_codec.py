@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from daf.codecs.cpu import Channels, DerivativeCode, IntegerCode, MaskCode, ValueCode
+from daf.codecs.codes import DerivativeCode, IntegerCode, MaskCode, ValueCode
 from daf.codecs.layout import is_dense, layout_of, overlaps
 from daf.core.code_format import Predicate, header_bytes, plane_bytes
 from daf.core.errors import CodecError
 from daf.core.policy import Method, Treatment
+from daf.kernels.normalisation import Channels
 from daf.pool.store import PlainStore
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]

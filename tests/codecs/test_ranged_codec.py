@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from daf.codecs import ranges
-from daf.codecs.ranged import WHOLE, Cut, Grid, RangedCode, grid_of
+from daf.codecs.codes import RangedCode
+from daf.codecs.ranged import WHOLE, Cut, Grid, grid_of
 from daf.core.code_format import plane_bytes
 from daf.core.errors import CodecError
 from daf.pool.store import PlainStore

@@ -20,6 +20,7 @@ from daf.core.code_format import (
     block_count,
     words_per_plane,
 )
+from daf.core.policy import Method, Treatment
 from daf.kernels.cpu import flat
 from daf.kernels.triton.planes import DevicePlanes
 
@@ -143,4 +144,25 @@ def decode_mask(
     flat.decode_mask(words.ctypes.data, planes.elements, *values, place, FLOAT32, 1)
 
 
-ALL = (encode_rotated, decode_rotated, encode_minmax, decode_minmax, encode_mask, decode_mask)
+class PagedBackend:
+    """The same as a backend, of masks and values in float32 alone."""
+
+    def encode_values(
+        self, source: Tensor, planes: DevicePlanes, treatment: Treatment, key: int, *more: Any
+    ) -> None:
+        assert not any(more)
+        if treatment.method is Method.ROTATED:
+            encode_rotated(source, planes, treatment.rounds, key)
+        else:
+            encode_minmax(source, planes, key)
+
+    def decode_values(
+        self, planes: DevicePlanes, treatment: Treatment, key: int, out: Tensor, *more: Any
+    ) -> None:
+        if treatment.method is Method.ROTATED:
+            decode_rotated(planes, treatment.rounds, key, out, *more)
+        else:
+            decode_minmax(planes, out, *more)
+
+    encode_mask = staticmethod(encode_mask)
+    decode_mask = staticmethod(decode_mask)

@@ -10,13 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from daf.codecs.cpu import element_type
-from daf.codecs.layout import in_memory_order
+from daf.core.code_format import plane_bytes
 from daf.core.policy import Method, Treatment
+from daf.kernels.backend import element_type
 from daf.kernels.cpu import flat
-from daf.pool.host_planes import HostPlanes, HostStore
+from daf.kernels.cpu.backend import CpuBackend
+from daf.kernels.devices import register_backend
+from daf.kernels.triton.planes import DevicePlanes
+from daf.pool.host_planes import HostStore
+from daf.pool.views import PlaneView
 
 GARBAGE = 0x5A
+_PAGES = torch.arange(65, dtype=torch.int32)  # each plane is one page, in order
 
 
 class Arrival:
@@ -104,58 +109,37 @@ def decode_words(
         flat.decode_minmax(*code, *target)
 
 
-class ProcessorCodec:
-    """What ``store.device_codec`` is to a GPU: codes of plain tensors' values, counted."""
+class ProcessorCodec(CpuBackend):
+    """The processor's kernels where a device's stand, on planes without pages, counted."""
 
     def __init__(self) -> None:
         self.encoded: list[int] = []
-        codec = self
 
-        class DeviceValueCode:
-            def __init__(
-                self, store: HostStore, tensor: Tensor, treatment: Treatment, key: int, _: None
-            ) -> None:
-                planes = store.allocate_planes(tensor.numel(), treatment.bits)
-                self._hold(planes, treatment, key)
-                codec.encoded.append(tensor.numel())
-                source = in_memory_order(tensor)
-                with planes.writing() as there:
-                    assert there.headers is not None
-                    elements = (source.data_ptr(), element_type(tensor.dtype), tensor.numel())
-                    target = (there.region.data_ptr(), there.headers.data_ptr(), 1)
-                    if treatment.method is Method.ROTATED:
-                        flat.encode_rotated(
-                            *elements, treatment.bits, treatment.rounds, key, *target
-                        )
-                    else:
-                        flat.encode_minmax(*elements, treatment.bits, key, *target)
+    def encode_values(self, source: Tensor, planes: Any, *options: Any) -> None:
+        self.encoded.append(source.numel())
+        super().encode_values(source, _view(planes), *options)
 
-            @classmethod
-            def packed_elsewhere(
-                cls, planes: HostPlanes, _tensor: Tensor, treatment: Treatment, key: int
-            ) -> Any:
-                code = cls.__new__(cls)
-                code._hold(planes, treatment, key)
-                return code
+    def decode_values(self, planes: Any, *options: Any) -> None:
+        super().decode_values(_view(planes), *options)
 
-            def _hold(self, planes: HostPlanes, treatment: Treatment, key: int) -> None:
-                self.planes, self.treatment, self.key = planes, treatment, key
 
-            def decode(self, out: Tensor) -> None:
-                with self.planes.pinned() as there:
-                    assert there.headers is not None
-                    decode_words(there.region, there.headers, self.treatment, self.key, out)
-
-        self.DeviceValueCode = DeviceValueCode
+def _view(planes: DevicePlanes) -> PlaneView:
+    """Of planes that lie one after the other, headers behind."""
+    assert planes.headers is not None
+    start = planes.region.data_ptr()
+    assert planes.headers.data_ptr() == start + planes.region.nbytes
+    count, bits = planes.elements, planes.bits
+    return PlaneView((start, plane_bytes(count, 1), _PAGES.data_ptr(), count, 1, 1, bits, bits))
 
 
 class SimulatedDevice:
-    """``bench.pack.Bed``."""
+    """``daf_bench.offload.run.Bed``; the processor's tensors are coded as its own from now on."""
 
-    def __init__(self, latest_s: float = 0.002) -> None:
+    def __init__(self, latest_s: float = 0.002, codec: Any = None) -> None:
         self.late = LateTransfers(latest_s)
         self.place = torch.device("cpu")
-        self.codec = ProcessorCodec()
+        self.codec = codec or ProcessorCodec()
+        register_backend("cpu", lambda: self.codec)
         self.stores: list[HostStore] = []
 
     def store(self, place: torch.device, staging_bytes: int) -> HostStore:

@@ -15,9 +15,10 @@ from torch import nn
 from daf.core.errors import KernelError
 from daf.kernels import ChannelSums, GradientFactors, RunningMoments
 from daf.kernels.cpu import channel_norm
+from daf.kernels.normalisation import Geometry, RunningStatistics
 from daf.kernels.reference import channel_norm as reference_norm
 from daf.kernels.reference.reductions import Sums
-from daf.operators.norms.channels_cpu import Geometry, RunningStatistics, take_statistics
+from daf.operators.norms.passes import take_statistics
 
 any_float = st.floats(width=64, allow_nan=True, allow_infinity=True)
 single = st.floats(width=32, allow_nan=True, allow_infinity=True)

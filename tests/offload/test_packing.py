@@ -22,6 +22,7 @@ from daf.core.code_format import MINMAX_BITS, ROTATED_BITS, code_bytes, words_pe
 from daf.core.errors import SavedTensorError
 from daf.core.policy import Method, Treatment
 from daf.core.units import pinned_bytes
+from daf.kernels import devices
 from daf.offload import host_codes
 from daf.offload.collaborative_packing import Route
 from daf.offload.host_codes import HostCodes, HostMemoryWarning, HostOptions
@@ -36,6 +37,12 @@ TREATMENTS = (
 ROUTES = st.sampled_from(Route)
 FEW = settings(max_examples=15, deadline=None)
 PLENTY = 1 << 40
+
+
+@pytest.fixture(autouse=True)
+def own_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A simulated device changes who codes the processor's tensors."""
+    monkeypatch.setattr(devices, "_backends", dict(devices._backends))
 
 
 class Given:
@@ -105,8 +112,7 @@ def test_whoever_packs_the_same_comes_back(given_, treatment, staging_bytes, dat
     sources = tensors(sizes)
     host, known = codes_on(device, routes, staging_bytes)
     codes = [
-        host.values(device.codec, tensor, treatment, 7 + place, None)
-        for place, tensor in enumerate(sources)
+        host.values(tensor, treatment, 7 + place, None) for place, tensor in enumerate(sources)
     ]
     total = sum(code_bytes(size, treatment.bits) for size in sizes)
     assert host.stored_bytes == host.stored_peak_bytes == host.taken_bytes == total
@@ -121,13 +127,13 @@ def test_whoever_packs_the_same_comes_back(given_, treatment, staging_bytes, dat
     assert len(known.packed_bytes) == routes.count(Route.CPU_PACKS)
 
 
-def assert_whoever_packs_the_bytes_are_the_same(codec: Any, sizes: Sequence[int]) -> None:
+def assert_whoever_packs_the_bytes_are_the_same(sizes: Sequence[int], codec: Any = None) -> None:
     """Of every width of every method, headers and what pads the last words included."""
     for treatment, dtype in itertools.product(TREATMENTS, (torch.float32, torch.bfloat16)):
-        device = SimulatedDevice(latest_s=0.0)
+        device = SimulatedDevice(latest_s=0.0, codec=codec)
         host, known = codes_on(device, list(Route) * len(sizes))
         for key, source in enumerate(each.to(dtype) for each in tensors([*sizes])):
-            codes = [host.values(codec, source, treatment, key, None) for _ in Route]
+            codes = [host.values(source, treatment, key, None) for _ in Route]
             with codes[0].planes.pinned() as one, codes[1].planes.pinned() as two:
                 assert torch.equal(one.region, two.region), treatment
                 assert torch.equal(one.headers, two.headers), treatment
@@ -135,16 +141,18 @@ def assert_whoever_packs_the_bytes_are_the_same(codec: Any, sizes: Sequence[int]
 
 
 def test_whoever_packs_the_bytes_are_the_same() -> None:
-    assert_whoever_packs_the_bytes_are_the_same(SimulatedDevice().codec, (1, 255, 256, 3000))
+    assert_whoever_packs_the_bytes_are_the_same((1, 255, 256, 3000))
 
 
 def test_they_are_those_of_a_gpu_s_kernels_too() -> None:
     """Interpreted, in a process of its own."""
     pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")
     program = """
-from daf.store import device_codec
+import sys
+sys.path.append("../helpers")
 from test_packing import assert_whoever_packs_the_bytes_are_the_same
-assert_whoever_packs_the_bytes_are_the_same(device_codec, (600,))
+from daf.kernels.triton.backend import TritonBackend
+assert_whoever_packs_the_bytes_are_the_same((600,), TritonBackend())
     """
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     place = Path(__file__).parent
@@ -155,7 +163,7 @@ assert_whoever_packs_the_bytes_are_the_same(device_codec, (600,))
 def test_what_travels_is_codes_or_raw_data(route: Route) -> None:
     device, (tensor,) = SimulatedDevice(), tensors([10_000])
     host, _ = codes_on(device, [route], staging_bytes=0)
-    code = host.values(device.codec, tensor, TWO_BITS, 0, None)
+    code = host.values(tensor, TWO_BITS, 0, None)
     host.wait_until_packed()
     device.finish()
     coded = code_bytes(10_000, 2)
@@ -175,10 +183,10 @@ def test_the_processor_s_tensor_is_what_it_was_when_it_was_saved() -> None:
     device, (tensor,) = SimulatedDevice(latest_s=0.05), tensors([5000])
     expected = decoded(tensor, 0)
     host, _ = codes_on(device, [Route.CPU_PACKS, Route.CPU_PACKS, Route.GPU_PACKS])
-    early = host.values(device.codec, tensor.clone(), TWO_BITS, 0, None)
+    early = host.values(tensor.clone(), TWO_BITS, 0, None)
     host.wait_until_packed()
-    late = host.values(device.codec, tensor, TWO_BITS, 0, None)
-    there = host.values(device.codec, tensor, TWO_BITS, 0, None)
+    late = host.values(tensor, TWO_BITS, 0, None)
+    there = host.values(tensor, TWO_BITS, 0, None)
     assert host.device_bytes == tensor.nbytes + code_bytes(5000, 2)
     tensor.zero_()
     assert torch.equal(restored(early, 5000), expected)
@@ -192,7 +200,7 @@ def test_the_processor_s_tensor_is_what_it_was_when_it_was_saved() -> None:
 def test_raw_data_leave_only_within_their_bound_and_are_packed_there_otherwise() -> None:
     device, sources = SimulatedDevice(latest_s=0.05), tensors([4096] * 3)
     host, known = codes_on(device, [Route.CPU_PACKS] * 3, raw_bytes=2 * 4 * 4096)
-    codes = [host.values(device.codec, each, TWO_BITS, 0, None) for each in sources]
+    codes = [host.values(each, TWO_BITS, 0, None) for each in sources]
     host.wait_until_packed()
     assert (known.packed_bytes, device.codec.encoded) == ([4 * 4096] * 2, [4096])
     for code, source in zip(codes, sources, strict=True):
@@ -203,9 +211,9 @@ def test_what_finds_no_room_on_the_host_stays_and_is_told_once() -> None:
     device, (tensor,) = SimulatedDevice(), tensors([4096])
     one = pinned_bytes(code_bytes(4096, 2))
     host, _ = codes_on(device, [Route.GPU_PACKS] * 3, limit_bytes=2 * one)
-    held = [host.values(device.codec, tensor, TWO_BITS, 0, None) for _ in range(2)]
+    held = [host.values(tensor, TWO_BITS, 0, None) for _ in range(2)]
     with pytest.warns(HostMemoryWarning, match="take all of the host memory"):
-        assert host.values(device.codec, tensor, TWO_BITS, 0, None) is None
+        assert host.values(tensor, TWO_BITS, 0, None) is None
     assert host.room(tensor, 4096, 1) is None  # warnings are errors: this is not said again
     held.pop()
     assert host.room(tensor, 4096, 1) is not None
@@ -215,7 +223,7 @@ def test_where_no_pinned_memory_is_left_the_device_holds_its_code() -> None:
     device, (tensor,) = SimulatedDevice(), tensors([4096])
     device.late.refuses = True
     host, known = codes_on(device, [Route.GPU_PACKS, Route.CPU_PACKS], staging_bytes=0)
-    codes = [host.values(device.codec, tensor, TWO_BITS, 3, None) for _ in range(2)]
+    codes = [host.values(tensor, TWO_BITS, 3, None) for _ in range(2)]
     host.drop_staged()
     assert host.device_bytes == 2 * code_bytes(4096, 2)
     for code in codes:
@@ -227,4 +235,4 @@ def test_while_a_graph_is_recorded_nothing_travels(monkeypatch: pytest.MonkeyPat
     device, (tensor,) = SimulatedDevice(), tensors([4096])
     host, _ = codes_on(device, [])
     monkeypatch.setattr(host_codes, "is_recorded", lambda _: True)
-    assert host.values(device.codec, tensor, TWO_BITS, 0, None) is None
+    assert host.values(tensor, TWO_BITS, 0, None) is None

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from daf.capture.compress import compress
-from daf.codecs.cpu import Channels, MaskCode, ValueCode
+from daf.codecs.codes import MaskCode, ValueCode
 from daf.codecs.layout import layout_of
 from daf.codecs.scratch import Scratch
 from daf.core.code_format import Predicate
 from daf.core.policy import Method, Treatment
+from daf.kernels.normalisation import Channels
 from daf.operators.chunked import weight_gradient
 from daf.pool.paged_pool import PagedStore
 from daf.pool.store import PlainStore

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf.capture.compress import compress
-from daf.codecs.cpu import ValueCode
+from daf.codecs.codes import ValueCode
 from daf.core.policy import Method
 from daf.operators.chunked import weight_gradient
 from daf.torch_compat.parameter_reads import DECLARATION

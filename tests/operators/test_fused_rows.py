@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from daf.capture.capture import Capture
 from daf.capture.compress import compress
-from daf.codecs.cpu import ValueCode
+from daf.codecs.codes import ValueCode
 from daf.core.errors import DafError, SavedTensorError
 from daf.core.policy import FUSED_OPERATORS, KEEP, Method, Need, coded_policy, with_fused_operators
 from daf.operators.row_norm import function

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf.capture.compress import compress
-from daf.codecs.cpu import ValueCode
+from daf.codecs.codes import ValueCode
 from daf.core.policy import KEEP, Method, Need, Treatment, coded_policy
 from daf.operators.activation import function
 from daf.pool.store import PlainStore

@@ -14,18 +14,17 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
-import paged_kernels
 import pytest
 import torch
+from backends import coding_by
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_kernels import pages_of
+from paged_kernels import PagedBackend, pages_of
 from simulated_memory import NOBODY_S_BYTES, SimulatedDevice, SimulatedMemory
 from torch import Tensor, nn
 
 from daf.budget import bounds_of
 from daf.budget.governor import RESERVE_BYTES
-from daf.codecs import dispatch
 from daf.core.code_format import code_bytes
 from daf.core.errors import BudgetError
 from daf.core.plan import Plan
@@ -36,10 +35,6 @@ from daf.pool.device_pool import DevicePagedStore, DevicePlaneTensor
 from daf.pool.host_planes import HostPlanes, HostStore
 from daf.session.budget_controller import BudgetController
 from daf.session.session import Session
-
-pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")
-
-from daf.kernels.triton import codecs as triton_codecs
 
 MIB = 2**20
 CPU = torch.device("cpu")
@@ -434,9 +429,7 @@ STEPS = st.lists(
 @given(st.sampled_from([3, 3, 3, None]), STEPS)
 def test_a_step_ends_within_its_budget_or_is_refused_whole(bits, steps) -> None:
     with pytest.MonkeyPatch.context() as patch, SimulatedDevice() as device:
-        patch.setattr(dispatch, "DEVICE_TYPES", ("cpu",))
-        for kernel in paged_kernels.ALL:
-            patch.setattr(triton_codecs, kernel.__name__, kernel)
+        coding_by(patch, PagedBackend)
         memory = SimulatedMemory(torch.device("cuda:0"), device)
         patch.setattr("daf.session.arguments.memory_of", lambda _: memory)
         state = json.loads(measured(bits))

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from backends import coding_by_triton
 from simulated_memory import SimulatedDevice
 from torch import Tensor, nn
 
-from daf.codecs import dispatch
 from daf.memory.device_memory import DeviceMemory
 from daf.session.session import Session
 
@@ -27,7 +27,7 @@ LAYERS, EXAMPLES, WIDTH = 4, 1024, 512
 @pytest.fixture(autouse=True)
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The processor's tensors count as a device's, whose codes all decode to ones."""
-    monkeypatch.setattr(dispatch, "DEVICE_TYPES", ("cpu",))
+    coding_by_triton(monkeypatch)
 
     def decode(_planes: Any, _rounds: int, _key: int, destination: Tensor, *_: Any) -> None:
         destination.fill_(1.0)

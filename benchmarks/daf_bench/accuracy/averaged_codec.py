@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from daf.codecs.cpu import ValueCode
+from daf.codecs.codes import ValueCode
 from daf.codecs.layout import in_memory_order, is_dense
 from daf.codecs.registry import register_codec
 from daf.core.code_errors import relative_error

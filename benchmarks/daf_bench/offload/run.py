@@ -25,6 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from daf.codecs.layout import is_dense
 from daf.core.errors import PlatformError
 from daf.core.policy import Method, Treatment
+from daf.kernels.devices import backend_of
 from daf.offload.collaborative_packing import Rates, ReadyTensor, Route, Timeline, simulate, split
 from daf.offload.host_codes import HostCodes, HostOptions
 from daf.offload.routing import MeasuredRoutes, Routes, Seen
@@ -63,10 +64,6 @@ class Bed(Protocol):
     def place(self) -> torch.device:
         """Where tensors are."""
 
-    @property
-    def codec(self) -> Any:
-        """What codes there (``HostCodes.values``)."""
-
     def store(self, place: torch.device, staging_bytes: int) -> HostStore:
         """For codes that wait on the host."""
 
@@ -88,10 +85,8 @@ class CudaBed:
                 f"asked to pack beside {place}, found no CUDA device; on a processor alone, "
                 "`daf bench packing` measures what packing costs"
             )
-        from daf.codecs import cuda  # needs triton, which processors alone do not
-
+        backend_of(torch.empty(0, device=place))
         self.place = place
-        self.codec: Any = cuda
 
     def store(self, place: torch.device, staging_bytes: int) -> HostStore:
         """By PyTorch's streams."""
@@ -231,7 +226,7 @@ class _Step:
         self._coded_loss(host).backward()  # type: ignore[no-untyped-call]
 
     def _coded_loss(self, host: HostCodes) -> Tensor:
-        with saved_tensors_hooks(*_hooks(host, self._bed.codec, self._treatment)):
+        with saved_tensors_hooks(*_hooks(host, self._treatment)):
             return self._loss()
 
     def _loss(self) -> Tensor:
@@ -268,7 +263,7 @@ def is_packed(tensor: Tensor) -> bool:
 
 
 def _hooks(
-    host: HostCodes, codec: Any, treatment: Treatment
+    host: HostCodes, treatment: Treatment
 ) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
     """What autograd calls: every large tensor becomes a code that waits on the host."""
     keys = count()
@@ -276,7 +271,7 @@ def _hooks(
     def pack(tensor: Tensor) -> Any:
         if not is_packed(tensor):
             return tensor
-        code = host.values(codec, tensor, treatment, next(keys), None)
+        code = host.values(tensor, treatment, next(keys), None)
         return code, tensor.shape, tensor.stride(), tensor.device
 
     def unpack(held: Any) -> Tensor:

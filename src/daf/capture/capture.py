@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from daf.capture.compiled_calls import apart, untraced
 from daf.capture.saved_tensor_hooks import CaptureState, Fusions, SavedTensorHooks
-from daf.codecs.dispatch import Coder
+from daf.codecs.coder import Coder
 from daf.codecs.scratch import Scratch
 from daf.core.errors import PlatformError
 from daf.core.policy import Policy, Site

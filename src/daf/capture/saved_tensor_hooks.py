@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from daf.codecs.dispatch import Coder
+from daf.codecs.coder import Coder
 from daf.codecs.scratch import Scratch
 from daf.core.errors import CodecError
 from daf.core.policy import DERIVED, KEEP, Need, Policy, Site, Treatment

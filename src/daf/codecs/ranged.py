@@ -1,5 +1,5 @@
-"""Min-max codes whose range is the whole tensor's or each channel's, for which there is a true
-reduction (DAF, arXiv 2507.07149): no headers, eight bytes for every channel.
+"""Grids of min-max codes whose range is the whole tensor's or each channel's, for which there is a
+true reduction (DAF, arXiv 2507.07149): no headers, eight bytes for every channel.
 
 Ranges of blocks fit closer, so that no plan chooses these: they are what was published, to
 compare with.
@@ -12,9 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from daf.codecs.cpu import Channels, check_count, element_type
-from daf.kernels.cpu import paged
-from daf.pool.store import Planes, Store
+from daf.kernels.normalisation import Channels
 
 
 class Cut(NamedTuple):
@@ -54,41 +52,3 @@ def grid_of(low: Tensor, high: Tensor, bits: int, inner: int) -> Grid:
     least = torch.where(finite, low, torch.nan).float()
     to_steps = Channels(per_value, (-low * per_value).float(), inner)
     return Grid(to_steps, Channels(step.float(), least, inner))
-
-
-class RangedCode:
-    """Planes of a dense CPU tensor's steps; who decodes them brings what they are steps of."""
-
-    __slots__ = ("count", "planes")
-    in_store = True
-
-    def __init__(
-        self, store: Store, tensor: Tensor, bits: int, key: int, to_steps: Channels
-    ) -> None:
-        """Encode floats, rounding stochastically.
-
-        Raises:
-            CodecError: the dtype has no code.
-        """
-        self.count = tensor.numel()
-        kind = element_type(tensor.dtype)
-        self.planes: Planes = store.allocate_planes(self.count, bits, headers=False)
-        paged.encode_steps(
-            *(tensor.data_ptr(), kind, self.planes.view.fields, key, torch.get_num_threads()),
-            to_steps.pointers(),
-        )
-        self.planes.seal()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the planes."""
-        return self.planes.nbytes
-
-    def decode(self, out: Tensor, from_steps: Channels) -> None:
-        """Write the values into a dense tensor of the coded element count."""
-        check_count(self.count, out)
-        with self.planes.pinned() as view:
-            paged.decode_steps(
-                *(view.fields, out.data_ptr(), element_type(out.dtype), torch.get_num_threads()),
-                from_steps.pointers(),
-            )

@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from daf.codecs.cpu import element_type, is_codable
-from daf.codecs.dispatch import can_code_on, is_processor
 from daf.codecs.layout import in_memory_order, is_dense
 from daf.codecs.ranged import WHOLE, Cut
 from daf.kernels import RangeStrategy
 from daf.kernels.autotune import Chooser
-from daf.kernels.cpu.reductions import measure_ranges, range_strategy, ranges_workspace_bytes
+from daf.kernels.backend import is_codable
+from daf.kernels.cpu.reductions import range_strategy
+from daf.kernels.devices import backend_of, can_code_on, is_processor
 
 PYTORCH = "pytorch"
 STRATEGIES = (*(strategy.name.lower() for strategy in RangeStrategy), PYTORCH)
@@ -230,29 +230,9 @@ def _by(tensor: Tensor, cut: Cut, name: str) -> Ends:
     """(channels,) each; 0-dim of a whole tensor, which is asked for most."""
     if name == PYTORCH:
         return _by_pytorch(tensor, cut)
-    strategy, items = RangeStrategy[name.upper()], in_memory_order(tensor)
-    if is_processor(tensor.device):
-        return _on_processor(items, cut, strategy)
-    from daf.kernels.triton import (
-        reductions as triton_reductions,  # needs triton, which processors alone do not
-    )
-
-    low, high = triton_reductions.measure_ranges(items, strategy, *cut)
+    strategy = RangeStrategy[name.upper()]
+    low, high = backend_of(tensor).measure_ranges(in_memory_order(tensor), strategy, *cut)
     return (low[0], high[0]) if cut == WHOLE else (low, high)
-
-
-def _on_processor(items: Tensor, cut: Cut, strategy: RangeStrategy) -> Ends:
-    count, threads = items.numel(), torch.get_num_threads()
-    size_bytes = ranges_workspace_bytes(count, threads, *cut, strategy)
-    workspace = torch.empty(max(1, size_bytes), dtype=torch.uint8)
-    shape = (2,) if cut == WHOLE else (2, cut.channels)
-    ends = torch.empty(shape, dtype=torch.float32)
-    measure_ranges(
-        *(items.data_ptr(), element_type(items.dtype), count),
-        *(ends[0].data_ptr(), ends[1].data_ptr(), workspace.data_ptr(), threads),
-        *(*cut, strategy),
-    )
-    return ends[0], ends[1]
 
 
 def _seconds(work: Callable[[], Any], device: torch.device) -> float:

@@ -20,12 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from daf.codecs.dispatch import can_code_on, is_processor, is_recorded
+from daf.codecs.codes import ValueCode
 from daf.codecs.layout import in_memory_order
 from daf.core.code_format import code_bytes
 from daf.core.errors import PlatformError, SavedTensorError
 from daf.core.policy import Method, Treatment
 from daf.core.units import format_bytes, parse_optional_bytes, pinned_bytes
+from daf.kernels.devices import can_code_on, is_processor, is_recorded
+from daf.kernels.normalisation import Channels
 from daf.memory.domain import device_of
 from daf.offload.collaborative_packing import Route
 from daf.offload.host_encoder import encode_on_host, words_for
@@ -183,18 +185,16 @@ class HostCodes:
 
     def values(
         self,
-        codec: Any,
         tensor: Tensor,
         treatment: Treatment,
         key: int,
-        channels: Any,
+        channels: Channels | None,
         **options: Any,
-    ) -> Any | None:
+    ) -> ValueCode | None:
         """A dense tensor's values; None: they must stay on its device.
 
         Args:
-            codec: the module, or what stands for it, whose ``DeviceValueCode`` codes there.
-            tensor: the arguments from here on are those of ``DeviceValueCode``.
+            tensor: the arguments, and the options, are those of :class:`ValueCode`.
             treatment: *rotated* or *minmax*.
             key: names the code's random rotation.
             channels: applied before.
@@ -205,20 +205,18 @@ class HostCodes:
             return None
         routes = self._place(tensor.device).routes
         either = treatment.method in (Method.ROTATED, Method.MINMAX) and channels is None
-        either = either and options.get("emission") is None and options.get("rows") is None
-        if not either:
-            return codec.DeviceValueCode(store, tensor, treatment, key, channels, **options)
-        if routes.take() is Route.CPU_PACKS and self._may_send_raw(store, tensor):
+        either = either and options.get("output") is None and options.get("rows") is None
+        if either and routes.take() is Route.CPU_PACKS and self._may_send_raw(store, tensor):
             planes = self._sent_raw(store, routes, tensor, treatment, key)
             if planes is not None:
-                return codec.DeviceValueCode.packed_elsewhere(planes, tensor, treatment, key)
-        if not routes.is_watching:
-            return codec.DeviceValueCode(store, tensor, treatment, key, None, **options)
-        before = store.transfers.mark()
-        code = codec.DeviceValueCode(store, tensor, treatment, key, None, **options)
-        after, copy = store.transfers.mark(), store.last_copy
-        if copy is not None:
-            self._note(routes, Route.GPU_PACKS, tensor, treatment, (before, after, copy))
+                return ValueCode.packed_elsewhere(planes, tensor, treatment, key)
+        is_timed = either and routes.is_watching
+        before = store.transfers.mark() if is_timed else None
+        code = ValueCode(store, tensor, treatment, key, channels, **options)
+        if is_timed and store.last_copy is not None:
+            after = store.transfers.mark()
+            tickets = (before, after, store.last_copy)
+            self._note(routes, Route.GPU_PACKS, tensor, treatment, tickets)
         return code
 
     def _may_send_raw(self, store: HostStore, tensor: Tensor) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from daf.codecs.cpu import element_type
 from daf.core.code_format import WORD_BYTES, code_bytes, words_per_plane
 from daf.core.policy import Method, Treatment
+from daf.kernels.backend import element_type
 from daf.kernels.cpu import flat
 
 

@@ -8,11 +8,12 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from daf.codecs.cpu import Channels
-from daf.codecs.dispatch import Coder, Mask, Values
+from daf.codecs.coder import Coder
+from daf.codecs.codes import MaskCode, ValueCode, Values
 from daf.core.errors import CodecError
 from daf.core.policy import KEEP, Method, Need, Policy, Treatment
 from daf.kernels import RowMoments
+from daf.kernels.normalisation import Channels, NormOutput
 from daf.operators.batch_norm.function import FusedNorm, Holder, Norm, NormHeld, run_forward
 from daf.operators.batch_norm.pattern import NormSite
 from daf.operators.batch_norm.relu import Rectifier
@@ -214,10 +215,10 @@ class CountingHolder:
         self,
         x: Tensor,
         channels: Channels | None,
-        written: Any,
+        written: NormOutput | None,
         rows: RowMoments | None = None,
-    ) -> Stored[Values]:
-        """Code ``channels`` of the input as the record says; ``written``: an emission, or None."""
+    ) -> Stored[ValueCode]:
+        """Code ``channels`` of the input as the record says; ``written`` beside it, if anything."""
         record, carrier = self.record, self._carrier
         before = carrier.hooks.spilled_bytes
         code = carrier.coder.values(
@@ -227,13 +228,13 @@ class CountingHolder:
             channels,
             weight=carrier.policy.weight(record.site),
             tag=record.name_hash,
-            emission=written,
+            output=written,
             rows=rows,
         )
         record.spilled_bytes += carrier.hooks.spilled_bytes - before
         return self.stored(code)
 
-    def new_mask(self, x: Tensor) -> Mask:
+    def new_mask(self, x: Tensor) -> MaskCode:
         """Room for a mask of a tensor, where the code goes; counted with that."""
         record, carrier = self.record, self._carrier
         before = carrier.hooks.spilled_bytes
@@ -263,11 +264,11 @@ class _NormHolder(Holder):
         """The input itself, if that is to be held."""
         return self._counting.hold_input(norm.x)
 
-    def new_mask(self, x: Tensor) -> Mask:
+    def new_mask(self, x: Tensor) -> MaskCode:
         """Room for a mask of it."""
         return self._counting.new_mask(x)
 
-    def encode(self, norm: Norm, written: Any) -> Stored[Values]:
+    def encode(self, norm: Norm, written: Any) -> Stored[ValueCode]:
         """Code the normalised value."""
         forward = norm.statistics.forward(norm.geometry.inner)
         return self._counting.encode(norm.x.detach(), forward, written)

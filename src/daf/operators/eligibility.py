@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from daf.codecs.cpu import is_codable
-from daf.codecs.dispatch import can_code_on, is_coded_on_device, is_recorded
+from daf.kernels.backend import is_codable
+from daf.kernels.devices import can_code_on, is_coded_on_device, is_recorded
 
 
 def autograd_objection(inputs: tuple[Tensor | None, ...], pack: Callable[..., Any]) -> str:

@@ -57,6 +57,11 @@ class PlaneTensor:
             raise KernelError("asked to write into a sealed tensor; allocate another one")
         return self._open_view
 
+    @contextmanager
+    def filling(self) -> Iterator[PlaneView]:
+        """Where to write, for as long as inside."""
+        yield self.view
+
     @property
     def nbytes(self) -> int:
         """Bytes of the pages it has now."""

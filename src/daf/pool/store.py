@@ -42,6 +42,9 @@ class Planes(Protocol):
     def view(self) -> PlaneView:
         """Where to write; gone once sealed."""
 
+    def filling(self) -> AbstractContextManager[PlaneView]:
+        """The same, for as long as inside."""
+
     def seal(self) -> None:
         """Writing is done."""
 
@@ -174,3 +177,5 @@ class _WholePlanes:
     def pinned(self) -> Iterator[PlaneView]:
         """The same as ``view``."""
         yield PlaneView(self._fields)
+
+    filling = pinned

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from daf.codecs.dispatch import Coder, can_code_on
+from daf.codecs.coder import Coder
 from daf.core.code_format import Predicate
 from daf.core.policy import Method, Treatment
 from daf.core.profile import DeviceSpeeds
+from daf.kernels.devices import can_code_on
 from daf.memory.process_memory import CPU
 from daf.offload.spill import SpillOptions
 from daf.pool.store import PlainStore

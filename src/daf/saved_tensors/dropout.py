@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from daf.codecs.cpu import Channels
 from daf.codecs.layout import layout_of
+from daf.kernels.normalisation import Channels
 from daf.saved_tensors.ledger import Ledger
 from daf.saved_tensors.pack_request import PackRequest, result_made_by
 from daf.saved_tensors.packed_tensor import Recipe, Rederived, Stored, Term, TwoValues

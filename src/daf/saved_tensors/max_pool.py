@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from daf.codecs.dispatch import Packed
+from daf.codecs.codes import IntegerCode
 from daf.codecs.layout import Layout
 from daf.codecs.scratch import Scratch
 from daf.saved_tensors.packed_tensor import PackedTensor, Stored
@@ -93,7 +93,7 @@ class WindowPlaces(PackedTensor):
 
     __slots__ = ("_code", "_layout", "_windows")
 
-    def __init__(self, code: Stored[Packed], layout: Layout, windows: Windows) -> None:
+    def __init__(self, code: Stored[IntegerCode], layout: Layout, windows: Windows) -> None:
         super().__init__()
         self._code = code
         self._layout = layout

@@ -3,7 +3,7 @@
 A normalisation computes ``y = (x - mean) * inverse_deviation`` and then
 ``gamma * y + beta``. Coding y instead of x lets one code serve the
 normalisation's own backward and, through gamma and beta, the operators behind
-it. Both maps are told in memory order, as :class:`daf.codecs.cpu.Channels`.
+it. Both maps are told in memory order, as :class:`daf.kernels.normalisation.Channels`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from daf.codecs.cpu import Channels
 from daf.codecs.scratch import Scratch
+from daf.kernels.normalisation import Channels
 from daf.saved_tensors.backward_rules import BATCH_NORMS, saved_in
 from daf.saved_tensors.packed_tensor import Kept
 

@@ -11,14 +11,14 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from daf.codecs.cpu import Channels, elements_in
-from daf.codecs.dispatch import Intervals, Mask, Packed, Steps, Values
+from daf.codecs.codes import DerivativeCode, IntegerCode, MaskCode, RangedCode, Values, elements_in
 from daf.codecs.layout import Layout, layout_of
 from daf.codecs.registry import RegisteredCode
 from daf.codecs.scratch import Scratch
 from daf.core.code_format import BLOCK_ELEMENTS
 from daf.core.errors import SavedTensorError
 from daf.core.policy import Need, Site
+from daf.kernels.normalisation import Channels
 from daf.offload.spill import SpillRecord, SpillStore
 from daf.saved_tensors.derivation import Derivation
 from daf.saved_tensors.ledger import Holding, Ledger, Plain
@@ -52,7 +52,7 @@ class Term(NamedTuple):
 
     code: Stored[Values]
     channels: Stored[Channels] | None = None
-    mask: Stored[Mask] | None = None
+    mask: Stored[MaskCode] | None = None
     derivation: Derivation | None = None
 
 
@@ -135,7 +135,7 @@ class TwoValues(PackedTensor):
 
     __slots__ = ("_layout", "_off", "_on", "mask")
 
-    def __init__(self, mask: Stored[Mask], layout: Layout, off: float, on: float) -> None:
+    def __init__(self, mask: Stored[MaskCode], layout: Layout, off: float, on: float) -> None:
         super().__init__()
         self.mask = mask
         self._layout = layout
@@ -200,7 +200,9 @@ class Ranged(PackedTensor):
 
     __slots__ = ("code", "from_steps", "layout")
 
-    def __init__(self, code: Stored[Steps], from_steps: Stored[Channels], layout: Layout) -> None:
+    def __init__(
+        self, code: Stored[RangedCode], from_steps: Stored[Channels], layout: Layout
+    ) -> None:
         super().__init__()
         self.code = code
         self.from_steps = from_steps
@@ -249,7 +251,9 @@ class Derivative(PackedTensor):
 
     __slots__ = ("_code", "_layout", "_representatives")
 
-    def __init__(self, code: Stored[Intervals], layout: Layout, representatives: Tensor) -> None:
+    def __init__(
+        self, code: Stored[DerivativeCode], layout: Layout, representatives: Tensor
+    ) -> None:
         super().__init__()
         self._code = code
         self._layout = layout
@@ -267,7 +271,7 @@ class Decoded(PackedTensor):
 
     __slots__ = ("_code", "_layout")
 
-    def __init__(self, code: Stored[Packed | RegisteredCode], layout: Layout) -> None:
+    def __init__(self, code: Stored[IntegerCode | RegisteredCode], layout: Layout) -> None:
         super().__init__()
         self._code = code
         self._layout = layout

@@ -9,14 +9,17 @@ import torch
 from torch import Tensor
 
 from daf.codecs import ranges
-from daf.codecs.cpu import Channels, is_codable
-from daf.codecs.dispatch import Coder, Packed, Values, can_code_on, is_read_freely, is_recorded
+from daf.codecs.coder import Coder
+from daf.codecs.codes import IntegerCode, Values
 from daf.codecs.layout import content_key, in_memory_order, is_dense, layout_of, overlaps
 from daf.codecs.ranged import WHOLE, Cut, grid_of
 from daf.codecs.scratch import Scratch
 from daf.core.code_format import Predicate
 from daf.core.errors import CodecError
 from daf.core.policy import KEEP, Method, Need, Site, Treatment
+from daf.kernels.backend import is_codable
+from daf.kernels.devices import can_code_on, is_read_freely, is_recorded
+from daf.kernels.normalisation import Channels
 from daf.offload.spill import SpillRecord, SpillStore
 from daf.saved_tensors.activation_codes import smooth_code
 from daf.saved_tensors.backward_rules import saved_in, sign_rule
@@ -198,7 +201,7 @@ class Packer:
             job.source.remember(key, code)
         return Decoded(code, layout_of(job.tensor))
 
-    def _packed(self, tensor: Tensor, on_host: bool) -> Packed | None:
+    def _packed(self, tensor: Tensor, on_host: bool) -> IntegerCode | None:
         if tensor.dtype is torch.bool:
             return self._coder.integers(tensor, 1, 0, on_host=on_host)
         if not is_read_freely(tensor):

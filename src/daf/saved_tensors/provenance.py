@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from daf.codecs.dispatch import Mask
+from daf.codecs.codes import MaskCode
 from daf.codecs.layout import is_dense
 from daf.core.policy import Method
 from daf.saved_tensors.backward_rules import ALIASES
@@ -148,7 +148,7 @@ class Provenance:
             return None
         return found
 
-    def masked(self, node: Any, operands: Operands, mask: Stored[Mask]) -> Recipe | None:
+    def masked(self, node: Any, operands: Operands, mask: Stored[MaskCode]) -> Recipe | None:
         """The recipe of a ReLU's result, if that of its input is known."""
         if not operands.trusted:
             return None
@@ -157,7 +157,9 @@ class Provenance:
             return None
         return (*found[:-1], found[-1]._replace(mask=mask)) if found[-1].mask is None else None
 
-    def added(self, addend: Tensor | None, term: Term, mask: Stored[Mask] | None) -> Recipe | None:
+    def added(
+        self, addend: Tensor | None, term: Term, mask: Stored[MaskCode] | None
+    ) -> Recipe | None:
         """The recipe of ``addend`` plus one more term, then zero by ``mask``."""
         found: Recipe | None = (term,)
         if addend is not None:

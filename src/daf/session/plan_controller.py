@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from daf.codecs.dispatch import can_code_on
 from daf.core.errors import BudgetError
 from daf.core.plan import Plan
 from daf.core.policy import Policy
+from daf.kernels.devices import can_code_on
 from daf.memory.domain import MemoryDomain, device_of
 from daf.memory.limit_protocol import Keeper
 from daf.planning import planner

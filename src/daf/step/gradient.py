@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from daf.capture.capture import Capture
 from daf.capture.compiled_calls import apart
-from daf.codecs.dispatch import is_processor
 from daf.core.errors import NonFiniteLossError
 from daf.core.plan import Plan
 from daf.core.policy import Policy
+from daf.kernels.devices import is_processor
 from daf.memory.domain import device_of
 from daf.step.dry_run import rehearse
 from daf.step.gradient_release import GradientRelease

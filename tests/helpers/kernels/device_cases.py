@@ -13,9 +13,9 @@ import torch
 from daf.core.code_format import ElementType, block_count
 from daf.core.code_format import words_per_plane as words_of
 from daf.kernels import PageFields
+from daf.kernels.normalisation import Channels
 from daf.kernels.reference import codecs as reference
 from daf.kernels.reference.elements import element_dtype
-from daf.kernels.triton.launch import Affine
 from daf.kernels.triton.planes import DevicePlanes, flat_planes, paged_planes
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -67,9 +67,9 @@ def assert_code(planes: DevicePlanes, expected: reference.Code) -> None:
     assert bytes_of(planes.region) == np.ascontiguousarray(expected.planes).tobytes()
 
 
-def make_affine(cases, channels: int, inner: int) -> tuple[reference.Affine, Affine]:
+def make_affine(cases, channels: int, inner: int) -> tuple[reference.Affine, Channels]:
     ours = reference.Affine(cases.gaussian(channels, 5), cases.gaussian(channels, 6), inner)
-    return ours, Affine(to_device(ours.scale), to_device(ours.shift), inner)
+    return ours, Channels(to_device(ours.scale), to_device(ours.shift), inner)
 
 
 def in_pages(

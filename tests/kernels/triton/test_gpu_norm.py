@@ -26,6 +26,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("no CUDA device; test_gpu_interpreted runs these", allow_module_level=True)
 
+from backends import coding_by_triton
 from device_cases import (
     DEVICE,
     bytes_of,
@@ -38,12 +39,12 @@ from device_cases import (
     to_device,
 )
 
+from daf.kernels.normalisation import Channels, Geometry, KeptValues, RunningStatistics
 from daf.kernels.triton import channel_norm as triton_norm
 from daf.kernels.triton import row_norm as triton_rows
-from daf.kernels.triton.launch import Affine
+from daf.kernels.triton.backend import TritonBackend
 from daf.kernels.triton.planes import DevicePlanes, allocate_flat
-from daf.operators.norms import channels_cuda
-from daf.operators.norms.channels_cpu import Geometry, RunningStatistics
+from daf.operators.norms.passes import take_statistics
 
 F32 = ElementType.FLOAT32
 # (count, channels, inner): channels-last and contiguous, ragged, spans that channels cross.
@@ -88,7 +89,7 @@ def parts_of(count: int, step: int) -> list[tuple[int, int]]:
 
 
 def value_parts(
-    values: Floats, x: Floats, forward: Affine, kind: ElementType, step: int, *, kept: bool
+    values: Floats, x: Floats, forward: Channels, kind: ElementType, step: int, *, kept: bool
 ) -> Iterator[triton_norm.Values]:
     """The values decoded, or the input that they are computed from."""
     for first, last in parts_of(len(x), step):
@@ -224,7 +225,7 @@ def test_rows_are_the_oracle_s(cases, rows, length, centred) -> None:
     x = as_stored(getattr(cases, name)(max(16, count))[:count], kind)
     gradient, gamma = as_stored(cases.gaussian(count, 4), kind), cases.gaussian(length, 5)
     affine = reference_rows.row_affine(x, length, 1e-5, centred=centred)
-    measured = Affine(
+    measured = Channels(
         *torch.full((2, rows), 7.0, dtype=torch.float32, device=DEVICE).unbind(), length
     )
     triton_rows.measure_rows(elements(narrow(x, kind), kind), measured, 1e-5, centred=centred)
@@ -232,7 +233,7 @@ def test_rows_are_the_oracle_s(cases, rows, length, centred) -> None:
     assert bytes_of(measured.shift) == affine.shift.tobytes()
 
     values = affine.apply(x, 0)
-    theirs = Affine(to_device(affine.scale), to_device(affine.shift), length)
+    theirs = Channels(to_device(affine.scale), to_device(affine.shift), length)
     given = elements(narrow(gradient, kind), kind)
     for weight, kept in ((None, True), (gamma, False)):
         expected = reference_rows.row_gradients(
@@ -284,7 +285,7 @@ def test_statistics_of_sums_are_the_oracle_s(channels, count, epsilon) -> None:
     expected = reference_norm.statistics_of_sums(theirs, count, epsilon)
     assert [bytes_of(each) for each in plain] == [each.tobytes() for each in expected[:2]]
     for momentum in (0.1, 1.0, 1 / 3):
-        followed = triton_norm.Followed(*(to_device(each.copy()) for each in running), momentum)
+        followed = RunningStatistics(*(to_device(each.copy()) for each in running), momentum)
         found = triton_norm.channel_statistics(*ours, count, epsilon, followed)
         expected = reference_norm.statistics_of_sums(
             theirs, count, epsilon, (running[0], running[1]), momentum
@@ -349,20 +350,25 @@ VIEWS = {"select", "unbind", "view", "as_strided", "detach", "slice", "alias"}
 
 
 @pytest.mark.usefixtures("kernels_unseen")
-def test_a_normalisation_runs_its_own_kernels_and_no_operators_beside() -> None:
+def test_a_normalisation_runs_its_own_kernels_and_no_operators_beside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each would cost a start of its own; and by a plain number PyTorch divides on a GPU as it
     multiplies by the inverse: two roundings.
     """
     x = torch.linspace(-1, 1, 12 * 100, dtype=torch.float32, device=DEVICE)
     geometry, vector = Geometry(12, 1, 1200), torch.zeros(12, dtype=torch.float32, device=DEVICE)
     running = RunningStatistics(vector.clone(), vector.clone() + 1, 0.1)
-    affine = Affine(*torch.empty(2, 12, dtype=torch.float32, device=DEVICE).unbind(), 100)
+    affine = Channels(*torch.empty(2, 12, dtype=torch.float32, device=DEVICE).unbind(), 100)
     versions = [each._version for each in running[:2]]
+    backend = TritonBackend()
+    if INTERPRETED:
+        coding_by_triton(monkeypatch)
     with Operators() as seen:
-        statistics = channels_cuda.take_statistics(x, geometry, 1e-5, running)
-        values = channels_cuda.KeptValues(x, statistics.forward(1))
-        sums = channels_cuda.sum_gradient(values, x, None, None, geometry)
-        channels_cuda.take_factors(
+        statistics = take_statistics(x, geometry, 1e-5, running)
+        values = KeptValues(x, statistics.forward(1))
+        sums = backend.sum_gradient(values, x, None, None, geometry)
+        backend.gradient_factors(
             sums, geometry, statistics.inverse_deviation, vector, (vector, None)
         )
         triton_rows.measure_rows(x, affine, 1e-5, centred=True)
@@ -377,7 +383,7 @@ def test_a_normalisation_runs_its_own_kernels_and_no_operators_beside() -> None:
 
 def test_what_the_kernels_refuse() -> None:
     x = torch.zeros(600, dtype=torch.float32, device=DEVICE)
-    forward = Affine(x[:3] + 1, x[:3] + 1, 1)
+    forward = Channels(x[:3] + 1, x[:3] + 1, 1)
     with pytest.raises(KernelError, match="give the input's own type"):
         triton_norm.emit(x, forward, x.half())
     with pytest.raises(KernelError, match="give a range within"):
@@ -387,7 +393,7 @@ def test_what_the_kernels_refuse() -> None:
     with pytest.raises(KernelError, match="300 rows by 7 scales"):
         triton_rows.RowProducts(x, x[:7], 2, None, centred=True, summing=False)
     with pytest.raises(KernelError, match="300 rows into 3 places"):
-        triton_rows.measure_rows(x, Affine(x[:3], x[:3], 2), 1e-5, centred=True)
+        triton_rows.measure_rows(x, Channels(x[:3], x[:3], 2), 1e-5, centred=True)
     summing = triton_rows.RowProducts(x, x[:300], 2, None, centred=True, summing=False)
     assert summing.columns() is None
     with pytest.raises(KernelError, match="spans have 512"):

@@ -17,15 +17,16 @@ from torch import Tensor
 from daf.core.code_format import BLOCK_ELEMENTS
 from daf.core.errors import KernelError
 from daf.kernels.cpu.checks import check_channels
+from daf.kernels.normalisation import Channels, RunningStatistics
 from daf.kernels.triton import channel_norm_kernels as device
 from daf.kernels.triton.launch import (
-    Affine,
     double_bits,
     elements_in,
     launch,
     mask_arguments,
     on_device,
     patterns,
+    vector_arguments,
 )
 from daf.kernels.triton.planes import DevicePlanes
 from daf.kernels.triton.reductions import (
@@ -50,7 +51,7 @@ class Values(NamedTuple):
 
     content: Tensor
     blocks: tuple[int, int]
-    affine: Affine | None = None
+    affine: Channels | None = None
 
     @property
     def first(self) -> int:
@@ -83,9 +84,9 @@ class Values(NamedTuple):
 
 def emit(
     source: Tensor,
-    forward: Affine,
+    forward: Channels,
     destination: Tensor,
-    result: Affine | None = None,
+    result: Channels | None = None,
     addend: Tensor | None = None,
     mask: DevicePlanes | None = None,
     most: float = math.inf,
@@ -120,9 +121,9 @@ def emit(
 
 def derive(
     source: Tensor,
-    forward: Affine,
+    forward: Channels,
     destination: Tensor,
-    result: Affine | None = None,
+    result: Channels | None = None,
     mask: DevicePlanes | None = None,
     accumulate: bool = False,
     blocks: tuple[int, int] | None = None,
@@ -214,7 +215,7 @@ def write_gradient(
     values: Values,
     destination: Tensor,
     of_gradient: Tensor,
-    of_value: Affine,
+    of_value: Channels,
     *,
     mask: DevicePlanes | None = None,
     gamma: Tensor | None = None,
@@ -251,16 +252,8 @@ def write_gradient(
 # --- vectors of channels --------------------------------------------------------------------
 
 
-class Followed(NamedTuple):
-    """Running mean and variance, contiguous (channels,) float32, which follow at a rate."""
-
-    mean: Tensor
-    variance: Tensor
-    momentum: float
-
-
 def channel_statistics(
-    sums: Tensor, squares: Tensor, count: int, epsilon: float, followed: Followed | None
+    sums: Tensor, squares: Tensor, count: int, epsilon: float, followed: RunningStatistics | None
 ) -> tuple[Tensor, Tensor]:
     """(channels,) float32 each, of float64 sums over ``count`` elements: mean, inverse deviation.
 
@@ -337,22 +330,13 @@ def channel_factors(
 # --- arguments ------------------------------------------------------------------------------
 
 
-def _affines(forward: Affine, result: Affine | None) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "scale": forward.scale,
-        "shift": forward.shift,
-        "channels": forward.scale.numel(),
-        "inner": forward.inner,
-        "RESULT": result is not None,
-    }
+def _affines(forward: Channels, result: Channels | None) -> dict[str, Any]:
+    found = vector_arguments(forward) | {"RESULT": result is not None}
     if result is None:
         return found | {"gamma": None, "beta": None, "result_channels": 1, "result_inner": 1}
-    return found | {
-        "gamma": result.scale,
-        "beta": result.shift,
-        "result_channels": result.scale.numel(),
-        "result_inner": result.inner,
-    }
+    names = {"scale": "gamma", "shift": "beta"}
+    given = vector_arguments(result).items()
+    return found | {names.get(name, f"result_{name}"): each for name, each in given}
 
 
 def _of_kind(tensor: Tensor, kind: int, count: int) -> Tensor:

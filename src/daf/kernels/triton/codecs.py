@@ -17,11 +17,11 @@ from torch import Tensor
 from daf.core.code_format import MINMAX_BITS, ROTATED_BITS, Predicate
 from daf.core.errors import KernelError
 from daf.kernels.cpu.checks import INTEGER_BITS, check_key, check_member, check_rotation
+from daf.kernels.normalisation import Channels
 from daf.kernels.triton import bit_codecs as triton_bits
 from daf.kernels.triton import minmax as triton_minmax
 from daf.kernels.triton import rotated as triton_rotated
 from daf.kernels.triton.launch import (
-    Affine,
     affine_arguments,
     base_halves,
     elements_in,
@@ -42,7 +42,7 @@ DERIVATIVE_BITS = range(1, 9)
 
 
 def encode_rotated(
-    source: Tensor, planes: DevicePlanes, rounds: int, key: int, affine: Affine | None = None
+    source: Tensor, planes: DevicePlanes, rounds: int, key: int, affine: Channels | None = None
 ) -> None:
     """Write the headers and, of every run, the planes that it has."""
     check_member("bits", planes.bits, ROTATED_BITS)
@@ -73,7 +73,7 @@ def decode_rotated(
     rounds: int,
     key: int,
     destination: Tensor,
-    affine: Affine | None = None,
+    affine: Channels | None = None,
     mask: DevicePlanes | None = None,
     accumulate: bool = False,
     blocks: tuple[int, int] | None = None,
@@ -114,7 +114,7 @@ def decode_rotated(
 
 
 def encode_minmax(
-    source: Tensor, planes: DevicePlanes, key: int, affine: Affine | None = None
+    source: Tensor, planes: DevicePlanes, key: int, affine: Channels | None = None
 ) -> None:
     """Write every plane and the headers, rounding stochastically."""
     _check_whole(planes, MINMAX_BITS)
@@ -138,7 +138,7 @@ def encode_minmax(
 def decode_minmax(
     planes: DevicePlanes,
     destination: Tensor,
-    affine: Affine | None = None,
+    affine: Channels | None = None,
     mask: DevicePlanes | None = None,
     accumulate: bool = False,
     blocks: tuple[int, int] | None = None,
@@ -165,7 +165,7 @@ def decode_minmax(
 
 
 def encode_steps(
-    source: Tensor, planes: DevicePlanes, key: int, affine: Affine | None = None
+    source: Tensor, planes: DevicePlanes, key: int, affine: Channels | None = None
 ) -> None:
     """Write every plane of what ``affine`` makes numbers of steps, rounding stochastically."""
     _check_whole(planes, MINMAX_BITS)
@@ -184,7 +184,7 @@ def encode_steps(
     )
 
 
-def decode_steps(planes: DevicePlanes, destination: Tensor, affine: Affine | None = None) -> None:
+def decode_steps(planes: DevicePlanes, destination: Tensor, affine: Channels | None = None) -> None:
     """Write every number of steps, after ``affine``."""
     _check_whole(planes, MINMAX_BITS)
     elements, kind = patterns(destination, planes.elements)

@@ -13,6 +13,7 @@ from torch import Tensor
 from daf.core.code_format import BLOCK_ELEMENTS, ElementType, block_count
 from daf.core.code_tables import rotated_level_factor, rotated_levels, rotated_thresholds
 from daf.core.errors import KernelError
+from daf.kernels.normalisation import Channels
 from daf.kernels.triton.planes import DevicePlanes
 
 try:
@@ -32,36 +33,30 @@ _PATTERN_TYPES = {
 }
 
 
-class Affine:
-    """``value * scale[c] + shift[c]``, ``c = (i // inner) % channels``, in device tensors.
-
-    ``scale`` and ``shift`` are contiguous (channels,) float32.
-    """
-
-    def __init__(self, scale: Tensor, shift: Tensor, inner: int) -> None:
-        if scale.dtype != torch.float32 or shift.dtype != torch.float32:
-            raise KernelError(f"asked for an affine of {scale.dtype}; give float32 vectors")
-        if scale.numel() != shift.numel() or scale.numel() < 1 or inner < 1:
-            raise KernelError(
-                f"asked for {scale.numel()} scales, {shift.numel()} shifts, {inner} elements "
-                "each; both counts must agree, and all be 1 or more"
-            )
-        self.scale = scale.contiguous()
-        self.shift = shift.contiguous()
-        self.inner = inner
-
-
-def affine_arguments(affine: Affine | None) -> dict[str, Any]:
+def affine_arguments(affine: Channels | None) -> dict[str, Any]:
     """The kernels' arguments of an affine, or of none."""
     if affine is None:
         return {"scale": None, "shift": None, "channels": 1, "inner": 1, "AFFINE": False}
-    return {
-        "scale": affine.scale,
-        "shift": affine.shift,
-        "channels": affine.scale.numel(),
-        "inner": affine.inner,
-        "AFFINE": True,
-    }
+    return vector_arguments(affine) | {"AFFINE": True}
+
+
+def vector_arguments(affine: Channels) -> dict[str, Any]:
+    """The same without the switch.
+
+    Raises:
+        KernelError: the vectors are not float32, contiguous, and of one length.
+    """
+    scale, shift, inner = affine
+    if scale.dtype != torch.float32 or shift.dtype != torch.float32:
+        raise KernelError(f"asked for an affine of {scale.dtype}; give float32 vectors")
+    if scale.numel() != shift.numel() or scale.numel() < 1 or inner < 1:
+        raise KernelError(
+            f"asked for {scale.numel()} scales, {shift.numel()} shifts, {inner} elements "
+            "each; both counts must agree, and all be 1 or more"
+        )
+    if not (scale.is_contiguous() and shift.is_contiguous()):
+        raise KernelError("asked for an affine of vectors with gaps; give contiguous ones")
+    return {"scale": scale, "shift": shift, "channels": scale.numel(), "inner": inner}
 
 
 def plane_arguments(planes: DevicePlanes) -> dict[str, Any]:

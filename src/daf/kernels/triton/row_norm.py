@@ -13,15 +13,16 @@ from torch import Tensor
 
 from daf.core.errors import KernelError
 from daf.kernels import ROWS_PER_SPAN
+from daf.kernels.normalisation import Channels
 from daf.kernels.triton import row_norm_kernels as device
 from daf.kernels.triton.channel_norm import Values
-from daf.kernels.triton.launch import Affine, double_bits, on_device, patterns
+from daf.kernels.triton.launch import double_bits, on_device, patterns
 
 _ROWS = 8
 _COLUMNS = 128
 
 
-def measure_rows(source: Tensor, affine: Affine, epsilon: float, *, centred: bool) -> None:
+def measure_rows(source: Tensor, affine: Channels, epsilon: float, *, centred: bool) -> None:
     """Write what makes normalised values of rows of ``affine.inner`` elements."""
     elements, kind = patterns(source, source.numel())
     rows = _row_count(source, affine.inner)
@@ -70,7 +71,7 @@ class RowProducts:
         self._centred = centred
         factors: dict[str, Any] = {"dtype": torch.float32, "device": gradient.device}
         scales, shifts = torch.empty(2, rows, **factors).unbind()
-        self.of_value = Affine(scales, shifts, length)
+        self.of_value = Channels(scales, shifts, length)
         shape = (2, -(-rows // ROWS_PER_SPAN), length)
         self._spans = torch.empty(shape, **factors) if summing else None
 

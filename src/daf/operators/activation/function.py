@@ -28,13 +28,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from daf.codecs.cpu import Channels
-from daf.codecs.dispatch import Values
+from daf.codecs.codes import Values
 from daf.codecs.layout import in_memory_order
 from daf.codecs.scratch import Scratch
 from daf.core.code_format import BLOCK_ELEMENTS, block_count
 from daf.core.policy import Method, Treatment
-from daf.operators.norms.dispatch import channel_norms
+from daf.kernels.normalisation import Channels
+from daf.operators.norms.passes import ComputedValues
 from daf.saved_tensors.packed_tensor import Kept, PackedTensor, Rederived, asked_for
 from daf.torch_compat.ownership import holders_of, sole_holders
 
@@ -127,7 +127,7 @@ class SmoothHeld(PackedTensor):
 def values_of(kept: Kept, x: Tensor) -> Values:
     """What is held as it is, for whoever derives something from it; nothing is held for that."""
     unchanged = Channels.times(1.0, x.device)
-    return channel_norms(x).ComputedValues(lambda: kept.restore(Scratch()), x.numel(), unchanged)
+    return ComputedValues(lambda: kept.restore(Scratch()), x.numel(), unchanged)
 
 
 class FusedSmooth(torch.autograd.Function):

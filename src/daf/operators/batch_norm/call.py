@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from daf.kernels.normalisation import Geometry, RunningStatistics
 from daf.operators.batch_norm.function import Norm
 from daf.operators.eligibility import (
     autocast_objection,
@@ -16,8 +17,7 @@ from daf.operators.eligibility import (
     is_plain,
     is_plain_float,
 )
-from daf.operators.norms.channels_cpu import Geometry, RunningStatistics
-from daf.operators.norms.dispatch import channel_norms
+from daf.operators.norms.passes import take_statistics
 from daf.saved_tensors.norm_inputs import channel_stride
 
 
@@ -45,7 +45,7 @@ class NormArguments(NamedTuple):
         geometry = self.geometry()
         with torch.no_grad():
             x = self.x.detach()
-            found = channel_norms(x).take_statistics(x, geometry, self.eps, running)
+            found = take_statistics(x, geometry, self.eps, running)
         return Norm(self.x, self.weight, self.bias, found, geometry)
 
 

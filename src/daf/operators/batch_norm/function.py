@@ -28,12 +28,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from daf.codecs.cpu import Channels
-from daf.codecs.dispatch import Mask, Values
+from daf.codecs.codes import MaskCode, ValueCode, Values
 from daf.codecs.layout import layout_of
 from daf.codecs.scratch import Scratch
-from daf.operators.norms.channels_cpu import Geometry, Statistics
-from daf.operators.norms.dispatch import channel_norms
+from daf.kernels.devices import backend_of
+from daf.kernels.normalisation import Channels, Geometry, KeptValues, NormOutput, Statistics
+from daf.operators.norms.passes import (
+    ComputedValues,
+    NormValues,
+    emit,
+    sum_gradient,
+    write_input_gradient,
+)
 from daf.saved_tensors.packed_tensor import Kept, PackedTensor, Stored, asked_for
 from daf.torch_compat.ownership import holders_of, sole_holders
 
@@ -76,7 +82,6 @@ class NormHeld(PackedTensor):
 
     __slots__ = (
         "_layout",
-        "_norms",
         "_source",
         "_vectors",
         "geometry",
@@ -88,8 +93,8 @@ class NormHeld(PackedTensor):
     def __init__(
         self,
         norm: Norm,
-        source: Stored[Values] | Kept,
-        mask: Stored[Mask] | None,
+        source: Stored[ValueCode] | Kept,
+        mask: Stored[MaskCode] | None,
         result: Stored[Channels] | None,
         vectors: object = None,
     ) -> None:
@@ -99,7 +104,6 @@ class NormHeld(PackedTensor):
         """
         super().__init__()
         self._layout = layout_of(norm.x)
-        self._norms = channel_norms(norm.x)
         self._source = source
         self._vectors = vectors
         self.geometry = norm.geometry
@@ -108,11 +112,11 @@ class NormHeld(PackedTensor):
         self.statistics = norm.statistics
 
     @property
-    def code(self) -> Stored[Values] | None:
+    def code(self) -> Stored[ValueCode] | None:
         """The code of the normalised value; None where the input itself is held."""
         return None if isinstance(self._source, Kept) else self._source
 
-    def values(self) -> Stored[Values] | Values:
+    def values(self) -> Stored[ValueCode] | Values:
         """The normalised values for whoever derives something from them: coded, or computed again
         from the input, which they then hold too.
         """
@@ -121,7 +125,7 @@ class NormHeld(PackedTensor):
             return source
         forward = self.statistics.forward(self.geometry.inner)
         count = self.geometry.elements
-        return self._norms.ComputedValues(lambda: source.restore(Scratch()), count, forward)
+        return ComputedValues(lambda: source.restore(Scratch()), count, forward)
 
     def restore(self, scratch: Scratch) -> Tensor:
         """The normalisation's input."""
@@ -140,32 +144,32 @@ class NormHeld(PackedTensor):
         """
         if gradient.stride() != self._layout.stride or gradient.is_neg():
             gradient, owned = self._layout.empty().copy_(gradient), True
-        norms, values = self._norms, self._values()
+        values = self._values()
         mask = self.mask.content if self.mask else None
         addend = gradient if needs[3] else None
         if addend is not None and mask is not None and not owned:
             addend = self._layout.empty()
         written = addend if mask is not None else None
-        sums = norms.sum_gradient(values, gradient, mask, written, self.geometry)
+        sums = sum_gradient(values, gradient, mask, written, self.geometry)
         x, weight, bias = None, self._vector(needs[1]), self._vector(needs[2])
         gamma = self.result.content.scale if self.result is not None else None
         inverse_deviation = self.statistics.inverse_deviation
         vectors = (inverse_deviation, gamma, (weight, bias))
-        factors = norms.take_factors(sums, self.geometry, *vectors)
+        factors = backend_of(gradient).gradient_factors(sums, self.geometry, *vectors)
         if needs[0]:
             source, mask = (addend, None) if addend is not None else (gradient, mask)
             x = gradient if owned and addend is None else self._layout.empty()
-            norms.write_input_gradient(values, source, mask, x, factors)
+            write_input_gradient(values, source, mask, x, factors)
         return Gradients(x, weight, bias, addend)
 
     def _vector(self, needed: bool) -> Tensor | None:
         return torch.empty_like(self.statistics.mean) if needed else None
 
-    def _values(self) -> Any:
+    def _values(self) -> NormValues:
         if isinstance(self._source, Kept):
             forward = self.statistics.forward(self.geometry.inner)
-            return self._norms.KeptValues(self._source.restore(Scratch()), forward)
-        return self._norms.CodedValues(self._source.content)
+            return KeptValues(self._source.restore(Scratch()), forward)
+        return self._source.content
 
 
 class Holder:
@@ -175,11 +179,11 @@ class Holder:
         """The input itself, if that is to be held; None: its normalised value is coded."""
         raise NotImplementedError
 
-    def new_mask(self, x: Tensor) -> Mask:
+    def new_mask(self, x: Tensor) -> MaskCode:
         """Room for a mask of it."""
         raise NotImplementedError
 
-    def encode(self, norm: Norm, written: Any) -> Stored[Values]:
+    def encode(self, norm: Norm, written: Any) -> Stored[ValueCode]:
         """Code the normalised value; ``written`` is the emission to carry out meanwhile."""
         raise NotImplementedError
 
@@ -197,17 +201,16 @@ def run_forward(
     no more than this; None: there is none. ``owned``: nobody else holds the input, which is
     written over if it is coded.
     """
-    norms = channel_norms(norm.x)
-    source: Stored[Values] | Kept | None = holder.hold_input(norm)
+    source: Stored[ValueCode] | Kept | None = holder.hold_input(norm)
     # Every block is read, and coded from registers, before it is written.
     out = _over(norm.x) if owned and source is None else layout_of(norm.x).empty()
     result = norm.result()
     mask = None if most is None else holder.new_mask(norm.x)
-    written = norms.emission(out, result, addend, mask, math.inf if most is None else most)
+    written = NormOutput(out, result, addend, mask, math.inf if most is None else most)
     if source is None:
         source = holder.encode(norm, written)
     else:
-        norms.emit(norm.x, norm.statistics.forward(norm.geometry.inner), written)
+        emit(norm.x, norm.statistics.forward(norm.geometry.inner), written)
     if mask is not None:
         mask.seal()
     counted = [holder.stored(part) if part is not None else None for part in (mask, result)]

@@ -19,8 +19,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from daf.codecs.dispatch import is_read_freely
 from daf.core.errors import DataError, DoubleBackwardError
+from daf.kernels.devices import is_read_freely
 
 Reduction = Literal["mean", "sum"]
 # Products of fewer rows read the weight too often: of 4,096 rows of 384 numbers and 50,257 classes,

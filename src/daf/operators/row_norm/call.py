@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from daf.codecs.dispatch import is_coded_on_device
 from daf.kernels import RowMoments
+from daf.kernels.devices import is_coded_on_device
 from daf.operators.batch_norm.call import is_vector
 from daf.operators.eligibility import (
     autocast_objection,

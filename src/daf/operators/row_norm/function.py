@@ -25,14 +25,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from daf.codecs.cpu import Channels
-from daf.codecs.dispatch import Values
+from daf.codecs.codes import ValueCode, Values
 from daf.codecs.layout import layout_of
 from daf.codecs.scratch import Scratch
 from daf.core.errors import SavedTensorError
 from daf.kernels import RowMoments
-from daf.operators.norms.dispatch import channel_norms, row_norms
-from daf.operators.norms.rows_cpu import KeptRows, RowBackward, unmeasured
+from daf.kernels.normalisation import Channels, KeptValues, NormOutput, RowBackward
+from daf.operators.norms.passes import ComputedValues, NormValues, backward_rows, emit, unmeasured
 from daf.saved_tensors.packed_tensor import Kept, PackedTensor, Stored, asked_for
 from daf.torch_compat.ownership import holders_of, sole_holders
 
@@ -93,14 +92,13 @@ class RowsHeld(PackedTensor):
     def __init__(
         self,
         norm: RowNorm,
-        source: Stored[Values] | Kept,
+        source: Stored[ValueCode] | Kept,
         scale: Tensor,
         affine: Stored[Channels] | Stored[Scales],
         result: Stored[Channels] | None,
     ) -> None:
         super().__init__()
         self._layout = layout_of(norm.x)
-        self._channels, self._rows = channel_norms(norm.x), row_norms(norm.x)
         self._length = norm.length
         self._moments = norm.moments
         self._source = source
@@ -109,11 +107,11 @@ class RowsHeld(PackedTensor):
         self.result = result
 
     @property
-    def code(self) -> Stored[Values] | None:
+    def code(self) -> Stored[ValueCode] | None:
         """The code of the normalised value; None where the input itself is held."""
         return None if isinstance(self._source, Kept) else self._source
 
-    def values(self) -> Stored[Values] | Values:
+    def values(self) -> Stored[ValueCode] | Values:
         """The normalised values for whoever derives something from them: see ``NormHeld``."""
         source = self._source
         if not isinstance(source, Kept):
@@ -121,7 +119,7 @@ class RowsHeld(PackedTensor):
         affine = self._affine.content
         assert isinstance(affine, Channels)
         count = affine.scale.numel() * self._length
-        return self._channels.ComputedValues(lambda: source.restore(Scratch()), count, affine)
+        return ComputedValues(lambda: source.restore(Scratch()), count, affine)
 
     def restore(self, scratch: Scratch) -> Tensor:
         """The normalisation's input, if that is held.
@@ -152,18 +150,18 @@ class RowsHeld(PackedTensor):
         gamma = self.result.content.scale if self.result is not None else None
         centred = self._moments.centred
         summing = needs[1] or needs[2]
-        asked = RowBackward(self._length, centred, gradient, x, gamma, self._scale, summing)
-        sums = self._rows.backward_rows(asked, self._values())
+        job = RowBackward(self._length, centred, gradient, x, gamma, self._scale, summing)
+        sums = backward_rows(self._values(), job)
         weight = sums.products.float().view(shape) if sums is not None and needs[1] else None
-        bias = sums.gradient.float().view(shape) if sums is not None and needs[2] else None
+        bias = sums.sums.float().view(shape) if sums is not None and needs[2] else None
         return RowGradients(x, weight, bias)
 
-    def _values(self) -> Values | KeptRows:
+    def _values(self) -> NormValues:
         if not isinstance(self._source, Kept):
             return self._source.content
         affine = self._affine.content
         assert isinstance(affine, Channels)
-        return KeptRows(self._source.restore(Scratch()), affine)
+        return KeptValues(self._source.restore(Scratch()), affine)
 
 
 class Scales(NamedTuple):
@@ -190,7 +188,7 @@ class RowHolder(Protocol):
 
     def encode(
         self, x: Tensor, channels: Channels, written: Any, rows: RowMoments
-    ) -> Stored[Values]:
+    ) -> Stored[ValueCode]:
         """Measure and code; ``written`` is the emission to carry out meanwhile."""
 
     def stored(self, content: Any) -> Stored[Any]:
@@ -202,14 +200,14 @@ def run_forward(norm: RowNorm, holder: RowHolder) -> tuple[Tensor, RowsHeld]:
     x = norm.x.detach()
     out, result = layout_of(x).empty(), norm.result()
     affine = unmeasured(x, norm.length)
-    written = channel_norms(x).emission(out, result, None, None)
-    source: Stored[Values] | Kept | None = holder.hold_input(norm.x)
+    written = NormOutput(out, result)
+    source: Stored[ValueCode] | Kept | None = holder.hold_input(norm.x)
     kept_affine: Any = affine
     if source is None:
         source = holder.encode(x, affine, written, norm.moments)
         kept_affine = Scales(affine.scale)
     else:
-        row_norms(x).emit_rows(x, affine, norm.moments, written)
+        emit(x, affine, written, norm.moments)
     counted = holder.stored(result) if result is not None else None
     return out, RowsHeld(norm, source, affine.scale, holder.stored(kept_affine), counted)
 

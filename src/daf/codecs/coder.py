@@ -1,0 +1,112 @@
+"""Making codes where a tensor is: in the host's store, in its device's pages, or on their way."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from daf.codecs.codes import DerivativeCode, IntegerCode, MaskCode, RangedCode, ValueCode
+from daf.codecs.registry import RegisteredCode, encoder_named
+from daf.core.code_format import Predicate
+from daf.core.policy import Treatment
+from daf.kernels.devices import is_coded_on_device
+from daf.kernels.normalisation import Channels
+from daf.pool.device_pools import DeviceStores
+from daf.pool.store import Store
+
+
+class Host(Protocol):
+    """Host memory in which codes of a device's tensors may wait."""
+
+    def room(self, tensor: Tensor, count: int, bits: int) -> Any | None:
+        """A store for so many planes of a tensor's; None: there is no room."""
+
+    def values(
+        self,
+        tensor: Tensor,
+        treatment: Treatment,
+        key: int,
+        channels: Channels | None,
+        **options: Any,
+    ) -> ValueCode | None:
+        """A dense tensor's values, made by whoever is free to; None: there is no room."""
+
+
+class Coder:
+    """Makes codes of tensors; those in host memory go to ``store``, a device's to that of
+    ``devices``, or, where they may travel, to ``host``.
+    """
+
+    def __init__(
+        self, store: Store, devices: DeviceStores | None = None, host: Host | None = None
+    ) -> None:
+        self._store = store
+        self._host = host
+        self._devices = DeviceStores() if devices is None else devices
+
+    def mask(
+        self,
+        tensor: Tensor,
+        predicate: Predicate,
+        low: float,
+        high: float = math.nan,
+        *,
+        on_host: bool = False,
+    ) -> MaskCode:
+        """One bit of every element of a dense tensor."""
+        return MaskCode(self._place(tensor, 1, on_host), tensor, predicate, low, high)
+
+    def unwritten_mask(self, tensor: Tensor, *, on_host: bool = False) -> MaskCode:
+        """Room for one bit of every element, for who fills its planes."""
+        return MaskCode.unwritten(self._place(tensor, 1, on_host), tensor.numel())
+
+    def values(
+        self,
+        tensor: Tensor,
+        treatment: Treatment,
+        key: int,
+        channels: Channels | None,
+        **options: Any,
+    ) -> ValueCode:
+        """A dense tensor's floats; arguments and options are those of :class:`ValueCode`."""
+        arguments = (tensor, treatment, key, channels)
+        if treatment.on_host and self._host is not None and is_coded_on_device(tensor):
+            found = self._host.values(*arguments, **options)
+            if found is not None:
+                return found
+        return ValueCode(self._place(tensor, treatment.bits, False), *arguments, **options)
+
+    def intervals(
+        self, tensor: Tensor, bits: int, borders: Tensor, *, on_host: bool = False
+    ) -> DerivativeCode | None:
+        """Intervals of a dense tensor's elements; None if it is known that one is not finite."""
+        return DerivativeCode.encode(self._place(tensor, bits, on_host), tensor, bits, borders)
+
+    def steps(
+        self, tensor: Tensor, bits: int, key: int, to_steps: Channels, *, on_host: bool = False
+    ) -> RangedCode:
+        """A dense tensor's floats in steps of a range, which ``to_steps`` makes of them."""
+        return RangedCode(self._place(tensor, bits, on_host), tensor, bits, key, to_steps)
+
+    def integers(
+        self, tensor: Tensor, bits: int, base: int, *, on_host: bool = False
+    ) -> IntegerCode:
+        """A dense tensor's integers, which lie in ``base … base + 2**bits - 1``."""
+        return IntegerCode(self._place(tensor, bits, on_host), tensor, bits, base)
+
+    def registered(self, tensor: Tensor, treatment: Treatment, key: int) -> RegisteredCode | None:
+        """A dense tensor's values by a registered codec; None: it stays as it is."""
+        store = self._place(tensor, treatment.bits, False)
+        return encoder_named(treatment.codec)(store, tensor, treatment, key)
+
+    def _place(self, tensor: Tensor, bits: int, on_host: bool) -> Any:
+        """Where the planes of a tensor lie."""
+        if not is_coded_on_device(tensor):
+            return self._store
+        if on_host and self._host is not None:
+            found = self._host.room(tensor, tensor.numel(), bits)
+            if found is not None:
+                return found
+        return self._devices.on(tensor.device)

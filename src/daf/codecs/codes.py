@@ -1,0 +1,319 @@
+"""Codes: a dense tensor in, planes (and headers) in a store, a dense tensor out.
+
+All codecs work in memory order, so every dense layout costs one pass and no copy. The kernels are
+those of the tensor's device; formats are in ``docs/format.md``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from daf.codecs.layout import in_memory_order
+from daf.core.code_format import BLOCK_ELEMENTS, Predicate
+from daf.core.errors import CodecError
+from daf.core.policy import Method, Treatment
+from daf.kernels import RowMoments
+from daf.kernels.backend import element_type
+from daf.kernels.devices import backend_of
+from daf.kernels.normalisation import Channels, NormOutput
+from daf.pool.paged_pool import plane_importance
+
+
+class Values(Protocol):
+    """Floats in a few bits each, or computed by who reads them; tensors are derived from them."""
+
+    @property
+    def count(self) -> int:
+        """Elements."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held now."""
+
+    @property
+    def in_store(self) -> bool:
+        """True if a store counts them."""
+
+    @property
+    def treatment(self) -> Treatment:
+        """What they are coded by."""
+
+    def decode(
+        self,
+        out: Tensor,
+        channels: Channels | None = None,
+        mask: MaskCode | None = None,
+        accumulate: bool = False,
+        blocks: tuple[int, int] | None = None,
+    ) -> None:
+        """Write them; see :meth:`ValueCode.decode`."""
+
+
+class _Code:
+    """Planes in a store; none of them is evicted unless a class says so."""
+
+    __slots__ = ("count", "planes")
+    in_store = True
+
+    def __init__(self, count: int, planes: Any) -> None:
+        self.count = count
+        self.planes = planes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the planes and headers that are there."""
+        return int(self.planes.nbytes)
+
+    @contextmanager
+    def _writing(self) -> Iterator[Any]:
+        with self.planes.filling() as planes:
+            yield planes
+        self.planes.seal()
+
+    def _reading(
+        self, out: Tensor, blocks: tuple[int, int] | None = None
+    ) -> AbstractContextManager[Any]:
+        check_count(self.count, out, blocks)
+        return self.planes.pinned()  # type: ignore[no-any-return]
+
+
+class MaskCode(_Code):
+    """One bit per element: on which side of a threshold it lies."""
+
+    __slots__ = ()
+
+    def __init__(
+        self, store: Any, tensor: Tensor, predicate: Predicate, low: float, high: float = math.nan
+    ) -> None:
+        """Encode a dense tensor; :class:`daf.kernels.Predicate` says which bits are set."""
+        super().__init__(tensor.numel(), _planes(store, tensor.numel(), 1))
+        with self._writing() as planes:
+            backend_of(tensor).encode_mask(tensor, planes, predicate, low, high)
+
+    @classmethod
+    def unwritten(cls, store: Any, count: int) -> MaskCode:
+        """Room for a mask of ``count`` elements; whoever has filled ``planes`` seals it."""
+        mask = cls.__new__(cls)
+        _Code.__init__(mask, count, _planes(store, count, 1))
+        return mask
+
+    def seal(self) -> None:
+        """End the writing of a mask that was made unwritten."""
+        self.planes.seal()
+
+    def decode(self, out: Tensor, off_value: float, on_value: float) -> None:
+        """Write the two values into a dense tensor of the coded element count."""
+        with self._reading(out) as planes:
+            backend_of(out).decode_mask(planes, off_value, on_value, out)
+
+
+class ValueCode(_Code):
+    """``rotated`` or ``minmax`` planes with a header for every block.
+
+    The store may evict planes of ``rotated`` codes, but not the first.
+    """
+
+    __slots__ = ("key", "treatment")
+
+    def __init__(
+        self,
+        store: Any,
+        tensor: Tensor,
+        treatment: Treatment,
+        key: int,
+        channels: Channels | None = None,
+        *,
+        weight: float = 1.0,
+        tag: int = 0,
+        output: NormOutput | None = None,
+        rows: RowMoments | None = None,
+    ) -> None:
+        """Encode a dense tensor, after ``channels`` has been applied to it.
+
+        Args:
+            store: where the planes go.
+            tensor: dense floats.
+            treatment: *rotated* or *minmax*, and the width.
+            key: 64-bit seed.
+            channels: applied to every value before it is coded; vectors on the tensor's device.
+            weight: how much relative error here harms the gradient, beside other tensors.
+            tag: 64-bit name under which the store reports what it evicted.
+            output: what a normalisation writes from the values coded; its mask is unwritten.
+            rows: how to measure ``channels``, whose vectors are then written before they are read.
+
+        Raises:
+            CodecError: the treatment is no value code, or the dtype has none.
+        """
+        if treatment.method not in (Method.ROTATED, Method.MINMAX):
+            raise CodecError(f"asked for a value code by {treatment.method}; use rotated or minmax")
+        element_type(tensor.dtype)
+        self._hold(_value_planes(store, tensor.numel(), treatment, weight, tag), treatment, key)
+        self.count = tensor.numel()
+        backend = backend_of(tensor)
+        with self._writing() as planes, opened(output) as written:
+            backend.encode_values(tensor, planes, treatment, key, channels, rows, written)
+
+    @classmethod
+    def packed_elsewhere(
+        cls, planes: Any, tensor: Tensor, treatment: Treatment, key: int
+    ) -> ValueCode:
+        """The code of a dense tensor whose planes the host packs."""
+        code = cls.__new__(cls)
+        code._hold(planes, treatment, key)
+        code.count = tensor.numel()
+        return code
+
+    def _hold(self, planes: Any, treatment: Treatment, key: int) -> None:
+        self.planes, self.treatment, self.key = planes, treatment, key
+
+    def decode(
+        self,
+        out: Tensor,
+        channels: Channels | None = None,
+        mask: MaskCode | None = None,
+        accumulate: bool = False,
+        blocks: tuple[int, int] | None = None,
+    ) -> None:
+        """Write the values into a dense tensor of the coded element count.
+
+        ``channels`` is applied to every value, then ``accumulate`` adds what
+        ``out`` holds, then ``mask`` zeroes the elements whose bit is clear.
+        With ``blocks`` (first, last), ``out`` holds the elements of these
+        blocks of 256 alone.
+        """
+        with self._reading(out, blocks) as planes, pinned(mask) as chosen:
+            code = (planes, self.treatment, self.key)
+            backend_of(out).decode_values(*code, out, channels, chosen, accumulate, blocks)
+
+
+class RangedCode(_Code):
+    """A tensor's numbers of steps; who decodes them brings what they are steps of."""
+
+    __slots__ = ()
+
+    def __init__(self, store: Any, tensor: Tensor, bits: int, key: int, to_steps: Channels) -> None:
+        """Encode dense floats, rounding stochastically.
+
+        Raises:
+            CodecError: the dtype has no code.
+        """
+        element_type(tensor.dtype)
+        super().__init__(tensor.numel(), _planes(store, tensor.numel(), bits))
+        with self._writing() as planes:
+            backend_of(tensor).encode_steps(tensor, planes, key, to_steps)
+
+    def decode(self, out: Tensor, from_steps: Channels) -> None:
+        """Write the values into a dense tensor of the coded element count."""
+        with self._reading(out) as planes:
+            backend_of(out).decode_steps(planes, out, from_steps)
+
+
+class DerivativeCode(_Code):
+    """In which interval of a smooth activation's domain each element lies."""
+
+    __slots__ = ("_broken",)
+    _broken: Tensor | None
+
+    @classmethod
+    def encode(
+        cls, store: Any, tensor: Tensor, bits: int, borders: Tensor
+    ) -> DerivativeCode | None:
+        """Code a dense tensor; borders: (2**bits - 1,) float32, ascending.
+
+        Returns:
+            None where an element is not finite and must stay so. Where only the device knows, the
+            code, all of which then decodes to NaN.
+        """
+        code = cls(tensor.numel(), _planes(store, tensor.numel(), bits))
+        with code.planes.filling() as planes:
+            broken = backend_of(tensor).encode_derivative(tensor, planes, borders)
+        if broken is True:
+            return None
+        code._broken = None if broken is False else broken
+        code.planes.seal()
+        return code
+
+    def decode(self, out: Tensor, levels: Tensor) -> None:
+        """Write ``levels[interval]`` into a dense tensor; levels: (2**bits,) float32."""
+        with self._reading(out) as planes:
+            backend_of(out).decode_derivative(planes, levels, out)
+        if self._broken is not None:
+            in_memory_order(out).masked_fill_(self._broken != 0, math.nan)
+
+
+class IntegerCode(_Code):
+    """Integers or booleans in as few bits as their range needs; lossless."""
+
+    __slots__ = ("base",)
+
+    def __init__(self, store: Any, tensor: Tensor, bits: int, base: int) -> None:
+        """Encode a dense tensor of 1-, 2-, 4- or 8-byte integers in ``base … base + 2**bits - 1``.
+
+        Unsigned bytes are read as signed ones, which loses nothing.
+        """
+        super().__init__(tensor.numel(), _planes(store, tensor.numel(), bits))
+        self.base = base
+        with self._writing() as planes:
+            backend_of(tensor).encode_integers(tensor, planes, base)
+
+    def decode(self, out: Tensor) -> None:
+        """Write the integers into a dense tensor of the coded element count."""
+        with self._reading(out) as planes:
+            backend_of(out).decode_integers(planes, self.base, out)
+
+
+def pinned(mask: MaskCode | None) -> AbstractContextManager[Any]:
+    """The planes of a mask to be read, or None."""
+    return nullcontext() if mask is None else mask.planes.pinned()
+
+
+@contextmanager
+def opened(output: NormOutput | None) -> Iterator[NormOutput | None]:
+    """The same with the planes of its unwritten mask in the place of that."""
+    if output is None or output.mask is None:
+        yield output
+        return
+    with output.mask.planes.filling() as planes:
+        yield output._replace(mask=planes)
+
+
+def check_count(count: int, out: Tensor, blocks: tuple[int, int] | None) -> None:
+    """Refuse a tensor of another element count than was coded, in these blocks of 256 or in all.
+
+    Raises:
+        CodecError: it is one.
+    """
+    if blocks is not None:
+        count = elements_in(blocks, count)
+    if out.numel() != count:
+        raise CodecError(
+            f"asked to decode {count} elements into a tensor of {out.numel()}; "
+            "give one of the coded shape"
+        )
+
+
+def elements_in(blocks: tuple[int, int], count: int) -> int:
+    """Elements of blocks first to last (exclusive) of a tensor of ``count``."""
+    first, last = blocks
+    return min(last * BLOCK_ELEMENTS, count) - first * BLOCK_ELEMENTS
+
+
+def _planes(store: Any, count: int, bits: int) -> Any:
+    return store.allocate_planes(count, bits, headers=False)
+
+
+def _value_planes(store: Any, count: int, treatment: Treatment, weight: float, tag: int) -> Any:
+    """Of ``rotated`` codes all planes but the first may go, unless they stay whole."""
+    stays = treatment.method is Method.MINMAX or treatment.whole
+    return store.allocate_planes(
+        count,
+        treatment.bits,
+        minimum_bits=None if stays else 1,
+        importance=None if stays else plane_importance(count, treatment.bits, weight),
+        tag=tag,
+    )

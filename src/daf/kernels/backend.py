@@ -1,0 +1,195 @@
+"""One interface to the kernels of every type of device.
+
+``planes`` is what a store's planes yield while open or pinned; every backend writes the same bits
+there. Source and destination are dense tensors, taken in memory order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from daf.core.code_format import ElementType, Predicate
+from daf.core.errors import CodecError
+from daf.core.policy import Treatment
+from daf.kernels import RangeStrategy, RowMoments
+from daf.kernels.normalisation import (
+    Channels,
+    CodedValues,
+    Geometry,
+    KeptValues,
+    NormOutput,
+    RowBackward,
+    RunningStatistics,
+    Statistics,
+    Sums,
+    VectorGradients,
+)
+
+# Float32 that a fused normalisation decodes at a time on a GPU, whose cache holds it; never tuned.
+PART_BYTES = 32 << 20
+_ELEMENT_TYPES = {
+    torch.float32: ElementType.FLOAT32,
+    torch.bfloat16: ElementType.BFLOAT16,
+    torch.float16: ElementType.FLOAT16,
+}
+Values = CodedValues | KeptValues
+Blocks = tuple[int, int] | None  # [first, last) of 256 elements; None: all
+
+
+class Backend(Protocol):
+    """Codecs, reductions and normalisations of one type of device."""
+
+    # --- codecs -----------------------------------------------------------------------------
+
+    def encode_values(
+        self,
+        source: Tensor,
+        planes: Any,
+        treatment: Treatment,
+        key: int,
+        channels: Channels | None,
+        rows: RowMoments | None,
+        output: NormOutput | None,
+    ) -> None:
+        """Write the *rotated* or *minmax* code of ``channels`` of the source.
+
+        With ``rows`` the vectors of ``channels`` are first measured, and written. ``output`` is
+        written from the values coded.
+        """
+
+    def decode_values(
+        self,
+        planes: Any,
+        treatment: Treatment,
+        key: int,
+        out: Tensor,
+        channels: Channels | None,
+        mask: Any,
+        accumulate: bool,
+        blocks: Blocks,
+    ) -> None:
+        """Write ``channels`` of the values, onto what ``out`` holds if they accumulate, and zeros
+        where the mask's bit is clear; of ``blocks``, ``out`` holds the elements of these alone.
+        """
+
+    def encode_steps(self, source: Tensor, planes: Any, key: int, to_steps: Channels) -> None:
+        """Write what ``to_steps`` makes numbers of steps, rounded stochastically."""
+
+    def decode_steps(self, planes: Any, out: Tensor, from_steps: Channels) -> None:
+        """Write the values that the numbers of steps stand for."""
+
+    def encode_mask(
+        self, source: Tensor, planes: Any, predicate: Predicate, low: float, high: float
+    ) -> None:
+        """Write one plane of ``predicate``."""
+
+    def decode_mask(self, planes: Any, off_value: float, on_value: float, out: Tensor) -> None:
+        """Write ``on_value`` where the bit is set and ``off_value`` elsewhere."""
+
+    def encode_derivative(self, source: Tensor, planes: Any, borders: Tensor) -> bool | Tensor:
+        """Write how many borders lie below each element; borders (2**bits - 1,) float32, ascending.
+
+        Returns:
+            True if some element is not finite, and the planes are worthless; where only the device
+            knows, () int32 on it that is not 0 then.
+        """
+
+    def decode_derivative(self, planes: Any, levels: Tensor, out: Tensor) -> None:
+        """Write the level of every interval; levels (2**bits,) float32."""
+
+    def encode_integers(self, source: Tensor, planes: Any, base: int) -> None:
+        """Write ``value - base`` of integers or booleans in ``base … base + 2**bits - 1``."""
+
+    def decode_integers(self, planes: Any, base: int, out: Tensor) -> None:
+        """Write ``code + base``."""
+
+    # --- reductions -------------------------------------------------------------------------
+
+    def measure_ranges(
+        self, items: Tensor, strategy: RangeStrategy, channels: int, inner: int
+    ) -> tuple[Tensor, Tensor]:
+        """Least and greatest of each channel, (channels,) float32; both NaN where one is."""
+
+    # --- normalisations ---------------------------------------------------------------------
+
+    def channel_statistics(
+        self, x: Tensor, geometry: Geometry, epsilon: float, running: RunningStatistics | None
+    ) -> Statistics:
+        """Of every channel; running ones follow in place."""
+
+    def emit(
+        self, x: Tensor, forward: Channels, output: NormOutput, rows: RowMoments | None
+    ) -> None:
+        """Write ``output`` from ``forward`` of the input, measured first with ``rows``."""
+
+    def derive(
+        self,
+        x: Tensor,
+        forward: Channels,
+        out: Tensor,
+        channels: Channels | None,
+        mask: Any,
+        accumulate: bool,
+        blocks: Blocks,
+    ) -> None:
+        """Write what ``emit`` wrote once more; the options are those of ``decode_values``."""
+
+    def sum_gradient(
+        self,
+        values: Values,
+        gradient: Tensor,
+        mask: Any,
+        written: Tensor | None,
+        geometry: Geometry,
+    ) -> Sums:
+        """Sums of the masked gradient and of its products with the values.
+
+        ``written`` receives the masked gradient; it may be ``gradient`` itself.
+        """
+
+    def gradient_factors(
+        self,
+        sums: Sums,
+        geometry: Geometry,
+        inverse_deviation: Tensor,
+        gamma: Tensor | None,
+        gradients: VectorGradients,
+    ) -> tuple[Channels, Channels]:
+        """What ``write_input_gradient`` takes; the gradients of gamma and beta are written."""
+
+    def write_input_gradient(
+        self,
+        values: Values,
+        gradient: Tensor,
+        mask: Any,
+        written: Tensor,
+        factors: tuple[Channels, Channels],
+    ) -> None:
+        """``written = masked gradient * b.scale + a(values)``; ``factors`` are (a, b).
+
+        ``written`` may be ``gradient`` itself.
+        """
+
+    def backward_rows(self, values: Values, job: RowBackward) -> Sums | None:
+        """Backward of a normalisation of rows; (length,) float64 sums, unless not asked for."""
+
+
+def is_codable(dtype: torch.dtype) -> bool:
+    """True if floats of this dtype have codes: float32, bfloat16 and float16."""
+    return dtype in _ELEMENT_TYPES
+
+
+def element_type(dtype: torch.dtype) -> ElementType:
+    """The kernels' word for a dtype.
+
+    Raises:
+        CodecError: floats of this dtype have no code.
+    """
+    try:
+        return _ELEMENT_TYPES[dtype]
+    except KeyError:
+        known = ", ".join(str(known) for known in _ELEMENT_TYPES)
+        raise CodecError(f"asked to code {dtype}; codes exist for {known}: keep it") from None

@@ -1,0 +1,139 @@
+"""What the passes of a normalisation read and write, whatever the device: tensors, not addresses.
+
+Element i of the memory belongs to channel ``(i // inner) % channels``; rows are channels of which
+each is one run. ``planes`` is what a store's planes yield while they are open or pinned.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from daf.core.policy import Treatment
+from daf.kernels import ChannelAffine
+
+
+class Channels(NamedTuple):
+    """``value * scale[c] + shift[c]`` with ``c = (i // inner) % channels`` over memory order.
+
+    ``scale`` and ``shift`` are contiguous (channels,) float32 tensors on the values' device.
+    """
+
+    scale: Tensor
+    shift: Tensor
+    inner: int
+
+    @property
+    def in_store(self) -> bool:
+        """False: these are tensors of their own."""
+        return False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both vectors."""
+        return self.scale.nbytes + self.shift.nbytes
+
+    @classmethod
+    def times(cls, factor: float, device: torch.device) -> Channels:
+        """Multiplication by a number, whatever the channel."""
+        scale = torch.full((1,), factor, dtype=torch.float32, device=device)
+        return cls(scale, torch.zeros_like(scale), 1)
+
+    def pointers(self) -> ChannelAffine:
+        """The same as addresses; keep ``self`` alive while they are used."""
+        count = self.scale.numel()
+        return ChannelAffine(count, self.inner, self.scale.data_ptr(), self.shift.data_ptr())
+
+
+class Geometry(NamedTuple):
+    """Which channel an element belongs to, and how many elements there are."""
+
+    channels: int
+    inner: int
+    elements: int
+
+    @property
+    def per_channel(self) -> int:
+        """Elements of one channel."""
+        return self.elements // self.channels
+
+
+class RunningStatistics(NamedTuple):
+    """Running statistics, contiguous (channels,) float32, and how fast they follow."""
+
+    mean: Tensor
+    variance: Tensor
+    momentum: float
+
+
+class Statistics(NamedTuple):
+    """(channels,) float32 each, as the forward pass used them."""
+
+    mean: Tensor
+    inverse_deviation: Tensor
+
+    def forward(self, inner: int) -> Channels:
+        """The input to the normalised value."""
+        return Channels(self.inverse_deviation, -self.mean * self.inverse_deviation, inner)
+
+
+class Sums(NamedTuple):
+    """(channels,) float64 each: of the gradient, and of its products with the values."""
+
+    sums: Tensor
+    products: Tensor
+
+
+class NormOutput(NamedTuple):
+    """What forward writes from its normalised values, while they are coded or instead of that.
+
+    ``out`` is dense and receives ``result`` (gamma and beta; None: neither) of the values, plus
+    ``addend`` in the same layout; with a ``mask``, yet unwritten, through a ReLU that lets pass
+    ``most`` at most and sets the bits of what it lets through.
+    """
+
+    out: Tensor
+    result: Channels | None = None
+    addend: Tensor | None = None
+    mask: Any = None  # a code whose planes are open; to kernels, those planes
+    most: float = math.inf
+
+
+class CodedValues(NamedTuple):
+    """Normalised values in a code."""
+
+    planes: Any
+    treatment: Treatment
+    key: int
+    elements: int
+
+
+class KeptValues(NamedTuple):
+    """Normalised values computed anew: ``forward`` of the input."""
+
+    x: Tensor
+    forward: Channels
+
+
+class RowBackward(NamedTuple):
+    """What a row normalisation's backward is given besides values.
+
+    ``gradient`` is that of the result; ``written`` receives the input's and may be ``gradient``
+    itself, or None; ``gamma`` is (length,) or None; ``scale`` (rows,) is the affine's;
+    without ``summing`` no sums are taken.
+    """
+
+    length: int
+    centred: bool
+    gradient: Tensor
+    written: Tensor | None
+    gamma: Tensor | None
+    scale: Tensor
+    summing: bool
+
+
+# Gradients of gamma and beta, (channels,) float32, to be written; None: not asked for.
+VectorGradients = tuple[Tensor | None, Tensor | None]

@@ -1,0 +1,263 @@
+"""The Triton kernels as a backend: tensors on a GPU, planes in its pages; nothing waits for it.
+
+Coded values that a normalisation reads are decoded into float32 a part at a time, which is read at
+once, and forgotten. Importing this raises KernelError without Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from daf.core.code_format import BLOCK_ELEMENTS, Predicate, block_count
+from daf.core.policy import Method, Treatment
+from daf.kernels import RangeStrategy, RowMoments
+from daf.kernels.backend import PART_BYTES, Blocks, Values
+from daf.kernels.normalisation import (
+    Channels,
+    CodedValues,
+    Geometry,
+    KeptValues,
+    NormOutput,
+    RowBackward,
+    RunningStatistics,
+    Statistics,
+    Sums,
+    VectorGradients,
+)
+from daf.kernels.triton import channel_norm, codecs, reductions, row_norm
+from daf.kernels.triton.launch import elements_in
+
+
+class TritonBackend:
+    """See :class:`daf.kernels.backend.Backend`; on the current stream of the tensors' device."""
+
+    # --- codecs -----------------------------------------------------------------------------
+
+    def encode_values(
+        self,
+        source: Tensor,
+        planes: Any,
+        treatment: Treatment,
+        key: int,
+        channels: Channels | None,
+        rows: RowMoments | None,
+        output: NormOutput | None,
+    ) -> None:
+        """A kernel each to measure, to code and to write the output."""
+        items = _items(source)
+        if rows is not None and channels is not None:
+            row_norm.measure_rows(items, channels, rows.epsilon, centred=rows.centred)
+        if treatment.method is Method.ROTATED:
+            codecs.encode_rotated(items, planes, treatment.rounds, key, channels)
+        else:
+            codecs.encode_minmax(items, planes, key, channels)
+        if output is not None and channels is not None:
+            self.emit(source, channels, output, None)
+
+    def decode_values(
+        self,
+        planes: Any,
+        treatment: Treatment,
+        key: int,
+        out: Tensor,
+        channels: Channels | None,
+        mask: Any,
+        accumulate: bool,
+        blocks: Blocks,
+    ) -> None:
+        """See the protocol."""
+        options = (_items(out), channels, mask, accumulate, blocks)
+        if treatment.method is Method.ROTATED:
+            codecs.decode_rotated(planes, treatment.rounds, key, *options)
+        else:
+            codecs.decode_minmax(planes, *options)
+
+    def encode_steps(self, source: Tensor, planes: Any, key: int, to_steps: Channels) -> None:
+        """See the protocol."""
+        codecs.encode_steps(_items(source), planes, key, to_steps)
+
+    def decode_steps(self, planes: Any, out: Tensor, from_steps: Channels) -> None:
+        """See the protocol."""
+        codecs.decode_steps(planes, _items(out), from_steps)
+
+    def encode_mask(
+        self, source: Tensor, planes: Any, predicate: Predicate, low: float, high: float
+    ) -> None:
+        """See the protocol."""
+        codecs.encode_mask(_items(source), planes, predicate, low, high)
+
+    def decode_mask(self, planes: Any, off_value: float, on_value: float, out: Tensor) -> None:
+        """See the protocol."""
+        codecs.decode_mask(planes, off_value, on_value, _items(out))
+
+    def encode_derivative(self, source: Tensor, planes: Any, borders: Tensor) -> Tensor:
+        """See the protocol."""
+        table = _table_on(borders, source.device)
+        return codecs.encode_derivative(_items(source), planes, table)
+
+    def decode_derivative(self, planes: Any, levels: Tensor, out: Tensor) -> None:
+        """See the protocol."""
+        codecs.decode_derivative(planes, _table_on(levels, out.device), _items(out))
+
+    def encode_integers(self, source: Tensor, planes: Any, base: int) -> None:
+        """The caller knows that the range holds."""
+        codecs.encode_integers(_signed(_items(source)), planes, base)
+
+    def decode_integers(self, planes: Any, base: int, out: Tensor) -> None:
+        """See the protocol."""
+        codecs.decode_integers(planes, base, _signed(_items(out)))
+
+    # --- reductions -------------------------------------------------------------------------
+
+    def measure_ranges(
+        self, items: Tensor, strategy: RangeStrategy, channels: int, inner: int
+    ) -> tuple[Tensor, Tensor]:
+        """See the protocol."""
+        return reductions.measure_ranges(items, strategy, channels, inner)
+
+    # --- normalisations, of any float -------------------------------------------------------
+
+    def channel_statistics(
+        self, x: Tensor, geometry: Geometry, epsilon: float, running: RunningStatistics | None
+    ) -> Statistics:
+        """See the protocol."""
+        sums = reductions.measure_sums(_items(x), geometry.channels, geometry.inner)
+        count = geometry.per_channel
+        return Statistics(*channel_norm.channel_statistics(*sums, count, epsilon, running))
+
+    def emit(
+        self, x: Tensor, forward: Channels, output: NormOutput, rows: RowMoments | None
+    ) -> None:
+        """See the protocol."""
+        source = _items(x)
+        if rows is not None:
+            row_norm.measure_rows(source, forward, rows.epsilon, centred=rows.centred)
+        addend = None if output.addend is None else _items(output.addend)
+        options = (output.result, addend, output.mask, output.most)
+        channel_norm.emit(source, forward, _items(output.out), *options)
+
+    def derive(
+        self,
+        x: Tensor,
+        forward: Channels,
+        out: Tensor,
+        channels: Channels | None,
+        mask: Any,
+        accumulate: bool,
+        blocks: Blocks,
+    ) -> None:
+        """See the protocol."""
+        options = (channels, mask, accumulate, blocks)
+        channel_norm.derive(_items(x), forward, _items(out), *options)
+
+    def sum_gradient(
+        self,
+        values: Values,
+        gradient: Tensor,
+        mask: Any,
+        written: Tensor | None,
+        geometry: Geometry,
+    ) -> Sums:
+        """See the protocol."""
+        given = _items(gradient)
+        if mask is not None and written is not None:
+            codecs.apply_mask(mask, given, _items(written))
+            given, mask = _items(written), None
+        elif written is not None and written is not gradient:
+            written.copy_(gradient)
+        sums = channel_norm.ChannelProducts(given, geometry.channels, geometry.inner)
+        for part in self._parts(values, sums.span_blocks, given.device):
+            sums.add(part, mask)
+        return Sums(*sums.totals())
+
+    def gradient_factors(
+        self,
+        sums: Sums,
+        geometry: Geometry,
+        inverse_deviation: Tensor,
+        gamma: Tensor | None,
+        gradients: VectorGradients,
+    ) -> tuple[Channels, Channels]:
+        """See the protocol."""
+        read = (*sums, geometry.per_channel, inverse_deviation, gamma)
+        found = channel_norm.channel_factors(*read, gradients)
+        inner, of_gradient = geometry.inner, found.of_gradient
+        of_value = Channels(found.of_value, found.offset, inner)
+        return of_value, Channels(of_gradient, of_gradient, inner)
+
+    def write_input_gradient(
+        self,
+        values: Values,
+        gradient: Tensor,
+        mask: Any,
+        written: Tensor,
+        factors: tuple[Channels, Channels],
+    ) -> None:
+        """See the protocol."""
+        of_value, of_gradient = factors
+        given, out = _items(gradient), _items(written)
+        for part in self._parts(values, 1, given.device):
+            channel_norm.write_gradient(given, part, out, of_gradient.scale, of_value, mask=mask)
+
+    def backward_rows(self, values: Values, job: RowBackward) -> Sums | None:
+        """Two passes over the values: sums by rows and columns, then the input's gradient."""
+        given = _items(job.gradient)
+        options = {"centred": job.centred, "summing": job.summing}
+        products = row_norm.RowProducts(given, job.scale, job.length, job.gamma, **options)
+        self._add_rows(products, values, given.device)
+        columns = products.columns()
+        if job.written is not None:
+            out, factors = _items(job.written), (job.scale, products.of_value)
+            for part in self._parts(values, 1, given.device):
+                channel_norm.write_gradient(given, part, out, *factors, gamma=job.gamma)
+        return None if columns is None else Sums(*columns)
+
+    def _add_rows(self, products: row_norm.RowProducts, values: Values, device: Any) -> None:
+        """The room of the last part is free when this returns, for the second pass."""
+        for part in self._parts(values, products.span_blocks, device):
+            products.add(part)
+
+    def _parts(
+        self, values: Values, span_blocks: int, device: torch.device
+    ) -> Iterator[channel_norm.Values]:
+        """Whole spans of so many blocks at a time."""
+        if isinstance(values, KeptValues):
+            whole = (0, block_count(values.x.numel()))
+            yield channel_norm.Values(_items(values.x), whole, values.forward)
+        else:
+            yield from self._decoded(values, span_blocks, device)
+
+    def _decoded(
+        self, values: CodedValues, span_blocks: int, device: torch.device
+    ) -> Iterator[channel_norm.Values]:
+        """Decoded into memory that the next part takes over."""
+        count, blocks = values.elements, block_count(values.elements)
+        step = span_blocks * max(1, PART_BYTES // (4 * BLOCK_ELEMENTS * span_blocks))
+        size = elements_in((0, min(step, blocks)), count)
+        room = torch.empty(size, dtype=torch.float32, device=device)
+        for first in range(0, blocks, step):
+            here = (first, min(blocks, first + step))
+            part = room[: elements_in(here, count)]
+            code = (values.planes, values.treatment, values.key)
+            self.decode_values(*code, part, None, None, False, here)
+            yield channel_norm.Values(part, here)
+
+
+def _items(tensor: Tensor) -> Tensor:
+    """(elements,) of a dense tensor in memory order, without its graph."""
+    return torch.as_strided(tensor.detach(), (tensor.numel(),), (1,), tensor.storage_offset())
+
+
+@cache
+def _table_on(table: Tensor, device: torch.device) -> Tensor:
+    """A table of an activation, of which there are few, copied once."""
+    return table.to(device)
+
+
+def _signed(items: Tensor) -> Tensor:
+    return items.view(torch.int8) if items.dtype == torch.uint8 else items

@@ -1,0 +1,132 @@
+"""The passes of a normalisation over memory order: statistics, forward, backward.
+
+Tensors are dense; float32 on the host, any float with a code on a device. Normalised values come
+from a code or from the input itself (:class:`KeptValues`); masks are codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from daf.codecs.codes import MaskCode, ValueCode, check_count, opened, pinned
+from daf.core.policy import Method, Treatment
+from daf.kernels import RowMoments
+from daf.kernels.backend import Values as Source
+from daf.kernels.devices import backend_of
+from daf.kernels.normalisation import (
+    Channels,
+    CodedValues,
+    Geometry,
+    KeptValues,
+    NormOutput,
+    RowBackward,
+    RunningStatistics,
+    Statistics,
+    Sums,
+)
+
+NormValues = ValueCode | KeptValues
+
+
+class ComputedValues:
+    """The values of an input that is held anyway, computed again by whoever reads them.
+
+    To recipes they are a code that has every bit and takes no bytes. ``read`` returns the input.
+    """
+
+    __slots__ = ("_forward", "_read", "count")
+    in_store = False
+    nbytes = 0
+    treatment = Treatment(Method.KEEP, 32)
+
+    def __init__(self, read: Callable[[], Tensor], count: int, forward: Channels) -> None:
+        self._read = read
+        self._forward = forward
+        self.count = count
+
+    def decode(
+        self,
+        out: Tensor,
+        channels: Channels | None = None,
+        mask: MaskCode | None = None,
+        accumulate: bool = False,
+        blocks: tuple[int, int] | None = None,
+    ) -> None:
+        """Write them, bit for bit as ``emit`` did; the rest is as in ``ValueCode.decode``."""
+        check_count(self.count, out, blocks)
+        with pinned(mask) as chosen:
+            x, options = self._read(), (channels, chosen, accumulate, blocks)
+            backend_of(x).derive(x, self._forward, out, *options)
+
+
+def take_statistics(
+    x: Tensor, geometry: Geometry, epsilon: float, running: RunningStatistics | None
+) -> Statistics:
+    """Mean and inverse deviation of every channel; running ones follow in place."""
+    if running is not None:
+        torch.autograd.graph.increment_version((running.mean, running.variance))
+    return backend_of(x).channel_statistics(x, geometry, epsilon, running)
+
+
+def unmeasured(x: Tensor, length: int) -> Channels:
+    """Room for the affine of each row of ``length`` elements, where the tensor is."""
+    # Two tensors: the second may be forgotten before the first.
+    count = x.numel() // length
+    scale, shift = (torch.empty(count, dtype=torch.float32, device=x.device) for _ in range(2))
+    return Channels(scale, shift, length)
+
+
+def emit(x: Tensor, forward: Channels, output: NormOutput, rows: RowMoments | None = None) -> None:
+    """Forward without a code; with ``rows`` the affine is measured on the way."""
+    with opened(output) as written:
+        assert written is not None
+        backend_of(x).emit(x, forward, written, rows)
+
+
+def sum_gradient(
+    values: NormValues,
+    gradient: Tensor,
+    mask: MaskCode | None,
+    written: Tensor | None,
+    geometry: Geometry,
+) -> Sums:
+    """Backward's first pass: sums of the masked gradient and of its products with the values.
+
+    ``written`` receives the masked gradient; it may be ``gradient`` itself.
+    """
+    with _read(values) as source, pinned(mask) as chosen:
+        return backend_of(gradient).sum_gradient(source, gradient, chosen, written, geometry)
+
+
+def write_input_gradient(
+    values: NormValues,
+    gradient: Tensor,
+    mask: MaskCode | None,
+    written: Tensor,
+    factors: tuple[Channels, Channels],
+) -> None:
+    """Backward's second pass: ``written = masked gradient * b.scale + a(values)``.
+
+    ``factors`` are (a, b); ``written`` may be ``gradient`` itself.
+    """
+    with _read(values) as source, pinned(mask) as chosen:
+        backend_of(gradient).write_input_gradient(source, gradient, chosen, written, factors)
+
+
+def backward_rows(values: NormValues, job: RowBackward) -> Sums | None:
+    """Backward of a normalisation of rows; all its passes read the same planes."""
+    with _read(values) as source:
+        return backend_of(job.gradient).backward_rows(source, job)
+
+
+@contextmanager
+def _read(values: NormValues) -> Iterator[Source]:
+    if isinstance(values, KeptValues):
+        yield values
+        return
+    with values.planes.pinned() as planes:
+        yield CodedValues(planes, values.treatment, values.key, values.count)
