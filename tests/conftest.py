@@ -14,6 +14,7 @@ from torch import Tensor
 
 os.environ["DAF_CACHE"] = tempfile.mkdtemp(prefix="daf-cache-")
 
+from checkout import write_entry_points
 from made_up import Tree
 from simulated_memory import SimulatedDevice, SimulatedMemory
 
@@ -21,6 +22,8 @@ from daf.codecs.layout import Layout
 from daf.memory.device_memory import DeviceMemory
 from daf.memory.recycling_allocator import unsupported_reason
 from daf.saved_tensors import packer
+
+write_entry_points()
 
 
 def poisoned_empty(layout: Layout) -> Tensor:

@@ -119,7 +119,6 @@ def test_no_import_is_circular() -> None:
         visit(name, ())
 
 
-@pytest.mark.xfail(reason="daf bench is still imported by name", strict=True)
 def test_nothing_imports_the_benchmarks() -> None:
     """They are a distribution of their own; the command line finds them by their entry point."""
     known = set(modules())

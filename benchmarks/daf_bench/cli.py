@@ -52,7 +52,7 @@ from daf_bench.sweep import run as sweep_bench
 from daf_bench.sweep.plot import draw_sweep
 from daf_bench.workloads import named_workloads
 
-app = typer.Typer(help="Measure DAF against what a user would pick instead.")
+app = typer.Typer(help="Measure DAF against what a user would pick instead.", rich_markup_mode=None)
 
 app.command("peers")(peers_command)
 

@@ -1,11 +1,15 @@
 """DAF: train any PyTorch model inside a byte budget."""
 
-from daf.capture.compress import compress
-from daf.core.errors import BudgetError, DafError, NonFiniteLossError
-from daf.core.plan import Plan
-from daf.core.step_report import StepReport
-from daf.operators.chunked.cross_entropy import chunked_cross_entropy
-from daf.session.session import Session
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from daf.capture.compress import compress
+    from daf.core.errors import BudgetError, DafError, NonFiniteLossError
+    from daf.core.plan import Plan
+    from daf.core.step_report import StepReport
+    from daf.operators.chunked.cross_entropy import chunked_cross_entropy
+    from daf.session.session import Session
 
 __all__ = [
     "BudgetError",
@@ -17,3 +21,27 @@ __all__ = [
     "chunked_cross_entropy",
     "compress",
 ]
+
+# Imported when first asked for: ``daf --help`` and the planner need no torch.
+_MODULES = {
+    "BudgetError": "daf.core.errors",
+    "DafError": "daf.core.errors",
+    "NonFiniteLossError": "daf.core.errors",
+    "Plan": "daf.core.plan",
+    "Session": "daf.session.session",
+    "StepReport": "daf.core.step_report",
+    "chunked_cross_entropy": "daf.operators.chunked.cross_entropy",
+    "compress": "daf.capture.compress",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""The command line: ``daf train``, ``plan``, ``report``, ``run``, ``doctor`` and ``bench``."""
+"""The command line: ``daf train``, ``plan``, ``report``, ``run``, ``doctor``; others add theirs."""
 
 from __future__ import annotations
 
@@ -6,22 +6,13 @@ from importlib import metadata
 from typing import Annotated
 
 import typer
-from daf_bench.cli import app as bench_app
 
-from daf.cli.doctor import doctor_command
 from daf.cli.group import DafGroup
-from daf.cli.plan import plan_command
-from daf.cli.report import report_command
-from daf.cli.run import run_command
-from daf.cli.train import train_command
 
-app = typer.Typer(cls=DafGroup, no_args_is_help=True, pretty_exceptions_enable=False)
-app.command("train")(train_command)
-app.command("plan")(plan_command)
-app.command("report")(report_command)
-app.command("run")(run_command)
-app.command("doctor")(doctor_command)
-app.add_typer(bench_app, name="bench")
+# Plain help: importing rich for it takes longer than all else of `daf --help`.
+app = typer.Typer(
+    cls=DafGroup, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
+)
 
 
 def _print_version(wanted: bool) -> None:

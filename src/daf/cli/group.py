@@ -9,6 +9,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from daf.cli.commands import LazyCommand, find_command, lazy_commands
 from daf.core.errors import BudgetError, DafError, NonFiniteLossError
 from daf.core.units import format_bytes
 
@@ -22,6 +23,19 @@ class DafGroup(TyperGroup):
 
     With ``--json`` among the arguments stdout gets ``{"error": {...}}`` as well.
     """
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
+        """All names, for ``--help``."""
+        return list(lazy_commands())
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
+        """The command's name and short help; nothing of it is imported yet."""
+        return find_command(cmd_name)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Import the command that was asked for."""
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command.load() if isinstance(command, LazyCommand) else command, rest
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Remember whether a program is listening."""

@@ -25,6 +25,10 @@ class DataError(DafError, ValueError):
     """A data file is missing, truncated or not what its name promises."""
 
 
+class MissingPackageError(DafError, ImportError):
+    """A package that a command, a model or data needs is not installed."""
+
+
 class BudgetError(DafError, MemoryError):
     """The budget cannot hold the job; ``least_bytes`` is the least that could (bytes, or None)."""
 

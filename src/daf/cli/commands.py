@@ -1,0 +1,101 @@
+"""Commands by name, whose modules are imported when they run.
+
+``daf --help`` and ``daf --version`` hence import no torch. Another distribution adds a command by
+an entry point of the group ``daf.commands``: a function or a ``typer.Typer``; the summary of its
+distribution is the command's short help.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+from daf.core.errors import MissingPackageError
+
+GROUP = "daf.commands"
+
+# The function's module and name, and the first line of its docstring.
+OWN_COMMANDS: Mapping[str, tuple[str, str]] = {
+    "train": (
+        "daf.cli.train:train_command",
+        "Train MODEL on DATA with the process's memory, or a GPU's, kept below --budget.",
+    ),
+    "plan": (
+        "daf.cli.plan:plan_command",
+        "Measure a few small steps of MODEL on DATA and say how it would train within --budget.",
+    ),
+    "report": (
+        "daf.cli.report:report_command",
+        "Show one run, or compare several: memory, account, plan, loss and throughput.",
+    ),
+    "run": (
+        "daf.cli.run:run_command",
+        "Run a Python program under the recycling allocator and say what its tensors held.",
+    ),
+    "doctor": (
+        "daf.cli.doctor:doctor_command",
+        "Say what this machine offers: processor, memory, limits, GPU, and what works.",
+    ),
+}
+
+
+class LazyCommand(TyperCommand):
+    """A command's name and short help; ``load`` imports the command itself."""
+
+    def __init__(self, name: str, summary: str, import_target: Callable[[], Any]) -> None:
+        super().__init__(name=name, help=summary)
+        self._import_target = import_target
+
+    def load(self) -> Any:
+        """Import the command.
+
+        Raises:
+            MissingPackageError: the distribution that has it is not installed.
+        """
+        target = self._import_target()
+        if not isinstance(target, typer.Typer):
+            app = typer.Typer(add_completion=False, rich_markup_mode=None)
+            app.command(self.name)(target)
+            target = app
+        return typer.main.get_command(target)
+
+
+def lazy_commands() -> dict[str, LazyCommand]:
+    """DAF's own commands and those of installed distributions, by name."""
+    found = {
+        name: LazyCommand(name, summary, lambda place=place: _attribute(place))  # type: ignore[misc]
+        for name, (place, summary) in OWN_COMMANDS.items()
+    }
+    for point in entry_points(group=GROUP):
+        found[point.name] = LazyCommand(point.name, _summary(point), point.load)
+    return found
+
+
+def find_command(name: str) -> LazyCommand | None:
+    """The command called ``name``; one that says what to install where it is DAF's benchmarks'."""
+    if name == "bench":
+        return lazy_commands().get(name) or LazyCommand(name, "", _refuse_benchmarks)
+    return lazy_commands().get(name)
+
+
+def _attribute(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _summary(point: EntryPoint) -> str:
+    if point.dist is None or "Summary" not in point.dist.metadata:
+        return ""
+    return point.dist.metadata["Summary"]
+
+
+def _refuse_benchmarks() -> Any:
+    raise MissingPackageError(
+        "'daf bench' comes with the distribution daf-bench, which is not installed; "
+        "in a clone of DAF: pip install ./benchmarks"
+    )
