@@ -7,7 +7,6 @@
 #include <random>
 #include <stdexcept>
 
-#include "instruction_sets/dispatch.h"
 #include "threads/threads.h"
 
 #if defined(__linux__)
@@ -74,13 +73,12 @@ class Workbench {
  public:
   explicit Workbench(const KernelCase& kernel)
       : kernel_(kernel),
-        table_(find_table(kernel.instruction_set)),
+        table_(kernel.table),
         values_(kernel.count),
         decoded_(kernel.count),
         planes_(kernel.bits * words_per_block * block_count(kernel.count)),
         headers_(2 * block_count(kernel.count)),
         levels_(size_t{1} << kernel.bits, 0.5f) {
-    if (!table_) throw std::invalid_argument("no instruction set " + kernel.instruction_set);
     fill();
     encode();
   }

@@ -12,8 +12,8 @@ namespace daf {
 
 // One kernel on one tensor of float32 (of int32 for "integers").
 struct KernelCase {
-  std::string instruction_set;
-  std::string codec;  // "rotated", "minmax", "mask", "derivative" or "integers"
+  const KernelTable* table;  // of one instruction set
+  std::string codec;         // "rotated", "minmax", "mask", "derivative" or "integers"
   bool encode;
   int bits;
   uint64_t count;
@@ -28,7 +28,7 @@ struct TimedPair {
 };
 
 // `rounds` pairs, the kernel and the copy in turn; short calls are repeated. Throws
-// std::invalid_argument for a codec or an instruction set that does not exist.
+// std::invalid_argument for a codec that does not exist.
 std::vector<TimedPair> measure_kernel(const KernelCase& kernel, int rounds);
 
 // Median time of reading `count` floats once, on as many threads.

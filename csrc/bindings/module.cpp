@@ -12,7 +12,6 @@
 #include "bindings/bindings.h"
 #include "bindings/job_arguments.h"
 #include "codecs/rotated_constants.h"
-#include "kernels_measure_bind.h"
 #include "threads/team.h"
 
 namespace nb = nanobind;
@@ -182,6 +181,11 @@ std::vector<std::string> instruction_sets() {
   return names;
 }
 
+// Where the benchmarks find the kernels of one instruction set (KernelTable); 0 for no such set.
+uintptr_t kernel_table(const std::string& set) {
+  return reinterpret_cast<uintptr_t>(find_table(set));
+}
+
 }  // namespace
 }  // namespace daf
 
@@ -193,6 +197,8 @@ NB_MODULE(_native, module) {
   module.attr("ROTATED_CONSTANTS") = nb::make_tuple(
       daf::integer_length, daf::scale_unit, daf::coefficient_multiplier, daf::between_rounds_shift);
   module.def("instruction_sets", &daf::instruction_sets);
+  module.def("kernel_table", &daf::kernel_table);
+  module.attr("KERNEL_TABLE_BYTES") = sizeof(daf::KernelTable);
   module.def("encode_rotated", &daf::encode_rotated);
   module.def("decode_rotated", &daf::decode_rotated);
   module.def("encode_minmax", &daf::encode_minmax);
@@ -207,7 +213,6 @@ NB_MODULE(_native, module) {
   module.def("decode_integers", &daf::decode_integers);
   module.def("copy", &daf::copy);
   module.def("team_threads", &daf::team_threads);
-  daf::bind_kernels_measure(module);
   daf::bind_allocator(module);
   daf::bind_pool(module);
   daf::bind_measure(module);

@@ -1,4 +1,4 @@
-// Python's way to the pool; daf/pool/paged_pool.py is the only caller beside tests and benchmarks.
+// Python's way to the pool; daf/pool/paged_pool.py is the only caller beside tests.
 
 #include "bindings/bindings.h"
 
@@ -7,7 +7,6 @@
 
 #include "allocator/allocator.h"
 #include "pool/pool.h"
-#include "pool_measure.h"
 
 namespace nb = nanobind;
 
@@ -162,15 +161,6 @@ void bind_class(nb::module_& module) {
       .def("is_sound", &Pool::is_sound, unlocked());
 }
 
-void replay(const std::string& contestant, uint64_t page_bytes, nb::object cap_bytes,
-            uintptr_t operations, uint64_t count, uintptr_t samples) {
-  const uint64_t cap = cap_bytes.is_none() ? paging::no_cap : nb::cast<uint64_t>(cap_bytes);
-  const nb::gil_scoped_release release;
-  paging::replay(contestant, page_bytes, cap,
-                 reinterpret_cast<const paging::Operation*>(operations), count,
-                 reinterpret_cast<paging::Sample*>(samples));
-}
-
 }  // namespace
 
 void bind_pool(nb::module_& parent) {
@@ -178,19 +168,6 @@ void bind_pool(nb::module_& parent) {
   nb::exception<paging::MisuseError>(module, "MisuseError");
   nb::exception<paging::FullError>(module, "FullError");
   bind_class(module);
-  module.def("operation_ns", [](uint64_t pages, uint64_t runs, int rounds, uint64_t seed) {
-    const paging::Costs costs =
-        without_lock([&] { return paging::measure_operations(pages, runs, rounds, seed); });
-    return nb::make_tuple(costs.insert_ns, costs.evict_ns, costs.free_ns);
-  });
-  module.def("tree_ns", [](uint64_t nodes, int rounds, uint64_t seed) {
-    const paging::Costs costs =
-        without_lock([&] { return paging::measure_tree(nodes, rounds, seed); });
-    return nb::make_tuple(costs.insert_ns, costs.evict_ns, costs.free_ns);
-  });
-  module.def("replay", &replay, nb::arg("contestant"), nb::arg("page_bytes"),
-             nb::arg("cap_bytes").none(), nb::arg("operations"), nb::arg("count"),
-             nb::arg("samples"));
 }
 
 }  // namespace daf

@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import daf._native as _native
 import numpy as np
 
+from daf import _native as library
 from daf.core.code_format import BLOCK_ELEMENTS, HEADER_BYTES_PER_BLOCK
 from daf.core.code_tables import rotated_levels, rotated_thresholds
+from daf.core.errors import KernelError
 from daf.kernels.cpu.flat import instruction_sets
+from daf_bench import _native
 from daf_bench.harness.result import BenchResult
 
 Progress = Callable[[str], None]
@@ -171,8 +173,25 @@ def _fields(kernel: Kernel, count: int, threads: int) -> tuple[Any, ...]:
         tables = (thresholds.ctypes.data, levels.ctypes.data, 0)
     elif kernel.codec == "derivative":
         tables = (0, 0, _BORDERS[kernel.bits].ctypes.data)
-    name, codec = kernel.instruction_set, kernel.codec
-    return (name, codec, kernel.encode, kernel.bits, count, threads, *tables)
+    table = _kernel_table(kernel.instruction_set)
+    return (table, kernel.codec, kernel.encode, kernel.bits, count, threads, *tables)
+
+
+def _kernel_table(instruction_set: str) -> int:
+    """The address of the library's kernels for one instruction set.
+
+    Raises:
+        KernelError: there is no such set, or both extensions were built from different sources.
+    """
+    if library.KERNEL_TABLE_BYTES != _native.KERNEL_TABLE_BYTES:
+        raise KernelError(
+            f"daf's table of kernels has {library.KERNEL_TABLE_BYTES} bytes, daf_bench was built "
+            f"for {_native.KERNEL_TABLE_BYTES}; install both from the same clone"
+        )
+    address = library.kernel_table(instruction_set)
+    if not address:
+        raise KernelError(f"no instruction set {instruction_set!r} here; try {instruction_sets()}")
+    return int(address)
 
 
 def limit_rows(job: KernelsJob) -> Iterator[Row]:

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import daf._native as _native
 import numpy as np
 from numpy.typing import NDArray
 
+import daf_bench._native as _native
 from daf.core.code_tables import rotated_error
 from daf.pool.page_size import choose_page_bytes
 from daf.pool.paged_pool import PagedStore, PlaneTensor
@@ -100,10 +100,10 @@ def time_rows(job: PoolJob, on_progress: Progress) -> list[Row]:
     for live in _TIMED_PAGES:
         on_progress(f"operations at {live:,} live pages")
         for runs in _RUNS_PER_PLANE:
-            costs = _native.pool.operation_ns(live, runs, job.rounds, 0)
+            costs = _native.operation_ns(live, runs, job.rounds, 0)
             pages = (2 * runs, 1, 2 * runs)
             rows += _time_rows(f"pool, runs of {runs}", live, costs, pages)
-        rows += _time_rows("tree", live, _native.pool.tree_ns(live, job.rounds, 0), (1, 1, 1))
+        rows += _time_rows("tree", live, _native.tree_ns(live, job.rounds, 0), (1, 1, 1))
     return rows
 
 

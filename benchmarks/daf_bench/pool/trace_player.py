@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> None:
     operations = np.ascontiguousarray(np.load(given))
     samples = np.zeros(len(operations), SAMPLE)
     samples.view("u8")[:] = 1  # in memory before anything is counted
-    replay = _load(extension).pool.replay
+    replay = _load(extension).replay
     start = time.perf_counter()
     replay(
         contestant,
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _load(extension: str) -> Any:
-    spec = importlib.util.spec_from_file_location("daf._native", extension)
+    spec = importlib.util.spec_from_file_location("daf_bench._native", extension)
     if spec is None or spec.loader is None:
         raise ImportError(f"{extension} is no extension module")
     module = importlib.util.module_from_spec(spec)

@@ -8,10 +8,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import daf._native as _native
 import numpy as np
 from numpy.typing import NDArray
 
+import daf_bench._native as _native
 from daf_bench.pool import trace_player
 
 ALLOCATE, RELEASE, MARK = 0, 1, 2  # benchmarks/native/pool_measure.h: Action

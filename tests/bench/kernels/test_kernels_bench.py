@@ -5,11 +5,12 @@ from __future__ import annotations
 import platform
 from pathlib import Path
 
-import daf._native as _native
 import pytest
+from daf_bench import _native
 from daf_bench.kernels import run as bench
 from daf_bench.kernels.plot import draw_roofline
 
+from daf.core.errors import KernelError
 from daf.kernels.cpu.flat import instruction_sets
 
 LINUX = platform.system() == "Linux"
@@ -56,11 +57,17 @@ def test_wider_sets_need_fewer_instructions() -> None:
 
 
 def test_unknown_codecs_and_sets_are_refused() -> None:
-    for wrong in ("no-such-set", "no-such-codec"):
-        name = wrong if wrong == "no-such-set" else "portable"
-        codec = wrong if wrong == "no-such-codec" else "mask"
-        with pytest.raises(ValueError, match=wrong):
-            _native.measure_kernel((name, codec, True, 1, 256, 1, 0, 0, 0), 1)
+    codec = bench.Kernel("portable", "no-such-codec", encode=True, bits=1)
+    with pytest.raises(ValueError, match="no-such-codec"):
+        bench.timed_row(codec, 256, 1, 1, None)
+    with pytest.raises(KernelError, match="no-such-set"):
+        bench.timed_row(bench.Kernel("no-such-set", "mask", encode=True, bits=1), 256, 1, 1, None)
+
+
+def test_an_extension_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_native, "KERNEL_TABLE_BYTES", 8)
+    with pytest.raises(KernelError, match="install both from the same clone"):
+        bench.timed_row(bench.Kernel("portable", "mask", encode=True, bits=1), 256, 1, 1, None)
 
 
 def row(name: str, codec: str, way: str, bits: int, ratio: float, count: int = 512) -> bench.Row:

@@ -6,9 +6,9 @@ import json
 import platform
 from pathlib import Path
 
-import daf._native as _native
 import numpy as np
 import pytest
+from daf_bench import _native
 from daf_bench.pool import run as bench
 from daf_bench.pool.plot import draw_times
 from daf_bench.pool.traces import ALLOCATE, MARK, RELEASE, Operations, Shape, make_operations, play
@@ -69,8 +69,8 @@ def test_pools_stay_below_a_cap_by_evicting() -> None:
 
 def test_an_unknown_contestant_is_refused() -> None:
     operations, _ = make_operations(Shape(1))
-    with pytest.raises(_native.pool.MisuseError, match="there are adaptive"):
-        _native.pool.replay("buddy", 1024, None, operations.ctypes.data, 0, 0)
+    with pytest.raises(_native.MisuseError, match="there are adaptive"):
+        _native.replay("buddy", 1024, None, operations.ctypes.data, 0, 0)
 
 
 @pytest.mark.skipif(not GLIBC, reason="compares with glibc's malloc")
