@@ -302,10 +302,10 @@ def test_a_step_waits_for_nothing_before_it_looks_at_its_loss(
         return loss(module, part)
 
     class Looking(gradient_step._Losses):
-        def look(self) -> None:
+        def read(self) -> None:
             gradients_there.append(all(each.grad is not None for each in model.parameters()))
             quiet.close()
-            super().look()
+            super().read()
 
     monkeypatch.setattr(gradient_step, "_Losses", Looking)
     with Session(model, optimizer, None, bits=2) as session, quiet:

@@ -19,8 +19,10 @@ from daf.core.plan import Plan
 from daf.core.policy import Policy, plain_policy, policy_for
 from daf.session.session import Session
 from daf.step import gradient
-from daf.step.gradient import Before, GradientStep
+from daf.step.context import StepContext
+from daf.step.gradient import GradientStep
 from daf.step.gradient_release import GradientRelease
+from daf.step.state_snapshot import StepSnapshot
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 EXAMPLES = 12
@@ -90,7 +92,8 @@ class Steps:
 
     def run(self, batch: Any, loss_fn: Callable[..., Any], micro_batch: int) -> float:
         plan = Plan(self.policy, micro_batch, predicted_peak_bytes=0)
-        return self.gradient.run(batch, loss_fn, plan, (0, 3), Before(self.model), planned=False)
+        context, snapshot = StepContext.of(batch, loss_fn, index=3), StepSnapshot(self.model)
+        return self.gradient.run(context, plan, snapshot, planned=False)
 
 
 def state(model: nn.Module) -> list[Tensor]:

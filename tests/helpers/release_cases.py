@@ -105,4 +105,4 @@ def assert_released_exactly(
     assert_same((parameters, state), trained_plainly(model, make, data))
     assert report.released_gradients == released
     with_gradient = sum(p.requires_grad for p in session.model.parameters())
-    assert session._release.count.left_to_the_end <= with_gradient - released
+    assert session._gradient.release.count.left_to_the_end <= with_gradient - released

@@ -246,7 +246,7 @@ def test_a_session_hands_on_where_to_spill(options: SpillOptions) -> None:
     model, twin, inputs = layers(2), layers(2), batch(128)
     session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), None, spill=options)
     assert session._capture._spill._options is options
-    session._fixed_policy = SPILL
+    session._plan_controller._fixed_policy = SPILL
 
     def loss_fn(model: nn.Module, inputs: Tensor) -> Tensor:
         return model(inputs).square().mean()

@@ -38,8 +38,9 @@ from daf.pool.page_size import DEFAULT_PAGE_BYTES
 from daf.pool.paged_pool import PagedStore
 from daf.sensitivity.estimate import measure_sensitivity
 from daf.sensitivity.gradient_passes import Passes
-from daf.session.sensitivity_tracker import MEASURED_UNDER, Room, measured_under
+from daf.sensitivity.tracker import MEASURED_UNDER, Room, measured_under
 from daf.session.session import Session
+from daf.step.context import StepContext
 
 Batch = tuple[Tensor, Tensor]
 CODES_ONLY = Allowed(methods=frozenset(Method) - {Method.SPILL}, replay=False)
@@ -180,8 +181,8 @@ class Stack(nn.Module):
 
 def session_for(model: nn.Module, budget: str | int, **options: Any) -> Session:
     session = Session(model, torch.optim.SGD(model.parameters(), lr=0.01), budget, **options)
-    session._plan_selector.constraints = session._plan_selector.constraints._replace(
-        allowed=CODES_ONLY
+    session._plan_controller.selector.constraints = (
+        session._plan_controller.selector.constraints._replace(allowed=CODES_ONLY)
     )
     return session
 
@@ -209,9 +210,11 @@ def test_a_tight_session_gives_queries_and_keys_four_bits_and_tells_their_noise(
     assert caught.value.least_bytes is not None
     roomy_bytes = caught.value.least_bytes + 8 * MIB
     with session_for(Stack(), roomy_bytes) as session:
-        profile = session._plan_selector.profile_of(session.prepare(batch, cross_entropy))
+        profile = session._plan_controller.selector.profile_of(
+            session.prepare(batch, cross_entropy)
+        )
         found, reported_bytes = session.sensitivity, session.least_feasible_bytes()
-        learnt_bytes = session._plan_selector.least_bytes()
+        learnt_bytes = session._plan_controller.selector.least_bytes()
     assert reported_bytes is not None
     assert learnt_bytes < reported_bytes == pytest.approx(caught.value.least_bytes, abs=8 * MIB)
     assert found is not None
@@ -223,7 +226,7 @@ def test_a_tight_session_gives_queries_and_keys_four_bits_and_tells_their_noise(
     between = reported_bytes - (reported_bytes - learnt_bytes) // 4
     with session_for(Stack(), between, sensitivity=found) as session:
         assert session.prepare(batch, cross_entropy).predicted_peak_bytes <= between
-        assert session.least_feasible_bytes() == session._plan_selector.least_bytes()
+        assert session.least_feasible_bytes() == session._plan_controller.selector.least_bytes()
     least = partial(planner.least_feasible_budget, allowed=CODES_ONLY)
     saved_bytes = least(replace(profile, weights={})) - least(profile)
     assert saved_bytes >= 2 * batch[0].numel() / 2  # half a byte of a layer's q and k each
@@ -240,8 +243,8 @@ def chunked_profile(model: nn.Module, batch: Batch) -> Profile:
     with session_for(model, "8GB") as session:
         session.prepare(batch, cross_entropy)
         with session._keeper.unbounded():
-            profile = session._step_profiles._profile(
-                batch, cross_entropy, 10**10, lambda _: None, own=session.profile
+            profile = session._plan_controller.step_profiles.profile(
+                StepContext.of(batch, cross_entropy), 10**10, own=session.profile
             )
     assert profile.score_sites
     return profile

@@ -17,6 +17,7 @@ from daf.planning.greedy import lawful
 from daf.planning.options import Allowed, OptionMaker, Span, families
 from daf.planning.table import level_selection, make_table
 from daf.session.session import Session
+from daf.step.context import StepContext
 
 CODES_ONLY = Allowed(methods=frozenset(Method) - {Method.SPILL}, replay=False)
 WIDTH = 64
@@ -195,8 +196,8 @@ def test_a_gradient_that_the_loss_makes_is_as_large_for_smaller_pieces() -> None
     with Session(model, torch.optim.SGD(model.parameters(), 0.1), "8GB") as session:
         session.prepare(batch, loss)
         with session._keeper.unbounded():
-            profile = session._step_profiles._profile(
-                batch, loss, 10**10, lambda _: None, own=session.profile
+            profile = session._plan_controller.step_profiles.profile(
+                StepContext.of(batch, loss), 10**10, own=session.profile
             )
     made = [each for each in profile.savings if each.site.operator == "autograd.Function"]
     assert model.head.weight.nbytes in [each.storage_bytes.at(1) for each in made]

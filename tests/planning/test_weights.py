@@ -23,9 +23,9 @@ from daf.planning import planner, policies
 from daf.planning.bit_widths import is_lossy, one_bit_wider, wider_level
 from daf.planning.noise import expected_noise
 from daf.planning.options import Allowed, noise_per_weight, served_weights
+from daf.sensitivity.tracker import SensitivityTracker
 from daf.session.noise_controller import NOISE_OF_A_BIT, NoiseController
 from daf.session.plan_selector import PlanSelector
-from daf.session.sensitivity_tracker import SensitivityTracker
 
 few = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 CODES_ONLY = Allowed(methods=frozenset(Method) - {Method.SPILL}, replay=False)

@@ -30,7 +30,7 @@ from daf.profiling.step_observer import Observer
 from daf.saved_tensors import packer
 from daf.saved_tensors.observation import MethodTime, Observation, ObservedTensor
 from daf.saved_tensors.packed_tensor import SavedTensor
-from daf.step.dry_run import rehearse
+from daf.step.dry_run import dry_run
 
 TIGHTEST = coded_policy(1)
 
@@ -409,7 +409,7 @@ def observe_fused(policy: Policy) -> Observation:
     capture = Capture(model)
     chunk_bytes = 16 * 1024
     policy = with_planned_operators(policy, chunk_bytes)
-    rehearse(capture, model, policy, x, mean_square)
+    dry_run(capture, model, policy, x, mean_square)
     for _ in range(2):
         found = observe(model, x, policy, capture=capture)
     assert [each.pattern for each in capture.fusions()] == ["batch_norm + relu"]
@@ -447,7 +447,7 @@ def test_who_could_tell_is_seen_whether_it_is_coded_or_kept(policy: Policy) -> N
     model, x = nn.Sequential(*layers, *behind), torch.randn(16, 3, 16, 16)
     policy = with_planned_operators(policy, 16 * 1024)
     capture = Capture(model)
-    rehearse(capture, model, policy, x, mean_square)
+    dry_run(capture, model, policy, x, mean_square)
     found = observe(model, x, policy, capture=capture)
     (norm,), (gelu,) = of(found, "1"), of(found, "4")
     bounded, smooth = (of(found, place)[0] for place in "35")
@@ -469,7 +469,7 @@ def test_a_norm_behind_a_kept_activation_is_told_by_none(layer: nn.Module) -> No
     x = torch.randn(64, 64)
     policy = with_planned_operators(with_fused_operators(exact_policy()), 16 * 1024)
     capture = Capture(model)
-    rehearse(capture, model, policy, x, mean_square)
+    dry_run(capture, model, policy, x, mean_square)
     found = observe(model, x, policy, capture=capture)
     (gelu,), (norm, *_), (behind,) = of(found, "1"), of(found, "2"), of(found, "3")
     assert gelu.treatment == KEEP

@@ -25,7 +25,7 @@ from daf.core.policy import (
     with_fused_operators,
 )
 from daf.core.reports import SiteReport
-from daf.step.dry_run import rehearse
+from daf.step.dry_run import dry_run
 
 FORMATS = [torch.contiguous_format, torch.channels_last]
 REDERIVE = Treatment(Method.REDERIVE)
@@ -65,7 +65,7 @@ class Done:
     def __init__(self, model: nn.Module, policy: Policy, batch: Tensor) -> None:
         model = copy.deepcopy(model)
         capture = Capture(model)
-        rehearse(capture, model, policy, batch, loss_of, 4)
+        dry_run(capture, model, policy, batch, loss_of, 4)
         with capture.step(policy, seed=0, step_index=0, batch=batch):
             loss = loss_of(model, batch)
         loss.backward()

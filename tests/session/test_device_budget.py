@@ -230,7 +230,7 @@ def test_a_run_tells_of_the_device_s_memory_throughout(
     tmp_path: Path,
 ) -> None:
     """Its budget is far below what the process holds."""
-    monkeypatch.setattr("daf.training.job._floor_bytes", lambda _: 1)
+    monkeypatch.setattr("daf.training.job._baseline_bytes", lambda _: 1)
     settings = TrainSettings("resnet20", batch_size=64, max_steps=3, budget=80 * 10**6)
     summary = train(settings, tmp_path / "run", Observer())
     assert summary["finished"]

@@ -189,7 +189,7 @@ def begun(budget_share: float = 0.5, **terms: object) -> tuple[PlanSelector, int
     selector = PlanSelector(PlanConstraints(**({"policy": "optimal", "tolerance": None} | terms)))  # type: ignore[arg-type]
     selector.begin(measured, budget, fused(measured))
     if selector.first is not None:
-        selector.settle(selector.first.predicted_peak_bytes, budget)
+        selector.correct(selector.first.predicted_peak_bytes, budget)
     return selector, budget, measured
 
 
@@ -247,7 +247,7 @@ def test_larger_pieces_that_are_predicted_slower_and_run_faster_stay() -> None:
     selector = PlanSelector(PlanConstraints("optimal", None))
     selector.begin(measured, budget)
     if selector.first is not None:
-        selector.settle(selector.first.predicted_peak_bytes, budget)
+        selector.correct(selector.first.predicted_peak_bytes, budget)
     slowness = {plan_kind(best): 2.0, plan_kind(rival): 1.0}
     train(selector, defaultdict(lambda: 2.0, slowness))
     assert selector.plan is not None

@@ -170,7 +170,7 @@ def test_a_peak_as_predicted_leaves_the_plan_as_it_is() -> None:
     plan = selector.begin(measured, budget)
     assert selector.first is not None
     predicted = selector.first.predicted_peak_bytes
-    selector.settle(predicted, budget)
+    selector.correct(predicted, budget)
     assert selector.evidence == PeakMeasurement(predicted, predicted)
     assert selector.first is None
     assert selector.running is plan
@@ -185,7 +185,7 @@ def test_a_higher_peak_than_predicted_corrects_every_later_plan() -> None:
     assert selector.first is not None
     above = selector.first.predicted_peak_bytes - measured.floor_bytes
     measured_peak = selector.first.predicted_peak_bytes + above // 20
-    selector.settle(measured_peak, budget)
+    selector.correct(measured_peak, budget)
     selector.between_steps()
     after = selector.plan
     assert after is not None
@@ -210,7 +210,7 @@ def test_evidence_that_leaves_no_plan_is_an_error_that_names_the_least() -> None
     selector.begin(measured, budget)
     assert selector.first is not None
     with pytest.raises(BudgetError) as caught:
-        selector.settle(3 * budget, budget)
+        selector.correct(3 * budget, budget)
     assert caught.value.least_bytes == selector.least_bytes()
     assert caught.value.least_bytes > budget
     assert f"budget={caught.value.least_bytes}" in str(caught.value)

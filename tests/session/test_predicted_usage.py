@@ -20,6 +20,7 @@ from daf.planning.greedy import lawful
 from daf.planning.options import Allowed
 from daf.planning.table import Table, kept_selection, level_selection, make_table
 from daf.session.session import Session
+from daf.step.context import StepContext
 
 MIB = 2**20
 needs_limit = pytest.mark.skipif(unsupported_reason() is not None, reason=str(unsupported_reason()))
@@ -103,8 +104,8 @@ class Step:
         self.profile = self.session.profile
         if fused:
             with self.session._keeper.unbounded():
-                self.profile = self.session._step_profiles._profile(
-                    self.x, squares, 10**10, lambda _: None, own=self.profile
+                self.profile = self.session._plan_controller.step_profiles.profile(
+                    StepContext.of(self.x, squares), 10**10, own=self.profile
                 )
 
     def predicted(self, level: str) -> tuple[np.ndarray, Policy]:

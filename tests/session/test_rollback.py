@@ -57,13 +57,14 @@ class Diverging:
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
         loss = F.cross_entropy(model(batch[0]), batch[1])
         astray = (
-            self.session._counters.step_index >= self.at and bits_of(self.session) <= self.narrow
+            self.session._runner.counters.step_index >= self.at
+            and bits_of(self.session) <= self.narrow
         )
         return loss * self.factor if astray else loss
 
 
 def bits_of(session: Session) -> int:
-    policy = session.plan.policy if session.plan else session._fixed_policy
+    policy = session.plan.policy if session.plan else session._plan_controller._fixed_policy
     treatment = policy.by_need[Need.LINEAR]
     assert treatment.method is Method.ROTATED
     return treatment.bits
@@ -73,7 +74,7 @@ def session_for(**options: Any) -> Session:
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     session = Session(model, optimizer, None, sensitivity=False, **options)
-    session._rollback.watch = DivergenceWatch(window=4, patience=2, save_every=3)
+    session._runner.rollback.watch = DivergenceWatch(window=4, patience=2, save_every=3)
     return session
 
 
@@ -118,11 +119,11 @@ def test_the_state_after_going_back_is_the_last_good_one_bit_for_bit(
                 report = session.step(images(index), loss_fn)
                 if report.rolled_back_to is not None:
                     break
-                after[session._counters.step_index] = everything(session)
+                after[session._runner.counters.step_index] = everything(session)
         assert report is not None
         assert report.rolled_back_to is not None
         assert report.rolled_back_to <= 9
-        assert session._counters.step_index == report.rolled_back_to
+        assert session._runner.counters.step_index == report.rolled_back_to
         assert_same(everything(session), after[report.rolled_back_to])
         assert not any(each.grad is not None for each in session.model.parameters())
         assert bits_of(session) == 3
@@ -182,7 +183,7 @@ def test_what_loses_nothing_is_not_watched(bits: str) -> None:
     with session_for(bits=bits, rollback=True) as session:
         for _ in range(3):
             session.step(images(), lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))
-        assert session._rollback.watch.good_step is None
+        assert session._runner.rollback.watch.good_step is None
         with pytest.raises(NonFiniteLossError):
             session.step(images(), lambda model, batch: model(batch[0]).sum() * math.nan)
 
@@ -192,7 +193,7 @@ def test_without_the_option_nothing_is_kept_and_nothing_caught() -> None:
         loss_fn = Diverging(session, at=2, factor=math.nan)
         session.step(images(), loss_fn)
         session.step(images(), loss_fn)
-        assert session._rollback.watch.good_step is None
+        assert session._runner.rollback.watch.good_step is None
         with pytest.raises(NonFiniteLossError):
             session.step(images(), loss_fn)
 
@@ -203,7 +204,7 @@ def test_a_resumed_session_can_go_back_to_a_state_from_before(tmp_path: Path) ->
         for index in range(6):
             first.step(images(index), Diverging(first, at=99, factor=1.0))
         state = json.loads(json.dumps(first.state_dict()))
-        good = first._rollback.watch.good_step
+        good = first._runner.rollback.watch.good_step
         assert good is not None
     with session_for(bits=2, rollback=file) as second:
         second.load_state_dict(state)
@@ -220,7 +221,7 @@ def test_under_a_budget_the_plan_itself_becomes_wider() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     budget = process_memory.resident_bytes() + 100_000_000
     with Session(model, optimizer, budget, bits=1, rollback=True) as session:
-        session._rollback.watch = DivergenceWatch(window=4, patience=2, save_every=3)
+        session._runner.rollback.watch = DivergenceWatch(window=4, patience=2, save_every=3)
         session.prepare(images(), lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))
         loss_fn = Diverging(session, at=2, factor=math.nan)
         reports = [session.step(images(), loss_fn) for _ in range(4)]

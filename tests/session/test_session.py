@@ -26,7 +26,7 @@ from daf.offload.spill import SpillOptions
 from daf.planning import planner
 from daf.profiling.model_memory import optimizer_bytes_to_come
 from daf.session.session import Session
-from daf.step.state_guard import apart_from_training
+from daf.step.state_snapshot import preserved_state
 
 Batch = tuple[Tensor, Tensor]
 
@@ -167,7 +167,7 @@ def test_what_is_apart_from_training_restores_even_after_an_error() -> None:
     mean = model[1].running_mean.clone()
 
     def fail() -> None:
-        with apart_from_training(model):
+        with preserved_state(model, gradients=True):
             model(images()[0]).sum().backward()
             raise RuntimeError("on purpose")
 
@@ -274,7 +274,7 @@ def test_a_plan_that_travels_is_not_resumed_without_host_memory() -> None:
     session.step(batch, cross_entropy)
     plan = session.plan
     assert plan is not None
-    session._plan_selector.settle_on(replace(plan, policy=with_host_codes(plan.policy)))
+    session._plan_controller.selector.settle_on(replace(plan, policy=with_host_codes(plan.policy)))
     with pytest.raises(ValueError, match="give host_bytes as the session had"):
         Session(model, sgd(model), None, bits=2).load_state_dict(session.state_dict())
 
@@ -285,13 +285,13 @@ def test_a_session_resumed_before_its_first_step_still_measures_that_step() -> N
         model, sgd(model), process_memory.resident_bytes() + 200_000_000, bits=2
     ) as session:
         session.prepare(batch, cross_entropy)
-        session._plan_selector.first = replace(session.plan, policy=coded_policy(1))
+        session._plan_controller.selector.first = replace(session.plan, policy=coded_policy(1))
         state = json.loads(json.dumps(session.state_dict()))
     with Session(
         model, sgd(model), process_memory.resident_bytes() + 200_000_000, bits=2
     ) as resumed:
         resumed.load_state_dict(state)
-        assert resumed._plan_selector.first == session._plan_selector.first
+        assert resumed._plan_controller.selector.first == session._plan_controller.selector.first
         assert resumed.profile == session.profile
         assert resumed.plan == session.plan
 
@@ -302,7 +302,7 @@ def test_a_step_that_is_refused_memory_is_retried_under_a_tighter_plan() -> None
     model, twin = deep(), deep()
     with Session(model, sgd(model), "8GB") as session:
         session.prepare(batch, cross_entropy)
-        session._plan_selector.first = None
+        session._plan_controller.selector.first = None
         assert session.plan is not None
         assert session.plan.policy.name == "plain"
         # As if other memory had grown since: plain no longer fits, codes do.
@@ -322,7 +322,7 @@ def test_a_step_that_nothing_can_hold_leaves_the_parameters_alone() -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with Session(model, sgd(model), "8GB") as session:
         session.prepare(batch, cross_entropy)
-        session._plan_selector.first = None
+        session._plan_controller.selector.first = None
         session.budget_bytes = process_memory.resident_bytes() + 20_000_000
         with pytest.raises(BudgetError) as caught:
             session.step(batch, cross_entropy)
@@ -368,15 +368,15 @@ def run_in_fresh_process(body: str) -> dict[str, Any]:
 BUDGETED = """
 import json, torch, torch.nn.functional as F
 from daf.core.errors import BudgetError
-from daf.memory import measure
+from daf.memory import process_memory
 from daf.memory.process_limit import MemoryKeeper
 from daf.session.session import Session
 from daf.offload.spill import SpillOptions
 from daf.training.models import find_model
 
 recipe = find_model("resnet18")
-measure.warm_up()
-floor = measure.resident_bytes()
+process_memory.warm_up()
+floor = process_memory.resident_bytes()
 torch.manual_seed(0)
 model = recipe.build({{"classes": 10, "channels": 3, "image_size": 32}})
 model = model.to(memory_format=torch.channels_last)
@@ -440,7 +440,7 @@ def test_a_buffer_that_a_forward_pass_makes_or_grows_stays_and_the_rest_is_resto
             return x * torch.rand(())
 
     model, before = Caching(), torch.get_rng_state()
-    with apart_from_training(model):
+    with preserved_state(model, gradients=True):
         model(torch.ones(5))
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(model.mean, torch.zeros(3))

@@ -19,6 +19,7 @@ from daf.planning import planner
 from daf.profiling.step_observer import unseen
 from daf.session import plan_autotuner, plan_controller
 from daf.session.session import Session
+from daf.step.context import StepContext
 
 Batch = tuple[Tensor, Tensor]
 MIB = 2**20
@@ -72,14 +73,14 @@ def prepared(share: float) -> Session:
 @needs_limit
 def test_fused_operators_are_measured_where_not_everything_fits() -> None:
     with prepared(0.3) as session:
-        measured = session._plan_selector.fused_profile
+        measured = session._plan_controller.selector.fused_profile
         assert measured is not None
         assert measured.is_fused
         assert sum(bool(each.pattern) for each in measured.fusions) == 5
         in_place = [each for each in measured.savings if each.reading is Reading.IN_PLACE]
         assert {each.site.operator for each in in_place} == {"batch_norm"}
     with prepared(1.5) as session:
-        assert session._plan_selector.fused_profile is None
+        assert session._plan_controller.selector.fused_profile is None
         assert session.plan is not None
         assert session.plan.policy.name == "plain"
 
@@ -87,11 +88,14 @@ def test_fused_operators_are_measured_where_not_everything_fits() -> None:
 @needs_limit
 def test_a_fused_plan_trains_within_its_budget_and_says_what_it_fuses() -> None:
     with prepared(0.3) as session:
-        measured, budget_bytes = session._plan_selector.fused_profile, session.budget_bytes
+        measured, budget_bytes = (
+            session._plan_controller.selector.fused_profile,
+            session.budget_bytes,
+        )
         assert measured is not None
         assert budget_bytes is not None
         # Whichever is faster on this machine: here the fused plan is carried out.
-        allowed = session._plan_selector.constraints.allowed
+        allowed = session._plan_controller.selector.constraints.allowed
         session.plan = planner.make_plan(measured, budget_bytes, allowed=allowed)
         assert session.plan.policy.fused
         assert sum("fused as batch_norm + relu" in line for line in session.plan.choices) == 5
@@ -121,13 +125,16 @@ def test_exact_training_derives_what_convolutions_read_from_what_norms_hold() ->
     model = network()
     with Session(model, sgd(model), budget, tolerance=0.0) as session:
         session.prepare(images(), cross_entropy)
-        measured, budget_bytes = session._plan_selector.fused_profile, session.budget_bytes
+        measured, budget_bytes = (
+            session._plan_controller.selector.fused_profile,
+            session.budget_bytes,
+        )
         assert measured is not None
         assert budget_bytes is not None
         assert session.profile is not None
         # By what this session measured: the process may hold less than when the other one did.
         asked_bytes = min(budget_bytes, planner.kept_peak_bytes(session.profile) - 20 * MIB)
-        allowed = session._plan_selector.constraints.allowed
+        allowed = session._plan_controller.selector.constraints.allowed
         session.plan = planner.make_plan(measured, asked_bytes, tolerance=0.0, allowed=allowed)
         reports = [session.step(images(), cross_entropy) for _ in range(4)]
         assert max(report.peak_bytes for report in reports) <= budget_bytes
@@ -180,7 +187,10 @@ def test_exact_training_derives_what_layers_read_from_what_activations_hold() ->
     model = transforming()
     with Session(model, sgd(model), budget, tolerance=0.0) as session:
         session.prepare(x, squares)
-        measured, budget_bytes = session._plan_selector.fused_profile, session.budget_bytes
+        measured, budget_bytes = (
+            session._plan_controller.selector.fused_profile,
+            session.budget_bytes,
+        )
         assert measured is not None
         assert budget_bytes is not None
         tellers = {str(each.teller) for each in measured.savings if each.teller}
@@ -227,8 +237,8 @@ def test_a_plan_with_fused_operators_has_no_logits() -> None:
                 session.prepare(words, next_words)
                 own = session.profile
                 with session._keeper.unbounded():
-                    measured = session._step_profiles._profile(
-                        words, next_words, 10**10, lambda _: None, own=own
+                    measured = session._plan_controller.step_profiles.profile(
+                        StepContext.of(words, next_words), 10**10, own=own
                     )
                 assert measured.gains_by_fusing
                 assert [each.pattern for each in measured.fusions if each.operator == "linear"] == [
@@ -241,7 +251,7 @@ def test_a_plan_with_fused_operators_has_no_logits() -> None:
                 session.plan = planner.make_plan(measured, session.budget_bytes, policy="exact")
                 assert "linear_cross_entropy" in session.plan.policy.operators
                 assert any("logits never exist" in line for line in session.plan.choices)
-                session._plan_selector.fused_profile = measured
+                session._plan_controller.selector.fused_profile = measured
                 session._keeper.open()
             reports = [session.step(words, next_words) for _ in range(3)]
             peaks[budget] = min(each.peak_bytes for each in reports) - session.baseline_bytes
@@ -258,7 +268,10 @@ def test_a_resumed_session_goes_on_with_fused_operators() -> None:
     model = network()
     with Session(model, sgd(model), session.budget_bytes) as resumed:
         resumed.load_state_dict(state)
-        assert resumed._plan_selector.fused_profile == session._plan_selector.fused_profile
+        assert (
+            resumed._plan_controller.selector.fused_profile
+            == session._plan_controller.selector.fused_profile
+        )
 
 
 def test_a_step_without_a_budget_is_fused_from_the_first_on_if_asked() -> None:
@@ -333,7 +346,7 @@ def settled(session: Session) -> list[tuple[Plan, StepReport]]:
     after = 0
     while after < 2 and len(ran) < 60:
         after += session.is_settled
-        trying = session._plan_selector.autotuner.trial
+        trying = session._plan_controller.selector.autotuner.trial
         report = session.step(images(), cross_entropy)
         plan = trying.plan if trying else session.plan
         assert plan is not None
@@ -352,7 +365,7 @@ def test_the_best_plans_of_other_kinds_run_and_the_fastest_of_them_stays(
         ran = settled(session)
         plan = session.plan
         assert plan is not None
-        factors = session._plan_selector.autotuner.factors
+        factors = session._plan_controller.selector.autotuner.factors
         assert len(factors) > 1
         assert f"the fastest of {len(factors)} tried" in plan.reason
         assert max(report.peak_bytes for _, report in ran) <= (session.budget_bytes or 0)
@@ -369,7 +382,7 @@ def test_a_plan_that_is_only_tried_is_refused_more_and_what_it_held_is_forgotten
     monkeypatch.setattr(plan_controller, "NEW_OPERATORS_BYTES", 100 * MIB)  # so that all are
     with prepared(0.3) as session:
         ran = settled(session)
-        trials_ = session._plan_selector.autotuner
+        trials_ = session._plan_controller.selector.autotuner
         assert session.plan is not None
         assert trials_.factors.keys() == {plan_autotuner.plan_kind(session.plan)}
         assert session.plan.reason.count("the fastest of 1 tried") == 1
@@ -385,13 +398,13 @@ def test_half_batches_decide_no_trial(tries_all: None) -> None:
     with prepared(0.3) as session:
         for _ in range(60):
             session.step((x, labels), cross_entropy)
-            if session._plan_selector.autotuner.trial is not None:
+            if session._plan_controller.selector.autotuner.trial is not None:
                 break
-        trial = session._plan_selector.autotuner.trial
+        trial = session._plan_controller.selector.autotuner.trial
         assert trial is not None
         for _ in range(3):
             session.step((x[:32], labels[:32]), cross_entropy)
-        after = session._plan_selector.autotuner.trial
+        after = session._plan_controller.selector.autotuner.trial
         assert after is not None
         assert after.times_ms == trial.times_ms
         assert after.passed == trial.passed + 3
@@ -429,7 +442,7 @@ def test_a_loss_with_second_derivatives_keeps_pytorch_s_operators(
         with Session(model, sgd(model), "8GB") as session:
             plan = session.prepare(images(), loss_fn)
             assert bool(session.fusion_refusal) == refused
-            assert (session._plan_selector.fused_profile is None) == refused
+            assert (session._plan_controller.selector.fused_profile is None) == refused
             if refused:
                 assert "differentiate twice" in session.fusion_refusal
                 assert not plan.policy.fused

@@ -27,10 +27,11 @@ from daf.memory.statistics import stats
 from daf.planning import planner
 from daf.planning.noise import expected_noise
 from daf.planning.options import Allowed
-from daf.sensitivity.monitors import Response
+from daf.sensitivity import tracker as sensitivity_tracker
+from daf.sensitivity.noise_record import Response
 from daf.sensitivity.result import Sensitivity, SiteSensitivity
-from daf.session import sensitivity_tracker
 from daf.session.session import Session
+from daf.step.context import StepContext
 
 Batch = tuple[Tensor, Tensor]
 needs_limit = pytest.mark.skipif(unsupported_reason() is not None, reason=str(unsupported_reason()))
@@ -240,9 +241,9 @@ def test_a_measurement_waits_until_it_is_within_two_hundredths_of_training() -> 
     assert (report.measuring_ms, report.added_noise) == (0.0, None)
     expected_ms = sensitivity_tracker.PASSES * report.step_ms / sensitivity_tracker.PART
     schedule.trained_ms = expected_ms / 0.02 - 2 * report.step_ms
-    assert not sensed.is_due(batch, report.step_ms)
+    assert not sensed.is_due(len(batch[1]), report.step_ms)
     schedule.trained_ms = expected_ms / 0.02 + 1
-    assert sensed.is_due(batch, report.step_ms)
+    assert sensed.is_due(len(batch[1]), report.step_ms)
     schedule.trained_ms = 1e9
     report = session.step(batch, cross_entropy)
     assert report.measuring_ms == schedule.measured_ms > 0.0
@@ -308,16 +309,16 @@ def test_planning_by_new_numbers_is_part_of_their_price() -> None:
         schedule.trained_ms = 0.0  # so that nothing is measured again
         while not session.is_settled:
             session.step(batch, cross_entropy)
-        assert session._plan_selector.reweighed_ms > 0.0
-        assert schedule.planned_ms == foreground_ms + session._plan_selector.reweighed_ms
+        assert session._plan_controller.selector.reweighed_ms > 0.0
+        assert schedule.planned_ms == foreground_ms + session._plan_controller.selector.reweighed_ms
         assert schedule.plans == 1
         spent_ms = schedule.measured_ms + schedule.planned_ms
         assert sensed._last_ms is not None
         next_ms = sensed._last_ms + schedule.planned_ms
         schedule.trained_ms = (spent_ms + next_ms) / 0.02 - 1.0
-        assert not sensed.is_due(batch, 1.0)
+        assert not sensed.is_due(len(batch[1]), 1.0)
         schedule.trained_ms += 2.0
-        assert sensed.is_due(batch, 1.0)
+        assert sensed.is_due(len(batch[1]), 1.0)
 
 
 @needs_limit
@@ -338,7 +339,7 @@ def test_a_measurement_keeps_no_more_freed_blocks_than_it_is_predicted_to_need(
         session.prepare(batch, cross_entropy)
         found = session.noise.tracker
         assert session.profile is not None
-        predicted = found._predicted_bytes(session.profile, found._examples(batch))
+        predicted = found._predicted_bytes(session.profile, found._examples(len(batch[1])))
     assert len(limits) == 1
     assert limits[0] <= predicted < budget
 
@@ -378,16 +379,18 @@ def test_a_new_measurement_plans_anew(monkeypatch: pytest.MonkeyPatch) -> None:
         assert profile is not None
         assert found is not None
         budget = planner.least_feasible_budget(profile, policy="2-bit", allowed=CODES_ONLY)
-        session._plan_selector.constraints = session._plan_selector.constraints._replace(
-            allowed=CODES_ONLY
+        session._plan_controller.selector.constraints = (
+            session._plan_controller.selector.constraints._replace(allowed=CODES_ONLY)
         )
-        session._plan_selector.reweigh((session.noise.tracker.weighed(profile), None), budget)
+        session._plan_controller.selector.reweigh(
+            (session.noise.tracker.weighed(profile), None), budget
+        )
         before = session.plan
         assert before is not None
         turned = shouting(found, "faint", 1e6)
         monkeypatch.setattr(sensitivity_tracker, "measure_sensitivity", lambda *_, **__: turned)
         session.noise.tracker.schedule.trained_ms = 1e9
-        session.noise.after_step(batch, cross_entropy, before, (1, 1.0), budget)
+        session.noise.after_step(StepContext.of(batch, cross_entropy, index=1), before, 1.0, budget)
         after = session.plan
         assert after is not None
         assert session.profile is not None
@@ -421,15 +424,15 @@ def test_a_tolerance_that_the_budget_cannot_keep_is_kept_as_nearly_as_can_be() -
         known = session.profile
         assert known is not None
         budget = planner.least_feasible_budget(known, policy="2-bit", allowed=CODES_ONLY)
-        session._plan_selector.constraints = session._plan_selector.constraints._replace(
-            allowed=CODES_ONLY
+        session._plan_controller.selector.constraints = (
+            session._plan_controller.selector.constraints._replace(allowed=CODES_ONLY)
         )
         loud = replace(known, noise_per_weight=1e12)
-        session._plan_selector.reweigh((loud, None), budget)
+        session._plan_controller.selector.reweigh((loud, None), budget)
         assert session.plan is not None
         assert session.plan.predicted_peak_bytes <= budget
         assert session.plan.added_noise > 0.2
-        assert session._plan_selector.constraints.tolerance == (0.2, 0.5, 1.0, math.inf)
+        assert session._plan_controller.selector.constraints.tolerance == (0.2, 0.5, 1.0, math.inf)
 
 
 def test_a_pool_gives_up_what_matters_least_first() -> None:

@@ -126,7 +126,7 @@ def test_codes_that_do_not_fit_their_cap_are_tried_under_a_tighter_plan() -> Non
     with session_for(network(), "8GB", pool_bytes=cap) as session:
         plan = session.prepare(batch, cross_entropy)
         refused = replace(plan, policy=coded_policy(8))
-        session.plan, session._plan_selector.first = refused, None
+        session.plan, session._plan_controller.selector.first = refused, None
         report = session.step(batch, cross_entropy)
         assert session.plan.predicted_peak_bytes < refused.predicted_peak_bytes
         assert pool_of(session).peak_bytes <= cap
@@ -158,7 +158,7 @@ def test_at_the_budget_planes_go_before_the_step_is_refused() -> None:
         model = network(5)
         with session_for(model, "8GB", bits=4) as session:
             session.prepare(batch, cross_entropy)
-            session._plan_selector.first = None
+            session._plan_controller.selector.first = None
             session.budget_bytes = process_memory.resident_bytes() + room * 1_000_000
             try:
                 reports[room] = session.step(batch, cross_entropy)

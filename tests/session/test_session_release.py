@@ -115,7 +115,7 @@ def test_after_the_first_update_the_step_is_finished_and_its_overrun_told() -> N
     expected = plain_step(model)
     with session_of(model, "auto") as session:
         session.prepare(batch(), cross_entropy)
-        session._plan_selector.first = None
+        session._plan_controller.selector.first = None
         model.in_backward[0] = 100 * MIB
         session.budget_bytes = process_memory.resident_bytes() + 40 * MIB
         report = session.step(batch(), cross_entropy)
@@ -147,7 +147,7 @@ def test_before_the_first_update_parameters_are_untouched_and_the_step_can_be_re
     expected = plain_step(model)
     with session_of(model) as session:
         session.prepare(batch(), cross_entropy)
-        session._plan_selector.first = None
+        session._plan_controller.selector.first = None
         model.in_backward[0] = 100 * MIB
         session.budget_bytes = process_memory.resident_bytes() + 40 * MIB
         before = deepcopy(model.state_dict())
@@ -167,7 +167,7 @@ def test_a_retry_that_must_cut_the_batch_releases_nothing() -> None:
     expected = plain_step(model)
     with session_of(model, "auto") as session:
         session.prepare(batch(), cross_entropy)
-        session._plan_selector.first = None
+        session._plan_controller.selector.first = None
         model.in_backward[:] = [100 * MIB, 0]
         session.budget_bytes = process_memory.resident_bytes() + 40 * MIB
         report = session.step(batch(), cross_entropy)

@@ -134,7 +134,7 @@ def test_at_most_one_gradient_is_alive() -> None:
 
     released, session = peak(release=True)
     plain, _ = peak(release=False)
-    assert session._release.count.peak_gradient_bytes == matrix
+    assert session._gradient.release.count.peak_gradient_bytes == matrix
     assert plain >= layers * matrix
     # One gradient, and the step's own copy of nothing: SGD works in place.
     assert released < 1.5 * matrix

@@ -327,4 +327,7 @@ def test_any_chain_of_shared_and_hidden_uses_gives_plains_result(
     if not {kind for _, kind in layers} & {"secret", "reentrant"}:
         # Whatever waits for a reader is free at the latest when the last gradient completes,
         # unless that reader runs later still.
-        assert report.released_gradients + session._release.count.left_to_the_end == len(used) + 2
+        assert (
+            report.released_gradients + session._gradient.release.count.left_to_the_end
+            == len(used) + 2
+        )

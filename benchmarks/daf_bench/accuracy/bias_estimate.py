@@ -13,7 +13,7 @@ from daf.core.policy import Policy, plain_policy
 from daf.sensitivity.gradient_passes import Passes
 from daf.sensitivity.sketch import BUCKETS
 from daf.step.microbatch import LossFunction
-from daf.step.state_guard import undisturbed
+from daf.step.state_snapshot import preserved_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +59,14 @@ def measure_bias(
     """
     if draws < 4 or draws % 2:
         raise ValueError(f"asked for {draws} draws; give an even number of at least 4")
-    with undisturbed(model) as random_state:
+    with preserved_state(model) as snapshot:
         passes = Passes(
             model,
             loss_fn,
             Capture(model),
             seed=0,
             step_index=0,
-            random_state=random_state,
+            snapshot=snapshot,
             buckets=buckets,
         )
         exact = passes.sketch(batch, plain_policy())

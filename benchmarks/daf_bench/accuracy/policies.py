@@ -45,7 +45,7 @@ from daf.operators.chunked.weight_gradient import CHUNK_BYTES
 from daf.sensitivity.estimate import measure_sensitivity
 from daf.sensitivity.result import Sensitivity
 from daf.step.microbatch import LossFunction, batch_size, read_loss
-from daf.step.state_guard import undisturbed
+from daf.step.state_snapshot import preserved_state
 from daf_bench.accuracy.averaged_codec import averaged
 from daf_bench.accuracy.bit_allocation import (
     STANDARD_TREATMENTS,
@@ -283,7 +283,7 @@ def _coded_elements(
 ) -> list[dict[Site, int]]:
     """The same of each kind: the sites of these needs."""
     capture, policy = Capture(example.model), replace(policy, rederive=example.rederive)
-    with undisturbed(example.model):
+    with preserved_state(example.model):
         with capture.step(policy, 0, 0, batch=example.batch):
             result = example.loss_fn(example.model, example.batch)
             read_loss(result, batch_size(example.batch))

@@ -17,7 +17,7 @@ from daf.core.policy import (
     with_chunked_operators,
     with_fused_operators,
 )
-from daf.step.dry_run import rehearse
+from daf.step.dry_run import dry_run
 from daf.step.gradient_release import GradientRelease
 from daf.step.microbatch import LossFunction, batch_size, read_loss
 from daf.torch_compat import compiler
@@ -61,7 +61,7 @@ class LeveredLoop:
     def step(self, batch: Any, loss_fn: LossFunction) -> float:
         """One training step; its mean loss, which is looked at last: a device goes on till then."""
         if self._step_index == 0 and self._policy.fused:
-            rehearse(self.capture, self._model, self._policy, batch, loss_fn)
+            dry_run(self.capture, self._model, self._policy, batch, loss_fn)
         self._optimizer.zero_grad(set_to_none=True)
         self._release.begin(micro_batches=1)
         capture = self.capture.step(self._policy, self._seed, self._step_index, batch=batch)

@@ -1,4 +1,4 @@
-"""What one training step did."""
+"""The report of one training step."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one step did (bytes, milliseconds).
+    """One step's loss, time and memory (bytes, milliseconds).
 
     ``peak_bytes`` is the process's, or the GPU's, peak during the step; ``evicted_bytes`` of
-    codes were given up under the pool's cap or the budget, least important first.
+    codes were evicted under the pool's cap or the budget, least important first.
     ``released_gradients`` were stepped and freed inside backward; ``overrun_bytes``
     is what such a step, which cannot be retried, needed beyond the budget to finish.
     ``budget_bytes`` was in force at its end (None: no budget).

@@ -1,4 +1,4 @@
-"""What small measured steps of a model tell: its profile.
+"""Small measured steps of a model become its profile.
 
 The planner reads nothing else of the model.
 """

@@ -1,4 +1,4 @@
-"""How fast this machine codes, copies and reaches its disk: measured, in bytes per second.
+"""Measured speeds of coding, copying and the disk, in bytes per second.
 
 What an observed step did is taken where it did enough of it, the model's own
 shapes and number types included; the rest is measured on one made-up tensor.

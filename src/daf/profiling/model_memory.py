@@ -100,7 +100,7 @@ def _passing_bytes(
 def _update_ratio(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], count: int, memory: MemoryDomain
 ) -> float | None:
-    """What an update of so many equal parameters holds, in bytes of one of them."""
+    """The peak of an update of so many equal parameters, in bytes of one of them."""
     trial = trial_step(optimizer, group, UPDATE_PROBE_ELEMENTS, count)
     meter = memory.meter()
     if trial is None or not meter.is_exact:

@@ -1,4 +1,4 @@
-"""What an optimizer does, found out by steps of another like it on made-up parameters."""
+"""Probing an optimizer: steps of another like it on made-up parameters."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def trial_step(
 
 
 def divides_by_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Does it step about as far whatever the size of gradients, as Adam and its kin do?
+    """True if its steps are about as long whatever the size of gradients, as Adam's are.
 
     Found by trials whose gradients differ a thousandfold; False where there can be none, as for
     an optimizer that takes what no trial knows of.
@@ -58,7 +58,7 @@ def _divides(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
 
 
 def _moved(optimizer: torch.optim.Optimizer, group: dict[str, Any], gradient: float) -> float:
-    """How far a step goes after a few others; 0 where none is made."""
+    """The length of a step after a few others; 0 where none is made."""
     # A schedule may have begun with a rate of 0, which moves nothing.
     changed = {"lr": 1.0, "differentiable": False}
     try:

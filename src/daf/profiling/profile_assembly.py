@@ -21,7 +21,7 @@ _NOT_CODED = (Need.EXACT, Need.INPUT)
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchParts:
-    """What observed steps say of a Profile."""
+    """The parts of a Profile that observed steps give."""
 
     savings: tuple[Saving, ...]
     calls: tuple[CallProfile, ...]
@@ -38,7 +38,7 @@ def build(observations: Sequence[Observation]) -> MicroBatchParts:
 
 
 def _shape(observation: Observation) -> tuple[object, ...]:
-    """What must be the same for two steps to be compared moment by moment."""
+    """Equal for two steps that can be compared moment by moment."""
     saves = [
         (each.site, each.storage, each.content, each.saved, each.read) for each in observation.saves
     ]

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -40,9 +40,10 @@ from daf.profiling.model_memory import (
 from daf.profiling.profile_assembly import build
 from daf.profiling.step_observer import Observer
 from daf.saved_tensors.observation import Observation
-from daf.step.dry_run import EXAMPLES, rehearse
-from daf.step.microbatch import LossFunction, batch_size, batch_slice, read_loss, split_refusal
-from daf.step.state_guard import apart_from_training
+from daf.step.context import StepContext
+from daf.step.dry_run import EXAMPLES, dry_run
+from daf.step.microbatch import read_loss, split_refusal
+from daf.step.state_snapshot import preserved_state
 
 # Of examples, where layers take statistics over them.
 LEAST_WITH_STATISTICS = 2
@@ -64,6 +65,8 @@ class Profiler:
         memory: what the budget bounds.
         keeper: what the session set there.
         baseline_bytes: of that memory, before the model existed.
+        allow_split: the user permits micro-batches in any case.
+        spill: where tensors may be spilled, if they may.
         begin_peak: begins the memory's high-water mark anew, for what is measured next.
     """
 
@@ -74,7 +77,10 @@ class Profiler:
         capture: Capture,
         memory: MemoryDomain,
         keeper: Keeper,
+        *,
         baseline_bytes: int,
+        allow_split: bool,
+        spill: SpillOptions | None,
         begin_peak: Callable[[], object],
     ) -> None:
         self._memory = memory
@@ -84,17 +90,15 @@ class Profiler:
         self._capture = capture
         self._keeper = keeper
         self._baseline_bytes = baseline_bytes
+        self._spill = spill
+        self._refusal = "" if allow_split else split_refusal(model)
         self._operators = _Operators()
         self._beside_bytes = 0
 
     def profile(
         self,
-        batch: Any,
-        loss_fn: LossFunction,
+        context: StepContext,
         budget_bytes: int,
-        *,
-        allow_split: bool,
-        spill: SpillOptions | None = None,
         own: Profile | None = None,
         on_progress: Callable[[str], None] = lambda _: None,
     ) -> Profile:
@@ -105,51 +109,43 @@ class Profiler:
         least budget that would.
 
         Args:
-            batch: the real batch; its first examples are used.
-            loss_fn: the user's own.
+            context: whose batch's first examples are used.
             budget_bytes: of the whole process.
-            allow_split: the user permits micro-batches in any case.
-            spill: where tensors may be spilled, if they may.
             own: what was found with PyTorch's own operators, to measure now with operators fused,
                 where they were seen to allow it, and chunked; None: measure those.
-            on_progress: told what is measured, as its turn comes.
+            on_progress: called with what is measured, as its turn comes.
 
         Raises:
             PoolFullError: the pool cannot hold even the smallest step of the tightest policy.
         """
-        refusal = "" if allow_split else split_refusal(self._model)
-        examples = batch_size(batch)
-        whole = chunk_bytes_on(device_of(self._model))
-        self._operators = _Operators(examples, whole) if own else _Operators()
-        with apart_from_training(self._model):
-            expected = self._expectation(batch, loss_fn, own, on_progress)
+        examples, device = context.info.examples, device_of(self._model)
+        self._operators = _Operators(examples, chunk_bytes_on(device)) if own else _Operators()
+        with preserved_state(self._model, gradients=True):
+            expected = self._expectation(context, own, on_progress)
             if own is not None:
                 on_progress("fusions")
-                self._rehearse(batch, loss_fn, expected, budget_bytes)
+                self._dry_run(context, expected, budget_bytes)
             sizes = _sizes_within(probe_sizes(examples), expected, budget_bytes)
             # Once unmeasured: code pages, thread pools and kernels' own buffers come to stay.
             on_progress("a first small step")
-            self._observe(batch, loss_fn, sizes[0])
-            observations = self._observations(batch, loss_fn, sizes, budget_bytes, on_progress)
+            self._observe(context, sizes[0])
+            observations = self._observations(context, sizes, budget_bytes, on_progress)
             on_progress("times")
-            times = self._times(batch, loss_fn, observations, budget_bytes, split=not refusal)
-        device = device_of(self._model)
+            times = self._times(context, observations, budget_bytes)
         known, room_bytes = own.speeds if own else None, budget_bytes - self._memory.held_bytes()
-        speeds = device_speeds(observations[-1], spill, known, device, room_bytes)
-        found = self._profile(examples, observations, times.kept, refusal, speeds)
+        speeds = device_speeds(observations[-1], self._spill, known, device, room_bytes)
+        found = self._profile(examples, observations, times.kept, speeds)
         if times.coded_ms is None:
             return found
         return calibrated(found, times.kept[-1][0], times.coded_ms)
 
     def _expectation(
-        self,
-        batch: Any,
-        loss_fn: LossFunction,
-        own: Profile | None,
-        on_progress: Callable[[str], None],
+        self, context: StepContext, own: Profile | None, on_progress: Callable[[str], None]
     ) -> Expectation:
-        """The peak of a step of few examples. Where a batch cannot be cut it needs no looking
-        at: a job that has no room for a few examples has none for all of them.
+        """The peak of a step of few examples.
+
+        A batch that cannot be cut needs none: a job that has no room for a few examples has none
+        for all of them.
         """
         if split_refusal(self._model):
             return lambda _: 0.0
@@ -157,22 +153,19 @@ class Profiler:
             level = partial(planner.level_peak_bytes, own, level=str(TIGHTEST_BITS))
             return lambda examples: level(examples=examples) + own.passing_bytes_at(examples)
         on_progress("the smallest step")
-        return partial(self._expected, self._observe(batch, loss_fn, 1))
+        return partial(self._expected, self._observe(context, 1))
 
-    def _rehearse(
-        self, batch: Any, loss_fn: LossFunction, expected: Expectation, budget_bytes: int
-    ) -> None:
-        wanted = (min(EXAMPLES, batch_size(batch)),)
+    def _dry_run(self, context: StepContext, expected: Expectation, budget_bytes: int) -> None:
+        wanted = (min(EXAMPLES, context.info.examples),)
         examples = _sizes_within(wanted, expected, budget_bytes)[-1]
         policy = self._operators.of(TIGHTEST, examples)
-        rehearse(self._capture, self._model, policy, batch, loss_fn, examples)
+        dry_run(self._capture, self._model, policy, context.batch, context.loss_fn, examples)
 
     # --- bytes ------------------------------------------------------------------------------
 
     def _observations(
         self,
-        batch: Any,
-        loss_fn: LossFunction,
+        context: StepContext,
         sizes: Sequence[int],
         budget_bytes: int,
         on_progress: Callable[[str], None],
@@ -182,7 +175,7 @@ class Profiler:
             if found and self._expected(found[-1], size) > budget_bytes:
                 break
             on_progress(f"bytes at {size}")
-            found.append(self._observe(batch, loss_fn, size))
+            found.append(self._observe(context, size))
         return found
 
     def _expected(self, found: Observation, examples: int) -> float:
@@ -196,8 +189,8 @@ class Profiler:
         held = self._resident_bytes() + gradients + growing * examples / found.examples
         return held + MARGIN_BYTES
 
-    def _observe(self, batch: Any, loss_fn: LossFunction, examples: int) -> Observation:
-        part = batch_slice(batch, 0, examples)
+    def _observe(self, context: StepContext, examples: int) -> Observation:
+        part = context.first(examples)
         self._make_room()
         self._begin_peak()
         before_bytes = self._memory.held_bytes()
@@ -206,7 +199,7 @@ class Profiler:
         step = self._capture.step(policy, seed=0, step_index=0, batch=part, watcher=observer)
         with observer.watching():
             with step:
-                loss = read_loss(loss_fn(self._model, part), examples)
+                loss = read_loss(context.loss_fn(self._model, part), examples)
             observer.begin_backward()
             loss.mean.backward()  # type: ignore[no-untyped-call]
         observer.found.process_bytes = self._memory.peak_bytes() - before_bytes
@@ -220,13 +213,7 @@ class Profiler:
     # --- times ------------------------------------------------------------------------------
 
     def _times(
-        self,
-        batch: Any,
-        loss_fn: LossFunction,
-        observations: list[Observation],
-        budget_bytes: int,
-        *,
-        split: bool,
+        self, context: StepContext, observations: list[Observation], budget_bytes: int
     ) -> _Times:
         """Forward and backward with everything kept, and the largest of these steps coded too."""
         largest = observations[-1]
@@ -237,21 +224,21 @@ class Profiler:
         ]
         if not fitting:
             return _Times(((largest.examples, largest.step_ms),))
-        sizes = [*_halvings(fitting[-1])] if split else fitting
+        sizes = fitting if self._refusal else [*_halvings(fitting[-1])]
         policy = plain_policy()
-        kept = sorted((n, self._time(batch, loss_fn, policy, n)) for n in sizes)
-        return _Times(tuple(kept), self._time(batch, loss_fn, TIGHTEST, kept[-1][0]))
+        kept = sorted((n, self._time(context, policy, n)) for n in sizes)
+        return _Times(tuple(kept), self._time(context, TIGHTEST, kept[-1][0]))
 
-    def _time(self, batch: Any, loss_fn: LossFunction, policy: Policy, examples: int) -> float:
+    def _time(self, context: StepContext, policy: Policy, examples: int) -> float:
         """The faster of two: whatever disturbs only makes it longer."""
-        part = batch_slice(batch, 0, examples)
+        part = context.first(examples)
         policy = self._operators.of(policy, examples)
         found = []
         for _ in range(2):
             self._memory.wait()
             start_s = time.perf_counter()
             with self._capture.step(policy, seed=0, step_index=0, batch=part):
-                loss = read_loss(loss_fn(self._model, part), examples)
+                loss = read_loss(context.loss_fn(self._model, part), examples)
             loss.mean.backward()  # type: ignore[no-untyped-call]
             self._memory.wait()
             found.append(1000.0 * (time.perf_counter() - start_s))
@@ -267,7 +254,6 @@ class Profiler:
         examples: int,
         observations: list[Observation],
         times: tuple[tuple[int, float], ...],
-        refusal: str,
         speeds: DeviceSpeeds,
     ) -> Profile:
         parts = build(observations)
@@ -294,7 +280,7 @@ class Profiler:
             weights={},
             update_bytes=passing,
             passing_bytes=self._beside_tensors(observations),
-            split_refusal=refusal,
+            split_refusal=self._refusal,
             recycles=self._keeper.recycles,
             chunk_bytes=self._operators.chunk_bytes,
             part_bytes=observations[-1].norm_part_bytes,
@@ -302,10 +288,10 @@ class Profiler:
         )
 
     def _beside_tensors(self, observations: Sequence[Observation]) -> Affine:
-        """What libraries may have taken in passing, beside tensors.
+        """Bytes that libraries may have taken in passing, beside tensors.
 
-        Only the process's peak tells, and not at which moment: where it shows, it may have been as
-        much as all of that, while few tensors were alive. Of a device only tensors are counted.
+        Only the process's peak shows it, and not its moment: it may have been as much as all of
+        that, while few tensors were alive. Of a device only tensors are counted.
         """
         if isinstance(self._memory, DeviceMemory):
             return ZERO

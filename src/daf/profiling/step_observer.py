@@ -142,10 +142,10 @@ class Observer:
         """The forward pass is over, the loss included."""
         self.found.forward = len(self.found.gradient_bytes)
 
-    # --- what the capture tells -------------------------------------------------------------
+    # --- called by the capture --------------------------------------------------------------
 
     def now_s(self) -> float:
-        """A clock that tells when all that was asked of a device so far is done."""
+        """The time when all that was asked of a device so far is done."""
         self._memory.wait()
         return time.perf_counter()
 
@@ -329,7 +329,7 @@ class Observer:
 
 
 def _reading(saved: SavedTensor) -> Reading:
-    """How the operator that unpacks it now goes on to read it."""
+    """The way in which the operator that unpacks a tensor reads it."""
     if not is_asking():
         return Reading.WHOLE
     if isinstance(saved.held, SmoothHeld):

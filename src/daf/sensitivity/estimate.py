@@ -1,8 +1,8 @@
 """Measuring sensitivities: a few extra passes over one batch, under fresh seeds of some codes.
 
 An input of a matrix product or convolution disturbs only the gradient of that
-operator's own weight, so all such sites redraw their codes at once and are told apart by
-where the change lands. All others (normalisations, products of activations, smooth
+operator's own weight, so all such sites redraw their codes at once; where the change lands
+tells them apart. All others (normalisations, products of activations, smooth
 activations) redraw alone, or with those that are ``alike`` where there are more of them
 than passes: what they add differs by orders of magnitude, and in the change that many cause
 together the small ones are lost, however they are drawn. Should the first kind turn out to
@@ -44,7 +44,7 @@ from daf.sensitivity.site_groups import alike_groups
 from daf.sensitivity.sketch import BUCKETS, sample_variance
 from daf.sensitivity.step_metric import relative_counts
 from daf.step.microbatch import LossFunction, batch_size, micro_batches, split_refusal
-from daf.step.state_guard import undisturbed
+from daf.step.state_snapshot import preserved_state
 
 _SEEDED = frozenset({Method.ROTATED, Method.MINMAX})
 _MEASURABLE = _SEEDED | {Method.DERIVATIVE}
@@ -64,7 +64,7 @@ _WIDEST_DERIVATIVE = 4
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is spent: numbers of passes, each a forward and a backward of the whole batch.
+    """Numbers of passes, each a forward and a backward of the whole batch.
 
     ``local`` passes redraw the inputs of products. ``others`` is the most passes that redraw one of
     the rest, or several that are alike. ``micro_batches`` of the batch take one pass together and
@@ -116,14 +116,14 @@ def measure_sensitivity(
     effort = effort or Effort()
     if separate_codes:
         policy = replace(policy, rederive=False, operators=policy.operators - {"batch_norm"})
-    with undisturbed(model) as random_state:
+    with preserved_state(model) as snapshot:
         passes = Passes(
             model,
             loss_fn,
             capture or Capture(model),
             seed=seed,
             step_index=step_index,
-            random_state=random_state,
+            snapshot=snapshot,
             buckets=effort.buckets,
         )
         return _Measurement(model, passes, batch, policy, effort, relative=relative).run()

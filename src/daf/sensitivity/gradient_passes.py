@@ -15,7 +15,7 @@ from daf.core.policy import Policy, Site
 from daf.core.reports import SiteReport
 from daf.sensitivity.sketch import BUCKETS, GradientSketcher
 from daf.step.microbatch import LossFunction, batch_size, read_loss
-from daf.step.state_guard import RandomState
+from daf.step.state_snapshot import StateSnapshot
 
 Around = Callable[[], Any]
 
@@ -28,6 +28,7 @@ class Passes:
         loss_fn: ``loss_fn(model, batch)`` returns a scalar mean loss, or ``(sum, weight)``.
         capture: whose account the passes will overwrite.
         seed, step_index: name the codes' ordinary seeds.
+        snapshot: has the random states that every pass starts from.
         buckets: per parameter's sketch.
     """
 
@@ -39,7 +40,7 @@ class Passes:
         *,
         seed: int,
         step_index: int,
-        random_state: RandomState,
+        snapshot: StateSnapshot,
         buckets: int = BUCKETS,
     ) -> None:
         trained = {id(each): each for each in model.parameters() if each.requires_grad}
@@ -50,7 +51,7 @@ class Passes:
         self._capture = capture
         self._seed = seed
         self._step_index = step_index
-        self._random_state = random_state
+        self._snapshot = snapshot
 
     def sketch(
         self,
@@ -62,12 +63,12 @@ class Passes:
     ) -> Tensor:
         """(parameters, buckets): the sketched gradient of the batch's mean loss.
 
-        ``elements``: (parameters,), is told how many of each have a gradient.
+        ``elements``: (parameters,), receives how many elements of each have a gradient.
 
         Raises:
             NonFiniteLossError: the loss is inf or NaN.
         """
-        self._random_state.restore()
+        self._snapshot.restore_random()
         examples = batch_size(batch)
         self.examples += examples
         step = self._capture.step(
@@ -84,5 +85,5 @@ class Passes:
             return self.sketcher.gradient_sketch(loss, elements)
 
     def sites(self) -> Sequence[SiteReport]:
-        """What the last pass did at every site."""
+        """The treatment of every site in the last pass."""
         return self._capture.sites()

@@ -26,7 +26,7 @@ class SiteSensitivity:
 
     @property
     def at_least(self) -> float:
-        """What to reckon with: a value that is lost in its error may be as large as that."""
+        """The value to plan with: one that is lost in its error may be as large as that."""
         return max(self.variance_per_error, self.standard_error)
 
 
@@ -75,7 +75,7 @@ class Sensitivity:
 
     @property
     def is_finite(self) -> bool:
-        """Whether every number is: a gradient that overflows says nothing."""
+        """True if every number is finite: a gradient that overflows says nothing."""
         own = self.batch_variance or 0.0
         return all(map(math.isfinite, (own, self.gradient_energy))) and all(
             math.isfinite(each.at_least) for each in self.sites.values()
@@ -159,7 +159,7 @@ class Sensitivity:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """What JSON can hold, for a checkpoint or for another run of the same model."""
+        """Plain values for JSON: a checkpoint, or another run of the same model."""
         rows = [asdict(site) | asdict(each) for site, each in self.sites.items()]
         return {
             "sites": rows,
@@ -173,7 +173,7 @@ class Sensitivity:
 
     @staticmethod
     def from_dict(value: Mapping[str, Any]) -> Sensitivity:
-        """What ``as_dict`` gave.
+        """The inverse of ``as_dict``.
 
         Raises:
             DataError: something is missing.

@@ -1,4 +1,4 @@
-"""When to measure again, so that measuring stays a small part of training."""
+"""The schedule of measurements, a small part of the training time."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Schedule:
 
     @property
     def usual_planning_ms(self) -> float:
-        """What a new plan took so far, its search included; 0 before the first."""
+        """Mean time of a new plan so far, its search included; 0 before the first."""
         return self.planned_ms / max(1, self.plans)
 
     def allows(self, expected_ms: float) -> bool:
-        """May a measurement that will take ``expected_ms`` begin now?"""
+        """True if a measurement that will take ``expected_ms`` may begin now."""
         spent_ms = self.measured_ms + self.planned_ms
         return spent_ms + expected_ms <= self.overhead * self.trained_ms

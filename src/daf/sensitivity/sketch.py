@@ -57,8 +57,8 @@ class GradientSketcher:
     def gradient_sketch(self, loss: Tensor, elements: Tensor | None = None) -> Tensor:
         """The sketch of ``loss``'s gradient; no more than one parameter's is held at a time.
 
-        ``elements``: (parameters,), is told how many of each have a gradient; rows of a table that
-        were not looked up have none.
+        ``elements``: (parameters,), receives how many elements of each have a gradient; rows of a
+        table that were not looked up have none.
 
         ``grad`` of the parameters is neither read nor written, and hooks on accumulation do
         not run.

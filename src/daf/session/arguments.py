@@ -1,20 +1,26 @@
-"""What a session was asked for, checked."""
+"""A session's arguments, checked, and what its execution can carry out."""
 
 from __future__ import annotations
 
 from torch import nn
 
 from daf import budget as governor
-from daf.core.errors import BudgetError, PlatformError, UnknownNameError
-from daf.core.policy import Policy, plain_policy, policy_for, with_fused_operators, with_host_codes
-from daf.core.units import format_bytes
+from daf.capture.capture import Capture
+from daf.core.errors import PlatformError, UnknownNameError
+from daf.core.policy import (
+    Method,
+    Policy,
+    plain_policy,
+    policy_for,
+    with_fused_operators,
+    with_host_codes,
+)
 from daf.memory.device_memory import DeviceMemory
 from daf.memory.domain import MemoryDomain, ProcessMemory, memory_of
 from daf.planning import planner
-from daf.profiling.model_memory import gradient_bytes
+from daf.planning.options import Allowed
+from daf.step.gradient_release import GradientRelease
 
-# A measured small step needs the gradients and about as much again in workspaces and activations.
-ROOM_TO_MEASURE = 4
 _PASSING_SHARE = 16
 _LEAST_PASSING_BYTES, _MOST_PASSING_BYTES = 2**21, 2**26
 
@@ -58,15 +64,10 @@ def refuse_what_sends_nothing(
         )
 
 
-def passing_bytes(budget_bytes: int) -> int:
-    """What of a device's budget codes may take on their way between it and the host."""
-    return min(max(budget_bytes // _PASSING_SHARE, _LEAST_PASSING_BYTES), _MOST_PASSING_BYTES)
-
-
 def fixed_policy(
     bits: int | str | None, *, fused: bool, has_budget: bool, on_host: bool = False
 ) -> Policy:
-    """What a session without a budget does at every step.
+    """The policy of a session without a budget.
 
     Raises:
         ValueError: ``bits`` names no policy, or operators were to be fused under a budget.
@@ -96,7 +97,7 @@ def checked_tolerance(tolerance: float | None) -> float | None:
 
 
 def asked_memory(model: nn.Module, budget: governor.Budget) -> MemoryDomain:
-    """The memory that a session's budget bounds, and whose peak it tells.
+    """The memory that a session's budget bounds and whose peak it reports.
 
     Raises:
         PlatformError: there is a budget, and the model's memory cannot be bounded.
@@ -113,7 +114,7 @@ def asked_memory(model: nn.Module, budget: governor.Budget) -> MemoryDomain:
 
 
 def refuse_budget_elsewhere(model: nn.Module, memory: MemoryDomain) -> None:
-    """A budget may be given later than the session was made, which then told the process's peak.
+    """Refuse a budget for a model that has left the memory whose peak the session reports.
 
     Raises:
         PlatformError: the model is where the session bounds nothing.
@@ -126,19 +127,31 @@ def refuse_budget_elsewhere(model: nn.Module, memory: MemoryDomain) -> None:
         )
 
 
-def refuse_without_room(model: nn.Module, budget_bytes: int, memory: MemoryDomain) -> None:
-    """A hopeless budget is still measured, to name the least one, if the machine has room.
+def allowed_treatments(
+    capture: Capture, release: GradientRelease, budget_bytes: int | None, *, can_spill: bool
+) -> Allowed:
+    """The treatments of plans; also bounds what codes take on their way to the host.
 
-    Raises:
-        BudgetError: what is held with the gradients alone is beyond it, and there is no room.
+    Args:
+        capture: what steps run under.
+        release: steps parameters inside backward, where it was asked for.
+        budget_bytes: in force; None: there is none.
+        can_spill: True if tensors may go to disk.
     """
-    gradients = gradient_bytes(model)
-    least = memory.held_bytes() + gradients
-    if least > budget_bytes and governor.room_bytes(memory) < ROOM_TO_MEASURE * gradients:
-        raise BudgetError(
-            f"asked for a budget of {format_bytes(budget_bytes)}; {memory.name} with its "
-            f"model and gradients alone takes {format_bytes(least)}, before any batch, and "
-            "there is no room here to measure more; try a budget well above that, or a "
-            "smaller model",
-            least,
-        )
+    host, can_release = capture.host, release.can_release
+    passing = 0
+    if host is not None and budget_bytes is not None:
+        passing = passing_bytes(budget_bytes)
+        host.allow(staging_bytes=passing // 2, raw_bytes=passing // 2)
+    return Allowed(
+        methods=frozenset(Method) - (frozenset() if can_spill else {Method.SPILL}),
+        release_gradients=can_release,
+        must_release=can_release and release.is_demanded,
+        host_bytes=0 if host is None else host.limit_bytes,
+        passing_bytes=passing,
+    )
+
+
+def passing_bytes(budget_bytes: int) -> int:
+    """The share of a device's budget that codes may take on their way to the host and back."""
+    return min(max(budget_bytes // _PASSING_SHARE, _LEAST_PASSING_BYTES), _MOST_PASSING_BYTES)

@@ -1,9 +1,8 @@
-"""A budget that moves while a session trains: who watches it, and what is done at once.
+"""A budget that moves while a session trains: watched, and acted on at once.
 
-In mid-step a lower budget takes effect before anybody is asked: recycled blocks
-go back to the system, the pool gives up planes, further allocations are
-refused (``memory.keeper``), and the session retries a refused step under a
-tighter plan. Between steps the session plans anew (``selector``).
+In mid-step a lower budget acts at once: recycled blocks go back to the system, the pool evicts
+planes, further allocations are refused, and the session retries a refused step under a tighter
+plan. Between steps the session plans anew (``PlanController``).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class BudgetChange:
     """The budget moved (bytes; None: no budget).
 
     ``time_s`` is on the clock of ``time.perf_counter()``; ``evicted_bytes`` of
-    codes were given up at once.
+    codes were evicted at once.
     """
 
     time_s: float
@@ -76,11 +75,11 @@ class BudgetController:
 
     @property
     def asked(self) -> Budget:
-        """What the user asked last."""
+        """The budget as the user asked for it last."""
         return self._governor.asked
 
     def ask(self, budget: Budget) -> None:
-        """Another budget; when this returns, what can be given up at once has been.
+        """Another budget; when this returns, all that can be freed at once is free.
 
         Raises:
             UnitError: it cannot be read; nothing changes.
@@ -131,7 +130,7 @@ class BudgetController:
         """Refresh and act; returns the seconds until the next look. Called on the thread."""
         try:
             self._governor.refresh(urgent=urgent)
-        except Exception:  # a user's function may raise anything; the next step's refresh tells
+        except Exception:  # a user's function may raise anything; the next step's refresh raises it
             return LOOK_FAR_S
         self._act()
         near = self._keeper.follow_growth() or self._governor.slack_bytes() < FAR_BYTES

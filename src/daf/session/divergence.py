@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections.abc import Mapping
 from enum import StrEnum
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
 from daf.core.errors import DataError
+from daf.session.resumable import Resumable
 
 _SCALE_OF_DEVIATION = 1.4826  # median absolute deviation to standard deviation, Gaussian
 
 
 class Action(StrEnum):
-    """What whoever trains should do now."""
+    """The next action of whoever trains."""
 
     CONTINUE = "continue"
     SAVE = "save"  # this is a good state: keep it, and forget the one before
@@ -22,7 +23,7 @@ class Action(StrEnum):
     STOP = "stop"  # it diverged again, or there is no good state
 
 
-class DivergenceWatch:
+class DivergenceWatch(Resumable):
     """Tells a diverging run from a noisy one by its losses; a state machine of one rollback.
 
     A loss is a *spike* when it is above the median of the last ``window`` losses by more than
@@ -30,7 +31,19 @@ class DivergenceWatch:
     more than the part ``least_rise`` of the median. ``patience`` spikes in a row, or one loss
     that is not finite, are a divergence. Spikes do not enter the window. The state is good
     every ``save_every`` steps, unless the last ``window`` losses hold a spike.
+
+    Raises:
+        DataError: a number is out of its range.
     """
+
+    KEPT: ClassVar[Mapping[str, Any]] = {
+        "good_step": int,
+        "reason": str,
+        "losses": tuple[float, ...],
+        "spikes": int,
+        "calm_since": int,
+        "has_rolled_back": bool,
+    }
 
     def __init__(
         self,
@@ -48,14 +61,15 @@ class DivergenceWatch:
             )
         self.good_step: int | None = None
         self.reason = ""
-        self._losses: deque[float] = deque(maxlen=window)
+        self.losses: tuple[float, ...] = ()
+        self.spikes = 0
+        self.calm_since: int | None = None
+        self.has_rolled_back = False
+        self._window = window
         self._deviations = deviations
         self._least_rise = least_rise
         self._patience = patience
         self._save_every = save_every
-        self._spikes = 0
-        self._calm_since: int | None = None
-        self._has_rolled_back = False
 
     def note(self, step: int, loss: float) -> Action:
         """Step ``step`` had this loss, before its update; what to do.
@@ -66,32 +80,29 @@ class DivergenceWatch:
         if not math.isfinite(loss):
             return self._diverged(f"the loss of step {step} is {loss}")
         if self._is_spike(loss):
-            self._spikes += 1
-            self._calm_since = None
-            if self._spikes < self._patience:
+            self.spikes += 1
+            self.calm_since = None
+            if self.spikes < self._patience:
                 return Action.CONTINUE
-            usual = median(self._losses)
             return self._diverged(
-                f"{self._spikes} losses in a row up to step {step} are far above the usual "
-                f"{usual:.4g}; the last is {loss:.4g}"
+                f"{self.spikes} losses in a row up to step {step} are far above the usual "
+                f"{median(self.losses):.4g}; the last is {loss:.4g}"
             )
-        self._spikes = 0
-        self._losses.append(loss)
-        if self._calm_since is None:
-            self._calm_since = step
-        return self._save_if_due(step)
+        self.spikes = 0
+        self.losses = (*self.losses, loss)[-self._window :]
+        if self.calm_since is None:
+            self.calm_since = step
+        return self._save_if_due(step, calm=step - self.calm_since)
 
     def _is_spike(self, loss: float) -> bool:
-        if len(self._losses) < (self._losses.maxlen or 1):
+        if len(self.losses) < self._window:
             return False
-        usual = median(self._losses)
-        deviation = _SCALE_OF_DEVIATION * median(abs(each - usual) for each in self._losses)
+        usual = median(self.losses)
+        deviation = _SCALE_OF_DEVIATION * median(abs(each - usual) for each in self.losses)
         rise = loss - usual
         return rise > self._deviations * deviation and rise > self._least_rise * abs(usual)
 
-    def _save_if_due(self, step: int) -> Action:
-        assert self._calm_since is not None
-        calm = step - self._calm_since
+    def _save_if_due(self, step: int, *, calm: int) -> Action:
         due = self.good_step is None or step - self.good_step >= self._save_every
         # The first state is that of the first step, before anything can have gone wrong.
         if due and (self.good_step is None or calm >= min(self._patience, self._save_every)):
@@ -101,31 +112,10 @@ class DivergenceWatch:
 
     def _diverged(self, reason: str) -> Action:
         self.reason = reason
-        if self._has_rolled_back or self.good_step is None:
+        if self.has_rolled_back or self.good_step is None:
             return Action.STOP
-        self._has_rolled_back = True
-        self._spikes = 0
-        self._calm_since = None
-        self._losses.clear()
+        self.has_rolled_back = True
+        self.spikes = 0
+        self.calm_since = None
+        self.losses = ()
         return Action.ROLL_BACK
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs (JSON-able)."""
-        return {
-            "good_step": self.good_step,
-            "reason": self.reason,
-            "losses": list(self._losses),
-            "spikes": self._spikes,
-            "calm_since": self._calm_since,
-            "has_rolled_back": self._has_rolled_back,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state_dict``."""
-        self.good_step = state["good_step"]
-        self.reason = state["reason"]
-        self._losses.clear()
-        self._losses.extend(state["losses"])
-        self._spikes = state["spikes"]
-        self._calm_since = state["calm_since"]
-        self._has_rolled_back = state["has_rolled_back"]

@@ -1,7 +1,7 @@
-"""What a session does about noise: measures sensitivities, plans by them, watches, and tells.
+"""A session's noise: sensitivities are measured and planned by, and what codes add is recorded.
 
-Between steps, when ``tracker`` has found new numbers, the plan is made anew under them; what
-the codes in force add beside the batch's own noise goes to a ``NoiseWatch``.
+Between steps, when ``SensitivityTracker`` has found new numbers, the plan is made anew under them.
+What its codes then add beside the batch's own noise becomes a ``NoiseRecord``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from daf.memory.domain import MemoryDomain
 from daf.planning.bit_widths import is_lossy, one_bit_wider
 from daf.planning.noise import expected_noise
 from daf.planning.planner import DEFAULT_TOLERANCE
-from daf.sensitivity.monitors import NoiseRecord, NoiseWatch, Response
+from daf.sensitivity.noise_record import NoiseRecord, Response
+from daf.sensitivity.tracker import Room, SensitivityTracker
 from daf.session.plan_selector import PlanSelector, Profiles, profile_for
-from daf.session.sensitivity_tracker import Room, SensitivityTracker
-from daf.step.microbatch import LossFunction, batch_size
+from daf.step.context import StepContext
 
 # One bit less adds four times the noise.
 NOISE_OF_A_BIT = 4.0
@@ -47,8 +47,8 @@ class NoiseController:
     """One session's noise.
 
     Args:
-        tracker: what measures.
-        selector: what plans.
+        tracker: measures sensitivities.
+        selector: plans by them.
         capture: what the session's steps run under.
         tolerance: as the user gave it, None for the default.
         memory: what the budget bounds.
@@ -63,23 +63,15 @@ class NoiseController:
         memory: MemoryDomain,
     ) -> None:
         self.tracker = tracker
-        self._memory = memory
-        # Hears once that there is too much noise and no room for more bits.
+        # Called once when there is too much noise and no room for more bits.
         self.tell: Callable[[str], None] = logging.getLogger("daf").warning
         self.history: list[NoiseRecord] = []
-        self._plan_selector = selector
-        self._capture = capture
-        self._is_told = False
-        self._asked = tolerance
         self.tolerance = DEFAULT_TOLERANCE if tolerance is None else tolerance
-        self._watch = NoiseWatch(
-            max(self.tolerance, LEAST_TOLERANCE),
-            lambda _: self._has_widened,
-            interval=1,
-            memory=0.0,
-            on_record=self._note,
-        )
-        self._has_widened = False
+        self._selector = selector
+        self._capture = capture
+        self._memory = memory
+        self._is_exact = tolerance == 0.0
+        self._is_told = False
         self._searched_ms = 0.0  # counted so far
         self._by_site: dict[Site, float] = {}
         self._valid_for: tuple[object, ...] = (None, None, None)
@@ -89,8 +81,10 @@ class NoiseController:
         """Noise of each site's code relative to the batch's own, in the last step; most first."""
         return dict(sorted(self._by_site.items(), key=lambda each: -each[1]))
 
+    # --- for planning -----------------------------------------------------------------------
+
     def weigh(
-        self, profiles: Profiles, plan: Plan, batch: Any, loss_fn: LossFunction, budget_bytes: int
+        self, profiles: Profiles, plan: Plan, context: StepContext, budget_bytes: int
     ) -> Profiles:
         """The profiles with sensitivities, measured if the plan codes anything and they fit.
 
@@ -100,8 +94,9 @@ class NoiseController:
         if self.tracker.sensitivity is None and plan.added_noise > 0.0:
             resident = self._memory.held_bytes()
             room = Room(profiles[0], profile_for(plan, profiles), budget_bytes)
-            pool_bytes = self._capture.pool_bytes
-            self.tracker.measure(batch, loss_fn, 0, room=room, pool_bytes=pool_bytes)
+            self.tracker.measure(
+                replace(context, index=0), room, pool_bytes=self._capture.pool_bytes
+            )
             # Code that was loaded for it, and small blocks of the allocator's, came to stay.
             stays = max(0, self._memory.held_bytes() - resident)
             profiles = _with_resident(profiles, stays)
@@ -118,111 +113,92 @@ class NoiseController:
         return self.tracker.weighed(own), None if fused is None else self.tracker.weighed(fused)
 
     def with_weights(self, policy: Policy) -> Policy:
-        """A policy that no planner made, so that a pool gives up the least harmful planes first."""
+        """A policy that no planner made, so that a pool evicts the least harmful planes first."""
         found = self.tracker.sensitivity
         return policy if found is None else replace(policy, weights=found.weights())
 
+    def widen(self, budget_bytes: int | None) -> bool:
+        """Codes of at least a bit more from now on; False: the budget has no room for them."""
+        plan = self._selector.plan
+        if plan is None:
+            return False
+        if self._selector.profile is None or budget_bytes is None:
+            wider = one_bit_wider(plan.policy)
+            self._selector.change_policy(wider)
+            return wider != plan.policy
+        noise = max(plan.added_noise, plan.bounded_noise)
+        return self._selector.widen(noise / NOISE_OF_A_BIT, budget_bytes)
+
+    # --- after a step -----------------------------------------------------------------------
+
     def after_step(
-        self,
-        batch: Any,
-        loss_fn: LossFunction,
-        running: Plan,
-        step: tuple[int, float],
-        budget_bytes: int | None,
+        self, context: StepContext, running: Plan, step_ms: float, budget_bytes: int | None
     ) -> StepNoise:
         """Count the noise of a step, and measure anew if that is due; then plan anew.
 
         Args:
-            batch: of the step.
-            loss_fn: the user's own.
+            context: the step.
             running: the plan that it ran under.
-            step: its index and milliseconds.
-            budget_bytes: what is planned for.
+            step_ms: what it took.
+            budget_bytes: what is planned for; None: nothing is.
         """
-        index, step_ms = step
-        self.tracker.schedule.note_step(step_ms)
+        schedule = self.tracker.schedule
+        schedule.note_step(step_ms)
         self._count_search()
-        before_ms = self.tracker.schedule.measured_ms
-        if is_lossy(running.policy) and self.tracker.is_due(batch, step_ms):
-            self._measure(batch, loss_fn, running, index, budget_bytes)
-        measuring_ms = self.tracker.schedule.measured_ms - before_ms
+        before_ms = schedule.measured_ms
+        if is_lossy(running.policy) and self.tracker.is_due(context.info.examples, step_ms):
+            self._measure(context, running, budget_bytes)
+        measuring_ms = schedule.measured_ms - before_ms
         self._count(running)
         found = self.tracker.sensitivity
-        own = None if found is None else found.variance_of(batch_size(batch))
+        own = None if found is None else found.variance_of(context.info.examples)
         if not own:
             return StepNoise(measuring_ms=measuring_ms)
-        lost = self._noise_of_evicted()
-        return StepNoise(own * (sum(self._by_site.values()) + lost), own, measuring_ms)
+        return StepNoise(own * self._relative_noise(), own, measuring_ms)
 
-    def widen(self, budget_bytes: int | None) -> bool:
-        """Codes of at least a bit more from now on; False: the budget has no room for them."""
-        plan = self._plan_selector.plan
-        if plan is None:
-            return False
-        if self._plan_selector.profile is None or budget_bytes is None:
-            wider = one_bit_wider(plan.policy)
-            self._plan_selector.plan = replace(plan, policy=wider)
-            return wider != plan.policy
-        noise = max(plan.added_noise, plan.bounded_noise)
-        return self._plan_selector.widen(noise / NOISE_OF_A_BIT, budget_bytes)
-
-    # --- measuring --------------------------------------------------------------------------
-
-    def _measure(
-        self,
-        batch: Any,
-        loss_fn: LossFunction,
-        running: Plan,
-        index: int,
-        budget_bytes: int | None,
-    ) -> None:
-        profile = self._plan_selector.profile
-        planned = profile is not None and budget_bytes is not None
+    def _measure(self, context: StepContext, running: Plan, budget_bytes: int | None) -> None:
         room = None
-        if profile is not None and budget_bytes is not None:
-            operated = self._plan_selector.profile_of(running)
-            room = Room(profile, operated, self._plan_selector.modelled(budget_bytes))
-        is_new = self.tracker.measure(
-            batch,
-            loss_fn,
-            index,
-            room=room,
-            policy=None if planned else running.policy,
-            pool_bytes=self._capture.pool_bytes,
-        )
-        if not is_new:
+        if self._selector.profile is not None and budget_bytes is not None:
+            operated = self._selector.profile_of(running)
+            room = Room(self._selector.profile, operated, self._selector.modelled(budget_bytes))
+        policy, pool_bytes = None if room else running.policy, self._capture.pool_bytes
+        if not self.tracker.measure(context, room, policy=policy, pool_bytes=pool_bytes):
             return
-        self._has_widened = False
-        if profile is not None and budget_bytes is not None:
-            self._replan(running, budget_bytes)
-        elif self._plan_selector.plan is not None:
-            policy = self.with_weights(running.policy)
-            self._plan_selector.plan = replace(self._plan_selector.plan, policy=policy)
+        has_widened = False
+        if room is not None and budget_bytes is not None:
+            has_widened = self._replan(running, budget_bytes)
+        elif self._selector.plan is not None:
+            self._selector.change_policy(self.with_weights(running.policy))
         self._count(running)
-        self._observe(index)
+        self._record(context.index, has_widened=has_widened)
 
-    def _replan(self, running: Plan, budget_bytes: int) -> None:
+    def _replan(self, running: Plan, budget_bytes: int) -> bool:
+        """Plan by new numbers; True if the plan adds less noise than the running one."""
         start_s = time.perf_counter()
-        weighed = self.tracker.weighed(self._plan_selector.profile_of(running))
+        weighed = self.tracker.weighed(self._selector.profile_of(running))
         old = sum(expected_noise(weighed, running.policy, running.micro_batch).values())
-        self._plan_selector.reweigh(self.weighed(self._plan_selector.profiles), budget_bytes)
-        plan = self._plan_selector.plan
-        self._has_widened = plan is not None and plan.added_noise < old
+        self._selector.reweigh(self.weighed(self._selector.profiles), budget_bytes)
         self.tracker.schedule.note_plan(1000.0 * (time.perf_counter() - start_s))
+        plan = self._selector.plan
+        return plan is not None and plan.added_noise < old
 
     def _count_search(self) -> None:
-        """What is sought because of new numbers is part of their price; the first plan is not."""
-        ended_ms = self._plan_selector.reweighed_ms
+        """Searches by new sensitivities are part of their price; the first plan's is not."""
+        ended_ms = self._selector.reweighed_ms
         self.tracker.schedule.note_search(ended_ms - self._searched_ms)
         self._searched_ms = ended_ms
 
-    def _observe(self, index: int) -> None:
+    def _record(self, index: int, *, has_widened: bool) -> None:
+        """One record a step; a run that went back records again where it has not been."""
         found = self.tracker.sensitivity
-        if found is not None and found.batch_variance and self._asked != 0.0:
-            added = sum(self._by_site.values()) + self._noise_of_evicted()
-            self._watch.note(index, added * found.batch_variance, found.batch_variance)
-
-    def _note(self, record: NoiseRecord) -> None:
+        is_old = bool(self.history) and index <= self.history[-1].step
+        if found is None or not found.batch_variance or self._is_exact or is_old:
+            return
+        own, tolerance = found.batch_variance, max(self.tolerance, LEAST_TOLERANCE)
+        record = NoiseRecord(index, self._relative_noise() * own, own, tolerance)
+        if record.exceeds:
+            response = Response.WIDENED if has_widened else Response.NO_ROOM
+            record = replace(record, response=response)
         self.history.append(record)
         if record.response is Response.NO_ROOM and not self._is_told:
             self._is_told = True
@@ -236,17 +212,17 @@ class NoiseController:
     # --- counting ---------------------------------------------------------------------------
 
     def _count(self, running: Plan) -> None:
-        """What the plan's codes add, known again only when the plan or the numbers are others."""
-        found = self.tracker.sensitivity
-        key = (running, found, self._plan_selector.profile)
+        """Predict each site's noise anew, if the plan or the sensitivities are others."""
+        found, profile = self.tracker.sensitivity, self._selector.profile
+        key = (running, found, profile)
         if all(one is other for one, other in zip(key, self._valid_for, strict=True)):
             return
         self._valid_for = key
         if found is None or not found.batch_variance:
             self._by_site = {}
-        elif self._plan_selector.profile is not None:
-            profile = self._plan_selector.profile_of(running)
-            self._by_site = expected_noise(profile, running.policy, running.micro_batch)
+        elif profile is not None:
+            operated = self._selector.profile_of(running)
+            self._by_site = expected_noise(operated, running.policy, running.micro_batch)
         else:
             own = found.batch_variance
             self._by_site = {
@@ -255,29 +231,25 @@ class NoiseController:
                 if each.site in found.sites
             }
 
-    def _noise_of_evicted(self) -> float:
-        """What planes that the pool gave up in the last step add on top."""
+    def _relative_noise(self) -> float:
+        """Noise of all codes over the batch's own, evicted planes of the last step included."""
+        noise = sum(self._by_site.values())
         if not self._capture.stats.evicted_bytes:
-            return 0.0
-        return sum(
+            return noise
+        return noise + sum(
             self._by_site.get(each.site, 0.0) * (_growth(each) - 1.0)
             for each in self._capture.sites()
             if each.evicted_bytes
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs (JSON-able)."""
-        tolerance = self._plan_selector.constraints.tolerance
-        aims = list(tolerance) if isinstance(tolerance, tuple) else None
-        return {"tracker": self.tracker.state_dict(), "is_told": self._is_told, "aims": aims}
+        """What a resumed run needs (JSON-able); ``PlanSelector`` has the tolerances in force."""
+        return {"tracker": self.tracker.state_dict(), "is_told": self._is_told}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state_dict``."""
         self.tracker.load_state_dict(state["tracker"])
         self._is_told = state["is_told"]
-        if state["aims"] is not None:
-            constraints = self._plan_selector.constraints
-            self._plan_selector.constraints = constraints._replace(tolerance=tuple(state["aims"]))
 
 
 def _with_resident(profiles: Profiles, more_bytes: int) -> Profiles:
@@ -290,7 +262,7 @@ def _with_resident(profiles: Profiles, more_bytes: int) -> Profiles:
 
 
 def _growth(report: SiteReport) -> float:
-    """By which factor the error of a code grew when some of its planes were given up."""
+    """By which factor the error of a code grew when some of its planes were evicted."""
     bits = report.treatment.bits
     if report.treatment.method is not Method.ROTATED or bits < 1:
         return 1.0

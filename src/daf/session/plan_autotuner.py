@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-from daf.core.json_dataclasses import from_plain, to_plain
 from daf.core.plan import Plan
 from daf.planning.bit_widths import is_lossy
+from daf.session.resumable import Resumable
 
 # The first step of a plan finds the allocator's blocks as the plan before left them: not counted.
 LEAST_STEPS = 3
@@ -35,7 +35,7 @@ LEAST_SHARE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class PlanKind:
-    """What predicted times err alike by: operators, codes and micro-batch size."""
+    """Plans of one kind run alike operators, so that their predicted times err alike."""
 
     fused: bool
     lossy: bool
@@ -70,7 +70,7 @@ class Trial:
 
     @property
     def is_over(self) -> bool:
-        """Has every plan run that is worth it, or does it take too long?"""
+        """True if every plan worth it has run, or it takes too long."""
         at, begun = divmod(len(self.times_ms), self.steps_of_each)
         too_long = self.passed > MOST_PASSED * self.steps_of_each * len(self.plans)
         return too_long or at == len(self.plans) or not (begun or self._is_worth_trying(at))
@@ -87,7 +87,7 @@ class Trial:
 
     @property
     def is_proving_the_first(self) -> bool:
-        """Has no plan run all its steps yet?"""
+        """True if no plan has run all its steps yet."""
         return len(self.times_ms) < self.steps_of_each
 
     def noted(self, ran: StepMeasurement) -> Trial:
@@ -134,7 +134,7 @@ class Trial:
         return replace(plan, predicted_step_ms=ms, bound_ms=min(plan.bound_ms, ms), reason=reason)
 
     def factors(self, before: Mapping[PlanKind, float]) -> dict[PlanKind, float]:
-        """What predicted times of each kind are to be multiplied with, beside ``before``."""
+        """Measured over predicted time of each kind, with ``before``, the factors known so far."""
         return {
             plan_kind(plan): factor_of(plan_kind(plan), before) * ms / plan.predicted_step_ms
             for plan, ms in zip(self.plans, self.measured_ms, strict=False)
@@ -166,12 +166,19 @@ def factor_of(kind: PlanKind, factors: Mapping[PlanKind, float]) -> float:
     return sum(known) / len(known) if known else 1.0
 
 
-class PlanAutotuner:
+class PlanAutotuner(Resumable):
     """A session's: at most one at a time, and none once one has ended.
 
     ``trial`` is the one that goes on; ``finalists`` would begin the next; ``factors`` is what
     was learnt of times; ``may_try`` is false once memory was refused to a plan that all trusted.
     """
+
+    KEPT: ClassVar[Mapping[str, Any]] = {
+        "trial": Trial,
+        "finalists": tuple[Plan, ...],
+        "factors": Mapping[PlanKind, float],
+        "may_try": bool,
+    }
 
     def __init__(self) -> None:
         self.trial: Trial | None = None
@@ -182,12 +189,12 @@ class PlanAutotuner:
 
     @property
     def is_settled(self) -> bool:
-        """Is nothing tried, nor to be tried?"""
+        """True if nothing is tried, nor to be tried."""
         return not (self.trial or self.finalists)
 
     @property
     def is_trying_another(self) -> bool:
-        """Does the next step run a plan that is tried beside the one that is known to fit?"""
+        """True if the next step runs another plan than the one that is known to fit."""
         return self.trial is not None and not self.trial.is_proving_the_first
 
     def offer(self, plans: tuple[Plan, ...]) -> None:
@@ -246,7 +253,7 @@ class PlanAutotuner:
         return found
 
     def take_held_bytes(self) -> int | None:
-        """What the plan that stayed held for backward at most: told once, after a trial's end."""
+        """The most that the plan that stayed held for backward: once after a trial, else None."""
         taken, self._held_bytes = self._held_bytes, None
         return taken
 
@@ -258,21 +265,3 @@ class PlanAutotuner:
             predicted_step_ms=plan.predicted_step_ms * slower,
             bound_ms=plan.bound_ms * slower,
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs (JSON-able)."""
-        return {name: to_plain(getattr(self, name)) for name in _KEPT}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state_dict``."""
-        for name, kind in _KEPT.items():
-            found = None if state[name] is None else from_plain(kind, state[name])
-            setattr(self, name, found)
-
-
-_KEPT: dict[str, Any] = {
-    "trial": Trial,
-    "finalists": tuple[Plan, ...],
-    "factors": Mapping[PlanKind, float],
-    "may_try": bool,
-}

@@ -1,33 +1,33 @@
-"""Which plan a session runs under: made, tightened, settled after the first step, made anew.
+"""Which plan a session runs under: made, tightened, corrected by the first step, made anew.
 
-A quick plan is there at once; the best one is sought in the background and
-taken over between two steps. The first full-size step runs under a plan that
-holds as little as its micro-batches can; what it measures corrects every later plan.
-Then the best plans of other kinds are tried as well (``autotuner``).
+A quick plan is there at once. The best one is sought in the background and taken over between two
+steps. The first full-size step runs under a plan that holds as little as its micro-batches can;
+its measured peak corrects every later plan. Then plans of other kinds are tried (``autotuner``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from daf.core.errors import BudgetError
-from daf.core.json_dataclasses import from_plain, to_plain
 from daf.core.plan import Plan
+from daf.core.policy import Policy
 from daf.core.profile import Profile
 from daf.planning import planner
 from daf.planning.background_search import BackgroundPlan
 from daf.planning.bit_widths import wider_level
 from daf.planning.options import Allowed
 from daf.session.plan_autotuner import PlanAutotuner, PlanKind, StepMeasurement, plan_kind
+from daf.session.resumable import Resumable
 
 # Tried in turn where a tolerance cannot be kept, so that no more is added than must be.
 WIDER_TOLERANCES = (0.05, 0.14, 0.5, 1.0)
-# A plan is waited for so long before the first step, which takes as long as measuring did.
+# The wait for a plan before the first step, which takes as long as measuring did.
 PATIENCE_S = 3.0
 # By how much the same process holds more when it is started again, where a least budget is named.
 ANOTHER_PROCESS_BYTES = 2 * 2**20
@@ -48,7 +48,7 @@ class PeakMeasurement:
     measured_bytes: int
 
     def factor(self, floor_bytes: int) -> float:
-        """By how much more is held above the floor than was predicted; 1 if not more."""
+        """Measured over predicted bytes above the floor; 1 if not more."""
         predicted = max(SMALLEST_PEAK_BYTES, self.predicted_bytes - floor_bytes)
         missed = max(0, self.measured_bytes - self.predicted_bytes)
         return 1.0 + missed / predicted
@@ -67,17 +67,13 @@ Profiles = tuple[Profile, Profile | None]
 Weigh = Callable[[Profiles, Plan], Profiles]
 
 
-def _unweighed(profile: Profile) -> Profile:
-    return replace(profile, weights={}, noise_per_weight=0.0)
-
-
 def profile_for(plan: Plan, profiles: Profiles) -> Profile:
-    """Of the operators that a plan runs."""
+    """The profile of the operators that a plan runs."""
     own, fused = profiles
     return fused if plan.policy.fused and fused is not None else own
 
 
-class PlanSelector:
+class PlanSelector(Resumable):
     """The plan in force, and how it came to be.
 
     ``plan`` is what training goes on with; ``first`` what the next step runs
@@ -85,6 +81,14 @@ class PlanSelector:
     tried, and what that taught. ``profile`` is of PyTorch's own operators; ``fused_profile``
     of fused and chunked ones, where these were measured.
     """
+
+    KEPT: ClassVar[Mapping[str, Any]] = {
+        "plan": Plan,
+        "first": Plan,
+        "profile": Profile,
+        "fused_profile": Profile,
+        "evidence": PeakMeasurement,
+    }
 
     def __init__(self, constraints: PlanConstraints) -> None:
         self.constraints = constraints
@@ -98,19 +102,43 @@ class PlanSelector:
         self._search: BackgroundPlan | None = None
         self._by_numbers: BackgroundPlan | None = None  # the last one that those began
 
-    def allow(self, allowed: Allowed) -> None:
-        """Plan from now on with what execution can carry out."""
-        self.constraints = self.constraints._replace(allowed=allowed)
-
     @property
     def running(self) -> Plan | None:
         """The plan for the next step."""
         return self.first or self.plan
 
+    @property
+    def is_settled(self) -> bool:
+        """True if there is nothing to measure, to find or to try."""
+        return not (self.first or self._search) and self.autotuner.is_settled
+
+    @property
+    def can_fuse(self) -> bool:
+        """True if the planner chooses operators too; named levels keep PyTorch's own."""
+        return self.constraints.policy == "optimal"
+
+    @property
+    def profiles(self) -> Profiles:
+        """Both of them, once there are any."""
+        return self._own, self.fused_profile
+
+    def profile_of(self, plan: Plan) -> Profile:
+        """The profile of the operators that a plan runs."""
+        return profile_for(plan, self.profiles)
+
+    def allow(self, allowed: Allowed) -> None:
+        """Plan from now on with what execution can carry out."""
+        self.constraints = self.constraints._replace(allowed=allowed)
+
     def settle_on(self, plan: Plan | None) -> None:
         """Go on with this plan; nothing else is sought or tried."""
         self.give_up_search()
         self.plan, self.first = plan, None
+
+    def change_policy(self, policy: Policy) -> None:
+        """Go on with the plan in force under another policy, where nothing is planned."""
+        assert self.plan is not None
+        self.plan = replace(self.plan, policy=policy)
 
     def give_up_search(self) -> None:
         """Seek and try nothing; the plan in force stays."""
@@ -118,11 +146,6 @@ class PlanSelector:
             self._search.stop()
         self._search = None
         self.autotuner.cancel()
-
-    @property
-    def is_settled(self) -> bool:
-        """Is the plan one to go on with: nothing to measure, to find or to try?"""
-        return not (self.first or self._search) and self.autotuner.is_settled
 
     def forget(self) -> None:
         """Whatever was chosen no longer holds."""
@@ -138,7 +161,12 @@ class PlanSelector:
     ) -> Plan:
         """The first plan of new profiles, and what its first step runs under.
 
-        ``weigh`` is shown a quick plan, and returns the profiles, weighed if it needs that.
+        Args:
+            profile: of PyTorch's own operators.
+            budget_bytes: of the whole process.
+            fused: of fused operators, where these were measured.
+            weigh: gets the profiles and a quick plan, and returns the profiles with sensitivities
+                if the plan needs them.
 
         Raises:
             BudgetError: no plan fits; ``least_bytes`` is the least budget that would.
@@ -149,9 +177,37 @@ class PlanSelector:
         self.plan = self._make(budget_bytes, quick if self.profile is profile else None)
         if self._search is not None:
             self.plan = self._searched(self.plan, budget_bytes)
-        if self.plan.return_freed_blocks and self._can_begin_tighter():
-            self.first = self._first_plan(self.profile_of(self.plan), self.plan, budget_bytes)
+        # Named levels and policies are what was asked for, from the first step on.
+        if self.plan.return_freed_blocks and self.can_fuse:
+            self.first = self._first_plan(self.plan, budget_bytes)
         return self.plan
+
+    def _first_plan(self, plan: Plan, budget_bytes: int) -> Plan | None:
+        """Its peak is without the optimizer's state, which its own update creates."""
+        profile, constraints = self.profile_of(plan), self.constraints._asdict()
+        del constraints["policy"]
+        first = planner.first_plan(profile, plan, budget_bytes, **constraints)
+        if first is None:
+            return None
+        before_update = first.predicted_peak_bytes - profile.optimizer_bytes
+        in_update = planner.update_peak_bytes(profile, release=first.release_gradients)
+        return replace(first, predicted_peak_bytes=max(before_update, in_update))
+
+    def correct(self, measured_peak_bytes: int, budget_bytes: int) -> None:
+        """Go on with the plan, corrected by the peak of the first full-size step.
+
+        Raises:
+            BudgetError: no plan is predicted to fit any more.
+        """
+        assert self.first is not None
+        self.evidence = PeakMeasurement(self.first.predicted_peak_bytes, measured_peak_bytes)
+        self.first = None
+        if self._factor > 1.0:
+            self.plan = self._make(budget_bytes)
+
+    def skip_first(self) -> None:
+        """Go on with the plan without what the first step measured."""
+        self.first = None
 
     def _searched(self, quick: Plan, budget_bytes: int) -> Plan:
         """The best plan if it is found with patience; the search goes on if steps leave it room."""
@@ -163,7 +219,7 @@ class PlanSelector:
         return self._taken_over() or quick
 
     def _taken_over(self) -> Plan | None:
-        """The best that a search found which has ended; the others may be tried."""
+        """The best plan of a search that has ended; the others may be tried."""
         search = self._search
         if search is None or not search.is_done:
             return None
@@ -175,32 +231,7 @@ class PlanSelector:
 
     @staticmethod
     def _has_room_to_search(plan: Plan, budget_bytes: int) -> bool:
-        """Beside a step that needs all of the budget there is none."""
         return budget_bytes - plan.predicted_peak_bytes >= SEARCH_BYTES
-
-    def _first_plan(self, profile: Profile, plan: Plan, budget_bytes: int) -> Plan | None:
-        """Its peak does not hold the optimizer's state yet, which its update brings into being."""
-        tolerance, allowed = self.constraints.tolerance, self.constraints.allowed
-        first = planner.first_plan(
-            profile, plan, budget_bytes, tolerance=tolerance, allowed=allowed
-        )
-        if first is None:
-            return None
-        before_update = first.predicted_peak_bytes - profile.optimizer_bytes
-        in_update = planner.update_peak_bytes(profile, release=first.release_gradients)
-        return replace(first, predicted_peak_bytes=max(before_update, in_update))
-
-    def settle(self, measured_peak_bytes: int, budget_bytes: int) -> None:
-        """The first full-size step was measured; go on with the plan, corrected by that.
-
-        Raises:
-            BudgetError: no plan is predicted to fit any more.
-        """
-        assert self.first is not None
-        self.evidence = PeakMeasurement(self.first.predicted_peak_bytes, measured_peak_bytes)
-        self.first = None
-        if self._factor > 1.0:
-            self.plan = self._make(budget_bytes)
 
     def between_steps(self) -> None:
         """Take over the best plan, once it is found, or the next one that is tried."""
@@ -219,7 +250,7 @@ class PlanSelector:
         """The plan under another budget.
 
         Where no plan is predicted to fit but allocations beyond the budget are refused
-        (``can_refuse``), the one that holds least: the pool may give up planes that
+        (``can_refuse``), the one that holds least: the pool may evict planes that
         predictions count, so training goes on if it can.
 
         Raises:
@@ -240,25 +271,20 @@ class PlanSelector:
     def reweigh(self, profiles: Profiles, budget_bytes: int) -> None:
         """Plan anew with newer sensitivities; where that cannot be, the old plan stays in force.
 
-        A tolerance that no plan of this budget keeps, as is known now, is kept as nearly as can be.
+        If no plan of this budget keeps the tolerance any more, the nearest one that fits does.
         """
         self.profile, self.fused_profile = profiles
         try:
             self.plan = self._make(budget_bytes)
         except BudgetError:
             if isinstance(self.constraints.tolerance, float):
-                self.aim_for(self.constraints.tolerance, budget_bytes)
+                self._aim_for(self.constraints.tolerance, budget_bytes)
         self._by_numbers = self._search
 
-    def aim_for(self, tolerance: float, budget_bytes: int) -> None:
-        """Keep to this tolerance if the budget allows, and plan anew; else as little as can be."""
-        self.constraints = self.constraints._replace(
-            tolerance=(
-                tolerance,
-                *(each for each in WIDER_TOLERANCES if each > tolerance),
-                math.inf,
-            )
-        )
+    def _aim_for(self, tolerance: float, budget_bytes: int) -> None:
+        """Plan anew within this tolerance if the budget allows; else with as little as can be."""
+        wider = (each for each in WIDER_TOLERANCES if each > tolerance)
+        self.constraints = self.constraints._replace(tolerance=(tolerance, *wider, math.inf))
         with suppress(BudgetError):
             self.plan = self._make(budget_bytes)
 
@@ -272,7 +298,7 @@ class PlanSelector:
             with suppress(BudgetError):
                 self.plan = self._make(budget_bytes)
         else:
-            self.aim_for(tolerance, budget_bytes)
+            self._aim_for(tolerance, budget_bytes)
         if self.plan is not None and self.plan.added_noise < before.added_noise:
             return True
         self.give_up_search()
@@ -284,104 +310,69 @@ class PlanSelector:
 
         Of plans that were tried, one that has proven to fit.
         """
-        assert self.profile is not None
         proven = self.autotuner.drop(plan)
         if proven is not None:
             self.plan = proven
             return proven
-        told = replace(plan, predicted_peak_bytes=self._predicted(plan))
+        held = replace(plan, predicted_peak_bytes=self.modelled(plan.predicted_peak_bytes))
         tighter = planner.tighter_plan(
-            self.profile,
-            told,
-            policy=self.constraints.policy,
-            tolerance=self.constraints.tolerance,
-            allowed=self.constraints.allowed,
-            also=self._also,
+            self._own, held, also=self._also, **self.constraints._asdict()
         )
         if tighter is not None:
             tighter = self._corrected(tighter)
             self.settle_on(tighter)
-            self.autotuner.may_try = False  # others may pass what was predicted of their bytes too
+            self.autotuner.may_try = False  # others may exceed their predicted bytes too
         return tighter
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs (JSON-able)."""
-        kept = {name: to_plain(getattr(self, name)) for name in _KEPT}
-        return kept | {
-            "autotuner": self.autotuner.state_dict(),
-            "was_searching": self._search is not None,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state_dict``; other keys are left alone."""
-        self.give_up_search()
-        for name, kind in _KEPT.items():
-            found = None if state[name] is None else from_plain(kind, state[name])
-            setattr(self, name, found)
-        self.autotuner.load_state_dict(state["autotuner"])
-
     def search_again(self, budget_bytes: int) -> None:
-        """What a session sought when its state was taken, one that was resumed seeks anew."""
+        """Begin anew the search that ran when a resumed session's state was taken."""
         self._search = BackgroundPlan(partial(_with_stop, self._maker(budget_bytes)))
 
     def least_bytes(self, *, weighed: bool = True) -> int:
-        """The least budget that any plan fits, as far as is known now; or without what was measured
-        of sensitivities.
+        """The least budget that any plan fits, as far as is known now.
+
+        ``weighed``: False leaves out what was measured of sensitivities.
         """
-        assert self.profile is not None
-        own, *also = (self.profile, *self._also)
+        own, *also = (self._own, *self._also)
         if not weighed:
-            own, *also = (_unweighed(each) for each in (own, *also))
-        constraints = self.constraints
-        least = planner.least_feasible_budget(
-            own,
-            policy=constraints.policy,
-            tolerance=constraints.tolerance,
-            allowed=constraints.allowed,
-            also=tuple(also),
-        )
+            own, *also = (replace(each, weights={}, noise_per_weight=0.0) for each in (own, *also))
+        least = planner.least_feasible_budget(own, also=also, **self.constraints._asdict())
         return self._actual(least) + self._allowance_bytes
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs (JSON-able)."""
+        tolerance = self.constraints.tolerance
+        return super().state_dict() | {
+            "autotuner": self.autotuner.state_dict(),
+            "was_searching": self._search is not None,
+            "tolerances": list(tolerance) if isinstance(tolerance, tuple) else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state_dict``, without the search that ran (``search_again``)."""
+        self.give_up_search()
+        super().load_state_dict(state)
+        self.autotuner.load_state_dict(state["autotuner"])
+        if state["tolerances"] is not None:
+            self.constraints = self.constraints._replace(tolerance=tuple(state["tolerances"]))
+
+    @property
+    def _own(self) -> Profile:
+        assert self.profile is not None
+        return self.profile
 
     @property
     def _also(self) -> tuple[Profile, ...]:
-        """Named levels and policies keep PyTorch's operators, for comparison."""
         fused = self.fused_profile
         return (fused,) if fused is not None and self.can_fuse else ()
 
-    @property
-    def can_fuse(self) -> bool:
-        """Is it the planner's to choose operators too?"""
-        return self.constraints.policy == "optimal"
-
-    @property
-    def profiles(self) -> Profiles:
-        """Both of them, once there are any."""
-        assert self.profile is not None
-        return self.profile, self.fused_profile
-
-    def profile_of(self, plan: Plan) -> Profile:
-        """Of the operators that a plan runs."""
-        assert self.profile is not None
-        return profile_for(plan, (self.profile, self.fused_profile))
-
-    # --- correction -------------------------------------------------------------------------
-
-    @property
-    def _factor(self) -> float:
-        if self.evidence is None or self.profile is None:
-            return 1.0
-        return self.evidence.factor(self.profile.floor_bytes)
-
     def _maker(self, budget_bytes: int) -> Callable[..., tuple[Plan, ...]]:
         """Makes the best plan of some kinds, the fastest as far as is known first."""
-        assert self.profile is not None
         make = partial(
             planner.make_plans,
-            (self.profile, *self._also),
+            (self._own, *self._also),
             self.modelled(budget_bytes),
-            policy=self.constraints.policy,
-            tolerance=self.constraints.tolerance,
-            allowed=self.constraints.allowed,
+            **self.constraints._asdict(),
         )
 
         def corrected(*, quickly: bool = False, **options: Any) -> tuple[Plan, ...]:
@@ -398,67 +389,52 @@ class PlanSelector:
         try:
             return self._maker(budget_bytes)(quickly=True)[0]
         except BudgetError as error:
-            raise self._corrected_error(error, budget_bytes) from error
+            if error.least_bytes is None:
+                raise
+            least = self._actual(error.least_bytes) + self._allowance_bytes
+            refusal = planner.refusal(self._own, budget_bytes, least)
+            raise BudgetError(refusal, least) from error
 
     def _make(self, budget_bytes: int, quick: Plan | None = None) -> Plan:
         """A quick plan now, the best one in the background."""
         self.give_up_search()
-        plan, make = quick or self._quick(budget_bytes), self._maker(budget_bytes)
-        if self.constraints.policy == "optimal" and not self._is_plain_pytorch(plan):
-            self._search = BackgroundPlan(partial(_with_stop, make))
+        plan = quick or self._quick(budget_bytes)
+        if self.can_fuse and not self._is_plain_pytorch(plan):
+            self.search_again(budget_bytes)
         return plan
 
     def _is_plain_pytorch(self, plan: Plan) -> bool:
-        """The whole batch with everything kept: nothing that is sought would be faster."""
-        assert self.profile is not None
-        return plan.policy.name == "plain" and plan.micro_batch >= self.profile.batch_size
+        """True if the whole batch is kept as it is, which nothing that is sought would outrun."""
+        return plan.policy.name == "plain" and plan.micro_batch >= self._own.batch_size
+
+    # --- correction -------------------------------------------------------------------------
+
+    @property
+    def _factor(self) -> float:
+        if self.evidence is None or self.profile is None:
+            return 1.0
+        return self.evidence.factor(self.profile.floor_bytes)
 
     @property
     def _allowance_bytes(self) -> int:
         """What a least budget is named with beyond what is modelled here."""
-        assert self.profile is not None
-        timed_one = len(self.profile.micro_batch_ms) == 1 and not self.profile.split_refusal
+        timed_one = len(self._own.micro_batch_ms) == 1 and not self._own.split_refusal
         return ANOTHER_PROCESS_BYTES + (MORE_SIZES_BYTES if timed_one else 0)
-
-    def _can_begin_tighter(self) -> bool:
-        """Named levels and policies are what was asked for, from the first step on."""
-        return self.constraints.policy == "optimal"
 
     def modelled(self, budget_bytes: int) -> int:
         """A budget (bytes) in the profile's own measure, as evidence has corrected it."""
-        assert self.profile is not None
-        floor = self.profile.floor_bytes
+        floor = self._own.floor_bytes
         return floor + int((budget_bytes - floor) / self._factor)
 
     def _actual(self, modelled_bytes: int) -> int:
-        assert self.profile is not None
-        floor = self.profile.floor_bytes
+        floor = self._own.floor_bytes
         return floor + int((modelled_bytes - floor) * self._factor) + 1
-
-    def _predicted(self, plan: Plan) -> int:
-        return self.modelled(plan.predicted_peak_bytes)
 
     def _corrected(self, plan: Plan) -> Plan:
         timed = self.autotuner.corrected(plan)
         if self._factor == 1.0:
             return timed
         return replace(timed, predicted_peak_bytes=self._actual(plan.predicted_peak_bytes))
-
-    def _corrected_error(self, error: BudgetError, budget_bytes: int) -> BudgetError:
-        assert self.profile is not None
-        if error.least_bytes is None:
-            return error
-        least = self._actual(error.least_bytes) + self._allowance_bytes
-        return BudgetError(planner.refusal(self.profile, budget_bytes, least), least)
-
-
-_KEPT: dict[str, type[Any]] = {
-    "plan": Plan,
-    "first": Plan,
-    "profile": Profile,
-    "fused_profile": Profile,
-    "evidence": PeakMeasurement,
-}
 
 
 def _with_stop(make: Callable[..., tuple[Plan, ...]], stop: Callable[[], bool]) -> tuple[Plan, ...]:

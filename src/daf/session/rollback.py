@@ -28,7 +28,7 @@ class Rollback:
         model: whose parameters and buffers are kept.
         optimizer: whose state is kept; its settings (learning rates) are left as they are.
         asked: the file to keep it in, True for a temporary one, False for none: nothing is watched.
-        watch: tells good states and divergence.
+        watch: finds good states and divergence.
     """
 
     def __init__(

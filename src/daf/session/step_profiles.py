@@ -3,77 +3,96 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-from daf.core.errors import DafError
+from torch import nn
+
+from daf import budget as governor
+from daf.core.errors import BudgetError, DafError
 from daf.core.profile import Profile
-from daf.offload.spill import SpillOptions
+from daf.core.units import format_bytes
+from daf.kernels.devices import can_code_on
+from daf.memory.domain import MemoryDomain, device_of
 from daf.planning import planner
+from daf.profiling.model_memory import gradient_bytes
 from daf.profiling.profiler import Profiler
-from daf.step.microbatch import LossFunction
+from daf.step.context import StepContext
+
+# A measured small step needs the gradients and about as much again in workspaces and activations.
+ROOM_TO_MEASURE = 4
 
 
 class StepProfiles:
     """One session's profiles.
 
     Args:
-        make_profiler: a profiler of the session's model.
-        allow_split: may batches be cut whose statistics are the whole batch's?
-        spill: where tensors may be spilled, or None.
+        model: what is trained.
+        memory: what the budget bounds.
+        make_profiler: a profiler of the model.
     """
 
     def __init__(
-        self,
-        make_profiler: Callable[[], Profiler],
-        *,
-        allow_split: bool,
-        spill: SpillOptions | None,
+        self, model: nn.Module, memory: MemoryDomain, make_profiler: Callable[[], Profiler]
     ) -> None:
         self.fusion_refusal = ""
+        self._model = model
+        self._memory = memory
         self._make_profiler = make_profiler
-        self._allow_split = allow_split
-        self._spill = spill
 
-    def profiles(
+    def refuse_without_room(self, budget_bytes: int) -> None:
+        """Refuse a hopeless budget where the machine has no room to measure what it would need.
+
+        Raises:
+            BudgetError: what is held with the gradients alone is beyond the budget.
+        """
+        gradients = gradient_bytes(self._model)
+        least, enough = self._memory.held_bytes() + gradients, ROOM_TO_MEASURE * gradients
+        if least > budget_bytes and governor.room_bytes(self._memory) < enough:
+            raise BudgetError(
+                f"asked for a budget of {format_bytes(budget_bytes)}; {self._memory.name} with its "
+                f"model and gradients alone takes {format_bytes(least)}, before any batch, and "
+                "there is no room here to measure more; try a budget well above that, or a "
+                "smaller model",
+                least,
+            )
+
+    def measure(
         self,
-        batch: Any,
-        loss_fn: LossFunction,
+        context: StepContext,
         budget_bytes: int,
         on_progress: Callable[[str], None],
         *,
         can_fuse: bool,
     ) -> tuple[Profile, Profile | None]:
-        """Of PyTorch's own operators, and of fused ones where something is gained by them.
+        """Profiles of PyTorch's own operators, and of fused ones where something is gained by them.
 
         What fits as it is keeps PyTorch's operators, and with them every bit. So does a step
         that does not go through with fused ones (second derivatives, say).
+
+        Args:
+            context: whose batch's first examples are used.
+            budget_bytes: of the whole process.
+            on_progress: called with what is measured, as its turn comes.
+            can_fuse: True if the planner may choose fused operators.
         """
         self.fusion_refusal = ""
-        own = self._profile(batch, loss_fn, budget_bytes, on_progress)
+        # Fused operators read codes, which need kernels where the model is.
+        can_fuse = can_fuse and can_code_on(device_of(self._model))
+        own = self.profile(context, budget_bytes, on_progress)
         if not can_fuse or planner.kept_peak_bytes(own) <= budget_bytes:
             return own, None
         try:
-            found = self._profile(batch, loss_fn, budget_bytes, on_progress, own=own)
+            found = self.profile(context, budget_bytes, on_progress, own)
         except (DafError, RuntimeError) as error:
             self.fusion_refusal = f"a small step failed with fused operators: {error}"
             return own, None
         return own, found if found.gains_by_fusing else None
 
-    def _profile(
+    def profile(
         self,
-        batch: Any,
-        loss_fn: LossFunction,
+        context: StepContext,
         budget_bytes: int,
-        on_progress: Callable[[str], None],
-        *,
+        on_progress: Callable[[str], None] = lambda _: None,
         own: Profile | None = None,
     ) -> Profile:
-        return self._make_profiler().profile(
-            batch,
-            loss_fn,
-            budget_bytes,
-            allow_split=self._allow_split,
-            spill=self._spill,
-            own=own,
-            on_progress=on_progress,
-        )
+        """One profile; the arguments are those of ``Profiler.profile``."""
+        return self._make_profiler().profile(context, budget_bytes, own, on_progress)

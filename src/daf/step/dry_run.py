@@ -1,4 +1,4 @@
-"""A forward pass of a few examples before the first real step, so that fusions are known by then.
+"""A forward pass of a few examples, which shows what may be fused before the first real step.
 
 Which operators may be fused is observed in a step that runs them unfused. That
 step holds more than those behind it; with a few examples it holds next to nothing.
@@ -13,12 +13,12 @@ from torch import nn
 from daf.capture.capture import Capture
 from daf.core.policy import Policy
 from daf.step.microbatch import LossFunction, batch_size, batch_slice
-from daf.step.state_guard import undisturbed
+from daf.step.state_snapshot import preserved_state
 
 EXAMPLES = 4  # batch statistics need several; tensors of fewer elements are not worth fusing
 
 
-def rehearse(
+def dry_run(
     capture: Capture,
     model: nn.Module,
     policy: Policy,
@@ -28,12 +28,11 @@ def rehearse(
 ) -> None:
     """Run ``loss_fn`` forward on the first examples of ``batch``; nothing of the model changes.
 
-    Buffers and random states are put back. Afterwards ``capture.fusions()`` tells
-    what will be fused, and later steps of the capture do it.
+    Afterwards ``capture.fusions()`` lists what later steps of the capture will fuse.
 
     Raises:
         CodecError: the policy asks for a treatment that is unsound at a site.
     """
     part = batch_slice(batch, 0, min(examples, batch_size(batch)))
-    with undisturbed(model), capture.step(policy, seed=0, step_index=0, batch=part):
+    with preserved_state(model), capture.step(policy, seed=0, step_index=0, batch=part):
         loss_fn(model, part)

@@ -18,10 +18,10 @@ from daf.core.plan import Plan
 from daf.core.policy import Policy
 from daf.kernels.devices import is_processor
 from daf.memory.domain import device_of
-from daf.step.dry_run import rehearse
+from daf.step.context import StepContext
+from daf.step.dry_run import dry_run
 from daf.step.gradient_release import GradientRelease
 from daf.step.microbatch import (
-    LossFunction,
     WeightedLoss,
     batch_size,
     micro_batches,
@@ -29,40 +29,12 @@ from daf.step.microbatch import (
     scale_gradients,
 )
 from daf.step.nonfinite import first_nonfinite
-from daf.step.state_guard import RandomState
+from daf.step.state_snapshot import StepSnapshot
 from daf.torch_compat.compiled_modules import CompiledModules
 
 
-class Before:
-    """Buffers and random state from before a forward pass, to be put back if it went wrong."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-        self._random_state = RandomState()
-        device = device_of(model)
-        gpu = device if device.type == "cuda" else None  # its passes go through a queue of its own
-        with torch.enable_grad():
-            self._oldest = torch.zeros((), requires_grad=True, device=gpu) * 1.0
-
-    def restore(self) -> None:
-        """Put them back."""
-        with torch.no_grad():
-            for buffer, value in self._buffers:
-                buffer.copy_(value)
-        self._random_state.restore()
-
-    def forget_backward(self) -> None:
-        """Let go of what a backward pass that failed half-way still holds.
-
-        PyTorch leaves its tasks, and with them the graph, in the thread's queue until another
-        pass goes through that. It takes the youngest nodes first, so one that is older than
-        all of them goes through it to the end.
-        """
-        self._oldest.backward(retain_graph=True)  # type: ignore[no-untyped-call]
-
-
 class _Losses:
-    """Mean losses of a step's micro-batches. To look at one is to wait for all that it is made of.
+    """Mean losses of a step's micro-batches. Reading one waits for the device.
 
     Args:
         refuse: called with a micro-batch and its loss where that is not finite; raises.
@@ -76,16 +48,16 @@ class _Losses:
 
     @property
     def mean(self) -> float:
-        """Of all that were looked at."""
+        """Of all that were read."""
         return self._total / self.weight
 
     def add(self, part: Any, loss: WeightedLoss) -> None:
-        """A copy: what a recorded graph gives is written over when the graph runs again."""
+        """Keep a copy: a recorded graph overwrites its outputs when it runs again."""
         self._unread.append((part, loss.weight, loss.mean.detach().clone()))
         self.is_sum = loss.is_sum
 
-    def look(self) -> None:
-        """At all that were not looked at yet."""
+    def read(self) -> None:
+        """Read all that were added since the last call."""
         unread, self._unread = self._unread, []
         for part, given, mean in unread:
             value = mean.item()
@@ -101,14 +73,19 @@ class _Losses:
         try:
             yield
         except Exception:
-            self.look()
+            self.read()
             raise
 
 
 class GradientStep:
     """Forward and backward of whole batches; parameters change only where they are released.
 
-    ``on_commit`` is called just before the first parameter of a step is changed.
+    Args:
+        model: what is trained.
+        optimizer: whose gradients are dropped first.
+        capture: what the passes run under.
+        release: steps parameters inside backward.
+        on_commit: called just before a step changes its first parameter.
     """
 
     def __init__(
@@ -122,30 +99,22 @@ class GradientStep:
         self._model = model
         self._optimizer = optimizer
         self._capture = capture
-        self._release = release
+        self.release = release
         self._on_commit = on_commit
-        self._has_rehearsed = False
-        self.is_rehearsing = False
+        self._knows_fusions = False
+        self.is_dry_run = False
 
     def run(
-        self,
-        batch: Any,
-        loss_fn: LossFunction,
-        plan: Plan,
-        key: tuple[int, int],
-        before: Before,
-        *,
-        planned: bool,
+        self, context: StepContext, plan: Plan, snapshot: StepSnapshot, *, planned: bool
     ) -> float:
         """Leave the gradient of the mean loss in the parameters; return that loss.
 
         Args:
-            batch: any nest of tensors.
-            loss_fn: the user's own.
-            plan: what to do.
-            key: (seed of the run, index of the step).
-            before: put back if the loss is not finite.
-            planned: the plan says whether gradients are released; else they are where they can.
+            context: the step.
+            plan: what it runs under.
+            snapshot: restored if the loss is not finite.
+            planned: True if the plan decides whether gradients are released; else they are
+                wherever that is allowed.
 
         Raises:
             NonFiniteLossError: the loss is inf or NaN; parameters and buffers are untouched.
@@ -153,61 +122,58 @@ class GradientStep:
             CommittedStepError: backward failed after parameters had been updated.
         """
         self._optimizer.zero_grad(set_to_none=True)
-        parts = micro_batches(batch, plan.micro_batch)
-        self._rehearse_once(parts[0], loss_fn, plan.policy)
-        self._release.begin(len(parts), held_by_plan=planned and not plan.release_gradients)
-        losses = _Losses(partial(self._refuse_nonfinite, loss_fn, key[1], before))
-        looks_first = self._looks_first()
+        parts = micro_batches(context.batch, plan.micro_batch)
+        self._dry_run_once(context, plan.policy, parts[0])
+        self.release.begin(len(parts), held_by_plan=planned and not plan.release_gradients)
+        losses = _Losses(partial(self._refuse_nonfinite, context, snapshot))
+        reads_first = self._reads_first()
         for index, part in enumerate(parts):
             with losses.explaining():
-                loss = self._forward(part, loss_fn, plan.policy, (*key, index))
+                loss = self._forward(context, plan.policy, part, index)
                 losses.add(part, loss)
-                if looks_first:
-                    losses.look()
-                self._backward(loss, only=len(parts) == 1, examples=batch_size(batch))
+                if reads_first:
+                    losses.read()
+                self._backward(loss, context.info.examples, is_whole=len(parts) == 1)
                 del loss
-        losses.look()
+        losses.read()
         if losses.is_sum and len(parts) > 1:
             scale_gradients(list(self._model.parameters()), 1.0 / losses.weight)
         return losses.mean
 
-    def _looks_first(self) -> bool:
-        """Is a loss looked at before its backward pass?
+    def _reads_first(self) -> bool:
+        """True if a loss is read before its backward pass.
 
-        On a device that would wait for the forward pass, while backward could be issued already;
-        so it is done only where something may be updated before backward is over.
+        A device would wait for the forward pass meanwhile; so its losses are read first only where
+        something may be updated before backward is over.
         """
         if is_processor(device_of(self._model)):
             return True
-        releases = self._release.is_asked and not self._release.refusal
+        releases = self.release.is_asked and not self.release.refusal
         return releases or any(
             each._post_accumulate_grad_hooks for each in self._model.parameters()
         )
 
-    def _rehearse_once(self, part: Any, loss_fn: LossFunction, policy: Policy) -> None:
-        """What may be fused is known in the first step already, in a resumed run's too.
-
-        But for what a few examples are too small to show: that is fused from the second step on.
-        """
-        if not policy.fused or self._has_rehearsed:
+    def _dry_run_once(self, context: StepContext, policy: Policy, part: Any) -> None:
+        """Find out in the first step what may be fused; larger tensors show it in the second."""
+        if not policy.fused or self._knows_fusions:
             return
-        self.is_rehearsing = True
+        self.is_dry_run = True
         try:
             if not self._capture.fusions():
-                rehearse(self._capture, self._model, policy, part, loss_fn)
-            self._has_rehearsed = True
+                dry_run(self._capture, self._model, policy, part, context.loss_fn)
+            self._knows_fusions = True
         finally:
-            self.is_rehearsing = False
+            self.is_dry_run = False
 
     def _forward(
-        self, part: Any, loss_fn: LossFunction, policy: Policy, key: tuple[int, int, int]
+        self, context: StepContext, policy: Policy, part: Any, micro_index: int
     ) -> WeightedLoss:
-        capture = self._capture.step(policy, *key, batch=part)
-        with capture, self._release.watching():
-            return read_loss(loss_fn(self._model, part), batch_size(part))
+        capture = self._capture.step(policy, context.seed, context.index, micro_index, batch=part)
+        with capture, self.release.watching():
+            return read_loss(context.loss_fn(self._model, part), batch_size(part))
 
-    def _backward(self, loss: WeightedLoss, *, only: bool, examples: int) -> None:
-        if only:
+    def _backward(self, loss: WeightedLoss, examples: int, *, is_whole: bool) -> None:
+        if is_whole:
             scaled = loss.mean
         elif loss.is_sum:
             scaled = loss.total
@@ -215,19 +181,19 @@ class GradientStep:
             scaled = loss.total * (loss.weight / examples)
         # Checkpoints run forward passes again here, compiled parts as the first time.
         again = apart(CompiledModules(self._model))
-        with again, self._release.stepping(scaled, on_commit=self._on_commit):
+        with again, self.release.stepping(scaled, on_commit=self._on_commit):
             scaled.backward()  # type: ignore[no-untyped-call]
 
     def _refuse_nonfinite(
-        self, loss_fn: LossFunction, step_index: int, before: Before, part: Any, value: float
+        self, context: StepContext, snapshot: StepSnapshot, part: Any, value: float
     ) -> NoReturn:
-        before.forget_backward()
-        before.restore()
-        where = first_nonfinite(self._model, part, lambda: loss_fn(self._model, part))
-        before.restore()
+        snapshot.forget_backward()
+        snapshot.restore()
+        where = first_nonfinite(self._model, part, lambda: context.loss_fn(self._model, part))
+        snapshot.restore()
         self._optimizer.zero_grad(set_to_none=True)
         raise NonFiniteLossError(
-            f"the loss became {value} at step {step_index}; it began in {where}; parameters "
+            f"the loss became {value} at step {context.index}; it began in {where}; parameters "
             f"are those from before this step; try a lower learning rate, more bits, or check the "
             f"data"
         )

@@ -83,18 +83,23 @@ class GradientRelease:
 
     @property
     def committed(self) -> bool:
-        """Whether a parameter was updated inside this step's backward."""
+        """True if a parameter was updated inside this step's backward."""
         return self.count.released > 0
 
     @property
     def is_asked(self) -> bool:
-        """Were gradients to be released where that is allowed?"""
+        """True if gradients are to be released where that is allowed."""
         return self._mode is not False
 
     @property
     def is_demanded(self) -> bool:
-        """Were gradients to be released in any case?"""
+        """True if gradients are to be released in any case."""
         return self._mode is True
+
+    @property
+    def can_release(self) -> bool:
+        """True if that is asked for and allowed for a whole batch now."""
+        return self.is_asked and not release_refusal(self._model, self._optimizer)
 
     def begin(self, micro_batches: int, *, held_by_plan: bool = False) -> None:
         """A step of ``micro_batches`` micro-batches begins; decides whether it releases gradients.
@@ -267,7 +272,7 @@ def _parameter_refusal(model: nn.Module, optimizer: torch.optim.Optimizer) -> st
 
 
 def _trouble(parameter: Tensor, storages: set[int]) -> str:
-    """What speaks against one parameter; ``storages`` are those of the parameters before it."""
+    """Why one parameter cannot be released, else empty; ``storages``: of those before it."""
     if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
         return f"is a {type(parameter).__name__} of layout {parameter.layout}, not a plain one"
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:

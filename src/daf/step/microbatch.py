@@ -111,7 +111,7 @@ def read_loss(result: Any, examples: int) -> WeightedLoss:
 
 
 def _weight_beside(total: Any, weight: Any) -> float | Tensor:
-    """What it is now: a tensor may be written over before anybody looks."""
+    """A copy of the weight: a tensor may be overwritten before it is read."""
     if not isinstance(weight, Tensor) or weight.numel() != 1:
         return float(weight)
     if not isinstance(total, Tensor) or weight.device != total.device:
@@ -120,7 +120,7 @@ def _weight_beside(total: Any, weight: Any) -> float | Tensor:
 
 
 def _quotient(total: Tensor, weight: Tensor) -> Tensor:
-    """What ``total / float(weight)`` is: of the total's type, and divided in float32 at least."""
+    """``total / float(weight)``, of the total's dtype, divided in float32 at least."""
     wide = torch.promote_types(total.dtype, torch.float32)
     return (total.to(wide) / weight.to(wide)).to(total.dtype)
 

@@ -29,7 +29,7 @@ def _float_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether every floating-point tensor in a nest holds only finite numbers."""
+    """True if every floating-point tensor in a nest holds only finite numbers."""
     return all_finite(_float_tensors(value))
 
 

@@ -10,9 +10,9 @@ from daf.offload.host_codes import host_options
 from daf.planning.noise import expected_noise
 from daf.pool.default import make_store
 from daf.session.session import Session
-from daf.step.dry_run import rehearse
+from daf.step.dry_run import dry_run
 from daf.step.microbatch import batch_slice
-from daf.step.state_guard import apart_from_training
+from daf.step.state_snapshot import preserved_state
 from daf.training.batches import Batch
 from daf.training.job import TrainingJob
 
@@ -81,9 +81,9 @@ def sites_of(job: TrainingJob, plan: Plan, batch: Batch) -> list[dict[str, str |
     part = batch_slice(batch, 0, plan.micro_batch)
     host = host_options(job.model, job.settings.host_bytes)
     capture = Capture(job.model, make_store(job.settings.pool_bytes), host=host)
-    with apart_from_training(job.model):
+    with preserved_state(job.model, gradients=True):
         if plan.policy.fused:
-            rehearse(capture, job.model, plan.policy, batch, job.task.loss)
+            dry_run(capture, job.model, plan.policy, batch, job.task.loss)
         with capture.step(plan.policy, seed=0, step_index=0, batch=part):
             job.task.loss(job.model, part)
         return [report.as_dict() for report in capture.sites()]

@@ -79,12 +79,12 @@ def noise_of(job: TrainingJob) -> dict[str, Any] | None:
     found, history = job.session.sensitivity, job.session.noise_history
     if found is None:
         return None
-    sensing = job.session.noise.tracker
+    tracker = job.session.noise.tracker
     last = history[-1].as_dict() if history else None
     return {
-        "measurements": sensing.measurements,
-        "measured_ms": sensing.schedule.measured_ms,
-        "overhead": sensing.schedule.measured_ms / max(1e-9, sensing.schedule.trained_ms),
+        "measurements": tracker.measurements,
+        "measured_ms": tracker.schedule.measured_ms,
+        "overhead": tracker.schedule.measured_ms / max(1e-9, tracker.schedule.trained_ms),
         "examples": found.examples,
         "batch_variance": found.batch_variance,
         "relative": found.relative,

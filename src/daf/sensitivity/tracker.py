@@ -2,8 +2,8 @@
 
 A measurement runs forward and backward passes over the first examples of a batch
 (``sensitivity.estimate``), as many as are predicted to fit. Where memory is refused all the same,
-it is given up, and the next one takes half as many. Parameters, gradients, buffers and random
-states are afterwards as they were, and nothing that goes wrong in it stops the training.
+the next one takes half as many. Parameters, gradients, buffers and random states are afterwards
+as they were, and nothing that goes wrong in it stops the training.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import gc
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -30,8 +30,8 @@ from daf.profiling.optimizer_probe import divides_by_gradients
 from daf.sensitivity.estimate import Effort, measure_sensitivity
 from daf.sensitivity.result import Sensitivity
 from daf.sensitivity.schedule import Schedule
-from daf.step.gradient import Before
-from daf.step.microbatch import LossFunction, batch_size, batch_slice
+from daf.step.context import StepContext
+from daf.step.state_snapshot import StepSnapshot
 
 # Under which codes every site is measured: coarse enough for its noise to stand out.
 MEASURED_BITS = 2
@@ -54,7 +54,7 @@ def _effort(examples: int) -> Effort:
 
 
 class Room(NamedTuple):
-    """What a measurement has to fit into: the profile's own measure of the budget (bytes).
+    """The budget of a measurement, in the profile's own measure (bytes).
 
     ``profile`` is of PyTorch's own operators, which hold more than what is measured; ``planned``
     of those that plans run.
@@ -86,9 +86,7 @@ class SensitivityTracker:
         model: as it is trained.
         optimizer: what trains it, in whose steps errors count.
         keeper: refuses memory beyond the budget.
-        seed: of the codes.
-        known: from an earlier run of the same model, or None.
-        is_on: False measures never.
+        known: what an earlier run of the same model found; True: nothing; False: never measure.
     """
 
     def __init__(
@@ -96,13 +94,10 @@ class SensitivityTracker:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         keeper: Keeper,
-        seed: int,
-        *,
-        known: Sensitivity | None = None,
-        is_on: bool = True,
+        known: Sensitivity | bool = True,
     ) -> None:
         self._optimizer = optimizer
-        self.sensitivity = self._usable(known)
+        self.sensitivity = self._usable(None if isinstance(known, bool) else known)
         self.was_known = self.sensitivity is not None
         self.schedule = Schedule()
         self.measurements = 0
@@ -110,14 +105,13 @@ class SensitivityTracker:
         self.refusal = ""
         self._model = model
         self._keeper = keeper
-        self._seed = seed
-        self._is_on = is_on
+        self._is_on = bool(known)
         self._most_examples: int | None = None
         self._last_ms: float | None = None
 
     @cached_property
     def is_relative(self) -> bool:
-        """Do errors count beside each parameter's own gradient?"""
+        """True if errors count beside each parameter's own gradient."""
         return divides_by_gradients(self._optimizer)
 
     def _usable(self, known: Sensitivity | None) -> Sensitivity | None:
@@ -130,30 +124,26 @@ class SensitivityTracker:
         )
         return None
 
-    def is_due(self, batch: Any, step_ms: float) -> bool:
-        """Has training lasted long enough for another measurement?"""
+    def is_due(self, batch_size: int, step_ms: float) -> bool:
+        """True if training has lasted long enough for another measurement."""
         if not self._is_on or self.refusal:
             return False
-        share = self._examples(batch) / max(1, batch_size(batch))
+        share = self._examples(batch_size) / max(1, batch_size)
         expected_ms = self._last_ms if self._last_ms is not None else PASSES * share * step_ms
         return self.schedule.allows(expected_ms + self.schedule.usual_planning_ms)
 
     def measure(
         self,
-        batch: Any,
-        loss_fn: LossFunction,
-        step_index: int,
-        *,
+        context: StepContext,
         room: Room | None,
+        *,
         policy: Policy | None = None,
         pool_bytes: int | None = None,
     ) -> bool:
-        """Measure now, if it fits; True: there are new numbers.
+        """Measure now, if it fits; True if there are new numbers.
 
         Args:
-            batch: whose first examples are used.
-            loss_fn: the user's own.
-            step_index: names the codes' seeds.
+            context: whose batch's first examples are used; its seed and index name the codes'.
             room: what it must fit into; None: there is no budget.
             policy: is measured as it runs, its codes serving several sites each; None: every
                 site by itself, to plan with.
@@ -161,17 +151,15 @@ class SensitivityTracker:
         """
         if not self._is_on or self.refusal:
             return False
-        examples = self._examples_that_fit(batch, room)
+        examples = self._examples_that_fit(context.info.examples, room)
         if examples is None:
             return False
         if room is not None:
             self._keeper.expect(self._predicted_bytes(room.profile, examples))
         start_s = time.perf_counter()
         self.is_measuring = True
-        asked = policy or measured_under(room, examples)
-        part, separate = batch_slice(batch, 0, examples), policy is None
         try:
-            found = self._guarded(part, loss_fn, step_index, asked, pool_bytes, separate)
+            found = self._guarded(context, room, examples, policy, pool_bytes)
         finally:
             self.is_measuring = False
             self._last_ms = 1000.0 * (time.perf_counter() - start_s)
@@ -190,10 +178,10 @@ class SensitivityTracker:
         return replace(profile, weights=found.weights(), noise_per_weight=found.noise_per_weight)
 
     def check(self, profiles: Iterable[Profile]) -> None:
-        """Is what is known of this model, whichever operators it was profiled with?
+        """Refuse what is known if no site of it is this model's, whatever its operators.
 
         Raises:
-            DataError: it is of another.
+            DataError: it is of another model.
         """
         lossy = frozenset[Site]().union(*(each.lossy_sites for each in profiles))
         found = self.sensitivity
@@ -208,10 +196,7 @@ class SensitivityTracker:
         return {
             "sensitivity": self.sensitivity.as_dict() if self.sensitivity else None,
             "measurements": self.measurements,
-            "trained_ms": self.schedule.trained_ms,
-            "measured_ms": self.schedule.measured_ms,
-            "planned_ms": self.schedule.planned_ms,
-            "plans": self.schedule.plans,
+            "schedule": asdict(self.schedule),
             "last_ms": self._last_ms,
         }
 
@@ -220,52 +205,48 @@ class SensitivityTracker:
         found = state["sensitivity"]
         self.sensitivity = self._usable(None if found is None else Sensitivity.from_dict(found))
         self.measurements = state["measurements"]
-        self.schedule.trained_ms = state["trained_ms"]
-        self.schedule.measured_ms = state["measured_ms"]
-        self.schedule.planned_ms = state["planned_ms"]
-        self.schedule.plans = state["plans"]
+        self.schedule = Schedule(**state["schedule"])
         self._last_ms = state["last_ms"]
 
     # --- one measurement --------------------------------------------------------------------
 
     def _guarded(
         self,
-        part: Any,
-        loss_fn: LossFunction,
-        step_index: int,
-        policy: Policy,
+        context: StepContext,
+        room: Room | None,
+        examples: int,
+        policy: Policy | None,
         pool_bytes: int | None,
-        separate_codes: bool,
     ) -> Sensitivity | None:
-        """None: memory was refused or codes were given up, so less is tried next; or no loss."""
-        refusals, before = self._keeper.refusals(), Before(self._model)
+        """None where memory was refused or codes evicted, so less is tried next; or no loss."""
+        refusals, snapshot = self._keeper.refusals(), StepSnapshot(self._model)
         capture = Capture(self._model, make_store(pool_bytes))
+        found: Sensitivity | None = None
         try:
-            found: Sensitivity | None = measure_sensitivity(
+            found = measure_sensitivity(
                 self._model,
-                loss_fn,
-                part,
-                policy,
-                effort=_effort(batch_size(part)),
-                seed=self._seed,
-                step_index=step_index,
-                separate_codes=separate_codes,
+                context.loss_fn,
+                context.first(examples),
+                policy or measured_under(room, examples),
+                effort=_effort(examples),
+                seed=context.seed,
+                step_index=context.index,
+                separate_codes=policy is None,
                 capture=capture,
                 relative=self.is_relative,
             )
         except NonFiniteLossError:
-            found = None
+            pass
         except Exception as error:  # the user's own code may raise anything: training goes on
             is_full = isinstance(error, PoolFullError)
             if not is_full and not self._keeper.has_refused(error, refusals):
                 self.refusal = f"sensitivities cannot be measured here: {error}"
-            self._most_examples = batch_size(part) // 2
+            self._most_examples = examples // 2
             error.__cause__ = error.__context__ = None
             error.__traceback__ = None  # its frames hold the pass's tensors
-            before.forget_backward()
-            found = None
+            snapshot.forget_backward()
         if capture.stats.evicted_bytes:
-            self._most_examples, found = batch_size(part) // 2, None
+            self._most_examples, found = examples // 2, None
         capture.release_scratch()
         del capture
         gc.collect()  # passes' frames and graphs can be parts of circles
@@ -274,23 +255,21 @@ class SensitivityTracker:
 
     # --- how many examples ------------------------------------------------------------------
 
-    def _examples(self, batch: Any) -> int:
-        size = batch_size(batch)
-        wanted = min(size, max(SMALLEST_PART, -(-size // PART)))
+    def _examples(self, batch_size: int) -> int:
+        wanted = min(batch_size, max(SMALLEST_PART, -(-batch_size // PART)))
         return wanted if self._most_examples is None else min(wanted, self._most_examples)
 
-    def _examples_that_fit(self, batch: Any, room: Room | None) -> int | None:
-        examples = self._examples(batch)
-        least = min(batch_size(batch), SMALLEST_PART)
-        while examples >= least:
+    def _examples_that_fit(self, batch_size: int, room: Room | None) -> int | None:
+        examples = self._examples(batch_size)
+        while examples >= min(batch_size, SMALLEST_PART):
             if room is None or self._predicted_bytes(room.profile, examples) <= room.budget_bytes:
                 return examples
             examples //= 2
         return None
 
     def _predicted_bytes(self, profile: Profile, examples: int) -> int:
-        """The peak of a measurement: passes under codes, or a micro-batch with everything kept, and
-        what libraries take in passing, which nothing refuses them.
+        """The peak of a measurement: passes under codes, or a micro-batch with everything kept,
+        and what libraries take in passing, which nothing refuses them.
         """
         micro_batch = -(-examples // max(1, _effort(examples).micro_batches))
         widest = planner.level_peak_bytes(profile, examples, str(MEASURED_BITS))

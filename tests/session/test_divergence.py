@@ -1,96 +1,16 @@
-"""The noise watch's log and answers, and the one rollback of a diverging run."""
+"""A diverging run is told from a noisy one by its losses, and rolled back once."""
 
 from __future__ import annotations
 
 import json
 import math
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from daf.core.errors import DataError
-from daf.sensitivity.monitors import NoiseRecord, NoiseWatch, Response
 from daf.session.divergence import Action, DivergenceWatch
-
-
-class Widths:
-    """Four widths can be had; each divides the added variance by four."""
-
-    def __init__(self, left: int = 3) -> None:
-        self.left = left
-        self.asked: list[NoiseRecord] = []
-
-    def widen(self, record: NoiseRecord) -> bool:
-        self.asked.append(record)
-        self.left -= 1
-        return self.left >= 0
-
-    @property
-    def variance(self) -> float:
-        return 4.0 ** max(0, self.left)
-
-
-def test_it_tells_once_per_interval_and_widens_until_it_is_quiet() -> None:
-    widths, told = Widths(), []
-    watch = NoiseWatch(0.5, widths.widen, interval=10, on_record=told.append)
-    for step in range(100):
-        watch.note(step, widths.variance, 8.0)
-    assert [record.step for record in told] == list(range(0, 100, 10))
-    # 64 and 16 beside 8 are too much, 4 is just what is tolerated.
-    assert [record.response for record in told] == [Response.WIDENED] * 2 + [None] * 8
-    assert told[-1].relative_noise == pytest.approx(0.5)
-    assert [record.relative_noise for record in widths.asked] == [8.0, 2.0]
-
-
-def test_without_room_the_user_is_told() -> None:
-    told: list[NoiseRecord] = []
-    watch = NoiseWatch(0.1, lambda _: False, interval=1, on_record=told.append)
-    found = watch.note(3, 1.0, 1.0)
-    assert found is told[0]
-    assert found.response is Response.NO_ROOM
-    assert json.loads(json.dumps(found.as_dict())) == {
-        "step": 3,
-        "added_variance": 1.0,
-        "batch_variance": 1.0,
-        "tolerance": 0.1,
-        "response": "no room",
-        "relative_noise": 1.0,
-    }
-
-
-def test_scattered_measurements_are_averaged() -> None:
-    random = np.random.default_rng(0)
-    told: list[NoiseRecord] = []
-    watch = NoiseWatch(1.0, lambda _: False, interval=100, memory=0.99, on_record=told.append)
-    for step in range(1001):
-        watch.note(step, float(random.exponential(0.5)), float(random.exponential(1.0)))
-    late = [record.relative_noise for record in told[3:]]
-    assert np.mean(late) == pytest.approx(0.5, abs=0.1)
-    assert all(record.response is None for record in told[3:])
-
-
-def test_what_is_not_finite_is_an_excess_at_once() -> None:
-    widths = Widths()
-    watch = NoiseWatch(0.5, widths.widen, interval=100)
-    watch.note(0, 0.0, 1.0)
-    record = watch.note(1, math.nan, 1.0)
-    assert record is not None
-    assert record.response is Response.WIDENED
-    assert watch.note(101, 0.0, 1.0).relative_noise == 0.0  # type: ignore[union-attr]
-
-
-def test_no_noise_of_its_own_makes_any_noise_too_much() -> None:
-    assert NoiseRecord(0, 0.1, 0.0, 1.0).exceeds
-    assert not NoiseRecord(0, 0.0, 0.0, 1.0).exceeds
-
-
-@pytest.mark.parametrize("wrong", [{"tolerance": 0.0}, {"interval": 0}, {"memory": 1.0}])
-def test_numbers_out_of_range_are_refused(wrong: dict[str, float]) -> None:
-    numbers = {"tolerance": 0.1, "interval": 5, "memory": 0.5} | wrong
-    with pytest.raises(DataError, match="asked to watch"):
-        NoiseWatch(numbers.pop("tolerance"), lambda _: True, **numbers)  # type: ignore[arg-type]
 
 
 def small_watch() -> DivergenceWatch:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from daf.step.gradient import Before
+from daf.step.state_snapshot import StepSnapshot
 
 
 def test_a_step_that_is_tried_again_finds_buffers_and_generators_as_they_were() -> None:
@@ -19,7 +19,7 @@ def test_a_step_that_is_tried_again_finds_buffers_and_generators_as_they_were() 
         return torch.rand(()).item(), float(np.random.rand()), random.random()
 
     model = nn.BatchNorm1d(4)
-    before = Before(model)
+    before = StepSnapshot(model)
     first = drawn()
     model(torch.randn(8, 4))
     assert model.running_mean is not None
@@ -34,7 +34,7 @@ def test_on_a_gpu_it_drops_the_same() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)).to(device)
     given = torch.randn(32, 64, device=device)
-    before = Before(model)
+    before = StepSnapshot(model)
     first = model(given)
     before.restore()
     assert torch.equal(model(given), first)

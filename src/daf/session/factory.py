@@ -1,0 +1,123 @@
+"""Builds the parts of a ``Session`` and connects them."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from daf import budget as governor
+from daf.capture.capture import Capture
+from daf.core.units import parse_optional_bytes
+from daf.memory.domain import MemoryDomain, ProcessMemory, keeper_of
+from daf.memory.limit_protocol import Keeper
+from daf.offload.host_codes import host_options
+from daf.offload.spill import SpillOptions
+from daf.pool.default import make_store
+from daf.profiling.profiler import Profiler
+from daf.sensitivity.result import Sensitivity
+from daf.sensitivity.tracker import SensitivityTracker
+from daf.session.arguments import (
+    allowed_treatments,
+    checked_tolerance,
+    fixed_policy,
+    policy_name,
+    refuse_what_sends_nothing,
+)
+from daf.session.budget_controller import BudgetController
+from daf.session.counters import StepCounters
+from daf.session.noise_controller import NoiseController
+from daf.session.plan_controller import PlanController
+from daf.session.plan_selector import PlanConstraints, PlanSelector
+from daf.session.rollback import Rollback
+from daf.session.step_profiles import StepProfiles
+from daf.session.step_runner import StepRetries, StepRunner
+from daf.step.gradient import GradientStep
+from daf.step.gradient_release import GradientRelease, ReleaseMode
+
+
+class SessionParts(NamedTuple):
+    """The collaborators of a session."""
+
+    capture: Capture
+    keeper: Keeper
+    budget_controller: BudgetController
+    plan_controller: PlanController
+    noise: NoiseController
+    gradient: GradientStep
+    runner: StepRunner
+
+
+def make_parts(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    budget: governor.Budget,
+    memory: MemoryDomain,
+    *,
+    bits: int | str | None,
+    fused: bool,
+    policy: str | None,
+    tolerance: float | None,
+    baseline_bytes: int,
+    allow_batchnorm_split: bool,
+    pool_bytes: str | int | None,
+    release_gradients: ReleaseMode,
+    spill: SpillOptions | None,
+    sensitivity: Sensitivity | bool,
+    rollback: Path | bool,
+    host_bytes: str | int | None,
+) -> SessionParts:
+    """The parts of a session; the arguments, and what they raise, are ``Session``'s.
+
+    ``memory`` is what the budget bounds.
+    """
+    host, has_budget = host_options(model, host_bytes), budget is not None
+    if host is not None:
+        refuse_what_sends_nothing(bits, policy, has_budget=has_budget)
+    fixed = fixed_policy(bits, fused=fused, has_budget=has_budget, on_host=host is not None)
+    store = make_store(parse_optional_bytes(pool_bytes))
+    capture = Capture(model, store, spill, host)
+    keeper = keeper_of(memory, store.give_back, capture.devices.give_back)
+    release = GradientRelease(release_gradients, model, optimizer, capture.parameter_reads)
+    gradient = GradientStep(model, optimizer, capture, release, keeper.must_finish)
+    tolerance = checked_tolerance(tolerance)
+    selector = PlanSelector(PlanConstraints(policy_name(bits, policy), tolerance))
+    tracker = SensitivityTracker(model, optimizer, keeper, sensitivity)
+    noise = NoiseController(tracker, selector, capture, tolerance, memory)
+    counters = StepCounters(capture, memory, release)
+    budget_controller = BudgetController(
+        budget, keeper, capture.release_scratch, bounds=governor.bounds_of(memory)
+    )
+    make_profiler = partial(
+        Profiler,
+        model,
+        optimizer,
+        capture,
+        memory,
+        keeper,
+        baseline_bytes=baseline_bytes,
+        allow_split=allow_batchnorm_split,
+        spill=spill,
+        begin_peak=counters.begin_peak,
+    )
+    can_spill = spill is not None and isinstance(memory, ProcessMemory)
+    plan_controller = PlanController(
+        selector,
+        StepProfiles(model, memory, make_profiler),
+        noise,
+        keeper,
+        budget_controller,
+        allowed=lambda: allowed_treatments(
+            capture, release, budget_controller.budget_bytes, can_spill=can_spill
+        ),
+        fixed_policy=fixed,
+    )
+    retries = StepRetries(gradient, optimizer, capture, keeper, plan_controller)
+    going_back = Rollback(model, optimizer, rollback)
+    runner = StepRunner(optimizer, retries, plan_controller, noise, going_back, counters, keeper)
+    return SessionParts(
+        capture, keeper, budget_controller, plan_controller, noise, gradient, runner
+    )

@@ -1,0 +1,123 @@
+"""What can be read of a session at any moment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from daf.core.plan import Plan
+from daf.core.profile import Profile
+from daf.sensitivity.noise_record import NoiseRecord
+from daf.sensitivity.result import Sensitivity
+from daf.session.budget_controller import BudgetChange
+from daf.session.factory import SessionParts
+from daf.session.noise_controller import NoiseController
+
+
+class SessionReadings:
+    """The read-only properties of ``Session``."""
+
+    def __init__(self, parts: SessionParts) -> None:
+        self._capture = parts.capture
+        self._keeper = parts.keeper
+        self._budget_controller = parts.budget_controller
+        self._plan_controller = parts.plan_controller
+        self._noise = parts.noise
+        self._gradient = parts.gradient
+        self._runner = parts.runner
+
+    @property
+    def budget_history(self) -> list[BudgetChange]:
+        """Every budget that was in force, with the reason and what was evicted at once."""
+        return list(self._budget_controller.history)
+
+    @property
+    def settings(self) -> list[str]:
+        """What was set in the process for the budget's sake, in words; ``close`` undoes it."""
+        return self._keeper.settings
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest memory of the process, or of the model's GPU, since the session began."""
+        return self._runner.counters.peak_bytes
+
+    def held_bytes(self) -> int:
+        """What the process, or PyTorch on the model's GPU, holds now (bytes)."""
+        return self._runner.counters.memory.held_bytes()
+
+    @property
+    def saved_bytes_plain(self) -> int:
+        """What plain PyTorch would have saved for backward at its peak."""
+        return self._runner.counters.saved_bytes_plain
+
+    @property
+    def saved_bytes_peak(self) -> int:
+        """What was held for backward at the peak instead."""
+        return self._runner.counters.saved_bytes_peak
+
+    @property
+    def evicted_bytes(self) -> int:
+        """Planes of codes that were evicted so far (bytes)."""
+        return self._runner.counters.evicted_bytes
+
+    @property
+    def is_settled(self) -> bool:
+        """True if the plan is one to go on with: no better one is sought, no others are tried."""
+        selector = self._plan_controller.selector
+        return selector.plan is not None and selector.is_settled
+
+    @property
+    def predicted_peak_bytes(self) -> int | None:
+        """The highest peak that was predicted of a plan; None before ``prepare``."""
+        return self._plan_controller.predicted_peak_bytes
+
+    @property
+    def profile(self) -> Profile | None:
+        """What was measured before planning; None before ``prepare`` or without a budget."""
+        return self._plan_controller.selector.profile
+
+    def profile_of(self, plan: Plan) -> Profile | None:
+        """What was measured of the operators that this plan runs, fused ones or PyTorch's own."""
+        return None if self.profile is None else self._plan_controller.selector.profile_of(plan)
+
+    def least_feasible_bytes(self) -> int | None:
+        """The least budget with which such a session would begin; None before ``prepare``.
+
+        What this one has learnt of sensitivities since does not lower it.
+        """
+        if self.profile is None:
+            return None
+        return self._plan_controller.selector.least_bytes(weighed=self._noise.tracker.was_known)
+
+    @property
+    def fusion_refusal(self) -> str:
+        """Why PyTorch's operators stay, although fused ones were tried; else empty."""
+        return self._plan_controller.step_profiles.fusion_refusal
+
+    @property
+    def release_refusal(self) -> str:
+        """Why the last step released no gradients although that was asked for; else empty."""
+        return self._gradient.release.refusal
+
+    def explain(self) -> list[dict[str, Any]]:
+        """One row per site of the last captured step: site, need, treatment, bytes."""
+        return [report.as_dict() for report in self._capture.sites()]
+
+    @property
+    def noise(self) -> NoiseController:
+        """Measures, and what was found: noise by site, records, time spent."""
+        return self._noise
+
+    @property
+    def noise_history(self) -> list[NoiseRecord]:
+        """What codes added beside the batch's own noise, at every measurement."""
+        return list(self._noise.history)
+
+    @property
+    def sensitivity(self) -> Sensitivity | None:
+        """What is known of every site's part in the gradient's noise; for another run's session."""
+        return self._noise.tracker.sensitivity
+
+    @property
+    def is_measuring(self) -> bool:
+        """True while the loss function runs for a measurement, which is no training."""
+        return self._noise.tracker.is_measuring or self._gradient.is_dry_run

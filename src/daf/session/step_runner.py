@@ -1,0 +1,211 @@
+"""One training step: gradient, optimizer, what it teaches; retried while memory is refused."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from daf.capture.capture import Capture
+from daf.core.errors import DivergedError, NonFiniteLossError, PoolFullError
+from daf.core.plan import Plan
+from daf.core.step_report import StepReport
+from daf.memory.limit_protocol import Keeper
+from daf.planning.bit_widths import is_lossy
+from daf.session.counters import StepCounters
+from daf.session.noise_controller import NoiseController
+from daf.session.plan_autotuner import StepMeasurement
+from daf.session.plan_controller import PlanController
+from daf.session.rollback import Rollback
+from daf.step.context import StepContext
+from daf.step.gradient import GradientStep
+from daf.step.state_snapshot import StepSnapshot
+from daf.torch_compat import compiler
+
+_Refusal = TypeVar("_Refusal", PoolFullError, RuntimeError)
+
+
+class StepRetries:
+    """Computes one session's gradients, under tighter plans while memory is refused."""
+
+    def __init__(
+        self,
+        gradient: GradientStep,
+        optimizer: torch.optim.Optimizer,
+        capture: Capture,
+        keeper: Keeper,
+        plan_controller: PlanController,
+    ) -> None:
+        self._gradient = gradient
+        self._optimizer = optimizer
+        self._capture = capture
+        self._keeper = keeper
+        self._plan_controller = plan_controller
+
+    def run(self, context: StepContext, plan: Plan) -> tuple[float, Plan]:
+        """The mean loss, and the plan that held.
+
+        Args:
+            context: the step.
+            plan: is tried first.
+
+        Raises:
+            BudgetError: no plan holds the step.
+            PoolFullError: nor do the pool's bytes.
+            RuntimeError: whatever else the step raised.
+        """
+        snapshot = StepSnapshot(self._capture.model)
+        is_planned = self._plan_controller.is_planned
+        while True:
+            self._capture.bound_spilling(self._plan_controller.bound(plan))
+            try:
+                found = self._attempt(context, plan, snapshot, planned=is_planned)
+            finally:
+                self._capture.bound_spilling(None)
+            if isinstance(found, float):
+                return found, plan
+            self._clear_away(snapshot)
+            tighter = self._plan_controller.tighter(plan) if is_planned else None
+            if tighter is None:
+                if not is_planned or isinstance(found, PoolFullError):
+                    raise found
+                raise self._plan_controller.refusal() from found
+            plan = tighter
+
+    def _attempt(
+        self, context: StepContext, plan: Plan, snapshot: StepSnapshot, *, planned: bool
+    ) -> float | PoolFullError | RuntimeError:
+        """The loss, or the error of an allocation that was refused; any other is raised."""
+        refusals = self._keeper.refusals()
+        try:
+            return self._gradient.run(context, plan, snapshot, planned=planned)
+        except PoolFullError as error:
+            return _bare(error)
+        except RuntimeError as error:
+            if not self._keeper.has_refused(error, refusals):
+                raise
+            return _bare(error)
+
+    def release_scratch(self) -> None:
+        """Free what the capture keeps for reuse between passes."""
+        self._capture.release_scratch()
+
+    def _clear_away(self, snapshot: StepSnapshot) -> None:
+        """Free all of a refused step: a tighter plan needs the room, and so does planning."""
+        self._optimizer.zero_grad(set_to_none=True)
+        snapshot.forget_backward()
+        self._capture.wait_until_packed()
+        self._capture.release_scratch()
+        gc.collect()  # a failed step's frames and graph can be parts of circles
+        self._keeper.flush()
+        snapshot.restore()
+
+
+class StepRunner:
+    """Runs one session's steps."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        retries: StepRetries,
+        plan_controller: PlanController,
+        noise: NoiseController,
+        rollback: Rollback,
+        counters: StepCounters,
+        keeper: Keeper,
+    ) -> None:
+        self._optimizer = optimizer
+        self._retries = retries
+        self._plan_controller = plan_controller
+        self._noise = noise
+        self.rollback = rollback
+        self.counters = counters
+        self._keeper = keeper
+
+    def run(self, context: StepContext) -> StepReport:
+        """One step; ``Session.step`` says what it raises."""
+        running = self._plan_controller.plan_for(context)
+        self.counters.begin_peak()
+        start_s = time.perf_counter()
+        loss, running, has_diverged = self._run_watched(context, running)
+        if has_diverged:
+            return self._go_back(loss, running, 1000 * (time.perf_counter() - start_s))
+        self._update(running)
+        if not self._plan_controller.selector.is_settled:
+            self.counters.memory.wait()  # plans are compared by whole steps
+        step_ms = 1000 * (time.perf_counter() - start_s)
+        peak_bytes = self.counters.end_peak()
+        self._learn(context, running, step_ms, peak_bytes)
+        report = replace(
+            self.counters.report(loss, step_ms, running, peak_bytes),
+            overrun_bytes=self._keeper.overrun_bytes,
+            budget_bytes=self._plan_controller.budget_bytes,
+        )
+        budget_bytes = self._plan_controller.planned_budget_bytes
+        noise = self._noise.after_step(context, running, step_ms, budget_bytes)
+        return replace(report, **noise._asdict())
+
+    def _run_watched(self, context: StepContext, plan: Plan) -> tuple[float, Plan, bool]:
+        """The loss, the plan that held, and True if the run has diverged under its codes."""
+        try:
+            loss, running = self._retries.run(context, plan)
+        except NonFiniteLossError:
+            if not self._has_diverged(math.nan, plan):
+                raise
+            return math.nan, plan, True
+        return loss, running, self._has_diverged(loss, running)
+
+    def _has_diverged(self, loss: float, running: Plan) -> bool:
+        """Only what codes may have caused is watched: exact runs are the user's own."""
+        return is_lossy(running.policy) and self.rollback.note(self.counters.step_index, loss)
+
+    def _update(self, running: Plan) -> None:
+        if running.return_freed_blocks:
+            self._retries.release_scratch()
+        needed = self._plan_controller.update_bytes(has_state=bool(self._optimizer.state))
+        with self._keeper.unbounded(needed):
+            compiler.step(self._optimizer)
+            self.rollback.save_if_good()
+
+    def _learn(self, context: StepContext, running: Plan, step_ms: float, peak_bytes: int) -> None:
+        selector, info = self._plan_controller.selector, context.info
+        part = selector.plan.micro_batch if selector.plan else 1
+        self.counters.note_step(info.examples / part)
+        ran = StepMeasurement(step_ms, self.counters.step_held_bytes)
+        self._plan_controller.learn(running, ran, peak_bytes, info.nbytes)
+        self.counters.note_held(selector.autotuner)
+
+    def _go_back(self, loss: float, running: Plan, step_ms: float) -> StepReport:
+        """To the last good state, with wider codes.
+
+        Raises:
+            DivergedError: the budget has no room for any.
+        """
+        reason = self.rollback.watch.reason
+        if not self._noise.widen(self._plan_controller.planned_budget_bytes):
+            raise DivergedError(
+                f"{reason}; codes of {running.policy.name} cannot be wider here: raise the budget "
+                "or the bits, or lower the learning rate"
+            )
+        with self._keeper.unbounded():
+            step_index = self.counters.step_index = self.rollback.restore()
+        self._noise.tell(
+            f"{reason}; going back to the state after step {step_index} with wider codes"
+        )
+        return replace(
+            self.counters.report(loss, step_ms, running, self.counters.end_peak()),
+            evicted_bytes=0,
+            released_gradients=0,
+            budget_bytes=self._plan_controller.budget_bytes,
+            rolled_back_to=step_index,
+        )
+
+
+def _bare(error: _Refusal) -> _Refusal:
+    """An error without tracebacks, its causes' included, whose frames hold a step's tensors."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)

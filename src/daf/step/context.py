@@ -1,0 +1,44 @@
+"""A training step's batch and loss function, and what is asked of the batch again and again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from daf.step.microbatch import LossFunction, batch_bytes, batch_size, batch_slice
+
+
+@dataclass(frozen=True, slots=True)
+class BatchInfo:
+    """``examples``: the batch's first dimension; ``nbytes``: bytes of all its tensors."""
+
+    examples: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """One step's inputs; ``of`` computes ``info`` once, where the batch comes in.
+
+    ``seed`` in [0, 2**64) and ``index``, the step's number from 0, name the codes' seeds.
+    """
+
+    batch: Any
+    loss_fn: LossFunction
+    info: BatchInfo
+    seed: int = 0
+    index: int = 0
+
+    @staticmethod
+    def of(batch: Any, loss_fn: LossFunction, seed: int = 0, index: int = 0) -> StepContext:
+        """The context of a step.
+
+        Raises:
+            DataError: the batch has no tensor with a first dimension.
+        """
+        info = BatchInfo(batch_size(batch), batch_bytes(batch))
+        return StepContext(batch, loss_fn, info, seed, index)
+
+    def first(self, examples: int) -> Any:
+        """The batch's first examples, in its own structure; tensors are views."""
+        return batch_slice(self.batch, 0, examples)

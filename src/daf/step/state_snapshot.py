@@ -1,0 +1,89 @@
+"""Snapshots of a model's buffers and the random states, which a pass may change."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import nn
+
+from daf.memory.domain import device_of
+
+
+class StateSnapshot:
+    """Copies of a model's buffers, and of the random states: PyTorch's, NumPy's and Python's.
+
+    CUDA's random states are included where CUDA is in use.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._torch = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+        self._numpy = np.random.get_state()
+        self._python = random.getstate()
+        self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def restore(self) -> None:
+        """Put everything back; may be called any number of times.
+
+        A module may have put another tensor in a buffer's place, which then gets the value. A
+        buffer that is new, or has another shape now, is the module's own cache and stays.
+        """
+        self.restore_random()
+        with torch.no_grad():
+            for name, buffer in self._model.named_buffers():
+                value = self._buffers.get(name)
+                if value is not None and value.shape == buffer.shape:
+                    buffer.copy_(value)
+
+    def restore_random(self) -> None:
+        """Put the random states back."""
+        torch.set_rng_state(self._torch)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
+        np.random.set_state(self._numpy)
+        random.setstate(self._python)
+
+
+@contextmanager
+def preserved_state(model: nn.Module, *, gradients: bool = False) -> Iterator[StateSnapshot]:
+    """Restore a ``StateSnapshot`` at the end, an error's included.
+
+    Args:
+        model: runs inside.
+        gradients: put them aside as well; the body finds none, and its own are dropped.
+    """
+    snapshot = StateSnapshot(model)
+    kept = [(each, each.grad) for each in model.parameters()] if gradients else []
+    for parameter, _ in kept:
+        parameter.grad = None
+    try:
+        yield snapshot
+    finally:
+        snapshot.restore()
+        for parameter, gradient in kept:
+            parameter.grad = gradient
+
+
+class StepSnapshot(StateSnapshot):
+    """Taken before a training step that may be tried again; also older than its graph."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        device = device_of(model)
+        gpu = device if device.type == "cuda" else None  # its passes go through a queue of its own
+        with torch.enable_grad():
+            self._oldest = torch.zeros((), requires_grad=True, device=gpu) * 1.0
+
+    def forget_backward(self) -> None:
+        """Free what a backward pass that failed half-way still holds.
+
+        PyTorch leaves its tasks, and with them the graph, in the thread's queue until another
+        pass goes through that. It takes the youngest nodes first, so one that is older than all
+        of them goes through it to the end.
+        """
+        self._oldest.backward(retain_graph=True)  # type: ignore[no-untyped-call]
