@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from typing import Any
 
 import pytest
 
@@ -24,11 +25,11 @@ from daf.kernels.triton import minmax as triton_minmax
 from daf.kernels.triton import reduction_kernels as triton_reduction_kernels
 from daf.kernels.triton import rotated as triton_rotated
 from daf.kernels.triton import row_norm_kernels as triton_row_kernels
+from daf.kernels.triton.launch import Affine
+from daf.kernels.triton.planes import PlaneWords
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {
-    **dict.fromkeys(("region", "headers", "mask_region"), "*i32"),
-    **dict.fromkeys(("table", "mask_table"), "*i64"),
     **dict.fromkeys(("borders", "scale", "shift", "factors"), "*fp32"),
     **dict.fromkeys(("broken", "too_wide", "least", "greatest"), "*i32"),
     **dict.fromkeys(("least_out", "greatest_out"), "*i32"),
@@ -46,16 +47,18 @@ POINTERS = {
 }
 ELEMENTS = {0: "*i32", 1: "*i16", 2: "*i16"}
 FORBIDDEN = re.compile(r"\bfma\b|\bmad\.[a-z.]*f32|\.ftz|\.approx|div\.full|\brcp\b|\brsqrt\b")
-CODED = {"AFFINE": True, "PAGED": True, "BLOCKS": 4}
-READ = CODED | {"MASKED": 2, "ACCUMULATE": True}
-BITS_CODED = {"PAGED": True, "BLOCKS": 4}
+CODED = {"BLOCKS": 4}
+READ = CODED | {"ACCUMULATE": True}
+IN_PAGES = PlaneWords("*i32", "*i32", "*i64", "i32", "i32")
+FLAT = IN_PAGES._replace(table="constexpr")
+AFFINE = Affine("*fp32", "*fp32", "i32", "i32")
 
 
 def kernels() -> list[tuple[str, object, dict[str, object]]]:
     found: list[tuple[str, object, dict[str, object]]] = []
 
     def add(kernel: object, **constants: object) -> None:
-        label = "-".join(f"{name}={value}" for name, value in constants.items())
+        label = "-".join(f"{name}={value}" for name, value in fixed(constants).items())
         found.append((f"{kernel.__name__}-{label}", kernel, constants))
 
     for kind, bits in ((0, 4), (1, 2), (2, 1)):
@@ -67,12 +70,12 @@ def kernels() -> list[tuple[str, object, dict[str, object]]]:
         add(triton_minmax.decode_minmax, TYPE=kind, BITS=8 - kind, **READ)
         add(triton_minmax.encode_steps, TYPE=kind, BITS=8 - kind, **CODED)
         add(triton_minmax.decode_steps, TYPE=kind, BITS=8 - kind, **CODED)
-    add(triton_bits.encode_mask, TYPE=0, ABOVE=False, **BITS_CODED)
-    add(triton_bits.decode_mask, TYPE=2, **BITS_CODED)
-    add(triton_bits.apply_mask, TYPE=1, **BITS_CODED)
-    add(triton_bits.encode_derivative, TYPE=1, BITS=3, **BITS_CODED)
-    add(triton_bits.decode_derivative, TYPE=2, BITS=3, **BITS_CODED)
-    flat = {"AFFINE": False, "PAGED": False, "BLOCKS": 4}
+    add(triton_bits.encode_mask, TYPE=0, ABOVE=False, **CODED)
+    add(triton_bits.decode_mask, TYPE=2, **CODED)
+    add(triton_bits.apply_mask, TYPE=1, **CODED)
+    add(triton_bits.encode_derivative, TYPE=1, BITS=3, **CODED)
+    add(triton_bits.decode_derivative, TYPE=2, BITS=3, **CODED)
+    flat = {"affine": None, "planes": FLAT, "BLOCKS": 4}
     add(triton_rotated.encode_rotated, TYPE=0, BITS=2, KEPT=2, ROUNDS=1, **flat)
     add(
         triton_rotated.decode_rotated,
@@ -80,7 +83,7 @@ def kernels() -> list[tuple[str, object, dict[str, object]]]:
         BITS=2,
         KEPT=1,
         ROUNDS=1,
-        MASKED=0,
+        mask=None,
         ACCUMULATE=False,
         **flat,
     )
@@ -94,26 +97,29 @@ def kernels() -> list[tuple[str, object, dict[str, object]]]:
     add(triton_reduction_kernels.side_by_side_sums, TYPE=1, SPANS=8, COLUMNS=16)
     norms = triton_norm_kernels
     for kind in (0, 1, 2):
-        around = {"TYPE": kind, "RESULT": True, "BLOCKS": 4}
-        add(norms.emit, ADDED=True, RECTIFIED=True, PAGED=True, **around)
-        add(norms.derive, ACCUMULATE=True, MASKED=2, **around)
+        around = {"TYPE": kind, "BLOCKS": 4}
+        add(norms.emit, **around)
+        add(norms.emit, result=None, addend=None, mask=None, **around)
+        add(norms.derive, ACCUMULATE=True, **around)
         for values in {0, kind}:
-            read = {"TYPE": kind, "VALUE_TYPE": values, "AFFINE": values == kind}
-            add(norms.channel_span_products, MASKED=2, COLUMNS=8, **read)
-            add(norms.side_by_side_products, MASKED=2, SPANS=8, COLUMNS=128, **read)
-            add(norms.write_gradient, GAMMA=True, MASKED=2, BLOCKS=4, **read)
-            add(triton_row_kernels.row_factors, GAMMA=True, CENTRED=True, ROWS=8, **read)
+            read = {"TYPE": kind, "VALUE_TYPE": values} | (
+                {} if values == kind else {"affine": None}
+            )
+            add(norms.channel_span_products, COLUMNS=8, **read)
+            add(norms.side_by_side_products, SPANS=8, COLUMNS=128, **read)
+            add(norms.write_gradient, BLOCKS=4, **read)
+            add(triton_row_kernels.row_factors, CENTRED=True, ROWS=8, **read)
             add(triton_row_kernels.column_span_sums, SPAN_ROWS=256, COLUMNS=128, **read)
-    add(norms.channel_statistics, FOLLOWED=True, COLUMNS=128)
-    add(norms.channel_factors, GAMMA=True, WEIGHT=True, BIAS=True, COLUMNS=128)
+    add(norms.channel_statistics, COLUMNS=128)
+    add(norms.channel_factors, COLUMNS=128)
     for width in (1, 64, 4096):
         shape = {"WIDTH": width, "LEVELS": width.bit_length() - 1, "COLUMNS": min(8, 4096 // width)}
         add(triton_reduction_kernels.fold_halves, **shape)
     add(triton_row_kernels.row_affines, TYPE=1, CENTRED=True, ROWS=8)
     add(triton_row_kernels.add_spans, COLUMNS=128)
     for bits in (5, 64):
-        add(triton_bits.encode_integers, BITS=bits, **BITS_CODED)
-        add(triton_bits.decode_integers, BITS=bits, **BITS_CODED)
+        add(triton_bits.encode_integers, BITS=bits, **CODED)
+        add(triton_bits.decode_integers, BITS=bits, **CODED)
     return found
 
 
@@ -127,10 +133,29 @@ def signature_of(kernel: object, constants: dict[str, object]) -> dict[str, str]
         types |= dict.fromkeys(("sums", "products"), "*fp32")
     if kernel is triton_reduction_kernels.fold_halves:
         types["rows"] = "*fp64"
+    types |= dict.fromkeys(("planes", "mask"), IN_PAGES) | dict.fromkeys(
+        ("affine", "result"), AFFINE
+    )
+    if "first_block" in kernel.arg_names or kernel is triton_row_kernels.row_factors:
+        types["of_value"] = AFFINE
+    types |= {name: value for name, value in constants.items() if isinstance(value, PlaneWords)}
     return {
-        name: "constexpr" if name in constants else types.get(name, "i32")
+        name: "constexpr" if name in fixed(constants) else types.get(name, "i32")
         for name in kernel.arg_names
     }
+
+
+def fixed(constants: dict[str, object]) -> dict[str, object]:
+    """Those that are values, not where planes lie."""
+    return {name: value for name, value in constants.items() if not isinstance(value, PlaneWords)}
+
+
+def source_of(kernel: object, constants: dict[str, object]) -> ASTSource:
+    known: dict[Any, object] = dict(fixed(constants))
+    for place, name in enumerate(kernel.arg_names):
+        if constants.get(name) is FLAT:
+            known[place, FLAT._fields.index("table")] = None
+    return ASTSource(kernel, signature_of(kernel, constants), constexprs=known)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +163,7 @@ def signature_of(kernel: object, constants: dict[str, object]) -> dict[str, str]
     [pytest.param(kernel, constants, id=name) for name, kernel, constants in kernels()],
 )
 def test_every_kernel_compiles_to_plain_ieee_arithmetic(kernel, constants) -> None:
-    source = ASTSource(kernel, signature_of(kernel, constants), constexprs=constants)
+    source = source_of(kernel, constants)
     options = {"enable_fp_fusion": False, "num_warps": 4}
     compiled = triton.compile(source, target=HOPPER, options=options)
     ptx = compiled.asm["ptx"]
@@ -156,7 +181,7 @@ def test_the_forbidden_is_found_where_contraction_is_on() -> None:
     """The check can fail: with contraction allowed, the decoder's product and sum become one."""
     constants = {"TYPE": 0, "BITS": 8} | READ
     kernel = triton_minmax.decode_minmax
-    source = ASTSource(kernel, signature_of(kernel, constants), constexprs=constants)
+    source = source_of(kernel, constants)
     options = {"enable_fp_fusion": True, "num_warps": 4}
     compiled = triton.compile(source, target=HOPPER, options=options)
     assert FORBIDDEN.findall(compiled.asm["ptx"]) != []

@@ -20,26 +20,20 @@ from triton.compiler import ASTSource
 
 from daf.kernels.triton import bit_codecs as triton_bits
 from daf.kernels.triton import minmax as triton_minmax
+from daf.kernels.triton.launch import Affine
+from daf.kernels.triton.planes import PlaneWords
 
 if "amd" not in backends:
     pytest.skip("this Triton has no back end for AMD's GPUs", allow_module_level=True)
 
 MI300 = GPUTarget("hip", "gfx942", 64)
-MASK = {
-    "source": "*i32",
-    "region": "*i32",
-    "table": "*i64",
-    "low": "fp32",
-    "high": "fp32",
-}
-MINMAX = {
-    **dict.fromkeys(("region", "headers", "mask_region", "destination"), "*i32"),
-    **dict.fromkeys(("table", "mask_table"), "*i64"),
-    **dict.fromkeys(("scale", "shift"), "*fp32"),
-}
-DERIVATIVE = {"region": "*i32", "table": "*i64", "levels": "*fp32", "destination": "*i16"}
-IN_PAGES = {"PAGED": True, "BLOCKS": 4}
-READ = IN_PAGES | {"AFFINE": True, "MASKED": 2, "ACCUMULATE": True}
+PLANES = PlaneWords("*i32", "*i32", "*i64", "i32", "i32")
+MASK = {"source": "*i32", "planes": PLANES, "low": "fp32", "high": "fp32"}
+AFFINE = Affine("*fp32", "*fp32", "i32", "i32")
+MINMAX = {"planes": PLANES, "mask": PLANES, "affine": AFFINE, "destination": "*i32"}
+DERIVATIVE = {"planes": PLANES, "levels": "*fp32", "destination": "*i16"}
+IN_PAGES = {"BLOCKS": 4}
+READ = IN_PAGES | {"ACCUMULATE": True}
 
 
 def compiled_for_amd(kernel, types, constants, *, fused: bool = False):

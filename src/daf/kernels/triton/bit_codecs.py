@@ -11,8 +11,11 @@ import triton.language as tl
 
 from daf.kernels.triton.blocks import (
     INFINITE_BITS,
+    load_codes,
     load_elements,
     load_plane,
+    masked,
+    store_codes,
     store_elements,
     store_plane,
     tile_blocks,
@@ -22,18 +25,7 @@ from daf.kernels.triton.blocks import (
 
 @triton.jit
 def encode_mask(
-    source,
-    region,
-    table,
-    low,
-    high,
-    count,
-    runs,
-    page_words,
-    TYPE: tl.constexpr,
-    ABOVE: tl.constexpr,
-    PAGED: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    source, planes, low, high, count, TYPE: tl.constexpr, ABOVE: tl.constexpr, BLOCKS: tl.constexpr
 ):
     """One plane of ``x > low`` (ABOVE) or ``not (x <= low or x >= high)``."""
     blocks = tile_blocks(BLOCKS)
@@ -46,68 +38,42 @@ def encode_mask(
     else:
         chosen = ((values <= low) | (values >= high)) == 0
     bits = (chosen & valid).to(tl.int32)
-    store_plane(region, table, runs, page_words, 0, blocks, there, bits, BLOCKS, PAGED)
+    store_plane(planes, 0, blocks, there, bits, BLOCKS)
 
 
 @triton.jit(do_not_specialize=["off_bits", "on_bits"])
 def decode_mask(
-    destination,
-    region,
-    table,
-    off_bits,
-    on_bits,
-    count,
-    runs,
-    page_words,
-    TYPE: tl.constexpr,
-    PAGED: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    destination, planes, off_bits, on_bits, count, TYPE: tl.constexpr, BLOCKS: tl.constexpr
 ):
     """Two values for the two kinds of bit, given by their patterns: -0 stays -0."""
     blocks = tile_blocks(BLOCKS)
     place = tile_elements(blocks)
     there = blocks * 256 < count
-    bits = load_plane(region, table, runs, page_words, 0, blocks, there, BLOCKS, PAGED)
+    bits = load_plane(planes, 0, blocks, there, BLOCKS)
     values = tl.where(bits != 0, on_bits, off_bits).to(tl.float32, bitcast=True)
     store_elements(destination, place, place < count, values, TYPE)
 
 
 @triton.jit
-def apply_mask(
-    gradient,
-    destination,
-    region,
-    table,
-    count,
-    runs,
-    page_words,
-    TYPE: tl.constexpr,
-    PAGED: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
+def apply_mask(gradient, destination, planes, count, TYPE: tl.constexpr, BLOCKS: tl.constexpr):
     """The gradient where the bit is set, +0 elsewhere."""
     blocks = tile_blocks(BLOCKS)
     place = tile_elements(blocks)
     valid = place < count
     there = blocks * 256 < count
-    bits = load_plane(region, table, runs, page_words, 0, blocks, there, BLOCKS, PAGED)
-    values = tl.where(bits != 0, load_elements(gradient, place, valid, TYPE), 0.0)
+    values = masked(load_elements(gradient, place, valid, TYPE), planes, blocks, there, BLOCKS)
     store_elements(destination, place, valid, values, TYPE)
 
 
 @triton.jit
 def encode_derivative(
     source,
-    region,
-    table,
+    planes,
     borders,
     broken,
     count,
-    runs,
-    page_words,
     TYPE: tl.constexpr,
     BITS: tl.constexpr,
-    PAGED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     """How many borders lie strictly below each element; sets ``broken`` if one is not finite.
@@ -128,50 +94,24 @@ def encode_derivative(
         border = tl.load(borders + codes + ((1 << (BITS - 1 - plane)) - 1))
         codes += tl.where(values > border, 1 << (BITS - 1 - plane), 0)
     codes = tl.where(valid, codes, 0)
-    for plane in tl.static_range(BITS):
-        bits = (codes >> (BITS - 1 - plane)) & 1
-        store_plane(region, table, runs, page_words, plane, blocks, there, bits, BLOCKS, PAGED)
+    store_codes(planes, codes, blocks, there, BITS, BLOCKS)
 
 
 @triton.jit
 def decode_derivative(
-    destination,
-    region,
-    table,
-    levels,
-    count,
-    runs,
-    page_words,
-    TYPE: tl.constexpr,
-    BITS: tl.constexpr,
-    PAGED: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    destination, planes, levels, count, TYPE: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr
 ):
     """The level of every code."""
     blocks = tile_blocks(BLOCKS)
     place = tile_elements(blocks)
     there = blocks * 256 < count
-    codes = tl.zeros((BLOCKS, 256), tl.int32)
-    for plane in tl.static_range(BITS):
-        bits = load_plane(region, table, runs, page_words, plane, blocks, there, BLOCKS, PAGED)
-        codes = (codes << 1) | bits
+    codes = load_codes(planes, blocks, there, tl.int32, BITS, BLOCKS)
     store_elements(destination, place, place < count, tl.load(levels + codes), TYPE)
 
 
 @triton.jit(do_not_specialize=["base_low", "base_high"])
 def encode_integers(
-    source,
-    region,
-    table,
-    too_wide,
-    base_low,
-    base_high,
-    count,
-    runs,
-    page_words,
-    BITS: tl.constexpr,
-    PAGED: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    source, planes, too_wide, base_low, base_high, count, BITS: tl.constexpr, BLOCKS: tl.constexpr
 ):
     """Planes of ``value - base`` modulo 2**64; sets ``too_wide`` if one needs more bits."""
     blocks = tile_blocks(BLOCKS)
@@ -184,33 +124,18 @@ def encode_integers(
     if BITS < 64:
         beyond = ((codes >> BITS) != 0).to(tl.int32)
         tl.atomic_max(too_wide, 1, mask=tl.max(tl.max(beyond, axis=1), axis=0) != 0)
-    for plane in tl.static_range(BITS):
-        bits = ((codes >> (BITS - 1 - plane)) & 1).to(tl.int32)
-        store_plane(region, table, runs, page_words, plane, blocks, there, bits, BLOCKS, PAGED)
+    store_codes(planes, codes, blocks, there, BITS, BLOCKS)
 
 
 @triton.jit(do_not_specialize=["base_low", "base_high"])
 def decode_integers(
-    destination,
-    region,
-    table,
-    base_low,
-    base_high,
-    count,
-    runs,
-    page_words,
-    BITS: tl.constexpr,
-    PAGED: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    destination, planes, base_low, base_high, count, BITS: tl.constexpr, BLOCKS: tl.constexpr
 ):
     """``code + base`` in the destination's own integers."""
     blocks = tile_blocks(BLOCKS)
     place = tile_elements(blocks)
     there = blocks * 256 < count
-    codes = tl.zeros((BLOCKS, 256), tl.int64)
-    for plane in tl.static_range(BITS):
-        bits = load_plane(region, table, runs, page_words, plane, blocks, there, BLOCKS, PAGED)
-        codes = (codes << 1) | bits.to(tl.int64)
+    codes = load_codes(planes, blocks, there, tl.int64, BITS, BLOCKS)
     base = (base_high.to(tl.int64) << 32) | (base_low.to(tl.int64) & 0xFFFFFFFF)
     values = (codes + base).to(destination.dtype.element_ty)
     tl.store(destination + place, values, mask=place < count)

@@ -83,10 +83,19 @@ def widen_bfloat16(patterns):
 
 
 @triton.jit
-def channel_affine(values, place, scale, shift, channels, inner):
+def channel_affine(values, place, affine):
     """``values * scale[c] + shift[c]``, two roundings, ``c = (place // inner) % channels``."""
-    channel = (place // inner) % channels
-    return values * tl.load(scale + channel) + tl.load(shift + channel)
+    channel = (place // affine.inner) % affine.channels
+    return values * tl.load(affine.scale + channel) + tl.load(affine.shift + channel)
+
+
+@triton.jit
+def load_values(source, place, valid, affine, TYPE: tl.constexpr):
+    """Elements after an affine, if there is one; +0 where not ``valid``."""
+    values = load_elements(source, place, valid, TYPE)
+    if affine is not None:
+        values = tl.where(valid, channel_affine(values, place, affine), 0.0)
+    return values
 
 
 # --- sums and transforms --------------------------------------------------------------------
@@ -140,15 +149,29 @@ def prescale_of(values, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def word_place(word, plane, table, runs, page_words, PAGED: tl.constexpr):
+def word_place(planes, word, plane):
     """Where word ``word`` of a plane lies, in words from the region's start.
 
-    The table tells where each page begins, in words too, before the start or behind it. Flat
-    planes are one run in which a plane has ``page_words`` words; ``runs`` is 1 then.
+    The table tells where each page begins, in words too, before the start or behind it. Planes
+    without one are one run, in which each has ``page_words`` words.
     """
-    if PAGED:
-        return tl.load(table + plane * runs + word // page_words) + word % page_words
-    return plane * page_words + word
+    if planes.table is None:
+        place = plane * planes.page_words + word
+    else:
+        page = tl.load(planes.table + plane * planes.runs + word // planes.page_words)
+        place = page + word % planes.page_words
+    return place
+
+
+@triton.jit
+def header_place(planes, block, BITS: tl.constexpr):
+    """Where the header of a block lies, in words from the headers' start."""
+    if planes.table is None:
+        place = block
+    else:
+        page = tl.load(planes.table + BITS * planes.runs + block // planes.page_words)
+        place = page + block % planes.page_words
+    return place
 
 
 @triton.jit
@@ -176,50 +199,86 @@ def tile_words(blocks):
 
 
 @triton.jit
-def store_plane(region, table, runs, page_words, plane, blocks, there, bits, BLOCKS, PAGED):
+def store_plane(planes, plane, blocks, there, bits, BLOCKS: tl.constexpr):
     """Write one plane of a tile where ``there`` (BLOCKS,)."""
     word = tile_words(blocks)
     exists = tl.broadcast_to(there[:, None], (BLOCKS, BLOCK_WORDS))
-    place = masked_place(word, exists, plane, table, runs, page_words, PAGED)
-    tl.store(region + place, bit_words(bits, BLOCKS), mask=exists)
+    place = word_place(planes, tl.where(exists, word, 0), plane)
+    tl.store(planes.region + place, bit_words(bits, BLOCKS), mask=exists)
 
 
 @triton.jit
-def load_plane(region, table, runs, page_words, plane, blocks, there, BLOCKS, PAGED):
+def load_plane(planes, plane, blocks, there, BLOCKS: tl.constexpr):
     """(BLOCKS, 256) bits of one plane of a tile; 0 where not ``there`` (BLOCKS,)."""
     word = tile_words(blocks)
     exists = tl.broadcast_to(there[:, None], (BLOCKS, BLOCK_WORDS))
-    place = masked_place(word, exists, plane, table, runs, page_words, PAGED)
-    return word_bits(tl.load(region + place, mask=exists, other=0), BLOCKS)
+    place = word_place(planes, tl.where(exists, word, 0), plane)
+    return word_bits(tl.load(planes.region + place, mask=exists, other=0), BLOCKS)
 
 
 @triton.jit
-def masked(values, region, table, runs, page_words, blocks, there, BLOCKS, MASKED: tl.constexpr):
-    """Values whose bit is set, +0 elsewhere; ``MASKED``: 1 for a flat mask, 2 for one in pages."""
-    chosen = load_plane(
-        region, table, runs, page_words, 0, blocks, there, BLOCKS, PAGED=MASKED == 2
-    )
-    return tl.where(chosen != 0, values, 0.0)
+def store_codes(planes, codes, blocks, there, BITS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Write all planes of (BLOCKS, 256) codes."""
+    for plane in tl.static_range(BITS):
+        bits = ((codes >> (BITS - 1 - plane)) & 1).to(tl.int32)
+        store_plane(planes, plane, blocks, there, bits, BLOCKS)
 
 
 @triton.jit
-def masked_place(word, exists, plane, table, runs, page_words, PAGED: tl.constexpr):
-    """``word_place`` that reads no table entry of words that do not exist."""
-    return word_place(tl.where(exists, word, 0), plane, table, runs, page_words, PAGED)
+def load_codes(planes, blocks, there, ITEM: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr):
+    """(BLOCKS, 256) codes, integers of type ITEM, from all planes."""
+    codes = tl.zeros((BLOCKS, 256), ITEM)
+    for plane in tl.static_range(BITS):
+        codes = (codes << 1) | load_plane(planes, plane, blocks, there, BLOCKS).to(ITEM)
+    return codes
 
 
 @triton.jit
-def store_headers(headers, table, entry, page_words, blocks, there, pair, PAGED: tl.constexpr):
+def masked(values, mask, blocks, there, BLOCKS: tl.constexpr):
+    """Values whose bit is set, +0 elsewhere; all of them where there is no mask."""
+    if mask is not None:
+        chosen = load_plane(mask, 0, blocks, there, BLOCKS)
+        values = tl.where(chosen != 0, values, 0.0)
+    return values
+
+
+@triton.jit
+def write_values(
+    destination,
+    values,
+    blocks,
+    first_block,
+    affine,
+    mask,
+    count,
+    TYPE: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Affine, accumulate, mask, round. ``destination`` begins with block ``first_block``."""
+    place = tile_elements(blocks)
+    written = place - first_block.to(tl.int64) * 256
+    valid = place < count
+    if affine is not None:
+        values = channel_affine(values, place, affine)
+    if ACCUMULATE:
+        values = load_elements(destination, written, valid, TYPE) + values
+    values = masked(values, mask, blocks, blocks * 256 < count, BLOCKS)
+    store_elements(destination, written, valid, values, TYPE)
+
+
+@triton.jit
+def store_headers(planes, blocks, there, pair, BITS: tl.constexpr):
     """Write (BLOCKS,) pairs of bf16 patterns, the first in the lower half."""
-    place = masked_place(blocks, there, 0, table + entry, 1, page_words, PAGED)
-    tl.store(headers + place, pair, mask=there)
+    place = header_place(planes, tl.where(there, blocks, 0), BITS)
+    tl.store(planes.headers + place, pair, mask=there)
 
 
 @triton.jit
-def load_headers(headers, table, entry, page_words, blocks, there, PAGED: tl.constexpr):
+def load_headers(planes, blocks, there, BITS: tl.constexpr):
     """(BLOCKS,) float32 each: both numbers, and whether both are finite."""
-    place = masked_place(blocks, there, 0, table + entry, 1, page_words, PAGED)
-    pair = tl.load(headers + place, mask=there, other=0)
+    place = header_place(planes, tl.where(there, blocks, 0), BITS)
+    pair = tl.load(planes.headers + place, mask=there, other=0)
     first, second = widen_bfloat16(pair), (pair & -65536).to(tl.float32, bitcast=True)
     finite = ((pair & 0x7F80) != 0x7F80) & (((pair >> 16) & 0x7F80) != 0x7F80)
     return first, second, finite

@@ -20,13 +20,13 @@ from daf.kernels.cpu.checks import check_channels
 from daf.kernels.normalisation import Channels, RunningStatistics
 from daf.kernels.triton import channel_norm_kernels as device
 from daf.kernels.triton.launch import (
+    affine_of,
     double_bits,
     elements_in,
     launch,
-    mask_arguments,
+    mask_words,
     on_device,
     patterns,
-    vector_arguments,
 )
 from daf.kernels.triton.planes import DevicePlanes
 from daf.kernels.triton.reductions import (
@@ -68,14 +68,11 @@ class Values(NamedTuple):
         first, last = self.part(count)
         held = count if self.affine is not None else last - first
         content, kind = patterns(self.content, held)
-        scale, shift = (self.affine.scale, self.affine.shift) if self.affine else (None, None)
         return {
             "values": content,
             "first_value": self.first,
             "VALUE_TYPE": kind,
-            "AFFINE": self.affine is not None,
-            "scale": scale,
-            "shift": shift,
+            "affine": affine_of(self.affine),
         }
 
 
@@ -95,27 +92,20 @@ def emit(
 
     That lets pass ``most`` at most. ``destination`` may be ``source``.
     """
-    elements, kind = patterns(source, source.numel())
-    written = _of_kind(destination, kind, source.numel())
-    added = None if addend is None else _of_kind(addend, kind, source.numel())
-    places = mask_arguments(mask, source.numel())
+    count = source.numel()
+    elements, kind = patterns(source, count)
     launch(
         device.emit,
-        source.numel(),
+        count,
         source.device,
         source=elements,
-        destination=written,
-        addend=added,
-        region=places["mask_region"],
-        table=places["mask_table"],
-        runs=places["mask_runs"],
-        page_words=places["mask_page_words"],
+        destination=_of_kind(destination, kind, count),
+        addend=None if addend is None else _of_kind(addend, kind, count),
+        mask=mask_words(mask, count),
+        affine=affine_of(forward),
+        result=affine_of(result),
         most=math.nan if most == math.inf else float(most),
         TYPE=kind,
-        ADDED=addend is not None,
-        RECTIFIED=mask is not None,
-        PAGED=places["MASKED"] == 2,
-        **_affines(forward, result),
     )
 
 
@@ -135,7 +125,6 @@ def derive(
     count = source.numel()
     elements, kind = patterns(source, count)
     asked = elements_in(blocks, count)
-    places = mask_arguments(mask, count)
     launch(
         device.derive,
         asked,
@@ -143,14 +132,11 @@ def derive(
         first_block=blocks[0] if blocks else 0,
         source=elements,
         destination=_of_kind(destination, kind, asked),
-        region=places["mask_region"],
-        table=places["mask_table"],
-        runs=places["mask_runs"],
-        page_words=places["mask_page_words"],
+        mask=mask_words(mask, count),
+        affine=affine_of(forward),
+        result=affine_of(result),
         TYPE=kind,
         ACCUMULATE=accumulate,
-        MASKED=places["MASKED"],
-        **_affines(forward, result),
     )
 
 
@@ -193,8 +179,8 @@ class ChannelProducts:
             "count": count,
             "first_span": first // span,
             "TYPE": kind,
+            "mask": mask_words(mask, count),
             **values.arguments(count),
-            **mask_arguments(mask, count),
         }
         if are_side_by_side(channels, inner):
             options = side_by_side_options(spans, channels)
@@ -238,14 +224,10 @@ def write_gradient(
         gamma=gamma,
         gamma_channels=1 if gamma is None else gamma.numel(),
         of_gradient=of_gradient,
-        of_value=of_value.scale,
-        offset=of_value.shift,
-        channels=of_value.scale.numel(),
-        inner=of_value.inner,
+        of_value=affine_of(of_value),
+        mask=mask_words(mask, count),
         TYPE=kind,
-        GAMMA=gamma is not None,
         **values.arguments(count),
-        **mask_arguments(mask, count),
     )
 
 
@@ -278,7 +260,6 @@ def channel_statistics(
         bessel=double_bits(count / (count - 1) if followed else 1.0),
         kept=1.0 - momentum,
         channels=channels,
-        FOLLOWED=followed is not None,
         COLUMNS=_COLUMNS,
     )
     return found[0], found[1]
@@ -319,24 +300,12 @@ def channel_factors(
         bias=bias,
         count=count,
         channels=channels,
-        GAMMA=gamma is not None,
-        WEIGHT=weight is not None,
-        BIAS=bias is not None,
         COLUMNS=_COLUMNS,
     )
     return ChannelFactors(*found.unbind())
 
 
 # --- arguments ------------------------------------------------------------------------------
-
-
-def _affines(forward: Channels, result: Channels | None) -> dict[str, Any]:
-    found = vector_arguments(forward) | {"RESULT": result is not None}
-    if result is None:
-        return found | {"gamma": None, "beta": None, "result_channels": 1, "result_inner": 1}
-    names = {"scale": "gamma", "shift": "beta"}
-    given = vector_arguments(result).items()
-    return found | {names.get(name, f"result_{name}"): each for name, each in given}
 
 
 def _of_kind(tensor: Tensor, kind: int, count: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Normalisations of channels on a GPU: section 10 of ``docs/format.md``, in its order of additions.
 
 Normalised values lie in float32 from element ``first_value`` on (decoded, a part at a time), or
-are computed from the input by the affine that made them (AFFINE). Masks are read bit by bit
+are computed from the input by the ``affine`` that made them. Masks are read bit by bit
 where elements are not met in blocks.
 """
 
@@ -19,6 +19,7 @@ from daf.kernels.triton.blocks import (
     tile_blocks,
     tile_elements,
     word_place,
+    write_values,
 )
 from daf.kernels.triton.reduction_kernels import as_double, canonical, first_of_channels, sum_lanes
 
@@ -28,25 +29,12 @@ def emit(
     source,
     destination,
     addend,
-    region,
-    table,
-    scale,
-    shift,
-    gamma,
-    beta,
+    mask,
+    affine,
+    result,
     most,
     count,
-    channels,
-    inner,
-    result_channels,
-    result_inner,
-    runs,
-    page_words,
     TYPE: tl.constexpr,
-    RESULT: tl.constexpr,
-    ADDED: tl.constexpr,
-    RECTIFIED: tl.constexpr,
-    PAGED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     """Normalise; then gamma and beta, the addend, ReLU up to ``most`` (NaN: no bound), its mask.
@@ -57,16 +45,16 @@ def emit(
     place = tile_elements(blocks)
     valid = place < count
     values = load_elements(source, place, valid, TYPE)
-    values = channel_affine(values, place, scale, shift, channels, inner)
-    if RESULT:
-        values = channel_affine(values, place, gamma, beta, result_channels, result_inner)
-    if ADDED:
+    values = channel_affine(values, place, affine)
+    if result is not None:
+        values = channel_affine(values, place, result)
+    if addend is not None:
         values += load_elements(addend, place, valid, TYPE)
-    if RECTIFIED:
+    if mask is not None:
         low, high = values <= 0.0, values >= most
         bits = (((low | high) == 0) & valid).to(tl.int32)
         there = blocks * 256 < count
-        store_plane(region, table, runs, page_words, 0, blocks, there, bits, BLOCKS, PAGED)
+        store_plane(mask, 0, blocks, there, bits, BLOCKS)
         values = tl.where(low, 0.0, tl.where(high, most, values))
     store_elements(destination, place, valid, values, TYPE)
 
@@ -75,68 +63,41 @@ def emit(
 def derive(
     source,
     destination,
-    region,
-    table,
-    scale,
-    shift,
-    gamma,
-    beta,
+    mask,
+    affine,
+    result,
     count,
     first_block,
-    channels,
-    inner,
-    result_channels,
-    result_inner,
-    runs,
-    page_words,
     TYPE: tl.constexpr,
-    RESULT: tl.constexpr,
     ACCUMULATE: tl.constexpr,
-    MASKED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     """``emit``'s result again, in blocks from ``first_block``: affines, accumulate, mask."""
     blocks = first_block.to(tl.int64) + tile_blocks(BLOCKS)
     place = tile_elements(blocks)
-    written = place - first_block.to(tl.int64) * 256
-    valid = place < count
-    there = blocks * 256 < count
-    values = load_elements(source, place, valid, TYPE)
-    values = channel_affine(values, place, scale, shift, channels, inner)
-    if RESULT:
-        values = channel_affine(values, place, gamma, beta, result_channels, result_inner)
-    if ACCUMULATE:
-        values = load_elements(destination, written, valid, TYPE) + values
-    if MASKED:
-        values = masked(values, region, table, runs, page_words, blocks, there, BLOCKS, MASKED)
-    store_elements(destination, written, valid, values, TYPE)
+    values = load_elements(source, place, place < count, TYPE)
+    values = channel_affine(values, place, affine)
+    write_values(
+        destination, values, blocks, first_block, result, mask, count, TYPE, ACCUMULATE, BLOCKS
+    )
 
 
 @triton.jit
-def _values_at(
-    values,
-    place,
-    valid,
-    first_value,
-    scale,
-    shift,
-    channels,
-    inner,
-    TYPE: tl.constexpr,
-    AFFINE: tl.constexpr,
-):
+def _values_at(values, place, valid, first_value, affine, TYPE: tl.constexpr):
     found = load_elements(values, place - first_value, valid, TYPE)
-    if AFFINE:
-        found = channel_affine(found, place, scale, shift, channels, inner)
+    if affine is not None:
+        found = channel_affine(found, place, affine)
     return found
 
 
 @triton.jit
-def _bit_at(region, table, runs, page_words, place, valid, PAGED: tl.constexpr):
-    """The mask's bit of single elements."""
-    word = tl.where(valid, place // 32, 0)
-    there = word_place(word, 0, table, runs, page_words, PAGED)
-    return (tl.load(region + there, mask=valid, other=0) >> (place % 32).to(tl.int32)) & 1
+def _masked_at(values, mask, place, valid):
+    """Values whose bit of the mask is set, +0 elsewhere; of single elements."""
+    if mask is not None:
+        there = word_place(mask, tl.where(valid, place // 32, 0), 0)
+        word = tl.load(mask.region + there, mask=valid, other=0)
+        values = tl.where((word >> (place % 32).to(tl.int32)) & 1 != 0, values, 0.0)
+    return values
 
 
 @triton.jit(do_not_specialize=["first_span", "first_value"])
@@ -145,10 +106,8 @@ def channel_span_products(
     values,
     sums,
     products,
-    mask_region,
-    mask_table,
-    scale,
-    shift,
+    mask,
+    affine,
     count,
     first_span,
     first_value,
@@ -160,12 +119,8 @@ def channel_span_products(
     groups,
     tiles,
     tile_elements,
-    mask_runs,
-    mask_page_words,
     TYPE: tl.constexpr,
     VALUE_TYPE: tl.constexpr,
-    AFFINE: tl.constexpr,
-    MASKED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """``gpu_reduce_device.channel_span_sums`` of the masked gradient and its product with values.
@@ -190,29 +145,8 @@ def channel_span_products(
                 place = (low // 16 + group) * 16 + lane
                 valid = (place >= low) & (place < high) & (channel < channels)[:, None]
                 found = load_elements(gradient, place, valid, TYPE)
-                if MASKED:
-                    bit = _bit_at(
-                        mask_region,
-                        mask_table,
-                        mask_runs,
-                        mask_page_words,
-                        place,
-                        valid,
-                        PAGED=MASKED == 2,
-                    )
-                    found = tl.where(bit != 0, found, 0.0)
-                value = _values_at(
-                    values,
-                    place,
-                    valid,
-                    first_value,
-                    scale,
-                    shift,
-                    channels,
-                    inner,
-                    VALUE_TYPE,
-                    AFFINE,
-                )
+                found = _masked_at(found, mask, place, valid)
+                value = _values_at(values, place, valid, first_value, affine, VALUE_TYPE)
                 wide = found.to(tl.float64)
                 total += wide
                 product += tl.where(valid, wide * value.to(tl.float64), 0.0)
@@ -227,10 +161,8 @@ def side_by_side_products(
     values,
     sums,
     products,
-    mask_region,
-    mask_table,
-    scale,
-    shift,
+    mask,
+    affine,
     count,
     first_span,
     first_value,
@@ -238,12 +170,8 @@ def side_by_side_products(
     span_elements,
     spans,
     periods,
-    mask_runs,
-    mask_page_words,
     TYPE: tl.constexpr,
     VALUE_TYPE: tl.constexpr,
-    AFFINE: tl.constexpr,
-    MASKED: tl.constexpr,
     SPANS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -259,20 +187,8 @@ def side_by_side_products(
         place = start + period * channels
         valid = (place < end) & there
         found = load_elements(gradient, place, valid, TYPE)
-        if MASKED:
-            bit = _bit_at(
-                mask_region,
-                mask_table,
-                mask_runs,
-                mask_page_words,
-                place,
-                valid,
-                PAGED=MASKED == 2,
-            )
-            found = tl.where(bit != 0, found, 0.0)
-        value = _values_at(
-            values, place, valid, first_value, scale, shift, channels, 1, VALUE_TYPE, AFFINE
-        )
+        found = _masked_at(found, mask, place, valid)
+        value = _values_at(values, place, valid, first_value, affine, VALUE_TYPE)
         wide = found.to(tl.float64)
         total += wide
         product += tl.where(valid, wide * value.to(tl.float64), 0.0)
@@ -286,32 +202,22 @@ def write_gradient(
     gradient,
     values,
     destination,
-    mask_region,
-    mask_table,
-    scale,
-    shift,
+    mask,
+    affine,
     gamma,
     of_gradient,
     of_value,
-    offset,
     count,
     first_block,
     first_value,
-    channels,
-    inner,
     gamma_channels,
-    mask_runs,
-    mask_page_words,
     TYPE: tl.constexpr,
     VALUE_TYPE: tl.constexpr,
-    AFFINE: tl.constexpr,
-    GAMMA: tl.constexpr,
-    MASKED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """``g * of_gradient[c] + (v * of_value[c] + offset[c])`` of blocks from ``first_block`` on.
+    """``g * of_gradient[c] + of_value(v)`` of blocks from ``first_block`` on.
 
-    g: the masked gradient, times ``gamma`` of its place in the row (GAMMA). ``destination`` may
+    g: the masked gradient, times ``gamma``, if any, of its place in the row. ``destination`` may
     be ``gradient``.
     """
     blocks = first_block.to(tl.int64) + tile_blocks(BLOCKS)
@@ -319,26 +225,13 @@ def write_gradient(
     valid = place < count
     there = blocks * 256 < count
     found = load_elements(gradient, place, valid, TYPE)
-    if MASKED:
-        found = masked(
-            found,
-            mask_region,
-            mask_table,
-            mask_runs,
-            mask_page_words,
-            blocks,
-            there,
-            BLOCKS,
-            MASKED,
-        )
-    if GAMMA:
+    found = masked(found, mask, blocks, there, BLOCKS)
+    if gamma is not None:
         found = found * tl.load(gamma + place % gamma_channels)
-    value = _values_at(
-        values, place, valid, first_value, scale, shift, channels, inner, VALUE_TYPE, AFFINE
-    )
-    channel = (place // inner) % channels
+    value = _values_at(values, place, valid, first_value, affine, VALUE_TYPE)
+    channel = (place // of_value.inner) % of_value.channels
     product = found * tl.load(of_gradient + channel)
-    beside = channel_affine(value, place, of_value, offset, channels, inner)
+    beside = channel_affine(value, place, of_value)
     store_elements(destination, place, valid, product + beside, TYPE)
 
 
@@ -359,7 +252,6 @@ def channel_statistics(
     bessel,
     kept,
     channels,
-    FOLLOWED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """(channels,) float32 each, of float64 sums over ``count`` elements; running ones follow.
@@ -376,7 +268,7 @@ def channel_statistics(
     inverse = 1.0 / tl.sqrt(variance + as_double(epsilon))
     tl.store(mean + channel, canonical(average.to(tl.float32)), mask=there)
     tl.store(inverse_deviation + channel, canonical(inverse.to(tl.float32)), mask=there)
-    if FOLLOWED:
+    if running_mean is not None:
         rate = as_double(momentum)
         moved = (rate * average).to(tl.float32)
         before = tl.load(running_mean + channel, mask=there, other=0.0)
@@ -399,9 +291,6 @@ def channel_factors(
     bias,
     count,
     channels,
-    GAMMA: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """(channels,) float32 each: what backward's second pass multiplies values and gradients by,
@@ -411,7 +300,7 @@ def channel_factors(
     there = channel < channels
     elements = count.to(tl.float64)
     factor = tl.load(inverse_deviation + channel, mask=there, other=0.0).to(tl.float64)
-    if GAMMA:
+    if gamma is not None:
         factor *= tl.load(gamma + channel, mask=there, other=0.0).to(tl.float64)
     product = tl.load(products + channel, mask=there, other=0.0)
     total = tl.load(sums + channel, mask=there, other=0.0)
@@ -420,7 +309,7 @@ def channel_factors(
     )
     tl.store(offset + channel, canonical((-factor * total / elements).to(tl.float32)), mask=there)
     tl.store(of_gradient + channel, canonical(factor.to(tl.float32)), mask=there)
-    if WEIGHT:
+    if weight is not None:
         tl.store(weight + channel, canonical(product.to(tl.float32)), mask=there)
-    if BIAS:
+    if bias is not None:
         tl.store(bias + channel, canonical(total.to(tl.float32)), mask=there)

@@ -10,6 +10,8 @@ outside its contract. ``key`` is a 64-bit seed. Under Triton's interpreter
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -18,20 +20,17 @@ from daf.core.code_format import MINMAX_BITS, ROTATED_BITS, Predicate
 from daf.core.errors import KernelError
 from daf.kernels.cpu.checks import INTEGER_BITS, check_key, check_member, check_rotation
 from daf.kernels.normalisation import Channels
-from daf.kernels.triton import bit_codecs as triton_bits
-from daf.kernels.triton import minmax as triton_minmax
-from daf.kernels.triton import rotated as triton_rotated
+from daf.kernels.triton import bit_codecs, minmax, rotated
 from daf.kernels.triton.launch import (
-    affine_arguments,
+    affine_of,
     base_halves,
     elements_in,
     integer_items,
     key_halves,
     launch,
     levels_on,
-    mask_arguments,
+    mask_words,
     patterns,
-    plane_arguments,
     thresholds_on,
 )
 from daf.kernels.triton.planes import DevicePlanes
@@ -46,26 +45,15 @@ def encode_rotated(
 ) -> None:
     """Write the headers and, of every run, the planes that it has."""
     check_member("bits", planes.bits, ROTATED_BITS)
-    _check_headers(planes)
     check_rotation(rounds, key)
-    elements, kind = patterns(source, planes.elements)
-    launch(
-        triton_rotated.encode_rotated,
-        planes.elements,
-        source.device,
-        source=elements,
-        headers=planes.headers,
-        thresholds=thresholds_on(source.device, planes.bits),
-        levels=levels_on(source.device, planes.bits, planes.bits)[0],
-        full_runs=planes.full_runs,
-        TYPE=kind,
-        BITS=planes.bits,
-        KEPT=planes.kept,
-        ROUNDS=rounds,
-        **key_halves(key),
-        **affine_arguments(affine),
-        **plane_arguments(planes),
-    )
+    device, bits = source.device, planes.bits
+    tables: dict[str, Any] = {
+        "thresholds": thresholds_on(device, bits),
+        "levels": levels_on(device, bits, bits)[0],
+    }
+    options: dict[str, Any] = {"full_runs": planes.full_runs, "KEPT": planes.kept, "ROUNDS": rounds}
+    _check_headers(planes)
+    _encode(rotated.encode_rotated, source, planes, key, affine, **tables, **options)
 
 
 def decode_rotated(
@@ -84,33 +72,14 @@ def decode_rotated(
     """
     check_member("bits", planes.bits, ROTATED_BITS)
     check_member("kept planes", planes.kept, range(1, planes.bits + 1))
-    _check_headers(planes)
     check_rotation(rounds, key)
     if planes.kept == 1 and planes.full_runs < planes.runs:
         raise KernelError("asked to decode runs without a plane; each needs its first at least")
-    count = elements_in(blocks, planes.elements)
-    elements, kind = patterns(destination, count)
     levels, factors = levels_on(destination.device, planes.bits, planes.kept)
-    launch(
-        triton_rotated.decode_rotated,
-        count,
-        destination.device,
-        first_block=blocks[0] if blocks else 0,
-        destination=elements,
-        headers=planes.headers,
-        levels=levels,
-        factors=factors,
-        full_runs=planes.full_runs,
-        TYPE=kind,
-        BITS=planes.bits,
-        KEPT=planes.kept,
-        ROUNDS=rounds,
-        ACCUMULATE=accumulate,
-        **key_halves(key),
-        **affine_arguments(affine),
-        **mask_arguments(mask, planes.elements),
-        **plane_arguments(planes),
-    )
+    options: dict[str, Any] = {"full_runs": planes.full_runs, "KEPT": planes.kept, "ROUNDS": rounds}
+    options |= {"levels": levels, "factors": factors, **key_halves(key)}
+    after = (affine, mask, accumulate, blocks)
+    _decode(rotated.decode_rotated, planes, destination, *after, **options)
 
 
 def encode_minmax(
@@ -119,20 +88,7 @@ def encode_minmax(
     """Write every plane and the headers, rounding stochastically."""
     _check_whole(planes, MINMAX_BITS)
     _check_headers(planes)
-    check_key(key)
-    elements, kind = patterns(source, planes.elements)
-    launch(
-        triton_minmax.encode_minmax,
-        planes.elements,
-        source.device,
-        source=elements,
-        headers=planes.headers,
-        TYPE=kind,
-        BITS=planes.bits,
-        **key_halves(key),
-        **affine_arguments(affine),
-        **plane_arguments(planes),
-    )
+    _encode(minmax.encode_minmax, source, planes, key, affine)
 
 
 def decode_minmax(
@@ -145,23 +101,7 @@ def decode_minmax(
 ) -> None:
     """Decode all planes; the options are those of ``decode_rotated``."""
     _check_whole(planes, MINMAX_BITS)
-    _check_headers(planes)
-    count = elements_in(blocks, planes.elements)
-    elements, kind = patterns(destination, count)
-    launch(
-        triton_minmax.decode_minmax,
-        count,
-        destination.device,
-        first_block=blocks[0] if blocks else 0,
-        destination=elements,
-        headers=planes.headers,
-        TYPE=kind,
-        BITS=planes.bits,
-        ACCUMULATE=accumulate,
-        **affine_arguments(affine),
-        **mask_arguments(mask, planes.elements),
-        **plane_arguments(planes),
-    )
+    _decode(minmax.decode_minmax, planes, destination, affine, mask, accumulate, blocks)
 
 
 def encode_steps(
@@ -169,35 +109,14 @@ def encode_steps(
 ) -> None:
     """Write every plane of what ``affine`` makes numbers of steps, rounding stochastically."""
     _check_whole(planes, MINMAX_BITS)
-    check_key(key)
-    elements, kind = patterns(source, planes.elements)
-    launch(
-        triton_minmax.encode_steps,
-        planes.elements,
-        source.device,
-        source=elements,
-        TYPE=kind,
-        BITS=planes.bits,
-        **key_halves(key),
-        **affine_arguments(affine),
-        **plane_arguments(planes),
-    )
+    _encode(minmax.encode_steps, source, planes, key, affine)
 
 
 def decode_steps(planes: DevicePlanes, destination: Tensor, affine: Channels | None = None) -> None:
-    """Write every number of steps, after ``affine``."""
+    """Write every number of steps, after the affine."""
     _check_whole(planes, MINMAX_BITS)
-    elements, kind = patterns(destination, planes.elements)
-    launch(
-        triton_minmax.decode_steps,
-        planes.elements,
-        destination.device,
-        destination=elements,
-        TYPE=kind,
-        BITS=planes.bits,
-        **affine_arguments(affine),
-        **plane_arguments(planes),
-    )
+    options: dict[str, Any] = {"affine": affine_of(affine), "BITS": planes.bits}
+    _run(minmax.decode_steps, planes, {"destination": destination}, **options)
 
 
 # --- mask, derivative, integers -------------------------------------------------------------
@@ -209,18 +128,12 @@ def encode_mask(
     """Write one plane of ``predicate``; bounds are rounded to float32."""
     _check_whole(planes, (1,))
     check_member("predicate", predicate, tuple(Predicate))
-    elements, kind = patterns(source, planes.elements)
-    launch(
-        triton_bits.encode_mask,
-        planes.elements,
-        source.device,
-        source=elements,
-        low=float(low),
-        high=float(high),
-        TYPE=kind,
-        ABOVE=predicate is Predicate.ABOVE,
-        **plane_arguments(planes),
-    )
+    bounds: dict[str, Any] = {
+        "low": float(low),
+        "high": float(high),
+        "ABOVE": predicate is Predicate.ABOVE,
+    }
+    _run(bit_codecs.encode_mask, planes, {"source": source}, **bounds)
 
 
 def decode_mask(
@@ -228,17 +141,11 @@ def decode_mask(
 ) -> None:
     """Write ``on_value`` where the bit is set and ``off_value`` elsewhere."""
     _check_whole(planes, (1,))
-    elements, kind = patterns(destination, planes.elements)
-    launch(
-        triton_bits.decode_mask,
-        planes.elements,
-        destination.device,
-        destination=elements,
-        off_bits=_float32_bits(off_value),
-        on_bits=_float32_bits(on_value),
-        TYPE=kind,
-        **plane_arguments(planes),
-    )
+    values: dict[str, Any] = {
+        "off_bits": _float32_bits(off_value),
+        "on_bits": _float32_bits(on_value),
+    }
+    _run(bit_codecs.decode_mask, planes, {"destination": destination}, **values)
 
 
 def _float32_bits(value: float) -> int:
@@ -249,19 +156,10 @@ def _float32_bits(value: float) -> int:
 def apply_mask(planes: DevicePlanes, gradient: Tensor, destination: Tensor) -> None:
     """The gradient where the bit is set, +0 elsewhere; both may be one tensor."""
     _check_whole(planes, (1,))
-    incoming, kind = patterns(gradient, planes.elements)
-    outgoing, other_kind = patterns(destination, planes.elements)
-    if kind != other_kind:
+    if gradient.dtype != destination.dtype:
         raise KernelError(f"asked for {destination.dtype} of {gradient.dtype}; give one type")
-    launch(
-        triton_bits.apply_mask,
-        planes.elements,
-        gradient.device,
-        gradient=incoming,
-        destination=outgoing,
-        TYPE=kind,
-        **plane_arguments(planes),
-    )
+    places: dict[str, Any] = {"gradient": gradient, "destination": destination}
+    _run(bit_codecs.apply_mask, planes, places)
 
 
 def encode_derivative(source: Tensor, planes: DevicePlanes, borders: Tensor) -> Tensor:
@@ -272,19 +170,9 @@ def encode_derivative(source: Tensor, planes: DevicePlanes, borders: Tensor) -> 
     """
     _check_whole(planes, DERIVATIVE_BITS)
     _check_table("borders", borders, 2**planes.bits - 1)
-    elements, kind = patterns(source, planes.elements)
     broken = torch.zeros((), dtype=torch.int32, device=source.device)
-    launch(
-        triton_bits.encode_derivative,
-        planes.elements,
-        source.device,
-        source=elements,
-        borders=borders,
-        broken=broken,
-        TYPE=kind,
-        BITS=planes.bits,
-        **plane_arguments(planes),
-    )
+    options: dict[str, Any] = {"borders": borders, "broken": broken, "BITS": planes.bits}
+    _run(bit_codecs.encode_derivative, planes, {"source": source}, **options)
     return broken
 
 
@@ -292,17 +180,8 @@ def decode_derivative(planes: DevicePlanes, levels: Tensor, destination: Tensor)
     """Write the level of every code; ``levels`` holds ``2**bits`` float32 numbers."""
     _check_whole(planes, DERIVATIVE_BITS)
     _check_table("levels", levels, 2**planes.bits)
-    elements, kind = patterns(destination, planes.elements)
-    launch(
-        triton_bits.decode_derivative,
-        planes.elements,
-        destination.device,
-        destination=elements,
-        levels=levels,
-        TYPE=kind,
-        BITS=planes.bits,
-        **plane_arguments(planes),
-    )
+    options: dict[str, Any] = {"levels": levels, "BITS": planes.bits}
+    _run(bit_codecs.decode_derivative, planes, {"destination": destination}, **options)
 
 
 def encode_integers(source: Tensor, planes: DevicePlanes, base: int) -> Tensor:
@@ -314,31 +193,69 @@ def encode_integers(source: Tensor, planes: DevicePlanes, base: int) -> Tensor:
     """
     _check_whole(planes, INTEGER_BITS)
     too_wide = torch.zeros((), dtype=torch.int32, device=source.device)
-    launch(
-        triton_bits.encode_integers,
-        planes.elements,
-        source.device,
-        source=integer_items(source, planes.elements),
-        too_wide=too_wide,
-        BITS=planes.bits,
-        **base_halves(base),
-        **plane_arguments(planes),
-    )
+    options: dict[str, Any] = {"too_wide": too_wide, "BITS": planes.bits, **base_halves(base)}
+    items = integer_items(source, planes.elements)
+    where = (planes.elements, source.device)
+    launch(bit_codecs.encode_integers, *where, source=items, planes=planes.words, **options)
     return too_wide
 
 
 def decode_integers(planes: DevicePlanes, base: int, destination: Tensor) -> None:
     """Write ``code + base`` into signed items or booleans."""
     _check_whole(planes, INTEGER_BITS)
-    launch(
-        triton_bits.decode_integers,
-        planes.elements,
-        destination.device,
-        destination=integer_items(destination, planes.elements),
-        BITS=planes.bits,
-        **base_halves(base),
-        **plane_arguments(planes),
-    )
+    options: dict[str, Any] = {"planes": planes.words, "BITS": planes.bits, **base_halves(base)}
+    items = integer_items(destination, planes.elements)
+    where = (planes.elements, destination.device)
+    launch(bit_codecs.decode_integers, *where, destination=items, **options)
+
+
+# --- what calls share -----------------------------------------------------------------------
+
+
+def _encode(
+    kernel: Any,
+    source: Tensor,
+    planes: DevicePlanes,
+    key: int,
+    affine: Channels | None,
+    **options: Any,
+) -> None:
+    check_key(key)
+    options |= {"affine": affine_of(affine), "BITS": planes.bits, **key_halves(key)}
+    _run(kernel, planes, {"source": source}, **options)
+
+
+def _decode(
+    kernel: Any,
+    planes: DevicePlanes,
+    destination: Tensor,
+    affine: Channels | None,
+    mask: DevicePlanes | None,
+    accumulate: bool,
+    blocks: tuple[int, int] | None,
+    **options: Any,
+) -> None:
+    _check_headers(planes)
+    options |= {"affine": affine_of(affine), "mask": mask_words(mask, planes.elements)}
+    options |= {"first_block": blocks[0] if blocks else 0, "ACCUMULATE": accumulate}
+    count = elements_in(blocks, planes.elements)
+    _run(kernel, planes, {"destination": destination}, count, BITS=planes.bits, **options)
+
+
+def _run(
+    kernel: Any,
+    planes: DevicePlanes,
+    tensors: dict[str, Tensor],
+    count: int | None = None,
+    **options: Any,
+) -> None:
+    """Start a kernel over the elements of some tensors of one type, ``count`` each."""
+    count = planes.elements if count is None else count
+    found = {name: patterns(tensor, count) for name, tensor in tensors.items()}
+    elements: dict[str, Any] = {name: items for name, (items, _) in found.items()}
+    (kind,) = {kind for _, kind in found.values()}
+    device = next(iter(tensors.values())).device
+    launch(kernel, count, device, planes=planes.words, TYPE=kind, **elements, **options)
 
 
 # --- checks ---------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from daf.core.code_format import BLOCK_ELEMENTS, ElementType, block_count
 from daf.core.code_tables import rotated_level_factor, rotated_levels, rotated_thresholds
 from daf.core.errors import KernelError
 from daf.kernels.normalisation import Channels
-from daf.kernels.triton.planes import DevicePlanes
+from daf.kernels.triton.planes import DevicePlanes, PlaneWords
 
 try:
     from triton.runtime.interpreter import InterpretedFunction
@@ -33,20 +33,24 @@ _PATTERN_TYPES = {
 }
 
 
-def affine_arguments(affine: Channels | None) -> dict[str, Any]:
-    """The kernels' arguments of an affine, or of none."""
-    if affine is None:
-        return {"scale": None, "shift": None, "channels": 1, "inner": 1, "AFFINE": False}
-    return vector_arguments(affine) | {"AFFINE": True}
+class Affine(NamedTuple):
+    """An affine as kernels take it; of none, None."""
+
+    scale: Tensor
+    shift: Tensor
+    channels: int
+    inner: int
 
 
-def vector_arguments(affine: Channels) -> dict[str, Any]:
-    """The same without the switch.
+def affine_of(channels: Channels | None) -> Affine | None:
+    """The same for kernels.
 
     Raises:
         KernelError: the vectors are not float32, contiguous, and of one length.
     """
-    scale, shift, inner = affine
+    if channels is None:
+        return None
+    scale, shift, inner = channels
     if scale.dtype != torch.float32 or shift.dtype != torch.float32:
         raise KernelError(f"asked for an affine of {scale.dtype}; give float32 vectors")
     if scale.numel() != shift.numel() or scale.numel() < 1 or inner < 1:
@@ -56,18 +60,7 @@ def vector_arguments(affine: Channels) -> dict[str, Any]:
         )
     if not (scale.is_contiguous() and shift.is_contiguous()):
         raise KernelError("asked for an affine of vectors with gaps; give contiguous ones")
-    return {"scale": scale, "shift": shift, "channels": scale.numel(), "inner": inner}
-
-
-def plane_arguments(planes: DevicePlanes) -> dict[str, Any]:
-    """The kernels' arguments that say where planes are."""
-    return {
-        "region": planes.region,
-        "table": planes.table if planes.paged else planes.region,
-        "runs": planes.runs,
-        "page_words": planes.page_words,
-        "PAGED": planes.paged,
-    }
+    return Affine(scale, shift, scale.numel(), inner)
 
 
 def elements_in(blocks: tuple[int, int] | None, count: int) -> int:
@@ -86,23 +79,16 @@ def elements_in(blocks: tuple[int, int] | None, count: int) -> int:
     return min(last * BLOCK_ELEMENTS, count) - first * BLOCK_ELEMENTS
 
 
-def mask_arguments(mask: DevicePlanes | None, count: int) -> dict[str, Any]:
-    """The kernels' arguments of a mask of ``count`` elements, or of none."""
+def mask_words(mask: DevicePlanes | None, count: int) -> PlaneWords | None:
+    """A mask of ``count`` elements as kernels take it; of none, None."""
     if mask is None:
-        names = ("mask_region", "mask_table")
-        return dict.fromkeys(names) | {"mask_runs": 1, "mask_page_words": 8, "MASKED": 0}
+        return None
     if (mask.elements, mask.bits) != (count, 1) or not mask.is_whole:
         raise KernelError(
             f"asked to mask {count} elements by {mask.elements} of {mask.bits} planes; "
             "a mask has one plane and a bit for every element"
         )
-    return {
-        "mask_region": mask.region,
-        "mask_table": mask.table if mask.paged else mask.region,
-        "mask_runs": mask.runs,
-        "mask_page_words": mask.page_words,
-        "MASKED": 2 if mask.paged else 1,
-    }
+    return mask.words
 
 
 def key_halves(key: int) -> dict[str, int]:

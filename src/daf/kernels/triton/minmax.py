@@ -9,17 +9,17 @@ from daf.kernels.triton.blocks import (
     channel_affine,
     is_finite_bfloat16,
     joined_headers,
-    load_elements,
+    load_codes,
     load_headers,
-    load_plane,
-    masked,
+    load_values,
     prescale_of,
+    store_codes,
     store_elements,
     store_headers,
-    store_plane,
     tile_blocks,
     tile_elements,
     widen_bfloat16,
+    write_values,
 )
 from daf.kernels.triton.philox import dither
 
@@ -43,22 +43,13 @@ def _ceiling_bfloat16(values):
 @triton.jit(do_not_specialize=["key_low", "key_high"])
 def encode_minmax(
     source,
-    region,
-    table,
-    headers,
-    scale,
-    shift,
+    planes,
+    affine,
     count,
     key_low,
     key_high,
-    channels,
-    inner,
-    runs,
-    page_words,
     TYPE: tl.constexpr,
     BITS: tl.constexpr,
-    AFFINE: tl.constexpr,
-    PAGED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     """Write every plane and the headers, rounding stochastically."""
@@ -66,10 +57,7 @@ def encode_minmax(
     place = tile_elements(blocks)
     valid = place < count
     there = blocks * 256 < count
-    values = load_elements(source, place, valid, TYPE)
-    if AFFINE:
-        values = channel_affine(values, place, scale, shift, channels, inner)
-        values = tl.where(valid, values, 0.0)
+    values = load_values(source, place, valid, affine, TYPE)
     last: tl.constexpr = (1 << BITS) - 1
     lowest = tl.min(tl.where(valid, values, float("inf")), axis=1)
     highest = tl.max(tl.where(valid, values, float("-inf")), axis=1)
@@ -88,40 +76,25 @@ def encode_minmax(
     reciprocal = tl.where(step == 0, 0.0, tl.math.div_rn(some * 0.0 + 1.0, some))
     good = there & finite & is_finite_bfloat16(least) & is_finite_bfloat16(step)
     pair = joined_headers(least, step, good)
-    store_headers(headers, table, BITS * runs, page_words, blocks, there, pair, PAGED)
+    store_headers(planes, blocks, there, pair, BITS)
     position = (values * prescale[:, None] - origin[:, None]) * reciprocal[:, None]
     position += dither(key_low, key_high, blocks, BLOCKS)
     position = tl.where(valid & good[:, None], position, 1.0)
     codes = tl.minimum(position.to(tl.int32) - 1, last)
-    for plane in tl.static_range(BITS):
-        bits = (codes >> (BITS - 1 - plane)) & 1
-        store_plane(region, table, runs, page_words, plane, blocks, there, bits, BLOCKS, PAGED)
+    store_codes(planes, codes, blocks, there, BITS, BLOCKS)
 
 
 @triton.jit(do_not_specialize=["first_block"])
 def decode_minmax(
     destination,
-    region,
-    table,
-    headers,
-    mask_region,
-    mask_table,
-    scale,
-    shift,
+    planes,
+    affine,
+    mask,
     count,
     first_block,
-    channels,
-    inner,
-    runs,
-    page_words,
-    mask_runs,
-    mask_page_words,
     TYPE: tl.constexpr,
     BITS: tl.constexpr,
-    AFFINE: tl.constexpr,
-    MASKED: tl.constexpr,
     ACCUMULATE: tl.constexpr,
-    PAGED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     """Decode all planes; then affine, accumulate, mask, round.
@@ -129,34 +102,14 @@ def decode_minmax(
     ``destination`` begins with block ``first_block``.
     """
     blocks = first_block.to(tl.int64) + tile_blocks(BLOCKS)
-    place = tile_elements(blocks)
-    written = place - first_block.to(tl.int64) * 256
-    valid = place < count
     there = blocks * 256 < count
-    least, step, good = load_headers(headers, table, BITS * runs, page_words, blocks, there, PAGED)
-    codes = tl.zeros((BLOCKS, 256), tl.int32)
-    for plane in tl.static_range(BITS):
-        bits = load_plane(region, table, runs, page_words, plane, blocks, there, BLOCKS, PAGED)
-        codes = (codes << 1) | bits
+    least, step, good = load_headers(planes, blocks, there, BITS)
+    codes = load_codes(planes, blocks, there, tl.int32, BITS, BLOCKS)
     values = least[:, None] + codes.to(tl.float32) * step[:, None]
     values = tl.where(good[:, None], values, float("nan"))
-    if AFFINE:
-        values = channel_affine(values, place, scale, shift, channels, inner)
-    if ACCUMULATE:
-        values = load_elements(destination, written, valid, TYPE) + values
-    if MASKED:
-        values = masked(
-            values,
-            mask_region,
-            mask_table,
-            mask_runs,
-            mask_page_words,
-            blocks,
-            there,
-            BLOCKS,
-            MASKED,
-        )
-    store_elements(destination, written, valid, values, TYPE)
+    write_values(
+        destination, values, blocks, first_block, affine, mask, count, TYPE, ACCUMULATE, BLOCKS
+    )
 
 
 # --- steps: what there is a range of already ------------------------------------------------------
@@ -165,21 +118,13 @@ def decode_minmax(
 @triton.jit(do_not_specialize=["key_low", "key_high"])
 def encode_steps(
     source,
-    region,
-    table,
-    scale,
-    shift,
+    planes,
+    affine,
     count,
     key_low,
     key_high,
-    channels,
-    inner,
-    runs,
-    page_words,
     TYPE: tl.constexpr,
     BITS: tl.constexpr,
-    AFFINE: tl.constexpr,
-    PAGED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     """Write every plane of what the affine makes numbers of steps, rounding stochastically."""
@@ -187,48 +132,27 @@ def encode_steps(
     place = tile_elements(blocks)
     valid = place < count
     there = blocks * 256 < count
-    position = load_elements(source, place, valid, TYPE)
-    if AFFINE:
-        position = channel_affine(position, place, scale, shift, channels, inner)
+    position = load_values(source, place, valid, affine, TYPE)
     last: tl.constexpr = (1 << BITS) - 1
     position = tl.where(position > 0.0, position, 0.0)
     position = tl.where(position < last * 1.0, position, last * 1.0)
     position += dither(key_low, key_high, blocks, BLOCKS)
     position = tl.where(valid, position, 1.0)
     codes = tl.minimum(position.to(tl.int32) - 1, last)
-    for plane in tl.static_range(BITS):
-        bits = (codes >> (BITS - 1 - plane)) & 1
-        store_plane(region, table, runs, page_words, plane, blocks, there, bits, BLOCKS, PAGED)
+    store_codes(planes, codes, blocks, there, BITS, BLOCKS)
 
 
 @triton.jit
 def decode_steps(
-    destination,
-    region,
-    table,
-    scale,
-    shift,
-    count,
-    channels,
-    inner,
-    runs,
-    page_words,
-    TYPE: tl.constexpr,
-    BITS: tl.constexpr,
-    AFFINE: tl.constexpr,
-    PAGED: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    destination, planes, affine, count, TYPE: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr
 ):
     """Write every number of steps, after the affine."""
     blocks = tile_blocks(BLOCKS)
     place = tile_elements(blocks)
     valid = place < count
     there = blocks * 256 < count
-    codes = tl.zeros((BLOCKS, 256), tl.int32)
-    for plane in tl.static_range(BITS):
-        bits = load_plane(region, table, runs, page_words, plane, blocks, there, BLOCKS, PAGED)
-        codes = (codes << 1) | bits
+    codes = load_codes(planes, blocks, there, tl.int32, BITS, BLOCKS)
     values = codes.to(tl.float32)
-    if AFFINE:
-        values = channel_affine(values, place, scale, shift, channels, inner)
+    if affine is not None:
+        values = channel_affine(values, place, affine)
     store_elements(destination, place, valid, values, TYPE)

@@ -12,6 +12,16 @@ from daf.core.errors import KernelError
 from daf.kernels import PageFields
 
 
+class PlaneWords(NamedTuple):
+    """Where a kernel finds planes and headers: see :class:`DevicePlanes`."""
+
+    region: Tensor
+    headers: Tensor | None
+    table: Tensor | None
+    runs: int
+    page_words: int
+
+
 class DevicePlanes(NamedTuple):
     """:class:`daf.kernels.PageFields` with device tensors for addresses; contiguous, int32 words.
 
@@ -31,13 +41,13 @@ class DevicePlanes(NamedTuple):
     page_words: int
 
     @property
-    def paged(self) -> bool:
-        """Is there a page table?"""
-        return self.table is not None
+    def words(self) -> PlaneWords:
+        """The same as kernels take it."""
+        return PlaneWords(self.region, self.headers, self.table, self.runs, self.page_words)
 
     @property
     def is_whole(self) -> bool:
-        """Is every plane of every run there?"""
+        """True if every plane of every run is there."""
         return self.kept == self.bits and self.full_runs == self.runs
 
 

@@ -6,23 +6,21 @@ import triton
 import triton.language as tl
 
 from daf.kernels.triton.blocks import (
-    channel_affine,
     hadamard,
     is_finite_bfloat16,
     joined_headers,
-    load_elements,
     load_headers,
     load_plane,
-    masked,
+    load_values,
     nearest_bfloat16,
     prescale_of,
-    store_elements,
     store_headers,
     store_plane,
     tile_blocks,
     tile_elements,
     tree_sum,
     widen_bfloat16,
+    write_values,
 )
 from daf.kernels.triton.philox import flip_signs, sign_bits
 
@@ -99,27 +97,18 @@ def _find_cells(rotated, thresholds, BITS: tl.constexpr):
 @triton.jit(do_not_specialize=["key_low", "key_high"])
 def encode_rotated(
     source,
-    region,
-    table,
-    headers,
+    planes,
+    affine,
     thresholds,
     levels,
-    scale,
-    shift,
     count,
     key_low,
     key_high,
-    channels,
-    inner,
-    runs,
-    page_words,
     full_runs,
     TYPE: tl.constexpr,
     BITS: tl.constexpr,
     KEPT: tl.constexpr,
     ROUNDS: tl.constexpr,
-    AFFINE: tl.constexpr,
-    PAGED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     """Write the headers and, of every run, the planes that it has."""
@@ -127,10 +116,7 @@ def encode_rotated(
     place = tile_elements(blocks)
     valid = place < count
     there = blocks * 256 < count
-    values = load_elements(source, place, valid, TYPE)
-    if AFFINE:
-        values = channel_affine(values, place, scale, shift, channels, inner)
-        values = tl.where(valid, values, 0.0)
+    values = load_values(source, place, valid, affine, TYPE)
     real_count = tl.minimum(tl.maximum(count - blocks * 256, 1), 256).to(tl.float32)
     centred, mean, energy, unscale, finite = _centre_ordinary(values, valid, real_count, BLOCKS)
     norm = tl.math.sqrt_rn(energy)
@@ -146,46 +132,33 @@ def encode_rotated(
     step = tl.where(flat, 0, nearest_bfloat16(gain * unscale))
     good = finite & is_finite_bfloat16(mean) & is_finite_bfloat16(step)
     pair = joined_headers(mean, step, good)
-    store_headers(headers, table, BITS * runs, page_words, blocks, there, pair, PAGED)
+    store_headers(planes, blocks, there, pair, BITS)
     written = (good & (norm != 0.0))[:, None]
-    full = blocks * 8 < full_runs * page_words.to(tl.int64)
+    full = blocks * 8 < full_runs * planes.page_words.to(tl.int64)
     for plane in tl.static_range(KEPT):
         bits = tl.where(written, (cells >> (3 - plane)) & 1, 0)
         exists = there & (full | (plane < KEPT - 1))
-        store_plane(region, table, runs, page_words, plane, blocks, exists, bits, BLOCKS, PAGED)
+        store_plane(planes, plane, blocks, exists, bits, BLOCKS)
 
 
 @triton.jit(do_not_specialize=["key_low", "key_high", "first_block"])
 def decode_rotated(
     destination,
-    region,
-    table,
-    headers,
+    planes,
+    affine,
+    mask,
     levels,
     factors,
-    mask_region,
-    mask_table,
-    scale,
-    shift,
     count,
     first_block,
     key_low,
     key_high,
-    channels,
-    inner,
-    runs,
-    page_words,
     full_runs,
-    mask_runs,
-    mask_page_words,
     TYPE: tl.constexpr,
     BITS: tl.constexpr,
     KEPT: tl.constexpr,
     ROUNDS: tl.constexpr,
-    AFFINE: tl.constexpr,
-    MASKED: tl.constexpr,
     ACCUMULATE: tl.constexpr,
-    PAGED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     """Decode every run from the planes it has: the first KEPT, or one less after ``full_runs``.
@@ -194,16 +167,13 @@ def decode_rotated(
     ``destination`` begins with block ``first_block``.
     """
     blocks = first_block.to(tl.int64) + tile_blocks(BLOCKS)
-    place = tile_elements(blocks)
-    written = place - first_block.to(tl.int64) * 256
-    valid = place < count
     there = blocks * 256 < count
-    mean, step, good = load_headers(headers, table, BITS * runs, page_words, blocks, there, PAGED)
-    full = blocks * 8 < full_runs * page_words.to(tl.int64)
+    mean, step, good = load_headers(planes, blocks, there, BITS)
+    full = blocks * 8 < full_runs * planes.page_words.to(tl.int64)
     cells = tl.zeros((BLOCKS, 256), tl.int32)
     for plane in tl.static_range(KEPT):
         exists = there & (full | (plane < KEPT - 1))
-        bits = load_plane(region, table, runs, page_words, plane, blocks, exists, BLOCKS, PAGED)
+        bits = load_plane(planes, plane, blocks, exists, BLOCKS)
         cells += bits << (3 - plane)
     width = tl.where(full, 0, 1)
     level = tl.load(levels + width[:, None] * 16 + cells).to(tl.int32)
@@ -211,20 +181,6 @@ def decode_rotated(
     factor = step * tl.load(factors + width)
     values = mean[:, None] + factor[:, None] * rotated
     values = tl.where(good[:, None], values, float("nan"))
-    if AFFINE:
-        values = channel_affine(values, place, scale, shift, channels, inner)
-    if ACCUMULATE:
-        values = load_elements(destination, written, valid, TYPE) + values
-    if MASKED:
-        values = masked(
-            values,
-            mask_region,
-            mask_table,
-            mask_runs,
-            mask_page_words,
-            blocks,
-            there,
-            BLOCKS,
-            MASKED,
-        )
-    store_elements(destination, written, valid, values, TYPE)
+    write_values(
+        destination, values, blocks, first_block, affine, mask, count, TYPE, ACCUMULATE, BLOCKS
+    )

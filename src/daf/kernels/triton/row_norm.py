@@ -16,7 +16,7 @@ from daf.kernels import ROWS_PER_SPAN
 from daf.kernels.normalisation import Channels
 from daf.kernels.triton import row_norm_kernels as device
 from daf.kernels.triton.channel_norm import Values
-from daf.kernels.triton.launch import double_bits, on_device, patterns
+from daf.kernels.triton.launch import affine_of, double_bits, on_device, patterns
 
 _ROWS = 8
 _COLUMNS = 128
@@ -108,12 +108,10 @@ class RowProducts:
             (-(-((last - first) // self.length) // _ROWS),),
             self._gradient.device,
             **common,
-            of_value=self.of_value.scale,
-            offset=self.of_value.shift,
+            of_value=affine_of(self.of_value),
             own_scale=self._scale,
             gamma=self._gamma,
             first_row=first // self.length,
-            GAMMA=self._gamma is not None,
             CENTRED=self._centred,
             ROWS=_ROWS,
         )

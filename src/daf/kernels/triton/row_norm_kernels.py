@@ -59,10 +59,8 @@ def row_factors(
     gradient,
     values,
     of_value,
-    offset,
     own_scale,
-    scale,
-    shift,
+    affine,
     gamma,
     rows,
     first_row,
@@ -70,8 +68,6 @@ def row_factors(
     length,
     TYPE: tl.constexpr,
     VALUE_TYPE: tl.constexpr,
-    AFFINE: tl.constexpr,
-    GAMMA: tl.constexpr,
     CENTRED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -87,22 +83,22 @@ def row_factors(
         valid = (row < rows)[:, None] & (column < length)
         place = row[:, None] * length + column
         found = load_elements(gradient, place, valid, TYPE)
-        if GAMMA:
+        if gamma is not None:
             found = found * tl.load(gamma + column, mask=column < length, other=0.0)
         value = load_elements(values, place - first_value, valid, VALUE_TYPE)
-        if AFFINE:
-            value = value * tl.load(scale + row, mask=row < rows, other=0.0)[:, None]
-            value += tl.load(shift + row, mask=row < rows, other=0.0)[:, None]
+        if affine is not None:
+            value = value * tl.load(affine.scale + row, mask=row < rows, other=0.0)[:, None]
+            value += tl.load(affine.shift + row, mask=row < rows, other=0.0)[:, None]
         total += found
         product += tl.where(valid, found * value, 0.0)
     count = tl.zeros((ROWS,), tl.float64) + length
     wide = tl.load(own_scale + row, mask=row < rows, other=0.0).to(tl.float64)
     factor = -(wide * (sum_lanes(product, ROWS).to(tl.float64) / count))
-    tl.store(of_value + row, factor.to(tl.float32), mask=row < rows)
+    tl.store(of_value.scale + row, factor.to(tl.float32), mask=row < rows)
     behind = tl.zeros((ROWS,), tl.float32)
     if CENTRED:
         behind = (-(wide * (sum_lanes(total, ROWS).to(tl.float64) / count))).to(tl.float32)
-    tl.store(offset + row, behind, mask=row < rows)
+    tl.store(of_value.shift + row, behind, mask=row < rows)
 
 
 @triton.jit(do_not_specialize=["first_span", "first_value"])
@@ -111,15 +107,13 @@ def column_span_sums(
     values,
     sums,
     products,
-    scale,
-    shift,
+    affine,
     rows,
     first_span,
     first_value,
     length,
     TYPE: tl.constexpr,
     VALUE_TYPE: tl.constexpr,
-    AFFINE: tl.constexpr,
     SPAN_ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -136,9 +130,9 @@ def column_span_sums(
         place = row * length + column
         found = load_elements(gradient, place, valid, TYPE)
         value = load_elements(values, place - first_value, valid, VALUE_TYPE)
-        if AFFINE:
-            value = value * tl.load(scale + row, mask=row < rows, other=0.0)
-            value += tl.load(shift + row, mask=row < rows, other=0.0)
+        if affine is not None:
+            value = value * tl.load(affine.scale + row, mask=row < rows, other=0.0)
+            value += tl.load(affine.shift + row, mask=row < rows, other=0.0)
         total += found
         product += tl.where(valid, found * value, 0.0)
     own = span * length + column
