@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from daf.planning.planner import POLICIES
+from daf.planning.planner import policy_names
 from daf.training.job import checked_device
 from daf_bench import exact_gradients as gradients_bench
 from daf_bench import gpu as gpu_bench
@@ -232,7 +232,7 @@ def sweep_command(
         job,
         steps=steps or job.steps,
         tolerance=tolerance,
-        policies=POLICIES if policies else job.policies,
+        policies=policy_names() if policies else job.policies,
     )
     with counted_progress() as report:
         result = sweep_bench.run(job, rows_beside(out), report)

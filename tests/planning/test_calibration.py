@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import large
 
 from daf.core.profile import Profile
 from daf.planning.calibration import HIGHEST, LOWEST, calibrated
-from daf.planning.greedy import lawful
 from daf.planning.options import Allowed
-from daf.planning.table import level_selection, make_table
+from daf.planning.table import lawful, level_selection, make_table
 
 MEASURED = large(40)
 EXAMPLES = MEASURED.micro_batch_ms[-1][0]
@@ -23,6 +22,7 @@ def added_ms(profile: Profile, level: str = "1") -> float:
     return float(table.cost_ms[lawful(table, level_selection(table, level))].sum())
 
 
+@settings(deadline=None)
 @given(st.floats(LOWEST, HIGHEST))
 def test_the_coded_step_comes_out_as_measured(factor: float) -> None:
     coded_ms = KEPT_MS + factor * added_ms(MEASURED)

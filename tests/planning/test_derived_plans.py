@@ -12,10 +12,9 @@ from daf.core.profile import Profile, Saving
 from daf.planning import planner
 from daf.planning.bit_widths import is_lossy
 from daf.planning.candidate import with_margin
-from daf.planning.greedy import lawful
 from daf.planning.noise import expected_noise
 from daf.planning.options import Allowed
-from daf.planning.table import make_table
+from daf.planning.table import lawful, make_table
 
 WITHOUT_CODES = Allowed(replay=False, widths=(), methods=frozenset(Method) - {Method.SPILL})
 

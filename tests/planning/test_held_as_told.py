@@ -13,9 +13,8 @@ from daf.capture.capture import Capture
 from daf.core.policy import Method
 from daf.core.profile import Profile, Saving
 from daf.planning.candidate import Candidate
-from daf.planning.greedy import lawful
 from daf.planning.options import Allowed, OptionMaker, Span, families
-from daf.planning.table import level_selection, make_table
+from daf.planning.table import lawful, level_selection, make_table
 from daf.session.session import Session
 from daf.step.context import StepContext
 

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from daf.core.policy import Method
 from daf.planning.candidate import Candidate
-from daf.planning.greedy import lawful
 from daf.planning.options import Allowed
-from daf.planning.table import Table, level_selection, make_table
+from daf.planning.table import Table, lawful, level_selection, make_table
 from daf.session.session import Session
 
 ALLOWED = Allowed(methods=frozenset(Method) - {Method.SPILL})

@@ -23,6 +23,7 @@ from daf.planning import planner, policies
 from daf.planning.bit_widths import is_lossy, one_bit_wider, wider_level
 from daf.planning.noise import expected_noise
 from daf.planning.options import Allowed, noise_per_weight, served_weights
+from daf.planning.search import Problem
 from daf.sensitivity.tracker import SensitivityTracker
 from daf.session.noise_controller import NOISE_OF_A_BIT, NoiseController
 from daf.session.plan_selector import PlanSelector
@@ -121,7 +122,7 @@ def test_quantizing_by_weight_is_never_noisier_than_one_width_everywhere(
     sites = sorted({each.site for each in measured.savings}, key=str)
     numbers = data.draw(st.lists(st.floats(0.01, 100.0), min_size=len(sites), max_size=len(sites)))
     heavy = replace(measured, weights=dict(zip(sites, numbers, strict=True)), noise_per_weight=0.01)
-    uniform = [*policies._quantizing(heavy, CODES_ONLY)]
+    uniform = [*policies._quantizing(Problem(heavy, allowed=CODES_ONLY))]
     least = min(each.peak_bytes(heavy) for each in uniform)
     assert planner.least_feasible_budget(heavy, policy="quantize") <= least
     budget = least + int(share * 0.2 * least)

@@ -16,7 +16,7 @@ from daf.core.plan import Plan
 from daf.core.policy import coded_policy, exact_policy, with_fused_operators
 from daf.core.profile import Affine, Profile
 from daf.planning import planner
-from daf.planning.search import RIVAL_PIECES
+from daf.planning.planner import RIVAL_SIZE
 from daf.session import plan_selector as module
 from daf.session.plan_autotuner import (
     ALIKE,
@@ -242,7 +242,7 @@ def test_larger_pieces_that_are_predicted_slower_and_run_faster_stay() -> None:
         for budget in (int(least + share * room) for share in (0.5, 0.4, 0.3, 0.2, 0.1))
         for plans in [planner.make_plans((measured,), budget, with_others=True)]
         for plan in plans
-        if plan.micro_batch >= RIVAL_PIECES * plans[0].micro_batch
+        if plan.micro_batch >= RIVAL_SIZE * plans[0].micro_batch
     )
     selector = PlanSelector(PlanConstraints("optimal", None))
     selector.begin(measured, budget)

@@ -416,7 +416,9 @@ def test_the_faster_operators_are_taken_whatever_the_budget(
         assert not plan.policy.replayed
 
 
-def test_micro_batches_that_keep_everything_are_no_reason_to_seek_nothing_better() -> None:
+def test_micro_batches_that_keep_everything_are_no_reason_to_seek_nothing_better(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """With codes the micro-batches may be larger, and take less time."""
     kept = ((0, 10_000), (0, 10_000), (2, 170_000), (3, 10_000))
     measured = profile(
@@ -428,10 +430,12 @@ def test_micro_batches_that_keep_everything_are_no_reason_to_seek_nothing_better
         refusal="",
     )
     budget = between(measured, 0.25)
-    quick = planner.make_plan(measured, budget, quickly=True)
+    quick = planner.make_plan(measured, budget, policy="accumulate")
     assert quick.policy.name == "plain"
     assert quick.micro_batch < measured.batch_size
-    plan = chosen(measured).begin(measured, budget)
+    selector = chosen(measured)
+    monkeypatch.setattr(selector, "_quick", lambda _: quick)
+    plan = selector.begin(measured, budget)
     assert plan.predicted_step_ms < quick.predicted_step_ms
     assert plan.micro_batch > quick.micro_batch
 

@@ -16,9 +16,8 @@ from daf.memory.recycling_allocator import unsupported_reason
 from daf.memory.statistics import reset_peaks, stats
 from daf.operators.chunked import weight_gradient
 from daf.planning.candidate import Candidate
-from daf.planning.greedy import lawful
 from daf.planning.options import Allowed
-from daf.planning.table import Table, kept_selection, level_selection, make_table
+from daf.planning.table import Table, kept_selection, lawful, level_selection, make_table
 from daf.session.session import Session
 from daf.step.context import StepContext
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from daf.planning.planner import POLICIES
+from daf.planning.planner import policy_names
 from daf_bench.harness.method_runner import Contender, Way
 from daf_bench.harness.result import BenchResult
 from daf_bench.harness.row_log import Row, RowLog
@@ -169,7 +169,7 @@ class _WorkloadSweep:
 
     def _budget(self, policy: str | None, name: str, budget: int, percent: int | None) -> Row:
         way = replace(self._way, budget_bytes=budget, policy=policy, tolerance=self._job.tolerance)
-        label = policy or POLICIES[0]
+        label = policy or policy_names()[0]
         asked = {"policy": label, "percent": percent, "asked": name, "budget_bytes": budget}
         return self._row(
             f"{label}, {name}",

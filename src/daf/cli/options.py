@@ -8,7 +8,7 @@ import typer
 
 from daf.budget import AUTO, parse_budget
 from daf.core.errors import UnknownNameError
-from daf.planning.planner import POLICIES
+from daf.planning.planner import policy_names
 from daf.training.data import DATA_FORMS
 from daf.training.models import MODEL_NAMES, Goal
 from daf.training.settings import MEMORY_FORMATS, OPTIMIZERS
@@ -62,8 +62,8 @@ Fused = Annotated[
 Policy = Annotated[
     str | None,
     typer.Option(
-        help=f"How the plan is chosen: {', '.join(POLICIES)}. By default optimal; the others are "
-        "published strategies, to compare with."
+        help=f"How the plan is chosen: {', '.join(policy_names())}. By default optimal; the others "
+        "are published strategies, to compare with."
     ),
 ]
 Tolerance = Annotated[

@@ -13,9 +13,8 @@ from dataclasses import replace
 
 from daf.core.policy import Method
 from daf.core.profile import Profile
-from daf.planning.greedy import lawful
 from daf.planning.options import Allowed
-from daf.planning.table import level_selection, make_table
+from daf.planning.table import lawful, level_selection, make_table
 
 # A factor beyond these is a disturbed measurement, not a price.
 LOWEST, HIGHEST = 0.25, 3.0

@@ -41,15 +41,11 @@ ROOM_FOR_DEFAULT_ALLOCATOR = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to run a step; ``bound_ms`` is less than or equal to what any other takes.
-
-    ``rival``: nearly as fast with much larger pieces, where a search met such a one.
-    """
+    """One way to run a step; ``bound_ms`` is less than or equal to what any other takes."""
 
     table: Table
     selection: tuple[int, ...]
     bound_ms: float = 0.0
-    rival: Candidate | None = None
 
     def peak_bytes(self, profile: Profile) -> int:
         """The process's predicted peak, margin included."""

@@ -90,8 +90,8 @@ class LinearProgram:
     What HiGHS learnt is kept from one ``solve`` to the next.
     """
 
-    def __init__(self, cost: Floats, upper: Floats) -> None:
-        """Cost and upper bounds are (columns,).
+    def __init__(self, cost: Floats, upper: Floats, fixed: float = 0.0) -> None:
+        """Cost and upper bounds are (columns,); ``fixed`` is added to every objective and bound.
 
         Raises:
             ValueError: a column's cost falls without end, so that no least cost exists.
@@ -104,7 +104,7 @@ class LinearProgram:
         nothing, none = np.zeros(0), np.zeros(0, dtype=np.int32)
         kinds = np.full(len(cost), _CONTINUOUS, dtype=np.int32)
         zeros, scaled = np.zeros(len(cost)), self._scale * cost
-        size = (len(cost), 0, 0, _ROW_WISE, _MINIMISE, 0.0)
+        size = (len(cost), 0, 0, _ROW_WISE, _MINIMISE, self._scale * fixed)
         self._highs.passModel(
             *size,
             scaled,

@@ -66,6 +66,9 @@ class Allowed:
         return replace(self, widths=()) if tolerance == 0 else self
 
 
+EVERYTHING = Allowed()
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """``nbytes`` alive from the moment ``first`` to the moment ``last``, both included."""

@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from daf.core.errors import BudgetError, UnknownNameError
+from daf.core.errors import BudgetError
 from daf.core.plan import Plan
 from daf.core.profile import Profile
 from daf.core.units import format_bytes
@@ -20,22 +20,34 @@ from daf.planning import policies
 from daf.planning.bit_widths import is_lossy
 from daf.planning.candidate import Candidate, with_margin, without_margin
 from daf.planning.highs import LinearProgram
-from daf.planning.options import Allowed
+from daf.planning.mip import RELATIVE_GAP
+from daf.planning.options import EVERYTHING, Allowed
+from daf.planning.policies import strategy_named
+from daf.planning.search import Problem, Search, Shape
 from daf.planning.table import kept_selection, level_selection, make_table
 
-POLICIES = policies.POLICIES
-LEVELS = policies.LEVELS
 # Before anything was measured: two bits everywhere, with a little room for the few sites that get
 # fewer. As a seventh of the batch's own variance it costs what a batch smaller by an eighth would.
 DEFAULT_TOLERANCE = 0.14
-EVERYTHING = Allowed()
 # The most noise, relative to the batch's own; several are tried in turn. None: the default, and
 # if that cannot be, as much as it takes.
 Tolerance = float | tuple[float, ...] | None
+# A first answer, in force until the search is over, may be slower than the best by this share.
+QUICK_GAP = 0.1
+# Times of micro-batches are predicted from those of others: BERT-small's in ones of 8 were
+# predicted 3 % shorter than in ones of 32, and took a tenth longer. So much larger ones may be
+# faster, if their step is predicted no more than so much longer.
+RIVAL_SIZE = 2
+RIVAL_MS = 1.25
 # By how much of what a refused plan holds above the floor the next one holds less, tried in
 # turn; if neither fits, the least of all is next.
 TIGHTER_SHARES = (0.25, 0.1)
 SMALLEST_STEP_BYTES = 10 * 2**20
+
+
+def policy_names() -> tuple[str, ...]:
+    """The registered policies that choose what is done at every site; levels are not among them."""
+    return tuple(name for name, each in policies.POLICIES.items() if not each.is_level)
 
 
 def warm_up() -> None:
@@ -60,16 +72,14 @@ def make_plan(
     Args:
         profile: what was measured.
         budget_bytes: the whole process's budget, floor included.
-        policy: one of ``POLICIES``, of which ``"optimal"`` takes the least time a step; or one
-            of ``LEVELS``, the same at every site.
+        policy: a registered one, of which ``"optimal"`` takes the least time a step.
         tolerance: the most variance that codes may add to the gradient, relative to the
             batch's own (0: only lossless treatments). None: ``DEFAULT_TOLERANCE``, and
             where that cannot hold the budget, as much as it takes. Several are tried in turn.
         allowed: what execution can carry out.
-        quickly: a greedy plan in milliseconds instead of the best one; ``bound_ms``
-            says how far from the best it is at most.
+        quickly: a plan within ``QUICK_GAP`` of the best one instead of ``RELATIVE_GAP``.
         also: what was measured of the same step with other operators; the fastest plan is taken.
-        stop: asked now and then whether the best plan so far is good enough.
+        stop: asked between two programs whether the best plan so far is good enough.
 
     Raises:
         BudgetError: none fits; ``least_bytes`` is the least budget that would.
@@ -100,33 +110,47 @@ def make_plans(
     """The best plan with each profile's operators, the fastest predicted first.
 
     The arguments are ``make_plan``'s. ``with_others``: beside each of these, where there are such,
-    the best one that adds no noise, and one of much larger pieces that is nearly as fast.
+    the best one that adds no noise, and its rival with much larger micro-batches.
 
     Raises:
         BudgetError: none fits; ``least_bytes`` is the least budget that would.
         UnknownNameError: there is no such policy.
     """
-    name = _checked(policy)
+    gap = QUICK_GAP if quickly else RELATIVE_GAP
+    find = strategy_named(policy).find
 
-    def best(profile: Profile, most: float) -> list[Plan]:
+    def plans_of(profile: Profile, most: float) -> list[Plan]:
         limit = without_margin(profile, budget_bytes)
-        found = _find(name, profile, limit, most, allowed, quickly=quickly, stop=stop)
-        ways = [found, found.rival] if found is not None and with_others else [found]
-        return [each.as_plan(profile, budget_bytes, name) for each in ways if each is not None]
+        problem = Problem(profile, limit, most, allowed, gap, stop)
+        best = find(problem)
+        if best is None:
+            return []
+        found = [best.as_plan(profile, budget_bytes, policy)]
+        if with_others:
+            others = [rival_of(best, problem)]
+            if is_lossy(found[0].policy) and not stop():
+                others.append(find(replace(problem, tolerance=0.0)))
+            found += [each.as_plan(profile, budget_bytes, policy) for each in others if each]
+        return found
 
     for most in _tolerances(tolerance):
-        plans = []
-        for profile in profiles:
-            found = best(profile, most)
-            if with_others and found and is_lossy(found[0].policy) and not stop():
-                found += best(profile, 0.0)[:1]
-            plans += found
+        plans = [plan for profile in profiles for plan in plans_of(profile, most)]
         if plans:
             return tuple(sorted(plans, key=lambda plan: plan.predicted_step_ms))
     least = least_feasible_budget(
         profiles[0], policy=policy, tolerance=tolerance, allowed=allowed, also=profiles[1:]
     )
     raise BudgetError(refusal(profiles[0], budget_bytes, least), least)
+
+
+def rival_of(best: Candidate, problem: Problem) -> Candidate | None:
+    """The fastest candidate with much larger micro-batches, if it is nearly as fast as the best."""
+    least_micro_batch = RIVAL_SIZE * best.table.micro_batch
+    most_ms = RIVAL_MS * best.objective(problem.profile)
+    if least_micro_batch > problem.profile.batch_size or problem.stop():
+        return None
+    found = Search(replace(problem, least_micro_batch=least_micro_batch, most_ms=most_ms)).run()
+    return found and replace(found, bound_ms=best.bound_ms)
 
 
 def least_feasible_budget(
@@ -143,10 +167,9 @@ def least_feasible_budget(
         BudgetError: no plan is within the tolerance, whatever the budget.
         UnknownNameError: there is no such policy.
     """
-    name = _checked(policy)
-    peaks = []
+    least, peaks = strategy_named(policy).least, []
     for each in (profile, *also):
-        found = policies.least(name, each, _tolerances(tolerance)[-1], allowed)
+        found = least(Problem(each, tolerance=_tolerances(tolerance)[-1], allowed=allowed))
         if found is not None:
             peaks.append(found.peak_bytes(each))
     if not peaks:
@@ -163,46 +186,16 @@ def choose(
     allowed: Allowed = EVERYTHING,
 ) -> Candidate | None:
     """The candidate behind ``make_plan``'s plan, for its account; None where nothing fits."""
-    limit = without_margin(profile, budget_bytes)
-    for most in _tolerances(tolerance):
-        found = _find(_checked(policy), profile, limit, most, allowed, quickly=False)
-        if found is not None:
-            return found
-    return None
-
-
-def _find(
-    name: str,
-    profile: Profile,
-    limit: int,
-    tolerance: float,
-    allowed: Allowed,
-    *,
-    quickly: bool,
-    stop: Callable[[], bool] = lambda: False,
-) -> Candidate | None:
-    searched = "quick" if quickly and name == "optimal" else name
-    found = policies.find(searched, profile, limit, tolerance, allowed, stop)
-    by_programs = name in ("optimal", "sage") or (name == "quantize" and bool(profile.weights))
-    if found is None and by_programs:
-        # At the very least budget a search may miss what the least peak's own program finds.
-        tightest = policies.least(name, profile, tolerance, allowed)
-        if tightest is not None and tightest.table.peak_bytes(list(tightest.selection)) <= limit:
-            return tightest
-    return found
+    problem = Problem(profile, without_margin(profile, budget_bytes), allowed=allowed)
+    find = strategy_named(policy).find
+    found = (find(replace(problem, tolerance=most)) for most in _tolerances(tolerance))
+    return next((each for each in found if each is not None), None)
 
 
 def _tolerances(tolerance: Tolerance) -> tuple[float, ...]:
     if tolerance is None:
         return DEFAULT_TOLERANCE, math.inf
     return tolerance if isinstance(tolerance, tuple) else (tolerance,)
-
-
-def _checked(policy: str) -> str:
-    if policy not in POLICIES and policy not in LEVELS:
-        known = ", ".join((*POLICIES, *LEVELS))
-        raise UnknownNameError(f"asked for the policy {policy!r}; known: {known}")
-    return policy
 
 
 def first_plan(
@@ -217,10 +210,8 @@ def first_plan(
 
     None where the plan itself holds no more than that.
     """
-    most = _tolerances(tolerance)[-1]
-    found = policies.lowest_level(
-        profile, plan.micro_batch, most, allowed, release=plan.release_gradients
-    )
+    problem = Problem(profile, tolerance=_tolerances(tolerance)[-1], allowed=allowed)
+    found = policies.lowest_level(problem, Shape(plan.micro_batch, plan.release_gradients))
     if found.peak_bytes(profile) >= plan.predicted_peak_bytes:
         return None
     return found.as_plan(profile, budget_bytes, "first step")
@@ -233,8 +224,8 @@ def kept_peak_bytes(profile: Profile) -> int:
 
 
 def level_peak_bytes(profile: Profile, examples: int, level: str) -> int:
-    """The process's peak (bytes) in one piece at one of ``LEVELS``' words for options (``keep``,
-    ``exact`` or a width), every tensor with a code of its own; margin included.
+    """The process's peak (bytes) in one micro-batch at one level (``keep``, ``exact`` or
+    a width as text), every tensor with a code of its own; margin included.
     """
     table = make_table(profile, examples, replace(EVERYTHING, replay=False))
     followed = [table.option(column) for column in level_selection(table, level)]

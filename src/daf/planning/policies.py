@@ -1,41 +1,146 @@
-"""Strategies on one machinery: DAF's own search, and the published fixed ones to compare with.
+"""Policies by name: DAF's own search, and published strategies to compare it with.
 
 - ``optimal``: the least predicted step time of all.
-- ``sage``: SAGE's order (Gim and Ko, MobiSys 2022): smaller pieces down to the
-  measured knee of examples per second, then evict by cost per byte.
-- ``checkpoint``: Chen et al. (2016): replay the level of the model's tree that has
-  nearest to the square root of as many blocks as there are layers.
-- ``accumulate``: everything kept, the largest piece that fits.
-- ``reduce``: SAGE's subgraph reduction alone: whatever at most five operators compute is
-  computed again, however long they take; the largest piece that fits.
+- ``sage``: SAGE's order (Gim and Ko, MobiSys 2022): smaller micro-batches down to the measured
+  knee of examples per second, then evict by cost per byte.
+- ``checkpoint``: Chen et al. (2016): replay the level of the model's tree that has nearest to the
+  square root of as many blocks as there are layers.
+- ``accumulate``: everything kept, the largest micro-batch that fits.
+- ``reduce``: SAGE's subgraph reduction alone: whatever at most five operators compute is replayed,
+  however long they take; the largest micro-batch that fits.
 - ``quantize``: the whole batch, no replay: one width everywhere, the widest that fits; once
   sensitivities were measured, the widths that add least noise in the budget's bytes.
-- ``plain``, ``exact``, ``8-bit`` … ``1-bit``: that at every site, in the largest pieces that fit.
+- Levels: ``plain``, ``exact``, ``8-bit`` ... ``1-bit``: that at every site, in the largest
+  micro-batches that fit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
+from daf.core.errors import UnknownNameError
 from daf.core.policy import Method
 from daf.core.profile import Profile
-from daf.planning.candidate import Candidate, noise_price_ms, with_margin
-from daf.planning.greedy import lawful, solve_greedily
+from daf.planning.candidate import Candidate, noise_price_ms
+from daf.planning.eviction import evicted
 from daf.planning.mip import Program
 from daf.planning.options import WIDTHS, Allowed
-from daf.planning.search import Search, Shape, piece_sizes, shapes
-from daf.planning.table import Replay, Table, kept_selection, level_selection, make_table
+from daf.planning.replays import Replay
+from daf.planning.search import Problem, Search, Shape, micro_batch_sizes, shapes
+from daf.planning.table import Table, kept_selection, lawful, level_selection
 
-# A piece is at the knee when it has this share of the best measured examples per second.
+# A micro-batch is at the knee when it has this share of the best measured examples per second.
 KNEE_FRACTION = 0.95
 _SMALLEST_SIZES = 8
 # SAGE's fixed threshold (Gim and Ko, 2022).
 REDUCED_OPERATORS = 5
 _NOISE_FIRST = 1e6  # times its ordinary price noise outweighs all time that codes take
+_NOISE_GAP = 1e-3  # sensitivities are known better than times
 
-Strategy = Callable[[Profile, int, float, Allowed], Candidate | None]
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """How a policy chooses.
+
+    Attributes:
+        find: the candidate whose computed peak is within the problem's limit; None: none is.
+        least: the candidate of the lowest peak, whatever the limit; None: none is within the
+            tolerance.
+        is_level: True if it does the same at every site, which ``bits=`` asks for.
+    """
+
+    find: Callable[[Problem], Candidate | None]
+    least: Callable[[Problem], Candidate | None]
+    is_level: bool = False
+
+
+_strategies: dict[str, Strategy] = {}
+POLICIES: Mapping[str, Strategy] = MappingProxyType(_strategies)
+
+
+def register_policy(name: str, strategy: Strategy) -> None:
+    """Make a policy known to the planner, sessions and the command line; the same name replaces."""
+    _strategies[name] = strategy
+
+
+def forget_policy(name: str) -> None:
+    """Undo ``register_policy``."""
+    del _strategies[name]
+
+
+def strategy_named(name: str) -> Strategy:
+    """The strategy of a registered policy.
+
+    Raises:
+        UnknownNameError: no policy of this name is registered.
+    """
+    if name not in _strategies:
+        raise UnknownNameError(f"asked for the policy {name!r}; known: {', '.join(_strategies)}")
+    return _strategies[name]
+
+
+def first_that_fits(
+    candidates: Callable[[Problem], Iterable[Candidate]], *, is_level: bool = False
+) -> Strategy:
+    """The strategy that takes the first of some candidates whose peak is within the limit."""
+
+    def find(problem: Problem) -> Candidate | None:
+        return next((each for each in candidates(problem) if _fits(each, problem)), None)
+
+    def least(problem: Problem) -> Candidate | None:
+        return min(candidates(problem), key=_peak_bytes, default=None)
+
+    return Strategy(find, least, is_level)
+
+
+def _fits(candidate: Candidate | None, problem: Problem) -> bool:
+    return candidate is not None and _peak_bytes(candidate) <= problem.limit_bytes
+
+
+def _peak_bytes(candidate: Candidate) -> int:
+    return candidate.table.peak_bytes(list(candidate.selection))
+
+
+# --- optimal ----------------------------------------------------------------------------------
+
+
+def optimal(problem: Problem) -> Candidate | None:
+    """The least objective over all shapes and selections, within the problem's gap.
+
+    At the very least budget a search may miss what the least peak's own program finds.
+    """
+    return Search(problem).run() or _if_it_fits(tightest(problem), problem)
+
+
+def _if_it_fits(candidate: Candidate | None, problem: Problem) -> Candidate | None:
+    return candidate if _fits(candidate, problem) else None
+
+
+def tightest(problem: Problem) -> Candidate | None:
+    """The lowest peak of all: nearly always of the smallest micro-batch, or the whole batch.
+
+    Tensors too small to be treated can make a slightly larger micro-batch hold less, so a few of
+    the smallest are tried; the whole batch needs no gradients while it goes forward.
+    """
+    profile, allowed = problem.profile, problem.allowed.within(problem.tolerance)
+    sizes = {*micro_batch_sizes(profile)[-_SMALLEST_SIZES:], profile.batch_size}
+    chosen = [shape for shape in shapes(profile, allowed) if shape.micro_batch in sizes]
+    best: Candidate | None = None
+    for shape in reversed(chosen):
+        table = shape.table(profile, allowed)
+        if best is not None and table.base_peak_bytes >= _peak_bytes(best):
+            continue
+        selection = Program(table, problem.tolerance).least_peak()
+        if selection is not None:
+            found = Candidate(table, selection)
+            best = min(best or found, found, key=_peak_bytes)
+    return best
+
+
+# --- published strategies ---------------------------------------------------------------------
 
 
 def knee(profile: Profile) -> int:
@@ -45,111 +150,41 @@ def knee(profile: Profile) -> int:
     return min(examples for examples, rate in rates.items() if rate >= KNEE_FRACTION * best)
 
 
-def optimal(
-    profile: Profile,
-    limit: int,
-    tolerance: float,
-    allowed: Allowed,
-    stop: Callable[[], bool] = lambda: False,
-) -> Candidate | None:
-    """The least objective over all sizes and selections, proven by HiGHS; or, once ``stop`` is
-    true, the best so far.
-    """
-    return Search(profile, limit, tolerance, allowed, stop).run(exactly=True)
-
-
-def quick(profile: Profile, limit: int, tolerance: float, allowed: Allowed) -> Candidate | None:
-    """The same by greedy choices with a proven gap, for use until the exact answer is there."""
-    return Search(profile, limit, tolerance, allowed).run(exactly=False)
-
-
-def tightest(profile: Profile, tolerance: float, allowed: Allowed) -> Candidate | None:
-    """What peaks lowest of all: nearly always the smallest piece, or the whole batch.
-
-    Tensors too small to be treated can make a slightly larger piece hold less, so a few of
-    the smallest are tried; the whole batch needs no gradients while it goes forward.
-    """
-    allowed = allowed.within(tolerance)
-    sizes = set(piece_sizes(profile)[-_SMALLEST_SIZES:]) | {profile.batch_size}
-    chosen = [shape for shape in shapes(profile, allowed) if shape.micro_batch in sizes]
-    best: Candidate | None = None
-    for shape in reversed(chosen):
-        table = _table(profile, shape, allowed)
-        if best is not None and with_margin(profile, table.base_peak_bytes) >= best.peak_bytes(
-            profile
-        ):
-            continue
-        selection = Program(table, tolerance, 0.0).least_peak()
-        if selection is not None:
-            found = Candidate(table, selection)
-            if best is None or found.peak_bytes(profile) < best.peak_bytes(profile):
-                best = found
-    return best
-
-
-def _table(profile: Profile, shape: Shape, allowed: Allowed) -> Table:
-    return make_table(
-        profile, shape.micro_batch, allowed, release_gradients=shape.release_gradients
-    )
-
-
-# --- published strategies ---------------------------------------------------------------------
-
-
-def _sage_allowed(allowed: Allowed) -> Allowed:
+def _without_codes(problem: Problem) -> Problem:
     """SAGE has no codes: only what is lossless, and replay."""
-    return replace(allowed, widths=(), release_gradients=False, must_release=False)
+    allowed = replace(problem.allowed, widths=(), release_gradients=False, must_release=False)
+    return replace(problem, allowed=allowed)
 
 
-def sage(profile: Profile, limit: int, tolerance: float, allowed: Allowed) -> Candidate | None:
+def sage(problem: Problem) -> Candidate | None:
     """Accumulate to the knee, then evict by cost per byte; below the knee only if it must."""
-    own, turning = _sage_allowed(allowed), knee(profile)
-    sizes = piece_sizes(profile)
+    own, turning = _without_codes(problem), knee(problem.profile)
+    sizes = micro_batch_sizes(problem.profile)
     above = [size for size in sizes if size >= turning] or sizes[:1]
     for size in above:
-        table = make_table(profile, size, own)
-        if table.peak_bytes(kept_selection(table)) <= limit:
-            return Candidate(table, tuple(kept_selection(table)))
+        table = Shape(size).table(own.profile, own.allowed)
+        kept = Candidate(table, tuple(kept_selection(table)))
+        if _fits(kept, problem):
+            return kept
     for size in sizes[len(above) - 1 :]:
-        table = make_table(profile, size, own)
-        found = solve_greedily(table, limit, tolerance, 0.0)
-        if found is not None:
-            return Candidate(table, found.selection)
-    least = tightest(profile, tolerance, own)
-    fits = least is not None and least.table.peak_bytes(list(least.selection)) <= limit
-    return least if fits else None
+        table = Shape(size).table(own.profile, own.allowed)
+        selection = evicted(table, problem.limit_bytes)
+        if selection is not None:
+            return Candidate(table, tuple(selection))
+    return _if_it_fits(tightest(own), problem)
 
 
-def lowest_level(
-    profile: Profile, size: int, tolerance: float, allowed: Allowed, *, release: bool
-) -> Candidate:
-    """One level everywhere, the one that peaks lowest at a size of piece within the tolerance.
-
-    Found at once, and so near the least that pieces of this size can hold.
-    """
-    own = replace(allowed.within(tolerance), replay=False)
-    table = make_table(profile, size, own, release_gradients=release)
-    levels = ("keep", "exact", *map(str, own.widths))
-    selections = [lawful(table, level_selection(table, level)) for level in levels]
-    within = [each for each in selections if table.noise[each].sum() <= tolerance]
-    lowest: list[int] = min(within, key=lambda selection: table.peak_bytes(list(selection)))
-    return Candidate(table, tuple(lowest))
-
-
-def _first_that_fits(candidates: Iterator[Candidate], limit: int) -> Candidate | None:
-    fitting = (each for each in candidates if each.table.peak_bytes(list(each.selection)) <= limit)
-    return next(fitting, None)
-
-
-def _accumulating(profile: Profile, allowed: Allowed) -> Iterator[Candidate]:
-    for size in piece_sizes(profile):
-        table = make_table(profile, size, replace(allowed, replay=False, widths=()))
+def _accumulating(problem: Problem) -> Iterator[Candidate]:
+    allowed = replace(problem.allowed, replay=False, widths=())
+    for size in micro_batch_sizes(problem.profile):
+        table = Shape(size).table(problem.profile, allowed)
         yield Candidate(table, tuple(kept_selection(table)))
 
 
-def _checkpointing(profile: Profile, allowed: Allowed) -> Iterator[Candidate]:
-    table = make_table(profile, profile.batch_size, replace(allowed, widths=()))
-    yield Candidate(table, checkpointed(profile, table))
+def _checkpointing(problem: Problem) -> Iterator[Candidate]:
+    allowed = replace(problem.allowed, widths=())
+    table = Shape(problem.profile.batch_size).table(problem.profile, allowed)
+    yield Candidate(table, checkpointed(problem.profile, table))
 
 
 def checkpointed(profile: Profile, table: Table) -> tuple[int, ...]:
@@ -180,9 +215,10 @@ def _replaying(table: Table, places: Sequence[int]) -> tuple[int, ...]:
     return tuple(lawful(table, kept + [table.replay_column(place) for place in places]))
 
 
-def _reducing(profile: Profile, allowed: Allowed) -> Iterator[Candidate]:
-    for size in piece_sizes(profile):
-        table = make_table(profile, size, replace(allowed, widths=()))
+def _reducing(problem: Problem) -> Iterator[Candidate]:
+    allowed = replace(problem.allowed, widths=())
+    for size in micro_batch_sizes(problem.profile):
+        table = Shape(size).table(problem.profile, allowed)
         yield Candidate(table, reduced(table))
 
 
@@ -199,84 +235,80 @@ def reduced(table: Table) -> tuple[int, ...]:
     return _replaying(table, chosen)
 
 
-def _quantizing(profile: Profile, allowed: Allowed) -> Iterator[Candidate]:
-    table = make_table(profile, profile.batch_size, replace(allowed, replay=False))
+def _quantizing(problem: Problem) -> Iterator[Candidate]:
+    allowed = replace(problem.allowed, replay=False)
+    table = Shape(problem.profile.batch_size).table(problem.profile, allowed)
     for width in WIDTHS:
         if width in allowed.widths:
-            selection = lawful(table, level_selection(table, str(width)))
-            yield Candidate(table, tuple(selection))
+            yield Candidate(table, tuple(lawful(table, level_selection(table, str(width)))))
 
 
-def _at_level(level: str) -> Callable[[Profile, Allowed], Iterator[Candidate]]:
-    """One level everywhere; only the size of pieces is chosen."""
-
-    def candidates(profile: Profile, allowed: Allowed) -> Iterator[Candidate]:
-        own = replace(allowed, replay=False, widths=WIDTHS)
-        for shape in shapes(profile, own):
-            table = _table(profile, shape, own)
-            yield Candidate(table, tuple(lawful(table, level_selection(table, level))))
-
-    return candidates
+_widest = first_that_fits(_quantizing)
 
 
-def _least_noise(profile: Profile, limit: int, allowed: Allowed) -> Candidate | None:
-    """Codes alone, of the whole batch: the widths of least noise whose peak is within the limit."""
-    table = _table_of_codes(profile, allowed)
-    price_ms = _NOISE_FIRST * noise_price_ms(profile)
-    found = Program(table, math.inf, price_ms).least_objective(limit)
+def quantized(problem: Problem) -> Candidate | None:
+    """Codes of the whole batch: the widest that fits, or with sensitivities the least noise."""
+    if not problem.profile.weights:
+        return _widest.find(problem)
+    table = _table_of_codes(problem)
+    cost = table.cost_ms + _NOISE_FIRST * noise_price_ms(problem.profile) * table.noise
+    found = Program(table, math.inf, problem.limit_bytes, cost).least_objective(_NOISE_GAP)
     if found is None or math.isinf(found.objective):
-        found = solve_greedily(table, limit, math.inf, price_ms)
-    return Candidate(table, found.selection) if found else None
+        return _if_it_fits(_least_coded(problem), problem)
+    return Candidate(table, found.selection)
 
 
-def _least_coded(profile: Profile, allowed: Allowed) -> Candidate | None:
-    """The widths among which ``_least_noise`` chooses whose peak is lowest."""
-    table = _table_of_codes(profile, allowed)
-    selection = Program(table, math.inf, 0.0).least_peak()
+def _least_coded(problem: Problem) -> Candidate | None:
+    """The widths among which ``quantized`` chooses whose peak is lowest."""
+    if not problem.profile.weights:
+        return _widest.least(problem)
+    table = _table_of_codes(problem)
+    selection = Program(table, math.inf).least_peak()
     return None if selection is None else Candidate(table, selection)
 
 
-def _table_of_codes(profile: Profile, allowed: Allowed) -> Table:
+def _table_of_codes(problem: Problem) -> Table:
+    allowed = problem.allowed
     own = replace(allowed, replay=False, methods=allowed.methods - {Method.SPILL})
-    return make_table(profile, profile.batch_size, own)
+    return Shape(problem.profile.batch_size).table(problem.profile, own)
 
 
-_FIXED: Mapping[str, Callable[[Profile, Allowed], Iterator[Candidate]]] = {
-    "accumulate": _accumulating,
-    "checkpoint": _checkpointing,
-    "reduce": _reducing,
-    "quantize": _quantizing,
+# --- levels -----------------------------------------------------------------------------------
+
+
+def lowest_level(problem: Problem, shape: Shape) -> Candidate:
+    """One level everywhere, the one that peaks lowest at a shape within the tolerance.
+
+    Found at once, and so near the least that steps of this shape can hold.
+    """
+    own = replace(problem.allowed.within(problem.tolerance), replay=False)
+    table = shape.table(problem.profile, own)
+    levels = ("keep", "exact", *map(str, own.widths))
+    selections = [lawful(table, level_selection(table, level)) for level in levels]
+    within = [each for each in selections if table.noise[each].sum() <= problem.tolerance]
+    return min((Candidate(table, tuple(each)) for each in within), key=_peak_bytes)
+
+
+def _at_level(level: str) -> Strategy:
+    """One level everywhere; only the micro-batch is chosen."""
+
+    def candidates(problem: Problem) -> Iterator[Candidate]:
+        own: Allowed = replace(problem.allowed, replay=False, widths=WIDTHS)
+        for shape in shapes(problem.profile, own):
+            table = shape.table(problem.profile, own)
+            yield Candidate(table, tuple(lawful(table, level_selection(table, level))))
+
+    return first_that_fits(candidates, is_level=True)
+
+
+_strategies |= {
+    "optimal": Strategy(optimal, tightest),
+    "sage": Strategy(sage, lambda problem: tightest(_without_codes(problem))),
+    "checkpoint": first_that_fits(_checkpointing),
+    "accumulate": first_that_fits(_accumulating),
+    "reduce": first_that_fits(_reducing),
+    "quantize": Strategy(quantized, _least_coded),
     "plain": _at_level("keep"),
     "exact": _at_level("exact"),
-} | {f"{width}-bit": _at_level(str(width)) for width in WIDTHS}
-POLICIES = ("optimal", "sage", "checkpoint", "accumulate", "reduce", "quantize")
-LEVELS = tuple(name for name in _FIXED if name not in POLICIES)
-
-
-def find(
-    policy: str,
-    profile: Profile,
-    limit: int,
-    tolerance: float,
-    allowed: Allowed,
-    stop: Callable[[], bool] = lambda: False,
-) -> Candidate | None:
-    """What a policy chooses with its computed peak within ``limit``; None if nothing fits."""
-    if policy == "optimal":
-        return optimal(profile, limit, tolerance, allowed, stop)
-    if policy == "quantize" and profile.weights:
-        return _least_noise(profile, limit, allowed)
-    if policy in _FIXED:
-        return _first_that_fits(_FIXED[policy](profile, allowed), limit)
-    search: Mapping[str, Strategy] = {"quick": quick, "sage": sage}
-    return search[policy](profile, limit, tolerance, allowed)
-
-
-def least(policy: str, profile: Profile, tolerance: float, allowed: Allowed) -> Candidate | None:
-    """What a policy can do that peaks lowest."""
-    if policy == "quantize" and profile.weights:
-        return _least_coded(profile, allowed)
-    if policy in _FIXED:
-        candidates = _FIXED[policy](profile, allowed)
-        return min(candidates, key=lambda each: each.peak_bytes(profile), default=None)
-    return tightest(profile, tolerance, _sage_allowed(allowed) if policy == "sage" else allowed)
+    **{f"{width}-bit": _at_level(str(width)) for width in WIDTHS},
+}

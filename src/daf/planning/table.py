@@ -10,37 +10,21 @@ cumulative sum.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from daf.core.policy import Site
-from daf.core.profile import CallProfile, Profile, Saving
-from daf.planning.options import KEPT, Allowed, Option, OptionMaker, Span, families
+from daf.core.profile import Profile, Saving
+from daf.planning.options import KEPT, Allowed, Option, OptionMaker, families
+from daf.planning.replays import Replay, replays_of
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
-
-
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """Computing one module's calls again: what is inside, and what that holds and takes.
-
-    ``shared``: memory of inputs that others must keep whole, since its bytes are not counted here,
-    and the last moment of each; such a replay stands before the same one that holds them itself.
-    """
-
-    module: str
-    families: frozenset[int]
-    spans: tuple[Span, ...]
-    cost_ms: float
-    operators: int  # of the call with most of them
-    shared: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -146,6 +130,20 @@ class Table:
         chosen[selection] = 1.0
         return chosen
 
+    @cached_property
+    def needs(self) -> Mapping[int, tuple[tuple[int, ...], ...]]:
+        """Per column the sets of alternatives of each of which one must be chosen beside it."""
+        found: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+        for dependent, alternatives in self.requires:
+            found[dependent].append(alternatives)
+        return {column: tuple(each) for column, each in found.items()}
+
+    def families_of(self, column: int) -> frozenset[int]:
+        """The families that a column decides: one, or all inside a replayed module."""
+        if column >= self.first[-1]:
+            return self.replays[column - int(self.first[-1])].families
+        return frozenset([int(self.family_of[column])])
+
     @property
     def base_peak_bytes(self) -> int:
         """The peak if nothing at all were saved."""
@@ -164,7 +162,7 @@ def make_table(
     maker = OptionMaker(profile, micro_batch, allowed)
     options = tuple(tuple(maker.options(group)) for group in groups)
     replays = (
-        _replays(profile, groups, micro_batch) if allowed.replay and not profile.is_fused else ()
+        replays_of(profile, groups, micro_batch) if allowed.replay and not profile.is_fused else ()
     )
     base = base_bytes(profile, micro_batch, release_gradients=release_gradients)
     if maker.sends_codes:
@@ -247,123 +245,6 @@ def _keeping(
     )
 
 
-def _replays(
-    profile: Profile, groups: list[tuple[Saving, ...]], examples: int
-) -> tuple[Replay, ...]:
-    """One for every module whose calls save something wholly inside; the whole model is none."""
-    inside = _descendants(profile.calls)
-    by_module: dict[str, list[int]] = defaultdict(list)
-    for index, call in enumerate(profile.calls):
-        by_module[call.module].append(index)
-    calls_of = [{saving.call for saving in group} for group in groups]
-    families_at: dict[int, list[int]] = defaultdict(list)
-    savings_at: dict[int, list[Saving]] = defaultdict(list)
-    let_go: dict[int, int] = {}
-    for family, group in enumerate(groups):
-        for saving in group:
-            families_at[saving.call].append(family)
-            savings_at[saving.call].append(saving)
-            let_go[saving.storage] = max(let_go.get(saving.storage, -1), saving.released)
-    found = []
-    for module, calls in by_module.items():
-        covered = set().union(*(inside[call] for call in calls))
-        nested = any(other in inside[call] for call in calls for other in calls if other != call)
-        whole = frozenset(
-            family
-            for index in covered
-            for family in families_at[index]
-            if calls_of[family] <= covered
-        )
-        possible = all(profile.calls[index].replayable for index in calls) and not nested
-        if whole and possible and any(profile.calls[call].parent >= 0 for call in calls):
-            own = {saving.storage for family in whole for saving in groups[family]}
-            others = {storage: last for storage, last in let_go.items() if storage not in own}
-            spans = [
-                _call_spans(
-                    profile,
-                    profile.calls[call],
-                    [saving for each in inside[call] for saving in savings_at[each]],
-                    others,
-                    examples,
-                )
-                for call in calls
-            ]
-            cost_ms = sum(profile.calls[call].forward_ms.at(examples) for call in calls)
-            operators = max(profile.calls[call].operators for call in calls)
-            rest = (cost_ms, operators)
-            shared: dict[int, int] = {}
-            for each in spans:
-                for storage, span in each.kept_by_others.items():
-                    shared[storage] = max(shared.get(storage, -1), span.last)
-            rebuilt = tuple(span for each in spans for span in each.always if span.nbytes > 0)
-            inputs = tuple(span for each in spans for span in each.kept_by_others.values())
-            if shared:
-                found.append(Replay(module, whole, rebuilt, *rest, tuple(sorted(shared.items()))))
-            found.append(Replay(module, whole, rebuilt + inputs, *rest))
-    return tuple(found)
-
-
-class _CallSpans(NamedTuple):
-    """What one call's replay holds: ``always``; and by memory what counts only where nobody else
-    keeps that input as it is, for as long.
-    """
-
-    always: list[Span]
-    kept_by_others: dict[int, Span]
-
-
-def _call_spans(
-    profile: Profile,
-    call: CallProfile,
-    savings: list[Saving],
-    let_go: Mapping[int, int],
-    examples: int,
-) -> _CallSpans:
-    """Its inputs until then, then all that it saves.
-
-    The replayed forward pass ends with every tensor inside saved, on top of
-    which its own passing bytes are at most those of the first forward pass.
-    ``let_go``: the last moment of memory that is not replayed, where that is kept as it is.
-    """
-    found = _CallSpans([], {})
-    if not savings:
-        return found
-    begin = min(saving.read for saving in savings)
-    ends = max(saving.released for saving in savings)
-    given = {storage for storage, _ in call.inputs}
-    found.always.extend(_rebuilt((s for s in savings if s.storage not in given), begin, examples))
-    for storage, size in call.inputs:
-        span = Span(call.first_forward, ends, size.at(examples))
-        if let_go.get(storage, -1) >= ends:
-            found.kept_by_others[storage] = span
-        else:
-            found.always.append(span)
-    passing = profile.timeline.transient[call.first_forward : call.last_forward + 1]
-    most = max((each.at(examples) for each in passing), default=0.0)
-    found.always.append(Span(begin, begin, most))
-    return found
-
-
-def _rebuilt(savings: Iterable[Saving], begin: int, examples: int) -> list[Span]:
-    """New memory, whoever else may hold the first pass's."""
-    last: dict[int, Saving] = {}
-    for saving in savings:
-        known = last.get(saving.storage)
-        if known is None or saving.released > known.released:
-            last[saving.storage] = saving
-    return [Span(begin, each.released, each.storage_bytes.at(examples)) for each in last.values()]
-
-
-def _descendants(calls: tuple[CallProfile, ...]) -> list[set[int]]:
-    """Every call's own index and those of the calls made inside it."""
-    found: list[set[int]] = [{index} for index in range(len(calls))]
-    for index in range(len(calls) - 1, -1, -1):  # callers come before what they call
-        parent = calls[index].parent
-        if parent >= 0:
-            found[parent] |= found[index]
-    return found
-
-
 def kept_selection(table: Table) -> list[int]:
     """Every family kept: what plain PyTorch does."""
     return [int(first) for first in table.first[:-1]]
@@ -379,3 +260,40 @@ def level_selection(table: Table, level: str) -> list[int]:
         columns = (table.column_of(family, each) for each in candidates)
         selection.append(next(column for column in columns if column is not None))
     return selection
+
+
+def unmet(table: Table, chosen: set[int]) -> set[int]:
+    """Chosen columns that need another one which is not chosen."""
+    return {
+        column
+        for column in chosen
+        if any(chosen.isdisjoint(each) for each in table.needs.get(column, ()))
+    }
+
+
+def lawful(table: Table, selection: list[int]) -> list[int]:
+    """The selection with codes of their own, or kept, where what they are computed from is not."""
+    chosen = set(selection)
+    while wrong := unmet(table, chosen):
+        chosen = {_own(table, column) if column in wrong else column for column in chosen}
+    return sorted(chosen)
+
+
+def _own(table: Table, column: int) -> int:
+    """Execution always has the tensor's own code as a way out, or the tensor."""
+    if column >= table.first[-1]:
+        return column + 1  # the same one, that holds them itself
+    family = int(table.family_of[column])
+    found = table.column_of(family, table.option(column).level, follow=False)
+    assert found is not None
+    return found if found != column else int(table.first[family])
+
+
+def worst_moments(usage: Floats, limit: Floats | float, count: int) -> list[int]:
+    """Moments above the limit that are the highest of their neighbours, the worst first."""
+    over = usage - limit
+    padded = np.concatenate([[-np.inf], over, [-np.inf]])
+    # Of equal neighbours the first counts.
+    local = (padded[1:-1] > padded[:-2]) & (padded[1:-1] >= padded[2:])
+    places = np.flatnonzero(local & (over > 0))
+    return [int(place) for place in places[np.argsort(-over[places], kind="stable")][:count]]

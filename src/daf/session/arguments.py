@@ -6,7 +6,7 @@ from torch import nn
 
 from daf import budget as governor
 from daf.capture.capture import Capture
-from daf.core.errors import PlatformError, UnknownNameError
+from daf.core.errors import PlatformError
 from daf.core.policy import (
     Method,
     Policy,
@@ -19,6 +19,7 @@ from daf.memory.device_memory import DeviceMemory
 from daf.memory.domain import MemoryDomain, ProcessMemory, memory_of
 from daf.planning import planner
 from daf.planning.options import Allowed
+from daf.planning.policies import strategy_named
 from daf.step.gradient_release import GradientRelease
 
 _PASSING_SHARE = 16
@@ -37,9 +38,8 @@ def policy_name(bits: int | str | None, policy: str | None) -> str:
             f"asked for bits={bits!r} and policy={policy!r}; bits fix every site, so that there is "
             "nothing left for a policy to choose; give one of the two"
         )
-    if policy is not None and policy not in planner.POLICIES:
-        known = ", ".join(planner.POLICIES)
-        raise UnknownNameError(f"asked for the policy {policy!r}; known: {known}")
+    if policy is not None:
+        strategy_named(policy)
     return policy_for(bits).name if bits is not None else policy or "optimal"
 
 

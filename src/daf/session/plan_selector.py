@@ -21,7 +21,7 @@ from daf.core.profile import Profile
 from daf.planning import planner
 from daf.planning.background_search import BackgroundPlan
 from daf.planning.bit_widths import wider_level
-from daf.planning.options import Allowed
+from daf.planning.options import EVERYTHING, Allowed
 from daf.session.plan_autotuner import PlanAutotuner, PlanKind, StepMeasurement, plan_kind
 from daf.session.resumable import Resumable
 
@@ -59,7 +59,7 @@ class PlanConstraints(NamedTuple):
 
     policy: str
     tolerance: planner.Tolerance
-    allowed: Allowed = planner.EVERYTHING
+    allowed: Allowed = EVERYTHING
 
 
 # Of PyTorch's own operators, and of fused ones where these were measured.

@@ -1,0 +1,151 @@
+"""Computing modules again in backward: what one such choice holds when, and how long it takes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from daf.core.profile import CallProfile, Profile, Saving
+from daf.planning.options import Span
+
+Family = tuple[Saving, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Computing one module's calls again: the families inside, and what that holds and takes.
+
+    ``shared``: storages of inputs that others must keep whole, since their bytes are not counted
+    here, and the last moment of each. Such a replay stands before the same one that holds them.
+    """
+
+    module: str
+    families: frozenset[int]
+    spans: tuple[Span, ...]
+    cost_ms: float
+    operators: int  # of the call with most of them
+    shared: tuple[tuple[int, int], ...] = ()
+
+
+def replays_of(profile: Profile, groups: Sequence[Family], examples: int) -> tuple[Replay, ...]:
+    """One or two for every module whose calls save something wholly inside; the root has none."""
+    inside = _descendants(profile.calls)
+    by_module: dict[str, list[int]] = defaultdict(list)
+    for index, call in enumerate(profile.calls):
+        by_module[call.module].append(index)
+    callers = [{saving.call for saving in group} for group in groups]
+    families_at: dict[int, list[int]] = defaultdict(list)
+    savings_at: dict[int, list[Saving]] = defaultdict(list)
+    for family, group in enumerate(groups):
+        for saving in group:
+            families_at[saving.call].append(family)
+            savings_at[saving.call].append(saving)
+    until = _last_moments(profile.savings)
+    found: list[Replay] = []
+    for calls in by_module.values():
+        covered = set().union(*(inside[call] for call in calls))
+        families = frozenset(
+            each for call in covered for each in families_at[call] if callers[each] <= covered
+        )
+        if families and _is_possible(profile, calls, inside):
+            own = {saving.storage for family in families for saving in groups[family]}
+            others = {storage: last for storage, last in until.items() if storage not in own}
+            held = [
+                _held(profile, profile.calls[call], savings, others, examples)
+                for call in calls
+                if (savings := [each for within in inside[call] for each in savings_at[within]])
+            ]
+            found += _of_module(profile, calls, families, held, examples)
+    return tuple(found)
+
+
+def _descendants(calls: tuple[CallProfile, ...]) -> list[set[int]]:
+    """Every call's own index and those of the calls made inside it."""
+    found: list[set[int]] = [{index} for index in range(len(calls))]
+    for index in range(len(calls) - 1, -1, -1):  # callers come before what they call
+        parent = calls[index].parent
+        if parent >= 0:
+            found[parent] |= found[index]
+    return found
+
+
+def _is_possible(profile: Profile, calls: Sequence[int], inside: Sequence[set[int]]) -> bool:
+    """True if every call of a module can be replayed, none in another one, and it is no root."""
+    is_nested = any(other in inside[call] for call in calls for other in calls if other != call)
+    replayable = all(profile.calls[call].replayable for call in calls)
+    return replayable and not is_nested and any(profile.calls[call].parent >= 0 for call in calls)
+
+
+def _last_moments(savings: Iterable[Saving]) -> dict[int, int]:
+    """Per storage the moment in whose course the last saving of it is released."""
+    found: dict[int, int] = {}
+    for saving in savings:
+        found[saving.storage] = max(found.get(saving.storage, -1), saving.released)
+    return found
+
+
+# What one call's replay holds in any case, and by storage what counts only where nobody else
+# keeps that input as it is, for as long.
+_Held = tuple[list[Span], dict[int, Span]]
+
+
+def _of_module(
+    profile: Profile,
+    calls: Sequence[int],
+    families: frozenset[int],
+    held: Sequence[_Held],
+    examples: int,
+) -> Iterator[Replay]:
+    """The replay that needs others to keep its inputs, if they can, and the one that does not."""
+    module = profile.calls[calls[0]].module
+    cost_ms = sum(profile.calls[call].forward_ms.at(examples) for call in calls)
+    operators = max(profile.calls[call].operators for call in calls)
+    rebuilt = tuple(span for always, _ in held for span in always if span.nbytes > 0)
+    inputs = [item for _, by_storage in held for item in by_storage.items()]
+    last: dict[int, int] = {}
+    for storage, span in inputs:
+        last[storage] = max(last.get(storage, -1), span.last)
+    if last:
+        shared = tuple(sorted(last.items()))
+        yield Replay(module, families, rebuilt, cost_ms, operators, shared)
+    spans = rebuilt + tuple(span for _, span in inputs)
+    yield Replay(module, families, spans, cost_ms, operators)
+
+
+def _held(
+    profile: Profile,
+    call: CallProfile,
+    savings: Sequence[Saving],
+    others: Mapping[int, int],
+    examples: int,
+) -> _Held:
+    """A call's inputs until its replay, then all that the call saves.
+
+    The replayed forward pass ends with every tensor inside saved, on top of which its own
+    transient bytes are at most those of the first forward pass.
+
+    Args:
+        savings: of the call and those inside it.
+        others: by storage that is not replayed, the last moment of what is kept there.
+        examples: of a micro-batch.
+    """
+    begin = min(saving.read for saving in savings)
+    ends = max(saving.released for saving in savings)
+    given = {storage for storage, _ in call.inputs}
+    nbytes = {s.storage: s.storage_bytes.at(examples) for s in reversed(savings)}
+    always = [
+        Span(begin, last, nbytes[storage])  # new memory, whoever may hold the first pass's
+        for storage, last in _last_moments(savings).items()
+        if storage not in given
+    ]
+    by_storage: dict[int, Span] = {}
+    for storage, size in call.inputs:
+        span = Span(call.first_forward, ends, size.at(examples))
+        if others.get(storage, -1) >= ends:
+            by_storage[storage] = span
+        else:
+            always.append(span)
+    transient = profile.timeline.transient[call.first_forward : call.last_forward + 1]
+    always.append(Span(begin, begin, max((each.at(examples) for each in transient), default=0.0)))
+    return always, by_storage
