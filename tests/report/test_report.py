@@ -24,7 +24,9 @@ from daf.report.account import waterfall
 from daf.report.comparison import COLUMNS, findings, row
 from daf.report.markup import Markup, element
 from daf.report.page import page
-from daf.report.picture import draw_report
+from daf.report.palette import STYLES
+from daf.report.picture import draw
+from daf.report.run_charts import charts_of
 from daf.report.runs import read_run, read_runs
 from daf.report.scale import thinned, ticks
 from daf.report.terminal import show_report, spark
@@ -135,6 +137,8 @@ def test_every_treatment_has_a_name_and_colours_of_its_own() -> None:
     assert set(COLOURS) == set(Method)
     for shade in (1, 2):
         assert len({colours[shade] for colours in COLOURS.values()}) == len(Method)
+    for shade in (0, 1):
+        assert len({STYLES[f"run-{index}"][shade] for index in range(6)}) == 6
 
 
 def test_what_was_given_up_is_told_at_its_site(make_run: Any) -> None:
@@ -197,7 +201,7 @@ def with_noise(folder: Path) -> Path:
 def test_noise_of_codes_is_drawn_beside_the_batch_s_own(make_run: Any, tmp_path: Path) -> None:
     folder = make_run()
     assert "Gradient noise" not in page([read_run(folder)])
-    draw_report([read_run(folder)], tmp_path / "without.png")
+    draw(charts_of([read_run(folder)]), tmp_path / "without.png")
     run = read_run(with_noise(folder))
     text = page([run])
     assert text.count('class="chart"') == 4
@@ -205,7 +209,7 @@ def test_noise_of_codes_is_drawn_beside_the_batch_s_own(make_run: Any, tmp_path:
     assert "[10.0,0.25],[20.0,0.125]" in text
     assert "[10.0,2.0],[20.0,2.0]" in text
     assert "<b>0.031</b>" in text  # 2.5 / 40 of 2.0, at the end
-    draw_report([run], tmp_path / "with.png")
+    draw(charts_of([run]), tmp_path / "with.png")
     assert (tmp_path / "with.png").read_bytes() != (tmp_path / "without.png").read_bytes()
     console = Console(width=100, file=StringIO())
     show_report([run], console)
@@ -249,7 +253,7 @@ def colours_of(path: Path) -> set[tuple[int, ...]]:
 def test_the_picture_has_every_treatment_and_the_budget_in_it(
     make_run: Any, tmp_path: Path
 ) -> None:
-    draw_report([read_run(make_run())], tmp_path / "one.png")
+    draw(charts_of([read_run(make_run())]), tmp_path / "one.png")
     found = colours_of(tmp_path / "one.png")
     for colour in ((0xC0, 0x39, 0x2B), (0x35, 0x7A, 0x38), (0xB2, 0x6A, 0x00), (0x7F, 0xA6, 0xC9)):
         assert colour in found
@@ -257,7 +261,7 @@ def test_the_picture_has_every_treatment_and_the_budget_in_it(
 
 def test_the_picture_of_two_runs_has_a_colour_for_each(make_run: Any, tmp_path: Path) -> None:
     runs = read_runs([make_run("one"), make_run("two")])
-    draw_report(runs, tmp_path / "two.png")
+    draw(charts_of(runs), tmp_path / "two.png")
     assert {(0x2A, 0x78, 0xB8), (0xC2, 0x57, 0x0C)} <= colours_of(tmp_path / "two.png")
 
 

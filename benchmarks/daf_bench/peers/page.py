@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from daf.core.units import format_bytes
-from daf.report.markup import Markup, element, joined
+from daf.report.markup import Markup, element, joined, table
 from daf.report.page import document
 from daf.report.scale import number
-from daf.report.table import table
 from daf_bench.peers.verdicts import OURS, Row, Rows, losses, ran, verdicts, workloads_of
 
 COLUMNS = (

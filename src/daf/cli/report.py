@@ -13,7 +13,8 @@ from daf.cli import options
 from daf.core.errors import RunFolderError
 from daf.report.comparison import findings
 from daf.report.page import page
-from daf.report.picture import draw_report
+from daf.report.picture import draw
+from daf.report.run_charts import charts_of
 from daf.report.runs import Run, read_runs
 from daf.report.terminal import show_report
 
@@ -74,6 +75,6 @@ def _write(path: Path, content: str) -> None:
 
 def _draw(path: Path, runs: list[Run]) -> None:
     try:
-        draw_report(runs, path)
+        draw(charts_of(runs), path)
     except (OSError, ValueError) as error:
         raise RunFolderError(f"cannot draw into {path}: {error}; name another --png") from error

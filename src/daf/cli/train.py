@@ -16,7 +16,7 @@ from daf.cli import options
 from daf.cli.display import make_display, show_summary
 from daf.cli.group import EXIT_INTERRUPTED
 from daf.core.units import parse_optional_bytes
-from daf.report.child import draw_memory_picture
+from daf.report.picture import draw_memory_elsewhere
 from daf.training.loop import train
 from daf.training.run_folder import RunFolder
 from daf.training.settings import TrainSettings
@@ -148,7 +148,7 @@ def _default_out(settings: TrainSettings) -> Path:
 
 
 def _draw(folder: RunFolder) -> None:
-    trouble = draw_memory_picture(folder.path)
+    trouble = draw_memory_elsewhere(folder.path)
     if trouble:
         print(f"daf: a picture in {folder.path} was not drawn: {trouble}", file=sys.stderr)
 

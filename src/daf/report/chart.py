@@ -1,7 +1,7 @@
-"""A line chart as HTML: an SVG that stretches to its place, and labels that keep their size.
+"""Charts as values that draw themselves as HTML; ``picture`` draws the same values as a PNG.
 
-The plot alone is SVG, drawn in a square of 1000 units that the page stretches;
-ticks and names are HTML beside it, so that they stay readable on a phone.
+The plot of a line chart is SVG, drawn in a square of 1000 units that the page stretches. Ticks and
+names are HTML beside it, so that they stay readable on a phone.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from daf.core.units import format_bytes
+from daf.report.account import Bar
 from daf.report.markup import Markup, element
-from daf.report.memory_picture import spread
-from daf.report.scale import Point, number, ticks
+from daf.report.scale import Point, number, spread, ticks
 
 _UNITS = 1000.0
+_NAMED_FROM = 0.2  # of the chart's width
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,17 @@ class Series:
     style: str
     filled: bool = False
     stepped: bool = False
+
+    def corners(self) -> list[Point]:
+        """The points, or those of steps that go on at a height until the next point."""
+        points = list(self.points)
+        if not self.stepped:
+            return points
+        return [
+            corner
+            for (x, y), (next_x, _) in zip(points, [*points[1:], points[-1]], strict=True)
+            for corner in ((x, y), (next_x, y))
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +86,24 @@ class LineChart:
         least, most = min(values), max(values)
         margin = 0.08 * (most - least) or 0.08 * abs(most) or 1.0
         return (least - margin if self.low is None else self.low), most + margin
+
+    def named_shades(self) -> list[Shade]:
+        """Those wide enough for their names."""
+        low, high = self.x_range
+        return [each for each in self.shades if each.end - each.start > _NAMED_FROM * (high - low)]
+
+    def placed_levels(self, top: float = 1.0) -> list[tuple[LevelLine, float]]:
+        """Levels, lowest first, with places for their names as shares of the chart's height.
+
+        ``top``: by how much more than in a chart of full height the names need to stand apart.
+        """
+        rising = sorted(self.levels, key=lambda level: level.value)
+        places = spread([self._up(level.value) for level in rising], top)
+        return list(zip(rising, places, strict=True))
+
+    def words_of(self, level: LevelLine) -> str:
+        """A level's name with its value."""
+        return f"{level.name} {level.value:,.0f} {self.y_name}"
 
     def html(self) -> Markup:
         """The chart; its points are in it as JSON, for the cursor that the page's script moves."""
@@ -163,13 +194,7 @@ class LineChart:
         )
 
     def _marks(self, series: Series) -> list[Markup]:
-        corners = list(series.points)
-        if series.stepped:
-            corners = [
-                corner
-                for (x, y), (next_x, _) in zip(corners, [*corners[1:], corners[-1]], strict=True)
-                for corner in ((x, y), (next_x, y))
-            ]
+        corners = series.corners()
         places = [f"{_place(self._across(x))},{_place(1 - self._up(y))}" for x, y in corners]
         path = "M" + "L".join(places)
         marks = [element("path", class_=f"line {series.style}", d=path)]
@@ -192,11 +217,6 @@ class LineChart:
         ]
 
     def _shade_names(self) -> list[Markup]:
-        named = [
-            shade
-            for shade in self.shades
-            if self._across(shade.end) - self._across(shade.start) > 0.2
-        ]
         return [
             element(
                 "span",
@@ -204,24 +224,19 @@ class LineChart:
                 class_="shade-name",
                 style=f"left:{50 * (self._across(shade.start) + self._across(shade.end)):.2f}%",
             )
-            for shade in named
+            for shade in self.named_shades()
         ]
 
     def _level_names(self) -> list[Markup]:
-        rising = sorted(self.levels, key=lambda level: level.value)
-        places = spread([self._up(level.value) for level in rising], 1.35)
         return [
             element(
                 "span",
-                self._words(level),
+                self.words_of(level),
                 class_=level.style,
                 style=f"bottom:{100 * place:.2f}%",
             )
-            for level, place in zip(rising, places, strict=True)
+            for level, place in self.placed_levels(1.35)
         ]
-
-    def _words(self, level: LevelLine) -> str:
-        return f"{level.name} {level.value:,.0f} {self.y_name}"
 
     def _legend(self) -> Markup:
         """What the colours mean; a single line needs no words beyond the chart's title."""
@@ -229,7 +244,7 @@ class LineChart:
             return Markup("")
         entries = [element("li", _swatch(each.style), each.name) for each in self.series]
         entries += [
-            element("li", _swatch(level.style), self._words(level), class_="narrow")
+            element("li", _swatch(level.style), self.words_of(level), class_="narrow")
             for level in self.levels
         ]
         entries += [
@@ -237,6 +252,58 @@ class LineChart:
             for name, style in dict.fromkeys((shade.name, shade.style) for shade in self.shades)
         ]
         return element("ul", *entries, class_="legend")
+
+
+@dataclass(frozen=True, slots=True)
+class BarChart:
+    """Horizontal bars on one scale, and a limit across them (None: there is none).
+
+    Bars are in bytes, or in ``unit`` where it is given.
+    """
+
+    title: str
+    bars: Sequence[Bar]
+    limit_bytes: int | None = None
+    unit: str = ""
+
+    @property
+    def most(self) -> float:
+        """The scale's end."""
+        return max([*(bar.end_bytes for bar in self.bars), self.limit_bytes or 0, 1]) * 1.02
+
+    def words_of(self, bar: Bar) -> str:
+        """A bar's length in words."""
+        return f"{bar.nbytes:,} {self.unit}" if self.unit else format_bytes(bar.nbytes)
+
+    def html(self) -> Markup:
+        """The bars as a list, the limit's name beneath."""
+        limit = self.limit_bytes
+        key = [element("li", _swatch("budget"), f"budget {format_bytes(limit)}")] if limit else []
+        return element(
+            "figure",
+            element("figcaption", self.title),
+            element("ol", *map(self._row, self.bars), class_="waterfall"),
+            element("ul", *key, class_="legend"),
+        )
+
+    def _row(self, bar: Bar) -> Markup:
+        start, end = sorted((bar.start_bytes, bar.end_bytes))
+        place = f"left:{self._share(start)};width:{self._share(end - start)}"
+        negative = " negative" if bar.nbytes < 0 else ""
+        inside = [element("span", class_=f"bar {bar.kind}{negative}", style=place)]
+        if self.limit_bytes is not None:
+            limit = f"left:{self._share(self.limit_bytes)}"
+            inside.append(element("span", class_="limit", style=limit))
+        return element(
+            "li",
+            element("span", bar.words),
+            element("span", *inside, class_="track", aria_hidden="true"),
+            element("span", self.words_of(bar), class_="size"),
+            class_="total" if bar.kind in ("predicted", "measured") else None,
+        )
+
+    def _share(self, nbytes: int) -> str:
+        return f"{100 * nbytes / self.most:.2f}%"
 
 
 def _swatch(style: str) -> Markup:

@@ -1,7 +1,8 @@
-"""HTML and SVG as text: one function that makes an element and escapes what is not markup."""
+"""HTML and SVG as text: elements that escape what is not markup, and tables."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from html import escape
 
 
@@ -31,4 +32,26 @@ def joined(*children: str) -> Markup:
     """Children one after the other, escaped where they are not markup."""
     return Markup(
         "".join(child if isinstance(child, Markup) else escape(child) for child in children)
+    )
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Markup:
+    """A table that scrolls by itself where the screen is narrow; a ``why`` or ``plan`` wraps."""
+    classes = ["words" if name in ("why", "plan") else None for name in header]
+
+    def cells(tag: str, texts: Sequence[str], **attributes: str) -> Markup:
+        pairs = zip(texts, classes, strict=True)
+        return element("tr", *(element(tag, text, **attributes, class_=c) for text, c in pairs))
+
+    return element(
+        "div",
+        element(
+            "table",
+            element("thead", cells("th", header, scope="col")),
+            element("tbody", *(cells("td", row) for row in rows)),
+        ),
+        class_="scroll",
+        tabindex="0",
+        role="region",
+        aria_label="Table",
     )

@@ -5,24 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import resources
 
-from daf.report.chart import LineChart, Series
 from daf.report.comparison import COLUMNS, findings, row
-from daf.report.markup import Markup, element
-from daf.report.memory_picture import title
-from daf.report.plan_section import plan_figure, treatment_style
-from daf.report.runs import Run
-from daf.report.scale import thinned
-from daf.report.sections import (
-    curve,
-    facts,
+from daf.report.markup import Markup, element, table
+from daf.report.palette import style_sheet
+from daf.report.plan_section import plan_figure
+from daf.report.run_charts import (
+    account_chart,
+    losses_of_all,
     memory_chart,
-    tiles,
+    memory_of_all,
     training_charts,
-    waterfall_figure,
 )
-from daf.report.table import table
-
-_COLOURS_OF_RUNS = 6
+from daf.report.runs import Run
+from daf.report.sections import facts, tiles
 
 
 def page(runs: Sequence[Run]) -> str:
@@ -53,7 +48,7 @@ def page(runs: Sequence[Run]) -> str:
 def document(heading: str, body: Markup) -> str:
     """A complete HTML document with the report's style and script inside it."""
     files = resources.files("daf.report")
-    style = (files / "page.css").read_text("utf-8") + treatment_style()
+    style = (files / "page.css").read_text("utf-8") + style_sheet()
     head = element(
         "head",
         Markup('<meta charset="utf-8">'),
@@ -72,7 +67,7 @@ def document(heading: str, body: Markup) -> str:
 def headline(runs: Sequence[Run]) -> str:
     """What the page says, in a sentence."""
     if len(runs) == 1:
-        return title(runs[0].summary, runs[0].memory.budgets)
+        return runs[0].title
     names = [run.name for run in runs]
     return f"{', '.join(names[:-1])} and {names[-1]}: {len(runs)} runs side by side"
 
@@ -84,53 +79,30 @@ def comparison(runs: Sequence[Run]) -> Markup:
         "section",
         table(COLUMNS, [row(run) for run in runs]),
         element("ul", *said, class_="findings"),
-        _memory_of_all(runs),
-        _losses_of_all(runs),
+        memory_of_all(runs).html(),
+        *(chart.html() for chart in losses_of_all(runs)),
         aria_label="Comparison",
     )
 
 
-def _memory_of_all(runs: Sequence[Run]) -> Markup:
-    series = [
-        Series(
-            run.name,
-            thinned(list(zip(run.memory.seconds, run.memory.megabytes, strict=True)), max),
-            style,
-        )
-        for run, style in _styled(runs)
-    ]
-    return LineChart("Memory over time", "seconds", "MB", series).html()
-
-
-def _losses_of_all(runs: Sequence[Run]) -> Markup:
-    series = [
-        each
-        for run, style in _styled(runs)
-        if len(run.steps) > 1
-        for each in curve(run, "loss", style, run.name)[-1:]
-    ]
-    if not series:
-        return Markup("")
-    return LineChart("Training loss", "step", "loss", series, low=None).html()
-
-
-def _styled(runs: Sequence[Run]) -> list[tuple[Run, str]]:
-    return [(run, f"run-{index % _COLOURS_OF_RUNS}") for index, run in enumerate(runs)]
-
-
 def run_section(run: Run, *, alone: bool) -> Markup:
     """Everything about one run; with a heading of its own where there are several."""
-    name = (
-        () if alone else (element("h2", f"{run.name}: {title(run.summary, run.memory.budgets)}"),)
-    )
+    name = () if alone else (element("h2", f"{run.name}: {run.title}"),)
     return element(
         "section",
         *name,
         element("p", facts(run.summary), class_="facts"),
         tiles(run),
-        memory_chart(run),
-        waterfall_figure(run),
+        memory_chart(run).html(),
+        account_chart(run).html(),
         plan_figure(run),
-        training_charts(run),
+        _training(run),
         aria_label=f"Run {run.name}",
     )
+
+
+def _training(run: Run) -> Markup:
+    charts = [chart.html() for chart in training_charts(run)]
+    if not charts:
+        return element("p", "Too few steps for curves.", class_="quiet")
+    return element("div", *charts, class_="pair")

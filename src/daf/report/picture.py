@@ -1,161 +1,171 @@
-"""The same report as one PNG: memory, account, plan, loss and throughput, by Matplotlib."""
+"""Charts as a PNG by Matplotlib, which only a process that draws imports.
+
+``python -m daf.report.picture RUN`` draws ``memory.png`` into a run's folder.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-from daf.report.account import waterfall
-from daf.report.memory_picture import levels_of, spread, title
-from daf.report.noise import noise_of
-from daf.report.runs import Run
-from daf.report.scale import Point, thinned
-from daf.report.treatments import COLOURS, strips_of, totals_by_method
+from daf.core.errors import DafError, PlatformError
+from daf.report.chart import BarChart, LineChart
+from daf.report.palette import INK, QUIET, RULE, STYLES
+from daf.report.run_charts import memory_chart
+from daf.report.runs import read_run
+from daf.report.treatments import COLOURS
 
-_INK = "#22303c"
-_QUIET = "#6d7a86"
-_RUNS = ("#2a78b8", "#c2570c", "#1a7f5a", "#8b3fa8", "#9a7400", "#c2477f")
-_BARS = {"term": "#7fa6c9", "floor": _QUIET, "predicted": "#b26a00", "measured": "#2a78b8"}
-_BUDGET = "#c0392b"
-_MB = 1e6
+_COLOURS = {style: light for style, (light, _) in STYLES.items()} | {
+    method.value: light for method, (_, light, _) in COLOURS.items()
+}
+_DASHES = {"predicted": "--", "memory": ":"}  # of levels
+_ACROSS_FROM = 3  # as many charts lie in two columns
+_LIMIT_S = 120
 
 
-def draw_report(runs: Sequence[Run], path: Path) -> None:
-    """Draw the report of one run, or the comparison of several, into a PNG file.
+def draw(charts: Sequence[LineChart | BarChart], path: Path) -> None:
+    """Draw charts into one PNG.
 
     Raises:
+        PlatformError: Matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    import matplotlib  # heavy, and wanted here only
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    alone = len(runs) == 1
-    heights = [1.1, 1.0, 1.0, 0.9] if alone else [1.0, 0.8, 1.0]
-    figure = pyplot.figure(figsize=(11, 3.6 * sum(heights)), dpi=120, layout="constrained")
-    rows: Any = figure.subfigures(len(heights), 1, height_ratios=heights)
-    if alone:
-        _draw_one(rows, runs[0])
-    else:
-        _draw_several(rows, runs)
-    figure.savefig(path, bbox_inches="tight", pad_inches=0.2)
-    pyplot.close(figure)
-
-
-def _draw_one(rows: Sequence[Any], run: Run) -> None:
-    _memory(rows[0].subplots(), [run])
-    _account(rows[1].subplots(), run)
-    _plan(rows[2].subplots(), run)
-    noise = noise_of(run)
-    panels = rows[3].subplots(1, 3 if noise else 2)
-    _training(panels[:2], [run])
-    if noise:
-        _noise(panels[2], noise)
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # heavy, and wanted only here
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise PlatformError(
+            f"asked to draw {path}, which needs Matplotlib; try: pip install 'daf-train[pictures]'"
+        ) from error
+    columns = 2 if len(charts) >= _ACROSS_FROM else 1
+    rows = -(-len(charts) // columns)
+    figure = Figure(figsize=(9 * columns, 4.4 * rows), dpi=160 // columns, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axes in panels[len(charts) :]:
+        axes.set_axis_off()
+    for axes, chart in zip(panels, charts, strict=False):
+        if isinstance(chart, LineChart):
+            _draw_lines(axes, chart)
+        else:
+            _draw_bars(axes, chart)
+        _dress(axes, chart.title)
+    figure.savefig(path)
 
 
-def _draw_several(rows: Sequence[Any], runs: Sequence[Run]) -> None:
-    _memory(rows[0].subplots(), runs)
-    _side_by_side(rows[1].subplots(1, 2), runs)
-    _training(rows[2].subplots(1, 2), runs)
+def _draw_lines(axes: Any, chart: LineChart) -> None:
+    for shade in chart.shades:
+        axes.axvspan(shade.start, shade.end, color=_COLOURS[shade.style], linewidth=0, zorder=0)
+    for shade in chart.named_shades():
+        across = axes.get_xaxis_transform()  # x in seconds, y from 0 to 1
+        middle = (shade.start + shade.end) / 2
+        axes.text(middle, 0.02, shade.name, transform=across, ha="center", color=QUIET)
+    named: dict[str, Any] = {}
+    for series in chart.series:
+        faint, colour = "faint " in series.style, _COLOURS[series.style.removeprefix("faint ")]
+        xs, ys = zip(*series.corners(), strict=True)
+        (line,) = axes.plot(xs, ys, color=colour, alpha=0.35 if faint else 1, linewidth=1.3)
+        named.setdefault(series.name, line)
+        if series.filled:
+            axes.fill_between(xs, ys, color=colour, alpha=0.18, linewidth=0)
+    _draw_levels(axes, chart)
+    if len(named) > 1 or any(series.filled for series in chart.series):
+        axes.legend(named.values(), named.keys(), frameon=False, fontsize=8.5)
+    low, high = chart.x_range
+    axes.set_xlim(low, high if high > low else low + 0.1)
+    axes.set_ylim(*chart.y_range)
+    axes.set_xlabel(chart.x_name, color=INK)
+    axes.set_ylabel(chart.y_name, color=INK)
+    axes.grid(axis="y", color=RULE, linewidth=0.7)
+    axes.set_axisbelow(True)
 
 
-def _dress(axes: Any, heading: str, x_name: str = "", y_name: str = "") -> None:
-    axes.set_title(heading, loc="left", color=_INK, fontsize=11, fontweight="bold")
-    axes.set_xlabel(x_name, color=_QUIET)
-    axes.set_ylabel(y_name, color=_QUIET)
-    axes.tick_params(colors=_QUIET, labelcolor=_INK)
+def _draw_levels(axes: Any, chart: LineChart) -> None:
+    """Draw a line for each level, and its name beside its right end."""
+    for level, place in chart.placed_levels():
+        colour = _COLOURS[level.style]
+        axes.axhline(level.value, color=colour, ls=_DASHES.get(level.style, "-"), linewidth=1.6)
+        axes.text(
+            *(1.012, place, chart.words_of(level)),
+            transform=axes.transAxes,
+            va="center",
+            color=colour,
+            fontweight="bold",
+            fontsize=9.5,
+        )
+
+
+def _draw_bars(axes: Any, chart: BarChart) -> None:
+    for row, bar in enumerate(chart.bars):
+        left, width = min(bar.start_bytes, bar.end_bytes), abs(bar.nbytes)
+        axes.barh(row, width, left=left, color=_COLOURS[bar.kind], height=0.66)
+        axes.text(left + width, row, f" {chart.words_of(bar)}", va="center", fontsize=8.5)
+    if chart.limit_bytes is not None:
+        axes.axvline(chart.limit_bytes, color=_COLOURS["budget"], linewidth=1.6)
+    axes.set_yticks(range(len(chart.bars)), [bar.words for bar in chart.bars])
+    axes.set_xlim(0, 1.1 * chart.most)
+    axes.set_xticks([])
+    axes.invert_yaxis()
+
+
+def _dress(axes: Any, heading: str) -> None:
+    axes.set_title(heading, loc="left", color=INK, fontsize=12, fontweight="bold", pad=12)
+    axes.tick_params(colors=QUIET, labelcolor=INK)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
 
 
-def _memory(axes: Any, runs: Sequence[Run]) -> None:
-    for run, colour in zip(runs, _RUNS * len(runs), strict=False):
-        points = thinned(list(zip(run.memory.seconds, run.memory.megabytes, strict=True)), max)
-        xs, ys = zip(*points, strict=True)
-        axes.plot(xs, ys, color=colour, linewidth=1.2, label=run.name)
-        if len(runs) == 1:
-            axes.fill_between(xs, ys, color=colour, alpha=0.16, linewidth=0)
-    axes.set_ylim(bottom=0)
-    if len(runs) == 1:
-        _levels(axes, runs[0])
-        heading = title(runs[0].summary, runs[0].memory.budgets)
-    else:
-        axes.legend(frameon=False)
-        heading = "Memory over time"
-    _dress(axes, heading, "seconds", "MB")
+def draw_memory(folder: Path) -> Path:
+    """Draw ``memory.png`` into a run's folder; return where it is.
+
+    Raises:
+        RunFolderError: the folder holds no whole run.
+        PlatformError: Matplotlib is not installed.
+    """
+    run = read_run(folder)
+    path = folder / "memory.png"
+    draw([replace(memory_chart(run), title=run.title)], path)
+    return path
 
 
-def _levels(axes: Any, run: Run) -> None:
-    levels = levels_of(run.summary)
-    top = 1.12 * max([level.megabytes for level in levels] + list(run.memory.megabytes))
-    axes.set_ylim(0, top)
-    for level, place in zip(levels, spread([each.megabytes for each in levels], top), strict=True):
-        axes.axhline(level.megabytes, color=level.colour, linestyle=level.style, linewidth=1.2)
-        words, colour = f"{level.words}  {level.megabytes:,.0f} MB", level.colour
-        axes.text(1.01, place / top, words, transform=axes.transAxes, color=colour, va="center")
+def draw_memory_elsewhere(folder: Path) -> str:
+    """``draw_memory`` in a process of its own; return what went wrong, empty if nothing did."""
+    command = [sys.executable, "-m", "daf.report.picture", str(folder)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    if done.returncode == 0:
+        return ""
+    lines = done.stderr.strip().splitlines()
+    return lines[-1] if lines else f"the drawing process ended with {done.returncode}"
 
 
-def _account(axes: Any, run: Run) -> None:
-    bars = waterfall(run)
-    for row, bar in enumerate(bars):
-        left, width = min(bar.start_bytes, bar.end_bytes) / _MB, abs(bar.nbytes) / _MB
-        axes.barh(row, width, left=left, color=_BARS[bar.kind], height=0.66)
-        axes.text(left + width, row, f" {bar.nbytes / _MB:,.0f} MB", va="center", fontsize=8.5)
-    if run.budget_bytes is not None:
-        axes.axvline(run.budget_bytes / _MB, color=_BUDGET, linewidth=1.6)
-    axes.set_yticks(range(len(bars)), [bar.words for bar in bars])
-    axes.invert_yaxis()
-    _dress(axes, "The account: what the peak is made of", "MB")
+def _be_killed_first() -> None:
+    """Where memory runs out, lose this process first: a picture is worth less than a run."""
+    try:
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    except OSError:
+        return  # not Linux
 
 
-def _plan(axes: Any, run: Run) -> None:
-    """Modules from left to right: grey what plain PyTorch would hold, in colour what was held."""
-    strips = strips_of(run)
-    for column, strip in enumerate(strips):
-        axes.bar(column, strip.plain_bytes / _MB, color="#dfe4e8", width=0.84)
-        bottom = 0.0
-        for cell in strip.cells:
-            height = cell.held_bytes / _MB
-            axes.bar(column, height, bottom=bottom, color=COLOURS[cell.method][1], width=0.84)
-            bottom += height
-    for method in totals_by_method(strips):
-        axes.bar(0, 0, color=COLOURS[method][1], label=COLOURS[method][0])
-    axes.bar(0, 0, color="#dfe4e8", label="plain PyTorch")
-    axes.legend(frameon=False, ncols=4, fontsize=8.5)
-    axes.set_xticks([])
-    _dress(axes, "Saved for backward, by module", f"{len(strips)} modules, first to last", "MB")
+def main(arguments: Sequence[str]) -> int:
+    """Draw for the run named on the command line; return the exit status."""
+    if len(arguments) != 1:
+        print("usage: python -m daf.report.picture RUN", file=sys.stderr)
+        return 2
+    _be_killed_first()
+    try:
+        print(draw_memory(Path(arguments[0])))
+    except (DafError, OSError, ValueError, KeyError) as error:
+        print(f"cannot draw {arguments[0]}: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
-def _training(both: Sequence[Any], runs: Sequence[Run]) -> None:
-    for run, colour in zip(runs, _RUNS * len(runs), strict=False):
-        for axes, key in zip(both, ("loss", "examples_per_s"), strict=True):
-            points = [(float(each["step"]), float(each[key])) for each in run.steps]
-            if points:
-                axes.plot(*zip(*thinned(points, fmean), strict=True), color=colour, label=run.name)
-    if len(runs) > 1:
-        both[0].legend(frameon=False)
-    both[1].set_ylim(bottom=0)
-    _dress(both[0], "Training loss", "step")
-    _dress(both[1], "Throughput", "step", "examples a second")
-
-
-def _noise(axes: Any, noise: Mapping[str, Sequence[Point]]) -> None:
-    for (name, points), colour in zip(noise.items(), (_RUNS[0], _BUDGET), strict=True):
-        axes.plot(*zip(*thinned(points, fmean), strict=True), color=colour, label=name)
-    axes.legend(frameon=False)
-    axes.set_ylim(bottom=0)
-    _dress(axes, "Gradient noise", "step", "variance")
-
-
-def _side_by_side(both: Sequence[Any], runs: Sequence[Run]) -> None:
-    names = [run.name for run in runs]
-    colours = [colour for _, colour in zip(runs, _RUNS * len(runs), strict=False)]
-    both[0].barh(names, [run.above_floor_bytes / _MB for run in runs], color=colours)
-    both[1].barh(names, [run.summary["step_ms_median"] or 0.0 for run in runs], color=colours)
-    _dress(both[0], "Peak above the floor", "MB")
-    _dress(both[1], "A step, median", "ms")
-    for axes in both:
-        axes.invert_yaxis()
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from daf.core.units import format_bytes
-from daf.report.markup import Markup, element, joined
+from daf.report.markup import Markup, element, joined, table
 from daf.report.runs import Run
-from daf.report.table import table
 from daf.report.treatments import COLOURS, Cell, ModuleStrip, strips_of, totals_by_method
 
 
@@ -128,16 +127,3 @@ def _sizes(cell: Cell) -> tuple[str, str]:
     if not cell.plain_bytes:
         return "shared", "shared"
     return format_bytes(cell.plain_bytes), format_bytes(cell.held_bytes)
-
-
-def treatment_style() -> str:
-    """CSS that colours cells and swatches by treatment, on light and on dark paper."""
-
-    def rules(shade: int) -> str:
-        return "".join(
-            f".cell.{method.value},.swatch.treated.{method.value}{{background:{colours[shade]}}}"
-            for method, colours in COLOURS.items()
-        )
-
-    dark = f"{rules(2)}.cell{{color:#12171c}}"
-    return f"{rules(1)}@media (prefers-color-scheme: dark){{{dark}}}"

@@ -9,9 +9,34 @@ from pathlib import Path
 from typing import Any
 
 from daf.core.errors import RunFolderError
-from daf.report.memory_picture import Memory, read_memory
+from daf.report.scale import Point
 
 Record = Mapping[str, Any]
+Budgets = Sequence[tuple[float, float | None]]  # (seconds, megabytes; None: none from then on)
+_MB = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What ``memory.jsonl`` holds: samples in megabytes, marks as (seconds, label), budgets.
+
+    ``budgets`` is empty for a budget that never moved.
+    """
+
+    seconds: Sequence[float]
+    megabytes: Sequence[float]
+    marks: Sequence[tuple[float, str]]
+    budgets: Budgets = ()
+
+    @property
+    def points(self) -> list[Point]:
+        """Samples as (seconds, megabytes)."""
+        return list(zip(self.seconds, self.megabytes, strict=True))
+
+    @property
+    def budget_moved(self) -> bool:
+        """True if there was more than one budget."""
+        return len({size for _, size in self.budgets}) > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +52,36 @@ class Run:
     steps: Sequence[Record]
     plan: Record | None
     sites: Sequence[Record]
+
+    @property
+    def title(self) -> str:
+        """How the run kept its budget, in a sentence."""
+        summary = self.summary
+        what = f"{summary['model']} on {str(summary['data']).partition(':')[0]}"
+        peak = summary["peak_bytes"] / _MB
+        sizes = sorted(size for _, size in self.memory.budgets if size is not None)
+        if self.memory.budget_moved and sizes:
+            return f"{what} followed a budget between {sizes[0]:,.0f} and {sizes[-1]:,.0f} MB"
+        if self.budget_bytes is None:
+            return f"{what}, trained plainly, peaked at {peak:,.0f} MB"
+        budget = self.budget_bytes / _MB
+        if peak <= budget:
+            return f"{what} stayed {budget - peak:,.0f} MB below its budget of {budget:,.0f} MB"
+        return f"{what} passed its budget of {budget:,.0f} MB by {peak - budget:,.0f} MB"
+
+    @property
+    def whose_memory(self) -> str:
+        """Whose the peak is: the process's, or what PyTorch reserved on a device."""
+        device = self.summary.get("device", "cpu")
+        return "the whole process" if device == "cpu" else f"PyTorch on {device}"
+
+    def points_of(self, key: str) -> list[Point]:
+        """(step, value) of every step whose record has a value for ``key``."""
+        return [
+            (float(record["step"]), float(record[key]))
+            for record in self.steps
+            if record.get(key) is not None
+        ]
 
     @property
     def budget_bytes(self) -> int | None:
@@ -92,6 +147,30 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
         read_run(folder, str(folder) if names.count(path.name) > 1 else None)
         for folder, path in zip(folders, resolved, strict=True)
     ]
+
+
+def read_memory(path: Path) -> Memory:
+    """Read a memory log.
+
+    Raises:
+        ValueError: it holds no sample.
+    """
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    samples = sorted(
+        (line["seconds"], line["resident_bytes"] / _MB)
+        for line in lines
+        if "resident_bytes" in line
+    )
+    if not samples:
+        raise ValueError(f"{path} holds no sample")
+    marks = sorted((line["seconds"], line["mark"]) for line in lines if "mark" in line)
+    budgets = [
+        (max(0.0, line["seconds"]), None if size is None else size / _MB)
+        for line in lines
+        for size in [line.get("budget_bytes")]
+        if "budget_bytes" in line
+    ]
+    return Memory([at for at, _ in samples], [size for _, size in samples], marks, budgets)
 
 
 def _records(path: Path) -> list[Record]:

@@ -1,4 +1,4 @@
-"""From values to places and labels: round ticks, and series thinned to what a screen can show."""
+"""From values to places and labels: round ticks, thinned series, labels that do not overlap."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from itertools import pairwise
 
 _ROUND = (1.0, 2.0, 2.5, 5.0, 10.0)
 _MOST_POINTS = 480
+_LABEL_HEIGHT = 0.055  # of a chart's height
 
 Point = tuple[float, float]
 
@@ -43,3 +44,19 @@ def thinned(
     edges = [round(index * len(points) / most) for index in range(most + 1)]
     groups = [points[start:end] for start, end in pairwise(edges)]
     return [(group[-1][0], summary([y for _, y in group])) for group in groups]
+
+
+def spread(heights: Sequence[float], top: float) -> list[float]:
+    """Places for labels at rising ``heights``: where they would overlap, around their middle."""
+    gap = _LABEL_HEIGHT * top
+    groups: list[list[float]] = []
+    for height in heights:
+        groups.append([height])
+        while len(groups) > 1 and _places(groups[-1], gap)[0] < _places(groups[-2], gap)[-1] + gap:
+            groups[-2:] = [groups[-2] + groups[-1]]
+    return [place for group in groups for place in _places(group, gap)]
+
+
+def _places(group: Sequence[float], gap: float) -> list[float]:
+    lowest = sum(group) / len(group) - gap * (len(group) - 1) / 2
+    return [lowest + gap * i for i in range(len(group))]

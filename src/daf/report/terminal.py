@@ -12,8 +12,7 @@ from rich.text import Text
 from daf.core.units import format_bytes
 from daf.report.account import waterfall
 from daf.report.comparison import COLUMNS, findings, row
-from daf.report.memory_picture import title
-from daf.report.noise import ADDED, last_noise, points_of
+from daf.report.run_charts import ADDED, last_noise
 from daf.report.runs import Run
 from daf.report.scale import number, thinned
 from daf.report.treatments import COLOURS, strips_of, totals_by_method
@@ -47,20 +46,19 @@ def _comparison(runs: Sequence[Run]) -> RenderableType:
 
 
 def _one(run: Run) -> RenderableType:
-    heading = Text(f"{run.name}: {title(run.summary, run.memory.budgets)}", style="bold")
+    heading = Text(f"{run.name}: {run.title}", style="bold")
     return Group(heading, _lines(run), Text(), _account(run), Text(), *_plan(run), Text())
 
 
 def _lines(run: Run) -> Table:
     grid = Table.grid(padding=(0, 2))
-    memory = list(zip(run.memory.seconds, run.memory.megabytes, strict=True))
-    heights = [size for _, size in thinned(memory, max, _LINE_WIDTH)]
+    heights = [size for _, size in thinned(run.memory.points, max, _LINE_WIDTH)]
     most = max([*heights, (run.budget_bytes or 0) / 1e6])
     seconds = f"{run.memory.seconds[-1]:.0f} s"
     grid.add_row("memory", spark(heights, 0.0, most), f"0 to {most:,.0f} MB, {seconds}")
     told = (("loss", "loss"), ("examples_per_s", "examples/s"), (ADDED, "noise of codes"))
     for key, name in told:
-        points = points_of(run, key)
+        points = run.points_of(key)
         if points:
             values = [value for _, value in thinned(points, fmean, _LINE_WIDTH)]
             low, high = min(values), max(values)

@@ -10,7 +10,7 @@
 ``plan.json``          the plan it ended with: policy, reasons, the account of its peak
 ``sensitivity.json``   what each site's code adds to the gradient, for other runs of the model
 ``sites.jsonl``        one line for every tensor saved in its last step, and what was done to it
-``memory.png``         ``memory.jsonl`` as a picture
+``memory.png``         ``memory.jsonl`` as a picture, where Matplotlib is installed
 ``history.pickle``     who asked for memory in one step, if recorded, for pytorch.org/memory_viz
 =====================  ==========================================================
 """

@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from daf.report.child import draw_memory_picture
-from daf.report.memory_picture import levels_of, read_memory, spread, title
+from daf.core.errors import PlatformError
+from daf.report.picture import draw_memory, draw_memory_elsewhere
+from daf.report.run_charts import levels_of
+from daf.report.runs import Memory, Run, read_memory
+from daf.report.scale import spread
 
 SUMMARY = {
     "model": "resnet18",
@@ -35,6 +38,10 @@ def run(tmp_path: Path) -> Path:
     ]
     (tmp_path / "memory.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return tmp_path
+
+
+def title(summary: dict[str, Any], budgets: Any = ()) -> str:
+    return Run("run", summary, Memory([0.0], [1.0], [], budgets), [], None, []).title
 
 
 def test_the_title_says_how_the_budget_was_kept() -> None:
@@ -61,22 +68,22 @@ def red_columns(path: Path, rows: slice) -> int:
 
 
 def test_a_budget_that_moved_is_drawn_as_steps(run: Path) -> None:
-    assert draw_memory_picture(run) == ""
+    assert draw_memory_elsewhere(run) == ""
     level = red_columns(run / "memory.png", slice(0.5, 0.9))
     with (run / "memory.jsonl").open("a") as log:
         for seconds, budget in ((-0.5, 600), (1.0, 250), (3.5, 600)):
             log.write(json.dumps({"seconds": seconds, "budget_bytes": budget * 10**6}) + "\n")
     assert read_memory(run / "memory.jsonl").budgets == [(0.0, 600), (1.0, 250), (3.5, 600)]
-    assert draw_memory_picture(run) == ""
+    assert draw_memory_elsewhere(run) == ""
     # In the lower half of the picture there is red only while the budget was low.
     assert level == 0
     assert red_columns(run / "memory.png", slice(0.5, 0.9)) > 200
 
 
 def test_levels_are_those_that_the_run_has_lowest_first() -> None:
-    assert [level.megabytes for level in levels_of(SUMMARY)] == [300, 550, 560, 600]
+    assert [level.value for level in levels_of(SUMMARY)] == [300, 550, 560, 600]
     plain = SUMMARY | {"budget_bytes": None, "predicted_peak_bytes": None}
-    assert [level.words for level in levels_of(plain)] == ["floor", "measured peak"]
+    assert [level.name for level in levels_of(plain)] == ["floor", "measured peak"]
 
 
 def test_labels_never_overlap_and_move_only_where_they_must() -> None:
@@ -95,12 +102,9 @@ def test_samples_and_marks_come_in_order(run: Path) -> None:
 
 
 def test_the_picture_is_drawn_without_torch(run: Path) -> None:
-    script = Path(sys.modules[draw_memory_picture.__module__].__file__ or "").with_name(
-        "memory_picture.py"
-    )
     check = (
         "import runpy, sys; sys.argv = ['x', sys.argv[1]]\n"
-        f"try: runpy.run_path({str(script)!r}, run_name='__main__')\n"
+        "try: runpy.run_module('daf.report.picture', run_name='__main__')\n"
         "except SystemExit as done: print(done.code, 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", check, str(run)], capture_output=True, text=True)
@@ -109,15 +113,23 @@ def test_the_picture_is_drawn_without_torch(run: Path) -> None:
 
 
 def test_the_picture_has_the_levels_in_it(run: Path) -> None:
-    assert draw_memory_picture(run) == ""
+    assert draw_memory_elsewhere(run) == ""
     pixels = np.asarray(Image.open(run / "memory.png").convert("RGB")).reshape(-1, 3)
     colours = {tuple(pixel) for pixel in np.unique(pixels, axis=0).tolist()}
-    for colour in ((0xC0, 0x39, 0x2B), (0xD9, 0x8C, 0x1F), (0x2A, 0x78, 0xB8)):
+    for colour in ((0xC0, 0x39, 0x2B), (0xB2, 0x6A, 0x00), (0x2A, 0x78, 0xB8)):
         assert colour in colours
 
 
+def test_without_matplotlib_it_is_said_what_to_install(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(PlatformError, match=r"pip install 'daf-train\[pictures\]'"):
+        draw_memory(run)
+
+
 def test_what_went_wrong_with_a_picture_is_told(tmp_path: Path) -> None:
-    assert "summary.json" in draw_memory_picture(tmp_path)
+    assert "summary.json" in draw_memory_elsewhere(tmp_path)
     (tmp_path / "summary.json").write_text(json.dumps(SUMMARY))
     (tmp_path / "memory.jsonl").write_text("")
-    assert "holds no sample" in draw_memory_picture(tmp_path)
+    assert "holds no sample" in draw_memory_elsewhere(tmp_path)

@@ -1,0 +1,183 @@
+"""The charts of a run, or of several beside each other, as values: what the page and a PNG show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from daf.report.account import Bar, waterfall
+from daf.report.chart import BarChart, LevelLine, LineChart, Series, Shade
+from daf.report.runs import Budgets, Run
+from daf.report.scale import Point, thinned
+from daf.report.treatments import COLOURS, strips_of, totals_by_method
+
+ADDED, OWN = "added_variance", "batch_variance"  # of the gradient: squared lengths
+_NOISE_STYLES = {"the batch's own": (OWN, "memory"), "added by codes": (ADDED, "budget")}
+# Key of the summary, name, style.
+_LEVELS = (
+    ("floor_bytes", "floor", "floor"),
+    ("peak_bytes", "measured peak", "memory"),
+    ("predicted_peak_bytes", "predicted peak", "predicted"),
+    ("budget_bytes", "budget", "budget"),
+)
+_PHASES = {"profile": "measuring", "evaluate": "testing"}
+_SMOOTHED_FROM_STEPS = 20
+_STYLES_OF_RUNS = 6
+_MB = 1e6
+
+
+def charts_of(runs: Sequence[Run]) -> list[LineChart | BarChart]:
+    """Everything that one picture of the runs shows, in the page's order."""
+    if len(runs) > 1:
+        return [memory_of_all(runs), *peaks_and_steps(runs), *losses_of_all(runs)]
+    return [
+        memory_chart(runs[0]),
+        account_chart(runs[0]),
+        *treatment_chart(runs[0]),
+        *training_charts(runs[0]),
+    ]
+
+
+def memory_chart(run: Run) -> LineChart:
+    """Memory over time, against floor, peaks and the budget as it moved."""
+    memory = run.memory
+    series = [
+        Series(f"memory of {run.whose_memory}", thinned(memory.points, max), "memory", filled=True)
+    ]
+    levels = levels_of(run.summary)
+    if memory.budget_moved:  # the peaks of different budgets say nothing beside the last of them
+        series += _budget_series(memory.budgets, memory.seconds[-1])
+        levels = [level for level in levels if level.name == "floor"]
+    title = "Memory over time, against the budget" if run.budget_bytes else "Memory over time"
+    return LineChart(title, "seconds", "MB", series, levels, _shades(run))
+
+
+def levels_of(summary: Mapping[str, Any]) -> list[LevelLine]:
+    """The levels that a run has (megabytes), lowest first."""
+    found = [
+        LevelLine(name, summary[key] / _MB, style)
+        for key, name, style in _LEVELS
+        if summary.get(key) is not None
+    ]
+    return sorted(found, key=lambda level: level.value)
+
+
+def _budget_series(budgets: Budgets, end_s: float) -> list[Series]:
+    """The budget as steps; a stretch without one is a gap between two lines."""
+    stretches: list[list[Point]] = [[]]
+    for at, size in budgets:
+        if size is None:
+            stretches[-1] += [(at, stretches[-1][-1][1])] if stretches[-1] else []
+            stretches.append([])
+        else:
+            stretches[-1].append((at, size))
+    if stretches[-1]:
+        stretches[-1].append((end_s, stretches[-1][-1][1]))
+    return [Series("budget", each, "budget", stepped=True) for each in stretches if each]
+
+
+def _shades(run: Run) -> list[Shade]:
+    memory = run.memory
+    ends = [at for at, _ in memory.marks[1:]] + [memory.seconds[-1]]
+    return [
+        Shade(_PHASES[label], start, end, label)
+        for (start, label), end in zip(memory.marks, ends, strict=True)
+        if label in _PHASES
+    ]
+
+
+def account_chart(run: Run) -> BarChart:
+    """The terms of the peak, one on top of the other, on one scale with the budget."""
+    return BarChart("The account: what the peak is made of", waterfall(run), run.budget_bytes)
+
+
+def treatment_chart(run: Run) -> list[BarChart]:
+    """What is saved for backward, a bar for each treatment; none without records of the plan."""
+    bars = [
+        Bar(COLOURS[method][0], method.value, 0, held)
+        for method, (_, _, held) in totals_by_method(strips_of(run)).items()
+    ]
+    return [BarChart("Saved for backward, by treatment", bars)] if bars else []
+
+
+def training_charts(run: Run) -> list[LineChart]:
+    """Loss, throughput and, where it was measured, gradient noise; none below two steps."""
+    if len(run.steps) < 2:
+        return []
+    rates = curve(run, "examples_per_s", "run-2")
+    return [
+        LineChart("Training loss", "step", "loss", curve(run, "loss", "memory"), low=None),
+        LineChart("Throughput", "step", "examples a second", rates),
+        *noise_chart(run),
+    ]
+
+
+def noise_chart(run: Run) -> list[LineChart]:
+    """The gradient noise that codes add, beside the batch's own; none unless both are known."""
+    series = [
+        Series(name, thinned(run.points_of(key), fmean), style)
+        for name, (key, style) in _NOISE_STYLES.items()
+    ]
+    if any(len(each.points) < 2 for each in series):
+        return []
+    title = "Gradient noise: what codes add, beside the batch's own"
+    return [LineChart(title, "step", "variance", series)]
+
+
+def last_noise(run: Run) -> float | None:
+    """Added variance over the batch's own, as it was last; None if it was not measured."""
+    added, own = run.points_of(ADDED), run.points_of(OWN)
+    return added[-1][1] / own[-1][1] if added and own and own[-1][1] else None
+
+
+def curve(run: Run, key: str, style: str, name: str | None = None) -> list[Series]:
+    """A quantity over steps; where there are many, faint as it was and plain as a running mean."""
+    points = run.points_of(key)
+    if not points:
+        return []
+    title = name or key.replace("_", " ").replace(" per s", " a second")
+    if len(points) < _SMOOTHED_FROM_STEPS:
+        return [Series(title, points, style)]
+    window = max(5, len(points) // 20)
+    smooth = [
+        (x, fmean(value for _, value in points[max(0, index + 1 - window) : index + 1]))
+        for index, (x, _) in enumerate(points)
+    ]
+    return [
+        Series(f"{title}, each step", thinned(points, fmean), f"faint {style}"),
+        Series(f"{title}, mean of {window}", thinned(smooth, fmean), style),
+    ]
+
+
+def memory_of_all(runs: Sequence[Run]) -> LineChart:
+    """Memory over time, a line for each run."""
+    series = [
+        Series(run.name, thinned(run.memory.points, max), style) for run, style in _styled(runs)
+    ]
+    return LineChart("Memory over time", "seconds", "MB", series)
+
+
+def losses_of_all(runs: Sequence[Run]) -> list[LineChart]:
+    """Training loss, a line for each run that made two steps; none where no run did."""
+    series = [
+        each
+        for run, style in _styled(runs)
+        if len(run.steps) > 1
+        for each in curve(run, "loss", style, run.name)[-1:]
+    ]
+    return [LineChart("Training loss", "step", "loss", series, low=None)] if series else []
+
+
+def peaks_and_steps(runs: Sequence[Run]) -> list[BarChart]:
+    """A bar for each run: its peak above the floor, and its median step."""
+    peaks = [Bar(run.name, style, 0, run.above_floor_bytes) for run, style in _styled(runs)]
+    steps = [
+        Bar(run.name, style, 0, round(run.summary["step_ms_median"] or 0))
+        for run, style in _styled(runs)
+    ]
+    return [BarChart("Peak above the floor", peaks), BarChart("A step, median", steps, unit="ms")]
+
+
+def _styled(runs: Sequence[Run]) -> list[tuple[Run, str]]:
+    return [(run, f"run-{index % _STYLES_OF_RUNS}") for index, run in enumerate(runs)]
