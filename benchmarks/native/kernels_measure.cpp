@@ -21,7 +21,7 @@ namespace {
 
 constexpr uint64_t key = 7;
 constexpr double least_timed_ns = 50'000;        // shorter calls are repeated
-constexpr uint64_t stream_from_bytes = 8 << 20;  // as bind.cpp decides
+constexpr uint64_t stream_from_bytes = 8 << 20;  // as bindings/kernels.cpp decides
 constexpr size_t random_values = 1 << 20;
 
 using Clock = std::chrono::steady_clock;
@@ -42,11 +42,11 @@ int repeats_for(const std::function<void()>& call) {
 template <class Range>
 void on_threads(const Range& range, uint64_t count, int threads) {
   run_ranges(
-      [](const void* opaque, size_t first, size_t last) {
-        (*static_cast<const Range*>(opaque))(first, last);
+      [&](size_t first, size_t last) {
+        range(first, last);
         return true;
       },
-      &range, block_count(count), threads);
+      block_count(count), threads);
 }
 
 uint64_t end_of(size_t last_block, uint64_t count) {
@@ -79,6 +79,9 @@ class Workbench {
         planes_(kernel.bits * words_per_block * block_count(kernel.count)),
         headers_(2 * block_count(kernel.count)),
         levels_(size_t{1} << kernel.bits, 0.5f) {
+    const size_t plane_words = words_per_block * block_count(kernel.count);
+    for (int plane = 0; plane < kernel.bits; ++plane)
+      starts_.push_back(planes_.data() + plane * plane_words);
     fill();
     encode();
   }
@@ -107,61 +110,66 @@ class Workbench {
       }
   }
 
-  template <class Job>
-  void spread(const Job& job, Kernel<Job> kernel) {
-    on_threads([&](size_t first, size_t last) { kernel(job, first, last); }, kernel_.count,
-               kernel_.threads);
-  }
-
-  Source source() { return {values_.data(), ElementType::float32, kernel_.count, {}}; }
-
-  Target target() {
-    const bool stream = 4 * kernel_.count >= stream_from_bytes;
-    return {decoded_.data(), ElementType::float32, kernel_.count, {}, nullptr, false, stream};
-  }
-
   void encode() {
+    Job job = code();
+    job.source.data = values_.data();
     if (kernel_.codec == "rotated")
-      spread<EncodeRotated>({source(), kernel_.bits, 1, key, planes_.data(), headers_.data(),
-                             kernel_.thresholds, kernel_.levels},
-                            table_->encode_rotated);
+      spread(job, table_->encode_rotated);
     else if (kernel_.codec == "minmax")
-      spread<EncodeMinmax>({source(), kernel_.bits, key, planes_.data(), headers_.data()},
-                           table_->encode_minmax);
+      spread(job, table_->encode_minmax);
     else if (kernel_.codec == "mask")
-      spread<EncodeMask>({source(), Predicate::above, 0, 0, planes_.data()}, table_->encode_mask);
+      spread(job, table_->encode_mask);
     else if (kernel_.codec == "derivative")
-      spread<EncodeDerivative>({source(), kernel_.bits, kernel_.borders, planes_.data()},
-                               table_->encode_derivative);
+      spread(job, table_->encode_derivative);
     else if (kernel_.codec == "integers")
-      spread<EncodeIntegers>({values_.data(), 4, kernel_.count, kernel_.bits, 0, planes_.data()},
-                             table_->encode_integers);
+      spread(job, table_->encode_integers);
     else
       throw std::invalid_argument("no codec " + kernel_.codec);
   }
 
   void decode() {
+    Job job = code();
+    job.target.data = decoded_.data();
+    job.target.stream = 4 * kernel_.count >= stream_from_bytes;
+    job.table = levels_.data();
     if (kernel_.codec == "rotated")
-      spread<DecodeRotated>({target(), kernel_.bits, 1, key, planes_.data(), headers_.data(),
-                             kernel_.levels, 1.0f / 2048},
-                            table_->decode_rotated);
+      spread(job, table_->decode_rotated);
     else if (kernel_.codec == "minmax")
-      spread<DecodeMinmax>({target(), kernel_.bits, planes_.data(), headers_.data()},
-                           table_->decode_minmax);
+      spread(job, table_->decode_minmax);
     else if (kernel_.codec == "mask")
-      spread<DecodeMask>({target(), planes_.data(), 0, 1}, table_->decode_mask);
+      spread(job, table_->decode_mask);
     else if (kernel_.codec == "derivative")
-      spread<DecodeDerivative>({target(), kernel_.bits, levels_.data(), planes_.data()},
-                               table_->decode_derivative);
+      spread(job, table_->decode_derivative);
     else
-      spread<DecodeIntegers>({planes_.data(), kernel_.count, kernel_.bits, 0, decoded_.data(), 4},
-                             table_->decode_integers);
+      spread(job, table_->decode_integers);
+  }
+
+  Job code() {
+    Job job;
+    job.count = kernel_.count;
+    job.bits = kernel_.bits;
+    job.planes = starts_.data();
+    job.headers = headers_.data();
+    job.key = key;
+    job.thresholds = kernel_.thresholds;
+    job.levels = kernel_.levels;
+    job.level_factor = 1.0f / 2048;
+    job.high = 1;  // of a decoded mask: what a set bit stands for
+    job.table = kernel_.borders;
+    job.item_bytes = 4;
+    return job;
+  }
+
+  void spread(const Job& job, Kernel kernel) {
+    on_threads([&](size_t first, size_t last) { kernel(job, first, last); }, kernel_.count,
+               kernel_.threads);
   }
 
   const KernelCase kernel_;
   const KernelTable* table_;
   AlignedFloats values_, decoded_;
   std::vector<uint32_t> planes_;
+  std::vector<uint32_t*> starts_;
   std::vector<uint16_t> headers_;
   std::vector<float> levels_;
 };

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "arguments/kernel_arguments.h"
+#include "arguments/job.h"
 
 namespace daf {
 

@@ -6,10 +6,7 @@
 namespace daf {
 
 void bind_allocator(nanobind::module_& module);
-void bind_measure(nanobind::module_& module);  // ranges and sums
-void bind_norm(nanobind::module_& module);
-void bind_pages(nanobind::module_& module);
+void bind_kernels(nanobind::module_& module);
 void bind_pool(nanobind::module_& module);
-void bind_rows(nanobind::module_& module);
 
 }  // namespace daf

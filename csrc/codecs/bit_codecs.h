@@ -6,13 +6,13 @@
 
 namespace {
 
-inline bool encode_mask_range(const EncodeMask& job, size_t first, size_t last) {
-  Reader reader(job.source);
+inline bool encode_mask_range(const Job& job, size_t first, size_t last) {
+  Reader reader(job);
   const auto low = V::set(job.low), high = V::set(job.high);
   for (size_t index = first; index < last; ++index) {
     Block block;
     reader.read(block, index);
-    uint16_t* row = plane_block(job.words, 0, 0, index);
+    uint16_t* row = plane_block(job, 0, index);
     DAF_EACH_VECTOR {
       const auto x = block.x[t];
       const uint16_t outside =
@@ -25,12 +25,12 @@ inline bool encode_mask_range(const EncodeMask& job, size_t first, size_t last) 
   return true;
 }
 
-inline bool decode_mask_range(const DecodeMask& job, size_t first, size_t last) {
-  Writer writer(job.target);
-  const auto on = canonical(V::set(job.on_value)), off = canonical(V::set(job.off_value));
+inline bool decode_mask_range(const Job& job, size_t first, size_t last) {
+  Writer writer(job);
+  const auto on = canonical(V::set(job.high)), off = canonical(V::set(job.low));
   for (size_t index = first; index < last; ++index) {
     Block block;
-    const uint16_t* row = plane_block(job.words, 0, 0, index);
+    const uint16_t* row = plane_block(job, 0, index);
     DAF_EACH_VECTOR block.x[t] = V::select(V::mask_from(load_half(row + t)), on, off);
     writer.write(block, index);
   }
@@ -68,10 +68,9 @@ DAF_INLINE V::I count_below(V::F x, const BorderTree& tree) {
   return V::add_integer(place, V::set_integer(0u - (1u << tree.bits)));
 }
 
-inline bool encode_derivative_range(const EncodeDerivative& job, size_t first, size_t last) {
-  const size_t blocks = block_count(job.source.count);
-  const BorderTree tree(job.borders, job.bits);
-  Reader reader(job.source);
+inline bool encode_derivative_range(const Job& job, size_t first, size_t last) {
+  const BorderTree tree(job.table, job.bits);
+  Reader reader(job);
   for (size_t index = first; index < last; ++index) {
     alignas(64) float room[block_elements];
     const float* values = reader.fetch(index, room);
@@ -81,7 +80,7 @@ inline bool encode_derivative_range(const EncodeDerivative& job, size_t first, s
       const auto codes = count_below(V::load(values + V::lanes * t), tree);
       const uint16_t real = real_lanes(valid, t);
       for (int bit = 0; bit < job.bits; ++bit) {
-        uint16_t* row = plane_block(job.planes, blocks, job.bits - 1 - bit, index);
+        uint16_t* row = plane_block(job, job.bits - 1 - bit, index);
         store_half(row + t, V::mask_bits(V::any_bit(codes, 1u << bit)) & real);
       }
     }
@@ -89,17 +88,16 @@ inline bool encode_derivative_range(const EncodeDerivative& job, size_t first, s
   return true;
 }
 
-inline bool decode_derivative_range(const DecodeDerivative& job, size_t first, size_t last) {
-  const size_t blocks = block_count(job.target.count);
+inline bool decode_derivative_range(const Job& job, size_t first, size_t last) {
   alignas(64) float levels[256];
-  for (int i = 0; i < 256; ++i) levels[i] = job.levels[i & ((1 << job.bits) - 1)];
-  Writer writer(job.target);
+  for (int i = 0; i < 256; ++i) levels[i] = job.table[i & ((1 << job.bits) - 1)];
+  Writer writer(job);
   for (size_t index = first; index < last; ++index) {
     Block block;
     for (int t = 0; t < block_vectors; ++t) {
       auto codes = V::set_integer(0);
       for (int bit = 0; bit < job.bits; ++bit) {
-        const uint16_t* row = plane_block(job.planes, blocks, job.bits - 1 - bit, index);
+        const uint16_t* row = plane_block(job, job.bits - 1 - bit, index);
         codes = V::add_where(codes, V::mask_from(load_half(row + t)), 1u << bit);
       }
       block.x[t] = canonical(look_up(levels, job.bits, codes));
@@ -141,17 +139,16 @@ void write_items(void* to, size_t valid, uint64_t base, const Halves& halves) {
 }
 
 template <class Item>
-bool encode_integers_of(const EncodeIntegers& job, size_t first, size_t last) {
-  const size_t blocks = block_count(job.count);
+bool encode_integers_of(const Job& job, size_t first, size_t last) {
   for (size_t index = first; index < last; ++index) {
     Halves halves = {};
     const uint64_t place = index * block_elements, left = job.count - place;
     const size_t valid = left < block_elements ? size_t(left) : block_elements;
-    const char* from = static_cast<const char*>(job.source) + place * sizeof(Item);
+    const char* from = static_cast<const char*>(job.source.data) + place * sizeof(Item);
     const uint64_t all = read_differences<Item>(from, valid, job.base, halves);
     if (job.bits < 64 && all >> job.bits) return false;
     for (int bit = 0; bit < job.bits; ++bit) {
-      uint16_t* row = plane_block(job.planes, blocks, job.bits - 1 - bit, index);
+      uint16_t* row = plane_block(job, job.bits - 1 - bit, index);
       const uint32_t* half = bit < 32 ? halves.low : halves.high;
       DAF_EACH_VECTOR store_half(
           row + t, V::mask_bits(V::any_bit(V::load(half + V::lanes * t), 1u << bit % 32)));
@@ -161,13 +158,12 @@ bool encode_integers_of(const EncodeIntegers& job, size_t first, size_t last) {
 }
 
 template <class Item>
-bool decode_integers_of(const DecodeIntegers& job, size_t first, size_t last) {
-  const size_t blocks = block_count(job.count);
+bool decode_integers_of(const Job& job, size_t first, size_t last) {
   for (size_t index = first; index < last; ++index) {
     Halves halves = {};
     const uint64_t place = index * block_elements, left = job.count - place;
     for (int bit = 0; bit < job.bits; ++bit) {
-      const uint16_t* row = plane_block(job.planes, blocks, job.bits - 1 - bit, index);
+      const uint16_t* row = plane_block(job, job.bits - 1 - bit, index);
       uint32_t* half = bit < 32 ? halves.low : halves.high;
       DAF_EACH_VECTOR {
         const auto set = V::mask_from(load_half(row + t));
@@ -175,7 +171,7 @@ bool decode_integers_of(const DecodeIntegers& job, size_t first, size_t last) {
         V::store(here, V::add_where(V::load(here), set, 1u << bit % 32));
       }
     }
-    char* to = static_cast<char*>(job.destination) + place * sizeof(Item);
+    char* to = static_cast<char*>(job.target.data) + place * sizeof(Item);
     write_items<Item>(to, left < block_elements ? size_t(left) : block_elements, job.base, halves);
   }
   return true;

@@ -29,13 +29,13 @@ DAF_INLINE void fill_padding(Block& block, size_t valid, float filling) {
 // Reads blocks of a source one after the other; padding is 0.
 class Reader {
  public:
-  explicit Reader(const Source& source)
-      : source_(source), rows_(source.affine), emitter_(source.emission) {
-    as_they_are_ = source.type == ElementType::float32 && !rows_.used();
+  explicit Reader(const Job& job)
+      : source_(job.source), count_(job.count), rows_(job.source.affine), emitter_(job) {
+    as_they_are_ = source_.type == ElementType::float32 && !rows_.used();
   }
 
   size_t valid(size_t index) const {
-    const uint64_t left = source_.count - index * block_elements;
+    const uint64_t left = count_ - index * block_elements;
     return left < block_elements ? size_t(left) : block_elements;
   }
 
@@ -44,17 +44,15 @@ class Reader {
   const float* fetch(size_t index, float* room) {
     const float* row = room;
     if (as_they_are_ && valid(index) == block_elements)
-      row = reinterpret_cast<const float*>(locate(index, reinterpret_cast<char*>(room)));
+      row = static_cast<const float*>(source_.data) + index * block_elements;
     else
       copy_any(room, index);
-    if (source_.sums) add_to_sums(row, index);
-    if (source_.emission) emitter_.emit(row, index, valid(index));
+    if (emitter_.used()) emitter_.emit(row, index, valid(index));
     return row;
   }
 
   // Asks for a block of the next batch while this one is worked on; any index will do.
   DAF_MEMBER_INLINE void expect(size_t index) const {
-    if (source_.view.dimensions) return;
     const size_t bytes = block_elements * element_bytes(source_.type);
     const char* from = static_cast<const char*>(source_.data) + index * bytes;
     for (size_t line = 0; line < bytes; line += 64) V::prefetch(from + line);
@@ -73,23 +71,9 @@ class Reader {
     DAF_EACH_VECTOR V::store(room + V::lanes * t, block.x[t]);
   }
 
-  DAF_NEVER_INLINE void add_to_sums(const float* row, size_t index) {
-    enter_block(*source_.sums, index);
-    const SumsPlan& plan = source_.sums->whole->plan;
-    add_block(*source_.sums, plan.channels, plan.slots, row, index * block_elements, valid(index));
-  }
-
-  // The block's elements, one after the other: in the source if they lie so there, else in `room`.
-  const char* locate(size_t index, char* room) const {
-    const char* data = static_cast<const char*>(source_.data);
-    const size_t bytes = element_bytes(source_.type);
-    if (source_.view.dimensions == 0) return data + index * block_elements * bytes;
-    return gather(source_.view, data, bytes, index * block_elements, valid(index), room);
-  }
-
   DAF_NEVER_INLINE void read_any(Block& block, size_t index) {
     const size_t bytes = element_bytes(source_.type), here = valid(index);
-    const char* from = locate(index, gathered_);
+    const char* from = static_cast<const char*>(source_.data) + index * block_elements * bytes;
     if (here < block_elements) from = copy_tail(from, here * bytes);
     load_elements(block, from, source_.type);
     if (rows_.used()) {
@@ -106,11 +90,11 @@ class Reader {
   }
 
   const Source source_;
+  const uint64_t count_;
   AffineRows rows_;
   Emitter emitter_;
   bool as_they_are_;  // float32, no affine
   alignas(64) char tail_[block_elements * 4];
-  alignas(64) char gathered_[block_elements * 4];
 };
 
 // --- out ---------------------------------------------------------------------------------------
@@ -129,12 +113,12 @@ DAF_INLINE void store_elements(const Block& block, void* to, ElementType type) {
 // Writes blocks of a target: affine, accumulate, mask, rounding (docs/format.md, section 7).
 class Writer {
  public:
-  explicit Writer(const Target& target)
-      : target_(target), rows_(target.affine), gradient_(target.gradient) {
-    const bool aligned = reinterpret_cast<uintptr_t>(target.data) % 64 == 0;
-    plain_ = target.type == ElementType::float32 && !rows_.used() && !target.accumulate &&
-             !target.mask && !target.gradient && !target.rows;
-    streams_ = plain_ && target.stream && aligned;
+  explicit Writer(const Job& job)
+      : job_(job), target_(job_.target), rows_(job.target.affine), gradient_(job) {
+    const bool aligned = reinterpret_cast<uintptr_t>(target_.data) % 64 == 0;
+    plain_ = target_.type == ElementType::float32 && !rows_.used() && !target_.accumulate &&
+             !job.mask && !gradient_.used() && !job.row_gradient.length;
+    streams_ = plain_ && target_.stream && aligned;
   }
   ~Writer() {
     if (streams_) V::stream_fence();
@@ -142,7 +126,7 @@ class Writer {
 
   // As Reader::read: the common case inline, the others through memory.
   DAF_MEMBER_INLINE void write(const Block& block, size_t index) {
-    const bool whole = target_.count - index * block_elements >= block_elements;
+    const bool whole = job_.count - index * block_elements >= block_elements;
     if (plain_ && whole) {
       float* to = static_cast<float*>(target_.data) + index * block_elements;
       if (streams_) {
@@ -158,9 +142,9 @@ class Writer {
 
  private:
   DAF_NEVER_INLINE void write_any(Block& block, size_t index) {
-    const uint64_t left = target_.count - index * block_elements;
-    if (target_.gradient) return gradient_.take(block, index, left, target_.mask);
-    if (target_.rows) return take_row_values(*target_.rows, block, left);
+    const uint64_t left = job_.count - index * block_elements;
+    if (gradient_.used()) return gradient_.take(block, index, left);
+    if (job_.row_gradient.length) return take_row_values(job_, block, left);
     const size_t bytes = element_bytes(target_.type);
     char* to = static_cast<char*>(target_.data) + index * block_elements * bytes;
     if (left >= block_elements) {
@@ -188,10 +172,11 @@ class Writer {
     if (rows_.used() || target_.accumulate) {
       DAF_EACH_VECTOR block.x[t] = canonical(block.x[t]);
     }
-    if (target_.mask) apply_mask(block, target_.mask + index * words_per_block);
+    if (job_.mask) apply_mask(block, job_.mask + index * words_per_block);
   }
 
-  const Target target_;
+  const Job job_;
+  const Target& target_;
   AffineRows rows_;
   GradientTaker gradient_;
   bool plain_, streams_;

@@ -1,5 +1,4 @@
-// Ranges and sums of a source on their own; the encoders take sums in passing (block_io.h).
-// And blocks read and written for the sake of what is done in passing.
+// Ranges and sums of a source, and blocks read or written for the sake of an emission.
 // Include after a vector_*.h.
 #pragma once
 
@@ -27,24 +26,33 @@ inline void compare_share(const MeasureRanges& job, Reader& reader, size_t share
 
 // Shares, not blocks, are counted here.
 inline bool measure_ranges_shares(const MeasureRanges& job, size_t first, size_t last) {
-  Reader reader(job.source);
+  Reader reader(job.elements);
   for (size_t share = first; share < last; ++share)
     job.plan.strategy == RangeStrategy::atomics ? compare_share(job, reader, share)
                                                 : measure_share(job, reader, share);
   return true;
 }
 
-// Whoever fetches a block does what the source asks for in passing.
-inline bool read_blocks_range(const ReadBlocks& job, size_t first, size_t last) {
-  Reader reader(job.source);
+DAF_INLINE void add_to_sums(RunningSums& sums, const float* row, size_t index, size_t valid) {
+  enter_block(sums, index);
+  const SumsPlan& plan = sums.whole->plan;
+  add_block(sums, plan.channels, plan.slots, row, index * block_elements, valid);
+}
+
+// Fetching a block carries out the job's emission.
+inline bool read_blocks_range(const Job& job, size_t first, size_t last) {
+  Reader reader(job);
   alignas(64) float room[block_elements];
-  for (size_t index = first; index < last; ++index) reader.fetch(index, room);
+  for (size_t index = first; index < last; ++index) {
+    const float* row = reader.fetch(index, room);
+    if (job.sums) add_to_sums(*job.sums, row, index, reader.valid(index));
+  }
   return true;
 }
 
-inline bool copy_blocks_range(const CopyBlocks& job, size_t first, size_t last) {
-  Reader reader(job.source);
-  Writer writer(job.target);
+inline bool copy_blocks_range(const Job& job, size_t first, size_t last) {
+  Reader reader(job);
+  Writer writer(job);
   for (size_t index = first; index < last; ++index) {
     Block block;
     reader.read(block, index);

@@ -120,10 +120,9 @@ DAF_NEVER_INLINE void write_minmax_tail(const float* row, size_t valid, const Gr
 }
 
 template <int bits>
-bool encode_minmax_range(const EncodeMinmax& job, size_t first, size_t last) {
-  const size_t blocks = block_count(job.source.count);
+bool encode_minmax_range(const Job& job, size_t first, size_t last) {
   const PhiloxKeys keys(job.key);
-  Reader reader(job.source);
+  Reader reader(job);
   Batch batch;
   Grid grids[batch_blocks];
   for (size_t start = first; start < last; start += batch_blocks) {
@@ -142,14 +141,14 @@ bool encode_minmax_range(const EncodeMinmax& job, size_t first, size_t last) {
       uint16_t* rows[bits];
       if (grids[i].finite) {
         const size_t valid = reader.valid(index);
-        plane_rows(rows, job.planes, blocks, index);
+        plane_rows(rows, job, index);
         reader.expect(index + batch_blocks);
         if (valid == block_elements)
           write_minmax_codes<bits, true>(batch.rows[i], valid, grids[i], keys, index, rows);
         else
           write_minmax_tail<bits>(batch.rows[i], valid, grids[i], keys, index, rows);
       } else {
-        clear_planes(job.planes, blocks, bits, index);
+        clear_planes(job, index);
         mark_non_finite(job.headers + 2 * index);
       }
     }
@@ -158,14 +157,13 @@ bool encode_minmax_range(const EncodeMinmax& job, size_t first, size_t last) {
 }
 
 template <int bits>
-bool decode_minmax_range(const DecodeMinmax& job, size_t first, size_t last) {
-  const size_t blocks = block_count(job.target.count);
-  Writer writer(job.target);
+bool decode_minmax_range(const Job& job, size_t first, size_t last) {
+  Writer writer(job);
   for (size_t index = first; index < last; ++index) {
     Block block;
     const uint16_t* rows[bits];
     const uint16_t* header = job.headers + 2 * index;
-    plane_rows(rows, job.planes, blocks, index);
+    plane_rows(rows, job, index);
     if (is_finite_bfloat16(header[0]) && is_finite_bfloat16(header[1])) {
       const auto least = V::set(widen_bfloat16(header[0]));
       const auto step = V::set(widen_bfloat16(header[1]));
@@ -186,16 +184,15 @@ bool decode_minmax_range(const DecodeMinmax& job, size_t first, size_t last) {
 // --- steps: what there is a range of already ---------------------------------------------------
 
 template <int bits>
-bool encode_steps_range(const EncodeSteps& job, size_t first, size_t last) {
-  const size_t blocks = block_count(job.source.count);
+bool encode_steps_range(const Job& job, size_t first, size_t last) {
   const PhiloxKeys keys(job.key);
-  Reader reader(job.source);
+  Reader reader(job);
   alignas(64) float room[block_elements];
   for (size_t index = first; index < last; ++index) {
     const float* row = reader.fetch(index, room);
     const size_t valid = reader.valid(index);
     uint16_t* rows[bits];
-    plane_rows(rows, job.planes, blocks, index);
+    plane_rows(rows, job, index);
     if (valid == block_elements)
       write_minmax_codes<bits, true, true>(row, valid, {}, keys, index, rows);
     else
@@ -205,13 +202,12 @@ bool encode_steps_range(const EncodeSteps& job, size_t first, size_t last) {
 }
 
 template <int bits>
-bool decode_steps_range(const DecodeSteps& job, size_t first, size_t last) {
-  const size_t blocks = block_count(job.target.count);
-  Writer writer(job.target);
+bool decode_steps_range(const Job& job, size_t first, size_t last) {
+  Writer writer(job);
   for (size_t index = first; index < last; ++index) {
     Block block;
     const uint16_t* rows[bits];
-    plane_rows(rows, job.planes, blocks, index);
+    plane_rows(rows, job, index);
     DAF_UNROLLED for (int q = 0; q < 4; ++q) {
       V::I codes[4];
       read_codes<bits>(rows, q, codes);

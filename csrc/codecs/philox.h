@@ -2,7 +2,7 @@
 // Include after a vector_*.h; see docs/format.md, section 3.
 #pragma once
 
-#include "arguments/kernel_arguments.h"
+#include "arguments/job.h"
 
 namespace {
 

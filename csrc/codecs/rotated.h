@@ -158,8 +158,7 @@ DAF_INLINE V::I quantize(const V::Shorts& shorts, const RotatedTables<bits>& tab
 }
 
 // Stage 5: the header's scale; a block of equal values has none, a broken one no codes.
-DAF_INLINE void finish_block(const EncodeRotated& job, const RotatedState& state, size_t i,
-                             size_t blocks, size_t index) {
+DAF_INLINE void finish_block(const Job& job, const RotatedState& state, size_t i, size_t index) {
   uint16_t* header = job.headers + 2 * index;
   const float norm = state.norm[i], product = float(state.product[i]);
   const float scale = norm * (integer_length * scale_unit) / product * state.prescale[i].inverse;
@@ -168,15 +167,14 @@ DAF_INLINE void finish_block(const EncodeRotated& job, const RotatedState& state
   const bool finite = state.prescale[i].finite && norm == norm && is_finite_bfloat16(header[0]) &&
                       is_finite_bfloat16(header[1]);
   if (finite && norm != 0.0f) return;
-  clear_planes(job.planes, blocks, job.bits, index);
+  clear_planes(job, index);
   if (!finite) mark_non_finite(header);
 }
 
 template <int bits>
-bool encode_rotated_range(const EncodeRotated& job, size_t first, size_t last) {
-  const size_t blocks = block_count(job.source.count);
+bool encode_rotated_range(const Job& job, size_t first, size_t last) {
   const RotatedTables<bits> tables(job.thresholds, job.levels);
-  Reader reader(job.source);
+  Reader reader(job);
   Signs signs(job.key, job.rounds);
   Batch batch;
   RotatedState state;
@@ -201,11 +199,11 @@ bool encode_rotated_range(const EncodeRotated& job, size_t first, size_t last) {
     }
     for (size_t i = 0; i < size; ++i) {
       uint16_t* rows[bits];
-      plane_rows(rows, job.planes, blocks, start + i);
+      plane_rows(rows, job, start + i);
       const auto products = quantize<bits>(state.rotated[i], tables, rows);
       state.product[i] = V::reduce_add(products);
     }
-    for (size_t i = 0; i < size; ++i) finish_block(job, state, i, blocks, start + i);
+    for (size_t i = 0; i < size; ++i) finish_block(job, state, i, start + i);
   }
   return true;
 }
@@ -242,17 +240,16 @@ DAF_INLINE void scale_shorts(Block& block, const V::Shorts& shorts, V::F mean, V
 }
 
 template <int kept_bits>
-bool decode_rotated_range(const DecodeRotated& job, size_t first, size_t last) {
-  const size_t blocks = block_count(job.target.count);
+bool decode_rotated_range(const Job& job, size_t first, size_t last) {
   const auto levels = V::load_table(job.levels);
-  Writer writer(job.target);
+  Writer writer(job);
   Signs signs(job.key, job.rounds);
   V::Shorts shorts[batch_blocks];
   for (size_t start = first; start < last; start += batch_blocks) {
     const size_t size = last - start < batch_blocks ? last - start : batch_blocks;
     for (size_t i = 0; i < size; ++i) {
       const uint16_t* rows[kept_bits];
-      plane_rows(rows, job.planes, blocks, start + i);
+      plane_rows(rows, job, start + i);
       V::Shorts here;
       read_levels<kept_bits>(here, rows, levels);
       rotate_back(here, signs.of_block(start + i), job.rounds);

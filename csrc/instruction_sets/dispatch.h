@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "arguments/kernel_arguments.h"
+#include "arguments/job.h"
 
 namespace daf {
 

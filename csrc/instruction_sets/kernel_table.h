@@ -8,42 +8,42 @@
 
 namespace {
 
-inline bool encode_rotated_any(const EncodeRotated& job, size_t first, size_t last) {
-  constexpr Kernel<EncodeRotated> by_bits[] = {encode_rotated_range<1>, encode_rotated_range<2>,
-                                               encode_rotated_range<3>, encode_rotated_range<4>};
+inline bool encode_rotated_any(const Job& job, size_t first, size_t last) {
+  constexpr Kernel by_bits[] = {encode_rotated_range<1>, encode_rotated_range<2>,
+                                encode_rotated_range<3>, encode_rotated_range<4>};
   return by_bits[job.bits - 1](job, first, last);
 }
 
-inline bool decode_rotated_any(const DecodeRotated& job, size_t first, size_t last) {
-  constexpr Kernel<DecodeRotated> by_bits[] = {decode_rotated_range<1>, decode_rotated_range<2>,
-                                               decode_rotated_range<3>, decode_rotated_range<4>};
-  return by_bits[job.kept_bits - 1](job, first, last);
+inline bool decode_rotated_any(const Job& job, size_t first, size_t last) {
+  constexpr Kernel by_bits[] = {decode_rotated_range<1>, decode_rotated_range<2>,
+                                decode_rotated_range<3>, decode_rotated_range<4>};
+  return by_bits[job.bits - 1](job, first, last);
 }
 
 #define DAF_BY_EIGHT_WIDTHS(name) \
   {name<1>, name<2>, name<3>, name<4>, name<5>, name<6>, name<7>, name<8>}
 
-inline bool encode_minmax_any(const EncodeMinmax& job, size_t first, size_t last) {
-  constexpr Kernel<EncodeMinmax> by_bits[] = DAF_BY_EIGHT_WIDTHS(encode_minmax_range);
+inline bool encode_minmax_any(const Job& job, size_t first, size_t last) {
+  constexpr Kernel by_bits[] = DAF_BY_EIGHT_WIDTHS(encode_minmax_range);
   return by_bits[job.bits - 1](job, first, last);
 }
 
-inline bool decode_minmax_any(const DecodeMinmax& job, size_t first, size_t last) {
-  constexpr Kernel<DecodeMinmax> by_bits[] = DAF_BY_EIGHT_WIDTHS(decode_minmax_range);
+inline bool decode_minmax_any(const Job& job, size_t first, size_t last) {
+  constexpr Kernel by_bits[] = DAF_BY_EIGHT_WIDTHS(decode_minmax_range);
   return by_bits[job.bits - 1](job, first, last);
 }
 
-inline bool encode_steps_any(const EncodeSteps& job, size_t first, size_t last) {
-  constexpr Kernel<EncodeSteps> by_bits[] = DAF_BY_EIGHT_WIDTHS(encode_steps_range);
+inline bool encode_steps_any(const Job& job, size_t first, size_t last) {
+  constexpr Kernel by_bits[] = DAF_BY_EIGHT_WIDTHS(encode_steps_range);
   return by_bits[job.bits - 1](job, first, last);
 }
 
-inline bool decode_steps_any(const DecodeSteps& job, size_t first, size_t last) {
-  constexpr Kernel<DecodeSteps> by_bits[] = DAF_BY_EIGHT_WIDTHS(decode_steps_range);
+inline bool decode_steps_any(const Job& job, size_t first, size_t last) {
+  constexpr Kernel by_bits[] = DAF_BY_EIGHT_WIDTHS(decode_steps_range);
   return by_bits[job.bits - 1](job, first, last);
 }
 
-inline bool encode_integers_any(const EncodeIntegers& job, size_t first, size_t last) {
+inline bool encode_integers_any(const Job& job, size_t first, size_t last) {
   switch (job.item_bytes) {
     case 1: return encode_integers_of<int8_t>(job, first, last);
     case 2: return encode_integers_of<int16_t>(job, first, last);
@@ -52,7 +52,7 @@ inline bool encode_integers_any(const EncodeIntegers& job, size_t first, size_t 
   }
 }
 
-inline bool decode_integers_any(const DecodeIntegers& job, size_t first, size_t last) {
+inline bool decode_integers_any(const Job& job, size_t first, size_t last) {
   switch (job.item_bytes) {
     case 1: return decode_integers_of<uint8_t>(job, first, last);
     case 2: return decode_integers_of<uint16_t>(job, first, last);
@@ -75,9 +75,9 @@ constexpr KernelTable make_table(const char* name) {
           decode_derivative_range,
           encode_integers_any,
           decode_integers_any,
-          measure_ranges_shares,
           read_blocks_range,
           copy_blocks_range,
+          measure_ranges_shares,
           measure_rows_range};
 }
 

@@ -43,13 +43,15 @@ DAF_INLINE void store_floats(const Block& block, float* to, size_t valid) {
 
 class Emitter {
  public:
-  explicit Emitter(const Emission* emission)
-      : emission_(emission ? *emission : Emission{}), rows_(emission_.affine) {
+  explicit Emitter(const Job& job)
+      : emission_(job.emission), mask_(job.mask), rows_(emission_.affine) {
     streams_ = emission_.stream && reinterpret_cast<uintptr_t>(emission_.destination) % 64 == 0;
   }
   ~Emitter() {
     if (streams_) V::stream_fence();
   }
+
+  bool used() const { return emission_.destination; }
 
   // Block `index` of normalised values; those from `valid` on are nobody's.
   DAF_NEVER_INLINE void emit(const float* row, size_t index, size_t valid) {
@@ -65,7 +67,7 @@ class Emitter {
       load_floats(addend, emission_.addend + first, valid);
       DAF_EACH_VECTOR block.x[t] = V::add(block.x[t], addend.x[t]);
     }
-    if (emission_.mask) rectify(block, emission_.mask + index * words_per_block, valid);
+    if (mask_) rectify(block, mask_ + index * words_per_block, valid);
     DAF_EACH_VECTOR block.x[t] = canonical(block.x[t]);
     if (streams_ && valid == block_elements) {
       DAF_EACH_VECTOR V::stream(emission_.destination + first + V::lanes * t, block.x[t]);
@@ -89,6 +91,7 @@ class Emitter {
   }
 
   const Emission emission_;
+  uint32_t* const mask_;
   AffineRows rows_;
   bool streams_;
 };
@@ -136,19 +139,23 @@ DAF_INLINE ProductsSlot slot_of(const RunningProducts& all, uint64_t slot) {
 
 class GradientTaker {
  public:
-  explicit GradientTaker(const NormGradient* job)
-      : job_(job ? *job : NormGradient{}),
+  explicit GradientTaker(const Job& job)
+      : job_(job.gradient),
+        mask_(job.mask),
+        sums_(job.sums),
         value_rows_(job_.of_value),
         gradient_rows_(job_.of_gradient) {}
 
+  bool used() const { return job_.gradient; }
+
   // Block `index` of normalised values, of which `left` are the tensor's.
-  DAF_MEMBER_INLINE void take(Block& value, size_t index, uint64_t left, const uint32_t* mask) {
+  DAF_MEMBER_INLINE void take(Block& value, size_t index, uint64_t left) {
     const size_t first = index * block_elements;
     const size_t valid = left < block_elements ? size_t(left) : block_elements;
     Block gradient;
     load_floats(gradient, job_.gradient + first, valid);
-    if (mask) apply_mask(gradient, mask + index * words_per_block);
-    if (job_.sums) return add_to_sums(value, gradient, index, valid);
+    if (mask_) apply_mask(gradient, mask_ + index * words_per_block);
+    if (sums_) return add_to_sums(value, gradient, index, valid);
     value_rows_.move_to(index);
     gradient_rows_.move_to(index);
     apply_affine(value, value_rows_);
@@ -168,12 +175,14 @@ class GradientTaker {
       V::store(room_ + V::lanes * t, gradient.x[t]);
       V::store(room_ + block_elements + V::lanes * t, value.x[t]);
     }
-    enter_block(*job_.sums, index);
-    const SumsPlan& plan = job_.sums->whole->plan;
-    add_block(RunningProducts{*job_.sums}, plan.channels, plan.slots, room_, first, valid);
+    enter_block(*sums_, index);
+    const SumsPlan& plan = sums_->whole->plan;
+    add_block(RunningProducts{*sums_}, plan.channels, plan.slots, room_, first, valid);
   }
 
   const NormGradient job_;
+  const uint32_t* const mask_;
+  RunningSums* const sums_;
   AffineRows value_rows_, gradient_rows_;
   alignas(64) float room_[2 * block_elements];
 };

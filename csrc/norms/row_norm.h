@@ -96,7 +96,7 @@ class RowTaker {
     each_vector_of_row(length_, [&](size_t place, auto lanes) {
       const auto value = load_part(values + place, lanes);
       const auto given = load_part(gradient_ + place, lanes);
-      if (job_.sums) {
+      if (job_.beta) {
         add_to(beta_ + place, given);
         add_to(gamma_ + place, V::multiply(given, value));
       }
@@ -139,8 +139,9 @@ class RowTaker {
 };
 
 // A block of normalised values, of which `left` are the tensor's: rows that are whole are done.
-DAF_NEVER_INLINE void take_row_values(const RowGradient& job, const Block& block, uint64_t left) {
-  RunningRows& running = *job.running;
+DAF_NEVER_INLINE void take_row_values(const Job& all, const Block& block, uint64_t left) {
+  const RowGradient& job = all.row_gradient;
+  RunningRows& running = *all.running_rows;
   const size_t length = running.whole->plan.length;
   DAF_EACH_VECTOR V::store(running.values + running.filled + V::lanes * t, block.x[t]);
   running.filled += left < block_elements ? size_t(left) : block_elements;

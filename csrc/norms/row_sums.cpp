@@ -4,7 +4,7 @@
 #include <cmath>
 #include <limits>
 
-#include "arguments/kernel_arguments.h"
+#include "arguments/job.h"
 #include "reductions/fold.h"
 #include "threads/threads.h"
 

@@ -8,7 +8,7 @@
 
 #include <atomic>
 
-#include "arguments/kernel_arguments.h"
+#include "arguments/job.h"
 
 namespace daf {
 
@@ -27,7 +27,7 @@ struct RangesPlan {
 };
 
 struct MeasureRanges {
-  Source source;
+  Job elements;  // count and source
   RangesPlan plan;
   std::atomic<uint32_t>* cells;  // one row
   uint32_t* lanes;               // shares × two halves × slots × lanes

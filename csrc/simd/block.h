@@ -7,7 +7,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "arguments/kernel_arguments.h"
+#include "arguments/job.h"
 
 namespace {
 
@@ -86,22 +86,14 @@ DAF_INLINE Prescale prescale_for(float greatest_magnitude) {
 
 // --- planes ------------------------------------------------------------------------------------
 
-template <class Word>
-using Halfword = std::conditional_t<std::is_const_v<Word>, const uint16_t, uint16_t>;
-
-// Where plane p of a tensor keeps block `index`, as 16 halfwords (little-endian words).
-template <class Word>
-DAF_INLINE Halfword<Word>* plane_block(const Planes<Word>& planes, size_t blocks, int plane,
-                                       size_t index) {
-  Word* start =
-      planes.starts ? planes.starts[plane] : planes.first + plane * blocks * words_per_block;
-  return reinterpret_cast<Halfword<Word>*>(start + index * words_per_block);
+// Where a plane keeps block `index`, as 16 halfwords (little-endian words).
+DAF_INLINE uint16_t* plane_block(const Job& job, int plane, size_t index) {
+  return reinterpret_cast<uint16_t*>(job.planes[plane] + index * words_per_block);
 }
 
-DAF_INLINE void clear_planes(const Planes<uint32_t>& planes, size_t blocks, int bits,
-                             size_t index) {
-  for (int plane = 0; plane < bits; ++plane)
-    std::memset(plane_block(planes, blocks, plane, index), 0, 4 * words_per_block);
+DAF_INLINE void clear_planes(const Job& job, size_t index) {
+  for (int plane = 0; plane < job.bits; ++plane)
+    std::memset(plane_block(job, plane, index), 0, 4 * words_per_block);
 }
 
 DAF_INLINE uint16_t load_half(const uint16_t* from) {
@@ -138,11 +130,9 @@ DAF_INLINE void read_codes(const uint16_t* const (&rows)[bits], int q, V::I (&co
   codes[3] = V::widen_bytes<3>(bytes);
 }
 
-template <int bits, class Half, class Word>
-DAF_INLINE void plane_rows(Half* (&rows)[bits], const Planes<Word>& planes, size_t blocks,
-                           size_t index) {
-  for (int plane = 0; plane < bits; ++plane)
-    rows[plane] = plane_block(planes, blocks, plane, index);
+template <int bits, class Half>
+DAF_INLINE void plane_rows(Half* (&rows)[bits], const Job& job, size_t index) {
+  for (int plane = 0; plane < bits; ++plane) rows[plane] = plane_block(job, plane, index);
 }
 
 DAF_INLINE void mark_non_finite(uint16_t* header) {

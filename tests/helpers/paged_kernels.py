@@ -21,7 +21,8 @@ from daf.core.code_format import (
     words_per_plane,
 )
 from daf.core.policy import Method, Treatment
-from daf.kernels.cpu import flat
+from daf.kernels import PageFields
+from daf.kernels.cpu import paged
 from daf.kernels.triton.planes import DevicePlanes
 
 Words = npt.NDArray[np.int32]
@@ -63,20 +64,25 @@ def read(planes: DevicePlanes, plane: int) -> Words:
     return words
 
 
-def _scratch(planes: DevicePlanes) -> tuple[Words, Words]:
-    words = np.empty((planes.bits, words_per_plane(planes.elements)), np.int32)
-    return words, np.empty(block_count(planes.elements), np.int32)
+def _scratch(planes: DevicePlanes) -> tuple[Words, PageFields]:
+    """A row for each plane and one for the headers, on the processor."""
+    words = np.empty((planes.bits + 1, words_per_plane(planes.elements)), np.int32)
+    return words, PageFields.flat(words.ctypes.data, planes.elements, planes.bits)
 
 
-def _written(planes: DevicePlanes, words: Words, headers: Words) -> None:
+def _written(planes: DevicePlanes, words: Words) -> None:
     for plane in range(planes.kept):
         write(planes, plane, words[plane])
-    write(planes, planes.bits, headers)
+    write(planes, planes.bits, words[planes.bits][: block_count(planes.elements)])
 
 
-def _read(planes: DevicePlanes) -> tuple[Words, Words]:
-    words = np.stack([read(planes, plane) for plane in range(planes.kept)])
-    return words, np.concatenate(pages_of(planes, planes.bits))
+def _read(planes: DevicePlanes) -> tuple[Words, PageFields]:
+    words, fields = _scratch(planes)
+    for plane in range(planes.kept):
+        words[plane] = read(planes, plane)
+    headers = np.concatenate(pages_of(planes, planes.bits))
+    words[planes.bits][: len(headers)] = headers
+    return words, fields
 
 
 def encode_rotated(
@@ -84,10 +90,9 @@ def encode_rotated(
 ) -> None:
     """``gpu.encode_rotated`` of float32."""
     assert affine is None
-    words, headers = _scratch(planes)
-    code = (planes.bits, rounds, key, words.ctypes.data, headers.ctypes.data, 1)
-    flat.encode_rotated(source.data_ptr(), FLOAT32, source.numel(), *code)
-    _written(planes, words, headers)
+    words, fields = _scratch(planes)
+    paged.encode_rotated(source.data_ptr(), FLOAT32, fields, rounds, key, 1)
+    _written(planes, words)
 
 
 def decode_rotated(
@@ -95,43 +100,42 @@ def decode_rotated(
 ) -> None:
     """``gpu.decode_rotated``: runs that lost their last plane come from those before."""
     assert not any(more)
-    words, headers = _read(planes)
+    words, fields = _read(planes)
     blocks = block_count(planes.elements)
     whole = blocks
     if planes.full_runs < planes.runs:
         whole = planes.full_runs * planes.page_words * 32 // BLOCK_ELEMENTS
     for kept, first, last in ((planes.kept, 0, whole), (planes.kept - 1, whole, blocks)):
         if first < last:
-            code = (words.ctypes.data, headers.ctypes.data, planes.elements, planes.bits, kept)
+            left = fields._replace(kept=kept)
             place = destination.data_ptr() + 4 * first * BLOCK_ELEMENTS
-            flat.decode_rotated(*code, rounds, key, place, FLOAT32, 1, blocks=(first, last))
+            paged.decode_rotated(left, rounds, key, place, FLOAT32, 1, blocks=(first, last))
+    del words
 
 
 def encode_minmax(source: Tensor, planes: DevicePlanes, key: int, affine: None = None) -> None:
     """``gpu.encode_minmax`` of float32."""
     assert affine is None
-    words, headers = _scratch(planes)
-    code = (planes.bits, key, words.ctypes.data, headers.ctypes.data, 1)
-    flat.encode_minmax(source.data_ptr(), FLOAT32, source.numel(), *code)
-    _written(planes, words, headers)
+    words, fields = _scratch(planes)
+    paged.encode_minmax(source.data_ptr(), FLOAT32, fields, key, 1)
+    _written(planes, words)
 
 
 def decode_minmax(planes: DevicePlanes, destination: Tensor, *more: Any) -> None:
     """``gpu.decode_minmax``."""
     assert planes.is_whole
     assert not any(more)
-    words, headers = _read(planes)
-    code = (words.ctypes.data, headers.ctypes.data, planes.elements, planes.bits)
-    flat.decode_minmax(*code, destination.data_ptr(), FLOAT32, 1)
+    words, fields = _read(planes)
+    paged.decode_minmax(fields, destination.data_ptr(), FLOAT32, 1)
+    del words
 
 
 def encode_mask(
     source: Tensor, planes: DevicePlanes, predicate: Predicate, low: float, high: float
 ) -> None:
     """``gpu.encode_mask`` of float32."""
-    words, _ = _scratch(planes)
-    bounds = (predicate, low, high)
-    flat.encode_mask(source.data_ptr(), FLOAT32, source.numel(), *bounds, words.ctypes.data, 1)
+    words, fields = _scratch(planes)
+    paged.encode_mask(source.data_ptr(), FLOAT32, fields, predicate, low, high, 1)
     write(planes, 0, words[0])
 
 
@@ -139,9 +143,9 @@ def decode_mask(
     planes: DevicePlanes, off_value: float, on_value: float, destination: Tensor
 ) -> None:
     """``gpu.decode_mask``."""
-    words, values = read(planes, 0), (off_value, on_value)
-    place = destination.data_ptr()
-    flat.decode_mask(words.ctypes.data, planes.elements, *values, place, FLOAT32, 1)
+    words = read(planes, 0)
+    fields = PageFields.flat(words.ctypes.data, planes.elements, 1)
+    paged.decode_mask(fields, off_value, on_value, destination.data_ptr(), FLOAT32, 1)
 
 
 class PagedBackend:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from daf.core.code_format import plane_bytes
 from daf.core.policy import Method, Treatment
+from daf.kernels import PageFields
 from daf.kernels.backend import element_type
-from daf.kernels.cpu import flat
+from daf.kernels.cpu import paged
 from daf.kernels.cpu.backend import CpuBackend
 from daf.kernels.devices import register_backend
 from daf.kernels.triton.planes import DevicePlanes
@@ -21,7 +21,6 @@ from daf.pool.host_planes import HostStore
 from daf.pool.views import PlaneView
 
 GARBAGE = 0x5A
-_PAGES = torch.arange(65, dtype=torch.int32)  # each plane is one page, in order
 
 
 class Arrival:
@@ -101,12 +100,13 @@ def decode_words(
     planes: Tensor, headers: Tensor, treatment: Treatment, key: int, out: Tensor
 ) -> None:
     """Fill a dense tensor with what a code of its values says."""
-    code = (planes.data_ptr(), headers.data_ptr(), out.numel(), treatment.bits)
+    words = torch.cat([planes.flatten(), headers.flatten()])
+    fields = PageFields.flat(words.data_ptr(), out.numel(), treatment.bits)
     target = (out.data_ptr(), element_type(out.dtype), 1)
     if treatment.method is Method.ROTATED:
-        flat.decode_rotated(*code, treatment.bits, treatment.rounds, key, *target)
+        paged.decode_rotated(fields, treatment.rounds, key, *target)
     else:
-        flat.decode_minmax(*code, *target)
+        paged.decode_minmax(fields, *target)
 
 
 class ProcessorCodec(CpuBackend):
@@ -128,8 +128,7 @@ def _view(planes: DevicePlanes) -> PlaneView:
     assert planes.headers is not None
     start = planes.region.data_ptr()
     assert planes.headers.data_ptr() == start + planes.region.nbytes
-    count, bits = planes.elements, planes.bits
-    return PlaneView((start, plane_bytes(count, 1), _PAGES.data_ptr(), count, 1, 1, bits, bits))
+    return PlaneView(PageFields.flat(start, planes.elements, planes.bits))
 
 
 class SimulatedDevice:

@@ -10,15 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from guarded import Guarded
 
 from daf.core.code_format import FORMAT_VERSION, ElementType
-from daf.kernels.cpu import flat
+from daf.kernels.cpu.instruction_sets import instruction_sets, use_instruction_set
 from daf.kernels.reference.elements import element_dtype, narrow
 from daf.kernels.reference.philox import philox_words
 
 INPUT_STREAM = 7
-POISON = 0xA5
-GUARD_BYTES = 64
 ELEMENT_TYPES = tuple(ElementType)
 EXTREMES = np.array(
     [
@@ -27,32 +26,6 @@ EXTREMES = np.array(
     ],
     np.uint32,
 ).view(np.float32)
-
-
-class Guarded:
-    """Fresh memory full of rubbish, at any address, guarded before and behind."""
-
-    def __init__(self, count: int, dtype: Any, offset: int = 0) -> None:
-        self.dtype = np.dtype(dtype)
-        self._start = GUARD_BYTES + offset
-        self._stop = self._start + count * self.dtype.itemsize
-        self._memory = np.full(self._stop + GUARD_BYTES, POISON, np.uint8)
-
-    @property
-    def address(self) -> int:
-        return int(self._memory.ctypes.data) + self._start
-
-    def fill(self, values: np.ndarray) -> Guarded:
-        self._memory[self._start : self._stop] = (
-            np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-        )
-        return self
-
-    def opened(self) -> np.ndarray:
-        """What was written, once the guards prove untouched."""
-        assert (self._memory[: self._start] == POISON).all(), "wrote before the start"
-        assert (self._memory[self._stop :] == POISON).all(), "wrote beyond the end"
-        return self._memory[self._start : self._stop].copy().view(self.dtype)
 
 
 class Cases:
@@ -124,9 +97,9 @@ def cases() -> Cases:
     return Cases()
 
 
-@pytest.fixture(params=flat.instruction_sets())
+@pytest.fixture(params=instruction_sets())
 def instruction_set(request):
-    with flat.use_instruction_set(request.param):
+    with use_instruction_set(request.param):
         yield request.param
 
 
@@ -135,8 +108,8 @@ def on_every_set() -> Callable[[Callable[[], None]], None]:
     """Runs a check with each instruction set, against answers that the oracle gave once for all."""
 
     def run(check: Callable[[], None]) -> None:
-        for name in flat.instruction_sets():
-            with flat.use_instruction_set(name):
+        for name in instruction_sets():
+            with use_instruction_set(name):
                 try:
                     check()
                 except AssertionError as problem:

@@ -8,59 +8,52 @@ import pytest
 from daf.core import code_tables
 from daf.core.code_format import ElementType, Predicate
 from daf.core.errors import KernelError
-from daf.kernels import ChannelAffine
-from daf.kernels.cpu import flat
+from daf.kernels import ChannelAffine, PageFields
+from daf.kernels.cpu import instruction_sets as sets
+from daf.kernels.cpu import paged
 
 ROOM = np.zeros(4096, np.float32)
 AT = ROOM.ctypes.data
 F32 = ElementType.FLOAT32
+TWO, ONE = PageFields.flat(AT, 256, 2), PageFields.flat(AT, 256, 1)
+WIDE, THREE = PageFields.flat(AT, 256, 32), PageFields.flat(AT, 256, 3)
 GOOD = {
-    "encode_rotated": (AT, F32, 256, 2, 1, 0, AT, AT, 1),
-    "decode_rotated": (AT, AT, 256, 2, 2, 1, 0, AT, F32, 1),
-    "encode_minmax": (AT, F32, 256, 2, 0, AT, AT, 1),
-    "decode_minmax": (AT, AT, 256, 2, AT, F32, 1),
-    "encode_steps": (AT, F32, 256, 2, 0, AT, 1),
-    "decode_steps": (AT, 256, 2, AT, F32, 1),
-    "encode_mask": (AT, F32, 256, Predicate.ABOVE, 0.0, 0.0, AT, 1),
-    "decode_mask": (AT, 256, 0.0, 1.0, AT, F32, 1),
-    "encode_derivative": (AT, F32, 256, 1, AT, AT, 1),
-    "decode_derivative": (AT, 256, 1, AT, AT, F32, 1),
-    "encode_integers": (AT, 4, 256, 32, 0, AT, 1),
-    "decode_integers": (AT, 256, 3, 0, AT, 4, 1),
-    "copy": (AT, AT + 8192, 1024, 1),
+    "encode_rotated": (AT, F32, TWO, 1, 0, 1),
+    "decode_rotated": (TWO, 1, 0, AT, F32, 1),
+    "encode_minmax": (AT, F32, TWO, 0, 1),
+    "decode_minmax": (TWO, AT, F32, 1),
+    "encode_steps": (AT, F32, TWO, 0, 1),
+    "decode_steps": (TWO, AT, F32, 1),
+    "encode_mask": (AT, F32, ONE, Predicate.ABOVE, 0.0, 0.0, 1),
+    "decode_mask": (ONE, 0.0, 1.0, AT, F32, 1),
+    "encode_derivative": (AT, F32, ONE, AT, 1),
+    "decode_derivative": (ONE, AT, AT, F32, 1),
+    "encode_integers": (AT, 4, WIDE, 0, 1),
+    "decode_integers": (THREE, 0, AT, 4, 1),
 }
 BAD = [
     *[("encode_rotated", place, value) for place, value in
-      ((0, 0), (1, 3), (2, -1), (3, 0), (3, 5), (4, 0), (4, 3), (5, -1), (5, 2**64), (6, 0),
-       (7, 0), (8, 0))],
+      ((0, 0), (1, 3), (3, 0), (3, 3), (4, -1), (4, 2**64), (5, 0))],
     *[("decode_rotated", place, value) for place, value in
-      ((0, 0), (1, 0), (2, -1), (3, 5), (4, 0), (4, 3), (5, 3), (6, -1), (7, 0), (8, 9), (9, -1))],
-    *[("encode_minmax", place, value) for place, value in
-      ((0, 0), (1, -1), (2, -5), (3, 0), (3, 9), (4, 2**64), (5, 0), (6, 0), (7, 0))],
-    *[("decode_minmax", place, value) for place, value in
-      ((0, 0), (1, 0), (2, -1), (3, 9), (4, 0), (5, 7), (6, 0))],
-    *[("encode_steps", place, value) for place, value in
-      ((0, 0), (1, 3), (2, -1), (3, 0), (3, 9), (4, -1), (5, 0), (6, 0))],
-    *[("decode_steps", place, value) for place, value in
-      ((0, 0), (1, -1), (2, 0), (2, 9), (3, 0), (4, 4), (5, 0))],
-    *[("encode_mask", place, value) for place, value in
-      ((0, 0), (1, 5), (2, -1), (3, 2), (6, 0), (7, 0))],
-    *[("decode_mask", place, value) for place, value in ((0, 0), (1, -1), (4, 0), (5, 4), (6, 0))],
-    *[("encode_derivative", place, value) for place, value in
-      ((0, 0), (1, 3), (2, -1), (3, 0), (3, 2), (3, 9), (4, 0), (5, 0), (6, 0))],
-    *[("decode_derivative", place, value) for place, value in
-      ((0, 0), (1, -1), (2, 0), (2, 9), (3, 0), (4, 0), (5, 3), (6, 0))],
-    *[("encode_integers", place, value) for place, value in
-      ((0, 0), (1, 3), (2, -1), (3, 0), (3, 65), (5, 0), (6, 0))],
-    *[("decode_integers", place, value) for place, value in
-      ((0, 0), (1, -1), (2, 0), (2, 65), (4, 0), (5, 16), (6, 0))],
-    *[("copy", place, value) for place, value in ((0, 0), (1, 0), (2, -1), (3, 0))],
+      ((1, 3), (2, -1), (3, 0), (4, 9), (5, -1))],
+    *[("encode_minmax", place, value) for place, value in ((0, 0), (1, -1), (3, 2**64), (4, 0))],
+    *[("decode_minmax", place, value) for place, value in ((1, 0), (2, 7), (3, 0))],
+    *[("encode_steps", place, value) for place, value in ((0, 0), (1, 3), (3, -1), (4, 0))],
+    *[("decode_steps", place, value) for place, value in ((1, 0), (2, 4), (3, 0))],
+    *[("encode_mask", place, value) for place, value in ((0, 0), (1, 5), (3, 2), (6, 0))],
+    *[("decode_mask", place, value) for place, value in ((3, 0), (4, 4), (5, 0))],
+    *[("encode_derivative", place, value) for place, value in ((0, 0), (1, 3), (3, 0), (4, 0))],
+    *[("decode_derivative", place, value) for place, value in ((1, 0), (2, 0), (3, 3), (4, 0))],
+    *[("encode_integers", place, value) for place, value in ((0, 0), (1, 3), (4, 0))],
+    *[("decode_integers", place, value) for place, value in ((2, 0), (3, 16), (4, 0))],
 ]  # fmt: skip
+BAD_FIELDS = ({"region": 0}, {"table": 0}, {"elements": -1}, {"kept": 0}, {"bits": 0, "kept": 0})
+WIDTHS = {"rotated": 4, "minmax": 8, "steps": 8, "mask": 1, "derivative": 8, "integers": 64}
 
 
 @pytest.mark.parametrize("name", GOOD)
 def test_the_good_calls_are_good(name) -> None:
-    getattr(flat, name)(*GOOD[name])
+    getattr(paged, name)(*GOOD[name])
 
 
 @pytest.mark.parametrize(("name", "place", "value"), BAD)
@@ -68,7 +61,26 @@ def test_bad_calls_are_refused(name, place, value) -> None:
     arguments = list(GOOD[name])
     arguments[place] = value
     with pytest.raises(KernelError, match="asked for"):
-        getattr(flat, name)(*arguments)
+        getattr(paged, name)(*arguments)
+
+
+def with_fields(name: str, **other: int) -> list[object]:
+    """The good arguments of a call, but for some of the pages' fields."""
+    return [one._replace(**other) if isinstance(one, PageFields) else one for one in GOOD[name]]
+
+
+@pytest.mark.parametrize("other", BAD_FIELDS)
+@pytest.mark.parametrize("name", GOOD)
+def test_bad_pages_are_refused(name, other) -> None:
+    with pytest.raises(KernelError, match="asked"):
+        getattr(paged, name)(*with_fields(name, **other))
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_codes_too_wide_are_refused(name) -> None:
+    bits = WIDTHS[name.partition("_")[2]] + 1
+    with pytest.raises(KernelError, match="asked for bits"):
+        getattr(paged, name)(*with_fields(name, bits=bits, kept=bits))
 
 
 @pytest.mark.parametrize(
@@ -86,18 +98,21 @@ def test_bad_calls_are_refused(name, place, value) -> None:
 )
 def test_bad_affines_are_refused(name, affine) -> None:
     with pytest.raises(KernelError, match="asked for"):
-        getattr(flat, name)(*GOOD[name], affine)
+        getattr(paged, name)(*GOOD[name], affine)
 
 
 def test_unknown_instruction_sets_are_refused() -> None:
-    with pytest.raises(KernelError, match="portable"), flat.use_instruction_set("abacus"):
+    with (
+        pytest.raises(KernelError, match="portable"),
+        sets.use_instruction_set("abacus"),
+    ):
         pass
 
 
 def test_a_forced_set_ends_with_its_context() -> None:
-    with pytest.raises(ZeroDivisionError), flat.use_instruction_set("portable"):
+    with pytest.raises(ZeroDivisionError), sets.use_instruction_set("portable"):
         raise ZeroDivisionError
-    assert flat._forced_set.get() == ""
+    assert sets._forced_set.get() == ""
 
 
 def test_derivative_tables_of_unknown_width_are_refused() -> None:

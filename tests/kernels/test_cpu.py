@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
+from guarded import FlatCode
 
-from daf.core.code_format import ElementType, Predicate, block_count, words_per_plane
+from daf.core.code_format import ElementType, Predicate, words_per_plane
 from daf.core.errors import KernelError
-from daf.kernels import ChannelAffine
-from daf.kernels.cpu import flat
+from daf.kernels import ChannelAffine, PageFields
+from daf.kernels.cpu import paged
 from daf.kernels.reference import codecs as reference
 
 KEY = 0xFEDCBA9876543210
@@ -51,92 +53,57 @@ def make_affine(cases, channels: int, inner: int) -> reference.Affine:
 
 
 class Native:
-    """The cpu module behind the oracle's signatures."""
+    """The native codecs behind the oracle's signatures."""
 
     def __init__(self, threads: int = 1) -> None:
         self.threads = threads
 
-    def _encode(self, source, element_type, bits, call) -> reference.Code:
-        count = len(source)
-        words, blocks = bits * words_per_plane(count), block_count(count)
-        planes, headers = poisoned(words, np.uint32), poisoned(2 * blocks, np.uint16)
-        call(address(source), element_type, count, address(planes), address(headers))
-        return reference.Code(
-            opened(planes, words, np.uint32).reshape(bits, -1),
-            opened(headers, 2 * blocks, np.uint16).reshape(-1, 2),
-        )
-
     def encode_rotated(self, source, element_type, bits, rounds, key, affine=None):
-        return self._encode(
-            source,
-            element_type,
-            bits,
-            lambda at, kind, count, planes, headers: flat.encode_rotated(
-                *(at, kind, count, bits, rounds, key, planes, headers, self.threads),
-                channel_affine(affine),
-            ),
-        )
+        room = FlatCode(len(source), bits)
+        options = (rounds, key, self.threads, channel_affine(affine))
+        paged.encode_rotated(address(source), element_type, room.fields, *options)
+        return room.code
 
     def encode_minmax(self, source, element_type, bits, key, affine=None):
-        return self._encode(
-            source,
-            element_type,
-            bits,
-            lambda at, kind, count, planes, headers: flat.encode_minmax(
-                *(at, kind, count, bits, key, planes, headers, self.threads),
-                channel_affine(affine),
-            ),
-        )
+        room = FlatCode(len(source), bits)
+        options = (key, self.threads, channel_affine(affine))
+        paged.encode_minmax(address(source), element_type, room.fields, *options)
+        return room.code
 
-    def _decode(self, target: reference.Target, dtype, call) -> np.ndarray:
+    def _decode(self, target: reference.Target, dtype, affine, call) -> np.ndarray:
         memory = poisoned(target.count, dtype)
         if target.accumulate_onto is not None:
             memory[: target.count * np.dtype(dtype).itemsize] = target.accumulate_onto.view(
                 np.uint8
             )
-        mask = 0 if target.mask is None else address(target.mask)
-        call(address(memory), mask, target.accumulate_onto is not None)
+        mask = None
+        if target.mask is not None:
+            mask = PageFields.flat(address(target.mask), target.count, 1)
+        place = (address(memory), target.element_type, self.threads, channel_affine(affine))
+        call(*place, mask, target.accumulate_onto is not None)
         return opened(memory, target.count, dtype)
 
     def decode_rotated(self, code, target, dtype, bits, rounds, key, affine=None):
-        planes, headers = np.ascontiguousarray(code.planes), np.ascontiguousarray(code.headers)
-        return self._decode(
-            target,
-            dtype,
-            lambda at, mask, accumulate: flat.decode_rotated(
-                *(address(planes), address(headers), target.count, bits, len(planes), rounds, key),
-                *(at, target.element_type, self.threads, channel_affine(affine), mask, accumulate),
-            ),
-        )
+        room = FlatCode.of(*code, target.count, bits)
+        call = partial(paged.decode_rotated, room.fields, rounds, key)
+        return self._decode(target, dtype, affine, call)
 
     def decode_minmax(self, code, target, dtype, bits, affine=None):
-        return self._decode(
-            target,
-            dtype,
-            lambda at, mask, accumulate: flat.decode_minmax(
-                *(address(code.planes), address(code.headers), target.count, bits),
-                *(at, target.element_type, self.threads, channel_affine(affine), mask, accumulate),
-            ),
-        )
+        room = FlatCode.of(*code, target.count, bits)
+        return self._decode(target, dtype, affine, partial(paged.decode_minmax, room.fields))
 
     def encode_steps(self, source, element_type, bits, key, affine=None):
-        count, words = len(source), bits * words_per_plane(len(source))
-        planes = poisoned(words, np.uint32)
-        flat.encode_steps(
-            *(address(source), element_type, count, bits, key, address(planes), self.threads),
-            channel_affine(affine),
-        )
-        return opened(planes, words, np.uint32).reshape(bits, -1)
+        room = FlatCode(len(source), bits, headers=False)
+        options = (key, self.threads, channel_affine(affine))
+        paged.encode_steps(address(source), element_type, room.fields, *options)
+        return room.planes
 
     def decode_steps(self, planes, target, dtype, affine=None):
-        return self._decode(
-            target,
-            dtype,
-            lambda at, _mask, _accumulate: flat.decode_steps(
-                *(address(planes), target.count, len(planes)),
-                *(at, target.element_type, self.threads, channel_affine(affine)),
-            ),
-        )
+        fields = PageFields.flat(address(planes), target.count, len(planes))
+        memory = poisoned(target.count, dtype)
+        options = (target.element_type, self.threads, channel_affine(affine))
+        paged.decode_steps(fields, address(memory), *options)
+        return opened(memory, target.count, dtype)
 
 
 def same_bytes(found: np.ndarray, expected: np.ndarray) -> None:
@@ -241,11 +208,10 @@ def test_every_ragged_size(cases, on_every_set) -> None:
 
 
 def test_nothing_happens_to_an_empty_tensor(instruction_set) -> None:
-    flat.encode_rotated(0, ElementType.FLOAT32, 0, 2, 1, KEY, 0, 0, 1)
-    flat.decode_rotated(0, 0, 0, 2, 2, 1, KEY, 0, ElementType.FLOAT32, 4)
-    assert flat.encode_derivative(
-        0, ElementType.FLOAT32, 0, 1, address(np.zeros(1, np.float32)), 0, 1
-    )
+    fields, borders = PageFields.flat(0, 0, 2), np.zeros(3, np.float32)
+    paged.encode_rotated(0, ElementType.FLOAT32, fields, 1, KEY, 1)
+    paged.decode_rotated(fields, 1, KEY, 0, ElementType.FLOAT32, 4)
+    assert paged.encode_derivative(0, ElementType.FLOAT32, fields, address(borders), 1)
 
 
 @pytest.mark.parametrize("channels_inner", AFFINES)
@@ -302,15 +268,14 @@ def test_a_broken_block_decodes_to_nan_except_where_masked_off(cases, instructio
 @pytest.mark.parametrize("offset", [1, 4, 20, 63])
 def test_misaligned_memory(cases, instruction_set, offset) -> None:
     source = cases.smooth(3000)
-    room = np.zeros(12_000 + 64, np.uint8)
-    moved = room[offset : offset + 12_000]
+    memory = np.zeros(12_000 + 64, np.uint8)
+    moved = memory[offset : offset + 12_000]
     moved[:] = source.view(np.uint8)
-    planes, headers = np.zeros(4 * 96 * 2 + 64, np.uint8), np.zeros(48 + 64, np.uint8)
-    at = (address(planes) + offset, address(headers) + offset)
-    flat.encode_rotated(address(moved), ElementType.FLOAT32, 3000, 2, 1, KEY, *at, 1)
+    room = FlatCode(3000, 2, offset=offset)
+    paged.encode_rotated(address(moved), ElementType.FLOAT32, room.fields, 1, KEY, 1)
     expected = reference.encode_rotated(source, 2, 1, KEY)
-    same_bytes(planes[offset : offset + 768], expected.planes.reshape(-1).view(np.uint8))
-    flat.decode_rotated(*at, 3000, 2, 2, 1, KEY, address(moved), ElementType.FLOAT32, 1)
+    same_code(room.code, expected)
+    paged.decode_rotated(room.fields, 1, KEY, address(moved), ElementType.FLOAT32, 1)
     back = reference.decode_rotated(expected, reference.Target(3000), 2, 1, KEY)
     same_bytes(moved, back.view(np.uint8))
 
@@ -333,11 +298,12 @@ def check_masks(on_every_set, source, element_type) -> None:
 
     def check() -> None:
         words = poisoned(words_per_plane(count), np.uint32)
+        fields = PageFields.flat(address(words), count, 1)
         for bounds, plane in zip(all_bounds, expected, strict=True):
-            flat.encode_mask(address(source), element_type, count, *bounds, address(words), 1)
+            paged.encode_mask(address(source), element_type, fields, *bounds, 1)
             same_bytes(opened(words, words_per_plane(count), np.uint32), plane[0])
         back = poisoned(count, source.dtype)
-        flat.decode_mask(address(words), count, -0.1, 1 / 0.9, address(back), element_type, 1)
+        paged.decode_mask(fields, -0.1, 1 / 0.9, address(back), element_type, 1)
         same_bytes(opened(back, count, source.dtype), values)
 
     on_every_set(check)
@@ -351,20 +317,14 @@ def test_derivative_codes_equal_the_oracle(cases, instruction_set, bits) -> None
         for count in (1, 255, 256, 1000):
             source = cases.as_type(cases.gaussian(count, count), element_type)
             source[: min(count, len(borders))] = cases.as_type(borders[:count], element_type)
-            words = bits * words_per_plane(count)
-            planes = poisoned(words, np.uint32)
-            assert flat.encode_derivative(
-                *(address(source), element_type, count, bits, address(borders)),
-                *(address(planes), 1),
-            )
-            found = opened(planes, words, np.uint32).reshape(bits, -1)
-            same_bytes(found, reference.encode_derivative(source, bits, borders))
+            room = FlatCode(count, bits, headers=False)
+            at = (address(source), element_type, room.fields, address(borders))
+            assert paged.encode_derivative(*at, 1)
+            same_bytes(room.planes, reference.encode_derivative(source, bits, borders))
             back = poisoned(count, source.dtype)
-            flat.decode_derivative(
-                *(address(planes), count, bits, address(levels), address(back)),
-                *(element_type, 1),
-            )
-            expected = reference.decode_derivative(found, count, levels, element_type)
+            at = (room.fields, address(levels), address(back))
+            paged.decode_derivative(*at, element_type, 1)
+            expected = reference.decode_derivative(room.planes, count, levels, element_type)
             same_bytes(opened(back, count, source.dtype), expected)
 
 
@@ -374,9 +334,9 @@ def test_derivative_codes_refuse_what_is_not_finite(cases, instruction_set, valu
     for place in (0, 700, 999):
         source = cases.smooth(1000)
         source[place] = value
-        planes = np.zeros(words_per_plane(1000), np.uint32)
-        at = (address(source), ElementType.FLOAT32, 1000, 1, address(borders), address(planes))
-        assert flat.encode_derivative(*at, 1) is False
+        room = FlatCode(1000, 1, headers=False)
+        at = (address(source), ElementType.FLOAT32, room.fields, address(borders))
+        assert paged.encode_derivative(*at, 1) is False
         assert reference.encode_derivative(source, 1, borders) is None
 
 
@@ -390,21 +350,20 @@ def test_integers_come_back_exactly(cases, instruction_set, item_bytes) -> None:
         base = int(np.iinfo(dtype).min) if bits == 8 * item_bytes else -(2 ** (bits - 1))
         for count in (1, 256, 777):
             source = rng.integers(base, base + 2**bits - 1, count, dtype, endpoint=True)
-            words = bits * words_per_plane(count)
-            planes, back = poisoned(words, np.uint32), poisoned(count, dtype)
-            flat.encode_integers(address(source), item_bytes, count, bits, base, address(planes), 1)
-            found = opened(planes, words, np.uint32).reshape(bits, -1)
-            same_bytes(found, reference.encode_integers(source, bits, base))
-            flat.decode_integers(address(planes), count, bits, base, address(back), item_bytes, 1)
+            room, back = FlatCode(count, bits, headers=False), poisoned(count, dtype)
+            paged.encode_integers(address(source), item_bytes, room.fields, base, 1)
+            same_bytes(room.planes, reference.encode_integers(source, bits, base))
+            paged.decode_integers(room.fields, base, address(back), item_bytes, 1)
             same_bytes(opened(back, count, dtype), source)
-            same_bytes(reference.decode_integers(found, count, base, item_bytes), source)
+            same_bytes(reference.decode_integers(room.planes, count, base, item_bytes), source)
 
 
 def test_integers_that_do_not_fit_are_refused(instruction_set) -> None:
-    source, planes = np.array([0, 3, 8], np.int64), np.zeros(24, np.uint32)
+    source = np.array([0, 3, 8], np.int64)
     for base, bits in ((0, 3), (1, 4)):
+        room = FlatCode(3, bits, headers=False)
         with pytest.raises(KernelError, match="more bits"):
-            flat.encode_integers(address(source), 8, 3, bits, base, address(planes), 1)
+            paged.encode_integers(address(source), 8, room.fields, base, 1)
         with pytest.raises(KernelError, match="more bits"):
             reference.encode_integers(source, bits, base)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from test_cpu import Native, same_bytes
 
 from daf.core.code_format import ElementType, block_count, words_per_plane
-from daf.kernels.cpu import flat
+from daf.kernels.cpu.instruction_sets import instruction_sets, use_instruction_set
 from daf.kernels.reference import codecs as reference
 from daf.kernels.reference.elements import element_dtype
 
@@ -35,8 +35,8 @@ def codes(draw, most_bits: int) -> tuple[reference.Code, reference.Target]:
 
 
 def every_set_gives(decode, expected: np.ndarray) -> None:
-    for name in flat.instruction_sets():
-        with flat.use_instruction_set(name):
+    for name in instruction_sets():
+        with use_instruction_set(name):
             same_bytes(decode(), expected)
 
 

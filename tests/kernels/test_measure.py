@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from daf.core.code_format import ElementType
 from daf.core.errors import KernelError
 from daf.kernels import ChannelSums, RangeStrategy
-from daf.kernels.cpu import flat, reductions
+from daf.kernels.cpu import reductions
+from daf.kernels.cpu.instruction_sets import instruction_sets, use_instruction_set
 from daf.kernels.reference import reductions as reference_reductions
 
 F32 = ElementType.FLOAT32
@@ -152,8 +153,8 @@ def test_any_bits_in_any_geometry(cases, data, count, channels, inner, strategy)
     source = np.resize(source, count) if count else source
     ranges = reference_reductions.measure_ranges(source, channels, inner)
     sums = reference_reductions.measure_sums(source, channels, inner)
-    for name in flat.instruction_sets():
-        with flat.use_instruction_set(name):
+    for name in instruction_sets():
+        with use_instruction_set(name):
             native = Native(cases, strategy=strategy)
             same_bytes(native.measure_ranges(source, channels, inner), ranges)
             same_bytes(native.measure_sums(source, channels, inner), sums)

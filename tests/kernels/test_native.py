@@ -18,7 +18,7 @@ from test_golden import small_digests
 from vector_cases import record_all
 
 from daf.core.code_format import Predicate
-from daf.kernels.cpu import flat
+from daf.kernels.cpu.instruction_sets import instruction_sets
 
 NATIVE = Path(__file__).parent / "native"
 ENVIRONMENT = {"TSAN_OPTIONS": "halt_on_error=1", "ASAN_OPTIONS": "detect_leaks=0"}
@@ -43,7 +43,7 @@ class Way:
     options: str
     definitions: tuple[str, ...] = ()
     emulators: tuple[str, ...] = ()
-    sets: tuple[str, ...] = flat.instruction_sets()
+    sets: tuple[str, ...] = instruction_sets()
 
 
 WAYS = {

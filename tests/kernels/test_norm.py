@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from daf.core.code_format import ElementType, words_per_plane
 from daf.core.errors import KernelError
 from daf.kernels import ChannelAffine, ChannelSums, Emission, NormGradient
-from daf.kernels.cpu import channel_norm, flat, paged, reductions
+from daf.kernels.cpu import channel_norm, paged, reductions
+from daf.kernels.cpu.instruction_sets import instruction_sets, use_instruction_set
 from daf.kernels.reference import channel_norm as reference_norm
 from daf.kernels.reference import codecs as reference
 from daf.pool.paged_pool import PagedStore
@@ -116,8 +117,8 @@ class Room:
             self.out.address,
             self.addend.address if addend else 0,
             native(self.case.result),
-            self.mask.view.fields if rectify else None,
             most,
+            self.mask.view.fields if rectify else None,
         )
 
     def seal(self) -> None:
@@ -427,8 +428,8 @@ def test_any_shape(cases, count, channels, inner, addend, store) -> None:
     sums_expected = reference_norm.gradient_sums(
         values, case.gradient, expected.mask, channels, inner
     )
-    for name in flat.instruction_sets():
-        with flat.use_instruction_set(name):
+    for name in instruction_sets():
+        with use_instruction_set(name):
             room = Room(cases, case, store=store)
             fields, emission = room.code.view.fields, room.emission(addend=addend, rectify=True)
             before, source = native(case.forward), case.x.ctypes.data

@@ -1,4 +1,4 @@
-"""Kernels over pages: the flat kernels' bytes, and after evictions what the oracle reads."""
+"""Kernels over pages: the oracle's bytes, and after evictions what the oracle reads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 from daf.core.code_format import ElementType, Predicate, block_count, words_per_plane
 from daf.core.errors import KernelError
 from daf.kernels import ChannelAffine, PageFields
-from daf.kernels.cpu import flat, paged
+from daf.kernels.cpu import paged
+from daf.kernels.cpu.instruction_sets import instruction_sets, use_instruction_set
 from daf.kernels.reference import codecs as reference
 from daf.pool.paged_pool import PagedStore, PlaneTensor
 from daf.pool.views import PlaneView
@@ -23,9 +24,9 @@ COUNTS = (1, 255, 256, 257, 4096, 5000, 70_001)
 GUARD = 64
 
 
-@pytest.fixture(params=flat.instruction_sets(), autouse=True)
+@pytest.fixture(params=instruction_sets(), autouse=True)
 def instruction_set(request) -> Iterator[str]:
-    with flat.use_instruction_set(request.param):
+    with use_instruction_set(request.param):
         yield request.param
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from daf.core.code_format import ElementType
 from daf.core.errors import KernelError
 from daf.kernels import ChannelAffine, Emission, RowGradient, RowMoments
-from daf.kernels.cpu import channel_norm, flat, paged, row_norm
+from daf.kernels.cpu import channel_norm, paged, row_norm
+from daf.kernels.cpu.instruction_sets import instruction_sets, use_instruction_set
 from daf.kernels.reference import channel_norm as reference_norm
 from daf.kernels.reference import codecs as reference
 from daf.kernels.reference import row_norm as reference_rows
@@ -234,8 +235,8 @@ def test_planes_given_up_are_not_read(cases, instruction_set) -> None:
 def test_any_shape(cases, row_count, length, centred, codec, gamma) -> None:
     case = make_case(cases, row_count, length, centred=centred)
     expected = expect_backward(case, decoded(case, codec), gamma=gamma)
-    for name in flat.instruction_sets():
-        with flat.use_instruction_set(name):
+    for name in instruction_sets():
+        with use_instruction_set(name):
             done = Forward(cases, case, codec)
             x, beta, of_gamma = run_backward(cases, case, done, codec, target="over", gamma=gamma)
         same_bytes(x, expected.x)

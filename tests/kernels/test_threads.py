@@ -11,23 +11,21 @@ import numpy as np
 import pytest
 import torch
 from daf._native import team_threads
+from guarded import FlatCode
 
-from daf.core.code_format import ElementType, block_count, words_per_plane
-from daf.kernels.cpu import flat
+from daf.core.code_format import ElementType
+from daf.kernels.cpu import paged
 
 COUNT = 1_000_003
 KEY = 99
 
 
 def encoded(source: np.ndarray, threads: int, key: int = KEY) -> bytes:
-    planes = np.zeros(2 * words_per_plane(len(source)), np.uint32)
-    headers = np.zeros(2 * block_count(len(source)), np.uint16)
-    at = (planes.ctypes.data, headers.ctypes.data)
-    kind = ElementType.FLOAT32
-    flat.encode_rotated(source.ctypes.data, kind, len(source), 2, 1, key, *at, threads)
+    room, kind = FlatCode(len(source), 2), ElementType.FLOAT32
+    paged.encode_rotated(source.ctypes.data, kind, room.fields, 1, key, threads)
     back = np.zeros_like(source)
-    flat.decode_rotated(*at, len(source), 2, 2, 1, key, back.ctypes.data, kind, threads)
-    return planes.tobytes() + headers.tobytes() + back.tobytes()
+    paged.decode_rotated(room.fields, 1, key, back.ctypes.data, kind, threads)
+    return room.code.planes.tobytes() + room.code.headers.tobytes() + back.tobytes()
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +47,11 @@ def test_concurrent_callers(source) -> None:
 
 def test_a_refusal_by_one_thread_is_everybody_s(source) -> None:
     broken, borders = source.copy(), np.zeros(1, np.float32)
-    planes = np.zeros(words_per_plane(COUNT), np.uint32)
+    room = FlatCode(COUNT, 1, headers=False)
     broken[-1] = np.nan
     for data, coded in ((source, True), (broken, False)):
-        at = (data.ctypes.data, ElementType.FLOAT32, COUNT, 1, borders.ctypes.data)
-        assert flat.encode_derivative(*at, planes.ctypes.data, 3) is coded
+        at = (data.ctypes.data, ElementType.FLOAT32, room.fields, borders.ctypes.data)
+        assert paged.encode_derivative(*at, 3) is coded
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
@@ -72,18 +70,22 @@ IN_A_PROCESS_OF_ITS_OWN = """
 import os
 import numpy as np
 import torch
-from daf.kernels import cpu
+from daf.core.code_format import ElementType, Predicate
+from daf.kernels import PageFields
+from daf.kernels.cpu.paged import encode_mask
 
 def tasks():
     return len(os.listdir("/proc/self/task"))
 
 torch.set_num_threads(2)
 torch.ones(1 << 20).add(1)
-source, copy = np.ones(1 << 20, np.float32), np.empty(1 << 20, np.float32)
+source, words = np.ones(1 << 20, np.float32), np.empty(1 << 15, np.uint32)
+fields = PageFields.flat(words.ctypes.data, 1 << 20, 1)
+mask = (source.ctypes.data, ElementType.FLOAT32, fields, Predicate.ABOVE, 0.0, 0.0)
 before = tasks()
-cpu.copy(source.ctypes.data, copy.ctypes.data, source.nbytes, 2)
+encode_mask(*mask, 2)
 with_team = tasks()
-cpu.copy(source.ctypes.data, copy.ctypes.data, source.nbytes, 3)
+encode_mask(*mask, 3)
 print(before, with_team, tasks())
 """
 

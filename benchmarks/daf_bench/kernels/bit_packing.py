@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from daf.core.code_format import BLOCK_ELEMENTS, HEADER_BYTES_PER_BLOCK, ElementType
-from daf.kernels.cpu.flat import copy, encode_integers, encode_minmax
+from daf.kernels import PageFields
+from daf.kernels.cpu.paged import encode_integers, encode_minmax
 from daf_bench.harness.result import BenchResult, median_ratio
 from daf_bench.harness.timing import interleaved_ms
 
@@ -93,19 +95,18 @@ def _stages(count: int, bits: int) -> dict[str, Callable[[], object]]:
     values = torch.randn(count, generator=generator)
     codes = quantized(values, bits)
     packed = packed_neighbours(codes, bits)
-    planes = torch.empty(bits * count // 8, dtype=torch.uint8)
-    headers = torch.empty(count // BLOCK_ELEMENTS * HEADER_BYTES_PER_BLOCK, dtype=torch.uint8)
+    headers_bytes = count // BLOCK_ELEMENTS * HEADER_BYTES_PER_BLOCK
+    planes = torch.empty(bits * count // 8 + headers_bytes, dtype=torch.uint8)
     other = torch.empty_like(values)
-    source, target = values.data_ptr(), planes.data_ptr()
-    kind, key = ElementType.FLOAT32, 1
+    fields, key = PageFields.flat(planes.data_ptr(), count, bits), 1
     return {
         "quantize": lambda: quantized(values, bits),
         "pack": lambda: packed_neighbours(codes, bits),
         "relayout": lambda: write_planes(unpacked_neighbours(packed, bits), bits, planes),
         "fused": lambda: encode_minmax(
-            source, kind, count, bits, key, target, headers.data_ptr(), threads=1
+            values.data_ptr(), ElementType.FLOAT32, fields, key, threads=1
         ),
-        "memcpy": lambda: copy(source, other.data_ptr(), 4 * count, 1),
+        "memcpy": lambda: np.copyto(other.numpy(), values.numpy()),
     }
 
 
@@ -137,7 +138,8 @@ def unpacked_neighbours(packed: Tensor, bits: int) -> Tensor:
 
 def write_planes(codes: Tensor, bits: int, planes: Tensor) -> None:
     """Codes (uint8) as planes, the layout of ``docs/format.md``, by the native kernel."""
-    encode_integers(codes.data_ptr(), 1, len(codes), bits, 0, planes.data_ptr(), threads=1)
+    fields = PageFields.flat(planes.data_ptr(), len(codes), bits)
+    encode_integers(codes.data_ptr(), 1, fields, 0, threads=1)
 
 
 def draw_packing(rows: list[dict[str, Any]], path: Path) -> None:

@@ -19,7 +19,7 @@ from daf import _native as library
 from daf.core.code_format import BLOCK_ELEMENTS, HEADER_BYTES_PER_BLOCK
 from daf.core.code_tables import rotated_levels, rotated_thresholds
 from daf.core.errors import KernelError
-from daf.kernels.cpu.flat import instruction_sets
+from daf.kernels.cpu.instruction_sets import instruction_sets
 from daf_bench import _native
 from daf_bench.harness.result import BenchResult
 

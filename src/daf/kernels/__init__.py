@@ -14,9 +14,12 @@ in memory. Headers are an array of their own: per block two bf16 numbers.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from enum import IntEnum
 from typing import NamedTuple
+
+from daf.core.code_format import WORD_BYTES, words_per_plane
 
 ROWS_PER_SPAN = 256  # of sums over rows; as in csrc/norms/rows.h
 
@@ -40,7 +43,7 @@ class ChannelSums(NamedTuple):
 
     ``sums_pointer`` and ``squares_pointer`` are addresses of ``channels`` float64
     numbers each, to be written; ``workspace_pointer`` is that of as many bytes
-    as ``cpu_measure.sums_workspace_bytes`` says. A whole tensor is one channel.
+    as ``cpu.reductions.sums_workspace_bytes`` says. A whole tensor is one channel.
     """
 
     channels: int
@@ -65,18 +68,6 @@ class RangeStrategy(IntEnum):
     HYBRID = 2
 
 
-class StridedView(NamedTuple):
-    """Elements that do not lie one after the other: sizes and strides, in elements.
-
-    Element ``i`` is the ``i``-th in row-major order of ``sizes``, the last
-    fastest, from the given address on; strides may be 0 or negative.
-    ``views.in_memory_order`` sorts dimensions so that this is memory order.
-    """
-
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
 class PageFields(NamedTuple):
     """Where the planes of one tensor lie in pages: ``paging::View`` of ``csrc/pool/pool_view.h``.
 
@@ -96,6 +87,16 @@ class PageFields(NamedTuple):
     bits: int
     kept: int
 
+    @classmethod
+    def flat(cls, address: int, elements: int, bits: int) -> PageFields:
+        """Planes that follow each other at an address, headers behind them: one run."""
+        page_bytes = max(1, words_per_plane(elements)) * WORD_BYTES
+        table = ctypes.addressof(_IN_ORDER)
+        return cls(address, page_bytes, table, elements, 1, 1, bits, bits)
+
+
+_IN_ORDER = (ctypes.c_uint32 * 65)(*range(65))  # pages of 64 planes, the most, and of headers
+
 
 class Emission(NamedTuple):
     """A normalisation's forward, while an encoder reads what it codes (float32).
@@ -109,8 +110,8 @@ class Emission(NamedTuple):
     destination_pointer: int
     addend_pointer: int = 0
     affine: ChannelAffine | None = None
-    mask: PageFields | None = None
     most: float = math.inf
+    mask: PageFields | None = None
 
 
 class NormGradient(NamedTuple):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from daf.core.code_format import WORD_BYTES, code_bytes, words_per_plane
+from daf.core.code_format import WORD_BYTES, code_bytes
 from daf.core.policy import Method, Treatment
+from daf.kernels import PageFields
 from daf.kernels.backend import element_type
-from daf.kernels.cpu import flat
+from daf.kernels.cpu import paged
 
 
 def words_for(count: int, bits: int, *, pinned: bool) -> Tensor:
@@ -34,13 +35,12 @@ def encode_on_host(
     Into ``words`` of ``words_for``, or new ones; returns them.
     """
     count = tensor.numel()
-    planes = treatment.bits * words_per_plane(count)
     if words is None:
         words = words_for(count, treatment.bits, pinned=False)
-    source = (tensor.data_ptr(), element_type(tensor.dtype), count, treatment.bits)
-    target = (words.data_ptr(), words[planes:].data_ptr(), torch.get_num_threads())
+    fields = PageFields.flat(words.data_ptr(), count, treatment.bits)
+    source = (tensor.data_ptr(), element_type(tensor.dtype), fields)
     if treatment.method is Method.ROTATED:
-        flat.encode_rotated(*source, treatment.rounds, key, *target)
+        paged.encode_rotated(*source, treatment.rounds, key, torch.get_num_threads())
     else:
-        flat.encode_minmax(*source, key, *target)
+        paged.encode_minmax(*source, key, torch.get_num_threads())
     return words

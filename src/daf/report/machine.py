@@ -51,7 +51,7 @@ def _processor() -> dict[str, Any]:
 def instruction_sets() -> list[str] | None:
     """The instruction sets that the native kernels can use here; None where they do not load."""
     try:
-        kernels = importlib.import_module("daf.kernels.cpu.flat")
+        kernels = importlib.import_module("daf.kernels.cpu.instruction_sets")
     except ImportError:
         return None
     return list(kernels.instruction_sets())

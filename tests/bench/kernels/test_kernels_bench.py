@@ -11,7 +11,7 @@ from daf_bench.kernels import run as bench
 from daf_bench.kernels.plot import draw_roofline
 
 from daf.core.errors import KernelError
-from daf.kernels.cpu.flat import instruction_sets
+from daf.kernels.cpu.instruction_sets import instruction_sets
 
 LINUX = platform.system() == "Linux"
 

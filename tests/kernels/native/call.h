@@ -2,11 +2,11 @@
 #pragma once
 
 #include "runner.h"
-#include "threads/threads.h"
+#include "threads/passes.h"
 
 namespace daf::vectors {
 
-// One call: everything that the jobs are filled from.
+// One call: everything that a job is filled from.
 struct Call {
   const Parameters& given;
   const Buffers& buffers;
@@ -20,24 +20,24 @@ struct Call {
   Affine affine() const {
     return {given.channels, given.inner, at<const float>(scale), at<const float>(shift)};
   }
-  Source source() const {
-    return {at<void>(input), ElementType(given.type), given.count, affine(), {}, nullptr, nullptr};
-  }
-  Target target() const {
-    Target result;
-    result.data = at<void>(output);
-    result.type = ElementType(given.type);
-    result.count = given.count;
-    result.affine = affine();
-    result.mask = at<uint32_t>(mask);
-    result.accumulate = given.accumulate != 0;
-    result.stream = buffers.stream;
-    return result;
-  }
-  template <class Job>
-  bool run(const Job& job, Kernel<Job> kernel) const {
-    return run_kernel(job, kernel, block_count(given.count), threads);
-  }
+};
+
+// A job and where its planes begin, one after the other.
+class PlacedJob {
+ public:
+  // What the case says of a code, and of what is read or written.
+  PlacedJob(const Call& call, Slot planes, Slot headers);
+  PlacedJob(const PlacedJob&) = delete;
+  PlacedJob& operator=(const PlacedJob&) = delete;
+
+  bool run(Kernel kernel);
+
+  Job job;
+  PagedJob paged(Kernel kernel) const { return {job, kernel}; }
+
+ private:
+  const Call& call_;
+  uint32_t* starts_[paging::most_bits] = {};
 };
 
 // norms.cpp

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <string>
 
-#include "arguments/kernel_arguments.h"
+#include "arguments/job.h"
 
 namespace daf::vectors {
 namespace {

@@ -3,107 +3,77 @@
 #include "call.h"
 
 namespace daf::vectors {
+
+PlacedJob::PlacedJob(const Call& call, Slot planes, Slot headers) : call_(call) {
+  const Parameters& given = call.given;
+  const size_t plane_words = words_per_block * block_count(given.count);
+  for (uint32_t plane = 0; plane < given.bits; ++plane)
+    starts_[plane] = call.at<uint32_t>(planes) + plane * plane_words;
+  job.count = given.count;
+  job.bits = int(given.bits);
+  job.planes = starts_;
+  job.headers = call.at<uint16_t>(headers);
+  job.rounds = int(given.rounds);
+  job.key = given.key;
+  job.thresholds = call.at<int8_t>(thresholds);
+  job.levels = call.at<int8_t>(table);
+  job.level_factor = given.low;
+  job.predicate = Predicate(given.predicate);
+  job.low = given.low;
+  job.high = given.high;
+  job.table = call.at<float>(table);
+  job.item_bytes = int(given.item_bytes);
+  job.base = given.base;
+}
+
+bool PlacedJob::run(Kernel kernel) {
+  return run_blocks(paged(kernel), {0, block_count(job.count)}, call_.threads);
+}
+
 namespace {
 
-bool encode_rotated(const Call& call) {
-  const EncodeRotated job{call.source(),
-                          int(call.given.bits),
-                          int(call.given.rounds),
-                          call.given.key,
-                          call.at<uint32_t>(output),
-                          call.at<uint16_t>(output_headers),
-                          call.at<int8_t>(thresholds),
-                          call.at<int8_t>(table)};
-  return call.run(job, call.kernels.encode_rotated);
+bool encode(const Call& call, Kernel kernel) {
+  PlacedJob placed(call, output, output_headers);
+  placed.job.source = {call.at<void>(input), ElementType(call.given.type), call.affine()};
+  return placed.run(kernel);
 }
 
-bool decode_rotated(const Call& call) {
-  const DecodeRotated job{call.target(),
-                          int(call.given.bits),
-                          int(call.given.rounds),
-                          call.given.key,
-                          call.at<uint32_t>(input),
-                          call.at<uint16_t>(headers),
-                          call.at<int8_t>(table),
-                          call.given.low};
-  return call.run(job, call.kernels.decode_rotated);
+bool decode(const Call& call, Kernel kernel) {
+  PlacedJob placed(call, input, headers);
+  placed.job.target = {call.at<void>(output), ElementType(call.given.type), call.affine(),
+                       call.given.accumulate != 0, call.buffers.stream};
+  placed.job.mask = call.at<uint32_t>(mask);
+  return placed.run(kernel);
 }
 
-bool encode_minmax(const Call& call) {
-  const EncodeMinmax job{call.source(), int(call.given.bits), call.given.key,
-                         call.at<uint32_t>(output), call.at<uint16_t>(output_headers)};
-  return call.run(job, call.kernels.encode_minmax);
+bool run_operation(const Call& call) {
+  const KernelTable& kernels = call.kernels;
+  switch (Operation(call.given.operation)) {
+    case Operation::encode_rotated: return encode(call, kernels.encode_rotated);
+    case Operation::decode_rotated: return decode(call, kernels.decode_rotated);
+    case Operation::encode_minmax: return encode(call, kernels.encode_minmax);
+    case Operation::decode_minmax: return decode(call, kernels.decode_minmax);
+    case Operation::encode_steps: return encode(call, kernels.encode_steps);
+    case Operation::decode_steps: return decode(call, kernels.decode_steps);
+    case Operation::encode_mask: return encode(call, kernels.encode_mask);
+    case Operation::decode_mask: return decode(call, kernels.decode_mask);
+    case Operation::encode_derivative: return encode(call, kernels.encode_derivative);
+    case Operation::decode_derivative: return decode(call, kernels.decode_derivative);
+    case Operation::encode_integers: return encode(call, kernels.encode_integers);
+    case Operation::decode_integers: return decode(call, kernels.decode_integers);
+    case Operation::emit: return emit(call);
+    case Operation::sum_gradient: return sum_gradient(call);
+    case Operation::write_gradient: return write_gradient(call);
+    case Operation::emit_rows: return emit_rows(call);
+    case Operation::row_gradient: return row_gradient(call);
+  }
+  return false;
 }
-
-bool decode_minmax(const Call& call) {
-  const DecodeMinmax job{call.target(), int(call.given.bits), call.at<uint32_t>(input),
-                         call.at<uint16_t>(headers)};
-  return call.run(job, call.kernels.decode_minmax);
-}
-
-bool encode_steps(const Call& call) {
-  const EncodeSteps job{call.source(), int(call.given.bits), call.given.key,
-                        call.at<uint32_t>(output)};
-  return call.run(job, call.kernels.encode_steps);
-}
-
-bool decode_steps(const Call& call) {
-  const DecodeSteps job{call.target(), int(call.given.bits), call.at<uint32_t>(input)};
-  return call.run(job, call.kernels.decode_steps);
-}
-
-bool encode_mask(const Call& call) {
-  const EncodeMask job{call.source(), Predicate(call.given.predicate), call.given.low,
-                       call.given.high, call.at<uint32_t>(output)};
-  return call.run(job, call.kernels.encode_mask);
-}
-
-bool decode_mask(const Call& call) {
-  const DecodeMask job{call.target(), call.at<uint32_t>(input), call.given.low, call.given.high};
-  return call.run(job, call.kernels.decode_mask);
-}
-
-bool encode_derivative(const Call& call) {
-  const EncodeDerivative job{call.source(), int(call.given.bits), call.at<float>(table),
-                             call.at<uint32_t>(output)};
-  return call.run(job, call.kernels.encode_derivative);
-}
-
-bool decode_derivative(const Call& call) {
-  const DecodeDerivative job{call.target(), int(call.given.bits), call.at<float>(table),
-                             call.at<uint32_t>(input)};
-  return call.run(job, call.kernels.decode_derivative);
-}
-
-bool encode_integers(const Call& call) {
-  const Parameters& given = call.given;
-  const EncodeIntegers job{call.at<void>(input), int(given.item_bytes),
-                           given.count,          int(given.bits),
-                           given.base,           call.at<uint32_t>(output)};
-  return call.run(job, call.kernels.encode_integers);
-}
-
-bool decode_integers(const Call& call) {
-  const Parameters& given = call.given;
-  const DecodeIntegers job{call.at<uint32_t>(input), given.count,
-                           int(given.bits),          given.base,
-                           call.at<void>(output),    int(given.item_bytes)};
-  return call.run(job, call.kernels.decode_integers);
-}
-
-// In the order of Operation.
-using Runner = bool (*)(const Call&);
-constexpr Runner runners[] = {
-    encode_rotated,  decode_rotated,  encode_minmax, decode_minmax,     encode_steps,
-    decode_steps,    encode_mask,     decode_mask,   encode_derivative, decode_derivative,
-    encode_integers, decode_integers, emit,          sum_gradient,      write_gradient,
-    emit_rows,       row_gradient};
-static_assert(sizeof runners / sizeof *runners == operation_count);
 
 }  // namespace
 
 bool run_case(const Case& given, const Buffers& buffers, const KernelTable& kernels, int threads) {
-  return runners[given.parameters.operation](Call{given.parameters, buffers, kernels, threads});
+  return run_operation(Call{given.parameters, buffers, kernels, threads});
 }
 
 }  // namespace daf::vectors

@@ -1,4 +1,4 @@
-// A case as a job of csrc/arguments/kernel_arguments.h.
+// A case as a job of csrc/arguments/job.h.
 #pragma once
 
 #include "cases.h"

@@ -284,7 +284,7 @@ def _emission(output: NormOutput | None) -> Emission | None:
     if output is None:
         return None
     places = (output.out.data_ptr(), _pointer(output.addend))
-    return Emission(*places, _affine(output.result), _fields(output.mask), output.most)
+    return Emission(*places, _affine(output.result), output.most, _fields(output.mask))
 
 
 def _affine(channels: Channels | None) -> ChannelAffine | None:

@@ -9,7 +9,7 @@ function raises KernelError when called outside its contract.
 from __future__ import annotations
 
 import daf._native as _native
-from daf.core.code_format import MINMAX_BITS, ROTATED_BITS, ElementType
+from daf.core.code_format import MINMAX_BITS
 from daf.core.errors import KernelError
 from daf.kernels import (
     ChannelAffine,
@@ -21,25 +21,9 @@ from daf.kernels import (
     RowMoments,
     RunningMoments,
 )
-from daf.kernels.cpu.checks import (
-    affine_fields,
-    block_range,
-    check_call,
-    check_channels,
-    check_pointer,
-    check_rotation,
-    sums_fields,
-)
-from daf.kernels.cpu.flat import chosen_instruction_set
-from daf.kernels.cpu.page_checks import (
-    check_fields,
-    check_whole,
-    emission_fields,
-    is_whole,
-    levels_of,
-    mask_fields,
-    row_fields,
-)
+from daf.kernels.cpu.checks import check_channels, check_pointer, check_whole
+from daf.kernels.cpu.job import Job, run
+from daf.kernels.cpu.paged import rotated_code
 
 
 def emit(
@@ -54,17 +38,8 @@ def emit(
 
     With ``rows`` the affine is measured just before.
     """
-    check_call(count, threads, source=source)
-    if count:
-        _native.norm.emit(
-            chosen_instruction_set(),
-            source,
-            count,
-            threads,
-            affine_fields(affine),
-            *emission_fields(emission, count),
-            row_fields(rows, affine, ElementType.FLOAT32, count),
-        )
+    job = Job(threads, count, source=source, affine=affine, emission=emission, rows=rows)
+    run(_native.read_blocks, job, "source")
 
 
 def derive(
@@ -85,63 +60,39 @@ def derive(
     ``emit`` wrote it, zeroes the elements whose bit is clear. With ``blocks`` (first, last) the
     destination holds the elements of these blocks of 256 alone.
     """
-    check_call(count, threads, source=source, destination=destination)
-    _native.norm.derive(
-        chosen_instruction_set(),
-        source,
-        count,
-        threads,
-        affine_fields(affine),
-        destination,
-        affine_fields(result),
-        mask_fields(mask, count),
-        accumulate,
-        *block_range(count, blocks),
+    job = Job(
+        *(threads, count),
+        source=source,
+        affine=affine,
+        destination=destination,
+        after=result,
+        mask=mask,
+        accumulate=accumulate,
+        blocks=blocks,
     )
+    run(_native.copy_blocks, job, "source", "destination")
 
 
 def backward_kept(
     source: int, count: int, affine: ChannelAffine | None, gradient: NormGradient, threads: int
 ) -> None:
     """One pass of backward; the values are ``affine`` of ``count`` elements."""
-    check_call(count, threads, source=source)
-    _native.norm.backward_kept(
-        chosen_instruction_set(),
-        source,
-        count,
-        threads,
-        affine_fields(affine),
-        *_gradient_fields(gradient, count),
-    )
+    job = Job(threads, count, source=source, affine=affine, gradient=gradient)
+    run(_native.copy_blocks, job, "source")
 
 
 def backward_rotated(
     fields: PageFields, rounds: int, key: int, gradient: NormGradient, threads: int
 ) -> None:
     """One pass of backward; the values are those of a ``rotated`` code, whatever it has left."""
-    check_fields(fields, threads, ROTATED_BITS)
-    check_rotation(rounds, key)
-    _native.norm.backward_rotated(
-        chosen_instruction_set(),
-        fields,
-        rounds,
-        key,
-        *levels_of(fields, fields.kept),
-        *((0, 0.0) if is_whole(fields) else levels_of(fields, fields.kept - 1)),
-        threads,
-        *_gradient_fields(gradient, fields.elements),
-    )
+    code = rotated_code(fields, rounds, key)
+    run(_native.decode_rotated, Job(threads, fields.elements, gradient=gradient, **code))
 
 
 def backward_minmax(fields: PageFields, gradient: NormGradient, threads: int) -> None:
     """One pass of backward; the values are those of a ``minmax`` code."""
-    check_whole(fields, threads, MINMAX_BITS)
-    _native.norm.backward_minmax(
-        chosen_instruction_set(),
-        fields,
-        threads,
-        *_gradient_fields(gradient, fields.elements),
-    )
+    pages = check_whole(fields, MINMAX_BITS)
+    run(_native.decode_minmax, Job(threads, fields.elements, gradient=gradient, pages=pages))
 
 
 def statistics_of_sums(
@@ -166,7 +117,7 @@ def statistics_of_sums(
     if running is not None:
         check_pointer("running mean", running.mean_pointer)
         check_pointer("running variance", running.variance_pointer)
-    _native.norm.statistics_of_sums(sums.channels, count, epsilon, where, running or ())
+    _native.statistics_of_sums(sums.channels, count, epsilon, where, running)
 
 
 def factors_of_sums(channels: int, count: int, factors: GradientFactors) -> None:
@@ -180,28 +131,7 @@ def factors_of_sums(channels: int, count: int, factors: GradientFactors) -> None
     for name, address in zip(factors._fields, factors, strict=True):
         if address or name not in _OPTIONAL_FACTORS:
             check_pointer(name, address)
-    _native.norm.factors_of_sums(channels, count, factors)
+    _native.factors_of_sums(channels, count, factors)
 
 
 _OPTIONAL_FACTORS = ("gamma_pointer", "of_gamma_pointer", "of_beta_pointer")
-_Affine = ChannelAffine | tuple[()]
-_Gradient = tuple[int, int, _Affine, _Affine, ChannelSums | tuple[()]]
-
-
-def _gradient_fields(
-    gradient: NormGradient, count: int
-) -> tuple[_Gradient, PageFields | tuple[()]]:
-    if count:
-        check_pointer("gradient", gradient.gradient_pointer)
-    if gradient.sums is None:
-        if gradient.of_value is None or gradient.of_gradient is None:
-            raise KernelError("asked for a gradient without its factors; give both, or sums")
-        check_pointer("destination", gradient.destination_pointer)
-    fields = (
-        gradient.gradient_pointer,
-        gradient.destination_pointer,
-        affine_fields(gradient.of_value),
-        affine_fields(gradient.of_gradient),
-        sums_fields(gradient.sums),
-    )
-    return fields, mask_fields(gradient.mask, count)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import ctypes
 from itertools import pairwise
-from math import prod
 
-from daf.core.code_format import ElementType, block_count
+from daf.core.code_format import ElementType
 from daf.core.errors import KernelError
-from daf.kernels import ChannelAffine, ChannelSums, StridedView
-from daf.kernels.cpu.strided_views import VIEW_DIMENSIONS, merged
+from daf.kernels import ChannelAffine, ChannelSums, PageFields
 
 INTEGER_BITS = range(1, 65)
 _MOST_CHANNELS = 2**32
 _MOST_INNER = 2**63
+
+Widths = range | tuple[int, ...]
 
 
 def check_call(count: int, threads: int, **pointers: int) -> None:
@@ -33,10 +33,18 @@ def check_pointer(name: str, address: int) -> None:
         raise KernelError(f"asked for {name} at address {address}; give a tensor's data_ptr()")
 
 
-def check_member(name: str, value: int, allowed: range | tuple[int, ...]) -> None:
+def check_member(name: str, value: int, allowed: Widths) -> None:
     """One of the values that exist."""
     if value not in allowed:
         raise KernelError(f"asked for {name} {value!r}; {allowed[0]} to {allowed[-1]} exist")
+
+
+def check_element_type(element_type: int) -> None:
+    """A number of ElementType."""
+    if element_type not in tuple(ElementType):
+        raise KernelError(
+            f"asked for element type {element_type!r}; float32, bfloat16 and float16 exist"
+        )
 
 
 def check_key(key: int) -> None:
@@ -51,11 +59,10 @@ def check_rotation(rounds: int, key: int) -> None:
     check_key(key)
 
 
-def check_integers(item_bytes: int, bits: int) -> None:
-    """Item size and code width of packed integers."""
+def check_item_bytes(item_bytes: int) -> None:
+    """Item size of packed integers."""
     if item_bytes not in (1, 2, 4, 8):
         raise KernelError(f"asked for items of {item_bytes} bytes; 1, 2, 4 and 8 exist")
-    check_member("bits", bits, INTEGER_BITS)
 
 
 def check_borders(address: int, count: int) -> None:
@@ -64,26 +71,6 @@ def check_borders(address: int, count: int) -> None:
     borders = (ctypes.c_float * count).from_address(address)
     if not all(low < high for low, high in pairwise(borders)) or borders[0] != borders[0]:
         raise KernelError(f"asked for borders {list(borders)}; they must ascend")
-
-
-def element_type_number(element_type: ElementType) -> int:
-    """The native number of an element type."""
-    try:
-        return int(ElementType(element_type))
-    except ValueError as problem:
-        raise KernelError(
-            f"asked for element type {element_type!r}; float32, bfloat16 and float16 exist"
-        ) from problem
-
-
-def affine_fields(affine: ChannelAffine | None) -> ChannelAffine | tuple[()]:
-    """An affine as the native code takes it: its fields, or nothing."""
-    if affine is None:
-        return ()
-    check_channels(affine.channels, affine.inner)
-    check_pointer("scale", affine.scale_pointer)
-    check_pointer("shift", affine.shift_pointer)
-    return affine
 
 
 def check_channels(channels: int, inner: int) -> None:
@@ -95,39 +82,62 @@ def check_channels(channels: int, inner: int) -> None:
         )
 
 
-def sums_fields(sums: ChannelSums | None) -> ChannelSums | tuple[()]:
-    """Sums as the native code takes them: their fields, or nothing."""
+def check_sums(sums: ChannelSums | None) -> None:
+    """Channels that make sense, and addresses."""
     if sums is None:
-        return ()
+        return
     check_channels(sums.channels, sums.inner)
     check_pointer("sums", sums.sums_pointer)
     check_pointer("squares", sums.squares_pointer)
     check_pointer("workspace", sums.workspace_pointer)
-    return sums
 
 
-def block_range(count: int, blocks: tuple[int, int] | None) -> tuple[int, int]:
-    """First and last (exclusive) of the blocks asked for; all where none are."""
-    total = block_count(count)
-    first, last = blocks or (0, total)
-    if not 0 <= first <= last <= total:
-        raise KernelError(f"asked for blocks {first} to {last}; the tensor has {total}")
-    return first, last
+def check_affine(affine: ChannelAffine | None) -> None:
+    """Channels that make sense, and addresses."""
+    if affine is None:
+        return
+    check_channels(affine.channels, affine.inner)
+    check_pointer("scale", affine.scale_pointer)
+    check_pointer("shift", affine.shift_pointer)
 
 
-def view_fields(view: StridedView | None, count: int) -> StridedView | tuple[()]:
-    """A view as the native code takes it, its dimensions merged, or nothing."""
-    if view is None or count == 0:
-        return ()
-    if prod(view.sizes) != count or len(view.sizes) != len(view.strides) or min(view.sizes) < 1:
+# --- pages ----------------------------------------------------------------------------------
+
+
+def check_fields(fields: PageFields, widths: Widths) -> PageFields:
+    """A width that exists, addresses, and at least one plane everywhere."""
+    check_member("bits", fields.bits, widths)
+    check_call(fields.elements, 1, region=fields.region, table=fields.table)
+    least = fields.kept if is_whole(fields) else fields.kept - 1
+    if not 1 <= least <= fields.kept <= fields.bits:
         raise KernelError(
-            f"asked for {count} elements of sizes {view.sizes}, strides {view.strides}; "
-            "they must agree"
+            f"asked to read {least} of {fields.bits} planes; at least one must be left"
         )
-    found = merged(view)
-    if len(found.sizes) > VIEW_DIMENSIONS or any(abs(stride) >= 2**62 for stride in found.strides):
+    return fields
+
+
+def check_whole(fields: PageFields, widths: Widths) -> PageFields:
+    """The same, and no plane evicted."""
+    check_fields(fields, widths)
+    if fields.kept < fields.bits or not is_whole(fields):
         raise KernelError(
-            f"asked for a view of sizes {found.sizes}, strides {found.strides} after merging; "
-            f"at most {VIEW_DIMENSIONS} dimensions exist: copy it first"
+            f"asked for all {fields.bits} planes of a tensor that has given some up; "
+            "only rotated codes can be read from fewer"
         )
-    return found
+    return fields
+
+
+def is_whole(fields: PageFields) -> bool:
+    """True if every run has the same planes."""
+    return fields.full_runs == fields.runs
+
+
+def check_mask(mask: PageFields | None, count: int) -> None:
+    """One whole plane of as many elements."""
+    if mask is None:
+        return
+    if mask.elements != count or (mask.bits, mask.kept, mask.full_runs) != (1, 1, mask.runs):
+        raise KernelError(
+            f"asked to mask {count} elements by {mask.elements} of {mask.bits} planes; "
+            "a mask has one plane and a bit for every element"
+        )

@@ -1,42 +1,35 @@
-"""The native kernels over pages: what ``cpu`` does to planes at one address, run by run.
+"""The native codecs: encoders and decoders of planes in pages.
 
-Planes, headers and counts come as :class:`daf.kernels.PageFields`; everything
-else, the bytes included, is as in ``daf.kernels.cpu.flat``: with nothing given up,
-the pages of a tensor hold what the flat kernels write. Memory must be pinned
-by the caller. ``rotated`` codes are written to, and decoded from, the planes
-that each run has; everything else needs every plane. Each function raises
+Addresses are ints (``tensor.data_ptr()``). Planes, headers and counts come as
+:class:`daf.kernels.PageFields`; nothing is allocated here, and pages are pinned by the caller.
+``rotated`` codes are written to, and decoded from, the planes that each run has; all other codes
+need every plane. ``threads`` is the most threads to use, the caller's among them: small inputs
+use one, and the bytes never depend on it. ``key`` is an int in [0, 2**64). Each function raises
 KernelError when called outside its contract.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import daf._native as _native
 from daf.core.code_format import MINMAX_BITS, ROTATED_BITS, ElementType, Predicate
-from daf.core.code_tables import rotated_levels, rotated_thresholds
+from daf.core.code_tables import rotated_level_factor, rotated_levels, rotated_thresholds
 from daf.core.errors import KernelError
 from daf.kernels import ChannelAffine, Emission, PageFields, RowMoments
 from daf.kernels.cpu.checks import (
     INTEGER_BITS,
-    affine_fields,
-    block_range,
     check_borders,
-    check_integers,
-    check_key,
+    check_fields,
+    check_item_bytes,
     check_member,
     check_pointer,
-    check_rotation,
-    element_type_number,
-)
-from daf.kernels.cpu.flat import DERIVATIVE_BITS, chosen_instruction_set
-from daf.kernels.cpu.page_checks import (
-    check_fields,
     check_whole,
-    emission_fields,
     is_whole,
-    levels_of,
-    mask_fields,
-    row_fields,
 )
+from daf.kernels.cpu.job import Job, run
+
+DERIVATIVE_BITS = range(1, 9)
 
 # --- rotated and minmax ---------------------------------------------------------------------
 
@@ -57,22 +50,17 @@ def encode_rotated(
     ``emission`` is computed from the values coded, while they are read; with ``rows`` the
     affine is measured just before.
     """
-    check_fields(fields, threads, ROTATED_BITS, source=source)
-    check_rotation(rounds, key)
-    _native.pages.encode_rotated(
-        chosen_instruction_set(),
-        source,
-        element_type_number(element_type),
-        fields,
-        rounds,
-        key,
-        rotated_thresholds(fields.bits).ctypes.data,
-        rotated_levels(fields.bits, fields.bits).ctypes.data,
-        threads,
-        affine_fields(affine),
-        *emission_fields(emission, fields.elements),
-        row_fields(rows, affine, element_type, fields.elements),
+    job = Job(
+        *(threads, fields.elements, element_type, source, affine),
+        pages=check_fields(fields, ROTATED_BITS),
+        rounds=rounds,
+        key=key,
+        thresholds=rotated_thresholds(fields.bits).ctypes.data,
+        levels=rotated_levels(fields.bits, fields.bits).ctypes.data,
+        emission=emission,
+        rows=rows,
     )
+    run(_native.encode_rotated, job, "source")
 
 
 def decode_rotated(
@@ -89,26 +77,21 @@ def decode_rotated(
 ) -> None:
     """Decode every run from the planes it has, with the merged-cell table of that width.
 
-    ``mask`` is a mask of equal count (its pages may be of another size); the
-    other options are those of ``cpu.decode_rotated``.
+    Then, in this order: ``affine``, ``accumulate`` onto the destination, ``mask`` (of equal
+    count, its pages perhaps of another size: a clear bit gives +0), rounding. With ``blocks``
+    (first, last), ``destination`` holds the elements of these blocks of 256 alone; all else,
+    ``mask`` included, is the whole tensor's.
     """
-    check_fields(fields, threads, ROTATED_BITS, destination=destination)
-    check_rotation(rounds, key)
-    _native.pages.decode_rotated(
-        chosen_instruction_set(),
-        fields,
-        rounds,
-        key,
-        *levels_of(fields, fields.kept),
-        *((0, 0.0) if is_whole(fields) else levels_of(fields, fields.kept - 1)),
-        destination,
-        element_type_number(element_type),
-        threads,
-        affine_fields(affine),
-        mask_fields(mask, fields.elements),
-        accumulate,
-        *block_range(fields.elements, blocks),
+    job = Job(
+        *(threads, fields.elements, element_type),
+        **rotated_code(fields, rounds, key),
+        destination=destination,
+        after=affine,
+        mask=mask,
+        accumulate=accumulate,
+        blocks=blocks,
     )
+    run(_native.decode_rotated, job, "destination")
 
 
 def encode_minmax(
@@ -122,20 +105,9 @@ def encode_minmax(
     rows: RowMoments | None = None,
 ) -> None:
     """Write every plane and the headers, rounding stochastically; options as above."""
-    check_whole(fields, threads, MINMAX_BITS, source=source)
-    check_key(key)
-    kind = element_type_number(element_type)
-    _native.pages.encode_minmax(
-        chosen_instruction_set(),
-        source,
-        kind,
-        fields,
-        key,
-        threads,
-        affine_fields(affine),
-        *emission_fields(emission, fields.elements),
-        row_fields(rows, affine, element_type, fields.elements),
-    )
+    pages = check_whole(fields, MINMAX_BITS)
+    job = Job(threads, fields.elements, element_type, source, affine, pages=pages, key=key)
+    run(_native.encode_minmax, job._replace(emission=emission, rows=rows), "source")
 
 
 def decode_minmax(
@@ -149,18 +121,16 @@ def decode_minmax(
     blocks: tuple[int, int] | None = None,
 ) -> None:
     """Decode all planes; the options are those of ``decode_rotated``."""
-    check_whole(fields, threads, MINMAX_BITS, destination=destination)
-    _native.pages.decode_minmax(
-        chosen_instruction_set(),
-        fields,
-        destination,
-        element_type_number(element_type),
-        threads,
-        affine_fields(affine),
-        mask_fields(mask, fields.elements),
-        accumulate,
-        *block_range(fields.elements, blocks),
+    job = Job(
+        *(threads, fields.elements, element_type),
+        pages=check_whole(fields, MINMAX_BITS),
+        destination=destination,
+        after=affine,
+        mask=mask,
+        accumulate=accumulate,
+        blocks=blocks,
     )
+    run(_native.decode_minmax, job, "destination")
 
 
 def encode_steps(
@@ -171,13 +141,13 @@ def encode_steps(
     threads: int,
     affine: ChannelAffine | None = None,
 ) -> None:
-    """Write every plane of what ``affine`` makes numbers of steps, rounding stochastically."""
-    check_whole(fields, threads, MINMAX_BITS, source=source)
-    check_key(key)
-    kind, channels = element_type_number(element_type), affine_fields(affine)
-    _native.pages.encode_steps(
-        chosen_instruction_set(), source, kind, fields, key, threads, channels
-    )
+    """Write every plane of what ``affine`` makes numbers of steps, rounding stochastically.
+
+    What lies beyond ``0 … 2**bits - 1`` is its nearer end, NaN is 0; there are no headers.
+    """
+    pages = check_whole(fields, MINMAX_BITS)
+    job = Job(threads, fields.elements, element_type, source, affine, pages=pages, key=key)
+    run(_native.encode_steps, job, "source")
 
 
 def decode_steps(
@@ -188,11 +158,9 @@ def decode_steps(
     affine: ChannelAffine | None = None,
 ) -> None:
     """Write every number of steps, after ``affine``."""
-    check_whole(fields, threads, MINMAX_BITS, destination=destination)
-    kind, channels = element_type_number(element_type), affine_fields(affine)
-    _native.pages.decode_steps(
-        chosen_instruction_set(), fields, destination, kind, threads, channels
-    )
+    pages = check_whole(fields, MINMAX_BITS)
+    job = Job(threads, fields.elements, element_type, destination=destination, after=affine)
+    run(_native.decode_steps, job._replace(pages=pages), "destination")
 
 
 # --- mask, derivative, integers -------------------------------------------------------------
@@ -208,12 +176,9 @@ def encode_mask(
     threads: int,
 ) -> None:
     """Write one plane of ``predicate``; bounds are rounded to float32."""
-    check_whole(fields, threads, (1,), source=source)
     check_member("predicate", predicate, tuple(Predicate))
-    kind = element_type_number(element_type)
-    _native.pages.encode_mask(
-        chosen_instruction_set(), source, kind, fields, int(predicate), low, high, threads
-    )
+    job = Job(threads, fields.elements, element_type, source, pages=check_whole(fields, (1,)))
+    run(_native.encode_mask, job._replace(predicate=predicate, low=low, high=high), "source")
 
 
 def decode_mask(
@@ -225,11 +190,14 @@ def decode_mask(
     threads: int,
 ) -> None:
     """Write ``on_value`` where the bit is set and ``off_value`` elsewhere."""
-    check_whole(fields, threads, (1,), destination=destination)
-    kind = element_type_number(element_type)
-    _native.pages.decode_mask(
-        chosen_instruction_set(), fields, off_value, on_value, destination, kind, threads
+    job = Job(
+        *(threads, fields.elements, element_type),
+        destination=destination,
+        pages=check_whole(fields, (1,)),
+        low=off_value,
+        high=on_value,
     )
+    run(_native.decode_mask, job, "destination")
 
 
 def encode_derivative(
@@ -239,25 +207,20 @@ def encode_derivative(
 
     Returns False, the planes then being worthless, if any element is not finite.
     """
-    check_whole(fields, threads, DERIVATIVE_BITS, source=source)
+    pages = check_whole(fields, DERIVATIVE_BITS)
     check_borders(borders, 2**fields.bits - 1)
-    kind = element_type_number(element_type)
-    coded: bool = _native.pages.encode_derivative(
-        chosen_instruction_set(), source, kind, fields, borders, threads
-    )
-    return coded
+    job = Job(threads, fields.elements, element_type, source, pages=pages, table=borders)
+    return run(_native.encode_derivative, job, "source")
 
 
 def decode_derivative(
     fields: PageFields, levels: int, destination: int, element_type: ElementType, threads: int
 ) -> None:
     """Write the level of every code; ``levels`` is the address of ``2**bits`` float32 numbers."""
-    check_whole(fields, threads, DERIVATIVE_BITS, destination=destination)
+    pages = check_whole(fields, DERIVATIVE_BITS)
     check_pointer("levels", levels)
-    kind = element_type_number(element_type)
-    _native.pages.decode_derivative(
-        chosen_instruction_set(), fields, levels, destination, kind, threads
-    )
+    job = Job(threads, fields.elements, element_type, destination=destination, pages=pages)
+    run(_native.decode_derivative, job._replace(table=levels), "destination")
 
 
 def encode_integers(
@@ -268,12 +231,8 @@ def encode_integers(
     Raises:
         KernelError: also when a difference does not fit the planes.
     """
-    check_integers(item_bytes, fields.bits)
-    check_whole(fields, threads, INTEGER_BITS, source=source)
-    fits = _native.pages.encode_integers(
-        chosen_instruction_set(), source, item_bytes, fields, base & (2**64 - 1), threads
-    )
-    if not fits:
+    job = Job(threads, fields.elements, source=source, **integers(fields, item_bytes, base))
+    if not run(_native.encode_integers, job, "source"):
         raise KernelError(
             f"asked for {fields.bits}-bit codes from {base} up; some item needs more bits: "
             "measure the range first"
@@ -284,8 +243,32 @@ def decode_integers(
     fields: PageFields, base: int, destination: int, item_bytes: int, threads: int
 ) -> None:
     """Write ``code + base`` into signed items of ``item_bytes`` bytes."""
-    check_integers(item_bytes, fields.bits)
-    check_whole(fields, threads, INTEGER_BITS, destination=destination)
-    _native.pages.decode_integers(
-        chosen_instruction_set(), fields, base & (2**64 - 1), destination, item_bytes, threads
-    )
+    code = integers(fields, item_bytes, base)
+    job = Job(threads, fields.elements, destination=destination, **code)
+    run(_native.decode_integers, job, "destination")
+
+
+# --- parts of a job -------------------------------------------------------------------------
+
+
+def rotated_code(fields: PageFields, rounds: int, key: int) -> dict[str, Any]:
+    """What a decoder of ``rotated`` reads; with it the tables of both widths that runs have."""
+    check_fields(fields, ROTATED_BITS)
+    found: dict[str, Any] = {"pages": fields, "rounds": rounds, "key": key}
+    found["levels"], found["level_factor"] = _levels(fields, fields.kept)
+    if not is_whole(fields):
+        shorter = _levels(fields, fields.kept - 1)
+        found["shorter_levels"], found["shorter_level_factor"] = shorter
+    return found
+
+
+def _levels(fields: PageFields, kept_bits: int) -> tuple[int, float]:
+    address = int(rotated_levels(fields.bits, kept_bits).ctypes.data)
+    return address, rotated_level_factor(fields.bits, kept_bits)
+
+
+def integers(fields: PageFields, item_bytes: int, base: int) -> dict[str, Any]:
+    """Planes of integers, their item size and base."""
+    pages = check_whole(fields, INTEGER_BITS)
+    check_item_bytes(item_bytes)
+    return {"pages": pages, "item_bytes": item_bytes, "base": base & (2**64 - 1)}

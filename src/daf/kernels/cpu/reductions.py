@@ -2,7 +2,7 @@
 
 Element ``i`` in memory order belongs to channel ``(i // inner) % channels``; a
 whole tensor is one channel. Addresses, ``threads`` and errors are as in
-``daf.kernels.cpu.flat``, and so is the promise that the bytes never depend on
+``daf.kernels.cpu.paged``, and so is the promise that the bytes never depend on
 threads, instruction sets or strategies. Section 8 of ``docs/format.md`` gives
 the arithmetic. A workspace is the caller's; it may lie anywhere and hold
 anything.
@@ -14,15 +14,8 @@ import daf._native as _native
 from daf.core.code_format import ElementType
 from daf.core.errors import KernelError
 from daf.kernels import ChannelSums, RangeStrategy
-from daf.kernels.cpu.checks import (
-    check_call,
-    check_channels,
-    check_member,
-    check_pointer,
-    element_type_number,
-    sums_fields,
-)
-from daf.kernels.cpu.flat import chosen_instruction_set
+from daf.kernels.cpu.checks import check_call, check_channels, check_member, check_pointer
+from daf.kernels.cpu.job import Job, run
 
 _BY_THE_RULE = -1
 
@@ -48,7 +41,7 @@ def ranges_workspace_bytes(
 
 
 def sums_workspace_bytes(count: int, threads: int, channels: int = 1, inner: int = 1) -> int:
-    """Bytes of the workspace of a ChannelSums, for ``measure_sums`` and the encoders alike."""
+    """Bytes of the workspace of a ChannelSums, for ``measure_sums``."""
     _check_shape(count, threads, channels, inner)
     size_bytes: int = _native.sums_workspace_bytes(count, channels, inner, threads)
     return size_bytes
@@ -72,23 +65,13 @@ def measure_ranges(
     without elements has +inf and -inf. Without a ``strategy`` the rule of
     ``range_strategy`` decides, from measured times; the results are the same.
     """
-    check_call(count, threads, source=source)
     check_channels(channels, inner)
-    for name, address in (("least", least), ("greatest", greatest), ("workspace", workspace)):
+    places = (least, greatest, workspace)
+    for name, address in zip(("least", "greatest", "workspace"), places, strict=True):
         check_pointer(name, address)
-    _native.measure_ranges(
-        chosen_instruction_set(),
-        source,
-        element_type_number(element_type),
-        count,
-        channels,
-        inner,
-        least,
-        greatest,
-        workspace,
-        threads,
-        _strategy_number(strategy),
-    )
+    more = (channels, inner, *places, _strategy_number(strategy))
+    job = Job(threads, count, element_type, source)
+    run(lambda *call: _native.measure_ranges(*call, *more), job, "source")
 
 
 def measure_sums(
@@ -99,9 +82,7 @@ def measure_sums(
     Squares are exact, sums are of float64 in the order of the format. NaN and
     infinities go the way of float64 arithmetic; NaN is canonical.
     """
-    check_call(count, threads, source=source)
-    kind = element_type_number(element_type)
-    _native.measure_sums(chosen_instruction_set(), source, kind, count, sums_fields(sums), threads)
+    run(_native.read_blocks, Job(threads, count, element_type, source, sums=sums), "source")
 
 
 def mean_and_variance(total: float, squares: float, count: int) -> tuple[float, float]:

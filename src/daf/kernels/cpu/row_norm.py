@@ -9,19 +9,19 @@ raises KernelError when called outside its contract.
 from __future__ import annotations
 
 import daf._native as _native
-from daf.core.code_format import MINMAX_BITS, ROTATED_BITS
+from daf.core.code_format import MINMAX_BITS
 from daf.core.errors import KernelError
 from daf.kernels import ChannelAffine, PageFields, RowGradient
-from daf.kernels.cpu.checks import affine_fields, check_call, check_pointer, check_rotation
-from daf.kernels.cpu.flat import chosen_instruction_set
-from daf.kernels.cpu.page_checks import check_fields, check_whole, is_whole, levels_of
+from daf.kernels.cpu.checks import check_call, check_pointer, check_whole
+from daf.kernels.cpu.job import Job, run
+from daf.kernels.cpu.paged import rotated_code
 
 
 def workspace_bytes(count: int, length: int, threads: int) -> int:
     """Bytes that backward works in for ``count`` elements in rows of ``length``."""
     check_call(count, threads)
     _check_length(count, length)
-    size: int = _native.rows.workspace_bytes(count, length, threads)
+    size: int = _native.rows_workspace_bytes(count, length, threads)
     return size
 
 
@@ -29,41 +29,23 @@ def backward_kept(
     source: int, count: int, affine: ChannelAffine | None, gradient: RowGradient, threads: int
 ) -> None:
     """The values are ``affine`` of ``count`` elements."""
-    check_call(count, threads, source=source)
-    _native.rows.backward_kept(
-        chosen_instruction_set(),
-        source,
-        count,
-        threads,
-        affine_fields(affine),
-        _checked(gradient, count),
-    )
+    rows = _checked(gradient, count)
+    job = Job(threads, count, source=source, affine=affine, row_gradient=rows)
+    run(_native.copy_blocks, job, "source")
 
 
 def backward_rotated(
     fields: PageFields, rounds: int, key: int, gradient: RowGradient, threads: int
 ) -> None:
     """The values are those of a ``rotated`` code, whatever it has left."""
-    check_fields(fields, threads, ROTATED_BITS)
-    check_rotation(rounds, key)
-    _native.rows.backward_rotated(
-        chosen_instruction_set(),
-        fields,
-        rounds,
-        key,
-        *levels_of(fields, fields.kept),
-        *((0, 0.0) if is_whole(fields) else levels_of(fields, fields.kept - 1)),
-        threads,
-        _checked(gradient, fields.elements),
-    )
+    code, rows = rotated_code(fields, rounds, key), _checked(gradient, fields.elements)
+    run(_native.decode_rotated, Job(threads, fields.elements, row_gradient=rows, **code))
 
 
 def backward_minmax(fields: PageFields, gradient: RowGradient, threads: int) -> None:
     """The values are those of a ``minmax`` code."""
-    check_whole(fields, threads, MINMAX_BITS)
-    _native.rows.backward_minmax(
-        chosen_instruction_set(), fields, threads, _checked(gradient, fields.elements)
-    )
+    pages, rows = check_whole(fields, MINMAX_BITS), _checked(gradient, fields.elements)
+    run(_native.decode_minmax, Job(threads, fields.elements, row_gradient=rows, pages=pages))
 
 
 def _checked(gradient: RowGradient, count: int) -> RowGradient:

@@ -1,4 +1,4 @@
-"""The oracle of ranges, sums and views: section 8 of ``docs/format.md`` in NumPy."""
+"""The oracle of ranges and sums: section 8 of ``docs/format.md`` in NumPy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from daf.core.code_format import BLOCK_ELEMENTS, block_count
-from daf.kernels import StridedView
 from daf.kernels.reference.elements import Elements, Floats, widen
 
 Doubles = NDArray[np.float64]
@@ -120,16 +119,4 @@ def halve(rows: NDArray[Any]) -> NDArray[Any]:
         width //= 2
         padded = padded[:width] + padded[width:]
     result: NDArray[Any] = padded[0]
-    return result
-
-
-# --- views ----------------------------------------------------------------------------------
-
-
-def elements_of(storage: Elements, first: int, view: StridedView) -> Elements:
-    """The elements of a view whose element 0 is number ``first`` of ``storage``, in order."""
-    place = np.array([first], np.int64)
-    for size, stride in zip(view.sizes, view.strides, strict=True):
-        place = (place[:, None] + np.arange(size) * stride).reshape(-1)
-    result: Elements = storage[place]
     return result

@@ -169,7 +169,7 @@ def on_device(kernel: Any, grid: tuple[int, ...], device: torch.device, **argume
         KernelError: the tensors are on no GPU, and Triton does not interpret.
     """
     if device.type == "cpu" and not isinstance(kernel, InterpretedFunction):
-        raise KernelError("asked for a GPU kernel on tensors of the CPU; use daf.kernels.cpu.flat")
+        raise KernelError("asked for a GPU kernel on tensors of the CPU; use daf.kernels.cpu")
     chosen = nullcontext() if device.type == "cpu" else torch.cuda.device(device)
     with chosen:
         kernel[grid](**arguments, enable_fp_fusion=False, num_warps=_WARPS)

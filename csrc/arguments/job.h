@@ -1,0 +1,142 @@
+// What a kernel is asked to do: plain values, read by every instruction set.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+
+#include "arguments/channels.h"
+
+namespace daf {
+
+constexpr size_t block_elements = 256;
+constexpr size_t words_per_block = 8;
+constexpr uint16_t non_finite_header = 0x7FC0;
+
+enum class ElementType : int { float32 = 0, bfloat16 = 1, float16 = 2 };
+enum class Predicate : int { inside = 0, above = 1 };
+
+inline size_t element_bytes(ElementType type) { return type == ElementType::float32 ? 4 : 2; }
+
+// value * scale[c] + shift[c], c = (i / inner) % channels; none where channels is 0.
+struct Affine {
+  uint64_t channels = 0;
+  uint64_t inner = 1;
+  const float* scale = nullptr;
+  const float* shift = nullptr;
+  bool growing = false;  // written while it is read, elsewhere
+};
+
+// What a reader of blocks writes beside: its value * scale[c] + shift[c], plus the addend's
+// element. Where the job has a mask, what is not above 0 becomes 0, what is not below `most` (NaN:
+// no bound) becomes that, and the others set their bit.
+struct Emission {
+  float* destination = nullptr;  // none: there is no emission
+  const float* addend = nullptr;
+  Affine affine;
+  float most = std::numeric_limits<float>::quiet_NaN();
+  bool stream = false;  // write around the caches
+};
+
+// What a writer of blocks does with normalised values instead of writing them: docs/format.md,
+// section 10. With the job's sums it takes those of the gradient (zero where the mask is clear) and
+// of its product with the value, and writes that gradient to a destination. Without, it writes
+// gradient * of_gradient[c] + (value * scale[c] + shift[c]), the latter two those of `of_value`.
+struct NormGradient {
+  const float* gradient = nullptr;  // none: values are written
+  float* destination = nullptr;
+  Affine of_value, of_gradient;
+};
+
+// The same for normalised values of rows: docs/format.md, section 11.
+struct RowGradient {
+  uint64_t length = 0;  // 0: values are written
+  bool centred = true;
+  const float* gradient = nullptr;
+  float* destination = nullptr;                 // none: only the sums are taken
+  const float* gamma = nullptr;                 // one for each place along a row; none: 1
+  const float* scale = nullptr;                 // one for each row
+  double *beta = nullptr, *of_gamma = nullptr;  // the sums along the rows' places; none: not taken
+  void* workspace = nullptr;
+};
+
+struct Source {
+  const void* data = nullptr;
+  ElementType type = ElementType::float32;
+  Affine affine;
+};
+
+struct Target {
+  void* data = nullptr;
+  ElementType type = ElementType::float32;
+  Affine affine;
+  bool accumulate = false;
+  bool stream = false;  // write around the caches
+};
+
+struct RunningSums;  // reductions/sums.h
+struct RunningRows;  // norms/rows.h
+
+// What a kernel is asked to do. Encoders read a source, decoders write a target; the fields behind
+// are of those codecs that the comments name.
+struct Job {
+  uint64_t count = 0;  // elements of the tensor
+  Source source;
+  Target target;
+  uint32_t* mask = nullptr;  // written by an emission, applied to a target or a gradient
+
+  int bits = 0;                       // planes written or read
+  uint32_t* const* planes = nullptr;  // [bits]: where the plane's part of block 0 lies
+  uint16_t* headers = nullptr;        // rotated, minmax
+  uint64_t key = 0;                   // rotated, minmax, steps
+  int rounds = 1;                     // rotated
+  const int8_t* thresholds =
+      nullptr;                     // rotated, [bits][16]: of each step, by the cell found so far
+  const int8_t* levels = nullptr;  // rotated, [16]: by cell
+  float level_factor = 0;          // rotated: of one level, in units of the header's scale
+  Predicate predicate = Predicate::above;
+  float low = 0, high = 0;       // mask: its bounds; decoded: what a clear and a set bit stand for
+  const float* table = nullptr;  // derivative: 2^bits - 1 ascending borders; decoded: 2^bits levels
+  int item_bytes = 0;            // integers
+  uint64_t base = 0;             // integers
+
+  Emission emission;
+  NormGradient gradient;
+  RowGradient row_gradient;
+  RunningSums* sums = nullptr;
+  RunningRows* running_rows = nullptr;
+};
+
+struct MeasureRanges;  // reductions/ranges.h
+
+// Rows of `length` elements, and what makes normalised values of each: written.
+struct MeasureRows {
+  const float* data = nullptr;
+  uint64_t length = 0;
+  double epsilon = 0;
+  bool centred = true;
+  float *scale = nullptr, *shift = nullptr;
+};
+
+// Does blocks [first, last) of a job and says whether they could be done (derivative: all finite;
+// integers: all fit).
+using Kernel = bool (*)(const Job&, size_t first, size_t last);
+
+// The kernels of one instruction set.
+struct KernelTable {
+  const char* name;
+  Kernel encode_rotated, decode_rotated;
+  Kernel encode_minmax, decode_minmax;
+  Kernel encode_steps, decode_steps;  // of what the source's affine made numbers of steps
+  Kernel encode_mask, decode_mask;
+  Kernel encode_derivative, decode_derivative;
+  Kernel encode_integers, decode_integers;
+  Kernel read_blocks;  // for an emission, or for sums
+  Kernel copy_blocks;
+  bool (*measure_ranges)(const MeasureRanges&, size_t first_share, size_t last_share);
+  bool (*measure_rows)(const MeasureRows&, size_t first_row, size_t last_row);
+};
+
+inline size_t block_count(uint64_t count) { return (count + block_elements - 1) / block_elements; }
+
+}  // namespace daf

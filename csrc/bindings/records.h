@@ -1,0 +1,115 @@
+// Python's records as C++'s: fields in their order, addresses as ints, None where there is nothing.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cmath>
+#include <type_traits>
+#include <utility>
+
+#include "arguments/pages.h"
+
+namespace daf {
+
+class Fields {
+ public:
+  explicit Fields(nanobind::tuple record) : record_(std::move(record)) {}
+
+  // The next fields; a None leaves the item as it is.
+  template <class... Items>
+  void read(Items&... items) {
+    (read_one(items), ...);
+  }
+
+ private:
+  template <class Item>
+  void read_one(Item& item) {
+    const nanobind::handle field = record_[place_++];
+    if (field.is_none()) return;
+    if constexpr (std::is_pointer_v<Item>) {
+      item = reinterpret_cast<Item>(nanobind::cast<uintptr_t>(field));
+    } else if constexpr (std::is_enum_v<Item>) {
+      item = Item(nanobind::cast<int>(field));
+    } else if constexpr (std::is_arithmetic_v<Item>) {
+      item = nanobind::cast<Item>(field);
+    } else {
+      Fields inner(nanobind::borrow<nanobind::tuple>(field));
+      read_record(inner, item);
+    }
+  }
+
+  nanobind::tuple record_;
+  size_t place_ = 0;
+};
+
+// daf.kernels.ChannelSums.
+struct SumsPlaces {
+  Channels channels;
+  double *sums = nullptr, *squares = nullptr;  // none: nothing is summed
+  uintptr_t workspace = 0;
+};
+
+// daf.kernels.RowMoments.
+struct Moments {
+  double epsilon = -1;  // negative: rows are not measured
+  bool centred = true;
+};
+
+// daf.kernels.cpu.job.Job.
+struct Call {
+  int threads = 1;
+  Extent blocks{};
+  PagedJob paged;
+  Moments moments;
+  SumsPlaces sums;
+};
+
+inline Channels columns(uint64_t count, uint64_t inner) { return {count, count == 1 ? 1 : inner}; }
+
+inline void read_record(Fields& from, Affine& affine) {
+  from.read(affine.channels, affine.inner, affine.scale, affine.shift);
+}
+
+inline void read_record(Fields& from, Pages& pages) {
+  from.read(pages.region, pages.page_bytes, pages.table, pages.count, pages.runs, pages.full_runs,
+            pages.bits, pages.kept);
+}
+
+inline void read_record(Fields& from, Extent& blocks) { from.read(blocks.first, blocks.last); }
+
+inline void read_record(Fields& from, Moments& moments) {
+  from.read(moments.epsilon, moments.centred);
+}
+
+inline void read_record(Fields& from, SumsPlaces& sums) {
+  uint64_t count = 1, inner = 1;
+  from.read(count, inner, sums.sums, sums.squares, sums.workspace);
+  sums.channels = columns(count, inner);
+}
+
+// To the kernel NaN is no bound: no number is as great.
+inline void read_record(Fields& from, Emission& emission) {
+  from.read(emission.destination, emission.addend, emission.affine, emission.most);
+  if (std::isinf(emission.most)) emission.most = std::nanf("");
+}
+
+inline void read_record(Fields& from, NormGradient& gradient) {
+  from.read(gradient.gradient, gradient.destination, gradient.of_value, gradient.of_gradient);
+}
+
+inline void read_record(Fields& from, RowGradient& rows) {
+  from.read(rows.length, rows.centred, rows.gradient, rows.destination, rows.gamma, rows.scale,
+            rows.beta, rows.of_gamma, rows.workspace);
+}
+
+inline void read_record(Fields& from, Call& call) {
+  Job& job = call.paged.job;
+  from.read(call.threads, job.count, job.source.type, job.source.data, job.source.affine);
+  from.read(job.target.data, job.target.affine, job.target.accumulate, call.blocks);
+  from.read(call.paged.pages, call.paged.mask, job.rounds, job.key, job.thresholds, job.levels,
+            job.level_factor, call.paged.shorter_levels, call.paged.shorter_level_factor);
+  from.read(job.predicate, job.low, job.high, job.table, job.item_bytes, job.base);
+  from.read(job.emission, call.moments, job.gradient, call.sums, job.row_gradient);
+}
+
+}  // namespace daf

@@ -1,0 +1,46 @@
+"""Which instruction set the native kernels run with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from daf.core.errors import KernelError
+
+try:
+    import daf._native as _native
+except ImportError as problem:  # a checkout that was never built
+    raise KernelError(
+        "asked for the native kernels, found none (daf._native); install DAF again to build them"
+    ) from problem
+
+_forced_set: ContextVar[str] = ContextVar("forced_instruction_set", default="")
+
+
+def instruction_sets() -> tuple[str, ...]:
+    """Instruction sets that this processor runs and this build has, widest first."""
+    return tuple(_native.instruction_sets())
+
+
+def chosen_instruction_set() -> str:
+    """The set that this context is forced to use; empty: the widest."""
+    return _forced_set.get()
+
+
+@contextmanager
+def use_instruction_set(name: str) -> Iterator[None]:
+    """Run the kernels of this context (thread, task) with one instruction set; for tests.
+
+    Raises:
+        KernelError: the processor or the build does not have it.
+    """
+    if name not in instruction_sets():
+        raise KernelError(
+            f"asked for instruction set {name!r}, found {', '.join(instruction_sets())}"
+        )
+    token = _forced_set.set(name)
+    try:
+        yield
+    finally:
+        _forced_set.reset(token)

@@ -1,0 +1,145 @@
+"""One record for every call of a native kernel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from daf.core.code_format import ElementType, block_count
+from daf.core.errors import KernelError
+from daf.kernels import (
+    ChannelAffine,
+    ChannelSums,
+    Emission,
+    NormGradient,
+    PageFields,
+    RowGradient,
+    RowMoments,
+)
+from daf.kernels.cpu.checks import (
+    check_affine,
+    check_call,
+    check_element_type,
+    check_key,
+    check_mask,
+    check_member,
+    check_pointer,
+    check_sums,
+)
+from daf.kernels.cpu.instruction_sets import chosen_instruction_set
+
+
+class Job(NamedTuple):
+    """What a kernel is asked to do, in the order in which ``csrc/bindings/records.h`` reads it.
+
+    What an operation does not use keeps its default. ``affine`` is of the values read, ``after`` of
+    the values written; addresses are ints.
+    """
+
+    threads: int
+    elements: int
+    element_type: int = ElementType.FLOAT32
+    source: int = 0
+    affine: ChannelAffine | None = None
+    destination: int = 0
+    after: ChannelAffine | None = None
+    accumulate: bool = False
+    blocks: tuple[int, int] | None = None
+    pages: PageFields | None = None
+    mask: PageFields | None = None
+    rounds: int = 1
+    key: int = 0
+    thresholds: int = 0
+    levels: int = 0
+    level_factor: float = 0.0
+    shorter_levels: int = 0
+    shorter_level_factor: float = 0.0
+    predicate: int = 0
+    low: float = 0.0
+    high: float = 0.0
+    table: int = 0
+    item_bytes: int = 0
+    base: int = 0
+    emission: Emission | None = None
+    rows: RowMoments | None = None
+    gradient: NormGradient | None = None
+    sums: ChannelSums | None = None
+    row_gradient: RowGradient | None = None
+
+
+def run(kernel: Callable[[str, Job], bool], job: Job, *needed: str) -> bool:
+    """Check a job and carry it out; False if a kernel found elements that it cannot code.
+
+    Args:
+        kernel: of ``daf._native``.
+        job: what to do.
+        needed: fields that are addresses, not 0 unless there are no elements.
+    """
+    if job.emission is not None:
+        job = job._replace(mask=job.emission.mask)
+    if job.gradient is not None:
+        job = job._replace(mask=job.gradient.mask, sums=job.gradient.sums)
+    check_call(job.elements, job.threads, **{name: getattr(job, name) for name in needed})
+    _check_numbers(job)
+    check_affine(job.affine)
+    check_affine(job.after)
+    check_mask(job.mask, job.elements)
+    _check_emission(job.emission)
+    _check_rows(job)
+    _check_gradient(job)
+    check_sums(job.sums)
+    return kernel(chosen_instruction_set(), job)
+
+
+def _check_numbers(job: Job) -> None:
+    check_element_type(job.element_type)
+    check_member("rounds", job.rounds, (1, 2))
+    check_key(job.key)
+    if job.blocks is not None:
+        first, last = job.blocks
+        total = block_count(job.elements)
+        if not 0 <= first <= last <= total:
+            raise KernelError(f"asked for blocks {first} to {last}; the tensor has {total}")
+
+
+def _check_emission(emission: Emission | None) -> None:
+    if emission is None:
+        return
+    check_pointer("destination", emission.destination_pointer)
+    check_affine(emission.affine)
+    if not emission.most > 0 or (emission.mask is None and emission.most != math.inf):
+        raise KernelError(
+            f"asked to let pass what is above 0 and below {emission.most}; give a bound above 0, "
+            "and a mask"
+        )
+
+
+def _check_rows(job: Job) -> None:
+    rows, affine = job.rows, job.affine
+    if rows is None:
+        return
+    if affine is None or affine.channels * affine.inner != job.elements:
+        raise KernelError(
+            f"asked to measure the rows of {job.elements} elements into {affine}; give room for "
+            "the affine of each row, inner being a row's length"
+        )
+    if job.element_type != ElementType.FLOAT32 or not rows.epsilon >= 0:
+        raise KernelError(
+            f"asked to measure rows of {job.element_type!r} with epsilon {rows.epsilon}; rows are "
+            "float32, epsilon 0 or more"
+        )
+
+
+def _check_gradient(job: Job) -> None:
+    gradient = job.gradient
+    if gradient is None:
+        return
+    if job.elements:
+        check_pointer("gradient", gradient.gradient_pointer)
+    if gradient.sums is None:
+        if gradient.of_value is None or gradient.of_gradient is None:
+            raise KernelError("asked for a gradient without its factors; give both, or sums")
+        check_pointer("destination", gradient.destination_pointer)
+    check_affine(gradient.of_value)
+    check_affine(gradient.of_gradient)
