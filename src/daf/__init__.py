@@ -1,7 +1,7 @@
 """DAF: train any PyTorch model inside a byte budget."""
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from daf.capture.compress import compress
@@ -35,12 +35,14 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_MODULES[name]), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a checker would take every name for one that exists
+
+    def __getattr__(name: str) -> object:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(_MODULES[name]), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 from importlib import metadata
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 from daf.cli import app, commands
 from daf.cli.commands import OWN_COMMANDS, find_command
+from daf.cli.floor import floor_above_torch_bytes
 
 HEAVY = ("torch", "numpy", "rich", "daf_bench", "matplotlib")
 ENDED = "import sys, daf.cli\ntry: daf.cli.app()\nexcept SystemExit: pass\nprint(*sys.modules)"
@@ -69,3 +71,12 @@ def test_an_unknown_command_is_refused() -> None:
     done = CliRunner().invoke(app, ["no-such"])
     assert done.exit_code == 2
     assert "no-such" in done.output
+
+
+def test_doctor_says_what_training_s_imports_hold_above_torch() -> None:
+    held = floor_above_torch_bytes()
+    if platform.system() != "Linux":
+        assert held is None
+    else:
+        assert held is not None
+        assert 10**6 < held < 15 * 10**6

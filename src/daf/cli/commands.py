@@ -78,9 +78,10 @@ def lazy_commands() -> dict[str, LazyCommand]:
 
 def find_command(name: str) -> LazyCommand | None:
     """The command called ``name``; one that says what to install where it is DAF's benchmarks'."""
-    if name == "bench":
-        return lazy_commands().get(name) or LazyCommand(name, "", _refuse_benchmarks)
-    return lazy_commands().get(name)
+    found = lazy_commands().get(name)
+    if found is None and name == "bench":
+        return LazyCommand(name, "", _refuse_benchmarks)
+    return found
 
 
 def _attribute(place: str) -> Any:

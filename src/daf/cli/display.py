@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any
-
-from rich.console import Console
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from daf.core.plan import Plan
 from daf.core.units import format_bytes
 from daf.training.callbacks import Observer, StepRecord
 from daf.training.run_folder import RunFolder
+
+# rich is imported where something is drawn: a run that draws nothing does not hold it.
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 _LINE_EVERY_S = 10.0
 _FRAMES_PER_S = 8
@@ -70,6 +70,9 @@ class LiveDisplay(LineDisplay):
     """A panel that is redrawn in place; notes scroll by above it."""
 
     def __init__(self, console: Console | None = None) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
         super().__init__()
         self._console = console or Console()
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
@@ -99,6 +102,9 @@ class LiveDisplay(LineDisplay):
         self._live.stop()
 
     def _panel(self, record: StepRecord) -> Table:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
         grid = Table.grid(padding=(0, 2))
         steps = ProgressBar(self._total_steps, record.step, width=_BAR_WIDTH)
         epoch = f"step {record.step}/{self._total_steps} · epoch {record.epoch}"
@@ -123,6 +129,9 @@ def _memory_text(record: StepRecord, budget_bytes: int | None) -> str:
 
 def show_summary(summary: dict[str, Any], folder: RunFolder) -> None:
     """Print the run's figures as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table.grid(padding=(0, 2))
     for name, value in _summary_rows(summary):
         table.add_row(name, value)

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from daf.cli import options
+from daf.cli.floor import floor_above_torch_bytes
 from daf.core.units import format_bytes
 from daf.report.machine import survey
 
@@ -24,7 +25,7 @@ _WORDS = {
 
 def doctor_command(as_json: options.Json = False) -> None:
     """Say what this machine offers: processor, memory, limits, GPU, and what works."""
-    facts = survey()
+    facts = survey() | {"floor_above_torch_bytes": floor_above_torch_bytes()}
     if as_json:
         print(json.dumps(facts))
         return
@@ -53,6 +54,9 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "address space limit", _limit(memory["address_space_limit_bytes"])
     yield "huge pages", memory["huge_pages"] or "not offered"
     torch = facts["torch"]
+    floor_bytes = facts["floor_above_torch_bytes"]
+    if floor_bytes is not None:
+        yield "daf train", f"{format_bytes(floor_bytes)} above torch before data and model"
     yield "torch", "{version}, {threads} threads, {instruction_set}".format(**torch)
     gpus = [f"{gpu['name']}, {format_bytes(gpu['memory_bytes'])}" for gpu in facts["gpus"]]
     yield "GPU", "; ".join(gpus) or "none"

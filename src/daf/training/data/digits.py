@@ -55,7 +55,7 @@ def _packaged_file() -> Path:
     if package is None or not package.submodule_search_locations:
         raise DataError(
             "asked for 'digits', which come with scikit-learn, but that is not installed; "
-            "try: pip install scikit-learn, or name other data such as cifar10:FILE.npz"
+            "try: pip install 'daf-train[demo]', or name other data such as cifar10:FILE.npz"
         )
     return Path(package.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
 

@@ -1,7 +1,7 @@
 """Write the figures of ``benchmarks/results/*.json`` into the documents; none is typed by hand.
 
-python benchmarks/render.py            # rewrite tables, and draw pictures
-python benchmarks/render.py --check    # fail if a document does not say what the results say
+python benchmarks/documents/render.py            # rewrite tables, and draw pictures
+python benchmarks/documents/render.py --check    # fail where documents and results differ
 """
 
 from __future__ import annotations
