@@ -1,4 +1,4 @@
-"""The command line: ``daf train``, ``plan``, ``report``, ``run``, ``doctor``; others add theirs."""
+"""The command line: ``daf train``, ``plan``, ``report``, ``run``, ``doctor`` and plugins."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from daf.cli.group import DafGroup
 
-# Plain help: importing rich for it takes longer than all else of `daf --help`.
+# Plain help: importing rich for it takes longer than the rest of `daf --help`.
 app = typer.Typer(
     cls=DafGroup, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
 )

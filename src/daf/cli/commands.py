@@ -1,8 +1,7 @@
-"""Commands by name, whose modules are imported when they run.
+"""Commands by name, imported only when they run: ``daf --help`` and ``--version`` import no torch.
 
-``daf --help`` and ``daf --version`` hence import no torch. Another distribution adds a command by
-an entry point of the group ``daf.commands``: a function or a ``typer.Typer``; the summary of its
-distribution is the command's short help.
+Another distribution adds a command by an entry point of the group ``daf.commands``: a function or a
+``typer.Typer``. Its distribution's summary is the short help.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from daf.core.errors import MissingPackageError
 
 GROUP = "daf.commands"
 
-# The function's module and name, and the first line of its docstring.
+# (module and name of the function, first line of its docstring)
 OWN_COMMANDS: Mapping[str, tuple[str, str]] = {
     "train": (
         "daf.cli.train:train_command",
@@ -55,7 +54,7 @@ class LazyCommand(TyperCommand):
         """Import the command.
 
         Raises:
-            MissingPackageError: the distribution that has it is not installed.
+            MissingPackageError: the command's distribution is not installed.
         """
         target = self._import_target()
         if not isinstance(target, typer.Typer):
@@ -66,7 +65,7 @@ class LazyCommand(TyperCommand):
 
 
 def lazy_commands() -> dict[str, LazyCommand]:
-    """DAF's own commands and those of installed distributions, by name."""
+    """Return DAF's own commands and those of installed distributions, by name."""
     found = {
         name: LazyCommand(name, summary, lambda place=place: _attribute(place))  # type: ignore[misc]
         for name, (place, summary) in OWN_COMMANDS.items()
@@ -77,7 +76,7 @@ def lazy_commands() -> dict[str, LazyCommand]:
 
 
 def find_command(name: str) -> LazyCommand | None:
-    """The command called ``name``; one that says what to install where it is DAF's benchmarks'."""
+    """Return the command ``name``; ``bench`` without daf-bench names what to install."""
     found = lazy_commands().get(name)
     if found is None and name == "bench":
         return LazyCommand(name, "", _refuse_benchmarks)

@@ -1,4 +1,4 @@
-"""What people see of a run: a live panel on a terminal, plain lines elsewhere, a closing table."""
+"""What a user sees of a run: a live panel on a terminal, else plain lines; a closing table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from daf.core.units import format_bytes
 from daf.training.callbacks import Observer, StepRecord
 from daf.training.run_folder import RunFolder
 
-# rich is imported where something is drawn: a run that draws nothing does not hold it.
+# rich is imported where something is drawn: a quiet run does not hold it.
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -22,14 +22,14 @@ _BAR_WIDTH = 32
 
 
 def make_display(*, quiet: bool) -> Observer:
-    """Nothing for programs, a live panel for terminals, lines for log files."""
+    """Return no display if ``quiet``, a live panel for terminals, lines for log files."""
     if quiet:
         return Observer()
     return LiveDisplay() if sys.stdout.isatty() else LineDisplay()
 
 
 class LineDisplay(Observer):
-    """A line now and then."""
+    """Progress as a line every ten seconds."""
 
     def __init__(self) -> None:
         self._total_steps = 0
@@ -37,13 +37,13 @@ class LineDisplay(Observer):
         self._said_s = float("-inf")
 
     def begin(self, total_steps: int, first_step: int, budget_bytes: int | None) -> None:
-        """Say where training begins."""
+        """Print the step that training resumes after, if any."""
         self._total_steps, self._budget_bytes = total_steps, budget_bytes
         if first_step:
             self.note(f"resumed after step {first_step}")
 
     def note(self, text: str) -> None:
-        """Print the line."""
+        """Print ``text``."""
         print(text, flush=True)
 
     def planned(self, plan: Plan) -> None:
@@ -51,7 +51,7 @@ class LineDisplay(Observer):
         self.note(f"plan: {plan.reason}")
 
     def stepped(self, record: StepRecord) -> None:
-        """Print the first step, the last one, and one every ten seconds."""
+        """Print the first and the last step, and one every ten seconds."""
         now_s = time.monotonic()
         if now_s - self._said_s < _LINE_EVERY_S and record.step != self._total_steps:
             return
@@ -83,22 +83,22 @@ class LiveDisplay(LineDisplay):
         self._live.start()
 
     def note(self, text: str) -> None:
-        """Print above the panel."""
+        """Print ``text`` above the panel."""
         self._console.print(text, highlight=False, markup=False)
 
     def profiling(self, policy_name: str) -> None:
-        """Say what is measured."""
+        """Print the policy being measured."""
         self._console.print(f"measuring {policy_name} …", style="dim")
 
     def stepped(self, record: StepRecord) -> None:
-        """Redraw the panel, a few times a second at most."""
+        """Redraw the panel, at most eight times a second."""
         now_s = time.monotonic()
         if now_s - self._said_s >= 1 / _FRAMES_PER_S or record.step == self._total_steps:
             self._said_s = now_s
             self._live.update(self._panel(record), refresh=True)
 
     def end(self) -> None:
-        """Take the panel away."""
+        """Remove the panel."""
         self._live.stop()
 
     def _panel(self, record: StepRecord) -> Table:

@@ -1,4 +1,4 @@
-"""What the process of ``daf train`` holds before there are data and a model."""
+"""The floor of ``daf train``: what its process holds before data and model exist."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 _LIMIT_S = 120.0
-# Resident pages are read without DAF, which is not imported yet.
+# The probe reads resident pages without DAF, which is not imported yet.
 _PROBE = """
 import os, torch
 torch.ones(64, 64) @ torch.ones(64, 64)
@@ -22,10 +22,7 @@ print((resident_pages() - before) * os.sysconf("SC_PAGE_SIZE"))
 
 
 def floor_above_torch_bytes() -> int | None:
-    """Resident bytes that the imports of ``daf train`` add to ``import torch`` and one product.
-
-    Measured in a process of its own; None where the system does not say what is resident.
-    """
+    """Measure in a new process how many bytes ``daf train`` adds to torch; None: unknown."""
     command = [sys.executable, "-c", _PROBE]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S)
     return int(done.stdout) if done.returncode == 0 else None

@@ -1,4 +1,4 @@
-"""The command group that turns DAF's errors into one clear line and an exit code."""
+"""The command group that turns DAF's errors into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ EXIT_INTERRUPTED = 130  # what a shell reports for SIGINT
 
 
 class DafGroup(TyperGroup):
-    """Runs a command; an error from DAF's tree goes to stderr without a traceback.
+    """A command group that prints a DAF error to stderr without a traceback.
 
-    With ``--json`` among the arguments stdout gets ``{"error": {...}}`` as well.
+    With ``--json`` among the arguments, stdout also gets ``{"error": {...}}``.
     """
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
-        """All names, for ``--help``."""
+        """Return all names, for ``--help``."""
         return list(lazy_commands())
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
-        """The command's name and short help; nothing of it is imported yet."""
+        """Return the command's name and short help, without importing it."""
         return find_command(cmd_name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Import the command that was asked for."""
+        """Import the requested command."""
         name, command, rest = super().resolve_command(ctx, args)
         return name, command.load() if isinstance(command, LazyCommand) else command, rest
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Remember whether a program is listening."""
+        """Note whether ``--json`` was asked for."""
         ctx.meta[_JSON_KEY] = "--json" in args
         rest: list[str] = super().parse_args(ctx, args)
         return rest
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that was asked for."""
+        """Run the requested command."""
         try:
             return super().invoke(ctx)
         except DafError as error:

@@ -1,4 +1,4 @@
-"""The options that ``daf train`` and ``daf plan`` share, and how their texts are read."""
+"""The options that ``daf train`` and ``daf plan`` share, and their parsers."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ _NO_BUDGET = "none"
 
 
 def read_budget(text: str) -> int | float | str | None:
-    """A ``--budget``: bytes, a fraction, ``"auto"``, or None for ``none``.
+    """Parse ``--budget``: bytes, a fraction, ``"auto"``, or None for ``none``.
 
     Raises:
         UnitError: the text is none of these.
@@ -143,10 +143,10 @@ def read_budget(text: str) -> int | float | str | None:
 
 
 def read_bits(text: str | None) -> int | str | None:
-    """A ``--bits``: a width from 1 to 8, ``exact``, ``plain``, or None for the planner's choice.
+    """Parse ``--bits``: 1 to 8, ``exact``, ``plain``, or None for the planner's choice.
 
     Raises:
-        UnknownNameError: it is none of these.
+        UnknownNameError: the text is none of these.
     """
     if text is None or text in ("exact", "plain"):
         return text

@@ -1,4 +1,4 @@
-"""``daf plan``: what a budget would mean, without training."""
+"""``daf plan``: the plan for a budget, without training."""
 
 # ruff: noqa: ARG001 - typer declares options as arguments; they are read from its context.
 from __future__ import annotations
@@ -74,7 +74,6 @@ def _show(outline: dict[str, Any]) -> None:
 
 
 def _show_noise(console: Console, noise: dict[str, Any]) -> None:
-    """The total, and the few sites that add most."""
     known = "measured" if noise["is_measured"] else "expected; nothing was measured"
     console.print(
         f"codes add {noise['added_noise']:.3g} of the batch's own gradient noise ({known}), of "

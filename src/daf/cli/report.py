@@ -1,4 +1,4 @@
-"""``daf report``: runs as one HTML file, one picture, and text."""
+"""``daf report``: runs as one HTML file, one PNG, and text."""
 
 from __future__ import annotations
 
@@ -53,7 +53,6 @@ def report_command(
 
 
 def _told(runs: list[Run]) -> dict[str, Any]:
-    """The comparison as plain values: every run's summary, and what differs in words."""
     return {
         "runs": [{"name": run.name, **run.summary} for run in runs],
         "findings": findings(runs),

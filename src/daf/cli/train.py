@@ -106,11 +106,11 @@ def train_command(
 
 
 def asked_settings(ctx: typer.Context) -> dict[str, Any]:
-    """The command's options as names and values of ``TrainSettings``.
+    """Return the command's options as arguments of ``TrainSettings``.
 
     Raises:
-        UnitError: the budget, or the pool's or the host's bytes cannot be read.
-        UnknownNameError: ``--bits`` cannot be read.
+        UnitError: ``--budget``, ``--pool-bytes`` or ``--host-bytes`` cannot be parsed.
+        UnknownNameError: ``--bits`` cannot be parsed.
         BadParameter: a new run lacks its model or its budget.
     """
     values = dict(ctx.params)
@@ -132,7 +132,6 @@ def asked_settings(ctx: typer.Context) -> dict[str, Any]:
 
 
 def _given(ctx: typer.Context, asked: dict[str, Any]) -> dict[str, Any]:
-    """Those of the settings that stood on the command line."""
 
     def is_given(name: str) -> bool:
         source = ctx.get_parameter_source(name)

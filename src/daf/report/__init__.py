@@ -1,1 +1,1 @@
-"""From a run folder to pictures and text."""
+"""Reports of finished runs: an HTML page, PNG charts and terminal text."""

@@ -1,4 +1,4 @@
-"""The account of a run's peak, term by term: the steps of a waterfall."""
+"""The account of a run's peak, as the bars of a waterfall chart."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ _TOTALS = ("predicted_peak",)
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One bar from ``start_bytes`` to ``end_bytes``; a ``total`` stands on the ground.
-
-    ``kind`` is ``term``, ``floor``, ``predicted``, ``measured`` or ``plain``.
-    """
+    """One bar of a waterfall; ``kind`` is term, floor, predicted, measured or plain."""
 
     words: str
     kind: str
@@ -34,14 +31,14 @@ class Bar:
 
     @property
     def nbytes(self) -> int:
-        """How much the term adds; negative where the terms before it were too many."""
+        """The bar's length; negative for a term that corrects those before it."""
         return self.end_bytes - self.start_bytes
 
 
 def waterfall(run: Run) -> list[Bar]:
-    """The predicted terms one on top of the other, then the predicted and the measured peak.
+    """Return the predicted terms stacked, then the predicted and the measured peak.
 
-    A run without a budget predicts nothing: its bars are the floor and the measured peak.
+    A run without a budget has only the floor and the measured peak.
     """
     account = (run.plan or {}).get("account") or {"floor": run.summary["floor_bytes"]}
     bars, level = [], 0

@@ -1,7 +1,7 @@
-"""Charts as values that draw themselves as HTML; ``picture`` draws the same values as a PNG.
+"""Charts as values that render themselves as HTML; ``picture`` renders the same values as a PNG.
 
-The plot of a line chart is SVG, drawn in a square of 1000 units that the page stretches. Ticks and
-names are HTML beside it, so that they stay readable on a phone.
+A line chart's plot is an SVG square of 1000 units that the page stretches. Ticks and names are HTML
+beside it, so they stay readable on a phone.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from daf.report.markup import Markup, element
 from daf.report.scale import Point, number, spread, ticks
 
 _UNITS = 1000.0
-_NAMED_FROM = 0.2  # of the chart's width
+_NAMED_FROM = 0.2  # share of the chart's width
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A line and the class that colours it; ``filled`` down to the bottom where it is an amount."""
+    """A line, its CSS class, and whether the area below it is filled."""
 
     name: str
     points: Sequence[Point]
@@ -30,7 +30,7 @@ class Series:
     stepped: bool = False
 
     def corners(self) -> list[Point]:
-        """The points, or those of steps that go on at a height until the next point."""
+        """Return the line's vertices; a stepped line holds each height until the next point."""
         points = list(self.points)
         if not self.stepped:
             return points
@@ -43,7 +43,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class LevelLine:
-    """A horizontal line with its name, such as a budget."""
+    """A named horizontal line, such as a budget."""
 
     name: str
     value: float
@@ -52,7 +52,7 @@ class LevelLine:
 
 @dataclass(frozen=True, slots=True)
 class Shade:
-    """A stretch of the x axis that stands for something."""
+    """A named interval of the x axis."""
 
     name: str
     start: float
@@ -62,7 +62,7 @@ class Shade:
 
 @dataclass(frozen=True, slots=True)
 class LineChart:
-    """What to draw; ``low`` is where the y axis begins (None: just below the least value)."""
+    """A line chart; ``low`` is where the y axis begins (None: just below the least value)."""
 
     title: str
     x_name: str
@@ -74,13 +74,13 @@ class LineChart:
 
     @property
     def x_range(self) -> tuple[float, float]:
-        """From the first point's x to the last one's."""
+        """The least and the greatest x."""
         places = [x for each in self.series for x, _ in each.points]
         return min(places), max(places)
 
     @property
     def y_range(self) -> tuple[float, float]:
-        """From ``low`` to a little above everything."""
+        """From ``low`` to 8 % above the greatest y."""
         values = [y for each in self.series for _, y in each.points]
         values += [level.value for level in self.levels]
         least, most = min(values), max(values)
@@ -88,25 +88,25 @@ class LineChart:
         return (least - margin if self.low is None else self.low), most + margin
 
     def named_shades(self) -> list[Shade]:
-        """Those wide enough for their names."""
+        """Return the shades wide enough for their names."""
         low, high = self.x_range
         return [each for each in self.shades if each.end - each.start > _NAMED_FROM * (high - low)]
 
     def placed_levels(self, top: float = 1.0) -> list[tuple[LevelLine, float]]:
-        """Levels, lowest first, with places for their names as shares of the chart's height.
+        """Return levels, lowest first, with their names' heights as shares of the chart's height.
 
-        ``top``: by how much more than in a chart of full height the names need to stand apart.
+        ``top``: factor on the distance between names; above 1 for a chart that is drawn lower.
         """
         rising = sorted(self.levels, key=lambda level: level.value)
         places = spread([self._up(level.value) for level in rising], top)
         return list(zip(rising, places, strict=True))
 
     def words_of(self, level: LevelLine) -> str:
-        """A level's name with its value."""
+        """Return a level's name with its value."""
         return f"{level.name} {level.value:,.0f} {self.y_name}"
 
     def html(self) -> Markup:
-        """The chart; its points are in it as JSON, for the cursor that the page's script moves."""
+        """Return the chart as HTML, its points embedded as JSON for the page's cursor script."""
         return element(
             "figure",
             element("figcaption", self.title),
@@ -239,7 +239,7 @@ class LineChart:
         ]
 
     def _legend(self) -> Markup:
-        """What the colours mean; a single line needs no words beyond the chart's title."""
+        """Return the legend; empty for a single line, which the title names."""
         if len(self.series) == 1 and not self.levels and not self.shades:
             return Markup("")
         entries = [element("li", _swatch(each.style), each.name) for each in self.series]
@@ -256,10 +256,7 @@ class LineChart:
 
 @dataclass(frozen=True, slots=True)
 class BarChart:
-    """Horizontal bars on one scale, and a limit across them (None: there is none).
-
-    Bars are in bytes, or in ``unit`` where it is given.
-    """
+    """Horizontal bars on one scale, in bytes or ``unit``, with an optional limit across them."""
 
     title: str
     bars: Sequence[Bar]
@@ -268,15 +265,15 @@ class BarChart:
 
     @property
     def most(self) -> float:
-        """The scale's end."""
+        """The scale's end: 2 % beyond the longest bar or the limit."""
         return max([*(bar.end_bytes for bar in self.bars), self.limit_bytes or 0, 1]) * 1.02
 
     def words_of(self, bar: Bar) -> str:
-        """A bar's length in words."""
+        """Return a bar's length with its unit."""
         return f"{bar.nbytes:,} {self.unit}" if self.unit else format_bytes(bar.nbytes)
 
     def html(self) -> Markup:
-        """The bars as a list, the limit's name beneath."""
+        """Return the bars as an HTML list, the limit's name below."""
         limit = self.limit_bytes
         key = [element("li", _swatch("budget"), f"budget {format_bytes(limit)}")] if limit else []
         return element(

@@ -1,4 +1,4 @@
-"""Several runs side by side: a table's cells, and what differs, in sentences."""
+"""Several runs side by side: table cells, and the differences as sentences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COLUMNS = (
 
 
 def row(run: Run) -> list[str]:
-    """A run's cells under ``COLUMNS``."""
+    """Return a run's cells under ``COLUMNS``."""
     summary = run.summary
     step_ms = summary["step_ms_median"]
     return [
@@ -34,7 +34,7 @@ def row(run: Run) -> list[str]:
 
 
 def findings(runs: Sequence[Run]) -> list[str]:
-    """Every run beside the first one: bytes, time and loss, each told whichever way it goes."""
+    """Return sentences that compare every run with the first: bytes, time and loss."""
     first = runs[0]
     return [sentence for run in runs[1:] for sentence in _beside(run, first)]
 

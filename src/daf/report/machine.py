@@ -1,4 +1,4 @@
-"""What this machine offers a training run, and what of DAF's means work on it."""
+"""What this machine offers a training run, and which of DAF's mechanisms work on it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SELF_CGROUPS = Path("/proc/self/cgroup")
 
 
 def survey() -> dict[str, Any]:
-    """Everything ``daf doctor`` says, as plain values; sizes are bytes, None is *no limit*."""
+    """Return all that ``daf doctor`` reports; sizes in bytes, None for *no limit*."""
     return {
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -49,7 +49,7 @@ def _processor() -> dict[str, Any]:
 
 
 def instruction_sets() -> list[str] | None:
-    """The instruction sets that the native kernels can use here; None where they do not load."""
+    """Return the native kernels' usable instruction sets; None if the kernels do not load."""
     try:
         kernels = importlib.import_module("daf.kernels.cpu.instruction_sets")
     except ImportError:
@@ -72,7 +72,7 @@ def _memory() -> dict[str, Any]:
 
 
 def _huge_pages() -> str | None:
-    """``always``, ``madvise`` or ``never``: the word in brackets; None where there are none."""
+    """Return the active mode, ``always``, ``madvise`` or ``never``; None without huge pages."""
     try:
         text = _HUGE_PAGES.read_text()
     except OSError:
@@ -96,7 +96,7 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def _gpu(index: int) -> dict[str, Any]:
-    """Its name, its memory, and what this process could hold there now (bytes)."""
+    """Return a GPU's name, total bytes, and bytes that this process could allocate now."""
     (bound,) = gpu_bound(
         lambda: torch.cuda.mem_get_info(index), lambda: torch.cuda.memory_reserved(index)
     )
@@ -120,7 +120,7 @@ def _works() -> dict[str, bool]:
 
 
 def _memory_cgroups() -> list[Path]:
-    """The folders of this process's memory cgroup, where a limited group could be made."""
+    """Return the folders of this process's memory cgroup in which a limited group could be made."""
     try:
         lines = _SELF_CGROUPS.read_text().splitlines()
     except OSError:

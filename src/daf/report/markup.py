@@ -1,4 +1,4 @@
-"""HTML and SVG as text: elements that escape what is not markup, and tables."""
+"""HTML and SVG as text: elements that escape their children, and tables."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from html import escape
 
 
 class Markup(str):
-    """Text that is markup already, and is not escaped again."""
+    """Text that is already markup and is not escaped again."""
 
     __slots__ = ()
 
 
 def element(tag: str, *children: str, **attributes: str | float | None) -> Markup:
-    """``<tag attributes>children</tag>``.
+    """Return ``<tag attributes>children</tag>``; children that are not :class:`Markup` are escaped.
 
-    A trailing underscore of an attribute's name is dropped (``class_``), the
-    others become dashes; an attribute that is None is left out, one that is
-    empty stands alone. Children that are not :class:`Markup` are escaped.
+    Attribute names lose a trailing underscore (``class_``); other underscores become dashes. An
+    attribute of None is omitted; an empty one has no value.
     """
     written = "".join(
         f" {name.rstrip('_').replace('_', '-')}"
@@ -29,14 +28,14 @@ def element(tag: str, *children: str, **attributes: str | float | None) -> Marku
 
 
 def joined(*children: str) -> Markup:
-    """Children one after the other, escaped where they are not markup."""
+    """Return the children concatenated, escaped where they are not markup."""
     return Markup(
         "".join(child if isinstance(child, Markup) else escape(child) for child in children)
     )
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Markup:
-    """A table that scrolls by itself where the screen is narrow; a ``why`` or ``plan`` wraps."""
+    """Return a table that scrolls on narrow screens; ``why`` and ``plan`` columns wrap."""
     classes = ["words" if name in ("why", "plan") else None for name in header]
 
     def cells(tag: str, texts: Sequence[str], **attributes: str) -> Markup:

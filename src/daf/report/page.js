@@ -1,6 +1,6 @@
 "use strict";
 
-// A chart's cursor: the mouse or the arrow keys move it, and the line below says what is there.
+// A chart's cursor: the mouse or the arrow keys move it; the line below shows the values there.
 for (const chart of document.querySelectorAll("figure.chart")) {
   const data = JSON.parse(chart.querySelector("script").textContent);
   const plot = chart.querySelector(".plot");
@@ -45,7 +45,7 @@ for (const chart of document.querySelectorAll("figure.chart")) {
   });
 }
 
-// The plan's strip: one tab stop; arrow keys go from tensor to tensor and from module to module.
+// The plan's strip: one tab stop; arrow keys move between tensors and modules.
 for (const strips of document.querySelectorAll(".strips")) {
   const rows = [...strips.querySelectorAll(".cells")].map((row) => [...row.children]);
   const detail = strips.parentElement.querySelector(".detail");

@@ -1,4 +1,4 @@
-"""One or several runs as one HTML file that needs nothing else, not even a network."""
+"""One or several runs as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from daf.report.sections import facts, tiles
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The whole page, as text.
+    """Return the whole page of at least one run.
 
     Raises:
-        ValueError: there is no run.
+        ValueError: ``runs`` is empty.
     """
     if not runs:
         raise ValueError("a report needs at least one run")
@@ -46,7 +46,7 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def document(heading: str, body: Markup) -> str:
-    """A complete HTML document with the report's style and script inside it."""
+    """Return a complete HTML document with the report's style and script inside."""
     files = resources.files("daf.report")
     style = (files / "page.css").read_text("utf-8") + style_sheet()
     head = element(
@@ -65,7 +65,7 @@ def document(heading: str, body: Markup) -> str:
 
 
 def headline(runs: Sequence[Run]) -> str:
-    """What the page says, in a sentence."""
+    """Return the page's headline sentence."""
     if len(runs) == 1:
         return runs[0].title
     names = [run.name for run in runs]
@@ -73,7 +73,7 @@ def headline(runs: Sequence[Run]) -> str:
 
 
 def comparison(runs: Sequence[Run]) -> Markup:
-    """All runs in one table, in sentences, and in the same charts."""
+    """Return all runs in one table, in sentences, and in shared charts."""
     said = [element("li", sentence) for sentence in findings(runs)]
     return element(
         "section",
@@ -86,7 +86,7 @@ def comparison(runs: Sequence[Run]) -> Markup:
 
 
 def run_section(run: Run, *, alone: bool) -> Markup:
-    """Everything about one run; with a heading of its own where there are several."""
+    """Return one run's section, with its own heading unless ``alone``."""
     name = () if alone else (element("h2", f"{run.name}: {run.title}"),)
     return element(
         "section",

@@ -1,4 +1,4 @@
-"""Colours by style, on light and on dark paper: of the page, of a PNG."""
+"""Colours by style for light and dark backgrounds: the page's and the PNG's."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from daf.report.treatments import COLOURS
 
-INK, QUIET, RULE = "#22303c", "#6d7a86", "#dfe4e8"  # of a PNG; the page has its own in page.css
+INK, QUIET, RULE = "#22303c", "#6d7a86", "#dfe4e8"  # of the PNG; page.css has the page's
 
-# What stands for data outside the plan: (light, dark).
+# Styles of data outside the plan: (light, dark).
 STYLES: Mapping[str, tuple[str, str]] = {
     "memory": ("#2a78b8", "#5aa6e6"),
     "measured": ("#2a78b8", "#5aa6e6"),
@@ -28,7 +28,7 @@ STYLES: Mapping[str, tuple[str, str]] = {
 
 
 def style_sheet() -> str:
-    """CSS: a variable and a class for each style, and the background of each treatment."""
+    """Return CSS: a variable and a class for each style, a background for each treatment."""
     classes = "".join(f".{name}{{color:var(--{name})}}" for name in STYLES)
     dark = f"{_rules(1)}.cell{{color:#12171c}}"
     return f"{_rules(0)}@media (prefers-color-scheme: dark){{{dark}}}{classes}"

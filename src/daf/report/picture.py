@@ -23,7 +23,7 @@ _COLOURS = {style: light for style, (light, _) in STYLES.items()} | {
     method.value: light for method, (_, light, _) in COLOURS.items()
 }
 _DASHES = {"predicted": "--", "memory": ":"}  # of levels
-_ACROSS_FROM = 3  # as many charts lie in two columns
+_ACROSS_FROM = 3  # number of charts from which two columns are used
 _LIMIT_S = 120
 
 
@@ -35,7 +35,7 @@ def draw(charts: Sequence[LineChart | BarChart], path: Path) -> None:
         OSError: the file cannot be written.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # heavy, and wanted only here
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # large, and used only here
         from matplotlib.figure import Figure
     except ImportError as error:
         raise PlatformError(
@@ -85,7 +85,7 @@ def _draw_lines(axes: Any, chart: LineChart) -> None:
 
 
 def _draw_levels(axes: Any, chart: LineChart) -> None:
-    """Draw a line for each level, and its name beside its right end."""
+    """Draw a line for each level, its name beside the right end."""
     for level, place in chart.placed_levels():
         colour = _COLOURS[level.style]
         axes.axhline(level.value, color=colour, ls=_DASHES.get(level.style, "-"), linewidth=1.6)
@@ -120,10 +120,10 @@ def _dress(axes: Any, heading: str) -> None:
 
 
 def draw_memory(folder: Path) -> Path:
-    """Draw ``memory.png`` into a run's folder; return where it is.
+    """Draw ``memory.png`` into a run's folder and return its path.
 
     Raises:
-        RunFolderError: the folder holds no whole run.
+        RunFolderError: the folder holds no complete run.
         PlatformError: Matplotlib is not installed.
     """
     run = read_run(folder)
@@ -133,7 +133,7 @@ def draw_memory(folder: Path) -> Path:
 
 
 def draw_memory_elsewhere(folder: Path) -> str:
-    """``draw_memory`` in a process of its own; return what went wrong, empty if nothing did."""
+    """Run ``draw_memory`` in another process; return its error message, "" on success."""
     command = [sys.executable, "-m", "daf.report.picture", str(folder)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S)
@@ -146,7 +146,7 @@ def draw_memory_elsewhere(folder: Path) -> str:
 
 
 def _be_killed_first() -> None:
-    """Where memory runs out, lose this process first: a picture is worth less than a run."""
+    """Raise this process's OOM score, so that the kernel kills it before a training run."""
     try:
         Path("/proc/self/oom_score_adj").write_text("1000")
     except OSError:
@@ -154,7 +154,7 @@ def _be_killed_first() -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Draw for the run named on the command line; return the exit status."""
+    """Draw for the run folder in ``arguments``; return the exit status."""
     if len(arguments) != 1:
         print("usage: python -m daf.report.picture RUN", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""The plan on a report's page: every saved tensor as a coloured cell, with the reason for it."""
+"""The plan on a report's page: a coloured cell for every saved tensor, with its reason."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from daf.report.treatments import COLOURS, Cell, ModuleStrip, strips_of, totals_
 
 
 def plan_figure(run: Run) -> Markup:
-    """Every saved tensor as a cell, its width by its bytes, its colour by what was done to it."""
+    """Return a cell for every saved tensor: width by bytes, colour by treatment."""
     strips = strips_of(run)
     if not strips:
         return element(

@@ -1,4 +1,4 @@
-"""The charts of a run, or of several beside each other, as values: what the page and a PNG show."""
+"""The charts of one run, or of several together, as values for the page and the PNG."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from daf.report.runs import Budgets, Run
 from daf.report.scale import Point, thinned
 from daf.report.treatments import COLOURS, strips_of, totals_by_method
 
-ADDED, OWN = "added_variance", "batch_variance"  # of the gradient: squared lengths
+ADDED, OWN = "added_variance", "batch_variance"  # variances of the gradient: squared lengths
 _NOISE_STYLES = {"the batch's own": (OWN, "memory"), "added by codes": (ADDED, "budget")}
-# Key of the summary, name, style.
+# (key in the summary, name, style)
 _LEVELS = (
     ("floor_bytes", "floor", "floor"),
     ("peak_bytes", "measured peak", "memory"),
@@ -28,7 +28,7 @@ _MB = 1e6
 
 
 def charts_of(runs: Sequence[Run]) -> list[LineChart | BarChart]:
-    """Everything that one picture of the runs shows, in the page's order."""
+    """Return every chart of one picture of the runs, in the page's order."""
     if len(runs) > 1:
         return [memory_of_all(runs), *peaks_and_steps(runs), *losses_of_all(runs)]
     return [
@@ -40,13 +40,13 @@ def charts_of(runs: Sequence[Run]) -> list[LineChart | BarChart]:
 
 
 def memory_chart(run: Run) -> LineChart:
-    """Memory over time, against floor, peaks and the budget as it moved."""
+    """Return memory over time, with floor, peaks and the budget."""
     memory = run.memory
     series = [
         Series(f"memory of {run.whose_memory}", thinned(memory.points, max), "memory", filled=True)
     ]
     levels = levels_of(run.summary)
-    if memory.budget_moved:  # the peaks of different budgets say nothing beside the last of them
+    if memory.budget_moved:  # peaks under earlier budgets do not compare with the last budget
         series += _budget_series(memory.budgets, memory.seconds[-1])
         levels = [level for level in levels if level.name == "floor"]
     title = "Memory over time, against the budget" if run.budget_bytes else "Memory over time"
@@ -54,7 +54,7 @@ def memory_chart(run: Run) -> LineChart:
 
 
 def levels_of(summary: Mapping[str, Any]) -> list[LevelLine]:
-    """The levels that a run has (megabytes), lowest first."""
+    """Return the levels that a run has (MB), lowest first."""
     found = [
         LevelLine(name, summary[key] / _MB, style)
         for key, name, style in _LEVELS
@@ -64,7 +64,7 @@ def levels_of(summary: Mapping[str, Any]) -> list[LevelLine]:
 
 
 def _budget_series(budgets: Budgets, end_s: float) -> list[Series]:
-    """The budget as steps; a stretch without one is a gap between two lines."""
+    """Return the budget as stepped lines; a stretch without a budget is a gap."""
     stretches: list[list[Point]] = [[]]
     for at, size in budgets:
         if size is None:
@@ -88,12 +88,12 @@ def _shades(run: Run) -> list[Shade]:
 
 
 def account_chart(run: Run) -> BarChart:
-    """The terms of the peak, one on top of the other, on one scale with the budget."""
+    """Return the terms of the peak, stacked, on one scale with the budget."""
     return BarChart("The account: what the peak is made of", waterfall(run), run.budget_bytes)
 
 
 def treatment_chart(run: Run) -> list[BarChart]:
-    """What is saved for backward, a bar for each treatment; none without records of the plan."""
+    """Return saved bytes by treatment; empty without records of the plan."""
     bars = [
         Bar(COLOURS[method][0], method.value, 0, held)
         for method, (_, _, held) in totals_by_method(strips_of(run)).items()
@@ -102,7 +102,7 @@ def treatment_chart(run: Run) -> list[BarChart]:
 
 
 def training_charts(run: Run) -> list[LineChart]:
-    """Loss, throughput and, where it was measured, gradient noise; none below two steps."""
+    """Return loss, throughput and measured gradient noise; empty below two steps."""
     if len(run.steps) < 2:
         return []
     rates = curve(run, "examples_per_s", "run-2")
@@ -114,7 +114,7 @@ def training_charts(run: Run) -> list[LineChart]:
 
 
 def noise_chart(run: Run) -> list[LineChart]:
-    """The gradient noise that codes add, beside the batch's own; none unless both are known."""
+    """Return the codes' gradient noise and the batch's own; empty unless both are known."""
     series = [
         Series(name, thinned(run.points_of(key), fmean), style)
         for name, (key, style) in _NOISE_STYLES.items()
@@ -126,13 +126,13 @@ def noise_chart(run: Run) -> list[LineChart]:
 
 
 def last_noise(run: Run) -> float | None:
-    """Added variance over the batch's own, as it was last; None if it was not measured."""
+    """Return the last measured added variance ÷ the batch's own; None if not measured."""
     added, own = run.points_of(ADDED), run.points_of(OWN)
     return added[-1][1] / own[-1][1] if added and own and own[-1][1] else None
 
 
 def curve(run: Run, key: str, style: str, name: str | None = None) -> list[Series]:
-    """A quantity over steps; where there are many, faint as it was and plain as a running mean."""
+    """Return a quantity over steps; a long one as a faint line and its running mean."""
     points = run.points_of(key)
     if not points:
         return []
@@ -151,7 +151,7 @@ def curve(run: Run, key: str, style: str, name: str | None = None) -> list[Serie
 
 
 def memory_of_all(runs: Sequence[Run]) -> LineChart:
-    """Memory over time, a line for each run."""
+    """Return memory over time, a line for each run."""
     series = [
         Series(run.name, thinned(run.memory.points, max), style) for run, style in _styled(runs)
     ]
@@ -159,7 +159,7 @@ def memory_of_all(runs: Sequence[Run]) -> LineChart:
 
 
 def losses_of_all(runs: Sequence[Run]) -> list[LineChart]:
-    """Training loss, a line for each run that made two steps; none where no run did."""
+    """Return training losses, a line for each run of two steps or more; empty if there is none."""
     series = [
         each
         for run, style in _styled(runs)
@@ -170,7 +170,7 @@ def losses_of_all(runs: Sequence[Run]) -> list[LineChart]:
 
 
 def peaks_and_steps(runs: Sequence[Run]) -> list[BarChart]:
-    """A bar for each run: its peak above the floor, and its median step."""
+    """Return bars for each run's peak above the floor and median step."""
     peaks = [Bar(run.name, style, 0, run.above_floor_bytes) for run, style in _styled(runs)]
     steps = [
         Bar(run.name, style, 0, round(run.summary["step_ms_median"] or 0))

@@ -12,16 +12,13 @@ from daf.core.errors import RunFolderError
 from daf.report.scale import Point
 
 Record = Mapping[str, Any]
-Budgets = Sequence[tuple[float, float | None]]  # (seconds, megabytes; None: none from then on)
+Budgets = Sequence[tuple[float, float | None]]  # (seconds, MB; None: no budget from then on)
 _MB = 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What ``memory.jsonl`` holds: samples in megabytes, marks as (seconds, label), budgets.
-
-    ``budgets`` is empty for a budget that never moved.
-    """
+    """``memory.jsonl``: samples in MB, marks as (seconds, label), and budgets if they changed."""
 
     seconds: Sequence[float]
     megabytes: Sequence[float]
@@ -30,7 +27,7 @@ class Memory:
 
     @property
     def points(self) -> list[Point]:
-        """Samples as (seconds, megabytes)."""
+        """Samples as (seconds, MB)."""
         return list(zip(self.seconds, self.megabytes, strict=True))
 
     @property
@@ -41,9 +38,9 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run: ``summary.json``, the memory log, one record a step, and the plan's records.
+    """One run: ``summary.json``, the memory log, a record a step, and the plan's records.
 
-    ``plan`` is None and ``sites`` empty for a run that an older version wrote.
+    ``plan`` is None and ``sites`` empty for a run by an older version.
     """
 
     name: str
@@ -55,7 +52,7 @@ class Run:
 
     @property
     def title(self) -> str:
-        """How the run kept its budget, in a sentence."""
+        """A sentence on how the run kept its budget."""
         summary = self.summary
         what = f"{summary['model']} on {str(summary['data']).partition(':')[0]}"
         peak = summary["peak_bytes"] / _MB
@@ -71,12 +68,12 @@ class Run:
 
     @property
     def whose_memory(self) -> str:
-        """Whose the peak is: the process's, or what PyTorch reserved on a device."""
+        """What the peak measures: the process, or PyTorch's reservation on a device."""
         device = self.summary.get("device", "cpu")
         return "the whole process" if device == "cpu" else f"PyTorch on {device}"
 
     def points_of(self, key: str) -> list[Point]:
-        """(step, value) of every step whose record has a value for ``key``."""
+        """Return (step, value) of every step whose record has ``key``."""
         return [
             (float(record["step"]), float(record[key]))
             for record in self.steps
@@ -85,7 +82,7 @@ class Run:
 
     @property
     def budget_bytes(self) -> int | None:
-        """The last budget in force; None for a run trained plainly."""
+        """The last budget in force; None for a run without one."""
         return self.summary["budget_bytes"]  # type: ignore[no-any-return]
 
     @property
@@ -95,7 +92,7 @@ class Run:
 
     @property
     def prediction_error(self) -> float | None:
-        """(predicted − measured peak) ÷ (measured peak − floor), as the design divides it."""
+        """(predicted − measured peak) ÷ (measured peak − floor)."""
         predicted = self.summary["predicted_peak_bytes"]
         if not predicted or self.above_floor_bytes <= 0:
             return None
@@ -103,16 +100,16 @@ class Run:
 
     @property
     def saved_ratio(self) -> float | None:
-        """What plain PyTorch would save for backward ÷ what was held for it."""
+        """Plain PyTorch's saved bytes ÷ the bytes held instead."""
         held = self.summary["saved_bytes_peak"]
         return self.summary["saved_bytes_plain"] / held if held else None
 
 
 def read_run(folder: Path, name: str | None = None) -> Run:
-    """Read the run in ``folder``; by default it is called as its folder is.
+    """Read the run in ``folder``; ``name`` defaults to the folder's.
 
     Raises:
-        RunFolderError: it holds no run, an unfinished one, or damaged records.
+        RunFolderError: the folder holds no run, an unfinished one, or damaged records.
     """
     if not (folder / "summary.json").exists():
         raise RunFolderError(
@@ -134,10 +131,10 @@ def read_run(folder: Path, name: str | None = None) -> Run:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Read several runs; those in folders of the same name are told apart by their paths.
+    """Read several runs; runs in folders of equal names are named by their paths.
 
     Raises:
-        RunFolderError: one of them cannot be read, or one was named twice.
+        RunFolderError: a run cannot be read, or is named twice.
     """
     resolved = [folder.resolve() for folder in folders]
     if len(set(resolved)) < len(resolved):
@@ -153,7 +150,7 @@ def read_memory(path: Path) -> Memory:
     """Read a memory log.
 
     Raises:
-        ValueError: it holds no sample.
+        ValueError: the log holds no sample.
     """
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     samples = sorted(
@@ -174,7 +171,7 @@ def read_memory(path: Path) -> Memory:
 
 
 def _records(path: Path) -> list[Record]:
-    """The JSON lines of a file; a last one that a crash cut short is left out."""
+    """Return a file's JSON lines, without a last line that a crash truncated."""
     if not path.exists():
         return []
     whole, _, _ = path.read_text().rpartition("\n")

@@ -1,4 +1,4 @@
-"""From values to places and labels: round ticks, thinned series, labels that do not overlap."""
+"""From values to positions and labels: round ticks, thinned series, labels without overlap."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from itertools import pairwise
 
 _ROUND = (1.0, 2.0, 2.5, 5.0, 10.0)
 _MOST_POINTS = 480
-_LABEL_HEIGHT = 0.055  # of a chart's height
+_LABEL_HEIGHT = 0.055  # share of a chart's height
 
 Point = tuple[float, float]
 
 
 def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Round values within [low, high], about ``wanted`` of them."""
+    """Return about ``wanted`` round values within [low, high]."""
     if not high > low:
         return [low]
     rough = (high - low) / wanted
@@ -26,7 +26,7 @@ def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 
 
 def number(value: float) -> str:
-    """A value in at most four significant digits, with thousands set off by commas."""
+    """Return a value in at most four significant digits, with thousands separators."""
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.4g}"
@@ -35,10 +35,7 @@ def number(value: float) -> str:
 def thinned(
     points: Sequence[Point], summary: Callable[[Sequence[float]], float], most: int = _MOST_POINTS
 ) -> list[Point]:
-    """At most ``most`` points: neighbours become one at their last x and ``summary`` of their y.
-
-    Memory takes ``max``, so that no peak is lost; losses take their mean.
-    """
+    """Return at most ``most`` points; neighbours merge into (last x, ``summary`` of their y)."""
     if len(points) <= most:
         return list(points)
     edges = [round(index * len(points) / most) for index in range(most + 1)]
@@ -47,7 +44,7 @@ def thinned(
 
 
 def spread(heights: Sequence[float], top: float) -> list[float]:
-    """Places for labels at rising ``heights``: where they would overlap, around their middle."""
+    """Return label positions for rising ``heights``; those that would overlap spread evenly."""
     gap = _LABEL_HEIGHT * top
     groups: list[list[float]] = []
     for height in heights:

@@ -1,4 +1,4 @@
-"""The parts of a report's page that are text: a run in a few numbers, and what was trained."""
+"""The text parts of a report's page: a run's key figures, and what was trained."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from daf.report.scale import number
 
 
 def tiles(run: Run) -> Markup:
-    """The run in a few numbers."""
+    """Return the run's key figures."""
     summary = run.summary
     cells = [_peak_tile(run)]
     error = run.prediction_error
@@ -51,7 +51,7 @@ def _peak_tile(run: Run) -> tuple[str, str]:
 
 
 def facts(summary: Record) -> str:
-    """What was trained, with what, in a line."""
+    """Return one line on what was trained, and with what."""
     data = str(summary["data"])
     kind, _, place = data.partition(":")
     named: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The same report as text: tables, bars and the plan's strip, for a terminal or a log file."""
+"""The report as text for a terminal or a log file: tables, bars and the plan's strip."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BAR_WIDTH = 40
 
 
 def show_report(runs: Sequence[Run], console: Console) -> None:
-    """Print one run in full, or several beside each other and then each in full."""
+    """Print runs in full, after a comparison if there are several."""
     if len(runs) > 1:
         console.print(_comparison(runs))
     for run in runs:
@@ -31,7 +31,7 @@ def show_report(runs: Sequence[Run], console: Console) -> None:
 
 
 def spark(values: Sequence[float], low: float, high: float) -> str:
-    """A line of blocks, one a value, eight heights from ``low`` to ``high``."""
+    """Return one block a value, in eight heights from ``low`` to ``high``."""
     width = high - low or 1.0
     top = len(_SPARKS) - 1
     shares = (min(max((value - low) / width, 0.0), 1.0) for value in values)

@@ -1,4 +1,4 @@
-"""The plan for eyes: saved tensors by module, what was done to each, and why, in words."""
+"""The plan in words: saved tensors by module, each with its treatment and the reason."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from daf.core.policy import Method, Need
 from daf.core.units import format_bytes
 from daf.report.runs import Record, Run
 
-# (name in legends, colour on light paper, colour on dark paper); the order of legends.
+# In the legend's order: (name, colour on light background, colour on dark background).
 COLOURS: dict[Method, tuple[str, str, str]] = {
     Method.KEEP: ("kept", "#9aa5b1", "#748292"),
     Method.ROTATED: ("rotated code", "#2a78b8", "#5aa6e6"),
@@ -57,10 +57,7 @@ _BECAUSE = {
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One saved tensor: what it is, what was done, and what that costs (bytes).
-
-    ``plain_bytes`` is 0 where the tensor shares memory that another cell counts.
-    """
+    """One saved tensor; ``plain_bytes`` is 0 where it shares memory that another cell counts."""
 
     site: str
     method: Method
@@ -71,13 +68,13 @@ class Cell:
 
     @property
     def treatment(self) -> str:
-        """In a few words: ``rotated code, 2 bits``."""
+        """The treatment, such as ``rotated code, 2 bits``."""
         name = COLOURS[self.method][0]
         return f"{name}, {self.bits} bit{'s' * (self.bits > 1)}" if self.bits else name
 
     @property
     def sizes(self) -> str:
-        """What is held of what plain PyTorch would hold."""
+        """Bytes held, and bytes that plain PyTorch would hold."""
         if not self.plain_bytes:
             return "shares memory counted elsewhere"
         return f"{format_bytes(self.held_bytes)} held of {format_bytes(self.plain_bytes)}"
@@ -85,24 +82,24 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class ModuleStrip:
-    """A module's saved tensors, in the order in which the forward pass saves them."""
+    """A module's saved tensors, in the order of the forward pass."""
 
     module: str
     cells: tuple[Cell, ...]
 
     @property
     def plain_bytes(self) -> int:
-        """What plain PyTorch would hold."""
+        """Bytes that plain PyTorch would hold."""
         return sum(cell.plain_bytes for cell in self.cells)
 
     @property
     def held_bytes(self) -> int:
-        """What was held instead."""
+        """Bytes that the run held."""
         return sum(cell.held_bytes for cell in self.cells)
 
 
 def strips_of(run: Run) -> list[ModuleStrip]:
-    """The plan by module, in the order of the first tensor that each of them saves."""
+    """Return the plan by module, in the order of each module's first saved tensor."""
     choices = run.plan["choices"] if run.plan else ()
     grouped: dict[str, list[Cell]] = {}
     for record in run.sites:
@@ -112,7 +109,7 @@ def strips_of(run: Run) -> list[ModuleStrip]:
 
 
 def totals_by_method(strips: Iterable[ModuleStrip]) -> dict[Method, tuple[int, int, int]]:
-    """For every method used, in the legend's order: tensors, their plain bytes, held bytes."""
+    """Return (tensors, plain bytes, held bytes) of every method used, in the legend's order."""
     totals: dict[Method, tuple[int, int, int]] = {}
     cells = [cell for strip in strips for cell in strip.cells]
     for method in COLOURS:
@@ -125,7 +122,7 @@ def totals_by_method(strips: Iterable[ModuleStrip]) -> dict[Method, tuple[int, i
 
 
 def _choice(line: str) -> tuple[set[str], str]:
-    """A planner's line, as ``conv:conv2d#0[0] rotated 2, relu:relu#0[0]: why``: its sites, why."""
+    """Parse ``conv:conv2d#0[0] rotated 2, relu:relu#0[0]: why`` into (sites, why)."""
     names, _, why = line.partition(": ")
     return {name.split(" ")[0] for name in names.split(", ")}, why
 

@@ -1,1 +1,1 @@
-"""The training application beneath ``daf train``: models, data, tasks, run folders, the loop."""
+"""The training application of ``daf train``: models, data, tasks, run folders, the loop."""

@@ -13,15 +13,11 @@ from daf.training.data.contents import ByteArray, ImageData
 Indices = NDArray[np.int64]
 Batch = tuple[Tensor, ...]
 
-_CROP_PADDING = 4  # pixels; the customary augmentation of CIFAR (Lee et al., AISTATS 2015)
+_CROP_PADDING = 4  # pixels, customary for CIFAR (Lee et al., AISTATS 2015)
 
 
 class BatchOrder:
-    """A seeded permutation of the examples for every epoch; a step number says which it takes.
-
-    The last ``examples % batch_size`` examples of an epoch's permutation are
-    left out, so that every step has the shape that the plan was made for.
-    """
+    """A seeded permutation of each epoch's examples, indexed by step, without partial batches."""
 
     def __init__(self, examples: int, batch_size: int, seed: int) -> None:
         if not 0 < batch_size <= examples:
@@ -38,7 +34,7 @@ class BatchOrder:
         self._permutation: Indices = np.empty(0, np.int64)
 
     def indices(self, step: int) -> Indices:
-        """The examples of step ``step``, counted from 0 over all epochs."""
+        """Return the examples of ``step``, counted from 0 over all epochs."""
         epoch, place = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
             generator = np.random.default_rng([self._seed, epoch])
@@ -48,7 +44,7 @@ class BatchOrder:
 
 
 def crop_and_flip(images: ByteArray, generator: np.random.Generator) -> ByteArray:
-    """Shift every image by up to four pixels, zeros coming in, and mirror half of them."""
+    """Shift every image by up to four pixels, padded with zeros, and mirror half of them."""
     count, size = images.shape[:2]
     around = (_CROP_PADDING, _CROP_PADDING)
     padded = np.pad(images, ((0, 0), around, around, (0, 0)))
@@ -66,7 +62,7 @@ def crop_and_flip(images: ByteArray, generator: np.random.Generator) -> ByteArra
 def to_tensor(
     data: ImageData, images: ByteArray, channels: int, memory_format: torch.memory_format
 ) -> Tensor:
-    """Stored images as float32 [N, channels, size, size], enlarged and normalised."""
+    """Return stored images as float32 [N, channels, size, size], enlarged and normalised."""
     big = images.repeat(data.repeat, 1).repeat(data.repeat, 2) if data.repeat > 1 else images
     if channels != data.channels:
         big = big.repeat(channels, 3)
@@ -78,10 +74,10 @@ def to_tensor(
 
 
 def checked_channels(data: ImageData, wanted: int) -> int:
-    """``wanted`` input channels, if the images can be given in them.
+    """Return ``wanted`` if the images can have so many input channels.
 
     Raises:
-        DataError: neither the images' own number of channels nor grey repeated.
+        DataError: ``wanted`` is not the images' channel count, nor are they grey.
     """
     if wanted == data.channels or data.channels == 1:
         return wanted

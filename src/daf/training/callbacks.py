@@ -1,4 +1,4 @@
-"""What a run tells whoever watches it."""
+"""What a run reports to its observers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from daf.core.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One finished step. ``step`` and ``epoch`` count from 1; memory is the whole process's,
-    or what PyTorch reserves on the GPU that the run is on.
+    """One finished step; memory is the process's, or PyTorch's reservation on the run's GPU.
 
-    ``evicted_bytes`` of codes were given up in the step; ``released_gradients`` parameters
-    were updated inside backward; ``overrun_bytes``: see :class:`daf.StepReport`.
-    ``budget_bytes`` was in force at the step's end; ``budget_changes`` tells every change since
-    the step before (``time_s`` in seconds of the run; bytes, reason, bytes of codes given up at
-    once). ``added_variance``, ``batch_variance`` and ``measuring_ms``: see :class:`daf.StepReport`.
+    ``step`` and ``epoch`` count from 1. ``evicted_bytes`` of codes were evicted in the step.
+    Backward updated ``released_gradients`` parameters. ``budget_bytes`` was in force at the step's
+    end. ``budget_changes`` lists changes since the step before: ``time_s`` (seconds of the run),
+    bytes, reason, and bytes of codes evicted at once. The other fields are as in
+    :class:`daf.StepReport`.
     """
 
     step: int
@@ -38,30 +37,30 @@ class StepRecord:
     measuring_ms: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """The record as a line of ``metrics.jsonl``."""
+        """Return the record as a line of ``metrics.jsonl``."""
         return asdict(self)
 
 
 class Observer:
-    """Hears of everything and shows nothing; displays override what they show."""
+    """The base of displays: receives every event and shows nothing."""
 
     def begin(self, total_steps: int, first_step: int, budget_bytes: int | None) -> None:
-        """Training is about to begin at ``first_step`` (0: from the start)."""
+        """Training begins at ``first_step`` (0: from the start)."""
 
     def note(self, text: str) -> None:
-        """Something worth a line happened."""
+        """The run reports a line of text."""
 
     def profiling(self, policy_name: str) -> None:
-        """The profiler measures this policy now."""
+        """The profiler starts to measure this policy."""
 
     def planned(self, plan: Plan) -> None:
-        """This is how the run will train."""
+        """The session has a plan."""
 
     def stepped(self, record: StepRecord) -> None:
-        """A step is done."""
+        """A step is finished."""
 
     def evaluated(self, epoch: int, metric_name: str, metric: float) -> None:
         """The test examples were scored after ``epoch``."""
 
     def end(self) -> None:
-        """Nothing more will be shown."""
+        """The run is over."""

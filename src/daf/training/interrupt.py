@@ -9,9 +9,9 @@ from typing import Any
 
 
 class InterruptWatch:
-    """While entered, the first SIGINT or SIGTERM only sets ``requested``; a second one interrupts.
+    """A context in which the first SIGINT or SIGTERM sets ``requested``; a second one interrupts.
 
-    Outside the main thread, where Python allows no handlers, nothing changes.
+    No effect outside the main thread, where Python allows no handlers.
     """
 
     def __init__(self) -> None:

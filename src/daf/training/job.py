@@ -1,7 +1,7 @@
-"""From settings to a model, its data and a session, in the order that keeps the floor honest.
+"""From settings to a model, its data and a session.
 
-Code and data are loaded and one operation of each kind is run; then the floor
-is read; only then the model is built (design, section 1).
+The order keeps the floor honest (design, section 1): load code and data, run one operation of each
+kind, read the floor, and only then build the model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WEIGHT_DECAYS = {"sgd": 5e-4, "adamw": 0.01}
 
 @dataclass(frozen=True, slots=True)
 class TrainingJob:
-    """Everything a run trains with; ``session`` is to be closed by whoever asked for the job."""
+    """Everything a run trains with; the caller closes ``session``."""
 
     settings: TrainSettings
     goal: Goal
@@ -48,35 +48,35 @@ class TrainingJob:
     device: torch.device
 
     def train_batch(self, step: int) -> Batch:
-        """The batch of a step, the same in whatever process it is asked for."""
+        """Return the batch of a step, the same in every process."""
         generator = np.random.default_rng([self.settings.seed, 1 + step])
         return self._there(self.task.train_batch(self.order.indices(step), generator))
 
     def test_batch(self, indices: Indices) -> Batch:
-        """The batch of these test examples."""
+        """Return the batch of these test examples."""
         return self._there(self.task.test_batch(indices))
 
     def _there(self, batch: Batch) -> Batch:
         return tuple(each.to(self.device) for each in batch)
 
     def test_indices(self, size: int) -> Iterator[Indices]:
-        """All test examples in order, ``size`` at a time."""
+        """Yield all test examples in order, ``size`` at a time."""
         for start in range(0, self.task.test_examples, size):
             stop = min(start + size, self.task.test_examples)
             yield np.arange(start, stop, dtype=np.int64)
 
 
 def make_job(settings: TrainSettings, good_state: Path | None = None) -> TrainingJob:
-    """Load, read the floor, then build.
+    """Load code and data, read the floor, then build.
 
     Args:
         settings: what was asked.
-        good_state: the file for the last good state; None: a diverging run is not rolled back.
+        good_state: file for the last good state; None: a diverging run is not rolled back.
 
     Raises:
         UnknownNameError: a model, data set, optimizer or memory format is not known.
-        PlatformError: there is no such device here.
-        DataError: the data are missing or damaged, or do not fit the model.
+        PlatformError: the device is not available.
+        DataError: the data are missing, damaged, or do not fit the model.
     """
     device = checked_device(settings.device)
     checked_choice("optimizer", settings.optimizer or OPTIMIZERS[0], OPTIMIZERS)
@@ -127,11 +127,11 @@ def make_job(settings: TrainSettings, good_state: Path | None = None) -> Trainin
 
 
 def checked_device(name: str) -> torch.device:
-    """The device called so, once something was computed there.
+    """Return the device ``name`` after computing something on it.
 
     Raises:
         UnknownNameError: PyTorch knows no device of that name.
-        PlatformError: it is not at hand, or its memory cannot be bounded.
+        PlatformError: the device is not available, or its memory cannot be bounded.
     """
     try:
         device = torch.device(name)
@@ -143,7 +143,7 @@ def checked_device(name: str) -> torch.device:
         return device
     DeviceMemory(device)
     try:
-        return torch.ones(1, device=device).device  # with its number
+        return torch.ones(1, device=device).device  # with its index
     except (AssertionError, RuntimeError) as error:
         raise PlatformError(f"asked to train on {name}; found: {error}; try cpu") from error
 
@@ -151,7 +151,7 @@ def checked_device(name: str) -> torch.device:
 def make_optimizer(
     name: str, parameters: list[nn.Parameter], settings: TrainSettings
 ) -> torch.optim.Optimizer:
-    """The optimizer called ``name``, with the settings' numbers or its customary ones."""
+    """Return the optimizer ``name`` with the settings' numbers, or its customary ones."""
     rate = settings.learning_rate
     rate = _LEARNING_RATES[name] if rate is None else rate
     decay = settings.weight_decay

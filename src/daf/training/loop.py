@@ -29,25 +29,24 @@ from daf.training.run_folder import RunFolder
 from daf.training.settings import TrainSettings
 from daf.training.summary import summarize
 
-# The step whose memory is recorded, from 0: by then the plan has settled on what it measured, and
-# the optimizer's state exists.
+# The recorded step, from 0: the first after the plan has settled and optimizer state exists.
 HISTORY_STEP = 2
 
 
 def train(
     settings: TrainSettings, out: Path, observer: Observer, *, resume: bool = False
 ) -> dict[str, Any]:
-    """Train as ``settings`` say and leave the run in ``out``; return its summary.
+    """Train as ``settings`` say, leave the run in ``out``, and return its summary.
 
-    A first SIGINT or SIGTERM stops after the step in progress, leaves a
-    checkpoint, and the summary says ``"finished": False``.
+    A first SIGINT or SIGTERM stops after the step in progress and leaves a checkpoint; the summary
+    then has ``"finished": False``.
 
     Raises:
         BudgetError: the budget cannot hold the job; nothing is left in ``out``.
         PlatformError: ``settings.history``, where allocations cannot be redirected.
         NonFiniteLossError: the last good weights are in ``out``.
         RunFolderError: ``out`` cannot be written, or is not what ``resume`` needs.
-        KeyboardInterrupt: a second signal, or a first one before there was anything to keep.
+        KeyboardInterrupt: a second signal, or a first one before the first checkpoint.
     """
     _refuse_without_records(settings)
     folder = RunFolder(out)
@@ -98,7 +97,7 @@ class _Run:
         self._total_steps = all_steps if limit is None else min(all_steps, limit)
 
     def prepare(self) -> None:
-        """Plan a new run and leave a checkpoint of its beginning."""
+        """Plan a new run and write a checkpoint of its beginning."""
         self._memory.mark("profile")
         plan = self._job.session.prepare(
             self._job.train_batch(0), self._job.task.loss, self._profiling
@@ -113,7 +112,7 @@ class _Run:
         self._observer.profiling(policy_name)
 
     def restore(self) -> None:
-        """Go on from the folder's checkpoint; nothing is measured or planned again."""
+        """Restore the folder's checkpoint; nothing is measured or planned again."""
         state = read_checkpoint(self._folder.checkpoint, self._job.model, self._job.optimizer)
         self._job.session.load_state_dict(state["session"])
         self._step = state["step"]
@@ -188,13 +187,13 @@ class _Run:
         self._log(record)
 
     def _loss(self, model: nn.Module, batch: Any) -> Any:
-        """Measuring runs the loss too, which is no training to be counted."""
+        """Return the loss; while the session measures, the tally does not count."""
         task = self._job.task
         with task.tally.paused() if self._job.session.is_measuring else nullcontext():
             return task.loss(model, batch)
 
     def _go_back(self, report: StepReport) -> None:
-        """The session has gone back to its last good state: so does the run, and its log."""
+        """Return the run and its log to the session's last good state."""
         assert report.rolled_back_to is not None
         loss = report.loss if math.isfinite(report.loss) else None
         told = {"from_step": self._step + 1, "to_step": report.rolled_back_to, "loss": loss}
@@ -206,7 +205,6 @@ class _Run:
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
-        """Write down who asks for memory in one step, if that was asked for."""
         due = min(HISTORY_STEP, self._total_steps - 1)
         if not self._job.settings.history or self._step != due:
             yield
@@ -227,7 +225,7 @@ class _Run:
             )
 
     def _budget_changes(self) -> tuple[dict[str, Any], ...]:
-        """How the budget moved since it was last told; the first one is no change."""
+        """Return the budget's changes since the last call; the first budget is no change."""
         new = self._job.session.budget_history[self._budgets_told :]
         moved = bool(self._budgets_told)
         self._budgets_told += len(new)
@@ -263,9 +261,9 @@ class _Run:
         self._memory.mark("train")
 
     def _metric(self) -> float | None:
-        """The metric over all test examples; None if a signal came first."""
+        """Return the metric over all test examples; None if a signal came first."""
         total = weight = 0.0
-        self._job.optimizer.zero_grad()  # the next step makes its own; their room is wanted here
+        self._job.optimizer.zero_grad()  # evaluation needs their room; the next step makes its own
         self._job.model.eval()
         try:
             for indices in self._job.test_indices(self._evaluation_size()):
@@ -280,10 +278,10 @@ class _Run:
         return self._job.task.metric(total / weight)
 
     def _evaluation_size(self) -> int:
-        """Test examples at a time: half a training piece, whose outputs are kept by reference.
+        """Return test examples per batch: half a micro-batch.
 
-        A forward pass alone holds several whole outputs at once where a coded
-        one holds codes, so at the piece's full size it could pass the budget.
+        A forward pass without codes holds several whole outputs at once, so a whole micro-batch
+        could exceed the budget.
         """
         plan = self._job.session.plan
         return max(1, (plan.micro_batch if plan else self._job.settings.batch_size) // 2)
@@ -303,7 +301,7 @@ class _Run:
         write_checkpoint(self._folder.checkpoint, self._job.model, self._job.optimizer, state)
 
     def _keep_good_weights(self) -> str:
-        """After a non-finite loss: write the last weights that are finite, say which they are."""
+        """After a non-finite loss, write the last finite weights; return which they are."""
         if _is_finite(self._job.model):
             self._folder.write_weights(self._job.model)
             return f"{self._folder.weights} holds the weights after {self._step} whole steps"

@@ -1,4 +1,4 @@
-"""Memory under the budget over time, drained to a file so that the log itself stays small."""
+"""Memory under the budget over time, drained to a file so that the log stays small."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ _Value = TypeVar("_Value")
 
 
 class MemoryLog:
-    """Samples what ``held_bytes`` tells while entered, for ``memory.jsonl`` from ``write_to`` on.
+    """A context that samples ``held_bytes`` and, from ``write_to`` on, writes ``memory.jsonl``.
 
-    A line is ``{"seconds", "resident_bytes"}``, ``{"seconds", "mark"}`` or, where the budget
-    moved, ``{"seconds", "budget_bytes"}`` (null: no budget from then on).
-    Seconds count over all processes of a run: a resumed one goes on where the
-    last one ended.
+    A line is ``{"seconds", "resident_bytes"}``, ``{"seconds", "mark"}`` or, if the budget changed,
+    ``{"seconds", "budget_bytes"}`` (null: none from then on). A resumed run's seconds continue
+    those of its last process.
     """
 
     def __init__(self, interval_ms: float, held_bytes: Callable[[], int]) -> None:
@@ -43,32 +42,32 @@ class MemoryLog:
         trace: TracebackType | None,
     ) -> None:
         self._timeline.__exit__(kind, value, trace)
-        if kind is None:  # otherwise a full disk here would hide what really happened
+        if kind is None:  # else a full disk here would hide the exception
             self.flush()
 
     def mark(self, label: str) -> None:
-        """Write a label beside the samples at this moment."""
+        """Write a label beside the samples of this moment."""
         self._timeline.mark(label)
 
     def note_budget(self, time_s: float, budget_bytes: int | None) -> float:
-        """From ``time_s`` on (``time.perf_counter()``) this budget; returns the run's seconds."""
+        """Record a budget from ``time_s`` (``perf_counter``) on; return the run's seconds."""
         since_entry_s = self._timeline.seconds_at(time_s)
         self._budgets.append((since_entry_s, budget_bytes))
         self._budget_moves += 1
         return round(self._offset_s + since_entry_s, 3)
 
     def write_to(self, folder: RunFolder) -> None:
-        """Keep the log in ``folder`` from now on, what was sampled so far included."""
+        """Write the log to ``folder`` from now on, earlier samples included."""
         self._folder = folder
         self._offset_s = max((line["seconds"] for line in read_lines(folder.memory)), default=0.0)
 
     def flush_if_old(self) -> None:
-        """Flush if the last time is more than a second ago."""
+        """Flush if the last flush is more than a second ago."""
         if time.monotonic() - self._flushed_s > _FLUSH_EVERY_S:
             self.flush()
 
     def flush(self) -> None:
-        """Move what was sampled from memory to the file.
+        """Move the samples from memory to the file.
 
         Raises:
             RunFolderError: the disk is full.
@@ -80,7 +79,7 @@ class MemoryLog:
             json.dumps({"seconds": round(self._offset_s + at, 3), key: value})
             for key, values in (
                 ("mark", _drained(self._timeline.marks)),
-                # A budget that never moves is in the summary.
+                # The summary holds a budget that never changes.
                 ("budget_bytes", _drained(self._budgets) if self._budget_moves > 0 else []),
                 ("resident_bytes", _drained(self._timeline.samples)),
             )

@@ -1,4 +1,4 @@
-"""What a prepared job's plan means in bytes: the account, and every saved tensor's treatment."""
+"""A prepared job's plan in bytes: the account, and every saved tensor's treatment."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from daf.training.job import TrainingJob
 
 
 def outline_of(job: TrainingJob, batch: Batch) -> dict[str, Any]:
-    """Prepare a job on ``batch`` and tell its plan: account (bytes), policy, one row per site."""
+    """Prepare a job on ``batch``; return its plan: account (bytes), policy, one row per site."""
     session = job.session
     plan = session.prepare(batch, job.task.loss)
     return {
@@ -40,14 +40,14 @@ def outline_of(job: TrainingJob, batch: Batch) -> dict[str, Any]:
 
 
 def account_of(plan: Plan) -> dict[str, int] | None:
-    """The terms of the predicted peak (bytes); None without a budget, where nothing is measured."""
+    """Return the terms of the predicted peak (bytes); None without a budget."""
     return dict(plan.account) if plan.account else None
 
 
 def noise_of(session: Session, plan: Plan) -> dict[str, Any] | None:
-    """What the plan's codes are expected to add, site by site, the most first; None: nothing.
+    """Return the noise that the plan's codes are expected to add, by site, most first.
 
-    Noise is the variance that codes add to the gradient, relative to the batch's own.
+    Noise is variance added to the gradient ÷ the batch's own. None: nothing is added or measured.
     """
     profile = session.profile_of(plan)
     if profile is None:
@@ -77,7 +77,7 @@ def noise_of(session: Session, plan: Plan) -> dict[str, Any] | None:
 
 
 def sites_of(job: TrainingJob, plan: Plan, batch: Batch) -> list[dict[str, str | int]]:
-    """One row per saved tensor (bytes), from a forward pass over one piece under the plan."""
+    """Return one row per saved tensor (bytes), from a forward pass over one micro-batch."""
     part = batch_slice(batch, 0, plan.micro_batch)
     host = host_options(job.model, job.settings.host_bytes)
     capture = Capture(job.model, make_store(job.settings.pool_bytes), host=host)

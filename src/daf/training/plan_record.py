@@ -1,4 +1,4 @@
-"""What a run's plan was and did: ``plan.json`` and ``sites.jsonl``, for reports."""
+"""A run's plan and its effect, ``plan.json`` and ``sites.jsonl``, for reports."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from daf.training.run_folder import RunFolder
 
 
 def write_plan_records(job: TrainingJob, folder: RunFolder) -> None:
-    """Write the plan now in force, and what was done at every site in the last step.
+    """Write the plan in force, and the treatment of every site in the last step.
 
-    A process that made no step has no sites to tell: those of the process
-    before it stay. Both files are replaced as a whole, so that a run resumed
-    after a crash never shows half of each.
+    A process that made no step leaves the earlier sites. Each file is replaced as a whole, so that
+    a resumed run never shows half of one.
 
     Raises:
         RunFolderError: the disk is full.

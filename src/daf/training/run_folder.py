@@ -1,15 +1,15 @@
 """A run's folder: settings, metrics, memory, weights, checkpoint, summary.
 
 =====================  ==========================================================
-``run.json``           the settings the run was begun with
+``run.json``           the settings that the run began with
 ``metrics.jsonl``      one line a step
 ``memory.jsonl``       the process's resident (a GPU's reserved) bytes over time, and marks
 ``checkpoint/``        ``state.safetensors``: all that ``--resume`` needs
 ``model.safetensors``  the weights alone
 ``summary.json``       the run in numbers
-``plan.json``          the plan it ended with: policy, reasons, the account of its peak
+``plan.json``          the plan at the end: policy, reasons, the account of its peak
 ``sensitivity.json``   what each site's code adds to the gradient, for other runs of the model
-``sites.jsonl``        one line for every tensor saved in its last step, and what was done to it
+``sites.jsonl``        one line for every tensor saved in the last step, with its treatment
 ``memory.png``         ``memory.jsonl`` as a picture, where Matplotlib is installed
 ``history.pickle``     who asked for memory in one step, if recorded, for pytorch.org/memory_viz
 =====================  ==========================================================
@@ -55,7 +55,7 @@ class RunFolder:
         """Make the folder for a new run.
 
         Raises:
-            RunFolderError: something is in it already, or it cannot be made.
+            RunFolderError: the folder holds a run or other files already, or cannot be made.
         """
         if self.checkpoint.exists() or self.settings.exists():
             raise RunFolderError(
@@ -79,7 +79,7 @@ class RunFolder:
             self.path.rmdir()
 
     def begin(self, settings: TrainSettings) -> None:
-        """Write the settings of a run that is about to make its first step."""
+        """Write the settings of a run before its first step."""
         try:
             self.checkpoint.parent.mkdir(exist_ok=True)
         except OSError as error:
@@ -87,10 +87,10 @@ class RunFolder:
         _write_json(self.settings, settings.as_json())
 
     def read_settings(self) -> TrainSettings:
-        """The settings that the run here was begun with.
+        """Return the settings that the run began with.
 
         Raises:
-            RunFolderError: no run was begun here, or its settings are damaged.
+            RunFolderError: the folder holds no run, or its settings are damaged.
         """
         if not self.settings.exists():
             raise RunFolderError(
@@ -125,11 +125,11 @@ class RunFolder:
             write_tensors(file, model.state_dict(), {"format": "pt"})
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
-        """The lines of ``metrics.jsonl``; a last line cut short by a crash ends them."""
+        """Yield the lines of ``metrics.jsonl`` up to the first damaged one."""
         return read_lines(self.metrics)
 
     def keep_metrics_until(self, step: int) -> None:
-        """Drop what a crashed process logged after the checkpoint of ``step``."""
+        """Drop the lines after ``step``, which a crashed or rolled back run left."""
         lines = [
             json.dumps(line) + "\n" for line in self.read_metrics() if int(line["step"]) <= step
         ]
@@ -137,19 +137,19 @@ class RunFolder:
             file.write("".join(lines).encode())
 
     def open_metrics(self) -> GrowingFile:
-        """``metrics.jsonl``, to append to."""
+        """Open ``metrics.jsonl`` to append to."""
         return GrowingFile(self.metrics)
 
     def open_memory(self) -> GrowingFile:
-        """``memory.jsonl``, to append to."""
+        """Open ``memory.jsonl`` to append to."""
         return GrowingFile(self.memory)
 
 
 def read_sensitivity(path: Path) -> Sensitivity:
-    """What an earlier run measured: of its folder, or of a file.
+    """Read an earlier run's measurement from its folder, or from a file.
 
     Raises:
-        DataError: there is none, or it holds something else.
+        DataError: there is none, or it is damaged.
     """
     file = path / _SENSITIVITY if path.is_dir() else path
     try:
@@ -163,7 +163,7 @@ def read_sensitivity(path: Path) -> Sensitivity:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file, one a line, up to the first damaged one."""
+    """Yield the JSON objects of a file, one a line, up to the first damaged one."""
     if not path.exists():
         return
     with path.open(encoding="utf-8") as lines:

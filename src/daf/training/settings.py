@@ -1,4 +1,4 @@
-"""What a run was asked to do: one immutable value, kept in the run's folder."""
+"""A run's settings: one immutable value, kept in the run's folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from daf.training.models import Goal
 
 OPTIMIZERS = ("sgd", "adamw")
 MEMORY_FORMATS = ("channels_last", "contiguous")
-# What may differ when a run is resumed, because no step already done depends on it.
+# What a resumed run may change, because no finished step depends on it.
 _MAY_CHANGE = frozenset(
     {"epochs", "max_steps", "checkpoint_every", "memory_interval_ms", "history"}
 )
@@ -22,22 +22,18 @@ _MAY_CHANGE = frozenset(
 class TrainSettings:
     """Everything that decides a run's result, and how often its memory is sampled.
 
-    ``budget`` is in bytes, a fraction of the machine or ``"auto"``; None
-    trains plainly. ``device`` is PyTorch's name of where the model is trained.
-    ``bits`` is a width, ``"exact"``, ``"plain"`` or None (the planner chooses, as
-    ``policy`` says and within ``tolerance``); ``fused`` is for runs without a budget;
-    see ``Session``.
-    ``optimizer``, ``learning_rate``, ``weight_decay``, ``augment``, ``goal``,
-    ``image_size`` and ``context`` None: customary for the model and data.
-    ``tokenizer``: the folder of a model whose tokenizer cuts sentences; None: byte by byte.
-    ``max_steps`` None: all steps of ``epochs``. ``checkpoint_every`` is in
-    steps; None: at the end of an epoch.
-    ``pool_bytes`` caps what codes hold; None: no cap of their own. ``host_bytes``: of host memory
-    in which a GPU's codes may wait; None: none. ``history``: record who asked for memory in one
-    step. ``release_gradients`` steps parameters inside backward wherever that is allowed.
-    ``sensitivity``: the file, or the folder of an earlier run of the model, that holds what was
-    measured; None: it is measured. ``rollback``: a diverging run goes back to its last good state,
-    once.
+    ``budget``: bytes, a fraction of the machine or ``"auto"``; None: plain training.
+    ``bits``: a width, ``"exact"``, ``"plain"``; None: the planner chooses by ``policy``, within
+    ``tolerance`` (see ``Session``). ``fused`` is for runs without a budget.
+    ``optimizer``, ``learning_rate``, ``weight_decay``, ``augment``, ``goal``, ``image_size`` and
+    ``context`` default to what is customary for the model and data.
+    ``tokenizer``: folder of a model whose tokenizer splits sentences; None: byte by byte.
+    ``max_steps`` defaults to all steps of ``epochs``, ``checkpoint_every`` (steps) to an epoch.
+    ``pool_bytes``: cap on the codes; None: no cap of their own. ``host_bytes``: host memory for a
+    GPU's codes; None: none. ``history``: record who asks for memory in one step.
+    ``release_gradients``: update parameters inside backward where allowed. ``sensitivity``: file,
+    or an earlier run's folder, with measurements; None: measure. ``rollback``: return a diverging
+    run to its last good state, once.
     """
 
     model: str
@@ -74,12 +70,12 @@ class TrainSettings:
     rollback: bool = True
 
     def as_json(self) -> dict[str, Any]:
-        """The settings as what JSON can hold."""
+        """Return the settings as JSON values."""
         return dataclasses.asdict(self)
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> TrainSettings:
-        """The settings that ``as_json`` wrote.
+        """Return the settings that ``as_json`` wrote.
 
         Raises:
             RunFolderError: a name is unknown or missing (another version wrote it).
@@ -94,10 +90,10 @@ class TrainSettings:
             ) from error
 
     def resumed_with(self, asked: Mapping[str, Any]) -> TrainSettings:
-        """These settings, lengthened as ``asked`` (settings given again) says.
+        """Return these settings, with the changes ``asked`` that a resumed run may make.
 
         Raises:
-            RunFolderError: ``asked`` contradicts something that finished steps depend on.
+            RunFolderError: ``asked`` changes something that finished steps depend on.
         """
         for name, value in asked.items():
             found = getattr(self, name)
@@ -110,10 +106,10 @@ class TrainSettings:
 
 
 def checked_choice(what: str, value: str, known: tuple[str, ...]) -> str:
-    """``value`` if it is one of ``known``.
+    """Return ``value`` if it is one of ``known``.
 
     Raises:
-        UnknownNameError: it is not.
+        UnknownNameError: ``value`` is not known.
     """
     if value not in known:
         raise UnknownNameError(f"unknown {what} {value!r}; known: {', '.join(known)}")

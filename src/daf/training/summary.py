@@ -22,10 +22,10 @@ def summarize(
     *,
     finished: bool,
 ) -> dict[str, Any]:
-    """The summary of a run; speed and loss come from its whole log, resumed parts included.
+    """Return the summary of a run; speed and loss come from its whole log.
 
-    ``loss`` is the mean over the last epoch's steps, at most 50 of them;
-    ``step_ms_median`` and ``examples_per_s`` are medians over all steps.
+    ``loss`` is the mean over the last epoch's steps, at most 50; ``step_ms_median`` and
+    ``examples_per_s`` are medians over all steps.
     """
     steps = [(line["loss"], line["step_ms"], line["examples_per_s"]) for line in metrics]
     window = min(_LOSS_WINDOW_STEPS, job.order.steps_per_epoch)
@@ -70,11 +70,11 @@ def _memory(job: TrainingJob) -> dict[str, Any]:
 
 
 def noise_of(job: TrainingJob) -> dict[str, Any] | None:
-    """What was measured of noise; None where nothing was.
+    """Return the measured noise; None if none was measured.
 
-    Variances are squared lengths, of the gradient of a measured part's mean loss (``examples``)
-    or of steps that are divided by it (``relative``); their ratio holds for the batch.
-    ``overhead``: time for measuring over that for training.
+    Variances are squared lengths: of the gradient of a measured part's mean loss (``examples``), or
+    of steps divided by it (``relative``). Their ratio holds for the batch. ``overhead``: measuring
+    time ÷ training time.
     """
     found, history = job.session.sensitivity, job.session.noise_history
     if found is None:
@@ -114,7 +114,7 @@ def _what_was_trained(job: TrainingJob) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of everything that a result can depend on."""
+    """Return versions of everything that a result can depend on."""
     return {
         "daf": metadata.version("daf-train"),
         "python": platform.python_version(),

@@ -1,6 +1,4 @@
-"""Data by name: ``digits``, ``cifar10:PATH``, ``images:FOLDER``, ``text:FILE``, ``spoken:FILE``,
-and the sentence tasks ``sst2:FOLDER``, ``mrpc:FOLDER``, ``stsb:FOLDER`` and ``e2e:FOLDER``.
-"""
+"""Data sets by name; ``DATA_FORMS`` lists the names."""
 
 from __future__ import annotations
 
@@ -43,11 +41,11 @@ def load_data(
         name: one of ``DATA_FORMS``.
         image_size: pixels per side of a batch's images; None: the data's own.
         context: bytes per window of text, None: 128; tokens per sentence, None: 64.
-        tokenizer: the folder of a model whose tokenizer cuts sentences; None: byte by byte.
+        tokenizer: folder of a model whose tokenizer splits sentences; None: byte by byte.
 
     Raises:
-        UnknownNameError: no such kind of data.
-        DataError: the data are missing, damaged, or cannot be given in that size.
+        UnknownNameError: ``name`` is not known.
+        DataError: the data are missing, damaged, or do not come in that size.
     """
     kind, _, place = name.partition(":")
     if kind not in _KINDS:

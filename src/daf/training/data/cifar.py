@@ -1,7 +1,6 @@
-"""CIFAR-10: one ``.npz`` file, or the folder of pickled batches as Toronto publishes it.
+"""CIFAR-10: one ``.npz`` file, or the published folder of pickled batches.
 
-A pickle can run any code, so the published batches are read by an unpickler
-that knows NumPy arrays and nothing else.
+A pickle can run any code, so the unpickler here accepts NumPy arrays only.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _CLASSES = (
 _KEYS = ("x_train", "y_train", "x_test", "y_test")
 _TRAIN_FILES = tuple(f"data_batch_{number}" for number in range(1, 6))
 _TEST_FILE = "test_batch"
-# What the unpickler raises for bytes that are no pickle, or half of one.
+# What the unpickler raises for bytes that are no pickle, or a truncated one.
 _UNREADABLE = (
     OSError,
     EOFError,
@@ -53,12 +52,12 @@ _UNREADABLE = (
 
 
 def load_cifar10(path: Path) -> ImageData:
-    """CIFAR-10 from ``path``.
+    """Read CIFAR-10.
 
     Args:
-        path: an ``.npz`` with ``x_train, y_train, x_test, y_test`` (uint8
-            images [N, 32, 32, 3], whole-number labels) and perhaps
-            ``classes``; or a folder with ``data_batch_1 … 5`` and ``test_batch``.
+        path: an ``.npz`` with ``x_train, y_train, x_test, y_test`` (uint8 [N, 32, 32, 3], integer
+            labels) and optionally ``classes``; or a folder with ``data_batch_1 … 5`` and
+            ``test_batch``.
 
     Raises:
         DataError: the file is missing, truncated, or holds something else.
@@ -89,7 +88,7 @@ def _named(
 
 def _from_npz(path: Path) -> tuple[LabelledImages, LabelledImages, tuple[str, ...]]:
     try:
-        # Opened here, because numpy leaves a file that it cannot read open.
+        # Opened here: numpy does not close a file that it cannot read.
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             missing = [key for key in _KEYS if key not in file]
             if missing:
@@ -144,7 +143,7 @@ def _arrays(path: Path, batch: object) -> tuple[NDArray[np.generic], NDArray[np.
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Reads NumPy arrays and Python's plain containers; refuses every other name."""
+    """An unpickler of NumPy arrays and Python's plain containers that refuses other names."""
 
     def find_class(self, module: str, name: str) -> Any:
         return _allowed(module, name)

@@ -1,4 +1,4 @@
-"""What a data set is once it is in memory: images or bytes, with their test part."""
+"""A data set in memory: images or bytes, each with a test part."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VOCABULARY = 257  # every byte, and the mask symbol
 
 @dataclass(frozen=True, slots=True)
 class Normalisation:
-    """Per channel, in units of the largest pixel value: (pixel / full_scale - mean) / deviation."""
+    """Per channel: (pixel / full_scale - mean) / deviation."""
 
     mean: tuple[float, ...]
     deviation: tuple[float, ...]
@@ -40,9 +40,8 @@ class LabelledImages:
 class ImageData:
     """A data set of images, kept as uint8.
 
-    ``full_scale`` is the largest pixel value; ``repeat`` enlarges every pixel
-    to repeat x repeat when a batch is put together; ``augment`` says whether
-    cropping and flipping is customary for it.
+    ``full_scale`` is the largest pixel value. Batches enlarge every pixel to repeat x repeat.
+    ``augment``: True if cropping and flipping is customary for it.
     """
 
     name: str
@@ -61,7 +60,7 @@ class ImageData:
 
     @property
     def image_size(self) -> int:
-        """Height and width of an image in a batch, in pixels."""
+        """Pixels per side of a batch's images."""
         return int(self.train.images.shape[1]) * self.repeat
 
     @property
@@ -74,7 +73,7 @@ class ImageData:
         }
 
     def at_size(self, image_size: int) -> ImageData:
-        """The same images, each pixel repeated until they are ``image_size`` high and wide.
+        """Return the images with each pixel repeated up to ``image_size`` pixels per side.
 
         Raises:
             DataError: ``image_size`` is no multiple of the stored size.
@@ -90,7 +89,7 @@ class ImageData:
 
 @dataclass(frozen=True, slots=True)
 class TextData:
-    """A text as bytes, cut into windows of ``context`` bytes when batches are put together."""
+    """A text as bytes, split into windows of ``context`` bytes in batches."""
 
     name: str
     train: ByteArray
@@ -106,7 +105,7 @@ class TextData:
 def checked_images(
     what: str, images: NDArray[np.generic], labels: NDArray[np.generic], classes: int
 ) -> LabelledImages:
-    """Images and labels that belong together.
+    """Return images and labels as one value, after checking both.
 
     Raises:
         DataError: shapes, types, counts or label values are not what ``what`` promises.
@@ -132,7 +131,7 @@ def checked_images(
 
 
 def split_apart(count: int, test_fraction: float) -> tuple[LabelArray, LabelArray]:
-    """Indices for training and testing: a fixed shuffle, the same whatever a run's seed."""
+    """Return training and test indices by a fixed shuffle, whatever a run's seed."""
     order = np.random.default_rng(0).permutation(count).astype(np.int64)
     tests = max(1, round(count * test_fraction))
     return np.sort(order[tests:]), np.sort(order[:tests])

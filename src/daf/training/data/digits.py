@@ -1,8 +1,7 @@
 """scikit-learn's handwritten digits, read from its package without importing it.
 
-1,797 grey images of 8x8 pixels with values 0 to 16 (UCI *Optical Recognition
-of Handwritten Digits*, test part). Importing scikit-learn would bring scipy
-and some 60 MB into the process.
+1,797 grey images of 8x8 pixels, 0 to 16 (UCI *Optical Recognition of Handwritten Digits*, test
+part). Importing scikit-learn would add scipy and some 60 MB to the process.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from daf.training.data.contents import (
 )
 
 _SIZE = 8
-_REPEAT = 4  # to 32x32, the size that the CIFAR networks read
+_REPEAT = 4  # to 32x32, the input size of the CIFAR networks
 _TEST_FRACTION = 0.2
 _NORMALISATION = Normalisation((0.305,), (0.376,), "mean and deviation over all 1,797 images / 16")
 
 
 def load_digits() -> ImageData:
-    """The digits, a fifth of them (always the same) kept for testing.
+    """Read the digits; a fifth of them, always the same, are the test part.
 
     Raises:
         DataError: scikit-learn is missing, or its file is damaged.

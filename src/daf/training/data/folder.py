@@ -29,12 +29,12 @@ _TEST_NAMES = ("test", "val")
 def load_folder(folder: Path, size: int = DEFAULT_SIZE) -> ImageData:
     """Read every image of ``folder/CLASS/*`` as ``size`` x ``size`` RGB.
 
-    Where ``folder`` has ``train`` and ``test`` (or ``val``) in it, those are the two
-    parts; otherwise every class gives a fifth of its images, always the same, to testing.
+    Subfolders ``train`` and ``test`` (or ``val``) are the two parts. Without them a fifth of every
+    class, always the same, is the test part.
 
     Raises:
-        DataError: Pillow or the folder is missing, there are fewer than two
-            classes, or an image cannot be read.
+        DataError: Pillow or the folder is missing, there are fewer than two classes, or an image
+            cannot be read.
     """
     test_folder = next((folder / name for name in _TEST_NAMES if (folder / name).is_dir()), None)
     if (folder / "train").is_dir() and test_folder is not None:
@@ -105,7 +105,7 @@ def _read_all(listing: _Listing, size: int) -> LabelledImages:
 
 def _read_image(file: Path, size: int) -> ByteArray:
     try:
-        from PIL import Image  # an extra, wanted only here
+        from PIL import Image  # an extra, used only here
     except ModuleNotFoundError as error:
         raise DataError(
             "images:FOLDER needs Pillow; try: pip install 'daf-train[images]'"

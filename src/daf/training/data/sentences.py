@@ -1,8 +1,7 @@
 """Sentence tasks in their published files: SST-2, MRPC, STS-B and E2E.
 
-Quotation marks are characters like any other in all of them. The part called
-``dev`` (``valid`` for E2E) serves for testing, as is usual where the labels of the
-test part are withheld.
+Quotation marks have no special meaning. The test part is ``dev`` (E2E: ``valid``), as is usual
+where the test part's labels are withheld.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Example = tuple[str, str | None, float]
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How a task's files look: names of both parts, a header or not, and what a line says."""
+    """The form of a task's files: the parts' names, a header or none, a line's content."""
 
     train: tuple[str, ...]
     test: tuple[str, ...]
@@ -91,12 +90,12 @@ def load_sentences(
 
     Args:
         kind: which task.
-        folder: with its files as published.
+        folder: holds the files as published.
         tokenizer: turns texts into tokens.
-        context: tokens per row; what is longer is cut.
+        context: tokens per row; longer texts are cut.
 
     Raises:
-        DataError: a file is missing, or a line says something else than it should.
+        DataError: a file is missing, or a line has another form.
     """
     if context < 2:
         raise DataError(f"asked for {kind} with a context of {context}; a row needs 2 tokens")

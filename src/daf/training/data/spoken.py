@@ -1,7 +1,7 @@
-"""Spoken digits of one second as 32 x 32 pictures of their sound, one speaker kept for testing.
+"""Spoken digits of one second as spectrograms; the last speaker is the test part.
 
-A picture is a log-power spectrogram: 32 moments by 32 frequency bands that
-widen like the ear's (mel scale, O'Shaughnessy 1987: 2595 log10(1 + f / 700)).
+A log-power spectrogram has 32 times by 32 frequency bands on the mel scale (O'Shaughnessy 1987:
+2595 log10(1 + f / 700)).
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _KEYS = ("audio", "label", "speaker")
 _SIZE = 32
 _SAMPLES_PER_S = 8000
 _WINDOW = 512
-_DECIBELS = 80.0  # below the loudest point of a clip is silence
+_DECIBELS = 80.0  # quieter than a clip's loudest point by so much is silence
 _NORMALISATION = Normalisation((0.5,), (0.25,), "round numbers")
 
 
 @dataclass(frozen=True, slots=True)
 class SpokenDigits:
-    """uint8 pictures [N, 32, 32, 1], digits [N] and speakers [N], both int64."""
+    """uint8 spectrograms [N, 32, 32, 1], digits [N] and speakers [N], both int64."""
 
     clips: LabelledImages
     speakers: NDArray[np.int64]
 
     def of(self, chosen: NDArray[np.bool_]) -> LabelledImages:
-        """The clips where ``chosen`` [N] is true."""
+        """Return the clips where ``chosen`` [N] is True."""
         return LabelledImages(self.clips.images[chosen], self.clips.labels[chosen])
 
 
@@ -71,10 +71,10 @@ def read_spoken_digits(path: Path) -> SpokenDigits:
 
 
 def load_spoken_digits(path: Path) -> ImageData:
-    """All speakers but the last for training, the last, never heard before, for testing.
+    """Read all speakers; the last one, unheard in training, is the test part.
 
     Raises:
-        DataError: as above, or there is only one speaker.
+        DataError: as ``read_spoken_digits``, or there is only one speaker.
     """
     spoken = read_spoken_digits(path)
     last = spoken.speakers == spoken.speakers.max()
@@ -84,7 +84,7 @@ def load_spoken_digits(path: Path) -> ImageData:
 
 
 def load_new_speaker(path: Path) -> ImageData:
-    """The last speaker's clips alone: every second one of each digit for training, the others not.
+    """Read the last speaker; every second clip of each digit is for training, the others test.
 
     Raises:
         DataError: as ``read_spoken_digits``.
@@ -95,7 +95,7 @@ def load_new_speaker(path: Path) -> ImageData:
 
 
 def load_known_speakers(path: Path) -> ImageData:
-    """All speakers' clips: every second one of each speaker's digit for training, the others not.
+    """Read all speakers; every second clip of a speaker's digit is for training, the others test.
 
     Raises:
         DataError: as ``read_spoken_digits``.
@@ -138,12 +138,12 @@ def _pictures(audio: NDArray[np.int16]) -> ByteArray:
 
 
 def _bands() -> NDArray[np.float64]:
-    """(frequencies, 32): triangles that overlap by halves."""
+    """Return weights [frequencies, 32]: triangles that overlap by halves."""
     frequencies = np.fft.rfftfreq(_WINDOW, 1 / _SAMPLES_PER_S)
     mel = 2595 * np.log10(1 + frequencies / 700)
     centres = np.linspace(0, mel[-1], _SIZE + 2)
     width = centres[1] - centres[0]
-    # At low frequencies a triangle may fall between two frequencies; the nearest one then counts.
+    # At low frequencies a triangle may lie between two frequencies: it takes the nearest one.
     bands: NDArray[np.float64] = np.clip(1 - np.abs(mel[:, None] - centres[1:-1]) / width, 0, None)
     empty = ~bands.any(0)
     bands[np.abs(mel[:, None] - centres[1:-1]).argmin(0)[empty], np.flatnonzero(empty)] = 1.0

@@ -1,4 +1,4 @@
-"""A text file, read as bytes: the last tenth is for testing."""
+"""A text file as bytes; the last tenth is the test part."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def load_text(path: Path, context: int = DEFAULT_CONTEXT) -> TextData:
     """Read ``path`` for byte-level language modelling in windows of ``context`` bytes.
 
     Raises:
-        DataError: the file is missing or shorter than one window in its test part.
+        DataError: the file is missing, or its test part is shorter than one window.
     """
     try:
         contents = np.fromfile(path, np.uint8)

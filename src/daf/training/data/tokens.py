@@ -13,16 +13,16 @@ from numpy.typing import NDArray
 from daf.core.errors import DataError
 
 TokenArray = NDArray[np.int32]
-NO_CLASSES = 0  # of a score: one number is to be predicted
+NO_CLASSES = 0  # the target is a score: one number
 BYTE_VOCABULARY = 259  # every byte, a separator, an end, and padding
 _SEPARATOR, _END, _PADDING = 256, 257, 258
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRows:
-    """int32 tokens [N, context], how many of each row count [N], and float32 targets [N].
+    """int32 tokens [N, context], lengths [N] and float32 targets [N].
 
-    ``prompts`` [N]: tokens at a row's beginning that are given, not asked for.
+    ``prompts`` [N]: how many of a row's first tokens are given, not predicted.
     """
 
     tokens: TokenArray
@@ -36,7 +36,7 @@ class TokenRows:
 
 @dataclass(frozen=True, slots=True)
 class SentenceData:
-    """Sentences, or pairs of them, with a class or a score; or, ``generates``, to be continued."""
+    """Sentences or pairs with a class or a score; or, if ``generates``, texts to continue."""
 
     name: str
     train: TokenRows
@@ -54,21 +54,21 @@ class SentenceData:
 
 
 class Tokenizer(Protocol):
-    """Turns texts into rows of tokens."""
+    """What turns texts into rows of tokens."""
 
     vocabulary: int
 
     def row(self, first: str, second: str | None, context: int) -> tuple[list[int], int, int]:
-        """(``context`` tokens, how many count, how many of them belong to ``first``)."""
+        """Return (``context`` tokens, how many count, how many belong to ``first``)."""
 
 
 class ByteTokenizer:
-    """UTF-8 bytes, with a separator between two texts and an end; needs no files."""
+    """UTF-8 bytes with a separator between two texts and an end; needs no files."""
 
     vocabulary = BYTE_VOCABULARY
 
     def row(self, first: str, second: str | None, context: int) -> tuple[list[int], int, int]:
-        """As the protocol says; what is too long is cut at the end."""
+        """Implement ``Tokenizer.row``; cut what is too long at the end."""
         prompt = list(first.encode())
         rest = [] if second is None else [_SEPARATOR, *second.encode()]
         tokens = [*prompt, *rest, _END][:context]
@@ -77,10 +77,10 @@ class ByteTokenizer:
 
 
 class FolderTokenizer:
-    """The tokenizer that a model's folder holds, read by ``transformers`` without any network."""
+    """The tokenizer of a model's folder, read by ``transformers`` without network."""
 
     def __init__(self, folder: Path) -> None:
-        """Read it.
+        """Read the tokenizer.
 
         Raises:
             DataError: the folder holds none, or ``transformers`` is not installed.
@@ -106,7 +106,7 @@ class FolderTokenizer:
             self._tokenizer.pad_token = self._tokenizer.eos_token
 
     def row(self, first: str, second: str | None, context: int) -> tuple[list[int], int, int]:
-        """As the protocol says; what is too long is cut from the longer text."""
+        """Implement ``Tokenizer.row``; cut what is too long from the longer text."""
         found = self._tokenizer(
             first, second, truncation=True, max_length=context, padding="max_length"
         )
@@ -116,7 +116,7 @@ class FolderTokenizer:
 
 
 def make_tokenizer(folder: str | None) -> Tokenizer:
-    """Of a model's folder; byte by byte without one."""
+    """Return the tokenizer of a model's folder; None: byte by byte."""
     return ByteTokenizer() if folder is None else FolderTokenizer(Path(folder))
 
 
@@ -126,7 +126,7 @@ def token_rows(
     targets: Sequence[float],
     context: int,
 ) -> TokenRows:
-    """All texts as rows of ``context`` tokens."""
+    """Return all texts as rows of ``context`` tokens."""
     rows = [tokenizer.row(first, second, context) for first, second in texts]
     return TokenRows(
         np.array([tokens for tokens, _, _ in rows], np.int32).reshape(len(rows), context),

@@ -1,9 +1,8 @@
-"""The model zoo: a name, or ``package.module:factory``, becomes something that can be built.
+"""The model zoo: from a name, or ``package.module:factory``, to a model.
 
-A factory is called with those facts about the data that its signature names:
-``classes`` and ``image_size`` for images, ``vocabulary`` and ``context`` for
-text, ``channels`` for both kinds of image model. Importing the factory's code
-and building the model are two steps, because the floor is measured between them.
+A factory receives those facts about the data that its signature names: ``classes`` and
+``image_size`` for images, ``vocabulary`` and ``context`` for text, ``channels`` for image models.
+Import and build are two steps, because the floor is measured between them.
 """
 
 from __future__ import annotations
@@ -35,18 +34,18 @@ class Goal(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A model that can be built; its code is imported already. ``goal`` None: the data decides."""
+    """A model that can be built, its code imported; ``goal`` None: the data decides."""
 
     name: str
     factory: Callable[..., Any]
     goal: Goal | None
 
     def build(self, facts: Mapping[str, int]) -> nn.Module:
-        """Build the model from what ``facts`` says of the data.
+        """Build the model from the data's ``facts``.
 
         Raises:
-            UnknownNameError: the factory needs arguments that data do not tell, or
-                returns no module.
+            UnknownNameError: the factory needs arguments that data do not have, or returns no
+                module.
         """
         try:
             named = inspect.signature(self.factory).parameters
@@ -98,12 +97,11 @@ def find_model(name: str) -> Recipe:
 
     Args:
         name: one of ``MODEL_NAMES``, ``pretrained:FOLDER`` for an encoder that ``transformers``
-            saved there, or ``package.module:factory``; the current directory counts
-            as a place to import from.
+            saved there, or ``package.module:factory``, found from the current directory too.
 
     Raises:
         UnknownNameError: no such model, module or factory.
-        DataError: the model needs a package that is not installed.
+        DataError: the model needs a package or a file that is missing.
     """
     if name.startswith(_PRETRAINED):
         return Recipe(name, _pretrained_factory(Path(name.removeprefix(_PRETRAINED))), Goal.JUDGE)

@@ -13,7 +13,7 @@ _BOTTLENECK = 4
 
 
 class DenseLayer(nn.Module):
-    """Adds ``growth`` channels computed from all channels so far."""
+    """A layer that adds ``growth`` channels computed from all channels so far."""
 
     def __init__(self, in_channels: int, growth: int) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class DenseLayer(nn.Module):
         self.conv2 = nn.Conv2d(_BOTTLENECK * growth, growth, 3, padding=1, bias=False)
 
     def forward(self, features: Sequence[Tensor]) -> Tensor:
-        """Return the new features [N, growth, H, W] of the features so far."""
+        """Return the new features [N, growth, H, W]."""
         y = self.conv1(F.relu(self.norm1(torch.cat(list(features), 1))))
         new: Tensor = self.conv2(F.relu(self.norm2(y)))
         return new
@@ -49,7 +49,7 @@ class DenseBlock(nn.ModuleDict):
 
 
 class Transition(nn.Sequential):
-    """Halves channels, height and width between two dense blocks."""
+    """A layer that halves channels, height and width between two dense blocks."""
 
     def __init__(self, in_channels: int) -> None:
         super().__init__(
@@ -63,7 +63,7 @@ class Transition(nn.Sequential):
 
 
 class DenseNet(nn.Module):
-    """Images [N, 3, H, W], H and W at least 32, to class scores [N, classes]."""
+    """DenseNet: images [N, 3, H, W], H and W at least 32, to class scores [N, classes]."""
 
     def __init__(self, blocks: Sequence[int], growth: int, stem: int, classes: int) -> None:
         super().__init__()
@@ -96,12 +96,12 @@ class DenseNet(nn.Module):
         nn.init.zeros_(self.classifier.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the class scores of a batch of images."""
+        """Return class scores [N, classes]."""
         x = F.adaptive_avg_pool2d(F.relu(self.features(x)), 1)
         scores: Tensor = self.classifier(torch.flatten(x, 1))
         return scores
 
 
 def densenet121(classes: int = 1000) -> DenseNet:
-    """DenseNet-121: 7,978,856 parameters at 1000 classes."""
+    """Return DenseNet-121: 7,978,856 parameters at 1000 classes."""
     return DenseNet((6, 12, 24, 16), growth=32, stem=64, classes=classes)

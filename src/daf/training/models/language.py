@@ -1,7 +1,7 @@
-"""Language models over bytes, built from ``transformers`` configurations (the extra of that name).
+"""Language models over bytes from ``transformers`` configurations (the extra of that name).
 
-The shapes are the published ones; the vocabulary is the data's (256 bytes and
-one mask symbol), so the parameter counts are smaller than with word pieces.
+The shapes are the published ones. The data's vocabulary (256 bytes and a mask symbol) makes the
+parameter counts smaller than with word pieces.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import (
 
 
 def bert_small(vocabulary: int = 257, context: int = 128) -> nn.Module:
-    """BERT-small: 4 layers, 512 wide, 8 heads (Turc et al., arXiv 1908.08962, table 1)."""
+    """Return BERT-small: 4 layers, 512 wide, 8 heads (Turc et al., arXiv 1908.08962, table 1)."""
     config = BertConfig(
         vocab_size=vocabulary,
         hidden_size=512,
@@ -33,7 +33,7 @@ def bert_small(vocabulary: int = 257, context: int = 128) -> nn.Module:
 
 
 def gpt2(vocabulary: int = 257, context: int = 128) -> nn.Module:
-    """GPT-2's smallest shape: 12 layers, 768 wide, 12 heads (Radford et al., 2019)."""
+    """Return GPT-2's smallest shape: 12 layers, 768 wide, 12 heads (Radford et al., 2019)."""
     config = GPT2Config(
         vocab_size=vocabulary,
         n_positions=context,
@@ -49,7 +49,7 @@ def gpt2(vocabulary: int = 257, context: int = 128) -> nn.Module:
 
 
 def pretrained_judge(folder: Path, classes: int) -> nn.Module:
-    """An encoder from a local folder with a new head: ``classes`` logits, or 1 for a score."""
+    """Return a local folder's encoder with a new head: ``classes`` logits, or 1 for a score."""
     model: nn.Module = AutoModelForSequenceClassification.from_pretrained(
         folder,
         num_labels=classes,

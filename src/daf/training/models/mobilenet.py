@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-# Expansion, output channels, repeats, stride of the first: table 2 of the paper.
+# (expansion, output channels, repeats, stride of the first): table 2 of the paper
 _STAGES = (
     (1, 16, 1, 1),
     (6, 24, 2, 2),
@@ -34,7 +34,7 @@ class ConvNormActivation(nn.Sequential):
 
 
 class InvertedResidual(nn.Module):
-    """Expand with 1x1, filter each channel with 3x3, project with 1x1; add the input if it fits."""
+    """1x1 expansion, 3x3 depthwise filter, 1x1 projection; plus the input if the shapes agree."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int, expansion: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class InvertedResidual(nn.Module):
 
 
 class MobileNetV2(nn.Module):
-    """Images [N, 3, H, W], H and W at least 32, to class scores [N, classes]."""
+    """MobileNet-v2: images [N, 3, H, W], H and W at least 32, to class scores [N, classes]."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -80,12 +80,12 @@ class MobileNetV2(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the class scores of a batch of images."""
+        """Return class scores [N, classes]."""
         x = nn.functional.adaptive_avg_pool2d(self.features(x), 1)
         scores: Tensor = self.classifier(torch.flatten(x, 1))
         return scores
 
 
 def mobilenet_v2(classes: int = 1000) -> MobileNetV2:
-    """MobileNet-v2, width 1: 3,504,872 parameters at 1000 classes."""
+    """Return MobileNet-v2, width 1: 3,504,872 parameters at 1000 classes."""
     return MobileNetV2(classes)

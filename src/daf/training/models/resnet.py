@@ -1,7 +1,7 @@
 """Residual networks with torchvision's parameter names (He et al., CVPR 2016).
 
-``resnet18`` has the stem used for 32x32 images (one 3x3 convolution, no
-pooling); ``resnet50`` is the ImageNet network, stride on the 3x3 convolution.
+``resnet18`` has the stem for 32x32 images (one 3x3 convolution, no pooling). ``resnet50`` is the
+ImageNet network, stride on the 3x3 convolution.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the class scores of a batch of images."""
+        """Return class scores [N, classes]."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         scores: Tensor = self.fc(torch.flatten(self.avgpool(x), 1))
@@ -118,10 +118,10 @@ def _stage(
 
 
 def resnet18(classes: int = 10) -> ResNet:
-    """ResNet-18 for 32x32 images: 11,173,962 parameters at 10 classes."""
+    """Return ResNet-18 for 32x32 images: 11,173,962 parameters at 10 classes."""
     return ResNet(BasicBlock, (2, 2, 2, 2), classes, small_images=True)
 
 
 def resnet50(classes: int = 1000) -> ResNet:
-    """ResNet-50 for 224x224 images: 25,557,032 parameters at 1000 classes."""
+    """Return ResNet-50 for 224x224 images: 25,557,032 parameters at 1000 classes."""
     return ResNet(Bottleneck, (3, 4, 6, 3), classes, small_images=False)

@@ -1,8 +1,7 @@
 """The thin residual networks for CIFAR (He et al., CVPR 2016, section 4.2).
 
-Parameter names are those of akamaster/pytorch_resnet_cifar10, so its published
-weights load. Shortcuts have no parameters (*option A*): every other pixel, and
-zeros for the channels that the input lacks.
+Parameter names are those of akamaster/pytorch_resnet_cifar10, so its published weights load.
+Shortcuts have no parameters (*option A*): every other pixel, zeros in the missing channels.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class ThinResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the class scores of a batch of images."""
+        """Return class scores [N, classes]."""
         x = F.relu(self.bn1(self.conv1(x)))
         x = self.layer3(self.layer2(self.layer1(x)))
         scores: Tensor = self.linear(torch.flatten(F.adaptive_avg_pool2d(x, 1), 1))
@@ -66,5 +65,5 @@ def _stage(in_channels: int, width: int, blocks: int, stride: int) -> nn.Sequent
 
 
 def resnet20(classes: int = 10) -> ThinResNet:
-    """ResNet-20 for 32x32 images: 269,722 parameters at 10 classes."""
+    """Return ResNet-20 for 32x32 images: 269,722 parameters at 10 classes."""
     return ThinResNet(3, classes)

@@ -40,7 +40,7 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(width, outputs, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return one map per output channel, at the size of the input."""
+        """Return maps [N, outputs, H, W]."""
         skips: list[Tensor] = []
         for level, block in enumerate(self.down):
             x = block(x if level == 0 else self.pool(x))
@@ -53,5 +53,5 @@ class UNet(nn.Module):
 
 
 def unet(channels: int = 3) -> UNet:
-    """U-Net from 32 to 512 channels that maps an image to one like it: 7.8 M parameters."""
+    """Return a U-Net of 32 to 512 channels, as many outputs as inputs: 7.8 M parameters."""
     return UNet(channels, channels, width=32)

@@ -1,4 +1,4 @@
-"""Pairs a model's goal with data into a task."""
+"""Tasks by a model's goal and its data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AnyData = ImageData | TextData | SentenceData
 
 
 def settle_goal(model_name: str, goal: Goal | None, data: AnyData) -> Goal:
-    """The goal of training ``model_name`` on ``data``; where it has none, the data's customary one.
+    """Return ``goal``, or the customary one of ``model_name`` and ``data``.
 
     Raises:
         DataError: the model reads images and the data are text, or the reverse.
@@ -60,7 +60,7 @@ def _sentence_goal(model_name: str, goal: Goal | None, data: AnyData) -> Goal:
 
 
 def goal_reads_images(goal: Goal) -> bool:
-    """Whether a model with this goal reads images rather than text."""
+    """True if a model with this goal reads images rather than text."""
     return goal in _IMAGE_GOALS
 
 
@@ -72,14 +72,14 @@ def make_task(
     memory_format: torch.memory_format = torch.channels_last,
     augment: bool | None = None,
 ) -> Task:
-    """The task of ``goal`` on ``data``.
+    """Return the task of ``goal`` on ``data``.
 
     Args:
         goal: what ``settle_goal`` returned for these data.
         data: what to train and test on.
-        model: tells how many channels it reads.
+        model: its first convolution decides the images' channels.
         memory_format: of image batches.
-        augment: crop and flip training images; None: where that is customary for the data.
+        augment: crop and flip training images; None: as customary for the data.
 
     Raises:
         DataError: the model cannot read images with this many channels.
@@ -98,7 +98,7 @@ def make_task(
 
 
 def input_channels(model: nn.Module, otherwise: int) -> int:
-    """The channels that the model's first convolution reads; ``otherwise`` if it has none."""
+    """Return the channels of the model's first convolution; ``otherwise`` if it has none."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             return module.in_channels

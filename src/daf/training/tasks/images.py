@@ -1,4 +1,4 @@
-"""Tasks on images: naming their class, and cleaning them of noise."""
+"""Tasks on images: classification and denoising."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from daf.training.batches import Batch, Indices, checked_channels, crop_and_flip
 from daf.training.data.contents import ByteArray, ImageData, LabelledImages
 from daf.training.tasks.task import Loss, Task, scores_of
 
-_NOISE_DEVIATION = 0.5  # of the clean images' own deviation
+_NOISE_DEVIATION = 0.5  # relative to the clean images' deviation
 _TEST_NOISE_SEED = 0x7E57
 
 
@@ -47,27 +47,27 @@ class _ImageTask(Task):
 
 
 class Classification(_ImageTask):
-    """Cross-entropy over the classes; judged by the share of test images named rightly."""
+    """Cross-entropy over classes; the metric is test accuracy in percent."""
 
     metric_name = "test_accuracy_percent"
 
     def train_batch(self, indices: Indices, generator: np.random.Generator) -> Batch:
-        """Images float32 [N, channels, size, size] and labels int64 [N]."""
+        """Return images float32 [N, channels, size, size] and labels int64 [N]."""
         return self._augmented(indices, generator), _labels(self._data.train, indices)
 
     def test_batch(self, indices: Indices) -> Batch:
-        """Test images and labels, as in training but never augmented."""
+        """Return test images and labels, never augmented."""
         return self._tensor(self._data.test.images[indices]), _labels(self._data.test, indices)
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        """Mean cross-entropy, in nats."""
+        """Return the mean cross-entropy in nats."""
         images, labels = batch
         scores = scores_of(model(images))
         self.tally.add(scores, labels)
         return F.cross_entropy(scores, labels)
 
     def score(self, model: nn.Module, batch: Batch) -> tuple[float, float]:
-        """(right answers x 100, images)."""
+        """Return (right answers x 100, images)."""
         images, labels = batch
         right = (scores_of(model(images)).argmax(1) == labels).sum()
         return 100.0 * float(right), float(len(labels))
@@ -83,11 +83,11 @@ class Denoising(_ImageTask):
     metric_name = "test_mean_squared_error"
 
     def train_batch(self, indices: Indices, generator: np.random.Generator) -> Batch:
-        """Noisy and clean images, float32 [N, channels, size, size]."""
+        """Return noisy and clean images, float32 [N, channels, size, size]."""
         return self._with_noise(self._augmented(indices, generator), generator)
 
     def test_batch(self, indices: Indices) -> Batch:
-        """Noisy and clean test images; an image's noise is the same in whatever batch it comes."""
+        """Return noisy and clean test images; an image's noise does not depend on its batch."""
         noisy = [
             self._with_noise(
                 self._tensor(self._data.test.images[i : i + 1]),
@@ -99,12 +99,12 @@ class Denoising(_ImageTask):
         return self._stacked(inputs), self._stacked(clean)
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        """Mean squared error per pixel, in units of the normalised images."""
+        """Return the mean squared error per pixel of the normalised images."""
         noisy, clean = batch
         return F.mse_loss(scores_of(model(noisy)), clean)
 
     def score(self, model: nn.Module, batch: Batch) -> tuple[float, float]:
-        """(sum of squared errors, pixels)."""
+        """Return (sum of squared errors, pixels)."""
         noisy, clean = batch
         return float(F.mse_loss(scores_of(model(noisy)), clean, reduction="sum")), clean.numel()
 

@@ -1,4 +1,4 @@
-"""Tasks on sentences: naming a class, giving a score, and continuing a text."""
+"""Tasks on sentences: classification, scoring and text continuation."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from daf.training.batches import Batch, Indices
 from daf.training.data.tokens import SentenceData, TokenRows
 from daf.training.tasks.task import Loss, Task, scores_of
 
-_NOT_ASKED = -100  # the index that torch's cross_entropy leaves out
+_NOT_ASKED = -100  # the index that torch's cross_entropy ignores
 
 
 class _SentenceTask(Task):
-    """A batch is tokens int64 [N, context], which of them count int64 [N, context], and targets."""
+    """A batch is tokens and their attention mask, int64 [N, context], and targets."""
 
     def __init__(self, data: SentenceData) -> None:
         super().__init__()
@@ -32,12 +32,12 @@ class _SentenceTask(Task):
         return len(self._data.test)
 
     def train_batch(self, indices: Indices, generator: np.random.Generator) -> Batch:
-        """Training rows; nothing is random."""
+        """Return training rows; nothing is random."""
         del generator
         return self._batch(self._data.train, indices)
 
     def test_batch(self, indices: Indices) -> Batch:
-        """Test rows."""
+        """Return test rows."""
         return self._batch(self._data.test, indices)
 
     def _batch(self, part: TokenRows, indices: Indices) -> Batch:
@@ -51,13 +51,13 @@ class _SentenceTask(Task):
 
     @staticmethod
     def scores(model: nn.Module, batch: Batch) -> Tensor:
-        """What the model says of a batch: ``model(tokens, attention_mask=...)``, its scores."""
+        """Return the scores of ``model(tokens, attention_mask=...)``."""
         tokens, counts, _ = batch
         return scores_of(model(tokens, attention_mask=counts))
 
 
 class SentenceClasses(_SentenceTask):
-    """Cross-entropy over classes; judged by the share of test sentences named rightly."""
+    """Cross-entropy over classes; the metric is test accuracy in percent."""
 
     metric_name = "test_accuracy_percent"
 
@@ -66,19 +66,19 @@ class SentenceClasses(_SentenceTask):
         return torch.from_numpy(part.targets[indices].astype(np.int64))
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        """Mean cross-entropy, in nats."""
+        """Return the mean cross-entropy in nats."""
         scores, labels = self.scores(model, batch), batch[2]
         self.tally.add(scores, labels)
         return F.cross_entropy(scores, labels)
 
     def score(self, model: nn.Module, batch: Batch) -> tuple[float, float]:
-        """(right answers x 100, sentences)."""
+        """Return (right answers x 100, sentences)."""
         right = (self.scores(model, batch).argmax(1) == batch[2]).sum()
         return 100.0 * float(right), float(len(batch[2]))
 
 
 class SentenceScores(_SentenceTask):
-    """Squared error of a score; judged by its mean over test pairs."""
+    """Squared error of a score; the metric is its mean over test pairs."""
 
     metric_name = "test_mean_squared_error"
 
@@ -87,22 +87,22 @@ class SentenceScores(_SentenceTask):
         return torch.from_numpy(part.targets[indices])
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        """Mean squared error."""
+        """Return the mean squared error."""
         return F.mse_loss(self.scores(model, batch).flatten(), batch[2])
 
     def score(self, model: nn.Module, batch: Batch) -> tuple[float, float]:
-        """(sum of squared errors, pairs)."""
+        """Return (sum of squared errors, pairs)."""
         wrong = self.scores(model, batch).flatten() - batch[2]
         return float(wrong.square().sum()), float(len(wrong))
 
 
 class Continuation(_SentenceTask):
-    """Predict every token of a text from its prompt and the tokens before it."""
+    """Prediction of every token of a text from its prompt and the tokens before it."""
 
     metric_name = "test_perplexity"
 
     def _targets(self, part: TokenRows, indices: Indices, tokens: Tensor) -> Tensor:
-        """int64 [N, context]: the next token, -100 in the prompt and behind the end."""
+        """Return the next tokens, int64 [N, context]; -100 in the prompt and behind the end."""
         following = F.pad(tokens[:, 1:], (0, 1), value=_NOT_ASKED)
         places = torch.arange(1, tokens.shape[1] + 1)
         prompts, lengths = (
@@ -111,25 +111,25 @@ class Continuation(_SentenceTask):
         return following.masked_fill((places < prompts) | (places >= lengths), _NOT_ASKED)
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        """(sum of cross-entropies in nats, tokens asked for)."""
+        """Return (sum of cross-entropies in nats, predicted tokens)."""
         scores, targets = self.scores(model, batch).flatten(0, 1), batch[2].flatten()
         asked = targets != _NOT_ASKED
         self.tally.add(scores, targets, asked)
         return F.cross_entropy(scores, targets, reduction="sum"), asked.sum().clamp(min=1)
 
     def score(self, model: nn.Module, batch: Batch) -> tuple[float, float]:
-        """(sum of cross-entropies in nats, tokens asked for)."""
+        """Return (sum of cross-entropies in nats, predicted tokens)."""
         scores, targets = self.scores(model, batch).flatten(0, 1), batch[2].flatten()
         total = float(F.cross_entropy(scores, targets, reduction="sum"))
         return total, float((targets != _NOT_ASKED).sum())
 
     def metric(self, mean: float) -> float:
-        """Perplexity: e to the mean cross-entropy."""
+        """Return the perplexity: e to the mean cross-entropy."""
         return math.exp(mean)
 
 
 def sentence_task(data: SentenceData) -> Task:
-    """The task that the data are for."""
+    """Return the task for these data."""
     if data.generates:
         return Continuation(data)
     return SentenceClasses(data) if data.classes else SentenceScores(data)

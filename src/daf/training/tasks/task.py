@@ -1,4 +1,4 @@
-"""A task: what a model and data together are trained and tested on."""
+"""The base of tasks, each a pair of goal and data to train and test a model on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_CLASSES = 1000
 
 
 class Tally:
-    """Counts right answers while the loss is computed, for the live display."""
+    """A count of right answers while the loss is computed, for the live display."""
 
     def __init__(self) -> None:
         self.right = 0
@@ -28,9 +28,8 @@ class Tally:
     def add(self, scores: Tensor, targets: Tensor, asked: Tensor | None = None) -> None:
         """Count the rows of ``scores`` [N, classes] that are highest at ``targets`` [N].
 
-        ``asked`` [N] says which rows count. Of very many classes nothing is counted: whoever looks
-        at such scores makes them exist, where the loss alone can do without
-        (``linear_cross_entropy``).
+        ``asked`` [N] masks the rows. Above ``MOST_CLASSES`` nothing is counted: reading the scores
+        would materialise them, which a fused loss (``linear_cross_entropy``) avoids.
         """
         if scores.shape[1] > MOST_CLASSES:
             return
@@ -40,7 +39,7 @@ class Tally:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing is counted inside."""
+        """Count nothing inside."""
         right, answered = self.right, self.answered
         try:
             yield
@@ -48,14 +47,14 @@ class Tally:
             self.right, self.answered = right, answered
 
     def take_percent(self) -> float | None:
-        """The share of right answers since the last call, in percent; None if none were given."""
+        """Return the percentage of right answers since the last call; None if there were none."""
         percent = 100.0 * self.right / self.answered if self.answered else None
         self.right = self.answered = 0
         return percent
 
 
 class Task(ABC):
-    """Makes batches and judges a model's outputs on them."""
+    """A maker of batches that also judges a model's outputs on them."""
 
     metric_name: str
 
@@ -65,39 +64,39 @@ class Task(ABC):
     @property
     @abstractmethod
     def train_examples(self) -> int:
-        """How many examples there are to train on."""
+        """The number of training examples."""
 
     @property
     @abstractmethod
     def test_examples(self) -> int:
-        """How many examples there are to test on."""
+        """The number of test examples."""
 
     @abstractmethod
     def train_batch(self, indices: Indices, generator: np.random.Generator) -> Batch:
-        """The batch of these training examples; ``generator`` decides what is random in it."""
+        """Return the batch of these training examples, with randomness from ``generator``."""
 
     @abstractmethod
     def test_batch(self, indices: Indices) -> Batch:
-        """The batch of these test examples, the same at every call."""
+        """Return the batch of these test examples, the same at every call."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        """The mean loss (scalar), or (sum, weight), with its graph."""
+        """Return the mean loss (scalar), or (sum, weight), with its graph."""
 
     @abstractmethod
     def score(self, model: nn.Module, batch: Batch) -> tuple[float, float]:
-        """What the metric sums over test batches: (sum, weight)."""
+        """Return (sum, weight) of a batch's part in the metric."""
 
     def metric(self, mean: float) -> float:
-        """The metric, from the mean of all scores."""
+        """Return the metric from the mean of all scores."""
         return mean
 
 
 def scores_of(output: Tensor | object) -> Tensor:
-    """The scores in a model's output: a tensor, or something with ``logits`` (transformers).
+    """Return the scores in a model's output: the tensor, or its ``logits`` (transformers).
 
     Raises:
-        DataError: it is neither.
+        DataError: ``output`` is neither.
     """
     found = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(found, Tensor):
