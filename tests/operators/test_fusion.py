@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from daf.capture.compress import compress
 from daf.core.errors import CodecError, FusionError
 from daf.core.policy import Method, Need, Policy, Treatment
-from daf.operators.batch_norm.pattern import (
+from daf.operators.batch_norm.observation import (
     ALONE,
     WITH_ADDITION,
     WITH_ADDITION_6,

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, nn
 
 from daf.capture.compiled_calls import apart, untraced
-from daf.capture.saved_tensor_hooks import CaptureState, Fusions, SavedTensorHooks
+from daf.capture.saved_tensor_hooks import CaptureState, SavedTensorHooks
 from daf.codecs.coder import Coder
 from daf.codecs.scratch import Scratch
 from daf.core.errors import PlatformError
@@ -47,11 +47,9 @@ from daf.core.policy import Policy, Site
 from daf.core.reports import CaptureStats, FusionReport, SiteReport
 from daf.offload.host_codes import HostCodes, HostOptions
 from daf.offload.spill import SpillOptions, SpillStore
-from daf.operators.activation.mode import SmoothFusion
-from daf.operators.batch_norm.mode import FusingMode
-from daf.operators.batch_norm.pattern import Fusion
-from daf.operators.linear_cross_entropy import LossFusion, LossMode
-from daf.operators.row_norm.mode import RowFusion
+from daf.operators.dispatch import OperatorDispatch
+from daf.operators.operator_context import OperatorContext
+from daf.operators.registry import OperatorFamilies
 from daf.pool.default import make_store
 from daf.pool.device_pools import DeviceStores
 from daf.pool.paged_pool import PagedStore
@@ -64,6 +62,7 @@ from daf.saved_tensors.packed_tensor import unpacker
 from daf.saved_tensors.packer import Packer
 from daf.saved_tensors.provenance import Provenance
 from daf.saved_tensors.sites import SiteTracker
+from daf.saved_tensors.state import SavedTensorState
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.operator_mode import OperatorMode
 from daf.torch_compat.parameter_reads import ParameterReads
@@ -106,27 +105,30 @@ class Capture:
         self._sources = Sources(self._ledger)
         self._tracker = SiteTracker(model)
         self._provenance = Provenance()
-        self._fusions = Fusions(Fusion(), RowFusion(), SmoothFusion(), LossFusion())
+        self._operators = OperatorFamilies()
         self._scratch = Scratch()
         self.parameter_reads = ParameterReads()
         self._unpack = unpacker(self._scratch)
         self._replay_log = ReplayLog()
         coder = Coder(store, devices, host)
-        self._parts = CaptureState(
-            model,
+        packer = Packer(coder, spilled, ledger, self._provenance)
+        saved = SavedTensorState(
             coder,
-            spilled,
-            host,
-            self._ledger,
-            self._evictions,
+            packer,
+            ledger,
             self._sources,
             self._tracker,
             self._provenance,
-            Packer(coder, spilled, self._ledger, self._provenance),
+            self._evictions,
+        )
+        self._state = CaptureState(
+            model,
+            saved,
+            spilled,
+            host,
             self._scratch,
             self.parameter_reads,
             self._replay_log,
-            self._fusions,
         )
 
     @contextmanager
@@ -156,7 +158,8 @@ class Capture:
             CodecError: the policy asks for a treatment that is unsound at a site, or for fused
                 operators together with replayed calls.
             FusionError: a fused operator's inner result was read as in no step before.
-            UnknownNameError: the policy replays a module that is not there or never called.
+            UnknownNameError: the policy replays a module that is not there or never called, or
+                names an operator that is not registered.
         """
         if self.host is not None:
             self.host.begin_pass()
@@ -171,7 +174,7 @@ class Capture:
         self._tracker.redraw(draws)
         self._sources.forget()
         self._sources.set_external(self._own_tensors(batch))
-        running = SavedTensorHooks(self._parts, policy, (seed, step_index, micro_index), watcher)
+        running = SavedTensorHooks(self._state, policy, (seed, step_index, micro_index), watcher)
         try:
             with self._entered(running, policy, watcher):
                 yield self
@@ -195,22 +198,21 @@ class Capture:
             stack.enter_context(self._tracker.following(compiled))
             stack.enter_context(self._watching_inputs(compiled))
             stack.enter_context(running.replays.watching())
-            ours = running.substituting() if running.substitutes else None
-            fusing = running.fusing() if "batch_norm" in policy.operators else None
-            mode = FusingMode(running, ours, fusing) if fusing else OperatorMode(running, ours)
-            stack.enter_context(mode)
-            losses = running.fusing_losses()
-            if losses:
-                stack.enter_context(LossMode(losses))
+            operators = self._operators_of(policy, running)
+            stack.enter_context(operators.mode if operators else OperatorMode(running.run))
             stack.enter_context(apart(compiled, self.parameter_reads.unseen))
             pack = untraced(running.hook) if compiled.attributes else running.hook
             unpack = self._unpack if watcher is None else watched(self._unpack, watcher)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
             yield
-            if losses:
-                losses.finish()
-            if fusing:
-                fusing.finish()
+            if operators:
+                operators.finish()
+
+    def _operators_of(self, policy: Policy, hooks: SavedTensorHooks) -> OperatorDispatch | None:
+        if not policy.operators:
+            return None
+        context = OperatorContext(hooks, self._state.saved, policy, hooks.key)
+        return OperatorDispatch(self._operators.named(policy.operators), context)
 
     @property
     def model(self) -> nn.Module:
@@ -296,7 +298,7 @@ class Capture:
 
         Empty unless the policy asks for it; known once a step has run them.
         """
-        return tuple(report for fusion in self._fusions for report in fusion.reports())
+        return tuple(report for each in self._operators.all() for report in each.table.reports())
 
     @property
     def replays(self) -> tuple[tuple[str, int], ...]:

@@ -19,13 +19,12 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from daf.operators.linear_cross_entropy import LossMode
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.compiler_stance import as_the_user_wants, eagerly
 from daf.torch_compat.operator_mode import OperatorMode
 from daf.torch_compat.parameter_reads import ForwardWatch
 
-_OURS: tuple[type[TorchFunctionMode], ...] = (OperatorMode, LossMode, ForwardWatch)
+_OURS: tuple[type[TorchFunctionMode], ...] = (OperatorMode, ForwardWatch)
 
 # Around a compiled module's call.
 Around = Callable[[], AbstractContextManager[None]]

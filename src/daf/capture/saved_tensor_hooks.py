@@ -10,33 +10,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from daf.codecs.coder import Coder
 from daf.codecs.scratch import Scratch
 from daf.core.errors import CodecError
 from daf.core.policy import DERIVED, KEEP, Need, Policy, Site, Treatment
 from daf.offload.host_codes import HostCodes
 from daf.offload.spill import SpillStore
-from daf.operators.activation.mode import SmoothFusing, SmoothFusion, is_smooth
-from daf.operators.batch_norm.mode import Fusing
-from daf.operators.batch_norm.pattern import Fusion
-from daf.operators.capture_context import OperatorContext
-from daf.operators.chunked.dispatch import substitute
-from daf.operators.linear_cross_entropy import LossFusing, LossFusion
-from daf.operators.row_norm.call import is_row_norm
-from daf.operators.row_norm.mode import RowFusing, RowFusion
 from daf.recompute.holder import ReplayKeeper
 from daf.recompute.replay import ReplayLog, Replays
 from daf.saved_tensors.backward_rules import name_saves, need_of, parameter_behind
 from daf.saved_tensors.derivation import Derivation
-from daf.saved_tensors.evictions import Evictions
-from daf.saved_tensors.ledger import Ledger, Plain, Source, Sources, Unmade, strided_parts
+from daf.saved_tensors.ledger import Plain, Source, Unmade, strided_parts
 from daf.saved_tensors.observation import Save, Watcher
 from daf.saved_tensors.pack_request import Call, PackRequest
 from daf.saved_tensors.packed_tensor import Kept, PackedTensor, SavedTensor
-from daf.saved_tensors.packer import Packer, is_integer, is_treatable
-from daf.saved_tensors.provenance import ADDITIONS, FOLLOWED, Operands, Provenance
-from daf.saved_tensors.sites import SiteRecord, SiteTracker, mix_key
-from daf.torch_compat.operator_mode import Substitute
+from daf.saved_tensors.packer import is_integer, is_treatable
+from daf.saved_tensors.provenance import ADDITIONS, FOLLOWED, Operands
+from daf.saved_tensors.sites import SiteRecord, mix_key
+from daf.saved_tensors.state import SavedTensorState
+from daf.torch_compat.autograd_graph import sequence_number, without_torch_function
 from daf.torch_compat.parameter_reads import ParameterReads
 from daf.torch_compat.pytree import tensors_in_batch
 
@@ -45,32 +36,16 @@ _CUSTOM = "autograd.Function"
 _NOISY = ("dropout", "attention", "lstm", "gru", "rnn")
 
 
-class Fusions(NamedTuple):
-    """What became of each place where operators could be fused, from step to step."""
-
-    norms: Fusion
-    rows: RowFusion
-    smooth: SmoothFusion
-    losses: LossFusion
-
-
 class CaptureState(NamedTuple):
     """What a capture has for all its steps."""
 
     model: nn.Module
-    coder: Coder
+    saved: SavedTensorState
     spill: SpillStore
     host: HostCodes | None
-    ledger: Ledger
-    evictions: Evictions
-    sources: Sources
-    tracker: SiteTracker
-    provenance: Provenance
-    treater: Packer
     scratch: Scratch
     parameter_reads: ParameterReads
     replay_log: ReplayLog
-    fusions: Fusions
 
 
 class _Open(NamedTuple):
@@ -101,40 +76,25 @@ class SavedTensorHooks:
 
     def __init__(
         self,
-        parts: CaptureState,
+        state: CaptureState,
         policy: Policy,
         key_parts: tuple[int, ...],
         watcher: Watcher | None = None,
     ) -> None:
-        self._parts = parts
         self.watcher = watcher
-        self._sources = parts.sources
-        self._ledger = parts.ledger
-        self._tracker = parts.tracker
-        self._provenance = parts.provenance
-        self._treater = parts.treater
-        self._spill = parts.spill
-        self._host = parts.host
-        self._evictions = parts.evictions
-        self._parameter_reads = parts.parameter_reads
+        self._state = state
+        self._saved = state.saved
         if policy.fused and policy.replayed:
             raise CodecError(
                 f"policy {policy.name!r} asks for fused operators and for replayed calls; a fused "
                 "one may wait beyond the end of a call, so ask for one of the two"
             )
         self._policy = policy
-        self._key = mix_key(*key_parts)
+        self.key = mix_key(*key_parts)
         keeper = ReplayKeeper(
-            parts.ledger,
-            parts.sources,
-            parts.tracker,
-            parts.treater,
-            parts.scratch,
-            self._parameter_reads,
-            self._hold_input,
-            self.is_constant,
+            state.saved, state.scratch, state.parameter_reads, self._hold_input, self.is_constant
         )
-        self.replays = Replays(parts.model, policy.replayed, keeper, parts.replay_log)
+        self.replays = Replays(state.model, policy.replayed, keeper, state.replay_log)
         self._pending: list[SavedTensor] | None = None  # None: no operator is running
         self.hook = _weakly(self.pack)
 
@@ -143,31 +103,51 @@ class SavedTensorHooks:
     def pack(self, tensor: Tensor) -> SavedTensor:
         """The hook that autograd calls for every tensor it saves."""
         if self.replays.is_running:
-            with torch._C.DisableTorchFunction():
+            with without_torch_function():
                 return self.replays.pack(tensor)
         if self._pending is not None:
             saved = SavedTensor(tensor)
             self._pending.append(saved)
             return saved
-        with torch._C.DisableTorchFunction():
+        with without_torch_function():
             saved = SavedTensor(tensor)
             self._settle([saved], _CUSTOM, _OUTSIDE_CALL)
             return saved
 
-    def begin(self, operator: Callable[..., Any], arguments: tuple[Any, ...]) -> _Open:
-        """An operator is about to run."""
+    @property
+    def is_replaying(self) -> bool:
+        """True while a replayed call runs, for the first time or again."""
+        return self.replays.is_running
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        keywords: Mapping[str, Any],
+    ) -> Any:
+        """Run an operator, and settle what it saved when it returns."""
+        opened = self._begin(function, arguments)
+        try:
+            result = function(*arguments, **keywords)
+        except BaseException:
+            self._abandon(opened)
+            raise
+        self._end(opened, function, arguments, keywords, result)
+        return result
+
+    def _begin(self, operator: Callable[..., Any], arguments: tuple[Any, ...]) -> _Open:
         operands = None
         if self.watcher is not None and self._pending is None:
             self.watcher.moment()
         if self.replays.is_running:
             self.replays.note_operator(operator)
         elif operator in FOLLOWED and self._policy.rederive:
-            operands = self._provenance.operands(arguments)
-        opened = _Open(self._pending, torch._C._autograd._get_sequence_nr(), operands)
+            operands = self._saved.provenance.operands(arguments)
+        opened = _Open(self._pending, sequence_number(), operands)
         self._pending = []
         return opened
 
-    def end(
+    def _end(
         self,
         opened: _Open,
         operator: Callable[..., Any],
@@ -175,17 +155,15 @@ class SavedTensorHooks:
         keywords: Mapping[str, Any],
         result: Any,
     ) -> None:
-        """It returned: settle what it saved."""
         pending, self._pending = self._pending, opened.outer
         if pending:
             name_saves(result, opened.first_sequence_number)
             call = Call(operator, arguments, keywords, result, opened.operands)
             self._settle(pending, getattr(operator, "__name__", type(operator).__name__), call)
         elif opened.operands is not None and operator in ADDITIONS and not keywords:
-            self._provenance.learn_sum(arguments, result, opened.operands)
+            self._saved.provenance.learn_sum(arguments, result, opened.operands)
 
-    def abandon(self, opened: _Open) -> None:
-        """It raised: what it saved is dropped."""
+    def _abandon(self, opened: _Open) -> None:
         for saved in self._pending or ():
             saved.drop()
         self._pending = opened.outer
@@ -206,50 +184,7 @@ class SavedTensorHooks:
 
     def note_read(self, tensor: Tensor, held: object) -> None:
         """A constant may be read in backward for as long as ``held`` lives."""
-        self._parameter_reads.note(tensor, held)
-
-    @property
-    def substitutes(self) -> bool:
-        """Does the policy ask for other functions than PyTorch's?"""
-        return bool(self._policy.operators & {"chunked", "row_norm", "activation"})
-
-    def substituting(self) -> Substitute:
-        """Runs other functions for some calls; never in replayed ones, which run again without."""
-        chunked = substitute(self.hook, self._policy.chunk_bytes) if self._policy.chunked else None
-        carrier, fusions = self._norm_carrier(), self._parts.fusions
-        rows = RowFusing(fusions.rows, carrier) if "row_norm" in self._policy.operators else None
-        smooth = (
-            SmoothFusing(fusions.smooth, carrier)
-            if "activation" in self._policy.operators
-            else None
-        )
-
-        def choose(
-            function: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]
-        ) -> Callable[..., Any]:
-            if self.replays.is_running:
-                return function
-            if rows is not None and is_row_norm(function):
-                return rows.chosen(function, arguments, keywords)
-            if smooth is not None and is_smooth(function):
-                return smooth.chosen(function, arguments, keywords)
-            return function if chunked is None else chunked(function, arguments, keywords)
-
-        return choose
-
-    def fusing(self) -> Fusing:
-        """Lets normalisations wait for their ReLU."""
-        return Fusing(self._parts.fusions.norms, self._norm_carrier())
-
-    def fusing_losses(self) -> LossFusing | None:
-        """Leaves out logits that only cross-entropy reads, where there may be any."""
-        losses = self._parts.fusions.losses
-        wanted = "linear_cross_entropy" in self._policy.operators and losses.is_wanted
-        return LossFusing(losses, self._tracker) if wanted else None
-
-    def _norm_carrier(self) -> OperatorContext:
-        kept = (self._ledger, self._sources, self._tracker, self._provenance)
-        return OperatorContext(self, self._policy, self._key, self._parts.coder, *kept)
+        self._state.parameter_reads.note(tensor, held)
 
     # --- settling ---------------------------------------------------------------------------
 
@@ -262,18 +197,18 @@ class SavedTensorHooks:
 
     def _settle_all(self, pending: list[SavedTensor], operator: str, call: Call) -> None:
         needs = [self._need(saved, operator, call) for saved in pending]
-        path, count = self._tracker.next_call(operator)
+        path, count = self._saved.tracker.next_call(operator)
         for place, (saved, need) in enumerate(zip(pending, needs, strict=True)):
             assert saved.tensor is not None
             if self.is_constant(saved.tensor):
                 site = Site(path, operator, count, place)
                 kept = Kept(saved.tensor, saved.version, site)
-                self._parameter_reads.note(saved.tensor, kept)
+                self._state.parameter_reads.note(saved.tensor, kept)
                 saved.settle(kept, self._plain(saved, ()))
             else:
-                record = self._tracker.record(path, operator, count, place)
+                record = self._saved.tracker.record(path, operator, count, place)
                 self._settle_one(saved, need, record, call)
-        self._evictions.collect()
+        self._saved.evictions.collect()
 
     def _need(self, saved: SavedTensor, operator: str, call: Call) -> Need:
         tensor = saved.tensor
@@ -289,9 +224,10 @@ class SavedTensorHooks:
         tensor = saved.tensor
         assert tensor is not None
         record.need = need
-        plain_before, told_before = self._ledger.plain_bytes, self._ledger.reported_bytes
+        ledger = self._saved.ledger
+        plain_before, reported_before = ledger.plain_bytes, ledger.reported_bytes
         spilled_before = self.spilled_bytes
-        sources = tuple(self._sources.of(part) for part in strided_parts(tensor))
+        sources = tuple(self._saved.sources.of(part) for part in strided_parts(tensor))
         plain = self._plain(saved, sources)
         start_s = 0.0 if self.watcher is None else self.watcher.now_s()
         held, record.treatment = self._hold(saved, tensor, need, record, sources, call)
@@ -305,14 +241,14 @@ class SavedTensorHooks:
                     need,
                     record.treatment,
                     sources,
-                    self._ledger.reported_bytes - told_before,
+                    ledger.reported_bytes - reported_before,
                     1000.0 * (self.watcher.now_s() - start_s),
                     is_treatable(tensor),
                     told=self._told(tensor, saved.version, need),
                 )
             )
-        record.plain_bytes += self._ledger.plain_bytes - plain_before
-        record.held_bytes += self._ledger.reported_bytes - told_before
+        record.plain_bytes += ledger.plain_bytes - plain_before
+        record.held_bytes += ledger.reported_bytes - reported_before
         record.spilled_bytes += self.spilled_bytes - spilled_before
         saved.settle(held, plain)
 
@@ -320,11 +256,11 @@ class SavedTensorHooks:
         """What plain PyTorch would hold for this."""
         if saved.unmade_bytes is None:
             return tuple(source.plain() for source in sources)
-        return (Plain(self._ledger, Unmade(saved.unmade_bytes, sources)),)
+        return (Plain(self._saved.ledger, Unmade(saved.unmade_bytes, sources)),)
 
     def _told(self, tensor: Tensor, version: int, need: Need) -> Derivation | None:
         """What this is of another operator's input, where that is all that backward asks for."""
-        return self._provenance.function_of(tensor, version) if need in DERIVED else None
+        return self._saved.provenance.function_of(tensor, version) if need in DERIVED else None
 
     def _hold(
         self,
@@ -338,11 +274,11 @@ class SavedTensorHooks:
         site = record.site
         treatment = self._policy.treatment(need, record.site)
         if not is_treatable(tensor):
-            return self._treater.keep(tensor, saved.version, site, sources), KEEP
-        key = record.code_key(self._key)
+            return self._saved.packer.keep(tensor, saved.version, site, sources), KEEP
+        key = record.code_key(self.key)
         weight, tag = self._policy.weight(site), record.name_hash
         job = PackRequest(saved, tensor, need, treatment, sources[0], call, site, key, weight, tag)
-        return self._treater.treat(job, rederive=self._policy.rederive)
+        return self._saved.packer.treat(job, rederive=self._policy.rederive)
 
     def _hold_input(
         self, saved: SavedTensor, need: Need, record: SiteRecord, sources: tuple[Source, ...]
@@ -357,14 +293,15 @@ class SavedTensorHooks:
     @property
     def spilled_bytes(self) -> int:
         """What ever went to disk, or to wait on the host."""
-        return self._spill.taken_bytes + (0 if self._host is None else self._host.taken_bytes)
+        host = self._state.host
+        return self._state.spill.taken_bytes + (0 if host is None else host.taken_bytes)
 
     def is_constant(self, tensor: Tensor) -> bool:
         """Is this a parameter, a buffer, the caller's batch, or a view or cast copy of one?"""
         if tensor.layout is not torch.strided:
             parts = strided_parts(tensor)
-            return bool(parts) and all(map(self._sources.is_external, parts))
-        if self._sources.is_external(tensor):
+            return bool(parts) and all(map(self._saved.sources.is_external, parts))
+        if self._saved.sources.is_external(tensor):
             return True
         leaf = parameter_behind(tensor)
         return leaf is not None and leaf is not tensor and self.is_constant(leaf)

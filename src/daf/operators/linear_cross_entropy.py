@@ -3,28 +3,28 @@
 A linear layer that makes far more of each row than it was given is watched in the
 first step that runs it: where nobody reads the logits but cross-entropy, through nothing
 but changes of their rows (``view``, ``flatten``, slices, ``contiguous``) and ``float``, later
-steps get a *stand-in*, a tensor of NaN with the right geometry and no memory. What changes its
-rows changes those of the layer's input; cross-entropy then works through these in chunks
-(``chunked``). Whoever else reads a stand-in is given the logits, computed then, and the
-place is given up.
+steps get a stand-in. What changes its rows changes those of the layer's input; cross-entropy
+then works through these in chunks (``chunked.cross_entropy``). Whoever else reads a stand-in is
+given the logits, computed then, and the next steps run PyTorch's own operators there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from daf.core.errors import FusionError
-from daf.core.reports import FusionReport
-from daf.operators.batch_norm.pattern import METADATA, tensors_among, with_tensors
 from daf.operators.chunked.cross_entropy import chunked_cross_entropy
-from daf.saved_tensors.sites import SiteTracker
+from daf.operators.operator_context import OperatorContext
+from daf.operators.protocol import CallSite, FusedOperator, OperatorCall
+from daf.operators.stand_ins import Deferred, tensors_among
+from daf.torch_compat.autograd_graph import sequence_number
 
 PATTERN = "linear + cross_entropy"
 # Of fewer logits for each number given there is little to save, and of small ones as well.
@@ -34,23 +34,18 @@ _RESHAPES = frozenset({Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatte
 _UNCHANGED = frozenset({Tensor.contiguous, Tensor.float})
 # Gradients are held in the logits' own type until the loss is scaled, which fp16 lacks range for.
 _TYPES = (torch.float32, torch.bfloat16)
-_OUTLIVED = "its result outlived a step"
 _BASIC_INDEX = (int, slice, type(None), type(Ellipsis))
-
-LinearSite = tuple[str, int]  # a module's path, and which of its calls of F.linear
+_LINEAR = "linear"
 
 
 class Logits(NamedTuple):
-    """What a stand-in stands for: ``hidden`` [..., features] times ``weight``, plus ``bias``.
-
-    Computed in their own type, then of ``dtype``.
+    """``hidden`` [..., features] times ``weight``, plus ``bias``: in their own type, then of
+    ``dtype``.
     """
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
-    site: LinearSite
-    versions: tuple[int, ...]
     dtype: torch.dtype
 
     @property
@@ -58,10 +53,11 @@ class Logits(NamedTuple):
         """Of the logits."""
         return (*self.hidden.shape[:-1], self.weight.shape[0])
 
-    def present_versions(self) -> tuple[int, ...]:
-        """How often the parts were changed in place by now."""
-        parts = (self.hidden, self.weight, self.bias)
-        return tuple(part._version for part in parts if part is not None)
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """The tensors that they are computed from."""
+        given = (self.hidden, self.weight, self.bias)
+        return tuple(part for part in given if part is not None)
 
 
 class LossCall(NamedTuple):
@@ -89,199 +85,113 @@ class LossCall(NamedTuple):
         )
 
 
-class LossFusion:
-    """What was decided for every last layer, from step to step."""
+class LinearCrossEntropy(FusedOperator):
+    """A linear layer whose logits only cross-entropy reads, and that."""
+
+    name = "linear_cross_entropy"
+    functions = frozenset({F.linear})
 
     def __init__(self) -> None:
-        self._decided: dict[LinearSite, FusionReport] = {}
-        self._has_seen_a_step = False
+        super().__init__()
+        self._has_seen_a_step = False  # of training: layers that it did not run stay as they are
 
-    @property
-    def is_wanted(self) -> bool:
-        """Is anything to be watched or left out? Seeing every operator costs each a microsecond."""
-        fused = (report.pattern for report in self._decided.values())
-        return not self._has_seen_a_step or any(fused)
+    def begin(self, context: OperatorContext) -> None:
+        """A step begins."""
+        super().begin(context)
+        self._is_active = not self._has_seen_a_step or self.table.defers
+        self._watched: MutableMapping[Tensor, CallSite] = WeakTensorKeyDictionary()
+        self._objections: dict[CallSite, str] = {}
+        self._observed: CallSite | None = None
+        self._first_node = sequence_number()
 
-    def note_step(self) -> None:
-        """A whole step of training was watched: layers that it did not run stay as they are."""
-        self._has_seen_a_step = True
-
-    def reports(self) -> tuple[FusionReport, ...]:
-        """Every layer that makes large logits."""
-        return tuple(self._decided.values())
-
-    def is_open(self, site: LinearSite) -> bool:
-        """Must it still be watched?"""
-        return site not in self._decided
-
-    def waits(self, site: LinearSite) -> bool:
-        """Are its logits left out?"""
-        return bool(self._decided[site].pattern)
-
-    def decide(self, site: LinearSite, reason: str) -> None:
-        """It is fused from the next step on; or not, and why."""
-        pattern = "" if reason else PATTERN
-        self._decided[site] = FusionReport(*site, pattern, reason, "linear")
-
-
-class LossFusing:
-    """The stand-ins of one ``with``, and what is watched in it."""
-
-    def __init__(self, fusion: LossFusion, tracker: SiteTracker) -> None:
-        self._fusion = fusion
-        self._tracker = tracker
-        self._waiting: MutableMapping[Tensor, Logits] = WeakTensorKeyDictionary()
-        self._watched: MutableMapping[Tensor, LinearSite] = WeakTensorKeyDictionary()
-        self._objections: dict[LinearSite, str] = {}
-        self._has_trained = False
-
-    def run(
-        self, operator: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]
-    ) -> Any:
-        """An operator's result, or a stand-in for it."""
-        if operator in METADATA:
-            return operator(*arguments, **keywords)
-        result = self._run(operator, arguments, keywords)
-        if not self._has_trained and isinstance(result, Tensor):
-            with torch._C.DisableTorchFunction():  # the capture's own mode is to see no reader
-                self._has_trained = result.requires_grad
-        return result
-
-    def _run(
-        self, operator: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]
-    ) -> Any:
-        if self._waiting and any(map(self._waiting.get, tensors_among(arguments, keywords))):
-            return self._read(operator, arguments, keywords)
-        if operator is F.linear:
-            return self._linear(arguments, keywords)
-        result = operator(*arguments, **keywords)
-        if self._watched:
-            self._observe(operator, arguments, keywords, result)
-        return result
-
-    def finish(self) -> None:
-        """The step is over: learn from it.
-
-        Raises:
-            FusionError: a stand-in is still held by somebody.
-        """
-        if self._has_trained:
-            self._fusion.note_step()
-        alive = set(self._watched.values())
-        for site, reason in self._objections.items():
-            self._fusion.decide(site, "its result outlives the step" if site in alive else reason)
-        kept = [logits.site for logits in self._waiting.values()]
-        for site in kept:
-            self._fusion.decide(site, _OUTLIVED)
-        if kept:
-            raise FusionError(
-                f"the logits of the linear layer at {kept[0][0]!r} outlive the step, as in no step "
-                "before; that tensor holds NaN. "
-                "Run without fused operators (fused=False), or run the step again"
-            )
-
-    # --- the layer --------------------------------------------------------------------------
-
-    def _linear(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-        given = _linear_arguments(arguments, keywords)
+    def replacement(self, call: OperatorCall) -> Callable[[], Any] | None:
+        """A stand-in, where only cross-entropy read the logits in the step that was watched."""
+        self._observed = None
+        given = _linear_arguments(call.arguments, call.keywords) if self._is_active else None
         if given is None or not _is_worth_it(*given):
-            return F.linear(*arguments, **keywords)
-        site = self._tracker.present_call("linear")
-        if not self._fusion.is_open(site) and self._fusion.waits(site):
-            self._tracker.next_call("linear")
+            return None
+        tracker = self.context.state.tracker
+        path, count = tracker.present_call(_LINEAR)
+        site = CallSite(path, _LINEAR, count)
+        if self.table.is_deferred(site):
+            tracker.next_call(_LINEAR)
             hidden, weight, bias = _as_autocast(given)
-            return self._stand_in(_logits(hidden, weight, bias, site))
-        result = F.linear(*arguments, **keywords)
-        if self._fusion.is_open(site):
-            again = site in self._objections
-            self._objections[site] = "it runs several times in a step" if again else ""
-            self._watched[result] = site
-        return result
+            return partial(self._defer, site, Logits(hidden, weight, bias, hidden.dtype))
+        if self.table.is_open(site):
+            self._observed = site
+        return None
 
-    def _stand_in(self, logits: Logits) -> Tensor:
-        with torch._C.DisableTorchFunction():
-            nothing = torch.full((), torch.nan, dtype=logits.dtype, device=logits.hidden.device)
-            stand_in = nothing.expand(logits.shape)
-        self._waiting[stand_in] = logits
-        return stand_in
+    def observe(self, call: OperatorCall, result: Any) -> None:
+        """Learn who reads the logits."""
+        if self._watched:
+            self._note_readers(call, result)
+        if call.function is F.linear and self._observed is not None:
+            again = self._observed in self._objections
+            reason = "it runs several times in a step" if again else ""
+            self._objections[self._observed] = reason
+            self._watched[result] = self._observed
 
-    # --- reading a stand-in -----------------------------------------------------------------
-
-    def _read(
-        self, operator: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]
-    ) -> Any:
-        first = arguments[0] if arguments else keywords.get("input")
-        logits = self._waiting.get(first) if isinstance(first, Tensor) else None
-        if logits is not None:
-            _check_unchanged(logits)
-            call = _loss_call(operator, arguments, keywords)
-            if call is not None and call.is_fusible(logits.shape):
-                return _loss_of(logits, call)
-            moved = _moved(operator, logits, arguments[1:], keywords)
-            if moved is not None:
-                return self._stand_in(moved)
-        name = getattr(operator, "__name__", str(operator))
-        return operator(*self._real(arguments, name), **self._real(dict(keywords), name))
-
-    def _real(self, value: Any, reader: str) -> Any:
-        """The same with logits in the place of stand-ins."""
-
-        def compute(tensor: Tensor) -> Tensor:
-            logits = self._waiting.get(tensor)
-            return tensor if logits is None else self._compute(logits, reader)
-
-        return with_tensors(value, compute)
-
-    def _compute(self, logits: Logits, reader: str) -> Tensor:
-        _check_unchanged(logits)
-        self._fusion.decide(logits.site, f"its result was also read by {reader}")
-        with torch.enable_grad():
-            found = F.linear(logits.hidden, logits.weight, logits.bias)
-            return found.to(logits.dtype)
-
-    # --- watching ---------------------------------------------------------------------------
-
-    def _observe(
-        self,
-        operator: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        keywords: Mapping[str, Any],
-        result: Any,
-    ) -> None:
-        given = list(tensors_among(arguments, keywords))
+    def _note_readers(self, call: OperatorCall, result: Any) -> None:
+        given = list(tensors_among(call.arguments, call.keywords))
         for tensor in given:
             site = self._watched.get(tensor)
             if site is None:
                 continue
-            call = _loss_call(operator, arguments, keywords)
-            if call is not None and call.input is tensor and call.is_fusible(tensor.shape):
+            loss = _loss_call(call)
+            if loss is not None and loss.input is tensor and loss.is_fusible(tensor.shape):
                 continue
-            moves_rows = tensor is given[0] and (
-                _rows_after(operator, tensor.shape, arguments[1:], keywords) is not None
-            )
-            if moves_rows:
+            if tensor is given[0] and _rows_after(call, tensor.shape) is not None:
                 self._watched[result] = site
             else:
-                name = getattr(operator, "__name__", str(operator))
-                self._objections[site] = self._objections[site] or f"its result is read by {name}"
+                reason = self._objections[site]
+                self._objections[site] = reason or f"its result is read by {call.name}"
 
+    def finish(self) -> None:
+        """What was watched decides for the steps to come."""
+        if sequence_number() != self._first_node:
+            self._has_seen_a_step = True
+        alive = set(self._watched.values())
+        for site, objection in self._objections.items():
+            reason = "its result outlives the step" if site in alive else objection
+            self.table.decide(site, "" if reason else PATTERN, reason, deferred=not reason)
 
-class LossMode(TorchFunctionMode):
-    """A function mode above the capture's own, which sees what becomes of logits."""
+    # --- stand-ins --------------------------------------------------------------------------
 
-    def __init__(self, fusing: LossFusing) -> None:
-        super().__init__()
-        self._fusing = fusing
+    @contextmanager
+    def _seen_by_others(self) -> Iterator[None]:
+        """Operators inside are seen as the model's own are, but are no layers of ours."""
+        is_active, self._is_active = self._is_active, False
+        try:
+            with self.context.seen:
+                yield
+        finally:
+            self._is_active = is_active
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Run one operator, or let logits wait; PyTorch calls this."""
-        return self._fusing.run(func, args, kwargs or {})
+    def _defer(self, site: CallSite, logits: Logits) -> Tensor:
+        deferred = Deferred(self, site, "linear layer", logits, logits.parts)
+        return self.context.stand_ins.make(deferred, logits.shape, logits.hidden, logits.dtype)
+
+    def follow(self, call: OperatorCall) -> Tensor | None:
+        """The loss, or the stand-in of the same logits in other rows."""
+        first = call.arguments[0] if call.arguments else call.keywords.get("input")
+        deferred = self.context.stand_ins.find(first)
+        if deferred is None or deferred.operator is not self:
+            return None
+        deferred.check_unchanged("cross-entropy")
+        logits: Logits = deferred.parts
+        loss = _loss_call(call)
+        with self._seen_by_others():
+            if loss is not None and loss.is_fusible(logits.shape):
+                return _loss_of(logits, loss)
+            moved = _moved(call, logits)
+        return None if moved is None else self._defer(deferred.site, moved)
+
+    def compute(self, deferred: Deferred) -> Tensor:
+        """The logits."""
+        deferred.check_unchanged("cross-entropy")
+        logits: Logits = deferred.parts
+        with self._seen_by_others():
+            return F.linear(logits.hidden, logits.weight, logits.bias).to(logits.dtype)
 
 
 def _linear_arguments(
@@ -328,32 +238,11 @@ def _as_autocast(given: tuple[Tensor, Tensor, Tensor | None]) -> Any:
     return tuple(None if each is None else each.to(dtype) for each in given)
 
 
-def _logits(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    site: LinearSite,
-    dtype: torch.dtype | None = None,
-) -> Logits:
-    logits = Logits(hidden, weight, bias, site, (), dtype or hidden.dtype)
-    return logits._replace(versions=logits.present_versions())
-
-
-def _check_unchanged(logits: Logits) -> None:
-    if logits.present_versions() != logits.versions:
-        raise FusionError(
-            f"what the fused linear layer at {logits.site[0]!r} reads was changed in place before "
-            "cross-entropy ran, which no step before did; run without fused operators (fused=False)"
-        )
-
-
-def _loss_call(
-    operator: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]
-) -> LossCall | None:
-    if operator is not F.cross_entropy:
+def _loss_call(call: OperatorCall) -> LossCall | None:
+    if call.function is not F.cross_entropy:
         return None
     try:
-        return LossCall(*arguments, **keywords)
+        return LossCall(*call.arguments, **call.keywords)
     except TypeError:
         return None
 
@@ -374,31 +263,24 @@ def _loss_of(logits: Logits, call: LossCall) -> Tensor:
     return loss if widened else loss.to(logits.dtype)
 
 
-def _moved(
-    operator: Callable[..., Any],
-    logits: Logits,
-    arguments: tuple[Any, ...],
-    keywords: Mapping[str, Any],
-) -> Logits | None:
+def _moved(call: OperatorCall, logits: Logits) -> Logits | None:
     """Logits whose rows an operator moves; None where it does anything else."""
-    rows = _rows_after(operator, logits.shape, arguments, keywords)
+    rows = _rows_after(call, logits.shape)
     if rows is None:
         return None
-    if operator is Tensor.__getitem__:
-        hidden = logits.hidden[arguments[0]]
+    if call.function is Tensor.__getitem__:
+        hidden = logits.hidden[call.arguments[1]]
     else:
         hidden = logits.hidden.reshape(*rows, logits.hidden.shape[-1])
-    dtype = torch.float32 if operator is Tensor.float else logits.dtype
-    return _logits(hidden, logits.weight, logits.bias, logits.site, dtype)
+    dtype = torch.float32 if call.function is Tensor.float else logits.dtype
+    return logits._replace(hidden=hidden, dtype=dtype)
 
 
-def _rows_after(
-    operator: Callable[..., Any],
-    shape: Sequence[int],
-    arguments: tuple[Any, ...],
-    keywords: Mapping[str, Any],
-) -> tuple[int, ...] | None:
+def _rows_after(call: OperatorCall, shape: Sequence[int]) -> tuple[int, ...] | None:
     """The shape of the rows that an operator moves without looking into them; None: it does."""
+    if not call.arguments:
+        return None
+    operator, arguments, keywords = call.function, call.arguments[1:], call.keywords
     if operator in _UNCHANGED:
         return None if arguments or keywords else tuple(shape[:-1])
     with torch._C.DisableTorchFunction():

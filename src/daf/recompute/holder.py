@@ -11,10 +11,11 @@ from torch.nn.parameter import is_lazy
 
 from daf.codecs.scratch import Scratch
 from daf.core.policy import Method, Need, Site, Treatment
-from daf.saved_tensors.ledger import Holding, Ledger, Source, Sources, strided_parts
+from daf.saved_tensors.ledger import Holding, Source, strided_parts
 from daf.saved_tensors.packed_tensor import Kept, PackedTensor, SavedTensor
-from daf.saved_tensors.packer import Packer, is_integer
-from daf.saved_tensors.sites import SiteRecord, SiteTracker
+from daf.saved_tensors.packer import is_integer
+from daf.saved_tensors.sites import SiteRecord
+from daf.saved_tensors.state import SavedTensorState
 from daf.torch_compat.parameter_reads import ParameterReads
 
 # Holds a saved tensor as the policy says.
@@ -27,20 +28,14 @@ class ReplayKeeper:
 
     def __init__(
         self,
-        ledger: Ledger,
-        sources: Sources,
-        tracker: SiteTracker,
-        treater: Packer,
+        state: SavedTensorState,
         scratch: Scratch,
         parameter_reads: ParameterReads,
         hold: Hold,
         is_constant: Callable[[Tensor], bool],
     ) -> None:
         self.scratch = scratch
-        self._ledger = ledger
-        self._sources = sources
-        self._tracker = tracker
-        self._treater = treater
+        self._state = state
         self._parameter_reads = parameter_reads
         self._hold = hold
         self._is_constant = is_constant
@@ -51,7 +46,7 @@ class ReplayKeeper:
         Copies that autocast casts from parameters are none: they take memory of their own.
         """
         parts = strided_parts(tensor)
-        if parts and all(map(self._sources.is_external, parts)):
+        if parts and all(map(self._state.sources.is_external, parts)):
             kept = Kept(tensor, tensor._version, site)
             self._parameter_reads.note(tensor, kept)
             return kept
@@ -65,41 +60,41 @@ class ReplayKeeper:
 
     def hold_input(self, tensor: Tensor, site: Site) -> tuple[PackedTensor, Any]:
         """Hold an input as the policy treats it: by default, integers packed, the rest kept."""
-        record = self._tracker.record(site.module, site.operator, site.call, site.save)
+        record = self._state.tracker.record(site.module, site.operator, site.call, site.save)
         record.need = Need.INTEGER if is_integer(tensor) else Need.INPUT
-        told_before = self._ledger.reported_bytes
+        told_before = self._state.ledger.reported_bytes
         sources = self._sources_of(tensor)
         saved = SavedTensor(tensor)
         try:
             held, record.treatment = self._hold(saved, record.need, record, sources)
         finally:
             saved.drop()
-        record.held_bytes += self._ledger.reported_bytes - told_before
+        record.held_bytes += self._state.ledger.reported_bytes - told_before
         return held, sources
 
     def hold_rebuilt(self, tensor: Tensor, site: Site) -> tuple[PackedTensor, Any]:
         """Hold a rebuilt tensor, as it is, until backward has read it."""
         sources = self._sources_of(tensor)
-        return self._treater.keep(tensor, tensor._version, site, sources), sources
+        return self._state.packer.keep(tensor, tensor._version, site, sources), sources
 
     def note_save(self, tensor: Tensor, path: str) -> Any:
         """Plain PyTorch would hold this for as long as what is returned lives."""
         if self._is_constant(tensor):
             return ()
-        record = self._tracker.record(path, "replay", 0, 0)
+        record = self._state.tracker.record(path, "replay", 0, 0)
         record.need, record.treatment = Need.EXACT, _REPLAY
-        before = self._ledger.plain_bytes
+        before = self._state.ledger.plain_bytes
         plain = tuple(source.plain() for source in self._sources_of(tensor))
-        record.plain_bytes += self._ledger.plain_bytes - before
+        record.plain_bytes += self._state.ledger.plain_bytes - before
         return plain
 
     def count(self, nbytes: int) -> Holding:
         """Count bytes held beside tensors."""
-        return Holding(self._ledger, nbytes)
+        return Holding(self._state.ledger, nbytes)
 
     def rebuilding(self) -> AbstractContextManager[None]:
         """Inside, a call is run again: its operators are at no site."""
-        return self._tracker.suspended()
+        return self._state.tracker.suspended()
 
     def _sources_of(self, tensor: Tensor) -> tuple[Source, ...]:
-        return tuple(self._sources.of(part) for part in strided_parts(tensor))
+        return tuple(self._state.sources.of(part) for part in strided_parts(tensor))

@@ -1,10 +1,10 @@
-"""Knowing which operator runs: a function mode that tells when each begins and ends."""
+"""A function mode that hands over every operator, but looks into backward passes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,44 +12,21 @@ from torch.overrides import TorchFunctionMode
 
 from daf.torch_compat.function_copies import with_globals
 
-
-class Listener(Protocol):
-    """Hears of every operator call."""
-
-    def begin(self, operator: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """An operator is about to run; what is returned comes back at its end."""
-
-    def end(
-        self,
-        state: Any,
-        operator: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        keywords: Mapping[str, Any],
-        result: Any,
-    ) -> None:
-        """It returned ``result``."""
-
-    def abandon(self, state: Any) -> None:
-        """It raised."""
-
-
-# From a function, its arguments and keywords to the function that is run with them.
-Substitute = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Callable[..., Any]]
+# Runs a function with these arguments and keywords.
+Runner = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
 
 
 class OperatorMode(TorchFunctionMode):
-    """Tells a listener of every operator that is called while this mode is on top.
+    """Hands every operator that is called while this mode is on top to a runner.
 
     Python composites such as ``F.multi_head_attention_forward`` are one
-    operator: what they call inside is not told. Backward passes are none: what
-    they recompute (checkpointing) is told operator by operator.
+    operator: what they call inside is not seen. Backward passes are none: what
+    they recompute (checkpointing) is seen operator by operator.
     """
 
-    def __init__(self, listener: Listener, substitute: Substitute | None = None) -> None:
-        """Tell ``listener``; ``substitute`` may name another function to run for a call."""
+    def __init__(self, run: Runner) -> None:
         super().__init__()
-        self._listener = listener
-        self._substitute = substitute
+        self._run = run
 
     def __torch_function__(
         self,
@@ -58,23 +35,12 @@ class OperatorMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run one operator and tell the listener; PyTorch calls this."""
-        keywords = kwargs or {}
+        """Run one operator; PyTorch calls this."""
         backward_pass = _BACKWARD_PASSES.get(func)
-        if backward_pass is not None:
-            with self:
-                return backward_pass(*args, **keywords)
-        if self._substitute is not None:
-            func = self._substitute(func, args, keywords)
-        listener = self._listener
-        state = listener.begin(func, args)
-        try:
-            result = func(*args, **keywords)
-        except BaseException:
-            listener.abandon(state)
-            raise
-        listener.end(state, func, args, keywords, result)
-        return result
+        if backward_pass is None:
+            return self._run(func, args, kwargs or {})
+        with self:
+            return backward_pass(*args, **(kwargs or {}))
 
 
 def _without_dispatch(function: Any) -> Callable[..., Any]:

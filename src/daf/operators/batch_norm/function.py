@@ -40,6 +40,7 @@ from daf.operators.norms.passes import (
     sum_gradient,
     write_input_gradient,
 )
+from daf.operators.operator_context import InputHolder
 from daf.saved_tensors.packed_tensor import Kept, PackedTensor, Stored, asked_for
 from daf.torch_compat.ownership import holders_of, sole_holders
 
@@ -172,28 +173,13 @@ class NormHeld(PackedTensor):
         return self._source.content
 
 
-class Holder:
-    """What a capture brings to one call of the operator: how to hold what backward needs."""
-
-    def hold_input(self, norm: Norm) -> Kept | None:
-        """The input itself, if that is to be held; None: its normalised value is coded."""
-        raise NotImplementedError
-
-    def new_mask(self, x: Tensor) -> MaskCode:
-        """Room for a mask of it."""
-        raise NotImplementedError
-
-    def encode(self, norm: Norm, written: Any) -> Stored[ValueCode]:
-        """Code the normalised value; ``written`` is the emission to carry out meanwhile."""
-        raise NotImplementedError
-
-    def stored(self, content: Any) -> Stored[Any]:
-        """Count something that is held."""
-        raise NotImplementedError
-
-
 def run_forward(
-    norm: Norm, addend: Tensor | None, most: float | None, holder: Holder, *, owned: bool = False
+    norm: Norm,
+    addend: Tensor | None,
+    most: float | None,
+    holder: InputHolder,
+    *,
+    owned: bool = False,
 ) -> tuple[Tensor, NormHeld]:
     """The result, in the input's layout, and what backward needs.
 
@@ -201,16 +187,17 @@ def run_forward(
     no more than this; None: there is none. ``owned``: nobody else holds the input, which is
     written over if it is coded.
     """
-    source: Stored[ValueCode] | Kept | None = holder.hold_input(norm)
+    source: Stored[ValueCode] | Kept | None = holder.hold_input(norm.x)
     # Every block is read, and coded from registers, before it is written.
     out = _over(norm.x) if owned and source is None else layout_of(norm.x).empty()
     result = norm.result()
     mask = None if most is None else holder.new_mask(norm.x)
     written = NormOutput(out, result, addend, mask, math.inf if most is None else most)
+    forward = norm.statistics.forward(norm.geometry.inner)
     if source is None:
-        source = holder.encode(norm, written)
+        source = holder.encode(norm.x.detach(), forward, written)
     else:
-        emit(norm.x, norm.statistics.forward(norm.geometry.inner), written)
+        emit(norm.x, forward, written)
     if mask is not None:
         mask.seal()
     counted = [holder.stored(part) if part is not None else None for part in (mask, result)]

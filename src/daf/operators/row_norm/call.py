@@ -49,11 +49,7 @@ _KINDS: Mapping[Callable[..., Any], type[RowNormArguments]] = {
     F.layer_norm: LayerNormArguments,
     F.rms_norm: RmsNormArguments,
 }
-
-
-def is_row_norm(operator: Callable[..., Any]) -> bool:
-    """Is this the function that modules of layer or root-mean-square normalisation call?"""
-    return operator in _KINDS
+ROW_NORMS = frozenset(_KINDS)
 
 
 def read_call(

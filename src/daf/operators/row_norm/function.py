@@ -19,7 +19,7 @@ that read its result. Second derivatives are refused by autograd.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from daf.core.errors import SavedTensorError
 from daf.kernels import RowMoments
 from daf.kernels.normalisation import Channels, KeptValues, NormOutput, RowBackward
 from daf.operators.norms.passes import ComputedValues, NormValues, backward_rows, emit, unmeasured
+from daf.operators.operator_context import InputHolder
 from daf.saved_tensors.packed_tensor import Kept, PackedTensor, Stored, asked_for
 from daf.torch_compat.ownership import holders_of, sole_holders
 
@@ -180,22 +181,7 @@ class Scales(NamedTuple):
         return self.scale.nbytes
 
 
-class RowHolder(Protocol):
-    """What a capture brings to one call of the operator: how to hold what backward needs."""
-
-    def hold_input(self, x: Tensor) -> Kept | None:
-        """The input itself, if that is to be held; None: its normalised value is coded."""
-
-    def encode(
-        self, x: Tensor, channels: Channels, written: Any, rows: RowMoments
-    ) -> Stored[ValueCode]:
-        """Measure and code; ``written`` is the emission to carry out meanwhile."""
-
-    def stored(self, content: Any) -> Stored[Any]:
-        """Count something that is held."""
-
-
-def run_forward(norm: RowNorm, holder: RowHolder) -> tuple[Tensor, RowsHeld]:
+def run_forward(norm: RowNorm, holder: InputHolder) -> tuple[Tensor, RowsHeld]:
     """The result, in the input's layout, and what backward needs."""
     x = norm.x.detach()
     out, result = layout_of(x).empty(), norm.result()

@@ -8,7 +8,7 @@ seen, hooks of modules and of tensors included. A result (or sum) that outlives
 the step, or parts of which change before it is read, is computed at once.
 Tracing by ``torch.fx`` would see less: neither hooks nor what a module puts aside.
 
-A later step that does otherwise is recognised (``fusing``). What no function
+A later step that does otherwise is recognised (``operator``). What no function
 mode sees (a scripted function, an extension called past PyTorch's dispatch)
 must not be the reader of such a result; it would find NaN there.
 """
@@ -20,61 +20,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch.nn.functional as F
 from torch import Tensor
 
-from daf.core.reports import FusionReport
 from daf.operators.batch_norm.call import NormArguments
 from daf.operators.batch_norm.relu import Rectifier, read_rectifier
+from daf.operators.protocol import CallSite, OperatorCall
+from daf.operators.stand_ins import tensors_among
 from daf.saved_tensors.provenance import ADDITIONS
 
-# Reading these of a result tells nothing of its content, and they are the same without any.
-METADATA: frozenset[Any] = frozenset(
-    {
-        Tensor.size,
-        Tensor.dim,
-        Tensor.ndimension,
-        Tensor.numel,
-        Tensor.nelement,
-        Tensor.is_floating_point,
-        Tensor.__len__,
-        *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device")),
-    }
-)
 ALONE = "batch_norm"
 WITH_RELU = "batch_norm + relu"
 WITH_RELU6 = "batch_norm + relu6"
 WITH_ADDITION = "batch_norm + add + relu"
 WITH_ADDITION_6 = "batch_norm + add + relu6"
-
-
-class NormSite(NamedTuple):
-    """The ``call``-th batch normalisation within a call of the module at this path."""
-
-    module: str
-    call: int
-
-
-def tensors_among(values: Sequence[Any], keywords: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Every tensor an operator is given, in lists, tuples and dictionaries too."""
-    for value in (*values, *keywords.values()):
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors_among(value, {})
-        elif isinstance(value, dict):
-            yield from tensors_among((), value)
-
-
-def with_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """The same value with ``change`` of every tensor, in lists, tuples and dictionaries too."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(with_tensors(item, change) for item in value)
-    if isinstance(value, dict):
-        return {name: with_tensors(item, change) for name, item in value.items()}
-    return value
 
 
 def is_plain_addition(
@@ -113,34 +71,38 @@ class _Seen:
         return any(part is not None and part._version != version for part, version in alive)
 
 
+class Verdict(NamedTuple):
+    """As what a normalisation is fused, why with no more, and whether it may wait for readers."""
+
+    site: CallSite
+    pattern: str
+    reason: str
+    deferred: bool
+
+
 class Observation:
     """Who reads the results of one step's normalisations."""
 
     def __init__(self) -> None:
-        self._norms: dict[NormSite, _Seen | str] = {}
+        self._norms: dict[CallSite, _Seen | str] = {}
         self._watched: dict[int, _Seen] = {}
 
-    def refuse(self, site: NormSite, reason: str) -> None:
+    def refuse(self, site: CallSite, reason: str) -> None:
         """This normalisation cannot be fused as it is."""
         self._norms[site] = reason
 
-    def norm(self, site: NormSite, arguments: NormArguments, result: Tensor) -> None:
+    def norm(self, site: CallSite, arguments: NormArguments, result: Tensor) -> None:
         """A normalisation that could be fused returned."""
         if site in self._norms:
             self.refuse(site, "it runs several times in a step")
         else:
             self._norms[site] = self._watch((arguments.x,), result)
 
-    def operator(
-        self,
-        operator: Callable[..., Any],
-        arguments: Sequence[Any],
-        keywords: Mapping[str, Any],
-        result: Any,
-    ) -> None:
+    def operator(self, call: OperatorCall, result: Any) -> None:
         """Any other operator returned."""
-        if not self._watched or operator in METADATA:
+        if not self._watched:
             return
+        operator, arguments, keywords = call
         read = {
             id(seen): seen for seen in map(self._find, tensors_among(arguments, keywords)) if seen
         }
@@ -153,20 +115,17 @@ class Observation:
             self._added(tuple(read.values()), arguments, result)
         else:
             for seen in read.values():
-                seen.read_by(getattr(operator, "__name__", str(operator)))
+                seen.read_by(call.name)
 
-    def objections(self) -> Iterator[FusionReport]:
-        """What could not be fused in this step, whoever reads it."""
-        for site, seen in self._norms.items():
-            if isinstance(seen, str):
-                yield FusionReport(*site, "", seen)
+    def objections(self) -> Iterator[tuple[CallSite, str]]:
+        """What could not be fused in this step, whoever reads it, and why."""
+        return ((site, seen) for site, seen in self._norms.items() if isinstance(seen, str))
 
-    def verdicts(self) -> Iterator[tuple[FusionReport, bool]]:
-        """What is fused with what, and whether it may wait; asked once the step is over."""
+    def verdicts(self) -> Iterator[Verdict]:
+        """What is fused with what; asked once the step is over."""
         for site, seen in self._norms.items():
             if isinstance(seen, _Seen):
-                pattern, reason = _judge(seen)
-                yield FusionReport(*site, pattern, reason), _may_wait(seen)
+                yield Verdict(site, *_judge(seen), _may_wait(seen))
 
     def _watch(self, parts: Sequence[Tensor], result: Tensor) -> _Seen:
         seen = _Seen({weakref.ref(part): part._version for part in parts}, weakref.ref(result))
@@ -227,50 +186,3 @@ def _name(reader: str | Rectifier | _Seen) -> str:
     if isinstance(reader, Rectifier):
         return reader.name
     return "add" if isinstance(reader, _Seen) else reader
-
-
-class Fusion:
-    """What was decided for each normalisation of a model, from step to step."""
-
-    def __init__(self) -> None:
-        self._decided: dict[NormSite, FusionReport] = {}
-        self._waiting: set[NormSite] = set()
-        self._objections: dict[NormSite, FusionReport] = {}  # of the last step only
-
-    def reports(self) -> tuple[FusionReport, ...]:
-        """Every normalisation seen so far; one that could not run fused last time says why."""
-        return tuple((self._decided | self._objections).values())
-
-    def is_open(self, site: NormSite) -> bool:
-        """Must it still be observed?"""
-        return site not in self._decided
-
-    def waits(self, site: NormSite) -> bool:
-        """Is it computed only when it is read?"""
-        return site in self._waiting
-
-    def is_alone(self, site: NormSite) -> bool:
-        """May anybody read it?"""
-        return self._decided[site].pattern == ALONE
-
-    def learn(self, observation: Observation) -> None:
-        """A step is over."""
-        self._objections = {_site(report): report for report in observation.objections()}
-        for report, may_wait in observation.verdicts():
-            if may_wait and self.is_open(_site(report)):
-                self._waiting.add(_site(report))
-            self._decided.setdefault(_site(report), report)
-
-    def give_up(self, site: NormSite, reason: str) -> None:
-        """From now on it is fused by itself, and computed at once."""
-        self._waiting.discard(site)
-        self._decided[site] = FusionReport(*site, ALONE, reason)
-
-
-def _site(report: FusionReport) -> NormSite:
-    return NormSite(report.module, report.call)
-
-
-def is_norm(operator: Callable[..., Any]) -> bool:
-    """Is this the function that normalisation modules call?"""
-    return operator is F.batch_norm

@@ -1,0 +1,243 @@
+"""Batch normalisation fused with the addition and the ReLU behind it: most wait for readers.
+
+A normalisation takes its statistics and returns a stand-in. The addition and the ReLU recognise
+it, and the ReLU computes all three. Every other operator that reads it is given the real thing,
+computed then, when nobody may hold the normalisation's input any more; where a ReLU was
+expected, it is not waited for in later steps. What can no longer be computed raises FusionError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from daf.core.policy import Method, Need, Treatment
+from daf.operators.batch_norm.call import NormArguments, objection, read_call
+from daf.operators.batch_norm.function import FusedNorm, Norm, NormHeld, run_forward
+from daf.operators.batch_norm.observation import ALONE, Observation, is_plain_addition
+from daf.operators.batch_norm.relu import Rectifier, read_rectifier
+from daf.operators.operator_context import InputHolder, OperatorContext
+from daf.operators.protocol import CallSite, FusedOperator, OperatorCall
+from daf.operators.stand_ins import Deferred
+from daf.saved_tensors.derivation import Derivation
+from daf.saved_tensors.ledger import Plain, Unmade
+from daf.saved_tensors.packed_tensor import Stored, Term
+from daf.saved_tensors.packer import SMALL_BYTES
+from daf.torch_compat.ownership import is_held_by_none_but
+
+_NORM = "batch_norm"
+_MASK = Treatment(Method.MASK, 1)
+_ONTO_FIRST = frozenset({"add_", "__iadd__"})
+_LAST = "its ReLU"
+
+
+class BatchNormOperator(FusedOperator):
+    """Batch normalisation, residual addition and ReLU (or ReLU6) as one operator."""
+
+    name = _NORM
+    functions = frozenset({F.batch_norm})
+    alone = ALONE
+
+    def begin(self, context: OperatorContext) -> None:
+        """A step begins."""
+        super().begin(context)
+        self._observation = Observation()
+        self._observed: tuple[CallSite, NormArguments] | None = None
+
+    def replacement(self, call: OperatorCall) -> Callable[[], Any] | None:
+        """Once a step observed what follows: the operator, or a stand-in."""
+        tracker = self.context.state.tracker
+        path, count = tracker.present_call(_NORM)
+        site = CallSite(path, _NORM, count)
+        self._observed = None
+        norm = read_call(call.arguments, call.keywords)
+        reason = "its arguments are odd"
+        if norm is not None:
+            reason = objection(norm, self.context.hooks.hook, SMALL_BYTES)
+        if norm is None or reason:
+            self._observation.refuse(site, reason)
+        elif self.table.is_open(site):
+            self._observed = site, norm
+        else:
+            tracker.next_call(_NORM)
+            return partial(self._run, norm, site)
+        return None
+
+    def _run(self, call: NormArguments, site: CallSite) -> Tensor:
+        norm = call.start()
+        if not self.table.is_deferred(site):
+            return self._fused(norm, site, None, None)
+        return self._defer(site, norm, None)
+
+    def observe(self, call: OperatorCall, result: Any) -> None:
+        """Learn who reads the results of normalisations."""
+        if call.function not in self.functions:
+            self._observation.operator(call, result)
+        elif self._observed is not None:
+            self._observation.norm(*self._observed, result)
+            self._observed = None
+
+    def finish(self) -> None:
+        """What was observed decides for the steps to come."""
+        self.table.object(self._observation.objections())
+        for site, pattern, reason, deferred in self._observation.verdicts():
+            if self.table.is_open(site):
+                self.table.decide(site, pattern, reason, deferred=deferred)
+
+    # --- stand-ins --------------------------------------------------------------------------
+
+    def _defer(self, site: CallSite, norm: Norm, addend: Tensor | None) -> Tensor:
+        return self.context.stand_ins.make(
+            self._deferred(site, norm, addend), norm.x.shape, norm.x, norm.x.dtype
+        )
+
+    def _deferred(self, site: CallSite, norm: Norm, addend: Tensor | None) -> Deferred:
+        parts = (norm.x, norm.weight, norm.bias, addend)
+        reads = tuple(part for part in parts if part is not None)
+        return Deferred(self, site, "batch normalisation", (norm, addend), reads)
+
+    def compute(self, deferred: Deferred) -> Tensor:
+        """The normalisation, and the sum, without a ReLU."""
+        norm, addend = deferred.take(_LAST)
+        return self._fused(norm, deferred.site, addend, None)
+
+    def follow(self, call: OperatorCall) -> Tensor | None:
+        """The result of an addition or ReLU that a stand-in waited for."""
+        if not torch.is_grad_enabled():
+            return None
+        rectified = read_rectifier(*call)
+        if rectified is not None:
+            return self._rectify(*rectified)
+        if is_plain_addition(*call):
+            return self._add(call.name, *call.arguments)
+        return None
+
+    def _rectify(self, stand_in: Tensor, rectifier: Rectifier) -> Tensor | None:
+        deferred = self._find(stand_in)
+        if deferred is None or deferred.result is not None:
+            return None
+        if self.table.pattern(deferred.site) == ALONE:
+            return None
+        norm, addend = deferred.take(_LAST)
+        result = self._fused(norm, deferred.site, addend, rectifier)
+        if rectifier.is_in_place:
+            deferred.result = result
+        return result
+
+    def _add(self, name: str, first: Tensor, second: Tensor) -> Tensor | None:
+        """The stand-in of a sum; the first operand that waits is the one that goes on waiting."""
+        stand_ins = self.context.stand_ins
+        deferred, other = self._find(first), second
+        if not _may_wait(deferred):
+            if name in _ONTO_FIRST:
+                return None
+            deferred, other = self._find(second), first
+        if deferred is None or not _may_wait(deferred) or first is second:
+            return None
+        beside = stand_ins.find(other)
+        addend = other if beside is None else stand_ins.compute(beside)
+        if not _fits(addend, deferred.parts[0].x):
+            return None
+        norm, _ = deferred.take(_LAST)
+        if name not in _ONTO_FIRST:
+            return self._defer(deferred.site, norm, addend)
+        stand_ins.change(first, self._deferred(deferred.site, norm, addend))
+        return first
+
+    def _find(self, tensor: Tensor) -> Deferred | None:
+        deferred = self.context.stand_ins.find(tensor)
+        return deferred if deferred is not None and deferred.operator is self else None
+
+    # --- running ----------------------------------------------------------------------------
+
+    def _fused(
+        self, norm: Norm, site: CallSite, addend: Tensor | None, rectifier: Rectifier | None
+    ) -> Tensor:
+        """Run the operator; ``rectifier`` is the ReLU function, if one comes last.
+
+        Raises:
+            CodecError: the policy asks for a treatment that is unsound here.
+        """
+        context, state = self.context, self.context.state
+        context.note_moment()
+        owned = is_held_by_none_but(norm)
+        record = state.tracker.record(site.module, _NORM, site.call, 0)
+        made: list[NormHeld] = []
+        most = None if rectifier is None else rectifier.most
+
+        def run() -> Tensor:
+            out, held = run_forward(norm, addend, most, holder, owned=owned)
+            made.append(held)
+            return out
+
+        with context.counted_at(record):
+            holder = InputHolder(context, norm.x, Need.NORM, record, norm.statistics)
+            inputs = (norm.x, norm.weight, norm.bias)
+            with context.hooks.collecting() as pending:
+                result: Tensor = FusedNorm.apply(*inputs, addend, run)  # type: ignore[no-untyped-call]
+            (held,), (saved,) = made, pending
+            is_over = result.data_ptr() == norm.x.data_ptr()
+            if is_over:
+                state.sources.renew(result)
+            if holder.is_external:
+                context.hooks.note_read(norm.x, held)
+        plain, mask_bytes = holder.plain, 0 if held.mask is None else held.mask.nbytes
+        if rectifier is not None:
+            plain = (*plain, self._note_mask(rectifier, mask_bytes, result))
+        record.held_bytes -= mask_bytes
+        function = self._learn(held, addend, rectifier, result)
+        context.note_saved(
+            saved, norm.x, held, holder, is_over=is_over, beside_bytes=mask_bytes, tells=function
+        )
+        saved.settle(held, plain)
+        return result
+
+    def _note_mask(self, rectifier: Rectifier, mask_bytes: int, result: Tensor) -> Plain:
+        state = self.context.state
+        path, call = state.tracker.next_call(rectifier.name)
+        record = state.tracker.record(path, rectifier.name, call, 0)
+        record.need, record.treatment = Need.SIGN, _MASK
+        record.held_bytes += mask_bytes
+        with self.context.counted_at(record):
+            if rectifier.is_bounded and not rectifier.is_in_place:  # PyTorch saves its input
+                return Plain(state.ledger, Unmade(result.nbytes))
+            return state.sources.of(result).plain()
+
+    def _learn(
+        self, held: NormHeld, addend: Tensor | None, rectifier: Rectifier | None, result: Tensor
+    ) -> Derivation | None:
+        """How others can compute the result; the function where only a kept input would tell it."""
+        if not self.context.policy.rederive:
+            return None
+        values = held.values()
+        term = Term(self.context.counted(values), held.result)
+        recipe = function = None
+        if rectifier is None or not rectifier.is_bounded:
+            recipe = self.context.state.provenance.added(addend, term, held.mask)
+        elif addend is None:
+            bounds = 0.0, rectifier.most
+            function = Derivation(lambda tensor: tensor.clamp_(*bounds))
+            self.context.learn_function(result, function)
+            if not isinstance(values, Stored):  # a code's error hides which bound was passed
+                recipe = (term._replace(derivation=function),)
+        self.context.learn(result, held, recipe)
+        return function
+
+
+def _may_wait(deferred: Deferred | None) -> bool:
+    return deferred is not None and deferred.parts is not None and deferred.parts[1] is None
+
+
+def _fits(addend: Tensor, x: Tensor) -> bool:
+    return (
+        type(addend) in (Tensor, torch.nn.Parameter)
+        and addend.dtype is x.dtype
+        and addend.device == x.device
+        and addend.stride() == x.stride()
+        and not addend.is_neg()
+    )

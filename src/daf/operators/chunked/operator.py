@@ -1,0 +1,54 @@
+"""Convolutions, linear layers and attention that go through their batch a chunk at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, update_wrapper
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from daf.core.policy import CHUNKED
+from daf.operators.chunked import attention, convolution, linear
+from daf.operators.protocol import FusedOperator, OperatorCall
+
+
+class ChunkedOperators(FusedOperator):
+    """Those whose input is several chunks of the policy's ``chunk_bytes``."""
+
+    name = CHUNKED
+    functions = frozenset(
+        {
+            torch.conv2d,
+            F.linear,
+            F.scaled_dot_product_attention,
+            F.multi_head_attention_forward,
+        }
+    )
+
+    def replacement(self, call: OperatorCall) -> Callable[[], Any] | None:
+        """The chunked operator; its name, which names sites, is its own."""
+        chosen = self._chosen(call)
+        if chosen is None:
+            return None
+        return partial(self.context.hooks.run, chosen, call.arguments, call.keywords)
+
+    def _chosen(self, call: OperatorCall) -> Callable[..., Any] | None:
+        pack, chunk_bytes = self.context.hooks.hook, self.context.policy.chunk_bytes
+        if convolution.is_chunkable(*call, pack, chunk_bytes):
+            return _with(chunk_bytes, convolution.conv2d)
+        if linear.is_chunkable(*call, pack, chunk_bytes):
+            return _with(chunk_bytes, linear.linear)
+        if attention.is_chunkable(*call, pack, chunk_bytes):
+            return _with(chunk_bytes, attention.attention)
+        if attention.is_many_headed(*call):
+            return attention.multi_head_attention(pack, chunk_bytes)
+        return None
+
+
+def _with(chunk_bytes: int | None, operator: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator with chunks of that size; its name stays."""
+    if chunk_bytes is None:
+        return operator
+    return update_wrapper(partial(operator, chunk_bytes=chunk_bytes), operator)

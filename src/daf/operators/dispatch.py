@@ -1,0 +1,74 @@
+"""Asks the operators of a policy, in turn, what runs in place of each of PyTorch's functions."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from daf.operators.operator_context import OperatorContext
+from daf.operators.protocol import FusedOperator, OperatorCall
+from daf.operators.stand_ins import METADATA, StandIns, tensors_among
+from daf.torch_compat.operator_mode import OperatorMode
+
+
+class OperatorDispatch:
+    """The fused operators of one step."""
+
+    def __init__(self, operators: Sequence[FusedOperator], context: OperatorContext) -> None:
+        self._operators = operators
+        self._context = context
+        self._stand_ins: StandIns = context.stand_ins
+        context.seen = self.mode = OperatorMode(self.run)
+        self._replacing: dict[Any, list[FusedOperator]] = defaultdict(list)
+        for operator in operators:
+            operator.begin(context)
+            for function in operator.functions:
+                self._replacing[function].append(operator)
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        keywords: Mapping[str, Any],
+    ) -> Any:
+        """Run one function, or what stands in for it or its result."""
+        if self._context.hooks.is_replaying:  # what is replayed must do the same thing again
+            return self._context.hooks.run(function, arguments, keywords)
+        if function in METADATA:
+            return function(*arguments, **keywords)
+        call = OperatorCall(function, arguments, keywords)
+        if self._stand_ins:
+            followed = self._follow(call)
+            if followed is not None:
+                return followed
+            real = partial(self._stand_ins.real, reader=call.name)
+            call = OperatorCall(function, real(arguments), real(dict(keywords)))
+        result = self._replacement(call)()
+        for operator in self._operators:
+            operator.observe(call, result)
+        return result
+
+    def _replacement(self, call: OperatorCall) -> Callable[[], Any]:
+        for operator in self._replacing.get(call.function, ()):
+            replacement = operator.replacement(call)
+            if replacement is not None:
+                return replacement
+        return partial(self._context.hooks.run, *call)
+
+    def finish(self) -> None:
+        """The step is over: operators learn from it.
+
+        Raises:
+            FusionError: a stand-in is still held by somebody.
+        """
+        for operator in self._operators:
+            operator.finish()
+        self._stand_ins.finish()
+
+    def _follow(self, call: OperatorCall) -> Any:
+        found = map(self._stand_ins.find, tensors_among(call.arguments, call.keywords))
+        operators = {deferred.operator: None for deferred in found if deferred is not None}
+        followed = (operator.follow(call) for operator in operators)
+        return next((each for each in followed if each is not None), None)

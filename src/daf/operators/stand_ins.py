@@ -1,0 +1,168 @@
+"""Stand-ins: tensors of NaN that take the place of results until something reads them.
+
+A stand-in has the geometry of the result and no memory. An operator that knows how to go on
+without the content follows it; every other reader is given the real tensor, computed then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from daf.core.errors import FusionError
+
+if TYPE_CHECKING:
+    from daf.operators.protocol import CallSite, FusedOperator
+
+# Reading these of a result tells nothing of its content, and they are the same without any.
+METADATA: frozenset[Any] = frozenset(
+    {
+        Tensor.size,
+        Tensor.dim,
+        Tensor.ndimension,
+        Tensor.numel,
+        Tensor.nelement,
+        Tensor.is_floating_point,
+        Tensor.__len__,
+        *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device")),
+    }
+)
+OUTLIVED = "its result outlived a step"
+_UNFUSED = "run without fused operators (fused=False)"
+
+
+def tensors_among(values: Sequence[Any], keywords: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Every tensor in these, in lists, tuples and dictionaries too."""
+    for value in (*values, *keywords.values()):
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_among(value, {})
+        elif isinstance(value, dict):
+            yield from tensors_among((), value)
+
+
+def with_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """The same value with ``change`` of every tensor, in lists, tuples and dictionaries too."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(with_tensors(item, change) for item in value)
+    if isinstance(value, dict):
+        return {name: with_tensors(item, change) for name, item in value.items()}
+    return value
+
+
+@dataclass(eq=False)
+class Deferred:
+    """A result that is computed when something reads it.
+
+    ``parts``: what it is computed from; None once they were taken. ``reads``: the tensors among
+    them, which must not change before.
+    """
+
+    operator: FusedOperator
+    site: CallSite
+    what: str
+    parts: Any
+    reads: tuple[Tensor, ...]
+    result: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self._versions = self._present_versions()
+
+    def check_unchanged(self, reader: str) -> None:
+        """Refuse parts that were changed in place since.
+
+        Raises:
+            FusionError: they were.
+        """
+        if self._present_versions() != self._versions:
+            raise FusionError(
+                f"what the fused {self.what} at {self.site.module!r} reads was changed in place "
+                f"before {reader} ran, which no step before did; {_UNFUSED}"
+            )
+
+    def take(self, reader: str) -> Any:
+        """The parts, to be computed with now; they are forgotten here.
+
+        Raises:
+            FusionError: they are gone, or were changed in place since.
+        """
+        if self.parts is None:
+            raise FusionError(
+                f"asked for the result of the {self.what} at {self.site.module!r} after "
+                f"{reader}, which no step before did; its input is gone: {_UNFUSED}"
+            )
+        self.check_unchanged(reader)
+        parts, self.parts, self.reads, self._versions = self.parts, None, (), ()
+        return parts
+
+    def _present_versions(self) -> tuple[int, ...]:
+        return tuple(tensor._version for tensor in self.reads)
+
+
+class StandIns:
+    """The stand-ins of one step, and what each stands for."""
+
+    def __init__(self) -> None:
+        self._deferred: MutableMapping[Tensor, Deferred] = WeakTensorKeyDictionary()
+
+    def __bool__(self) -> bool:
+        return bool(self._deferred)
+
+    def make(self, deferred: Deferred, shape: Sequence[int], like: Tensor, dtype: Any) -> Tensor:
+        """A tensor of NaN, of this shape and dtype where ``like`` is."""
+        with torch._C.DisableTorchFunction():
+            nothing = torch.full((), torch.nan, dtype=dtype, device=like.device)
+            stand_in = nothing.expand(shape)
+        self._deferred[stand_in] = deferred
+        return stand_in
+
+    def find(self, tensor: Any) -> Deferred | None:
+        """What a tensor stands for; None: it is a real one."""
+        return self._deferred.get(tensor) if isinstance(tensor, Tensor) else None
+
+    def change(self, stand_in: Tensor, deferred: Deferred) -> None:
+        """From now on it stands for this."""
+        self._deferred[stand_in] = deferred
+
+    def real(self, value: Any, reader: str) -> Any:
+        """The same value with real tensors in the place of stand-ins, for ``reader``."""
+
+        def compute(tensor: Tensor) -> Tensor:
+            deferred = self._deferred.get(tensor)
+            return tensor if deferred is None else self.compute(deferred, reader)
+
+        return with_tensors(value, compute)
+
+    def compute(self, deferred: Deferred, reader: str = "") -> Tensor:
+        """The real tensor; ``reader``: an operator that may not have been expected."""
+        if deferred.result is None:
+            if reader:
+                deferred.operator.note_reader(deferred.site, reader)
+            with torch.enable_grad():
+                deferred.result = deferred.operator.compute(deferred)
+        return deferred.result
+
+    def finish(self) -> None:
+        """The step is over: nobody may hold a stand-in any more.
+
+        Raises:
+            FusionError: somebody does. From the next step on that call is not deferred.
+        """
+        outlived = list(self._deferred.values())
+        for deferred in outlived:
+            operator = deferred.operator
+            operator.table.decide(deferred.site, operator.alone, OUTLIVED)
+        if outlived:
+            raise FusionError(
+                f"the result of the fused {outlived[0].what} at {outlived[0].site.module!r} "
+                "outlives the step, which no step before did; that tensor holds NaN. "
+                f"R{_UNFUSED[1:]}, or run the step again"
+            )

@@ -1,0 +1,24 @@
+"""What a capture knows of saved tensors, for all its steps."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from daf.codecs.coder import Coder
+from daf.saved_tensors.evictions import Evictions
+from daf.saved_tensors.ledger import Ledger, Sources
+from daf.saved_tensors.packer import Packer
+from daf.saved_tensors.provenance import Provenance
+from daf.saved_tensors.sites import SiteTracker
+
+
+class SavedTensorState(NamedTuple):
+    """Codes, their account, and where and from what saved tensors came."""
+
+    coder: Coder
+    packer: Packer
+    ledger: Ledger
+    sources: Sources
+    tracker: SiteTracker
+    provenance: Provenance
+    evictions: Evictions
