@@ -15,7 +15,7 @@ from daf.torch_compat import compiler
 TRAIN = """
 import json, sys, torch
 from torch import nn
-from daf.memory import compiler
+from daf.torch_compat import compiler
 
 if sys.argv[1] == "ours":
     assert compiler.keep_out()

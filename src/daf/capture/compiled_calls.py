@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.compiler_stance import as_the_user_wants, eagerly
+from daf.torch_compat.function_modes import push_modes, take_modes
 from daf.torch_compat.operator_mode import OperatorMode
 from daf.torch_compat.parameter_reads import ForwardWatch
 
@@ -62,23 +63,10 @@ def _wrapped(own: Callable[..., Any], around: Around) -> Callable[..., Any]:
 @contextmanager
 def without_our_modes() -> Iterator[None]:
     """The stack of function modes, without ours; it is as it was afterwards."""
-    before = _take_modes()
-    _push([mode for mode in before if not isinstance(mode, _OURS)])
+    before = take_modes()
+    push_modes([mode for mode in before if not isinstance(mode, _OURS)])
     try:
         yield
     finally:
-        _take_modes()
-        _push(before)
-
-
-def _take_modes() -> list[Any]:
-    """All, the lowest first."""
-    taken = []
-    while torch._C._len_torch_function_stack():
-        taken.append(torch._C._pop_torch_function_stack())
-    return taken[::-1]
-
-
-def _push(modes: list[Any]) -> None:
-    for mode in modes:
-        torch._C._push_on_torch_function_stack(mode)
+        take_modes()
+        push_modes(before)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from daf._native import allocator
 from daf.codecs.layout import Layout
+from daf.torch_compat.autograd_graph import storage_holders
 
 # Below this, the system allocator itself keeps and reuses blocks.
 SMALLEST_BLOCK_BYTES = 1 << 20
@@ -69,4 +70,4 @@ class Scratch:
 
 def _is_idle(block: torch.UntypedStorage) -> bool:
     """Is ours the only reference? Every tensor and view on the block counts as one more."""
-    return int(torch._C._storage_Use_Count(block._cdata)) == 1
+    return storage_holders(block._cdata) == 1

@@ -16,13 +16,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from daf._native import allocator as native
 from daf.memory.memory_events import (
@@ -33,6 +31,9 @@ from daf.memory.memory_events import (
     snapshot_of,
 )
 from daf.memory.statistics import join_label, split_label
+from daf.torch_compat.autograd_graph import running_node, sequence_number
+from daf.torch_compat.autograd_nodes import sequence_number_of
+from daf.torch_compat.dispatch_mode import TorchDispatchMode
 
 BEFORE = "(before recording)"
 _PICKLE_PROTOCOL = 4  # that PyTorch's viewer reads
@@ -149,10 +150,10 @@ class _Asker:
         self._mark()
 
     def module(self) -> str:
-        node: Any = torch._C._current_autograd_node()
+        node: Any = running_node()
         if node is None:
             return self._current()
-        number = node._sequence_nr()
+        number = sequence_number_of(node)
         place = bisect_right(self._numbers, number) - 1
         path = self._paths[place] if place >= 0 else ""
         return f"{path} (backward)".lstrip()
@@ -161,7 +162,7 @@ class _Asker:
         return self._stack[-1] if self._stack else ""
 
     def _mark(self) -> None:
-        self._numbers.append(torch._C._autograd._get_sequence_nr())
+        self._numbers.append(sequence_number())
         self._paths.append(self._current())
 
 

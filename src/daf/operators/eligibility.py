@@ -11,14 +11,14 @@ from torch import Tensor
 
 from daf.kernels.backend import is_codable
 from daf.kernels.devices import can_code_on, is_coded_on_device, is_recorded
+from daf.torch_compat.autograd_graph import pack_hook
 
 
 def autograd_objection(inputs: tuple[Tensor | None, ...], pack: Callable[..., Any]) -> str:
     """Why autograd would not save for us what an operator reads; empty where it would."""
     if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in inputs):
         return "it needs no gradient"
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None or hooks[0] != pack:
+    if pack_hook(raises=True) != pack:
         return "somebody else's saved-tensor hooks are on (checkpointing)"
     return ""
 

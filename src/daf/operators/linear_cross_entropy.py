@@ -24,7 +24,7 @@ from daf.operators.chunked.cross_entropy import chunked_cross_entropy
 from daf.operators.operator_context import OperatorContext
 from daf.operators.protocol import CallSite, FusedOperator, OperatorCall
 from daf.operators.stand_ins import Deferred, tensors_among
-from daf.torch_compat.autograd_graph import sequence_number
+from daf.torch_compat.autograd_graph import sequence_number, without_torch_function
 
 PATTERN = "linear + cross_entropy"
 # Of fewer logits for each number given there is little to save, and of small ones as well.
@@ -283,7 +283,7 @@ def _rows_after(call: OperatorCall, shape: Sequence[int]) -> tuple[int, ...] | N
     operator, arguments, keywords = call.function, call.arguments[1:], call.keywords
     if operator in _UNCHANGED:
         return None if arguments or keywords else tuple(shape[:-1])
-    with torch._C.DisableTorchFunction():
+    with without_torch_function():
         if operator is Tensor.__getitem__:
             return _rows_chosen(shape, *arguments)
         if operator not in _RESHAPES:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from daf.core.errors import FusionError
+from daf.torch_compat.autograd_graph import without_torch_function
 
 if TYPE_CHECKING:
     from daf.operators.protocol import CallSite, FusedOperator
@@ -118,7 +119,7 @@ class StandIns:
 
     def make(self, deferred: Deferred, shape: Sequence[int], like: Tensor, dtype: Any) -> Tensor:
         """A tensor of NaN, of this shape and dtype where ``like`` is."""
-        with torch._C.DisableTorchFunction():
+        with without_torch_function():
             nothing = torch.full((), torch.nan, dtype=dtype, device=like.device)
             stand_in = nothing.expand(shape)
         self._deferred[stand_in] = deferred

@@ -34,6 +34,7 @@ from daf.saved_tensors.observation import (
     Save,
 )
 from daf.saved_tensors.packed_tensor import Kept, PackedTensor, Rederived, SavedTensor, is_asking
+from daf.torch_compat.autograd_graph import without_torch_function
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.pytree import tensors_in_batch
 
@@ -71,7 +72,7 @@ def unseen(hook: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(hook)
     def unseen_hook(*arguments: Any, **keywords: Any) -> None:
-        with torch._C.DisableTorchFunction():
+        with without_torch_function():
             hook(*arguments, **keywords)
 
     return unseen_hook

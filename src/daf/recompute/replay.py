@@ -31,12 +31,12 @@ from daf.recompute.call_inputs import Inputs, distinct_tensors
 from daf.recompute.call_state import CallState
 from daf.saved_tensors.ledger import Holding
 from daf.saved_tensors.packed_tensor import PackedTensor, SavedTensor
+from daf.torch_compat.autograd_graph import NO_TASK, call_after_backward, graph_task
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.compiler_stance import eagerly
 
 # These save a tensor and fill it only afterwards, so that it is nothing yet when it is seen.
 _FILL_WHAT_THEY_SAVED = frozenset({F.rrelu, F.rrelu_, torch.rrelu, torch.rrelu_})
-_NO_TASK = -1  # what PyTorch calls the graph task when no backward runs
 
 
 class Keeper(Protocol):
@@ -71,7 +71,7 @@ class ReplayLog:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
-        self._task = _NO_TASK
+        self._task = NO_TASK
 
     def clear(self) -> None:
         """A new forward pass begins."""
@@ -79,7 +79,7 @@ class ReplayLog:
 
     def note(self, path: str, call: int) -> None:
         """One call is run again."""
-        task = torch._C._current_graph_task_id()
+        task = graph_task()
         if task != self._task:
             self.calls.clear()
             self._task = task
@@ -154,7 +154,7 @@ class ReplayedCall:
         self._inputs = inputs
         self._state = state
         self._handles: list[weakref.ref[Rebuilt] | None] = []
-        self._task = _NO_TASK
+        self._task = NO_TASK
 
     def hold(self, tensor: Tensor) -> Rebuilt:
         """A handle for the next tensor that the call saves."""
@@ -181,8 +181,8 @@ class ReplayedCall:
         Asked a second time in one backward pass, only that one is rebuilt: the
         others were read already.
         """
-        task = torch._C._current_graph_task_id()
-        again = task in (_NO_TASK, self._task)
+        task = graph_task()
+        again = task in (NO_TASK, self._task)
         wanted = [asked] if again else [handle for handle in self._alive() if not handle.is_rebuilt]
         self._run(Collector(self, wanted, self._replays.keeper))
         if not asked.is_rebuilt:
@@ -193,11 +193,11 @@ class ReplayedCall:
         if not again:
             self._task = task
             forget = partial(_forget, weakref.ref(self))
-            torch.autograd.Variable._execution_engine.queue_callback(forget)
+            call_after_backward(forget)
 
     def forget(self) -> None:
         """Let go of rebuilt tensors that this backward pass did not read."""
-        self._task = _NO_TASK
+        self._task = NO_TASK
         for handle in self._alive():
             handle.forget()
 

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from daf.core.code_tables import derivative_table
 from daf.memory.glibc import return_free_memory
+from daf.torch_compat.autograd_graph import without_torch_function
+from daf.torch_compat.autograd_nodes import saved_value
 
 PLANNED_BITS = (2, 3, 4)  # of ``plan.coded_policy``
 _Function = Callable[[Tensor], Tensor]
@@ -38,7 +40,7 @@ def smooth_code(node: Any, bits: int) -> SmoothCode | None:
     """The code for an activation's node; None where no sound one exists."""
     name = node.name()
     with (
-        torch._C.DisableTorchFunction(),
+        without_torch_function(),
         torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
         torch.autocast("cpu", enabled=False),
         torch.enable_grad(),
@@ -51,17 +53,17 @@ def smooth_code(node: Any, bits: int) -> SmoothCode | None:
 def _parameters(node: Any) -> tuple[Any, ...]:
     name = node.name()
     if name == "GeluBackward0":
-        return (node._saved_approximate,)
+        return (saved_value(node, "approximate"),)
     if name == "SoftplusBackward0":
-        return (float(node._saved_beta), float(node._saved_threshold))
+        return (float(saved_value(node, "beta")), float(saved_value(node, "threshold")))
     if name == "EluBackward0":
         return (
-            float(node._saved_alpha),
-            float(node._saved_scale),
-            float(node._saved_input_scale),
+            float(saved_value(node, "alpha")),
+            float(saved_value(node, "scale")),
+            float(saved_value(node, "input_scale")),
         )
     if name == "CeluBackward0":
-        return (float(node._saved_alpha),)
+        return (float(saved_value(node, "alpha")),)
     return ()
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from daf.core.code_format import Predicate
 from daf.core.policy import Need
 from daf.saved_tensors.packed_tensor import SavedTensor, all_asked_for, asked_for
+from daf.torch_compat.autograd_nodes import raw_saved, saved_value, sequence_number_of
 
 # Slots of matrix products: (one side, other side). Their need depends on the other side.
 PRODUCT_SLOTS: Mapping[str, tuple[str, str]] = {
@@ -129,11 +130,11 @@ def tensors_in(result: Any) -> Iterable[Tensor]:
 
 def saved_in(node: Any, slot: str) -> SavedTensor | None:
     """What our pack gave for one slot of a node, if the slot is filled and ours."""
-    raw = getattr(node, "_raw_saved_" + slot, None)
+    raw = raw_saved(node, slot)
     if raw is None:
         return None
     if not shows_packed_data(raw):
-        return asked_for(lambda: getattr(node, "_saved_" + slot))
+        return asked_for(lambda: saved_value(node, slot))
     data = raw.data
     return data if isinstance(data, SavedTensor) else None
 
@@ -153,7 +154,7 @@ def name_saves(result: Any, first_sequence_number: int) -> None:
     seen: set[Any] = set()
     while todo:
         node = todo.pop()
-        if node in seen or node._sequence_nr() < first_sequence_number:
+        if node in seen or sequence_number_of(node) < first_sequence_number:
             continue
         seen.add(node)
         for slot, need in NEEDS.get(node.name(), {}).items():
@@ -192,8 +193,8 @@ def need_of(saved: SavedTensor, is_constant: Callable[[Tensor], bool], operator:
     if need is Need.PRODUCT and name in PRODUCT_SLOTS:
         return _product_need(saved, PRODUCT_SLOTS[name], is_constant, operator)
     if name == "PowBackward0":
-        return {2: Need.LINEAR, 3: Need.PRODUCT}.get(node._saved_exponent, Need.EXACT)
-    if name in BATCH_NORMS and not node._saved_training:
+        return {2: Need.LINEAR, 3: Need.PRODUCT}.get(saved_value(node, "exponent"), Need.EXACT)
+    if name in BATCH_NORMS and not saved_value(node, "training"):
         return Need.LINEAR
     return need
 
@@ -247,9 +248,9 @@ def sign_rule(node: Any, dtype: torch.dtype) -> SignRule | None:
     if name.startswith("LeakyRelu"):
         return SignRule(Predicate.ABOVE, 0.0, _NO_BOUND, -1.0, 1.0)
     if name.startswith("Threshold"):
-        bound = float(node._saved_threshold)
+        bound = float(saved_value(node, "threshold"))
         return SignRule(Predicate.INSIDE, bound, _NO_BOUND, _below(bound), _above(bound))
-    low, high = float(node._saved_min_val), float(node._saved_max_val)
+    low, high = float(saved_value(node, "min_val")), float(saved_value(node, "max_val"))
     if not low < high or math.isinf(low) or math.isinf(high):
         return None
     middle = float(torch.tensor(0.5 * (low + high), dtype=dtype))

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
+from daf.torch_compat.autograd_graph import storage_holders
+
 Found = TypeVar("Found", bound=object)
 
 
@@ -208,14 +210,14 @@ class Sources:
 
 def storage_references(address: int) -> int:
     """How many tensors refer to the storage at an address, which Python has seen before."""
-    return int(torch._C._storage_Use_Count(address)) - _wrapper_references()
+    return storage_holders(address) - _wrapper_references()
 
 
 @functools.cache
 def _wrapper_references() -> int:
     """By how much PyTorch's count grows once Python has seen a storage (1 in torch 2.13)."""
     tensor = torch.empty(1)
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
+    return storage_holders(tensor.untyped_storage()._cdata) - 1
 
 
 def _weak(storage: torch.UntypedStorage) -> StorageWeakRef:

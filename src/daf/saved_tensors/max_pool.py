@@ -18,6 +18,7 @@ from daf.codecs.codes import IntegerCode
 from daf.codecs.layout import Layout
 from daf.codecs.scratch import Scratch
 from daf.saved_tensors.packed_tensor import PackedTensor, Stored
+from daf.torch_compat.autograd_nodes import saved_value
 
 
 class Windows(NamedTuple):
@@ -78,12 +79,12 @@ def windows_of(node: Any, input_shape: Sequence[int]) -> Windows:
     def spread(values: Sequence[int]) -> tuple[int, ...]:
         return tuple(values) if len(values) == axes else tuple(values) * axes
 
-    kernel = spread(node._saved_kernel_size)
+    kernel = spread(saved_value(node, "kernel_size"))
     return Windows(
         kernel,
-        spread(node._saved_stride) or kernel,
-        spread(node._saved_padding),
-        spread(node._saved_dilation),
+        spread(saved_value(node, "stride")) or kernel,
+        spread(saved_value(node, "padding")),
+        spread(saved_value(node, "dilation")),
         tuple(input_shape[-axes:]),
     )
 

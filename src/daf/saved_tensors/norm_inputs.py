@@ -20,6 +20,7 @@ from daf.codecs.scratch import Scratch
 from daf.kernels.normalisation import Channels
 from daf.saved_tensors.backward_rules import BATCH_NORMS, saved_in
 from daf.saved_tensors.packed_tensor import Kept
+from daf.torch_compat.autograd_nodes import saved_value
 
 
 class Normalisation(NamedTuple):
@@ -56,7 +57,7 @@ def normalisation_of(
         return None
     gamma = _statistic(node, "weight")
     channels = x.shape[1]
-    if name in BATCH_NORMS and node._saved_training:
+    if name in BATCH_NORMS and saved_value(node, "training"):
         inner = channel_stride(x)
         if inner is None:
             return None
@@ -65,7 +66,7 @@ def normalisation_of(
     if not x.is_contiguous():
         return None
     if name == "NativeLayerNormBackward0":
-        row = math.prod(node._saved_normalized_shape)
+        row = math.prod(saved_value(node, "normalized_shape"))
         beta = _statistic(node, "bias")
         return _assemble(mean, inverse_deviation, row, gamma, beta, 1, True)
     if name == "NativeGroupNormBackward0":

@@ -26,6 +26,7 @@ from daf.core.policy import Method
 from daf.saved_tensors.backward_rules import ALIASES
 from daf.saved_tensors.derivation import Derivation
 from daf.saved_tensors.packed_tensor import PackedTensor, Recipe, Stored, Term
+from daf.torch_compat.autograd_nodes import result_shape, saved_value, sequence_number_of
 
 MOST_TERMS = 4  # decoding a recipe costs one pass for each term
 _MOST_ADDITIONS = 3
@@ -81,12 +82,12 @@ class Provenance:
         """``held.recipe`` computes ``result``."""
         node, output = _maker(result.grad_fn, result.output_nr)
         if node is not None:
-            value = _Value(node._sequence_nr(), output)
+            value = _Value(sequence_number_of(node), output)
             self._known[value] = _Known(result._version, weakref.ref(held))
 
     def learn_made(self, node: Any, version: int, held: PackedTensor) -> None:
         """``held.recipe`` computes what ``node`` made."""
-        self._known[_Value(node._sequence_nr(), 0)] = _Known(version, weakref.ref(held))
+        self._known[_Value(sequence_number_of(node), 0)] = _Known(version, weakref.ref(held))
 
     def made_within(self, node: Any, arguments: Iterable[Any]) -> PackedTensor | None:
         """What is held for the first input of ``node``, where the operator that was given these
@@ -103,7 +104,7 @@ class Provenance:
         """``function`` of what an operator keeps, or could keep, is ``result``."""
         node, output = _maker(result.grad_fn, result.output_nr)
         if node is not None:
-            value = _Value(node._sequence_nr(), output)
+            value = _Value(sequence_number_of(node), output)
             self._functions[value] = _Function(result._version, function)
 
     def function_of(self, tensor: Tensor, version: int) -> Derivation | None:
@@ -111,7 +112,7 @@ class Provenance:
         node, output = _maker(tensor.grad_fn, tensor.output_nr)
         if node is None:
             return None
-        found = self._functions.get(_Value(node._sequence_nr(), output))
+        found = self._functions.get(_Value(sequence_number_of(node), output))
         return found.function if found is not None and found.version == version else None
 
     def operands(self, arguments: Sequence[Any]) -> Operands:
@@ -130,12 +131,12 @@ class Provenance:
             operands.trusted
             and node is not None
             and node.name() == "AddBackward0"
-            and node._saved_alpha == 1
+            and saved_value(node, "alpha") == 1
             and len(arguments) == 2
             and isinstance(arguments[1], Tensor)
             and result.stride() == operands.stride
         ):
-            self._known[_Value(node._sequence_nr(), 0)] = _Known(result._version, None)
+            self._known[_Value(sequence_number_of(node), 0)] = _Known(result._version, None)
 
     def recipe(self, tensor: Tensor, version: int) -> Recipe | None:
         """How to compute a saved tensor from codes, or None."""
@@ -175,7 +176,9 @@ class Provenance:
 
     def _find(self, node: Any, output: int) -> _Known | None:
         node, output = _maker(node, output)
-        return self._known.get(_Value(node._sequence_nr(), output)) if node is not None else None
+        return (
+            self._known.get(_Value(sequence_number_of(node), output)) if node is not None else None
+        )
 
     def _resolve(self, edge: tuple[Any, int], additions: int) -> Recipe | None:
         known = self._find(*edge)
@@ -194,7 +197,7 @@ class Provenance:
 def is_made_by(result: Tensor, node: Any) -> bool:
     """Is ``result`` what this node made, perhaps in another shape?"""
     maker, _ = _maker(result.grad_fn, result.output_nr)
-    return maker is not None and bool(maker._sequence_nr() == node._sequence_nr())
+    return maker is not None and bool(sequence_number_of(maker) == sequence_number_of(node))
 
 
 def _maker(node: Any, output: int) -> tuple[Any, int]:
@@ -208,7 +211,7 @@ def _is_idle(node: Any) -> bool:
     """Is this an expansion that repeats nothing, as every product of batches makes one?"""
     if node.name() != "ExpandBackward0":
         return False
-    return tuple(node._saved_self_sym_sizes) == tuple(node._input_metadata[0].shape)
+    return tuple(saved_value(node, "self_sym_sizes")) == result_shape(node)
 
 
 def _sum(first: Recipe, second: Recipe) -> Recipe | None:

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from daf.core.code_format import BLOCK_ELEMENTS
 from daf.torch_compat.compiled_modules import CompiledModules
+from daf.torch_compat.modules import AnyBatchNorm
 
-_NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+_NORMS = (AnyBatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 _PRODUCT_DIMENSIONS = 2  # a weight of fewer is a scale or a bias
 
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from daf.core.errors import CommittedStepError, ReleaseRefusedError
 from daf.saved_tensors.ledger import strided_parts
 from daf.torch_compat import compiler
+from daf.torch_compat.autograd_graph import graph_task
 from daf.torch_compat.parameter_reads import ParameterReads
 
 ReleaseMode = bool | Literal["auto"]
@@ -170,13 +171,13 @@ class GradientRelease:
             self._reads.forget()
 
     def _begin_graph(self, _gradient: Tensor) -> None:
-        self._graph_task = torch._C._current_graph_task_id()
+        self._graph_task = graph_task()
 
     def _hook(self, group: dict[str, Any]) -> Callable[[Tensor], None]:
         def completed(parameter: Tensor) -> None:
             assert isinstance(parameter, nn.Parameter)
             # A backward pass inside a node of this one (reentrant checkpointing) adds a part only.
-            if torch._C._current_graph_task_id() == self._graph_task:
+            if graph_task() == self._graph_task:
                 self._waiting[parameter] = group
                 self._release_what_is_free()
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from daf.core.errors import DataError
+from daf.torch_compat.modules import AnyBatchNorm
 from daf.torch_compat.pytree import map_nest, tensors_in_batch
 
 LossFunction = Callable[[nn.Module, Any], Any]
@@ -64,7 +64,7 @@ def split_refusal(model: nn.Module) -> str:
     """Why splitting a batch would change the result: layers with batch statistics; else empty."""
     for name, module in model.named_modules():
         uses_batch = module.training or getattr(module, "running_mean", None) is None
-        if isinstance(module, _BatchNorm) and uses_batch:
+        if isinstance(module, AnyBatchNorm) and uses_batch:
             return f"{type(module).__name__} {name!r} takes its statistics from the whole batch"
     return ""
 

@@ -17,6 +17,11 @@ def sequence_number() -> int:
     return int(torch._C._autograd._get_sequence_nr())
 
 
+def running_node() -> Any:
+    """The node whose backward runs on this thread; None: there is none."""
+    return torch._C._current_autograd_node()
+
+
 def pack_hook(*, raises: bool = False) -> Any:
     """The saved-tensor hook that autograd would call now, or None.
 

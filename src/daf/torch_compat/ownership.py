@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from daf.torch_compat.autograd_graph import storage_holders, without_torch_function
+
 Holders = tuple[int, int, int, int]
 
 
 def holders_of(tensor: Tensor) -> Holders:
     """How many hold a tensor and its storage, in native code and in Python."""
     storage = tensor.untyped_storage()
-    of_storage = int(torch._C._storage_Use_Count(storage._cdata))
+    of_storage = storage_holders(storage._cdata)
     of_tensor: int = tensor._use_count()  # type: ignore[attr-defined]
     return of_tensor, of_storage, sys.getrefcount(tensor), sys.getrefcount(storage)
 
@@ -44,7 +46,7 @@ class _Probe(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         """Count."""
         assert gradient is not None
-        with torch._C.DisableTorchFunction():
+        with without_torch_function():
             ctx.found.append(holders_of(gradient))
             return gradient, None
 

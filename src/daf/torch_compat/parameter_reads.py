@@ -34,6 +34,9 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
+from daf.torch_compat.autograd_graph import pack_hook, sequence_number, storage_address
+from daf.torch_compat.autograd_nodes import sequence_number_of
+
 DECLARATION = "reads_only_what_it_saved"
 _ACCUMULATE = "AccumulateGrad"
 _WRAPPER = "CopySlices"  # an in-place operator on a view; it hides the operator's own node
@@ -53,7 +56,7 @@ class ParameterReads:
         """Around a forward pass, within its capture."""
         self.forget()
         self._saves = {}
-        self._first_sequence_number = torch._C._autograd._get_sequence_nr()
+        self._first_sequence_number = sequence_number()
         self._watch = ForwardWatch()
         with self._watch:
             yield
@@ -64,18 +67,18 @@ class ParameterReads:
         That is what autograd holds for a save of it, or a call that may be replayed.
         """
         if self._saves is not None:
-            saves = self._saves.setdefault(tensor.untyped_storage()._cdata, [])
+            saves = self._saves.setdefault(storage_address(tensor), [])
             saves.append(weakref.ref(held))
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
         """Nodes that are made inside cannot be seen through."""
-        first = torch._C._autograd._get_sequence_nr()
+        first = sequence_number()
         try:
             yield
         finally:
             if self._watch is not None:
-                self._watch.add_foreign(first, torch._C._autograd._get_sequence_nr())
+                self._watch.add_foreign(first, sequence_number())
 
     def begin_backward(self, loss: Tensor) -> None:
         """Look through the graph of ``loss``, which is about to run backward."""
@@ -91,7 +94,7 @@ class ParameterReads:
             return False
         if self._unseen_to_run or self._watch.tensor_hooks:
             return False
-        address = parameter.untyped_storage()._cdata
+        address = storage_address(parameter)
         alive = [save for save in self._saves.get(address, ()) if save() is not None]
         self._saves[address] = alive
         return not alive
@@ -112,7 +115,7 @@ class ParameterReads:
         else:
             name = type(node).__name__
             declared = getattr(torch._C._functions, name, None) is type(node) and name != _WRAPPER
-        number = node._sequence_nr()
+        number = sequence_number_of(node)
         assert self._watch is not None
         return (
             not declared or number < self._first_sequence_number or self._watch.is_foreign(number)
@@ -125,7 +128,7 @@ class ForwardWatch(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.tensor_hooks = 0
-        self._own_hooks = _top_hooks()
+        self._own_hooks = pack_hook()
         self._foreign: list[range] = []
 
     def is_foreign(self, sequence_number: int) -> bool:
@@ -142,11 +145,11 @@ class ForwardWatch(TorchFunctionMode):
         """Run one operator; PyTorch calls this."""
         if func is Tensor.register_hook:
             self.tensor_hooks += 1
-        if _top_hooks() is self._own_hooks:
+        if pack_hook() is self._own_hooks:
             return func(*args, **(kwargs or {}))
-        first = torch._C._autograd._get_sequence_nr()
+        first = sequence_number()
         result = func(*args, **(kwargs or {}))
-        self.add_foreign(first, torch._C._autograd._get_sequence_nr())
+        self.add_foreign(first, sequence_number())
         return result
 
     def add_foreign(self, first: int, end: int) -> None:
@@ -155,12 +158,6 @@ class ForwardWatch(TorchFunctionMode):
             self._foreign[-1] = range(self._foreign[-1].start, end)
         elif first < end:
             self._foreign.append(range(first, end))
-
-
-def _top_hooks() -> Any:
-    """The pack hook that autograd would call now."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return None if top is None else top[0]
 
 
 def _nodes(root: Any) -> Iterator[Any]:

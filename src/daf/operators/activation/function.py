@@ -36,6 +36,7 @@ from daf.core.policy import Method, Treatment
 from daf.kernels.normalisation import Channels
 from daf.operators.norms.passes import ComputedValues
 from daf.saved_tensors.packed_tensor import Kept, PackedTensor, Rederived, asked_for
+from daf.torch_compat.autograd_graph import without_torch_function
 from daf.torch_compat.ownership import holders_of, sole_holders
 
 # What is decoded is still in the cache when it is used. A GPU's is larger; never tuned on one.
@@ -148,7 +149,7 @@ class FusedSmooth(torch.autograd.Function):
         """From what is held in the place of the input."""
         if gradient is None:
             return None, None
-        with torch._C.DisableTorchFunction():
+        with without_torch_function():
             owned = holders_of(gradient) == sole_holders()
             saved = asked_for(lambda: ctx.saved_tensors)
             assert saved is not None

@@ -42,6 +42,7 @@ from daf.operators.norms.passes import (
 )
 from daf.operators.operator_context import InputHolder
 from daf.saved_tensors.packed_tensor import Kept, PackedTensor, Stored, asked_for
+from daf.torch_compat.autograd_graph import without_torch_function
 from daf.torch_compat.ownership import holders_of, sole_holders
 
 
@@ -236,7 +237,7 @@ class FusedNorm(torch.autograd.Function):
         """From what is held in the place of the input."""
         if gradient is None:
             return (None,) * 5
-        with torch._C.DisableTorchFunction():
+        with without_torch_function():
             owned = holders_of(gradient) == sole_holders()
             saved = asked_for(lambda: ctx.saved_tensors)
             assert saved is not None

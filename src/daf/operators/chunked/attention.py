@@ -30,7 +30,9 @@ from torch.autograd.function import once_differentiable
 from daf.core.policy import Need
 from daf.operators.chunked import weight_gradient
 from daf.operators.eligibility import autograd_objection, is_plain
+from daf.torch_compat.autograd_graph import without_torch_function
 from daf.torch_compat.function_copies import with_globals
+from daf.torch_compat.softmax import safe_softmax, softmax_backward
 
 # Of a chunk of other operators: with weights of 2 MiB at a time, which stay in a cache, forward and
 # backward of 64 x 8 heads of 128 x 128 took 137 ms, with 8 MiB 144, PyTorch's composite 162.
@@ -77,7 +79,7 @@ class _Attention(NamedTuple):
             scores.masked_fill_(~mask, -math.inf)
         elif mask is not None:
             scores += mask
-        return torch._safe_softmax(scores, -1)
+        return safe_softmax(scores, -1)
 
     def noise(self, kept: Tensor, dtype: torch.dtype) -> Tensor:
         """What dropout multiplies weights by, from its bits."""
@@ -98,7 +100,7 @@ class _Attention(NamedTuple):
         if not (needs[0] or needs[1]):
             return None, None, of_v
         of_weights = (gradient @ v.transpose(-2, -1)).mul_(noise)
-        of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype)
+        of_scores = softmax_backward(of_weights, weights, -1, weights.dtype)
         of_q = (of_scores @ scaled_k).mul_(self.scale) if needs[0] else None
         of_k = (of_scores.transpose(-2, -1) @ scaled_q).mul_(self.scale) if needs[1] else None
         return of_q, of_k, of_v
@@ -140,7 +142,7 @@ class ChunkedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Weights are computed again, chunk by chunk."""
-        with torch._C.DisableTorchFunction():
+        with without_torch_function():
             saved, needs = ctx.saved_tensors, ctx.needs_input_grad[:3]
             found = tuple(
                 torch.empty_like(each) if needed else None

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from daf.core.policy import Need
 from daf.operators.chunked import weight_gradient
+from daf.torch_compat.autograd_graph import without_torch_function
 from daf.torch_compat.ownership import holders_of, sole_holders
 
 
@@ -74,7 +75,7 @@ class ChunkedConvolution(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """See :mod:`daf.operators.chunked.weight_gradient`."""
-        with torch._C.DisableTorchFunction():
+        with without_torch_function():
             owned = holders_of(gradient) == sole_holders()
             needs = ctx.needs_input_grad[:3]
             found = weight_gradient.backward(

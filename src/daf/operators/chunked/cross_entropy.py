@@ -21,6 +21,7 @@ from torch import Tensor
 
 from daf.core.errors import DataError, DoubleBackwardError
 from daf.kernels.devices import is_read_freely
+from daf.torch_compat.autograd_graph import keeps_graph, without_torch_function
 
 Reduction = Literal["mean", "sum"]
 # Products of fewer rows read the weight too often: of 4,096 rows of 384 numbers and 50,257 classes,
@@ -130,7 +131,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         total = hidden.new_zeros((), dtype=wide)
         scratch = _scratch(hidden, weight, settings.chunk_rows)
         # To whoever watches operators this is one, however many chunks there are.
-        with torch._C.DisableTorchFunction():
+        with without_torch_function():
             for start in range(0, len(hidden), settings.chunk_rows):
                 chunk = slice(start, start + settings.chunk_rows)
                 logits = _logits(hidden[chunk], weight, bias, scratch)
@@ -149,7 +150,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 "no second derivative; use F.cross_entropy(F.linear(...), ...) there"
             )
         kept = list(ctx.saved_tensors)
-        if torch._C._autograd._get_current_graph_task_keep_graph():
+        if keeps_graph():
             kept = [each * incoming.to(each.dtype) for each in kept]
         else:  # they are nobody else's from here on, so that no second copy is ever made
             ctx.maybe_clear_saved_tensors()

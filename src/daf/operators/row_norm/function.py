@@ -34,6 +34,7 @@ from daf.kernels.normalisation import Channels, KeptValues, NormOutput, RowBackw
 from daf.operators.norms.passes import ComputedValues, NormValues, backward_rows, emit, unmeasured
 from daf.operators.operator_context import InputHolder
 from daf.saved_tensors.packed_tensor import Kept, PackedTensor, Stored, asked_for
+from daf.torch_compat.autograd_graph import without_torch_function
 from daf.torch_compat.ownership import holders_of, sole_holders
 
 
@@ -224,7 +225,7 @@ class FusedRowNorm(torch.autograd.Function):
         """From what is held in the place of the input."""
         if gradient is None:
             return (None,) * 4
-        with torch._C.DisableTorchFunction():
+        with without_torch_function():
             owned = holders_of(gradient) == sole_holders()
             saved = asked_for(lambda: ctx.saved_tensors)
             assert saved is not None

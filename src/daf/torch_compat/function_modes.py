@@ -1,0 +1,21 @@
+"""The stack of torch-function modes of this thread."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def take_modes() -> list[Any]:
+    """Take all off the stack; the lowest first."""
+    taken = []
+    while torch._C._len_torch_function_stack():
+        taken.append(torch._C._pop_torch_function_stack())
+    return taken[::-1]
+
+
+def push_modes(modes: list[Any]) -> None:
+    """Put modes on the stack, the first lowest."""
+    for mode in modes:
+        torch._C._push_on_torch_function_stack(mode)
