@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from daf.capture.compress import compress
 from daf.core.errors import UnknownNameError
 from daf.core.policy import Policy, exact_policy
-from daf.operators.protocol import CallSite, FusedOperator, OperatorCall
+from daf.operators.fusion_table import CallSite
+from daf.operators.protocol import FusedOperator, OperatorCall
 from daf.operators.registry import register_operator
 
 

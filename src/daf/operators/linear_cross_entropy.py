@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from daf.operators.chunked.cross_entropy import chunked_cross_entropy
+from daf.operators.fusion_table import CallSite
 from daf.operators.operator_context import OperatorContext
-from daf.operators.protocol import CallSite, FusedOperator, OperatorCall
+from daf.operators.protocol import FusedOperator, OperatorCall
 from daf.operators.stand_ins import Deferred, tensors_among
 from daf.torch_compat.autograd_graph import sequence_number, without_torch_function
 

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from daf.core.errors import FusionError
+from daf.operators.fusion_table import CallSite, FusionTable
 from daf.torch_compat.autograd_graph import without_torch_function
-
-if TYPE_CHECKING:
-    from daf.operators.protocol import CallSite, FusedOperator
 
 # Reading these of a result tells nothing of its content, and they are the same without any.
 METADATA: frozenset[Any] = frozenset(
@@ -59,6 +57,25 @@ def with_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     return value
 
 
+class DefersResults(Protocol):
+    """An operator whose results are deferred: see ``protocol.FusedOperator``."""
+
+    table: FusionTable
+
+    @property
+    def alone(self) -> str:
+        """The pattern of a call that is not deferred."""
+
+    def follow(self, call: Any) -> Tensor | None:
+        """Go on without the real tensor; None: that is not possible."""
+
+    def compute(self, deferred: Deferred) -> Tensor:
+        """The real tensor."""
+
+    def note_reader(self, site: CallSite, reader: str) -> None:
+        """``reader`` wants the real tensor."""
+
+
 @dataclass(eq=False)
 class Deferred:
     """A result that is computed when something reads it.
@@ -67,7 +84,7 @@ class Deferred:
     them, which must not change before.
     """
 
-    operator: FusedOperator
+    operator: DefersResults
     site: CallSite
     what: str
     parts: Any

@@ -31,8 +31,9 @@ from daf.operators.eligibility import (
     has_usual_strides,
     is_plain_float,
 )
+from daf.operators.fusion_table import CallSite
 from daf.operators.operator_context import InputHolder, OperatorContext
-from daf.operators.protocol import CallSite, FusedOperator, OperatorCall
+from daf.operators.protocol import FusedOperator, OperatorCall
 from daf.saved_tensors.derivation import Derivation
 from daf.saved_tensors.norm_inputs import channel_stride
 from daf.saved_tensors.packed_tensor import Recipe, Rederived, Term

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from daf.operators.batch_norm.call import NormArguments
 from daf.operators.batch_norm.relu import Rectifier, read_rectifier
-from daf.operators.protocol import CallSite, OperatorCall
+from daf.operators.fusion_table import CallSite
+from daf.operators.protocol import OperatorCall
 from daf.operators.stand_ins import tensors_among
 from daf.saved_tensors.provenance import ADDITIONS
 

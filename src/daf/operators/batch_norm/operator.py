@@ -21,8 +21,9 @@ from daf.operators.batch_norm.call import NormArguments, objection, read_call
 from daf.operators.batch_norm.function import FusedNorm, Norm, NormHeld, run_forward
 from daf.operators.batch_norm.observation import ALONE, Observation, is_plain_addition
 from daf.operators.batch_norm.relu import Rectifier, read_rectifier
+from daf.operators.fusion_table import CallSite
 from daf.operators.operator_context import InputHolder, OperatorContext
-from daf.operators.protocol import CallSite, FusedOperator, OperatorCall
+from daf.operators.protocol import FusedOperator, OperatorCall
 from daf.operators.stand_ins import Deferred
 from daf.saved_tensors.derivation import Derivation
 from daf.saved_tensors.ledger import Plain, Unmade

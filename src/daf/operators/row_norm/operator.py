@@ -12,8 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from daf.core.policy import Need
+from daf.operators.fusion_table import CallSite
 from daf.operators.operator_context import InputHolder
-from daf.operators.protocol import CallSite, FusedOperator, OperatorCall
+from daf.operators.protocol import FusedOperator, OperatorCall
 from daf.operators.row_norm.call import ROW_NORMS, objection, read_call, row_norm_of
 from daf.operators.row_norm.function import FusedRowNorm, RowNorm, RowsHeld, run_forward
 from daf.saved_tensors.ledger import Plain, Unmade

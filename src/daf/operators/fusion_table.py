@@ -1,0 +1,61 @@
+"""What was decided for each call of an operator, from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from daf.core.reports import FusionReport
+
+
+class CallSite(NamedTuple):
+    """The ``call``-th call of ``operator`` within one call of the module at this path."""
+
+    module: str
+    operator: str
+    call: int
+
+
+class FusionTable:
+    """What was decided for each call of an operator, from step to step."""
+
+    def __init__(self) -> None:
+        self._decided: dict[CallSite, FusionReport] = {}
+        self._objections: dict[CallSite, FusionReport] = {}
+        self._deferred: set[CallSite] = set()
+
+    def reports(self) -> tuple[FusionReport, ...]:
+        """Every call seen; one that the last step refused tells the reason."""
+        return tuple((self._decided | self._objections).values())
+
+    def is_open(self, site: CallSite) -> bool:
+        """True if nothing was decided for it."""
+        return site not in self._decided
+
+    def is_deferred(self, site: CallSite) -> bool:
+        """True if a stand-in takes the place of its result."""
+        return site in self._deferred
+
+    @property
+    def defers(self) -> bool:
+        """True if stand-ins take the place of any results."""
+        return bool(self._deferred)
+
+    def pattern(self, site: CallSite) -> str:
+        """What it is fused with; empty where PyTorch's own runs."""
+        return self._decided[site].pattern
+
+    def decide(
+        self, site: CallSite, pattern: str, reason: str = "", *, deferred: bool = False
+    ) -> None:
+        """From the next step on it runs so; ``reason``: why no more is fused."""
+        (self._deferred.add if deferred else self._deferred.discard)(site)
+        self._decided[site] = _report(site, pattern, reason)
+
+    def object(self, reasons: Iterable[tuple[CallSite, str]]) -> None:
+        """Why calls of this step ran as PyTorch's own; replaces those of the step before."""
+        self._objections = {site: _report(site, "", reason) for site, reason in reasons}
+
+
+def _report(site: CallSite, pattern: str, reason: str) -> FusionReport:
+    return FusionReport(site.module, site.call, pattern, reason, site.operator)
