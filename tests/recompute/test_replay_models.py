@@ -42,7 +42,7 @@ def without_cache(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_module_of_a_transformer_nested(name: str) -> None:
     pytest.importorskip("transformers")
-    from test_exact_transformers import CASES as BUILDERS
+    from transformer_cases import CASES as BUILDERS
 
     def case() -> tuple[nn.Module, tuple[()]]:
         model, inputs = BUILDERS[name]()
