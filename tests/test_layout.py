@@ -158,7 +158,6 @@ def source_files(*folders: str) -> Iterator[Path]:
                 yield path
 
 
-@pytest.mark.xfail(reason="tests/kernels has 17", strict=True)
 def test_no_folder_holds_more_than_sixteen_files() -> None:
     counts = Counter(path.parent for path in source_files("src", "csrc", "benchmarks", "tests"))
     assert len(counts) > 40

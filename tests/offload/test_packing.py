@@ -149,7 +149,7 @@ def test_they_are_those_of_a_gpu_s_kernels_too() -> None:
     pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")
     program = """
 import sys
-sys.path.append("../helpers")
+sys.path += ["../helpers", "../helpers/models"]
 from test_packing import assert_whoever_packs_the_bytes_are_the_same
 from daf.kernels.triton.backend import TritonBackend
 assert_whoever_packs_the_bytes_are_the_same((600,), TritonBackend())
