@@ -39,7 +39,7 @@ def test_the_largest_is_found_to_its_precision(largest: int, first: int) -> None
     assert len(tried) < 20
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_number_types_stand_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[tuple[str, int | None, Any, tuple[str, ...]]] = []
 
@@ -74,7 +74,7 @@ def test_number_types_stand_side_by_side(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @needs_limit
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("codes", [{}, {"bits": 1, "levers": ("codes",)}])
 def test_what_a_limit_refuses_does_not_fit(codes: dict[str, Any]) -> None:
     """A batch that is larger than the data, at the tiniest of images."""

@@ -33,7 +33,7 @@ TINY = run.OperatorsJob(
 )
 
 
-@pytest.fixture(scope="module", params=[pytest.param("processes", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[pytest.param("processes", marks=pytest.mark.thorough)])
 def result() -> Any:
     return run.run(TINY)
 

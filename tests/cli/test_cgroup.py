@@ -18,7 +18,7 @@ def train(budget: str, out: Path) -> list[str]:
     return [*command, "--batch-size", "96", "--max-steps", "2", "--budget", budget, "--out", out]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.skipif(not WORKS, reason=REASON)
 def test_the_budget_holds_where_plain_pytorch_is_killed(tmp_path: Path) -> None:
     with cgroup.limited_group(BUDGET_BYTES) as group:

@@ -368,7 +368,7 @@ def test_integers_that_do_not_fit_are_refused(instruction_set) -> None:
             reference.encode_integers(source, bits, base)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_32_million_elements(cases, instruction_set, golden) -> None:
     source, native = cases.smooth(2**25, 11), Native(threads=2)
     target, key = reference.Target(2**25), 0x0123456789ABCDEF

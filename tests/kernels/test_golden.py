@@ -100,7 +100,7 @@ def test_small_cases(cases, golden) -> None:
     assert small_digests(cases) == golden["small"]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_32_million_elements(cases, golden) -> None:
     assert large_digests(cases) == golden["large"]
 

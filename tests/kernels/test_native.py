@@ -26,7 +26,7 @@ THREADS = 3
 JOBS_OF_A_BUILD = str(max(1, (os.cpu_count() or 1) // 2))
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.thorough,
     pytest.mark.skipif(sys.platform != "linux", reason="needs Linux"),
 ]
 

@@ -323,7 +323,7 @@ def test_external_bytes_are_refused_beyond_the_limit() -> None:
         native.discharge_external(4 * MIB)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_results_are_bit_equal_while_it_comes_and_goes_a_thousand_times() -> None:
     plain = train(20)
     rounds = iter(range(10**6))
@@ -499,7 +499,7 @@ def test_the_interpreter_may_end_inside_with_tensors_and_a_hook() -> None:
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_compiled_functions_allocate_and_free_under_it() -> None:
     done = run_python("""
         import shutil, sys, torch

@@ -43,7 +43,7 @@ def build(folder: Path, options: list[str], command: str = "c++") -> Path:
     return program
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [
@@ -64,7 +64,7 @@ def test_a_million_operations_agree_with_the_model(tmp_path: Path, options: list
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr[-4000:]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_many_beginnings_and_ends_agree_with_the_model(tmp_path: Path) -> None:
     """Redirecting and undoing it race with other threads, who win one time in fifty runs."""
     program = build(tmp_path, [])
@@ -75,7 +75,7 @@ def test_many_beginnings_and_ends_agree_with_the_model(tmp_path: Path) -> None:
         assert (done.returncode, done.stdout) == (0, "ok\n"), (seed, done.stderr[-4000:])
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_it_works_on_an_emulated_arm_processor(tmp_path: Path) -> None:
     """Relocation kinds and page handling differ there; operations are few, emulation being slow."""
     emulator = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")

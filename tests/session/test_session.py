@@ -449,7 +449,7 @@ def test_a_buffer_that_a_forward_pass_makes_or_grows_stays_and_the_rest_is_resto
 
 
 @needs_peak
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_process_stays_below_its_budget_and_the_least_budget_works() -> None:
     refused = run_in_fresh_process(BUDGETED.format(budget="floor + 100_000_000"))
     least = refused["least"]

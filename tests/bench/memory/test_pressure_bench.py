@@ -27,7 +27,7 @@ TINY = replace(
 )
 
 
-SIMULATED = pytest.param("simulated", marks=pytest.mark.slow)
+SIMULATED = pytest.param("simulated", marks=pytest.mark.thorough)
 
 
 @pytest.fixture(scope="module", params=["as the machine allows", SIMULATED])

@@ -64,7 +64,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
         return peers_job.run(TINY, file), file
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_whole_table_is_measured_and_refusals_are_told(measured: Any) -> None:
     rows = {row["contestant"]: row for row in measured[0].rows if row["kind"] != DUEL}
     assert list(rows) == ["plain", *(asked.label for asked in CONTESTANTS)]
@@ -87,7 +87,7 @@ def test_the_whole_table_is_measured_and_refusals_are_told(measured: Any) -> Non
     assert "needs one of" in rows["torch.compile"]["refused"]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_daf_and_the_baseline_are_stepped_in_turn_with_each_other(measured: Any) -> None:
     result = measured[0]
     (duel,) = [row for row in result.rows if row["kind"] == DUEL]  # DAF at one hundredth refused
@@ -101,7 +101,7 @@ def test_daf_and_the_baseline_are_stepped_in_turn_with_each_other(measured: Any)
     assert result.figures["w6_speed_vs_minmax_baseline"] == pytest.approx(1 / duel["ratio"])
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_it_goes_on_where_it_stopped(measured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     result, file = measured
@@ -124,7 +124,7 @@ def test_it_goes_on_where_it_stopped(measured: Any, monkeypatch: pytest.MonkeyPa
         peers_job.run(replace(TINY, steps=3), file)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_page_and_the_picture_show_everybody(measured: Any, tmp_path: Path) -> None:
     result = measured[0]
     page = peers_page(result.rows, result.figures, result.notes)
@@ -413,7 +413,7 @@ def test_an_unknown_workload_is_refused() -> None:
     assert "unknown workload 'W9'" in ran.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_command_writes_json_page_and_picture(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, measured: Any
 ) -> None:
