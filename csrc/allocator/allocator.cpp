@@ -18,10 +18,10 @@
 namespace daf::allocator {
 namespace {
 
-// Addresses are free, so many times the memory: fragments of addresses then never matter.
+// Addresses are free: reserving many times the memory makes their fragmentation harmless.
 constexpr uint64_t range_per_memory = 16;
 
-// Whose allocations are PyTorch's tensors and oneDNN's scratch.
+// True for the libraries that allocate PyTorch's tensors and oneDNN's scratch.
 bool allocates_tensors(const char* path) {
   const char* slash = std::strrchr(path, '/');
   const char* name = slash ? slash + 1 : path;
@@ -45,7 +45,7 @@ void* address_of(Function function) {
   return reinterpret_cast<void*>(function);
 }
 
-// Who may be handed our blocks: the tensor libraries. Who may free them: anybody.
+// The tensor libraries may receive our blocks; any library may free them.
 constexpr uint32_t births = 0b000111, deaths = 0b111000;
 
 std::vector<Redirection> redirections() {
@@ -95,8 +95,8 @@ struct State {
 
 State& state();
 
-// In a child only the forking thread exists: it must find every lock free. Its copies of recycled
-// pages are nobody's, and dropping them spares the parent copying them when it writes again.
+// A child has only the forking thread, so every lock must be free. It drops its recycled pages, so
+// that the parent's next writes copy none.
 void before_fork() { state().lock(); }
 void after_fork_in_parent() { state().unlock(); }
 void after_fork_in_child() {
@@ -119,7 +119,7 @@ State& state() {
 thread_local uint32_t current_label = 0;
 thread_local bool reclaiming = false;
 
-// Asks the pool for bytes; what it frees, and allocates, comes back here on the same thread.
+// Asks the pool for bytes; what the pool frees and allocates re-enters on the same thread.
 uint64_t reclaim(uint64_t needed_bytes) {
   Reclaim hook;
   void* context;
@@ -136,7 +136,7 @@ uint64_t reclaim(uint64_t needed_bytes) {
   return freed;
 }
 
-// Enters bytes that are not the heap's into the account: recycled blocks make room, then the pool.
+// Enters bytes outside the heap into the account; room comes from recycled blocks, then the pool.
 bool charge(uint64_t bytes, bool may_reclaim) {
   Account& account = state().account;
   for (;;) {
@@ -171,9 +171,8 @@ void leave_small(uint64_t bytes) {
   account.held.subtract(small_held_bytes(bytes));
 }
 
-// PyTorch turns a refused allocation into an exception. oneDNN and its wrapper write through the
-// null pointer instead. What they ask for is either aligned to a page and more, or a small object
-// of theirs. Where PyTorch was told to align to pages too the two cannot be told apart.
+// PyTorch makes a refused allocation an exception; oneDNN and its wrapper write through the null
+// pointer. Their requests are page-aligned or small; PyTorch's are too if it aligns to pages.
 bool must_serve(size_t alignment, size_t bytes) {
   constexpr size_t pytorch_alignment = 64, largest_object_bytes = 16384;
   static const bool pytorch_aligns_to_pages = std::getenv("THP_MEM_ALLOC_ENABLE") != nullptr;
@@ -241,7 +240,7 @@ void* redirected_aligned_alloc(size_t alignment, size_t bytes) {
 
 void redirected_free(void* pointer) { release(pointer); }
 
-// A block that glibc serves is no tensor of ours any more.
+// A block that glibc serves is no longer a tensor of ours.
 void forget_small(void* pointer) {
   const SmallBlock known = state().small.remove(pointer);
   if (!known.address) return;
@@ -249,8 +248,7 @@ void forget_small(void* pointer) {
   leave_small(known.bytes);
 }
 
-// Other libraries free large tensors, never small ones: these are not looked up. While the heap is
-// about to close, or has no room, glibc serves large ones too.
+// Other libraries free only large tensors: small ones are not looked up. glibc's may be large too.
 void free_elsewhere(void* pointer) {
   if (state().heap.owns(pointer)) return release_large(pointer);
   if (::malloc_usable_size(pointer) >= large_from_bytes) forget_small(pointer);
@@ -296,7 +294,7 @@ std::string install() {
   const std::lock_guard<std::mutex> guard(now.install_mutex);
   if (!now.heap.reserve(range_per_memory * physical_bytes()))
     return "the system grants no 1 GiB of address space (see ulimit -v)";
-  // Until `open` below every redirected call passes straight on to the C library.
+  // Until `open` below, redirected calls pass through to the C library.
   now.relocations.apply(births | deaths);
   if (now.relocations.redirected(births) == 0) {
     now.relocations.restore(births | deaths);

@@ -1,7 +1,5 @@
-// The processor's memory as an account: what PyTorch's CPU tensors and oneDNN's scratch hold is
-// counted, bounded by a limit and recycled. One per process; off until installed.
-//
-// Linux on x86-64 and aarch64; elsewhere `install` says why not and nothing else does anything.
+// The CPU memory account: counts, limits and recycles PyTorch's CPU tensors and oneDNN's scratch.
+// One per process, off until installed; Linux on x86-64 and aarch64 only.
 #pragma once
 
 #include <cstddef>
@@ -16,8 +14,7 @@
 
 namespace daf::allocator {
 
-// Asked for `needed_bytes` that the limit does not leave; returns how many it freed (0: none, the
-// allocation fails). Called on the thread that allocates, with no lock of ours held.
+// Frees up to `needed_bytes`; returns how many (0: the allocation fails). Called without our locks.
 using Reclaim = uint64_t (*)(void* context, uint64_t needed_bytes);
 
 struct Settings {
@@ -25,19 +22,17 @@ struct Settings {
   uint64_t limit_bytes = no_limit;  // the most that the account may hold
 };
 
-// "" where this system can redirect allocations, else why it cannot.
+// "" if this system can redirect allocations, else why not.
 std::string unsupported_reason();
 
-// Redirects the allocations of PyTorch's libraries. Returns "" or what was found instead. Nests:
-// as many `remove` undo as many `install`.
+// Redirects PyTorch's allocations; returns "" or an error. Each `install` needs one `remove`.
 std::string install();
-// Returns how many of our large blocks survive. They stay valid; while there are any, `free`
-// stays redirected, so that whoever frees them reaches the right owner.
+// Returns how many large blocks survive; `free` stays redirected until the last one is freed.
 uint64_t remove();
 bool is_installed();
 uint64_t surviving_blocks();
 uint64_t small_blocks();
-// Redirects libraries that were loaded since; cheap when there are none.
+// Redirects libraries loaded since; cheap if there are none.
 void refresh();
 
 void set_cap(uint64_t bytes);
@@ -45,24 +40,22 @@ void set_limit(uint64_t bytes);
 Settings settings();
 void set_reclaim(Reclaim reclaim, void* context);
 
-// The pool's bytes, in the same account: false (and nothing charged) where the limit leaves no
-// room even after the recycled blocks are given back. Never calls the reclaim hook.
+// Charges the pool's bytes; false (nothing charged) if the limit leaves no room even without
+// recycled blocks. Never calls the reclaim hook.
 bool charge_external(uint64_t bytes);
 void discharge_external(uint64_t bytes);
-// Calls the reclaim hook for what `charge_external` refused, with no lock held; returns what it
-// freed.
+// Calls the reclaim hook, without locks, for what `charge_external` refused; returns bytes freed.
 uint64_t ask_for_room(uint64_t bytes);
-// An allocation failed because of what `charge_external` refused.
+// Counts an allocation that failed because `charge_external` refused.
 void count_refusal();
 
-// Gives recycled blocks back to the system: all, or at least `bytes`; returns how much.
+// Returns all recycled bytes, or at least `bytes`, to the system; returns how many.
 uint64_t trim(uint64_t bytes);
 
 Account& account();
-// Names what follows in the statistics by phase; "" ends it. False where there are 15 phases
-// already, or the name has more than 31 characters.
+// Names the phase of later statistics, "" none; false beyond 15 phases or 31 characters.
 bool set_phase(const std::string& name);
-// Numbers for texts, and back; 0 is "". What this thread's next allocations are recorded under.
+// Numbers for texts, and back; 0 is "". The label of this thread's next allocations.
 uint32_t intern_label(const std::string& text);
 std::string label_text(uint32_t label);
 void set_label(uint32_t label);
@@ -72,10 +65,10 @@ std::vector<LiveBlock> live_blocks();
 void record_events(size_t capacity);
 std::vector<Event> recorded_events(uint64_t* dropped);
 
-// Where all large blocks lie: [first, first + second). Zeros before the first installation.
+// Where all large blocks lie: [first, first + second); zeros before the first installation.
 std::pair<uint64_t, uint64_t> address_range();
 
-// What the redirected posix_memalign and free do.
+// The redirected posix_memalign and free.
 int allocate(void** pointer, size_t alignment, size_t bytes);
 void release(void* pointer);
 

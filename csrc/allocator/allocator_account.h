@@ -1,5 +1,4 @@
-// The one account that the limit bounds, and its statistics. Everything is an atomic counter, so
-// that a small allocation costs two additions and no lock.
+// The account that the limit bounds. Atomic counters: a small allocation costs two additions.
 #pragma once
 
 #include <atomic>
@@ -18,7 +17,7 @@ inline void raise_to(std::atomic<uint64_t>& peak, uint64_t value) {
   }
 }
 
-// A number of bytes or blocks and the most it has been.
+// A number of bytes or blocks and its maximum.
 class Gauge {
  public:
   uint64_t add(uint64_t amount) {
@@ -27,7 +26,7 @@ class Gauge {
     return now;
   }
   void subtract(uint64_t amount) { current_.fetch_sub(amount, std::memory_order_relaxed); }
-  // Adds only if the sum stays within `bound`; false (and nothing added) otherwise.
+  // Adds if the sum stays within `bound`; else adds nothing and returns false.
   bool add_within(uint64_t amount, uint64_t bound) {
     uint64_t seen = current();
     do {
@@ -54,7 +53,7 @@ class Counter {
   std::atomic<uint64_t> value_{0};
 };
 
-// What happened while one phase (forward, backward, ...) was current.
+// Statistics of one phase (forward, backward, ...).
 struct Phase {
   char name[32] = "";
   std::atomic<uint64_t> live_peak{0};
@@ -67,10 +66,9 @@ struct Phase {
 constexpr int phase_limit = 16;
 
 struct Account {
-  // Bytes asked for and not yet freed: all tensors and scratch of the redirected libraries.
+  // Bytes requested and not yet freed: all tensors and scratch of the redirected libraries.
   Gauge live;
-  // What the process holds for them: whole pages of large blocks (live and recycled), usable
-  // sizes of small ones, and the bytes charged from outside (the pool). Bounded by `limit`.
+  // Bounded by `limit`: pages of large blocks (live, recycled), small blocks, external charges.
   Gauge held;
   Gauge recycled;  // part of held: freed, kept for reuse
   Gauge small;     // part of held: blocks that glibc serves
@@ -83,11 +81,11 @@ struct Account {
   Counter hits;            // served from one recycled block, without a system call
   Counter assembled;       // served by moving pages of several recycled blocks
   Counter moved_bytes;     // pages moved for those
-  Counter resized;         // served by a recycled block of another size, where it lies
+  Counter resized;         // served in place by a recycled block of another size
   Counter fresh_bytes;     // taken from the system
   Counter returned_bytes;  // given back to the system
   Counter returned_blocks;
-  Counter emptied;     // times the limit made recycled blocks go
+  Counter emptied;     // times the limit evicted recycled blocks
   Counter reclaims;    // times the pool was asked for bytes
   Counter refusals;    // allocations that failed at the limit
   Counter overdrafts;  // allocations served beyond the limit, because failing would be a crash

@@ -1,4 +1,4 @@
-// A record of who asked for what and when: off unless started, and then bounded.
+// A bounded record of allocations and frees; off unless started.
 #pragma once
 
 #include <atomic>
@@ -11,15 +11,15 @@
 namespace daf {
 
 struct Event {
-  int64_t time_ns;  // the steady clock, which Python's time.monotonic_ns reads too
+  int64_t time_ns;  // steady clock, as Python's time.monotonic_ns
   uint64_t address;
   int64_t bytes;   // -1: freed
-  uint32_t label;  // what the thread that asked had set
+  uint32_t label;  // the label set by the requesting thread
 };
 
 class EventRecorder {
  public:
-  // At most `capacity` events; later ones are only counted.
+  // Records at most `capacity` events; later ones are only counted.
   void start(size_t capacity) {
     const std::lock_guard<std::mutex> guard(mutex_);
     events_.clear();

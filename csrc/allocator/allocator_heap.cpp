@@ -30,7 +30,7 @@ bool BlockHeap::reserve(uint64_t range_bytes) {
   const std::lock_guard<std::mutex> guard(mutex_);
   if (blocks_) return true;
   if (!range_.reserve(range_bytes)) return false;
-  // The table is as sparse as the range: only what is used becomes resident.
+  // The table is as sparse as the range: only used entries become resident.
   blocks_ = static_cast<Block*>(map_table(range_.slots() * sizeof(Block)));
   return blocks_ != nullptr;
 }
@@ -71,7 +71,7 @@ Served BlockHeap::allocate(uint64_t bytes, uint32_t label, bool must, void** poi
         if (fit_live_locked(*over_bytes) == 0) return Served::over_limit;
       }
       served = assemble(held_bytes, must, &slot);
-      // Over the limit after all: another thread's small blocks took what was left. Look again.
+      // Another thread's small blocks took the remaining room: try again.
     } while (served == Served::over_limit);
     if (served == Served::no_memory) return served;
   }
@@ -80,7 +80,7 @@ Served BlockHeap::allocate(uint64_t bytes, uint32_t label, bool must, void** poi
   return Served::yes;
 }
 
-// Whether the block would fit if everything recycled were given back.
+// True if the block would fit with everything recycled returned to the system.
 bool BlockHeap::fits_before_limit(uint64_t bytes, uint64_t* over_bytes) const {
   const uint64_t needed = account_.held.current() - account_.recycled.current() + bytes;
   const uint64_t limit = account_.limit.load();
@@ -88,7 +88,7 @@ bool BlockHeap::fits_before_limit(uint64_t bytes, uint64_t* over_bytes) const {
   return needed <= limit;
 }
 
-// Takes a recycled block, or the first slots of one, out of the index; sets its held bytes.
+// Takes a recycled block, or its first slots, out of the index and sets its held bytes.
 bool BlockHeap::reuse(uint64_t held_bytes, uint32_t* slot) {
   const auto found = by_size_.lower_bound({held_bytes, 0, 0});
   if (found == by_size_.end()) return false;
@@ -106,7 +106,7 @@ bool BlockHeap::reuse(uint64_t held_bytes, uint32_t* slot) {
   return true;
 }
 
-// Splits the first `count` slots off a recycled block; the rest stays recycled, as old as it was.
+// Splits off the first `count` slots; the rest stays recycled with its age.
 void BlockHeap::keep_first(uint32_t slot, uint32_t count) {
   const uint64_t first_bytes = count * slot_bytes;
   const Block whole = blocks_[slot];
@@ -115,7 +115,7 @@ void BlockHeap::keep_first(uint32_t slot, uint32_t count) {
   blocks_[slot].held_bytes = first_bytes;
 }
 
-// A new range of slots: pages of recycled blocks first, the system's for the rest.
+// Fills a new range of slots: pages of recycled blocks first, the system's for the rest.
 Served BlockHeap::assemble(uint64_t held_bytes, bool must, uint32_t* slot) {
   if (held_bytes < slot_bytes && takes_all(held_bytes) && nearest_partial(held_bytes, slot)) {
     return resize(*slot, held_bytes, must);
@@ -127,7 +127,7 @@ Served BlockHeap::assemble(uint64_t held_bytes, bool must, uint32_t* slot) {
   return served;
 }
 
-// Where addresses have run out, those of recycled blocks are given up.
+// Without free addresses, recycled blocks give up theirs.
 bool BlockHeap::take_slots(uint32_t count, uint32_t* slot) {
   if (!range_.take(count, slot) && (shed_locked(no_limit) == 0 || !range_.take(count, slot))) {
     return false;
@@ -147,8 +147,7 @@ Served BlockHeap::fill(uint32_t slot, uint64_t held_bytes, bool must) {
     gathered_bytes += gather_tail(slot + whole, held_bytes % slot_bytes);
   }
   if (!charge(held_bytes - gathered_bytes, must)) {
-    // Another thread's small blocks took what was left. What was gathered leaves the account,
-    // and the caller gives the slots back.
+    // Another thread's small blocks took the remaining room: the caller returns the slots.
     count_returned(gathered_bytes);
     return Served::over_limit;
   }
@@ -164,14 +163,13 @@ void BlockHeap::count_fresh(uint64_t bytes) {
   account_.current_phase().fresh_bytes.add(bytes);
 }
 
-// Whether so much more from the system would pass the limit: then nothing recycled lies idle.
-// Without a limit nothing ever does.
+// True if `held_bytes` more would pass the limit, or without one: then no recycled page lies idle.
 bool BlockHeap::takes_all(uint64_t held_bytes) const {
   const uint64_t limit = account_.limit.load();
   return limit == no_limit || account_.held.current() + held_bytes > limit;
 }
 
-// The recycled block shorter than a slot whose size is nearest; false where there is none.
+// Finds the recycled block shorter than a slot whose size is nearest; false if there is none.
 bool BlockHeap::nearest_partial(uint64_t held_bytes, uint32_t* slot) const {
   const auto larger = by_size_.lower_bound({held_bytes, 0, 0});
   const bool has_larger = larger != by_size_.end() && std::get<0>(*larger) < slot_bytes;
@@ -186,8 +184,7 @@ bool BlockHeap::nearest_partial(uint64_t held_bytes, uint32_t* slot) const {
   return true;
 }
 
-// Takes a recycled block shorter than a slot and gives it another such size where it lies: its
-// address range is a slot of its own.
+// Resizes a recycled block shorter than a slot in place: its address range is a slot of its own.
 Served BlockHeap::resize(uint32_t slot, uint64_t held_bytes, bool must) {
   const uint64_t before_bytes = blocks_[slot].held_bytes;
   remove_recycled(slot);
@@ -208,8 +205,8 @@ Served BlockHeap::resize(uint32_t slot, uint64_t held_bytes, bool must) {
   return Served::yes;
 }
 
-// Moves the pages of a recycled block shorter than a slot into the last, partial slot of a new
-// block; returns their bytes. What it held beyond them goes to the system.
+// Moves the pages of a recycled block shorter than a slot into a new block's last, partial slot;
+// returns their bytes. Its other pages go to the system.
 uint64_t BlockHeap::gather_tail(uint32_t to, uint64_t wanted_bytes) {
   uint32_t from;
   if (wanted_bytes == 0 || !nearest_partial(wanted_bytes, &from)) return 0;
@@ -218,7 +215,7 @@ uint64_t BlockHeap::gather_tail(uint32_t to, uint64_t wanted_bytes) {
   const uint64_t moved_bytes = std::min(movable_bytes, wanted_bytes);
   if (moved_bytes == 0) return 0;
   if (!range_.move_part(from, to, moved_bytes)) {
-    blocks_[to].first_mapping_bytes = 0;  // how many there are now, nobody knows
+    blocks_[to].first_mapping_bytes = 0;  // unknown from now on
     return 0;
   }
   blocks_[to].first_mapping_bytes = moved_bytes;
@@ -228,7 +225,7 @@ uint64_t BlockHeap::gather_tail(uint32_t to, uint64_t wanted_bytes) {
   return moved_bytes;
 }
 
-// Moves pages of recycled blocks, the oldest first, into the whole slots of a new block.
+// Moves pages of recycled blocks, oldest first, into the whole slots of a new block.
 uint32_t BlockHeap::gather_pages(uint32_t slot, uint32_t wanted) {
   uint32_t gathered = 0;
   while (gathered < wanted && !by_age_.empty()) {
@@ -239,10 +236,10 @@ uint32_t BlockHeap::gather_pages(uint32_t slot, uint32_t wanted) {
   return gathered;
 }
 
-// Moves up to `wanted` slots out of the oldest block that has whole slots; returns how many.
+// Moves up to `wanted` slots from the oldest block with whole slots; returns how many.
 uint32_t BlockHeap::move_from_oldest(uint32_t to, uint32_t wanted) {
   for (const auto& aged : by_age_) {
-    const uint32_t from = aged.second;  // a copy: the entry goes away below
+    const uint32_t from = aged.second;  // a copy: the entry is erased below
     const auto whole = static_cast<uint32_t>(blocks_[from].held_bytes / slot_bytes);
     if (whole == 0) continue;
     const uint32_t count = range_.move_pages(from, to, whole < wanted ? whole : wanted);
@@ -254,7 +251,7 @@ uint32_t BlockHeap::move_from_oldest(uint32_t to, uint32_t wanted) {
   return 0;
 }
 
-// The first slots leave a recycled block; a rest too short to be reused goes to the system.
+// Removes a recycled block's first slots; a rest too short for reuse goes to the system.
 void BlockHeap::drop_first(uint32_t slot, uint32_t count) {
   const Block whole = blocks_[slot];
   const uint64_t rest_bytes = whole.held_bytes - count * slot_bytes;
@@ -266,7 +263,7 @@ void BlockHeap::drop_first(uint32_t slot, uint32_t count) {
   }
 }
 
-// Enters fresh bytes into the account, giving recycled ones back where the limit asks for it.
+// Enters fresh bytes into the account, returning recycled ones as the limit requires.
 bool BlockHeap::charge(uint64_t bytes, bool must) {
   for (;;) {
     const uint64_t limit = account_.limit.load();
@@ -316,7 +313,7 @@ uint64_t BlockHeap::release(void* pointer) {
   const uint64_t keep_bytes = open_ ? cap_bytes_ : 0;
   const uint64_t recycled = account_.recycled.current();
   if (recycled > keep_bytes) shed_locked(recycled - keep_bytes);
-  // Above a limit that was lowered meanwhile, what is freed goes back instead of being kept.
+  // Above a limit lowered meanwhile, freed bytes go to the system.
   const uint64_t held = account_.held.current();
   const uint64_t limit = account_.limit.load();
   if (held > limit) shed_locked(held - limit);
@@ -365,7 +362,7 @@ uint64_t BlockHeap::shed_locked(uint64_t bytes) {
   return shed;
 }
 
-// The whole of the oldest block, or as many of its first slots as are asked for.
+// Sheds the oldest block, or as many of its first slots as needed.
 uint64_t BlockHeap::shed_oldest(uint64_t bytes) {
   const uint32_t slot = by_age_.begin()->second;
   const Block whole = blocks_[slot];
@@ -381,8 +378,7 @@ uint64_t BlockHeap::shed_oldest(uint64_t bytes) {
   return first_bytes;
 }
 
-// Live blocks that were reused may be larger than what was asked for; near the limit they give
-// the difference back, at least `bytes` of it or all.
+// Live blocks return what exceeds their request: at least `bytes`, or all.
 uint64_t BlockHeap::fit_live_locked(uint64_t bytes) {
   uint64_t returned = 0;
   for (uint32_t slot = 0; slot < highest_slot_ && returned < bytes; ++slot) {

@@ -1,17 +1,15 @@
-// Blocks of 128 KiB and more: kept when freed, reused by best fit, and given back least recently
-// used first.
+// Blocks of 128 KiB and more: kept when freed, reused by best fit, returned oldest first.
 //
-// Three ways to serve an allocation, in this order:
-//   1. a recycled block at most 25 % larger (whole slots too many are split off and stay
-//      recycled), or the first slots of a larger one: no system call;
-//   2. a fresh address range whose whole slots receive the pages of recycled blocks, whatever
-//      their sizes: about 2 microseconds per 2 MiB, where faulting them in costs 150 to 900;
+// An allocation is served, in this order, by
+//   1. a recycled block at most 25 % larger (excess whole slots stay recycled), or the first slots
+//      of a larger one: no system call;
+//   2. a fresh address range whose whole slots receive the pages of recycled blocks of any size:
+//      about 2 microseconds per 2 MiB, where faulting them in costs 150 to 900;
 //   3. pages from the system, only for what is still missing.
-// Because of 2 recycled memory never lies idle while an allocation grows the process.
+// So recycled memory never lies idle while an allocation grows the process.
 //
-// What is shorter than a slot has no whole one to move. Within the limit each size then has blocks
-// of its own; at the limit, or without one, the recycled block of the nearest size grows or shrinks
-// where it lies, or gives its pages to the last, partial slot of a longer block.
+// Blocks shorter than a slot are kept by size within the limit. At the limit, or without one, the
+// recycled block of the nearest size is resized in place, or fills a longer block's partial slot.
 #pragma once
 
 #include <cstdint>
@@ -44,31 +42,28 @@ class BlockHeap {
   explicit BlockHeap(Account& account) : account_(account) {}
   ~BlockHeap();
 
-  // Once, before the heap is opened. False where the system grants no address space.
+  // Call once, before `open`; false if the system grants no address space.
   bool reserve(uint64_t range_bytes);
-  // Where all blocks lie: first address and bytes.
+  // First address and bytes of the range of all blocks.
   std::pair<uintptr_t, uint64_t> address_range() const {
     return {range_.first(), range_.slots() * slot_bytes};
   }
   bool owns(const void* pointer) const { return range_.contains(pointer); }
 
-  // While closed nothing is handed out, and what is freed goes straight back to the system.
+  // While closed, the heap serves nothing and returns freed blocks to the system.
   void open();
   void close();
   bool is_open();
 
-  // `over_bytes` is set where the answer is over_limit: what somebody else must free first. With
-  // `must` that is never the answer: the block is served beyond the limit if it has to be.
+  // With over_limit, `over_bytes` must be freed first; with `must`, the limit is exceeded instead.
   Served allocate(uint64_t bytes, uint32_t label, bool must, void** pointer, uint64_t* over_bytes);
-  // Returns the bytes that were asked for. Ends the process with a message where `pointer` is not
-  // the start of a live block, as the C library does.
+  // Returns the requested bytes; aborts, as the C library does, if no live block starts there.
   uint64_t release(void* pointer);
   uint64_t usable_bytes(const void* pointer);
 
-  // The most that may lie recycled; acts at once.
+  // Sets the most that may lie recycled; acts at once.
   void set_cap(uint64_t bytes);
-  // Gives at least `bytes` of recycled memory back, then of what live blocks hold beyond what was
-  // asked for, or all of it; returns how much.
+  // Returns at least `bytes`, or all, to the system: recycled memory, then live blocks' excess.
   uint64_t shed(uint64_t bytes);
 
   std::vector<LiveBlock> live_blocks();
@@ -76,21 +71,20 @@ class BlockHeap {
 
   void lock() { mutex_.lock(); }
   void unlock() { mutex_.unlock(); }
-  // In the child of a fork: its copies of recycled pages only cost the parent copying.
+  // In the child of a fork: its copies of recycled pages only make the parent copy.
   void forget_recycled_locked() { shed_locked(no_limit); }
 
  private:
   enum class State : uint32_t { unused, live, recycled };
 
-  // Kept in the entry of its first slot; of the other slots' entries only the last field is used.
+  // Lies in the entry of its first slot; other slots' entries use only the last field.
   struct Block {
-    uint64_t bytes;       // asked for
+    uint64_t bytes;       // requested
     uint64_t held_bytes;  // whole pages; whole slots where pages were moved in
     uint64_t stamp;       // when it was freed, or allocated
     State state;
     uint32_t label;
-    // Of each slot: so many bytes of it lie in one mapping, as moving pages asks for. Less than the
-    // slot where its first pages were moved in and others came beside them.
+    // Bytes of each slot in one mapping, as moving pages requires; fewer after a partial move.
     uint64_t first_mapping_bytes;
   };
 

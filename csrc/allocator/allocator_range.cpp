@@ -58,19 +58,17 @@ bool AddressRange::take(uint32_t count, uint32_t* first) {
 bool AddressRange::commit(uint32_t slot, uint64_t bytes) {
   if (mprotect(address(slot), bytes, PROT_READ | PROT_WRITE) != 0) return false;
   const uint64_t whole = bytes / slot_bytes * slot_bytes;
-  // Only advice: where huge pages are switched off the block simply has small ones. The last,
-  // partial slot never gets one, so a block holds no more memory than its own pages.
+  // Advice only. The last, partial slot never gets a huge page: a block holds only its own pages.
   if (whole) madvise(address(slot), whole, MADV_HUGEPAGE);
   return true;
 }
 
 bool AddressRange::move(uint32_t from, uint32_t to, uint64_t bytes) {
-  // DONTUNMAP keeps the source mapped: a hole could be taken by somebody else's mmap, whose
-  // addresses would then look like ours.
+  // DONTUNMAP keeps the source mapped: another mmap in the hole would look like ours.
   constexpr int flags = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
   if (mremap(address(from), bytes, bytes, flags, address(to)) != MAP_FAILED) return true;
   if (errno == EINVAL) can_move_ = false;  // this kernel does not know the flag
-  // Before Linux 6.12 what lay at the target is gone by now; it is to stay ours, and usable.
+  // Before Linux 6.12 the target's mapping is gone by now; map it again.
   constexpr int fresh = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
   mmap(address(to), bytes, PROT_READ | PROT_WRITE, fresh, -1, 0);
   if (bytes == slot_bytes) madvise(address(to), bytes, MADV_HUGEPAGE);
@@ -79,7 +77,7 @@ bool AddressRange::move(uint32_t from, uint32_t to, uint64_t bytes) {
 
 uint32_t AddressRange::move_pages(uint32_t from, uint32_t to, uint32_t count) {
   if (!can_move_) return 0;
-  // One by one: together they may lie in several mappings, as they do after an earlier move.
+  // One by one: after an earlier move they may lie in several mappings.
   uint32_t moved = 0;
   while (can_move_ && moved < count && move(from + moved, to + moved, slot_bytes)) ++moved;
   return moved;
@@ -96,7 +94,7 @@ void AddressRange::discard(uint32_t slot, uint64_t first_byte, uint64_t end_byte
 void AddressRange::give_back(uint32_t first, uint32_t count) {
   const uint64_t bytes = count * slot_bytes;
   if (map_reserved(address(first), bytes, MAP_FIXED) == MAP_FAILED) {
-    // Out of mappings (vm.max_map_count): the pages at least can go.
+    // Out of mappings (vm.max_map_count): at least release the pages.
     madvise(address(first), bytes, MADV_DONTNEED);
   }
   auto next = free_runs_.lower_bound(first);

@@ -1,12 +1,10 @@
-// One reserved stretch of address space, in which every recycled block lives.
+// One reserved range of address space that holds every recycled block.
 //
-// Whether a pointer is ours is therefore one subtraction and one comparison, whatever the pointer;
-// no foreign memory is read. Address space costs nothing until it is committed, so the stretch is
-// many times the machine's memory and fragmentation of addresses never matters.
+// Testing whether a pointer is ours is one subtraction and one comparison. Uncommitted address
+// space is free, so the range is many times the machine's memory and fragmentation never matters.
 //
-// The unit is a slot of 2 MiB, the size of a huge page: each block begins on a slot, so that the
-// kernel can back all its whole slots with huge pages, and so that the *pages* of a slot can be
-// moved to another slot (mremap) without being copied, cleared or faulted in again.
+// The unit is a slot of 2 MiB, a huge page. Blocks begin on a slot, so the kernel can back whole
+// slots with huge pages, and mremap can move a slot's pages without copying, clearing or faulting.
 #pragma once
 
 #include <cstddef>
@@ -24,8 +22,7 @@ class AddressRange {
   AddressRange& operator=(const AddressRange&) = delete;
   ~AddressRange();
 
-  // Reserves `wanted_bytes`, or half, a quarter, ... of it where the system grants no more;
-  // false where it grants less than 1 GiB. Before that the range is empty.
+  // Reserves `wanted_bytes`, or half, a quarter, ... as the system grants; false below 1 GiB.
   bool reserve(uint64_t wanted_bytes);
 
   bool contains(const void* pointer) const {
@@ -41,21 +38,19 @@ class AddressRange {
   uintptr_t first() const { return base_; }
   uint64_t page_bytes() const { return page_bytes_; }
 
-  // The first run of `count` free slots; false where there is none.
+  // Takes the first run of `count` free slots; false if there is none.
   bool take(uint32_t count, uint32_t* first);
-  // Makes `bytes` from the start of `slot` readable and writable; huge pages advised for all
-  // whole slots. Nothing is resident yet. False where the system refuses.
+  // Commits `bytes` from the start of `slot`, with huge pages advised for whole slots; nothing is
+  // resident yet. False if the system refuses.
   bool commit(uint32_t slot, uint64_t bytes);
-  // Moves the pages of up to `count` slots to as many others, committed or not; the source stays
-  // reserved and empty. Returns how many slots were moved: 0 where the kernel cannot (before
-  // Linux 5.7).
+  // Moves the pages of up to `count` slots to other slots, committed or not; the source stays
+  // reserved and empty. Returns how many slots moved: 0 before Linux 5.7.
   uint32_t move_pages(uint32_t from, uint32_t to, uint32_t count);
-  // Moves the first `bytes` of a slot, whole pages, in the same way; false where it cannot.
+  // Moves the first `bytes` of a slot, whole pages, likewise; false if the kernel cannot.
   bool move_part(uint32_t from, uint32_t to, uint64_t bytes);
-  // Gives the pages between two offsets from the start of a slot back to the system; both are
-  // multiples of a page. The range stays committed, and reads as zeros.
+  // Returns the pages between two page-aligned offsets to the system; they then read as zeros.
   void discard(uint32_t slot, uint64_t first_byte, uint64_t end_byte);
-  // Gives the pages of these slots back to the system and the slots back to `take`.
+  // Returns the pages of these slots to the system and the slots to `take`.
   void give_back(uint32_t first, uint32_t count);
 
  private:

@@ -1,9 +1,9 @@
-// Which small blocks are tensors, and how long they are.
+// The addresses and sizes of small blocks that are tensors.
 //
-// Blocks below 128 KiB stay with glibc, whose header tells their size but not who asked: the torch
-// libraries free tensors and strings through the same slot. So the address of each small tensor
-// is noted when it is born. Only multiples of 64 can be one, which spares three quarters of all
-// other frees the look-up. Cost: about 30 ns to note, as much to forget.
+// glibc serves blocks below 128 KiB; its header has their size but not their owner, and the torch
+// libraries free strings through the same slot. So each small tensor's address is noted at birth.
+// Only multiples of 64 can be tensors, which spares three quarters of other frees the look-up.
+// Noting and forgetting cost about 30 ns each.
 #pragma once
 
 #include <cstdint>
@@ -20,12 +20,12 @@ struct SmallBlock {
 
 constexpr uint64_t small_alignment = 64;
 
-// One part of the address-keyed hash table: open addressing, linear probing, no tombstones.
+// One shard of the address-keyed hash table: open addressing, linear probing, no tombstones.
 class SmallShard {
  public:
   ~SmallShard() { std::free(entries_); }
 
-  // False where there is no memory for a larger table.
+  // False if there is no memory for a larger table.
   bool insert(SmallBlock block) {
     if (2 * (count_ + 1) > capacity_ && !grow()) return false;
     SmallBlock& entry = entries_[find(block.address)];
@@ -34,13 +34,13 @@ class SmallShard {
     return true;
   }
 
-  // Takes the entry of `address` out; 0 bytes and address where there is none.
+  // Removes and returns the entry of `address`; zeros if there is none.
   SmallBlock remove(uint64_t address) {
     if (count_ == 0) return {};
     uint64_t hole = find(address);
     const SmallBlock found = entries_[hole];
     if (found.address == 0) return {};
-    // Close the gap, so that probing never has to skip over a deleted entry.
+    // Close the gap, so that probing never has to skip a deleted entry.
     for (uint64_t next = step(hole); entries_[next].address != 0; next = step(next)) {
       const uint64_t home = hash(entries_[next].address);
       if (((next - home) & (capacity_ - 1)) < ((next - hole) & (capacity_ - 1))) continue;
@@ -71,7 +71,7 @@ class SmallShard {
   }
   uint64_t step(uint64_t index) const { return (index + 1) & (capacity_ - 1); }
 
-  // Where `address` is, or the empty place where it belongs.
+  // The place of `address`, or the empty place where it belongs.
   uint64_t find(uint64_t address) const {
     uint64_t index = hash(address);
     while (entries_[index].address != 0 && entries_[index].address != address) index = step(index);
@@ -100,7 +100,7 @@ class SmallShard {
 class SmallBlocks {
  public:
   void open() { set_open(true); }
-  // Forgets every block, telling `visit` each.
+  // Removes every block, passing each to `visit`.
   template <class Visit>
   void close(Visit visit) {
     set_open(false);
@@ -110,7 +110,7 @@ class SmallBlocks {
     }
   }
 
-  // False while closed, or where there is no memory to note it.
+  // False while closed, or without memory to note it.
   bool insert(SmallBlock block) {
     SmallShard& shard = shard_of(block.address);
     const std::lock_guard<std::mutex> lock(shard.mutex());
@@ -132,7 +132,7 @@ class SmallBlocks {
     return sum;
   }
 
-  // Around fork, so that the child finds no lock held by a thread that it does not have.
+  // Around fork, so that the child has no lock held by a missing thread.
   void lock() {
     for (SmallShard& shard : shards_) shard.mutex().lock();
   }

@@ -1,4 +1,4 @@
-// Where allocations cannot be redirected: says so, and is otherwise an empty account.
+// Systems that cannot redirect allocations: the account stays empty.
 #include "allocator/allocator.h"
 
 #if !defined(__linux__) || !(defined(__x86_64__) || defined(__aarch64__))

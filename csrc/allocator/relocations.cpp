@@ -20,7 +20,7 @@ constexpr uint32_t jump_slot_type = R_AARCH64_JUMP_SLOT, global_type = R_AARCH64
 constexpr uint32_t jump_slot_type = ~0u, global_type = ~0u;
 #endif
 
-// What the dynamic section of one library points to.
+// The targets of a library's dynamic section.
 struct Dynamic {
   const ElfW(Sym) * symbols = nullptr;
   const char* names = nullptr;
@@ -72,8 +72,7 @@ uint32_t highest_symbol(const ElfW(Rela) * entry, uint64_t count) {
   return highest;
 }
 
-// Symbols below this index hold all imported ones: the hash table covers only what follows them.
-// A library that exports nothing has an empty table, and then the relocations tell.
+// Imported symbols lie below this index, where the hash table (or, without exports, all) begins.
 uint32_t imported_end(const Dynamic& dynamic) {
   if (dynamic.gnu_hash && dynamic.gnu_hash[1] > 1) return dynamic.gnu_hash[1];
   const uint32_t calls = highest_symbol(dynamic.calls, dynamic.calls_count);
@@ -81,7 +80,7 @@ uint32_t imported_end(const Dynamic& dynamic) {
   return 1 + (calls > data ? calls : data);
 }
 
-// Libraries whose own calls must stay as they are: the C library, the linker, sanitizers.
+// True for libraries whose calls stay as they are: the C library, the linker, sanitizers.
 bool is_left_alone(const char* path) {
   const char* slash = std::strrchr(path, '/');
   const char* name = slash ? slash + 1 : path;
@@ -115,8 +114,7 @@ void Relocations::apply(uint32_t which) { walk(which, 0); }
 
 void Relocations::restore(uint32_t which) { walk(0, which); }
 
-// All writing happens inside the walk: the linker's lock is held there, so that no library can
-// be unloaded between looking and writing.
+// Writes inside the walk, under the linker's lock, so that no library is unloaded meanwhile.
 void Relocations::walk(uint32_t apply, uint32_t restore) {
   resolve();
   apply_ = apply;
@@ -125,7 +123,7 @@ void Relocations::walk(uint32_t apply, uint32_t restore) {
   dl_iterate_phdr(&Relocations::visit, this);
 }
 
-// Before the walk: looking up takes a lock that must not be waited for under the walk's.
+// Before the walk: looking up takes a lock that must not be awaited under the walk's.
 void Relocations::resolve() {
   if (!resolved_.empty()) return;
   for (const Redirection& redirection : redirections_) {

@@ -1,4 +1,4 @@
-// What a kernel is asked to do: plain values, read by every instruction set.
+// A kernel's arguments: plain values, read by every instruction set.
 #pragma once
 
 #include <cstddef>
@@ -18,20 +18,20 @@ enum class Predicate : int { inside = 0, above = 1 };
 
 inline size_t element_bytes(ElementType type) { return type == ElementType::float32 ? 4 : 2; }
 
-// value * scale[c] + shift[c], c = (i / inner) % channels; none where channels is 0.
+// value * scale[c] + shift[c], c = (i / inner) % channels; channels 0: none.
 struct Affine {
   uint64_t channels = 0;
   uint64_t inner = 1;
   const float* scale = nullptr;
   const float* shift = nullptr;
-  bool growing = false;  // written while it is read, elsewhere
+  bool growing = false;  // another thread writes it meanwhile
 };
 
-// What a reader of blocks writes beside: its value * scale[c] + shift[c], plus the addend's
-// element. Where the job has a mask, what is not above 0 becomes 0, what is not below `most` (NaN:
-// no bound) becomes that, and the others set their bit.
+// What a reader of blocks also writes: value * scale[c] + shift[c], plus the addend's element. With
+// a mask, values not above 0 become 0, values not below `most` (NaN: no bound) become `most`, and
+// all others set their bit.
 struct Emission {
-  float* destination = nullptr;  // none: there is no emission
+  float* destination = nullptr;  // none: no emission
   const float* addend = nullptr;
   Affine affine;
   float most = std::numeric_limits<float>::quiet_NaN();
@@ -39,24 +39,24 @@ struct Emission {
 };
 
 // What a writer of blocks does with normalised values instead of writing them: docs/format.md,
-// section 10. With the job's sums it takes those of the gradient (zero where the mask is clear) and
-// of its product with the value, and writes that gradient to a destination. Without, it writes
-// gradient * of_gradient[c] + (value * scale[c] + shift[c]), the latter two those of `of_value`.
+// section 10. With sums, it sums the gradient (0 where the mask is clear) and its product with the
+// value, and writes that gradient. Without, it writes gradient * of_gradient[c] + (value * scale[c]
+// + shift[c]) of `of_value`.
 struct NormGradient {
   const float* gradient = nullptr;  // none: values are written
   float* destination = nullptr;
   Affine of_value, of_gradient;
 };
 
-// The same for normalised values of rows: docs/format.md, section 11.
+// The same for rows of normalised values: docs/format.md, section 11.
 struct RowGradient {
   uint64_t length = 0;  // 0: values are written
   bool centred = true;
   const float* gradient = nullptr;
-  float* destination = nullptr;                 // none: only the sums are taken
+  float* destination = nullptr;                 // none: only sums
   const float* gamma = nullptr;                 // one for each place along a row; none: 1
   const float* scale = nullptr;                 // one for each row
-  double *beta = nullptr, *of_gamma = nullptr;  // the sums along the rows' places; none: not taken
+  double *beta = nullptr, *of_gamma = nullptr;  // sums along the rows' places; none: not taken
   void* workspace = nullptr;
 };
 
@@ -77,23 +77,21 @@ struct Target {
 struct RunningSums;  // reductions/sums.h
 struct RunningRows;  // norms/rows.h
 
-// What a kernel is asked to do. Encoders read a source, decoders write a target; the fields behind
-// are of those codecs that the comments name.
+// A kernel's job. Encoders read a source, decoders write a target; comments name a field's codecs.
 struct Job {
   uint64_t count = 0;  // elements of the tensor
   Source source;
   Target target;
   uint32_t* mask = nullptr;  // written by an emission, applied to a target or a gradient
 
-  int bits = 0;                       // planes written or read
-  uint32_t* const* planes = nullptr;  // [bits]: where the plane's part of block 0 lies
-  uint16_t* headers = nullptr;        // rotated, minmax
-  uint64_t key = 0;                   // rotated, minmax, steps
-  int rounds = 1;                     // rotated
-  const int8_t* thresholds =
-      nullptr;                     // rotated, [bits][16]: of each step, by the cell found so far
-  const int8_t* levels = nullptr;  // rotated, [16]: by cell
-  float level_factor = 0;          // rotated: of one level, in units of the header's scale
+  int bits = 0;                        // planes written or read
+  uint32_t* const* planes = nullptr;   // [bits]: where the plane's part of block 0 lies
+  uint16_t* headers = nullptr;         // rotated, minmax
+  uint64_t key = 0;                    // rotated, minmax, steps
+  int rounds = 1;                      // rotated
+  const int8_t* thresholds = nullptr;  // rotated, [bits][16]: of each step, by the cell so far
+  const int8_t* levels = nullptr;      // rotated, [16]: by cell
+  float level_factor = 0;              // rotated: of one level, in units of the header's scale
   Predicate predicate = Predicate::above;
   float low = 0, high = 0;       // mask: its bounds; decoded: what a clear and a set bit stand for
   const float* table = nullptr;  // derivative: 2^bits - 1 ascending borders; decoded: 2^bits levels
@@ -109,7 +107,7 @@ struct Job {
 
 struct MeasureRanges;  // reductions/ranges.h
 
-// Rows of `length` elements, and what makes normalised values of each: written.
+// Rows of `length` elements; writes the scale and shift that normalise each.
 struct MeasureRows {
   const float* data = nullptr;
   uint64_t length = 0;
@@ -118,8 +116,8 @@ struct MeasureRows {
   float *scale = nullptr, *shift = nullptr;
 };
 
-// Does blocks [first, last) of a job and says whether they could be done (derivative: all finite;
-// integers: all fit).
+// Does blocks [first, last); false if one cannot be coded (derivative: not finite; integers:
+// range).
 using Kernel = bool (*)(const Job&, size_t first, size_t last);
 
 // The kernels of one instruction set.
@@ -127,7 +125,7 @@ struct KernelTable {
   const char* name;
   Kernel encode_rotated, decode_rotated;
   Kernel encode_minmax, decode_minmax;
-  Kernel encode_steps, decode_steps;  // of what the source's affine made numbers of steps
+  Kernel encode_steps, decode_steps;  // the source's affine has made numbers of steps
   Kernel encode_mask, decode_mask;
   Kernel encode_derivative, decode_derivative;
   Kernel encode_integers, decode_integers;

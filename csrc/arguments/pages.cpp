@@ -17,15 +17,14 @@ uint32_t* plane_origin(const Pages& view, int plane, size_t run) {
   return origin(view.plane(plane, run), first_block(view, run), paging::block_plane_bytes);
 }
 
-// Where this thread writes what a tensor has no plane for.
+// A scratch plane of this thread, for planes that the tensor lacks.
 uint32_t* nobodys_plane(const Pages& view, size_t run) {
   thread_local std::vector<uint32_t> words;
   words.resize(std::max(words.size(), size_t(view.page_bytes / sizeof(uint32_t))));
   return origin(words.data(), first_block(view, run), paging::block_plane_bytes);
 }
 
-// A `rotated` tensor may be written without its least significant planes, and read without the
-// last.
+// `rotated` may be written without its least significant planes, and read without the last.
 void enter_run(Job& job, const PagedJob& whole, size_t run,
                uint32_t* (&planes)[paging::most_bits]) {
   const Pages& view = whole.pages;

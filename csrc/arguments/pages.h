@@ -1,5 +1,5 @@
-// Jobs whose planes lie in pages: a tensor's blocks are cut where a run ends, and inside a run
-// every plane begins where the page table says. Nothing is copied, and no kernel knows of pages.
+// Jobs whose planes lie in pages: blocks are split where a run ends, and the page table gives each
+// plane's start in a run. Nothing is copied, and kernels see no pages.
 #pragma once
 
 #include "arguments/job.h"
@@ -9,24 +9,23 @@ namespace daf {
 
 using Pages = paging::View;
 
-// Where block 0 would lie if the stretch in which block `first` lies at `here` reached back to it.
-// (Not pointer arithmetic: that place is most often nobody's.)
+// The address of block 0 if block `first` lies at `here`; it need not be valid memory.
 template <class T>
 T* origin(T* here, size_t first, size_t block_bytes) {
   return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(here) - first * block_bytes);
 }
 
-// `job` lacks only what a run says: where planes, headers and mask lie, and how many planes.
+// `job` without what each run has of its own: planes, headers, mask and number of planes.
 struct PagedJob {
   Job job;
   Kernel kernel = nullptr;
-  Pages pages = {}, mask = {};  // of no runs: what the job itself has
+  Pages pages = {}, mask = {};  // without runs: as the job says
   bool has_headers = false;
-  const int8_t* shorter_levels = nullptr;  // of runs that have one plane less
+  const int8_t* shorter_levels = nullptr;  // of runs with one plane less
   float shorter_level_factor = 0;
 };
 
-// Blocks [first, last); as a kernel, says whether they could be done.
+// Does blocks [first, last); returns as a kernel does.
 bool do_blocks(const PagedJob& whole, size_t first, size_t last);
 
 }  // namespace daf

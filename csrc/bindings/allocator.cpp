@@ -10,11 +10,10 @@ namespace nb = nanobind;
 namespace daf {
 namespace {
 
-// Python's hook of last resort; read and written only under Python's lock.
+// Python's reclaim hook; read and written only under Python's lock.
 PyObject* python_hook = nullptr;
 
-// An error in the hook is reported, and counts as nothing freed: the allocation fails as PyTorch's
-// own error, inside code that expects no other.
+// An error in the hook is reported and frees nothing: the allocation fails with PyTorch's error.
 uint64_t call_python_hook(void*, uint64_t needed_bytes) {
   const nb::gil_scoped_acquire acquired;
   if (!python_hook) return 0;
@@ -30,7 +29,7 @@ uint64_t call_python_hook(void*, uint64_t needed_bytes) {
   return 0;
 }
 
-// Returns the hook before this one.
+// Returns the previous hook.
 nb::object set_reclaim(nb::object hook) {
   PyObject* const before = python_hook;
   python_hook = hook.is_none() ? nullptr : hook.release().ptr();
@@ -128,7 +127,7 @@ nb::tuple recorded_events() {
   return nb::make_tuple(found, dropped);
 }
 
-// Nanoseconds of one allocate and release of `bytes`: the cost without Python around it.
+// Nanoseconds of one allocate and release of `bytes`, without Python.
 double pair_ns(uint64_t bytes, int repeats) {
   const auto start = std::chrono::steady_clock::now();
   for (int index = 0; index < repeats; ++index) {

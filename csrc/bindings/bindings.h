@@ -1,4 +1,4 @@
-// Each part of the extension module adds its functions to it.
+// Each part adds its functions to the extension module.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -1,5 +1,4 @@
-// Python's way to the kernels: raw addresses, no Python objects touched while one runs. The
-// callers, daf/kernels/cpu/*.py, have checked every argument.
+// Python bindings of the kernels, by raw addresses; daf/kernels/cpu/*.py check every argument.
 
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -18,7 +17,7 @@ namespace nb = nanobind;
 namespace daf {
 namespace {
 
-// Larger results than this leave the caches before anybody reads them.
+// Larger results bypass the caches: they would leave them before being read.
 constexpr uint64_t stream_from_bytes = 8 << 20;
 
 const KernelTable& table_named(const std::string& name) {
@@ -27,7 +26,7 @@ const KernelTable& table_named(const std::string& name) {
   return *table;
 }
 
-// The target holds the elements of the blocks asked for.
+// The target holds the elements of `blocks` only.
 void place_target(Job& job, Extent blocks) {
   job.target.type = job.source.type;
   auto* data = static_cast<char*>(job.target.data);
@@ -80,8 +79,6 @@ bool run_kernel(const std::string& set, const nb::tuple& record) {
   return run(call, table);
 }
 
-// --- reductions ---------------------------------------------------------------------------------
-
 // A negative strategy leaves the choice to the rule.
 RangesPlan plan_of(uint64_t count, uint64_t channels, uint64_t inner, int threads, int strategy) {
   const Channels geometry = columns(channels, inner);
@@ -118,8 +115,6 @@ void measure_ranges(const std::string& set, const nb::tuple& record, uint64_t ch
   finish_ranges(job);
 }
 
-// --- a few numbers a channel --------------------------------------------------------------------
-
 // (sums, squares, mean, inverse deviation), then daf.kernels.RunningMoments or None.
 void statistics_of_sums(uint64_t channels, uint64_t count, double epsilon, const nb::tuple& where,
                         nb::object running) {
@@ -153,7 +148,7 @@ std::vector<std::string> instruction_sets() {
   return names;
 }
 
-// Where the benchmarks find the kernels of one instruction set (KernelTable); 0 for no such set.
+// For benchmarks: the KernelTable of one instruction set; 0 if it is not available.
 uintptr_t kernel_table(const std::string& set) {
   return reinterpret_cast<uintptr_t>(find_table(set));
 }

@@ -7,8 +7,7 @@
 namespace nb = nanobind;
 
 NB_MODULE(_native, module) {
-  // The traceback of an error that nobody catches keeps what it saw until the process ends; that
-  // is no leak to bother a user with.
+  // The traceback of an uncaught error keeps its objects until the process ends: no leak.
   nb::set_leak_warnings(false);
   module.attr("FORMAT_VERSION") = 3;
   module.attr("ROTATED_CONSTANTS") = nb::make_tuple(

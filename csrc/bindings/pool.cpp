@@ -1,4 +1,4 @@
-// Python's way to the pool; daf/pool/paged_pool.py is the only caller beside tests.
+// Python bindings of the pool; daf/pool/paged_pool.py is the only caller beside tests.
 
 #include "bindings/bindings.h"
 
@@ -16,15 +16,14 @@ namespace {
 using paging::Pool;
 using unlocked = nb::call_guard<nb::gil_scoped_release>;
 
-// The one account of the process, which its limit bounds (allocator.h).
+// The process's account, bounded by its limit (allocator.h).
 constexpr paging::Lender process_account{allocator::charge_external, allocator::discharge_external};
 
 nb::object cap_or_none(uint64_t bytes) {
   return bytes == paging::no_cap ? nb::object(nb::none()) : nb::object(nb::int_(bytes));
 }
 
-// Where the process's limit refuses memory: first whoever may raise it or free some, then planes
-// of the pool's own, last `want_less`.
+// Where the limit refuses memory: the reclaim hook, then the pool's own planes, then `want_less`.
 template <class Work, class Less>
 uint64_t with_room(Pool& pool, Work work, Less want_less) {
   for (;;) {

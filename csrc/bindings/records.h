@@ -1,4 +1,4 @@
-// Python's records as C++'s: fields in their order, addresses as ints, None where there is nothing.
+// Python records as C++ structs: fields in order, addresses as ints, None where there is nothing.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -15,7 +15,7 @@ class Fields {
  public:
   explicit Fields(nanobind::tuple record) : record_(std::move(record)) {}
 
-  // The next fields; a None leaves the item as it is.
+  // Reads the next fields; a None leaves the item as it is.
   template <class... Items>
   void read(Items&... items) {
     (read_one(items), ...);

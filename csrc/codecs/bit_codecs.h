@@ -1,5 +1,4 @@
-// Masks, derivative codes and packed integers: docs/format.md, section 6.
-// Include after a vector_*.h.
+// Masks, derivative codes, packed integers: docs/format.md, 6. Include after a vector_*.h.
 #pragma once
 
 #include "codecs/block_io.h"
@@ -107,14 +106,14 @@ inline bool decode_derivative_range(const Job& job, size_t first, size_t last) {
   return true;
 }
 
-// --- integers: 64-bit differences in two halves of 32 planes each --------------------------------
+// 64-bit differences of integers in two halves of 32 planes each.
 
 struct Halves {
   alignas(64) uint32_t low[block_elements];
   alignas(64) uint32_t high[block_elements];
 };
 
-// Differences to the base of up to 256 items; returns all of them or-ed together.
+// Computes up to 256 items minus the base; returns all differences or-ed together.
 template <class Item>
 uint64_t read_differences(const void* from, size_t valid, uint64_t base, Halves& halves) {
   uint64_t all = 0;

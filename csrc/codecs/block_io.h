@@ -1,13 +1,9 @@
-// Blocks in from memory and out to memory: element types, tails, affine, accumulate, mask, and what
-// is done in passing.
-// Include after a vector_*.h.
+// Blocks in and out, with all that is done in passing. Include after a vector_*.h.
 #pragma once
 
 #include "norms/row_norm.h"
 
 namespace {
-
-// --- in ----------------------------------------------------------------------------------------
 
 DAF_INLINE void load_elements(Block& block, const void* from, ElementType type) {
   const auto* halves = static_cast<const uint16_t*>(from);
@@ -20,13 +16,13 @@ DAF_INLINE void load_elements(Block& block, const void* from, ElementType type) 
   }
 }
 
-// The first `valid` elements stay, the others become `filling`.
+// Keeps the first `valid` elements and sets the others to `filling`.
 DAF_INLINE void fill_padding(Block& block, size_t valid, float filling) {
   const auto other = V::set(filling);
   DAF_EACH_VECTOR block.x[t] = V::select(V::mask_from(real_lanes(valid, t)), block.x[t], other);
 }
 
-// Reads blocks of a source one after the other; padding is 0.
+// Reads a source's blocks in ascending order; padding is 0.
 class Reader {
  public:
   explicit Reader(const Job& job)
@@ -39,8 +35,7 @@ class Reader {
     return left < block_elements ? size_t(left) : block_elements;
   }
 
-  // The block's 256 values: in the source itself where they lie there as they are, else in
-  // `room` (256 floats).
+  // Returns the block's 256 values: in the source if unchanged, else in `room` (256 floats).
   const float* fetch(size_t index, float* room) {
     const float* row = room;
     if (as_they_are_ && valid(index) == block_elements)
@@ -51,7 +46,7 @@ class Reader {
     return row;
   }
 
-  // Asks for a block of the next batch while this one is worked on; any index will do.
+  // Prefetches a block of the next batch; any index is allowed.
   DAF_MEMBER_INLINE void expect(size_t index) const {
     const size_t bytes = block_elements * element_bytes(source_.type);
     const char* from = static_cast<const char*>(source_.data) + index * bytes;
@@ -77,7 +72,7 @@ class Reader {
     if (here < block_elements) from = copy_tail(from, here * bytes);
     load_elements(block, from, source_.type);
     if (rows_.used()) {
-      rows_.move_to(index, here);  // behind the end may lie a row that another thread measures
+      rows_.move_to(index, here);  // another thread may be measuring a row behind the end
       apply_affine(block, rows_);
       if (here < block_elements) fill_padding(block, here, 0.0f);
     }
@@ -96,8 +91,6 @@ class Reader {
   bool as_they_are_;  // float32, no affine
   alignas(64) char tail_[block_elements * 4];
 };
-
-// --- out ---------------------------------------------------------------------------------------
 
 DAF_INLINE void store_elements(const Block& block, void* to, ElementType type) {
   auto* halves = static_cast<uint16_t*>(to);
@@ -124,7 +117,7 @@ class Writer {
     if (streams_) V::stream_fence();
   }
 
-  // As Reader::read: the common case inline, the others through memory.
+  // The common case is inline; others go through memory.
   DAF_MEMBER_INLINE void write(const Block& block, size_t index) {
     const bool whole = job_.count - index * block_elements >= block_elements;
     if (plain_ && whole) {

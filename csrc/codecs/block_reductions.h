@@ -1,5 +1,4 @@
-// Ranges and sums of a source, and blocks read or written for the sake of an emission.
-// Include after a vector_*.h.
+// Ranges and sums of a source; blocks read for an emission. Include after a vector_*.h.
 #pragma once
 
 #include "codecs/block_io.h"
@@ -24,7 +23,7 @@ inline void compare_share(const MeasureRanges& job, Reader& reader, size_t share
     raise_cells(job, reader.fetch(index, room), index * block_elements, reader.valid(index));
 }
 
-// Shares, not blocks, are counted here.
+// `first` and `last` count shares, not blocks.
 inline bool measure_ranges_shares(const MeasureRanges& job, size_t first, size_t last) {
   Reader reader(job.elements);
   for (size_t share = first; share < last; ++share)
@@ -39,7 +38,7 @@ DAF_INLINE void add_to_sums(RunningSums& sums, const float* row, size_t index, s
   add_block(sums, plan.channels, plan.slots, row, index * block_elements, valid);
 }
 
-// Fetching a block carries out the job's emission.
+// Fetching a block performs the job's emission.
 inline bool read_blocks_range(const Job& job, size_t first, size_t last) {
   Reader reader(job);
   alignas(64) float room[block_elements];

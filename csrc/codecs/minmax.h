@@ -6,12 +6,12 @@
 
 namespace {
 
-// Greatest bf16 not above; the input is never -0.
+// The greatest bf16 not above `value`, which is never -0.
 DAF_INLINE uint16_t bfloat16_floor(float value) {
   return uint16_t((to_bits(value) + (value < 0.0f ? 0xFFFFu : 0u)) >> 16);
 }
 
-// Least bf16 not below, for numbers from +0 upward.
+// The least bf16 not below `value`, for numbers from +0 upward.
 DAF_INLINE uint16_t bfloat16_ceiling(float value) {
   return uint16_t((to_bits(value) + 0xFFFFu) >> 16);
 }
@@ -37,7 +37,7 @@ DAF_INLINE Range range_of(const float* row) {
           V::mask_bits(unordered) == 0};
 }
 
-// Padding repeats the first element, which changes neither end of the range.
+// Padding repeats the first element, which leaves the range unchanged.
 DAF_NEVER_INLINE Range range_of_tail(const float* row, size_t valid) {
   alignas(64) float copy[block_elements];
   for (size_t i = 0; i < block_elements; ++i) copy[i] = row[i < valid ? i : 0];
@@ -65,7 +65,7 @@ DAF_INLINE Grid make_grid(Range range, float last, uint16_t* header) {
           finite && prescale.finite && range.ordered};
 }
 
-// Four vectors of positions on the grid, counted from one on, to codes.
+// Converts four vectors of grid positions, counted from one, to codes.
 template <int bits>
 DAF_INLINE V::Bytes codes_of(const V::I (&positions)[4]) {
   if constexpr (bits < 8)
@@ -78,7 +78,7 @@ DAF_INLINE V::Bytes codes_of(const V::I (&positions)[4]) {
   return V::pack_bytes(codes);
 }
 
-// Not below 0, nor above the last step; NaN becomes 0.
+// Clamps to [0, last]; NaN becomes 0.
 DAF_INLINE V::F clamped_to(V::F position, V::F last) {
   const auto zero = V::set(0.0f);
   position = V::select(V::greater(position, zero), position, zero);
@@ -181,7 +181,7 @@ bool decode_minmax_range(const Job& job, size_t first, size_t last) {
   return true;
 }
 
-// --- steps: what there is a range of already ---------------------------------------------------
+// Codes of steps, whose range is known already.
 
 template <int bits>
 bool encode_steps_range(const Job& job, size_t first, size_t last) {

@@ -1,5 +1,5 @@
-// Philox4x32-10 on eight counters at once (Salmon et al., SC 2011), in 64-bit lanes.
-// Include after a vector_*.h; see docs/format.md, section 3.
+// Philox4x32-10 on eight counters at once (Salmon et al., SC 2011), in 64-bit lanes:
+// docs/format.md, section 3. Include after a vector_*.h.
 #pragma once
 
 #include "arguments/job.h"
@@ -37,7 +37,7 @@ DAF_INLINE void philox_rounds(PhiloxState& state, const PhiloxKeys& keys) {
   }
 }
 
-// The patterns of signs of consecutive blocks, made eight calls at a time.
+// The sign patterns of consecutive blocks, made by eight Philox calls at a time.
 class Signs {
  public:
   Signs(uint64_t key, int rounds) : keys_(key), call_bits_(rounds), blocks_(8 >> rounds) {
@@ -55,7 +55,7 @@ class Signs {
   }
 
  private:
-  // `first` is a multiple of the blocks made at a time, so adding the offset carries nowhere.
+  // `first` is a multiple of the blocks made at a time, so adding the offset never carries.
   DAF_NEVER_INLINE void refill(uint64_t first) {
     PhiloxState state = {
         {Vector::add_integer(Vector::set_integer(uint32_t(first)), Vector::load(offset_)),
@@ -82,12 +82,12 @@ class Signs {
   alignas(64) uint64_t words_[16];
 };
 
-// The lower 23 bits of every word behind the leading one of a number in [1, 2).
+// A number in [1, 2) whose fraction is the lower 23 bits of a word.
 DAF_INLINE Vector::F one_and_fraction(Vector::I words) {
   return Vector::as_float(Vector::bit_and_or(words, 0x007FFFFF, 0x3F800000));
 }
 
-// Dither of a block: sixteen vectors of numbers in [1, 2), eight from each of two states.
+// A block's dither: sixteen vectors of numbers in [1, 2), eight from each of two states.
 DAF_INLINE void dither(const PhiloxKeys& keys, uint64_t block, Vector::F (&result)[2][8]) {
   alignas(64) static constexpr uint32_t calls[2][16] = {
       {0, 0, 1, 0, 2, 0, 3, 0, 4, 0, 5, 0, 6, 0, 7, 0},

@@ -27,11 +27,9 @@ DAF_INLINE void rotate_back(V::Shorts& shorts, const uint32_t* signs, int rounds
   V::flip_shorts(shorts, signs);
 }
 
-// --- encode ------------------------------------------------------------------------------------
-
 template <int bits>
 struct RotatedTables {
-  V::Bytes thresholds[bits];  // of each step, by the cell found so far
+  V::Bytes thresholds[bits];  // of each step, by the cell so far
   V::Bytes levels;            // by cell
 
   DAF_MEMBER_INLINE RotatedTables(const int8_t* all_thresholds, const int8_t* all_levels)
@@ -41,13 +39,13 @@ struct RotatedTables {
   }
 };
 
-// What the stages of a batch hand on, one entry for each block.
+// State between the stages of a batch, one entry for each block.
 struct RotatedState {
   Prescale prescale[batch_blocks];
   float mean[batch_blocks];  // rounded and prescaled
   float norm[batch_blocks];
   V::Shorts rotated[batch_blocks];
-  int32_t product[batch_blocks];  // of the rotated numbers with their levels
+  int32_t product[batch_blocks];  // of the rotated numbers and their levels
 };
 
 DAF_INLINE float sum_of(const float* row) {
@@ -60,7 +58,7 @@ DAF_INLINE float greatest_magnitude_of(const float* row) {
   return V::reduce_greatest(greatest);
 }
 
-// Stage 1 of a block: its mean in the header, padding equal to it.
+// Stage 1 of a block: writes its mean to the header and pads with it.
 DAF_INLINE void find_mean(Batch& batch, RotatedState& state, size_t i, size_t valid,
                           uint16_t* header) {
   const Prescale& prescale = state.prescale[i];
@@ -112,7 +110,7 @@ struct Quarters {
   V::Bytes of[4];
 };
 
-// The cells of all coefficients, bit by bit, most significant first; every bit goes to its plane.
+// Finds all coefficients' cells bit by bit, most significant first; each bit goes to its plane.
 template <int bits, int step = 0>
 DAF_INLINE void find_cells(const Quarters& coefficients, const RotatedTables<bits>& tables,
                            Quarters& cells, uint16_t* const (&rows)[bits]) {
@@ -147,7 +145,7 @@ DAF_INLINE V::I products_with_levels(const V::Shorts& shorts, V::Bytes levels,
         V::add_products<q>(sums, shorts, V::lookup_bytes(levels, cells.of[q])));
 }
 
-// Stage 4: writes all planes, returns the products of coefficients with their levels.
+// Stage 4: writes all planes; returns the products of coefficients with their levels.
 template <int bits>
 DAF_INLINE V::I quantize(const V::Shorts& shorts, const RotatedTables<bits>& tables,
                          uint16_t* const (&rows)[bits]) {
@@ -157,13 +155,13 @@ DAF_INLINE V::I quantize(const V::Shorts& shorts, const RotatedTables<bits>& tab
   return products_with_levels(shorts, tables.levels, cells, V::set_integer(0));
 }
 
-// Stage 5: the header's scale; a block of equal values has none, a broken one no codes.
+// Stage 5: writes the header's scale; a block of equal values has none, a non-finite one no codes.
 DAF_INLINE void finish_block(const Job& job, const RotatedState& state, size_t i, size_t index) {
   uint16_t* header = job.headers + 2 * index;
   const float norm = state.norm[i], product = float(state.product[i]);
   const float scale = norm * (integer_length * scale_unit) / product * state.prescale[i].inverse;
   header[1] = norm == 0.0f ? 0 : bfloat16_nearest(scale);
-  // The greatest magnitude may overlook a NaN; the norm does not.
+  // The greatest magnitude may miss a NaN; the norm does not.
   const bool finite = state.prescale[i].finite && norm == norm && is_finite_bfloat16(header[0]) &&
                       is_finite_bfloat16(header[1]);
   if (finite && norm != 0.0f) return;
@@ -207,8 +205,6 @@ bool encode_rotated_range(const Job& job, size_t first, size_t last) {
   }
   return true;
 }
-
-// --- decode ------------------------------------------------------------------------------------
 
 template <int kept_bits, int plane = 0>
 DAF_INLINE void read_cells(const uint16_t* const (&rows)[kept_bits], int q, V::Bytes& cells) {

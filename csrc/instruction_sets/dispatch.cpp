@@ -32,7 +32,7 @@ const std::vector<const KernelTable*>& available_tables() {
     if (has_avx512()) found.push_back(&avx512_kernels);
     if (has_avx2()) found.push_back(&avx2_kernels);
 #elif defined(DAF_NEON_KERNELS)
-    found.push_back(&neon_kernels);  // no 64-bit Arm processor is without
+    found.push_back(&neon_kernels);  // every 64-bit Arm processor has NEON
 #endif
     found.push_back(&portable_kernels);
     return found;

@@ -1,4 +1,4 @@
-// Which instruction sets this build has and this processor can run.
+// The instruction sets that this build has and this processor can run.
 #pragma once
 
 #include <string>

@@ -1,4 +1,4 @@
-// The table of one instruction set: included last by each kernels_*.cpp.
+// The table of one instruction set; each kernels_*.cpp includes it last.
 #pragma once
 
 #include "codecs/bit_codecs.h"

@@ -1,12 +1,11 @@
-// Per-channel scales and shifts, spread over the elements of a block.
-// Include after a vector_*.h.
+// Per-channel scales and shifts, spread over a block's elements. Include after a vector_*.h.
 #pragma once
 
 #include "simd/block.h"
 
 namespace {
 
-// The 256 scales and shifts of one block, in the tables themselves where they lie so.
+// The 256 scales and shifts of one block; in the tables themselves where they are contiguous.
 class AffineRows {
  public:
   explicit AffineRows(const Affine& affine) : affine_(affine) {}
@@ -15,7 +14,7 @@ class AffineRows {
   const float* scale() const { return scale_; }
   const float* shift() const { return shift_; }
 
-  // Of the block's elements the first `valid` count: nothing is read for the others.
+  // Moves to a block of which the first `valid` elements count; reads nothing for the others.
   void move_to(uint64_t block, size_t valid = block_elements) {
     const uint64_t first = block * block_elements;
     const uint64_t channel = first / affine_.inner % affine_.channels;
@@ -36,7 +35,7 @@ class AffineRows {
  private:
   static constexpr uint64_t most_continued = 2048;
 
-  // A block of one channel is right for the next one of it.
+  // True if the last block had the same one channel.
   bool still_right(uint64_t channel) {
     const bool right = affine_.inner % block_elements == 0 && filled_ && channel == channel_;
     filled_ = true;
@@ -44,7 +43,7 @@ class AffineRows {
     return right;
   }
 
-  // Channels that begin anew behind the last one: a block may then begin with any of them.
+  // Repeats the channels behind the last one, so that a block may begin with any of them.
   void continue_tables() {
     const uint64_t length = affine_.channels + block_elements;
     for (uint64_t place = 0; place < length; place += affine_.channels) {

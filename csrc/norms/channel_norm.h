@@ -1,5 +1,5 @@
-// A normalisation's forward and backward, a block at a time, while others read or write its
-// normalised values: docs/format.md, section 10. Include after a vector_*.h.
+// A normalisation's forward and backward, inside another codec's pass over its normalised values:
+// docs/format.md, section 10. Include after a vector_*.h.
 #pragma once
 
 #include "norms/affine_rows.h"
@@ -11,7 +11,7 @@ DAF_INLINE V::F canonical(V::F x) {
   return V::select(V::unordered(x, x), V::as_float(V::set_integer(0x7FC00000)), x);
 }
 
-// The elements whose bit is clear become 0.
+// Elements whose bit is clear become 0.
 DAF_INLINE void apply_mask(Block& block, const uint32_t* words) {
   DAF_EACH_VECTOR {
     const auto chosen = V::mask_from(uint16_t(words[t / 2] >> (t % 2 * 16)));
@@ -39,8 +39,6 @@ DAF_INLINE void store_floats(const Block& block, float* to, size_t valid) {
   std::memcpy(to, room, valid * sizeof(float));
 }
 
-// --- forward -----------------------------------------------------------------------------------
-
 class Emitter {
  public:
   explicit Emitter(const Job& job)
@@ -53,7 +51,7 @@ class Emitter {
 
   bool used() const { return emission_.destination; }
 
-  // Block `index` of normalised values; those from `valid` on are nobody's.
+  // Emits block `index` of normalised values, of which the first `valid` count.
   DAF_NEVER_INLINE void emit(const float* row, size_t index, size_t valid) {
     const size_t first = index * block_elements;
     Block block;
@@ -96,9 +94,7 @@ class Emitter {
   bool streams_;
 };
 
-// --- backward ----------------------------------------------------------------------------------
-
-// Sums of a gradient in the place of sums, of its products with the values in that of squares.
+// Sums of a gradient as `sums`, of its products with the values as `squares`.
 struct RunningProducts {
   const RunningSums& of;
 };
@@ -148,7 +144,7 @@ class GradientTaker {
 
   bool used() const { return job_.gradient; }
 
-  // Block `index` of normalised values, of which `left` are the tensor's.
+  // Takes block `index` of normalised values, of which `left` are the tensor's.
   DAF_MEMBER_INLINE void take(Block& value, size_t index, uint64_t left) {
     const size_t first = index * block_elements;
     const size_t valid = left < block_elements ? size_t(left) : block_elements;

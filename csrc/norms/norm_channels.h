@@ -1,13 +1,11 @@
-// What a normalisation computes of its channels' sums: docs/format.md, section 10. A few numbers
-// a channel, without lanes: compiled once, for every processor.
+// A normalisation's numbers for each channel, compiled without lanes: docs/format.md, section 10.
 #pragma once
 
 #include <cstdint>
 
 namespace daf {
 
-// `sums` and `squares` hold `count` elements of each channel. Where `running_mean` is not null,
-// running statistics follow.
+// Of `count` elements a channel; running statistics are updated unless `running_mean` is null.
 struct ChannelStatistics {
   const double *sums, *squares;
   uint64_t channels, count;
@@ -17,8 +15,8 @@ struct ChannelStatistics {
   double momentum;
 };
 
-// `gamma` may be null. Value and gradient are multiplied by these in the input's gradient;
-// `of_gamma` and `of_beta` receive the gradients of these, unless they are null.
+// Factors of value and gradient in the input's gradient; `of_gamma` and `of_beta` receive the
+// parameters' gradients unless null. `gamma` may be null.
 struct ChannelFactors {
   const double *sums, *products;
   uint64_t channels, count;

@@ -1,5 +1,5 @@
-// A normalisation of rows: their statistics, and its backward from normalised values that come a
-// block at a time. docs/format.md, section 11. Include after a vector_*.h.
+// A normalisation of rows: statistics, and backward from blocks of normalised values:
+// docs/format.md, section 11. Include after a vector_*.h.
 #pragma once
 
 #include <cmath>
@@ -9,7 +9,7 @@
 
 namespace {
 
-// Vector t of a row of which `left` elements are there; lanes beyond them are 0.
+// Loads `left` lanes; the others are 0.
 DAF_INLINE V::F load_some(const float* from, size_t left) {
   alignas(64) float room[V::lanes] = {};
   std::memcpy(room, from, left * sizeof(float));
@@ -22,7 +22,7 @@ DAF_INLINE void store_some(float* to, V::F x, size_t count) {
   std::memcpy(to, room, count * sizeof(float));
 }
 
-// Calls part(place, lanes) for each vector of a row, the last perhaps of fewer lanes.
+// Calls part(place, lanes) for each vector of a row; the last may have fewer lanes.
 template <class Part>
 DAF_INLINE void each_vector_of_row(size_t length, Part&& part) {
   size_t place = 0;
@@ -35,7 +35,7 @@ DAF_INLINE V::F load_part(const float* from, size_t lanes) { return load_some(fr
 DAF_INLINE void store_part(float* to, V::F x, std::true_type) { V::store(to, x); }
 DAF_INLINE void store_part(float* to, V::F x, size_t lanes) { store_some(to, x, lanes); }
 
-// The sixteen lanes, added by halving strides.
+// Adds the sixteen lanes by halving strides.
 DAF_INLINE double fold_lanes(const V::D& lanes) {
   alignas(64) double lane[V::lanes];
   V::store(lane, lanes);
@@ -52,8 +52,6 @@ DAF_INLINE V::D no_sums() {
 DAF_INLINE float canonical_float(double value) {
   return value != value ? from_bits(0x7FC00000) : float(value);
 }
-
-// --- statistics --------------------------------------------------------------------------------
 
 inline void measure_row(const MeasureRows& job, size_t row) {
   const float* x = job.data + row * job.length;
@@ -76,8 +74,6 @@ inline bool measure_rows_range(const MeasureRows& job, size_t first, size_t last
   for (size_t row = first; row < last; ++row) measure_row(job, row);
   return true;
 }
-
-// --- backward ----------------------------------------------------------------------------------
 
 class RowTaker {
  public:
@@ -138,7 +134,7 @@ class RowTaker {
   float *beta_, *gamma_;
 };
 
-// A block of normalised values, of which `left` are the tensor's: rows that are whole are done.
+// Takes a block of normalised values, of which `left` are the tensor's, and finishes whole rows.
 DAF_NEVER_INLINE void take_row_values(const Job& all, const Block& block, uint64_t left) {
   const RowGradient& job = all.row_gradient;
   RunningRows& running = *all.running_rows;

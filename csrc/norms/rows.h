@@ -1,12 +1,12 @@
-// Rows of a tensor that are normalised each by itself, and the sums over all rows for each place
-// along one, in an order that no split changes: docs/format.md, section 11.
+// Rows that are normalised one by one, and sums over all rows for each place along them, in an
+// order that no split changes: docs/format.md, section 11.
 #pragma once
 
 #include "arguments/channels.h"
 
 namespace daf {
 
-constexpr uint64_t rows_per_span = 256;  // as many elements as `length` blocks, whatever that is
+constexpr uint64_t rows_per_span = 256;  // `length` blocks of elements, whatever `length` is
 
 struct RowsPlan {
   uint64_t length, rows;
@@ -19,12 +19,12 @@ struct RowSums {
   float* values;        // shares × (padded length + a block)
 };
 
-// What one share of the threads has of its present row; blocks come in ascending order.
+// The current row of one share of the threads; blocks come in ascending order.
 struct RunningRows {
   const RowSums* whole;
-  float* values;  // those of the row that are there
+  float* values;  // those of the row so far
   size_t filled;  // how many
-  uint64_t row;   // its number
+  uint64_t row;   // its index
 };
 
 RowsPlan plan_rows(uint64_t count, uint64_t length, int threads);
@@ -32,11 +32,11 @@ uint64_t padded_length(const RowsPlan& plan);
 uint64_t workspace_bytes(const RowsPlan& plan);
 RowSums lay_out(const RowsPlan& plan, uintptr_t workspace);
 
-// Spans are never split: the blocks of a share end where a span ends.
+// Spans are never split: a share ends where a span ends.
 Extent share_blocks(const RowsPlan& plan, size_t share);
 RunningRows begin_share(const RowSums& whole, size_t share);
 
-// Once all shares are finished: the sums of the gradient and of its products, (length,) each.
+// After all shares: writes the sums of the gradient and of its products, (length,) each.
 void finish_rows(const RowSums& whole, double* beta, double* gamma);
 
 }  // namespace daf

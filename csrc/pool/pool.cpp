@@ -11,8 +11,7 @@
 namespace daf::paging {
 namespace {
 
-// A handle is a serial number that no other allocation of this process ever has, and the slot
-// where to look: so a handle of another pool, or of a tensor released before, is never found.
+// A handle is a serial number, unique in this process, and a slot index.
 constexpr uint64_t slot_bits = 24, most_slots = uint64_t(1) << slot_bits;
 
 uint64_t next_serial() {
@@ -38,7 +37,7 @@ uint64_t checked_page(uint64_t bytes) {
 }
 
 Growth growth_by(const Options& options, uint64_t group_bytes) {
-  // What lies elsewhere has an allocator there, which keeps what will be used again.
+  // Memory elsewhere has an allocator that keeps what will be used again.
   if (options.elsewhere) return Growth(1, true, 0);
   const uint64_t increment = (options.increment_bytes + group_bytes - 1) / group_bytes;
   return Growth(increment, options.may_cut_increment);
@@ -85,7 +84,7 @@ Pool::~Pool() {
   if (options_.lender.give) options_.lender.give(backed_ * group_bytes_);
 }
 
-// What memory comes and goes in.
+// The unit in which memory comes and goes.
 uint64_t Pool::group_of(uint64_t page_bytes) const {
   return options_.elsewhere ? page_bytes : std::max(page_bytes, Region::system_page_bytes());
 }
@@ -143,7 +142,7 @@ uint64_t Pool::allocate(const Request& request) {
   return tensor.handle;
 }
 
-// Writes the page table; make_room has seen to the pages.
+// Writes the page table; make_room has provided the pages.
 void Pool::fill_table(const Tensor& tensor) {
   const uint64_t planes = present_pages(tensor) - header_pages(tensor);
   for (uint64_t i = 0; i < planes; ++i) tensor.table[i] = take_page();
@@ -188,7 +187,7 @@ void Pool::release(uint64_t handle) {
   shrink_to_cap();
 }
 
-// Sees to it that there is a free slot. Throws FullError, std::bad_alloc.
+// Ensures a free slot. Throws FullError, std::bad_alloc.
 void Pool::ensure_slot() {
   if (free_slot_) return;
   const uint64_t slot = tensors_.size();
@@ -311,7 +310,7 @@ void Pool::set_importance(uint64_t handle, const double* importance, int bits) {
   if (!tensor.pins) enter_tree(tensor);
 }
 
-// What is not pinned lies in the tree, if it has anything to give.
+// An unpinned tensor is in the tree if it has evictable planes.
 void Pool::enter_tree(const Tensor& tensor) {
   const uint64_t spare = spare_pages(tensor);
   if (!spare) return;
@@ -326,7 +325,7 @@ void Pool::leave_tree(const Tensor& tensor) {
   evictable_pages_ -= spare;
 }
 
-// --- giving up ----------------------------------------------------------------------------------
+// --- eviction ------------------------------------------------------------------------------------
 
 GivenUp Pool::set_cap(uint64_t bytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -370,8 +369,7 @@ void Pool::evict_pages(uint64_t pages) {
   while (pages > 0) pages -= std::min(pages, evict_least());
 }
 
-// The least significant plane of the least important tensor: a page of it, or where planes go as
-// a whole, all that is left; returns how many pages.
+// Evicts the least important tensor's least significant plane, or a page of it; returns the pages.
 uint64_t Pool::evict_least() {
   const uint32_t slot = tree_.least();
   Tensor& tensor = tensors_[slot];
@@ -395,7 +393,7 @@ uint64_t Pool::evict_least() {
   return pages;
 }
 
-// One page less of the least significant plane; was it that plane's last?
+// Drops one page of the least significant plane; true if it was the plane's last.
 bool Pool::lose_page(Tensor& tensor) {
   if (--tensor.full_runs > 0) return false;
   --tensor.kept;
@@ -403,8 +401,7 @@ bool Pool::lose_page(Tensor& tensor) {
   return true;
 }
 
-// One page of whatever is least important, which may be the newcomer's, not yet taken; false where
-// nothing more may go.
+// Evicts a page of whatever is least important, perhaps the newcomer's; false if nothing may go.
 bool Pool::give_up_least(Tensor& newcomer) {
   if (spare_pages(newcomer) && tree_.is_least(newcomer.importance[newcomer.kept - 1])) {
     lose_page(newcomer);
@@ -415,7 +412,7 @@ bool Pool::give_up_least(Tensor& newcomer) {
   return true;
 }
 
-// What a newcomer begins without counts as given up.
+// Counts what a newcomer begins without as evicted.
 void Pool::note_missing(const Tensor& newcomer) {
   for (uint32_t plane = newcomer.bits; plane-- > newcomer.kept - 1u;) {
     const uint32_t from = plane < newcomer.kept ? newcomer.full_runs : 0;

@@ -1,11 +1,10 @@
-// The paged pool: planes of codes in fixed pages, the least important of which go first.
+// The paged pool: planes of codes in fixed pages, evicted least important first. See docs/pool.md.
 //
-// A page holds one plane of one run of elements (8 * page_bytes of them), or headers, or a piece
-// of a plain span of bytes. So giving up precision is dropping pages: nothing is coded again,
-// nothing moves. docs/pool.md draws it.
+// A page holds one plane of one run of elements (8 * page_bytes of them), or headers, or a part of
+// a plain span. Evicting precision drops pages: nothing is coded again, nothing moves.
 //
-// Every call takes one lock and may come from any thread. A tensor is pinned while a kernel reads
-// or writes it: pinned pages are never given up.
+// Calls may come from any thread; each takes one lock. Kernels use pinned tensors, whose pages are
+// never evicted.
 #pragma once
 
 #include <cstdint>
@@ -28,24 +27,24 @@ constexpr uint64_t elements_per_block = 256;
 constexpr uint32_t no_page = ~uint32_t(0);
 constexpr size_t most_evictions_logged = 256;
 
-// A handle that is not alive here, a pin too few or too many, a request that means nothing.
+// A handle that is not alive here, a pin too few or too many, an invalid request.
 struct MisuseError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// The pages are not there, even if all that may be given up were.
+// There are too few pages, even with all that may be evicted.
 struct FullError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// There is room under the cap, but the lender refused `bytes`.
+// The cap leaves room, but the lender refused `bytes`.
 struct RefusedError : FullError {
   RefusedError(const std::string& message, uint64_t refused) : FullError(message), bytes(refused) {}
   uint64_t bytes;
 };
 
-// An account beyond the pool's own that bounds its memory: asked before pages get memory, told
-// when they have lost it. Both are called under the pool's lock, and must not call the pool.
+// An outer account: asked before pages get memory, told when they lose it. Both are called under
+// the pool's lock and must not call the pool.
 struct Lender {
   bool (*take)(uint64_t bytes);
   void (*give)(uint64_t bytes);
@@ -56,38 +55,37 @@ struct Options {
   uint64_t page_bytes;       // a power of two, 32 or more
   uint64_t cap_bytes;        // the most that may be held, metadata included
   uint64_t increment_bytes;  // of growth; 0: adaptive
-  bool may_cut_increment;    // take less than a whole increment where the cap leaves no more
-  bool poison;               // fill pages that fall free with 0xDB
-  // Pages lie on a device: they are numbered and counted here. Each plane is one block of memory
-  // there, so that planes go as a whole, and take_lost tells which went.
+  bool may_cut_increment;    // take less than an increment if the cap leaves no more
+  bool poison;               // fill freed pages with 0xDB
+  // Pages lie on a device and are only counted here; whole planes go, and take_lost lists them.
   bool elsewhere = false;
   Lender lender = {nullptr, nullptr};
 };
 
 struct Request {
   uint64_t count;            // elements
-  int bits, minimum_bits;    // planes, and how many of them are never given up
+  int bits, minimum_bits;    // planes, and how many of them are never evicted
   bool headers;              // 4 bytes for every block of 256 elements
   const double* importance;  // of each plane, most significant first
-  uint64_t tag;              // the caller's own name for it, told in evictions
-  int missing_bits = 0;      // planes that it begins without in any case
+  uint64_t tag;              // the caller's own name for it, returned in evictions
+  int missing_bits = 0;      // planes that it begins without
 };
 
 struct GivenUp {
   uint64_t pages, payload_bytes;
   uint64_t returned_bytes;  // to the system
-  uint64_t over_bytes;      // still held above the cap: pinned, or never to be given up
+  uint64_t over_bytes;      // still held above the cap: pinned or not evictable
 };
 
 struct Eviction {
   uint64_t tag, handle;
   uint32_t pages;
-  uint8_t plane, page_shift;  // pages of 1 << page_shift bytes, which may since be others
+  uint8_t plane, page_shift;  // pages of 1 << page_shift bytes, which may change later
 
   uint64_t bytes() const { return uint64_t(pages) << page_shift; }
 };
 
-// A tensor that has lost planes: so many are left.
+// A tensor that has lost planes: `kept` are left.
 struct Lost {
   uint64_t handle;
   uint32_t kept;
@@ -114,15 +112,14 @@ class Pool {
   Pool& operator=(const Pool&) = delete;
   ~Pool();
 
-  // The handle of a new tensor, pinned once so that it can be written in peace. Where room must be
-  // made it may itself have the least important planes: then it begins without them (its view
-  // says so), and they count as given up. Throws FullError,
-  // MisuseError, std::bad_alloc; nothing has been given up then. (Except with pages smaller than
-  // the system's: those may lie so that giving some up frees no memory.)
+  // Returns the handle of a new tensor, pinned once for writing. If its own planes are least
+  // important, it begins without them (see its view), and they count as evicted. Throws FullError,
+  // MisuseError, std::bad_alloc, then without evictions, unless pages are smaller than the
+  // system's.
   uint64_t allocate(const Request& request);
-  // `bytes` at consecutive addresses, never given up.
+  // `bytes` at consecutive addresses, never evicted.
   uint64_t allocate_span(uint64_t bytes, uint64_t tag);
-  // Refused while pinned.
+  // Throws while pinned.
   void release(uint64_t handle);
 
   View pin(uint64_t handle);
@@ -134,29 +131,29 @@ class Pool {
 
   // Lowering the cap evicts at once.
   GivenUp set_cap(uint64_t bytes);
-  // Gives up at least `bytes` of pages, or all that may be.
+  // Evicts at least `bytes` of pages, or all that may go.
   GivenUp evict(uint64_t bytes);
-  // Gives every empty group back to the system.
+  // Returns every empty group to the system.
   uint64_t trim();
 
   Statistics statistics();
   void reset_peaks();
-  // What was given up since the last call, oldest first; `lost`: how many entries found no room.
+  // Evictions since the last call, oldest first; `lost`: how many entries found no room.
   std::vector<Eviction> take_evictions(uint64_t* lost);
-  // Tensors that lost planes since the last call, oldest first; of pages that lie elsewhere.
+  // Tensors that lost planes since the last call, oldest first; for pages elsewhere.
   std::vector<Lost> take_lost();
   uint64_t resident_bytes();
   uint64_t held_bytes();
   uint64_t live_tensors();
   uint64_t page_bytes();
-  // Other pages, and bitmaps of their size; refused (false) while anything lives.
+  // Changes the page size and the bitmaps; false while anything lives.
   bool set_page_bytes(uint64_t bytes);
-  // Do all the parts agree? For tests. O(pages).
+  // True if all parts agree. For tests; O(pages).
   bool is_sound();
 
  private:
   struct Tensor {
-    uint64_t handle;  // 0: nobody
+    uint64_t handle;  // 0: free slot
     uint64_t tag;
     uint64_t count;      // elements, or the span's bytes
     double* importance;  // bits numbers, then the page table; null for a span
@@ -164,7 +161,7 @@ class Pool {
     uint32_t runs;       // or the span's pages
     uint32_t full_runs;  // or the span's first page
     uint32_t pins;
-    uint32_t next_free;  // slot + 1, among nobody's
+    uint32_t next_free;  // slot + 1, among free slots
     uint8_t bits, minimum, kept;
     bool has_headers;
   };
@@ -235,13 +232,13 @@ class Pool {
   uint32_t free_slot_ = 0;  // slot + 1
   uint64_t live_tensors_ = 0, table_bytes_ = 0;
 
-  // A page is used, or free with memory behind it, or lies in a group without memory.
+  // A page is used, or free with memory, or in a group without memory.
   std::vector<uint64_t> used_;
   Bitmap free_;      // pages
-  Bitmap empty_;     // groups with memory, all of whose pages are free; unused for groups of one
+  Bitmap empty_;     // groups with memory and only free pages; unused for groups of one
   Bitmap unbacked_;  // groups below groups_ without memory
   uint64_t groups_ = 0, backed_ = 0;
-  uint64_t top_ = 0;  // no group from here on has memory; below it the highest may have none either
+  uint64_t top_ = 0;  // no group from here on has memory; the highest below may have none either
 
   uint64_t live_pages_ = 0, payload_bytes_ = 0, evictable_pages_ = 0;
   uint64_t live_peak_ = 0, held_peak_ = 0;

@@ -1,12 +1,10 @@
-// What the pool tells: its account, what it gave up, and whether all parts agree.
+// The pool's reports: its account, its evictions, and whether all parts agree.
 
 #include <algorithm>
 
 #include "pool/pool.h"
 
 namespace daf::paging {
-
-// --- account ------------------------------------------------------------------------------------
 
 Statistics Pool::statistics() {
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -64,8 +62,6 @@ uint64_t Pool::resident_bytes() {
   return region_.resident_bytes();
 }
 
-// --- evictions ----------------------------------------------------------------------------------
-
 void Pool::log_eviction(const Tensor& tensor, uint32_t plane, uint64_t pages) {
   if (!evictions_.empty()) {
     Eviction& last = evictions_.back();
@@ -93,8 +89,6 @@ std::vector<Eviction> Pool::take_evictions(uint64_t* lost) {
   last_lost_ = {};
   return taken;
 }
-
-// --- soundness ----------------------------------------------------------------------------------
 
 bool Pool::is_sound() {
   const std::lock_guard<std::mutex> lock(mutex_);

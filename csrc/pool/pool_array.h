@@ -17,14 +17,14 @@ class GrowingArray {
   T& operator[](uint64_t i) { return reinterpret_cast<T*>(region_.base())[i]; }
   const T& operator[](uint64_t i) const { return reinterpret_cast<const T*>(region_.base())[i]; }
 
-  // Room for `size` elements; the new ones are all zero bits. Throws std::bad_alloc.
+  // Makes room for `size` elements; new ones are all zero bits. Throws std::bad_alloc.
   void extend(uint64_t size) {
     if (size <= size_) return;
     region_.extend(std::min(round_up(size * sizeof(T), extension_bytes), region_.bytes()));
     size_ = size;
   }
 
-  // Memory that `size` elements take, as the system hands it out.
+  // Memory that `size` elements take, in the system's units.
   static uint64_t bytes_for(uint64_t size) {
     return round_up(size * sizeof(T), Region::system_page_bytes());
   }

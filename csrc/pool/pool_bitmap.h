@@ -1,8 +1,6 @@
-// A set of small integers that knows its first and its last member.
+// A set of small integers that finds its first and last member in O(log n) to base 64.
 //
-// Level 0 has a bit for every integer; a bit of a higher level says whether a word of the level
-// below has any bit set. First and last walk one word a level: O(log n) to base 64, which is four
-// words for sixteen million integers.
+// Level 0 has a bit for every integer; a bit of a higher level is set if a word below is non-zero.
 #pragma once
 
 #include <cstddef>
@@ -39,7 +37,7 @@ inline int highest_bit(uint64_t word) {
 
 class Bitmap {
  public:
-  // Sizes are multiples of this, so that a bitmap grows seldom.
+  // Sizes are multiples of this, so that bitmaps seldom grow.
   static constexpr uint64_t unit = 4096;
 
   static uint64_t bytes_for(uint64_t size) {
@@ -49,7 +47,7 @@ class Bitmap {
     return total;
   }
 
-  // Room for integers below `size`; the new ones are not in the set.
+  // Makes room for integers below `size`; the new ones are not in the set.
   void resize(uint64_t size) {
     size_t level = 0;
     for (uint64_t words = level_words(round(size)); words; words = next_level(words), ++level) {
@@ -59,7 +57,7 @@ class Bitmap {
     }
   }
 
-  // Room for integers below `size` only, and its memory; none of the others may be in the set.
+  // Keeps room and memory for integers below `size` only; the set must hold no others.
   void shrink(uint64_t size) {
     size_t level = 0;
     for (uint64_t words = level_words(round(size)); words; words = next_level(words), ++level) {
@@ -99,7 +97,7 @@ class Bitmap {
  private:
   static uint64_t round(uint64_t size) { return (size + unit - 1) / unit * unit; }
   static uint64_t level_words(uint64_t bits) { return (bits + 63) / 64; }
-  // The level above `words` words; 0 where one word says it all.
+  // Words of the level above `words` words; 0 above a single word.
   static uint64_t next_level(uint64_t words) { return words > 1 ? level_words(words) : 0; }
 
   void add_level() {

@@ -1,5 +1,5 @@
-// How much memory the pool takes beyond what it needs at once, and how much it keeps when pages
-// fall free. All sizes are in groups: the least memory that the system gives and takes.
+// How much memory the pool takes beyond its need, and keeps when pages fall free. Sizes are in
+// groups, the least memory that the system gives and takes.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,7 @@
 
 namespace daf::paging {
 
-// What a rule may look at.
+// The input of a growth rule.
 struct Supply {
   uint64_t live;      // groups' worth of pages in use
   uint64_t empty;     // groups that have memory, without a page in use
@@ -16,12 +16,11 @@ struct Supply {
 
 class Growth {
  public:
-  // increment 0: adaptive; else the paper's rule, whole increments and nothing less
-  // (`may_cut`: unless the cap leaves less than a whole one).
+  // 0: adaptive; else whole increments, as in the paper (`may_cut`: less if the cap leaves less).
   Growth(uint64_t increment, bool may_cut, uint64_t kept = 1)
       : increment_(increment), may_cut_(may_cut), kept_(kept) {}
 
-  // An allocation of `groups` has come: the demand is an average that forgets.
+  // Updates the demand, a moving average, by an allocation of `groups`.
   void note_demand(uint64_t groups) { demand_ += (double(groups) - demand_) / 8; }
 
   // The most groups that may be held where the cap allows `groups`.
@@ -29,12 +28,10 @@ class Growth {
     return increment_ && !may_cut_ ? groups / increment_ * increment_ : groups;
   }
 
-  // How many groups to add where `missing` are needed; missing <= headroom.
-  //
-  // Adaptive: a few allocations ahead (demand), yet not more than a 1024th of what lives, so that
-  // the pool never holds much more than it uses; nothing beyond the need where enough lies free
-  // already but in pieces (fragmentation); and at most an eighth of what the cap leaves
-  // (headroom), so that the last bytes before eviction are taken in small steps.
+  // How many groups to add where `missing` are needed; missing <= headroom. Adaptive: a few
+  // allocations ahead (demand), at most 1/1024 of what lives, to hold little beyond use. Only the
+  // need if free memory is fragmented. At most 1/8 of the headroom, for small steps before
+  // eviction.
   uint64_t step(uint64_t missing, const Supply& supply) const {
     if (increment_)
       return std::min((missing + increment_ - 1) / increment_ * increment_, supply.headroom);
@@ -44,11 +41,9 @@ class Growth {
     return std::min(std::max(missing, ahead), supply.headroom);
   }
 
-  // How many of the empty groups to give back now.
-  //
-  // Adaptive: none until a 128th of what lives is empty (or a few groups, where little lives),
-  // then all but a 256th: so that a page is not given back and taken again at every turn.
-  // Fixed: whole increments, keeping `kept`.
+  // How many empty groups to return now. Adaptive: none until 1/128 of what lives (or a few groups)
+  // is empty, then all but 1/256, so that pages do not come and go. Fixed: all but `kept`
+  // increments.
   uint64_t surplus(const Supply& supply) const {
     if (increment_) {
       const uint64_t whole = supply.empty / increment_;

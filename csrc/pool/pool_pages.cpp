@@ -1,4 +1,4 @@
-// The pool's pages and the groups of pages that memory comes in; how room is made.
+// The pool's pages, the groups in which their memory comes, and how room is made.
 
 #include <cstring>
 #include <string>
@@ -13,9 +13,7 @@ constexpr uint64_t used_unit = Bitmap::unit;
 
 }  // namespace
 
-// --- pages --------------------------------------------------------------------------------------
-
-// The lowest free page that has memory; there must be one.
+// Takes the lowest free page with memory; there must be one.
 uint32_t Pool::take_page() {
   const uint64_t page = free_.first();
   mark_used(page);
@@ -62,8 +60,7 @@ bool Pool::group_is_empty(uint64_t group) const {
   return !(used_[first / 64] >> (first % 64) & mask);
 }
 
-// The lowest run of so many pages that are not in use, with memory or without; it may reach
-// beyond the groups there are.
+// The lowest run of `pages` unused pages, with memory or without; it may reach beyond the groups.
 uint64_t Pool::find_gap(uint64_t pages) const {
   const uint64_t end = groups_ * pages_per_group_;
   uint64_t start = 0;
@@ -81,7 +78,7 @@ uint64_t Pool::find_gap(uint64_t pages) const {
   return start + pages <= region_.bytes() / page_bytes_ ? start : nothing;
 }
 
-// Takes consecutive pages and gives them memory where they have none. The cap is not looked at.
+// Takes consecutive pages and gives them memory, whatever the cap.
 uint64_t Pool::take_gap(uint64_t pages) {
   const uint64_t first = find_gap(pages);
   if (first == nothing)
@@ -100,8 +97,6 @@ uint64_t Pool::take_gap(uint64_t pages) {
   return first;
 }
 
-// --- groups -------------------------------------------------------------------------------------
-
 void Pool::extend_groups(uint64_t groups) {
   region_.extend(groups * group_bytes_);
   const uint64_t pages = groups * pages_per_group_;
@@ -114,9 +109,8 @@ void Pool::extend_groups(uint64_t groups) {
   for (; groups_ < groups; ++groups_) unbacked_.insert(groups_);
 }
 
-// The bitmaps follow the highest group with memory down, once they could be half as long: otherwise
-// a small step would pay for those of the largest ever. Every group that is passed on the way was
-// once made, so this is O(1) for each.
+// The bitmaps shrink to the highest group with memory once they could be half as long: else a small
+// step would pay for the largest ever. Amortised O(1) a group.
 void Pool::forget_groups() {
   while (top_ && unbacked_.has(top_ - 1)) --top_;
   if (2 * top_ > groups_) return;
@@ -151,7 +145,7 @@ void Pool::throw_refused(uint64_t groups) const {
                      bytes);
 }
 
-// Memory for at least `pages` more pages, in the lowest groups that have none.
+// Gives memory to at least `pages` more pages, in the lowest groups without any.
 void Pool::grow(uint64_t pages, uint64_t most) {
   const uint64_t missing = (pages + pages_per_group_ - 1) / pages_per_group_;
   const Supply supply{live_pages_ / pages_per_group_, empty_groups().count(), most - backed_};
@@ -165,7 +159,7 @@ void Pool::grow(uint64_t pages, uint64_t most) {
   ++growths_;
 }
 
-// Gives up to `count` empty groups back to the system, the highest first; returns how many.
+// Returns up to `count` empty groups to the system, highest first; returns how many.
 uint64_t Pool::return_groups(uint64_t count) {
   uint64_t done = 0;
   while (done < count && empty_groups().count()) {
@@ -193,15 +187,13 @@ void Pool::return_surplus() {
   if (surplus) return_groups(surplus);
 }
 
-// --- room ---------------------------------------------------------------------------------------
-
 uint64_t Pool::bitmap_bytes(uint64_t groups) const {
   const uint64_t pages = groups * pages_per_group_;
   return round_up(pages, used_unit) / 8 + Bitmap::bytes_for(pages) +
          Bitmap::bytes_for(groups) * (pages_per_group_ > 1 ? 2 : 1);
 }
 
-// What the account's own records take, with so many more slots and bytes of page tables.
+// Bytes of the account's records with so many more slots and bytes of page tables.
 uint64_t Pool::metadata_bytes(uint64_t new_slots, uint64_t new_table_bytes) const {
   const uint64_t slots = tensors_.size() + new_slots;
   return GrowingArray<Tensor>::bytes_for(slots) + ImportanceTree::bytes_for(slots) + table_bytes_ +
@@ -210,8 +202,7 @@ uint64_t Pool::metadata_bytes(uint64_t new_slots, uint64_t new_table_bytes) cons
 
 uint64_t Pool::held_now() const { return backed_ * group_bytes_ + metadata_bytes(0, 0); }
 
-// The most groups that may have memory under the cap, beside so much metadata; their bitmaps grow
-// with them.
+// The most groups that the cap allows beside `metadata`; their bitmaps grow with them.
 uint64_t Pool::most_groups(uint64_t metadata) const {
   uint64_t most = region_.bytes() / group_bytes_;
   if (cap_bytes_ == no_cap) return growth_.most(most);
@@ -240,12 +231,11 @@ void Pool::throw_full(uint64_t pages, uint64_t most) const {
                   ", reserved addresses " + std::to_string(region_.bytes()) + ")");
 }
 
-// Free pages with memory for all that the newcomer is left with, whatever must be given up for it,
-// `metadata` staying within the cap as well. Throws FullError.
+// Makes free pages for the newcomer's, evicting as needed, `metadata` included. Throws FullError.
 void Pool::make_room(Tensor& newcomer, uint64_t metadata) {
   const uint64_t most = most_groups(metadata), most_pages = most * pages_per_group_;
   check_possible(present_pages(newcomer) - spare_pages(newcomer), most);
-  // A second time only where a group has several pages: the ones in use lie scattered.
+  // Repeats only if groups have several pages: the used ones may be scattered.
   while (live_pages_ + present_pages(newcomer) > most_pages ||
          (backed_ > most && return_groups(backed_ - most) == 0)) {
     if (!give_up_least(newcomer)) throw_full(present_pages(newcomer), most);
@@ -254,7 +244,7 @@ void Pool::make_room(Tensor& newcomer, uint64_t metadata) {
   if (pages > free_.count()) grow(pages - free_.count(), most);
 }
 
-// Evicts and gives back until no more is held than the cap allows; false where that cannot be.
+// Evicts and returns memory until the cap holds; false if it cannot.
 bool Pool::shrink_to_cap() {
   if (cap_bytes_ == no_cap) return true;
   for (;;) {

@@ -51,7 +51,7 @@ void unreserve(void* base, uint64_t bytes) { munmap(base, bytes); }
 bool make_usable(void* at, uint64_t bytes) {
   if (mprotect(at, bytes, PROT_READ | PROT_WRITE) != 0) return false;
 #if defined(MADV_NOHUGEPAGE)
-  // A huge page would bring in memory that nobody asked for: the account would no longer be exact.
+  // A huge page would add memory that was not asked for; the account would not be exact.
   madvise(at, bytes, MADV_NOHUGEPAGE);
 #endif
   return true;

@@ -1,9 +1,8 @@
-// A stretch of address space, reserved at once and given memory piece by piece.
+// A range of address space, reserved at once and given memory in parts; addresses never move.
 //
-// Addresses never move, so pages may be pointed at; what is not in use costs no memory. Linux
-// reserves with mmap(PROT_NONE, NORESERVE) and gives back with madvise; other Unixes give back by
-// mapping afresh; Windows reserves, commits and decommits. A region that is only counted has
-// neither addresses nor memory: what is in it lies elsewhere, on a GPU.
+// Linux reserves with mmap(PROT_NONE, NORESERVE) and returns memory with madvise; other Unixes
+// return it by mapping afresh; Windows reserves, commits and decommits. A region that is only
+// counted has neither addresses nor memory: its content lies on a GPU.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +11,7 @@ namespace daf::paging {
 
 class Region {
  public:
-  // Reserves `wanted_bytes`, or half, a quarter, ... of it where the system grants no more;
-  // throws std::bad_alloc where it grants less than `least_bytes`.
+  // Reserves `wanted_bytes`, or half, a quarter, ...; throws std::bad_alloc below `least_bytes`.
   Region(uint64_t wanted_bytes, uint64_t least_bytes, bool only_counted = false);
   Region(const Region&) = delete;
   Region& operator=(const Region&) = delete;
@@ -24,11 +22,11 @@ class Region {
 
   // Makes [0, bytes) usable; what was usable before stays. Throws std::bad_alloc.
   void extend(uint64_t bytes);
-  // Memory for a piece that was given back (where the system wants to be told).
+  // Restores memory to a returned part (where the system needs to be told).
   void take_back(uint64_t offset, uint64_t bytes);
-  // Gives the memory of a usable piece back to the system; its content is lost.
+  // Returns the memory of a usable part to the system; its content is lost.
   void give_back(uint64_t offset, uint64_t bytes);
-  // Bytes of the usable part that are in memory now, as the system sees it.
+  // Bytes of the usable part that are resident, as the system counts.
   uint64_t resident_bytes() const;
 
   static uint64_t system_page_bytes();

@@ -1,9 +1,8 @@
-// A red–black tree of slots ordered by importance; equal ones in the order they came.
+// A red–black tree of slots by importance; equal ones in order of arrival.
 //
-// Cormen, Leiserson, Rivest and Stein, "Introduction to Algorithms", chapter 13, with links that
-// are places in one array: a node is 16 bytes, four to a cache line, and moves with nobody. What
-// insert costs is the lower levels' cache misses, so small nodes are what makes it fast. The
-// least node is kept at hand. Insert and erase are O(log n), least is O(1).
+// Cormen, Leiserson, Rivest and Stein, "Introduction to Algorithms", chapter 13, with array indices
+// as links: small nodes (16 bytes, four to a cache line) save cache misses, which dominate
+// insertion. Insert and erase are O(log n), least is O(1).
 #pragma once
 
 #include <cstdint>
@@ -20,17 +19,17 @@ class ImportanceTree {
   static uint64_t bytes_for(uint64_t slots) { return GrowingArray<Node>::bytes_for(slots + 1); }
 
   uint64_t most() const { return nodes_.most() - 1; }
-  // Room for slots below `slots`.
+  // Makes room for slots below `slots`.
   void extend(uint64_t slots) { nodes_.extend(slots + 1); }
 
   bool empty() const { return root_ == nil; }
   uint32_t least() const { return least_ - 1; }
-  // Would this importance come before all that are here? (Behind equal ones.)
+  // True if this importance would come before all here; equal ones come first.
   bool is_least(double importance) const {
     return least_ == nil || key_of(importance) < nodes_[least_].key;
   }
 
-  // Importance is 0 or more; numbers closer than a millionth of themselves count as equal.
+  // `importance` >= 0; values within a millionth of each other count as equal.
   void insert(uint32_t slot, double importance) {
     const uint32_t fresh = slot + 1, key = key_of(importance);
     uint32_t parent = nil;
@@ -75,7 +74,7 @@ class ImportanceTree {
     if (lost_black) repair_after_erase(child);
   }
 
-  // The rules of a red–black tree hold everywhere; for tests. O(n).
+  // True if the rules of a red–black tree hold everywhere. For tests; O(n).
   bool is_sound() const {
     return !nodes_[root_].red && black_height(root_) >= 0 &&
            least_ == (root_ == nil ? nil : leftmost(root_));
@@ -87,7 +86,7 @@ class ImportanceTree {
     uint32_t parent : 31, red : 1;
   };
 
-  // The upper half of a number's bits: numbers from 0 up are ordered as their bits are.
+  // The upper half of a number's bits, whose order is that of numbers from 0 up.
   static uint32_t key_of(double importance) {
     const double positive = importance + 0.0;  // -0 becomes 0
     uint64_t bits;
@@ -113,7 +112,7 @@ class ImportanceTree {
     return above;
   }
 
-  // Puts `other` where `at` hangs.
+  // Puts `other` in the place of `at`.
   void replace(uint32_t at, uint32_t other) {
     const uint32_t parent = nodes_[at].parent;
     if (parent == nil) {
@@ -124,7 +123,7 @@ class ImportanceTree {
     nodes_[other].parent = parent;
   }
 
-  // Takes `moved`, the successor of `gone`, from its place and gives it that of `gone`.
+  // Moves `moved`, the successor of `gone`, to the place of `gone`.
   void lift(uint32_t moved, uint32_t child, uint32_t gone) {
     if (nodes_[moved].parent == gone) {
       nodes_[child].parent = moved;
@@ -139,7 +138,7 @@ class ImportanceTree {
     nodes_[moved].red = nodes_[gone].red;
   }
 
-  // `side` is the child that goes down: left turns left.
+  // Rotates: `at` goes down to the left, or to the right.
   void rotate(uint32_t at, bool left) {
     const uint32_t rising = left ? nodes_[at].right : nodes_[at].left;
     const uint32_t middle = left ? nodes_[rising].left : nodes_[rising].right;
@@ -173,7 +172,7 @@ class ImportanceTree {
     nodes_[root_].red = false;
   }
 
-  // `at` (perhaps nil) stands where one black node too few is met on the way down.
+  // Paths through `at` (perhaps nil) have one black node too few.
   void repair_after_erase(uint32_t at) {
     while (at != root_ && !nodes_[at].red) {
       const uint32_t parent = nodes_[at].parent;
@@ -207,7 +206,7 @@ class ImportanceTree {
     nodes_[at].red = false;
   }
 
-  // Black nodes on every way down from `at`, or -1 where a rule is broken.
+  // Black nodes on every path down from `at`, or -1 if a rule is broken.
   int black_height(uint32_t at) const {
     if (at == nil) return 0;
     const Node& node = nodes_[at];

@@ -1,4 +1,4 @@
-// How kernels see a tensor whose planes lie in pages: nothing is copied, only looked up.
+// A kernel's view of a tensor whose planes lie in pages: looked up, never copied.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@ namespace daf::paging {
 constexpr uint64_t block_plane_bytes = 32, block_header_bytes = 4;
 constexpr int most_bits = 64;
 
-// Where a pinned tensor lies, run by run; what the kernels read and write through.
+// The addresses of a pinned tensor, run by run.
 struct View {
   uint8_t* region;
   uint64_t page_bytes;

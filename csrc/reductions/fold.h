@@ -1,5 +1,5 @@
-// Rows of partial results into their first, by halving strides; memory cut out of a workspace.
-// For files compiled for every processor only: nothing here may be inlined for a wider set.
+// Folds rows of partial results by halving strides, in a workspace. Only for files compiled for
+// every processor: nothing here may be inlined for a wider set.
 #pragma once
 
 #include <cstddef>
@@ -8,8 +8,7 @@
 
 namespace daf {
 
-// Rows i and i + stride are combined for stride = …, 4, 2, 1: the largest is the greatest power
-// of two below `rows`. Missing rows would combine to no change.
+// Combines rows i and i + stride, stride = …, 4, 2, 1 from the greatest power of 2 below `rows`.
 template <class Number, class Combine>
 void fold_rows(Number* numbers, size_t rows, uint64_t width, Combine combine) {
   size_t stride = 1;
@@ -21,13 +20,13 @@ void fold_rows(Number* numbers, size_t rows, uint64_t width, Combine combine) {
   }
 }
 
-// Numbers handed back to the caller may lie anywhere.
+// The caller's numbers may lie at any address.
 template <class Number>
 void store_result(Number* results, uint64_t place, Number result) {
   std::memcpy(reinterpret_cast<char*>(results) + place * sizeof result, &result, sizeof result);
 }
 
-// Hands out aligned parts of a workspace; from address 0 it measures what would be needed.
+// Hands out aligned parts of a workspace; from address 0 it measures the need.
 class Workspace {
  public:
   explicit Workspace(uintptr_t address) : next_(address) {}
@@ -39,7 +38,7 @@ class Workspace {
     return reinterpret_cast<Item*>(aligned);
   }
 
-  // Bytes enough wherever the workspace begins, for one that was laid out from address 0.
+  // Bytes that suffice for any start of the workspace; for one laid out from address 0.
   uint64_t bytes() const { return next_ + line_bytes; }
 
  private:

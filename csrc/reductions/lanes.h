@@ -1,5 +1,4 @@
-// One block into accumulators of sixteen lanes: docs/format.md, section 8.
-// Include after a vector_*.h.
+// A block into lanes of accumulators: docs/format.md, section 8. Include after a vector_*.h.
 #pragma once
 
 #include "reductions/ranges.h"
@@ -8,7 +7,7 @@
 
 namespace {
 
-// Which lanes of vector t lie among the first `valid` elements.
+// The lanes of vector t that lie among the first `valid` elements.
 DAF_INLINE uint16_t real_lanes(size_t valid, int t) {
   const size_t first = size_t(V::lanes) * t;
   const size_t here = valid <= first ? 0 : valid - first;
@@ -23,8 +22,7 @@ DAF_INLINE V::I order_key(V::F x) {
   return V::bit_xor(bits, V::as_integer(V::select(V::any_bit(bits, 0x80000000), all, sign)));
 }
 
-// The sixteen sums of a slot, in registers while vectors are added. Lanes that are not chosen
-// gain +0, which changes no sum that began with +0.
+// A slot's sixteen sums in registers. Lanes not chosen gain +0, which changes no sum from +0 on.
 class SumsSlot {
  public:
   DAF_MEMBER_INLINE SumsSlot(const RunningSums& all, uint64_t slot)
@@ -52,7 +50,7 @@ class SumsSlot {
   V::D sum_, square_;
 };
 
-// The same of ranges. Lanes that are not chosen are compared with 0, the least.
+// A slot's ranges in registers. Lanes not chosen are compared with 0, the least key.
 class RangeSlot {
  public:
   DAF_MEMBER_INLINE RangeSlot(const RangeLanes& all, uint64_t slot)
@@ -87,7 +85,7 @@ class RangeSlot {
 DAF_INLINE RangeSlot slot_of(const RangeLanes& all, uint64_t slot) { return {all, slot}; }
 DAF_INLINE SumsSlot slot_of(const RunningSums& all, uint64_t slot) { return {all, slot}; }
 
-// Vectors first, first + step, … below last.
+// Adds vectors first, first + step, … below last.
 template <class Accumulators>
 DAF_INLINE void add_vectors(const Accumulators& to, uint64_t slot, const float* row, size_t first,
                             size_t last, size_t step) {
@@ -96,7 +94,7 @@ DAF_INLINE void add_vectors(const Accumulators& to, uint64_t slot, const float* 
   here.keep();
 }
 
-// Elements [from, to) of a row, all in vector t.
+// Adds elements [from, end) of a row, all in one vector.
 template <class Accumulators>
 DAF_INLINE void add_some(const Accumulators& to, uint64_t slot, const float* row, size_t from,
                          size_t end) {
@@ -107,7 +105,7 @@ DAF_INLINE void add_some(const Accumulators& to, uint64_t slot, const float* row
   here.keep();
 }
 
-// Vector t goes to slot `start` + t: every slot is fetched once for all its vectors.
+// Adds vector t to slot `start` + t, fetching every slot once for all its vectors.
 template <class Accumulators>
 void add_columns(const Accumulators& to, uint64_t slots, const float* row, uint64_t first,
                  size_t valid) {
@@ -119,7 +117,7 @@ void add_columns(const Accumulators& to, uint64_t slots, const float* row, uint6
   if (valid % V::lanes) add_some(to, (start + whole) % slots, row, whole * V::lanes, valid);
 }
 
-// Elements [from, end) of a row, all of one channel.
+// Adds elements [from, end) of a row, all of one channel.
 template <class Accumulators>
 DAF_INLINE void add_run(const Accumulators& to, uint64_t channel, const float* row, size_t from,
                         size_t end) {
@@ -144,7 +142,7 @@ void add_runs(const Accumulators& to, Channels channels, const float* row, uint6
   }
 }
 
-// The first `valid` elements of a block, of which the first is element `first` of the tensor.
+// Adds the first `valid` elements of a block, which begins with element `first` of the tensor.
 template <class Accumulators>
 void add_block(const Accumulators& to, Channels channels, uint64_t slots, const float* row,
                uint64_t first, size_t valid) {

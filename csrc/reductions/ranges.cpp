@@ -42,7 +42,7 @@ MeasureRanges place(const RangesPlan& plan, Workspace& workspace) {
   return job;
 }
 
-// Most pieces raise nothing: reading a shared cell costs little as long as nobody writes it.
+// Most candidates raise nothing: reading a shared cell is cheap while nobody writes it.
 void raise(std::atomic<uint32_t>& cell, uint32_t key) {
   uint32_t seen = cell.load(std::memory_order_relaxed);
   while (seen < key && !cell.compare_exchange_weak(seen, key, std::memory_order_relaxed)) {
@@ -54,7 +54,7 @@ void fold_slots(uint64_t slots, const uint32_t* lanes, uint32_t* half) {
     half[slot] = *std::max_element(lanes + slot * slot_lanes, lanes + (slot + 1) * slot_lanes);
 }
 
-// The lanes of columns are whole rows of channels, the last one perhaps cut short.
+// The lanes of columns are whole rows of channels; the last may be shorter.
 void fold_columns(uint64_t channels, uint64_t lane_count, const uint32_t* lanes, uint32_t* half) {
   for (uint64_t first = 0; first < lane_count; first += channels) {
     const uint64_t here = std::min(channels, lane_count - first);
@@ -70,11 +70,10 @@ void fold_lanes(const RangesPlan& plan, const uint32_t* lanes, uint32_t* half) {
     fold_slots(plan.slots, lanes, half);
 }
 
-// Which strategy should take least time: tree pays for its one serial stage, hybrid for raising
-// every cell from every share, atomics for every element. Nanoseconds for one number are measured
-// (an EPYC core with AVX-512; 2^12 to 2^23 elements in 1 to 2^19 channels; every strategy on the
-// same input), what many threads make of them is reckoned: tree below about ten threads, hybrid
-// beyond, and atomics where a thread has hardly more elements than there are channels.
+// The strategy of least predicted time: tree pays for its serial stage, hybrid for raising every
+// cell from every share, atomics for every element. The nanoseconds are measured (an EPYC core with
+// AVX-512; 2^12 to 2^23 elements in 1 to 2^19 channels); thread scaling is modelled: tree below
+// about ten threads, hybrid beyond, atomics where a thread has few elements a channel.
 RangeStrategy cheapest_strategy(const RangesPlan& plan, uint64_t count) {
   constexpr double lane_ns = 0.45;    // clear a lane's accumulator and fold it
   constexpr double fold_ns = 0.5;     // one number of a row into another's

@@ -1,9 +1,8 @@
 // Least and greatest element for each channel: docs/format.md, section 8.
 //
-// Floats are compared as unsigned integers in the same order (keys), so that any order of
-// comparing gives the same bits, and NaN, beyond both infinities, is never lost. Every row below
-// holds two halves, each for all channels: the greatest key, and the greatest complement of a
-// key, which is the least key's. 0 is below both.
+// Floats are compared as unsigned keys in the same order: any order of comparing gives the same
+// bits, and NaN is never lost. A row has two halves, each for all channels: the greatest keys, and
+// the greatest complements, those of the least keys. 0 is below both.
 #pragma once
 
 #include <atomic>
@@ -12,11 +11,11 @@
 
 namespace daf {
 
-// How partial results become one; the result is the same.
+// How partial results are combined; the result is the same.
 enum class RangeStrategy : int {
-  tree = 0,     // each share reduces in lanes of its own; then the shares' rows are folded
-  atomics = 1,  // each element is compared with the shared cell of its channel
-  hybrid = 2,   // each share reduces in lanes of its own, then raises the shared cells
+  tree = 0,     // shares reduce in lanes of their own; then their rows are folded
+  atomics = 1,  // each element is compared with its channel's shared cell
+  hybrid = 2,   // shares reduce in lanes of their own, then raise the shared cells
 };
 
 struct RangesPlan {
@@ -35,13 +34,13 @@ struct MeasureRanges {
   float *least, *greatest;       // the results, one for each channel
 };
 
-// The strategy that the measured rule picks.
+// The plan with the strategy of the measured rule.
 RangesPlan plan_ranges(uint64_t count, Channels channels, int threads);
 RangesPlan plan_ranges(uint64_t count, Channels channels, int threads, RangeStrategy strategy);
 uint64_t workspace_bytes(const RangesPlan& plan);
 MeasureRanges lay_out(const RangesPlan& plan, uintptr_t workspace);
 
-// What one share reduces into; all zero at first.
+// The accumulators of one share; all zero at first.
 struct RangeLanes {
   uint32_t *greatest, *complement;  // slots × lanes
 };

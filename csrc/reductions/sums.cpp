@@ -12,7 +12,7 @@ namespace daf {
 namespace {
 
 constexpr size_t least_span_blocks = 16;
-// A share's accumulators cost as much as a fourth of a span's elements: at most 6 %.
+// A share's accumulators cost a fourth of a span's elements: at most 6 %.
 constexpr size_t least_spans_per_share = 4;
 
 uint64_t lane_count(const SumsPlan& plan) { return plan.slots * slot_lanes; }
@@ -40,7 +40,7 @@ double sum_of_lanes(double (&lane)[slot_lanes]) {
   return lane[0];
 }
 
-// One channel's sixteen accumulators; those that do not exist are 0.
+// One channel's sixteen accumulators; missing ones are 0.
 void gather_lanes(const SumsPlan& plan, const double* all, uint64_t channel,
                   double (&lane)[slot_lanes]) {
   std::fill(lane, lane + slot_lanes, 0.0);
@@ -52,7 +52,7 @@ void gather_lanes(const SumsPlan& plan, const double* all, uint64_t channel,
   }
 }
 
-// With a multiple of sixteen channels in columns, each has one accumulator, its own.
+// True if each channel has one accumulator: a multiple of sixteen channels in columns.
 bool one_lane_each(Channels channels) {
   return channels.inner == 1 && channels.count % slot_lanes == 0;
 }

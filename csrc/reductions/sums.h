@@ -1,5 +1,4 @@
-// Sums and sums of squares for each channel, in an order that no split changes:
-// docs/format.md, section 8.
+// Sums and squares for each channel, in an order that no split changes: docs/format.md, 8.
 #pragma once
 
 #include "arguments/channels.h"
@@ -19,7 +18,7 @@ struct Sums {
   double *sums, *squares;              // the results, one for each channel
 };
 
-// What one share has summed of its present span; blocks come in ascending order.
+// The sums of one share's current span; blocks come in ascending order.
 struct RunningSums {
   const Sums* whole;
   double *sums, *squares;  // slots × lanes
@@ -30,13 +29,13 @@ SumsPlan plan_sums(uint64_t count, Channels channels, int threads);
 uint64_t workspace_bytes(const SumsPlan& plan);
 Sums lay_out(const SumsPlan& plan, uintptr_t workspace, double* sums, double* squares);
 
-// Spans are never split: the blocks of a share end where a span ends.
+// Spans are never split: a share ends where a span ends.
 Extent share_blocks(const SumsPlan& plan, size_t share);
 RunningSums begin_share(const Sums& whole, size_t share);
 void enter_block(RunningSums& running, size_t block);
 void finish_share(RunningSums& running);
 
-// Once all shares are finished: the results.
+// Writes the results, after all shares.
 void finish_sums(const Sums& whole);
 
 }  // namespace daf

@@ -1,6 +1,5 @@
-// A block of 256 elements in sixteen vectors: sums, transforms, planes.
-// Include after a vector_*.h. Everything is inlined into one translation unit for each
-// instruction set, so nothing compiled for a wider set leaks into the others.
+// A block of 256 elements in sixteen vectors. Include after a vector_*.h. All is inlined into one
+// translation unit for each instruction set, so no wider code leaks into others.
 #pragma once
 
 #include <cmath>
@@ -36,7 +35,7 @@ DAF_INLINE uint32_t to_bits(float value) {
 
 DAF_INLINE float widen_bfloat16(uint16_t half) { return from_bits(uint32_t(half) << 16); }
 
-// Nearest even; -0 becomes +0; too large becomes infinite.
+// Rounds to nearest even; -0 becomes +0; too large becomes infinite.
 DAF_INLINE uint16_t bfloat16_nearest(float value) {
   const uint32_t u = to_bits(value + 0.0f);
   return uint16_t((u + 0x7FFF + (u >> 16 & 1)) >> 16);
@@ -44,9 +43,7 @@ DAF_INLINE uint16_t bfloat16_nearest(float value) {
 
 DAF_INLINE bool is_finite_bfloat16(uint16_t half) { return (half & 0x7F80) != 0x7F80; }
 
-// --- whole-block arithmetic --------------------------------------------------------------------
-
-// The sum of leaf(0) … leaf(15) by halving strides. Depth first: few vectors are alive at once.
+// The sum of leaf(0) … leaf(15) by halving strides; depth first, so few vectors are alive at once.
 template <int width = 1, class Leaf>
 DAF_INLINE V::F fold(Leaf&& leaf, int t = 0) {
   if constexpr (width == block_vectors)
@@ -84,9 +81,7 @@ DAF_INLINE Prescale prescale_for(float greatest_magnitude) {
   return {from_bits((254 - exponent) << 23), from_bits(exponent << 23), bits < 0x7F800000};
 }
 
-// --- planes ------------------------------------------------------------------------------------
-
-// Where a plane keeps block `index`, as 16 halfwords (little-endian words).
+// Block `index` of a plane, as 16 halfwords (little-endian words).
 DAF_INLINE uint16_t* plane_block(const Job& job, int plane, size_t index) {
   return reinterpret_cast<uint16_t*>(job.planes[plane] + index * words_per_block);
 }
@@ -144,17 +139,14 @@ DAF_INLINE void fill_with_nan(Block& block) {
   DAF_EACH_VECTOR block.x[t] = V::as_float(V::set_integer(0x7FC00000));
 }
 
-// --- batches -----------------------------------------------------------------------------------
-
-// Blocks are encoded in batches, stage by stage: while one block waits for its sum, its root or
-// its quotient, the same stage of the next ones runs.
+// Batches are encoded stage by stage: while one block waits for a sum or a root, the next ones run.
 constexpr size_t batch_blocks = 8;
 
 struct Batch {
   const float* rows[batch_blocks];
   alignas(64) float room[batch_blocks][block_elements];
 
-  // Row i becomes its product with a power of two.
+  // Multiplies row i by a power of two.
   DAF_NEVER_INLINE void scale(size_t i, float factor) {
     Block block;
     DAF_EACH_VECTOR block.x[t] = V::load(rows[i] + V::lanes * t);
@@ -163,7 +155,7 @@ struct Batch {
     rows[i] = room[i];
   }
 
-  // Row i, which lies in its room, gets another padding.
+  // Pads row i, which lies in its room, with `filling`.
   void pad(size_t i, size_t valid, float filling) {
     for (size_t place = valid; place < block_elements; ++place) room[i][place] = filling;
   }

@@ -270,7 +270,7 @@ struct Vector {
     DAF_UNROLLED for (int t = 0; t < 4; ++t) x[t] = _mm256_mulhi_epi16(shorts.x[4 * q + t], factor);
     return {in_order(_mm256_packs_epi16(x[0], x[1])), in_order(_mm256_packs_epi16(x[2], x[3]))};
   }
-  // Number 2 i of 32 turns with bit i of its word, number 2 i + 1 with bit 16 + i.
+  // Number 2 i of 32 changes sign with bit i of its word, number 2 i + 1 with bit 16 + i.
   DAF_INLINE void flip_shorts(Shorts& shorts, const uint32_t* signs) {
     const __m256i first = _mm256_setr_epi32(0x00010001, 0x00020002, 0x00040004, 0x00080008,
                                             0x00100010, 0x00200020, 0x00400040, 0x00800080);
@@ -287,9 +287,9 @@ struct Vector {
     DAF_UNROLLED for (int t = 0; t < 16; ++t) shorts.x[t] =
         _mm256_srai_epi16(_mm256_add_epi16(shorts.x[t], half), places);
   }
-  // Bits of an index: four of the vector, one of the 128-bit lane, three within. Each call of
-  // lanes_and_vector exchanges (vector 2, lane), each call of within_and_vector turns
-  // (vector 1, within) round by one place; after two and four every bit is home again.
+  // Bits of an index: four of the vector, one of the 128-bit lane, three within. lanes_and_vector
+  // exchanges (vector 2, lane); within_and_vector rotates (vector 1, within) by one place. After
+  // two and four calls every bit is back.
   DAF_INLINE void hadamard_shorts(Shorts& shorts) {
     __m256i* x = shorts.x;
     DAF_UNROLLED for (int t = 0; t < 16; t += 4) hadamard_of_four(x + t);
@@ -300,7 +300,7 @@ struct Vector {
       sum_and_difference(x[t + 4], x[t + 12]);
     }
   }
-  // sums + the products of shorts 64 q … 64 q + 63 with as many bytes, however they are spread.
+  // sums + the products of shorts 64 q … 64 q + 63 and as many bytes, spread over lanes in any way.
   template <int q>
   DAF_INLINE I add_products(I sums, const Shorts& shorts, Bytes bytes) {
     Shorts wide;
@@ -318,8 +318,7 @@ struct Vector {
     return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, _MM_SHUFFLE(2, 3, 0, 1))));
   }
 
-  // Sixteen binary64 numbers in four registers, for sums. A product of widened numbers is
-  // exact, so the fused operation rounds once, as the sum itself would.
+  // Sixteen binary64 numbers for sums. Products of widened numbers are exact: fma rounds as add.
   struct D {
     __m256d quarter[4];
   };
@@ -372,7 +371,7 @@ struct Vector {
   DAF_INLINE void store_halves(uint16_t* to, __m128i x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), x);
   }
-  // Undoes what packing does to the 64-bit quarters.
+  // Restores the order of 64-bit quarters after packing.
   DAF_INLINE __m256i in_order(__m256i packed) {
     return _mm256_permute4x64_epi64(packed, _MM_SHUFFLE(3, 1, 2, 0));
   }
@@ -424,7 +423,7 @@ struct Vector {
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     return _mm256_permutevar8x32_epi32(_mm256_packus_epi16(first, second), order);
   }
-  // Every one of 32 bits to a byte of ones or zeros.
+  // Spreads 32 bits to bytes of ones or zeros.
   DAF_INLINE __m256i spread_bits(uint32_t bits) {
     const __m256i source =
         _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);

@@ -181,7 +181,7 @@ struct Vector {
     const I order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
     return _mm512_permutexvar_epi64(order, _mm512_packs_epi16(low, high));
   }
-  // Number 2 i of 32 turns with bit i of its word, number 2 i + 1 with bit 16 + i.
+  // Number 2 i of 32 changes sign with bit i of its word, number 2 i + 1 with bit 16 + i.
   DAF_INLINE void flip_shorts(Shorts& shorts, const uint32_t* signs) {
     const I bit =
         _mm512_set_epi32(int(0x80008000), 0x40004000, 0x20002000, 0x10001000, 0x08000800,
@@ -199,9 +199,9 @@ struct Vector {
     DAF_UNROLLED for (int t = 0; t < 8; ++t) shorts.x[t] =
         _mm512_srai_epi16(_mm512_add_epi16(shorts.x[t], half), places);
   }
-  // Bits of an index: three of the vector, two of the 128-bit lane, three within. Each call of
-  // lanes_and_vector turns (vector 2, lane) round by one place, each call of within_and_vector
-  // (vector 1, within); after three and four every bit has been transformed and is home again.
+  // Bits of an index: three of the vector, two of the 128-bit lane, three within. lanes_and_vector
+  // rotates (vector 2, lane) by one place, within_and_vector (vector 1, within). After three and
+  // four calls every bit has been transformed and is back.
   DAF_INLINE void hadamard_shorts(Shorts& shorts) {
     I* x = shorts.x;
     DAF_UNROLLED for (int turn = 0; turn < 4; ++turn) {
@@ -212,7 +212,7 @@ struct Vector {
     }
     DAF_UNROLLED for (int t = 0; t < 4; ++t) sum_and_difference(x[t], x[t + 4]);
   }
-  // sums + the products of shorts 64 q … 64 q + 63 with as many bytes, however they are spread.
+  // sums + the products of shorts 64 q … 64 q + 63 and as many bytes, spread over lanes in any way.
   template <int q>
   DAF_INLINE I add_products(I sums, const Shorts& shorts, Bytes bytes) {
     Shorts wide;
@@ -223,8 +223,7 @@ struct Vector {
   }
   DAF_INLINE int32_t reduce_add(I a) { return _mm512_reduce_add_epi32(a); }
 
-  // Sixteen binary64 numbers in two registers, for sums. A product of widened numbers is
-  // exact, so the fused operation rounds once, as the sum itself would.
+  // Sixteen binary64 numbers for sums. Products of widened numbers are exact: fma rounds as add.
   struct D {
     __m512d low, high;
   };

@@ -9,8 +9,8 @@
 #define DAF_INLINE static inline __attribute__((always_inline))
 #define DAF_MEMBER_INLINE inline __attribute__((always_inline))
 #define DAF_NEVER_INLINE __attribute__((noinline))
-// A block is twice what the registers hold, so it stays in memory: unrolled further, kernels take
-// more instructions, not fewer, and outgrow the small processors' instruction cache.
+// A block is twice the registers, so it stays in memory: further unrolling takes more instructions
+// and outgrows small processors' instruction cache.
 #if defined(__clang__)
 #define DAF_UNROLLED _Pragma("unroll 4")
 #else
@@ -50,7 +50,7 @@ struct Vector {
   DAF_INLINE void store(uint32_t* to, I x) {
     for (int i = 0; i < 4; ++i) vst1q_u32(to + 4 * i, x.quad[i]);
   }
-  // These processors see by themselves that whole lines are overwritten.
+  // These processors detect overwritten whole lines themselves.
   DAF_INLINE void stream(float* to, F x) { store(to, x); }
   DAF_INLINE void stream_fence() {}
 
@@ -128,7 +128,7 @@ struct Vector {
   DAF_INLINE M less_equal(F a, F b) {
     return each<M>([&](int i) { return vcleq_f32(a.quad[i], b.quad[i]); });
   }
-  // The greater of two numbers is NaN where either of them is.
+  // The greater of two numbers is NaN if either is.
   DAF_INLINE M unordered(F a, F b) {
     return each<M>([&](int i) {
       const float32x4_t greater = vmaxq_f32(a.quad[i], b.quad[i]);
@@ -138,7 +138,7 @@ struct Vector {
   DAF_INLINE M mask_from(uint16_t bits) {
     return each<M>([&](int i) { return vtstq_u32(vdupq_n_u32(bits), bits_of_quad(i)); });
   }
-  // Every register gives its four bits of one word; the lanes of the words have none in common.
+  // Each register gives its four bits of one word; lanes share no bit.
   DAF_INLINE uint16_t mask_bits(M m) {
     const uint32x4_t low = vbslq_u32(bits_of_quad(0), m.quad[0], m.quad[1]);
     const uint32x4_t high = vbslq_u32(bits_of_quad(2), m.quad[2], m.quad[3]);
@@ -215,7 +215,7 @@ struct Vector {
   DAF_INLINE M any_bit(I a, uint32_t value) {
     return each<M>([&](int i) { return vtstq_u32(a.quad[i], vdupq_n_u32(value)); });
   }
-  // The table's 64 bytes are looked up four at a time: those from 4 * index on.
+  // Looks up the table's 64 bytes four at a time, from 4 * index on.
   DAF_INLINE F lookup(const float* table, I index) {
     const auto* from = reinterpret_cast<const uint8_t*>(table);
     const uint8x16x4_t bytes = {
@@ -242,7 +242,7 @@ struct Vector {
   DAF_INLINE Bytes pack_bytes(const I (&quarters)[4]) {
     return each<Bytes>([&](int i) { return low_bytes(quarters[i]); });
   }
-  // Byte 4 i + k goes to lane k of register i, and 0 (what no byte's number finds) around it.
+  // Byte 4 i + k goes to lane k of register i, with 0 (which no byte's index finds) around it.
   template <int quarter>
   DAF_INLINE I widen_bytes(Bytes bytes) {
     return each<I>([&](int i) {
@@ -318,7 +318,7 @@ struct Vector {
     return {{vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))), vcvtq_f32_s32(vmovl_high_s16(low)),
              vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))), vcvtq_f32_s32(vmovl_high_s16(high))}};
   }
-  // The instruction doubles the product, so half the multiplier gives the same upper half.
+  // The instruction doubles the product: half the multiplier gives the same upper half.
   template <int16_t multiplier, int q>
   DAF_INLINE Bytes narrow_shorts(const Shorts& shorts) {
     static_assert(multiplier % 2 == 0, "an odd multiplier has no half");
@@ -328,7 +328,7 @@ struct Vector {
       return vreinterpretq_u8_s8(vqmovn_high_s16(vqmovn_s16(low), high));
     });
   }
-  // Number 2 i of 32 turns with bit i of its word, number 2 i + 1 with bit 16 + i.
+  // Number 2 i of 32 changes sign with bit i of its word, number 2 i + 1 with bit 16 + i.
   DAF_INLINE void flip_shorts(Shorts& shorts, const uint32_t* signs) {
     DAF_UNROLLED for (int t = 0; t < 8; ++t) {
       const uint16x8_t word = vreinterpretq_u16_u32(vdupq_n_u32(signs[t]));
@@ -373,8 +373,7 @@ struct Vector {
         vaddvq_u32(vaddq_u32(vaddq_u32(a.quad[0], a.quad[1]), vaddq_u32(a.quad[2], a.quad[3]))));
   }
 
-  // Sixteen binary64 numbers in eight registers, for sums. A product of widened numbers is
-  // exact, so the fused operation rounds once, as the sum itself would.
+  // Sixteen binary64 numbers for sums. Products of widened numbers are exact: fma rounds as add.
   struct D {
     float64x2_t pair[8];
   };
@@ -421,7 +420,7 @@ struct Vector {
   }
 
  private:
-  // Not vminq: as in the others, the second where either is NaN.
+  // Not vminq: as elsewhere, the second if either is NaN.
   DAF_INLINE float32x4_t least_of_four(float32x4_t a, float32x4_t b) {
     return vbslq_f32(vcltq_f32(a, b), a, b);
   }
@@ -459,7 +458,7 @@ struct Vector {
     return vuzp1q_u8(vreinterpretq_u8_u16(low_halves(a.quad[0], a.quad[1])),
                      vreinterpretq_u8_u16(low_halves(a.quad[2], a.quad[3])));
   }
-  // The bits of a mask that belong to the lanes of register i.
+  // The bits of a mask for the lanes of register i.
   DAF_INLINE uint32x4_t bits_of_quad(int i) {
     const uint32_t first = 1u << 4 * i;
     return uint32x4_t{first, 2 * first, 4 * first, 8 * first};

@@ -1,5 +1,4 @@
-// Sixteen lanes in plain C++: the fallback for every processor, and the meaning of each
-// operation that the other vector_*.h files provide.
+// Sixteen lanes in plain C++: the fallback, and the meaning of the other vector_*.h's operations.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +7,7 @@
 #define DAF_INLINE static inline
 #define DAF_MEMBER_INLINE inline
 #define DAF_NEVER_INLINE
-// Blocks stay in memory here: unrolling sixteen lanes sixteen times helps nobody.
+// Blocks stay in memory here: unrolling would not help.
 #define DAF_UNROLLED
 
 namespace {
@@ -100,7 +99,7 @@ struct Vector {
     return each([&](int i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; });
   }
   DAF_INLINE F absolute(F a) { return as_float(bit_and(as_integer(a), set_integer(0x7FFFFFFF))); }
-  // The greater of |a| and |b|; where either is NaN, any number.
+  // The greater of |a| and |b|; any number if either is NaN.
   DAF_INLINE F greatest_magnitude(F a, F b) { return greatest(absolute(a), absolute(b)); }
   DAF_INLINE float tree_sum(F a) {
     for (int width = 8; width > 0; width /= 2)
@@ -125,7 +124,7 @@ struct Vector {
   DAF_INLINE M less_equal(F a, F b) {
     return each_bit([&](int i) { return a.lane[i] <= b.lane[i]; });
   }
-  // Where either is NaN.
+  // True where either is NaN.
   DAF_INLINE M unordered(F a, F b) {
     return each_bit([&](int i) { return a.lane[i] != a.lane[i] || b.lane[i] != b.lane[i]; });
   }
@@ -189,7 +188,7 @@ struct Vector {
   DAF_INLINE I truncate(F a) {
     return each_integer([&](int i) { return uint32_t(int32_t(a.lane[i])); });
   }
-  // Nearest even, for magnitudes below 2^22: adding 1.5 * 2^23 leaves no place for a fraction.
+  // Nearest even, for magnitudes below 2^22: adding 1.5 * 2^23 leaves no bits for a fraction.
   DAF_INLINE I round(F a) {
     return each_integer([&](int i) {
       const float shifted = a.lane[i] + 0x1.8p23f;
@@ -201,7 +200,7 @@ struct Vector {
   DAF_INLINE F to_float(I a) {
     return each([&](int i) { return float(int32_t(a.lane[i])); });
   }
-  // a, with `value` (bits that a has not) added where the mask is set.
+  // a, with `value` (bits that a lacks) added where the mask is set.
   DAF_INLINE I add_where(I a, M m, uint32_t value) {
     return each_integer([&](int i) { return a.lane[i] | (m.bits >> i & 1 ? value : 0); });
   }
@@ -219,7 +218,7 @@ struct Vector {
     return bit_or(shift_left<places % 32>(a), shift_right<(32 - places) % 32>(a));
   }
 
-  // Bytes: 64 small codes at once; element 16 q + i of them is lane i of vector q.
+  // Bytes: 64 small codes at once; element 16 q + i is lane i of vector q.
   struct Bytes {
     uint8_t lane[64];
   };
@@ -265,7 +264,7 @@ struct Vector {
   DAF_INLINE Bytes least_bytes(const Bytes& a, const Bytes& b) {  // unsigned
     return each_byte([&](int i) { return a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]; });
   }
-  // Where a > b, both signed: adds `value` to `sums`; returns which these are.
+  // Adds `value` to `sums` where a > b, both signed; returns where.
   template <int value>
   DAF_INLINE uint64_t add_where_greater(Bytes& sums, const Bytes& a, const Bytes& b) {
     uint64_t bits = 0;
@@ -321,7 +320,7 @@ struct Vector {
   }
   // Walsh–Hadamard transform, natural order, not normalised.
   DAF_INLINE void hadamard_shorts(Shorts& shorts) { hadamard_stages<1>(shorts.lane); }
-  // sums + the products of shorts 64 q … 64 q + 63 with as many bytes, however they are spread.
+  // sums + the products of shorts 64 q … 64 q + 63 and as many bytes, spread over lanes in any way.
   template <int q>
   DAF_INLINE I add_products(I sums, const Shorts& shorts, const Bytes& bytes) {
     for (int i = 0; i < 64; ++i)
@@ -368,7 +367,7 @@ struct Vector {
     }
     return result;
   }
-  // High words in place of low ones; anything in place of the high ones.
+  // High words in place of low ones; the high ones are undefined.
   DAF_INLINE I high_words(I a) {
     return each_integer([&](int i) { return a.lane[i | 1]; });
   }
@@ -426,7 +425,7 @@ struct Vector {
     std::memcpy(&result, &bits, 4);
     return result;
   }
-  // Nearest even; NaN to the canonical one.
+  // Nearest even; NaN becomes the canonical one.
   DAF_INLINE uint16_t narrow_half(float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, 4);
@@ -436,7 +435,7 @@ struct Vector {
     if (bits >= 0x477FF000) return uint16_t(sign | 0x7C00);
     if (bits >= 0x38800000)
       return uint16_t(sign | ((bits - 0x38000000 + 0xFFF + (bits >> 13 & 1)) >> 13));
-    // Below the least normal: adding 1/2 puts the last place of fp16 into fp32's last place.
+    // Below the least normal, adding 1/2 aligns fp16's last place with fp32's.
     float magnitude;
     std::memcpy(&magnitude, &bits, 4);
     magnitude += 0.5f;

@@ -1,4 +1,4 @@
-// How this thread's floating-point unit rounds and what it does with denormals.
+// This thread's rounding and denormal modes.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ constexpr uint64_t default_float_mode = 0x1F80;
 inline uint64_t float_mode() { return _mm_getcsr(); }
 inline void set_float_mode(uint64_t mode) { _mm_setcsr(unsigned(mode)); }
 #elif defined(__aarch64__)
-// FPCR, which also says what a NaN becomes and which fp16 the conversions write.
+// FPCR, which also decides what a NaN becomes and which fp16 conversions write.
 constexpr uint64_t default_float_mode = 0;
 inline uint64_t float_mode() {
   uint64_t mode;
@@ -29,7 +29,7 @@ inline uint64_t float_mode() { return default_float_mode; }
 inline void set_float_mode(uint64_t) {}
 #endif
 
-// The format knows neither flushed denormals nor other roundings, whatever mode the caller set.
+// Sets the mode that the format requires, and restores the caller's at its end.
 class DefaultFloatMode {
  public:
   DefaultFloatMode() : before_(float_mode()) { set_float_mode(default_float_mode); }

@@ -12,7 +12,7 @@ namespace daf {
 #if defined(__linux__)
 namespace {
 
-// OpenMP as GCC's compiled code calls it; libgomp, libomp and libiomp5 all answer to these names.
+// OpenMP as GCC's compiled code calls it; libgomp, libomp and libiomp5 have these names.
 struct Team {
   void (*parallel)(void (*function)(void*), void* data, unsigned threads, unsigned flags);
   int (*most)();
@@ -26,7 +26,7 @@ bool find(void* library, const char* name, Function& function) {
   return function != nullptr;
 }
 
-// Of the library that PyTorch was linked with, whatever others the process has loaded.
+// Finds them in the library that PyTorch was linked with, whatever others are loaded.
 bool find(Team& team) {
   void* library = dlopen("libtorch_cpu.so", RTLD_NOLOAD | RTLD_LAZY);
   if (!library) return false;
@@ -38,7 +38,7 @@ bool find(Team& team) {
 
 std::atomic<bool> forked{false};
 
-// A child process inherits no threads, and OpenMP waits for those of its parent for ever.
+// A child process inherits no threads, and OpenMP would wait for its parent's for ever.
 const Team* the_team() {
   static const Team* const found = []() -> const Team* {
     static Team team;
@@ -68,7 +68,7 @@ int team_threads() {
   return team && !team->is_inside() ? team->most() : 0;
 }
 
-// Always the whole team, because a smaller one would end the others' threads.
+// Always the whole team: a smaller one would end the other threads.
 bool run_on_team(TeamFunction function, void* data, int threads) {
   const int most = team_threads();
   if (threads > most) return false;

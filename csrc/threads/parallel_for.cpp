@@ -17,10 +17,10 @@
 namespace daf {
 namespace {
 
-constexpr size_t piece_blocks = 128;  // 128 KiB of float32: about the second-level cache's share
+constexpr size_t piece_blocks = 128;  // 128 KiB of float32: about a core's share of the L2 cache
 constexpr size_t least_blocks_per_thread = 2 * piece_blocks;
 
-// One call of run_ranges: pieces are taken from `next` until none is left.
+// One call of run_ranges: threads take pieces from `next` until none is left.
 struct Work {
   RangeFunction function;
   const void* job;
@@ -41,8 +41,8 @@ struct Work {
   }
 };
 
-// Sleeping helpers that join whatever work is offered, where PyTorch's own threads cannot. Never
-// destroyed: helpers outlive main.
+// Sleeping helpers for callers that cannot use PyTorch's threads. Never destroyed: they outlive
+// main
 class Pool {
  public:
   void run(Work& work, int helpers) {
@@ -62,7 +62,7 @@ class Pool {
     }
   }
 
-  // Takes back the offers nobody followed, then waits for those who did.
+  // Withdraws untaken offers, then waits for the helpers inside.
   void withdraw(Work& work) {
     std::unique_lock<std::mutex> lock(mutex_);
     for (auto offer = offers_.begin(); offer != offers_.end();)
@@ -70,7 +70,7 @@ class Pool {
     finished_.wait(lock, [&] { return work.busy == 0; });
   }
 
-  // False where the system gives no more threads: the work is then done by fewer.
+  // False if the system gives no more threads: fewer then do the work.
   bool add_helper() {
     try {
       std::thread([this] { help(); }).detach();
@@ -103,8 +103,7 @@ class Pool {
 
 std::atomic<Pool*> pool{nullptr};
 
-// A child process inherits no helpers, and perhaps a locked mutex: it starts with a pool of
-// its own and leaves the parent's alone.
+// A child process inherits no helpers and perhaps a locked mutex: it makes a pool of its own.
 void forget_pool() { pool.store(nullptr); }
 
 Pool& shared_pool() {

@@ -20,7 +20,7 @@ void run_alone(const Finish& finish) {
       1);
 }
 
-// Rows that begin and end with a block, and stay in the caches meanwhile where that can be.
+// Rows that begin and end with a block and, if possible, stay in the caches meanwhile.
 uint64_t rows_at_a_time(uint64_t length) {
   constexpr uint64_t cached_elements = 32 << 10;
   const uint64_t least = block_elements / std::gcd(block_elements, size_t(length));

@@ -11,7 +11,7 @@ bool run_blocks(const PagedJob& job, Extent blocks, int threads);
 // All blocks, while the kernel adds to the sums.
 bool run_summing(const PagedJob& job, const Sums& sums);
 
-// All blocks of a job whose source's affine the rows' statistics are: these are written first.
+// All blocks of a job whose source's affine is the rows' statistics, which are written first.
 bool run_rows(const PagedJob& job, const MeasureRows& rows, const KernelTable& table, int threads);
 
 // All blocks of a job that takes the gradient of rows.

@@ -1,16 +1,15 @@
-// The threads that PyTorch itself computes with. They wait for work by spinning for a while, so
-// another set of threads would have to share the processor with them.
+// PyTorch's own compute threads. They spin while waiting, so another set would compete with them.
 #pragma once
 
 namespace daf {
 
 using TeamFunction = void (*)(void* data);
 
-// Calls `function` on up to `threads` of PyTorch's threads, the caller being one of them, and
-// returns once all are through; false, with nothing done, where there are not so many.
+// Calls `function` on up to `threads` of PyTorch's threads, the caller included, and returns once
+// all are done; false, with nothing done, if there are too few.
 bool run_on_team(TeamFunction function, void* data, int threads);
 
-// How many threads PyTorch's team has for this caller; 0 where it cannot be joined.
+// Threads of PyTorch's team for this caller; 0 if it cannot be joined.
 int team_threads();
 
 }  // namespace daf
