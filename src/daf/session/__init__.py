@@ -1,1 +1,1 @@
-"""A training session: plans, steps, follows the budget, watches noise and divergence."""
+"""A training session: plans and runs steps, follows the budget, watches noise and divergence."""

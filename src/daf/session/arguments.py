@@ -1,4 +1,4 @@
-"""A session's arguments, checked, and what its execution can carry out."""
+"""Checks of a session's arguments, and the treatments that its execution can carry out."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _LEAST_PASSING_BYTES, _MOST_PASSING_BYTES = 2**21, 2**26
 
 
 def policy_name(bits: int | str | None, policy: str | None) -> str:
-    """Which of the planner's policies or levels was asked for.
+    """Return the name of the planner's policy or level that was asked for; "optimal" by default.
 
     Raises:
-        UnknownNameError: none has that name.
+        UnknownNameError: no policy has that name.
         ValueError: ``bits`` names no policy, or both were given.
     """
     if bits is not None and policy is not None:
@@ -46,11 +46,11 @@ def policy_name(bits: int | str | None, policy: str | None) -> str:
 def refuse_what_sends_nothing(
     bits: int | str | None, policy: str | None, *, has_budget: bool
 ) -> None:
-    """Where codes may wait on the host, something must send them.
+    """Refuse ``host_bytes`` where nothing would send codes to the host.
 
     Raises:
-        ValueError: without a budget nothing is coded; or levels and policies that are for
-            comparison, which know only the device, would choose.
+        ValueError: nothing is coded (no budget, no bits); or, under a budget, ``bits`` is given
+            or the policy is not "optimal", as other policies know only the device.
     """
     if not has_budget and bits in (None, "plain"):
         raise ValueError(
@@ -67,10 +67,10 @@ def refuse_what_sends_nothing(
 def fixed_policy(
     bits: int | str | None, *, fused: bool, has_budget: bool, on_host: bool = False
 ) -> Policy:
-    """The policy of a session without a budget.
+    """Return the policy of a session without a budget.
 
     Raises:
-        ValueError: ``bits`` names no policy, or operators were to be fused under a budget.
+        ValueError: ``bits`` names no policy, or ``fused`` was asked for under a budget.
     """
     if fused and has_budget:
         raise ValueError(
@@ -83,10 +83,10 @@ def fixed_policy(
 
 
 def checked_tolerance(tolerance: float | None) -> float | None:
-    """The tolerance, which is 0 or more.
+    """Return the tolerance as a float, or None.
 
     Raises:
-        ValueError: it is not.
+        ValueError: the tolerance is negative or not a number.
     """
     if tolerance is not None and not tolerance >= 0:
         raise ValueError(
@@ -97,7 +97,7 @@ def checked_tolerance(tolerance: float | None) -> float | None:
 
 
 def asked_memory(model: nn.Module, budget: governor.Budget) -> MemoryDomain:
-    """The memory that a session's budget bounds and whose peak it reports.
+    """Return the memory that a session's budget bounds and whose peak it reports.
 
     Raises:
         PlatformError: there is a budget, and the model's memory cannot be bounded.
@@ -109,15 +109,15 @@ def asked_memory(model: nn.Module, budget: governor.Budget) -> MemoryDomain:
             raise
         return ProcessMemory()
     if budget is not None and isinstance(memory, DeviceMemory):
-        memory.release_cached()  # what an earlier job left for reuse is no floor of this one's
+        memory.release_cached()  # what an earlier job left cached is no floor of this one's
     return memory
 
 
 def refuse_budget_elsewhere(model: nn.Module, memory: MemoryDomain) -> None:
-    """Refuse a budget for a model that has left the memory whose peak the session reports.
+    """Refuse a budget for a model that has left the memory that the session bounds.
 
     Raises:
-        PlatformError: the model is where the session bounds nothing.
+        PlatformError: the model lies in another memory.
     """
     found = memory_of(model)
     if found.name != memory.name:
@@ -130,13 +130,9 @@ def refuse_budget_elsewhere(model: nn.Module, memory: MemoryDomain) -> None:
 def allowed_treatments(
     capture: Capture, release: GradientRelease, budget_bytes: int | None, *, can_spill: bool
 ) -> Allowed:
-    """The treatments of plans; also bounds what codes take on their way to the host.
+    """Return the treatments that plans may use; also bound the bytes of codes in transit.
 
-    Args:
-        capture: what steps run under.
-        release: steps parameters inside backward, where it was asked for.
-        budget_bytes: in force; None: there is none.
-        can_spill: True if tensors may go to disk.
+    ``budget_bytes``: the budget in force, None without one; ``can_spill``: tensors may go to disk.
     """
     host, can_release = capture.host, release.can_release
     passing = 0
@@ -153,5 +149,5 @@ def allowed_treatments(
 
 
 def passing_bytes(budget_bytes: int) -> int:
-    """The share of a device's budget that codes may take on their way to the host and back."""
+    """Return the bytes of a device's budget that codes in transit to and from the host may take."""
     return min(max(budget_bytes // _PASSING_SHARE, _LEAST_PASSING_BYTES), _MOST_PASSING_BYTES)

@@ -1,8 +1,8 @@
-"""A budget that moves while a session trains: watched, and acted on at once.
+"""A session's budget while it trains: watched, and applied at once.
 
-In mid-step a lower budget acts at once: recycled blocks go back to the system, the pool evicts
-planes, further allocations are refused, and the session retries a refused step under a tighter
-plan. Between steps the session plans anew (``PlanController``).
+When the budget falls in mid-step, recycled blocks return to the system, the pool evicts planes, and
+further allocations are refused. The session retries a refused step under a tighter plan. Between
+steps ``PlanController`` plans anew.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from daf.core.plan import Plan
 from daf.memory.limit_protocol import Keeper
 from daf.memory.process_limit import account_lock
 
-# While the tightest limit is near, others can fill it within milliseconds; far from it, a process
-# would have to allocate 5 GB/s to get there between two looks.
+# Near the tightest limit other processes can fill it within milliseconds; far from it, a process
+# would have to allocate 5 GB/s to reach it between two looks.
 LOOK_S = 0.02
 LOOK_FAR_S = 0.2
 FAR_BYTES = 10**9
@@ -26,10 +26,9 @@ FAR_BYTES = 10**9
 
 @dataclass(frozen=True, slots=True)
 class BudgetChange:
-    """The budget moved (bytes; None: no budget).
+    """A change of the budget (bytes; None: no budget).
 
-    ``time_s`` is on the clock of ``time.perf_counter()``; ``evicted_bytes`` of
-    codes were evicted at once.
+    ``time_s`` is a reading of ``time.perf_counter()``; ``evicted_bytes``: codes evicted at once.
     """
 
     time_s: float
@@ -38,19 +37,19 @@ class BudgetChange:
     evicted_bytes: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return asdict(self)
 
 
 class BudgetController:
-    """One session's budget: asks the governor, acts at once, and remembers what happened.
+    """One session's budget: asks the governor, applies the answer at once, and keeps the history.
 
     Args:
-        asked: what the user gave.
-        keeper: what bounds the memory.
-        on_lower: called first when the budget falls, to let go of what only saves time.
+        asked: the user's budget.
+        keeper: bounds the memory.
+        on_lower: called first when the budget falls, to free what only saves time.
         system: the machine to read limits from.
-        bounds: reads the bounds of a device's memory instead, where the budget is of that.
+        bounds: reads a device's bounds instead, where the budget is of its memory.
 
     Raises:
         UnitError: the budget cannot be read.
@@ -75,14 +74,14 @@ class BudgetController:
 
     @property
     def asked(self) -> Budget:
-        """The budget as the user asked for it last."""
+        """The budget that the user asked for last."""
         return self._governor.asked
 
     def ask(self, budget: Budget) -> None:
-        """Another budget; when this returns, all that can be freed at once is free.
+        """Change the budget and free at once, before returning, all that can be freed.
 
         Raises:
-            UnitError: it cannot be read; nothing changes.
+            UnitError: the budget cannot be read; nothing changes.
         """
         self._governor.ask(budget)
         self._act()
@@ -91,7 +90,7 @@ class BudgetController:
         """Read the limits, watch them from now on, and return the budget (bytes) in force.
 
         Raises:
-            Exception: what the user's own function raised.
+            Exception: what the user's own budget function raised.
         """
         self._governor.refresh()
         self._act()
@@ -99,26 +98,24 @@ class BudgetController:
         return self.budget_bytes
 
     def bound(self, plan: Plan) -> int | None:
-        """Bound the memory by the budget in force, for a step under this plan.
+        """Bound the memory for a step under this plan.
 
-        The bytes of it that the plan does not count on; None: there is no budget.
+        Returns the bytes of the budget beyond the plan's predicted peak; None without a budget.
         """
-        with account_lock:  # so that no lower budget comes in between
+        with account_lock:  # no lower budget may come in between
             if self.budget_bytes is None:
                 return None
             self._keeper.bound(plan.predicted_peak_bytes, self.budget_bytes)
             return max(0, self.budget_bytes - plan.predicted_peak_bytes)
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         if self._watcher is not None:
             self._watcher.close()
             self._watcher = None
 
-    # --- watching ---------------------------------------------------------------------------
-
     def watch(self) -> None:
-        """Have a thread look at the limits, where there are any to follow."""
+        """Start a thread that looks at the limits, where there are any to follow."""
         if self._watcher is not None and self._watcher.is_alive:
             return
         if self.budget_bytes is None and not callable(self.asked):
@@ -127,7 +124,7 @@ class BudgetController:
         self._watcher = Watcher(self.look, triggers)
 
     def look(self, urgent: bool) -> float:
-        """Refresh and act; returns the seconds until the next look. Called on the thread."""
+        """Refresh and act, on the watcher's thread; return the seconds until the next look."""
         try:
             self._governor.refresh(urgent=urgent)
         except Exception:  # a user's function may raise anything; the next step's refresh raises it

@@ -15,10 +15,10 @@ from daf.step.gradient_release import GradientRelease
 
 
 class StepCounters(Resumable):
-    """Counts of all steps since a session, or the one that it resumes, began (bytes).
+    """Counts (bytes) of all steps since a session, or the one that it resumes, began.
 
-    ``saved_bytes_plain``: what plain PyTorch would have saved for the whole batch at its peak;
-    ``saved_bytes_peak``: what was held instead; ``evicted_bytes``: planes that were evicted.
+    ``saved_bytes_plain``: peak that plain PyTorch would have saved for the whole batch;
+    ``saved_bytes_peak``: peak held instead; ``evicted_bytes``: planes evicted.
     """
 
     KEPT: ClassVar[Mapping[str, Any]] = dict.fromkeys(
@@ -37,7 +37,7 @@ class StepCounters(Resumable):
 
     @property
     def peak_bytes(self) -> int:
-        """The highest of the memory that a budget would bound."""
+        """Highest use of the memory that a budget would bound."""
         return max(self._peak_bytes, self.memory.peak_bytes())
 
     @peak_bytes.setter
@@ -46,35 +46,35 @@ class StepCounters(Resumable):
 
     @property
     def step_held_bytes(self) -> int:
-        """Held for backward at the last step's peak."""
+        """Bytes held for backward at the last step's peak."""
         return self._capture.stats.held_peak_bytes
 
     def begin_peak(self) -> None:
-        """From now on the memory's peak is a step's own."""
+        """Reset the memory's peak, so that it becomes one step's own."""
         self._peak_bytes = self.peak_bytes
         self.memory.reset_peak()
 
     def end_peak(self) -> int:
-        """The peak since ``begin_peak``."""
+        """Return the peak since ``begin_peak``."""
         peak = self.memory.peak_bytes()
         self._peak_bytes = max(self._peak_bytes, peak)
         return peak
 
     def note_step(self, micro_batches: float) -> None:
-        """One more step, of so many micro-batches, ended."""
+        """Count one step of ``micro_batches`` micro-batches."""
         self.step_index += 1
         plain = int(self._capture.stats.plain_peak_bytes * max(1.0, micro_batches))
         self.saved_bytes_plain = max(self.saved_bytes_plain, plain)
         self.evicted_bytes += self._capture.stats.evicted_bytes
 
     def note_held(self, autotuner: PlanAutotuner) -> None:
-        """Count what the step held; of plans that are tried, the one that stays counts."""
+        """Count what the step held; after a trial of plans, only what the chosen plan held."""
         if autotuner.trial is None:
             held_bytes = max(self.saved_bytes_peak, self.step_held_bytes)
             self.saved_bytes_peak = autotuner.take_held_bytes() or held_bytes
 
     def report(self, loss: float, step_ms: float, plan: Plan, peak_bytes: int) -> StepReport:
-        """The report of the last step, without what the budget says of it."""
+        """Return the report of the last step, without the budget's fields."""
         return StepReport(
             loss,
             step_ms,

@@ -1,4 +1,4 @@
-"""Watching the losses for a run that diverges under its codes."""
+"""Detects from the losses that a run diverges under its codes."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ _SCALE_OF_DEVIATION = 1.4826  # median absolute deviation to standard deviation,
 
 
 class Action(StrEnum):
-    """The next action of whoever trains."""
+    """The next action of the training loop."""
 
     CONTINUE = "continue"
-    SAVE = "save"  # this is a good state: keep it, and forget the one before
-    ROLL_BACK = "roll back"  # go back to the good state, with wider codes
-    STOP = "stop"  # it diverged again, or there is no good state
+    SAVE = "save"  # the state is good: keep it, and drop the one before
+    ROLL_BACK = "roll back"  # return to the good state, with wider codes
+    STOP = "stop"  # diverged again, or there is no good state
 
 
 class DivergenceWatch(Resumable):
-    """Tells a diverging run from a noisy one by its losses; a state machine of one rollback.
+    """A state machine of one rollback that tells a diverging run from a noisy one by its losses.
 
-    A loss is a *spike* when it is above the median of the last ``window`` losses by more than
-    ``deviations`` of their own standard deviations (estimated from the median absolute one) and by
-    more than the part ``least_rise`` of the median. ``patience`` spikes in a row, or one loss
-    that is not finite, are a divergence. Spikes do not enter the window. The state is good
-    every ``save_every`` steps, unless the last ``window`` losses hold a spike.
+    A loss is a *spike* if it exceeds the median of the last ``window`` losses by more than
+    ``deviations`` of their standard deviations (estimated from the median absolute deviation) and
+    by more than ``least_rise`` of the median. ``patience`` spikes in a row, or one non-finite loss,
+    are a divergence. Spikes do not enter the window. The state is good every ``save_every`` steps,
+    once ``patience`` steps have passed without a spike.
 
     Raises:
-        DataError: a number is out of its range.
+        DataError: an argument is out of its range.
     """
 
     KEPT: ClassVar[Mapping[str, Any]] = {
@@ -72,10 +72,10 @@ class DivergenceWatch(Resumable):
         self._save_every = save_every
 
     def note(self, step: int, loss: float) -> Action:
-        """Step ``step`` had this loss, before its update; what to do.
+        """Take in the loss of step ``step`` before its update; return what to do.
 
-        After ``ROLL_BACK`` the next step noted is the one after ``good_step``, or any
-        later one, and after ``STOP`` nothing more is expected.
+        After ``ROLL_BACK`` the next step noted may be any after ``good_step``; after ``STOP``
+        none is expected.
         """
         if not math.isfinite(loss):
             return self._diverged(f"the loss of step {step} is {loss}")
@@ -104,7 +104,7 @@ class DivergenceWatch(Resumable):
 
     def _save_if_due(self, step: int, *, calm: int) -> Action:
         due = self.good_step is None or step - self.good_step >= self._save_every
-        # The first state is that of the first step, before anything can have gone wrong.
+        # The first state is the first step's, before anything can have gone wrong.
         if due and (self.good_step is None or calm >= min(self._patience, self._save_every)):
             self.good_step = step
             return Action.SAVE

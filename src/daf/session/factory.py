@@ -70,10 +70,7 @@ def make_parts(
     rollback: Path | bool,
     host_bytes: str | int | None,
 ) -> SessionParts:
-    """The parts of a session; the arguments, and what they raise, are ``Session``'s.
-
-    ``memory`` is what the budget bounds.
-    """
+    """Return a session's parts; arguments and errors are its own; the budget bounds ``memory``."""
     host, has_budget = host_options(model, host_bytes), budget is not None
     if host is not None:
         refuse_what_sends_nothing(bits, policy, has_budget=has_budget)

@@ -1,7 +1,7 @@
-"""A session's noise: sensitivities are measured and planned by, and what codes add is recorded.
+"""A session's noise: plans by measured sensitivities, and records what codes add.
 
-Between steps, when ``SensitivityTracker`` has found new numbers, the plan is made anew under them.
-What its codes then add beside the batch's own noise becomes a ``NoiseRecord``.
+When ``SensitivityTracker`` has new numbers, the session plans anew between two steps. What the
+codes then add beside the batch's own noise becomes a ``NoiseRecord``.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ LEAST_TOLERANCE = 1e-6
 
 
 class StepNoise(NamedTuple):
-    """Of one step: what codes added and the batch's own, squared lengths of gradient errors.
+    """One step's noise: squared lengths of gradient errors, None where nothing was measured yet.
 
-    None where nothing was measured yet. ``measuring_ms`` was spent on measuring behind it.
+    ``measuring_ms`` is the time spent on measuring after the step.
     """
 
     added_variance: float | None = None
@@ -50,7 +50,7 @@ class NoiseController:
         tracker: measures sensitivities.
         selector: plans by them.
         capture: what the session's steps run under.
-        tolerance: as the user gave it, None for the default.
+        tolerance: the user's, None for the default.
         memory: what the budget bounds.
     """
 
@@ -63,7 +63,7 @@ class NoiseController:
         memory: MemoryDomain,
     ) -> None:
         self.tracker = tracker
-        # Called once when there is too much noise and no room for more bits.
+        # Called once, when there is too much noise and no room for more bits.
         self.tell: Callable[[str], None] = logging.getLogger("daf").warning
         self.history: list[NoiseRecord] = []
         self.tolerance = DEFAULT_TOLERANCE if tolerance is None else tolerance
@@ -78,18 +78,16 @@ class NoiseController:
 
     @property
     def by_site(self) -> dict[Site, float]:
-        """Noise of each site's code relative to the batch's own, in the last step; most first."""
+        """Noise of each site's code over the batch's own, in the last step; largest first."""
         return dict(sorted(self._by_site.items(), key=lambda each: -each[1]))
-
-    # --- for planning -----------------------------------------------------------------------
 
     def weigh(
         self, profiles: Profiles, plan: Plan, context: StepContext, budget_bytes: int
     ) -> Profiles:
-        """The profiles with sensitivities, measured if the plan codes anything and they fit.
+        """Return the profiles with sensitivities, measured if the plan is lossy and they fit.
 
         Raises:
-            DataError: the sensitivities at hand are of another model.
+            DataError: the known sensitivities are of another model.
         """
         if self.tracker.sensitivity is None and plan.added_noise > 0.0:
             resident = self._memory.held_bytes()
@@ -97,28 +95,28 @@ class NoiseController:
             self.tracker.measure(
                 replace(context, index=0), room, pool_bytes=self._capture.pool_bytes
             )
-            # Code that was loaded for it, and small blocks of the allocator's, came to stay.
+            # Measuring loads code and leaves small blocks in the allocator; both stay.
             stays = max(0, self._memory.held_bytes() - resident)
             profiles = _with_resident(profiles, stays)
         return self.weighed(profiles)
 
     def weighed(self, profiles: Profiles) -> Profiles:
-        """The profiles with the sensitivities that are at hand.
+        """Return the profiles with the sensitivities known now.
 
         Raises:
-            DataError: they are of another model.
+            DataError: the sensitivities are of another model.
         """
         own, fused = profiles
         self.tracker.check(each for each in profiles if each is not None)
         return self.tracker.weighed(own), None if fused is None else self.tracker.weighed(fused)
 
     def with_weights(self, policy: Policy) -> Policy:
-        """A policy that no planner made, so that a pool evicts the least harmful planes first."""
+        """Weight a policy that no planner made, so that the least harmful planes are evicted."""
         found = self.tracker.sensitivity
         return policy if found is None else replace(policy, weights=found.weights())
 
     def widen(self, budget_bytes: int | None) -> bool:
-        """Codes of at least a bit more from now on; False: the budget has no room for them."""
+        """Widen codes by at least one bit; False if the budget has no room for that."""
         plan = self._selector.plan
         if plan is None:
             return False
@@ -129,18 +127,16 @@ class NoiseController:
         noise = max(plan.added_noise, plan.bounded_noise)
         return self._selector.widen(noise / NOISE_OF_A_BIT, budget_bytes)
 
-    # --- after a step -----------------------------------------------------------------------
-
     def after_step(
         self, context: StepContext, running: Plan, step_ms: float, budget_bytes: int | None
     ) -> StepNoise:
-        """Count the noise of a step, and measure anew if that is due; then plan anew.
+        """Count a step's noise; measure and plan anew if that is due.
 
         Args:
             context: the step.
-            running: the plan that it ran under.
-            step_ms: what it took.
-            budget_bytes: what is planned for; None: nothing is.
+            running: the plan that the step ran under.
+            step_ms: the step's time.
+            budget_bytes: what is planned for; None without planning.
         """
         schedule = self.tracker.schedule
         schedule.note_step(step_ms)
@@ -183,13 +179,13 @@ class NoiseController:
         return plan is not None and plan.added_noise < old
 
     def _count_search(self) -> None:
-        """Searches by new sensitivities are part of their price; the first plan's is not."""
+        """Charge searches by new sensitivities to measuring; the first plan's search is free."""
         ended_ms = self._selector.reweighed_ms
         self.tracker.schedule.note_search(ended_ms - self._searched_ms)
         self._searched_ms = ended_ms
 
     def _record(self, index: int, *, has_widened: bool) -> None:
-        """One record a step; a run that went back records again where it has not been."""
+        """Append one record per step; after a rollback, steps already recorded are skipped."""
         found = self.tracker.sensitivity
         is_old = bool(self.history) and index <= self.history[-1].step
         if found is None or not found.batch_variance or self._is_exact or is_old:
@@ -209,10 +205,8 @@ class NoiseController:
                 "batch if the loss suffers"
             )
 
-    # --- counting ---------------------------------------------------------------------------
-
     def _count(self, running: Plan) -> None:
-        """Predict each site's noise anew, if the plan or the sensitivities are others."""
+        """Predict each site's noise anew if the plan, sensitivities or profile changed."""
         found, profile = self.tracker.sensitivity, self._selector.profile
         key = (running, found, profile)
         if all(one is other for one, other in zip(key, self._valid_for, strict=True)):
@@ -232,7 +226,7 @@ class NoiseController:
             }
 
     def _relative_noise(self) -> float:
-        """Noise of all codes over the batch's own, evicted planes of the last step included."""
+        """Return the noise of all codes, evicted planes included, over the batch's own."""
         noise = sum(self._by_site.values())
         if not self._capture.stats.evicted_bytes:
             return noise
@@ -243,7 +237,7 @@ class NoiseController:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs (JSON-able); ``PlanSelector`` has the tolerances in force."""
+        """Return what a resumed run needs (JSON-able), without the plan selector's tolerances."""
         return {"tracker": self.tracker.state_dict(), "is_told": self._is_told}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -253,7 +247,7 @@ class NoiseController:
 
 
 def _with_resident(profiles: Profiles, more_bytes: int) -> Profiles:
-    """Of a process that holds more between its steps."""
+    """Return the profiles of a process that holds ``more_bytes`` more between its steps."""
     own, fused = (
         each and replace(each, resident_bytes=each.resident_bytes + more_bytes) for each in profiles
     )
@@ -262,7 +256,7 @@ def _with_resident(profiles: Profiles, more_bytes: int) -> Profiles:
 
 
 def _growth(report: SiteReport) -> float:
-    """By which factor the error of a code grew when some of its planes were evicted."""
+    """Return the factor by which evicting some of its planes has grown a code's error."""
     bits = report.treatment.bits
     if report.treatment.method is not Method.ROTATED or bits < 1:
         return 1.0

@@ -1,9 +1,8 @@
-"""Which kind of plan is fastest: tried on the training itself, not only predicted.
+"""Finds the fastest kind of plan by running the best plan of each kind on the training itself.
 
-Times of steps are predicted from a few examples, whose tensors fit in caches that a whole
-batch's do not: MobileNet-v2 was predicted 230 ms and took 550. Plans of one kind are missed
-alike, those of another otherwise. So the best plan of every kind runs some steps of the
-training, and what is measured of a kind corrects what is predicted of it from then on.
+Step times are predicted from a few examples, whose tensors fit in caches that a whole batch's do
+not: MobileNet-v2 was predicted 230 ms and took 550. Predictions err alike within a kind, so one
+measurement corrects all later predictions of its kind.
 """
 
 from __future__ import annotations
@@ -17,25 +16,25 @@ from daf.core.plan import Plan
 from daf.planning.bit_widths import is_lossy
 from daf.session.resumable import Resumable
 
-# The first step of a plan finds the allocator's blocks as the plan before left them: not counted.
+# A plan's first step finds the allocator's blocks as the plan before left them: not counted.
 LEAST_STEPS = 3
-# Short steps are timed badly, so that there are more of them: as many as take this long together.
+# Short steps are timed badly; a trial runs as many as together take this long.
 TOGETHER_MS = 150.0
-SHORTEST_MS = 10.0  # below it a step is mostly what Python does, whatever the plan
-# Beyond this multiple of the shortest time predicted a plan is not tried, unless what was measured
-# by then is longer still. Of MobileNet-v2's kinds one took 2.4 times as long as predicted and
-# another 1.4 times: 1.7 apart. Where steps take 40 ms, mostly Python's own, it was more.
+SHORTEST_MS = 10.0  # a shorter step is mostly Python's time, whatever the plan
+# A plan is tried if predicted within this multiple of the shortest predicted time, or below the
+# shortest measured. Two of MobileNet-v2's kinds took 2.4 and 1.4 times the predicted time: 1.7
+# apart. Where steps take 40 ms, mostly Python's own, they were further apart.
 WORTH_TRYING = 1.75
-ALIKE = 0.02  # of times: then the plan that adds less noise is the better one
-# Steps of smaller batches tell little; where so many times a trial's steps were of such, it ends.
+ALIKE = 0.02  # of times: within this share, the plan that adds less noise is the better one
+# A trial ends after this many times its own steps on batches too small to count.
 MOST_PASSED = 5
-# A batch of at least this share of the bytes planned for counts, its time scaled up.
+# A batch of at least this share of the planned bytes counts, its time scaled up.
 LEAST_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class PlanKind:
-    """Plans of one kind run alike operators, so that their predicted times err alike."""
+    """A class of plans that run alike operators, so that their predicted times err alike."""
 
     fused: bool
     lossy: bool
@@ -43,12 +42,12 @@ class PlanKind:
 
 
 def plan_kind(plan: Plan) -> PlanKind:
-    """The kind of a plan."""
+    """Return the kind of a plan."""
     return PlanKind(plan.policy.fused, is_lossy(plan.policy), plan.micro_batch)
 
 
 class StepMeasurement(NamedTuple):
-    """One step: its time, scaled to a whole batch's, and the most that was held for backward."""
+    """One step's time, scaled to a whole batch's, and the most bytes held for backward."""
 
     step_ms: float
     held_bytes: int
@@ -56,10 +55,10 @@ class StepMeasurement(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Plans that run in turn, ``steps_of_each``, the fastest predicted first, and what the steps so
-    far took. It ends at a plan that cannot be expected to be faster.
+    """Plans that run in turn, ``steps_of_each`` steps each, the fastest predicted first.
 
-    ``passed``: how many more steps were of batches too small to count.
+    The trial ends at a plan that cannot be expected to be faster. ``passed`` counts steps on
+    batches too small to count.
     """
 
     plans: tuple[Plan, ...]
@@ -70,7 +69,7 @@ class Trial:
 
     @property
     def is_over(self) -> bool:
-        """True if every plan worth it has run, or it takes too long."""
+        """True if every plan worth trying has run, or the trial takes too long."""
         at, begun = divmod(len(self.times_ms), self.steps_of_each)
         too_long = self.passed > MOST_PASSED * self.steps_of_each * len(self.plans)
         return too_long or at == len(self.plans) or not (begun or self._is_worth_trying(at))
@@ -91,12 +90,12 @@ class Trial:
         return len(self.times_ms) < self.steps_of_each
 
     def noted(self, ran: StepMeasurement) -> Trial:
-        """The same, one step later."""
+        """Return the trial one step later."""
         held_bytes = (*self.held_bytes, ran.held_bytes)
         return replace(self, times_ms=(*self.times_ms, ran.step_ms), held_bytes=held_bytes)
 
     def without_current(self) -> Trial:
-        """The same without the plan of the next step, which was refused memory."""
+        """Return the trial without its current plan, which was refused memory."""
         at = len(self.times_ms) // self.steps_of_each
         ran = at * self.steps_of_each
         return replace(
@@ -108,17 +107,14 @@ class Trial:
 
     @property
     def measured_ms(self) -> tuple[float, ...]:
-        """The least that a step of each plan took: what disturbs a machine only adds.
-
-        Of the plans that ran all their steps, which are the first ones.
-        """
+        """Least step time of each plan that ran all its steps: disturbances only add time."""
         starts = range(0, len(self.times_ms) - self.steps_of_each + 1, self.steps_of_each)
         return tuple(min(self.times_ms[at + 1 : at + self.steps_of_each]) for at in starts)
 
     def fastest(self) -> tuple[Plan, int]:
-        """The plan to go on with, whose time is now the measured one, and what it held (bytes).
+        """Return the fastest plan, with its measured time, and the bytes that it held.
 
-        The first where none has run all its steps.
+        Returns the first plan where none has run all its steps.
         """
         if not self.measured_ms:
             return self.plans[0], max(self.held_bytes, default=0)
@@ -134,7 +130,7 @@ class Trial:
         return replace(plan, predicted_step_ms=ms, bound_ms=min(plan.bound_ms, ms), reason=reason)
 
     def factors(self, before: Mapping[PlanKind, float]) -> dict[PlanKind, float]:
-        """Measured over predicted time of each kind, with ``before``, the factors known so far."""
+        """Return measured over predicted time of each kind; ``before`` is what was known so far."""
         return {
             plan_kind(plan): factor_of(plan_kind(plan), before) * ms / plan.predicted_step_ms
             for plan, ms in zip(self.plans, self.measured_ms, strict=False)
@@ -142,11 +138,7 @@ class Trial:
 
 
 def trial_of(plans: Sequence[Plan]) -> Trial | None:
-    """A trial of the plans, in the order given; None where there is nothing to try.
-
-    Args:
-        plans: one of every kind, the fastest predicted first.
-    """
+    """Return a trial of one plan of each kind, fastest predicted first; None if not worth it."""
     if len(plans) < 2 or plans[0].predicted_step_ms < SHORTEST_MS:
         return None
     steps = max(LEAST_STEPS, math.ceil(TOGETHER_MS / plans[0].predicted_step_ms))
@@ -154,9 +146,9 @@ def trial_of(plans: Sequence[Plan]) -> Trial | None:
 
 
 def factor_of(kind: PlanKind, factors: Mapping[PlanKind, float]) -> float:
-    """A kind's own factor; else the mean of those that are most like it; 1 before any.
+    """Return a kind's own factor, else the mean of the kinds most like it; 1 before any.
 
-    First of those that differ in their micro-batch alone, then of those with its operators.
+    Kinds that differ in micro-batch alone come first, then those with the same operators.
     """
     if kind in factors:
         return factors[kind]
@@ -167,10 +159,10 @@ def factor_of(kind: PlanKind, factors: Mapping[PlanKind, float]) -> float:
 
 
 class PlanAutotuner(Resumable):
-    """A session's: at most one at a time, and none once one has ended.
+    """A session's trials: at most one at a time, and none after one has ended.
 
-    ``trial`` is the one that goes on; ``finalists`` would begin the next; ``factors`` is what
-    was learnt of times; ``may_try`` is false once memory was refused to a plan that all trusted.
+    ``trial`` is the running one; ``finalists`` begin the next; ``factors`` correct predicted times.
+    ``may_try`` is False once memory was refused to a plan that was trusted to fit.
     """
 
     KEPT: ClassVar[Mapping[str, Any]] = {
@@ -189,44 +181,42 @@ class PlanAutotuner(Resumable):
 
     @property
     def is_settled(self) -> bool:
-        """True if nothing is tried, nor to be tried."""
+        """True if no trial runs or waits."""
         return not (self.trial or self.finalists)
 
     @property
     def is_trying_another(self) -> bool:
-        """True if the next step runs another plan than the one that is known to fit."""
+        """True if the next step runs a plan other than the one known to fit."""
         return self.trial is not None and not self.trial.is_proving_the_first
 
     def offer(self, plans: tuple[Plan, ...]) -> None:
-        """The best plan of every kind, the fastest predicted first."""
+        """Offer the best plan of every kind, the fastest predicted first, for the next trial."""
         if self.may_try and not self.factors:
             self.finalists = plans
 
     def cancel(self) -> None:
-        """These plans are no longer the right ones."""
+        """Drop the plans being tried."""
         self.trial, self.finalists = None, ()
 
     def forget(self) -> None:
-        """Nor is anything that was learnt."""
+        """Drop the plans and everything learnt."""
         self.cancel()
         self.factors, self.may_try = {}, True
 
     def next_plan(self) -> Plan | None:
-        """The plan to try in the next step, if any."""
+        """Return the plan to try in the next step, if any."""
         if self.finalists:
             self.trial, self.finalists = trial_of(self.finalists), ()
         return None if self.trial is None else self.trial.plan
 
     def note(self, plan: Plan, ran: StepMeasurement, share: float) -> Plan | None:
-        """A step ran to its end under this plan; after the last one, the plan that stays.
+        """Take in a step that ran to its end; return the fastest plan once the trial ends, else
+        None.
 
         Args:
             plan: what the step ran under; only a plan that is being tried counts.
-            ran: the step.
-            share: of the bytes planned for that its batch had.
-
-        Returns:
-            The fastest plan, or None.
+            ran: the step's measurement.
+            share: the batch's bytes over the bytes planned for.
         """
         if self.trial is None or plan is not self.trial.plan:
             return None
@@ -237,7 +227,7 @@ class PlanAutotuner(Resumable):
         return self._ended() if self.trial.is_over else None
 
     def drop(self, plan: Plan) -> Plan | None:
-        """Memory was refused to this plan: one that has proven to fit, where there is one."""
+        """Drop a plan that was refused memory; return a tried plan that is known to fit, if any."""
         trial = self.trial
         if trial is None or plan is not trial.plan or trial.is_proving_the_first:
             self.cancel()
@@ -253,12 +243,12 @@ class PlanAutotuner(Resumable):
         return found
 
     def take_held_bytes(self) -> int | None:
-        """The most that the plan that stayed held for backward: once after a trial, else None."""
+        """Return the chosen plan's peak bytes for backward: once after a trial, else None."""
         taken, self._held_bytes = self._held_bytes, None
         return taken
 
     def corrected(self, plan: Plan) -> Plan:
-        """The plan with the times that are predicted now."""
+        """Return the plan with its time corrected by what was learnt."""
         slower = factor_of(plan_kind(plan), self.factors)
         return replace(
             plan,

@@ -1,8 +1,8 @@
-"""The plan of every step: measured for, adopted, and made anew where something asks for it.
+"""The plan of every step: measured for, adopted, and made anew when circumstances change.
 
-What asks: a first or a larger batch, a budget that moved, memory that was refused, a step that
-held other than was predicted. ``PlanSelector`` knows the plans; here they meet the process, whose
-allocator and limit they set.
+A session plans anew for a first or larger batch, a moved budget, refused memory, or a step that
+held other than predicted. ``PlanSelector`` makes the plans; ``PlanController`` sets the process's
+allocator and limit by them.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from daf.session.resumable import Resumable
 from daf.session.step_profiles import StepProfiles
 from daf.step.context import BatchInfo, StepContext
 
-# What PyTorch's kernels of another plan leave in the process for good: 4 MB beyond a budget were
-# seen. A plan that is only tried is refused that memory, and the one before goes on.
+# PyTorch's kernels of another plan stay in the process for good: 4 MB over budget were seen. A
+# trial plan is refused that memory, and the plan before goes on.
 NEW_OPERATORS_BYTES = 8 * 2**20
 
 
 class PlanController(Resumable):
     """Finds each step's plan.
 
-    ``planned_budget_bytes``: what the plan in force was made for; ``predicted_peak_bytes``: the
-    highest peak that was predicted of a plan, None before the first.
+    ``planned_budget_bytes``: the budget that the plan in force was made for;
+    ``predicted_peak_bytes``: the highest peak predicted of a plan, None before the first.
 
     Args:
         selector: makes plans.
-        step_profiles: measures what they are made of.
+        step_profiles: measures the profiles that plans are made from.
         noise: knows sensitivities.
         keeper: bounds memory.
         budget_controller: knows the budget in force.
-        allowed: what this session's execution can carry out now.
-        fixed_policy: what every step runs under where there is no budget.
+        allowed: returns what this session's execution can carry out now.
+        fixed_policy: what every step runs under without a budget.
     """
 
     KEPT: ClassVar[Mapping[str, Any]] = dict.fromkeys(
@@ -71,20 +71,18 @@ class PlanController(Resumable):
         self._fixed_policy = fixed_policy
         self.predicted_peak_bytes: int | None = None
         self.planned_budget_bytes = self.budget_bytes
-        self.planned_for_bytes = 0  # of the batch that was measured
+        self.planned_for_bytes = 0  # of the measured batch
         self.uncut_examples = 0  # of the largest batch so far, where no plan cuts any
 
     @property
     def budget_bytes(self) -> int | None:
-        """The budget in force; None: there is none."""
+        """The budget in force (bytes); None without one."""
         return self._budget_controller.budget_bytes
 
     @property
     def is_planned(self) -> bool:
-        """True if plans are made by a profile; there may be tighter ones."""
+        """True if plans are made from a profile, so that tighter ones may exist."""
         return self.selector.profile is not None
-
-    # --- before a step ----------------------------------------------------------------------
 
     def prepare(
         self, context: StepContext, on_progress: Callable[[str], None] = lambda _: None
@@ -125,7 +123,7 @@ class PlanController(Resumable):
         self.selector.allow(self._allowed())
 
     def plan_for(self, context: StepContext) -> Plan:
-        """What the step that begins now runs under.
+        """Return the plan for the step that begins now.
 
         Raises:
             BudgetError: no plan fits; parameters are untouched.
@@ -152,7 +150,7 @@ class PlanController(Resumable):
         return plan
 
     def _whole(self, plan: Plan, info: BatchInfo) -> Plan:
-        """Where nothing was planned no batch is cut, however much larger than the first."""
+        """Grow an unplanned plan to the batch: without a budget no batch is cut."""
         is_uncut = self.budget_bytes is None and plan.micro_batch == self.uncut_examples
         if not is_uncut or info.examples <= self.uncut_examples:
             return plan
@@ -162,7 +160,7 @@ class PlanController(Resumable):
         return larger
 
     def _follow_budget(self, budget_bytes: int | None) -> None:
-        """Plan anew if the budget is another one than the plan was made for."""
+        """Plan anew if the budget differs from the one that the plan was made for."""
         if budget_bytes == self.planned_budget_bytes or self.selector.plan is None:
             return
         self.planned_budget_bytes = budget_bytes
@@ -177,7 +175,7 @@ class PlanController(Resumable):
         return self._adopt(self.selector.again(budget_bytes, can_refuse=self._keeper.can_refuse))
 
     def _adopt(self, plan: Plan) -> Plan:
-        """Set in the process what the plan asks for; its prediction stands from now on."""
+        """Set in the process what the plan asks for, and keep its predicted peak."""
         if self.budget_bytes is None:
             return plan
         if plan.return_freed_blocks:
@@ -189,20 +187,15 @@ class PlanController(Resumable):
             self.predicted_peak_bytes = max(known, plan.predicted_peak_bytes)
         return plan
 
-    # --- in a step --------------------------------------------------------------------------
-
     def bound(self, plan: Plan) -> int | None:
-        """Bound the memory for a step under this plan; the bytes of the budget that it leaves."""
+        """Bound the memory for a step; return the budget's bytes beyond the plan's peak."""
         return self._budget_controller.bound(plan)
 
     def tighter(self, plan: Plan) -> Plan | None:
-        """The next tighter plan, adopted; None where none is known.
-
-        Parameters are untouched, so the step can be retried.
-        """
+        """Adopt and return the next tighter plan, parameters untouched; None if none is known."""
         if not self.is_planned or self.budget_bytes is None:
             return None
-        self._keeper.spare_more_bytes = 0  # for a plan that is known to fit
+        self._keeper.spare_more_bytes = 0  # a tighter plan is known to fit
         if self.budget_bytes != self.planned_budget_bytes:  # it moved in mid-step
             self.planned_budget_bytes = self.budget_bytes
             moved = self._replan(self.budget_bytes)
@@ -213,7 +206,7 @@ class PlanController(Resumable):
         return None if tighter is None else self._adopt(tighter)
 
     def refusal(self) -> BudgetError:
-        """The error to raise when no plan can hold the step."""
+        """Return the error to raise when no plan can hold the step."""
         profile, budget_bytes = self.selector.profile, self.budget_bytes
         assert profile is not None
         assert budget_bytes is not None
@@ -222,22 +215,20 @@ class PlanController(Resumable):
         return BudgetError(planner.refusal(profile, budget_bytes, least), least)
 
     def update_bytes(self, *, has_state: bool) -> int:
-        """What the optimizer's step is predicted to take, its state included if it has none yet."""
+        """Return the predicted bytes of the optimizer's step, with its state unless it has one."""
         profile = self.selector.profile
         if profile is None:
             return 0
         return profile.update_bytes + (0 if has_state else profile.optimizer_bytes)
 
-    # --- after a step -----------------------------------------------------------------------
-
     def learn(self, running: Plan, ran: StepMeasurement, peak_bytes: int, batch_bytes: int) -> None:
-        """Correct or tighten the plan by what a step that ended took and held.
+        """Correct or tighten the plan by a step that ended.
 
         Args:
-            running: the plan of that step.
+            running: the step's plan.
             ran: its time, and what it held for backward.
-            peak_bytes: of the memory that the budget bounds.
-            batch_bytes: of the step's batch.
+            peak_bytes: peak of the memory that the budget bounds.
+            batch_bytes: bytes of the step's batch.
         """
         if self._keeper.overrun_bytes:
             self.tighter(running)
@@ -250,14 +241,12 @@ class PlanController(Resumable):
     def _correct(self, measured_peak_bytes: int) -> None:
         budget_bytes = self.planned_budget_bytes
         if budget_bytes is None or budget_bytes != self.budget_bytes:
-            self.selector.skip_first()  # it moved in mid-step; the next one is planned anew
+            self.selector.skip_first()  # it moved in mid-step; the next step is planned anew
         else:
             self.selector.correct(measured_peak_bytes, budget_bytes)
 
-    # --- resuming ---------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able, ``PlanSelector``'s included."""
+        """Return what a resumed run needs (JSON-able), ``PlanSelector``'s state included."""
         return self.selector.state_dict() | super().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

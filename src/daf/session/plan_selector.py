@@ -1,8 +1,8 @@
-"""Which plan a session runs under: made, tightened, corrected by the first step, made anew.
+"""The plan that a session runs under: made, tightened, corrected by the first step, made anew.
 
-A quick plan is there at once. The best one is sought in the background and taken over between two
-steps. The first full-size step runs under a plan that holds as little as its micro-batches can;
-its measured peak corrects every later plan. Then plans of other kinds are tried (``autotuner``).
+A quick plan is there at once; a background search finds the best, which is taken over between two
+steps. The first full-size step runs under a plan that holds as little as its micro-batches can; its
+measured peak corrects every later plan. ``PlanAutotuner`` then tries plans of other kinds.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from daf.planning.options import EVERYTHING, Allowed
 from daf.session.plan_autotuner import PlanAutotuner, PlanKind, StepMeasurement, plan_kind
 from daf.session.resumable import Resumable
 
-# Tried in turn where a tolerance cannot be kept, so that no more is added than must be.
+# Tried in turn where a tolerance cannot be kept, so that no more noise is added than must be.
 WIDER_TOLERANCES = (0.05, 0.14, 0.5, 1.0)
-# The wait for a plan before the first step, which takes as long as measuring did.
+# Longest wait for a plan before the first step, as long as measuring took.
 PATIENCE_S = 3.0
-# By how much the same process holds more when it is started again, where a least budget is named.
+# Extra bytes that the same process holds when started again; added to a least budget.
 ANOTHER_PROCESS_BYTES = 2 * 2**20
-# And by how much more when it then has room to time steps of every size: PyTorch's kernels are made
-# for each of them, and stay (3 to 4 MB were measured on small networks).
+# Extra bytes of a process with room to time steps of every size: PyTorch makes kernels for each,
+# and they stay (3 to 4 MB measured on small networks).
 MORE_SIZES_BYTES = 4 * 2**20
-# What the search may hold meanwhile: 20 MB were measured for 1,000 sites.
+# Bytes that a background search may hold: 20 MB were measured for 1,000 sites.
 SEARCH_BYTES = 24 * 2**20
-# A model so small that its peak is lost in the floor would make proportions meaningless.
+# A smaller predicted peak is lost in the floor and would make proportions meaningless.
 SMALLEST_PEAK_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class PeakMeasurement:
-    """A full-size step under a budget: the peak predicted, and the one measured (bytes)."""
+    """The predicted and the measured peak (bytes) of a full-size step under a budget."""
 
     predicted_bytes: int
     measured_bytes: int
 
     def factor(self, floor_bytes: int) -> float:
-        """Measured over predicted bytes above the floor; 1 if not more."""
+        """Return measured over predicted bytes above the floor, at least 1."""
         predicted = max(SMALLEST_PEAK_BYTES, self.predicted_bytes - floor_bytes)
         missed = max(0, self.measured_bytes - self.predicted_bytes)
         return 1.0 + missed / predicted
@@ -68,7 +68,7 @@ Weigh = Callable[[Profiles, Plan], Profiles]
 
 
 def profile_for(plan: Plan, profiles: Profiles) -> Profile:
-    """The profile of the operators that a plan runs."""
+    """Return the profile of the operators that a plan runs."""
     own, fused = profiles
     return fused if plan.policy.fused and fused is not None else own
 
@@ -76,10 +76,9 @@ def profile_for(plan: Plan, profiles: Profiles) -> Profile:
 class PlanSelector(Resumable):
     """The plan in force, and how it came to be.
 
-    ``plan`` is what training goes on with; ``first`` what the next step runs
-    under, until it was measured; ``evidence`` what that taught; ``autotuner`` which plans are
-    tried, and what that taught. ``profile`` is of PyTorch's own operators; ``fused_profile``
-    of fused and chunked ones, where these were measured.
+    ``plan``: what training goes on with; ``first``: what the next step runs under until it is
+    measured; ``evidence``: the peak so measured. ``profile`` is of PyTorch's own operators;
+    ``fused_profile`` of fused and chunked ones, where measured. ``autotuner`` tries plans.
     """
 
     KEPT: ClassVar[Mapping[str, Any]] = {
@@ -98,9 +97,9 @@ class PlanSelector(Resumable):
         self.first: Plan | None = None
         self.evidence: PeakMeasurement | None = None
         self.autotuner = PlanAutotuner()
-        self.reweighed_ms = 0.0  # the processor's, of searches by new sensitivities that ended
+        self.reweighed_ms = 0.0  # processor time of ended searches by new sensitivities
         self._search: BackgroundPlan | None = None
-        self._by_numbers: BackgroundPlan | None = None  # the last one that those began
+        self._by_numbers: BackgroundPlan | None = None  # the last search by new sensitivities
 
     @property
     def running(self) -> Plan | None:
@@ -119,11 +118,11 @@ class PlanSelector(Resumable):
 
     @property
     def profiles(self) -> Profiles:
-        """Both of them, once there are any."""
+        """Both profiles, the second None until measured."""
         return self._own, self.fused_profile
 
     def profile_of(self, plan: Plan) -> Profile:
-        """The profile of the operators that a plan runs."""
+        """Return the profile of the operators that a plan runs."""
         return profile_for(plan, self.profiles)
 
     def allow(self, allowed: Allowed) -> None:
@@ -131,7 +130,7 @@ class PlanSelector(Resumable):
         self.constraints = self.constraints._replace(allowed=allowed)
 
     def settle_on(self, plan: Plan | None) -> None:
-        """Go on with this plan; nothing else is sought or tried."""
+        """Go on with this plan; search and try nothing else."""
         self.give_up_search()
         self.plan, self.first = plan, None
 
@@ -141,14 +140,14 @@ class PlanSelector(Resumable):
         self.plan = replace(self.plan, policy=policy)
 
     def give_up_search(self) -> None:
-        """Seek and try nothing; the plan in force stays."""
+        """Stop searching and trying; the plan in force stays."""
         if self._search is not None:
             self._search.stop()
         self._search = None
         self.autotuner.cancel()
 
     def forget(self) -> None:
-        """Whatever was chosen no longer holds."""
+        """Drop the plan and everything learnt."""
         self.settle_on(None)
         self.autotuner.forget()
 
@@ -159,14 +158,14 @@ class PlanSelector(Resumable):
         fused: Profile | None = None,
         weigh: Weigh = lambda profiles, _: profiles,
     ) -> Plan:
-        """The first plan of new profiles, and what its first step runs under.
+        """Return the first plan of new profiles, and set ``first``, the plan of the next step.
 
         Args:
             profile: of PyTorch's own operators.
             budget_bytes: of the whole process.
-            fused: of fused operators, where these were measured.
-            weigh: gets the profiles and a quick plan, and returns the profiles with sensitivities
-                if the plan needs them.
+            fused: of fused operators, where measured.
+            weigh: takes the profiles and a quick plan; returns the profiles, with sensitivities if
+                the plan needs them.
 
         Raises:
             BudgetError: no plan fits; ``least_bytes`` is the least budget that would.
@@ -177,13 +176,13 @@ class PlanSelector(Resumable):
         self.plan = self._make(budget_bytes, quick if self.profile is profile else None)
         if self._search is not None:
             self.plan = self._searched(self.plan, budget_bytes)
-        # Named levels and policies are what was asked for, from the first step on.
+        # Named levels and policies run as asked from the first step on.
         if self.plan.return_freed_blocks and self.can_fuse:
             self.first = self._first_plan(self.plan, budget_bytes)
         return self.plan
 
     def _first_plan(self, plan: Plan, budget_bytes: int) -> Plan | None:
-        """Its peak is without the optimizer's state, which its own update creates."""
+        """Return the first step's plan, whose peak precedes the optimizer's new state."""
         profile, constraints = self.profile_of(plan), self.constraints._asdict()
         del constraints["policy"]
         first = planner.first_plan(profile, plan, budget_bytes, **constraints)
@@ -206,11 +205,11 @@ class PlanSelector(Resumable):
             self.plan = self._make(budget_bytes)
 
     def skip_first(self) -> None:
-        """Go on with the plan without what the first step measured."""
+        """Go on with the plan, uncorrected by the first step."""
         self.first = None
 
     def _searched(self, quick: Plan, budget_bytes: int) -> Plan:
-        """The best plan if it is found with patience; the search goes on if steps leave it room."""
+        """Wait for the best plan with patience; the search goes on if steps leave it room."""
         assert self._search is not None
         if self._has_room_to_search(quick, budget_bytes):
             self._search.wait(PATIENCE_S)
@@ -219,7 +218,7 @@ class PlanSelector(Resumable):
         return self._taken_over() or quick
 
     def _taken_over(self) -> Plan | None:
-        """The best plan of a search that has ended; the others may be tried."""
+        """Return the best plan of a search that has ended, and offer the others for trial."""
         search = self._search
         if search is None or not search.is_done:
             return None
@@ -234,27 +233,26 @@ class PlanSelector(Resumable):
         return budget_bytes - plan.predicted_peak_bytes >= SEARCH_BYTES
 
     def between_steps(self) -> None:
-        """Take over the best plan, once it is found, or the next one that is tried."""
+        """Take over the best plan once it is found, or the next plan to try."""
         self.plan = self._taken_over() or self.plan
         if self.first is None and self._search is None:
             self.plan = self.autotuner.next_plan() or self.plan
 
     def note_step(self, plan: Plan, ran: StepMeasurement, share: float) -> None:
-        """A step ran to its end under this plan; after the last one tried, the fastest stays.
+        """Take in a step that ran to its end; the fastest plan stays after the last trial step.
 
-        The arguments are those of ``PlanAutotuner.note``.
+        Arguments are those of ``PlanAutotuner.note``.
         """
         self.plan = self.autotuner.note(plan, ran, share) or self.plan
 
     def again(self, budget_bytes: int, *, can_refuse: bool) -> Plan:
-        """The plan under another budget.
+        """Return the plan under another budget.
 
-        Where no plan is predicted to fit but allocations beyond the budget are refused
-        (``can_refuse``), the one that holds least: the pool may evict planes that
-        predictions count, so training goes on if it can.
+        If none is predicted to fit but allocations over budget are refused (``can_refuse``), return
+        the plan that holds least. The pool may still evict planes that predictions count.
 
         Raises:
-            BudgetError: none is predicted to fit, and nothing would refuse allocations.
+            BudgetError: no plan is predicted to fit, and allocations are not refused.
         """
         self.first = None
         try:
@@ -263,15 +261,15 @@ class PlanSelector(Resumable):
             if not can_refuse or error.least_bytes is None:
                 raise
             self.plan = self._make(error.least_bytes)
-            self.give_up_search()  # nothing else is to be tried beyond the budget
+            self.give_up_search()  # nothing else may be tried beyond the budget
         if self._search and not self._has_room_to_search(self.plan, budget_bytes):
             self.plan = self._searched(self.plan, budget_bytes)
         return self.plan
 
     def reweigh(self, profiles: Profiles, budget_bytes: int) -> None:
-        """Plan anew with newer sensitivities; where that cannot be, the old plan stays in force.
+        """Plan anew with newer sensitivities; if no plan can be made, the old one stays in force.
 
-        If no plan of this budget keeps the tolerance any more, the nearest one that fits does.
+        If no plan keeps the tolerance, the nearest one that fits is used.
         """
         self.profile, self.fused_profile = profiles
         try:
@@ -282,14 +280,14 @@ class PlanSelector(Resumable):
         self._by_numbers = self._search
 
     def _aim_for(self, tolerance: float, budget_bytes: int) -> None:
-        """Plan anew within this tolerance if the budget allows; else with as little as can be."""
+        """Plan anew within this tolerance if the budget allows, else with the least noise."""
         wider = (each for each in WIDER_TOLERANCES if each > tolerance)
         self.constraints = self.constraints._replace(tolerance=(tolerance, *wider, math.inf))
         with suppress(BudgetError):
             self.plan = self._make(budget_bytes)
 
     def widen(self, tolerance: float, budget_bytes: int) -> bool:
-        """Wider codes from now on, of this tolerance if that fits; False: none fit."""
+        """Widen codes, to this tolerance if that fits; False if no wider ones fit."""
         before, constraints = self.plan, self.constraints
         assert before is not None
         level = wider_level(constraints.policy)
@@ -306,9 +304,9 @@ class PlanSelector(Resumable):
         return False
 
     def tighten(self, plan: Plan) -> Plan | None:
-        """A plan that holds less than ``plan`` did, from now on in force; None: there is none.
+        """Return, and go on with, a plan that holds less than ``plan`` did; None if there is none.
 
-        Of plans that were tried, one that has proven to fit.
+        A tried plan that has proven to fit comes first.
         """
         proven = self.autotuner.drop(plan)
         if proven is not None:
@@ -325,13 +323,13 @@ class PlanSelector(Resumable):
         return tighter
 
     def search_again(self, budget_bytes: int) -> None:
-        """Begin anew the search that ran when a resumed session's state was taken."""
+        """Restart the search that ran when a resumed session's state was taken."""
         self._search = BackgroundPlan(partial(_with_stop, self._maker(budget_bytes)))
 
     def least_bytes(self, *, weighed: bool = True) -> int:
-        """The least budget that any plan fits, as far as is known now.
+        """Return the least budget that any plan is known to fit.
 
-        ``weighed``: False leaves out what was measured of sensitivities.
+        ``weighed``: False leaves out measured sensitivities.
         """
         own, *also = (self._own, *self._also)
         if not weighed:
@@ -340,7 +338,7 @@ class PlanSelector(Resumable):
         return self._actual(least) + self._allowance_bytes
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs (JSON-able)."""
+        """Return what a resumed run needs (JSON-able)."""
         tolerance = self.constraints.tolerance
         return super().state_dict() | {
             "autotuner": self.autotuner.state_dict(),
@@ -367,7 +365,7 @@ class PlanSelector(Resumable):
         return (fused,) if fused is not None and self.can_fuse else ()
 
     def _maker(self, budget_bytes: int) -> Callable[..., tuple[Plan, ...]]:
-        """Makes the best plan of some kinds, the fastest as far as is known first."""
+        """Return a function that makes the best plan of each kind, fastest predicted first."""
         make = partial(
             planner.make_plans,
             (self._own, *self._also),
@@ -396,7 +394,7 @@ class PlanSelector(Resumable):
             raise BudgetError(refusal, least) from error
 
     def _make(self, budget_bytes: int, quick: Plan | None = None) -> Plan:
-        """A quick plan now, the best one in the background."""
+        """Return a quick plan now; search for the best one in the background."""
         self.give_up_search()
         plan = quick or self._quick(budget_bytes)
         if self.can_fuse and not self._is_plain_pytorch(plan):
@@ -404,10 +402,8 @@ class PlanSelector(Resumable):
         return plan
 
     def _is_plain_pytorch(self, plan: Plan) -> bool:
-        """True if the whole batch is kept as it is, which nothing that is sought would outrun."""
+        """True if the plan keeps the whole batch unchanged: no other plan would be faster."""
         return plan.policy.name == "plain" and plan.micro_batch >= self._own.batch_size
-
-    # --- correction -------------------------------------------------------------------------
 
     @property
     def _factor(self) -> float:
@@ -417,12 +413,12 @@ class PlanSelector(Resumable):
 
     @property
     def _allowance_bytes(self) -> int:
-        """What a least budget is named with beyond what is modelled here."""
+        """Bytes added to a least budget beyond what is modelled."""
         timed_one = len(self._own.micro_batch_ms) == 1 and not self._own.split_refusal
         return ANOTHER_PROCESS_BYTES + (MORE_SIZES_BYTES if timed_one else 0)
 
     def modelled(self, budget_bytes: int) -> int:
-        """A budget (bytes) in the profile's own measure, as evidence has corrected it."""
+        """Return a budget (bytes) in the profile's own measure, as evidence has corrected it."""
         floor = self._own.floor_bytes
         return floor + int((budget_bytes - floor) / self._factor)
 

@@ -1,4 +1,4 @@
-"""What can be read of a session at any moment."""
+"""The read-only properties of a session."""
 
 from __future__ import annotations
 
@@ -27,47 +27,47 @@ class SessionReadings:
 
     @property
     def budget_history(self) -> list[BudgetChange]:
-        """Every budget that was in force, with the reason and what was evicted at once."""
+        """Every budget that was in force, with the reason and the bytes evicted at once."""
         return list(self._budget_controller.history)
 
     @property
     def settings(self) -> list[str]:
-        """What was set in the process for the budget's sake, in words; ``close`` undoes it."""
+        """What was set in the process for the budget, in words; ``close`` undoes it."""
         return self._keeper.settings
 
     @property
     def peak_bytes(self) -> int:
-        """The highest memory of the process, or of the model's GPU, since the session began."""
+        """Highest memory of the process, or of the model's GPU, since the session began."""
         return self._runner.counters.peak_bytes
 
     def held_bytes(self) -> int:
-        """What the process, or PyTorch on the model's GPU, holds now (bytes)."""
+        """Return the bytes that the process, or PyTorch on the model's GPU, holds now."""
         return self._runner.counters.memory.held_bytes()
 
     @property
     def saved_bytes_plain(self) -> int:
-        """What plain PyTorch would have saved for backward at its peak."""
+        """Bytes that plain PyTorch would have saved for backward at its peak."""
         return self._runner.counters.saved_bytes_plain
 
     @property
     def saved_bytes_peak(self) -> int:
-        """What was held for backward at the peak instead."""
+        """Bytes held for backward at the peak instead."""
         return self._runner.counters.saved_bytes_peak
 
     @property
     def evicted_bytes(self) -> int:
-        """Planes of codes that were evicted so far (bytes)."""
+        """Bytes of code planes evicted so far."""
         return self._runner.counters.evicted_bytes
 
     @property
     def is_settled(self) -> bool:
-        """True if the plan is one to go on with: no better one is sought, no others are tried."""
+        """True if the plan is final: no search runs and no other plan is tried."""
         selector = self._plan_controller.selector
         return selector.plan is not None and selector.is_settled
 
     @property
     def predicted_peak_bytes(self) -> int | None:
-        """The highest peak that was predicted of a plan; None before ``prepare``."""
+        """The highest peak predicted of a plan; None before ``prepare``."""
         return self._plan_controller.predicted_peak_bytes
 
     @property
@@ -76,13 +76,13 @@ class SessionReadings:
         return self._plan_controller.selector.profile
 
     def profile_of(self, plan: Plan) -> Profile | None:
-        """What was measured of the operators that this plan runs, fused ones or PyTorch's own."""
+        """Return the profile of the operators that this plan runs, fused ones or PyTorch's own."""
         return None if self.profile is None else self._plan_controller.selector.profile_of(plan)
 
     def least_feasible_bytes(self) -> int | None:
-        """The least budget with which such a session would begin; None before ``prepare``.
+        """Return the least budget with which such a session would begin; None before ``prepare``.
 
-        What this one has learnt of sensitivities since does not lower it.
+        Sensitivities that this session has learnt since do not lower it.
         """
         if self.profile is None:
             return None
@@ -90,7 +90,7 @@ class SessionReadings:
 
     @property
     def fusion_refusal(self) -> str:
-        """Why PyTorch's operators stay, although fused ones were tried; else empty."""
+        """Why PyTorch's operators stay although fused ones were tried; else empty."""
         return self._plan_controller.step_profiles.fusion_refusal
 
     @property
@@ -99,12 +99,12 @@ class SessionReadings:
         return self._gradient.release.refusal
 
     def explain(self) -> list[dict[str, Any]]:
-        """One row per site of the last captured step: site, need, treatment, bytes."""
+        """Return one row per site of the last captured step: site, need, treatment, bytes."""
         return [report.as_dict() for report in self._capture.sites()]
 
     @property
     def noise(self) -> NoiseController:
-        """Measures, and what was found: noise by site, records, time spent."""
+        """The noise controller: noise by site, records, time spent on measuring."""
         return self._noise
 
     @property
@@ -114,10 +114,10 @@ class SessionReadings:
 
     @property
     def sensitivity(self) -> Sensitivity | None:
-        """What is known of every site's part in the gradient's noise; for another run's session."""
+        """Each site's measured part in the gradient's noise; another session may take it."""
         return self._noise.tracker.sensitivity
 
     @property
     def is_measuring(self) -> bool:
-        """True while the loss function runs for a measurement, which is no training."""
+        """True while the loss function runs for a measurement, not for training."""
         return self._noise.tracker.is_measuring or self._gradient.is_dry_run

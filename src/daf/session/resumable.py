@@ -1,4 +1,4 @@
-"""State of a session's parts in a checkpoint."""
+"""The state of a session's parts in a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from daf.core.json_dataclasses import from_plain, to_plain
 
 
 class Resumable:
-    """Has attributes that a resumed run needs: ``KEPT``, their names and types (or None)."""
+    """A part with attributes that a resumed run needs: ``KEPT``, name to type (or None)."""
 
     KEPT: ClassVar[Mapping[str, Any]] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs (JSON-able)."""
+        """Return what a resumed run needs (JSON-able)."""
         return {name: to_plain(getattr(self, name)) for name in self.KEPT}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state_dict``; other keys are left alone."""
+        """Go on from ``state_dict``; other keys are ignored."""
         for name, kind in self.KEPT.items():
             found = state[name]
             setattr(self, name, None if found is None else from_plain(kind, found))

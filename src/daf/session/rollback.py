@@ -1,7 +1,7 @@
-"""Going back: a run that diverges under its codes goes on from its last good state, once.
+"""Rollback: a run that diverges under its codes restarts from its last good state, once.
 
-While codes lose anything, ``DivergenceWatch`` is fed with every step's loss. It says
-when the state is good, which is then written to a file, and when a run has gone astray.
+While codes are lossy, ``DivergenceWatch`` gets every step's loss. It says when the state is good,
+which is then written to a file, and when the run has diverged.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Rollback:
     """One session's good state.
 
     Args:
-        model: whose parameters and buffers are kept.
-        optimizer: whose state is kept; its settings (learning rates) are left as they are.
-        asked: the file to keep it in, True for a temporary one, False for none: nothing is watched.
+        model: its parameters and buffers are kept.
+        optimizer: its state is kept; its settings (learning rates) stay as they are.
+        asked: the file to keep it in; True for a temporary one; False to watch nothing.
         watch: finds good states and divergence.
     """
 
@@ -47,7 +47,7 @@ class Rollback:
         self._action = Action.CONTINUE
 
     def note(self, step_index: int, loss: float) -> bool:
-        """Hear a step's loss, before its update; True: it is time to go back.
+        """Take in a step's loss before its update; True if it is time to go back.
 
         Raises:
             DivergedError: the run diverged again, or before there was a good state.
@@ -63,10 +63,10 @@ class Rollback:
         return self._action is Action.ROLL_BACK
 
     def save_if_good(self) -> None:
-        """After the update of the step that was noted last: keep its state if that is good.
+        """Keep the state if it is good, after the update of the step noted last.
 
         Raises:
-            RunFolderError: it cannot be written.
+            RunFolderError: the state cannot be written.
         """
         if self._action is not Action.SAVE:
             return
@@ -75,10 +75,9 @@ class Rollback:
         write_checkpoint(self._file(), self._model, self._optimizer, state)
 
     def restore(self) -> int:
-        """Make parameters, buffers, optimizer state and random states those of the good state.
+        """Restore parameters, buffers, optimizer state and random states of the good state.
 
-        Returns:
-            How many steps had been done then.
+        Returns the number of steps done then.
 
         Raises:
             RunFolderError: the file is gone or damaged.
@@ -88,7 +87,7 @@ class Rollback:
             for group in self._optimizer.param_groups
         ]
         self._optimizer.zero_grad(set_to_none=True)
-        self._optimizer.state.clear()  # before the file's copy needs the room
+        self._optimizer.state.clear()  # the file's copy needs the room
         state = read_checkpoint(self._file(), self._model, self._optimizer)
         for group, own in zip(self._optimizer.param_groups, settings, strict=True):
             group.update(own)
@@ -108,11 +107,11 @@ class Rollback:
         return Path(self._folder.name) / _NAME
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs (JSON-able); the file stays where it is."""
+        """Return what a resumed run needs (JSON-able); the file stays where it is."""
         return self.watch.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state_dict``. A state that was kept in a temporary file is gone."""
+        """Go on from ``state_dict``; a state in a temporary file is gone."""
         self.watch.load_state_dict(state)
         if self._path is None or not self._path.exists():
             self.watch.good_step = None

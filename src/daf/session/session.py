@@ -1,8 +1,8 @@
 """One training step inside a byte budget: profile, plan, execute, adapt.
 
-``Session`` measures a few small steps, lets the planner choose, runs the first
-full-size step under the tightest plan, measures that, and goes on with the
-fastest plan that fits. ``factory`` builds its parts, and ``StepRunner`` runs a step.
+``Session`` measures a few small steps and plans. It runs and measures the first full-size step
+under the tightest plan, then goes on with the fastest plan that fits. ``factory`` builds its parts;
+``StepRunner`` runs a step.
 """
 
 from __future__ import annotations
@@ -31,68 +31,65 @@ from daf.step.microbatch import LossFunction
 
 
 class Session(SessionReadings):
-    """Trains a model within a budget of bytes.
+    """Trains a model within a byte budget.
 
-    For a model on the processor the budget bounds the whole process; for one on a GPU, what
-    PyTorch reserves there (``memory.device``). Peaks are measured in that memory.
+    The budget bounds the whole process for a model on the CPU; on a GPU, what PyTorch reserves
+    there (``memory.device``). Peaks are measured in that memory.
 
     Args:
         model: any ``nn.Module`` on one device.
-        optimizer: any ``torch.optim.Optimizer`` over its parameters.
-        budget: the most that may be held, baseline included: bytes as ``"700MB"`` or an int, a
-            fraction of the machine as 0.5 or ``"50%"``, ``"auto"`` for what the machine can
-            spare, or a function that returns one of these and is called every 20 ms; None
-            trains without a limit. ``session.budget`` may be set at any moment, in mid-step
-            and from another thread too. Tighter limits of the system (memory cgroups, free
-            memory, ulimits) come first and are followed while it trains.
-        bits: the same at every site (1 … 8, ``"exact"``, ``"plain"``); None lets the
-            planner choose. Without a budget None means ``"plain"``.
-        fused: without a budget, run normalisations with what follows them, GELU and SiLU as
-            operators that read their code directly, and large convolutions and linear layers
-            in chunks, wherever a first step shows that to be the same (``compress``). Under a
-            budget the planner fuses where that pays.
-        policy: how the planner chooses under a budget: ``"optimal"`` (the default), or to compare
-            with it ``"sage"``, ``"checkpoint"``, ``"accumulate"``, ``"reduce"``, ``"quantize"``
+        optimizer: any ``torch.optim.Optimizer`` over the model's parameters.
+        budget: most bytes held, baseline included: an int or ``"700MB"``; a fraction of the machine
+            as 0.5 or ``"50%"``; ``"auto"`` for what the machine can spare; or a function that
+            returns one of these, called every 20 ms. None trains without a limit.
+            ``session.budget`` may be set at any moment, from any thread. Tighter limits of the
+            system (memory cgroups, free memory, ulimits) come first and are followed.
+        bits: the same at every site (1 … 8, ``"exact"``, ``"plain"``). None lets the planner
+            choose, and means ``"plain"`` without a budget.
+        fused: without a budget, fuse normalisations with what follows them, GELU and SiLU, and
+            chunk large convolutions and linear layers, wherever a first step proves that the same
+            (``compress``). Under a budget the planner fuses where that pays.
+        policy: how the planner chooses under a budget: ``"optimal"`` (default), or for comparison
+            ``"sage"``, ``"checkpoint"``, ``"accumulate"``, ``"reduce"``, ``"quantize"``
             (``planning.policies``).
-        tolerance: the most variance that codes may add to the gradient, relative to the
-            batch's own (0: only what is exact). None: a seventh, and where that cannot hold
-            the budget, as much as it takes. Until the two were measured, two bits
-            everywhere are taken to add a seventh.
-        seed: int in [0, 2**64), names the run in the codes' random rotations.
-        baseline_bytes: the process before the model existed; by default the
-            resident size now, less the model.
+        tolerance: most variance that codes may add to the gradient, relative to the batch's own (0:
+            exact treatments only). None: a seventh, or as much as the budget takes. Until both are
+            measured, two bits everywhere are assumed to add a seventh.
+        seed: int in [0, 2**64), the seed of the codes' random rotations.
+        baseline_bytes: bytes of the process before the model existed; by default the resident size
+            now, less the model.
         allow_batchnorm_split: permit micro-batches although batch statistics then change.
-        pool_bytes: the most that codes may hold, in the process and on each GPU, as bytes or
-            ``"200MB"``; None: no cap of their own. Below what they need, planes of ``rotated``
-            codes are evicted, the least important first, down to one bit; reports say how much.
-            The attribute may be changed at any moment, in mid-step and from another thread too.
-        release_gradients: step each parameter inside backward, as its gradient completes, and
-            free the gradient (``grad`` is None afterwards): the same result, bit for bit. True
-            raises where something needs the gradients later; ``"auto"`` then leaves it, and
-            ``release_refusal`` says why. The first update commits the step: refused memory is
-            no longer answered by a retry but by evicting codes and, at last, by an overrun.
-        spill: where tensors go whose treatment is *spill* (to disk), and how much of them.
-        sensitivity: measure what each site's code adds to the gradient, and plan by that
-            (True: after the first plan, then whenever 2 % of the training time has been
-            earned); False never does. Or what an earlier run of this model found.
-        rollback: when the losses say that the run diverges under its codes (inf, NaN, or far above
-            the usual ones again and again), go back to the last good state with wider codes,
-            once; the second time is an error. ``StepReport.rolled_back_to`` reports it. The state
-            is written to this file every 100 steps (True: to a temporary one).
-        host_bytes: for a model on a GPU, how much pinned host memory its codes may wait in, as
-            bytes or ``"4GB"``: they leave the GPU beside the computation, packed there or by the
-            processor as measured rates say, and come back before backward wants them. Under a
-            budget the planner sends what pays, without one all codes go. None: none.
+        pool_bytes: most bytes of codes, in the process and on each GPU, as bytes or ``"200MB"``;
+            None: no cap of their own. Below what codes need, planes of ``rotated`` codes are
+            evicted, least important first, down to one bit; reports say how much. The attribute may
+            be set at any moment, from any thread.
+        release_gradients: step each parameter inside backward as its gradient completes, and free
+            the gradient (``grad`` is None afterwards), with the same result bit for bit. Where
+            something needs gradients later, True raises, and ``"auto"`` keeps them;
+            ``release_refusal`` says why. The first update commits the step: refused memory then
+            leads to eviction and at last to an overrun, not to a retry.
+        spill: where tensors whose treatment is *spill* go (to disk), and how many bytes.
+        sensitivity: True: measure what each site's code adds to the gradient, and plan by that,
+            after the first plan and then whenever 2 % of the training time allows. False: never. Or
+            what an earlier run of this model found.
+        rollback: on divergence under codes (losses that are inf, NaN, or repeatedly far above the
+            usual ones), return once to the last good state with wider codes; the second time is an
+            error. ``StepReport.rolled_back_to`` reports it. The state is written to this file
+            (True: a temporary one) every 100 steps.
+        host_bytes: for a model on a GPU, most bytes of pinned host memory for codes, as bytes or
+            ``"4GB"``; None: none. Codes leave the GPU beside the computation, packed there or by
+            the CPU as measured rates say, and return before backward needs them. Under a budget the
+            planner sends what pays, without one all codes go.
 
     Raises:
         ReleaseRefusedError: ``release_gradients`` is True, and the optimizer or model forbid it.
-        UnitError: the budget or the pool's bytes cannot be read.
+        UnitError: the budget, ``pool_bytes`` or ``host_bytes`` cannot be read.
         PoolFullError: ``pool_bytes`` was given, and the system grants no addresses.
-        PlatformError: a budget was given for a model on several devices, or on one whose memory
-            cannot be bounded; ``host_bytes`` for a model on the processor.
-        UnknownNameError: ``policy`` names none.
-        ValueError: ``bits`` names no policy, or both were given; a negative tolerance;
-            ``fused`` together with a budget; ``host_bytes`` with what would send nothing there.
+        PlatformError: a budget for a model on several devices, or on one whose memory cannot be
+            bounded; ``host_bytes`` for a model on the CPU.
+        UnknownNameError: no policy has the name ``policy``.
+        ValueError: ``bits`` names no policy; ``bits`` and ``policy`` together; a negative
+            tolerance; ``fused`` under a budget; ``host_bytes`` where nothing would be sent.
     """
 
     def __init__(
@@ -153,7 +150,7 @@ class Session(SessionReadings):
         self.close()
 
     def close(self) -> None:
-        """Undo what was set in the process (see ``settings``), and watch no limits any more."""
+        """Undo what was set in the process (see ``settings``), and stop watching limits."""
         self._plan_controller.selector.give_up_search()
         self._budget_controller.close()
         self._keeper.close()
@@ -161,14 +158,13 @@ class Session(SessionReadings):
 
     @property
     def budget(self) -> governor.Budget:
-        """What was asked; set it at any moment, from any thread: it acts at once.
+        """The budget asked for; set at any moment, from any thread, it acts at once.
 
-        A lower budget in mid-step: recycled memory goes back and the pool evicts planes before
-        this returns; the step finishes, or is tried again under a tighter plan if it needs more.
-        The next step is planned anew.
+        A lower budget in mid-step returns recycled memory and evicts planes before this returns.
+        ``Session`` retries the step under a tighter plan if it needs more, and replans the next.
 
         Raises:
-            UnitError: it is no budget; the one before stays.
+            UnitError: the value is no budget; the one before stays.
             PlatformError: the model is where this session bounds nothing.
         """
         return self._budget_controller.asked
@@ -181,9 +177,9 @@ class Session(SessionReadings):
 
     @property
     def budget_bytes(self) -> int | None:
-        """The budget in force now: what was asked, or less where a limit of the system is tighter.
+        """The budget in force: what was asked, or less under a tighter limit of the system.
 
-        Setting it is setting ``budget``.
+        Setting it sets ``budget``.
         """
         return self._budget_controller.budget_bytes
 
@@ -193,7 +189,7 @@ class Session(SessionReadings):
 
     @property
     def pool_bytes(self) -> int | None:
-        """The most that codes may hold; setting it acts at once."""
+        """The most bytes of codes; setting it acts at once."""
         return self._capture.pool_bytes
 
     @pool_bytes.setter
@@ -202,7 +198,7 @@ class Session(SessionReadings):
 
     @property
     def plan(self) -> Plan | None:
-        """What training goes on with; None before ``prepare``."""
+        """The plan in force; None before ``prepare``."""
         return self._plan_controller.selector.plan
 
     @plan.setter
@@ -215,12 +211,12 @@ class Session(SessionReadings):
         loss_fn: LossFunction,
         on_progress: Callable[[str], None] = lambda _: None,
     ) -> Plan:
-        """Profile on this batch and plan; the model, its gradients and random states stay as found.
+        """Profile on this batch and plan; model, gradients and random states stay unchanged.
 
         Args:
             batch: any nest of tensors whose first dimension is the batch's.
             loss_fn: as ``step`` takes it.
-            on_progress: called with what is measured, as its turn comes.
+            on_progress: called with what is about to be measured.
 
         Raises:
             BudgetError: no plan fits; ``least_bytes`` is the least budget that would.
@@ -228,7 +224,7 @@ class Session(SessionReadings):
         return self._plan_controller.prepare(self._context(batch, loss_fn), on_progress)
 
     def step(self, batch: Any, loss_fn: LossFunction) -> StepReport:
-        """One training step: gradient of the mean loss over the batch, then the optimizer.
+        """Train one step: the gradient of the mean loss over the batch, then the optimizer.
 
         A batch with more bytes than any before it is profiled and planned for anew.
 
@@ -243,8 +239,7 @@ class Session(SessionReadings):
             NonFiniteLossError: the loss is inf or NaN; parameters and buffers are untouched.
             ReleaseRefusedError: gradients must be released, and something needs them later.
             CommittedStepError: backward failed after parameters had been updated.
-            DivergedError: ``rollback`` was asked for, and the run diverges again or codes cannot
-                be wider.
+            DivergedError: with ``rollback``, the run diverged again, or codes cannot be wider.
         """
         return self._runner.run(self._context(batch, loss_fn))
 
@@ -252,7 +247,7 @@ class Session(SessionReadings):
         return StepContext.of(batch, loss_fn, self._seed, self._runner.counters.step_index)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on as this one would have (JSON-able)."""
+        """Return what a resumed run needs to go on as this one would have (JSON-able)."""
         counted = self._runner.counters.state_dict() | self._plan_controller.state_dict()
         rollback = self._runner.rollback.state_dict()
         return counted | {

@@ -1,4 +1,4 @@
-"""Measuring a session's small steps: with PyTorch's own operators, and with fused ones."""
+"""Measures a session's small steps, with PyTorch's own operators and with fused ones."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class StepProfiles:
     """One session's profiles.
 
     Args:
-        model: what is trained.
+        model: the model being trained.
         memory: what the budget bounds.
-        make_profiler: a profiler of the model.
+        make_profiler: returns a profiler of the model.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class StepProfiles:
         """Refuse a hopeless budget where the machine has no room to measure what it would need.
 
         Raises:
-            BudgetError: what is held with the gradients alone is beyond the budget.
+            BudgetError: what is held with the gradients alone exceeds the budget.
         """
         gradients = gradient_bytes(self._model)
         least, enough = self._memory.held_bytes() + gradients, ROOM_TO_MEASURE * gradients
@@ -63,15 +63,15 @@ class StepProfiles:
         *,
         can_fuse: bool,
     ) -> tuple[Profile, Profile | None]:
-        """Profiles of PyTorch's own operators, and of fused ones where something is gained by them.
+        """Return profiles of PyTorch's own operators, and of fused ones where they gain something.
 
-        What fits as it is keeps PyTorch's operators, and with them every bit. So does a step
-        that does not go through with fused ones (second derivatives, say).
+        A step that fits as it is keeps PyTorch's operators, and with them every bit. So does a step
+        that fails with fused ones (second derivatives, say).
 
         Args:
-            context: whose batch's first examples are used.
+            context: the first examples of its batch are used.
             budget_bytes: of the whole process.
-            on_progress: called with what is measured, as its turn comes.
+            on_progress: called with what is about to be measured.
             can_fuse: True if the planner may choose fused operators.
         """
         self.fusion_refusal = ""
@@ -94,5 +94,5 @@ class StepProfiles:
         on_progress: Callable[[str], None] = lambda _: None,
         own: Profile | None = None,
     ) -> Profile:
-        """One profile; the arguments are those of ``Profiler.profile``."""
+        """Return one profile; the arguments are those of ``Profiler.profile``."""
         return self._make_profiler().profile(context, budget_bytes, own, on_progress)

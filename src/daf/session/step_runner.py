@@ -1,4 +1,4 @@
-"""One training step: gradient, optimizer, what it teaches; retried while memory is refused."""
+"""Runs one training step: gradient, optimizer, learning; retried while memory is refused."""
 
 from __future__ import annotations
 
@@ -47,15 +47,11 @@ class StepRetries:
         self._plan_controller = plan_controller
 
     def run(self, context: StepContext, plan: Plan) -> tuple[float, Plan]:
-        """The mean loss, and the plan that held.
-
-        Args:
-            context: the step.
-            plan: is tried first.
+        """Return the mean loss, and the plan that held; ``plan`` is tried first.
 
         Raises:
             BudgetError: no plan holds the step.
-            PoolFullError: nor do the pool's bytes.
+            PoolFullError: the pool's bytes do not hold it.
             RuntimeError: whatever else the step raised.
         """
         snapshot = StepSnapshot(self._capture.model)
@@ -79,7 +75,7 @@ class StepRetries:
     def _attempt(
         self, context: StepContext, plan: Plan, snapshot: StepSnapshot, *, planned: bool
     ) -> float | PoolFullError | RuntimeError:
-        """The loss, or the error of an allocation that was refused; any other is raised."""
+        """Return the loss, or the error of a refused allocation; raise any other error."""
         refusals = self._keeper.refusals()
         try:
             return self._gradient.run(context, plan, snapshot, planned=planned)
@@ -100,7 +96,7 @@ class StepRetries:
         snapshot.forget_backward()
         self._capture.wait_until_packed()
         self._capture.release_scratch()
-        gc.collect()  # a failed step's frames and graph can be parts of circles
+        gc.collect()  # a failed step's frames and graph can be parts of cycles
         self._keeper.flush()
         snapshot.restore()
 
@@ -127,7 +123,7 @@ class StepRunner:
         self._keeper = keeper
 
     def run(self, context: StepContext) -> StepReport:
-        """One step; ``Session.step`` says what it raises."""
+        """Run one step; ``Session.step`` names what it raises."""
         running = self._plan_controller.plan_for(context)
         self.counters.begin_peak()
         start_s = time.perf_counter()
@@ -150,7 +146,7 @@ class StepRunner:
         return replace(report, **noise._asdict())
 
     def _run_watched(self, context: StepContext, plan: Plan) -> tuple[float, Plan, bool]:
-        """The loss, the plan that held, and True if the run has diverged under its codes."""
+        """Return the loss, the plan that held, and True if the run has diverged under its codes."""
         try:
             loss, running = self._retries.run(context, plan)
         except NonFiniteLossError:
@@ -160,7 +156,7 @@ class StepRunner:
         return loss, running, self._has_diverged(loss, running)
 
     def _has_diverged(self, loss: float, running: Plan) -> bool:
-        """Only what codes may have caused is watched: exact runs are the user's own."""
+        """Watch only runs under lossy codes: exact runs are the user's own."""
         return is_lossy(running.policy) and self.rollback.note(self.counters.step_index, loss)
 
     def _update(self, running: Plan) -> None:
@@ -180,10 +176,10 @@ class StepRunner:
         self.counters.note_held(selector.autotuner)
 
     def _go_back(self, loss: float, running: Plan, step_ms: float) -> StepReport:
-        """To the last good state, with wider codes.
+        """Return to the last good state, with wider codes.
 
         Raises:
-            DivergedError: the budget has no room for any.
+            DivergedError: the budget has no room for wider codes.
         """
         reason = self.rollback.watch.reason
         if not self._noise.widen(self._plan_controller.planned_budget_bytes):
@@ -206,6 +202,6 @@ class StepRunner:
 
 
 def _bare(error: _Refusal) -> _Refusal:
-    """An error without tracebacks, its causes' included, whose frames hold a step's tensors."""
+    """Strip tracebacks, the causes' too: their frames hold a step's tensors."""
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
