@@ -172,7 +172,7 @@ void leave_small(uint64_t bytes) {
 }
 
 // PyTorch makes a refused allocation an exception; oneDNN and its wrapper write through the null
-// pointer. Their requests are page-aligned or small; PyTorch's are too if it aligns to pages.
+// pointer. Theirs are page-aligned or small, which tells them apart unless PyTorch aligns so too.
 bool must_serve(size_t alignment, size_t bytes) {
   constexpr size_t pytorch_alignment = 64, largest_object_bytes = 16384;
   static const bool pytorch_aligns_to_pages = std::getenv("THP_MEM_ALLOC_ENABLE") != nullptr;
@@ -248,7 +248,8 @@ void forget_small(void* pointer) {
   leave_small(known.bytes);
 }
 
-// Other libraries free only large tensors: small ones are not looked up. glibc's may be large too.
+// Other libraries free only large tensors: small ones are not looked up. glibc serves large ones
+// too while the heap is closing or full.
 void free_elsewhere(void* pointer) {
   if (state().heap.owns(pointer)) return release_large(pointer);
   if (::malloc_usable_size(pointer) >= large_from_bytes) forget_small(pointer);

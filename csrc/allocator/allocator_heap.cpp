@@ -147,7 +147,7 @@ Served BlockHeap::fill(uint32_t slot, uint64_t held_bytes, bool must) {
     gathered_bytes += gather_tail(slot + whole, held_bytes % slot_bytes);
   }
   if (!charge(held_bytes - gathered_bytes, must)) {
-    // Another thread's small blocks took the remaining room: the caller returns the slots.
+    // Another thread's small blocks took the room: the gathered pages leave the account.
     count_returned(gathered_bytes);
     return Served::over_limit;
   }

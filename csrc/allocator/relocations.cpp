@@ -72,7 +72,8 @@ uint32_t highest_symbol(const ElfW(Rela) * entry, uint64_t count) {
   return highest;
 }
 
-// Imported symbols lie below this index, where the hash table (or, without exports, all) begins.
+// All imported symbols lie below this index: the first in the hash table or, if that is empty, the
+// one after the relocations' last.
 uint32_t imported_end(const Dynamic& dynamic) {
   if (dynamic.gnu_hash && dynamic.gnu_hash[1] > 1) return dynamic.gnu_hash[1];
   const uint32_t calls = highest_symbol(dynamic.calls, dynamic.calls_count);

@@ -1,4 +1,5 @@
-// Python bindings of the kernels, by raw addresses; daf/kernels/cpu/*.py check every argument.
+// Python bindings of the kernels: raw addresses, no Python objects touched while one runs.
+// daf/kernels/cpu/*.py check every argument.
 
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>

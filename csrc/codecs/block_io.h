@@ -1,4 +1,4 @@
-// Blocks in and out, with all that is done in passing. Include after a vector_*.h.
+// Reads and writes blocks: types, tails, affine, mask, emission. Include after a vector_*.h.
 #pragma once
 
 #include "norms/row_norm.h"

@@ -1,4 +1,4 @@
-// A normalisation's numbers for each channel, compiled without lanes: docs/format.md, section 10.
+// A normalisation's few numbers a channel, compiled once: docs/format.md, section 10.
 #pragma once
 
 #include <cstdint>

@@ -11,7 +11,8 @@
 namespace daf::paging {
 namespace {
 
-// A handle is a serial number, unique in this process, and a slot index.
+// A handle is a serial number, unique in this process, and a slot index: handles of other pools or
+// released tensors are never found.
 constexpr uint64_t slot_bits = 24, most_slots = uint64_t(1) << slot_bits;
 
 uint64_t next_serial() {

@@ -22,7 +22,7 @@ class Region {
 
   // Makes [0, bytes) usable; what was usable before stays. Throws std::bad_alloc.
   void extend(uint64_t bytes);
-  // Restores memory to a returned part (where the system needs to be told).
+  // Restores memory to a returned part (where the system requires a call).
   void take_back(uint64_t offset, uint64_t bytes);
   // Returns the memory of a usable part to the system; its content is lost.
   void give_back(uint64_t offset, uint64_t bytes);

@@ -41,8 +41,7 @@ struct Work {
   }
 };
 
-// Sleeping helpers for callers that cannot use PyTorch's threads. Never destroyed: they outlive
-// main
+// Sleeping helpers where PyTorch's threads cannot be used. Never destroyed: they outlive main.
 class Pool {
  public:
   void run(Work& work, int helpers) {

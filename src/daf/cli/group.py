@@ -19,10 +19,7 @@ EXIT_INTERRUPTED = 130  # what a shell reports for SIGINT
 
 
 class DafGroup(TyperGroup):
-    """A command group that prints a DAF error to stderr without a traceback.
-
-    With ``--json`` among the arguments, stdout also gets ``{"error": {...}}``.
-    """
+    """A command group that prints DAF errors without a traceback; with ``--json`` also as JSON."""
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
         """Return all names, for ``--help``."""

@@ -36,10 +36,7 @@ class Bar:
 
 
 def waterfall(run: Run) -> list[Bar]:
-    """Return the predicted terms stacked, then the predicted and the measured peak.
-
-    A run without a budget has only the floor and the measured peak.
-    """
+    """Return the predicted terms stacked, then the predicted (if any) and the measured peak."""
     account = (run.plan or {}).get("account") or {"floor": run.summary["floor_bytes"]}
     bars, level = [], 0
     for name, nbytes in account.items():

@@ -93,10 +93,7 @@ class LineChart:
         return [each for each in self.shades if each.end - each.start > _NAMED_FROM * (high - low)]
 
     def placed_levels(self, top: float = 1.0) -> list[tuple[LevelLine, float]]:
-        """Return levels, lowest first, with their names' heights as shares of the chart's height.
-
-        ``top``: factor on the distance between names; above 1 for a chart that is drawn lower.
-        """
+        """Return levels, lowest first, and their names' places (shares); ``top`` scales gaps."""
         rising = sorted(self.levels, key=lambda level: level.value)
         places = spread([self._up(level.value) for level in rising], top)
         return list(zip(rising, places, strict=True))

@@ -38,10 +38,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run: ``summary.json``, the memory log, a record a step, and the plan's records.
-
-    ``plan`` is None and ``sites`` empty for a run by an older version.
-    """
+    """One run's records; ``plan`` is None and ``sites`` empty if an older version made it."""
 
     name: str
     summary: Record

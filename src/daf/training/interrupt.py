@@ -9,10 +9,7 @@ from typing import Any
 
 
 class InterruptWatch:
-    """A context in which the first SIGINT or SIGTERM sets ``requested``; a second one interrupts.
-
-    No effect outside the main thread, where Python allows no handlers.
-    """
+    """A main-thread context: a first SIGINT or SIGTERM sets ``requested``, a second interrupts."""
 
     def __init__(self) -> None:
         self.requested = False

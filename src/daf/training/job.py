@@ -69,9 +69,7 @@ class TrainingJob:
 def make_job(settings: TrainSettings, good_state: Path | None = None) -> TrainingJob:
     """Load code and data, read the floor, then build.
 
-    Args:
-        settings: what was asked.
-        good_state: file for the last good state; None: a diverging run is not rolled back.
+    ``good_state``: file for the last good state; None: a diverging run is not rolled back.
 
     Raises:
         UnknownNameError: a model, data set, optimizer or memory format is not known.

@@ -278,11 +278,7 @@ class _Run:
         return self._job.task.metric(total / weight)
 
     def _evaluation_size(self) -> int:
-        """Return test examples per batch: half a micro-batch.
-
-        A forward pass without codes holds several whole outputs at once, so a whole micro-batch
-        could exceed the budget.
-        """
+        """Return half a micro-batch: without codes, forward holds several whole outputs at once."""
         plan = self._job.session.plan
         return max(1, (plan.micro_batch if plan else self._job.settings.batch_size) // 2)
 

@@ -45,10 +45,7 @@ def account_of(plan: Plan) -> dict[str, int] | None:
 
 
 def noise_of(session: Session, plan: Plan) -> dict[str, Any] | None:
-    """Return the noise that the plan's codes are expected to add, by site, most first.
-
-    Noise is variance added to the gradient ÷ the batch's own. None: nothing is added or measured.
-    """
+    """Return the codes' expected variance ÷ the batch's own, by site, most first; None: none."""
     profile = session.profile_of(plan)
     if profile is None:
         return None

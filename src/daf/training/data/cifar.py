@@ -1,7 +1,4 @@
-"""CIFAR-10: one ``.npz`` file, or the published folder of pickled batches.
-
-A pickle can run any code, so the unpickler here accepts NumPy arrays only.
-"""
+"""CIFAR-10: one ``.npz`` file, or the published folder of pickled batches."""
 
 from __future__ import annotations
 
@@ -54,10 +51,8 @@ _UNREADABLE = (
 def load_cifar10(path: Path) -> ImageData:
     """Read CIFAR-10.
 
-    Args:
-        path: an ``.npz`` with ``x_train, y_train, x_test, y_test`` (uint8 [N, 32, 32, 3], integer
-            labels) and optionally ``classes``; or a folder with ``data_batch_1 … 5`` and
-            ``test_batch``.
+    ``path`` is an ``.npz`` with ``x_train, y_train, x_test, y_test`` (uint8 [N, 32, 32, 3], integer
+    labels), perhaps ``classes``; or a folder with ``data_batch_1 … 5`` and ``test_batch``.
 
     Raises:
         DataError: the file is missing, truncated, or holds something else.
@@ -143,7 +138,7 @@ def _arrays(path: Path, batch: object) -> tuple[NDArray[np.generic], NDArray[np.
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """An unpickler of NumPy arrays and Python's plain containers that refuses other names."""
+    """An unpickler of NumPy arrays and plain containers only: a pickle can run any code."""
 
     def find_class(self, module: str, name: str) -> Any:
         return _allowed(module, name)

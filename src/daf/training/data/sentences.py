@@ -86,13 +86,7 @@ SENTENCE_KINDS = tuple(_FORMS)
 def load_sentences(
     kind: str, folder: Path, tokenizer: Tokenizer, context: int = DEFAULT_CONTEXT
 ) -> SentenceData:
-    """Read one of ``SENTENCE_KINDS`` from its folder.
-
-    Args:
-        kind: which task.
-        folder: holds the files as published.
-        tokenizer: turns texts into tokens.
-        context: tokens per row; longer texts are cut.
+    """Read one of ``SENTENCE_KINDS`` as published in ``folder``, cut to ``context`` tokens a row.
 
     Raises:
         DataError: a file is missing, or a line has another form.

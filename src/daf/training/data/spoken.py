@@ -1,7 +1,6 @@
-"""Spoken digits of one second as spectrograms; the last speaker is the test part.
+"""Spoken digits of one second as log-power spectrograms; the last speaker is the test part.
 
-A log-power spectrogram has 32 times by 32 frequency bands on the mel scale (O'Shaughnessy 1987:
-2595 log10(1 + f / 700)).
+32 moments by 32 frequency bands on the mel scale (O'Shaughnessy 1987: 2595 log10(1 + f / 700)).
 """
 
 from __future__ import annotations

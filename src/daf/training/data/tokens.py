@@ -20,10 +20,7 @@ _SEPARATOR, _END, _PADDING = 256, 257, 258
 
 @dataclass(frozen=True, slots=True)
 class TokenRows:
-    """int32 tokens [N, context], lengths [N] and float32 targets [N].
-
-    ``prompts`` [N]: how many of a row's first tokens are given, not predicted.
-    """
+    """int32 tokens [N, context], float32 targets [N], and tokens in each row and its prompt [N]."""
 
     tokens: TokenArray
     lengths: NDArray[np.int64]

@@ -1,7 +1,6 @@
-"""Language models over bytes from ``transformers`` configurations (the extra of that name).
+"""Published language models over bytes, from ``transformers`` configurations (the extra).
 
-The shapes are the published ones. The data's vocabulary (256 bytes and a mask symbol) makes the
-parameter counts smaller than with word pieces.
+The data's vocabulary (256 bytes and a mask symbol) makes them smaller than with word pieces.
 """
 
 from __future__ import annotations

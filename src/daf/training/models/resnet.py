@@ -1,8 +1,4 @@
-"""Residual networks with torchvision's parameter names (He et al., CVPR 2016).
-
-``resnet18`` has the stem for 32x32 images (one 3x3 convolution, no pooling). ``resnet50`` is the
-ImageNet network, stride on the 3x3 convolution.
-"""
+"""Residual networks with torchvision's parameter names (He et al., CVPR 2016)."""
 
 from __future__ import annotations
 
@@ -118,10 +114,10 @@ def _stage(
 
 
 def resnet18(classes: int = 10) -> ResNet:
-    """Return ResNet-18 for 32x32 images: 11,173,962 parameters at 10 classes."""
+    """Return ResNet-18, one 3x3 convolution as stem: 11,173,962 parameters at 10 classes."""
     return ResNet(BasicBlock, (2, 2, 2, 2), classes, small_images=True)
 
 
 def resnet50(classes: int = 1000) -> ResNet:
-    """Return ResNet-50 for 224x224 images: 25,557,032 parameters at 1000 classes."""
+    """Return ResNet-50, stride on the 3x3 convolution: 25,557,032 parameters at 1000 classes."""
     return ResNet(Bottleneck, (3, 4, 6, 3), classes, small_images=False)

@@ -72,14 +72,10 @@ def make_task(
     memory_format: torch.memory_format = torch.channels_last,
     augment: bool | None = None,
 ) -> Task:
-    """Return the task of ``goal`` on ``data``.
+    """Return the task of ``goal``, as ``settle_goal`` returned it, on ``data``.
 
-    Args:
-        goal: what ``settle_goal`` returned for these data.
-        data: what to train and test on.
-        model: its first convolution decides the images' channels.
-        memory_format: of image batches.
-        augment: crop and flip training images; None: as customary for the data.
+    Image batches have ``memory_format`` and the channels of the model's first convolution.
+    ``augment``: crop and flip training images; None: as customary for the data.
 
     Raises:
         DataError: the model cannot read images with this many channels.
