@@ -1,4 +1,4 @@
-"""The best plans, sought on a thread while training goes on under a quick one."""
+"""A search for better plans on a thread, while training runs under a quick plan."""
 
 from __future__ import annotations
 
@@ -11,34 +11,31 @@ from daf.core.plan import Plan
 
 
 class BackgroundPlan:
-    """Runs ``make`` on a thread; ``result`` is there once it returned: plans, the best one first.
+    """A thread that runs ``make``; ``result`` holds its plans, best first, once it ended.
 
-    ``make`` is given a question that it asks now and then: is it to stop, with the best plans so
-    far? A search that finds none leaves none: the quick plan in force stays.
-
-    The interpreter waits for the thread when it ends: torn down under the solver's own threads, the
-    process would abort. It is then told to stop.
+    ``make`` receives a function that is True once it must return its best plans so far. The
+    interpreter stops and joins the thread at exit, where the solver's threads would abort it.
     """
 
     def __init__(self, make: Callable[[Callable[[], bool]], tuple[Plan, ...]]) -> None:
         self._make = make
         self._stop = threading.Event()
         self._plans: tuple[Plan, ...] = ()
-        self.took_ms = 0.0  # of the processor, known once it is done
+        self.took_ms = 0.0  # processor time, set once the search ended
         self._thread = threading.Thread(target=self._run, name="daf-planner", daemon=False)
         self._thread.start()
 
     def stop(self) -> None:
-        """Nobody waits for the result any more; returns at once."""
+        """Tell the search to stop; return at once."""
         self._stop.set()
 
     def wait(self, seconds: float) -> tuple[Plan, ...]:
-        """The plans, if they are found within so long."""
+        """Return the plans if the search ends within ``seconds``, else none."""
         self._thread.join(seconds)
         return self.result
 
     def finish(self, seconds: float) -> tuple[Plan, ...]:
-        """The same, but stopped after so long: afterwards nothing runs and nothing is held."""
+        """Stop the search after ``seconds``, join its thread and return its plans."""
         self._thread.join(seconds)
         self.stop()
         self._thread.join()
@@ -46,12 +43,12 @@ class BackgroundPlan:
 
     @property
     def is_done(self) -> bool:
-        """Has the search ended?"""
+        """True if the search has ended."""
         return not self._thread.is_alive()
 
     @property
     def result(self) -> tuple[Plan, ...]:
-        """The plans, if they were found by now."""
+        """The plans found, best first; empty while the search runs."""
         return self._plans if self.is_done else ()
 
     def _must_stop(self) -> bool:

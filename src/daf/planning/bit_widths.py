@@ -1,4 +1,4 @@
-"""Policies that no planner made: do they lose anything, and what is one bit wider?"""
+"""Bit widths of policies that the planner did not make."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from daf.core.code_errors import relative_error
 from daf.core.policy import Method, Policy, Treatment
 from daf.planning.options import WIDTHS
 
-_MOST_ROTATED = 4  # beyond it codes are min-max ones, of 8 bits as ``coded_policy`` has them
+_MOST_ROTATED = 4  # wider codes are 8-bit min-max ones, as in ``coded_policy``
 
 
 def is_lossy(policy: Policy) -> bool:
-    """Whether any treatment adds noise to the gradient."""
+    """True if any treatment adds noise to the gradient."""
     treatments = (*policy.by_need.values(), *policy.by_site.values())
     return any(relative_error(each) > 0.0 for each in treatments)
 
 
 def one_bit_wider(policy: Policy) -> Policy:
-    """The policy with every lossy code a bit wider; the same where none can be."""
+    """Return the policy with every lossy code one bit wider, where a wider one exists."""
     return replace(
         policy,
         by_need=MappingProxyType({need: _wider(each) for need, each in policy.by_need.items()}),
@@ -28,7 +28,7 @@ def one_bit_wider(policy: Policy) -> Policy:
 
 
 def wider_level(level: str) -> str | None:
-    """The level above ``"1-bit"`` ... ``"4-bit"``; None where there is none."""
+    """Return the level above ``"1-bit"`` … ``"4-bit"``; None where there is none."""
     width = level.removesuffix("-bit")
     wider = sorted(each for each in WIDTHS if width.isdigit() and each > int(width))
     return f"{wider[0]}-bit" if wider else None

@@ -1,9 +1,6 @@
-"""Prices of codes corrected by what a coded step was measured to take.
+"""Code speeds corrected by one small step, timed with everything kept and everything coded.
 
-Speeds are measured tensor by tensor, where operators do not code while they do
-other things, and with caches that a whole step leaves otherwise. One small step
-timed as a whole, with everything kept and with everything coded, says by how
-much the sum of those prices is off.
+Speeds measured tensor by tensor miss a real step's operators and cache contents.
 """
 
 from __future__ import annotations
@@ -16,17 +13,14 @@ from daf.core.profile import Profile
 from daf.planning.options import Allowed
 from daf.planning.table import lawful, level_selection, make_table
 
-# A factor beyond these is a disturbed measurement, not a price.
+# A factor outside this range is a disturbed measurement.
 LOWEST, HIGHEST = 0.25, 3.0
 
 
 def calibrated(profile: Profile, examples: int, coded_ms: float) -> Profile:
-    """The profile with the speeds of codes corrected.
+    """Return the profile with corrected code speeds.
 
-    Args:
-        profile: as it was put together; ``micro_batch_ms`` holds a time for ``examples``.
-        examples: of the timed step.
-        coded_ms: its forward and backward (milliseconds) with one bit at every site.
+    ``coded_ms``: forward and backward of ``examples`` (ms) with one bit at every site.
     """
     table = make_table(profile, examples, Allowed(replay=False))
     selection = lawful(table, level_selection(table, "1"))

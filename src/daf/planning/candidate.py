@@ -1,4 +1,4 @@
-"""A selection at one size of piece, and what a whole step under it holds, takes and adds."""
+"""A selection at one micro-batch size, with its predicted peak, step time and noise."""
 
 from __future__ import annotations
 
@@ -25,52 +25,48 @@ from daf.planning.noise import expected_noise
 from daf.planning.options import served_weights
 from daf.planning.table import Table, kept_selection, level_selection
 
-# What the account does not see: blocks rounded up, glibc's small blocks, Python's own objects, and
-# pages of libraries (the solver's, those that an error passes through) that come and go.
+# Outside the account: rounded blocks, glibc's small blocks, Python objects, and pages of libraries
+# (the solver's, those that error handling touches).
 MARGIN_FRACTION = 0.02
 MARGIN_BYTES = 11 * 2**20
-# What as much noise as the batch's own is worth, in steps: so little that it only decides between
-# choices that are equally fast, such as two widths of one code.
+# The price, in steps, of noise equal to the batch's own: so small that it only decides between
+# equally fast choices, such as two widths of one code.
 NOISE_PRICE = 0.02
-# What plain PyTorch holds above the floor under glibc's defaults, over what it holds when freed
-# blocks are returned at once: 1.3 measured on ResNet-18, rounded up. With half as much again to
-# spare, the defaults are left alone, because returning blocks costs time (design, section 2).
+# Bytes above the floor of plain PyTorch under glibc's defaults, over those when freed blocks are
+# returned at once: 1.3 measured on ResNet-18, rounded up. Returning blocks costs time, so the
+# defaults stay where the budget has half as much again to spare (design, section 2).
 DEFAULT_ALLOCATOR_GROWTH = 1.35
 ROOM_FOR_DEFAULT_ALLOCATOR = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to run a step; ``bound_ms`` is less than or equal to what any other takes."""
+    """One way to run a step; no selection takes less than ``bound_ms``."""
 
     table: Table
     selection: tuple[int, ...]
     bound_ms: float = 0.0
 
     def peak_bytes(self, profile: Profile) -> int:
-        """The process's predicted peak, margin included."""
+        """Return the process's predicted peak, margin included."""
         return with_margin(profile, self.table.peak_bytes(list(self.selection)))
 
     def step_ms(self, profile: Profile) -> float:
-        """The predicted time of a whole step."""
+        """Return the predicted time of a whole step."""
         added = float(self.table.cost_ms[list(self.selection)].sum())
         return profile.step_ms(self.table.micro_batch) + added * pieces_of(profile, self.table)
 
     @property
     def noise(self) -> float:
-        """The most variance that the codes add to the gradient, relative to the batch's own.
-
-        A code is counted with all that may be computed from it, because which of that is kept
-        instead is another choice: the plan made of this says what its codes really serve.
-        """
+        """The codes' variance over the batch's own, each with all that may be computed from it."""
         return float(self.table.noise[list(self.selection)].sum())
 
     def objective(self, profile: Profile) -> float:
-        """What the planner makes least: milliseconds, and a little for noise."""
+        """Return what the planner minimises: step milliseconds plus a small price for noise."""
         return self.step_ms(profile) + noise_price_ms(profile) * self.noise
 
     def as_plan(self, profile: Profile, budget_bytes: int, name: str) -> Plan:
-        """The plan that execution carries out."""
+        """Return the executable plan; ``name`` names its policy unless it is a uniform one."""
         policy = _policy(profile, self.table, self.selection, name)
         peak = self.peak_bytes(profile)
         returns = not _leaves_the_allocator(profile, policy, peak, budget_bytes)
@@ -99,7 +95,7 @@ class Candidate:
         )
 
     def account(self, profile: Profile, predicted_peak_bytes: int) -> dict[str, int]:
-        """The terms of a predicted peak (bytes), its margin included; they add up."""
+        """Return the terms of a predicted peak (bytes), margin included; they add up to it."""
         terms = account_of(profile, self.table, self.selection)
         margin = predicted_peak_bytes - sum(terms.values())
         return terms | {"margin": margin, "predicted_peak": predicted_peak_bytes}
@@ -108,31 +104,31 @@ class Candidate:
 def _leaves_the_allocator(
     profile: Profile, policy: Policy, peak_bytes: int, budget_bytes: int
 ) -> bool:
-    """Recycling is faster than glibc's defaults as well as smaller, so it is never given up."""
+    """True if glibc's defaults stay: plain, with room, and no recycling (faster and smaller)."""
     spacious = ROOM_FOR_DEFAULT_ALLOCATOR * (peak_bytes - profile.floor_bytes)
     roomy = profile.floor_bytes + spacious <= budget_bytes
     return policy.name == "plain" and roomy and not profile.recycles
 
 
 def noise_price_ms(profile: Profile) -> float:
-    """``NOISE_PRICE`` in milliseconds."""
+    """Return ``NOISE_PRICE`` in milliseconds."""
     return NOISE_PRICE * profile.step_ms(profile.batch_size)
 
 
 def pieces_of(profile: Profile, table: Table) -> float:
-    """How often a piece's costs occur in a step; a shorter last piece counts in proportion."""
+    """Return micro-batches per step; a shorter last one counts in proportion."""
     return profile.batch_size / table.micro_batch
 
 
 def with_margin(profile: Profile, peak_bytes: int) -> int:
-    """A computed peak with room for what the account does not see."""
+    """Return a computed peak plus the margin for what the account does not see."""
     return (
         int(peak_bytes + MARGIN_FRACTION * max(0, peak_bytes - profile.floor_bytes)) + MARGIN_BYTES
     )
 
 
 def without_margin(profile: Profile, budget_bytes: int) -> int:
-    """The highest computed peak whose margin stays within the budget."""
+    """Return the highest computed peak whose margin stays within the budget."""
     room = budget_bytes - MARGIN_BYTES
     above = max(0, room - profile.floor_bytes)
     guess = room - above + int(above / (1 + MARGIN_FRACTION)) + 2
@@ -171,9 +167,7 @@ def _policy(profile: Profile, table: Table, selection: tuple[int, ...], name: st
 
 
 def _operated(policy: Policy, profile: Profile, examples: int) -> Policy:
-    """With the profile's operators; attention that is computed again is so in smaller pieces too,
-    whose tensors would be others otherwise.
-    """
+    """Add the profile's operators; replayed attention needs chunks scaled to the micro-batch."""
     chunk_bytes = profile.chunk_bytes
     if profile.score_sites:
         chunk_bytes = max(1, chunk_bytes * examples // profile.batch_size)
@@ -183,10 +177,7 @@ def _operated(policy: Policy, profile: Profile, examples: int) -> Policy:
 def _as_wide_as_parents(
     profile: Profile, treatments: Mapping[Site, Treatment], by_site: dict[Site, Treatment]
 ) -> dict[Site, Treatment]:
-    """Execution computes a tensor from other codes if it asks for no more bits than they have.
-
-    A site that saves several asks for the fewest.
-    """
+    """Narrow dependent sites' treatments to their parents' codes, as execution requires."""
     asked: dict[Site, int] = {}
     for saving in profile.savings:
         bits = _parents_bits(saving, by_site) if saving.site in treatments else 0
@@ -201,7 +192,7 @@ def _as_wide_as_parents(
 
 
 def _parents_bits(saving: Saving, by_site: Mapping[Site, Treatment]) -> int:
-    """Of the narrowest code that it is computed from; 0 where it is not."""
+    """Return the bits of the narrowest code that it is computed from; 0 if it is not."""
     if not saving.parents or not saving.may_follow:
         return 0
     codes = [by_site[parent] for parent in saving.parents if parent in by_site]
@@ -209,7 +200,7 @@ def _parents_bits(saving: Saving, by_site: Mapping[Site, Treatment]) -> int:
 
 
 def _uniform_policy(table: Table, selection: tuple[int, ...]) -> Policy | None:
-    """The named policy that this selection is, if it is one."""
+    """Return the named policy that equals this selection, if one does."""
     if list(selection) == kept_selection(table):
         return plain_policy()
     if sorted(level_selection(table, "exact")) == list(selection):

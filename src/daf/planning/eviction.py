@@ -1,4 +1,4 @@
-"""SAGE's order (Gim and Ko, MobiSys 2022): evict what costs the least time per byte freed."""
+"""SAGE's eviction order (Gim and Ko, MobiSys 2022): least time per byte freed first."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _MOST_LOOSENINGS = 400
 
 
 def evicted(table: Table, limit_bytes: int) -> list[int] | None:
-    """A selection within the limit, from everything kept; None where this order finds none."""
-    holder = np.array(kept_selection(table), dtype=np.intp)  # (families,) what serves each
+    """Return a selection within the limit, starting from everything kept; None: not found."""
+    holder = np.array(kept_selection(table), dtype=np.intp)  # (families,) the column of each
     for _ in range(_MOST_ROUNDS):
         usage = table.usage(table.amounts(_selection(holder)))
         worst = worst_moments(usage, limit_bytes, 1)
@@ -29,7 +29,7 @@ def _selection(holder: Indices) -> list[int]:
 
 
 def _tighten(table: Table, holder: Indices, row: Floats, excess: float) -> bool:
-    """Evict bytes (``row``, of one moment) until the excess is gone; False: nothing frees any."""
+    """Evict bytes of one moment (``row``) until the excess is gone; False if nothing frees any."""
     moved: set[int] = set()
     for _, freed, column in sorted(_evictions(table, holder, row)):
         if excess <= 0:
@@ -47,7 +47,7 @@ def _tighten(table: Table, holder: Indices, row: Floats, excess: float) -> bool:
 
 
 def _evictions(table: Table, holder: Indices, row: Floats) -> list[tuple[float, float, int]]:
-    """(milliseconds per byte, bytes freed, column) of every change that frees bytes."""
+    """Return (milliseconds per byte, bytes freed, column) of every change that frees bytes."""
     found = []
     for column in range(table.columns):
         families = table.families_of(column)
@@ -60,7 +60,6 @@ def _evictions(table: Table, holder: Indices, row: Floats) -> list[tuple[float, 
 
 
 def _loosen(table: Table, holder: Indices, limit_bytes: int) -> None:
-    """Go back to cheaper choices where they fit, the largest gain first."""
     count = int(table.first[-1])
     now = holder[table.family_of]
     gain = np.where(now < count, table.cost_ms[now] - table.cost_ms[:count], 0.0)

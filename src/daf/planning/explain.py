@@ -1,4 +1,4 @@
-"""Why: one line for every choice of a plan, and the account of its peak term by term."""
+"""Why a plan: one line per choice, and the account of its peak term by term."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GAINS = {
 
 
 def explain(profile: Profile, table: Table, selection: tuple[int, ...]) -> tuple[str, ...]:
-    """One line for the size of pieces, for gradients, every replay and every family of sites."""
+    """Return lines for the micro-batch, gradients, every fusion, replay and family of sites."""
     lines = [_about_pieces(profile, table), _about_gradients(table)]
     lines += map(_about_fusion, profile.fusions)
     groups = families(profile.savings)
@@ -37,7 +37,7 @@ def explain(profile: Profile, table: Table, selection: tuple[int, ...]) -> tuple
 
 
 def account_of(profile: Profile, table: Table, selection: tuple[int, ...]) -> dict[str, int]:
-    """The terms of the computed peak (bytes), at the moment when it is reached; they add up."""
+    """Return the terms (bytes) that add up to the computed peak, at the moment of that peak."""
     usage = table.usage(table.amounts(list(selection)))
     moment = int(usage.argmax())
     row = table.row(moment)

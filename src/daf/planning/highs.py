@@ -1,8 +1,7 @@
 """Linear and mixed-integer programs in numpy arrays, solved by HiGHS.
 
-HiGHS is reached through its own interface, highspy (why not SciPy: docs/planning.md).
-It writes nothing, starts no threads, draws the same random numbers each time, and
-lets other Python threads run while it solves.
+HiGHS is called through highspy (why not SciPy: docs/planning.md). It prints nothing, starts no
+threads, uses a fixed random seed, and releases the GIL while it solves.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _OPTIONS: dict[str, Any] = {
     "parallel": "off",
     "random_seed": 0,
 }
-# Beyond it (1e12 was seen) HiGHS gives up; costs that are scaled down so far drown anyway.
+# HiGHS fails on larger costs (seen at 1e12), so larger ones are scaled down.
 _LARGEST_COST = 1e9
 _CONTINUOUS, _INTEGER = 0, 1  # HighsVarType
 _ROW_WISE, _MINIMISE = 2, 1  # MatrixFormat, ObjSense
@@ -42,7 +41,7 @@ class Status(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The best amounts found, (columns,) or None; no amounts at all cost less than ``bound``."""
+    """The best amounts found, (columns,) or None; no amounts cost less than ``bound``."""
 
     status: Status
     amounts: Floats | None
@@ -53,8 +52,8 @@ class Answer:
 class Rows:
     """``lower <= A x <= upper`` with ``A`` in compressed sparse rows.
 
-    Row ``r`` has ``value[start[r]:start[r + 1]]`` (float64) in the columns
-    ``column[start[r]:start[r + 1]]`` (int32); ``lower`` and ``upper`` are (rows,) or one number.
+    Row ``r`` has the values ``value[start[r]:start[r + 1]]`` (float64) in the columns
+    ``column[start[r]:start[r + 1]]`` (int32); ``lower`` and ``upper`` are (rows,) float64.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class Rows:
         upper: ArrayLike,
         count: int,
     ) -> None:
-        """``count`` rows from (row, column, value) of every entry, in any order, none twice."""
+        """Make ``count`` rows of (row, column, value) entries, in any order, no two alike."""
         place = np.asarray(row, dtype=np.intp)
         order = np.argsort(place, kind="stable")
         ends = np.cumsum(np.bincount(place, minlength=count))
@@ -79,22 +78,19 @@ class Rows:
 
     @classmethod
     def of_dense(cls, matrix: Floats, *, lower: ArrayLike, upper: ArrayLike) -> Rows:
-        """Rows with the entries of a (rows, columns) matrix that are not zero."""
+        """Make rows of the non-zero entries of a (rows, columns) matrix."""
         row, column = np.nonzero(matrix)
         return cls(row, column, matrix[row, column], lower=lower, upper=upper, count=len(matrix))
 
 
 class LinearProgram:
-    """Minimise ``cost @ x`` with ``0 <= x <= upper``, rows added as they are needed.
-
-    What HiGHS learnt is kept from one ``solve`` to the next.
-    """
+    """``min cost @ x, 0 <= x <= upper``; rows may be added between solves, which start warm."""
 
     def __init__(self, cost: Floats, upper: Floats, fixed: float = 0.0) -> None:
-        """Cost and upper bounds are (columns,); ``fixed`` is added to every objective and bound.
+        """Take (columns,) costs and upper bounds; ``fixed`` adds to every objective and bound.
 
         Raises:
-            ValueError: a column's cost falls without end, so that no least cost exists.
+            ValueError: a column with a negative cost has no upper bound.
         """
         if np.any((cost < 0) & np.isinf(upper)):
             raise ValueError("a column without an upper bound has a negative cost")
@@ -119,11 +115,11 @@ class LinearProgram:
         )
 
     def __len__(self) -> int:
-        """How many columns there are."""
+        """Return the number of columns."""
         return len(self._columns)
 
     def add_rows(self, rows: Rows) -> int:
-        """More rows, numbered on; the number of the first."""
+        """Add rows; return the number of the first."""
         first = self._highs.getNumRow()
         self._highs.addRows(
             len(rows.lower),
@@ -137,16 +133,15 @@ class LinearProgram:
         return int(first)
 
     def bound_row(self, row: int, upper: float) -> None:
-        """Another upper bound, and no lower one, for a row."""
+        """Give a row another upper bound and no lower one."""
         self._highs.changeRowBounds(row, -np.inf, upper)
 
     def solve(
         self, *, whole: NDArray[np.bool_] | None = None, relative_gap: float = 0.0, most_nodes: int
     ) -> Answer:
-        """The least cost; columns marked in ``whole`` (columns,) take whole amounts only.
+        """Return the least cost; columns marked in ``whole`` (columns,) take integers only.
 
-        With whole amounts the search ends when objective and bound are within ``relative_gap``
-        of each other, or after ``most_nodes`` nodes.
+        Integer searches end within ``relative_gap`` or after ``most_nodes`` nodes.
         """
         highs = self._highs
         kinds = np.full(len(self._columns), _CONTINUOUS, dtype=np.uint8)
@@ -167,10 +162,10 @@ class LinearProgram:
 
 @cache
 def _quiet_highs() -> type[Highs]:
-    from highspy import Highs  # 4 MB that only who plans should hold
+    from highspy import Highs  # 4 MB, only for processes that plan
 
     class QuietHighs(Highs):
-        """Quiet before its constructor enables callbacks, which since 1.16 prints a banner."""
+        """HiGHS silenced before callbacks are enabled, which prints a banner since 1.16."""
 
         def enableCallbacks(self) -> None:  # noqa: N802
             self.silent()
@@ -187,13 +182,13 @@ def _new_highs() -> Highs:
 
 
 def _run(highs: Highs) -> None:
-    """Solve, and leave the calling thread's scheduler as it was found."""
+    """Solve; leave the calling thread's scheduler unchanged."""
     from highspy import HighsStatus
 
     if highs.run() != HighsStatus.kError:
         highs.resetGlobalScheduler(True)
         return
-    # The caller uses HiGHS with threads of its own; 0 takes whatever is there.
+    # The caller runs HiGHS with other threads; 0 accepts the existing scheduler.
     highs.setOptionValue("threads", 0)
     if highs.run() == HighsStatus.kError:
         raise RuntimeError(f"HiGHS {highs.version()} failed to solve a program")

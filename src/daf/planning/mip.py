@@ -1,8 +1,7 @@
-"""The best selection of one table: a mixed-integer program for HiGHS.
+"""The best selection of one table, by a mixed-integer program in HiGHS.
 
-Only moments at which the peak can lie become rows. The program is solved, the moments at which
-its answer exceeds the limit are added, and it is solved again: first with shares of choices
-(a linear program, which is fast and bounds every selection), then with whole ones.
+Rows are only the moments at which an answer exceeds the limit, added round by round: first to the
+linear program, which bounds every selection, then to the one with integers.
 """
 
 from __future__ import annotations
@@ -15,38 +14,38 @@ import numpy as np
 from daf.planning.highs import Answer, LinearProgram, Rows, Status
 from daf.planning.table import Floats, Table, unmet, worst_moments
 
-_SCALE = 1e-6  # bytes to MB, so that rows and costs are of one size
+_SCALE = 1e-6  # bytes to MB, so that rows and costs have similar magnitudes
 _ROWS_A_ROUND = 6
 _MOST_ROUNDS = 40
-# Equal blocks make equal answers, among which branching never ends. Nodes and not seconds,
-# so that the same profile gives the same plan.
+# Equal blocks have equal answers, among which branching never ends. The limit counts nodes, not
+# seconds, so that the same profile gives the same plan.
 _MOST_NODES = 100
-RELATIVE_GAP = 0.01  # of a whole step: its time is predicted to 8 % at best
-PEAK_GAP = 1e-3  # of a whole peak: a least budget is asked for to the megabyte
+RELATIVE_GAP = 0.01  # of a whole step, whose time is predicted to 8 % at best
+PEAK_GAP = 1e-3  # of a whole peak: least budgets are needed to the megabyte
 _HOPELESS = 1e3
-_SMALL_COLUMNS = 60  # least peaks of programs up to this are solved to the last byte
+_SMALL_COLUMNS = 60  # least peaks of programs up to this size are exact
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A selection, its objective, and a bound that no selection goes below."""
+    """A selection, its objective, and a lower bound of every selection's objective."""
 
     selection: tuple[int, ...]
     objective: float
     bound: float
 
 
-NOT_FOUND = Solution((), np.inf, 0.0)  # a selection may exist: its objective is not below 0
+NOT_FOUND = Solution((), np.inf, 0.0)  # a selection may exist; objectives are never negative
 
 
 class Program:
-    """One table's program, with a row for every moment that was found to matter.
+    """One table's program, with a row for every moment found to matter.
 
     Args:
-        table: what there is to choose.
+        table: the choices.
         tolerance: the most noise of a selection.
-        limit_bytes: of the computed peak; None: the peak is what is minimised.
-        cost: (columns,) what each column adds to the objective; by default its ``cost_ms``.
+        limit_bytes: of the computed peak; None: minimise the peak.
+        cost: (columns,) what each column adds to the objective; default: ``table.cost_ms``.
         fixed: the objective of choosing nothing; relative gaps count it.
     """
 
@@ -76,9 +75,9 @@ class Program:
         self._shares = np.zeros(table.columns)  # the linear program's last answer
 
     def relaxed(self) -> Solution | None:
-        """The linear program's bound, and the best selection that rounding its shares gives.
+        """Return the linear program's bound and the best selection from rounding its shares.
 
-        None: no selection is within the limit. An objective of infinity: no rounding is.
+        None: no selection is within the limit. An infinite objective: no rounding is.
         """
         found = self._rounds(whole=False, relative_gap=0.0)
         if found is None or found is NOT_FOUND:
@@ -91,7 +90,7 @@ class Program:
         return best
 
     def _leanest(self) -> Floats:
-        """Of all options with a share, the one that holds least when it matters comes first."""
+        """Return scores that prefer, among options with a share, the one that holds least."""
         has_share = self._shares > 1e-6
         scores: Floats = np.where(has_share, 1.0 / (1.0 + self._held_bytes), 0.0)
         first_replay = int(self._table.first[-1])
@@ -103,19 +102,16 @@ class Program:
         return fits and self._is_allowed(selection)
 
     def least_objective(self, relative_gap: float = RELATIVE_GAP) -> Solution | None:
-        """The selection of least objective whose peak is within the limit; None: there is none.
-
-        ``NOT_FOUND`` where ``_MOST_NODES`` nodes of the search hold none.
-        """
+        """Return the selection of least objective; None: none fits, ``NOT_FOUND``: none found."""
         if self._rounds(whole=False, relative_gap=0.0) is None:
             return None
         return self._rounds(whole=True, relative_gap=relative_gap)
 
     def least_peak(self) -> tuple[int, ...] | None:
-        """The selection with the lowest peak; None where no selection is within the tolerance.
+        """Return the selection with the lowest peak; None: none is within the tolerance.
 
-        Exact for small tables; for large ones within ``PEAK_GAP`` of the lowest, or the best
-        of ``_MOST_NODES`` nodes for each set of rows.
+        Exact for small tables; else within ``PEAK_GAP`` of the lowest, or the best of
+        ``_MOST_NODES`` nodes for each set of rows.
         """
         table = self._table
         gap = PEAK_GAP if table.columns > _SMALL_COLUMNS else 0.0
@@ -152,12 +148,12 @@ class Program:
                 selection = tuple(int(c) for c in np.flatnonzero(amounts > 0.5))
                 return Solution(selection, self._fixed + float(self._cost @ amounts), answer.bound)
             if not self._add_moments(worst):
-                # Within the solver's own tolerance of the limit: ask for a little less.
+                # Within the solver's tolerance of the limit: ask for a little less.
                 self._lower_limit(int(np.ceil((usage - self._limit_bytes).max())))
         return NOT_FOUND
 
     def _solve(self, relative_gap: float, *, whole: bool) -> Answer:
-        """Amounts are (table.columns,), and whole to the last bit if ``whole``."""
+        """Solve; amounts are (table.columns,), and exact integers if ``whole``."""
         count = self._table.columns
         is_small = not self._has_limit and count <= _SMALL_COLUMNS
         answer = self._program.solve(
@@ -171,7 +167,7 @@ class Program:
         return replace(answer, amounts=np.round(amounts) if whole else amounts)
 
     def _rounded(self, scores: Floats) -> tuple[int, ...]:
-        """The highest score of every family, unless it is inside a replay of more than a half."""
+        """Return replays with a share above a half, and the highest score of every other family."""
         table = self._table
         chosen: list[int] = []
         taken: set[int] = set()
@@ -192,10 +188,8 @@ class Program:
         is_quiet = self._table.noise[list(selection)].sum() <= self._tolerance
         return bool(is_quiet) and not unmet(self._table, set(selection))
 
-    # --- rows -------------------------------------------------------------------------------
-
     def _structure(self) -> Iterator[Rows]:
-        """One choice for every family, codes that others are computed from, and the tolerance."""
+        """Yield rows: one choice per family, required codes, and the tolerance."""
         table = self._table
         family = [int(each) for each in table.family_of]
         column = list(range(len(family)))
@@ -206,8 +200,7 @@ class Program:
         if table.requires:
             yield self._requirements()
         if np.isfinite(self._tolerance):
-            # A share of the tolerance, so that its size is no matter; ``_HOPELESS`` shares are
-            # as impossible as more of them.
+            # As shares of the tolerance; more than ``_HOPELESS`` of them is just as impossible.
             unit = self._tolerance or 1.0
             shares = np.minimum(table.noise[None, :] / unit, _HOPELESS)
             yield Rows.of_dense(shares, lower=-np.inf, upper=self._tolerance / unit)
@@ -222,7 +215,7 @@ class Program:
         return Rows(rows, columns, values, lower=-np.inf, upper=0, count=len(table.requires))
 
     def _add_moments(self, moments: list[int]) -> bool:
-        """Make rows of those that are none yet; False: all are."""
+        """Add rows for new moments; False if there are none."""
         fresh = [moment for moment in moments if moment not in self._rows]
         if fresh:
             matrix = np.stack([self._table.row(moment) for moment in fresh]) * _SCALE

@@ -1,4 +1,4 @@
-"""What a policy's codes are expected to add to the gradient, site by site."""
+"""The expected variance that a policy's codes add to the gradient, site by site."""
 
 from __future__ import annotations
 
@@ -11,14 +11,9 @@ from daf.planning.options import SMALLEST_TREATED_BYTES, noise_per_weight
 
 
 def expected_noise(profile: Profile, policy: Policy, examples: int) -> dict[Site, float]:
-    """Variance that each site's code adds to the gradient, relative to the batch's own.
+    """Return the variance that each site's code adds to the gradient, relative to the batch's own.
 
-    A tensor that is computed from other codes is told at its own site, with their errors.
-
-    Args:
-        profile: measured, with or without sensitivities.
-        policy: what is done.
-        examples: in a piece.
+    ``examples``: of a micro-batch. A tensor computed from other codes counts at its own site.
     """
     inside = _replayed_calls(profile, policy)
     lossy = [each for each in profile.savings if each.need in LOSSY and each.treatable]
@@ -44,8 +39,8 @@ def _treatment(saving: Saving, policy: Policy, examples: int) -> Treatment:
 def _error(saving: Saving, policy: Policy, treatments: dict[Site, Treatment]) -> float:
     own = treatments[saving.site]
     if policy.rederive and saving.teller and treatments.get(saving.teller, KEEP) == KEEP:
-        return 0.0  # execution takes what is exact where it asks for a code
-    # Masks lose nothing, and are no parents of an error.
+        return 0.0  # execution takes an exact tensor where the policy asks for a code
+    # Masks are lossless, so no parents of an error.
     parents = [treatments[parent] for parent in saving.parents or () if parent in treatments]
     follows = policy.rederive and own.is_code and parents
     is_derived = own.method is Method.REDERIVE and parents
@@ -55,12 +50,12 @@ def _error(saving: Saving, policy: Policy, treatments: dict[Site, Treatment]) ->
 
 
 def _serves(parent: Treatment, own: Treatment) -> bool:
-    """Execution takes another code where that has at least the bits that were asked for."""
+    """True if ``parent`` is a code with at least the bits that ``own`` asks for."""
     return parent.is_code and parent.bits >= own.bits
 
 
 def _replayed_calls(profile: Profile, policy: Policy) -> set[int]:
-    """Calls of replayed modules and all that they make; callers come before what they call."""
+    """Return the calls of replayed modules and all calls below; callers precede their callees."""
     found: set[int] = set()
     for index, call in enumerate(profile.calls):
         if call.module in policy.replayed or call.parent in found:

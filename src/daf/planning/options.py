@@ -1,11 +1,9 @@
 """What can be done with each family of saved tensors, and what that costs.
 
-A *family* is the sites whose tensors share memory: keeping one keeps them all,
-so they are decided together. Its options are *keep*, *exact* (only lossless
-treatments), a width of 8, 4, 3, 2 or 1 bits, which gives every tensor of the family
-the treatment that ``core.policy.coded_policy`` gives its need, *spill*, and where codes may travel
-*exact* and every width once more, in host memory. Attention's q and k have eight bits at every
-width; where it was measured what fewer add, they may have four.
+A *family* is the sites whose tensors share memory: keeping one keeps all. Its options: *keep*;
+*exact* (lossless treatments only); 8, 4, 3, 2 or 1 bits, as ``core.policy.coded_policy`` treats
+each need; *spill*; and, where codes may travel, *exact* and every width in host memory. Attention's
+q and k have 8 bits at every width, or 4 where the noise of that was measured.
 """
 
 from __future__ import annotations
@@ -37,20 +35,19 @@ WIDTHS = (8, 4, 3, 2, 1)
 KEPT, EXACT, SPILLED = "keep", "exact", "spill"
 _LEAST_SCORES = f"{LEAST_SCORE_BITS} with scores"
 _ON_HOST = " on the host"
-# What errors of 1 everywhere add, relative to the batch's own noise, until that was measured. Where
-# every example has one product with each weight the two are equal; ResNet-20 showed 0.2 to 0.7.
+# Noise of errors of 1 everywhere, relative to the batch's own, until it is measured. The two are
+# equal where every example has one product with each weight; ResNet-20 showed 0.2 to 0.7.
 ASSUMED_NOISE = 1.0
-SMALLEST_TREATED_BYTES = 4096  # execution keeps smaller tensors, whatever it is asked
+SMALLEST_TREATED_BYTES = 4096  # execution keeps smaller tensors under every policy
 _SPILL = Treatment(Method.SPILL)
 
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What the execution at hand can carry out, and the user permits.
+    """What execution can carry out and the user permits.
 
-    ``must_release``: gradients of a whole batch are released in any case. ``host_bytes``: of host
-    memory in which a device's codes may wait (0: none); ``passing_bytes`` is what they, and raw
-    data on their way to be packed there, take of the device in passing.
+    ``must_release``: a whole batch's gradients are always released. ``host_bytes``: host memory for
+    a device's codes (0: none). ``passing_bytes``: device memory of codes and raw data on their way.
     """
 
     methods: frozenset[Method] = frozenset(Method)
@@ -62,7 +59,7 @@ class Allowed:
     passing_bytes: int = 0
 
     def within(self, tolerance: float) -> Allowed:
-        """No codes at a tolerance of 0, where noise that is measured as none is still noise."""
+        """Return self, without codes if the tolerance is 0: noise measured as 0 is still noise."""
         return replace(self, widths=()) if tolerance == 0 else self
 
 
@@ -71,7 +68,7 @@ EVERYTHING = Allowed()
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """``nbytes`` alive from the moment ``first`` to the moment ``last``, both included."""
+    """``nbytes`` alive from the moment ``first`` to the moment ``last``, inclusive."""
 
     first: int
     last: int
@@ -80,12 +77,11 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way to treat a family: what it holds when, how long it takes, what it adds in noise.
+    """One way to treat a family: bytes held, time, and variance added relative to the batch's.
 
-    ``noise`` is the variance that it adds to the gradient over that of the batch itself.
-    ``level`` is ``"keep"``, ``"exact"``, ``"spill"`` or a width as text, with a word for fewer bits
-    of attention's q and k and for codes in host memory. ``requires``: sites whose tensors must be
-    coded for this to be possible; ``requires_kept``: must be kept.
+    ``level``: ``"keep"``, ``"exact"``, ``"spill"`` or a width as text, with a suffix for fewer bits
+    of attention's q and k and for host memory. ``requires``: sites that must be coded beside it;
+    ``requires_kept``: sites that must be kept.
     """
 
     level: str
@@ -98,13 +94,13 @@ class Option:
 
     @property
     def coded_sites(self) -> frozenset[Site]:
-        """Sites that hold a code, mask or packing under this option."""
+        """Return the sites that hold a code, mask or packing under this option."""
         other = (Method.KEEP, Method.SPILL, Method.DROP, Method.REDERIVE)
         return frozenset(s for s, each in self.treatments.items() if each.method not in other)
 
 
 def families(savings: Iterable[Saving]) -> list[tuple[Saving, ...]]:
-    """Savings grouped by shared sites and shared memory, in order of the first save of each."""
+    """Return savings grouped by shared sites and memory, in order of each group's first save."""
     root: dict[object, object] = {}
 
     def find(item: object) -> object:
@@ -126,7 +122,7 @@ def _lossy(profile: Profile) -> list[Saving]:
 
 
 def noise_per_weight(profile: Profile) -> float:
-    """What an error of 1 at a site of weight 1 adds, relative to the batch's own noise."""
+    """Return the noise of an error of 1 at a site of weight 1, relative to the batch's own."""
     if profile.noise_per_weight:
         return profile.noise_per_weight
     sites = {each.site for each in _lossy(profile)}
@@ -134,10 +130,7 @@ def noise_per_weight(profile: Profile) -> float:
 
 
 def served_weights(profile: Profile) -> dict[Site, float]:
-    """Of every lossy site, its weight and that of what is computed from its code.
-
-    A site that saves several tensors was measured with all of them together.
-    """
+    """Return every lossy site's weight (per tensor) plus that of what its code serves."""
     lossy = _lossy(profile)
     saves = Counter(each.site for each in lossy)
     found = {site: profile.weight(site) / count for site, count in saves.items()}
@@ -150,7 +143,7 @@ def served_weights(profile: Profile) -> dict[Site, float]:
 
 
 class OptionMaker:
-    """Options of families at one size of piece."""
+    """Makes the options of families at one micro-batch size."""
 
     def __init__(self, profile: Profile, examples: int, allowed: Allowed) -> None:
         self._profile = profile
@@ -174,7 +167,7 @@ class OptionMaker:
         self.sends_codes = bool(travelling)
 
     def _travelling_levels(self) -> list[tuple[str, Mapping[Need, Treatment]]]:
-        """Those of which the host has room for all codes, so that it has for any mixture."""
+        """Return the levels whose codes the host can hold all at once, hence in any mixture."""
         found = [
             (level + _ON_HOST, {need: placed_on_host(each) for need, each in by_need.items()})
             for level, by_need in self._levels
@@ -184,7 +177,7 @@ class OptionMaker:
         return [(level, by_need) for level, by_need in found if self._on_host(by_need) <= most]
 
     def _on_host(self, by_need: Mapping[Need, Treatment]) -> int:
-        """Bytes that the host would have to pin for all of it."""
+        """Return the bytes of host memory that pinning everything under this level takes."""
         codes: dict[tuple[object, ...], int] = {}
         for saving in self._profile.savings:
             treatment = by_need.get(saving.need, KEEP)
@@ -196,9 +189,9 @@ class OptionMaker:
         return sum(map(pinned_bytes, codes.values()))
 
     def options(self, family: tuple[Saving, ...]) -> list[Option]:
-        """Every option of a family that differs from the others, *keep* first."""
+        """Return the distinct options of a family, *keep* first."""
         found = [self._option(KEPT, family, {}, False, frozenset())]
-        # Widths may give a family the same treatments (masks have one); the first is taken.
+        # Several widths may give the same treatments (masks have one); the first counts.
         seen: list[tuple[dict[Site, Treatment], frozenset[Site]]] = [({}, frozenset())]
         for level, by_need in self._levels:
             if level.startswith(_LEAST_SCORES) and not self._may_narrow_scores(family):
@@ -216,15 +209,12 @@ class OptionMaker:
     def _treatments(
         self, family: tuple[Saving, ...], by_need: Mapping[Need, Treatment]
     ) -> dict[Site, Treatment]:
-        """What really is done at each site, sites that are kept left out.
-
-        A site has one treatment: where what it saves cannot have the same, all of it is kept.
-        """
+        """Return each site's treatment, without kept sites; tensors that cannot share one are kept."""
         found: dict[Site, Treatment] = {}
         for saving in family:
             treatment = by_need.get(saving.need, KEEP)
             if saving.site in self._derivable and treatment != KEEP:
-                treatment = DERIVED[saving.need]  # for no bytes, and with no noise of its own
+                treatment = DERIVED[saving.need]  # no bytes, and no noise of its own
             if not self._can(saving, treatment):
                 treatment = KEEP
             if found.setdefault(saving.site, treatment) != treatment:
@@ -232,24 +222,24 @@ class OptionMaker:
         return {site: treatment for site, treatment in found.items() if treatment != KEEP}
 
     def _may_narrow_scores(self, family: tuple[Saving, ...]) -> bool:
-        """Was it measured what a code of few bits adds at every q and k of the family?"""
+        """True if the noise of few bits was measured at every coded q and k of the family."""
         level = coded_policy(LEAST_SCORE_BITS).by_need
         scores = {each.site for each in family if each.need is Need.SCORE}
         coded = scores & self._treatments(family, level).keys()
         return bool(coded) and coded <= self._profile.weights.keys()
 
     def _is_derivable(self, saving: Saving) -> bool:
-        """Whatever is done at the sites that it is computed from?"""
+        """True if it can be rederived whatever is done at the sites it is computed from."""
         return saving.need in DERIVED and self._telling.issuperset(saving.parents or (None,))
 
     def _is_told(self, saving: Saving) -> bool:
-        """Is it derivable, if perhaps only beside an input that is kept?"""
+        """True if it can be rederived, perhaps only while an input is kept."""
         return saving.teller is not None or self._is_derivable(saving)
 
     def _tellers(
         self, family: tuple[Saving, ...], treatments: Mapping[Site, Treatment]
     ) -> frozenset[Site]:
-        """What must be kept for this."""
+        """Return the sites that must be kept for these treatments."""
         derived = (each for each in family if treatments.get(each.site) == DERIVED.get(each.need))
         told = (each for each in derived if each.site not in self._derivable)
         return frozenset(each.teller for each in told if each.teller is not None)
@@ -267,9 +257,7 @@ class OptionMaker:
 
     @staticmethod
     def _can_follow(family: tuple[Saving, ...], treatments: Mapping[Site, Treatment]) -> bool:
-        """Not where a site has codes of its own beside what is computed from others, which would
-        get as few bits as those others have.
-        """
+        """False where a site also has codes of its own, which would be narrowed to its parents'."""
         coded = _with_codes(family, treatments)
         following = {each.site for each in coded if each.may_follow}
         return bool(following) and following.isdisjoint(
@@ -280,7 +268,7 @@ class OptionMaker:
     def _requires(
         family: tuple[Saving, ...], treatments: Mapping[Site, Treatment]
     ) -> frozenset[Site]:
-        """Sites outside the family whose codes its tensors are computed from."""
+        """Return the sites outside the family whose codes its tensors are computed from."""
         treated = _with_codes(family, treatments)
         parents = (saving.parents or () for saving in treated if saving.may_follow)
         return frozenset().union(*parents) - {saving.site for saving in family}
@@ -318,7 +306,7 @@ class OptionMaker:
         return Option(level, treatments, live, cost_ms, noise * self._unit, requires, kept_sites)
 
     def _kept_spans(self, kept: list[Saving]) -> Iterator[Span]:
-        """Memory counts from when the program itself would have let go of it."""
+        """Yield kept memory from the moment at which the program itself would have freed it."""
         by_storage: dict[int, list[Saving]] = defaultdict(list)
         for saving in kept:
             by_storage[saving.storage].append(saving)
@@ -328,7 +316,7 @@ class OptionMaker:
             if sharing[0].dies <= last:
                 yield Span(sharing[0].dies, last, size)
             for saving in sharing:
-                if saving.reading is Reading.CHUNKS:  # nothing is decoded; a chunk has a gradient
+                if saving.reading is Reading.CHUNKS:  # not decoded, but a chunk has a gradient
                     yield Span(saving.read, saving.released, self._decoded_bytes(saving) / 2)
 
     def _spans_beside(self, family: Iterable[Saving]) -> Iterator[Span]:
@@ -336,14 +324,13 @@ class OptionMaker:
             yield Span(saving.saved, saving.released, saving.beside_bytes.at(self._examples))
 
     def _decoded_span(self, saving: Saving) -> Span:
-        """What was dropped comes back as memory of its size, too, although nobody fills it."""
+        """Dropped tensors count too: memory of their size is allocated, though never filled."""
         return Span(saving.read, saving.released, self._decoded_bytes(saving))
 
     def _read_spans(self, spilled: Sequence[Saving]) -> Iterator[Span]:
-        """From disk whole storages come back, once for all that lies in them.
+        """Yield whole storages read from disk beyond what decoding would allocate.
 
-        What is more than decoding them would bring to life; an operator that would have gone on in
-        chunks, writing over what it was given, has a gradient of its own beside it.
+        A chunked operator, which would overwrite its input, then has a gradient of its own.
         """
         by_storage: dict[int, list[Saving]] = defaultdict(list)
         for saving in spilled:
@@ -365,8 +352,8 @@ class OptionMaker:
         first = min(saving.saved for saving in shared)
         last = max(saving.released for saving in shared)
         size = self._code_bytes(shared[0], treatment)
-        if treatment.on_host:  # what passes through is counted for all; a larger one goes alone
-            size = max(0, size - self._allowed.passing_bytes // 2)  # the rest is raw data's
+        if treatment.on_host:  # passing bytes are counted once for all; a larger code goes alone
+            size = max(0, size - self._allowed.passing_bytes // 2)  # the other half is raw data's
         return Span(first, last, size)
 
     def _code_bytes(self, saving: Saving, treatment: Treatment) -> int:
@@ -379,7 +366,6 @@ class OptionMaker:
         return code_bytes(count, treatment.bits, headers=headers)
 
     def _noise(self, saving: Saving, treatment: Treatment) -> float:
-        """Of this tensor and of those that are computed from it."""
         if saving.need not in LOSSY:
             return 0.0
         return self._served.get(saving.site, 1.0) * relative_error(treatment)
@@ -407,7 +393,7 @@ class OptionMaker:
         return passes * decode_ms + self._travel_ms(saving, treatment)
 
     def _travel_ms(self, saving: Saving, treatment: Treatment) -> float:
-        """One way, as if nothing hid it; trials tell how much of it is hidden."""
+        """Return the time one way, as if nothing hid it; trials measure how much is hidden."""
         if not treatment.on_host:
             return 0.0
         return self._profile.speeds.link_ms(self._code_bytes(saving, treatment))
@@ -419,13 +405,13 @@ _NORMALISATIONS = frozenset({"batch_norm", "layer_norm", "rms_norm"})
 def _sites_of_none_but(
     savings: tuple[Saving, ...], holds: Callable[[Saving], bool]
 ) -> frozenset[Site]:
-    """Sites of which that is true for every tensor: one treatment serves them all."""
+    """Return the sites for all of whose tensors ``holds`` is true."""
     others = {each.site for each in savings if not holds(each)}
     return frozenset(each.site for each in savings) - others
 
 
 def _tells_its_result(saving: Saving) -> bool:
-    """Kept or coded, what a fused normalisation holds tells what its result was."""
+    """True if a fused normalisation's saved value, kept or coded, yields its result."""
     is_read_in_place = saving.reading is Reading.IN_PLACE and saving.need is Need.NORM
     return is_read_in_place and saving.site.operator in _NORMALISATIONS and saving.treatable
 
@@ -435,16 +421,14 @@ def _on_host(treatment: Treatment | None) -> bool:
 
 
 def _code_key(saving: Saving, treatment: Treatment) -> tuple[object, ...]:
-    """One code serves every save of the same content under the same treatment, but for those whose
-    code is made by an operator of its own, or of the operator's own derivative.
-    """
+    """One code serves equal content and treatment, unless an operator makes its own code of it."""
     if saving.need in (Need.NORM, Need.SMOOTH, Need.TWO_VALUED):
         return saving.content, treatment, saving.site, saving.saved
     return saving.content, treatment, saving.site if saving.need is Need.SIGN else None
 
 
 def _with_codes(family: tuple[Saving, ...], treatments: Mapping[Site, Treatment]) -> list[Saving]:
-    """Those that get a treatment that holds something."""
+    """Return the savings whose treatment holds bytes."""
     treated = (saving for saving in family if saving.site in treatments)
     return [each for each in treated if treatments[each.site].method is not Method.REDERIVE]
 

@@ -1,7 +1,4 @@
-"""(Profile, budget) to Plan: the planner's front door.
-
-Every function is pure: the same profile and budget give the same plan.
-"""
+"""The planner's public functions: (Profile, budget) to Plan, deterministic and pure."""
 
 from __future__ import annotations
 
@@ -26,32 +23,31 @@ from daf.planning.policies import strategy_named
 from daf.planning.search import Problem, Search, Shape
 from daf.planning.table import kept_selection, level_selection, make_table
 
-# Before anything was measured: two bits everywhere, with a little room for the few sites that get
-# fewer. As a seventh of the batch's own variance it costs what a batch smaller by an eighth would.
+# Until noise is measured: two bits everywhere, with room for the few sites that get fewer. A
+# seventh of the batch's own variance costs as much as a batch smaller by an eighth.
 DEFAULT_TOLERANCE = 0.14
-# The most noise, relative to the batch's own; several are tried in turn. None: the default, and
-# if that cannot be, as much as it takes.
+# The most noise relative to the batch's own; a tuple is tried in turn. None: the default, then, if
+# that cannot hold the budget, no bound.
 Tolerance = float | tuple[float, ...] | None
-# A first answer, in force until the search is over, may be slower than the best by this share.
+# How much slower than the best a first plan may be, in force until the search ends.
 QUICK_GAP = 0.1
-# Times of micro-batches are predicted from those of others: BERT-small's in ones of 8 were
-# predicted 3 % shorter than in ones of 32, and took a tenth longer. So much larger ones may be
-# faster, if their step is predicted no more than so much longer.
+# Times of micro-batches are predicted from other sizes': BERT-small's of 8 were predicted 3 %
+# shorter than of 32, and took 10 % longer. Hence rivals this much larger, up to this much slower.
 RIVAL_SIZE = 2
 RIVAL_MS = 1.25
-# By how much of what a refused plan holds above the floor the next one holds less, tried in
-# turn; if neither fits, the least of all is next.
+# Shares of a refused plan's bytes above the floor by which the next plan holds less, tried in turn;
+# the plan of least memory comes last.
 TIGHTER_SHARES = (0.25, 0.1)
 SMALLEST_STEP_BYTES = 10 * 2**20
 
 
 def policy_names() -> tuple[str, ...]:
-    """The registered policies that choose what is done at every site; levels are not among them."""
+    """Return the registered policies that choose per site; levels are not among them."""
     return tuple(name for name, each in policies.POLICIES.items() if not each.is_level)
 
 
 def warm_up() -> None:
-    """Load the solver, so that what it holds for good is measured with everything else."""
+    """Load the solver, so that the memory that it keeps is measured with everything else."""
     amounts = np.ones(8)
     LinearProgram(amounts, amounts).solve(whole=amounts > 0, most_nodes=1)
 
@@ -67,23 +63,23 @@ def make_plan(
     also: Sequence[Profile] = (),
     stop: Callable[[], bool] = lambda: False,
 ) -> Plan:
-    """The plan of a policy whose predicted peak is within the budget.
+    """Return the policy's best plan whose predicted peak is within the budget.
 
     Args:
-        profile: what was measured.
-        budget_bytes: the whole process's budget, floor included.
-        policy: a registered one, of which ``"optimal"`` takes the least time a step.
+        profile: the measured step.
+        budget_bytes: for the whole process, floor included.
+        policy: a registered name; ``"optimal"`` takes the least time a step.
         tolerance: the most variance that codes may add to the gradient, relative to the
-            batch's own (0: only lossless treatments). None: ``DEFAULT_TOLERANCE``, and
-            where that cannot hold the budget, as much as it takes. Several are tried in turn.
+            batch's own (0: lossless treatments only). None: ``DEFAULT_TOLERANCE``, then no bound
+            if that cannot hold the budget. A tuple is tried in turn.
         allowed: what execution can carry out.
-        quickly: a plan within ``QUICK_GAP`` of the best one instead of ``RELATIVE_GAP``.
-        also: what was measured of the same step with other operators; the fastest plan is taken.
-        stop: asked between two programs whether the best plan so far is good enough.
+        quickly: accept a plan within ``QUICK_GAP`` of the best, not ``RELATIVE_GAP``.
+        also: profiles of the same step with other operators; the fastest plan wins.
+        stop: asked between two programs; True returns the best plan so far.
 
     Raises:
-        BudgetError: none fits; ``least_bytes`` is the least budget that would.
-        UnknownNameError: there is no such policy.
+        BudgetError: no plan fits; ``least_bytes`` is the least budget that one does.
+        UnknownNameError: the policy is not registered.
     """
     return make_plans(
         (profile, *also),
@@ -107,14 +103,14 @@ def make_plans(
     with_others: bool = False,
     stop: Callable[[], bool] = lambda: False,
 ) -> tuple[Plan, ...]:
-    """The best plan with each profile's operators, the fastest predicted first.
+    """Return the best plan of each profile, the fastest predicted first.
 
-    The arguments are ``make_plan``'s. ``with_others``: beside each of these, where there are such,
-    the best one that adds no noise, and its rival with much larger micro-batches.
+    Arguments as in ``make_plan``. ``with_others`` adds each one's rival with much larger
+    micro-batches and the best plan without noise, where they exist.
 
     Raises:
-        BudgetError: none fits; ``least_bytes`` is the least budget that would.
-        UnknownNameError: there is no such policy.
+        BudgetError: no plan fits; ``least_bytes`` is the least budget that one does.
+        UnknownNameError: the policy is not registered.
     """
     gap = QUICK_GAP if quickly else RELATIVE_GAP
     find = strategy_named(policy).find
@@ -144,7 +140,7 @@ def make_plans(
 
 
 def rival_of(best: Candidate, problem: Problem) -> Candidate | None:
-    """The fastest candidate with much larger micro-batches, if it is nearly as fast as the best."""
+    """Return the fastest candidate with much larger micro-batches; None unless nearly as fast."""
     least_micro_batch = RIVAL_SIZE * best.table.micro_batch
     most_ms = RIVAL_MS * best.objective(problem.profile)
     if least_micro_batch > problem.profile.batch_size or problem.stop():
@@ -161,11 +157,11 @@ def least_feasible_budget(
     allowed: Allowed = EVERYTHING,
     also: Sequence[Profile] = (),
 ) -> int:
-    """The least budget (bytes) under which ``make_plan`` finds a plan.
+    """Return the least budget (bytes) under which ``make_plan`` finds a plan.
 
     Raises:
-        BudgetError: no plan is within the tolerance, whatever the budget.
-        UnknownNameError: there is no such policy.
+        BudgetError: no plan is within the tolerance at any budget.
+        UnknownNameError: the policy is not registered.
     """
     least, peaks = strategy_named(policy).least, []
     for each in (profile, *also):
@@ -185,7 +181,7 @@ def choose(
     tolerance: Tolerance = None,
     allowed: Allowed = EVERYTHING,
 ) -> Candidate | None:
-    """The candidate behind ``make_plan``'s plan, for its account; None where nothing fits."""
+    """Return the candidate behind ``make_plan``'s plan, for its account; None if nothing fits."""
     problem = Problem(profile, without_margin(profile, budget_bytes), allowed=allowed)
     find = strategy_named(policy).find
     found = (find(replace(problem, tolerance=most)) for most in _tolerances(tolerance))
@@ -206,10 +202,7 @@ def first_plan(
     tolerance: Tolerance = None,
     allowed: Allowed = EVERYTHING,
 ) -> Plan | None:
-    """For the first full-size step: the plan's pieces, holding as little as one level can.
-
-    None where the plan itself holds no more than that.
-    """
+    """Return a first full-size step's plan: ``plan`` at its lowest level; None if that saves none."""
     problem = Problem(profile, tolerance=_tolerances(tolerance)[-1], allowed=allowed)
     found = policies.lowest_level(problem, Shape(plan.micro_batch, plan.release_gradients))
     if found.peak_bytes(profile) >= plan.predicted_peak_bytes:
@@ -218,15 +211,13 @@ def first_plan(
 
 
 def kept_peak_bytes(profile: Profile) -> int:
-    """The process's peak (bytes) when the whole batch keeps everything, margin included."""
+    """Return the process's peak (bytes) with the whole batch kept, margin included."""
     table = make_table(profile, profile.batch_size, EVERYTHING)
     return with_margin(profile, table.peak_bytes(kept_selection(table)))
 
 
 def level_peak_bytes(profile: Profile, examples: int, level: str) -> int:
-    """The process's peak (bytes) in one micro-batch at one level (``keep``, ``exact`` or
-    a width as text), every tensor with a code of its own; margin included.
-    """
+    """Return the peak (bytes) of one micro-batch at a level, margin included, nothing rederived."""
     table = make_table(profile, examples, replace(EVERYTHING, replay=False))
     followed = [table.option(column) for column in level_selection(table, level)]
     own = [
@@ -237,7 +228,7 @@ def level_peak_bytes(profile: Profile, examples: int, level: str) -> int:
 
 
 def update_peak_bytes(profile: Profile, *, release: bool) -> int:
-    """The process's peak (bytes) in the optimizer's own step, margin included."""
+    """Return the process's peak (bytes) in the optimizer's step, margin included."""
     gradients = 0 if release else profile.gradient_bytes
     held = profile.resident_bytes + profile.optimizer_bytes + gradients + profile.update_bytes
     return with_margin(profile, held)
@@ -252,14 +243,11 @@ def tighter_plan(
     allowed: Allowed = EVERYTHING,
     also: Sequence[Profile] = (),
 ) -> Plan | None:
-    """A plan that is predicted to hold clearly less than ``plan``; None if there is none.
-
-    For a step that was refused memory although its plan was predicted to fit.
-    """
+    """Return a plan predicted to hold clearly less than ``plan``, after a refusal; None if none."""
     find = partial(
         make_plan, profile, policy=policy, tolerance=tolerance, allowed=allowed, also=also
     )
-    # The floor may lie above all of it, where memory from before was given back since.
+    # The floor may exceed the prediction, if memory from before has been returned since.
     above = max(SMALLEST_STEP_BYTES, plan.predicted_peak_bytes - profile.floor_bytes)
     least: int | None = None
     for share in TIGHTER_SHARES:
@@ -273,7 +261,7 @@ def tighter_plan(
 
 
 def refusal(profile: Profile, budget_bytes: int, least_bytes: int) -> str:
-    """Why a budget cannot hold the job, and what to try."""
+    """Return the message of a budget that cannot hold the job: what it needs, what to try."""
     held = profile.parameter_bytes + profile.gradient_bytes + profile.optimizer_bytes
     advice = "a smaller batch or a smaller model"
     if profile.split_refusal:

@@ -1,17 +1,15 @@
 """Policies by name: DAF's own search, and published strategies to compare it with.
 
-- ``optimal``: the least predicted step time of all.
-- ``sage``: SAGE's order (Gim and Ko, MobiSys 2022): smaller micro-batches down to the measured
-  knee of examples per second, then evict by cost per byte.
-- ``checkpoint``: Chen et al. (2016): replay the level of the model's tree that has nearest to the
+- ``optimal``: the least predicted step time.
+- ``sage``: SAGE (Gim and Ko, MobiSys 2022): micro-batches down to the measured knee of examples per
+  second, then eviction by time per byte.
+- ``checkpoint``: Chen et al. (2016): replay the level of the module tree that has nearest to the
   square root of as many blocks as there are layers.
 - ``accumulate``: everything kept, the largest micro-batch that fits.
-- ``reduce``: SAGE's subgraph reduction alone: whatever at most five operators compute is replayed,
-  however long they take; the largest micro-batch that fits.
-- ``quantize``: the whole batch, no replay: one width everywhere, the widest that fits; once
-  sensitivities were measured, the widths that add least noise in the budget's bytes.
-- Levels: ``plain``, ``exact``, ``8-bit`` ... ``1-bit``: that at every site, in the largest
-  micro-batches that fit.
+- ``reduce``: SAGE's subgraph reduction alone: replay calls of at most five operators.
+- ``quantize``: the whole batch, no replay, the widest uniform code that fits; with measured
+  sensitivities, the widths of least noise.
+- Levels ``plain``, ``exact``, ``8-bit`` … ``1-bit``: the same everywhere, the largest micro-batch.
 """
 
 from __future__ import annotations
@@ -32,13 +30,13 @@ from daf.planning.replays import Replay
 from daf.planning.search import Problem, Search, Shape, micro_batch_sizes, shapes
 from daf.planning.table import Table, kept_selection, lawful, level_selection
 
-# A micro-batch is at the knee when it has this share of the best measured examples per second.
+# The knee has at least this share of the best measured examples per second.
 KNEE_FRACTION = 0.95
 _SMALLEST_SIZES = 8
-# SAGE's fixed threshold (Gim and Ko, 2022).
+# SAGE's fixed threshold.
 REDUCED_OPERATORS = 5
-_NOISE_FIRST = 1e6  # times its ordinary price noise outweighs all time that codes take
-_NOISE_GAP = 1e-3  # sensitivities are known better than times
+_NOISE_FIRST = 1e6  # at this factor on its price, noise outweighs all coding time
+_NOISE_GAP = 1e-3  # sensitivities are known more precisely than times
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +44,9 @@ class Strategy:
     """How a policy chooses.
 
     Attributes:
-        find: the candidate whose computed peak is within the problem's limit; None: none is.
-        least: the candidate of the lowest peak, whatever the limit; None: none is within the
-            tolerance.
-        is_level: True if it does the same at every site, which ``bits=`` asks for.
+        find: returns a candidate within the problem's limit, or None.
+        least: returns the candidate of lowest peak within the tolerance, or None.
+        is_level: True if it treats every site alike, as ``bits=`` asks.
     """
 
     find: Callable[[Problem], Candidate | None]
@@ -62,7 +59,7 @@ POLICIES: Mapping[str, Strategy] = MappingProxyType(_strategies)
 
 
 def register_policy(name: str, strategy: Strategy) -> None:
-    """Make a policy known to the planner, sessions and the command line; the same name replaces."""
+    """Register a policy for the planner, sessions and command line; an equal name is replaced."""
     _strategies[name] = strategy
 
 
@@ -72,7 +69,7 @@ def forget_policy(name: str) -> None:
 
 
 def strategy_named(name: str) -> Strategy:
-    """The strategy of a registered policy.
+    """Return a registered policy's strategy.
 
     Raises:
         UnknownNameError: no policy of this name is registered.
@@ -85,7 +82,7 @@ def strategy_named(name: str) -> Strategy:
 def first_that_fits(
     candidates: Callable[[Problem], Iterable[Candidate]], *, is_level: bool = False
 ) -> Strategy:
-    """The strategy that takes the first of some candidates whose peak is within the limit."""
+    """Return the strategy that takes the first candidate within the limit."""
 
     def find(problem: Problem) -> Candidate | None:
         return next((each for each in candidates(problem) if _fits(each, problem)), None)
@@ -104,14 +101,8 @@ def _peak_bytes(candidate: Candidate) -> int:
     return candidate.table.peak_bytes(list(candidate.selection))
 
 
-# --- optimal ----------------------------------------------------------------------------------
-
-
 def optimal(problem: Problem) -> Candidate | None:
-    """The least objective over all shapes and selections, within the problem's gap.
-
-    At the very least budget a search may miss what the least peak's own program finds.
-    """
+    """Return the least objective within the problem's gap; the tightest if the search misses it."""
     return Search(problem).run() or _if_it_fits(tightest(problem), problem)
 
 
@@ -120,10 +111,9 @@ def _if_it_fits(candidate: Candidate | None, problem: Problem) -> Candidate | No
 
 
 def tightest(problem: Problem) -> Candidate | None:
-    """The lowest peak of all: nearly always of the smallest micro-batch, or the whole batch.
+    """Return the candidate of lowest peak: of the whole batch or one of the smallest micro-batches.
 
-    Tensors too small to be treated can make a slightly larger micro-batch hold less, so a few of
-    the smallest are tried; the whole batch needs no gradients while it goes forward.
+    Tensors too small to be treated can make a slightly larger micro-batch hold less.
     """
     profile, allowed = problem.profile, problem.allowed.within(problem.tolerance)
     sizes = {*micro_batch_sizes(profile)[-_SMALLEST_SIZES:], profile.batch_size}
@@ -140,24 +130,21 @@ def tightest(problem: Problem) -> Candidate | None:
     return best
 
 
-# --- published strategies ---------------------------------------------------------------------
-
-
 def knee(profile: Profile) -> int:
-    """The smallest measured size with nearly the best measured rate (examples per second)."""
+    """Return the smallest measured size near the best measured examples per second."""
     rates = {examples: examples / ms for examples, ms in profile.micro_batch_ms}
     best = max(rates.values())
     return min(examples for examples, rate in rates.items() if rate >= KNEE_FRACTION * best)
 
 
 def _without_codes(problem: Problem) -> Problem:
-    """SAGE has no codes: only what is lossless, and replay."""
+    """Return SAGE's problem: lossless treatments and replay only."""
     allowed = replace(problem.allowed, widths=(), release_gradients=False, must_release=False)
     return replace(problem, allowed=allowed)
 
 
 def sage(problem: Problem) -> Candidate | None:
-    """Accumulate to the knee, then evict by cost per byte; below the knee only if it must."""
+    """Accumulate down to the knee, then evict by time per byte; smaller only if nothing fits."""
     own, turning = _without_codes(problem), knee(problem.profile)
     sizes = micro_batch_sizes(problem.profile)
     above = [size for size in sizes if size >= turning] or sizes[:1]
@@ -188,7 +175,7 @@ def _checkpointing(problem: Problem) -> Iterator[Candidate]:
 
 
 def checkpointed(profile: Profile, table: Table) -> tuple[int, ...]:
-    """Everything kept but what lies in the blocks of one level of the model's tree."""
+    """Return everything kept except in the blocks of one level of the module tree."""
     parents = {call.parent for call in profile.calls}
     layers = sum(1 for index in range(len(profile.calls)) if index not in parents)
     levels: dict[int, list[int]] = {}
@@ -200,7 +187,7 @@ def checkpointed(profile: Profile, table: Table) -> tuple[int, ...]:
 
 
 def _whose_inputs_are_kept(table: Table) -> Iterator[tuple[int, Replay]]:
-    """One replay for each module, as it is where everything else is kept."""
+    """Yield each module's replay for the case that everything else is kept."""
     seen: set[str] = set()
     for place, each in enumerate(table.replays):
         if each.module not in seen:
@@ -209,7 +196,6 @@ def _whose_inputs_are_kept(table: Table) -> Iterator[tuple[int, Replay]]:
 
 
 def _replaying(table: Table, places: Sequence[int]) -> tuple[int, ...]:
-    """These replays, and everything else kept."""
     covered = frozenset[int]().union(*(table.replays[place].families for place in places))
     kept = [c for family, c in enumerate(kept_selection(table)) if family not in covered]
     return tuple(lawful(table, kept + [table.replay_column(place) for place in places]))
@@ -223,7 +209,7 @@ def _reducing(problem: Problem) -> Iterator[Candidate]:
 
 
 def reduced(table: Table) -> tuple[int, ...]:
-    """Everything kept but what lies in the largest calls of so few operators."""
+    """Return everything kept except in the largest calls of at most ``REDUCED_OPERATORS``."""
     replays = _whose_inputs_are_kept(table)
     few = [place for place, each in replays if each.operators <= REDUCED_OPERATORS]
     chosen: list[int] = []
@@ -247,7 +233,7 @@ _widest = first_that_fits(_quantizing)
 
 
 def quantized(problem: Problem) -> Candidate | None:
-    """Codes of the whole batch: the widest that fits, or with sensitivities the least noise."""
+    """Return the whole batch coded: the widest that fits, or with sensitivities least noise."""
     if not problem.profile.weights:
         return _widest.find(problem)
     table = _table_of_codes(problem)
@@ -259,7 +245,6 @@ def quantized(problem: Problem) -> Candidate | None:
 
 
 def _least_coded(problem: Problem) -> Candidate | None:
-    """The widths among which ``quantized`` chooses whose peak is lowest."""
     if not problem.profile.weights:
         return _widest.least(problem)
     table = _table_of_codes(problem)
@@ -273,14 +258,8 @@ def _table_of_codes(problem: Problem) -> Table:
     return Shape(problem.profile.batch_size).table(problem.profile, own)
 
 
-# --- levels -----------------------------------------------------------------------------------
-
-
 def lowest_level(problem: Problem, shape: Shape) -> Candidate:
-    """One level everywhere, the one that peaks lowest at a shape within the tolerance.
-
-    Found at once, and so near the least that steps of this shape can hold.
-    """
+    """Return the uniform level of lowest peak at a shape within the tolerance; needs no solver."""
     own = replace(problem.allowed.within(problem.tolerance), replay=False)
     table = shape.table(problem.profile, own)
     levels = ("keep", "exact", *map(str, own.widths))
@@ -290,7 +269,6 @@ def lowest_level(problem: Problem, shape: Shape) -> Candidate:
 
 
 def _at_level(level: str) -> Strategy:
-    """One level everywhere; only the micro-batch is chosen."""
 
     def candidates(problem: Problem) -> Iterator[Candidate]:
         own: Allowed = replace(problem.allowed, replay=False, widths=WIDTHS)

@@ -1,4 +1,4 @@
-"""Computing modules again in backward: what one such choice holds when, and how long it takes."""
+"""Replays of modules in backward: what each holds at which moment, and how long it takes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Family = tuple[Saving, ...]
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Computing one module's calls again: the families inside, and what that holds and takes.
+    """Replaying one module's calls: the families inside, bytes held and time.
 
-    ``shared``: storages of inputs that others must keep whole, since their bytes are not counted
-    here, and the last moment of each. Such a replay stands before the same one that holds them.
+    ``shared``: (storage, last moment) of inputs that others must keep and ``spans`` leaves out.
+    Such a replay stands directly before the module's self-sufficient one.
     """
 
     module: str
@@ -29,7 +29,7 @@ class Replay:
 
 
 def replays_of(profile: Profile, groups: Sequence[Family], examples: int) -> tuple[Replay, ...]:
-    """One or two for every module whose calls save something wholly inside; the root has none."""
+    """Return one or two replays per module that saves something wholly inside; none of the root."""
     inside = _descendants(profile.calls)
     by_module: dict[str, list[int]] = defaultdict(list)
     for index, call in enumerate(profile.calls):
@@ -61,7 +61,6 @@ def replays_of(profile: Profile, groups: Sequence[Family], examples: int) -> tup
 
 
 def _descendants(calls: tuple[CallProfile, ...]) -> list[set[int]]:
-    """Every call's own index and those of the calls made inside it."""
     found: list[set[int]] = [{index} for index in range(len(calls))]
     for index in range(len(calls) - 1, -1, -1):  # callers come before what they call
         parent = calls[index].parent
@@ -71,22 +70,20 @@ def _descendants(calls: tuple[CallProfile, ...]) -> list[set[int]]:
 
 
 def _is_possible(profile: Profile, calls: Sequence[int], inside: Sequence[set[int]]) -> bool:
-    """True if every call of a module can be replayed, none in another one, and it is no root."""
+    """True if all calls can be replayed, none lies in another one, and the module is no root."""
     is_nested = any(other in inside[call] for call in calls for other in calls if other != call)
     replayable = all(profile.calls[call].replayable for call in calls)
     return replayable and not is_nested and any(profile.calls[call].parent >= 0 for call in calls)
 
 
 def _last_moments(savings: Iterable[Saving]) -> dict[int, int]:
-    """Per storage the moment in whose course the last saving of it is released."""
     found: dict[int, int] = {}
     for saving in savings:
         found[saving.storage] = max(found.get(saving.storage, -1), saving.released)
     return found
 
 
-# What one call's replay holds in any case, and by storage what counts only where nobody else
-# keeps that input as it is, for as long.
+# Spans that one call's replay always holds, and by storage those that nobody else keeps as long.
 _Held = tuple[list[Span], dict[int, Span]]
 
 
@@ -97,7 +94,7 @@ def _of_module(
     held: Sequence[_Held],
     examples: int,
 ) -> Iterator[Replay]:
-    """The replay that needs others to keep its inputs, if they can, and the one that does not."""
+    """Yield the replay whose inputs others keep, where they can, then the self-sufficient one."""
     module = profile.calls[calls[0]].module
     cost_ms = sum(profile.calls[call].forward_ms.at(examples) for call in calls)
     operators = max(profile.calls[call].operators for call in calls)
@@ -120,22 +117,17 @@ def _held(
     others: Mapping[int, int],
     examples: int,
 ) -> _Held:
-    """A call's inputs until its replay, then all that the call saves.
+    """Return a call's inputs until its replay, then all that the call saves.
 
-    The replayed forward pass ends with every tensor inside saved, on top of which its own
-    transient bytes are at most those of the first forward pass.
-
-    Args:
-        savings: of the call and those inside it.
-        others: by storage that is not replayed, the last moment of what is kept there.
-        examples: of a micro-batch.
+    Transient bytes on top are at most those of the first forward. ``savings`` are of the call and
+    those inside it; ``others`` gives the last moment of kept storages that are not replayed.
     """
     begin = min(saving.read for saving in savings)
     ends = max(saving.released for saving in savings)
     given = {storage for storage, _ in call.inputs}
     nbytes = {s.storage: s.storage_bytes.at(examples) for s in reversed(savings)}
     always = [
-        Span(begin, last, nbytes[storage])  # new memory, whoever may hold the first pass's
+        Span(begin, last, nbytes[storage])  # new memory, even if others hold the original
         for storage, last in _last_moments(savings).items()
         if storage not in given
     ]

@@ -1,8 +1,7 @@
 """The least objective over all shapes of a step and all selections.
 
-A best-first search: every shape has a lower bound, at first its time with everything kept, then its
-linear program's, then HiGHS's own. The shape with the lowest bound is looked at next, until the
-best candidate is within the gap of it.
+Best first: a shape's lower bound is its time with everything kept, then its linear program's bound,
+then HiGHS's own. The search ends when the best candidate is within the gap of the lowest bound.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from daf.planning.table import Table, base_bytes, make_table
 
 
 def micro_batch_sizes(profile: Profile) -> list[int]:
-    """Sizes of micro-batch, the largest first: the largest for every number of them."""
+    """Return the smallest micro-batch size for every possible number of them, largest first."""
     if profile.split_refusal:
         return [profile.batch_size]
     counts = range(1, profile.batch_size + 1)
@@ -29,20 +28,20 @@ def micro_batch_sizes(profile: Profile) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a table is made for."""
+    """A step's micro-batch size, and whether it releases gradients."""
 
     micro_batch: int
     release_gradients: bool = False
 
     def table(self, profile: Profile, allowed: Allowed) -> Table:
-        """The choices of steps of this shape."""
+        """Return the choices of steps of this shape."""
         return make_table(
             profile, self.micro_batch, allowed, release_gradients=self.release_gradients
         )
 
 
 def shapes(profile: Profile, allowed: Allowed) -> Iterator[Shape]:
-    """Sizes of micro-batch, and True for released gradients, which only a whole batch can have."""
+    """Yield the possible shapes; only a whole batch can release gradients."""
     for size in micro_batch_sizes(profile):
         whole = size == profile.batch_size
         if not (whole and allowed.must_release):
@@ -53,7 +52,7 @@ def shapes(profile: Profile, allowed: Allowed) -> Iterator[Shape]:
 
 @dataclass(order=True, slots=True)
 class _Open:
-    """A shape that may still hold the best candidate; no step of it takes less."""
+    """A shape that may hold the best candidate, and a lower bound of its objective."""
 
     lower_ms: float
     order: int
@@ -65,14 +64,14 @@ class Problem:
     """What a candidate is sought for.
 
     Attributes:
-        profile: what was measured.
-        limit_bytes: of the computed peak, margin not included.
+        profile: the measured step.
+        limit_bytes: of the computed peak, margin excluded.
         tolerance: the most noise that codes may add, relative to the batch's own.
         allowed: what execution can carry out.
-        relative_gap: a candidate that nothing betters by more than this share is good enough.
-        stop: asked between two programs whether the best candidate so far is to be returned.
+        relative_gap: accept a candidate within this share of the lower bound.
+        stop: asked between two programs; True returns the best candidate so far.
         least_micro_batch: smaller ones are left out.
-        most_ms: objectives beyond it are none.
+        most_ms: larger objectives are rejected.
     """
 
     profile: Profile
@@ -99,13 +98,13 @@ class Search:
         self._last: tuple[Shape, Table, Program] | None = None
 
     def run(self) -> Candidate | None:
-        """The best candidate, with a bound that no candidate goes below; None: nothing fits."""
+        """Return the best candidate with a lower bound of all; None: nothing fits."""
         heap = [
             _Open(self._profile.step_ms(shape.micro_batch), order)
             for order, shape in enumerate(self._shapes)
         ]
         heapq.heapify(heap)
-        settled_ms = math.inf  # the least bound of shapes that were answered
+        settled_ms = math.inf  # the least bound of solved shapes
         while heap and not self._is_over(heap[0].lower_ms):
             now = heapq.heappop(heap)
             lower_ms = self._look_at(self._shapes[now.order], is_relaxed=now.is_relaxed)
@@ -120,13 +119,13 @@ class Search:
         return replace(self._best, bound_ms=min(lowest_ms, self._best.step_ms(self._profile)))
 
     def _is_over(self, lower_ms: float) -> bool:
-        """True if nothing of this bound or a higher one is worth a look."""
+        """True if no shape of this bound or a higher one can improve the result enough."""
         if self._best is None:
             return lower_ms > self._problem.most_ms
         return self._best_ms <= (1 + self._problem.relative_gap) * lower_ms or self._problem.stop()
 
     def _look_at(self, shape: Shape, *, is_relaxed: bool) -> float:
-        """Solve a shape's linear program, or the whole one; its bound (infinite: nothing fits)."""
+        """Solve a shape's linear or whole program; return its bound (infinite: nothing fits)."""
         base = base_bytes(
             self._profile, shape.micro_batch, release_gradients=shape.release_gradients
         )
@@ -143,7 +142,6 @@ class Search:
         return found.bound
 
     def _program(self, shape: Shape) -> tuple[Table, Program]:
-        """In milliseconds of a whole step."""
         table = shape.table(self._profile, self._allowed)
         added_ms = pieces_of(self._profile, table) * table.cost_ms
         cost = added_ms + noise_price_ms(self._profile) * table.noise

@@ -1,10 +1,8 @@
 """The planner's problem in columns: what each choice holds at which moment, costs and adds.
 
-A column is one option of one family, or the replay of one module. A selection
-is one column per family, except that families inside a replayed module have
-none. Rows are moments of the timeline; they are never written out whole, since
-a column's bytes are a few spans: a selection's bytes at every moment are one
-cumulative sum.
+A column is one option of one family, or the replay of one module. A selection is one column per
+family, none for families inside a replayed module. Rows are moments, never stored: a column is a
+few spans of bytes, so one cumulative sum gives all rows.
 """
 
 from __future__ import annotations
@@ -29,11 +27,11 @@ Indices = NDArray[np.intp]
 
 @dataclass(frozen=True)
 class Table:
-    """Everything about one size of piece; see ``make_table``.
+    """All choices at one micro-batch size (see ``make_table``).
 
-    ``options[f]`` are family ``f``'s columns ``first[f] … first[f + 1] - 1``; replays
-    follow behind. ``base_bytes``: the process at each moment without any choice.
-    ``requires`` holds (column, alternatives): it may be chosen only with one of those.
+    Family ``f``'s options are the columns ``first[f] … first[f + 1] - 1``; replays come last.
+    ``base_bytes``: the process at each moment without saved tensors. ``requires`` holds
+    (column, alternatives): the column needs one of these beside it.
     """
 
     micro_batch: int
@@ -45,18 +43,18 @@ class Table:
 
     @cached_property
     def first(self) -> Indices:
-        """The first column of every family, and of replays."""
+        """(families + 1,) the first column of every family, then of replays."""
         counts = [len(options) for options in self.options]
         return np.concatenate([[0], np.cumsum(counts)]).astype(np.intp)
 
     @property
     def columns(self) -> int:
-        """How many columns there are."""
+        """Number of columns."""
         return int(self.first[-1]) + len(self.replays)
 
     @property
     def moments(self) -> int:
-        """How many rows there are."""
+        """Number of moments."""
         return len(self.base_bytes)
 
     @cached_property
@@ -66,13 +64,13 @@ class Table:
 
     @cached_property
     def cost_ms(self) -> Floats:
-        """Milliseconds that each column adds to a piece."""
+        """(columns,) milliseconds that each column adds to a micro-batch."""
         own = [option.cost_ms for options in self.options for option in options]
         return np.array(own + [replay.cost_ms for replay in self.replays], dtype=np.float64)
 
     @cached_property
     def noise(self) -> Floats:
-        """Relative error that each column adds to the gradient."""
+        """(columns,) variance that each column adds to the gradient, relative to the batch's."""
         own = [option.noise for options in self.options for option in options]
         return np.array(own + [0.0] * len(self.replays), dtype=np.float64)
 
@@ -90,7 +88,7 @@ class Table:
         return (*indices, np.array(nbytes, dtype=np.float64))  # type: ignore[return-value]
 
     def usage(self, amounts: Floats) -> Floats:
-        """(moments,) bytes of the process when column ``c`` is taken ``amounts[c]`` times."""
+        """Return (moments,) bytes of the process with column ``c`` taken ``amounts[c]`` times."""
         column, first, after, nbytes = self.spans
         change = np.zeros(self.moments + 1)
         taken = nbytes * amounts[column]
@@ -100,7 +98,7 @@ class Table:
         return total
 
     def row(self, moment: int) -> Floats:
-        """(columns,) bytes that each column holds at a moment."""
+        """Return (columns,) bytes that each column holds at a moment."""
         column, first, after, nbytes = self.spans
         inside = (first <= moment) & (moment < after)
         held: Floats = np.bincount(
@@ -109,55 +107,55 @@ class Table:
         return held
 
     def column_of(self, family: int, level: str, *, follow: bool = True) -> int | None:
-        """The column of an option by level; the one that needs other codes if ``follow``."""
+        """Return the column of a family's level; the one that needs other codes if ``follow``."""
         places = [at for at, each in enumerate(self.options[family]) if each.level == level]
         if not places:
             return None
         return int(self.first[family]) + (places[0] if follow else places[-1])
 
     def replay_column(self, replay: int) -> int:
-        """The column of a replay."""
+        """Return the column of a replay."""
         return int(self.first[-1]) + replay
 
     def option(self, column: int) -> Option:
-        """The option that a family's column stands for."""
+        """Return the option of a family's column."""
         family = int(self.family_of[column])
         return self.options[family][column - int(self.first[family])]
 
     def amounts(self, selection: list[int]) -> Floats:
-        """A selection as one number per column."""
+        """Return a selection as (columns,) zeros and ones."""
         chosen = np.zeros(self.columns)
         chosen[selection] = 1.0
         return chosen
 
     @cached_property
     def needs(self) -> Mapping[int, tuple[tuple[int, ...], ...]]:
-        """Per column the sets of alternatives of each of which one must be chosen beside it."""
+        """Per column, sets of alternatives; the column needs one of each set beside it."""
         found: dict[int, list[tuple[int, ...]]] = defaultdict(list)
         for dependent, alternatives in self.requires:
             found[dependent].append(alternatives)
         return {column: tuple(each) for column, each in found.items()}
 
     def families_of(self, column: int) -> frozenset[int]:
-        """The families that a column decides: one, or all inside a replayed module."""
+        """Return the families that a column decides: one, or all inside a replayed module."""
         if column >= self.first[-1]:
             return self.replays[column - int(self.first[-1])].families
         return frozenset([int(self.family_of[column])])
 
     @property
     def base_peak_bytes(self) -> int:
-        """The peak if nothing at all were saved."""
+        """The peak if nothing were saved."""
         return int(np.ceil(self.base_bytes.max()))
 
     def peak_bytes(self, selection: list[int]) -> int:
-        """The peak over the timeline under a selection, rounded up."""
+        """Return the peak over the timeline under a selection, rounded up."""
         return int(np.ceil(self.usage(self.amounts(selection)).max()))
 
 
 def make_table(
     profile: Profile, micro_batch: int, allowed: Allowed, *, release_gradients: bool = False
 ) -> Table:
-    """The columns and rows of steps in pieces of ``micro_batch``."""
+    """Return the choices of steps in micro-batches of ``micro_batch``."""
     groups = families(profile.savings)
     maker = OptionMaker(profile, micro_batch, allowed)
     options = tuple(tuple(maker.options(group)) for group in groups)
@@ -172,11 +170,10 @@ def make_table(
 
 
 def base_bytes(profile: Profile, micro_batch: int, *, release_gradients: bool) -> Floats:
-    """(moments + 1,) bytes of the process without saved tensors; the last is the update's.
+    """Return (moments,) bytes of the process without saved tensors; the last is the update's.
 
-    With several pieces every gradient exists from the second piece on. Where gradients are
-    released, the largest is counted throughout backward: one waits while the next is formed,
-    and a step that has begun to change parameters cannot be tried again.
+    With several micro-batches all gradients exist from the second on. Released gradients count as
+    the largest throughout backward, because a step that has changed parameters cannot be retried.
     """
     timeline = profile.timeline
     lines = [max(0.0, each.at(micro_batch)) for each in timeline.transient]
@@ -195,7 +192,7 @@ def base_bytes(profile: Profile, micro_batch: int, *, release_gradients: bool) -
 
 
 def largest_gradient_bytes(profile: Profile) -> int:
-    """The most that gradients grow by from one moment to the next, the update being the last."""
+    """Return the largest growth of gradients between moments, the update included."""
     sizes = (0, *profile.timeline.gradient_bytes, profile.gradient_bytes)
     return max(after - before for before, after in pairwise(sizes))
 
@@ -226,7 +223,7 @@ def _keeping(
     options: tuple[tuple[Option, ...], ...],
     replays: tuple[Replay, ...],
 ) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Of replays whose inputs others keep: the options of these that do, for as long."""
+    """Return, for replays whose inputs others keep, the options that keep them long enough."""
     keeping: dict[int, list[tuple[int, int]]] = defaultdict(list)  # (column, until)
     column = 0
     for group, family in zip(groups, options, strict=True):
@@ -246,12 +243,12 @@ def _keeping(
 
 
 def kept_selection(table: Table) -> list[int]:
-    """Every family kept: what plain PyTorch does."""
+    """Return every family kept, as plain PyTorch does."""
     return [int(first) for first in table.first[:-1]]
 
 
 def level_selection(table: Table, level: str) -> list[int]:
-    """Every family at one level; where it has no such option, at the nearest that holds less."""
+    """Return every family at one level, or the nearest wider one that it has."""
     order = (KEPT, "exact", "8", "4", "3", "2", "1")
     rank = order.index(level)
     selection = []
@@ -263,7 +260,7 @@ def level_selection(table: Table, level: str) -> list[int]:
 
 
 def unmet(table: Table, chosen: set[int]) -> set[int]:
-    """Chosen columns that need another one which is not chosen."""
+    """Return the chosen columns that need a column which is not chosen."""
     return {
         column
         for column in chosen
@@ -272,7 +269,7 @@ def unmet(table: Table, chosen: set[int]) -> set[int]:
 
 
 def lawful(table: Table, selection: list[int]) -> list[int]:
-    """The selection with codes of their own, or kept, where what they are computed from is not."""
+    """Replace options whose requirements are not chosen by self-sufficient ones."""
     chosen = set(selection)
     while wrong := unmet(table, chosen):
         chosen = {_own(table, column) if column in wrong else column for column in chosen}
@@ -280,9 +277,9 @@ def lawful(table: Table, selection: list[int]) -> list[int]:
 
 
 def _own(table: Table, column: int) -> int:
-    """Execution always has the tensor's own code as a way out, or the tensor."""
+    """Return the column with a code of its own, or the kept tensor; both are always possible."""
     if column >= table.first[-1]:
-        return column + 1  # the same one, that holds them itself
+        return column + 1  # the same replay, holding its inputs itself
     family = int(table.family_of[column])
     found = table.column_of(family, table.option(column).level, follow=False)
     assert found is not None
@@ -290,7 +287,7 @@ def _own(table: Table, column: int) -> int:
 
 
 def worst_moments(usage: Floats, limit: Floats | float, count: int) -> list[int]:
-    """Moments above the limit that are the highest of their neighbours, the worst first."""
+    """Return moments above the limit that are local maxima, worst first."""
     over = usage - limit
     padded = np.concatenate([[-np.inf], over, [-np.inf]])
     # Of equal neighbours the first counts.
