@@ -1,8 +1,6 @@
-"""Live limits and the user's own wish, to today's budget.
+"""The budget in force now, from live limits and the user's request.
 
-``system`` says where readings come from, ``groups`` finds the memory cgroups,
-``limits`` lists every bound, ``pressure`` measures stalls, ``request`` reads what
-the user asked, ``budget`` joins them, ``watcher`` looks again while a step runs.
+What the process holds belongs to ``memory``, what to do under a budget to ``planning``.
 """
 
 from daf.budget.governor import Governor, Reading

@@ -1,8 +1,7 @@
-"""The memory cgroups that this process is in, from its own up to the highest one in sight.
+"""This process's memory cgroup and its ancestors, innermost first, of v1, v2 or both.
 
-Both versions: v1's ``memory`` hierarchy and v2's unified one, alone or side by
-side. Where they are mounted, and from which group on, says ``/proc/self/mountinfo``
-(cgroups(7), and the kernel's cgroup-v1/memory.rst and cgroup-v2.rst).
+``/proc/self/mountinfo`` gives the mounts (cgroups(7); the kernel's cgroup-v1/memory.rst and
+cgroup-v2.rst).
 """
 
 from __future__ import annotations
@@ -17,34 +16,34 @@ _NO_LIMIT_BYTES = 2**62
 _DEFAULT_MOUNTS = {1: PurePosixPath("/sys/fs/cgroup/memory"), 2: PurePosixPath("/sys/fs/cgroup")}
 _LIMIT_FILES = {1: ("memory.limit_in_bytes",), 2: ("memory.max", "memory.high")}
 _USAGE_FILES = {1: "memory.usage_in_bytes", 2: "memory.current"}
-# Of a v1 group, only the lines that begin with total_ count the groups below it too.
+# In a v1 group only the total_ lines include its descendants.
 _PREFIXES = {1: "total_", 2: ""}
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryGroup:
-    """One level of the hierarchy."""
+    """One memory cgroup."""
 
     path: PurePosixPath
     version: int
 
     def limits(self, system: System) -> dict[str, int]:
-        """The limits set here (bytes), by their files' names.
+        """Return the limits set here (bytes) by file name.
 
-        ``memory.high`` counts as one: beyond it the kernel slows every member down.
-        v1's soft limit does not: it only orders reclaim once the machine itself is short.
+        ``memory.high`` counts: beyond it the kernel throttles every member. v1's soft limit does
+        not: it only orders reclaim once the machine itself is short.
         """
         read = {name: _number(system.read(self.path / name)) for name in _LIMIT_FILES[self.version]}
         return {name: value for name, value in read.items() if value is not None}
 
     def used_bytes(self, system: System) -> int | None:
-        """What all members hold, page cache included; None where it is not told."""
+        """Return the bytes of all members, page cache included; None if not readable."""
         return _number(system.read(self.path / _USAGE_FILES[self.version]))
 
     def reclaimable_bytes(self, system: System) -> int:
-        """Page cache that nobody has mapped (and slab): the kernel takes it before anything else.
+        """Return unmapped page cache and reclaimable slab (bytes), which the kernel takes first.
 
-        Reading it costs more than the other files, so ask only where it matters.
+        Costs more to read than the other files.
         """
         counts = self._statistics(system)
         cache = counts.get("file", counts.get("cache", 0))
@@ -62,7 +61,7 @@ class MemoryGroup:
 
 
 def memory_groups(system: System) -> tuple[MemoryGroup, ...]:
-    """This process's memory cgroup and those above it, innermost first; both versions."""
+    """Return this process's memory cgroup and its ancestors, innermost first, of both versions."""
     mounts = _mounts(system)
     groups: list[MemoryGroup] = []
     for line in (system.read("/proc/self/cgroup") or "").splitlines():
@@ -79,7 +78,7 @@ def memory_groups(system: System) -> tuple[MemoryGroup, ...]:
 
 
 def _levels(version: int, path: str, mount: PurePosixPath, mounted: str) -> list[MemoryGroup]:
-    """From the group at ``path`` up to the mount's top, which shows the group ``mounted``."""
+    """Return the groups from ``path`` up to the mount's top, which shows the group ``mounted``."""
     inside = _inside(path, mounted)
     group = mount / inside.lstrip("/")
     places = (group, *group.parents)
@@ -87,7 +86,7 @@ def _levels(version: int, path: str, mount: PurePosixPath, mounted: str) -> list
 
 
 def _inside(path: str, mounted: str) -> str:
-    """The group's path below the mount; its top where the group lies outside of what is shown."""
+    """Return the group's path below the mount; its top if the group lies outside the mount."""
     if ".." in PurePosixPath(path).parts:
         return "/"
     if mounted == "/":
@@ -98,7 +97,7 @@ def _inside(path: str, mounted: str) -> str:
 
 
 def _mounts(system: System) -> dict[int, tuple[PurePosixPath, str]]:
-    """Per version where it is mounted and which group its top shows."""
+    """Return, per version, the mount point and the group that its top shows."""
     text = system.read("/proc/self/mountinfo")
     if text is None:
         return {version: (place, "/") for version, place in _DEFAULT_MOUNTS.items()}

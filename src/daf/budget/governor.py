@@ -1,4 +1,4 @@
-"""What was asked and what the limits leave, to the budget in force now."""
+"""The request and the live limits, to the budget in force now."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from daf.core.units import format_bytes
 from daf.memory.process_limit import account_lock
 
 MIB = 2**20
-# What "auto" leaves to everybody else: a twentieth of the tightest limit, and at least this much.
+# What "auto" leaves to others: a twentieth of the tightest limit, and at least this much.
 AUTO_RESERVE_FRACTION = 0.05
 AUTO_RESERVE_BYTES = 64 * MIB
-# What a budget in bytes leaves free of a limit that others fill up too, however slowly they do; of
-# one that they fill fast it leaves more (``growth``).
+# What a budget in bytes leaves free of a limit that others share; ``growth`` adds more where they
+# fill it fast.
 RESERVE_BYTES = 16 * MIB
-# Live limits never stand still. Budgets that follow them fall in steps of this size, and rise only
-# once there has been room for two steps more for a while, so that not every reading is a new plan.
+# Live limits always move. Budgets that follow them fall in steps of this size, and rise only after
+# lasting room for two steps more, so that not every reading makes a new plan.
 STEPS = 64
 STEP_BYTES = 4 * MIB
-# A budget lies up to a step below its goal, which trembles by up to two.
+# A budget lies up to one step below its goal, which fluctuates by up to two.
 RISE_STEPS = 3
 RISE_AFTER_S = 0.25
-# A process is seldom moved to another cgroup, and finding its groups costs more than reading them.
+# Processes seldom change cgroup, and finding the groups costs more than reading them.
 GROUPS_LAST_S = 1.0
 STANDING_STILL = Growth()
 
 
 class Reading(NamedTuple):
-    """A budget (bytes; None: no budget) and what set it, in words."""
+    """A budget (bytes; None: no budget) and its reason."""
 
     budget_bytes: int | None
     reason: str
 
 
 class Goal(NamedTuple):
-    """Where the budget should be now; ``is_live`` where it follows a limit that moves by itself."""
+    """Where the budget should be now; ``is_live`` if it follows a limit that moves by itself."""
 
     budget_bytes: int
     reason: str
@@ -50,7 +50,7 @@ class Goal(NamedTuple):
 
 
 def reserve_bytes(request: Request, bound: Bound, growth: Growth = STANDING_STILL) -> int:
-    """What this budget leaves free of a bound: for one in bytes, nothing where nobody shares it."""
+    """Return the bytes left free of a bound; 0 for a budget in bytes that nobody else shares."""
     ahead_bytes = growth.ahead_bytes(bound)
     if request.is_auto:
         share_bytes = int(AUTO_RESERVE_FRACTION * bound.ceiling_bytes)
@@ -65,9 +65,9 @@ def goal_of(
     backoff: float = 0.0,
     growth: Growth = STANDING_STILL,
 ) -> Goal:
-    """The budget under these bounds; ``backoff`` is the share that ``"auto"`` gives up.
+    """Return the goal under these bounds; ``backoff`` is the share that ``"auto"`` cedes.
 
-    Never above a ceiling, nor above what a bound leaves this process less the reserve.
+    Never above a ceiling, nor above what a bound leaves this process minus the reserve.
     """
     lowest = min(bounds, key=lambda bound: bound.ceiling_bytes)
     left = {bound: bound.most_bytes - reserve_bytes(request, bound, growth) for bound in bounds}
@@ -93,18 +93,17 @@ def _asked_bytes(request: Request, device_bytes: int) -> int | None:
 
 
 class Governor:
-    """Keeps the budget in force; any thread may ask for another one or refresh it.
+    """Keeps the budget in force; thread-safe.
 
     Args:
-        asked: what ``daf.budget.request`` reads, or a function without arguments that
-            returns such a value and is called at every refresh.
-        system: the machine to read from.
-        clock: seconds that only grow.
-        bounds: reads what bounds a device's memory, for a budget of that; None: what the
-            operating system says of this process is read.
+        asked: a value that ``parse_budget`` reads, or a function that returns one, called at every
+            refresh.
+        system: the machine to read.
+        clock: monotonic seconds.
+        bounds: reads the bounds of a device's memory; None: those of the process.
 
     Raises:
-        UnitError: the budget cannot be read.
+        UnitError: the budget cannot be parsed.
     """
 
     def __init__(
@@ -131,42 +130,39 @@ class Governor:
 
     @property
     def asked(self) -> Budget:
-        """What was asked last."""
+        """The budget asked last."""
         return self._asked
 
     @property
     def follows_pressure(self) -> bool:
-        """Does the budget follow what the machine can spare? What it stalls for is not a device's
-        memory.
-        """
+        """True if ``"auto"`` bounds this process; memory pressure says nothing of a device."""
         is_auto = self._request is not None and self._request.is_auto
         return is_auto and self._read_device is None
 
     def ask(self, budget: Budget) -> Reading:
-        """Another budget, from now on.
+        """Replace the budget at once.
 
         Raises:
-            UnitError: it cannot be read; the one before stays.
+            UnitError: it cannot be parsed; the one before stays.
         """
         request = parse_budget(budget() if callable(budget) else budget)
         self._asked = budget
         return self._move(request, at_once=True)
 
     def refresh(self, *, urgent: bool = False) -> Reading:
-        """Read what moves by itself: a user's function, the limits, and for ``"auto"`` pressure.
+        """Read the user's function, the limits and, for ``"auto"``, memory pressure again.
 
-        Args:
-            urgent: a trigger told of memory pressure.
+        ``urgent``: a trigger reported memory pressure.
 
         Raises:
-            UnitError: the user's function returned what is no budget.
-            Exception: whatever else the user's function raised.
+            UnitError: the user's function returned no budget.
+            Exception: whatever else that function raised.
         """
         request = parse_budget(self._asked()) if callable(self._asked) else self._request
         return self._move(request, urgent=urgent)
 
     def slack_bytes(self) -> int:
-        """How far the tightest bound was from the budget at the last reading."""
+        """Return how far the tightest bound was above the budget at the last reading."""
         if self.reading.budget_bytes is None or not self._bounds:
             return 2**62
         tightest = min(bound.most_bytes for bound in self._bounds)
@@ -213,8 +209,8 @@ class Governor:
         return self._groups
 
     def _may_rise(self, goal: Goal, before: int) -> bool:
-        """Has there been room for long enough?"""
-        # The goal's own steps: just above a power of two they are twice as long as those below.
+        """True if there has been room for ``RISE_AFTER_S``."""
+        # Steps at the goal: just above a power of two they are twice as long as below it.
         wanted = before + RISE_STEPS * step_bytes(goal.budget_bytes) if goal.is_live else before + 1
         if goal.budget_bytes < wanted:
             self._may_rise_since_s = None
@@ -236,12 +232,12 @@ class Governor:
 
 
 def step_bytes(budget_bytes: int) -> int:
-    """By how much a budget that follows a live limit moves at least: a power of two."""
+    """Return the least move of a budget that follows a live limit: a power of two."""
     return max(STEP_BYTES, 1 << max(1, budget_bytes // STEPS).bit_length() - 1)
 
 
 def _stepped(goal: Goal) -> int:
-    """The goal itself, or where it follows a live limit the step below it."""
+    """Return the goal, rounded down to a step if it follows a live limit."""
     if not goal.is_live:
         return goal.budget_bytes
     step = step_bytes(goal.budget_bytes)

@@ -1,4 +1,4 @@
-"""What bounds this process's memory now, besides its user: every bound with what it leaves."""
+"""Every limit on this process's memory now, except the user's, with what it leaves."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ _RLIMITS = (("RLIMIT_AS", "VmSize", "ulimit -v"), ("RLIMIT_DATA", "VmData", "uli
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """One thing that bounds this process (bytes).
+    """One limit on this process (bytes).
 
-    ``ceiling_bytes`` is where the limit is set. ``most_bytes`` is what this
-    process may hold if everybody else stays as they are: what it holds now and
-    the room that is left. It may lie above the ceiling (pages of shared files
-    are often charged to somebody else) and below what is held now.
+    ``ceiling_bytes``: the limit. ``most_bytes``: what this process may hold if all others stay as
+    they are, that is what it holds plus the room left. It may exceed the ceiling (shared pages
+    are often charged to others) or lie below what is held.
     """
 
     name: str
@@ -30,7 +29,7 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The machine and the tightest memory cgroup (bytes); None where no cgroup sets a limit."""
+    """The machine's memory and the tightest cgroup limit (bytes; None: no limit)."""
 
     cgroup_limit_bytes: int | None
     available_bytes: int
@@ -44,13 +43,13 @@ def read_limits(system: System = THIS_SYSTEM) -> Limits:
 
 
 def cgroup_limit_bytes(system: System = THIS_SYSTEM) -> int | None:
-    """The least limit set on this process's memory cgroup or one above it; None without one."""
+    """Return the least limit of this process's memory cgroup and its ancestors; None: no limit."""
     limits = [limit for each in memory_groups(system) for limit in each.limits(system).values()]
     return min(limits, default=None)
 
 
 def headroom_bytes(system: System = THIS_SYSTEM) -> int:
-    """How much more this process may take now, by the tightest bound; 0 where it is beyond one."""
+    """Return how many more bytes this process may take now; 0 beyond a bound."""
     own_bytes = system.process()["VmRSS"]
     return max(0, min(each.most_bytes for each in read_bounds(system)) - own_bytes)
 
@@ -60,13 +59,13 @@ def read_bounds(
     near_bytes: int | None = None,
     groups: Sequence[MemoryGroup] | None = None,
 ) -> tuple[Bound, ...]:
-    """Every bound that the operating system sets, the machine's free memory among them.
+    """Return every bound that the operating system sets, free memory included.
 
     Args:
-        system: where to read.
-        near_bytes: bounds that leave at least this much without counting reclaimable page
-            cache are left so, which saves reading it; None: it is always counted.
-        groups: this process's memory cgroups, where they are known already.
+        system: the machine to read.
+        near_bytes: skip reading reclaimable page cache where a bound leaves at least this
+            without it; None: always count it.
+        groups: this process's memory cgroups, if known already.
     """
     process = system.process()
     own_bytes = process["VmRSS"]
@@ -97,27 +96,25 @@ def _group_bounds(
 def gpu_bound(
     memory_info: Callable[[], tuple[int, int]], own_bytes: Callable[[], int]
 ) -> tuple[Bound, ...]:
-    """The bound of one GPU: what this process holds there and what is free.
+    """Return the bound of one GPU: what this process holds there plus what is free.
 
-    Args:
-        memory_info: free and total bytes, as ``torch.cuda.mem_get_info`` returns them.
-        own_bytes: what this process has reserved there, as ``torch.cuda.memory_reserved`` does.
+    The arguments act like ``torch.cuda.mem_get_info`` and ``torch.cuda.memory_reserved``.
     """
     own, (free, total), after = own_bytes(), memory_info(), own_bytes()
-    while own != after:  # it grew in between, on another thread: that is nobody else's growth
+    while own != after:  # another thread of this process grew in between: not others' growth
         own, (free, total), after = after, memory_info(), own_bytes()
     return (Bound("free GPU memory", total, own + free),)
 
 
 def bounds_of(memory: MemoryDomain) -> Callable[[], tuple[Bound, ...]] | None:
-    """What reads the bounds of a device's memory; None for the process's own (``read_bounds``)."""
+    """Return a reader of a device's bounds; None for the process's own (``read_bounds``)."""
     if not isinstance(memory, DeviceMemory):
         return None
     return lambda: gpu_bound(memory.free_and_total_bytes, memory.held_bytes)
 
 
 def room_bytes(memory: MemoryDomain) -> int:
-    """How much more of this memory may be taken now, by the tightest bound."""
+    """Return how many more bytes of this memory may be taken now."""
     if isinstance(memory, DeviceMemory):
         return memory.free_and_total_bytes()[0]
     return headroom_bytes()

@@ -1,8 +1,7 @@
-"""Memory pressure: how long tasks have stalled for want of memory (the kernel's PSI).
+"""Memory pressure: how long tasks stall for want of memory (the kernel's PSI, accounting/psi.rst).
 
-A kernel that lets us sets a trigger wakes the watcher as soon as the stall
-passes a threshold (kernel documentation, accounting/psi.rst); where it does
-not, the counters are sampled.
+Where the kernel permits triggers, one wakes the watcher as stalls pass a threshold; else the
+counters are sampled.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from collections import deque
 from daf.budget.cgroups import memory_groups
 from daf.budget.system import System
 
-# A tenth of the time lost by some task over a second is trouble that a person notices. Windows of
-# two seconds are the only ones that an unprivileged process may ask a trigger for.
+# A person notices a tenth of a second lost per second. Unprivileged processes may set triggers for
+# windows of two seconds only.
 STALLED_SHARE = 0.10
 WINDOW_S = 1.0
 TRIGGER_WINDOW_US = 2_000_000
@@ -22,14 +21,14 @@ _MICROSECONDS = 1e6
 
 
 def pressure_files(system: System) -> tuple[str, ...]:
-    """Every file that tells of stalls which concern this process: the machine's and its groups'."""
+    """Return the pressure files that concern this process: the machine's and its groups'."""
     groups = (str(each.path / "memory.pressure") for each in memory_groups(system))
     candidates = ("/proc/pressure/memory", *groups)
     return tuple(path for path in candidates if system.read(path) is not None)
 
 
 def stalled_us(text: str) -> int:
-    """Microseconds in which at least one task stalled, from a pressure file's ``some`` line."""
+    """Return the microseconds of the ``some`` line: at least one task stalled."""
     for line in text.splitlines():
         kind, *fields = line.split()
         if kind == "some":
@@ -38,7 +37,7 @@ def stalled_us(text: str) -> int:
 
 
 class PressureSampler:
-    """The share of the last second that was lost to stalls, from counters read now and then."""
+    """The share of the last second lost to stalls, from counters sampled now and then."""
 
     def __init__(self, system: System) -> None:
         self._system = system
@@ -46,22 +45,19 @@ class PressureSampler:
         self._samples: deque[tuple[float, int]] = deque()
 
     def share(self, now_s: float) -> float:
-        """The share (0 … 1) since about a second before ``now_s``; 0 at first."""
+        """Return the share (0 … 1) since about a second before ``now_s``; 0 at first."""
         readings = (self._system.read(path) for path in self._paths)
         total = max((stalled_us(text) for text in readings if text), default=0)
         self._samples.append((now_s, total))
         while len(self._samples) > 2 and self._samples[1][0] <= now_s - WINDOW_S:
             self._samples.popleft()
         start_s, before = self._samples[0]
-        # A shorter look back than the window still counts as the window.
+        # A look-back shorter than the window counts as the window.
         return max(0, total - before) / _MICROSECONDS / max(WINDOW_S, now_s - start_s)
 
 
 def open_triggers(system: System) -> list[int]:
-    """File descriptors that ``poll`` reports as urgent (POLLPRI) once stalls pass the threshold.
-
-    Empty where the kernel refuses them; the caller closes them.
-    """
+    """Open triggers, signalled as POLLPRI; none where the kernel refuses. The caller closes them."""
     stall_us = int(STALLED_SHARE * TRIGGER_WINDOW_US)
     order = f"some {stall_us} {TRIGGER_WINDOW_US}\0".encode()
     opened = []
@@ -86,11 +82,10 @@ def _open_trigger(system: System, path: str, order: bytes) -> int | None:
 
 
 class Backoff:
-    """How much of its budget a process gives up while memory is under pressure.
+    """The share of its budget that a process cedes under memory pressure.
 
-    Every second of pressure takes another twentieth, up to a half; ten quiet
-    seconds give one back. Giving way fast and coming back slowly keeps several
-    such processes from chasing each other.
+    Each second of pressure adds a twentieth, up to a half; ten quiet seconds remove one. Fast down
+    and slow up keeps several such processes from chasing each other.
     """
 
     STEP = 0.05
@@ -104,7 +99,7 @@ class Backoff:
         self._pressed_s = float("-inf")
 
     def note(self, pressed: bool, now_s: float) -> float:
-        """Whether memory is under pressure at ``now_s``; returns the share to give up (0 … 0.5)."""
+        """Record whether memory is under pressure; return the share to cede (0 … 0.5)."""
         if pressed:
             self._pressed_s = now_s
             if now_s - self._changed_s >= self.PRESSED_AGAIN_S:

@@ -1,4 +1,4 @@
-"""What a user may ask as a budget: bytes, a fraction of the device, ``"auto"``, or a function."""
+"""Budgets as users write them: bytes, a fraction of the device, ``"auto"``, or a function."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A budget that was asked for: one of the two is set, or neither (``"auto"``)."""
+    """A parsed budget: bytes, a fraction, or neither (``"auto"``)."""
 
     nbytes: int | None = None
     fraction: float | None = None
 
     @property
     def is_auto(self) -> bool:
-        """Is it whatever the machine can spare?"""
+        """True if it is whatever the machine can spare."""
         return self.nbytes is None and self.fraction is None
 
     def __str__(self) -> str:
@@ -33,14 +33,14 @@ class Request:
 
 
 def parse_budget(value: BudgetValue) -> Request | None:
-    """Read a budget; None (no budget) stays None.
+    """Parse a budget; None (no budget) stays None.
 
     Args:
         value: bytes as ``"700MB"`` or an int; a fraction of the device's memory as a float in
             (0, 1], ``"0.5"`` or ``"50%"``; ``"auto"``; None.
 
     Raises:
-        UnitError: it is none of these.
+        UnitError: none of these.
     """
     if value is None:
         return None
@@ -57,7 +57,7 @@ def parse_budget(value: BudgetValue) -> Request | None:
 
 
 def _fraction_in(text: str) -> float | None:
-    """The number of ``"50%"``, or of ``"0.5"``: a bare number of bytes has no decimal point."""
+    """Return the number of ``"50%"`` or ``"0.5"``; byte counts have no decimal point, so None."""
     number = text.removesuffix("%")
     if number == text and "." not in text:
         return None

@@ -1,4 +1,4 @@
-"""Where readings of this machine come from; tests put made-up /proc and /sys trees in its place."""
+"""The source of readings of this machine; tests substitute their own /proc and /sys trees."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _KIB = 1024
 
 
 def soft_limit_bytes(name: str) -> int | None:
-    """This process's soft limit by its name (``"RLIMIT_AS"``); None where there is none."""
+    """Return this process's soft limit of ``name`` (``"RLIMIT_AS"``); None: no limit."""
     if sys.platform == "win32":
         return None
     import resource  # Unix only
@@ -24,31 +24,31 @@ def soft_limit_bytes(name: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A machine to read from: its file tree from ``root`` on, and this process's limits."""
+    """A machine to read: its file tree from ``root``, and this process's resource limits."""
 
     root: Path = Path("/")
     rlimit: Callable[[str], int | None] = soft_limit_bytes
 
     def read(self, path: str | PurePath) -> str | None:
-        """The text of a file of the tree; None where it cannot be read."""
+        """Return the text of a file; None if it cannot be read."""
         try:
             return self.place(path).read_text()
         except (OSError, UnicodeDecodeError):
             return None
 
     def place(self, path: str | PurePath) -> Path:
-        """Where a path of the tree really is."""
+        """Return the real location of a path of the tree."""
         return self.root / str(path).lstrip("/")
 
     def process(self) -> dict[str, int]:
-        """This process's ``VmRSS``, ``VmSize`` and ``VmData`` (bytes), as far as they are told."""
+        """Return this process's ``VmRSS``, ``VmSize`` and ``VmData`` (bytes), where reported."""
         found = _kibibytes(self.read("/proc/self/status"), ("VmRSS", "VmSize", "VmData"))
         if "VmRSS" not in found:
             found["VmRSS"] = int(psutil.Process().memory_info().rss)
         return found
 
     def machine(self) -> dict[str, int]:
-        """The machine's ``MemTotal`` and ``MemAvailable`` (bytes)."""
+        """Return the machine's ``MemTotal`` and ``MemAvailable`` (bytes)."""
         found = _kibibytes(self.read("/proc/meminfo"), ("MemTotal", "MemAvailable"))
         if len(found) == 2:
             return found
@@ -57,7 +57,6 @@ class System:
 
 
 def _kibibytes(text: str | None, names: tuple[str, ...]) -> dict[str, int]:
-    """The fields called ``names`` of a text such as ``/proc/meminfo``, in bytes."""
     found = {}
     for line in (text or "").splitlines():
         name, _, rest = line.partition(":")

@@ -1,4 +1,4 @@
-"""The thread that looks at the limits while a step runs."""
+"""The thread that reads the limits while a step runs."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-# What a look is asked: was it woken by a pressure trigger? It answers when to look again (seconds).
+# Called with True if a pressure trigger woke it; returns the seconds until the next look.
 Look = Callable[[bool], float]
 
 
 class Watcher:
-    """Calls a bound method now and then on a daemon thread, until closed or its owner is gone.
+    """A daemon thread that calls a bound method until closed or until its owner is gone.
 
     Args:
-        look: a bound method (held weakly), told whether a trigger woke it; returns the
-            seconds until the next call.
-        triggers: descriptors whose urgent state (POLLPRI) wakes the thread early; closed
-            with the watcher.
+        look: a bound method, held weakly; takes whether a trigger woke it, returns the seconds
+            until the next call.
+        triggers: descriptors whose POLLPRI wakes the thread; closed with the watcher.
     """
 
     def __init__(self, look: Look, triggers: list[int]) -> None:
@@ -37,11 +36,11 @@ class Watcher:
 
     @property
     def is_alive(self) -> bool:
-        """Does the thread run, in this process? (A fork takes no threads along.)"""
+        """True if the thread runs in this process; a fork does not copy threads."""
         return self._process == os.getpid() and self._thread.is_alive()
 
     def close(self) -> None:
-        """End the thread; returns once it is gone."""
+        """End the thread and wait for it."""
         self._stopped.set()
         if self.is_alive:
             self._wake()
@@ -76,7 +75,7 @@ class Watcher:
             urgent = False
             for descriptor, event in poll.poll(1000 * seconds):
                 if not event & (select.POLLPRI | select.POLLIN):
-                    poll.unregister(descriptor)  # its group is gone; it would never be quiet again
+                    poll.unregister(descriptor)  # its group is gone: it would stay readable
                 urgent |= bool(event & select.POLLPRI)
             return urgent
 

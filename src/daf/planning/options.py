@@ -209,7 +209,7 @@ class OptionMaker:
     def _treatments(
         self, family: tuple[Saving, ...], by_need: Mapping[Need, Treatment]
     ) -> dict[Site, Treatment]:
-        """Return each site's treatment, without kept sites; tensors that cannot share one are kept."""
+        """Return treatments of sites not kept; a site whose tensors cannot share one is kept."""
         found: dict[Site, Treatment] = {}
         for saving in family:
             treatment = by_need.get(saving.need, KEEP)

@@ -202,7 +202,7 @@ def first_plan(
     tolerance: Tolerance = None,
     allowed: Allowed = EVERYTHING,
 ) -> Plan | None:
-    """Return a first full-size step's plan: ``plan`` at its lowest level; None if that saves none."""
+    """Return a first full-size step's plan: ``plan`` at its lowest level, or None if no lower."""
     problem = Problem(profile, tolerance=_tolerances(tolerance)[-1], allowed=allowed)
     found = policies.lowest_level(problem, Shape(plan.micro_batch, plan.release_gradients))
     if found.peak_bytes(profile) >= plan.predicted_peak_bytes:
