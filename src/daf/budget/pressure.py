@@ -57,7 +57,7 @@ class PressureSampler:
 
 
 def open_triggers(system: System) -> list[int]:
-    """Open triggers, signalled as POLLPRI; none where the kernel refuses. The caller closes them."""
+    """Open triggers, signalled by POLLPRI, none if the kernel refuses. The caller closes them."""
     stall_us = int(STALLED_SHARE * TRIGGER_WINDOW_US)
     order = f"some {stall_us} {TRIGGER_WINDOW_US}\0".encode()
     opened = []
