@@ -46,7 +46,6 @@ bool charge_external(uint64_t bytes);
 void discharge_external(uint64_t bytes);
 // Calls the reclaim hook, without locks, for what `charge_external` refused; returns bytes freed.
 uint64_t ask_for_room(uint64_t bytes);
-// Counts an allocation that failed because `charge_external` refused.
 void count_refusal();
 
 // Returns all recycled bytes, or at least `bytes`, to the system; returns how many.

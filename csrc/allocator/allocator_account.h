@@ -53,7 +53,6 @@ class Counter {
   std::atomic<uint64_t> value_{0};
 };
 
-// Statistics of one phase (forward, backward, ...).
 struct Phase {
   char name[32] = "";
   std::atomic<uint64_t> live_peak{0};

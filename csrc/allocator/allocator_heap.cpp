@@ -225,7 +225,6 @@ uint64_t BlockHeap::gather_tail(uint32_t to, uint64_t wanted_bytes) {
   return moved_bytes;
 }
 
-// Moves pages of recycled blocks, oldest first, into the whole slots of a new block.
 uint32_t BlockHeap::gather_pages(uint32_t slot, uint32_t wanted) {
   uint32_t gathered = 0;
   while (gathered < wanted && !by_age_.empty()) {

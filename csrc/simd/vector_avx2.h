@@ -25,7 +25,6 @@ struct Vector {
     __m256i low, high;  // all ones where set
   };
 
-  // Memory.
   DAF_INLINE F load(const float* from) {
     return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)};
   }
@@ -67,7 +66,6 @@ struct Vector {
     _mm_prefetch(reinterpret_cast<const char*>(from), _MM_HINT_T0);
   }
 
-  // Arithmetic.
   DAF_INLINE F set(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
   DAF_INLINE F add(F a, F b) {
     return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)};
@@ -105,7 +103,6 @@ struct Vector {
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
   }
 
-  // Comparison and choice.
   DAF_INLINE M greater(F a, F b) { return compare<_CMP_GT_OQ>(a, b); }
   DAF_INLINE M less_equal(F a, F b) { return compare<_CMP_LE_OQ>(a, b); }
   DAF_INLINE M unordered(F a, F b) { return compare<_CMP_UNORD_Q>(a, b); }
@@ -128,7 +125,6 @@ struct Vector {
             _mm256_blendv_ps(no.high, yes.high, _mm256_castsi256_ps(m.high))};
   }
 
-  // Integers.
   DAF_INLINE I as_integer(F a) { return {_mm256_castps_si256(a.low), _mm256_castps_si256(a.high)}; }
   DAF_INLINE F as_float(I a) { return {_mm256_castsi256_ps(a.low), _mm256_castsi256_ps(a.high)}; }
   DAF_INLINE I set_integer(uint32_t x) {
@@ -192,7 +188,6 @@ struct Vector {
     return bit_or(shift_left<places>(a), shift_right<32 - places>(a));
   }
 
-  // Bytes: 64 small codes at once.
   using Bytes = I;
   DAF_INLINE Bytes pack_bytes(const I (&quarters)[4]) {
     return {pack_bytes(quarters[0], quarters[1]), pack_bytes(quarters[2], quarters[3])};
@@ -241,7 +236,6 @@ struct Vector {
            uint32_t(_mm256_movemask_epi8(low));
   }
 
-  // Shorts: a block of 256 numbers.
   struct Shorts {
     __m256i x[16];
   };
@@ -270,7 +264,6 @@ struct Vector {
     DAF_UNROLLED for (int t = 0; t < 4; ++t) x[t] = _mm256_mulhi_epi16(shorts.x[4 * q + t], factor);
     return {in_order(_mm256_packs_epi16(x[0], x[1])), in_order(_mm256_packs_epi16(x[2], x[3]))};
   }
-  // Number 2 i of 32 changes sign with bit i of its word, number 2 i + 1 with bit 16 + i.
   DAF_INLINE void flip_shorts(Shorts& shorts, const uint32_t* signs) {
     const __m256i first = _mm256_setr_epi32(0x00010001, 0x00020002, 0x00040004, 0x00080008,
                                             0x00100010, 0x00200020, 0x00400040, 0x00800080);
@@ -300,7 +293,6 @@ struct Vector {
       sum_and_difference(x[t + 4], x[t + 12]);
     }
   }
-  // sums + the products of shorts 64 q … 64 q + 63 and as many bytes, spread over lanes in any way.
   template <int q>
   DAF_INLINE I add_products(I sums, const Shorts& shorts, Bytes bytes) {
     Shorts wide;
@@ -346,7 +338,6 @@ struct Vector {
     return sum;
   }
 
-  // 64-bit lanes, for the generator.
   DAF_INLINE I multiply_wide(I a, uint32_t factor) {
     const I other = set_integer(factor);
     return {_mm256_mul_epu32(a.low, other.low), _mm256_mul_epu32(a.high, other.high)};

@@ -19,7 +19,6 @@ struct Vector {
   using I = __m512i;
   using M = __mmask16;
 
-  // Memory.
   DAF_INLINE F load(const float* from) { return _mm512_loadu_ps(from); }
   DAF_INLINE I load(const uint32_t* from) { return _mm512_loadu_si512(from); }
   DAF_INLINE void store(float* to, F x) { _mm512_storeu_ps(to, x); }
@@ -45,7 +44,6 @@ struct Vector {
     _mm_prefetch(reinterpret_cast<const char*>(from), _MM_HINT_T0);
   }
 
-  // Arithmetic.
   DAF_INLINE F set(float x) { return _mm512_set1_ps(x); }
   DAF_INLINE F add(F a, F b) { return _mm512_add_ps(a, b); }
   DAF_INLINE F subtract(F a, F b) { return _mm512_sub_ps(a, b); }
@@ -65,7 +63,6 @@ struct Vector {
   DAF_INLINE float reduce_least(F a) { return _mm512_reduce_min_ps(a); }
   DAF_INLINE float reduce_greatest(F a) { return _mm512_reduce_max_ps(a); }
 
-  // Comparison and choice.
   DAF_INLINE M greater(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
   DAF_INLINE M less_equal(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_LE_OQ); }
   DAF_INLINE M unordered(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q); }
@@ -75,7 +72,6 @@ struct Vector {
   DAF_INLINE M either(M a, M b) { return _kor_mask16(a, b); }
   DAF_INLINE F select(M m, F yes, F no) { return _mm512_mask_blend_ps(m, no, yes); }
 
-  // Integers.
   DAF_INLINE I as_integer(F a) { return _mm512_castps_si512(a); }
   DAF_INLINE F as_float(I a) { return _mm512_castsi512_ps(a); }
   DAF_INLINE I set_integer(uint32_t x) { return _mm512_set1_epi32(int(x)); }
@@ -115,7 +111,6 @@ struct Vector {
     return _mm512_rol_epi32(a, places);
   }
 
-  // Bytes: 64 small codes at once.
   using Bytes = __m512i;
   DAF_INLINE Bytes pack_bytes(const I (&quarters)[4]) {
     const I low = _mm512_packus_epi32(quarters[0], quarters[1]);
@@ -154,7 +149,6 @@ struct Vector {
     return greater;
   }
 
-  // Shorts: a block of 256 numbers.
   struct Shorts {
     __m512i x[8];
   };
@@ -181,7 +175,6 @@ struct Vector {
     const I order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
     return _mm512_permutexvar_epi64(order, _mm512_packs_epi16(low, high));
   }
-  // Number 2 i of 32 changes sign with bit i of its word, number 2 i + 1 with bit 16 + i.
   DAF_INLINE void flip_shorts(Shorts& shorts, const uint32_t* signs) {
     const I bit =
         _mm512_set_epi32(int(0x80008000), 0x40004000, 0x20002000, 0x10001000, 0x08000800,
@@ -212,7 +205,6 @@ struct Vector {
     }
     DAF_UNROLLED for (int t = 0; t < 4; ++t) sum_and_difference(x[t], x[t + 4]);
   }
-  // sums + the products of shorts 64 q … 64 q + 63 and as many bytes, spread over lanes in any way.
   template <int q>
   DAF_INLINE I add_products(I sums, const Shorts& shorts, Bytes bytes) {
     Shorts wide;
@@ -245,7 +237,6 @@ struct Vector {
     return {_mm512_fmadd_pd(x.low, y.low, sum.low), _mm512_fmadd_pd(x.high, y.high, sum.high)};
   }
 
-  // 64-bit lanes, for the generator.
   DAF_INLINE I multiply_wide(I a, uint32_t factor) {
     return _mm512_mul_epu32(a, set_integer(factor));
   }

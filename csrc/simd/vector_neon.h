@@ -37,7 +37,6 @@ struct Vector {
     return {{value(0), value(1), value(2), value(3)}};
   }
 
-  // Memory.
   DAF_INLINE F load(const float* from) {
     return each<F>([&](int i) { return vld1q_f32(from + 4 * i); });
   }
@@ -78,7 +77,6 @@ struct Vector {
 
   DAF_INLINE void prefetch(const void* from) { __builtin_prefetch(from); }
 
-  // Arithmetic.
   DAF_INLINE F set(float x) {
     return each<F>([&](int) { return vdupq_n_f32(x); });
   }
@@ -121,7 +119,6 @@ struct Vector {
     return vgetq_lane_f32(greatest_of_four(two, vextq_f32(two, two, 1)), 0);
   }
 
-  // Comparison and choice.
   DAF_INLINE M greater(F a, F b) {
     return each<M>([&](int i) { return vcgtq_f32(a.quad[i], b.quad[i]); });
   }
@@ -157,7 +154,6 @@ struct Vector {
     return each<F>([&](int i) { return vbslq_f32(m.quad[i], yes.quad[i], no.quad[i]); });
   }
 
-  // Integers.
   DAF_INLINE I as_integer(F a) {
     return each<I>([&](int i) { return vreinterpretq_u32_f32(a.quad[i]); });
   }
@@ -235,7 +231,6 @@ struct Vector {
     });
   }
 
-  // Bytes: 64 small codes at once.
   struct Bytes {
     uint8x16_t quarter[4];
   };
@@ -293,7 +288,6 @@ struct Vector {
     return bits_of_mask(greater);
   }
 
-  // Shorts: a block of 256 numbers.
   struct Shorts {
     int16x8_t x[32];
   };
@@ -328,7 +322,6 @@ struct Vector {
       return vreinterpretq_u8_s8(vqmovn_high_s16(vqmovn_s16(low), high));
     });
   }
-  // Number 2 i of 32 changes sign with bit i of its word, number 2 i + 1 with bit 16 + i.
   DAF_INLINE void flip_shorts(Shorts& shorts, const uint32_t* signs) {
     DAF_UNROLLED for (int t = 0; t < 8; ++t) {
       const uint16x8_t word = vreinterpretq_u16_u32(vdupq_n_u32(signs[t]));
@@ -402,7 +395,6 @@ struct Vector {
     return sum;
   }
 
-  // 64-bit lanes, for the generator.
   DAF_INLINE I multiply_wide(I a, uint32_t factor) {
     const uint32x4_t low = vuzp1q_u32(a.quad[0], a.quad[1]);
     const uint32x4_t high = vuzp1q_u32(a.quad[2], a.quad[3]);

@@ -85,7 +85,6 @@ def _draw_lines(axes: Any, chart: LineChart) -> None:
 
 
 def _draw_levels(axes: Any, chart: LineChart) -> None:
-    """Draw a line for each level, its name beside the right end."""
     for level, place in chart.placed_levels():
         colour = _COLOURS[level.style]
         axes.axhline(level.value, color=colour, ls=_DASHES.get(level.style, "-"), linewidth=1.6)

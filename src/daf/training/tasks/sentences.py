@@ -32,12 +32,10 @@ class _SentenceTask(Task):
         return len(self._data.test)
 
     def train_batch(self, indices: Indices, generator: np.random.Generator) -> Batch:
-        """Return training rows; nothing is random."""
         del generator
         return self._batch(self._data.train, indices)
 
     def test_batch(self, indices: Indices) -> Batch:
-        """Return test rows."""
         return self._batch(self._data.test, indices)
 
     def _batch(self, part: TokenRows, indices: Indices) -> Batch:
