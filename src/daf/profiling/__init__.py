@@ -1,4 +1,1 @@
-"""Small measured steps of a model become its profile.
-
-The planner reads nothing else of the model.
-"""
+"""Measured small steps of a model become its profile, all that the planner reads of the model."""

@@ -1,7 +1,7 @@
 """Measured speeds of coding, copying and the disk, in bytes per second.
 
-What an observed step did is taken where it did enough of it, the model's own
-shapes and number types included; the rest is measured on one made-up tensor.
+They come from the observed step, with the model's own shapes and dtypes, where it did enough of a
+method; the rest from one synthetic tensor.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ def device_speeds(
     device: torch.device = CPU,
     room_bytes: int = 0,
 ) -> DeviceSpeeds:
-    """Speeds for one model's profile.
+    """Return the speeds for one model's profile.
 
     Args:
         observation: a step under codes.
-        known: of the same model, for methods that this step did not use (fused operators code
-            while they do other things).
+        spill: where a temporary file of 16 MiB is written and read; None: the disk counts as fast
+            as copying, and spilling must not be planned.
+        known: speeds of the same model, for methods that this step did not use (fused operators
+            code while they do other work).
         device: where the model is.
-        room_bytes: what there may be taken to measure; a few megabytes are taken in any case.
-        spill: a temporary file of 16 MiB is written and read there; without one, spilling is
-            taken to be as fast as copying, and is not to be planned.
+        room_bytes: most bytes for measuring; a few megabytes are used in any case.
     """
     encode, decode, copy = _probed(device, _probe_elements(device, room_bytes))
     if known is not None:
@@ -77,9 +77,7 @@ def _seen(times: Mapping[Method, MethodTime]) -> dict[Method, float]:
 
 
 def _probe_elements(device: torch.device, room_bytes: int) -> int:
-    """4 MiB of floats; on a GPU up to 64, so that what it takes to begin and to wait is little of
-    the time, where four such tensors have room.
-    """
+    """Return elements of 4 MiB; on a GPU up to 64 if four such tensors fit, to hide latency."""
     elements = PROBE_ELEMENTS
     if device.type != "cpu":
         while elements < 16 * PROBE_ELEMENTS and 2 * 16 * elements <= room_bytes:
@@ -91,7 +89,7 @@ def _probe_elements(device: torch.device, room_bytes: int) -> int:
 def _probed(
     device: torch.device, elements: int
 ) -> tuple[dict[Method, float], dict[Method, float], float]:
-    """(encode, decode, copy) on one tensor; where nothing codes, no codes' speeds."""
+    """Return (encode, decode, copy) on one tensor; no codes' speeds where nothing codes."""
     tensor = torch.linspace(-1.0, 1.0, elements, device=device)
     out = torch.empty_like(tensor)
     encode: dict[Method, float] = {}
@@ -113,7 +111,7 @@ def _probed(
 
 
 def _speed(out: Tensor, work: Callable[[], object]) -> float:
-    """Bytes a second of work of which ``out``, as large as its input, is the last to be written."""
+    """Return bytes a second of ``work``, which writes ``out``, as large as its input, last."""
     return out.nbytes / min(_seconds(work, out) for _ in range(_REPEATS))
 
 
@@ -126,14 +124,14 @@ def _seconds(work: Callable[[], object], out: Tensor | None = None) -> float:
 
 
 def _wait_for(out: Tensor | None) -> None:
-    """Looking at an element waits for all that was asked of its device before."""
+    """Wait for the device: reading an element needs all work queued before."""
     if out is not None:
         out[-1].item()
 
 
 @cache
 def _link(device: torch.device) -> float:
-    """From pinned memory to a device; 0 on the processor."""
+    """Return the speed from pinned memory to a device; 0 on the CPU."""
     if device.type == "cpu":
         return 0.0
     here = torch.empty(LINK_PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -143,7 +141,7 @@ def _link(device: torch.device) -> float:
 
 @cache
 def _disk(directory: str | Path | None) -> tuple[float, float]:
-    """(write, read) through the disk itself, as far as the system lets us pass its cache."""
+    """Return (write, read) through the disk, as far as its cache can be bypassed."""
     content = os.urandom(DISK_PROBE_BYTES)
     with tempfile.TemporaryFile(dir=directory) as file:
 

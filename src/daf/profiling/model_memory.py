@@ -1,4 +1,4 @@
-"""Bytes of a model and its optimizer: parameters, gradients, and the state that is yet to come."""
+"""Bytes of a model and its optimizer: parameters, gradients, and optimizer state to come."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UPDATE_PROBE_ELEMENTS = 1 << 17  # above what the account knows to the byte
 
 
 def storage_bytes(tensors: Iterator[torch.Tensor]) -> int:
-    """Bytes of the distinct storages behind some tensors."""
+    """Return the bytes of the distinct storages behind some tensors."""
     sizes = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
     }
@@ -25,29 +25,28 @@ def storage_bytes(tensors: Iterator[torch.Tensor]) -> int:
 
 
 def parameter_bytes(model: nn.Module) -> int:
-    """Bytes of parameters and buffers, shared ones counted once."""
+    """Return the bytes of parameters and buffers, shared ones counted once."""
     tensors = [*model.parameters(), *model.buffers()]
     return storage_bytes(iter(tensors))
 
 
 def gradient_bytes(model: nn.Module) -> int:
-    """Bytes that gradients take once they all exist."""
+    """Return the bytes of gradients once they all exist."""
     trained = {id(each): each for each in model.parameters() if each.requires_grad}
     return sum(each.numel() * each.element_size() for each in trained.values())
 
 
 def state_bytes(state: Mapping[Any, Any]) -> int:
-    """Bytes of one parameter's state."""
+    """Return the bytes of one parameter's state."""
     values = state.values()
     return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
 
 
 def optimizer_bytes_to_come(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of optimizer state that the first step will create.
+    """Return the bytes of optimizer state that the first step will create.
 
-    Found by running an optimizer of the same class and settings on one small
-    parameter; where its constructor takes something else, two numbers per
-    parameter (Adam's) are assumed.
+    An optimizer of the same class and settings steps one small parameter. Where its constructor
+    takes something else, two numbers per parameter (Adam's) are assumed.
     """
     pending = [
         (group, parameter)
@@ -68,16 +67,15 @@ def _state_ratio(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> flo
 
 
 def update_bytes(optimizer: torch.optim.Optimizer, memory: MemoryDomain) -> int:
-    """Bytes that the optimizer's step holds in passing, beside the state that it leaves.
+    """Return the transient bytes of the optimizer's step, beside the state that it leaves.
 
-    Trials on made-up parameters tell what it holds of the largest, and whether that adds up
-    over all of a group, as it does where an optimizer updates all of them together (``foreach``,
-    which PyTorch chooses on GPUs). Where that cannot be, two tensors like the largest are assumed,
-    and on a GPU two like each.
+    Trial steps on made-up parameters measure the bytes for the largest parameter, and whether they
+    add up over a group, as in ``foreach`` updates (PyTorch's choice on GPUs). Where no trial runs,
+    two tensors like the largest are assumed; on a GPU two like each.
 
     Args:
-        optimizer: any; its state stays as it is.
-        memory: that it runs in.
+        optimizer: any; its state is unchanged.
+        memory: the memory that it runs in.
     """
     found = (_passing_bytes(optimizer, group, memory) for group in optimizer.param_groups)
     return max(found, default=0)
@@ -89,7 +87,7 @@ def _passing_bytes(
     sizes: list[int] = [each.nbytes for each in group["params"] if each.requires_grad]
     if not sizes:
         return 0
-    # Of two, since what the update of one parameter leaves behind may live on into the next's.
+    # Two, since what one parameter's update leaves behind may live on into the next's.
     few, more = (_update_ratio(optimizer, group, count, memory) for count in (2, 4))
     if few is None or more is None:
         return 2 * max(sizes) if group["params"][0].device.type == "cpu" else 2 * sum(sizes)
@@ -100,7 +98,7 @@ def _passing_bytes(
 def _update_ratio(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], count: int, memory: MemoryDomain
 ) -> float | None:
-    """The peak of an update of so many equal parameters, in bytes of one of them."""
+    """Return the peak of updating ``count`` equal parameters, in bytes of one; None if unknown."""
     trial = trial_step(optimizer, group, UPDATE_PROBE_ELEMENTS, count)
     meter = memory.meter()
     if trial is None or not meter.is_exact:

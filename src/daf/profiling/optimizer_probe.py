@@ -1,4 +1,4 @@
-"""Probing an optimizer: steps of another like it on made-up parameters."""
+"""Probes an optimizer by steps of another like it on made-up parameters."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _WARM_UP_STEPS = 7  # RAdam's first five follow the gradient as it is
 def trial_step(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], elements: int, count: int = 1
 ) -> torch.optim.Optimizer | None:
-    """An optimizer of the same class and settings that has made one step of small parameters.
+    """Return an optimizer of the same class and settings after one step of made-up parameters.
 
     Args:
-        optimizer: whose class it has.
-        group: whose settings and device it has.
-        elements: of each parameter, which begins as zeros.
+        optimizer: gives the class.
+        group: gives the settings and the device.
+        elements: of each parameter, initially zero.
         count: of parameters.
 
     Returns:
-        None where its constructor takes something else, or it makes no step of such parameters.
+        None where its constructor takes something else, or its step fails on such parameters.
     """
     try:
         trial = _made(optimizer, group, [torch.zeros(elements) for _ in range(count)])
@@ -41,12 +41,11 @@ def trial_step(
 
 
 def divides_by_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """True if its steps are about as long whatever the size of gradients, as Adam's are.
+    """True if steps are about as long whatever the gradients' size, as Adam's are.
 
-    Found by trials whose gradients differ a thousandfold; False where there can be none, as for
-    an optimizer that takes what no trial knows of.
+    Found by trials whose gradients differ a thousandfold; False where no trial can run.
     """
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # a wrapper's own, as Accelerate has
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps optimizers
     groups = (each for each in optimizer.param_groups if each["params"])
     return any(_divides(optimizer, group) for group in groups)
 
@@ -58,7 +57,7 @@ def _divides(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
 
 
 def _moved(optimizer: torch.optim.Optimizer, group: dict[str, Any], gradient: float) -> float:
-    """The length of a step after a few others; 0 where none is made."""
+    """Return the length of a step after a few others; 0 where none is made."""
     # A schedule may have begun with a rate of 0, which moves nothing.
     changed = {"lr": 1.0, "differentiable": False}
     try:
@@ -70,7 +69,7 @@ def _moved(optimizer: torch.optim.Optimizer, group: dict[str, Any], gradient: fl
             probe.grad = torch.full_like(probe, gradient)
             compiler.step(trial)
         return float((probe.detach() - before).abs().max())
-    except Exception:  # a user's own optimizer may raise anything: it is taken as it always was
+    except Exception:  # a user's own optimizer may raise anything: assume plain steps
         return 0.0
 
 
@@ -80,7 +79,7 @@ def _made(
     values: list[torch.Tensor],
     **changed: Any,
 ) -> torch.optim.Optimizer:
-    """One of the same class and settings, but for what is changed, on parameters of those values.
+    """Return one of the same class and settings but ``changed``, on parameters of these values.
 
     Raises:
         TypeError, ValueError, RuntimeError: its constructor takes something else.

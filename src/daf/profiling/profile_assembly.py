@@ -1,8 +1,8 @@
-"""Observed small steps to the parts of a Profile: pure, and the same for any model.
+"""Turns observed small steps into the parts of a Profile: pure, and the same for any model.
 
-Two steps of different sizes have the same moments, saves and calls, so that
-every number becomes a line in the batch. Where they differ (control flow that
-depends on the data), the larger one alone counts, in proportion.
+Two steps of different sizes have the same moments, saves and calls, so that every number becomes a
+line in the batch. Where they differ (control flow that depends on the data), only the larger one
+counts, in proportion.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class MicroBatchParts:
 
 
 def build(observations: Sequence[Observation]) -> MicroBatchParts:
-    """The parts of a Profile from steps of growing size under one policy of codes."""
+    """Return the parts of a Profile from steps of growing size under one policy of codes."""
     alike = [each for each in observations if _shape(each) == _shape(observations[-1])]
     moments = _Moments(alike[-1])
     return MicroBatchParts(
@@ -38,7 +38,7 @@ def build(observations: Sequence[Observation]) -> MicroBatchParts:
 
 
 def _shape(observation: Observation) -> tuple[object, ...]:
-    """Equal for two steps that can be compared moment by moment."""
+    """Return a key that is equal for two steps comparable moment by moment."""
     saves = [
         (each.site, each.storage, each.content, each.saved, each.read) for each in observation.saves
     ]
@@ -47,7 +47,7 @@ def _shape(observation: Observation) -> tuple[object, ...]:
 
 
 class _Moments:
-    """Moments between which nothing begins or ends are one."""
+    """Observed moments, merged where nothing begins or ends between them."""
 
     def __init__(self, observation: Observation) -> None:
         count = len(observation.peak_bytes)
@@ -66,13 +66,13 @@ class _Moments:
         self._ends = [*self.begins[1:], count]
 
     def number(self, moment: int) -> int:
-        """The number among the moments that are left."""
+        """Return the number among the merged moments."""
         if moment >= len(self._number) - 1:
             return self.count
         return self._number[max(0, moment)]
 
     def highest(self, values: Sequence[float]) -> list[float]:
-        """The highest value within each."""
+        """Return the highest value within each merged moment."""
         return [
             max(values[first:last]) for first, last in zip(self.begins, self._ends, strict=True)
         ]
@@ -87,7 +87,7 @@ def _savings(observations: Sequence[Observation], moments: _Moments) -> tuple[Sa
         _saving([(each.examples, each.saves[index]) for each in observations], moments)
         for index in range(len(observations[-1].saves))
     ]
-    # Of integers that are saved again nothing more is held: their bits were seen the first time.
+    # Integers saved again hold nothing more: their bits were counted the first time.
     packed = {each.content: each.packed_bits for each in found if each.packed_bits}
     return tuple(replace(each, packed_bits=packed.get(each.content, 0.0)) for each in found)
 
@@ -153,7 +153,7 @@ def _timeline(observations: Sequence[Observation], moments: _Moments) -> Timelin
 
 
 def transient(observation: Observation) -> list[float]:
-    """Per moment the bytes alive beside gradients, tensors kept for autograd, and decoded ones."""
+    """Return per moment the bytes alive beside gradients, autograd's tensors, and decoded ones."""
     count = len(observation.peak_bytes)
     change = [0] * (count + 2)
     for first, last, nbytes in _spans(observation):
@@ -166,7 +166,7 @@ def transient(observation: Observation) -> list[float]:
 
 
 def _observed_decoded_bytes(save: ObservedTensor, observation: Observation) -> float:
-    """A fused activation was seen to decode a little at a time; PyTorch's own takes all of it."""
+    """Return the bytes decoded at once: part of a fused activation's input, all of PyTorch's."""
     if save.reading is Reading.APART:
         return min(save.tensor_bytes, observation.part_bytes)
     part_bytes = min(4 * save.elements, observation.norm_part_bytes)
@@ -174,7 +174,7 @@ def _observed_decoded_bytes(save: ObservedTensor, observation: Observation) -> f
 
 
 def _spans(observation: Observation) -> list[tuple[int, int, int]]:
-    """(first moment, last, bytes) of what autograd kept, and of what was decoded for it."""
+    """Return (first moment, last, bytes) of what autograd kept, and of what was decoded for it."""
     found = []
     last: dict[int, ObservedTensor] = {}
     for save in observation.saves:

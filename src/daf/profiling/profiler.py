@@ -1,10 +1,9 @@
-"""Small measured steps to a Profile: bytes, moments and times as functions of the batch.
+"""Measures small steps into a Profile: bytes, moments and times as functions of the batch.
 
-Each step runs the user's own model and loss on the first few examples of the
-real batch. Bytes are observed under the codes that hold least, so that a job
-is measured in the room that it will have; times under plain PyTorch, where that
-fits. Afterwards random states, buffers, gradients and training flags are as
-they were, so training starts as if it had not been profiled.
+Each step runs the user's own model and loss on the first few examples of the real batch. Bytes are
+observed under the codes that hold least, so that measuring fits wherever the job does; times under
+plain PyTorch, where that fits. Random states, buffers, gradients and training flags are restored,
+so that training starts as if unprofiled.
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ from daf.step.dry_run import EXAMPLES, dry_run
 from daf.step.microbatch import read_loss, split_refusal
 from daf.step.state_snapshot import preserved_state
 
-# Of examples, where layers take statistics over them.
+# Examples, where layers take statistics over them.
 LEAST_WITH_STATISTICS = 2
-# The process's peak (bytes) in a step of so many examples.
+# Maps a number of examples to the process's peak (bytes) in their step.
 Expectation = Callable[[int], float]
-# By so much of tensors' peak the process's passes it where libraries take what matters.
+# Libraries' own memory counts where the process's peak passes the tensors' by this share.
 SHOWN_SHARE = 0.2
-# Bytes of the same order count in an update: parameter, gradient and state, read and written.
+# Passes over parameter, gradient and state in an update, read and written.
 UPDATE_PASSES = 2
 
 
@@ -59,15 +58,15 @@ class Profiler:
     """Measures steps of one model on one batch.
 
     Args:
-        model: trained model, as it will be trained.
+        model: the model, as it will be trained.
         optimizer: its optimizer; never stepped here.
         capture: the capture that training will use.
         memory: what the budget bounds.
         keeper: what the session set there.
         baseline_bytes: of that memory, before the model existed.
         allow_split: the user permits micro-batches in any case.
-        spill: where tensors may be spilled, if they may.
-        begin_peak: begins the memory's high-water mark anew, for what is measured next.
+        spill: where tensors may be spilled; None: nowhere.
+        begin_peak: resets the memory's high-water mark.
     """
 
     def __init__(
@@ -102,18 +101,17 @@ class Profiler:
         own: Profile | None = None,
         on_progress: Callable[[str], None] = lambda _: None,
     ) -> Profile:
-        """Measure at the sizes of ``probe_sizes`` and, for times, at smaller ones; seconds.
+        """Measure at the sizes of ``probe_sizes`` and, for times, at smaller ones; takes seconds.
 
-        Nothing but the smallest step that training may take is run if it is expected to pass
-        the budget: if that one does not fit, the job does not, and it only serves to name the
-        least budget that would.
+        A step runs only if expected to fit the budget, except the smallest step that training may
+        take. If that one does not fit, neither does the job, and it names the least budget.
 
         Args:
-            context: whose batch's first examples are used.
+            context: the first examples of its batch are used.
             budget_bytes: of the whole process.
-            own: what was found with PyTorch's own operators, to measure now with operators fused,
-                where they were seen to allow it, and chunked; None: measure those.
-            on_progress: called with what is measured, as its turn comes.
+            own: the profile of PyTorch's own operators, to measure fused and chunked ones now;
+                None: measure PyTorch's own.
+            on_progress: called with what is about to be measured.
 
         Raises:
             PoolFullError: the pool cannot hold even the smallest step of the tightest policy.
@@ -126,7 +124,7 @@ class Profiler:
                 on_progress("fusions")
                 self._dry_run(context, expected, budget_bytes)
             sizes = _sizes_within(probe_sizes(examples), expected, budget_bytes)
-            # Once unmeasured: code pages, thread pools and kernels' own buffers come to stay.
+            # Once unmeasured: code pages, thread pools and kernels' own buffers stay loaded.
             on_progress("a first small step")
             self._observe(context, sizes[0])
             observations = self._observations(context, sizes, budget_bytes, on_progress)
@@ -142,10 +140,9 @@ class Profiler:
     def _expectation(
         self, context: StepContext, own: Profile | None, on_progress: Callable[[str], None]
     ) -> Expectation:
-        """The peak of a step of few examples.
+        """Return the expected peak of a step of few examples.
 
-        A batch that cannot be cut needs none: a job that has no room for a few examples has none
-        for all of them.
+        A batch that cannot be cut needs none: a job without room for a few has none for all.
         """
         if split_refusal(self._model):
             return lambda _: 0.0
@@ -160,8 +157,6 @@ class Profiler:
         examples = _sizes_within(wanted, expected, budget_bytes)[-1]
         policy = self._operators.of(TIGHTEST, examples)
         dry_run(self._capture, self._model, policy, context.batch, context.loss_fn, examples)
-
-    # --- bytes ------------------------------------------------------------------------------
 
     def _observations(
         self,
@@ -179,10 +174,10 @@ class Profiler:
         return found
 
     def _expected(self, found: Observation, examples: int) -> float:
-        """The process's peak if everything but gradients grows with the batch, and some more.
+        """Return the process's peak if all but gradients grows with the batch, plus a margin.
 
-        Libraries take memory of their own beside the account: of GPT-2's shape with a large
-        vocabulary, matrix products took 24 MB for each example.
+        Libraries take memory beside the account: matrix products of GPT-2's shape with a large
+        vocabulary took 24 MB per example.
         """
         gradients = gradient_bytes(self._model)
         growing = max(0, max(*found.peak_bytes, found.process_bytes) - gradients)
@@ -210,12 +205,10 @@ class Profiler:
         observer.found.chunk_bytes = policy.chunk_bytes or 0
         return observer.found
 
-    # --- times ------------------------------------------------------------------------------
-
     def _times(
         self, context: StepContext, observations: list[Observation], budget_bytes: int
     ) -> _Times:
-        """Forward and backward with everything kept, and the largest of these steps coded too."""
+        """Time passes with everything kept, and the largest of these steps coded too."""
         largest = observations[-1]
         fitting = [
             each.examples
@@ -230,7 +223,7 @@ class Profiler:
         return _Times(tuple(kept), self._time(context, TIGHTEST, kept[-1][0]))
 
     def _time(self, context: StepContext, policy: Policy, examples: int) -> float:
-        """The faster of two: whatever disturbs only makes it longer."""
+        """Return the faster of two: disturbances only add time."""
         part = context.first(examples)
         policy = self._operators.of(policy, examples)
         found = []
@@ -246,8 +239,6 @@ class Profiler:
         self._make_room()
         self._note_beside()
         return min(found)
-
-    # --- all together -----------------------------------------------------------------------
 
     def _profile(
         self,
@@ -288,10 +279,10 @@ class Profiler:
         )
 
     def _beside_tensors(self, observations: Sequence[Observation]) -> Affine:
-        """Bytes that libraries may have taken in passing, beside tensors.
+        """Return the bytes that libraries may have taken in passing, beside tensors.
 
-        Only the process's peak shows it, and not its moment: it may have been as much as all of
-        that, while few tensors were alive. Of a device only tensors are counted.
+        Only the process's peak shows them, not their moment: all of it may have been taken while
+        few tensors were alive. On a device only tensors are counted.
         """
         if isinstance(self._memory, DeviceMemory):
             return ZERO
@@ -301,13 +292,13 @@ class Profiler:
         return Affine.through((n, max(0, process - tensors)) for n, process, tensors in peaks)
 
     def _note_beside(self) -> None:
-        """Right behind a step: the system takes back pages of libraries that are not in use."""
+        """Note libraries' bytes right after a step: the system takes back their unused pages."""
         if self._keeper.recycles:
             beside = self._memory.held_bytes() - self._memory.account_bytes()
             self._beside_bytes = max(self._beside_bytes, beside)
 
     def _resident_bytes(self) -> int:
-        """The memory now, with whatever libraries a step brings into it."""
+        """Return the memory held now, with what libraries add in a step."""
         account = self._memory.account_bytes() if self._keeper.recycles else 0
         return max(self._memory.held_bytes(), self._beside_bytes + account)
 
@@ -329,9 +320,9 @@ class _Times(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Operators:
-    """As PyTorch has them, or fused and chunked for a batch of ``batch_size`` (0: as they are).
+    """PyTorch's operators (``batch_size`` 0), or fused and chunked ones for a batch of that size.
 
-    ``chunk_bytes``: of a chunk in the whole batch; 0 where there are none. Small steps have as many
+    ``chunk_bytes``: of a chunk in the whole batch, 0 without chunks. Small steps have as many
     chunks as the whole batch will, so that bytes grow with the batch.
     """
 
@@ -339,14 +330,14 @@ class _Operators:
     chunk_bytes: int = 0
 
     def of(self, policy: Policy, examples: int) -> Policy:
-        """The policy with these operators, for a step of so many examples."""
+        """Return the policy with these operators, for a step of ``examples`` examples."""
         if not self.batch_size:
             return policy
         chunk_bytes = max(1, self.chunk_bytes * examples // self.batch_size)
         return with_planned_operators(policy, chunk_bytes)
 
 
-# What holds least, so that measuring fits wherever training will.
+# Codes that hold least, so that measuring fits wherever training will.
 TIGHTEST_BITS = 1
 TIGHTEST = coded_policy(TIGHTEST_BITS)
 
@@ -359,7 +350,7 @@ def _halvings(examples: int) -> Iterator[int]:
 
 
 def probe_sizes(examples: int) -> tuple[int, ...]:
-    """Two sizes to measure: an eighth and a quarter of the batch, at least 2 (batch norm) and 4."""
+    """Return an eighth and a quarter of the batch, at least 2 (batch norm) and 4 examples."""
     larger = min(examples, max(2 * LEAST_WITH_STATISTICS, examples // 4))
     smaller = min(examples, max(LEAST_WITH_STATISTICS, larger // 2))
     return (smaller,) if smaller == larger else (smaller, larger)
@@ -368,8 +359,9 @@ def probe_sizes(examples: int) -> tuple[int, ...]:
 def _sizes_within(
     wanted: Sequence[int], expected: Expectation, budget_bytes: int
 ) -> tuple[int, ...]:
-    """The largest as many of the sizes, or halves of the smallest, whose peak is expected within
-    a budget; one example in any case, which is the least that training can take.
+    """Return as many of the largest sizes, or halves of the smallest, as are expected to fit.
+
+    One example is returned in any case: the least that training can take.
     """
     sizes = sorted({*wanted, *_halvings(wanted[0])})
     fitting = [size for size in sizes if expected(size) <= budget_bytes]

@@ -1,9 +1,8 @@
-"""Watching one small step: what is saved, read, let go and passed through, moment by moment.
+"""Observes one small step: what is saved, read, freed and transient, moment by moment.
 
-An ``Observer`` is given to ``Capture.step``. A moment begins when an operator
-of the forward pass does, and when backward reads a saved tensor; between two of
-them the peak of what is alive is read from the allocator's account. What is
-found is plain data (``Observation``), from which ``profiler`` makes a Profile.
+``Capture.step`` takes an ``Observer``. A moment begins when a forward operator begins and when
+backward reads a saved tensor; the allocator's account gives the peak of live bytes between two
+moments. The result is plain data (``Observation``), from which ``profiler`` makes a Profile.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from daf.torch_compat.pytree import tensors_in_batch
 _KEPT_ANYWAY = (
     Need.EXACT,
     Need.INPUT,
-)  # needs for which only keeping, or a place elsewhere, will do
+)  # needs that only keeping, or placing elsewhere, can serve
 
 
 class _Input(NamedTuple):
@@ -60,7 +59,7 @@ class _Input(NamedTuple):
 
 
 class _OpenCall(NamedTuple):
-    """A module call that runs: when it began, and what coding had taken by then."""
+    """A running module call: when it began, and the time that coding had taken by then."""
 
     place: int
     start_s: float
@@ -68,7 +67,7 @@ class _OpenCall(NamedTuple):
 
 
 def unseen(hook: Callable[..., None]) -> Callable[..., None]:
-    """A hook whose own looks at tensors no function mode takes for the program's."""
+    """Hide a hook's own reads of tensors from function modes."""
 
     @wraps(hook)
     def unseen_hook(*arguments: Any, **keywords: Any) -> None:
@@ -84,7 +83,7 @@ class Observer:
     Args:
         capture: whose step is observed.
         examples: of the step.
-        memory: that the step holds its tensors in; by default the process's own.
+        memory: where the step holds its tensors; by default the process's memory.
     """
 
     def __init__(self, capture: Capture, examples: int, memory: MemoryDomain | None = None) -> None:
@@ -114,7 +113,7 @@ class Observer:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Around forward and backward: follows module calls and gradients."""
+        """Follow module calls and gradients; runs around forward and backward."""
         handles = list(self._register_hooks())
         self._meter.begin()
         start_s = self.now_s()
@@ -140,18 +139,16 @@ class Observer:
                 yield parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
     def begin_backward(self) -> None:
-        """The forward pass is over, the loss included."""
+        """Note that the forward pass is over, the loss included."""
         self.found.forward = len(self.found.gradient_bytes)
 
-    # --- called by the capture --------------------------------------------------------------
-
     def now_s(self) -> float:
-        """The time when all that was asked of a device so far is done."""
+        """Return the time when all work queued on a device so far is done."""
         self._memory.wait()
         return time.perf_counter()
 
     def moment(self) -> None:
-        """A new moment begins; whatever only autograd holds by now died before it."""
+        """Begin a new moment; whatever only autograd holds by now died before it."""
         if self._begun:
             self._close_moment()
         self.found.gradient_bytes.append(self._gradients)
@@ -159,7 +156,7 @@ class Observer:
         self._inputs = [each for each in self._inputs if each.is_alive()]
 
     def saved(self, save: Save) -> None:
-        """A tensor was saved; what has no memory of its own that can be seen is passed over."""
+        """Note a saved tensor; one without visible memory of its own is skipped."""
         if not save.sources:
             return
         source = save.sources[0]
@@ -201,7 +198,7 @@ class Observer:
         return self._contents.setdefault((source, *key), len(self._contents))
 
     def reading(self, saved: SavedTensor) -> None:
-        """Backward reads a tensor."""
+        """Note that backward reads a tensor."""
         record = self._by_saved.get(id(saved))
         if record is None:
             return
@@ -212,12 +209,10 @@ class Observer:
             record.reading = _reading(saved)
 
     def has_read(self, saved: SavedTensor, ms: float) -> None:
-        """It was read."""
+        """Note that backward has read a tensor, and the time that took."""
         record = self._by_saved.get(id(saved))
         if record is not None and not is_asking():
             self._time(self.found.decode, record.treatment, record.tensor_bytes, ms)
-
-    # --- moments ----------------------------------------------------------------------------
 
     @property
     def _now(self) -> int:
@@ -235,7 +230,7 @@ class Observer:
             self._gradients += parameter.grad.nbytes
 
     def _note_deaths(self) -> None:
-        """Memory that nobody but what we keep refers to any more."""
+        """Note the deaths of memory that only autograd's kept tensors refer to."""
         gone = []
         for source, records in self._watched.items():
             ours = self._ours.get(source)
@@ -267,10 +262,8 @@ class Observer:
         for call in self.found.calls:
             call.inputs = [(s if s in known else -1, nbytes) for s, nbytes in call.inputs]
 
-    # --- codes ------------------------------------------------------------------------------
-
     def _parents(self, save: Save) -> frozenset[Site] | None:
-        """Sites of the codes that a tensor is the sum of; None where it has its own."""
+        """Return the sites of the codes that a tensor sums; None if it has its own code."""
         if save.treatment.method is Method.REDERIVE and isinstance(save.held, Rederived):
             recipe = save.held.recipe
             if recipe[0].derivation is not None:
@@ -286,8 +279,6 @@ class Observer:
     ) -> None:
         self._coding_ms += ms
         times.setdefault(treatment.method, MethodTime()).add(nbytes, ms)
-
-    # --- module calls -----------------------------------------------------------------------
 
     def _entering(self, path: str) -> Callable[..., None]:
         @unseen
@@ -315,13 +306,13 @@ class Observer:
         call.output_bytes = sum(size for _, size in self._numbered(list(self._computed(output))))
 
     def _computed(self, nest: Any) -> Iterator[Tensor]:
-        """A nest's tensors, without the model's and the batch's."""
+        """Yield a nest's tensors, without the model's and the batch's."""
         for tensor in tensors_in_batch(nest):
             if tensor.layout is torch.strided and not self._sources.is_external(tensor):
                 yield tensor
 
     def _numbered(self, tensors: list[Tensor]) -> list[tuple[int, int]]:
-        """The distinct memory behind tensors: its number and its bytes."""
+        """Return the distinct memory behind tensors: its number and its bytes."""
         sources = dict.fromkeys(self._sources.of(tensor) for tensor in tensors)
         return [
             (self._storages.setdefault(source, len(self._storages)), source.nbytes)
@@ -330,7 +321,7 @@ class Observer:
 
 
 def _reading(saved: SavedTensor) -> Reading:
-    """The way in which the operator that unpacks a tensor reads it."""
+    """Return how the operator that unpacks a tensor reads it."""
     if not is_asking():
         return Reading.WHOLE
     if isinstance(saved.held, SmoothHeld):
@@ -339,7 +330,7 @@ def _reading(saved: SavedTensor) -> Reading:
 
 
 def _own_codes(held: PackedTensor) -> Iterator[Any]:
-    """The codes and masks that a holding was made with."""
+    """Yield the codes and masks that a packed tensor was made with."""
     code = getattr(held, "code", None)
     if code is not None:
         yield code

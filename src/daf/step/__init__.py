@@ -1,1 +1,1 @@
-"""One training step: micro-batches, the gradient, its release, and the state to go back to."""
+"""One training step: micro-batches, the gradient, its release, and the state to restore."""

@@ -1,4 +1,4 @@
-"""A training step's batch and loss function, and what is asked of the batch again and again."""
+"""A training step's batch and loss function, with the batch's size computed once."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class BatchInfo:
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """One step's inputs; ``of`` computes ``info`` once, where the batch comes in.
+    """One step's inputs; ``of`` computes ``info``.
 
-    ``seed`` in [0, 2**64) and ``index``, the step's number from 0, name the codes' seeds.
+    ``seed`` in [0, 2**64) and ``index``, the step's number from 0, determine the codes' seeds.
     """
 
     batch: Any
@@ -31,7 +31,7 @@ class StepContext:
 
     @staticmethod
     def of(batch: Any, loss_fn: LossFunction, seed: int = 0, index: int = 0) -> StepContext:
-        """The context of a step.
+        """Return the context of a step.
 
         Raises:
             DataError: the batch has no tensor with a first dimension.
@@ -40,5 +40,5 @@ class StepContext:
         return StepContext(batch, loss_fn, info, seed, index)
 
     def first(self, examples: int) -> Any:
-        """The batch's first examples, in its own structure; tensors are views."""
+        """Return the batch's first examples, in its own structure; tensors are views."""
         return batch_slice(self.batch, 0, examples)

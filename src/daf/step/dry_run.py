@@ -1,7 +1,7 @@
-"""A forward pass of a few examples, which shows what may be fused before the first real step.
+"""A forward pass of a few examples, which finds what may be fused before the first real step.
 
-Which operators may be fused is observed in a step that runs them unfused. That
-step holds more than those behind it; with a few examples it holds next to nothing.
+The step that observes this runs unfused and so holds more than later ones; on a few examples that
+is next to nothing.
 """
 
 from __future__ import annotations

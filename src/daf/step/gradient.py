@@ -36,8 +36,7 @@ from daf.torch_compat.compiled_modules import CompiledModules
 class _Losses:
     """Mean losses of a step's micro-batches. Reading one waits for the device.
 
-    Args:
-        refuse: called with a micro-batch and its loss where that is not finite; raises.
+    ``refuse`` is called with a micro-batch and its non-finite loss, and raises.
     """
 
     def __init__(self, refuse: Callable[[Any, float], NoReturn]) -> None:
@@ -48,7 +47,7 @@ class _Losses:
 
     @property
     def mean(self) -> float:
-        """Of all that were read."""
+        """Mean of all losses read."""
         return self._total / self.weight
 
     def add(self, part: Any, loss: WeightedLoss) -> None:
@@ -57,7 +56,7 @@ class _Losses:
         self.is_sum = loss.is_sum
 
     def read(self) -> None:
-        """Read all that were added since the last call."""
+        """Read all losses added since the last call."""
         unread, self._unread = self._unread, []
         for part, given, mean in unread:
             value = mean.item()
@@ -69,7 +68,7 @@ class _Losses:
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Around passes: where one fails, a loss that is not finite may be why."""
+        """Read the losses where a pass inside fails: one that is not finite may be why."""
         try:
             yield
         except Exception:
@@ -78,11 +77,11 @@ class _Losses:
 
 
 class GradientStep:
-    """Forward and backward of whole batches; parameters change only where they are released.
+    """Runs forward and backward of whole batches; only released gradients change parameters.
 
     Args:
-        model: what is trained.
-        optimizer: whose gradients are dropped first.
+        model: the model being trained.
+        optimizer: its gradients are dropped first.
         capture: what the passes run under.
         release: steps parameters inside backward.
         on_commit: called just before a step changes its first parameter.
@@ -111,10 +110,9 @@ class GradientStep:
 
         Args:
             context: the step.
-            plan: what it runs under.
+            plan: what the step runs under.
             snapshot: restored if the loss is not finite.
-            planned: True if the plan decides whether gradients are released; else they are
-                wherever that is allowed.
+            planned: True if the plan decides on gradient release; else it is done wherever allowed.
 
         Raises:
             NonFiniteLossError: the loss is inf or NaN; parameters and buffers are untouched.
@@ -143,8 +141,7 @@ class GradientStep:
     def _reads_first(self) -> bool:
         """True if a loss is read before its backward pass.
 
-        A device would wait for the forward pass meanwhile; so its losses are read first only where
-        something may be updated before backward is over.
+        Reading waits for a device's forward pass, so it is done only if backward may update.
         """
         if is_processor(device_of(self._model)):
             return True
@@ -154,7 +151,7 @@ class GradientStep:
         )
 
     def _dry_run_once(self, context: StepContext, policy: Policy, part: Any) -> None:
-        """Find out in the first step what may be fused; larger tensors show it in the second."""
+        """Find in the first step what may be fused; larger tensors show it in the second."""
         if not policy.fused or self._knows_fusions:
             return
         self.is_dry_run = True

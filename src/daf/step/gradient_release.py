@@ -1,12 +1,10 @@
-"""Gradient release: each parameter is stepped as its gradient completes, which is then freed.
+"""Gradient release: the optimizer steps each parameter as its gradient completes, then frees it.
 
-Plain training holds every gradient from the first node of backward to the
-optimizer's step. Here the optimizer, the user's own object, steps one parameter
-at a time inside backward, so that only the gradients alive are those
-that wait for a reader of their parameter (``parameter_reads``). The result is
-``backward(); optimizer.step()``, bit for bit: optimizers of ``torch.optim``
-look at one parameter at a time, and a parameter is changed only once nothing
-reads it any more. Afterwards ``grad`` is None where it was released.
+Plain training holds every gradient until the optimizer's step. Here the user's own optimizer steps
+one parameter at a time inside backward. Only gradients whose parameter still has a reader stay
+alive (``parameter_reads``). The result equals ``backward(); optimizer.step()`` bit for bit:
+optimizers of ``torch.optim`` treat each parameter alone, and a parameter changes only once nothing
+reads it any more. ``grad`` of a released gradient is None afterwards.
 
 The first update commits the step: it can no longer be retried.
 """
@@ -37,8 +35,7 @@ _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 class ReleaseCount:
     """One step's releases: parameters stepped inside backward and after it; bytes of gradients.
 
-    ``peak_gradient_bytes`` is the most that the gradients of the optimizer's
-    parameters held at one moment of backward.
+    ``peak_gradient_bytes``: most bytes of the optimizer's gradients at one moment of backward.
     """
 
     released: int = 0
@@ -50,9 +47,9 @@ class GradientRelease:
     """Steps an optimizer's parameters inside backward, where that is allowed.
 
     Args:
-        mode: True: ``begin`` raises where it is not allowed; ``"auto"``: then it is not done;
-            False: never.
-        model: what is trained.
+        mode: True: ``begin`` raises where release is not allowed; ``"auto"``: gradients then stay;
+            False: never release.
+        model: the model being trained.
         optimizer: over some or all of its parameters.
         reads: of the capture under which the model runs.
 
@@ -99,13 +96,13 @@ class GradientRelease:
 
     @property
     def can_release(self) -> bool:
-        """True if that is asked for and allowed for a whole batch now."""
+        """True if release is asked for and allowed for a whole batch now."""
         return self.is_asked and not release_refusal(self._model, self._optimizer)
 
     def begin(self, micro_batches: int, *, held_by_plan: bool = False) -> None:
-        """A step of ``micro_batches`` micro-batches begins; decides whether it releases gradients.
+        """Begin a step of ``micro_batches`` micro-batches; decide whether it releases gradients.
 
-        ``held_by_plan``: there is room for all of them, so that they are released only on demand.
+        ``held_by_plan``: the plan has room for all gradients, so only mode True releases them.
 
         Raises:
             ReleaseRefusedError: the mode is True, and this step forbids it.
@@ -125,7 +122,7 @@ class GradientRelease:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Around the forward pass, inside the capture's ``with``."""
+        """Watch parameter reads; runs around the forward pass, inside the capture's ``with``."""
         if not self._active:
             yield
             return
@@ -134,14 +131,13 @@ class GradientRelease:
 
     @contextmanager
     def stepping(self, loss: Tensor, on_commit: Callable[[], None]) -> Iterator[None]:
-        """Around ``loss.backward()``. What could not be released still has its gradient then.
+        """Release gradients inside ``loss.backward()``; the others stay in ``grad``.
 
-        The caller steps the optimizer afterwards, as always: it passes over
-        parameters without a gradient.
+        The caller steps the optimizer afterwards as always: it skips parameters without a gradient.
 
         Args:
             loss: the scalar whose backward pass runs inside.
-            on_commit: called just before the first parameter is changed.
+            on_commit: called just before the first parameter changes.
 
         Raises:
             CommittedStepError: backward failed after that.
@@ -211,10 +207,9 @@ class GradientRelease:
 def step_alone(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter
 ) -> None:
-    """``optimizer.step()`` as if ``parameter``, of this group, were the only one.
+    """Run ``optimizer.step()`` as if ``parameter``, of ``group``, were the only one.
 
-    The group is the optimizer's own, so that its numbers, and what learning
-    rate schedulers do to them, hold; the state stays in the optimizer.
+    Group and state are the optimizer's own, so that learning rate schedulers keep working.
     """
     groups, members = optimizer.param_groups, group["params"]
     optimizer.param_groups, group["params"] = [group], [parameter]
@@ -227,11 +222,10 @@ def step_alone(
 def release_refusal(
     model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int = 1
 ) -> str:
-    """Why gradients cannot be released inside backward; empty where they can.
+    """Return why gradients cannot be released inside backward; empty where they can.
 
-    Clipping by global norm and gradient scalers need all gradients at once.
-    They reach a step through hooks, through a wrapped ``step`` or through what
-    a scaler sets on the optimizer, which are all looked for.
+    Clipping by global norm and gradient scalers need all gradients at once. They act through hooks,
+    a wrapped ``step``, or attributes of the optimizer; all three are checked.
     """
     if micro_batches > 1:
         count = f"{micro_batches} micro-batches"
@@ -273,7 +267,7 @@ def _parameter_refusal(model: nn.Module, optimizer: torch.optim.Optimizer) -> st
 
 
 def _trouble(parameter: Tensor, storages: set[int]) -> str:
-    """Why one parameter cannot be released, else empty; ``storages``: of those before it."""
+    """Return why a parameter cannot be released, else empty; ``storages``: of those before it."""
     if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
         return f"is a {type(parameter).__name__} of layout {parameter.layout}, not a plain one"
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
@@ -286,7 +280,7 @@ def _trouble(parameter: Tensor, storages: set[int]) -> str:
 
 
 def _layers(step: Callable[..., Any] | None) -> Iterator[Callable[..., Any]]:
-    """A function and what its decorators wrap, outermost first."""
+    """Yield a function and what its decorators wrap, outermost first."""
     while step is not None:
         yield step
         step = getattr(step, "__wrapped__", None)

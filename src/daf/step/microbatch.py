@@ -1,8 +1,7 @@
-"""Cutting a batch along its first dimension, and joining the gradients of the micro-batches.
+"""Cuts a batch along its first dimension, and scales the micro-batches' gradients.
 
-A batch is any nest of tensors: tuples, lists, mappings, dataclasses. A tensor
-is cut when its first dimension is the batch's; everything else is handed to
-every micro-batch as it is.
+A batch is any nest of tensors: tuples, lists, mappings, dataclasses. A tensor is cut if its first
+dimension is the batch's; everything else goes to every micro-batch unchanged.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ LossFunction = Callable[[nn.Module, Any], Any]
 
 
 def batch_size(batch: Any) -> int:
-    """Examples in a batch: the first dimension of the first tensor that has one.
+    """Return the examples in a batch: the first dimension of the first tensor that has one.
 
     Raises:
-        DataError: no tensor with a first dimension was found.
+        DataError: no tensor has a first dimension.
     """
     for tensor in tensors_in_batch(batch):
         if tensor.dim() > 0:
@@ -37,12 +36,12 @@ def batch_size(batch: Any) -> int:
 
 
 def batch_bytes(batch: Any) -> int:
-    """Bytes of all tensors in a batch."""
+    """Return the bytes of all tensors in a batch."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in_batch(batch))
 
 
 def batch_slice(batch: Any, start: int, stop: int) -> Any:
-    """Examples ``start`` to ``stop``, in the batch's own structure; tensors are views."""
+    """Return examples ``start`` to ``stop``, in the batch's own structure; tensors are views."""
     size = batch_size(batch)
 
     def cut(tensor: Tensor) -> Tensor:
@@ -52,7 +51,7 @@ def batch_slice(batch: Any, start: int, stop: int) -> Any:
 
 
 def micro_batches(batch: Any, micro_batch: int) -> list[Any]:
-    """The batch as consecutive micro-batches of ``micro_batch`` examples, the last one shorter."""
+    """Return consecutive micro-batches of ``micro_batch`` examples, the last one shorter."""
     size = batch_size(batch)
     if micro_batch >= size:
         return [batch]
@@ -61,7 +60,7 @@ def micro_batches(batch: Any, micro_batch: int) -> list[Any]:
 
 
 def split_refusal(model: nn.Module) -> str:
-    """Why splitting a batch would change the result: layers with batch statistics; else empty."""
+    """Return why splitting changes the result (layers with batch statistics); else empty."""
     for name, module in model.named_modules():
         uses_batch = module.training or getattr(module, "running_mean", None) is None
         if isinstance(module, AnyBatchNorm) and uses_batch:
@@ -73,8 +72,7 @@ def split_refusal(model: nn.Module) -> str:
 class WeightedLoss:
     """A micro-batch's loss as sum and weight; ``is_sum`` is False for a plain mean.
 
-    A weight that lies where the total does stays a tensor: to make a number of it is to wait for
-    the device.
+    A weight on the total's device stays a tensor: converting it to a number waits for the device.
     """
 
     total: Tensor
@@ -92,7 +90,7 @@ class WeightedLoss:
 
 
 def read_loss(result: Any, examples: int) -> WeightedLoss:
-    """Understand what ``loss_fn`` returned: a scalar mean, or ``(sum, weight)``.
+    """Read what ``loss_fn`` returned: a scalar mean, or ``(sum, weight)``.
 
     Raises:
         DataError: neither, or a tensor that is not a scalar.
@@ -111,7 +109,7 @@ def read_loss(result: Any, examples: int) -> WeightedLoss:
 
 
 def _weight_beside(total: Any, weight: Any) -> float | Tensor:
-    """A copy of the weight: a tensor may be overwritten before it is read."""
+    """Copy the weight: a tensor may be overwritten before it is read."""
     if not isinstance(weight, Tensor) or weight.numel() != 1:
         return float(weight)
     if not isinstance(total, Tensor) or weight.device != total.device:
@@ -120,7 +118,7 @@ def _weight_beside(total: Any, weight: Any) -> float | Tensor:
 
 
 def _quotient(total: Tensor, weight: Tensor) -> Tensor:
-    """``total / float(weight)``, of the total's dtype, divided in float32 at least."""
+    """Return ``total / float(weight)`` in the total's dtype, divided in float32 at least."""
     wide = torch.promote_types(total.dtype, torch.float32)
     return (total.to(wide) / weight.to(wide)).to(total.dtype)
 

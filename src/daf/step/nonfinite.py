@@ -1,4 +1,4 @@
-"""Where a loss stopped being finite: the first module whose output is not."""
+"""Finds where a loss stopped being finite: the first module whose output is not."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def is_finite(value: Any) -> bool:
 
 
 def first_nonfinite(model: nn.Module, batch: Any, run: Callable[[], Any]) -> str:
-    """Run the forward pass once more and name where the first non-finite value appears.
+    """Run the forward pass again and name where the first non-finite value appears.
 
     Args:
-        model: the model; only forward hooks are added, and removed again.
+        model: only forward hooks are added, and removed again.
         batch: the batch that ``run`` uses.
         run: calls the model as the failed step did.
 
@@ -62,7 +62,7 @@ def first_nonfinite(model: nn.Module, batch: Any, run: Callable[[], Any]) -> str
 
     handles = [module.register_forward_hook(watch(name)) for name, module in model.named_modules()]
     try:
-        with torch.no_grad(), eagerly():  # so that compiled modules have hooks, too
+        with torch.no_grad(), eagerly():  # so that compiled modules have hooks too
             run()
     finally:
         for handle in handles:

@@ -14,10 +14,7 @@ from daf.memory.domain import device_of
 
 
 class StateSnapshot:
-    """Copies of a model's buffers, and of the random states: PyTorch's, NumPy's and Python's.
-
-    CUDA's random states are included where CUDA is in use.
-    """
+    """Copies of a model's buffers and the random states (PyTorch, CUDA if used, NumPy, Python)."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -28,10 +25,10 @@ class StateSnapshot:
         self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
 
     def restore(self) -> None:
-        """Put everything back; may be called any number of times.
+        """Restore everything; may be called any number of times.
 
-        A module may have put another tensor in a buffer's place, which then gets the value. A
-        buffer that is new, or has another shape now, is the module's own cache and stays.
+        A tensor that replaced a buffer gets the buffer's value. A buffer that is new or has another
+        shape now is the module's own cache and stays.
         """
         self.restore_random()
         with torch.no_grad():
@@ -41,7 +38,7 @@ class StateSnapshot:
                     buffer.copy_(value)
 
     def restore_random(self) -> None:
-        """Put the random states back."""
+        """Restore the random states."""
         torch.set_rng_state(self._torch)
         if self._cuda:
             torch.cuda.set_rng_state_all(self._cuda)
@@ -51,11 +48,9 @@ class StateSnapshot:
 
 @contextmanager
 def preserved_state(model: nn.Module, *, gradients: bool = False) -> Iterator[StateSnapshot]:
-    """Restore a ``StateSnapshot`` at the end, an error's included.
+    """Restore a ``StateSnapshot`` at the end, after an error too.
 
-    Args:
-        model: runs inside.
-        gradients: put them aside as well; the body finds none, and its own are dropped.
+    ``gradients``: set gradients aside as well; the body finds none, and its own are dropped.
     """
     snapshot = StateSnapshot(model)
     kept = [(each, each.grad) for each in model.parameters()] if gradients else []
@@ -70,7 +65,7 @@ def preserved_state(model: nn.Module, *, gradients: bool = False) -> Iterator[St
 
 
 class StepSnapshot(StateSnapshot):
-    """Taken before a training step that may be tried again; also older than its graph."""
+    """Taken before a training step that may be retried; owns a node older than its graph."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -82,8 +77,7 @@ class StepSnapshot(StateSnapshot):
     def forget_backward(self) -> None:
         """Free what a backward pass that failed half-way still holds.
 
-        PyTorch leaves its tasks, and with them the graph, in the thread's queue until another
-        pass goes through that. It takes the youngest nodes first, so one that is older than all
-        of them goes through it to the end.
+        PyTorch keeps the pass's tasks, and their graph, in the thread's queue until another pass
+        drains it. Youngest nodes go first, so a pass through the oldest node drains all.
         """
         self._oldest.backward(retain_graph=True)  # type: ignore[no-untyped-call]
