@@ -1,5 +1,1 @@
-"""Tensor to planes and back: one class for each kind of code, on the processor and on a GPU.
-
-A codec turns a dense tensor into planes that lie in a store (``pool``), and back. Which codec a
-saved tensor gets is for ``saved_tensors``.
-"""
+"""Codecs: a dense tensor to planes in a store (``pool``) and back, one class for each kind."""

@@ -1,4 +1,4 @@
-"""Making codes where a tensor is: in the host's store, in its device's pages, or on their way."""
+"""The coder: makes codes in the host's store, a device's pages, or host memory for a device."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from daf.pool.store import Store
 
 
 class Host(Protocol):
-    """Host memory in which codes of a device's tensors may wait."""
+    """Host memory that holds codes of a device's tensors."""
 
     def room(self, tensor: Tensor, count: int, bits: int) -> Any | None:
-        """A store for so many planes of a tensor's; None: there is no room."""
+        """Return a store for ``bits`` planes of ``count`` elements; None if there is no room."""
 
     def values(
         self,
@@ -31,12 +31,12 @@ class Host(Protocol):
         channels: Channels | None,
         **options: Any,
     ) -> ValueCode | None:
-        """A dense tensor's values, made by whoever is free to; None: there is no room."""
+        """Encode a dense tensor's floats, on the device or the processor; None: no room."""
 
 
 class Coder:
-    """Makes codes of tensors; those in host memory go to ``store``, a device's to that of
-    ``devices``, or, where they may travel, to ``host``.
+    """Makes codes: of host tensors in ``store``, of a device's in ``devices`` or, if asked,
+    ``host``.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class Coder:
         *,
         on_host: bool = False,
     ) -> MaskCode:
-        """One bit of every element of a dense tensor."""
+        """Encode one bit of every element of a dense tensor."""
         return MaskCode(self._place(tensor, 1, on_host), tensor, predicate, low, high)
 
     def unwritten_mask(self, tensor: Tensor, *, on_host: bool = False) -> MaskCode:
-        """Room for one bit of every element, for who fills its planes."""
+        """Allocate one bit for every element; the caller fills the planes."""
         return MaskCode.unwritten(self._place(tensor, 1, on_host), tensor.numel())
 
     def values(
@@ -70,7 +70,7 @@ class Coder:
         channels: Channels | None,
         **options: Any,
     ) -> ValueCode:
-        """A dense tensor's floats; arguments and options are those of :class:`ValueCode`."""
+        """Encode a dense tensor's floats; arguments and options are those of :class:`ValueCode`."""
         arguments = (tensor, treatment, key, channels)
         if treatment.on_host and self._host is not None and is_coded_on_device(tensor):
             found = self._host.values(*arguments, **options)
@@ -81,28 +81,28 @@ class Coder:
     def intervals(
         self, tensor: Tensor, bits: int, borders: Tensor, *, on_host: bool = False
     ) -> DerivativeCode | None:
-        """Intervals of a dense tensor's elements; None if it is known that one is not finite."""
+        """Encode each element's interval; None if an element is known not to be finite."""
         return DerivativeCode.encode(self._place(tensor, bits, on_host), tensor, bits, borders)
 
     def steps(
         self, tensor: Tensor, bits: int, key: int, to_steps: Channels, *, on_host: bool = False
     ) -> RangedCode:
-        """A dense tensor's floats in steps of a range, which ``to_steps`` makes of them."""
+        """Encode a dense tensor's floats as the numbers of steps that ``to_steps`` gives."""
         return RangedCode(self._place(tensor, bits, on_host), tensor, bits, key, to_steps)
 
     def integers(
         self, tensor: Tensor, bits: int, base: int, *, on_host: bool = False
     ) -> IntegerCode:
-        """A dense tensor's integers, which lie in ``base … base + 2**bits - 1``."""
+        """Encode a dense tensor's integers, which lie in ``base … base + 2**bits - 1``."""
         return IntegerCode(self._place(tensor, bits, on_host), tensor, bits, base)
 
     def registered(self, tensor: Tensor, treatment: Treatment, key: int) -> RegisteredCode | None:
-        """A dense tensor's values by a registered codec; None: it stays as it is."""
+        """Encode by a registered codec; None: the tensor is kept as it is."""
         store = self._place(tensor, treatment.bits, False)
         return encoder_named(treatment.codec)(store, tensor, treatment, key)
 
     def _place(self, tensor: Tensor, bits: int, on_host: bool) -> Any:
-        """Where the planes of a tensor lie."""
+        """Return the store for a tensor's planes."""
         if not is_coded_on_device(tensor):
             return self._store
         if on_host and self._host is not None:

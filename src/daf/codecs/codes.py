@@ -1,7 +1,7 @@
-"""Codes: a dense tensor in, planes (and headers) in a store, a dense tensor out.
+"""Codes: a dense tensor as planes (and headers) in a store, decoded into a dense tensor.
 
-All codecs work in memory order, so every dense layout costs one pass and no copy. The kernels are
-those of the tensor's device; formats are in ``docs/format.md``.
+All codecs work in memory order, so every dense layout costs one pass and no copy. The device's
+kernels do the work; ``docs/format.md`` describes the formats.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from daf.pool.paged_pool import plane_importance
 
 
 class Values(Protocol):
-    """Floats in a few bits each, or computed by who reads them; tensors are derived from them."""
+    """Floats in a few bits each, or recomputed when read; other tensors are derived from them."""
 
     @property
     def count(self) -> int:
-        """Elements."""
+        """Number of elements."""
 
     @property
     def nbytes(self) -> int:
@@ -37,11 +37,11 @@ class Values(Protocol):
 
     @property
     def in_store(self) -> bool:
-        """True if a store counts them."""
+        """True if a store counts these bytes."""
 
     @property
     def treatment(self) -> Treatment:
-        """What they are coded by."""
+        """The treatment that they are coded by."""
 
     def decode(
         self,
@@ -51,11 +51,11 @@ class Values(Protocol):
         accumulate: bool = False,
         blocks: tuple[int, int] | None = None,
     ) -> None:
-        """Write them; see :meth:`ValueCode.decode`."""
+        """Write the values; see :meth:`ValueCode.decode`."""
 
 
 class _Code:
-    """Planes in a store; none of them is evicted unless a class says so."""
+    """Planes in a store; none is evicted unless a subclass says so."""
 
     __slots__ = ("count", "planes")
     in_store = True
@@ -66,7 +66,7 @@ class _Code:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the planes and headers that are there."""
+        """Bytes of the resident planes and headers."""
         return int(self.planes.nbytes)
 
     @contextmanager
@@ -90,24 +90,24 @@ class MaskCode(_Code):
     def __init__(
         self, store: Any, tensor: Tensor, predicate: Predicate, low: float, high: float = math.nan
     ) -> None:
-        """Encode a dense tensor; :class:`daf.kernels.Predicate` says which bits are set."""
+        """Encode a dense tensor; ``predicate`` says which bits are set."""
         super().__init__(tensor.numel(), _planes(store, tensor.numel(), 1))
         with self._writing() as planes:
             backend_of(tensor).encode_mask(tensor, planes, predicate, low, high)
 
     @classmethod
     def unwritten(cls, store: Any, count: int) -> MaskCode:
-        """Room for a mask of ``count`` elements; whoever has filled ``planes`` seals it."""
+        """Allocate a mask of ``count`` elements; the caller fills ``planes``, then seals it."""
         mask = cls.__new__(cls)
         _Code.__init__(mask, count, _planes(store, count, 1))
         return mask
 
     def seal(self) -> None:
-        """End the writing of a mask that was made unwritten."""
+        """End the writing of an unwritten mask."""
         self.planes.seal()
 
     def decode(self, out: Tensor, off_value: float, on_value: float) -> None:
-        """Write the two values into a dense tensor of the coded element count."""
+        """Write the two values into a dense tensor of the encoded element count."""
         with self._reading(out) as planes:
             backend_of(out).decode_mask(planes, off_value, on_value, out)
 
@@ -115,7 +115,7 @@ class MaskCode(_Code):
 class ValueCode(_Code):
     """``rotated`` or ``minmax`` planes with a header for every block.
 
-    The store may evict planes of ``rotated`` codes, but not the first.
+    The store may evict planes of ``rotated`` codes, except the first.
     """
 
     __slots__ = ("key", "treatment")
@@ -133,17 +133,17 @@ class ValueCode(_Code):
         output: NormOutput | None = None,
         rows: RowMoments | None = None,
     ) -> None:
-        """Encode a dense tensor, after ``channels`` has been applied to it.
+        """Encode a dense tensor after ``channels`` is applied to it.
 
         Args:
             store: where the planes go.
             tensor: dense floats.
             treatment: *rotated* or *minmax*, and the width.
-            key: 64-bit seed.
-            channels: applied to every value before it is coded; vectors on the tensor's device.
-            weight: how much relative error here harms the gradient, beside other tensors.
-            tag: 64-bit name under which the store reports what it evicted.
-            output: what a normalisation writes from the values coded; its mask is unwritten.
+            key: int in [0, 2**64), the seed.
+            channels: applied to every value before it is encoded; vectors on the tensor's device.
+            weight: how much relative error here harms the gradient, relative to other tensors.
+            tag: 64-bit name under which the store reports evictions.
+            output: what a normalisation writes from the encoded values; its mask is unwritten.
             rows: how to measure ``channels``, whose vectors are then written before they are read.
 
         Raises:
@@ -162,7 +162,7 @@ class ValueCode(_Code):
     def packed_elsewhere(
         cls, planes: Any, tensor: Tensor, treatment: Treatment, key: int
     ) -> ValueCode:
-        """The code of a dense tensor whose planes the host packs."""
+        """Return the code of a dense tensor whose planes the host packs."""
         code = cls.__new__(cls)
         code._hold(planes, treatment, key)
         code.count = tensor.numel()
@@ -179,12 +179,11 @@ class ValueCode(_Code):
         accumulate: bool = False,
         blocks: tuple[int, int] | None = None,
     ) -> None:
-        """Write the values into a dense tensor of the coded element count.
+        """Write the values into a dense tensor of the encoded element count.
 
-        ``channels`` is applied to every value, then ``accumulate`` adds what
-        ``out`` holds, then ``mask`` zeroes the elements whose bit is clear.
-        With ``blocks`` (first, last), ``out`` holds the elements of these
-        blocks of 256 alone.
+        ``channels`` is applied first; then ``accumulate`` adds what ``out`` holds; then ``mask``
+        zeroes the elements whose bit is clear. With ``blocks`` (first, last), ``out`` holds the
+        elements of these blocks of 256 only.
         """
         with self._reading(out, blocks) as planes, pinned(mask) as chosen:
             code = (planes, self.treatment, self.key)
@@ -192,7 +191,7 @@ class ValueCode(_Code):
 
 
 class RangedCode(_Code):
-    """A tensor's numbers of steps; who decodes them brings what they are steps of."""
+    """A tensor's numbers of steps; the decoder supplies the grid."""
 
     __slots__ = ()
 
@@ -208,13 +207,13 @@ class RangedCode(_Code):
             backend_of(tensor).encode_steps(tensor, planes, key, to_steps)
 
     def decode(self, out: Tensor, from_steps: Channels) -> None:
-        """Write the values into a dense tensor of the coded element count."""
+        """Write the values into a dense tensor of the encoded element count."""
         with self._reading(out) as planes:
             backend_of(out).decode_steps(planes, out, from_steps)
 
 
 class DerivativeCode(_Code):
-    """In which interval of a smooth activation's domain each element lies."""
+    """The interval of a smooth activation's domain in which each element lies."""
 
     __slots__ = ("_broken",)
     _broken: Tensor | None
@@ -223,11 +222,10 @@ class DerivativeCode(_Code):
     def encode(
         cls, store: Any, tensor: Tensor, bits: int, borders: Tensor
     ) -> DerivativeCode | None:
-        """Code a dense tensor; borders: (2**bits - 1,) float32, ascending.
+        """Encode a dense tensor; borders: (2**bits - 1,) float32, ascending.
 
-        Returns:
-            None where an element is not finite and must stay so. Where only the device knows, the
-            code, all of which then decodes to NaN.
+        Returns None if an element is not finite and must stay so. Where only the device knows, the
+        code is returned and decodes to NaN everywhere.
         """
         code = cls(tensor.numel(), _planes(store, tensor.numel(), bits))
         with code.planes.filling() as planes:
@@ -262,19 +260,19 @@ class IntegerCode(_Code):
             backend_of(tensor).encode_integers(tensor, planes, base)
 
     def decode(self, out: Tensor) -> None:
-        """Write the integers into a dense tensor of the coded element count."""
+        """Write the integers into a dense tensor of the encoded element count."""
         with self._reading(out) as planes:
             backend_of(out).decode_integers(planes, self.base, out)
 
 
 def pinned(mask: MaskCode | None) -> AbstractContextManager[Any]:
-    """The planes of a mask to be read, or None."""
+    """Pin a mask's planes for reading; None without a mask."""
     return nullcontext() if mask is None else mask.planes.pinned()
 
 
 @contextmanager
 def opened(output: NormOutput | None) -> Iterator[NormOutput | None]:
-    """The same with the planes of its unwritten mask in the place of that."""
+    """Open the output's unwritten mask and yield the output with its planes in its place."""
     if output is None or output.mask is None:
         yield output
         return
@@ -283,10 +281,10 @@ def opened(output: NormOutput | None) -> Iterator[NormOutput | None]:
 
 
 def check_count(count: int, out: Tensor, blocks: tuple[int, int] | None) -> None:
-    """Refuse a tensor of another element count than was coded, in these blocks of 256 or in all.
+    """Check that ``out`` has the encoded element count, or that of ``blocks``.
 
     Raises:
-        CodecError: it is one.
+        CodecError: it has another.
     """
     if blocks is not None:
         count = elements_in(blocks, count)
@@ -298,7 +296,7 @@ def check_count(count: int, out: Tensor, blocks: tuple[int, int] | None) -> None
 
 
 def elements_in(blocks: tuple[int, int], count: int) -> int:
-    """Elements of blocks first to last (exclusive) of a tensor of ``count``."""
+    """Return the elements of blocks first to last (exclusive) of a tensor of ``count``."""
     first, last = blocks
     return min(last * BLOCK_ELEMENTS, count) - first * BLOCK_ELEMENTS
 
@@ -308,7 +306,7 @@ def _planes(store: Any, count: int, bits: int) -> Any:
 
 
 def _value_planes(store: Any, count: int, treatment: Treatment, weight: float, tag: int) -> Any:
-    """Of ``rotated`` codes all planes but the first may go, unless they stay whole."""
+    """Allocate planes; those of ``rotated`` codes after the first are evictable unless whole."""
     stays = treatment.method is Method.MINMAX or treatment.whole
     return store.allocate_planes(
         count,

@@ -1,4 +1,4 @@
-"""The geometry of a tensor: what must be restored around decoded content."""
+"""The geometry of a tensor, which a decoder restores around the content."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class Layout(NamedTuple):
     device: torch.device
 
     def empty(self) -> Tensor:
-        """A tensor of this geometry; content undefined and, for large ones, not yet paged in."""
+        """Return a tensor of this geometry; content undefined and, if large, not yet paged in."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
 
 def layout_of(tensor: Tensor) -> Layout:
-    """The geometry of a strided tensor."""
+    """Return the geometry of a strided tensor."""
     return Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Do the elements fill one unbroken piece of memory, each place once?
+    """True if the elements fill one unbroken run of memory, each place once.
 
-    True for every permutation of a contiguous tensor (channels-last, transposed);
-    strides of dimensions of size 1 do not matter.
+    So is every permutation of a contiguous tensor (channels-last, transposed). Strides of
+    dimensions of size 1 do not matter.
     """
     if tensor.is_contiguous():
         return True
@@ -48,22 +48,24 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def content_key(tensor: Tensor, version: int) -> tuple[Any, ...]:
-    """Tells apart what may be coded of one memory: dense tensors in memory order, whatever their
-    shape; ``version`` is the tensor's when it was saved.
+    """Return a key of the memory's content: equal for dense tensors of any shape in the same memory
+    order.
+
+    ``version`` is the tensor's when it was saved.
     """
     geometry = () if is_dense(tensor) else (tuple(tensor.shape), tensor.stride())
     return (tensor.storage_offset(), tensor.numel(), tensor.dtype, version, geometry)
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
-    """(elements,) of a dense tensor, without its graph: the same memory."""
+    """Return a dense tensor's memory as (elements,), detached from its graph."""
     return torch.as_strided(tensor.detach(), (tensor.numel(),), (1,), tensor.storage_offset())
 
 
 def overlaps(tensor: Tensor) -> bool:
-    """May two elements share one place in memory (an expanded or self-overlapping view)?
+    """True if two elements may share one place in memory (an expanded or self-overlapping view).
 
-    Errs on the side of yes, as PyTorch's own check does.
+    Like PyTorch's own check, it errs on the side of True.
     """
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

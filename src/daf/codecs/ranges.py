@@ -1,10 +1,10 @@
-"""The range of a whole tensor or of each channel, by the strategy that is fastest here and now.
+"""The range of a whole tensor or of each channel, by the strategy measured fastest.
 
-Hybrid reduction (DAF, arXiv 2507.07149) with a choice made at run time: the first time that a
-size is asked for on a device strategies are tried, PyTorch's own too, first on a part of the
-tensor, within ``calibration.CALIBRATION_SECONDS`` beside what compiling takes; a cache file keeps
-what was found, and now and then the chosen one is timed beside another, so that clocks and
-contention that change can flip the choice.
+Hybrid reduction (DAF, arXiv 2507.07149), chosen at run time. The first call of a size on a device
+times all strategies, PyTorch's own included, first on a part of a large tensor. Calibration takes
+at most ``autotune.CALIBRATION_SECONDS`` besides compiling. A cache file keeps the choices. Later
+calls sometimes time the chosen strategy against another, so that the choice follows clocks and
+contention.
 """
 
 from __future__ import annotations
@@ -34,38 +34,38 @@ from daf.kernels.devices import backend_of, can_code_on, is_processor
 PYTORCH = "pytorch"
 STRATEGIES = (*(strategy.name.lower() for strategy in RangeStrategy), PYTORCH)
 CACHE_VARIABLE = "DAF_CACHE"
-# Below, a choice takes as long as the reduction.
+# Below this, choosing takes as long as reducing.
 LEAST_ELEMENTS = 1 << 16
-PART_ELEMENTS = 1 << 20  # of larger tensors, that all strategies are tried on
-# At most, for a strategy's few kernels on a GPU to be started by the host and waited for.
+PART_ELEMENTS = 1 << 20  # the part of a larger tensor that all strategies are tried on
+# Upper bound on the host starting and awaiting a strategy's few kernels on a GPU.
 _STARTING_SECONDS = 1.5e-4
 
 Ends = tuple[Tensor, Tensor]
 
 
 class Bounds(NamedTuple):
-    """Least and greatest element; both NaN where one is."""
+    """Least and greatest element; both NaN if any element is."""
 
     low: float
     high: float
 
 
 class Ranges:
-    """Ranges on any device, with a chooser for each; may be asked from any thread."""
+    """Ranges on any device, with a chooser for each; safe to call from any thread."""
 
     def __init__(self, cache: Path | None) -> None:
-        """``cache``: the file to keep choices in; None: this process's memory alone."""
+        """``cache``: the file to keep choices in; None: only this process's memory."""
         self._cache = cache
         self._choosers: dict[str, Chooser] = {}
         self._lock = threading.Lock()
         self._broken: set[torch.device] = set()
 
     def ends(self, tensor: Tensor) -> Ends:
-        """Least and greatest element of a tensor of floats or integers, 0-dim, where it is."""
+        """Return the least and greatest element of floats or integers, 0-dim, on the device."""
         return self._ends(tensor, WHOLE)
 
     def channel_ends(self, tensor: Tensor, cut: Cut) -> Ends:
-        """The same of every channel of a dense tensor of floats: (channels,) where it is."""
+        """Return the ends of each channel of a dense float tensor, (channels,), on its device."""
         low, high = self._ends(tensor, cut)
         return low.view(cut.channels), high.view(cut.channels)
 
@@ -77,7 +77,7 @@ class Ranges:
         except Exception as problem:
             if is_processor(tensor.device):
                 raise
-            # A compiler that is missing, say: whoever only asks whether weights are finite goes on.
+            # For example, no compiler: a check whether weights are finite must still work.
             self._broken.add(tensor.device)
             warnings.warn(
                 f"ranges on {tensor.device} are PyTorch's from now on: {problem}", stacklevel=3
@@ -85,7 +85,7 @@ class Ranges:
             return _by_pytorch(tensor, cut)
 
     def strategy_for(self, tensor: Tensor, cut: Cut = WHOLE) -> str:
-        """The one that this call is to take; the first of its size takes some milliseconds."""
+        """Return the strategy for this call; the first call of a size takes some milliseconds."""
         return self._choose(tensor, cut) if self._has_choice(tensor) else PYTORCH
 
     def _choose(self, tensor: Tensor, cut: Cut) -> str:
@@ -105,7 +105,7 @@ class Ranges:
 
 
 def _shape_class(tensor: Tensor, cut: Cut) -> str:
-    """What shares a choice: powers of four, of elements, channels and what lies between them."""
+    """Name the sizes that share a choice: elements, channels and inner length in powers of four."""
     return _class_name(tensor.dtype, tensor.numel().bit_length() // 2, cut)
 
 
@@ -131,13 +131,13 @@ class _Trial:
         return 0.0 if is_processor(self._tensor.device) else _STARTING_SECONDS
 
     def usual(self) -> str | None:
-        """What the processor's kernels take where none is asked for; of GPUs no rule is known."""
+        """The default of the processor's kernels; None on a GPU, where no rule is known."""
         if not is_processor(self._tensor.device):
             return None
         return range_strategy(self.size, torch.get_num_threads(), *self._cut).name.lower()
 
     def warm_up(self, name: str) -> None:
-        """A GPU's kernels are compiled for sizes; a processor's only have threads to start."""
+        """Compile a GPU's kernels for the sizes; a processor only starts its threads."""
         is_compiled = not is_processor(self._tensor.device)
         _by(self._tensor if is_compiled else self._first(LEAST_ELEMENTS), self._cut, name)
         _wait_for(self._tensor.device)
@@ -150,19 +150,19 @@ class _Trial:
         return _Trial(first, self._cut) if first.numel() < self.size else None
 
     def _first(self, count: int) -> Tensor:
-        """About so many elements, as many of each channel."""
+        """Return about ``count`` elements, equally many of each channel."""
         once = self._cut.channels * self._cut.inner
         return in_memory_order(self._tensor)[: max(once, count // once * once)]
 
 
 def bounds(tensor: Tensor) -> Bounds:
-    """Of a tensor of floats or integers with elements; waits for its device."""
+    """Return the bounds of a non-empty float or integer tensor; waits for its device."""
     low, high = ours().ends(tensor)
     return Bounds(low.item(), high.item())
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether no element of any float tensor is infinite or NaN; waits once for each device."""
+    """True if no element of any float tensor is infinite or NaN; waits once for each device."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
@@ -171,19 +171,19 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def _is_finite(tensor: Tensor) -> Tensor:
-    """0-dim, where it is."""
+    """Return a 0-dim boolean on the tensor's device."""
     if tensor.layout is not torch.strided:
         tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
     if tensor.is_complex():
         return tensor.isfinite().all()
-    if tensor.dtype.itemsize < 2:  # eight bits, which PyTorch hardly computes with
+    if tensor.dtype.itemsize < 2:  # PyTorch hardly computes with eight bits
         tensor = tensor.float()
     low, high = ours().ends(tensor)
     return low.isfinite() & high.isfinite()
 
 
 def device_name(device: torch.device) -> str:
-    """What choices hold for: a kind of GPU, or so many threads of a processor."""
+    """Return what choices hold for: a kind of GPU, or a processor's number of threads."""
     return _device_name(device, torch.get_num_threads())
 
 
@@ -195,9 +195,9 @@ def _device_name(device: torch.device, threads: int) -> str:
 
 
 def default_cache() -> Path | None:
-    """``strategies.json`` in ``$DAF_CACHE``, or where the system keeps users' caches.
+    """Return ``strategies.json`` in ``$DAF_CACHE``, or in the system's place for users' caches.
 
-    None where nothing can be written there: choices are then made in every process.
+    None if that cannot be written; every process then makes its own choices.
     """
     try:
         folder = Path(os.environ.get(CACHE_VARIABLE) or _users_caches() / "daf")
@@ -227,7 +227,7 @@ def _by_pytorch(tensor: Tensor, cut: Cut) -> Ends:
 
 
 def _by(tensor: Tensor, cut: Cut, name: str) -> Ends:
-    """(channels,) each; 0-dim of a whole tensor, which is asked for most."""
+    """Return the ends by a named strategy: (channels,) each; 0-dim of a whole tensor."""
     if name == PYTORCH:
         return _by_pytorch(tensor, cut)
     strategy = RangeStrategy[name.upper()]
@@ -236,7 +236,7 @@ def _by(tensor: Tensor, cut: Cut, name: str) -> Ends:
 
 
 def _seconds(work: Callable[[], Any], device: torch.device) -> float:
-    """One run; on a device until it is done there."""
+    """Return the seconds of one run, waiting until the device is done."""
     _wait_for(device)
     begin_s = time.perf_counter()
     work()
@@ -251,5 +251,5 @@ def _wait_for(device: torch.device) -> None:
 
 @cache
 def ours() -> Ranges:
-    """This process's."""
+    """Return this process's ranges."""
     return Ranges(default_cache())

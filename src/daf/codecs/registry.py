@@ -1,6 +1,6 @@
-"""Codecs that are registered from outside the library, by name.
+"""Codecs registered by name from outside the library.
 
-A plan never chooses one; a policy does, through ``Treatment(Method.REGISTERED, codec=name)``.
+A policy chooses one through ``Treatment(Method.REGISTERED, codec=name)``; a plan never does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from daf.core.errors import CodecError
 
 
 class RegisteredCode(Protocol):
-    """What a registered codec holds instead of a tensor."""
+    """What a registered codec holds in place of a tensor."""
 
     @property
     def nbytes(self) -> int:
@@ -25,23 +25,23 @@ class RegisteredCode(Protocol):
         """True if the store that the codec was given counts these bytes."""
 
     def decode(self, out: Tensor) -> None:
-        """Write the values into a dense tensor of the coded shape, strides and dtype."""
+        """Write the values into a dense tensor of the encoded shape, strides and dtype."""
 
 
-# (store, dense tensor, treatment, 64-bit key) to a code; None keeps the tensor as it is. The store
-# is that of the tensor's device: see ``daf.pool.store.Store`` for the host's.
+# Makes a code from (store of the tensor's device, dense tensor, treatment, 64-bit key). None keeps
+# the tensor as it is. For the host's store see ``daf.pool.store.Store``.
 Encoder = Callable[..., RegisteredCode | None]
 
 _encoders: dict[str, Encoder] = {}
 
 
 def register_codec(name: str, encode: Encoder) -> None:
-    """Make a codec known to treatments; the same name again replaces it."""
+    """Register a codec for treatments, in place of any of the same name."""
     _encoders[name] = encode
 
 
 def encoder_named(name: str) -> Encoder:
-    """The encoder of a registered codec.
+    """Return the encoder of a registered codec.
 
     Raises:
         CodecError: no codec of this name is registered.

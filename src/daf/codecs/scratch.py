@@ -1,11 +1,9 @@
-"""Memory that decoded tensors come to life in, used again once nobody looks at them.
+"""Memory for decoded tensors, recycled once no tensor refers to it.
 
-A decoded tensor lives for one operator of backward. A fresh block for each
-would be paged in anew every time, which costs several times what decoding
-does; so blocks are kept and handed out again when the storage's reference
-count says that the last tensor on it is gone. Where freed blocks are recycled
-anyway (``memory.recycling``) nothing is kept here: a block that has become
-idle serves whoever asks next.
+A decoded tensor lives for one operator of backward. Paging in a fresh block for each costs several
+times what decoding does. So ``Scratch`` keeps blocks and reuses one when its storage's reference
+count shows it idle. Where the allocator recycles freed blocks itself (``memory.recycling``),
+nothing is kept here.
 """
 
 from __future__ import annotations
@@ -19,26 +17,27 @@ from daf._native import allocator
 from daf.codecs.layout import Layout
 from daf.torch_compat.autograd_graph import storage_holders
 
-# Below this, the system allocator itself keeps and reuses blocks.
+# The system allocator itself keeps and reuses smaller blocks.
 SMALLEST_BLOCK_BYTES = 1 << 20
 MOST_BLOCKS = 1
 
 
 class Scratch:
-    """Hands out tensors on recycled blocks; keeps at most ``MOST_BLOCKS`` of them."""
+    """A source of tensors on recycled blocks; keeps at most ``MOST_BLOCKS`` of them."""
 
     def __init__(self) -> None:
         self._blocks: list[torch.UntypedStorage] = []
-        # Several threads may run backward; between finding a block idle and using it, only one.
+        # Several threads may run backward; only one may act between finding a block idle and using
+        # it.
         self._lock = threading.Lock()
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the blocks that are kept, in use or not."""
+        """Bytes of the kept blocks, in use or not."""
         return sum(block.nbytes() for block in self._blocks)
 
     def empty(self, layout: Layout) -> Tensor:
-        """A dense tensor of this geometry with undefined content."""
+        """Return a dense tensor of this geometry, content undefined."""
         nbytes = layout.dtype.itemsize
         for size in layout.shape:
             nbytes *= size
@@ -51,7 +50,7 @@ class Scratch:
             return tensor.set_(block, 0, layout.shape, layout.stride)
 
     def release(self) -> None:
-        """Let go of every block, from any thread; those in use live on with their tensors."""
+        """Drop every block, from any thread; blocks in use live on with their tensors."""
         with self._lock:
             self._blocks.clear()
 
@@ -60,7 +59,7 @@ class Scratch:
         return min(fitting, key=torch.UntypedStorage.nbytes, default=None)
 
     def _new_block(self, nbytes: int) -> torch.UntypedStorage:
-        """A new block; it takes the place of the smallest, since larger ones serve more tensors."""
+        """Allocate a block in place of the smallest, since larger ones serve more tensors."""
         if len(self._blocks) == MOST_BLOCKS:
             self._blocks.remove(min(self._blocks, key=torch.UntypedStorage.nbytes))
         block = torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
@@ -69,5 +68,5 @@ class Scratch:
 
 
 def _is_idle(block: torch.UntypedStorage) -> bool:
-    """Is ours the only reference? Every tensor and view on the block counts as one more."""
+    """True if ours is the only reference; every tensor and view on the block holds one more."""
     return storage_holders(block._cdata) == 1

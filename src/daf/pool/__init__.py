@@ -1,4 +1,4 @@
 """Where the planes of codes live: the paged pool, device pools, pinned host memory.
 
-A store gives out room for planes and takes it back; what a plane means is for ``codecs``.
+A store allocates and frees planes; ``codecs`` gives them meaning.
 """

@@ -1,4 +1,4 @@
-"""Which store codes go to where nobody says otherwise."""
+"""The default store of codes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from daf.pool.store import PlainStore, Store
 
 
 def make_store(cap_bytes: int | None = None) -> Store:
-    """The paged pool; plain buffers where addresses are short and no cap was asked for.
+    """Return the paged pool; plain buffers where addresses are short and no cap was asked for.
 
     Args:
         cap_bytes: the most to hold, page tables and records included; None: no cap.
 
     Raises:
-        KernelError: the cap means nothing.
+        KernelError: the cap is invalid.
         PoolFullError: a cap was asked for, and the system grants no addresses.
     """
     if cap_bytes is None and address_space_limit_bytes() is not None:

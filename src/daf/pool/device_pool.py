@@ -1,11 +1,10 @@
-"""The paged pool of a device: numbers, tree and evictions of ``pool``; the pages lie there.
+"""The paged pool of a device: numbers and evictions by the native pool, pages on the device.
 
-The native pool counts pages, knows which planes are least important, and says what
-goes. Memory comes from PyTorch's caching allocator, a block for each plane that may go
-and one for all that stays of a tensor: so what goes, or what backward frees, serves
-gradients at once, as everything else on a device does, and neither taking nor giving
-back waits for it. Kernels find pages through a table on the device, which is copied
-once for each tensor; that planes went changes only how many are read (``docs/pool.md``).
+The native pool counts pages and decides which planes are evicted. Memory comes from PyTorch's
+caching allocator: a block for each evictable plane, and one for all else of a tensor. So freed
+memory serves gradients at once, and neither allocating nor freeing waits. Kernels find pages
+through a table on the device, copied once for each tensor. An eviction changes only how many planes
+are read (``docs/pool.md``).
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ Words = npt.NDArray[np.int64]
 class DevicePlaneTensor:
     """One tensor's planes (and headers) on a device, until the last reference is dropped.
 
-    It is written inside :meth:`writing`, once; from then on planes may be given up,
-    except inside :meth:`pinned`.
+    It is written once, inside :meth:`writing`; afterwards planes may be evicted, except inside
+    :meth:`pinned`.
     """
 
     def __init__(self, store: DevicePagedStore, numbers: PlaneTensor, blocks: _Blocks) -> None:
@@ -48,17 +47,17 @@ class DevicePlaneTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device that it has now, its page table included."""
+        """Resident bytes on the device, its page table included."""
         return self._blocks.nbytes
 
     @property
     def device(self) -> torch.device:
-        """Where it is."""
+        """The device that it lies on."""
         return self._store.device
 
     @contextmanager
     def writing(self) -> Iterator[DevicePlanes]:
-        """Where to write, on the current stream.
+        """Yield where to write, on the current stream, and seal afterwards.
 
         Raises:
             KernelError: it has been written.
@@ -69,7 +68,7 @@ class DevicePlaneTensor:
 
     @contextmanager
     def filling(self) -> Iterator[DevicePlanes]:
-        """The same for who writes only some of it, or is not the last; nothing of it goes yet.
+        """Yield where to write a part, or before others do; it stays open.
 
         Raises:
             KernelError: it has been written.
@@ -78,17 +77,17 @@ class DevicePlaneTensor:
             yield self._planes(self._numbers.view.fields)
 
     def seal(self) -> None:
-        """All of it has been written."""
+        """End writing."""
         self._store.seal(self._numbers)
 
     @contextmanager
     def pinned(self) -> Iterator[DevicePlanes]:
-        """Read what is still there, on the current stream; nothing of it goes while inside."""
+        """Yield the resident planes to read on the current stream; none is evicted meanwhile."""
         with self._store.pinned(self._numbers) as fields, self._store.home.ordered():
             yield self._planes(fields)
 
     def lose(self, kept: int) -> None:
-        """Only the first ``kept`` planes are left."""
+        """Free all but the first ``kept`` planes."""
         self._blocks.lose(kept)
 
     def _planes(self, fields: PageFields) -> DevicePlanes:
@@ -102,16 +101,16 @@ class _Blocks:
     """Memory of a tensor's planes, and the table of its pages, on the current stream."""
 
     def __init__(self, anchor: Tensor, fields: PageFields, stays: int, headers: bool) -> None:
-        """Take it.
+        """Allocate the blocks.
 
         Args:
             anchor: what tables count words from.
             fields: which planes there are.
-            stays: planes that are never given up.
-            headers: are there any?
+            stays: planes that are never evicted.
+            headers: True if there are headers.
 
         Raises:
-            RuntimeError: the device refuses it.
+            RuntimeError: the device refuses the memory.
         """
         words = [_plane_words(fields, plane) for plane in range(fields.kept)]
         words.append(header_bytes(fields.elements) // 4 if headers else 0)
@@ -128,22 +127,22 @@ class _Blocks:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are there."""
-        # A list at once: another thread may be giving some up.
+        """Bytes allocated."""
+        # A list, since another thread may be evicting some.
         losable = sum(block.nbytes for block in list(self._may_go.values()))
         return self._stays.nbytes + losable + self.table.nbytes
 
     def lose(self, kept: int) -> None:
-        """Back to PyTorch's allocator with all planes but the first ``kept``."""
+        """Return all planes but the first ``kept`` to PyTorch's allocator."""
         for plane in [plane for plane in self._may_go if plane >= kept]:
             del self._may_go[plane]
 
 
 class DevicePagedStore:
-    """Fixed pages on one device, under a cap that may move at any time, from any thread.
+    """Fixed pages on one device, under a cap that any thread may change at any time.
 
-    What other threads give up goes back at once: kernels that were issued before run before
-    whoever gets the memory next, because all of it belongs to one stream (``stream_order``).
+    What other threads evict is freed at once. All memory belongs to one stream (``stream_order``),
+    so kernels issued earlier run before the next owner's.
     """
 
     def __init__(
@@ -153,13 +152,13 @@ class DevicePagedStore:
         *,
         streams: Streams | None = None,
     ) -> None:
-        """Hold nothing yet.
+        """Make an empty pool.
 
         Args:
             device: where the pages lie.
-            cap_bytes: the most to hold, records included, and the device's page tables (a few
-                thousandths) not; None: no cap.
-            streams: of the device; by default PyTorch's.
+            cap_bytes: the most to hold, records included, the device's page tables (a few
+                thousandths) excluded; None: no cap.
+            streams: streams of the device; default: PyTorch's.
         """
         self.device = device
         self.home = HomeStream(streams or streams_of(device))
@@ -167,11 +166,12 @@ class DevicePagedStore:
         self._living: weakref.WeakValueDictionary[int, DevicePlaneTensor]
         self._living = weakref.WeakValueDictionary()
         self._table_bytes = 0
-        # By handle, how often a tensor is written or read just now; asked for in that time.
+        # By handle: how often a tensor is being written or read, and what was asked for meanwhile.
         self._in_use: Counter[int] = Counter()
         self._owed_bytes = 0
         self._anchor: Tensor | None = None
-        # Over a change of the numbers and what follows from it here; finalizers come in between.
+        # Held while the numbers change and blocks follow; reentrant, since finalizers run in
+        # between.
         self._lock = threading.RLock()
 
     @property
@@ -182,8 +182,6 @@ class DevicePagedStore:
                 self._anchor = torch.zeros(1, dtype=torch.int32, device=self.device)
         return self._anchor
 
-    # --- account ----------------------------------------------------------------------------
-
     @property
     def live_bytes(self) -> int:
         """Bytes held: pages, their tables, records."""
@@ -191,29 +189,27 @@ class DevicePagedStore:
 
     @property
     def evicted_bytes(self) -> int:
-        """Bytes of planes given up since the pool began."""
+        """Bytes of planes evicted since the pool began."""
         return self._numbers.evicted_bytes
 
     @property
     def lent_bytes(self) -> int:
-        """Bytes that PyTorch's allocator has lent, a page's unused end not among them."""
+        """Bytes borrowed from PyTorch's allocator, without a page's unused end."""
         with self._lock:
             return sum(tensor.nbytes for tensor in self._living.values())
 
     @property
     def cap_bytes(self) -> int | None:
-        """The most to hold; None where nothing bounds it."""
+        """The most to hold; None: no cap."""
         return self._numbers.cap_bytes
 
     def statistics(self) -> PoolStatistics:
-        """The account of the pages at this moment."""
+        """Return the current account of the pages."""
         return self._numbers.statistics()
 
     def take_evictions(self) -> tuple[tuple[EvictedPlane, ...], int]:
-        """As ``PagedStore.take_evictions``."""
+        """Return the evictions, as ``PagedStore.take_evictions`` does."""
         return self._numbers.take_evictions()
-
-    # --- planes -----------------------------------------------------------------------------
 
     def allocate_planes(
         self,
@@ -225,14 +221,15 @@ class DevicePagedStore:
         headers: bool = True,
         tag: int = 0,
     ) -> DevicePlaneTensor:
-        """Pages for ``bits`` planes of ``count`` elements; the arguments of ``PagedStore``.
+        """Allocate pages for ``bits`` planes of ``count`` elements; the arguments are
+        ``PagedStore``'s.
 
-        Where the device refuses memory, planes are given up for it, the least important first,
-        its own among them.
+        If the device refuses memory, planes are evicted by least importance first, the newcomer's
+        own among them.
 
         Raises:
-            PoolFullError: the cap leaves no room, even if all planes that may go went.
-            torch.OutOfMemoryError: the device has none, even so.
+            PoolFullError: the cap leaves no room, even if all evictable planes went.
+            torch.OutOfMemoryError: the device has no room, even so.
         """
         stays = bits if minimum_bits is None else minimum_bits
         with self._lock:
@@ -254,7 +251,7 @@ class DevicePagedStore:
                         raise
 
     def _give_up_for(self, newcomer: PlaneTensor) -> bool:
-        """As much as a plane of it takes, perhaps of itself; False where nothing may go."""
+        """Evict as much as one of its planes takes, perhaps its own; False if nothing may go."""
         wanted_bytes = plane_bytes(newcomer.view.fields.elements, 1)
         newcomer.seal()
         given = self._numbers.evict(wanted_bytes)
@@ -273,14 +270,14 @@ class DevicePagedStore:
         return tensor
 
     def seal(self, numbers: PlaneTensor) -> None:
-        """A tensor is written; its planes may go from now on."""
+        """End a tensor's writing; its planes may be evicted from now on."""
         with self._lock:
             numbers.seal()
             self._no_longer_in_use(numbers.handle, 1)
 
     @contextmanager
     def pinned(self, numbers: PlaneTensor) -> Iterator[PageFields]:
-        """Nothing of a tensor goes while inside."""
+        """Pin a tensor: none of its planes is evicted meanwhile."""
         with self._lock:
             self._in_use[numbers.handle] += 1
         try:
@@ -291,14 +288,14 @@ class DevicePagedStore:
                 self._no_longer_in_use(numbers.handle, 1)
 
     def release(self, numbers: PlaneTensor, table_bytes: int) -> None:
-        """A tensor is gone."""
+        """Forget a tensor that is gone."""
         with self._lock:
             numbers.release()
             self._table_bytes -= table_bytes
             self._no_longer_in_use(numbers.handle, self._in_use[numbers.handle])
 
     def _no_longer_in_use(self, handle: int, times: int) -> None:
-        """What was above the cap all the while goes, and what was asked for in that time."""
+        """Evict what stayed above the cap meanwhile, and what was asked for in that time."""
         self._in_use[handle] -= times
         if not self._in_use[handle]:
             del self._in_use[handle]
@@ -307,22 +304,19 @@ class DevicePagedStore:
             left_bytes = self._owed_bytes - self._given_back(self._owed_bytes)
             self._owed_bytes = max(0, left_bytes) if self._in_use else 0
 
-    # --- room -------------------------------------------------------------------------------
-
     def set_cap(self, cap_bytes: int | None) -> GivenUp:
-        """Another cap, from this moment on; what is above it goes at once."""
+        """Set the cap at once and evict what is above it."""
         with self._lock:
             given = self._numbers.set_cap(cap_bytes)
             self._drop_lost()
             return given
 
     def give_back(self, nbytes: int) -> int:
-        """Give up planes, the least important first, until PyTorch's allocator has ``nbytes`` back.
+        """Evict planes, least important first, until PyTorch's allocator has ``nbytes`` back.
 
-        Of what is written or read just now, planes follow as soon as that is over.
+        Planes of tensors being written or read follow when that ends.
 
-        Returns:
-            Bytes that it has; less than asked where no more may go.
+        Returns the bytes returned; fewer than asked if no more may go.
         """
         with self._lock:
             returned = self._given_back(nbytes)
@@ -344,13 +338,13 @@ class DevicePagedStore:
 
 
 def _plane_words(fields: PageFields, plane: int) -> int:
-    """Words of the runs that a plane has; the last that is there may lack some."""
+    """Return the words of a plane's resident runs; the last resident plane may lack some."""
     runs = fields.runs if plane < fields.kept - 1 else fields.full_runs
     return min(words_per_plane(fields.elements), runs * (fields.page_bytes // 4))
 
 
 def _table(fields: PageFields, words: Sequence[int], starts: dict[int, int]) -> Words:
-    """Where each page of each part begins; of what is missing, nowhere: nobody reads it."""
+    """Return where each page of each part begins; entries of missing pages are never read."""
     page_words = fields.page_bytes // 4
     pages = [-(-each // page_words) for each in words]
     table = np.zeros(max(1, fields.bits * fields.runs + pages[-1]), np.int64)
@@ -369,7 +363,7 @@ def _distance(anchor: Tensor, block: Tensor) -> int:
 
 
 def _copied(table: Words, device: torch.device) -> Tensor:
-    """From memory that the device reads by itself, so that nobody waits for it."""
+    """Copy a table from pinned memory, so that nobody waits for it."""
     here = torch.from_numpy(table)
     if device.type == "cpu":
         return here

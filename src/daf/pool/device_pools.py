@@ -1,4 +1,4 @@
-"""The paged pools of all devices that codes lie on, as one: usually there is a single one."""
+"""The paged pools of all devices as one; usually there is a single device."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from daf.pool.views import EvictedPlane
 
 
 class DeviceStores:
-    """A pool for every device, from its first code on; each under the same cap."""
+    """A pool for every device, made with its first code; each has the same cap."""
 
     def __init__(self, cap_bytes: int | None = None) -> None:
         self._cap_bytes = cap_bytes
         self._stores: dict[torch.device, DevicePagedStore] = {}
-        self._lock = threading.Lock()  # of the dictionary: caps are set from other threads
+        self._lock = threading.Lock()  # guards the dictionary: other threads set caps
 
     def on(self, device: torch.device) -> DevicePagedStore:
-        """The pool of one device."""
+        """Return the pool of one device."""
         with self._lock:
             found = self._stores.get(device)
             if found is None:
@@ -33,11 +33,11 @@ class DeviceStores:
 
     @property
     def evicted_bytes(self) -> int:
-        """Bytes of planes given up since they began."""
+        """Bytes of planes evicted since they began."""
         return sum(store.evicted_bytes for store in self._all())
 
     def take_evictions(self) -> tuple[tuple[EvictedPlane, ...], int]:
-        """As ``PagedStore.take_evictions``, of all."""
+        """Return the evictions of all pools, as ``PagedStore.take_evictions`` does."""
         entries: list[EvictedPlane] = []
         unlisted = 0
         for store in self._all():
@@ -47,7 +47,7 @@ class DeviceStores:
         return tuple(entries), unlisted
 
     def set_cap(self, cap_bytes: int | None) -> None:
-        """Another cap for each, at once; also for those to come."""
+        """Set the cap of each pool at once, and of pools to come."""
         with self._lock:
             self._cap_bytes = cap_bytes
             stores = list(self._stores.values())
@@ -55,7 +55,7 @@ class DeviceStores:
             store.set_cap(cap_bytes)
 
     def give_back(self, nbytes: int) -> int:
-        """Return memory to PyTorch's allocator, from one after the other; returns bytes."""
+        """Return memory to PyTorch's allocator, from one pool after the other; returns bytes."""
         returned = 0
         for store in self._all():
             if returned < nbytes:

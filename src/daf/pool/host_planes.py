@@ -1,13 +1,13 @@
-"""Planes of codes on a device that wait in pinned host memory until backward wants them.
+"""Planes of a device's codes that wait in pinned host memory until backward reads them.
 
-A tensor's planes and headers are one run of words. They are written on the device, travel out
-beside the computation, and come back in the reverse order of their writing, as early as there is
-room: the newest stay where they are, so that the first ones backward wants need not travel at
-all. What is on the device, on its way either way, is bounded by ``staging_bytes``; where that is
-reached, the device itself waits for the oldest copy, the host for none.
+A tensor's planes and headers are one run of words. The device writes them, copies them out beside
+the computation, and fetches them in the reverse order, as early as there is room. The newest stay
+on the device, so that the first ones that backward reads need no copy. ``staging_bytes`` bounds
+what is on the device or on its way. At that bound the device waits for the oldest copy; the host
+never waits.
 
-Memory on the device belongs to one stream (``stream_order``), which is told to come after a copy
-before its memory is let go of. After DAF (arXiv 2507.07149, collaborative packing).
+Device memory belongs to one stream (``stream_order``), which is ordered after a copy before its
+memory is freed. After DAF (arXiv 2507.07149, collaborative packing).
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ class Record:
         self.headers = headers
         self.on_device: Tensor | None = None
         self.host: Tensor | None = None
-        self.packing: Future[Tensor] | None = None  # the host's words, once a thread has made them
-        self.leaving: Any = None  # the copy out reads on_device until then
-        self.arriving: Any = None  # the copy back writes on_device until then
+        self.packing: Future[Tensor] | None = None  # the host's words, once packed
+        self.leaving: Any = None  # the copy out reads on_device until this is done
+        self.arriving: Any = None  # the copy back writes on_device until this is done
         self.readers = 0
         self.was_read = False
 
     @property
     def nbytes(self) -> int:
-        """Of planes and headers."""
+        """Bytes of planes and headers."""
         return code_bytes(self.count, self.bits, headers=self.headers)
 
     @property
     def is_there(self) -> bool:
-        """Could it be fetched now, without waiting for a thread, or telling what failed there?"""
+        """True if it can be fetched without waiting for a thread or raising its error."""
         packing = self.packing
         is_packed = packing is not None and packing.done() and packing.exception() is None
         return self.host is not None or is_packed
 
     def planes(self) -> DevicePlanes:
-        """What is on the device, as kernels take it."""
+        """The words on the device, as kernels take them."""
         assert self.on_device is not None
         split = self.bits * words_per_plane(self.count)
         region = self.on_device[:split].view(self.bits, -1)
@@ -66,7 +66,7 @@ class Record:
 
 
 class HostPlanes:
-    """``DevicePlaneTensor`` for planes that travel: nothing of them is ever given up."""
+    """The ``DevicePlaneTensor`` of planes that travel; none is ever evicted."""
 
     def __init__(self, store: HostStore, record: Record) -> None:
         self._store = store
@@ -74,34 +74,34 @@ class HostPlanes:
 
     @property
     def nbytes(self) -> int:
-        """0: what passes through the device is counted by its store."""
+        """0: the store counts what passes through the device."""
         return 0
 
     @property
     def device(self) -> torch.device:
-        """Where kernels write and read them."""
+        """The device that kernels write and read them on."""
         return self._store.device
 
     @contextmanager
     def writing(self) -> Iterator[DevicePlanes]:
-        """Where to write, on the current stream, once."""
+        """Yield where to write, on the current stream, once."""
         with self.filling() as planes:
             yield planes
         self.seal()
 
     @contextmanager
     def filling(self) -> Iterator[DevicePlanes]:
-        """The same for who writes only some of it, or is not the last."""
+        """Yield where to write a part, or before others do."""
         with self._store.home.ordered():
             yield self._record.planes()
 
     def seal(self) -> None:
-        """All of it has been written: it may leave."""
+        """End writing; the words may leave."""
         self._store.send(self._record)
 
     @contextmanager
     def pinned(self) -> Iterator[DevicePlanes]:
-        """Read it, on the current stream; it stays on the device while inside."""
+        """Yield the planes for reading on the current stream; they stay on the device meanwhile."""
         with self._store.reading(self._record) as planes:
             yield planes
 
@@ -110,7 +110,9 @@ class HostPlanes:
 
 
 class HostStore(RecordStore[Record]):
-    """Words of one device's codes, on the host and passing through the device; any thread."""
+    """Words of one device's codes, on the host and passing through the device; any thread may call
+    it.
+    """
 
     def __init__(
         self,
@@ -120,13 +122,13 @@ class HostStore(RecordStore[Record]):
         transfers: Transfers | None = None,
         streams: Streams | None = None,
     ) -> None:
-        """Hold nothing yet.
+        """Make an empty store.
 
         Args:
             device: where kernels write and read.
-            staging_bytes: the most to hold there; a code that is larger is taken alone.
-            transfers: of the device; by default PyTorch's.
-            streams: of the device; by default PyTorch's.
+            staging_bytes: the most to hold there; a larger code is taken alone.
+            transfers: copies of the device; default: PyTorch's.
+            streams: streams of the device; default: PyTorch's.
 
         Raises:
             PlatformError: there is no such device.
@@ -136,41 +138,39 @@ class HostStore(RecordStore[Record]):
         self.staging_bytes = staging_bytes
         self.transfers = transfers or CudaTransfers(device)
         self.home = HomeStream(streams or streams_of(device))
-        self.on_moved: Callable[[], None] = lambda: None  # there may be more on the device now
+        self.on_moved: Callable[[], None] = lambda: None  # device_bytes may have grown
         self.on_read: Callable[[], None] = lambda: None
-        self.last_copy: Any = None  # of what was sent
+        self.last_copy: Any = None  # the last copy out
         self._live: dict[int, Record] = {}
         self._numbers = 0
         self._device_bytes = 0
         self._stored_bytes = 0
         self.stored_peak_bytes = 0
         self.pinned_bytes = 0
-        self.taken_bytes = 0  # ever
-        self.fetched_bytes = 0  # ever
-        self.reads = 0  # ever
-        # Of these, how many were asked for before their words had come. The host asks well before
-        # the device reads, so that a device waits for fewer.
+        self.taken_bytes = 0  # in total
+        self.fetched_bytes = 0  # in total
+        self.reads = 0  # in total
+        # Reads asked for before their words had arrived. The host asks well before the device
+        # reads, so the device itself waits for fewer.
         self.late_reads = 0
 
     @property
     def device_bytes(self) -> int:
-        """Bytes on the device: being written, leaving, come back, or not gone yet."""
+        """Bytes on the device: being written, leaving, fetched, or not yet freed."""
         with self._lock:
             self._drain()
             return self._device_bytes
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of codes that live, all of which are on the host or on their way."""
+        """Bytes of live codes, all on the host or on their way."""
         with self._lock:
             self._drain()
             return self._stored_bytes
 
     def reset_peak(self) -> None:
-        """Start the peak anew from what is stored now."""
+        """Restart the peak from what is stored now."""
         self.stored_peak_bytes = self.stored_bytes
-
-    # --- out --------------------------------------------------------------------------------
 
     def allocate_planes(
         self,
@@ -182,10 +182,11 @@ class HostStore(RecordStore[Record]):
         headers: bool = True,
         tag: int = 0,  # noqa: ARG002
     ) -> HostPlanes:
-        """Room to write ``bits`` planes of ``count`` elements in, on the device.
+        """Allocate ``bits`` planes of ``count`` elements on the device, to be written.
 
         Raises:
-            torch.OutOfMemoryError: the device has none, even if all that can be fetched went.
+            torch.OutOfMemoryError: the device has no room, even without all that can be fetched
+                again.
         """
         with self._lock:
             record = self._entered(count, bits, headers)
@@ -198,7 +199,7 @@ class HostStore(RecordStore[Record]):
         return HostPlanes(self, record)
 
     def packed_elsewhere(self, count: int, bits: int, packing: Future[Tensor]) -> HostPlanes:
-        """Planes whose words (int32, pinned, headers last) a thread makes on the host."""
+        """Return planes whose words (int32, pinned, headers last) a thread packs on the host."""
         with self._lock:
             record = self._entered(count, bits, True)
             record.packing = packing
@@ -216,21 +217,19 @@ class HostStore(RecordStore[Record]):
         return record
 
     def send(self, record: Record) -> None:
-        """It was written: begin its way out. Where the host has no memory, it stays."""
+        """Begin to copy a written record out; it stays on the device if the host has no memory."""
         with self._lock, self.home.at_home():
             assert record.on_device is not None
             self.last_copy = None
             try:
                 record.host, record.leaving = self.transfers.out(record.on_device)
-            except RuntimeError:  # nothing pinned is left; the device holds it until it is dropped
+            except RuntimeError:  # no pinned memory is left; it stays on the device
                 return
             self.last_copy = record.leaving
 
-    # --- back -------------------------------------------------------------------------------
-
     @contextmanager
     def reading(self, record: Record) -> Iterator[DevicePlanes]:
-        """Its planes on the device, for the current stream, while inside."""
+        """Yield its planes on the device, for the current stream."""
         with self._lock:
             self._drain()
             if record.on_device is None:
@@ -256,14 +255,14 @@ class HostStore(RecordStore[Record]):
                 record.arriving = None  # home comes after the reader, which came after the copy
 
     def _words_on_host(self, record: Record) -> Tensor:
-        """Waits for the thread that packs it, if that is not done."""
+        """Return its words, waiting for the thread that packs them."""
         if record.host is None:
             assert record.packing is not None
             record.host = record.packing.result()
         return record.host
 
     def _fetch(self, record: Record, words: Tensor) -> None:
-        """Into room that it has."""
+        """Fetch its words into the room that it has."""
         assert record.on_device is not None
         with self.home.at_home():
             record.arriving = self.transfers.back(words, record.on_device)
@@ -271,7 +270,7 @@ class HostStore(RecordStore[Record]):
         self.fetched_bytes += record.nbytes
 
     def _fetch_before(self, number: int) -> None:
-        """Begin to fetch what backward will want next, as far as there is room."""
+        """Begin to fetch what backward will read next, as far as there is room."""
         for each, record in reversed(self._live.items()):
             if each >= number or record.on_device is not None or not record.is_there:
                 continue
@@ -280,14 +279,12 @@ class HostStore(RecordStore[Record]):
             words = self._words_on_host(record)
             try:
                 self._place(record)
-            except RuntimeError:  # no memory for it now; it is fetched when it is wanted
+            except RuntimeError:  # no memory for it now; it is fetched when it is read
                 return
             self._fetch(record, words)
 
-    # --- room -------------------------------------------------------------------------------
-
     def _take_room(self, record: Record) -> None:
-        """Memory on the device for it, within the bound where that is possible."""
+        """Allocate its device memory, within the bound if possible."""
         while self._device_bytes + record.nbytes > self.staging_bytes:
             if not self._let_go_of_one():
                 break
@@ -301,8 +298,10 @@ class HostStore(RecordStore[Record]):
             self._place(record)
 
     def _make_room(self, wanted: Record, reading: int) -> bool:
-        """Within the bound, for what is wanted next. Codes stay alive where backward will run once
-        more (``retain_graph``): those that were read go, if they are enough, what was above first.
+        """Free room within the bound for the record read next; True if there is enough.
+
+        Codes stay alive where backward will run once more (``retain_graph``). The records already
+        read go if they suffice, those above ``reading`` first.
         """
         excess = self._device_bytes + wanted.nbytes - self.staging_bytes
         if excess <= 0:
@@ -326,7 +325,9 @@ class HostStore(RecordStore[Record]):
             return torch.empty(words, dtype=torch.int32, device=self.device)
 
     def _let_go_of_one(self) -> bool:
-        """Of what was read already, or else of what will be wanted last; False: nothing may go."""
+        """Free one record already read, or else the one that backward reads last; False if none may
+        go.
+        """
         may_go = (each for each in self._live.values() if self._may_go(each))
         victim = min(may_go, key=lambda each: (not each.was_read, each.number), default=None)
         if victim is None:
@@ -339,7 +340,7 @@ class HostStore(RecordStore[Record]):
         return record.on_device is not None and record.host is not None and not record.readers
 
     def _leave_device(self, record: Record) -> None:
-        """Its memory goes back to the allocator, in home's order."""
+        """Free its device memory, in home's order."""
         with self.home.at_home():
             for ticket in (record.leaving, record.arriving):
                 if ticket is not None and not self.transfers.is_done(ticket):
@@ -348,13 +349,11 @@ class HostStore(RecordStore[Record]):
         self._device_bytes -= record.nbytes
 
     def drop_staged(self) -> None:
-        """Let go of all on the device that can be fetched again."""
+        """Free all device memory whose content can be fetched again."""
         with self._lock:
             self._drain()
             while self._let_go_of_one():
                 pass
-
-    # --- ends -------------------------------------------------------------------------------
 
     def _forget(self, record: Record) -> None:
         if self._live.pop(record.number, None) is None:

@@ -1,4 +1,4 @@
-"""How large pages are: what they waste against how many there are."""
+"""The choice of a page size: padding wasted against the number of pages."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Elements = tuple[int, int]  # how many, and in how many bits each
 def choose_page_bytes(
     tensors: Sequence[Elements], waste: float = 0.01, entry_bytes: int = TABLE_ENTRY_BYTES
 ) -> int:
-    """The largest page whose padding and page tables stay below ``waste`` of the payload.
+    """Return the largest page whose padding and page tables stay below ``waste`` of the payload.
 
-    ``tensors`` are the (elements, bits) that are alive together. Small pages
-    waste less, large ones cost fewer operations; 128 bytes to 64 KiB are tried,
-    and the least wasteful is taken where none is good enough. ``entry_bytes``: of a page table.
+    ``tensors`` are the (elements, bits) alive together; ``entry_bytes`` is a page table entry's
+    size. Small pages waste less, large ones cost fewer operations. Sizes from 128 bytes to 64 KiB
+    are tried; if none is good enough, the least wasteful is taken.
     """
     if not tensors:
         return DEFAULT_PAGE_BYTES
@@ -40,7 +40,7 @@ def _lost(page_bytes: int, entry_bytes: int, count: int, bits: int) -> int:
 
 
 class PageFitter:
-    """Chooses pages for tensors like those that lived together last time."""
+    """Fits page sizes to the tensors that lived together last time."""
 
     WASTE = 0.0025  # of the payload; below that, larger pages only mean fewer of them
 
@@ -51,12 +51,12 @@ class PageFitter:
         self._page_bytes = DEFAULT_PAGE_BYTES
 
     def note(self, count: int, bits: int) -> None:
-        """One more tensor lives."""
+        """Count one more live tensor."""
         self._seen.append((count, bits))
 
     def choose(self, count: int, bits: int) -> int:
-        """The page for what comes now, the first of it being this; asked while nothing lives."""
-        if not self._seen:  # all that is known is one; networks have smaller ones behind the first
+        """Return the page size for an empty pool; the arguments are those of its first tensor."""
+        if not self._seen:  # only one tensor is known; networks have smaller ones behind the first
             guessed = [(count // part, bits) for part in (1, 4, 16)]
             return min(DEFAULT_PAGE_BYTES, self._fit(guessed))
         if self._seen != self._fitted:

@@ -1,13 +1,10 @@
-"""The paged pool: planes in fixed pages under one cap, the least important of which go first.
+"""The paged pool: planes in fixed pages under one cap, evicted by least importance first.
 
-``csrc/pool/pool.h`` does the work; ``docs/pool.md`` explains and draws it. A
-:class:`PagedStore` is a :class:`daf.pool.store.Store` (buffers that stay
-whole at one address) that also holds tensors plane by plane
-(:meth:`PagedStore.allocate_planes`): those lose planes, least significant
-first, when room is needed or the cap is lowered.
-
-Kernels read and write pages directly (``daf.kernels.cpu.paged``): nothing is copied
-on the way. Which store codes go to by default says ``daf.pool.default``.
+``csrc/pool/pool.h`` does the work; ``docs/pool.md`` explains and draws it. A :class:`PagedStore` is
+a :class:`daf.pool.store.Store` (buffers that stay whole at one address). It also holds tensors
+plane by plane and evicts the least significant planes when room is needed. Kernels read and write
+pages directly (``daf.kernels.cpu.paged``), without copies. ``daf.pool.default`` chooses the default
+store.
 """
 
 from __future__ import annotations
@@ -35,8 +32,8 @@ Observer = Callable[[dict[str, Any]], None]
 class PlaneTensor:
     """One tensor's planes (and headers) in the pool, until the last reference is dropped.
 
-    It begins open: pinned, so that a kernel can fill it through ``view``.
-    From :meth:`seal` on its planes may be given up, except inside :meth:`pinned`.
+    It begins open: pinned, so that a kernel can fill it through ``view``. After :meth:`seal` its
+    planes may be evicted, except inside :meth:`pinned`.
     """
 
     def __init__(self, store: PagedStore, handle: int) -> None:
@@ -44,7 +41,7 @@ class PlaneTensor:
         self.handle = handle
         self._released = False
         self._open_view: PlaneView | None = PlaneView(store.native.pin(handle))
-        store.native.unpin(handle)  # allocation itself pinned it once
+        store.native.unpin(handle)  # allocation pinned it once
 
     @property
     def view(self) -> PlaneView:
@@ -59,28 +56,28 @@ class PlaneTensor:
 
     @contextmanager
     def filling(self) -> Iterator[PlaneView]:
-        """Where to write, for as long as inside."""
+        """Yield where to write."""
         yield self.view
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pages it has now."""
+        """Bytes of its resident pages."""
         return int(_call(self._store.native.live_bytes, self.handle))
 
     def seal(self) -> None:
-        """Writing is done; from now on planes may be given up."""
+        """End writing; planes may be evicted from now on."""
         self.view.end()
         self._open_view = None
         _call(self._store.native.unpin, self.handle)
         self._store.note({"op": "seal", "id": self.handle})
 
     def reopen(self) -> None:
-        """Write it again, what is left of it."""
+        """Open what is left for writing again."""
         self._open_view = PlaneView(_call(self._store.native.pin, self.handle))
 
     @contextmanager
     def pinned(self) -> Iterator[PlaneView]:
-        """Read what is still there; nothing of it goes while inside."""
+        """Yield the resident planes for reading; none is evicted meanwhile."""
         view = PlaneView(_call(self._store.native.pin, self.handle))
         try:
             yield view
@@ -89,16 +86,16 @@ class PlaneTensor:
             _call(self._store.native.unpin, self.handle)
 
     def set_importance(self, importance: Sequence[float]) -> None:
-        """Another importance for each plane, most significant first."""
+        """Set the importance of each plane, most significant first."""
         _call(self._store.native.set_importance, self.handle, list(importance))
         event = {"op": "importance", "id": self.handle, "importance": list(importance)}
         self._store.note(event)
 
     def release(self) -> None:
-        """Give the pages back now.
+        """Free the pages now.
 
         Raises:
-            KernelError: they were given back before, or somebody reads them.
+            KernelError: they were freed before, or somebody reads them.
         """
         if self._open_view is not None:
             self.seal()
@@ -126,7 +123,7 @@ class _Span:
 
 
 class PagedStore:
-    """A store of fixed pages in one contiguous region, under a cap that may move at any time."""
+    """A store of fixed pages in one contiguous region, under a cap that may change at any time."""
 
     def __init__(
         self,
@@ -139,25 +136,25 @@ class PagedStore:
         elsewhere: bool = False,
         observer: Observer | None = None,
     ) -> None:
-        """Reserve addresses; memory follows as it is needed.
+        """Reserve addresses; memory follows on demand.
 
         Args:
             cap_bytes: the most to hold, page tables and records included; None: no cap.
-            page_bytes: a power of two from 32 up; None: chosen whenever nothing lives, for
-                tensors like those that lived last (``daf.pool.page_size``).
-            increment_bytes: grow by whole steps of this size, as the paper does; None: by
-                demand, fragmentation and headroom.
-            poison: fill pages that fall free with 0xDB, for tests.
+            page_bytes: a power of two from 32 up; None: fitted, whenever the pool is empty, to the
+                tensors that lived last (``daf.pool.page_size``).
+            increment_bytes: grow by whole steps of this size, as the paper does; None: by demand,
+                fragmentation and headroom.
+            poison: fill freed pages with 0xDB, for tests.
             charged: count the memory in the process's account and obey its limit
                 (``memory.recycling_allocator``). What the limit refuses is asked of the account's
                 reclaim hook, then of the pool's own planes, before the allocation fails.
             elsewhere: pages lie on a device (``device_pool``) and are only numbered and counted
-                here; planes go as a whole.
+                here; planes are evicted whole.
             observer: called with every operation, as a dictionary of plain values
                 (``daf_bench.pool.trace_format`` writes them to a file).
 
         Raises:
-            KernelError: the page size or the increment means nothing.
+            KernelError: the page size or the increment is invalid.
             PoolFullError: the system grants no addresses.
         """
         _check_bytes("cap", cap_bytes)
@@ -180,15 +177,13 @@ class PagedStore:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page now."""
+        """Current bytes of a page."""
         return int(self.native.page_bytes())
 
     @property
     def cap_bytes(self) -> int | None:
-        """The most to hold; None where nothing bounds it."""
+        """The most to hold; None: no cap."""
         return self.statistics().cap_bytes
-
-    # --- Store ------------------------------------------------------------------------------
 
     @property
     def live_bytes(self) -> int:
@@ -197,30 +192,28 @@ class PagedStore:
 
     @property
     def evicted_bytes(self) -> int:
-        """Bytes of planes given up since the pool began."""
+        """Bytes of planes evicted since the pool began."""
         return self.statistics().evicted_payload_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """The most held since the last ``reset_peak``."""
+        """The most bytes held since the last ``reset_peak``."""
         return self.statistics().held_peak_bytes
 
     def reset_peak(self) -> None:
-        """Start the peaks anew from what is held now."""
+        """Restart the peaks from what is held now."""
         self.native.reset_peaks()
 
     def allocate(self, nbytes: int) -> Buffer:
-        """At least ``nbytes`` bytes at one address, never given up, content undefined.
+        """Allocate at least ``nbytes`` bytes at one address, never evicted, content undefined.
 
         Raises:
-            PoolFullError: they are not there, even if all planes that may go went.
+            PoolFullError: there is no room, even if all evictable planes went.
         """
         _check_bytes("buffer", nbytes)
         handle = _call(self.native.allocate_span, nbytes, 0)
         self.note({"op": "span", "id": handle, "bytes": nbytes})
         return _Span(self, handle)
-
-    # --- planes -----------------------------------------------------------------------------
 
     def allocate_planes(
         self,
@@ -232,21 +225,21 @@ class PagedStore:
         headers: bool = True,
         tag: int = 0,
     ) -> PlaneTensor:
-        """Pages for ``bits`` planes of ``count`` elements, open for writing.
+        """Allocate pages for ``bits`` planes of ``count`` elements, open for writing.
 
         Args:
             count: elements.
             bits: planes, 1 to 64.
-            minimum_bits: planes that are never given up; None: all of them.
+            minimum_bits: planes that are never evicted; None: all of them.
             importance: harm per byte of losing each plane, most significant first; None:
                 :func:`plane_importance` of weight 1 (``rotated`` codes), 0 for others' planes.
-            headers: two bf16 numbers for every block; never given up.
-            tag: the caller's name for it (64 bits), told in :meth:`take_evictions`.
+            headers: two bf16 numbers for every block; never evicted.
+            tag: the caller's name for it (64 bits), reported in :meth:`take_evictions`.
 
         Raises:
             KernelError: a number is out of its range.
-            PoolFullError: the pages are not there, even if all planes that may go went;
-                nothing has gone then.
+            PoolFullError: there is no room, even if all evictable planes went; none is evicted
+                then.
         """
         _check_bytes("tensor", count)
         event = planes_event(count, bits, minimum_bits, importance, headers, tag)
@@ -266,7 +259,8 @@ class PagedStore:
         self._fitter.note(count, bits)
 
     def take_evictions(self) -> tuple[tuple[EvictedPlane, ...], int]:
-        """What was given up since the last call, oldest first; and how many entries were lost.
+        """Return the planes evicted since the last call, oldest first, and how many entries were
+        lost.
 
         The pool remembers 256 entries (a plane of a tensor each); beyond that it only counts.
         """
@@ -277,27 +271,24 @@ class PagedStore:
         )
         return tuple(evicted), lost
 
-    # --- cap --------------------------------------------------------------------------------
-
     def set_cap(self, cap_bytes: int | None) -> GivenUp:
-        """Another cap, from this moment on; what is above it goes at once."""
+        """Set the cap at once and evict what is above it."""
         _check_bytes("cap", cap_bytes)
         given = GivenUp(*_call(self.native.set_cap, cap_bytes))
         self.note({"op": "cap", "bytes": cap_bytes})
         return given
 
     def evict(self, nbytes: int) -> GivenUp:
-        """Give up at least ``nbytes`` bytes of pages, or all that may be."""
+        """Evict at least ``nbytes`` bytes of pages, or all that may be."""
         _check_bytes("room", nbytes)
         given = GivenUp(*_call(self.native.evict, nbytes))
         self.note({"op": "evict", "bytes": nbytes})
         return given
 
     def give_back(self, nbytes: int) -> int:
-        """Return memory to the system: free pages, then planes until it is at least ``nbytes``.
+        """Return at least ``nbytes`` to the system: free pages first, then evicted planes.
 
-        Returns:
-            Bytes returned; less than asked where no more may go.
+        Returns the bytes returned; fewer than asked if no more may go.
         """
         returned = self.trim()
         while returned < nbytes:
@@ -308,29 +299,26 @@ class PagedStore:
         return returned
 
     def take_lost(self) -> list[tuple[int, int]]:
-        """Which tensors, by handle, have only so many planes left, since the last call."""
+        """Return (handle, planes left) of the tensors that lost planes since the last call."""
         return list(self.native.take_lost())
 
     def trim(self) -> int:
-        """Give all free pages back to the system; returns bytes."""
+        """Return all free pages to the system; returns bytes."""
         self.note({"op": "trim"})
         return int(self.native.trim())
 
     def statistics(self) -> PoolStatistics:
-        """The account at this moment."""
+        """Return the current account."""
         return PoolStatistics(**self.native.statistics())
 
     def resident_bytes(self) -> int:
-        """Bytes of the region that are in memory, as the system sees it (Linux)."""
+        """Return the bytes of the region that are in memory, as the system reports them (Linux)."""
         return int(self.native.resident_bytes())
 
     def note(self, event: dict[str, Any]) -> None:
-        """Tell the observer, if there is one."""
+        """Pass an event to the observer, if there is one."""
         if self._observer is not None:
             self._observer(event)
-
-
-# --- choices --------------------------------------------------------------------------------
 
 
 def planes_event(
@@ -341,7 +329,7 @@ def planes_event(
     headers: bool,
     tag: int,
 ) -> dict[str, Any]:
-    """A request for planes as a trace's operation, with what was left open filled in."""
+    """Return a request for planes as a trace's operation, with its defaults filled in."""
     if importance is None:
         importance = plane_importance(count, bits) if bits <= 4 else [0.0] * bits
     return {
@@ -356,22 +344,19 @@ def planes_event(
 
 
 def plane_importance(count: int, bits: int, weight: float = 1.0) -> list[float]:
-    """Harm per byte of losing each plane of a ``rotated`` code, most significant first.
+    """Return the harm per byte of losing each plane of a ``rotated`` code, most significant first.
 
-    ``weight`` (the site's: how much relative error there harms the gradient)
-    times the relative mean-square error that the plane removes, over its bytes
-    (design, section 6). Without its first plane a code is worth its mean: error 1.
+    It is ``weight`` (how much relative error at the site harms the gradient) times the relative
+    mean-square error that the plane removes, over its bytes (design, section 6). A code without its
+    first plane is worth its mean: error 1.
     """
     errors = [1.0, *(rotated_error(bits, kept) for kept in range(1, bits + 1))]
     size = max(1, plane_bytes(count, 1))
     return [weight * max(0.0, before - after) / size for before, after in pairwise(errors)]
 
 
-# --- errors ---------------------------------------------------------------------------------
-
-
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call into the native pool; its errors become DAF's."""
+    """Call into the native pool, raising DAF's errors for its own."""
     try:
         return function(*arguments)
     except _native.pool.FullError as error:

@@ -1,7 +1,7 @@
-"""A store whose records anybody may be the last to hold.
+"""A store whose records may be dropped anywhere.
 
-The last reference may go anywhere: on any thread, in the garbage collector, also where the
-store's own lock is held. So dropping never waits; whoever holds the lock next forgets them.
+The last reference may go on any thread or in the garbage collector, even while the store's own lock
+is held. So dropping never waits; the next holder of the lock forgets the record.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ T = TypeVar("T")
 
 
 class RecordStore(ABC, Generic[T]):
-    """What the stores of records on disk and on the host have in common: a lock, and ends."""
+    """The lock and the ends of records that the stores on disk and on the host share."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._dropped: deque[T] = deque()
 
     def drop(self, record: T) -> None:
-        """Nobody holds the record any more. Never waits."""
+        """Queue a record that nobody holds any more; never waits."""
         self._dropped.append(record)
         if self._lock.acquire(blocking=False):
             try:
@@ -31,10 +31,10 @@ class RecordStore(ABC, Generic[T]):
                 self._lock.release()
 
     def _drain(self) -> None:
-        """Forget those that nobody holds; the caller has the lock."""
+        """Forget the dropped records; the caller has the lock."""
         while self._dropped:
             self._forget(self._dropped.popleft())
 
     @abstractmethod
     def _forget(self, record: T) -> None:
-        """Nothing of it is counted from here on; the caller has the lock."""
+        """Stop counting a record; the caller has the lock."""

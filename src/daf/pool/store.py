@@ -1,4 +1,4 @@
-"""Where the bytes of codes live: ask for planes, drop the last reference to give them back."""
+"""The store's interface: ask for planes, drop the last reference to free them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Buffer(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """How many bytes there are."""
+        """Number of bytes."""
 
 
 class Planes(Protocol):
     """The planes and headers of one tensor, until the last reference is dropped.
 
-    They are written through ``view``, sealed, and from then on read inside
-    ``pinned``; in between, a store may give up what it was allowed to.
+    They are written through ``view``, sealed, then read inside ``pinned``. In between, a store may
+    evict the planes that it was allowed to.
     """
 
     @property
@@ -40,20 +40,20 @@ class Planes(Protocol):
 
     @property
     def view(self) -> PlaneView:
-        """Where to write; gone once sealed."""
+        """Where to write; invalid once sealed."""
 
     def filling(self) -> AbstractContextManager[PlaneView]:
-        """The same, for as long as inside."""
+        """Yield where to write."""
 
     def seal(self) -> None:
-        """Writing is done."""
+        """End writing."""
 
     def pinned(self) -> AbstractContextManager[PlaneView]:
-        """What is there to read; nothing of it goes while inside."""
+        """Yield the resident planes; none is evicted meanwhile."""
 
 
 class Store(Protocol):
-    """Gives out buffers and planes, and knows how many bytes of them are alive."""
+    """A source of buffers and planes that counts the bytes held."""
 
     @property
     def live_bytes(self) -> int:
@@ -61,17 +61,17 @@ class Store(Protocol):
 
     @property
     def peak_bytes(self) -> int:
-        """The most held since the last ``reset_peak``."""
+        """The most bytes held since the last ``reset_peak``."""
 
     @property
     def evicted_bytes(self) -> int:
-        """Bytes of planes given up since the store began."""
+        """Bytes of planes evicted since the store began."""
 
     def reset_peak(self) -> None:
-        """Start the peak anew from what is alive now."""
+        """Restart the peak from what is held now."""
 
     def allocate(self, nbytes: int) -> Buffer:
-        """A buffer of at least ``nbytes`` bytes, content undefined."""
+        """Allocate at least ``nbytes`` bytes, content undefined."""
 
     def allocate_planes(
         self,
@@ -83,21 +83,21 @@ class Store(Protocol):
         headers: bool = True,
         tag: int = 0,
     ) -> Planes:
-        """Room for ``bits`` planes of ``count`` elements, content undefined.
+        """Allocate ``bits`` planes of ``count`` elements, content undefined.
 
-        All but ``minimum_bits`` of them (None: none) may be given up, least
-        ``importance`` first; ``tag`` names the tensor in ``take_evictions``.
+        All but ``minimum_bits`` of them (None: none) may be evicted, least ``importance`` first.
+        ``tag`` names the tensor in ``take_evictions``.
         """
 
     def take_evictions(self) -> tuple[tuple[EvictedPlane, ...], int]:
-        """Planes given up since the last call, and how many more were not listed."""
+        """Return the planes evicted since the last call, and how many more were not listed."""
 
     def give_back(self, nbytes: int) -> int:
-        """Return memory to the system, at least this much if that can be; returns how much."""
+        """Return at least ``nbytes`` to the system if possible; returns the bytes returned."""
 
 
 class PlainStore:
-    """Every buffer is a tensor of its own; nothing is ever given up."""
+    """A store in which every buffer is a tensor of its own; nothing is ever evicted."""
 
     evicted_bytes = 0
 
@@ -106,7 +106,7 @@ class PlainStore:
         self.peak_bytes = 0
 
     def allocate(self, nbytes: int) -> Buffer:
-        """A buffer of exactly ``nbytes`` bytes, content undefined."""
+        """Allocate exactly ``nbytes`` bytes, content undefined."""
         buffer = _TensorBuffer(self, nbytes)
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
@@ -122,20 +122,20 @@ class PlainStore:
         headers: bool = True,
         tag: int = 0,  # noqa: ARG002
     ) -> Planes:
-        """Exactly the bytes that the format takes, headers behind the planes."""
+        """Allocate exactly the bytes of the format, headers behind the planes."""
         size = code_bytes(count, bits, headers=headers)
         return _WholePlanes(self.allocate(size), count, bits)
 
     def take_evictions(self) -> tuple[tuple[EvictedPlane, ...], int]:
-        """None, ever."""
+        """Return no evictions."""
         return (), 0
 
     def give_back(self, nbytes: int) -> int:  # noqa: ARG002
-        """Nothing: freed buffers are the allocator's already."""
+        """Return 0: the allocator already has the freed buffers."""
         return 0
 
     def reset_peak(self) -> None:
-        """Start the peak anew from what is alive now."""
+        """Restart the peak from what is held now."""
         self.peak_bytes = self.live_bytes
 
 
@@ -144,7 +144,7 @@ class _TensorBuffer:
 
     def __init__(self, store: PlainStore, nbytes: int) -> None:
         self._store = store
-        self.nbytes = 0  # until there are any: the allocation may be refused
+        self.nbytes = 0  # the allocation may be refused
         self._bytes = torch.empty(nbytes, dtype=torch.uint8)
         self.nbytes = nbytes
         self.pointer = self._bytes.data_ptr()
@@ -171,11 +171,11 @@ class _WholePlanes:
         return PlaneView(self._fields)
 
     def seal(self) -> None:
-        """Nothing changes."""
+        """Do nothing."""
 
     @contextmanager
     def pinned(self) -> Iterator[PlaneView]:
-        """The same as ``view``."""
+        """Yield ``view``."""
         yield PlaneView(self._fields)
 
     filling = pinned

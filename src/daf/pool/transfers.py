@@ -1,7 +1,7 @@
 """Copies between a device and pinned host memory that run beside the computation.
 
-:class:`Transfers` is what codes that wait on the host need of a device; :class:`CudaTransfers`
-gives it by a side stream and events, and waits on the host for nothing.
+:class:`Transfers` is what codes on the host need of a device. :class:`CudaTransfers` provides it by
+a side stream and events; its host never waits.
 """
 
 from __future__ import annotations
@@ -15,46 +15,46 @@ from daf.core.errors import PlatformError
 
 
 class Transfers(Protocol):
-    """Copies out and back, one after the other; a ticket tells when one is done.
+    """Copies out and back, one after the other, each with a ticket of its end.
 
-    Whoever asks for a copy lets go of the device's memory of it only when the ticket is done, or
-    when the stream that the memory belongs to was told to come after it (``order``).
+    The caller frees a copy's device memory only when the ticket is done, or when the stream that
+    owns the memory has been ordered after it (``order``).
     """
 
     def out(self, source: Tensor) -> tuple[Tensor, Any]:
-        """Begin a copy to the host, of what the current stream makes of ``source`` by now."""
+        """Begin to copy ``source``, as the current stream leaves it, to the host."""
 
     def back(self, source: Tensor, target: Tensor) -> Any:
-        """Begin to fill ``target``, after all that the current stream does with it by now."""
+        """Begin to fill ``target`` after the current stream's work on it so far."""
 
     def is_done(self, ticket: Any) -> bool:
-        """Whether the host may read the copy now."""
+        """True if the host may read the copy."""
 
     def order(self, ticket: Any) -> None:
-        """The current stream goes on only after the copy; the host does not wait."""
+        """Make the current stream wait for the copy; the host does not wait."""
 
     def mark(self) -> Any:
-        """A ticket that is done when all that was asked of the current stream so far is."""
+        """Return a ticket of the current stream's work so far."""
 
     def duration_ms(self, ticket: Any) -> float:
-        """How long a copy took that is done."""
+        """Return the duration of a finished copy."""
 
     def elapsed_ms(self, first: Any, last: Any) -> float:
-        """From one ticket's end to another's; both are done."""
+        """Return the time between the ends of two finished tickets."""
 
 
 class Ticket(NamedTuple):
-    """Events before and after a copy; a mark's are one."""
+    """Events before and after a copy; a mark has the same one twice."""
 
     begin: Any
     end: Any
 
 
 class CudaTransfers:
-    """On one CUDA (or ROCm) device, through PyTorch's streams and its pinned allocator."""
+    """Transfers of one CUDA (or ROCm) device, by PyTorch's streams and its pinned allocator."""
 
     def __init__(self, device: torch.device) -> None:
-        """A side stream of its own.
+        """Make a side stream.
 
         Raises:
             PlatformError: there is no such device.
@@ -67,12 +67,12 @@ class CudaTransfers:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def out(self, source: Tensor) -> tuple[Tensor, Ticket]:
-        """Into pinned memory, which PyTorch's allocator rounds up to a power of two."""
+        """Begin to copy into pinned memory, which PyTorch rounds up to a power of two."""
         copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
         return copy, self._copied(source, copy)
 
     def back(self, source: Tensor, target: Tensor) -> Ticket:
-        """From pinned memory, which may be let go of at once."""
+        """Begin to copy from pinned memory, which may be freed at once."""
         return self._copied(source, target)
 
     def _copied(self, source: Tensor, target: Tensor) -> Ticket:
@@ -83,24 +83,24 @@ class CudaTransfers:
             return Ticket(begin, _event(self._stream))
 
     def is_done(self, ticket: Ticket) -> bool:
-        """Whether the event has passed."""
+        """True if the event has passed."""
         return bool(ticket.end.query())
 
     def order(self, ticket: Ticket) -> None:
-        """By the event, on the device."""
+        """Make the current stream wait for the event."""
         torch.cuda.current_stream(self._device).wait_event(ticket.end)
 
     def mark(self) -> Ticket:
-        """An event of the current stream."""
+        """Return an event of the current stream."""
         event = _event(torch.cuda.current_stream(self._device))
         return Ticket(event, event)
 
     def duration_ms(self, ticket: Ticket) -> float:
-        """By the device's clock."""
+        """Return the duration by the device's clock."""
         return float(ticket.begin.elapsed_time(ticket.end))
 
     def elapsed_ms(self, first: Ticket, last: Ticket) -> float:
-        """By the device's clock."""
+        """Return the time between by the device's clock."""
         return float(first.end.elapsed_time(last.end))
 
 

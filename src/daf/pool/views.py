@@ -1,4 +1,4 @@
-"""What the paged pool tells and shows: its account, what it gave up, where pages are."""
+"""The paged pool's reports: its account, its evictions, where pages are."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _BITS_PER_BYTE = 8
 class PoolStatistics:
     """The pool's account (bytes, pages, counts since the pool began).
 
-    ``payload`` are planes and headers that are there, ``wasted`` what lies
-    behind their ends in the last page of a row, ``free`` pages that have memory
-    and no content, ``metadata`` page tables, records, tree and bitmaps.
+    ``payload``: resident planes and headers. ``wasted``: behind their ends in the last page of a
+    row. ``free``: pages that have memory and no content. ``metadata``: page tables, records, tree
+    and bitmaps.
     """
 
     payload_bytes: int
@@ -39,19 +39,19 @@ class PoolStatistics:
 
     @property
     def live_bytes(self) -> int:
-        """Pages in use."""
+        """Bytes of pages in use."""
         return self.payload_bytes + self.wasted_bytes
 
     @property
     def held_bytes(self) -> int:
-        """All that the pool holds; what the cap bounds."""
+        """Bytes that the pool holds, which the cap bounds."""
         return self.live_bytes + self.free_bytes + self.metadata_bytes
 
 
 class GivenUp(NamedTuple):
-    """What a lowered cap, or a demand for room, cost.
+    """What a lowered cap, or a demand for room, evicted.
 
-    ``over_bytes`` are still held above the cap: pinned, or never to be given up.
+    ``over_bytes`` are still held above the cap: pinned, or not evictable.
     """
 
     pages: int
@@ -61,9 +61,8 @@ class GivenUp(NamedTuple):
 
 
 class EvictedPlane(NamedTuple):
-    """``pages`` of one plane (0 is the most significant) of the tensor named ``tag`` are gone.
-
-    ``nbytes`` are those of the pages.
+    """The evicted ``pages`` (of ``nbytes`` in all) of one plane (0: most significant) of tensor
+    ``tag``.
     """
 
     tag: int
@@ -81,7 +80,7 @@ class PlaneView:
 
     @property
     def fields(self) -> PageFields:
-        """What native kernels take.
+        """The pages as native kernels take them.
 
         Raises:
             KernelError: the tensor is no longer pinned.
@@ -92,7 +91,7 @@ class PlaneView:
 
     @property
     def runs(self) -> int:
-        """Runs of elements; all but the last are of ``run_elements``."""
+        """Number of runs; all but the last have ``run_elements`` elements."""
         return self.fields.runs
 
     @property
@@ -101,16 +100,16 @@ class PlaneView:
         return self.fields.page_bytes * _BITS_PER_BYTE
 
     def kept_bits(self, run: int) -> int:
-        """How many planes this run still has."""
+        """Return how many planes of a run are resident."""
         fields = self.fields
         return fields.kept if self._checked(run) < fields.full_runs else fields.kept - 1
 
     def planes(self, run: int) -> tuple[int, ...]:
-        """Addresses of this run's planes, most significant first."""
+        """Return the addresses of a run's planes, most significant first."""
         return tuple(self._page(plane * self.runs + run) for plane in range(self.kept_bits(run)))
 
     def headers(self, run: int) -> int:
-        """Address of this run's first header (only of tensors that have headers)."""
+        """Return the address of a run's first header (only of tensors that have headers)."""
         fields = self.fields
         offset = self._checked(run) * fields.page_bytes // 8
         entry = fields.bits * self.runs + offset // fields.page_bytes
@@ -127,5 +126,5 @@ class PlaneView:
         return fields.region + fields.page_bytes * index
 
     def end(self) -> None:
-        """The tensor is no longer pinned."""
+        """Invalidate the view: the tensor is no longer pinned."""
         self._fields = None

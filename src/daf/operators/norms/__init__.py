@@ -1,1 +1,1 @@
-"""The normalised value as a code: made in forward, read in backward, by channel or by row."""
+"""The normalised value as a code, made in forward and read in backward, by channel or by row."""

@@ -33,7 +33,7 @@ NormValues = ValueCode | KeptValues
 
 
 class ComputedValues:
-    """The values of an input that is held anyway, computed again by whoever reads them.
+    """The values of a resident input, recomputed when read.
 
     To recipes they are a code that has every bit and takes no bytes. ``read`` returns the input.
     """
@@ -56,7 +56,7 @@ class ComputedValues:
         accumulate: bool = False,
         blocks: tuple[int, int] | None = None,
     ) -> None:
-        """Write them, bit for bit as ``emit`` did; the rest is as in ``ValueCode.decode``."""
+        """Write the values bit for bit as ``emit`` did; options as in ``ValueCode.decode``."""
         check_count(self.count, out, blocks)
         with pinned(mask) as chosen:
             x, options = self._read(), (channels, chosen, accumulate, blocks)
@@ -66,22 +66,22 @@ class ComputedValues:
 def take_statistics(
     x: Tensor, geometry: Geometry, epsilon: float, running: RunningStatistics | None
 ) -> Statistics:
-    """Mean and inverse deviation of every channel; running ones follow in place."""
+    """Measure mean and inverse deviation of every channel; running statistics follow in place."""
     if running is not None:
         torch.autograd.graph.increment_version((running.mean, running.variance))
     return backend_of(x).channel_statistics(x, geometry, epsilon, running)
 
 
 def unmeasured(x: Tensor, length: int) -> Channels:
-    """Room for the affine of each row of ``length`` elements, where the tensor is."""
-    # Two tensors: the second may be forgotten before the first.
+    """Allocate the affine of each row of ``length`` elements, on the tensor's device."""
+    # Two tensors: the second may be freed before the first.
     count = x.numel() // length
     scale, shift = (torch.empty(count, dtype=torch.float32, device=x.device) for _ in range(2))
     return Channels(scale, shift, length)
 
 
 def emit(x: Tensor, forward: Channels, output: NormOutput, rows: RowMoments | None = None) -> None:
-    """Forward without a code; with ``rows`` the affine is measured on the way."""
+    """Run forward without a code; with ``rows`` the affine is measured on the way."""
     with opened(output) as written:
         assert written is not None
         backend_of(x).emit(x, forward, written, rows)
@@ -94,7 +94,7 @@ def sum_gradient(
     written: Tensor | None,
     geometry: Geometry,
 ) -> Sums:
-    """Backward's first pass: sums of the masked gradient and of its products with the values.
+    """Run backward's first pass: sums of the masked gradient and of its products with the values.
 
     ``written`` receives the masked gradient; it may be ``gradient`` itself.
     """
@@ -109,7 +109,7 @@ def write_input_gradient(
     written: Tensor,
     factors: tuple[Channels, Channels],
 ) -> None:
-    """Backward's second pass: ``written = masked gradient * b.scale + a(values)``.
+    """Run backward's second pass: ``written = masked gradient * b.scale + a(values)``.
 
     ``factors`` are (a, b); ``written`` may be ``gradient`` itself.
     """
@@ -118,7 +118,7 @@ def write_input_gradient(
 
 
 def backward_rows(values: NormValues, job: RowBackward) -> Sums | None:
-    """Backward of a normalisation of rows; all its passes read the same planes."""
+    """Run backward of a normalisation of rows; all its passes read the same planes."""
     with _read(values) as source:
         return backend_of(job.gradient).backward_rows(source, job)
 
