@@ -1,8 +1,7 @@
-"""Expected relative mean-square error of every lossy code, in one unit for all of them.
+"""Expected relative mean-square error of every lossy code.
 
-The unit is the energy that is left of a block after its mean was removed. The
-numbers hold for blocks of Gaussian values; ``rotated`` makes others alike, for
-``minmax`` they are only typical.
+Relative to a block's energy after its mean is removed, for Gaussian values. ``rotated`` makes other
+values alike; for ``minmax`` the numbers are only typical.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from daf.core.policy import Method, Treatment
 GAUSSIAN_BLOCK_SQUARED_RANGE = 32.17
 
 
-# Whose error depends on the tensor: nobody knows it beforehand.
+# The error depends on the tensor, so none is predicted.
 WITHOUT_ERROR = frozenset({Method.RANGED, Method.REGISTERED})
 
 
 def minmax_error(bits: int) -> float:
-    """Of ``minmax`` codes with stochastic rounding.
+    """Return the error of ``minmax`` codes with stochastic rounding.
 
-    An element at fraction f between two levels has the variance f(1 - f) steps². That is 1/6 on
-    average when a cell is narrow; with a single cell, E[f(1 - f)] range² is range²/4 - 1.
+    An element at fraction f between two levels has variance f(1 - f) steps²: 1/6 on average if
+    cells are narrow; with a single cell, E[f(1 - f)] range² is range²/4 - 1.
     """
     if bits == 1:
         return GAUSSIAN_BLOCK_SQUARED_RANGE / 4 - 1
@@ -31,9 +30,9 @@ def minmax_error(bits: int) -> float:
 
 
 def relative_error(treatment: Treatment) -> float:
-    """What a treatment leaves; 0 where nothing is lost, or nobody knows (``WITHOUT_ERROR``).
+    """Return a treatment's error; 0 if it is lossless or not known (``WITHOUT_ERROR``).
 
-    A derivative code is taken to err as a rotated code of as many bits does.
+    A derivative code counts as a rotated code of as many bits.
     """
     if treatment.method is Method.MINMAX:
         return minmax_error(treatment.bits)
@@ -43,9 +42,9 @@ def relative_error(treatment: Treatment) -> float:
 
 
 def error_growth(bits: int, lost_planes: float) -> float:
-    """By which factor a ``rotated`` code's error grows when planes are given up, the last first.
+    """Return the factor on a ``rotated`` code's error after its last ``lost_planes`` are evicted.
 
-    Of a plane that is lost in part, the error counts in proportion.
+    A partly evicted plane counts in proportion.
     """
     lost = min(bits - 1.0, lost_planes)
     kept, part = bits - int(lost), lost - int(lost)

@@ -1,4 +1,4 @@
-"""The one home of every table: native code is handed these arrays, it holds none of its own."""
+"""Every table of the codecs; native code receives these arrays and holds none of its own."""
 
 from __future__ import annotations
 
@@ -31,14 +31,13 @@ def _centroid(low: float, high: float) -> float:
 
 @cache
 def lloyd_max(bits: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Positive half of the best ``2**bits``-level quantizer of the unit Gaussian.
+    """Return the best ``2**bits``-level quantizer of the unit Gaussian, its positive half.
 
-    Lloyd's conditions (levels are centroids, thresholds are midpoints), iterated
-    until they stand still: S. Lloyd, "Least squares quantization in PCM", 1982.
+    Iterates Lloyd's conditions (levels are centroids, thresholds are midpoints) until they settle:
+    S. Lloyd, "Least squares quantization in PCM", 1982.
 
     Returns:
-        The positive thresholds (``2**(bits-1) - 1``) and positive levels
-        (``2**(bits-1)``), ascending; the negative ones mirror them.
+        ``2**(bits-1) - 1`` thresholds and ``2**(bits-1)`` levels, both ascending.
     """
     half = 2 ** (bits - 1)
     levels = [(index + 0.5) * 3.0 / half for index in range(half)]
@@ -68,28 +67,25 @@ _TABLE_CELLS = 16
 
 @cache
 def _integer_thresholds(bits: int) -> tuple[int, ...]:
-    """Positive thresholds of coefficients that lost their lower bits."""
+    """Return positive thresholds of coefficients without their lower bits."""
     return tuple(round(_COEFFICIENT_UNIT * threshold) for threshold in lloyd_max(bits)[0])
 
 
 def _merged_cells(bits: int, kept_bits: int) -> list[tuple[float, float]]:
-    """Positive cells of a ``bits``-bit code that its first ``kept_bits`` planes tell apart.
-
-    They are those of the thresholds as rounded, in standard deviations.
-    """
+    """Return the positive cells (in standard deviations) of the first ``kept_bits`` planes."""
     edges = [0.0, *(threshold / _COEFFICIENT_UNIT for threshold in _integer_thresholds(bits))]
     return list(pairwise([*edges[:: 2 ** (bits - kept_bits)], math.inf]))
 
 
 @cache
 def _positive_levels(bits: int, kept_bits: int) -> tuple[int, ...]:
-    """Centroids of the merged cells on the integer grid that costs the least error."""
+    """Return the merged cells' centroids, on the integer grid of least error."""
     centroids = [_centroid(*cell) for cell in _merged_cells(bits, kept_bits)]
     candidates = [
         tuple(round(greatest * value / centroids[-1]) for value in centroids)
         for greatest in _GREATEST_LEVELS
     ]
-    # Rounded, and the finest among equals: the last digits of a machine's exp decide nothing.
+    # Rounded, the finest among equals, so that the last digits of a machine's exp decide nothing.
     return min(
         reversed(candidates),
         key=lambda levels: round(_relative_error(bits, kept_bits, levels), 12),
@@ -104,7 +100,7 @@ def _relative_error(bits: int, kept_bits: int, levels: tuple[int, ...]) -> float
 
 
 def _gain(bits: int, kept_bits: int, levels: tuple[int, ...]) -> float:
-    """E[x level] of a unit Gaussian x: what the header's scale is divided by."""
+    """E[x level] of a unit Gaussian x: the divisor of the header's scale."""
     cells = _merged_cells(bits, kept_bits)
     return sum(
         2 * level * _mass(*cell) * _centroid(*cell)
@@ -114,12 +110,11 @@ def _gain(bits: int, kept_bits: int, levels: tuple[int, ...]) -> float:
 
 @cache
 def rotated_thresholds(bits: int) -> Bytes:
-    """(bits, 16) int8 thresholds of the ``bits``-bit ``rotated`` code; read-only.
+    """Return (bits, 16) read-only int8 thresholds of the ``bits``-bit ``rotated`` code.
 
-    Row s decides bit ``3 - s`` of a cell: the code, its first bit at weight 8.
-    Entry c of it is for coefficients whose first s bits make the cell c; those
-    strictly above it have the bit set. Row 0, which depends on no cell, is the same
-    everywhere; other entries of cells that no code has are 0.
+    Row s decides bit ``3 - s`` of a cell, the code with its first bit at weight 8. Entry c applies
+    to coefficients whose first s bits make the cell c; those strictly above it set the bit. Row 0
+    is constant; entries of cells that no code has are 0.
     """
     positive = _integer_thresholds(bits)
     ascending = [-value for value in reversed(positive)] + [0, *positive]
@@ -127,7 +122,7 @@ def rotated_thresholds(bits: int) -> Bytes:
     for step in range(bits):
         width = 2 ** (bits - step)
         for prefix in range(2**step):
-            # A coefficient has lost its fraction downward: not below t means above t - 1.
+            # Coefficients are rounded down, so "not below t" is "above t - 1".
             table[step, prefix << (4 - step)] = ascending[prefix * width + width // 2 - 1] - 1
     table[0] = table[0, 0]
     return _frozen(table)
@@ -135,10 +130,10 @@ def rotated_thresholds(bits: int) -> Bytes:
 
 @cache
 def rotated_levels(bits: int, kept_bits: int) -> Bytes:
-    """(16,) int8 levels of the first ``kept_bits`` planes of a ``bits``-bit code; read-only.
+    """Return (16,) read-only int8 levels of the first ``kept_bits`` of ``bits`` planes, by cell.
 
-    By cell (the kept bits, the first at weight 8): centroids of the merged
-    cells of the unit Gaussian as integers, the greatest of them at most 127.
+    A cell is the kept bits, the first at weight 8. Levels are centroids of the unit Gaussian's
+    merged cells as integers, at most 127.
     """
     positive = _positive_levels(bits, kept_bits)
     ascending = [-level for level in reversed(positive)] + list(positive)
@@ -149,10 +144,9 @@ def rotated_levels(bits: int, kept_bits: int) -> Bytes:
 
 @cache
 def rotated_level_factor(bits: int, kept_bits: int) -> float:
-    """What one level is worth in units of the header's scale; exactly a float32.
+    """Return one level's worth in units of the header's scale, exactly a float32.
 
-    The header's scale was computed for all planes; the ratio of the gains
-    leaves a code of fewer planes unbiased.
+    That scale was computed for all planes; the ratio of gains keeps fewer planes unbiased.
     """
     whole = _gain(bits, bits, _positive_levels(bits, bits))
     kept = _gain(bits, kept_bits, _positive_levels(bits, kept_bits))
@@ -161,7 +155,7 @@ def rotated_level_factor(bits: int, kept_bits: int) -> float:
 
 @cache
 def rotated_error(bits: int, kept_bits: int) -> float:
-    """Expected relative mean-square error of ``rotated`` from its first ``kept_bits`` planes."""
+    """Return ``rotated``'s relative mean-square error from its first ``kept_bits`` planes."""
     return _relative_error(bits, kept_bits, _positive_levels(bits, kept_bits))
 
 
@@ -176,16 +170,15 @@ def derivative_table(
     low: float = -100.0,
     high: float = 100.0,
 ) -> tuple[Floats, Floats]:
-    """Best piecewise-constant derivative of ``activation`` on ``2**bits`` intervals.
+    """Return the best piecewise-constant derivative of ``activation`` on ``2**bits`` intervals.
 
-    Least squares with uniform weight on [low, high] (Novikov et al., "Few-bit
-    backward", ICML 2023). An interval's best level is the mean derivative,
-    ``(h(b) - h(a)) / (b - a)``, so the best borders maximise the sum of
-    ``(h(b) - h(a))**2 / (b - a)``: dynamic programming over a grid, repeated on
+    Least squares, uniform weight on [low, high] (Novikov et al., "Few-bit backward", ICML 2023). An
+    interval's best level is the mean derivative ``(h(b) - h(a)) / (b - a)``, so the best borders
+    maximise the sum of ``(h(b) - h(a))**2 / (b - a)``: dynamic programming over a grid, repeated on
     finer grids around the borders found.
 
     Args:
-        activation: h itself, elementwise on float64 arrays (not its derivative).
+        activation: h itself, not its derivative, elementwise on float64 arrays.
         bits: 1 to 4.
         low: left end of the weighted range.
         high: right end of the weighted range.
@@ -215,7 +208,7 @@ def derivative_table(
 
 
 def _dense_in_the_middle(points: int) -> Doubles:
-    """Odd-symmetric points on [-1, 1], a thousand times denser at 0 than at the ends."""
+    """Return odd-symmetric points on [-1, 1], a thousand times denser at 0 than at the ends."""
     unit = np.linspace(-1.0, 1.0, points)
     bent: Doubles = np.sinh(7.6 * unit) / math.sinh(7.6)
     return bent
@@ -224,9 +217,9 @@ def _dense_in_the_middle(points: int) -> Doubles:
 def _best_borders(
     activation: Callable[[Doubles], Doubles], grid: Doubles, intervals: int
 ) -> Doubles:
-    """Interior borders, chosen from ``grid``, of the best fit with ``intervals`` pieces.
+    """Return the best fit's interior borders, from ``grid``, for ``intervals`` pieces.
 
-    Two matrices of 5 MB exist at a time: tables are also made within tight budgets.
+    Holds two matrices of 5 MB at a time: tables are also made within tight budgets.
     """
     gain = np.subtract.outer(activation(grid), activation(grid)).T
     total = np.subtract.outer(grid, grid).T  # the width of a piece from i to j

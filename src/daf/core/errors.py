@@ -1,36 +1,34 @@
-"""Every error that DAF raises: one tree.
+"""Every error that DAF raises, in one tree.
 
-Each message says what was asked, what was found and what to try. Errors that
-stand in for one of Python's own (a bad value, a missing file, an in-place
-change that PyTorch would have reported as ``RuntimeError``) inherit from it
-too, so that callers who never heard of DAF still catch what they expect.
+A message says what was asked, what was found and what to try. Where Python or PyTorch has an error
+for the case, DAF's inherits from it too, so that existing handlers catch it.
 """
 
 from __future__ import annotations
 
 
 class DafError(Exception):
-    """Root of the tree; catch this to catch everything DAF raises."""
+    """Base class of every error that DAF raises."""
 
 
 class UnitError(DafError, ValueError):
-    """A byte count such as ``"512MB"`` could not be read."""
+    """A byte count such as ``"512MB"`` that cannot be parsed."""
 
 
 class UnknownNameError(DafError, ValueError):
-    """A model, data set or option has a name that is not known here."""
+    """A model, data set or option of an unknown name."""
 
 
 class DataError(DafError, ValueError):
-    """A data file is missing, truncated or not what its name promises."""
+    """A data file that is missing, truncated or of another format."""
 
 
 class MissingPackageError(DafError, ImportError):
-    """A package that a command, a model or data needs is not installed."""
+    """A package is not installed that a command, a model or data needs."""
 
 
 class BudgetError(DafError, MemoryError):
-    """The budget cannot hold the job; ``least_bytes`` is the least that could (bytes, or None)."""
+    """A budget that cannot hold the job; ``least_bytes`` is the least that could, or None."""
 
     def __init__(self, message: str, least_bytes: int | None = None) -> None:
         super().__init__(message)
@@ -38,11 +36,11 @@ class BudgetError(DafError, MemoryError):
 
 
 class PoolFullError(DafError, MemoryError):
-    """The paged pool cannot hold what was asked, even after giving up all that it may."""
+    """The paged pool cannot hold what was asked, even after evicting all that it may."""
 
 
 class SpillError(DafError, OSError):
-    """Tensors cannot be spilled as asked, or one that was spilled cannot be read again."""
+    """Tensors cannot be spilled as asked, or a spilled one cannot be read."""
 
 
 class NonFiniteLossError(DafError, FloatingPointError):
@@ -50,19 +48,19 @@ class NonFiniteLossError(DafError, FloatingPointError):
 
 
 class DivergedError(DafError, ArithmeticError):
-    """The losses say that the run no longer learns, and going back has not helped or cannot."""
+    """The run no longer learns by its losses, and rolling back did not help or is impossible."""
 
 
 class CodecError(DafError, ValueError):
-    """A tensor cannot be coded as asked (bits, dtype, layout), or a code was used wrongly."""
+    """A tensor cannot be coded as asked (bits, dtype, layout), or a code is used wrongly."""
 
 
 class SavedTensorError(DafError, RuntimeError):
-    """A tensor kept for backward was changed in place, or its store was already released."""
+    """A saved tensor was changed in place, or its store was already released."""
 
 
 class FusionError(DafError, RuntimeError):
-    """A step read what fusing operators had left out, which no step before it did."""
+    """A step read what operator fusion had left out, which no earlier step did."""
 
 
 class KernelError(DafError, RuntimeError):
@@ -78,13 +76,13 @@ class PlatformError(DafError, RuntimeError):
 
 
 class ReleaseRefusedError(DafError, ValueError):
-    """Gradients were to be released inside backward, and something needs them later."""
+    """Gradients cannot be released inside backward, because something needs them later."""
 
 
 class CommittedStepError(DafError):
-    """A step failed after some parameters had been updated; the model is between two steps.
+    """A step failed after parameters were updated, so the model is between two steps.
 
-    No Python error of its own: nobody who retries on those should catch it.
+    It inherits from no Python error, so that handlers that retry do not catch it.
     """
 
 

@@ -1,6 +1,6 @@
 """Frozen dataclasses to JSON's own values and back, by their type hints.
 
-Mappings become lists of pairs, since their keys may be dataclasses too.
+Mappings become lists of pairs, because their keys may be dataclasses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Value = TypeVar("Value")
 
 
 def to_plain(value: Any) -> Any:
-    """Dataclasses as dictionaries, mappings as pairs, everything else as lists and numbers."""
+    """Return dataclasses as dictionaries, mappings as pairs, sequences as lists."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = dataclasses.fields(value)
         return {field.name: to_plain(getattr(value, field.name)) for field in fields}
@@ -27,10 +27,10 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: type[Value], plain: Any) -> Value:
-    """What ``to_plain`` made of a ``kind``.
+    """Restore a ``kind`` from ``to_plain``'s result.
 
     Raises:
-        KeyError, TypeError, ValueError: it is from something else.
+        KeyError, TypeError, ValueError: ``plain`` is from something else.
     """
     found: Value = _read(kind, plain)
     return found

@@ -1,4 +1,4 @@
-"""A plan: what one training step does. Immutable; no torch, no device."""
+"""The plan of a training step."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from daf.core.policy import Policy
 class Plan:
     """What one training step does; made by the planner, carried out by execution.
 
-    ``return_freed_blocks`` asks for the settings of ``memory.keeper``, which hold
-    little more than what is alive; without it the system's allocator is left alone.
-    ``release_gradients``: every parameter is updated, and its gradient freed, as soon
-    as that is whole. ``bound_ms``: no plan within the budget takes less, time and the small price
-    of noise together, so it proves how good this one is. ``choices`` gives one line for every
-    choice: what was chosen and why. ``account`` holds the terms of the predicted peak (bytes),
-    which add up to its ``predicted_peak``. ``added_noise``: the variance that codes are expected to
-    add to the gradient, relative to the batch's own; ``bounded_noise``: the most that it may be,
-    which a tolerance bounds (codes are counted there with all that may be computed from them).
+    ``return_freed_blocks``: apply the settings of ``memory.process_limit``; False leaves the
+    system's allocator alone. ``release_gradients``: update each parameter and free its gradient as
+    soon as that is complete. ``bound_ms``: no plan within the budget takes less (time plus the
+    small price of noise). ``choices``: one line of explanation per choice. ``account``: terms of
+    the predicted peak (bytes), adding up to its ``predicted_peak``. ``added_noise``: the expected
+    variance that codes add to the gradient, relative to the batch's own. ``bounded_noise``: its
+    upper bound, which ``tolerance`` limits; codes count with all that may be computed from them.
     """
 
     policy: Policy

@@ -47,7 +47,7 @@ class Method(StrEnum):
 
 
 class Reading(StrEnum):
-    """How backward reads what stands for a saved tensor."""
+    """How backward reads what replaces a saved tensor."""
 
     WHOLE = "whole"  # decoded first
     CHUNKS = "chunks"  # a chunk of the batch is decoded at a time
@@ -57,12 +57,11 @@ class Reading(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Treatment:
-    """What the plan does at a site: a method, its width, and rotation rounds.
+    """What the plan does at a site: a method, its bits, and rotation rounds.
 
-    ``by_channel``: each channel has a range of its own, not the whole tensor (*ranged*).
-    ``on_host``: of a tensor on a GPU, the code waits in host memory until backward wants it.
-    ``whole``: no plane of it may be given up.
-    ``codec``: the name of a registered codec (*registered*).
+    ``by_channel``: a range per channel, not per tensor (*ranged*). ``on_host``: a GPU tensor's code
+    waits in host memory. ``whole``: no plane may be evicted. ``codec``: a registered codec's name
+    (*registered*).
     """
 
     method: Method
@@ -75,13 +74,13 @@ class Treatment:
 
     @property
     def is_code(self) -> bool:
-        """Are values coded, with an error?"""
+        """True if values are coded with an error."""
         return self.method in (Method.ROTATED, Method.MINMAX)
 
 
 KEEP = Treatment(Method.KEEP)
 
-# Operators that the library brings, by the names of their packages.
+# DAF's own operators, by the names of their packages.
 CHUNKED = "chunked"
 FUSED_OPERATORS = frozenset({"batch_norm", "row_norm", "activation", "linear_cross_entropy"})
 PLANNED_OPERATORS = FUSED_OPERATORS | {CHUNKED}
@@ -91,9 +90,8 @@ PLANNED_OPERATORS = FUSED_OPERATORS | {CHUNKED}
 class Site:
     """One place where autograd saves a tensor; stable from step to step.
 
-    ``module`` is the path in ``model.named_modules()``, ``operator`` the torch
-    function's name, ``call`` counts that operator within one call of the
-    module, ``save`` counts the tensors that this operator call saves.
+    ``module``: the path in ``model.named_modules()``; ``operator``: the torch function's name;
+    ``call`` counts that operator within the module's call; ``save`` counts this call's saves.
     """
 
     module: str
@@ -107,17 +105,14 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A treatment for every kind of site, and exceptions for single sites.
+    """A treatment for every kind of site, with exceptions for single sites.
 
-    ``rederive`` allows one code to serve a normalisation, its activation and
-    the operator behind it (design, section 4: BatchNorm, ReLU, convolution).
-    ``operators`` names those that run in place of PyTorch's (``daf.operators.registry``).
-    ``chunk_bytes`` bounds what a chunked operator decodes of its input at a time; an input that is
-    kept is then used in the same chunks (None: a size that costs next to no time, and a kept input
-    is used whole).
-
-    ``replayed`` names modules (paths in ``model.named_modules()``, nested ones
-    allowed) whose every call holds only its inputs and is run again in backward.
+    ``rederive``: one code may serve a normalisation, its activation and the operator behind it
+    (design, section 4). ``operators``: the fused and chunked operators that replace PyTorch's.
+    ``chunk_bytes``: the most of its input that a chunked operator decodes at a time, and the chunk
+    of a kept input; None: a size of negligible cost, and a kept input is used whole.
+    ``replayed``: modules (paths, nested ones allowed) whose calls hold only their inputs and run
+    again in backward.
     """
 
     name: str
@@ -136,23 +131,23 @@ class Policy:
 
     @property
     def chunked(self) -> bool:
-        """True if large operators work through their batch a chunk at a time."""
+        """True if large operators process their batch in chunks."""
         return CHUNKED in self.operators
 
     @property
     def on_host(self) -> bool:
-        """May any code wait in host memory?"""
+        """True if any code may wait in host memory."""
         return any(each.on_host for each in (*self.by_need.values(), *self.by_site.values()))
 
     def weight(self, site: Site) -> float:
-        """How much relative error at a site harms the gradient, beside other sites (1: as most).
+        """Return the harm of relative error at a site, relative to other sites (default 1).
 
-        Decides whose planes are given up first when a pool is short of room.
+        Decides whose planes a full pool evicts first.
         """
         return self.weights.get(site, 1.0)
 
     def treatment(self, need: Need, site: Site) -> Treatment:
-        """The treatment of one site."""
+        """Return the treatment of one site."""
         return self.by_site.get(site) or self.by_need.get(need, KEEP)
 
 
@@ -164,17 +159,17 @@ _EXACT = {
 }
 
 
-# Exact as long as everything that it is derived from is.
+# Exact if everything that it is derived from is.
 DERIVED = {Need.LINEAR: Treatment(Method.REDERIVE)}
 
 
 def plain_policy() -> Policy:
-    """Keep every saved tensor as PyTorch does."""
+    """Return the policy that keeps every saved tensor, as PyTorch does."""
     return Policy("plain", MappingProxyType({}), rederive=False)
 
 
 def exact_policy() -> Policy:
-    """Only treatments that leave every gradient bit as it is."""
+    """Return the policy of treatments that keep every gradient bit."""
     return Policy("exact", MappingProxyType(dict(_EXACT)), rederive=False)
 
 
@@ -185,12 +180,12 @@ LEAST_SCORE_BITS = 4  # below, codes of q and k bias the gradient (design, secti
 
 
 def coded_policy(bits: int, *, score_bits: int = SCORE_BITS) -> Policy:
-    """``bits`` per element wherever a lossy code is sound, more where it must be.
+    """Return ``bits`` per element wherever a lossy code is sound, more where it must be.
 
     Args:
         bits: 1 to 8.
-        score_bits: of attention's q and k whose weights are computed again. Fewer than the
-            default are for who has measured what they add.
+        score_bits: of recomputed attention's q and k, 4 to 8; fewer than the default only where
+            their noise was measured.
 
     Raises:
         ValueError: ``bits`` is not in 1 … 8, or ``score_bits`` not in 4 … 8.
@@ -204,7 +199,7 @@ def coded_policy(bits: int, *, score_bits: int = SCORE_BITS) -> Policy:
         Need.NORM: _value(bits),
         Need.PRODUCT: _value(max(bits, 4)),
         Need.SCORE: replace(_value(score_bits), whole=score_bits <= 4),  # others stay whole anyway
-        # Read twice: the square of a coarser code's error would bias, which no sensitivity tells.
+        # Read twice: a coarser code's squared error would be a bias, which no sensitivity shows.
         Need.PROBABILITY: Treatment(Method.MINMAX, 8),
         Need.SMOOTH: Treatment(Method.DERIVATIVE, min(max(bits, 2), 4)),
     }
@@ -212,10 +207,9 @@ def coded_policy(bits: int, *, score_bits: int = SCORE_BITS) -> Policy:
 
 
 def with_fused_operators(policy: Policy, *, chunked: bool = True) -> Policy:
-    """The policy with every operator fused, and chunked if asked, that can be.
+    """Return the policy with operators fused, and chunked if asked.
 
-    Where it is the exact one, the inputs that fused normalisations and activations hold tell the
-    operators behind what theirs were.
+    Under the exact policy, inputs of fused operators also rederive the next operators' inputs.
     """
     fused = replace(policy, operators=PLANNED_OPERATORS if chunked else FUSED_OPERATORS)
     if policy.name != exact_policy().name:
@@ -226,19 +220,19 @@ def with_fused_operators(policy: Policy, *, chunked: bool = True) -> Policy:
 def with_chunked_operators(
     policy: Policy, chunk_bytes: int | None = None, *, chunked: bool = True
 ) -> Policy:
-    """The policy with chunked operators, or without; ``chunk_bytes`` as in :class:`Policy`."""
+    """Return the policy with or without chunked operators; ``chunk_bytes`` as in ``Policy``."""
     others = policy.operators - {CHUNKED}
     operators = others | {CHUNKED} if chunked else others
     return replace(policy, operators=operators, chunk_bytes=chunk_bytes)
 
 
 def with_planned_operators(policy: Policy, chunk_bytes: int) -> Policy:
-    """The policy with the fused and chunked operators that plans are measured and made with."""
+    """Return the policy with the fused and chunked operators that plans assume."""
     return replace(policy, operators=PLANNED_OPERATORS, chunk_bytes=chunk_bytes)
 
 
 def with_host_codes(policy: Policy) -> Policy:
-    """The policy with all codes of tensors on a GPU waiting in host memory."""
+    """Return the policy with all codes of GPU tensors in host memory."""
     return replace(
         policy,
         by_need=MappingProxyType(
@@ -251,7 +245,7 @@ def with_host_codes(policy: Policy) -> Policy:
 
 
 def placed_on_host(treatment: Treatment) -> Treatment:
-    """The treatment with its code, if it has one, in host memory."""
+    """Return the treatment with its code, if it has one, in host memory."""
     return replace(treatment, on_host=True) if treatment.method in _TRAVELLING else treatment
 
 
@@ -265,7 +259,7 @@ def _value(bits: int) -> Treatment:
 
 
 def policy_named(name: str) -> Policy:
-    """The policy that ``Policy.name`` names: ``"plain"``, ``"exact"`` or ``"<n>-bit"``.
+    """Return the policy named ``"plain"``, ``"exact"`` or ``"<n>-bit"``.
 
     Raises:
         ValueError: there is no such policy.
@@ -281,9 +275,9 @@ def policy_named(name: str) -> Policy:
 
 
 def policy_for(bits: int | str) -> Policy:
-    """The policy for a user's ``bits``: 1 … 8, ``"exact"`` or ``"plain"``.
+    """Return the policy for a user's ``bits``: 1 … 8, ``"exact"``, ``"plain"`` or ``"<n>-bit"``.
 
     Raises:
-        ValueError: neither a width nor one of those words.
+        ValueError: none of these.
     """
     return coded_policy(bits) if isinstance(bits, int) else policy_named(bits)

@@ -1,11 +1,9 @@
-"""What was measured of a model's step, in words that the planner reads: no torch, no device.
+"""What was measured of a model's step, for the planner.
 
-A step is a row of *moments*: the stretch between two events, an event being that
-autograd saves a tensor (forward) or reads one back (backward). For every
-moment the :class:`Timeline` knows the bytes alive beside parameters, gradients
-and saved tensors; every :class:`Saving` knows from which moment to which it is
-alive. Both are affine in the batch, so two small measured steps tell the peak
-of a large one.
+A step is a row of *moments*, the stretches between events; an event is autograd saving a tensor
+(forward) or reading one (backward). The :class:`Timeline` has each moment's bytes beside
+parameters, gradients and saved tensors; a :class:`Saving` has the moments of its life. Both are
+affine in the batch, so two small measured steps predict a large one's peak.
 """
 
 from __future__ import annotations
@@ -27,14 +25,14 @@ class Affine:
     per_example: float
 
     def at(self, examples: int) -> float:
-        """The value at a batch of ``examples``."""
+        """Return the value at a batch of ``examples``."""
         return self.fixed + self.per_example * examples
 
     @staticmethod
     def through(points: Iterable[tuple[int, float]]) -> Affine:
-        """The line through the two largest of (examples, value); through one, in proportion.
+        """Return the line through the two largest (examples, value); through one, in proportion.
 
-        A line that falls is noise: more examples never need less.
+        A falling slope is noise and counts as 0: more examples never need less.
         """
         ordered = sorted(points)
         (last, high) = ordered[-1]
@@ -52,18 +50,15 @@ ZERO = Affine(0.0, 0.0)
 class Saving:
     """One tensor that autograd saves in a step; moments are indices into the timeline.
 
-    ``storage`` numbers the memory that it lies in, which several savings may
-    share; ``storage_bytes`` is all of it, ``content`` numbers the part that this is: one code
-    serves all savings of it. ``dies``: the moment in whose course
-    the program itself lets go of that memory. It is read first in moment
-    ``read`` and let go in the course of ``released``. ``call`` is the innermost
-    module call around it (-1: none). ``parents``: with codes at these sites
-    backward computes the tensor from them (design, section 4); None where it
-    cannot. ``packed_bits`` per element is what integers packed to (0: unknown).
-    ``reading``: how backward reads what stands for it, if that is a code. ``beside_bytes``
-    are held with it whatever its treatment (a fused operator's mask). ``teller``: whose tensor
-    tells this one if it is kept as it is, through a function that is not linear (a fused
-    activation's input).
+    ``storage`` numbers its memory, which several savings may share; ``storage_bytes`` is all of
+    that. ``content`` numbers its part; one code serves all savings of one content. ``dies``: the
+    moment in which the program itself frees the memory. ``read``, ``released``: the moments of its
+    first read and its release. ``call``: the innermost module call (-1: none). ``parents``: sites
+    whose codes backward can compute the tensor from (design, section 4); None: it cannot.
+    ``packed_bits``: of packed integers, per element (0: unknown). ``reading``: how backward reads
+    its code. ``beside_bytes``: held under every treatment (a fused operator's mask). ``teller``:
+    the site whose kept tensor yields this one through a nonlinear function (a fused activation's
+    input).
     """
 
     site: Site
@@ -87,20 +82,18 @@ class Saving:
 
     @property
     def may_follow(self) -> bool:
-        """May it be computed from codes as narrow as theirs are? Attention's q and k may not."""
+        """True if codes as narrow as its parents' may replace it; not for attention's q and k."""
         return self.parents is not None and self.need is not Need.SCORE
 
 
 def decoded_bytes(
     reading: Reading, tensor_bytes: float, chunk_bytes: int, part_bytes: float = 0.0
 ) -> float:
-    """What reading a code brings to life beside what the operator itself takes.
+    """Return the bytes that reading a code allocates beside what the operator itself takes.
 
-    What is read in place is decoded ``part_bytes`` at a time, next to none on the processor.
-
-    PyTorch's operators do not write over their result's gradient, as fused ones were seen to.
-    A chunk is decoded while the gradient of the one before is copied away. A tensor that is one
-    chunk has a gradient of its own, instead of one that is written over the result's.
+    In place, ``part_bytes`` are decoded at a time, next to none on the CPU. PyTorch's operators do
+    not write over their result's gradient, as fused ones do. A chunk is decoded while the gradient
+    of the one before is copied; a single chunk has a gradient of its own.
     """
     if reading is Reading.IN_PLACE:
         return part_bytes
@@ -113,12 +106,11 @@ def decoded_bytes(
 
 @dataclass(frozen=True, slots=True)
 class CallProfile:
-    """One call of a module; ``parent`` is the index of the call that made it (-1: none).
+    """One call of a module; ``parent`` is the index of the caller's call (-1: none).
 
-    Moments ``first_forward`` to ``last_forward`` passed inside it. Its inputs
-    are (storage, bytes); a storage of -1 is one that autograd never saved.
-    ``replayable``: it can be run again, because its inputs stay as they are. ``operators``: how
-    many ran inside, the module's own and those of modules inside it.
+    Moments ``first_forward`` to ``last_forward`` passed inside. ``inputs``: (storage, bytes); -1:
+    autograd never saved it. ``replayable``: its inputs stay unchanged. ``operators``: how many ran
+    inside, nested modules included.
     """
 
     module: str
@@ -136,9 +128,8 @@ class CallProfile:
 class DeviceSpeeds:
     """Measured speeds, in bytes of the uncoded tensor per second.
 
-    One number per method whatever its width: widths differ by less than two
-    measurements of one of them do. ``link``: between a device's memory and the host's (0:
-    there is none, and nothing travels).
+    One number per method: widths differ by less than two measurements of one. ``link``: between
+    device and host memory (0: none, so nothing travels).
     """
 
     encode: Mapping[Method, float]
@@ -149,26 +140,24 @@ class DeviceSpeeds:
     link: float = 0.0
 
     def encode_ms(self, method: Method, nbytes: float) -> float:
-        """How long coding ``nbytes`` takes (milliseconds)."""
+        """Return the time of coding ``nbytes``."""
         return 1000.0 * nbytes / self.encode.get(method, self.copy)
 
     def decode_ms(self, method: Method, nbytes: float) -> float:
-        """How long restoring ``nbytes`` takes (milliseconds)."""
+        """Return the time of decoding ``nbytes``."""
         return 1000.0 * nbytes / self.decode.get(method, self.copy)
 
     def link_ms(self, nbytes: float) -> float:
-        """How long ``nbytes`` travel one way (milliseconds)."""
+        """Return the time of moving ``nbytes`` one way."""
         return 1000.0 * nbytes / (self.link or self.copy)
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Per moment the bytes alive beside what the planner decides on.
+    """Per moment, the bytes alive beside what the planner decides on.
 
-    ``transient``: neither parameters, nor gradients that existed when the
-    moment began, nor saved tensors, but whatever the program itself still
-    holds. ``gradient_bytes``: gradients that existed when the moment began.
-    The first ``forward`` moments are the forward pass.
+    ``transient``: all but parameters, saved tensors and ``gradient_bytes``, the gradients that
+    existed when the moment began. The first ``forward`` moments are the forward pass.
     """
 
     transient: tuple[Affine, ...]
@@ -178,22 +167,18 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What a few small measured steps told about a model, a loss and a batch (bytes, ms).
+    """What a few small measured steps yield of a model, a loss and a batch (bytes, ms).
 
-    ``resident_bytes``: the process between two steps, without gradients and
-    without the ``optimizer_bytes`` of state that do not exist yet.
-    ``micro_batch_ms`` holds (examples, milliseconds) of forward and backward with
-    everything kept, at growing sizes. ``weights`` says how much relative error
-    at a site harms the gradient, beside other sites; sites not named count 1. A weight of 1
-    with an error of 1 adds ``noise_per_weight`` of the batch's own noise (0: not
-    measured). ``split_refusal``
-    says why the batch must not be split, or is empty. ``update_bytes``:
-    what the optimizer's own step holds in passing. ``passing_bytes``: the most that libraries may
-    take in passing, beside tensors. ``recycles``: freed blocks
-    are recycled under a hard limit (``memory.keeper``). ``part_bytes``: the most that a fused
-    normalisation decodes at a time (0: next to nothing). ``chunk_bytes``: measured with fused
-    operators, and with chunks of so many bytes where the whole batch is larger (0: without).
-    ``fusions`` says which operators are fused, and why others are not.
+    ``resident_bytes``: the process between steps, without gradients and without ``optimizer_bytes``
+    of state that does not exist yet. ``micro_batch_ms``: (examples, ms) of forward and backward
+    with everything kept. ``weights``: harm of relative error by site (default 1). A weight of 1
+    with an error of 1 adds ``noise_per_weight`` of the batch's own noise (0: not measured).
+    ``split_refusal``: why the batch must not be split, or "". ``update_bytes``: the optimizer
+    step's transient. ``passing_bytes``: the most that libraries take in passing, beside tensors.
+    ``recycles``: freed blocks are recycled under a hard limit (``memory.process_limit``).
+    ``chunk_bytes``: the chunk of the whole batch with fused operators (0: measured without).
+    ``part_bytes``: the most that a fused normalisation decodes at a time (0: next to nothing).
+    ``fusions``: which operators are fused, and why others are not.
     """
 
     floor_bytes: int
@@ -220,31 +205,30 @@ class Profile:
 
     @property
     def is_fused(self) -> bool:
-        """Was it measured with fused and chunked operators?"""
+        """True if measured with fused and chunked operators."""
         return self.chunk_bytes > 0
 
     @property
     def score_sites(self) -> frozenset[Site]:
-        """Where q and k are saved of attention whose weights are computed again."""
+        """The sites of recomputed attention's q and k."""
         return frozenset(each.site for each in self.savings if each.need is Need.SCORE)
 
     @property
     def lossy_sites(self) -> frozenset[Site]:
-        """Where codes may lose something."""
+        """The sites where codes may lose something."""
         lossy = (each for each in self.savings if each.need in LOSSY and each.treatable)
         return frozenset(each.site for each in lossy)
 
     @property
     def gains_by_fusing(self) -> bool:
-        """Is any operator fused, or read in chunks?"""
+        """True if any operator is fused or reads in chunks."""
         chunked = any(saving.reading is Reading.CHUNKS for saving in self.savings)
         return chunked or any(fusion.pattern for fusion in self.fusions)
 
     def forward_backward_ms(self, examples: int) -> float:
-        """A piece's time with everything kept: between measured sizes straight, beyond on a line.
+        """Return a micro-batch's time with everything kept, by interpolation or extrapolation.
 
-        Below the smallest measured size a piece is taken to be as long as that one's
-        share by examples and fixed part together, never below in proportion.
+        Below the smallest measured size it is that size's time, never less.
         """
         points = sorted(self.micro_batch_ms)
         if examples <= points[0][0] or len(points) == 1:
@@ -255,15 +239,15 @@ class Profile:
         return max(points[-1][1], Affine.through(points).at(examples))
 
     def step_ms(self, micro_batch: int) -> float:
-        """A whole step with everything kept, in pieces of ``micro_batch``, and its update."""
+        """Return a whole step's time in micro-batches with everything kept, update included."""
         whole, rest = divmod(self.batch_size, micro_batch)
         total = whole * self.forward_backward_ms(micro_batch)
         return self.update_ms + total + (self.forward_backward_ms(rest) if rest else 0.0)
 
     def passing_bytes_at(self, examples: int) -> int:
-        """The most that libraries may take in passing, in a step of so many examples."""
+        """Return the most that libraries take in passing at ``examples``."""
         return max(0, int(self.passing_bytes.at(examples)))
 
     def weight(self, site: Site) -> float:
-        """How much relative error at ``site`` counts."""
+        """Return the harm of relative error at ``site``, relative to other sites."""
         return self.weights.get(site, 1.0)

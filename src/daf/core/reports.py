@@ -1,4 +1,4 @@
-"""What a step did: the ledger of saved bytes; one report for each site and each fused operator."""
+"""Reports of a step: the ledger of saved bytes, each site and each fused operator."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ from daf.core.policy import Need, Site, Treatment
 
 @dataclass(frozen=True, slots=True)
 class CaptureStats:
-    """What the saved tensors of one step cost (bytes).
+    """The bytes of one step's saved tensors; peaks are over the step.
 
-    ``plain``: what autograd would hold, deduplicated by storage, without
-    parameters, buffers and the caller's batch. ``held``: what is held
-    instead, headers and padding included, and of a pool also its free pages,
-    page tables and records; inputs of replayed calls, and what a replay rebuilt until
-    backward has read it. Peaks are over the step. ``evicted``: planes that
-    the pool gave up in the step, under its cap or the process's limit, and
-    their bytes. ``spilled``: on disk, or of a GPU's codes in host memory, now and at most in the
-    step; what is on its way there, or read back before it is wanted, counts as held.
+    ``plain``: what autograd would hold, deduplicated by storage, without parameters, buffers and
+    the caller's batch. ``held``: what is held instead, with headers, padding, a pool's free pages,
+    page tables and records, inputs of replayed calls, and rebuilt tensors until read. ``evicted``:
+    planes evicted under the pool's cap or the process's limit. ``spilled``: on disk, or a GPU's
+    codes in host memory; what is in transit counts as held.
     """
 
     plain_bytes: int
@@ -34,12 +31,11 @@ class CaptureStats:
 
 @dataclass(frozen=True, slots=True)
 class SiteReport:
-    """What was done at one site in the last step (bytes; each byte is told at one site only).
+    """What was done at one site in the last step (bytes; each counts at one site only).
 
-    ``treatment`` is what was really done, which is *keep* where the policy's
-    own treatment could not be applied soundly. ``held_bytes`` is as it was when
-    the tensor was saved; ``evicted_bytes`` of that were given up since, as far
-    as the pool's list reached. ``spilled_bytes`` went to disk, or from a GPU to the host.
+    ``treatment``: the one applied, *keep* where the policy's own was unsound. ``held_bytes``: at
+    the time of the save; ``evicted_bytes`` of these went since, as far as the pool's list reached.
+    ``spilled_bytes``: moved to disk, or from a GPU to the host.
     """
 
     site: Site
@@ -51,7 +47,7 @@ class SiteReport:
     spilled_bytes: int = 0
 
     def as_dict(self) -> dict[str, str | int]:
-        """One row of plain values, for tables and JSON."""
+        """Return one row of plain values, for tables and JSON."""
         return {
             "site": str(self.site),
             "need": self.need.value,
@@ -66,10 +62,10 @@ class SiteReport:
 
 @dataclass(frozen=True, slots=True)
 class FusionReport:
-    """Whether an operator is fused (with what follows it), and as what, or why not.
+    """Whether and how an operator is fused with what follows it.
 
-    ``module``, ``call`` and ``operator`` are those of its :class:`Site`; ``pattern`` is empty
-    where it stays as it is; ``reason`` says why no more of what follows it is fused.
+    ``module``, ``call``, ``operator``: as in its :class:`Site`. ``pattern``: empty if not fused.
+    ``reason``: why no more of what follows is fused.
     """
 
     module: str

@@ -9,18 +9,15 @@ from dataclasses import dataclass
 class StepReport:
     """One step's loss, time and memory (bytes, milliseconds).
 
-    ``peak_bytes`` is the process's, or the GPU's, peak during the step; ``evicted_bytes`` of
-    codes were evicted under the pool's cap or the budget, least important first.
-    ``released_gradients`` were stepped and freed inside backward; ``overrun_bytes``
-    is what such a step, which cannot be retried, needed beyond the budget to finish.
-    ``budget_bytes`` was in force at its end (None: no budget).
+    ``peak_bytes``: of the process or GPU. ``evicted_bytes``: of codes, under the pool's cap or the
+    budget. ``released_gradients``: stepped and freed inside backward. ``overrun_bytes``: what such
+    a step, which cannot be retried, needed over the budget. ``budget_bytes``: at its end (None: no
+    budget).
 
-    ``added_variance``: what codes are expected to have added to the gradient, beside the batch's
-    own ``batch_variance``; both squared lengths, of the gradient of the batch's mean
-    loss, or of the steps of an optimizer that divides by it (None: not measured yet).
-    ``measuring_ms`` was spent behind the step on measuring them.
-    ``rolled_back_to``: the run had diverged, this step changed nothing, and the model is as it was
-    after so many steps; the codes are wider now.
+    ``added_variance``: expected from codes, beside the batch's own ``batch_variance``: squared
+    lengths of the mean loss's gradient, or of the steps of an optimizer that divides by it (None:
+    not measured yet). ``measuring_ms``: spent measuring them after the step. ``rolled_back_to``:
+    the run had diverged; the model is as after that many steps, and codes are wider.
     """
 
     loss: float
@@ -39,7 +36,7 @@ class StepReport:
 
     @property
     def added_noise(self) -> float | None:
-        """The variance that codes added, relative to the batch's own: what ``tolerance`` bounds."""
+        """The codes' variance relative to the batch's own, which ``tolerance`` bounds."""
         if self.added_variance is None or not self.batch_variance:
             return None
         return self.added_variance / self.batch_variance

@@ -1,7 +1,4 @@
-"""Bytes in and out: ``"512MB"`` to 512_000_000 and back.
-
-MB is 10**6 and MiB is 2**20, everywhere.
-"""
+"""Byte counts parsed and formatted; MB is 10**6 and MiB is 2**20, everywhere."""
 
 from __future__ import annotations
 
@@ -27,18 +24,14 @@ _DISPLAY = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 
 
 def parse_bytes(text: str | int) -> int:
-    """Read a byte count.
+    """Parse a byte count; return whole bytes, rounded down.
 
     Args:
-        text: an integer number of bytes, or a number with one of the units
-            B, KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (powers of
-            1024), in any case: ``"512MB"``, ``"1.5 GiB"``, ``700_000_000``.
-
-    Returns:
-        Whole bytes, rounded down.
+        text: an int of bytes, or a number with a unit in any case: B, KB, MB, GB, TB (powers of
+            1000), KiB, MiB, GiB, TiB (powers of 1024); ``"512MB"``, ``"1.5 GiB"``, ``700_000_000``.
 
     Raises:
-        UnitError: the text is no number, the unit is unknown, or the count is not positive.
+        UnitError: no number, an unknown unit, or less than one byte.
     """
     if isinstance(text, bool) or not isinstance(text, (int, str)):
         raise UnitError(f"asked for {text!r} bytes; give an int or a text such as '512MB'")
@@ -55,10 +48,10 @@ def parse_bytes(text: str | int) -> int:
 
 
 def parse_optional_bytes(text: str | int | None) -> int | None:
-    """Read a byte count that may be left out; None stays None.
+    """Parse a byte count; None stays None.
 
     Raises:
-        UnitError: as ``parse_bytes`` does.
+        UnitError: as ``parse_bytes``.
     """
     return None if text is None else parse_bytes(text)
 
@@ -70,7 +63,7 @@ def _positive(count: float, text: str | int) -> int:
 
 
 def format_bytes(count: int) -> str:
-    """Write bytes for people: three significant digits in powers of 1000 (``"74.3 MB"``)."""
+    """Return bytes with three significant digits in powers of 1000 (``"74.3 MB"``)."""
     for name, size in _DISPLAY:
         if abs(count) >= size:
             value = count / size
@@ -80,5 +73,5 @@ def format_bytes(count: int) -> str:
 
 
 def pinned_bytes(nbytes: int) -> int:
-    """What PyTorch's allocator of pinned memory takes for so many bytes: the next power of two."""
+    """Return what PyTorch's pinned allocator takes for ``nbytes``: the next power of two."""
     return 1 << max(nbytes - 1, 0).bit_length()
