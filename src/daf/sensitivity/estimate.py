@@ -1,16 +1,15 @@
-"""Measuring sensitivities: a few extra passes over one batch, under fresh seeds of some codes.
+"""Measures sensitivities by a few extra passes over one batch, with fresh seeds of some codes.
 
-An input of a matrix product or convolution disturbs only the gradient of that
-operator's own weight, so all such sites redraw their codes at once; where the change lands
-tells them apart. All others (normalisations, products of activations, smooth
-activations) redraw alone, or with those that are ``alike`` where there are more of them
-than passes: what they add differs by orders of magnitude, and in the change that many cause
-together the small ones are lost, however they are drawn. Should the first kind turn out to
-disturb other weights as well, it is treated as the second.
+An error in the input of a matrix product or convolution disturbs only the gradient of that
+operator's own weight. All such sites redraw their codes at once; where the change lands tells them
+apart. If other weights change too, these sites are measured like all others.
 
-Memory: a few sketches of 509 numbers per parameter, whatever the number of sites, and the
-largest parameter's gradient. Parameters, gradients, random states, buffers and hooks
-are afterwards as they were.
+Other sites (normalisations, products of activations, smooth activations) redraw alone, or in groups
+that are ``alike`` if there are more sites than passes. Their effects differ by orders of magnitude,
+and a joint change would hide the small ones.
+
+Memory: a few sketches of 509 numbers per parameter, whatever the number of sites, and the largest
+parameter's gradient. Parameters, gradients, random states, buffers and hooks are restored.
 """
 
 from __future__ import annotations
@@ -55,9 +54,9 @@ _PRODUCT_OPERATORS = frozenset(
         *(f"conv{kind}{dimensions}d" for kind in ("", "_transpose") for dimensions in (1, 2, 3)),
     }
 )
-_LEAK = 1e-4  # share of the change outside the weights where it belongs that is rounding
-# How far from its prior a value may be, in units of it: the formula for a product is whole, that
-# for a normalisation leaves out what passes on, and elsewhere there is only a typical value.
+_LEAK = 1e-4  # share of the change outside the sites' own weights that is rounding
+# Standard error of a prior, relative to its value: a product's formula is whole, a
+# normalisation's leaves out what passes on, and elsewhere there is only a typical value.
 _PRODUCT_DEVIATION, _OTHER_DEVIATION = 0.5, 10.0
 _WIDEST_DERIVATIVE = 4
 
@@ -66,9 +65,9 @@ _WIDEST_DERIVATIVE = 4
 class Effort:
     """Numbers of passes, each a forward and a backward of the whole batch.
 
-    ``local`` passes redraw the inputs of products. ``others`` is the most passes that redraw one of
-    the rest, or several that are alike. ``micro_batches`` of the batch take one pass together and
-    measure its own noise.
+    ``local`` passes redraw the inputs of products. ``others`` is the most passes that redraw the
+    rest, one site or alike group each. ``micro_batches`` take one pass together and measure the
+    batch's own noise.
     """
 
     local: int = 2
@@ -93,22 +92,22 @@ def measure_sensitivity(
     capture: Capture | None = None,
     relative: bool = False,
 ) -> Sensitivity:
-    """What every site that ``policy`` codes adds to the gradient's squared error.
+    """Measure what every site that ``policy`` codes adds to the gradient's squared error.
 
     Args:
-        model: as it is trained; nothing of it is changed.
+        model: as it is trained; unchanged afterwards.
         loss_fn: ``loss_fn(model, batch)`` returns a scalar mean loss, or ``(sum, weight)``.
         batch: any nest of tensors; a part of a training batch serves as well.
-        policy: whose codes are measured; two bits everywhere are a good choice.
-        effort: how many passes; the default's cost 28 training steps on ``batch`` at most.
+        policy: its codes are measured; two bits everywhere are a good choice.
+        effort: numbers of passes; the default costs 28 training steps on ``batch`` at most.
         seed: of the codes.
-        step_index: names the codes' ordinary seeds.
-        separate_codes: give every site a code of its own, so that each one's part is
-            told (for planning). False measures the policy as it runs, where
-            one code may serve several sites, and is charged for all of them.
-        capture: to run under; None: one of its own.
-        relative: count errors beside each parameter's own gradient (``step_metric``), as they
-            do in steps of an optimizer that ``divides_by_gradients``.
+        step_index: determines the codes' ordinary seeds.
+        separate_codes: give every site a code of its own, and so a value of its own (for planning).
+            False measures the policy as it runs, where one code may serve several sites and is
+            charged for all of them.
+        capture: to run under; None: a new one.
+        relative: count errors beside each parameter's own gradient (``step_metric``), as in steps
+            of an optimizer that ``divides_by_gradients``.
 
     Raises:
         NonFiniteLossError: the loss is inf or NaN.
@@ -184,7 +183,7 @@ class _Measurement:
         )
 
     def _relative_counts(self, elements: Tensor) -> Tensor:
-        """By the gradient without codes; by that under codes where micro-batches cannot tell."""
+        """Count errors by the gradient without codes; with codes if micro-batches cannot tell."""
         coded = self._base.square().sum(1)
         if not self._micro_batch_sketches or split_refusal(self._passes.model):
             return relative_counts(elements, coded, torch.zeros_like(coded), coded)
@@ -199,10 +198,8 @@ class _Measurement:
             if site in sites
         }
 
-    # --- inputs of products -----------------------------------------------------------------
-
     def _measure_local(self) -> dict[Site, SiteSensitivity]:
-        """Empty, and no site is local any more, if other weights than their own changed."""
+        """Measure products' inputs; if other weights changed too, none is local any more."""
         if not self._weight_of:
             return {}
         sketches = [self._base]
@@ -225,8 +222,6 @@ class _Measurement:
             found[site] = SiteSensitivity(value, error, self._priors[site].value)
         return found
 
-    # --- all others -------------------------------------------------------------------------
-
     def _measure_others(self, sites: list[Site]) -> dict[Site, SiteSensitivity]:
         found: dict[Site, SiteSensitivity] = {}
         for group in alike_groups(sites, self._effort.others):
@@ -234,7 +229,7 @@ class _Measurement:
         return found
 
     def _measure_group(self, group: tuple[Site, ...]) -> dict[Site, SiteSensitivity]:
-        """Where several change together, each is taken to add as much for the same error."""
+        """Measure a group that redraws together: equal errors are taken to add equally."""
         change = (self._redrawn(dict.fromkeys(group, 1)) - self._base).square()
         change *= self._counts[:, None]
         treatments = [self._reports[site].treatment for site in group]
@@ -246,17 +241,15 @@ class _Measurement:
         return {site: SiteSensitivity(value, error, self._priors[site].value) for site in group}
 
     def _redrawn(self, draws: dict[Site, int]) -> Tensor:
-        """Fresh seeds where codes have seeds; elsewhere a code of another width."""
+        """Sketch under fresh seeds where codes have them, elsewhere under another width."""
         treatments = {site: self._reports[site].treatment for site in draws}
         seeded = {site: n for site, n in draws.items() if treatments[site].method in _SEEDED}
         others = {s: _other_width(treatments[s]) for s, n in draws.items() if n and s not in seeded}
         by_site = MappingProxyType(dict(self._policy.by_site) | others)
         return self._passes.sketch(self._batch, replace(self._policy, by_site=by_site), seeded)
 
-    # --- the batch's own noise --------------------------------------------------------------
-
     def _sketch_micro_batches(self) -> list[Tensor]:
-        """The gradients of equal micro-batches without codes; none where the batch is too small."""
+        """Return equal micro-batches' gradients without codes; none if the batch is too small."""
         size, count = batch_size(self._batch), self._effort.micro_batches
         if min(size, count) < 2:
             return []
@@ -277,24 +270,24 @@ class _Measurement:
 
 
 def _as_operated(policy: Policy, other: Policy, share: float) -> Policy:
-    """The policy with the other's chunked operators, in as many chunks for a share of its batch."""
+    """Return the policy with the other's chunked operators, for ``share`` of its batch."""
     chunk_bytes = other.chunk_bytes and max(1, int(other.chunk_bytes * share))
     return with_chunked_operators(policy, chunk_bytes, chunked=other.chunked)
 
 
 def _other_width(treatment: Treatment) -> Treatment:
-    """What a code without seeds is compared with: the widest derivative code, or a narrower one.
+    """Return the code that one without seeds is compared with: 4 bits, or 2 if it has 4.
 
-    Not the tensor itself: keeping its memory would keep what others save of it.
+    The tensor itself would not do: keeping its memory would keep what others save of it.
     """
     return replace(treatment, bits=2 if treatment.bits == _WIDEST_DERIVATIVE else 4)
 
 
 def _change(treatment: Treatment) -> float:
-    """The squared change of a gradient when a site is redrawn, in units of what its code adds.
+    """Return the squared change of a gradient when a site is redrawn, over its code's variance.
 
-    Two independent draws differ by twice the variance; errors of two widths of derivative code
-    are taken to be uncorrelated.
+    Two independent draws differ by twice the variance; errors of derivative codes of two widths are
+    taken as uncorrelated.
     """
     if treatment.method in _SEEDED:
         return 2.0
@@ -302,10 +295,10 @@ def _change(treatment: Treatment) -> float:
 
 
 def _variance_errors(sketches: Sequence[Tensor]) -> Tensor:
-    """(parameters,): standard error of the summed variance of a parameter's buckets.
+    """Return (parameters,): standard error of the summed variance of a parameter's buckets.
 
-    The larger of two: the scatter of its buckets, and the jackknife over passes
-    (Efron and Stein, Annals of Statistics 1981), which needs three.
+    It is the larger of the buckets' scatter and the jackknife over passes (Efron and Stein, Annals
+    of Statistics 1981), which needs three.
     """
     by_bucket = _scatter(sample_variance(sketches))
     count = len(sketches)
@@ -319,15 +312,15 @@ def _variance_errors(sketches: Sequence[Tensor]) -> Tensor:
 
 
 def _scatter(squares: Tensor) -> Tensor:
-    """(parameters,): standard error of the sum of a parameter's buckets, by how these differ."""
+    """Return (parameters,): standard error, by scatter, of the sum of a parameter's buckets."""
     return (squares.shape[1] * squares.var(1)).sqrt()
 
 
 def _unknown_as_usual(values: Mapping[Site, SiteSensitivity]) -> dict[Site, SiteSensitivity]:
-    """Sites whose errors are heard by nothing yet may add as much as others do.
+    """Give sites whose errors reach no gradient yet the noise that others usually add.
 
-    Before the first step of LoRA no gradient passes its second matrix, which is 0, and of what the
-    inputs of the first will add nothing can be known.
+    Before LoRA's first step its second matrix is 0 and passes no gradient, so nothing is known of
+    the inputs of the first.
     """
     known = [each.at_least for each in values.values() if each.variance_per_error > 0.0]
     usual = float(np.median(known)) if known else 0.0
@@ -343,9 +336,7 @@ def _counted(
     parameters: Sequence[nn.Parameter],
     counts: Tensor,
 ) -> dict[str, float]:
-    """What formulae say of modules' weights, as errors there count; as elsewhere on average where
-    a module trains none.
-    """
+    """Return the formulae's values times their weights' counts (untrained: the median count)."""
     heard = counts[counts > 0.0]
     usual = float(heard.median()) if len(heard) else 1.0
     of_parameter = {id(each): float(count) for each, count in zip(parameters, counts, strict=True)}
@@ -363,7 +354,7 @@ def _counted(
 def _local_weights(
     model: nn.Module, parameters: Sequence[nn.Parameter], reports: Any
 ) -> dict[Site, int]:
-    """Inputs of products, and the index of the only weight whose gradient each can disturb."""
+    """Return inputs of products, each with the index of the only weight that it can disturb."""
     index_of = {id(each): index for index, each in enumerate(parameters)}
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[Site, int] = {}
@@ -385,7 +376,7 @@ class _Prior:
 
 
 def _priors(reports: Any, by_module: Mapping[str, float]) -> dict[Site, _Prior]:
-    """By the formula where there is one; the median of those elsewhere."""
+    """Return priors: by the formula where there is one, else the median of those."""
     listed = list(reports)
     uses = Counter(report.site.module for report in listed if report.need in _FORMULA_NEEDS)
     known = {

@@ -1,4 +1,4 @@
-"""Forward and backward of one batch, again and again under chosen seeds, changing nothing."""
+"""Repeated forward and backward passes of one batch under chosen seeds, changing nothing."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Around = Callable[[], Any]
 
 
 class Passes:
-    """Runs passes of one model under one capture; every one starts from the same random state.
+    """Runs passes of one model under one capture; all start from the same random state.
 
     Args:
         model: as it is trained.
         loss_fn: ``loss_fn(model, batch)`` returns a scalar mean loss, or ``(sum, weight)``.
-        capture: whose account the passes will overwrite.
-        seed, step_index: name the codes' ordinary seeds.
-        snapshot: has the random states that every pass starts from.
+        capture: the passes overwrite its account.
+        seed, step_index: determine the codes' ordinary seeds.
+        snapshot: holds the random states that every pass starts from.
         buckets: per parameter's sketch.
     """
 
@@ -61,7 +61,7 @@ class Passes:
         around: Around = nullcontext,
         elements: Tensor | None = None,
     ) -> Tensor:
-        """(parameters, buckets): the sketched gradient of the batch's mean loss.
+        """Return (parameters, buckets): the sketched gradient of the batch's mean loss.
 
         ``elements``: (parameters,), receives how many elements of each have a gradient.
 
@@ -85,5 +85,5 @@ class Passes:
             return self.sketcher.gradient_sketch(loss, elements)
 
     def sites(self) -> Sequence[SiteReport]:
-        """The treatment of every site in the last pass."""
+        """Return the treatment of every site in the last pass."""
         return self._capture.sites()

@@ -1,4 +1,4 @@
-"""The noise that codes add beside the batch's own: one record for every measurement."""
+"""The noise that codes add beside the batch's own: one record per measurement."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Response(StrEnum):
-    """The answer to too much noise."""
+    """The response to too much noise."""
 
     WIDENED = "widened"
     NO_ROOM = "no room"  # the budget allows no more bits
@@ -17,7 +17,7 @@ class Response(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class NoiseRecord:
-    """One line of the log: squared lengths of errors of gradients or steps.
+    """One measurement's noise: squared lengths of errors of gradients or steps.
 
     ``response`` is None unless the noise exceeds ``tolerance``, its bound relative to the batch's.
     """
@@ -30,7 +30,7 @@ class NoiseRecord:
 
     @property
     def relative_noise(self) -> float:
-        """Added over the batch's own; infinite where the batch has none and something was added."""
+        """Added over the batch's own noise; infinite if only the batch's own is 0."""
         if self.batch_variance > 0.0:
             return self.added_variance / self.batch_variance
         return math.inf if self.added_variance > 0.0 else 0.0
@@ -41,5 +41,5 @@ class NoiseRecord:
         return not self.relative_noise <= self.tolerance
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for a line of JSON."""
+        """Return plain values for a line of JSON."""
         return asdict(self) | {"relative_noise": self.relative_noise}

@@ -1,12 +1,11 @@
-"""What a formula says of sensitivities, from one ordinary backward pass.
+"""Sensitivities predicted by a formula from one ordinary backward pass.
 
-For a matrix product or convolution with input x, output Y and weight W, an error in
-x changes nothing but the gradient of W, which is a sum of products of dY and x.
-Errors of different elements are uncorrelated, so the expected squared error of W's
-gradient is ‖dY‖² · fan_in · (energy of the error per element of x); the rotation spreads
-that energy evenly over a block. For a normalisation, whose normalised value enters the
-gradient of its scale in the same way with a fan-in of one, the formula leaves out
-what passes on to the layers before it.
+For a matrix product or convolution with input x, output Y and weight W, an error in x changes only
+the gradient of W, a sum of products of dY and x. Errors of different elements are uncorrelated, so
+the expected squared error of W's gradient is ‖dY‖² · fan_in · (energy of the error per element of
+x); the rotation spreads that energy evenly over a block. A normalisation's normalised value enters
+the gradient of its scale in the same way with fan-in 1; there the formula leaves out what passes on
+to the layers before it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _PRODUCT_DIMENSIONS = 2  # a weight of fewer is a scale or a bias
 
 
 def product_weight(module: nn.Module) -> nn.Parameter | None:
-    """The only matrix or kernel that a module has of its own and trains; else None."""
+    """Return the only matrix or kernel that a module itself owns and trains; else None."""
     found = [
         each
         for each in module.parameters(recurse=False)
@@ -39,7 +38,7 @@ def product_weight(module: nn.Module) -> nn.Parameter | None:
 
 @torch.no_grad()
 def energy_beside_means(x: Tensor) -> float:
-    """Squared length of what is left of x's blocks of 256 when each lost its mean."""
+    """Return the squared length of x, less the mean of each block of 256 elements."""
     flat = x.detach().reshape(-1).double()
     whole = flat.numel() // BLOCK_ELEMENTS * BLOCK_ELEMENTS
     blocks, tail = flat[:whole].view(-1, BLOCK_ELEMENTS), flat[whole:]
@@ -83,7 +82,7 @@ class PriorObserver:
 
 
 def _error_per_gradient(module: nn.Module, x: Any) -> float:
-    """fan_in times the energy per element of x that a relative error is relative to."""
+    """Return fan_in times the energy per element of x that a relative error refers to."""
     if isinstance(module, _NORMS):
         return 1.0  # the normalised value's energy per element
     weight = product_weight(module)
@@ -93,6 +92,6 @@ def _error_per_gradient(module: nn.Module, x: Any) -> float:
 
 
 def _fan_in(module: nn.Module, weight: nn.Parameter) -> float:
-    """Elements of a weight's gradient that one element of dY enters, with one of x each."""
+    """Return how many elements of W's gradient one element of dY enters, with one of x each."""
     outputs = getattr(module, "out_channels", None) or getattr(module, "out_features", None)
     return weight.numel() / (outputs or weight.shape[-1])

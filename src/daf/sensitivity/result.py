@@ -1,4 +1,4 @@
-"""What was measured of a model's sensitivity, and what follows from it: plain values, no torch."""
+"""The measured sensitivity of a model, and what follows from it: plain values, no torch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from daf.core.policy import Site, Treatment
 
 @dataclass(frozen=True, slots=True)
 class SiteSensitivity:
-    """Of one site: squared gradient error per unit of relative code error.
+    """One site's sensitivity: squared gradient error per unit of relative code error.
 
-    ``prior`` is what the analytic formula said before anything was measured (0: there is none).
-    A value of 0 with a standard error: nothing heard of the site's errors yet.
+    ``prior`` is the formula's value before any measurement (0: none). A value of 0 with a standard
+    error: the site's errors have not reached the gradient yet.
     """
 
     variance_per_error: float
@@ -26,20 +26,20 @@ class SiteSensitivity:
 
     @property
     def at_least(self) -> float:
-        """The value to plan with: one that is lost in its error may be as large as that."""
+        """The value to plan with: at least its standard error."""
         return max(self.variance_per_error, self.standard_error)
 
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """Of a model on one batch; every number is about the gradient of the batch's mean loss.
+    """A model's sensitivity on one batch, about the gradient of the batch's mean loss.
 
-    ``batch_variance``: the squared deviation of that gradient from batch to batch, with its
-    standard error (None: a single example cannot tell). Both it and the variances of codes fall
-    as 1 / ``examples``, so their ratio holds for other batch sizes; ``relative`` ones need not
-    fall, but do so together. ``gradient_energy``: the
-    gradient's squared length. ``passes``: forward and backward passes that were spent.
-    ``relative``: errors count beside each parameter's own gradient (``step_metric``).
+    ``batch_variance``: the gradient's squared deviation from batch to batch, with its standard
+    error (None: a single example cannot tell). It and the codes' variances fall as 1 /
+    ``examples``, so their ratio holds for other batch sizes; ``relative`` ones need not fall, but
+    do so together. ``gradient_energy``: the gradient's squared length. ``passes``: forward and
+    backward passes spent. ``relative``: errors count beside each parameter's own gradient
+    (``step_metric``).
     """
 
     sites: Mapping[Site, SiteSensitivity]
@@ -51,10 +51,10 @@ class Sensitivity:
     relative: bool = False
 
     def weights(self) -> dict[Site, float]:
-        """In proportion, 1 on average: for ``Policy.weights`` and ``Profile.weights``.
+        """Return ``at_least`` in proportion, 1 on average, for ``Policy.weights`` and
+        ``Profile.weights``.
 
-        Sites that those do not name count 1, as a typical one does. What is not known to be less
-        than its standard error counts that much.
+        Sites not named count 1, as a typical one does.
         """
         values = {site: each.at_least for site, each in self.sites.items()}
         total = sum(values.values())
@@ -64,7 +64,7 @@ class Sensitivity:
 
     @property
     def noise_per_weight(self) -> float:
-        """What an error of 1 adds at a site of weight 1, relative to the batch's own noise.
+        """Noise that an error of 1 adds at a site of weight 1, relative to the batch's own.
 
         For ``Profile.noise_per_weight``; 0 where the batch's own noise is not known.
         """
@@ -82,7 +82,7 @@ class Sensitivity:
         )
 
     def added_variance(self, treatments: Mapping[Site, Treatment]) -> float:
-        """Expected squared gradient error when sites are treated so; sites not measured add 0."""
+        """Return the expected squared gradient error; sites not measured add 0."""
         return sum(
             each.variance_per_error * relative_error(treatments[site])
             for site, each in self.sites.items()
@@ -90,7 +90,7 @@ class Sensitivity:
         )
 
     def added_noise(self, treatments: Mapping[Site, Treatment]) -> float:
-        """The same relative to the batch's own variance: what ``tolerance`` bounds.
+        """Return the added variance over the batch's own, which ``tolerance`` bounds.
 
         Raises:
             DataError: the batch's own variance was not measured.
@@ -103,10 +103,10 @@ class Sensitivity:
         return self.added_variance(treatments) / self.batch_variance
 
     def refreshed(self, newer: Sensitivity, share: float = 0.5) -> Sensitivity:
-        """An exponential average with a later measurement, which counts ``share``.
+        """Return an exponential average with a later measurement, which counts ``share``.
 
-        Sites that only one of the two knows are taken from it. What was measured in other units,
-        for another optimizer, is forgotten.
+        Sites that only one measurement knows are taken from it. If the two differ in ``relative``
+        (another kind of optimizer), only the newer counts.
         """
         if self.relative is not newer.relative:
             return newer
@@ -133,13 +133,13 @@ class Sensitivity:
         return Sensitivity(sites, energy, newer.examples, passes, own, error, newer.relative)
 
     def variance_of(self, examples: int) -> float | None:
-        """``batch_variance`` of a batch of so many examples."""
+        """Return ``batch_variance`` of a batch of ``examples`` examples."""
         return self._of_examples(examples).batch_variance
 
     def _of_examples(self, examples: int) -> Sensitivity:
-        """As a batch of another size would show it: variances of a mean shrink with its size.
+        """Return the sensitivity of another batch size: variances of a mean shrink with its size.
 
-        Beside gradients that are mostly noise they do not, and only ratios are asked for.
+        Relative ones do not beside gradients that are mostly noise, but only their ratios count.
         """
         if self.relative:
             return replace(self, examples=examples)
@@ -159,7 +159,7 @@ class Sensitivity:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON: a checkpoint, or another run of the same model."""
+        """Return plain values for JSON: a checkpoint, or another run of the same model."""
         rows = [asdict(site) | asdict(each) for site, each in self.sites.items()]
         return {
             "sites": rows,
@@ -173,10 +173,10 @@ class Sensitivity:
 
     @staticmethod
     def from_dict(value: Mapping[str, Any]) -> Sensitivity:
-        """The inverse of ``as_dict``.
+        """Return the inverse of ``as_dict``.
 
         Raises:
-            DataError: something is missing.
+            DataError: a value is missing.
         """
         try:
             rows = value["sites"]

@@ -9,11 +9,9 @@ OVERHEAD = 0.02
 
 @dataclass(slots=True)
 class Schedule:
-    """Keeps the time spent on measuring, and on planning by what was found, within ``overhead``
-    of the training time (milliseconds).
+    """Keeps measuring, and planning by its results, within ``overhead`` of the training time (ms).
 
-    The first measurement waits until it has been earned too; until then the analytic
-    prior, which costs one pass, has to do.
+    The first measurement must be earned too; until then the prior, which costs one pass, has to do.
     """
 
     overhead: float = OVERHEAD
@@ -23,20 +21,20 @@ class Schedule:
     plans: int = 0
 
     def note_step(self, step_ms: float) -> None:
-        """A training step took so long."""
+        """Count a training step's time."""
         self.trained_ms += step_ms
 
     def note_measurement(self, measured_ms: float) -> None:
-        """A measurement took so long."""
+        """Count a measurement's time."""
         self.measured_ms += measured_ms
 
     def note_plan(self, planned_ms: float) -> None:
-        """A plan by new numbers took so long to make."""
+        """Count the time of making a plan by new numbers."""
         self.planned_ms += planned_ms
         self.plans += 1
 
     def note_search(self, searched_ms: float) -> None:
-        """The search for a better one took so long beside training."""
+        """Count the time of a search for a better plan beside training."""
         self.planned_ms += searched_ms
 
     @property

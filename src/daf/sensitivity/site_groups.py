@@ -1,8 +1,7 @@
-"""Which sites are redrawn together, where there are more of them than passes: pure, no torch.
+"""Groups sites that are redrawn together if there are more sites than passes: pure, no torch.
 
-What one site adds beside another may be a thousand times less, and would be lost in a pass
-in which both redraw. So each redraws alone as far as there are passes, and beyond that with sites
-that do the same in neighbouring layers, which are alike.
+One site may add a thousand times less than another and would be lost beside it. So each redraws
+alone while passes last, then with sites of the same role in neighbouring layers.
 """
 
 from __future__ import annotations
@@ -18,13 +17,10 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a path: norm1 i
 
 
 def alike_groups(sites: Sequence[Site], most: int) -> list[tuple[Site, ...]]:
-    """At most ``most`` groups, as small as can be, each of neighbours that have one role.
+    """Return at most ``most`` (1 or more) groups, as small as can be, of neighbours of one role.
 
-    If there are more roles than groups, neighbours of several roles share one.
-
-    Args:
-        sites: in the order of the forward pass.
-        most: at least 1.
+    ``sites`` are in the order of the forward pass. If there are more roles than groups, neighbours
+    of several roles share one.
     """
     for role in (_role_in_module, _role):
         alike = _by(role, sites)
@@ -43,16 +39,16 @@ def _by(role: Callable[[Site], Hashable], sites: Sequence[Site]) -> list[list[Si
 
 
 def _role_in_module(site: Site) -> Hashable:
-    """The same for what layers of one kind save at the same place."""
+    """Return a key that layers of one kind share for what they save at the same place."""
     return _role(site), site.call
 
 
 def _role(site: Site) -> Hashable:
-    """And where layers are no modules of their own, in one call after the other."""
+    """Return a key that also joins one module's calls one after the other."""
     return _NUMBER.sub("", site.module), site.operator, site.save
 
 
 def _cut(sites: Sequence[Site], parts: int) -> list[tuple[Site, ...]]:
-    """So many runs of neighbours, of nearly equal lengths."""
+    """Return ``parts`` runs of neighbours, of nearly equal lengths."""
     borders = [round(part * len(sites) / parts) for part in range(parts + 1)]
     return [tuple(sites[low:high]) for low, high in pairwise(borders)]

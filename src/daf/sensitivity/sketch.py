@@ -1,9 +1,8 @@
 """Gradients in a few hundred numbers per parameter, from which distances can still be read.
 
-A count sketch (Charikar, Chen and Farach-Colton, ICALP 2002): every element gets
-a sign from a fixed seed and is added to one of ``buckets`` sums. It is linear, and
-the squared length of a sketch is an unbiased estimate of the squared length of
-what was sketched, with a relative variance of at most 2 / ``buckets``.
+A count sketch (Charikar, Chen and Farach-Colton, ICALP 2002): every element gets a sign from a
+fixed seed and is added to one of ``buckets`` sums. The sketch is linear. Its squared length is an
+unbiased estimate of the gradient's, with a relative variance of at most 2 / ``buckets``.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ _SIGN_SEED = 0x5EED
 class GradientSketcher:
     """Sketches gradients of some parameters; the same element has the same sign every time.
 
-    ``sketch`` is a (parameters, buckets) float64 tensor. A parameter with no more elements
-    than buckets is copied instead.
+    ``sketch`` is a (parameters, buckets) float64 tensor. A parameter with no more elements than
+    buckets is copied instead.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], buckets: int = BUCKETS) -> None:
@@ -33,12 +32,12 @@ class GradientSketcher:
         self._buckets = buckets
 
     def empty(self) -> Tensor:
-        """The sketch of zero: (parameters, buckets) float64."""
+        """Return the sketch of zero: (parameters, buckets) float64."""
         return torch.zeros(len(self.parameters), self._buckets, dtype=torch.float64)
 
     @torch.no_grad()
     def fold(self, index: int, gradient: Tensor) -> Tensor:
-        """The (buckets,) float64 sketch of parameter ``index``'s gradient, a chunk at a time."""
+        """Return the (buckets,) float64 sketch of parameter ``index``'s gradient, by chunks."""
         dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient
         flat = dense.detach().reshape(-1)
         sums = torch.zeros(self._buckets, dtype=torch.float64)
@@ -55,13 +54,11 @@ class GradientSketcher:
         return sums
 
     def gradient_sketch(self, loss: Tensor, elements: Tensor | None = None) -> Tensor:
-        """The sketch of ``loss``'s gradient; no more than one parameter's is held at a time.
+        """Return the sketch of ``loss``'s gradient; holds one parameter's gradient at a time.
 
-        ``elements``: (parameters,), receives how many elements of each have a gradient; rows of a
-        table that were not looked up have none.
-
-        ``grad`` of the parameters is neither read nor written, and hooks on accumulation do
-        not run.
+        ``grad`` is neither read nor written, and hooks on accumulation do not run. ``elements``:
+        (parameters,), receives how many elements of each have a gradient; rows of a table that were
+        not looked up have none.
         """
         sketch = self.empty()
 
@@ -95,5 +92,5 @@ def _hooked(
 
 
 def sample_variance(sketches: Sequence[Tensor]) -> Tensor:
-    """(parameters, buckets): unbiased variance of every bucket over two or more sketches."""
+    """Return (parameters, buckets): unbiased variance of every bucket over two or more sketches."""
     return torch.stack(list(sketches)).var(0)

@@ -1,9 +1,9 @@
-"""A session's sensitivity: measured beside training, within its budget and some of its time.
+"""A session's sensitivity, measured beside training within its budget and a share of its time.
 
-A measurement runs forward and backward passes over the first examples of a batch
-(``sensitivity.estimate``), as many as are predicted to fit. Where memory is refused all the same,
-the next one takes half as many. Parameters, gradients, buffers and random states are afterwards
-as they were, and nothing that goes wrong in it stops the training.
+A measurement runs forward and backward over the first examples of a batch
+(``sensitivity.estimate``), as many as are predicted to fit; after refused memory the next one takes
+half as many. Parameters, gradients, buffers and random states are restored. Its failures
+do not stop the training.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from daf.sensitivity.schedule import Schedule
 from daf.step.context import StepContext
 from daf.step.state_snapshot import StepSnapshot
 
-# Under which codes every site is measured: coarse enough for its noise to stand out.
+# The bits of the codes measured: coarse enough for their noise to stand out.
 MEASURED_BITS = 2
 MEASURED_UNDER = coded_policy(MEASURED_BITS, score_bits=LEAST_SCORE_BITS)
 PART = 4  # a measurement takes this part of a batch
@@ -42,22 +42,22 @@ _EFFORT = Effort()
 # The base pass, those that redraw, and all micro-batches together.
 PASSES = 1 + _EFFORT.local + _EFFORT.others + 1
 _BYTES_PER_NUMBER = 8
-# Of the base pass, the micro-batches and the local passes; some stacked to compare; differences.
+# Of the base pass, micro-batches and local passes; some stacked to compare; differences.
 _SKETCHES = (
     1 + _EFFORT.micro_batches + _EFFORT.local + max(1 + _EFFORT.local, _EFFORT.micro_batches) + 2
 )
 
 
 def _effort(examples: int) -> Effort:
-    """Micro-batches of at least two examples, as batch statistics need."""
+    """Return an effort of micro-batches of at least two examples, as batch statistics need."""
     return replace(_EFFORT, micro_batches=min(_EFFORT.micro_batches, examples // 2))
 
 
 class Room(NamedTuple):
-    """The budget of a measurement, in the profile's own measure (bytes).
+    """A measurement's budget, in the profile's own measure (bytes).
 
-    ``profile`` is of PyTorch's own operators, which hold more than what is measured; ``planned``
-    of those that plans run.
+    ``profile`` is of PyTorch's own operators, which hold more than what is measured; ``planned`` of
+    the operators that plans run.
     """
 
     profile: Profile
@@ -66,12 +66,10 @@ class Room(NamedTuple):
 
 
 def measured_under(room: Room | None, examples: int) -> Policy:
-    """The codes under which sites are measured, each one's own, to plan with.
+    """Return the codes under which sites are measured, each one's own, to plan with.
 
-    Args:
-        room: where plans' operators save at other sites than PyTorch's own (attention that is
-            computed again), they are what is measured.
-        examples: of a measurement; it has as many chunks as a whole batch.
+    Where plans' operators save at other sites than PyTorch's own (recomputed attention), they are
+    measured, in as many chunks for ``examples`` as for a whole batch.
     """
     if room is None or room.planned.lossy_sites <= room.profile.lossy_sites:
         return MEASURED_UNDER
@@ -80,12 +78,12 @@ def measured_under(room: Room | None, examples: int) -> Policy:
 
 
 class SensitivityTracker:
-    """Measures when it is time, and keeps what was found.
+    """Measures when it is time, and keeps the result.
 
     Args:
         model: as it is trained.
-        optimizer: what trains it, in whose steps errors count.
-        keeper: refuses memory beyond the budget.
+        optimizer: errors count in its steps.
+        keeper: refuses memory over budget.
         known: what an earlier run of the same model found; True: nothing; False: never measure.
     """
 
@@ -115,7 +113,7 @@ class SensitivityTracker:
         return divides_by_gradients(self._optimizer)
 
     def _usable(self, known: Sensitivity | None) -> Sensitivity | None:
-        """What is known, unless it was measured for another kind of optimizer."""
+        """Return what is known, or None if it was measured for another kind of optimizer."""
         if known is None or known.relative is self.is_relative:
             return known
         logging.getLogger("daf").warning(
@@ -143,11 +141,10 @@ class SensitivityTracker:
         """Measure now, if it fits; True if there are new numbers.
 
         Args:
-            context: whose batch's first examples are used; its seed and index name the codes'.
-            room: what it must fit into; None: there is no budget.
-            policy: is measured as it runs, its codes serving several sites each; None: every
-                site by itself, to plan with.
-            pool_bytes: the most that codes may hold.
+            context: the first examples of its batch are used; its seed and index seed the codes.
+            room: what the measurement must fit into; None without a budget.
+            policy: measured as it runs, a code serving several sites; None: every site by itself.
+            pool_bytes: most bytes of codes.
         """
         if not self._is_on or self.refusal:
             return False
@@ -171,17 +168,17 @@ class SensitivityTracker:
         return True
 
     def weighed(self, profile: Profile) -> Profile:
-        """The profile with what is known of its sites' sensitivities."""
+        """Return the profile with the known sensitivities of its sites."""
         found = self.sensitivity
         if found is None:
             return profile
         return replace(profile, weights=found.weights(), noise_per_weight=found.noise_per_weight)
 
     def check(self, profiles: Iterable[Profile]) -> None:
-        """Refuse what is known if no site of it is this model's, whatever its operators.
+        """Refuse known sensitivities if none of their sites is this model's, under any operators.
 
         Raises:
-            DataError: it is of another model.
+            DataError: the sensitivities are of another model.
         """
         lossy = frozenset[Site]().union(*(each.lossy_sites for each in profiles))
         found = self.sensitivity
@@ -192,7 +189,7 @@ class SensitivityTracker:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs (JSON-able)."""
+        """Return what a resumed run needs (JSON-able)."""
         return {
             "sensitivity": self.sensitivity.as_dict() if self.sensitivity else None,
             "measurements": self.measurements,
@@ -208,8 +205,6 @@ class SensitivityTracker:
         self.schedule = Schedule(**state["schedule"])
         self._last_ms = state["last_ms"]
 
-    # --- one measurement --------------------------------------------------------------------
-
     def _guarded(
         self,
         context: StepContext,
@@ -218,7 +213,7 @@ class SensitivityTracker:
         policy: Policy | None,
         pool_bytes: int | None,
     ) -> Sensitivity | None:
-        """None where memory was refused or codes evicted, so less is tried next; or no loss."""
+        """Measure; None if memory was refused, codes were evicted, or the loss is not finite."""
         refusals, snapshot = self._keeper.refusals(), StepSnapshot(self._model)
         capture = Capture(self._model, make_store(pool_bytes))
         found: Sensitivity | None = None
@@ -249,11 +244,9 @@ class SensitivityTracker:
             self._most_examples, found = examples // 2, None
         capture.release_scratch()
         del capture
-        gc.collect()  # passes' frames and graphs can be parts of circles
+        gc.collect()  # passes' frames and graphs can be parts of cycles
         self._keeper.flush()
         return found
-
-    # --- how many examples ------------------------------------------------------------------
 
     def _examples(self, batch_size: int) -> int:
         wanted = min(batch_size, max(SMALLEST_PART, -(-batch_size // PART)))
@@ -268,8 +261,9 @@ class SensitivityTracker:
         return None
 
     def _predicted_bytes(self, profile: Profile, examples: int) -> int:
-        """The peak of a measurement: passes under codes, or a micro-batch with everything kept,
-        and what libraries take in passing, which nothing refuses them.
+        """Return a measurement's peak: passes under codes, or a micro-batch with everything kept.
+
+        What libraries take in passing is added, since nothing refuses it to them.
         """
         micro_batch = -(-examples // max(1, _effort(examples).micro_batches))
         widest = planner.level_peak_bytes(profile, examples, str(MEASURED_BITS))
