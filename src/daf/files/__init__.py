@@ -1,1 +1,1 @@
-"""Files that hold a state: written whole or not at all, one tensor at a time."""
+"""Files that hold a state: written atomically, one tensor at a time."""

@@ -1,4 +1,4 @@
-"""Files that are either wholly the new one or still the old one, and streams that only grow."""
+"""Files that are replaced atomically, and files that only grow."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ _TEMPORARY_SUFFIX = ".part"
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Write ``path`` through a temporary file that takes its name once it is safely on disk.
+    """Write ``path`` through a temporary file that replaces it once safely on disk.
 
     Raises:
-        RunFolderError: the disk is full or the file cannot be written; the old
-            file, if there was one, is untouched and the temporary one is gone.
+        RunFolderError: the disk is full or the file cannot be written; an old file is unchanged.
     """
     temporary = path.with_name(path.name + _TEMPORARY_SUFFIX)
     try:
@@ -48,7 +47,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def write_error(path: Path, error: OSError) -> RunFolderError:
-    """What to say when ``path`` could not be written: why, what is kept, what to try."""
+    """Return the error of an unwritable ``path``: why, what is kept, what to try."""
     kept = f"{path} is still the version from before" if path.exists() else f"{path} was not made"
     if error.errno == errno.ENOSPC:
         return RunFolderError(f"the disk is full: cannot write {path}; {kept}; free some space")
@@ -56,7 +55,11 @@ def write_error(path: Path, error: OSError) -> RunFolderError:
 
 
 class GrowingFile:
-    """Lines appended one by one; each reaches the system before ``append`` returns."""
+    """A file of lines that reach the system before ``append`` returns.
+
+    Raises:
+        RunFolderError: the file cannot be opened.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -69,7 +72,7 @@ class GrowingFile:
         """Append text that ends in a newline.
 
         Raises:
-            RunFolderError: the disk is full; lines before this one are kept.
+            RunFolderError: the disk is full; earlier lines are kept.
         """
         rest = memoryview(lines.encode())
         try:

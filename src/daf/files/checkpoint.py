@@ -1,8 +1,7 @@
-"""A checkpoint: one file that holds everything a run needs to go on to the same result.
+"""A checkpoint: one file with everything that a run needs to continue to the same result.
 
-One safetensors file, so that replacing it is one atomic act: the model's
-tensors under ``model/``, all other tensors under ``state/``, and the rest as
-JSON in the file's metadata.
+One safetensors file, so that replacing it is atomic: the model's tensors under ``model/``, others
+under ``state/``, the rest as JSON in the metadata.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ def write_checkpoint(
     """Write model, optimizer, random states and ``state`` to ``path``, atomically.
 
     Raises:
-        RunFolderError: the disk is full (the old file is kept), or ``state``
-            holds something that is neither plain Python nor a tensor.
+        RunFolderError: the disk is full (the old file is kept), or ``state`` holds something that
+            is neither plain Python nor a tensor.
     """
     whole = {"run": state, "optimizer": optimizer.state_dict(), "random": _random_states()}
     plain, tensors = to_plain(whole)
@@ -48,7 +47,7 @@ def read_checkpoint(
     """Restore model, optimizer and random states from ``path``; return ``state``.
 
     Raises:
-        RunFolderError: the file is missing or damaged, or belongs to another model.
+        RunFolderError: the file is missing, damaged or of another model.
     """
     tensors, whole = _read(path)
     try:
@@ -62,10 +61,10 @@ def read_checkpoint(
 
 
 def load_model(path: Path, model: nn.Module) -> int:
-    """Restore only the model from ``path``; return the step it is from.
+    """Restore only the model from ``path``; return its step.
 
     Raises:
-        RunFolderError: as ``read_checkpoint``.
+        RunFolderError: the file is missing or damaged.
     """
     tensors, whole = _read(path)
     _load_model(model, tensors)
@@ -94,7 +93,7 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> 
         parameter = parameters[index]
         for name, value in values.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape:
-                # In the parameter's own layout, or every later step pays for the difference.
+                # In the parameter's own layout; another would slow every later step.
                 values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
     optimizer.load_state_dict(state)
 

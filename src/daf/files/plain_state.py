@@ -1,7 +1,6 @@
-"""Nested Python state as JSON and named tensors, and back: what pickle is used for, without code.
+"""Nested Python state as JSON and named tensors, and back, without pickle's code.
 
-Dicts with any simple keys, lists, tuples, numbers (floats to the last bit),
-texts, None and tensors survive; anything else is refused.
+Dicts with simple keys, lists, tuples, numbers (floats exactly), texts, None and tensors survive.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ _PREFIX = "state/"
 
 
 def to_plain(value: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Split ``value`` into what JSON can hold and the tensors it names.
+    """Split ``value`` into JSON's types and the tensors that these name.
 
     Raises:
-        RunFolderError: something in it is of another type.
+        RunFolderError: it holds an object of another type.
     """
     tensors: dict[str, Tensor] = {}
 
@@ -42,10 +41,10 @@ def to_plain(value: Any) -> tuple[Any, dict[str, Tensor]]:
 
 
 def from_plain(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Put together what ``to_plain`` took apart; tensors are copies of their own.
+    """Restore what ``to_plain`` split; tensors are copies.
 
     Raises:
-        RunFolderError: ``plain`` is not what ``to_plain`` writes.
+        RunFolderError: ``plain`` is not ``to_plain``'s result.
     """
 
     def restore(item: Any) -> Any:

@@ -1,9 +1,8 @@
-"""Safetensors files, written as a stream.
+"""Safetensors files, written as a stream (https://github.com/huggingface/safetensors).
 
-The library's own writer copies every tensor to bytes first, which would lift
-the process's peak at each checkpoint; here one tensor at a time goes straight
-from its memory to the file. Format: https://github.com/huggingface/safetensors
-(eight bytes of header length, a JSON header, the data).
+The library's writer copies every tensor first, which would raise the process's peak at each
+checkpoint; here each tensor goes from its memory to the file. Format: eight bytes of header length,
+a JSON header, the data.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def write_tensors(
     """Write CPU tensors of any layout; they are read back contiguous.
 
     Raises:
-        RunFolderError: a tensor has a type that the format does not know.
+        RunFolderError: the format has no such dtype.
     """
     # Wide types first, so that every tensor starts at a multiple of its element size.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
@@ -74,7 +73,7 @@ def _write_data(file: BinaryIO, tensor: Tensor) -> None:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Every tensor of a file, mapped rather than read, and its metadata.
+    """Return a file's tensors, mapped and not read, and its metadata.
 
     Raises:
         RunFolderError: the file is missing or damaged.

@@ -1,7 +1,6 @@
-"""The process's memory: measuring it, counting it, recycling it and bounding it.
+"""The process's memory: measured, counted, recycled and bounded (docs/allocator.md).
 
-``stats``, ``snapshot``, ``track`` and ``phase`` are of use to anybody who
-trains with PyTorch on the CPU; see docs/allocator.md.
+``stats``, ``snapshot``, ``track`` and ``phase`` serve any PyTorch program on the CPU.
 """
 
 from daf.memory.allocation_log import track

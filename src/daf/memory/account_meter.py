@@ -1,9 +1,7 @@
-"""The peak of what is alive between two moments of one step.
+"""Peaks of live memory between moments of one step.
 
-Where PyTorch's allocations pass our allocator its account knows that to the
-byte. Elsewhere only the resident size is known at each moment, and the highest
-of all from the operating system; every moment is then raised by what the
-samples missed of it.
+Exact where PyTorch's allocations pass DAF's allocator. Elsewhere the resident size is sampled at
+each moment, and all are raised by what the samples missed of the operating system's peak.
 """
 
 from __future__ import annotations
@@ -15,24 +13,24 @@ from daf.memory import process_memory
 
 
 class Meter(Protocol):
-    """Begin it, take a peak at the end of every moment, and finish it."""
+    """Measures peaks: ``begin``, ``take_peak`` at the end of every moment, ``finish``."""
 
     @property
     def is_exact(self) -> bool:
-        """Are peaks counted, not sampled?"""
+        """True if peaks are counted, not sampled."""
 
     def begin(self) -> None:
-        """What is alive now is the level that peaks are counted from."""
+        """Take what is live now as the level that peaks are counted from."""
 
     def take_peak(self) -> int:
-        """The peak (bytes above that level) since the last call."""
+        """Return the peak (bytes above that level) since the last call."""
 
     def finish(self, peaks: list[int]) -> None:
-        """Correct the peaks that were taken, in place, if they can be known better now."""
+        """Correct the peaks in place, if they are known better now."""
 
 
 class AccountMeter:
-    """Reads the allocator's account."""
+    """Peaks of the allocator's account."""
 
     is_exact = True
 
@@ -40,22 +38,22 @@ class AccountMeter:
         self._level = 0
 
     def begin(self) -> None:
-        """The level is what is alive now."""
+        """Take what is live now as the level."""
         self._level = int(native.statistics()["live_bytes.current"])
         native.reset_peaks()
 
     def take_peak(self) -> int:
-        """Exact."""
+        """Return the exact peak (bytes above the level) since the last call."""
         peak = int(native.statistics()["live_bytes.peak"])
         native.reset_peaks()
         return peak - self._level
 
     def finish(self, peaks: list[int]) -> None:
-        """There is nothing to correct."""
+        """Do nothing: the peaks are exact."""
 
 
 class ResidentMeter:
-    """Samples the resident size."""
+    """Samples of the resident size."""
 
     is_exact = False
 
@@ -63,21 +61,21 @@ class ResidentMeter:
         self._level = 0
 
     def begin(self) -> None:
-        """The level is what is resident now."""
+        """Take what is resident now as the level."""
         process_memory.reset_peak()
         self._level = process_memory.resident_bytes()
 
     def take_peak(self) -> int:
-        """What is resident now."""
+        """Return what is resident now (bytes above the level)."""
         return process_memory.resident_bytes() - self._level
 
     def finish(self, peaks: list[int]) -> None:
-        """Raise all by what the samples missed of the highest."""
+        """Raise all peaks by what the samples missed of the highest."""
         missed = process_memory.peak_bytes() - self._level - max(peaks, default=0)
         if missed > 0:
             peaks[:] = [peak + missed for peak in peaks]
 
 
 def open_meter() -> Meter:
-    """The best meter that there is now."""
+    """Return the best meter available now."""
     return AccountMeter() if native.is_installed() else ResidentMeter()

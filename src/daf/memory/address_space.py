@@ -1,4 +1,4 @@
-"""How many addresses this process may use."""
+"""The limit on this process's address space."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def address_space_limit_bytes() -> int | None:
-    """The limit on this process's address space (``ulimit -v``); None where there is none."""
+    """Return the limit on this process's address space (``ulimit -v``, bytes); None: no limit."""
     if sys.platform == "win32":
         return None
     import resource  # Unix only

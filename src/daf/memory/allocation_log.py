@@ -1,4 +1,4 @@
-"""Memory statistics for any PyTorch program on the CPU, one ``with`` around it.
+"""Memory statistics for any PyTorch program on the CPU, by one ``with`` around it.
 
 with daf.memory.track() as tracking:
     train()
@@ -22,24 +22,24 @@ from daf.memory.statistics import reset_peaks, stats
 
 @dataclass(slots=True)
 class Tracking:
-    """What ``track`` saw: ``statistics`` once the block is left, ``history`` where it was asked."""
+    """The result of ``track``: final ``statistics``, and ``history`` if it was asked."""
 
     statistics: dict[str, int] = field(default_factory=dict)
     history: History | None = None
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes of tensors that were live at once."""
+        """The most bytes of tensors live at once."""
         return (self.statistics or stats())["live_bytes.peak"]
 
 
-# What one step's record may take beside the account: some 100 bytes an event.
+# The most events of one step's record, at about 100 bytes each.
 STEP_EVENTS = 50_000
 
 
 @contextmanager
 def recorded(model: nn.Module) -> Iterator[History]:
-    """Record inside, under the allocator that is installed, or under one of its own.
+    """Record inside, under the installed allocator or one of its own.
 
     Raises:
         PlatformError: allocations cannot be redirected on this system.
@@ -58,17 +58,17 @@ def track(
     history: bool = False,
     model: nn.Module | None = None,
 ) -> Iterator[Tracking]:
-    """Count (and, if asked, bound and record) PyTorch's CPU memory inside the block.
+    """Count, and if asked bound and record, PyTorch's CPU memory inside the block.
 
     Args:
-        limit: the most that tensors may hold, as ``"1.5GB"`` or an int.
-        cap: the most that freed blocks may hold for reuse.
-        history: record every allocation with the module and operator that asked.
-        model: gives the recorded modules their full paths.
+        limit: the most that tensors may hold, as ``"1.5GB"`` or an int; default: no limit.
+        cap: the most that freed blocks may hold for reuse; default: no cap.
+        history: record every allocation with its module and operator.
+        model: gives recorded modules their full paths.
 
     Raises:
         PlatformError: allocations cannot be redirected on this system.
-        UnitError: limit or cap cannot be read.
+        UnitError: ``limit`` or ``cap`` cannot be parsed.
     """
     allocator = RecyclingAllocator(
         cap_bytes=None if cap is None else parse_bytes(cap),

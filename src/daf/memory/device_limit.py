@@ -1,9 +1,8 @@
-"""The bound of a budget on a device: PyTorch's caching allocator itself refuses what is beyond.
+"""A budget on a device: PyTorch's caching allocator refuses what is beyond.
 
-Its limit is a share of the device (``set_per_process_memory_fraction``). Before it refuses,
-it gives back what it keeps for reuse, so that a refusal means that the blocks in
-use, and what lies between them, leave no room. It is PyTorch's ``OutOfMemoryError``, which
-a session answers with a tighter plan.
+The limit is a share of the device (``set_per_process_memory_fraction``). Before it refuses, the
+allocator frees its cache, so a refusal means that used blocks and the gaps between them leave no
+room. It raises ``OutOfMemoryError``, which a session answers with a tighter plan.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from daf.core.units import format_bytes
 from daf.memory.device_memory import DeviceMemory
 from daf.memory.limit_protocol import GiveBack
 
-# Closer to the limit than this, another look should come soon.
+# Closer to the limit than this, look again soon.
 NEAR_BYTES = 64 * 2**20
 # What PyTorch's caching allocator takes from the driver at a time for blocks of 1 to 10 MiB.
 SEGMENT_BYTES = 20 * 2**20
 
-# Of all keepers together, whatever device they bound: taken before a keeper's own lock.
+# For all keepers of all devices; taken before a keeper's own lock.
 _registry_lock = threading.RLock()
-# By device, the share that was set before any keeper set one, and how many are open.
+# By device: the share before any keeper, and the number of open keepers.
 _before: dict[str, tuple[float, int]] = {}
 
 
 def _enter(memory: DeviceMemory) -> float:
-    """One more is open; the user's share."""
+    """Count one more keeper; return the user's share."""
     with _registry_lock:
         share, count = _before.get(memory.name, (None, 0))
         share = memory.limit_share() if share is None else share
@@ -38,7 +37,7 @@ def _enter(memory: DeviceMemory) -> float:
 
 
 def _leave(memory: DeviceMemory) -> None:
-    """One fewer; the last one sets the user's share again."""
+    """Count one keeper less; the last restores the user's share."""
     with _registry_lock:
         share, count = _before.pop(memory.name)
         if count > 1:
@@ -47,9 +46,9 @@ def _leave(memory: DeviceMemory) -> None:
 
 
 class DeviceKeeper:
-    """Keeps what PyTorch reserves on a device within a budget (see ``keeping.Keeper``).
+    """Keeps what PyTorch reserves on a device within a budget (see ``limit_protocol.Keeper``).
 
-    A share that the user had set stays a bound beside the budget, and is set again on ``close``.
+    A share that the user had set bounds too, and is restored by ``close``.
     """
 
     recycles = True
@@ -72,19 +71,19 @@ class DeviceKeeper:
 
     @property
     def overrun_bytes(self) -> int:
-        """By how much a step that had begun to change parameters passed the bound from then on."""
+        """Bytes over the bound since ``must_finish``."""
         if not self._must_finish or self._limit_bytes is None:
             return 0
         return max(0, self._memory.span_peak_bytes() - self._limit_bytes)
 
     def open(self) -> None:
-        """Find what there is to bound, and say so."""
+        """Read the device's size and the user's share; does nothing if open."""
         with _registry_lock, self._lock:
             if self._share_before is not None:
                 return
             self._total_bytes = self._memory.total_bytes()
             self._share_before = _enter(self._memory)
-            # Sessions are left without being closed, in a notebook say.
+            # Sessions may be abandoned without ``close``, in a notebook say.
             self._left = weakref.finalize(self, _leave, self._memory)
             self._left.atexit = False  # the process's share ends with it
             self.settings.append(
@@ -94,7 +93,7 @@ class DeviceKeeper:
             )
 
     def close(self) -> None:
-        """The share that was there before."""
+        """Restore the user's share."""
         with _registry_lock, self._lock:
             self._limit_bytes = None
             if self._left is not None:
@@ -103,24 +102,22 @@ class DeviceKeeper:
             self.settings.clear()
 
     def flush(self) -> None:
-        """Give everything that is free back to the driver now."""
+        """Return all cached blocks to the driver."""
         self._memory.release_cached()
 
     def refusals(self) -> int:
-        """Allocations that were refused on the device so far."""
+        """Return the number of allocations refused on the device so far."""
         return self._memory.refusals()
 
     def has_refused(self, error: BaseException, refusals_before: int) -> bool:
-        """Is it an error for want of memory? Others follow refusals too that PyTorch itself, or
-        the user's own code, knew an answer to.
-        """
+        """True if the error itself is a refusal; PyTorch or user code may have handled others."""
         is_refusal = self._memory.is_refusal(error, refusals_before)
         if is_refusal:
             self.missing_bytes = SEGMENT_BYTES
         return is_refusal
 
     def bound(self, expected_bytes: int, budget_bytes: int) -> None:  # noqa: ARG002 - of its kind
-        """From now on no more than ``budget_bytes`` are reserved; what lies beyond goes back."""
+        """Reserve at most ``budget_bytes`` from now on; cached blocks beyond are returned."""
         with _registry_lock, self._lock:
             self.open()
             self._must_finish = False
@@ -130,22 +127,23 @@ class DeviceKeeper:
             self._shrink()
 
     def expect(self, expected_bytes: int) -> None:
-        """Nothing: blocks are kept for reuse up to the bound, and given back where it is met."""
+        """Do nothing: blocks are kept for reuse up to the bound."""
 
     def follow_growth(self) -> bool:
-        """Nothing grows here but what the allocator holds; returns whether its bound is near."""
+        """Return True if the bound is near; only the allocator's own memory counts here."""
         with self._lock:
             if self._limit_bytes is None:
                 return False
             return self._memory.held_bytes() > self._limit_bytes - NEAR_BYTES
 
     def rebound(self, budget_bytes: int | None) -> int:
-        """Another budget, or none, in the midst of a step: cached blocks go back to the driver,
-        then planes of codes until it is met, and what is asked beyond it is refused. Where
-        nothing is bounded yet, the next step begins with this budget.
+        """Set another budget, or none, within a step.
+
+        Cached blocks are returned first, then planes evicted, until it is met; what is asked beyond
+        is refused. Without a bound so far, the next step begins with this budget.
 
         Returns:
-            Bytes of codes that went.
+            Bytes of codes evicted.
         """
         with self._lock:
             if self._limit_bytes is not None or budget_bytes is None:
@@ -155,10 +153,10 @@ class DeviceKeeper:
             return self._give_codes_back()
 
     def _give_codes_back(self) -> int:
-        """Planes, until no more is held than may be.
+        """Evict planes until no more is held than allowed.
 
-        A block of the driver's goes back only when all that lies in it went, so that this takes
-        several rounds; one that frees nothing there is the last.
+        The driver's block is returned only when all of it is free, so this takes several rounds;
+        one that frees nothing is the last.
         """
         returned, over_bytes = 0, self._over_bytes()
         while over_bytes > 0:
@@ -174,9 +172,9 @@ class DeviceKeeper:
         return 0 if self._limit_bytes is None else self._memory.held_bytes() - self._limit_bytes
 
     def must_finish(self) -> None:
-        """Nothing is refused until ``bound`` is called again; ``overrun_bytes`` tells the cost.
+        """Refuse nothing until ``bound`` is called again; ``overrun_bytes`` reports the cost.
 
-        Without a limit the allocator keeps all its cached blocks, so these go back now.
+        Without a limit the allocator never frees its cache, so the cache is freed now.
         """
         with self._lock:
             if self._limit_bytes is None:
@@ -188,10 +186,10 @@ class DeviceKeeper:
 
     @contextmanager
     def unbounded(self, needed_bytes: int = 0) -> Iterator[None]:
-        """No limit inside, for what must not fail half-way: the optimizer's step.
+        """Lift the limit inside, for what must not fail half-way: the optimizer's step.
 
-        Without one the allocator takes new blocks rather than giving cached ones back. Where what
-        is predicted to be needed could so pass the bound, those go back first.
+        Without a limit the allocator takes new blocks before it frees its cache, so the cache is
+        freed first where ``needed_bytes`` could pass the bound.
         """
         with self._lock:
             is_tight = self._limit_bytes is not None and not self._unbounded
@@ -211,7 +209,7 @@ class DeviceKeeper:
                 self._shrink()
 
     def _apply(self) -> None:
-        """The share that is right now, where it is another one; nothing before ``open``."""
+        """Set the share in force, if it changed; nothing before ``open``."""
         if self._share_before is None:
             return
         is_free = self._limit_bytes is None or self._unbounded or self._must_finish
@@ -222,6 +220,5 @@ class DeviceKeeper:
             self._share_now = share
 
     def _shrink(self) -> None:
-        """Cached blocks go back where more is held than may be."""
         if self._limit_bytes is not None and self._memory.held_bytes() > self._limit_bytes:
             self._memory.release_cached()

@@ -1,9 +1,8 @@
-"""What PyTorch's caching allocator holds on one device, as the memory that a budget bounds.
+"""PyTorch's caching allocator on one device, as the memory that a budget bounds.
 
-The figure is *reserved* bytes (design, section 1): blocks in use and blocks kept for
-reuse. What is not PyTorch's (the driver's context, other libraries' own allocations) is
-not in it. Every call is one of ``torch.cuda``'s functions, which ROCm's builds have too; tests
-put an allocator of their own in their place.
+The figure is *reserved* bytes (design, section 1): blocks in use and cached, without the driver's
+context and other libraries' allocations. Every call is a function of ``torch.cuda``, which ROCm has
+too; tests substitute their own allocator.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from daf.core.errors import PlatformError
 from daf.memory.account_meter import Meter
 
-# In the order in which PyTorch reads them.
+# In PyTorch's order of reading.
 _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _FUNCTIONS = (
     "memory_reserved",
@@ -34,10 +33,9 @@ _FUNCTIONS = (
     "synchronize",
 )
 
-# Of the driver's and of cuBLAS's.
+# From the driver and cuBLAS.
 _REFUSALS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-# What PyTorch says once every way to compute something was refused its workspace, and sometimes
-# where nothing was refused at all.
+# From PyTorch once every algorithm was refused its workspace, but sometimes without any refusal.
 _PERHAPS_REFUSALS = (
     "unable to find an engine",
     "Unable to find a valid cuDNN algorithm",
@@ -46,14 +44,14 @@ _PERHAPS_REFUSALS = (
     "CUBLAS_STATUS_NOT_INITIALIZED",
 )
 
-Backend = Any  # a module or another object that has these functions
+Backend = Any  # a module or object with these functions
 
 
 def backend_of(device: torch.device) -> Backend:
-    """PyTorch's module for this kind of device.
+    """Return PyTorch's module for this kind of device.
 
     Raises:
-        PlatformError: it has no such functions (Apple's devices, say).
+        PlatformError: it lacks memory functions (as for Apple's devices).
     """
     found = getattr(torch, device.type, None)
     missing = [name for name in _FUNCTIONS if not hasattr(found, name)]
@@ -67,74 +65,72 @@ def backend_of(device: torch.device) -> Backend:
 
 
 class DeviceMemory:
-    """The reserved bytes of one device (see ``domain.MemoryDomain``).
+    """The reserved bytes of one device (a ``domain.MemoryDomain``).
 
-    Args:
-        device: which.
-        backend: where its memory functions are; by default PyTorch's module for it.
+    ``backend`` has the memory functions; default: PyTorch's module for the device.
 
     Raises:
-        PlatformError: there are none for this kind of device.
+        PlatformError: PyTorch has none for this kind of device.
     """
 
     def __init__(self, device: torch.device, backend: Backend | None = None) -> None:
         self._backend = backend or backend_of(device)
-        if str(device) == device.type:  # limits are set by number
+        if str(device) == device.type:  # limits are set by device number
             device = torch.device(device.type, self._backend.current_device())
         self.device = device
         self.name = str(device)
-        self._highest_bytes = 0  # of what ended when allocated bytes' peaks were begun anew
+        self._highest_bytes = 0  # up to the last ``take_allocated_peak``, which resets both peaks
 
     @property
     def settings(self) -> str:
-        """How PyTorch's allocator was configured, by its environment variable."""
+        """The allocator's configuration, from its environment variable."""
         found = next((f"{name}={os.environ[name]}" for name in _SETTINGS if name in os.environ), "")
         return found or "its defaults"
 
     def held_bytes(self) -> int:
-        """Reserved now."""
+        """Return the bytes reserved now."""
         return int(self._backend.memory_reserved(self.device))
 
     def account_bytes(self) -> int:
-        """The same: nothing that is not the allocator's is in it."""
+        """Return the same: all of it is the allocator's."""
         return self.held_bytes()
 
     def peak_bytes(self) -> int:
-        """The most reserved since ``reset_peak``."""
+        """Return the most bytes reserved since ``reset_peak``."""
         return max(self._highest_bytes, int(self._backend.max_memory_reserved(self.device)))
 
     def reset_peak(self) -> None:
-        """Begin a new peak."""
+        """Start a new peak."""
         self._highest_bytes = 0
         self._backend.reset_peak_memory_stats(self.device)
 
     def allocated_bytes(self) -> int:
-        """In use now."""
+        """Return the bytes in use now."""
         return int(self._backend.memory_allocated(self.device))
 
     def take_allocated_peak(self) -> int:
-        """The most in use since the last call; ``peak_bytes`` goes on, though both begin anew."""
+        """Return the most bytes in use since the last call; leaves ``peak_bytes`` unchanged."""
         peak = int(self._backend.max_memory_allocated(self.device))
         self._highest_bytes = self.peak_bytes()
         self._backend.reset_peak_memory_stats(self.device)
         return peak
 
     def begin_span(self) -> None:
-        """``span_peak_bytes`` begins anew; ``peak_bytes`` goes on."""
+        """Start ``span_peak_bytes`` anew; leaves ``peak_bytes`` unchanged."""
         self.take_allocated_peak()
 
     def span_peak_bytes(self) -> int:
-        """The most reserved since ``begin_span``."""
+        """Return the most bytes reserved since ``begin_span``."""
         return int(self._backend.max_memory_reserved(self.device))
 
     def refusals(self) -> int:
-        """Allocations that were refused so far, where PyTorch counts them."""
+        """Return the number of refused allocations so far, where PyTorch counts them."""
         return int(self._backend.memory_stats(self.device).get("num_ooms", 0))
 
     def is_refusal(self, error: BaseException, refusals_before: int) -> bool:
-        """Does an error say that there was no memory? Libraries' own do in other words.
+        """True if an error means that memory was refused.
 
-        Some of these count only where memory was refused since ``refusals`` was so many.
+        Libraries' ambiguous errors count only if ``refusals`` grew since ``refusals_before``.
         """
         if isinstance(error, torch.OutOfMemoryError):
             return True
@@ -143,41 +139,41 @@ class DeviceMemory:
         return isinstance(error, RuntimeError) and any(each in str(error) for each in known)
 
     def free_and_total_bytes(self) -> tuple[int, int]:
-        """What nobody holds, and what there is."""
+        """Return the device's free and total bytes."""
         free, total = self._backend.mem_get_info(self.device)
         return int(free), int(total)
 
     def total_bytes(self) -> int:
-        """What shares are of. Where memory is the processor's too, not all of it can be free."""
+        """Return the bytes that shares refer to; on shared memory, not all of it can be free."""
         return int(self._backend.get_device_properties(self.device).total_memory)
 
     def model_name(self) -> str:
-        """What the device calls itself."""
+        """Return the device's name for itself."""
         return str(self._backend.get_device_properties(self.device).name)
 
     def limit_share(self) -> float:
-        """The share of the device that PyTorch may reserve."""
+        """Return the share of the device that PyTorch may reserve."""
         return float(self._backend.get_per_process_memory_fraction(self.device))
 
     def limit_to_share(self, share: float) -> None:
-        """From now on PyTorch reserves no more than this share; what is held stays."""
+        """Set the share that PyTorch may reserve; what is held stays."""
         self._backend.set_per_process_memory_fraction(share, self.device)
 
     def release_cached(self) -> None:
-        """Give blocks that are not in use back to the driver; waits for the device."""
+        """Return cached blocks to the driver; waits for the device."""
         self._backend.empty_cache()
 
     def wait(self) -> None:
-        """Until everything that was asked of the device is done."""
+        """Wait until the device is idle."""
         self._backend.synchronize(self.device)
 
     def meter(self) -> Meter:
-        """Tells the peaks of what is in use, exactly."""
+        """Return a meter of exact peaks of bytes in use."""
         return DeviceMeter(self)
 
 
 class DeviceMeter:
-    """Reads the allocator's own counts (see ``account_meter.Meter``)."""
+    """The caching allocator's own counts (an ``account_meter.Meter``)."""
 
     is_exact = True
 
@@ -186,13 +182,13 @@ class DeviceMeter:
         self._level = 0
 
     def begin(self) -> None:
-        """The level is what is in use now."""
+        """Take what is in use now as the level."""
         self._memory.take_allocated_peak()
         self._level = self._memory.allocated_bytes()
 
     def take_peak(self) -> int:
-        """Exact: blocks are the allocator's from the moment that the program asks for them."""
+        """Return the exact peak (bytes above the level) since the last call."""
         return self._memory.take_allocated_peak() - self._level
 
     def finish(self, peaks: list[int]) -> None:
-        """There is nothing to correct."""
+        """Do nothing: the peaks are exact."""

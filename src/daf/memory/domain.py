@@ -18,65 +18,65 @@ from daf.memory.statistics import stats
 
 
 class MemoryDomain(Protocol):
-    """Bytes now and at peak, and when they are. ``name``: in messages."""
+    """Bytes of one memory, now and at peak; ``name`` is for messages."""
 
     name: str
 
     def held_bytes(self) -> int:
-        """Held now, blocks for reuse included."""
+        """Return the bytes held now, cached blocks included."""
 
     def account_bytes(self) -> int:
-        """What of that is an allocator's whose bound is known; the rest grows by itself."""
+        """Return the part that a bounded allocator holds; the rest grows by itself."""
 
     def peak_bytes(self) -> int:
-        """The most held since ``reset_peak``."""
+        """Return the most bytes held since ``reset_peak``."""
 
     def reset_peak(self) -> object:
-        """Begin a new peak."""
+        """Start a new peak."""
 
     def wait(self) -> None:
-        """Until everything that was asked of the device is done, so that a clock tells."""
+        """Wait until the device is idle, so that a clock is right."""
 
     def meter(self) -> Meter:
-        """The best there is for the peaks of single moments."""
+        """Return the best meter for peaks of single moments."""
 
 
 class ProcessMemory:
-    """The resident size of this process: the budget of a model on the processor."""
+    """The resident size of this process, the memory of a model on the CPU."""
 
     name = "the process"
 
     def held_bytes(self) -> int:
-        """Resident now."""
+        """Return the resident bytes."""
         return process_memory.resident_bytes()
 
     def account_bytes(self) -> int:
-        """What our allocator holds of it."""
+        """Return the part that DAF's allocator holds."""
         return stats()["held_bytes.current"]
 
     def peak_bytes(self) -> int:
-        """The operating system's high-water mark."""
+        """Return the operating system's high-water mark."""
         return process_memory.peak_bytes()
 
     def reset_peak(self) -> bool:
-        """Begin a new one; False where the system does not let us."""
+        """Start a new peak; False where the system does not permit that."""
         return process_memory.reset_peak()
 
     def wait(self) -> None:
-        """A processor is done when it returns."""
+        """Do nothing: the CPU is done when it returns."""
 
     def meter(self) -> Meter:
-        """Our allocator's account, or samples."""
+        """Return a meter of DAF's account, or of samples."""
         return account_meter.open_meter()
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Of its first parameter; the processor where there are none."""
+    """Return the device of a model's first parameter; the CPU if it has none."""
     return next((each.device for each in model.parameters()), torch.device("cpu"))
 
 
 def memory_of(model: nn.Module) -> MemoryDomain:
-    """Of the device that a model's parameters are on.
+    """Return the memory of the device that a model's parameters are on.
 
     Raises:
         PlatformError: they are on several devices, or on one whose memory cannot be bounded.
@@ -92,10 +92,10 @@ def memory_of(model: nn.Module) -> MemoryDomain:
 
 
 def memory_on(device: torch.device) -> MemoryDomain:
-    """The process's for the processor, else the device's.
+    """Return the process's memory for the CPU, else the device's.
 
     Raises:
-        PlatformError: its memory cannot be bounded.
+        PlatformError: the device's memory cannot be bounded.
     """
     return ProcessMemory() if device.type == "cpu" else DeviceMemory(device)
 
@@ -105,7 +105,7 @@ def keeper_of(
     give_back: GiveBack = lambda _: 0,
     give_back_there: GiveBack = lambda _: 0,
 ) -> Keeper:
-    """What bounds this memory; ``give_back``: of the process's pool, ``_there``: of a device's."""
+    """Return the memory's keeper; it evicts by ``give_back`` (CPU) or ``give_back_there``."""
     if isinstance(memory, DeviceMemory):
         return DeviceKeeper(memory, give_back_there)
     return MemoryKeeper(give_back)

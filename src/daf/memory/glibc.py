@@ -1,10 +1,8 @@
 """What glibc does with freed blocks, set while a budget is in force.
 
-By default glibc keeps freed blocks of up to 32 MiB in its heap (the threshold
-above which a block is returned at once grows as blocks are freed), so the
-process holds about twice what is alive. Fixing ``M_MMAP_THRESHOLD`` at 128 KiB
-returns every large block when it is freed: measured on ResNet-18, a peak of
-607 instead of 945 MiB for 10 to 25 % more step time (design, section 2).
+By default glibc keeps freed blocks of up to 32 MiB, as its threshold grows, so the process holds
+about twice what is live. ``M_MMAP_THRESHOLD`` fixed at 128 KiB returns large blocks at once: on
+ResNet-18 a peak of 607 instead of 945 MiB for 10 to 25 % more step time (design, section 2).
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 
 RETURN_BLOCKS_FROM_BYTES = 128 * 1024
-# glibc's own upper bound for its moving threshold; it cannot be made to move again once set.
+# glibc's upper bound for its dynamic threshold, which stays fixed once set.
 _GLIBC_MMAP_THRESHOLD_MAX_BYTES = 32 * 1024 * 1024
 
 
@@ -31,13 +29,11 @@ def _glibc() -> ctypes.CDLL | None:
 
 
 class ReturnFreedBlocks:
-    """While entered, freed blocks of 128 KiB and more go back to the system at once.
+    """While entered, glibc returns freed blocks of 128 KiB and more to the system at once.
 
-    ``active`` is False where the C library is not glibc; nothing is changed
-    there. On exit the thresholds are set to the largest values that glibc
-    would have moved to by itself (32 MiB, and twice that for trimming): the
-    nearest to its default that it offers, since a threshold once set no
-    longer moves.
+    ``active`` is False, and nothing changes, where the C library is not glibc. On exit the
+    thresholds become the largest that glibc reaches by itself (32 MiB, twice that for trimming),
+    the nearest to its default: a threshold once set stays fixed.
     """
 
     def __init__(self) -> None:
@@ -67,7 +63,7 @@ class ReturnFreedBlocks:
 
 
 def return_free_memory() -> bool:
-    """Give the heap's free pages back to the system now; False where there is no glibc."""
+    """Return the heap's free pages to the system now; False where there is no glibc."""
     library = _glibc()
     if library is None:
         return False

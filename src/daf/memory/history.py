@@ -1,8 +1,7 @@
-"""Who asks for memory and when, as ``torch.cuda.memory._record_memory_history`` tells for GPUs.
+"""Allocations by module and operator over time, as ``torch.cuda.memory._record_memory_history``.
 
-While a ``History`` is entered, it records every allocation that PyTorch makes for a tensor, and
-oneDNN for its scratch, with the module and the operator that asked, in backward too. Recording
-costs tens of microseconds per operator.
+Covers PyTorch's tensors and oneDNN's scratch, in forward and backward. Recording costs tens of
+microseconds per operator.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ _PICKLE_PROTOCOL = 4  # that PyTorch's viewer reads
 
 
 class History:
-    """Records allocations with their askers while it is entered (an allocator must be too).
+    """A recording of allocations and their askers while it is entered, as an allocator must be.
 
     Args:
-        model: gives modules their full paths; without it they carry class names.
+        model: gives modules their full paths; without it they have class names.
         capacity: events kept; later ones are only counted in ``dropped``.
     """
 
@@ -85,18 +84,18 @@ class History:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was live while recording."""
+        """The most bytes live while recording."""
         return max((event.live_bytes for event in self.events), default=0)
 
     def at_peak(self) -> list[Holder]:
-        """Who held what when most was live, the largest first."""
+        """Return who held what when most was live, the largest first."""
         if not self.events:
             return []
         last = max(range(len(self.events)), key=lambda index: self.events[index].live_bytes)
         return holders_of(live_after(self._before, self.events[: last + 1]))
 
     def snapshot(self) -> dict[str, Any]:
-        """The recording in the format of ``torch.cuda.memory._snapshot()``."""
+        """Return the recording in the format of ``torch.cuda.memory._snapshot()``."""
         return snapshot_of(self._before, self.events, self._start_us)
 
     def write(self, path: Path) -> None:
@@ -128,10 +127,9 @@ class History:
 
 
 class _Asker:
-    """Which module is at work: by its forward call, or by the autograd node that runs.
+    """The module at work, by its forward call or by the running autograd node.
 
-    Every autograd node carries the sequence number of the moment it was made,
-    so that in backward the number tells which forward call made it.
+    A node's sequence number dates its making, so in backward it identifies the forward call.
     """
 
     def __init__(self, names: dict[nn.Module, str]) -> None:

@@ -15,10 +15,10 @@ Frames = list[Record]
 
 @dataclass(frozen=True, slots=True)
 class MemoryEvent:
-    """One allocation (``bytes`` > 0) or free (``bytes`` < 0) and what is live after it.
+    """One allocation (``bytes`` > 0) or free (``bytes`` < 0), and ``live_bytes`` after it.
 
-    ``time_s`` counts from the start of recording. ``live_bytes`` covers blocks born while
-    recording and large blocks born before it.
+    ``time_s`` counts from the start of recording. Live are blocks born since, and large ones born
+    before.
     """
 
     time_s: float
@@ -31,7 +31,7 @@ class MemoryEvent:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Bytes that one (module, operator) held at a moment, in how many blocks."""
+    """Bytes and blocks that one (module, operator) held at a moment."""
 
     module: str
     operator: str
@@ -40,7 +40,7 @@ class Holder:
 
 
 def live_after(before: Iterable[MemoryEvent], events: Iterable[MemoryEvent]) -> list[MemoryEvent]:
-    """The births of all blocks that are live after ``events``; ``before``: births before them."""
+    """Return the births of blocks live after ``events``; ``before``: those at their start."""
     live = {birth.address: birth for birth in before}
     for event in events:
         live.pop(event.address, None)
@@ -50,7 +50,7 @@ def live_after(before: Iterable[MemoryEvent], events: Iterable[MemoryEvent]) -> 
 
 
 def holders_of(live: Iterable[MemoryEvent]) -> list[Holder]:
-    """Live blocks by their asker, the largest holder first."""
+    """Return live blocks by module and operator, the largest holder first."""
     sizes: dict[tuple[str, str], list[int]] = defaultdict(list)
     for block in live:
         sizes[block.module, block.operator].append(block.bytes)
@@ -61,13 +61,13 @@ def holders_of(live: Iterable[MemoryEvent]) -> list[Holder]:
 def snapshot_of(
     before: Sequence[MemoryEvent], events: Sequence[MemoryEvent], start_us: int
 ) -> Record:
-    """A recording in the format of ``torch.cuda.memory._snapshot()``; the process is device 0.
+    """Return a recording in the format of ``torch.cuda.memory._snapshot()``, as device 0.
 
-    A segment is a range of addresses in which blocks were live at any time. A block's only frame
-    has the module's path for its file and the operator for its function.
+    A segment is a range of addresses that ever held live blocks. A block's only frame has the
+    module's path as its file and the operator as its function.
 
     Args:
-        before: births of the blocks that were live when recording began.
+        before: births of the blocks live when recording began.
         events: in order.
         start_us: when recording began, microseconds since 1970.
     """
@@ -94,7 +94,7 @@ def snapshot_of(
 
 
 def _ranges(blocks: Iterable[MemoryEvent]) -> list[tuple[int, int]]:
-    """The addresses that blocks cover, as disjoint (start, end) in order."""
+    """Return the addresses that blocks cover, as disjoint (start, end) in order."""
     merged: list[tuple[int, int]] = []
     for start, end in sorted((block.address, block.address + abs(block.bytes)) for block in blocks):
         if merged and start <= merged[-1][1]:
@@ -110,7 +110,7 @@ def _segment(
     live: Iterable[MemoryEvent],
     frames: Callable[[str, str], Frames],
 ) -> Record:
-    """A segment from ``start`` to ``end``; what lies between its live blocks is inactive."""
+    """Return a segment from ``start`` to ``end``; what lies between live blocks is inactive."""
     blocks: list[Record] = []
     place = start
     for block in live:

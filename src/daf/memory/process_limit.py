@@ -1,9 +1,8 @@
-"""What is set in the process while a budget is in force, and undone afterwards.
+"""The settings of the process while a budget is in force.
 
-Where PyTorch's allocations can be redirected, freed blocks are recycled and a
-hard limit makes an allocation beyond the budget an error instead of a breach
-(``recycling``). Blocks too small for that, and everything on other systems
-with glibc, are returned to the system as soon as they are freed (``allocator``).
+Where PyTorch's allocations can be redirected, freed blocks are recycled under a hard limit
+(``recycling_allocator``). Smaller blocks, and all blocks on other systems with glibc, return to the
+system once freed (``glibc``).
 """
 
 from __future__ import annotations
@@ -19,17 +18,16 @@ from daf.memory.limit_protocol import GiveBack
 from daf.memory.recycling_allocator import RecyclingAllocator, limit_for_process, unsupported_reason
 from daf.memory.statistics import stats
 
-# What the process may grow by beside the account during one step: Python's own objects, kernels
-# that oneDNN generates for new shapes.
+# What may grow beside the account during one step: Python objects, code that oneDNN generates.
 SPARE_FRACTION = 0.0025
 SPARE_BYTES = 6 * 2**20
-# Of which so much stays free when that grew further: for what comes until it is looked at again.
+# The part of it kept free when that grew further, until the next look.
 LEAST_SPARE_BYTES = 4 * 2**20
-# Closer to the limit than this, what grows beside the account matters within milliseconds.
+# Closer to the limit than this, growth beside the account matters within milliseconds.
 NEAR_BYTES = 16 * 2**20
 
-# One account serves the whole process, so one lock does. It is taken across a fork, or a child
-# could find it held by a thread that it does not have.
+# One lock for the process's one account. A fork takes it, or the child could find it held by a
+# thread that it does not have.
 account_lock = threading.RLock()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
@@ -40,10 +38,10 @@ if hasattr(os, "register_at_fork"):
 
 
 class MemoryKeeper:
-    """Open it before a budgeted job; ``close`` undoes what ``settings`` states (``keeping``).
+    """Keeps the process within a budget (see ``limit_protocol.Keeper``).
 
-    ``give_back`` is asked to return at least so many bytes of other memory in
-    the account (the pool's) once the limit is reached; it returns how many it did.
+    ``give_back``, called at the limit, frees at least so many bytes of other memory in the account
+    (the pool's) and returns how many it freed.
     """
 
     def __init__(self, give_back: GiveBack = lambda _: 0) -> None:
@@ -55,26 +53,26 @@ class MemoryKeeper:
         self._hard_limit_bytes = 0
         self._budget_bytes = 0
         self._unbounded = 0
-        # Beside the usual, while something runs for the first time.
+        # Room beside the usual, while something runs for the first time.
         self.spare_more_bytes = 0
-        # How far beyond the limit the allocation lay that was refused last.
+        # By how much the last refused allocation passed the limit.
         self.missing_bytes = 0
-        # A step that has begun to change parameters is finished, at this cost beyond the budget.
+        # Bytes over the budget of a step that had begun to change parameters, hence is finished.
         self.overrun_bytes = 0
         self._must_finish = False
 
     @property
     def recycles(self) -> bool:
-        """Whether freed blocks are recycled under a hard limit."""
+        """True if freed blocks are recycled under a hard limit."""
         return self._recycling is not None
 
     @property
     def can_refuse(self) -> bool:
-        """Whether allocations can be refused on this system."""
+        """True if allocations can be refused on this system."""
         return unsupported_reason() is None
 
     def open(self) -> None:
-        """Set what this system offers; does nothing when it is set already."""
+        """Apply what this system offers; does nothing if open."""
         if self.settings:
             return
         if self.can_refuse:
@@ -88,7 +86,7 @@ class MemoryKeeper:
             self.settings.append(f"glibc returns other freed blocks of {size} and more at once")
 
     def close(self) -> None:
-        """Undo everything; blocks that live on stay valid."""
+        """Undo everything; live blocks stay valid."""
         with account_lock:
             self._resources.close()
             self._recycling = None
@@ -96,27 +94,25 @@ class MemoryKeeper:
         self.settings.clear()
 
     def flush(self) -> None:
-        """Give everything that is free back to the system now."""
+        """Return all free memory to the system."""
         self._give_back(0)
         if self._recycling is not None:
             self._recycling.trim()
         glibc.return_free_memory()
 
     def refusals(self) -> int:
-        """Allocations that the limit has refused in this process so far."""
+        """Return the number of allocations that the limit has refused in this process."""
         return stats()["refusals"] if self._recycling is not None else 0
 
     def has_refused(self, error: BaseException, refusals_before: int) -> bool:  # noqa: ARG002
-        """Was memory refused since ``refusals`` was so many? The user's own code may have made
-        any other error of that.
-        """
+        """True if memory was refused since, whatever error user code made of that."""
         return self.refusals() > refusals_before
 
     def bound(self, expected_bytes: int, budget_bytes: int) -> None:
-        """From now on the process stays within ``budget_bytes``: further allocations are refused.
+        """Refuse allocations that would take the process beyond ``budget_bytes``, from now on.
 
-        Up to ``expected_bytes`` freed blocks are kept for reuse; beyond it they
-        go back to the system first. Does nothing where nothing is recycled.
+        Freed blocks are kept for reuse up to ``expected_bytes``, and returned to the system beyond.
+        Does nothing where nothing is recycled.
         """
         with account_lock:
             if self._recycling is None:
@@ -129,7 +125,7 @@ class MemoryKeeper:
             self.expect(expected_bytes)
 
     def expect(self, expected_bytes: int) -> None:
-        """From now on freed blocks are kept up to this; the bound stays. Nothing without one."""
+        """Keep freed blocks up to this; the bound stays. Does nothing without one."""
         with account_lock:
             if self._recycling is None or self._limit_bytes is None:
                 return
@@ -138,14 +134,10 @@ class MemoryKeeper:
             self._apply()
 
     def follow_growth(self) -> bool:
-        """Take off the limit what the rest of the process grew by beyond what was spared for it.
+        """Lower the limit by what the rest of the process grew beyond its spare; True if near.
 
-        Called now and then from another thread. What glibc keeps between small blocks goes back
-        to the system first. A refused step is tried again under a tighter plan; a budget that is
-        passed is broken.
-
-        Returns:
-            Whether the limit is near, so that another look should come soon.
+        Called periodically from another thread. glibc's free small blocks are returned first. The
+        limit falls because a refused step can be retried, while an exceeded budget is broken.
         """
         with account_lock:
             if self._recycling is None or self._limit_bytes is None or self._unbounded:
@@ -163,8 +155,9 @@ class MemoryKeeper:
         return max(0, _account_limit(budget_bytes, budget_bytes) - self.spare_more_bytes)
 
     def _overgrown_bytes(self) -> int:
-        """By how much the process would pass its budget if all of the limit were used; 0 if not
-        known: what is given to the account meanwhile would look like the others' growth.
+        """Return the bytes over budget if the whole limit were used; 0 if unknown.
+
+        Unknown while the account changes, which would look like others' growth.
         """
         held_bytes = stats()["held_bytes.current"]
         limit_bytes = limit_for_process(self._budget_bytes, LEAST_SPARE_BYTES)
@@ -172,14 +165,13 @@ class MemoryKeeper:
         return max(0, self._hard_limit_bytes - limit_bytes) if is_quiet else 0
 
     def rebound(self, budget_bytes: int | None) -> int:
-        """Another budget in the midst of a step: acts at once, from any thread.
+        """Set another budget within a step, at once, from any thread.
 
-        A lower one gives recycled blocks back, then whatever ``give_back``
-        finds until the process is within it, and refuses what is asked beyond;
-        a higher one, or None, lets the step have more. What is alive stays valid.
+        A lower one returns recycled blocks, then lets ``give_back`` free memory until the process
+        is within it, and refuses what is asked beyond; a higher one, or None, grants the step more.
 
         Returns:
-            Bytes that ``give_back`` returned.
+            Bytes that ``give_back`` freed.
         """
         with account_lock:
             if budget_bytes is None:
@@ -196,17 +188,14 @@ class MemoryKeeper:
             return self._give_back(over_bytes) if over_bytes > 0 else 0
 
     def must_finish(self) -> None:
-        """Until ``bound`` is called again nothing is refused: all that can be given back goes
-        first, and what is still missing is counted in ``overrun_bytes``.
-        """
+        """Refuse nothing until ``bound``: free all that can be, count the rest as an overrun."""
         self._must_finish = True
 
     @contextmanager
     def unbounded(self, needed_bytes: int = 0) -> Iterator[None]:  # noqa: ARG002 - of its kind
-        """No limit inside, for what must not fail half-way: the optimizer's step.
+        """Lift the limit inside, for what must not fail half-way: the optimizer's step.
 
-        Recycled blocks are given another size where they do not fit, so that nothing needs to go
-        first.
+        Nothing needs to be freed first: recycled blocks are resized where they do not fit.
         """
         self._change_unbounded(1)
         try:
@@ -224,7 +213,7 @@ class MemoryKeeper:
             self._recycling.limit_bytes = None if self._unbounded else self._limit_bytes
 
     def _make_room(self, missing_bytes: int) -> int:
-        """What the allocator asks when the limit is reached with nothing left to give back."""
+        """Free memory for the allocator, which is at its limit with nothing left to return."""
         with account_lock:
             if self._recycling is None or self._limit_bytes is None or self._unbounded:
                 return 0

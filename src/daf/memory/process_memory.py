@@ -1,9 +1,8 @@
-"""How much memory this process holds now, and the most it held (design, section 1).
+"""The memory of this process, now and at its peak (design, section 1).
 
-On Linux the resident size is ``VmRSS`` and the peak ``VmHWM`` of
-``/proc/self/status``, reset through ``/proc/self/clear_refs``. Elsewhere the
-resident size comes from psutil and the peak is the largest value sampled, so
-it can miss what happens between two samples; ``peak_is_exact`` says which.
+On Linux ``VmRSS`` and ``VmHWM`` of ``/proc/self/status``, reset through ``/proc/self/clear_refs``.
+Elsewhere psutil's resident size and the largest sample, which misses what happens between samples;
+``peak_is_exact`` says which.
 """
 
 from __future__ import annotations
@@ -32,26 +31,26 @@ def _status_bytes(field: str) -> int:
 
 
 def resident_bytes() -> int:
-    """Bytes of this process that are in memory now."""
+    """Return this process's resident bytes."""
     if _STATUS.exists():
         return _status_bytes("VmRSS")
     return int(psutil.Process().memory_info().rss)
 
 
 def peak_is_exact() -> bool:
-    """Whether the operating system itself keeps a high-water mark that we can reset."""
+    """True if the operating system keeps a high-water mark that can be reset."""
     return _STATUS.exists() and _CLEAR_REFERENCES.exists()
 
 
 def peak_bytes() -> int:
-    """The most bytes held since ``reset_peak`` (Linux); elsewhere the resident size now."""
+    """Return the most bytes held since ``reset_peak`` (Linux); elsewhere the resident bytes."""
     if _STATUS.exists():
         return _status_bytes("VmHWM")
     return resident_bytes()
 
 
 def reset_peak() -> bool:
-    """Start a new high-water mark; False where the system does not let us."""
+    """Start a new high-water mark; False where the system does not permit that."""
     try:
         _CLEAR_REFERENCES.write_text(_RESET_PEAK_COMMAND)
     except OSError:
@@ -60,10 +59,9 @@ def reset_peak() -> bool:
 
 
 def warm_up(device: torch.device = CPU) -> None:
-    """Run one operation of each heavy kind, so that the floor holds torch's thread pool and code,
-    and on a GPU what its libraries reserve.
+    """Run one operation of each heavy kind, part of the floor's definition (design, section 1).
 
-    Part of the floor's definition (design, section 1): the same for every contestant.
+    The floor then holds torch's thread pool and code, and on a GPU what its libraries reserve.
     """
     images = torch.ones(2, 8, 16, 16, requires_grad=True, device=device)
     weight = torch.ones(8, 8, 3, 3, requires_grad=True, device=device)
@@ -73,10 +71,9 @@ def warm_up(device: torch.device = CPU) -> None:
 
 
 class MemoryTimeline:
-    """Samples the resident size, or another, on a thread while it is entered.
+    """Samples the resident size, or ``held_bytes``, on a thread while it is entered.
 
-    ``samples`` holds (seconds since entry, bytes); ``marks`` holds
-    (seconds, label) that the caller set. ``peak_bytes`` is the largest sample.
+    ``samples``: (seconds since entry, bytes); ``marks``: (seconds, label) that the caller set.
     """
 
     def __init__(
@@ -110,15 +107,15 @@ class MemoryTimeline:
 
     @property
     def peak_bytes(self) -> int:
-        """The largest sample, 0 before the first."""
+        """The largest sample; 0 before the first."""
         return max((size for _, size in self.samples), default=0)
 
     def mark(self, label: str) -> None:
-        """Write a label beside the samples at this moment."""
+        """Set a label at this moment."""
         self.marks.append((time.perf_counter() - self._start_s, label))
 
     def seconds_at(self, time_s: float) -> float:
-        """A moment of ``time.perf_counter()`` as seconds since entry."""
+        """Return a moment of ``time.perf_counter()`` as seconds since entry."""
         return time_s - self._start_s
 
     def _record(self) -> None:

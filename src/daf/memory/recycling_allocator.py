@@ -1,9 +1,8 @@
 """The CPU allocator that knows its budget, put under PyTorch while it is entered.
 
-Blocks of 128 KiB and more that PyTorch frees are kept and reused instead of
-going back to the kernel, where each would cost its page faults again; all
-bytes are one account with a hard limit, and passing it is PyTorch's own
-``RuntimeError`` instead of a kill. How: docs/allocator.md.
+Freed blocks of 128 KiB and more are reused, which saves the kernel's page faults. One account of
+all bytes has a hard limit; an allocation beyond it is PyTorch's own ``RuntimeError``, not a kill.
+How: docs/allocator.md.
 
     with RecyclingAllocator(limit_bytes=10**9) as allocator:
         train()
@@ -24,26 +23,24 @@ ReclaimHook = Callable[[int], int]
 
 
 def unsupported_reason() -> str | None:
-    """Why this system cannot redirect PyTorch's allocations; None where it can."""
+    """Return why this system cannot redirect PyTorch's allocations; None where it can."""
     return native.unsupported_reason() or None
 
 
 class RecyclingAllocator:
     """Recycles, counts and bounds PyTorch's CPU memory while it is entered.
 
-    One account serves the whole process; entering a second one inside changes
-    cap, limit and hook until it is left. Leaving is safe at any time: blocks
-    that survive stay valid and are freed by their right owner.
+    One account serves the whole process: a nested allocator replaces cap, limit and hook until it
+    is left. Leaving is always safe: surviving blocks stay valid and their owner frees them.
 
     Args:
-        cap_bytes: the most that freed blocks may hold; None is no cap (what is
-            recycled is then bounded by the limit, and by the peak of what was live).
-        limit_bytes: the most that live, recycled and charged bytes may hold
-            together; None is no limit. An allocation that would pass it
-            empties what is recycled, then calls ``reclaim``, then fails as
-            PyTorch's ``RuntimeError`` ("can't allocate memory").
-        reclaim: called with the bytes that are missing, on the thread that
-            allocates; frees what it can and returns how many bytes that was.
+        cap_bytes: the most that freed blocks may hold; None: no cap, so only the limit and the peak
+            of live bytes bound them.
+        limit_bytes: the most that live, recycled and charged bytes may hold together; None: no
+            limit. At the limit an allocation frees recycled blocks, then calls ``reclaim``, then
+            fails with PyTorch's ``RuntimeError`` ("can't allocate memory").
+        reclaim: called with the missing bytes on the allocating thread; frees what it can and
+            returns how many bytes that was.
 
     Raises:
         PlatformError: on entering, where allocations cannot be redirected.
@@ -76,7 +73,7 @@ class RecyclingAllocator:
         self._set(self._cap_bytes, self._limit_bytes)
         if self._reclaim is not None:
             self._hook_before = native.set_reclaim(self._reclaim)
-            # A thread that allocates while the interpreter ends must not call into it.
+            # A thread that allocates while the interpreter exits must not call into it.
             atexit.register(_clear_hook)
         return self
 
@@ -96,7 +93,7 @@ class RecyclingAllocator:
 
     @property
     def cap_bytes(self) -> int | None:
-        """The most that freed blocks may hold; setting it acts at once."""
+        """The most that freed blocks may hold; takes effect at once."""
         return self._cap_bytes
 
     @cap_bytes.setter
@@ -107,9 +104,9 @@ class RecyclingAllocator:
 
     @property
     def limit_bytes(self) -> int | None:
-        """The most that the account may hold; setting it gives recycled bytes back at once.
+        """The most that the account may hold; setting it returns recycled bytes at once.
 
-        Below what is live now, nothing is taken away; only new allocations fail.
+        Below what is live, only new allocations fail.
         """
         return self._limit_bytes
 
@@ -120,16 +117,12 @@ class RecyclingAllocator:
             native.set_limit(value)
 
     def refresh(self) -> None:
-        """Redirect libraries that were loaded since; about a microsecond when there are none."""
+        """Redirect libraries loaded since; about a microsecond when there are none."""
         native.refresh()
 
     @staticmethod
     def trim(wanted_bytes: int | None = None) -> int:
-        """Give recycled blocks back to the system, at least this many bytes or all of them.
-
-        Returns:
-            The bytes given back.
-        """
+        """Return ``wanted_bytes`` or more recycled bytes, or all, to the system; return how many."""
         return int(native.trim(wanted_bytes))
 
     @staticmethod
@@ -139,13 +132,10 @@ class RecyclingAllocator:
 
 
 def limit_for_process(budget_bytes: int, spare_bytes: int = 0) -> int:
-    """The account's limit under which the whole process stays within ``budget_bytes``.
+    """Return the ``limit_bytes`` that keeps the whole process within ``budget_bytes``.
 
-    What the process holds now beside the account (interpreter, libraries,
-    data) is taken off, and ``spare_bytes`` for what those may still grow.
-
-    Returns:
-        Bytes for ``limit_bytes``; 0 where the rest alone is above the budget.
+    That is the budget minus what the process holds beside the account (interpreter, libraries,
+    data), minus ``spare_bytes`` for their growth; at least 0.
     """
     held_bytes: int = native.statistics()["held_bytes.current"]
     other_bytes = process_memory.resident_bytes() - held_bytes

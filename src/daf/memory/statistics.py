@@ -1,8 +1,7 @@
-"""What the allocator holds and did, in the manner of ``torch.cuda.memory_stats``.
+"""What the allocator holds and did, like ``torch.cuda.memory_stats`` (docs/allocator.md).
 
-Everything here reads the one account of the process (docs/allocator.md);
-before an allocator is entered all counts are 0 but those of the pool of codes
-(``external_bytes``), which are part of ``held_bytes``.
+Before an allocator is entered all counts are 0, except those of the pool of codes
+(``external_bytes``), which ``held_bytes`` includes.
 """
 
 from __future__ import annotations
@@ -23,25 +22,22 @@ _MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) ")
 
 
 def stats() -> dict[str, int]:
-    """All counters of the process's account.
+    """Return all counters of the process's account.
 
-    Bytes, each with ``.current`` and ``.peak`` (since ``reset_peaks``):
-    ``live_bytes`` (asked for and not yet freed), ``held_bytes`` (what the
-    limit bounds: whole pages of large blocks, live and recycled, plus small
-    blocks as glibc rounds them, plus ``external_bytes``), ``recycled_bytes``,
+    Bytes, with ``.current`` and ``.peak`` (since ``reset_peaks``): ``live_bytes`` (asked for and
+    not yet freed), ``held_bytes`` (what the limit bounds: whole pages of large blocks, live and
+    recycled, small blocks as glibc rounds them, and ``external_bytes``), ``recycled_bytes``,
     ``small_bytes`` (blocks below 128 KiB), ``external_bytes`` (charged by the pool).
 
-    Counts since the process began: ``allocations``, ``frees`` and ``hits`` of
-    blocks of 128 KiB and more, ``assembled`` (served by moving pages of recycled
-    blocks) and ``moved_bytes``, ``resized`` (served by a recycled block that was
-    given another size), ``small_allocations``, ``fresh_bytes`` (from
-    the system), ``returned_bytes`` and ``returned_blocks`` (to the system),
-    ``emptied_for_limit``, ``reclaims``, ``refusals`` (allocations that failed), ``overdrafts``
-    (oneDNN's, served beyond the limit because it would crash without).
+    Counts since the process began: ``allocations``, ``frees`` and ``hits`` of blocks of 128 KiB and
+    more, ``assembled`` (from pages of recycled blocks) and ``moved_bytes``, ``resized`` (from a
+    recycled block of another size), ``small_allocations``, ``fresh_bytes`` (from the system),
+    ``returned_bytes`` and ``returned_blocks`` (to the system), ``emptied_for_limit``, ``reclaims``,
+    ``refusals`` (failed allocations), ``overdrafts`` (oneDNN's, beyond the limit: it would crash).
 
-    ``live_blocks.large`` and ``.small``; ``cap_bytes`` and ``limit_bytes``
-    where there are any; and per phase (see ``phase``) ``phase.NAME.live_bytes.peak``,
-    ``.held_bytes.peak``, ``.allocations``, ``.fresh_bytes``, ``.returned_bytes``.
+    ``live_blocks.large`` and ``.small``; ``cap_bytes`` and ``limit_bytes`` if set; per ``phase``
+    ``phase.NAME.live_bytes.peak``, ``.held_bytes.peak``, ``.allocations``, ``.fresh_bytes``,
+    ``.returned_bytes``.
     """
     found: dict[str, int] = dict(native.statistics())
     settings = zip(("cap_bytes", "limit_bytes"), native.settings(), strict=True)
@@ -52,16 +48,16 @@ def stats() -> dict[str, int]:
 
 
 def reset_peaks() -> None:
-    """Every ``.peak``, the phases' too, starts again from what is held now."""
+    """Restart every ``.peak``, the phases' too, from what is held now."""
     native.reset_peaks()
 
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Count what happens inside under ``phase.NAME`` as well; phases do not nest.
+    """Count what happens inside under ``phase.NAME`` too; phases do not nest.
 
     Raises:
-        ValueError: a name of more than 31 characters, an empty one, or a 16th name.
+        ValueError: an empty name, one of more than 31 characters, or a 16th name.
     """
     if not name or not native.set_phase(name):
         raise ValueError(f"phase {name!r}: give 1 to 31 characters, and at most 15 different names")
@@ -75,8 +71,8 @@ def phase(name: str) -> Iterator[None]:
 class Block:
     """One live block of 128 KiB or more; ``held_bytes`` are its whole pages.
 
-    ``module`` and ``operator`` are "" unless a ``History`` was recording when
-    it was born. ``order`` counts up with every block born.
+    ``module`` and ``operator`` are "" unless a ``History`` recorded its birth; ``order`` counts
+    births.
     """
 
     address: int
@@ -88,11 +84,7 @@ class Block:
 
 
 def snapshot() -> dict[str, Any]:
-    """The statistics and every live block of 128 KiB and more, the oldest first.
-
-    Returns:
-        ``{"statistics": stats(), "blocks": [Block, ...]}``.
-    """
+    """Return ``{"statistics": stats(), "blocks": [Block, …]}``; live large blocks, oldest first."""
     blocks = [
         Block(address, size, held, order, *split_label(native.label_text(label)))
         for address, size, held, order, label in native.live_blocks()
@@ -101,24 +93,22 @@ def snapshot() -> dict[str, Any]:
 
 
 def join_label(module: str, operator: str) -> str:
-    """One text for the allocator's table of labels."""
+    """Return one text for the allocator's table of labels."""
     return f"{module}\n{operator}"
 
 
 def split_label(text: str) -> tuple[str, str]:
-    """``join_label`` undone: (module, operator)."""
+    """Split a label into (module, operator)."""
     module, _, operator = text.partition("\n")
     return module, operator
 
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """The account beside what the kernel says, all in bytes at one moment.
+    """The account beside the kernel's figures, in bytes at one moment.
 
-    ``range_resident_bytes`` are the pages of our address range that are in
-    memory; they equal ``large_bytes`` once every live block has been written
-    to. ``other_bytes`` is all the process holds beside the account: the
-    interpreter, libraries, data and glibc's free memory.
+    ``range_resident_bytes``: resident pages of the allocator's address range, which equal
+    ``large_bytes`` once all live blocks have been written to.
     """
 
     resident_bytes: int
@@ -128,7 +118,7 @@ class Audit:
 
     @property
     def other_bytes(self) -> int:
-        """What is not PyTorch's: resident less held."""
+        """All that is not in the account: interpreter, libraries, data, glibc's free memory."""
         return self.resident_bytes - self.held_bytes
 
 
