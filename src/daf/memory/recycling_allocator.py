@@ -122,7 +122,7 @@ class RecyclingAllocator:
 
     @staticmethod
     def trim(wanted_bytes: int | None = None) -> int:
-        """Return ``wanted_bytes`` or more recycled bytes, or all, to the system; return how many."""
+        """Return ``wanted_bytes`` or more recycled bytes (or all) to the system; return the sum."""
         return int(native.trim(wanted_bytes))
 
     @staticmethod
