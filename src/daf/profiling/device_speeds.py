@@ -1,7 +1,6 @@
 """Measured speeds of coding, copying and the disk, in bytes per second.
 
-They come from the observed step, with the model's own shapes and dtypes, where it did enough of a
-method; the rest from one synthetic tensor.
+They come from the observed step where it did enough, else from one synthetic tensor.
 """
 
 from __future__ import annotations
@@ -49,8 +48,7 @@ def device_speeds(
         observation: a step under codes.
         spill: where a temporary file of 16 MiB is written and read; None: the disk counts as fast
             as copying, and spilling must not be planned.
-        known: speeds of the same model, for methods that this step did not use (fused operators
-            code while they do other work).
+        known: the model's speeds for methods that this step did not use, as fused operators do.
         device: where the model is.
         room_bytes: most bytes for measuring; a few megabytes are used in any case.
     """

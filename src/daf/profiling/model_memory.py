@@ -69,13 +69,9 @@ def _state_ratio(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> flo
 def update_bytes(optimizer: torch.optim.Optimizer, memory: MemoryDomain) -> int:
     """Return the transient bytes of the optimizer's step, beside the state that it leaves.
 
-    Trial steps on made-up parameters measure the bytes for the largest parameter, and whether they
-    add up over a group, as in ``foreach`` updates (PyTorch's choice on GPUs). Where no trial runs,
-    two tensors like the largest are assumed; on a GPU two like each.
-
-    Args:
-        optimizer: any; its state is unchanged.
-        memory: the memory that it runs in.
+    Trial steps measure the bytes for the largest parameter, and whether they add up over a group,
+    as in ``foreach`` updates (PyTorch's choice on GPUs). Where no trial runs, two tensors like the
+    largest are assumed; on a GPU two like each. The optimizer's state is unchanged.
     """
     found = (_passing_bytes(optimizer, group, memory) for group in optimizer.param_groups)
     return max(found, default=0)

@@ -19,16 +19,10 @@ _WARM_UP_STEPS = 7  # RAdam's first five follow the gradient as it is
 def trial_step(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], elements: int, count: int = 1
 ) -> torch.optim.Optimizer | None:
-    """Return an optimizer of the same class and settings after one step of made-up parameters.
+    """Return an optimizer of the same class and ``group``'s settings after one made-up step.
 
-    Args:
-        optimizer: gives the class.
-        group: gives the settings and the device.
-        elements: of each parameter, initially zero.
-        count: of parameters.
-
-    Returns:
-        None where its constructor takes something else, or its step fails on such parameters.
+    It steps ``count`` parameters of ``elements`` zeros on the group's device. None where its
+    constructor takes something else, or the step fails.
     """
     try:
         trial = _made(optimizer, group, [torch.zeros(elements) for _ in range(count)])

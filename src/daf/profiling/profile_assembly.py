@@ -1,8 +1,7 @@
 """Turns observed small steps into the parts of a Profile: pure, and the same for any model.
 
 Two steps of different sizes have the same moments, saves and calls, so that every number becomes a
-line in the batch. Where they differ (control flow that depends on the data), only the larger one
-counts, in proportion.
+line in the batch. Where they differ (data-dependent control flow), the larger one is scaled.
 """
 
 from __future__ import annotations

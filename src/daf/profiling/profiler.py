@@ -1,9 +1,8 @@
 """Measures small steps into a Profile: bytes, moments and times as functions of the batch.
 
-Each step runs the user's own model and loss on the first few examples of the real batch. Bytes are
+Each step runs the user's own model and loss on the first examples of the real batch. Bytes are
 observed under the codes that hold least, so that measuring fits wherever the job does; times under
-plain PyTorch, where that fits. Random states, buffers, gradients and training flags are restored,
-so that training starts as if unprofiled.
+plain PyTorch, where that fits. Random states, buffers, gradients and training flags are restored.
 """
 
 from __future__ import annotations
@@ -50,19 +49,16 @@ LEAST_WITH_STATISTICS = 2
 Expectation = Callable[[int], float]
 # Libraries' own memory counts where the process's peak passes the tensors' by this share.
 SHOWN_SHARE = 0.2
-# Passes over parameter, gradient and state in an update, read and written.
+# An update reads and writes parameter, gradient and state.
 UPDATE_PASSES = 2
 
 
 class Profiler:
-    """Measures steps of one model on one batch.
+    """Measures steps of one model on one batch; never steps the optimizer.
 
     Args:
-        model: the model, as it will be trained.
-        optimizer: its optimizer; never stepped here.
         capture: the capture that training will use.
         memory: what the budget bounds.
-        keeper: what the session set there.
         baseline_bytes: of that memory, before the model existed.
         allow_split: the user permits micro-batches in any case.
         spill: where tensors may be spilled; None: nowhere.
@@ -104,14 +100,8 @@ class Profiler:
         """Measure at the sizes of ``probe_sizes`` and, for times, at smaller ones; takes seconds.
 
         A step runs only if expected to fit the budget, except the smallest step that training may
-        take. If that one does not fit, neither does the job, and it names the least budget.
-
-        Args:
-            context: the first examples of its batch are used.
-            budget_bytes: of the whole process.
-            own: the profile of PyTorch's own operators, to measure fused and chunked ones now;
-                None: measure PyTorch's own.
-            on_progress: called with what is about to be measured.
+        take. If that one does not fit, neither does the job, and it names the least budget. With
+        ``own``, the profile of PyTorch's own operators, fused and chunked ones are measured.
 
         Raises:
             PoolFullError: the pool cannot hold even the smallest step of the tightest policy.
@@ -176,8 +166,7 @@ class Profiler:
     def _expected(self, found: Observation, examples: int) -> float:
         """Return the process's peak if all but gradients grows with the batch, plus a margin.
 
-        Libraries take memory beside the account: matrix products of GPT-2's shape with a large
-        vocabulary took 24 MB per example.
+        Libraries add their own: matrix products of GPT-2's shape took 24 MB per example.
         """
         gradients = gradient_bytes(self._model)
         growing = max(0, max(*found.peak_bytes, found.process_bytes) - gradients)
@@ -279,10 +268,9 @@ class Profiler:
         )
 
     def _beside_tensors(self, observations: Sequence[Observation]) -> Affine:
-        """Return the bytes that libraries may have taken in passing, beside tensors.
+        """Return the bytes that libraries may have taken in passing, beside tensors; 0 on a device.
 
-        Only the process's peak shows them, not their moment: all of it may have been taken while
-        few tensors were alive. On a device only tensors are counted.
+        Only the process's peak shows them, perhaps taken while few tensors were alive.
         """
         if isinstance(self._memory, DeviceMemory):
             return ZERO
@@ -359,10 +347,7 @@ def probe_sizes(examples: int) -> tuple[int, ...]:
 def _sizes_within(
     wanted: Sequence[int], expected: Expectation, budget_bytes: int
 ) -> tuple[int, ...]:
-    """Return as many of the largest sizes, or halves of the smallest, as are expected to fit.
-
-    One example is returned in any case: the least that training can take.
-    """
+    """Return as many of the largest sizes, or halves of the smallest, as fit; at least one."""
     sizes = sorted({*wanted, *_halvings(wanted[0])})
     fitting = [size for size in sizes if expected(size) <= budget_bytes]
     return tuple(fitting[-len(wanted) :] or sizes[:1])

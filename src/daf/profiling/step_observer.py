@@ -78,13 +78,7 @@ def unseen(hook: Callable[..., None]) -> Callable[..., None]:
 
 
 class Observer:
-    """Fills one ``Observation``; give it to ``Capture.step``, inside ``watching``.
-
-    Args:
-        capture: whose step is observed.
-        examples: of the step.
-        memory: where the step holds its tensors; by default the process's memory.
-    """
+    """Fills one ``Observation`` of a step; give it to ``Capture.step``, inside ``watching``."""
 
     def __init__(self, capture: Capture, examples: int, memory: MemoryDomain | None = None) -> None:
         model, memory = capture.model, memory or ProcessMemory()

@@ -1,12 +1,11 @@
 """Measures sensitivities by a few extra passes over one batch, with fresh seeds of some codes.
 
 An error in the input of a matrix product or convolution disturbs only the gradient of that
-operator's own weight. All such sites redraw their codes at once; where the change lands tells them
-apart. If other weights change too, these sites are measured like all others.
+operator's own weight. All such sites redraw at once; where the change lands tells them apart. If
+other weights change too, these sites are measured like the others.
 
-Other sites (normalisations, products of activations, smooth activations) redraw alone, or in groups
-that are ``alike`` if there are more sites than passes. Their effects differ by orders of magnitude,
-and a joint change would hide the small ones.
+The others (normalisations, products of activations, smooth activations) redraw alone, or in alike
+groups if there are more sites than passes: a joint change would hide the small effects.
 
 Memory: a few sketches of 509 numbers per parameter, whatever the number of sites, and the largest
 parameter's gradient. Parameters, gradients, random states, buffers and hooks are restored.
@@ -65,9 +64,8 @@ _WIDEST_DERIVATIVE = 4
 class Effort:
     """Numbers of passes, each a forward and a backward of the whole batch.
 
-    ``local`` passes redraw the inputs of products. ``others`` is the most passes that redraw the
-    rest, one site or alike group each. ``micro_batches`` take one pass together and measure the
-    batch's own noise.
+    ``local`` passes redraw the inputs of products, at most ``others`` the rest, a site or alike
+    group each; ``micro_batches`` take one pass together and measure the batch's own noise.
     """
 
     local: int = 2
@@ -286,8 +284,7 @@ def _other_width(treatment: Treatment) -> Treatment:
 def _change(treatment: Treatment) -> float:
     """Return the squared change of a gradient when a site is redrawn, over its code's variance.
 
-    Two independent draws differ by twice the variance; errors of derivative codes of two widths are
-    taken as uncorrelated.
+    Independent draws differ by twice the variance; derivative codes' errors count as uncorrelated.
     """
     if treatment.method in _SEEDED:
         return 2.0
@@ -319,8 +316,7 @@ def _scatter(squares: Tensor) -> Tensor:
 def _unknown_as_usual(values: Mapping[Site, SiteSensitivity]) -> dict[Site, SiteSensitivity]:
     """Give sites whose errors reach no gradient yet the noise that others usually add.
 
-    Before LoRA's first step its second matrix is 0 and passes no gradient, so nothing is known of
-    the inputs of the first.
+    Before LoRA's first step its second matrix is 0, so no error in the first's inputs counts yet.
     """
     known = [each.at_least for each in values.values() if each.variance_per_error > 0.0]
     usual = float(np.median(known)) if known else 0.0

@@ -21,15 +21,10 @@ Around = Callable[[], Any]
 
 
 class Passes:
-    """Runs passes of one model under one capture; all start from the same random state.
+    """Runs passes of one model under one capture; all start from the random state of ``snapshot``.
 
-    Args:
-        model: as it is trained.
-        loss_fn: ``loss_fn(model, batch)`` returns a scalar mean loss, or ``(sum, weight)``.
-        capture: the passes overwrite its account.
-        seed, step_index: determine the codes' ordinary seeds.
-        snapshot: holds the random states that every pass starts from.
-        buckets: per parameter's sketch.
+    ``seed`` and ``step_index`` determine the codes' ordinary seeds; ``buckets`` are per parameter's
+    sketch. The passes overwrite the capture's account.
     """
 
     def __init__(

@@ -36,10 +36,9 @@ class Sensitivity:
 
     ``batch_variance``: the gradient's squared deviation from batch to batch, with its standard
     error (None: a single example cannot tell). It and the codes' variances fall as 1 /
-    ``examples``, so their ratio holds for other batch sizes; ``relative`` ones need not fall, but
-    do so together. ``gradient_energy``: the gradient's squared length. ``passes``: forward and
-    backward passes spent. ``relative``: errors count beside each parameter's own gradient
-    (``step_metric``).
+    ``examples``, so their ratio holds for other batch sizes; ``relative`` ones need not, but do so
+    together. ``gradient_energy``: the gradient's squared length. ``passes``: forward and backward
+    passes spent. ``relative``: errors count beside each parameter's own gradient (``step_metric``).
     """
 
     sites: Mapping[Site, SiteSensitivity]
@@ -51,11 +50,7 @@ class Sensitivity:
     relative: bool = False
 
     def weights(self) -> dict[Site, float]:
-        """Return ``at_least`` in proportion, 1 on average, for ``Policy.weights`` and
-        ``Profile.weights``.
-
-        Sites not named count 1, as a typical one does.
-        """
+        """Return planning weights, 1 on average; a site without one counts 1."""
         values = {site: each.at_least for site, each in self.sites.items()}
         total = sum(values.values())
         if total <= 0.0:
@@ -64,10 +59,7 @@ class Sensitivity:
 
     @property
     def noise_per_weight(self) -> float:
-        """Noise that an error of 1 adds at a site of weight 1, relative to the batch's own.
-
-        For ``Profile.noise_per_weight``; 0 where the batch's own noise is not known.
-        """
+        """Noise of an error of 1 at a site of weight 1, over the batch's own (0: unknown)."""
         if not self.batch_variance or not self.sites:
             return 0.0
         total = sum(each.at_least for each in self.sites.values())
@@ -105,8 +97,7 @@ class Sensitivity:
     def refreshed(self, newer: Sensitivity, share: float = 0.5) -> Sensitivity:
         """Return an exponential average with a later measurement, which counts ``share``.
 
-        Sites that only one measurement knows are taken from it. If the two differ in ``relative``
-        (another kind of optimizer), only the newer counts.
+        Sites known to one only are taken from it; if they differ in ``relative``, the newer counts.
         """
         if self.relative is not newer.relative:
             return newer

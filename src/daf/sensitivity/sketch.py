@@ -56,9 +56,8 @@ class GradientSketcher:
     def gradient_sketch(self, loss: Tensor, elements: Tensor | None = None) -> Tensor:
         """Return the sketch of ``loss``'s gradient; holds one parameter's gradient at a time.
 
-        ``grad`` is neither read nor written, and hooks on accumulation do not run. ``elements``:
-        (parameters,), receives how many elements of each have a gradient; rows of a table that were
-        not looked up have none.
+        ``grad`` is not touched, and hooks on accumulation do not run. ``elements``: (parameters,),
+        receives how many elements have a gradient; rows of a table not looked up have none.
         """
         sketch = self.empty()
 

@@ -1,10 +1,9 @@
 """The units in which errors count: the gradient's own, or those of an optimizer's step.
 
 SGD steps along the gradient, so an error counts by its length. Adam and its kin divide every
-element by the root of its usual square (Kingma and Ba, ICLR 2015, algorithm 1). The same error then
-counts for nothing in a parameter of large gradients, and for much in one of small. Under LoRA the
-queries' gradients are small beside the pooler's: codes that add little to the whole gradient may
-add much to theirs.
+element by the root of its usual square (Kingma and Ba, ICLR 2015, algorithm 1), so an error counts
+for much only in a parameter of small gradients. Under LoRA, codes that add little to the whole
+gradient may add much to the queries', which is small beside the pooler's.
 
 There errors count by the mean square of a parameter's elements that have a gradient: summed over
 parameters, elements x error / energy of the gradient.
@@ -28,8 +27,7 @@ def relative_counts(elements: Tensor, own: Tensor, noise: Tensor, coded: Tensor)
     Args:
         elements: (parameters,): how many have a gradient.
         own: (parameters,): energy of the batch's gradient without codes.
-        noise: (parameters,): energy of the batch-to-batch difference; where larger than ``own``,
-            this batch's gradient is small by chance.
+        noise: (parameters,): what of that differs from batch to batch; the larger of both counts.
         coded: (parameters,): energy under codes.
 
     Returns:

@@ -1,9 +1,8 @@
 """A session's sensitivity, measured beside training within its budget and a share of its time.
 
-A measurement runs forward and backward over the first examples of a batch
-(``sensitivity.estimate``), as many as are predicted to fit; after refused memory the next one takes
-half as many. Parameters, gradients, buffers and random states are restored. Its failures
-do not stop the training.
+A measurement runs over the first examples of a batch (``sensitivity.estimate``), as many as are
+predicted to fit; after refused memory the next takes half as many. The model and random states are
+restored, and failures do not stop the training.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ def _effort(examples: int) -> Effort:
 class Room(NamedTuple):
     """A measurement's budget, in the profile's own measure (bytes).
 
-    ``profile`` is of PyTorch's own operators, which hold more than what is measured; ``planned`` of
-    the operators that plans run.
+    ``profile``: of PyTorch's own operators, which hold most; ``planned``: of those that plans run.
     """
 
     profile: Profile
@@ -78,13 +76,9 @@ def measured_under(room: Room | None, examples: int) -> Policy:
 
 
 class SensitivityTracker:
-    """Measures when it is time, and keeps the result.
+    """Measures when it is time, and keeps the result; errors count in the optimizer's steps.
 
-    Args:
-        model: as it is trained.
-        optimizer: errors count in its steps.
-        keeper: refuses memory over budget.
-        known: what an earlier run of the same model found; True: nothing; False: never measure.
+    ``known``: what an earlier run of the same model found; True: nothing; False: never measure.
     """
 
     def __init__(
@@ -138,13 +132,10 @@ class SensitivityTracker:
         policy: Policy | None = None,
         pool_bytes: int | None = None,
     ) -> bool:
-        """Measure now, if it fits; True if there are new numbers.
+        """Measure now, if it fits ``room`` (None: no budget); True if there are new numbers.
 
-        Args:
-            context: the first examples of its batch are used; its seed and index seed the codes.
-            room: what the measurement must fit into; None without a budget.
-            policy: measured as it runs, a code serving several sites; None: every site by itself.
-            pool_bytes: most bytes of codes.
+        ``policy`` is measured as it runs, a code serving several sites; None: every site by itself.
+        The batch's first examples are used.
         """
         if not self._is_on or self.refusal:
             return False
@@ -261,10 +252,7 @@ class SensitivityTracker:
         return None
 
     def _predicted_bytes(self, profile: Profile, examples: int) -> int:
-        """Return a measurement's peak: passes under codes, or a micro-batch with everything kept.
-
-        What libraries take in passing is added, since nothing refuses it to them.
-        """
+        """Return the peak of coded passes or of a plain micro-batch, with libraries' own bytes."""
         micro_batch = -(-examples // max(1, _effort(examples).micro_batches))
         widest = planner.level_peak_bytes(profile, examples, str(MEASURED_BITS))
         peak = max(widest, planner.level_peak_bytes(profile, micro_batch, "exact"))

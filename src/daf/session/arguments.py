@@ -130,10 +130,7 @@ def refuse_budget_elsewhere(model: nn.Module, memory: MemoryDomain) -> None:
 def allowed_treatments(
     capture: Capture, release: GradientRelease, budget_bytes: int | None, *, can_spill: bool
 ) -> Allowed:
-    """Return the treatments that plans may use; also bound the bytes of codes in transit.
-
-    ``budget_bytes``: the budget in force, None without one; ``can_spill``: tensors may go to disk.
-    """
+    """Return the treatments that plans may use; bound the bytes of codes in transit."""
     host, can_release = capture.host, release.can_release
     passing = 0
     if host is not None and budget_bytes is not None:

@@ -1,8 +1,7 @@
 """A session's budget while it trains: watched, and applied at once.
 
-When the budget falls in mid-step, recycled blocks return to the system, the pool evicts planes, and
-further allocations are refused. The session retries a refused step under a tighter plan. Between
-steps ``PlanController`` plans anew.
+When it falls in mid-step, recycled blocks return to the system, the pool evicts planes, and further
+allocations are refused. Between steps ``PlanController`` plans anew.
 """
 
 from __future__ import annotations
@@ -26,10 +25,7 @@ FAR_BYTES = 10**9
 
 @dataclass(frozen=True, slots=True)
 class BudgetChange:
-    """A change of the budget (bytes; None: no budget).
-
-    ``time_s`` is a reading of ``time.perf_counter()``; ``evicted_bytes``: codes evicted at once.
-    """
+    """A change of the budget (None: no budget) at ``perf_counter`` time; bytes evicted at once."""
 
     time_s: float
     budget_bytes: int | None
@@ -44,12 +40,8 @@ class BudgetChange:
 class BudgetController:
     """One session's budget: asks the governor, applies the answer at once, and keeps the history.
 
-    Args:
-        asked: the user's budget.
-        keeper: bounds the memory.
-        on_lower: called first when the budget falls, to free what only saves time.
-        system: the machine to read limits from.
-        bounds: reads a device's bounds instead, where the budget is of its memory.
+    ``on_lower`` is called first when the budget falls, to free what only saves time; ``bounds``
+    reads a device's bounds instead of ``system``'s.
 
     Raises:
         UnitError: the budget cannot be read.
@@ -98,10 +90,7 @@ class BudgetController:
         return self.budget_bytes
 
     def bound(self, plan: Plan) -> int | None:
-        """Bound the memory for a step under this plan.
-
-        Returns the bytes of the budget beyond the plan's predicted peak; None without a budget.
-        """
+        """Bound memory for a step; return the budget less the plan's peak, None without one."""
         with account_lock:  # no lower budget may come in between
             if self.budget_bytes is None:
                 return None

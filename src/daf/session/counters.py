@@ -17,8 +17,7 @@ from daf.step.gradient_release import GradientRelease
 class StepCounters(Resumable):
     """Counts (bytes) of all steps since a session, or the one that it resumes, began.
 
-    ``saved_bytes_plain``: peak that plain PyTorch would have saved for the whole batch;
-    ``saved_bytes_peak``: peak held instead; ``evicted_bytes``: planes evicted.
+    ``saved_bytes_plain``: plain PyTorch's peak for the whole batch; ``saved_bytes_peak``: ours.
     """
 
     KEPT: ClassVar[Mapping[str, Any]] = dict.fromkeys(

@@ -72,10 +72,9 @@ class DivergenceWatch(Resumable):
         self._save_every = save_every
 
     def note(self, step: int, loss: float) -> Action:
-        """Take in the loss of step ``step`` before its update; return what to do.
+        """Take in the loss of step ``step``, before its update; return what to do.
 
-        After ``ROLL_BACK`` the next step noted may be any after ``good_step``; after ``STOP``
-        none is expected.
+        After ``ROLL_BACK`` the next step may be any after ``good_step``; after ``STOP`` none comes.
         """
         if not math.isfinite(loss):
             return self._diverged(f"the loss of step {step} is {loss}")

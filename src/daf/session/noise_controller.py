@@ -1,7 +1,6 @@
 """A session's noise: plans by measured sensitivities, and records what codes add.
 
-When ``SensitivityTracker`` has new numbers, the session plans anew between two steps. What the
-codes then add beside the batch's own noise becomes a ``NoiseRecord``.
+When ``SensitivityTracker`` has new numbers, the session plans anew and adds a ``NoiseRecord``.
 """
 
 from __future__ import annotations
@@ -33,10 +32,7 @@ LEAST_TOLERANCE = 1e-6
 
 
 class StepNoise(NamedTuple):
-    """One step's noise: squared lengths of gradient errors, None where nothing was measured yet.
-
-    ``measuring_ms`` is the time spent on measuring after the step.
-    """
+    """One step's noise (squared lengths of gradient errors, None if unmeasured) and its time."""
 
     added_variance: float | None = None
     batch_variance: float | None = None
@@ -44,15 +40,7 @@ class StepNoise(NamedTuple):
 
 
 class NoiseController:
-    """One session's noise.
-
-    Args:
-        tracker: measures sensitivities.
-        selector: plans by them.
-        capture: what the session's steps run under.
-        tolerance: the user's, None for the default.
-        memory: what the budget bounds.
-    """
+    """One session's noise; a ``tolerance`` of None is the default."""
 
     def __init__(
         self,
@@ -130,14 +118,7 @@ class NoiseController:
     def after_step(
         self, context: StepContext, running: Plan, step_ms: float, budget_bytes: int | None
     ) -> StepNoise:
-        """Count a step's noise; measure and plan anew if that is due.
-
-        Args:
-            context: the step.
-            running: the plan that the step ran under.
-            step_ms: the step's time.
-            budget_bytes: what is planned for; None without planning.
-        """
+        """Count a step's noise; measure if that is due, then plan anew if there is a budget."""
         schedule = self.tracker.schedule
         schedule.note_step(step_ms)
         self._count_search()

@@ -57,8 +57,7 @@ class StepMeasurement(NamedTuple):
 class Trial:
     """Plans that run in turn, ``steps_of_each`` steps each, the fastest predicted first.
 
-    The trial ends at a plan that cannot be expected to be faster. ``passed`` counts steps on
-    batches too small to count.
+    It ends at a plan not expected to be faster. ``passed``: steps on batches too small to count.
     """
 
     plans: tuple[Plan, ...]
@@ -112,10 +111,7 @@ class Trial:
         return tuple(min(self.times_ms[at + 1 : at + self.steps_of_each]) for at in starts)
 
     def fastest(self) -> tuple[Plan, int]:
-        """Return the fastest plan, with its measured time, and the bytes that it held.
-
-        Returns the first plan where none has run all its steps.
-        """
+        """Return the fastest plan, timed, and its bytes; the first if none ran all its steps."""
         if not self.measured_ms:
             return self.plans[0], max(self.held_bytes, default=0)
         best_ms = min(self.measured_ms)
@@ -210,13 +206,9 @@ class PlanAutotuner(Resumable):
         return None if self.trial is None else self.trial.plan
 
     def note(self, plan: Plan, ran: StepMeasurement, share: float) -> Plan | None:
-        """Take in a step that ran to its end; return the fastest plan once the trial ends, else
-        None.
+        """Take in a step that ran to its end; return the fastest plan once the trial ends.
 
-        Args:
-            plan: what the step ran under; only a plan that is being tried counts.
-            ran: the step's measurement.
-            share: the batch's bytes over the bytes planned for.
+        ``share``: the batch's bytes over the bytes planned for. Only plans being tried count.
         """
         if self.trial is None or plan is not self.trial.plan:
             return None

@@ -1,8 +1,7 @@
 """The plan of every step: measured for, adopted, and made anew when circumstances change.
 
 A session plans anew for a first or larger batch, a moved budget, refused memory, or a step that
-held other than predicted. ``PlanSelector`` makes the plans; ``PlanController`` sets the process's
-allocator and limit by them.
+held other than predicted. ``PlanSelector`` makes the plans; ``PlanController`` applies them.
 """
 
 from __future__ import annotations
@@ -32,19 +31,11 @@ NEW_OPERATORS_BYTES = 8 * 2**20
 
 
 class PlanController(Resumable):
-    """Finds each step's plan.
+    """Finds each step's plan; without a budget every step runs under ``fixed_policy``.
 
     ``planned_budget_bytes``: the budget that the plan in force was made for;
-    ``predicted_peak_bytes``: the highest peak predicted of a plan, None before the first.
-
-    Args:
-        selector: makes plans.
-        step_profiles: measures the profiles that plans are made from.
-        noise: knows sensitivities.
-        keeper: bounds memory.
-        budget_controller: knows the budget in force.
-        allowed: returns what this session's execution can carry out now.
-        fixed_policy: what every step runs under without a budget.
+    ``predicted_peak_bytes``: the highest peak predicted, None before the first plan; ``allowed``
+    returns what execution can carry out now.
     """
 
     KEPT: ClassVar[Mapping[str, Any]] = dict.fromkeys(
@@ -222,14 +213,7 @@ class PlanController(Resumable):
         return profile.update_bytes + (0 if has_state else profile.optimizer_bytes)
 
     def learn(self, running: Plan, ran: StepMeasurement, peak_bytes: int, batch_bytes: int) -> None:
-        """Correct or tighten the plan by a step that ended.
-
-        Args:
-            running: the step's plan.
-            ran: its time, and what it held for backward.
-            peak_bytes: peak of the memory that the budget bounds.
-            batch_bytes: bytes of the step's batch.
-        """
+        """Correct or tighten the plan by a step that ended and the peak of bounded memory."""
         if self._keeper.overrun_bytes:
             self.tighter(running)
         elif self.selector.first is not None:

@@ -27,7 +27,7 @@ from daf.session.resumable import Resumable
 
 # Tried in turn where a tolerance cannot be kept, so that no more noise is added than must be.
 WIDER_TOLERANCES = (0.05, 0.14, 0.5, 1.0)
-# Longest wait for a plan before the first step, as long as measuring took.
+# Longest wait for a plan before the first step, about as long as measuring takes.
 PATIENCE_S = 3.0
 # Extra bytes that the same process holds when started again; added to a least budget.
 ANOTHER_PROCESS_BYTES = 2 * 2**20
@@ -76,9 +76,8 @@ def profile_for(plan: Plan, profiles: Profiles) -> Profile:
 class PlanSelector(Resumable):
     """The plan in force, and how it came to be.
 
-    ``plan``: what training goes on with; ``first``: what the next step runs under until it is
-    measured; ``evidence``: the peak so measured. ``profile`` is of PyTorch's own operators;
-    ``fused_profile`` of fused and chunked ones, where measured. ``autotuner`` tries plans.
+    ``first``: what the next step runs under until measured; ``evidence``: its measured peak.
+    ``profile`` is of PyTorch's own operators, ``fused_profile`` of fused and chunked ones.
     """
 
     KEPT: ClassVar[Mapping[str, Any]] = {
@@ -160,12 +159,8 @@ class PlanSelector(Resumable):
     ) -> Plan:
         """Return the first plan of new profiles, and set ``first``, the plan of the next step.
 
-        Args:
-            profile: of PyTorch's own operators.
-            budget_bytes: of the whole process.
-            fused: of fused operators, where measured.
-            weigh: takes the profiles and a quick plan; returns the profiles, with sensitivities if
-                the plan needs them.
+        ``fused`` is the profile of fused operators, where measured. ``weigh`` takes the profiles
+        and a quick plan; it returns the profiles, with sensitivities if the plan needs them.
 
         Raises:
             BudgetError: no plan fits; ``least_bytes`` is the least budget that would.
@@ -239,10 +234,7 @@ class PlanSelector(Resumable):
             self.plan = self.autotuner.next_plan() or self.plan
 
     def note_step(self, plan: Plan, ran: StepMeasurement, share: float) -> None:
-        """Take in a step that ran to its end; the fastest plan stays after the last trial step.
-
-        Arguments are those of ``PlanAutotuner.note``.
-        """
+        """Take in a step, as ``PlanAutotuner.note``; after a trial the fastest plan stays."""
         self.plan = self.autotuner.note(plan, ran, share) or self.plan
 
     def again(self, budget_bytes: int, *, can_refuse: bool) -> Plan:
@@ -267,10 +259,7 @@ class PlanSelector(Resumable):
         return self.plan
 
     def reweigh(self, profiles: Profiles, budget_bytes: int) -> None:
-        """Plan anew with newer sensitivities; if no plan can be made, the old one stays in force.
-
-        If no plan keeps the tolerance, the nearest one that fits is used.
-        """
+        """Plan anew with newer sensitivities: in tolerance, else nearest to it, else not at all."""
         self.profile, self.fused_profile = profiles
         try:
             self.plan = self._make(budget_bytes)
@@ -304,10 +293,7 @@ class PlanSelector(Resumable):
         return False
 
     def tighten(self, plan: Plan) -> Plan | None:
-        """Return, and go on with, a plan that holds less than ``plan`` did; None if there is none.
-
-        A tried plan that has proven to fit comes first.
-        """
+        """Go on with a plan (tried ones first) that holds less than ``plan``; None without one."""
         proven = self.autotuner.drop(plan)
         if proven is not None:
             self.plan = proven
@@ -327,10 +313,7 @@ class PlanSelector(Resumable):
         self._search = BackgroundPlan(partial(_with_stop, self._maker(budget_bytes)))
 
     def least_bytes(self, *, weighed: bool = True) -> int:
-        """Return the least budget that any plan is known to fit.
-
-        ``weighed``: False leaves out measured sensitivities.
-        """
+        """Return the least budget of any plan; ``weighed`` False ignores sensitivities."""
         own, *also = (self._own, *self._also)
         if not weighed:
             own, *also = (replace(each, weights={}, noise_per_weight=0.0) for each in (own, *also))

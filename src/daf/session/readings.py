@@ -80,10 +80,7 @@ class SessionReadings:
         return None if self.profile is None else self._plan_controller.selector.profile_of(plan)
 
     def least_feasible_bytes(self) -> int | None:
-        """Return the least budget with which such a session would begin; None before ``prepare``.
-
-        Sensitivities that this session has learnt since do not lower it.
-        """
+        """Return the least budget of a session that begins like this one; None before planning."""
         if self.profile is None:
             return None
         return self._plan_controller.selector.least_bytes(weighed=self._noise.tracker.was_known)

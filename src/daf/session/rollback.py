@@ -1,7 +1,6 @@
 """Rollback: a run that diverges under its codes restarts from its last good state, once.
 
-While codes are lossy, ``DivergenceWatch`` gets every step's loss. It says when the state is good,
-which is then written to a file, and when the run has diverged.
+While codes are lossy, ``DivergenceWatch`` judges every step's loss; a good state goes to a file.
 """
 
 from __future__ import annotations
@@ -22,13 +21,9 @@ _NAME = "good.safetensors"
 
 
 class Rollback:
-    """One session's good state.
+    """One session's good state: parameters, buffers and optimizer state, but not learning rates.
 
-    Args:
-        model: its parameters and buffers are kept.
-        optimizer: its state is kept; its settings (learning rates) stay as they are.
-        asked: the file to keep it in; True for a temporary one; False to watch nothing.
-        watch: finds good states and divergence.
+    ``asked``: the file to keep it in; True for a temporary one; False to watch nothing.
     """
 
     def __init__(
@@ -75,9 +70,7 @@ class Rollback:
         write_checkpoint(self._file(), self._model, self._optimizer, state)
 
     def restore(self) -> int:
-        """Restore parameters, buffers, optimizer state and random states of the good state.
-
-        Returns the number of steps done then.
+        """Restore parameters, buffers, optimizer and random states; return the steps done then.
 
         Raises:
             RunFolderError: the file is gone or damaged.

@@ -53,8 +53,8 @@ class Session(SessionReadings):
             ``"sage"``, ``"checkpoint"``, ``"accumulate"``, ``"reduce"``, ``"quantize"``
             (``planning.policies``).
         tolerance: most variance that codes may add to the gradient, relative to the batch's own (0:
-            exact treatments only). None: a seventh, or as much as the budget takes. Until both are
-            measured, two bits everywhere are assumed to add a seventh.
+            exact treatments only). None: a seventh, or as much as the budget takes. Until the two
+            are measured, two bits everywhere are assumed to add a seventh.
         seed: int in [0, 2**64), the seed of the codes' random rotations.
         baseline_bytes: bytes of the process before the model existed; by default the resident size
             now, less the model.

@@ -22,13 +22,7 @@ ROOM_TO_MEASURE = 4
 
 
 class StepProfiles:
-    """One session's profiles.
-
-    Args:
-        model: the model being trained.
-        memory: what the budget bounds.
-        make_profiler: returns a profiler of the model.
-    """
+    """Measures one session's profiles; ``memory`` is what the budget bounds."""
 
     def __init__(
         self, model: nn.Module, memory: MemoryDomain, make_profiler: Callable[[], Profiler]
@@ -66,13 +60,7 @@ class StepProfiles:
         """Return profiles of PyTorch's own operators, and of fused ones where they gain something.
 
         A step that fits as it is keeps PyTorch's operators, and with them every bit. So does a step
-        that fails with fused ones (second derivatives, say).
-
-        Args:
-            context: the first examples of its batch are used.
-            budget_bytes: of the whole process.
-            on_progress: called with what is about to be measured.
-            can_fuse: True if the planner may choose fused operators.
+        that fails with fused ones (second derivatives, say). The batch's first examples are used.
         """
         self.fusion_refusal = ""
         # Fused operators read codes, which need kernels where the model is.

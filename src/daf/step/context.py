@@ -18,10 +18,7 @@ class BatchInfo:
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """One step's inputs; ``of`` computes ``info``.
-
-    ``seed`` in [0, 2**64) and ``index``, the step's number from 0, determine the codes' seeds.
-    """
+    """One step's inputs; ``seed`` in [0, 2**64) and ``index``, from 0, seed the codes."""
 
     batch: Any
     loss_fn: LossFunction

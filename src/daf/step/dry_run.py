@@ -1,7 +1,6 @@
 """A forward pass of a few examples, which finds what may be fused before the first real step.
 
-The step that observes this runs unfused and so holds more than later ones; on a few examples that
-is next to nothing.
+The pass runs unfused and so holds more than a fused one: next to nothing on a few examples.
 """
 
 from __future__ import annotations

@@ -34,10 +34,7 @@ from daf.torch_compat.compiled_modules import CompiledModules
 
 
 class _Losses:
-    """Mean losses of a step's micro-batches. Reading one waits for the device.
-
-    ``refuse`` is called with a micro-batch and its non-finite loss, and raises.
-    """
+    """Mean losses of micro-batches; reading one waits. ``refuse`` raises for a non-finite loss."""
 
     def __init__(self, refuse: Callable[[Any, float], NoReturn]) -> None:
         self._refuse = refuse
@@ -79,12 +76,7 @@ class _Losses:
 class GradientStep:
     """Runs forward and backward of whole batches; only released gradients change parameters.
 
-    Args:
-        model: the model being trained.
-        optimizer: its gradients are dropped first.
-        capture: what the passes run under.
-        release: steps parameters inside backward.
-        on_commit: called just before a step changes its first parameter.
+    ``on_commit`` is called just before a step changes its first parameter.
     """
 
     def __init__(
@@ -108,11 +100,8 @@ class GradientStep:
     ) -> float:
         """Leave the gradient of the mean loss in the parameters; return that loss.
 
-        Args:
-            context: the step.
-            plan: what the step runs under.
-            snapshot: restored if the loss is not finite.
-            planned: True if the plan decides on gradient release; else it is done wherever allowed.
+        ``snapshot`` is restored if the loss is not finite. ``planned`` is True if the plan decides
+        on gradient release; else it is done wherever allowed.
 
         Raises:
             NonFiniteLossError: the loss is inf or NaN; parameters and buffers are untouched.
@@ -139,10 +128,7 @@ class GradientStep:
         return losses.mean
 
     def _reads_first(self) -> bool:
-        """True if a loss is read before its backward pass.
-
-        Reading waits for a device's forward pass, so it is done only if backward may update.
-        """
+        """True if losses are read before backward; on a device, only where backward may update."""
         if is_processor(device_of(self._model)):
             return True
         releases = self.release.is_asked and not self.release.refusal

@@ -1,10 +1,9 @@
 """Gradient release: the optimizer steps each parameter as its gradient completes, then frees it.
 
-Plain training holds every gradient until the optimizer's step. Here the user's own optimizer steps
-one parameter at a time inside backward. Only gradients whose parameter still has a reader stay
-alive (``parameter_reads``). The result equals ``backward(); optimizer.step()`` bit for bit:
-optimizers of ``torch.optim`` treat each parameter alone, and a parameter changes only once nothing
-reads it any more. ``grad`` of a released gradient is None afterwards.
+The user's own optimizer steps one parameter at a time inside backward, so only gradients whose
+parameter still has a reader stay alive (``parameter_reads``). The result equals ``backward();
+optimizer.step()`` bit for bit: optimizers of ``torch.optim`` treat each parameter alone, and a
+parameter changes only once nothing reads it any more. ``grad`` is None afterwards.
 
 The first update commits the step: it can no longer be retried.
 """
@@ -33,10 +32,7 @@ _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 
 @dataclass(slots=True)
 class ReleaseCount:
-    """One step's releases: parameters stepped inside backward and after it; bytes of gradients.
-
-    ``peak_gradient_bytes``: most bytes of the optimizer's gradients at one moment of backward.
-    """
+    """One step's releases, inside backward and after it; gradient bytes at backward's peak."""
 
     released: int = 0
     left_to_the_end: int = 0
@@ -46,12 +42,8 @@ class ReleaseCount:
 class GradientRelease:
     """Steps an optimizer's parameters inside backward, where that is allowed.
 
-    Args:
-        mode: True: ``begin`` raises where release is not allowed; ``"auto"``: gradients then stay;
-            False: never release.
-        model: the model being trained.
-        optimizer: over some or all of its parameters.
-        reads: of the capture under which the model runs.
+    ``mode``: where it is not allowed, True makes ``begin`` raise, and ``"auto"`` keeps the
+    gradients; False never releases. ``reads`` are those of the capture under which the model runs.
 
     Raises:
         ValueError: ``mode`` is none of these.
@@ -134,10 +126,7 @@ class GradientRelease:
         """Release gradients inside ``loss.backward()``; the others stay in ``grad``.
 
         The caller steps the optimizer afterwards as always: it skips parameters without a gradient.
-
-        Args:
-            loss: the scalar whose backward pass runs inside.
-            on_commit: called just before the first parameter changes.
+        ``on_commit`` is called just before the first parameter changes.
 
         Raises:
             CommittedStepError: backward failed after that.

@@ -34,15 +34,10 @@ def is_finite(value: Any) -> bool:
 
 
 def first_nonfinite(model: nn.Module, batch: Any, run: Callable[[], Any]) -> str:
-    """Run the forward pass again and name where the first non-finite value appears.
+    """Run the forward pass again and return, in words, where the first non-finite value appears.
 
-    Args:
-        model: only forward hooks are added, and removed again.
-        batch: the batch that ``run`` uses.
-        run: calls the model as the failed step did.
-
-    Returns:
-        Words for an error message: a parameter, the batch, a module, or the loss function.
+    ``run`` calls the model as the failed step did, with ``batch``. The words name a parameter, the
+    batch, a module, or the loss function.
     """
     for name, parameter in model.named_parameters():
         if not is_finite(parameter):
