@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TypeGuard
@@ -165,7 +167,6 @@ def test_no_folder_holds_more_than_sixteen_files() -> None:
     assert full == {}
 
 
-@pytest.mark.xfail(reason="vector_neon and render are longer", strict=True)
 def test_no_file_is_longer_than_450_lines() -> None:
     lengths = {
         str(path.relative_to(ROOT)): len(path.read_text().splitlines())
@@ -187,6 +188,115 @@ def test_tests_mirror_the_packages() -> None:
     packages = {path.parent.name for path in (SOURCE / "daf").glob("*/__init__.py")}
     tested = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir()}
     assert packages - tested <= {"files"}  # training's run folders test them
+
+
+@dataclass(frozen=True)
+class Documented:
+    """A public function, its docstring, and those of its class and file, which may speak for it."""
+
+    name: str
+    node: ast.FunctionDef
+    own: str
+    around: str
+
+
+def documented(module: str, body: list[ast.stmt], around: str, prefix: str) -> Iterator[Documented]:
+    for node in body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            inner = around + (ast.get_docstring(node) or "")
+            yield from documented(module, node.body, inner, f"{prefix}{node.name}.")
+        elif isinstance(node, ast.FunctionDef) and (is_public(node) or node.name == "__init__"):
+            own = ast.get_docstring(node) or ""
+            yield Documented(f"{module}.{prefix}{node.name}", node, own, around)
+
+
+@cache
+def public_functions() -> list[Documented]:
+    return [
+        each
+        for module, path in modules().items()
+        for each in documented(module, syntax(path).body, ast.get_docstring(syntax(path)) or "", "")
+    ]
+
+
+def test_every_public_name_has_a_docstring() -> None:
+    assert len(public_functions()) > 1000
+    silent = [
+        each.name
+        for each in public_functions()
+        if each.node.name != "__init__"
+        and not (each.own or is_overload(each.node) or is_setter(each.node))
+    ]
+    assert silent == []
+
+
+def is_overload(node: ast.FunctionDef) -> bool:
+    return any(isinstance(each, ast.Name) and each.id == "overload" for each in node.decorator_list)
+
+
+def test_errors_that_a_public_function_raises_stand_in_its_docstring() -> None:
+    """Or in its class's or its file's, where all of these raise them."""
+    unnamed = {
+        each.name: missing
+        for each in public_functions()
+        if (missing := raised_errors(each.node) - words_of(each.own + each.around))
+    }
+    assert unnamed == {}
+
+
+def raised_errors(function: ast.FunctionDef) -> set[str]:
+    """Classes that it raises itself: not what it calls, nor functions within it."""
+    found: set[str] = set()
+    left: list[ast.AST] = list(function.body)
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            called = node.exc.func
+            if isinstance(called, ast.Name) and called.id[0].isupper():
+                found.add(called.id)
+        left.extend(ast.iter_child_nodes(node))
+    return found - {"NotImplementedError", "AssertionError", "StopIteration"}
+
+
+def words_of(text: str) -> set[str]:
+    return set(re.findall(r"\w+", text))
+
+
+def test_every_argument_of_the_library_s_face_is_documented() -> None:
+    """Of each function and class that ``daf`` itself offers, and of their public methods."""
+    faces = {target.rpartition(".")[2] for target in face_names()}
+    assert {"Session", "compress"} <= faces
+    unnamed = {
+        each.name: missing
+        for each in public_functions()
+        if faces & set(each.name.split("."))
+        and not is_setter(each.node)
+        and (missing := arguments_of(each.node) - words_of(each.own + each.around))
+    }
+    assert unnamed == {}
+
+
+def face_names() -> Iterator[str]:
+    for node in ast.walk(syntax(SOURCE / "daf" / "__init__.py")):
+        if isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def arguments_of(function: ast.FunctionDef) -> set[str]:
+    spec = function.args
+    return {each.arg for each in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs)} - {
+        "self",
+        "cls",
+    }
+
+
+def is_setter(function: ast.FunctionDef) -> bool:
+    return any(
+        isinstance(each, ast.Attribute) and each.attr == "setter"
+        for each in function.decorator_list
+    )
 
 
 def test_every_codec_of_a_gpu_is_called() -> None:

@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from daf_bench.accuracy.jobs import make_job
-from daf_bench.accuracy.plot import draw_curves
-from daf_bench.accuracy.run import metrics_of
-from daf_bench.accuracy.sub_bit import WIDTHS as BELOW_WIDTHS
+from accuracy_tables import accuracy_figures, draw_accuracy
 from daf_bench.kernels.bit_packing import draw_packing
 from daf_bench.kernels.plot import draw_roofline
 from daf_bench.kernels.reductions_plot import draw_reduce
@@ -26,6 +22,7 @@ from daf_bench.operators.plot import draw_waterfall
 from daf_bench.peers.plot import draw_peers
 from daf_bench.pool.plot import draw_times
 from daf_bench.sweep.plot import draw_sweep
+from operator_tables import operator_speed_figures, operators_figures
 from papers import packing_figures, policy_lines, reduce_figures
 from side_by_side import peers_figures
 from words import MB, ROOT, measured_by, picture
@@ -247,101 +244,6 @@ def policies_figures(result: dict[str, Any]) -> str:
     ).rstrip()
 
 
-def accuracy_figures(result: dict[str, Any]) -> str:
-    """Accuracy by task and policy, what failed, bias, and the budgeted personalisation."""
-    figures = result["figures"]
-    kinds = {row["task"]: row for row in result["rows"] if "skipped" not in row}
-    trained = [task for task, row in kinds.items() if "metrics" in row]
-    lines = [measured_by(result, "accuracy"), ""]
-    lines += picture("accuracy", "Accuracy against bytes held, by codec and allocation")
-    for task in trained:
-        lines += accuracy_table(task, result["rows"], figures)
-    budgeted = [name for name in figures if name.startswith("personalisation-budget/")]
-    if budgeted:
-        lines += ["| adapting to a new speaker | |", "|---|---|"]
-        lines += [f"| {figure_words(name)} | {figures[name]:.4g} |" for name in budgeted] + [""]
-    biases = [name for name in figures if name.startswith("bias-") and name.endswith("/deviations")]
-    if biases:
-        lines += ["| network, codes | squared bias | standard errors | variance |"]
-        lines += ["|---|---|---|---|"]
-        for name in (each.removesuffix("/deviations") for each in biases):
-            cells = [
-                f"{figures[f'{name}/squared_bias']:.2g}",
-                f"{figures[f'{name}/deviations']:.1f}",
-            ]
-            cells.append(f"{figures[f'{name}/variance']:.2g}")
-            lines.append(f"| {name.removeprefix('bias-')} | {' | '.join(cells)} |")
-        lines.append("")
-    below = sorted({row["policy"] for row in result["rows"] if row["task"] == "below-one-bit"})
-    if below:
-        lines += below_one_bit(below, figures)
-    return "\n".join(lines).rstrip("\n")
-
-
-def below_one_bit(networks: list[str], figures: dict[str, float]) -> list[str]:
-    """How many times fewer bytes there would be with a code of half a bit, by mean width."""
-    widths = [f"{bits:g}" for bits in BELOW_WIDTHS]
-    lines = [f"| fewer bytes, at bits of | {' | '.join(widths)} |", "|---" * 5 + "|"]
-    for network in networks:
-        found = [figures[f"below-one-bit/{network}/fewer_bytes_at_{bits}"] for bits in widths]
-        lines.append(f"| {network} | {' | '.join(f'{each:.3f}' for each in found)} |")
-    return lines
-
-
-def draw_accuracy(rows: Any, path: Path) -> None:
-    """Accuracy against bytes held, a panel for every task that was trained."""
-    names = dict.fromkeys(row["task"] for row in rows if row.get("metrics"))
-    job = make_job(",".join(names), "plain", 1, None, quick=False)
-    draw_curves(rows, metrics_of(job), path)
-
-
-def accuracy_table(task: str, rows: list[dict[str, Any]], figures: dict[str, float]) -> list[str]:
-    """A line for every policy of a task, and what the task shows as a whole."""
-    policies = Counter(row["policy"] for row in rows if row["task"] == task)
-    ends = ("_percent", "/token_loss")
-    lines = [
-        f"| {task} | seeds | metric | spread | saved | step | added noise | failed, caught |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for policy, seeds in policies.items():
-        name = f"{task}/{policy}"
-        own = {
-            key.removeprefix(f"{name}/"): each
-            for key, each in figures.items()
-            if key.startswith(f"{name}/")
-        }
-        metric = next((each for key, each in own.items() if f"/{key}".endswith(ends)), None)
-        failed = f"{own['failed']:.0f}, {own['caught']:.0%}" if "failed" in own else ""
-        ratio = f"{own['saved_ratio']:.1f}×" if "saved_ratio" in own else ""
-        cells = [
-            "" if metric is None else f"{metric:.2f}",
-            number(own.get("spread")),
-            ratio,
-            *(number(own.get(key)) for key in ("step_ratio", "added_noise")),
-            failed,
-        ]
-        lines.append(f"| {policy} | {seeds} | {' | '.join(cells)} |")
-    lines.append("")
-    for key in (
-        "saved_ratio_within_half_point",
-        "bytes_vs_best_baseline",
-        "fused_bytes_vs_best_published",
-    ):
-        if f"{task}/{key}" in figures:
-            lines += [f"{task}, {key.replace('_', ' ')}: **{figures[f'{task}/{key}']:.3g}**.", ""]
-    return lines
-
-
-def number(value: float | None) -> str:
-    """Three digits, or nothing."""
-    return "" if value is None else f"{value:.3g}"
-
-
-def figure_words(name: str) -> str:
-    """A figure's name without its task, as words."""
-    return name.partition("/")[2].replace("/", ", ").replace("_", " ")
-
-
 def survival_figures(result: dict[str, Any]) -> str:
     """How random models under random budgets ended, in Markdown."""
     return count_table(result, "survival", [])
@@ -357,72 +259,6 @@ def count_table(result: dict[str, Any], name: str, between: list[str]) -> str:
     figures = result["figures"].items()
     lines = [f"| {figure.replace('_', ' ')} | {value:.4g} |" for figure, value in figures]
     return "\n".join([measured_by(result, name), "", *between, "| | |", "|---|---|", *lines])
-
-
-_OPERATOR_FIGURES = (
-    "peak_ratio",
-    "peak_ratio_same_allocator",
-    "rest_ratio",
-    "step_ratio",
-    "saved_ratio",
-)
-
-
-def operators_figures(result: dict[str, Any]) -> str:
-    """Every model's ratios, the training loss, and the waterfall, in Markdown."""
-    figures = result["figures"]
-    models = dict.fromkeys(row["workload"] for row in result["rows"] if row["part"] == "compare")
-    lines = [
-        measured_by(result, "operators"),
-        "",
-        *picture("operators", "What each lever takes off plain's peak"),
-        f"| model | {' | '.join(f'`{name}`' for name in _OPERATOR_FIGURES)} |",
-        "|---|---|---|---|---|---|",
-    ]
-    for place, model in enumerate(models):
-        prefix = "" if place == 0 else f"{model}_"
-        values = (f"{figures[prefix + name]:.2f}" for name in _OPERATOR_FIGURES)
-        lines.append(f"| {model} | {' | '.join(values)} |")
-    if "loss_ratio" in figures:
-        spread = 100 * figures["plain_loss_spread"]
-        lines += [
-            "",
-            f"Late training loss of a ResNet-20: {figures['loss_ratio']:.3f} of plain's, whose own "
-            f"spread over seeds is {spread:.1f} %.",
-        ]
-    return "\n".join(lines)
-
-
-def operator_speed_figures(result: dict[str, Any]) -> str:
-    """Every operator's time and bytes to PyTorch's, in Markdown; beside it, codes without it."""
-    rows = result["rows"]
-    plain, codes, ours = (
-        {(row["operator"], *row["shape"]): row for row in rows if row["contestant"] == name}
-        for name in ("plain", "codes", "ours")
-    )
-    return "\n".join(
-        [
-            measured_by(result, "operators --speed"),
-            "",
-            "| operator | shape | forward | backward | both | codes without it, both "
-            "| bytes forward | bytes backward |",
-            "|---|---|---|---|---|---|---|---|",
-            *(
-                f"| {row['operator']} | {' × '.join(map(str, row['shape']))} "
-                f"| {row['forward_ratio']:.2f} | {row['backward_ratio']:.2f} "
-                f"| **{row['step_ratio']:.2f}** "
-                f"| {format(codes[key]['step_ratio'], '.2f') if key in codes else ''} "
-                f"| {bytes_cell(row, plain[key], 'forward')} "
-                f"| {bytes_cell(row, plain[key], 'backward')} |"
-                for key, row in ours.items()
-            ),
-        ]
-    )
-
-
-def bytes_cell(ours: dict[str, Any], plain: dict[str, Any], way: str) -> str:
-    """Megabytes that an operator moves, and PyTorch's sequence."""
-    return " of ".join(f"{row[f'{way}_bytes'] / MB:.1f}" for row in (ours, plain)) + " MB"
 
 
 # (document, the results that its table is made of, by what); its marker names the results.
