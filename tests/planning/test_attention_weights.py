@@ -202,6 +202,7 @@ def error_of(model: nn.Module, batch: Batch, policy: Policy, draws: int = 6) -> 
     return float(torch.stack(found).mean())
 
 
+@pytest.mark.thorough
 def test_a_tight_session_gives_queries_and_keys_four_bits_and_tells_their_noise() -> None:
     torch.manual_seed(1)
     batch = torch.randn(256, 128, 64), torch.randint(0, 10, (256,))

@@ -22,6 +22,7 @@ def added_ms(profile: Profile, level: str = "1") -> float:
     return float(table.cost_ms[lawful(table, level_selection(table, level))].sum())
 
 
+@pytest.mark.thorough
 @settings(deadline=None)
 @given(st.floats(LOWEST, HIGHEST))
 def test_the_coded_step_comes_out_as_measured(factor: float) -> None:

@@ -207,6 +207,7 @@ def test_unknown_policies_are_refused(example: Example, name: str) -> None:
 # --- rows ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_every_policy_sees_the_same_data_from_the_same_beginning() -> None:
     task = image_task("resnet20", "digits", batch_size=16)
     rows = [train_once(task, name, 1, TINY) for name in ("plain", "plain", "rotated-2")]
@@ -218,6 +219,7 @@ def test_every_policy_sees_the_same_data_from_the_same_beginning() -> None:
     assert train_once(task, "plain", 2, TINY)["data_order"] != rows[0]["data_order"]
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_where_it_was_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -353,6 +355,7 @@ def test_jobs_by_name() -> None:
 # --- the other tasks, at their smallest ---------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_personalisation_learns_others_first(tmp_path: Path) -> None:
     path = write_spoken(tmp_path / "s.npz")
     task = personalisation_task(path)
@@ -445,6 +448,7 @@ def test_lora_without_its_library_says_so(tmp_path: Path, monkeypatch: pytest.Mo
 # --- what follows a run -------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_allocations_are_fitted_anew_and_noise_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy_tracking, "FIRST_FIT", 2)
     assert policy_tracking.fit_steps(20) == (0, 2, 6, 18)
@@ -542,6 +546,7 @@ def write_spoken(path: Path) -> Path:
     return path
 
 
+@pytest.mark.thorough
 def test_a_network_is_adapted_within_its_megabytes(tmp_path: Path) -> None:
     task = BudgetTask(write_spoken(tmp_path / "s.npz"))
     row = task.measure("within-64MB", 0, Effort(most_steps=2, most_tests=10))

@@ -38,6 +38,7 @@ def test_what_is_drawn_trains(family: str) -> None:
     assert any(not torch.equal(old, new) for old, new in pairs)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not WORKS, reason=REASON)
 def test_a_run_is_killed_refused_or_finishes_within() -> None:
     seed = next(each for each in range(50) if draw(each).family == "mlp")
