@@ -177,6 +177,9 @@ class _RecordedPlanes:
     def view(self) -> PlaneView:
         return self._alive.view
 
+    def filling(self) -> AbstractContextManager[PlaneView]:
+        return self._alive.filling()
+
     def seal(self) -> None:
         self._alive.seal()
         self._life.note("seal")
