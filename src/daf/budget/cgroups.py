@@ -1,7 +1,6 @@
 """This process's memory cgroup and its ancestors, innermost first, of v1, v2 or both.
 
-``/proc/self/mountinfo`` gives the mounts (cgroups(7); the kernel's cgroup-v1/memory.rst and
-cgroup-v2.rst).
+Sources: cgroups(7); the kernel's cgroup-v1/memory.rst and cgroup-v2.rst.
 """
 
 from __future__ import annotations
@@ -28,10 +27,9 @@ class MemoryGroup:
     version: int
 
     def limits(self, system: System) -> dict[str, int]:
-        """Return the limits set here (bytes) by file name.
+        """Return the limits set here (bytes) by file name, with ``memory.high``, which throttles.
 
-        ``memory.high`` counts: beyond it the kernel throttles every member. v1's soft limit does
-        not: it only orders reclaim once the machine itself is short.
+        v1's soft limit is none: it only orders reclaim once the machine itself is short.
         """
         read = {name: _number(system.read(self.path / name)) for name in _LIMIT_FILES[self.version]}
         return {name: value for name, value in read.items() if value is not None}
@@ -41,10 +39,7 @@ class MemoryGroup:
         return _number(system.read(self.path / _USAGE_FILES[self.version]))
 
     def reclaimable_bytes(self, system: System) -> int:
-        """Return unmapped page cache and reclaimable slab (bytes), which the kernel takes first.
-
-        Costs more to read than the other files.
-        """
+        """Return unmapped page cache and reclaimable slab (bytes), taken first; slow to read."""
         counts = self._statistics(system)
         cache = counts.get("file", counts.get("cache", 0))
         mapped = counts.get("file_mapped", counts.get("mapped_file", 0))

@@ -65,10 +65,7 @@ def goal_of(
     backoff: float = 0.0,
     growth: Growth = STANDING_STILL,
 ) -> Goal:
-    """Return the goal under these bounds; ``backoff`` is the share that ``"auto"`` cedes.
-
-    Never above a ceiling, nor above what a bound leaves this process minus the reserve.
-    """
+    """Return the goal within all ceilings and reserves; ``backoff``: the share "auto" cedes."""
     lowest = min(bounds, key=lambda bound: bound.ceiling_bytes)
     left = {bound: bound.most_bytes - reserve_bytes(request, bound, growth) for bound in bounds}
     tightest = min(left, key=left.__getitem__)

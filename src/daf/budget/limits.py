@@ -61,11 +61,8 @@ def read_bounds(
 ) -> tuple[Bound, ...]:
     """Return every bound that the operating system sets, free memory included.
 
-    Args:
-        system: the machine to read.
-        near_bytes: skip reading reclaimable page cache where a bound leaves at least this
-            without it; None: always count it.
-        groups: this process's memory cgroups, if known already.
+    ``near_bytes``: skip reading page cache where a bound leaves this much without it; None: never
+    skip. ``groups``: this process's memory cgroups, if known already.
     """
     process = system.process()
     own_bytes = process["VmRSS"]
@@ -96,10 +93,7 @@ def _group_bounds(
 def gpu_bound(
     memory_info: Callable[[], tuple[int, int]], own_bytes: Callable[[], int]
 ) -> tuple[Bound, ...]:
-    """Return the bound of one GPU: what this process holds there plus what is free.
-
-    The arguments act like ``torch.cuda.mem_get_info`` and ``torch.cuda.memory_reserved``.
-    """
+    """Return a GPU's bound from ``torch.cuda.mem_get_info`` and ``memory_reserved``, or alike."""
     own, (free, total), after = own_bytes(), memory_info(), own_bytes()
     while own != after:  # another thread of this process grew in between: not others' growth
         own, (free, total), after = after, memory_info(), own_bytes()

@@ -33,11 +33,9 @@ class Request:
 
 
 def parse_budget(value: BudgetValue) -> Request | None:
-    """Parse a budget; None (no budget) stays None.
+    """Parse bytes (``"700MB"`` or an int), a fraction or ``"auto"``; None (no budget) stays None.
 
-    Args:
-        value: bytes as ``"700MB"`` or an int; a fraction of the device's memory as a float in
-            (0, 1], ``"0.5"`` or ``"50%"``; ``"auto"``; None.
+    A fraction of the device's memory is a float in (0, 1], ``"0.5"`` or ``"50%"``.
 
     Raises:
         UnitError: none of these.

@@ -17,10 +17,8 @@ Look = Callable[[bool], float]
 class Watcher:
     """A daemon thread that calls a bound method until closed or until its owner is gone.
 
-    Args:
-        look: a bound method, held weakly; takes whether a trigger woke it, returns the seconds
-            until the next call.
-        triggers: descriptors whose POLLPRI wakes the thread; closed with the watcher.
+    ``look``, held weakly, takes whether a trigger woke it, and returns the seconds until the next
+    call. ``triggers``: descriptors whose POLLPRI wakes the thread; closed with the watcher.
     """
 
     def __init__(self, look: Look, triggers: list[int]) -> None:

@@ -1,5 +1,4 @@
-"""Values that every package shares: policies, plans, profiles, reports, the code format, errors.
+"""Values that every package shares, without torch, devices or other packages of DAF.
 
-No torch, no device, no other package of DAF. A type belongs here when two packages that may not
-import each other need it.
+A type belongs here when two packages that may not import each other need it.
 """

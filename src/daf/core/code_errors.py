@@ -1,7 +1,6 @@
-"""Expected relative mean-square error of every lossy code.
+"""Expected mean-square error of every lossy code, relative to a block's energy without its mean.
 
-Relative to a block's energy after its mean is removed, for Gaussian values. ``rotated`` makes other
-values alike; for ``minmax`` the numbers are only typical.
+For Gaussian values. ``rotated`` makes other values alike; for ``minmax`` it is only typical.
 """
 
 from __future__ import annotations
@@ -30,10 +29,7 @@ def minmax_error(bits: int) -> float:
 
 
 def relative_error(treatment: Treatment) -> float:
-    """Return a treatment's error; 0 if it is lossless or not known (``WITHOUT_ERROR``).
-
-    A derivative code counts as a rotated code of as many bits.
-    """
+    """Return a treatment's error, 0 if lossless or unknown; derivative codes count as rotated."""
     if treatment.method is Method.MINMAX:
         return minmax_error(treatment.bits)
     if treatment.method in (Method.ROTATED, Method.DERIVATIVE):
@@ -42,10 +38,7 @@ def relative_error(treatment: Treatment) -> float:
 
 
 def error_growth(bits: int, lost_planes: float) -> float:
-    """Return the factor on a ``rotated`` code's error after its last ``lost_planes`` are evicted.
-
-    A partly evicted plane counts in proportion.
-    """
+    """Return the growth of a ``rotated`` code's error; parts of evicted planes count pro rata."""
     lost = min(bits - 1.0, lost_planes)
     kept, part = bits - int(lost), lost - int(lost)
     error = rotated_error(bits, kept)

@@ -31,13 +31,11 @@ def _centroid(low: float, high: float) -> float:
 
 @cache
 def lloyd_max(bits: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the best ``2**bits``-level quantizer of the unit Gaussian, its positive half.
+    """Return thresholds and levels of the best ``2**bits``-level quantizer of the unit Gaussian.
 
-    Iterates Lloyd's conditions (levels are centroids, thresholds are midpoints) until they settle:
-    S. Lloyd, "Least squares quantization in PCM", 1982.
-
-    Returns:
-        ``2**(bits-1) - 1`` thresholds and ``2**(bits-1)`` levels, both ascending.
+    The positive halves, ascending: ``2**(bits-1) - 1`` thresholds and ``2**(bits-1)`` levels.
+    Iterates Lloyd's conditions (levels are centroids, thresholds midpoints): S. Lloyd, "Least
+    squares quantization in PCM", 1982.
     """
     half = 2 ** (bits - 1)
     levels = [(index + 0.5) * 3.0 / half for index in range(half)]
@@ -180,8 +178,7 @@ def derivative_table(
     Args:
         activation: h itself, not its derivative, elementwise on float64 arrays.
         bits: 1 to 4.
-        low: left end of the weighted range.
-        high: right end of the weighted range.
+        low, high: the weighted range.
 
     Returns:
         (2**bits - 1,) float32 borders, ascending, and (2**bits,) float32 levels.
@@ -217,10 +214,7 @@ def _dense_in_the_middle(points: int) -> Doubles:
 def _best_borders(
     activation: Callable[[Doubles], Doubles], grid: Doubles, intervals: int
 ) -> Doubles:
-    """Return the best fit's interior borders, from ``grid``, for ``intervals`` pieces.
-
-    Holds two matrices of 5 MB at a time: tables are also made within tight budgets.
-    """
+    """Return the best fit's interior borders from ``grid``; holds two matrices of 5 MB at once."""
     gain = np.subtract.outer(activation(grid), activation(grid)).T
     total = np.subtract.outer(grid, grid).T  # the width of a piece from i to j
     with np.errstate(divide="ignore", invalid="ignore"):

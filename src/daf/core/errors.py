@@ -80,10 +80,7 @@ class ReleaseRefusedError(DafError, ValueError):
 
 
 class CommittedStepError(DafError):
-    """A step failed after parameters were updated, so the model is between two steps.
-
-    It inherits from no Python error, so that handlers that retry do not catch it.
-    """
+    """A step failed after parameters changed; no Python error, so that no retry catches it."""
 
 
 class DoubleBackwardError(DafError, RuntimeError):

@@ -1,7 +1,4 @@
-"""Frozen dataclasses to JSON's own values and back, by their type hints.
-
-Mappings become lists of pairs, because their keys may be dataclasses.
-"""
+"""Frozen dataclasses to JSON and back by type hints; mappings become lists of pairs."""
 
 from __future__ import annotations
 

@@ -140,10 +140,7 @@ class Policy:
         return any(each.on_host for each in (*self.by_need.values(), *self.by_site.values()))
 
     def weight(self, site: Site) -> float:
-        """Return the harm of relative error at a site, relative to other sites (default 1).
-
-        Decides whose planes a full pool evicts first.
-        """
+        """Return the harm of relative error at a site (default 1), which decides on eviction."""
         return self.weights.get(site, 1.0)
 
     def treatment(self, need: Need, site: Site) -> Treatment:
@@ -180,15 +177,13 @@ LEAST_SCORE_BITS = 4  # below, codes of q and k bias the gradient (design, secti
 
 
 def coded_policy(bits: int, *, score_bits: int = SCORE_BITS) -> Policy:
-    """Return ``bits`` per element wherever a lossy code is sound, more where it must be.
+    """Return ``bits`` (1 to 8) per element wherever a lossy code is sound, more where it must be.
 
-    Args:
-        bits: 1 to 8.
-        score_bits: of recomputed attention's q and k, 4 to 8; fewer than the default only where
-            their noise was measured.
+    ``score_bits`` (4 to 8): of recomputed attention's q and k; fewer than the default only where
+    their noise was measured.
 
     Raises:
-        ValueError: ``bits`` is not in 1 … 8, or ``score_bits`` not in 4 … 8.
+        ValueError: ``bits`` or ``score_bits`` is out of range.
     """
     if bits not in range(1, 9):
         raise ValueError(f"asked for {bits!r} bits; codes have 1 to 8 bits, or 'exact'")
@@ -275,9 +270,5 @@ def policy_named(name: str) -> Policy:
 
 
 def policy_for(bits: int | str) -> Policy:
-    """Return the policy for a user's ``bits``: 1 … 8, ``"exact"``, ``"plain"`` or ``"<n>-bit"``.
-
-    Raises:
-        ValueError: none of these.
-    """
+    """Return the policy for a user's ``bits``: 1 … 8 or a name; raises as ``policy_named``."""
     return coded_policy(bits) if isinstance(bits, int) else policy_named(bits)

@@ -30,10 +30,7 @@ class Affine:
 
     @staticmethod
     def through(points: Iterable[tuple[int, float]]) -> Affine:
-        """Return the line through the two largest (examples, value); through one, in proportion.
-
-        A falling slope is noise and counts as 0: more examples never need less.
-        """
+        """Return the rising line through the two largest points; through one, in proportion."""
         ordered = sorted(points)
         (last, high) = ordered[-1]
         if len(ordered) == 1:
@@ -226,10 +223,7 @@ class Profile:
         return chunked or any(fusion.pattern for fusion in self.fusions)
 
     def forward_backward_ms(self, examples: int) -> float:
-        """Return a micro-batch's time with everything kept, by interpolation or extrapolation.
-
-        Below the smallest measured size it is that size's time, never less.
-        """
+        """Return a micro-batch's time with everything kept, interpolated between measured sizes."""
         points = sorted(self.micro_batch_ms)
         if examples <= points[0][0] or len(points) == 1:
             return points[0][1] * max(1.0, examples / points[0][0])

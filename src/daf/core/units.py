@@ -26,9 +26,8 @@ _DISPLAY = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 def parse_bytes(text: str | int) -> int:
     """Parse a byte count; return whole bytes, rounded down.
 
-    Args:
-        text: an int of bytes, or a number with a unit in any case: B, KB, MB, GB, TB (powers of
-            1000), KiB, MiB, GiB, TiB (powers of 1024); ``"512MB"``, ``"1.5 GiB"``, ``700_000_000``.
+    ``text``: an int, or a number with a unit in any case, B, KB, MB, GB, TB (powers of 1000), KiB,
+    MiB, GiB or TiB (powers of 1024): ``"512MB"``, ``"1.5 GiB"``, ``700_000_000``.
 
     Raises:
         UnitError: no number, an unknown unit, or less than one byte.
@@ -48,11 +47,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def parse_optional_bytes(text: str | int | None) -> int | None:
-    """Parse a byte count; None stays None.
-
-    Raises:
-        UnitError: as ``parse_bytes``.
-    """
+    """Parse a byte count as ``parse_bytes`` does; None stays None."""
     return None if text is None else parse_bytes(text)
 
 

@@ -1,8 +1,7 @@
 """Safetensors files, written as a stream (https://github.com/huggingface/safetensors).
 
-The library's writer copies every tensor first, which would raise the process's peak at each
-checkpoint; here each tensor goes from its memory to the file. Format: eight bytes of header length,
-a JSON header, the data.
+The library's writer copies every tensor first, which would raise the peak at each checkpoint.
+Format: eight bytes of header length, a JSON header, the data.
 """
 
 from __future__ import annotations

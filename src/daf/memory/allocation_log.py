@@ -39,11 +39,7 @@ STEP_EVENTS = 50_000
 
 @contextmanager
 def recorded(model: nn.Module) -> Iterator[History]:
-    """Record inside, under the installed allocator or one of its own.
-
-    Raises:
-        PlatformError: allocations cannot be redirected on this system.
-    """
+    """Record inside, under the installed allocator, else its own (PlatformError if unsupported)."""
     with ExitStack() as stack:
         if not native.is_installed():
             stack.enter_context(RecyclingAllocator())

@@ -46,10 +46,7 @@ def _leave(memory: DeviceMemory) -> None:
 
 
 class DeviceKeeper:
-    """Keeps what PyTorch reserves on a device within a budget (see ``limit_protocol.Keeper``).
-
-    A share that the user had set bounds too, and is restored by ``close``.
-    """
+    """Keeps what PyTorch reserves on a device within a budget and the share that the user set."""
 
     recycles = True
     can_refuse = True
@@ -137,13 +134,10 @@ class DeviceKeeper:
             return self._memory.held_bytes() > self._limit_bytes - NEAR_BYTES
 
     def rebound(self, budget_bytes: int | None) -> int:
-        """Set another budget, or none, within a step.
+        """Set another budget, or none, within a step; return the bytes of codes evicted for it.
 
-        Cached blocks are returned first, then planes evicted, until it is met; what is asked beyond
-        is refused. Without a bound so far, the next step begins with this budget.
-
-        Returns:
-            Bytes of codes evicted.
+        The cache is freed first, then planes are evicted; what is asked beyond is refused. Without
+        a bound so far, the next step begins with this budget.
         """
         with self._lock:
             if self._limit_bytes is not None or budget_bytes is None:
@@ -153,11 +147,7 @@ class DeviceKeeper:
             return self._give_codes_back()
 
     def _give_codes_back(self) -> int:
-        """Evict planes until no more is held than allowed.
-
-        The driver's block is returned only when all of it is free, so this takes several rounds;
-        one that frees nothing is the last.
-        """
+        """Evict planes in rounds until one frees none: blocks return only when wholly free."""
         returned, over_bytes = 0, self._over_bytes()
         while over_bytes > 0:
             went_bytes = self._give_back(over_bytes)
@@ -172,10 +162,7 @@ class DeviceKeeper:
         return 0 if self._limit_bytes is None else self._memory.held_bytes() - self._limit_bytes
 
     def must_finish(self) -> None:
-        """Refuse nothing until ``bound`` is called again; ``overrun_bytes`` reports the cost.
-
-        Without a limit the allocator never frees its cache, so the cache is freed now.
-        """
+        """Free the cache and refuse nothing until ``bound``; ``overrun_bytes`` is the cost."""
         with self._lock:
             if self._limit_bytes is None:
                 return

@@ -65,9 +65,7 @@ def backend_of(device: torch.device) -> Backend:
 
 
 class DeviceMemory:
-    """The reserved bytes of one device (a ``domain.MemoryDomain``).
-
-    ``backend`` has the memory functions; default: PyTorch's module for the device.
+    """The reserved bytes of one device; ``backend``: its memory functions, by default PyTorch's.
 
     Raises:
         PlatformError: PyTorch has none for this kind of device.
@@ -128,10 +126,7 @@ class DeviceMemory:
         return int(self._backend.memory_stats(self.device).get("num_ooms", 0))
 
     def is_refusal(self, error: BaseException, refusals_before: int) -> bool:
-        """True if an error means that memory was refused.
-
-        Libraries' ambiguous errors count only if ``refusals`` grew since ``refusals_before``.
-        """
+        """True if an error reports refused memory; ambiguous ones count if ``refusals`` grew."""
         if isinstance(error, torch.OutOfMemoryError):
             return True
         was_refused = self.refusals() > refusals_before

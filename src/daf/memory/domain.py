@@ -92,11 +92,7 @@ def memory_of(model: nn.Module) -> MemoryDomain:
 
 
 def memory_on(device: torch.device) -> MemoryDomain:
-    """Return the process's memory for the CPU, else the device's.
-
-    Raises:
-        PlatformError: the device's memory cannot be bounded.
-    """
+    """Return the process's memory for the CPU, else the device's (PlatformError if unbounded)."""
     return ProcessMemory() if device.type == "cpu" else DeviceMemory(device)
 
 

@@ -41,9 +41,8 @@ _PICKLE_PROTOCOL = 4  # that PyTorch's viewer reads
 class History:
     """A recording of allocations and their askers while it is entered, as an allocator must be.
 
-    Args:
-        model: gives modules their full paths; without it they have class names.
-        capacity: events kept; later ones are only counted in ``dropped``.
+    ``model`` gives modules full paths instead of class names. Events beyond ``capacity`` are only
+    counted in ``dropped``.
     """
 
     def __init__(self, model: nn.Module | None = None, *, capacity: int = 1_000_000) -> None:
@@ -99,11 +98,7 @@ class History:
         return snapshot_of(self._before, self.events, self._start_us)
 
     def write(self, path: Path) -> None:
-        """Pickle ``snapshot()``, for pytorch.org/memory_viz or ``torch.cuda._memory_viz``.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Pickle ``snapshot()``, for pytorch.org/memory_viz or ``torch.cuda._memory_viz``."""
         path.write_bytes(pickle.dumps(self.snapshot(), protocol=_PICKLE_PROTOCOL))
 
     def _stop(self) -> None:
@@ -127,10 +122,7 @@ class History:
 
 
 class _Asker:
-    """The module at work, by its forward call or by the running autograd node.
-
-    A node's sequence number dates its making, so in backward it identifies the forward call.
-    """
+    """The module at work: by its forward call, or by the running node's sequence number."""
 
     def __init__(self, names: dict[nn.Module, str]) -> None:
         self._names = names

@@ -15,10 +15,9 @@ Frames = list[Record]
 
 @dataclass(frozen=True, slots=True)
 class MemoryEvent:
-    """One allocation (``bytes`` > 0) or free (``bytes`` < 0), and ``live_bytes`` after it.
+    """One allocation (``bytes`` > 0) or free (< 0), ``time_s`` after recording began.
 
-    ``time_s`` counts from the start of recording. Live are blocks born since, and large ones born
-    before.
+    ``live_bytes``, after it, counts blocks born since, and large ones born before.
     """
 
     time_s: float
@@ -64,12 +63,8 @@ def snapshot_of(
     """Return a recording in the format of ``torch.cuda.memory._snapshot()``, as device 0.
 
     A segment is a range of addresses that ever held live blocks. A block's only frame has the
-    module's path as its file and the operator as its function.
-
-    Args:
-        before: births of the blocks live when recording began.
-        events: in order.
-        start_us: when recording began, microseconds since 1970.
+    module's path as its file and the operator as its function. ``before``: births of blocks live at
+    the start; ``start_us``: microseconds since 1970.
     """
     frames = cache(lambda module, operator: [{"filename": module, "line": 0, "name": operator}])
     live = sorted(live_after(before, events), key=lambda block: block.address)

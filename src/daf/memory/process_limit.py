@@ -155,23 +155,17 @@ class MemoryKeeper:
         return max(0, _account_limit(budget_bytes, budget_bytes) - self.spare_more_bytes)
 
     def _overgrown_bytes(self) -> int:
-        """Return the bytes over budget if the whole limit were used; 0 if unknown.
-
-        Unknown while the account changes, which would look like others' growth.
-        """
+        """Return the bytes over budget if the limit were used up; 0 if the account just changed."""
         held_bytes = stats()["held_bytes.current"]
         limit_bytes = limit_for_process(self._budget_bytes, LEAST_SPARE_BYTES)
         is_quiet = stats()["held_bytes.current"] == held_bytes
         return max(0, self._hard_limit_bytes - limit_bytes) if is_quiet else 0
 
     def rebound(self, budget_bytes: int | None) -> int:
-        """Set another budget within a step, at once, from any thread.
+        """Set another budget within a step, from any thread; return what ``give_back`` freed.
 
-        A lower one returns recycled blocks, then lets ``give_back`` free memory until the process
-        is within it, and refuses what is asked beyond; a higher one, or None, grants the step more.
-
-        Returns:
-            Bytes that ``give_back`` freed.
+        A lower one frees recycled blocks, then calls ``give_back`` until the process is within it,
+        and refuses what is asked beyond; a higher one, or None, grants the step more.
         """
         with account_lock:
             if budget_bytes is None:
@@ -193,10 +187,7 @@ class MemoryKeeper:
 
     @contextmanager
     def unbounded(self, needed_bytes: int = 0) -> Iterator[None]:  # noqa: ARG002 - of its kind
-        """Lift the limit inside, for what must not fail half-way: the optimizer's step.
-
-        Nothing needs to be freed first: recycled blocks are resized where they do not fit.
-        """
+        """Lift the limit inside, for the optimizer's step; recycled blocks are resized to fit."""
         self._change_unbounded(1)
         try:
             yield

@@ -59,10 +59,7 @@ def reset_peak() -> bool:
 
 
 def warm_up(device: torch.device = CPU) -> None:
-    """Run one operation of each heavy kind, part of the floor's definition (design, section 1).
-
-    The floor then holds torch's thread pool and code, and on a GPU what its libraries reserve.
-    """
+    """Run the floor's operations (design, section 1), which load torch's threads and libraries."""
     images = torch.ones(2, 8, 16, 16, requires_grad=True, device=device)
     weight = torch.ones(8, 8, 3, 3, requires_grad=True, device=device)
     convolved = torch.nn.functional.conv2d(images, weight, padding=1)

@@ -132,11 +132,7 @@ class RecyclingAllocator:
 
 
 def limit_for_process(budget_bytes: int, spare_bytes: int = 0) -> int:
-    """Return the ``limit_bytes`` that keeps the whole process within ``budget_bytes``.
-
-    That is the budget minus what the process holds beside the account (interpreter, libraries,
-    data), minus ``spare_bytes`` for their growth; at least 0.
-    """
+    """Return the account's limit: the budget minus the rest of the process and its spare, or 0."""
     held_bytes: int = native.statistics()["held_bytes.current"]
     other_bytes = process_memory.resident_bytes() - held_bytes
     return max(0, budget_bytes - other_bytes - spare_bytes)

@@ -69,10 +69,9 @@ def phase(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One live block of 128 KiB or more; ``held_bytes`` are its whole pages.
+    """One live block of 128 KiB or more: its bytes, its whole pages, its ``order`` of birth.
 
-    ``module`` and ``operator`` are "" unless a ``History`` recorded its birth; ``order`` counts
-    births.
+    ``module`` and ``operator`` are "" unless a ``History`` recorded its birth.
     """
 
     address: int
@@ -107,8 +106,8 @@ def split_label(text: str) -> tuple[str, str]:
 class Audit:
     """The account beside the kernel's figures, in bytes at one moment.
 
-    ``range_resident_bytes``: resident pages of the allocator's address range, which equal
-    ``large_bytes`` once all live blocks have been written to.
+    ``range_resident_bytes``: of the allocator's addresses; ``large_bytes`` once all blocks are
+    written.
     """
 
     resident_bytes: int

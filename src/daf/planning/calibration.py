@@ -18,10 +18,7 @@ LOWEST, HIGHEST = 0.25, 3.0
 
 
 def calibrated(profile: Profile, examples: int, coded_ms: float) -> Profile:
-    """Return the profile with corrected code speeds.
-
-    ``coded_ms``: forward and backward of ``examples`` (ms) with one bit at every site.
-    """
+    """Correct code speeds by ``coded_ms``, the time of ``examples`` with one bit at every site."""
     table = make_table(profile, examples, Allowed(replay=False))
     selection = lawful(table, level_selection(table, "1"))
     modelled_ms = float(table.cost_ms[selection].sum())

@@ -41,12 +41,9 @@ NOT_FOUND = Solution((), np.inf, 0.0)  # a selection may exist; objectives are n
 class Program:
     """One table's program, with a row for every moment found to matter.
 
-    Args:
-        table: the choices.
-        tolerance: the most noise of a selection.
-        limit_bytes: of the computed peak; None: minimise the peak.
-        cost: (columns,) what each column adds to the objective; default: ``table.cost_ms``.
-        fixed: the objective of choosing nothing; relative gaps count it.
+    ``tolerance``: the most noise. ``limit_bytes``: of the computed peak; None: minimise the peak.
+    ``cost``: (columns,) of the objective; default: ``table.cost_ms``. ``fixed``: the objective of
+    choosing nothing, which relative gaps count.
     """
 
     def __init__(
@@ -75,10 +72,7 @@ class Program:
         self._shares = np.zeros(table.columns)  # the linear program's last answer
 
     def relaxed(self) -> Solution | None:
-        """Return the linear program's bound and the best selection from rounding its shares.
-
-        None: no selection is within the limit. An infinite objective: no rounding is.
-        """
+        """Return the linear bound and its best rounding (infinite: none); None: nothing fits."""
         found = self._rounds(whole=False, relative_gap=0.0)
         if found is None or found is NOT_FOUND:
             return found

@@ -41,12 +41,10 @@ _NOISE_GAP = 1e-3  # sensitivities are known more precisely than times
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """How a policy chooses.
+    """How a policy chooses: ``find`` within the problem's limit, ``least`` for the lowest peak.
 
-    Attributes:
-        find: returns a candidate within the problem's limit, or None.
-        least: returns the candidate of lowest peak within the tolerance, or None.
-        is_level: True if it treats every site alike, as ``bits=`` asks.
+    Both return None if nothing is within the tolerance. ``is_level``: True if every site is treated
+    alike, as ``bits=`` asks.
     """
 
     find: Callable[[Problem], Candidate | None]

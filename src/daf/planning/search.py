@@ -63,15 +63,10 @@ class _Open:
 class Problem:
     """What a candidate is sought for.
 
-    Attributes:
-        profile: the measured step.
-        limit_bytes: of the computed peak, margin excluded.
-        tolerance: the most noise that codes may add, relative to the batch's own.
-        allowed: what execution can carry out.
-        relative_gap: accept a candidate within this share of the lower bound.
-        stop: asked between two programs; True returns the best candidate so far.
-        least_micro_batch: smaller ones are left out.
-        most_ms: larger objectives are rejected.
+    ``limit_bytes``: of the computed peak, margin excluded. ``tolerance``: the most noise, relative
+    to the batch's own. ``relative_gap``: accept a candidate within this share of the lower bound.
+    ``stop``: asked between programs; True returns the best so far. ``least_micro_batch`` and
+    ``most_ms`` exclude smaller micro-batches and larger objectives.
     """
 
     profile: Profile
