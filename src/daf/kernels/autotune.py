@@ -1,11 +1,9 @@
-"""Which of several strategies is fastest here, found by trying, and found again while it runs.
+"""Chooses the fastest of several strategies by timing them, first on first use, then while running.
 
-Nothing here knows what a strategy does: callers bring a :class:`Trial`, which runs
-one and returns its seconds. A :class:`Chooser` measures the strategies on first use of
-a (device, shape class), within a time limit; from then on it now and then times the
-chosen one beside a challenger, and changes its mind when a challenger wins several such
-checks in a row. DAF (arXiv 2507.07149) profiles offline; clocks and contention change
-while a run lasts.
+Callers bring a :class:`Trial`, which runs a strategy and returns its seconds. A :class:`Chooser`
+measures the strategies on first use of a (device, shape class), within a time limit. Later it
+sometimes times the chosen strategy against a challenger, which replaces it after winning several
+checks in a row. DAF (arXiv 2507.07149) profiles offline; clocks and contention change during a run.
 """
 
 from __future__ import annotations
@@ -25,13 +23,13 @@ from daf.core.errors import KernelError
 
 Clock = Callable[[], float]
 
-CALIBRATION_SECONDS = 0.04  # the file and the last run come on top: less than 0.05 in all
+CALIBRATION_SECONDS = 0.04  # with the file and the last run less than 0.05 in all
 CHECK_SHARE = 0.005  # of the time spent reducing that checks may take
 CONFIRMATIONS = 3
 MARGIN = 0.03  # a challenger must be faster by this much: noise must not flip
-HOPELESS = 3.0  # times the best one's seconds: whoever takes more is not tried any further
-CAUTION = 3.0  # a part may lie in a cache that all of the input does not fit
-_LEAST_SAMPLES = 3  # before one is given up
+HOPELESS = 3.0  # times the best seconds: slower strategies are not tried further
+CAUTION = 3.0  # a part may lie in a cache that the whole input does not fit
+_LEAST_SAMPLES = 3  # before a strategy is dropped
 _MOST_SAMPLES = 9
 
 
@@ -40,23 +38,23 @@ class Trial(Protocol):
 
     @property
     def size(self) -> int:
-        """How much there is to do; seconds grow about as this does."""
+        """Amount of work; seconds grow about in proportion."""
 
     @property
     def start_seconds(self) -> float:
-        """What a run may take however little there is to do."""
+        """Seconds that a run may take however little work there is."""
 
     def usual(self) -> str | None:
-        """The strategy to take unless another one is clearly faster; None: nothing is known."""
+        """Return the strategy to keep unless another is clearly faster; None: nothing is known."""
 
     def warm_up(self, name: str) -> None:
-        """A run that is not timed, for what a first one takes besides: compiling, say."""
+        """Run once untimed, for what only a first run takes, such as compiling."""
 
     def seconds(self, name: str) -> float:
-        """Those of one run."""
+        """Return the seconds of one run."""
 
     def part(self) -> Trial | None:
-        """The same on a small part of the input; None where the input is small itself."""
+        """Return the same on a small part of the input; None if the input is small itself."""
 
 
 def calibrate(
@@ -65,13 +63,13 @@ def calibrate(
     limit_seconds: float = CALIBRATION_SECONDS,
     clock: Clock = time.perf_counter,
 ) -> dict[str, float]:
-    """Seconds of each strategy, found within ``limit_seconds`` of the clock, compiling not counted.
+    """Return each strategy's seconds, found within ``limit_seconds`` of the clock besides
+    compiling.
 
-    Where the input has a part, all run on that first; only those that are not hopeless there run
-    on the whole, the best one first, each as long as there is time for it. What did not run there
-    is reckoned from the part, and no faster than what did. The limit may be passed by one run of
-    each strategy on the part (or on an input that has none), and by what runs take longer than
-    they promised.
+    If the input has a part, all strategies run on it first. Only those not hopeless there run on
+    the whole, best first, while time lasts. The others are predicted from the part, and as no
+    faster than what ran. The limit may be exceeded by one run of each strategy on the part (or on
+    an input without one), and by runs slower than predicted.
 
     Raises:
         KernelError: there is nothing to choose from.
@@ -90,7 +88,7 @@ def calibrate(
 
 
 class _Allowance:
-    """The time that is left, compiling not counted."""
+    """The time that is left, not counting compiling."""
 
     def __init__(self, seconds: float, clock: Clock) -> None:
         self._clock = clock
@@ -100,7 +98,7 @@ class _Allowance:
         return self._clock() + seconds <= self._end
 
     def first_run(self, name: str, trial: Trial) -> float:
-        """Seconds of a run after one to warm up; what that took more than this was compiling."""
+        """Return the seconds of a run after a warm-up, whose excess over it counts as compiling."""
         begin = self._clock()
         trial.warm_up(name)
         between = self._clock()
@@ -117,7 +115,7 @@ def _medians(
     allowance: _Allowance,
     most: int,
 ) -> dict[str, float]:
-    """Of all samples, after those named ran in turn until each has ``most`` or no time is left."""
+    """Return medians of all samples, running names in turn until ``most`` each or time is up."""
     for _ in range(most):
         for name in names:
             if len(samples[name]) < most and allowance.allows(samples[name][-1]):
@@ -128,10 +126,9 @@ def _medians(
 def _of_all(
     of_part: dict[str, float], part: Trial, trial: Trial, allowance: _Allowance
 ) -> dict[str, float]:
-    """Seconds on the whole input, for those that do not run there by what the part took.
+    """Return seconds on the whole input, predicted from the part for strategies not run there.
 
-    Those have the pace of the slowest that did, and come behind it on the part: none of them can
-    be reckoned faster than what was seen to run.
+    Their pace is that of the slowest that ran, so none is predicted faster than what was measured.
     """
     growth = trial.size / part.size
     samples: dict[str, list[float]] = {}
@@ -147,13 +144,13 @@ def _of_all(
 
 
 def _hopeful(of_part: dict[str, float], start_seconds: float) -> list[str]:
-    """From the fastest on; what starting may take tells nothing of a larger input."""
+    """Return the names within ``HOPELESS`` of the best, fastest first, allowing for start costs."""
     most = HOPELESS * min(of_part.values()) + start_seconds
     return [name for name in sorted(of_part, key=of_part.__getitem__) if of_part[name] <= most]
 
 
 def _pace(samples: Mapping[str, Sequence[float]], of_part: Mapping[str, float]) -> float:
-    """How many times as long as the part the whole input took, at most."""
+    """Return the largest ratio of seconds on the whole input to those on the part."""
     return max(taken[0] / of_part[name] for name, taken in samples.items())
 
 
@@ -166,34 +163,34 @@ def _chosen(seconds: Mapping[str, float], usual: str | None) -> str:
 
 @dataclass
 class _Choice:
-    """What is known of one shape class."""
+    """The knowledge of one shape class."""
 
     seconds: dict[str, float]
     chosen: str
     spent_seconds: float = 0.0  # since the last check
     next_challenger: int = 0
     wins: dict[str, int] = field(default_factory=dict)
-    due_seconds: float = field(init=False)  # spent by when the next one is due
+    due_seconds: float = field(init=False)  # spent_seconds at which the next check is due
 
     def __post_init__(self) -> None:
         self.plan_check()
 
     def challenger(self) -> str:
-        """Whoever won last time goes again; else each in turn."""
+        """Return the winner of the last check; without one, each of the others in turn."""
         if self.wins:
             return next(iter(self.wins))
         others = [name for name in self.seconds if name != self.chosen]
         return others[self.next_challenger % len(others)] if others else self.chosen
 
     def plan_check(self) -> None:
-        """Worked out once, so that a call costs next to nothing between checks."""
+        """Set ``due_seconds`` once, so that a call between checks costs next to nothing."""
         challenger = self.challenger()
         cost = 2 * (self.seconds[self.chosen] + self.seconds[challenger])  # a warm-up each
         self.due_seconds = math.inf if challenger == self.chosen else cost / CHECK_SHARE
 
 
 class Chooser:
-    """The strategy to use for each shape class of one device."""
+    """Chooses the strategy for each shape class of one device."""
 
     def __init__(
         self,
@@ -202,7 +199,7 @@ class Chooser:
         cache: Path | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
-        """Read what an earlier process found, where the cache file has it."""
+        """Read an earlier process's choices from the cache file, if it has any."""
         self._device = device
         self._strategies = tuple(strategies)
         self._cache = cache
@@ -210,7 +207,7 @@ class Chooser:
         self._choices = self._read()
 
     def choose(self, shape_class: str, trial: Trial) -> str:
-        """The strategy for one call; on first use of a class they are tried."""
+        """Return the strategy for one call; the first call of a class tries them all."""
         choice = self._choices.get(shape_class)
         if choice is None:
             choice = self._calibrated(shape_class, trial)
@@ -231,7 +228,7 @@ class Chooser:
         choice.spent_seconds = 0.0
         choice.next_challenger += 1
         pair = (choice.chosen, challenger)
-        # In turns: whoever goes second may find in a cache what the first one fetched.
+        # In alternating order: the second may find in a cache what the first one fetched.
         for name in pair if choice.next_challenger % 2 else pair[::-1]:
             trial.warm_up(name)
             choice.seconds[name] = trial.seconds(name)
@@ -251,14 +248,14 @@ class Chooser:
     # --- cache file -------------------------------------------------------------------------
 
     def _read(self) -> dict[str, _Choice]:
-        """This device's classes for which the file has a choice among these very strategies."""
+        """Return this device's classes whose entry covers exactly these strategies."""
         found = self._whole_file().get(self._device, {})
         if not isinstance(found, dict):
             return {}
         return {name: _Choice(**entry) for name, entry in found.items() if self._is_ours(entry)}
 
     def _is_ours(self, entry: Any) -> bool:
-        """Entries of versions that kept seconds alone are not: some were times of compiling."""
+        """True if valid; older versions kept only seconds, some of them of compiling."""
         if not isinstance(entry, dict) or set(entry) != {"seconds", "chosen"}:
             return False
         is_whole = isinstance(entry["seconds"], dict) and entry["chosen"] in entry["seconds"]
@@ -277,7 +274,7 @@ class Chooser:
         return content if isinstance(content, dict) else {}
 
     def _write(self) -> None:
-        """Beside other devices' entries; a reader sees the old file or the new one, whole."""
+        """Write this device's entries; a reader sees the old or the new file, whole."""
         if self._cache is None:
             return
         ours = {
@@ -290,6 +287,6 @@ class Chooser:
             self._cache.parent.mkdir(parents=True, exist_ok=True)
             fresh.write_text(json.dumps(content, indent=1))
             fresh.replace(self._cache)
-        except OSError as problem:  # a full disk is no reason to stop what runs
+        except OSError as problem:  # a full disk must not stop the run
             warnings.warn(f"{self._cache} is not kept ({problem})", stacklevel=4)
             self._cache = None

@@ -1,7 +1,7 @@
-"""One interface to the kernels of every type of device.
+"""The interface to the kernels of every type of device.
 
-``planes`` is what a store's planes yield while open or pinned; every backend writes the same bits
-there. Source and destination are dense tensors, taken in memory order.
+``planes`` is what a store's planes yield while open or pinned; every backend writes the same bits.
+Source and destination are dense tensors, in memory order.
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ Blocks = tuple[int, int] | None  # [first, last) of 256 elements; None: all
 class Backend(Protocol):
     """Codecs, reductions and normalisations of one type of device."""
 
-    # --- codecs -----------------------------------------------------------------------------
-
     def encode_values(
         self,
         source: Tensor,
@@ -56,8 +54,8 @@ class Backend(Protocol):
     ) -> None:
         """Write the *rotated* or *minmax* code of ``channels`` of the source.
 
-        With ``rows`` the vectors of ``channels`` are first measured, and written. ``output`` is
-        written from the values coded.
+        With ``rows``, the vectors of ``channels`` are first measured and written. ``output`` is
+        written from the encoded values.
         """
 
     def decode_values(
@@ -71,12 +69,14 @@ class Backend(Protocol):
         accumulate: bool,
         blocks: Blocks,
     ) -> None:
-        """Write ``channels`` of the values, onto what ``out`` holds if they accumulate, and zeros
-        where the mask's bit is clear; of ``blocks``, ``out`` holds the elements of these alone.
+        """Write ``channels`` of the values; ``accumulate`` adds what ``out`` holds; ``mask`` then
+        zeroes.
+
+        With ``blocks``, ``out`` holds the elements of these only.
         """
 
     def encode_steps(self, source: Tensor, planes: Any, key: int, to_steps: Channels) -> None:
-        """Write what ``to_steps`` makes numbers of steps, rounded stochastically."""
+        """Write the numbers of steps that ``to_steps`` makes of values, rounded stochastically."""
 
     def decode_steps(self, planes: Any, out: Tensor, from_steps: Channels) -> None:
         """Write the values that the numbers of steps stand for."""
@@ -92,9 +92,8 @@ class Backend(Protocol):
     def encode_derivative(self, source: Tensor, planes: Any, borders: Tensor) -> bool | Tensor:
         """Write how many borders lie below each element; borders (2**bits - 1,) float32, ascending.
 
-        Returns:
-            True if some element is not finite, and the planes are worthless; where only the device
-            knows, () int32 on it that is not 0 then.
+        Returns True if some element is not finite, which makes the planes worthless. Where only the
+        device knows, returns () int32 on it, nonzero in that case.
         """
 
     def decode_derivative(self, planes: Any, levels: Tensor, out: Tensor) -> None:
@@ -106,19 +105,17 @@ class Backend(Protocol):
     def decode_integers(self, planes: Any, base: int, out: Tensor) -> None:
         """Write ``code + base``."""
 
-    # --- reductions -------------------------------------------------------------------------
-
     def measure_ranges(
         self, items: Tensor, strategy: RangeStrategy, channels: int, inner: int
     ) -> tuple[Tensor, Tensor]:
-        """Least and greatest of each channel, (channels,) float32; both NaN where one is."""
-
-    # --- normalisations ---------------------------------------------------------------------
+        """Return the least and greatest element of each channel, (channels,) float32; both NaN if
+        any is.
+        """
 
     def channel_statistics(
         self, x: Tensor, geometry: Geometry, epsilon: float, running: RunningStatistics | None
     ) -> Statistics:
-        """Of every channel; running ones follow in place."""
+        """Measure every channel's statistics; running ones follow in place."""
 
     def emit(
         self, x: Tensor, forward: Channels, output: NormOutput, rows: RowMoments | None
@@ -135,7 +132,7 @@ class Backend(Protocol):
         accumulate: bool,
         blocks: Blocks,
     ) -> None:
-        """Write what ``emit`` wrote once more; the options are those of ``decode_values``."""
+        """Write again what ``emit`` wrote; the options are those of ``decode_values``."""
 
     def sum_gradient(
         self,
@@ -145,7 +142,7 @@ class Backend(Protocol):
         written: Tensor | None,
         geometry: Geometry,
     ) -> Sums:
-        """Sums of the masked gradient and of its products with the values.
+        """Return sums of the masked gradient and of its products with the values.
 
         ``written`` receives the masked gradient; it may be ``gradient`` itself.
         """
@@ -158,7 +155,7 @@ class Backend(Protocol):
         gamma: Tensor | None,
         gradients: VectorGradients,
     ) -> tuple[Channels, Channels]:
-        """What ``write_input_gradient`` takes; the gradients of gamma and beta are written."""
+        """Return the factors of ``write_input_gradient``; write the gradients of gamma and beta."""
 
     def write_input_gradient(
         self,
@@ -168,13 +165,13 @@ class Backend(Protocol):
         written: Tensor,
         factors: tuple[Channels, Channels],
     ) -> None:
-        """``written = masked gradient * b.scale + a(values)``; ``factors`` are (a, b).
+        """Write ``masked gradient * b.scale + a(values)``; ``factors`` are (a, b).
 
         ``written`` may be ``gradient`` itself.
         """
 
     def backward_rows(self, values: Values, job: RowBackward) -> Sums | None:
-        """Backward of a normalisation of rows; (length,) float64 sums, unless not asked for."""
+        """Run backward of a normalisation of rows; returns (length,) float64 sums if asked for."""
 
 
 def is_codable(dtype: torch.dtype) -> bool:
@@ -183,7 +180,7 @@ def is_codable(dtype: torch.dtype) -> bool:
 
 
 def element_type(dtype: torch.dtype) -> ElementType:
-    """The kernels' word for a dtype.
+    """Return the kernels' number of a dtype.
 
     Raises:
         CodecError: floats of this dtype have no code.

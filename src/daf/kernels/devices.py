@@ -1,4 +1,4 @@
-"""Which type of device has which kernels; others may register theirs."""
+"""The registry of kernels: a backend for each type of device."""
 
 from __future__ import annotations
 
@@ -29,32 +29,33 @@ def _triton() -> Backend | None:
 
 
 _native = CpuBackend()
-# ROCm calls itself cuda too.
+# ROCm's type is "cuda" too.
 _backends = {"cpu": _Entry(lambda: _native, True), "cuda": _Entry(_triton, False)}
 
 
 def register_backend(
     device_type: str, load: Callable[[], Backend | None], *, in_host_memory: bool = False
 ) -> None:
-    """Let a type of device be coded for; another registration of the type replaces it.
+    """Register the backend of a type of device, in place of any earlier one.
 
     Args:
         device_type: as in ``torch.device.type``.
-        load: gives the backend, on every use; None where it cannot run.
-        in_host_memory: codes lie in the host's store, and elements may be looked at at once;
-            else in pages of the device (``daf.pool.device_pool``), and nothing waits for it.
+        load: returns the backend, on every use; None where it cannot run.
+        in_host_memory: True: codes lie in the host's store, and elements may be read at once.
+            False: codes lie in pages of the device (``daf.pool.device_pool``), and nothing waits
+            for it.
     """
     _backends[device_type] = _Entry(load, in_host_memory)
 
 
 def backend_on(device: torch.device) -> Backend | None:
-    """The kernels for tensors there; None where there are none."""
+    """Return a device's kernels; None if there are none."""
     entry = _backends.get(device.type)
     return None if entry is None else entry.load()
 
 
 def backend_of(tensor: Tensor) -> Backend:
-    """The kernels for a tensor.
+    """Return the kernels for a tensor.
 
     Raises:
         KernelError: its device has none.
@@ -69,33 +70,31 @@ def backend_of(tensor: Tensor) -> Backend:
 
 
 def can_code_on(device: torch.device) -> bool:
-    """True if there are kernels for tensors there; for a GPU's, if Triton is installed."""
+    """True if a device has kernels; for a GPU, if Triton is installed."""
     return backend_on(device) is not None
 
 
 def is_processor(device: torch.device) -> bool:
-    """True unless it is of a type whose codes lie in memory of its own."""
+    """True unless codes of this type of device lie in its own memory."""
     entry = _backends.get(device.type)
     return entry is None or entry.in_host_memory
 
 
 def is_read_freely(tensor: Tensor) -> bool:
-    """True if the program may look at the elements without waiting for a device."""
+    """True if the program may read the elements without waiting for a device."""
     return is_processor(tensor.device)
 
 
 def is_coded_on_device(tensor: Tensor) -> bool:
-    """True if the tensor lies in a device's own memory, and so do codes of it."""
+    """True if the tensor and its codes lie in a device's own memory."""
     return not is_processor(tensor.device) and can_code_on(tensor.device)
 
 
 def norm_part_bytes_on(device: torch.device) -> int:
-    """The most that a fused normalisation decodes at a time there (float32); 0: a few blocks."""
+    """Return the bytes (float32) that a fused normalisation decodes at a time; 0: a few blocks."""
     return 0 if is_processor(device) else PART_BYTES
 
 
 def is_recorded(tensor: Tensor) -> bool:
-    """True while work is recorded to be run again (a CUDA graph), which would write pages again
-    that have become someone else's.
-    """
+    """True while a CUDA graph records; its replay would write pages that have other owners."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

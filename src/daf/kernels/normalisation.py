@@ -1,7 +1,7 @@
-"""What the passes of a normalisation read and write, whatever the device: tensors, not addresses.
+"""What the passes of a normalisation read and write on any device: tensors, not addresses.
 
-Element i of the memory belongs to channel ``(i // inner) % channels``; rows are channels of which
-each is one run. ``planes`` is what a store's planes yield while they are open or pinned.
+Element i in memory order is of channel ``(i // inner) % channels``; each row is a channel of one
+run. ``planes`` is what a store's planes yield while they are open or pinned.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Channels(NamedTuple):
 
     @property
     def in_store(self) -> bool:
-        """False: these are tensors of their own."""
+        """False: the vectors are tensors of their own."""
         return False
 
     @property
@@ -38,18 +38,18 @@ class Channels(NamedTuple):
 
     @classmethod
     def times(cls, factor: float, device: torch.device) -> Channels:
-        """Multiplication by a number, whatever the channel."""
+        """Return multiplication by a number, whatever the channel."""
         scale = torch.full((1,), factor, dtype=torch.float32, device=device)
         return cls(scale, torch.zeros_like(scale), 1)
 
     def pointers(self) -> ChannelAffine:
-        """The same as addresses; keep ``self`` alive while they are used."""
+        """Return the vectors' addresses; keep ``self`` alive while they are used."""
         count = self.scale.numel()
         return ChannelAffine(count, self.inner, self.scale.data_ptr(), self.shift.data_ptr())
 
 
 class Geometry(NamedTuple):
-    """Which channel an element belongs to, and how many elements there are."""
+    """The channel of each element, and the number of elements."""
 
     channels: int
     inner: int
@@ -62,7 +62,7 @@ class Geometry(NamedTuple):
 
 
 class RunningStatistics(NamedTuple):
-    """Running statistics, contiguous (channels,) float32, and how fast they follow."""
+    """Running statistics, contiguous (channels,) float32, and their momentum."""
 
     mean: Tensor
     variance: Tensor
@@ -70,29 +70,29 @@ class RunningStatistics(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """(channels,) float32 each, as the forward pass used them."""
+    """The statistics that forward used, (channels,) float32 each."""
 
     mean: Tensor
     inverse_deviation: Tensor
 
     def forward(self, inner: int) -> Channels:
-        """The input to the normalised value."""
+        """Return the affine from the input to the normalised value."""
         return Channels(self.inverse_deviation, -self.mean * self.inverse_deviation, inner)
 
 
 class Sums(NamedTuple):
-    """(channels,) float64 each: of the gradient, and of its products with the values."""
+    """Sums of the gradient, and of its products with the values; (channels,) float64 each."""
 
     sums: Tensor
     products: Tensor
 
 
 class NormOutput(NamedTuple):
-    """What forward writes from its normalised values, while they are coded or instead of that.
+    """What forward writes from its normalised values, with or without encoding them.
 
     ``out`` is dense and receives ``result`` (gamma and beta; None: neither) of the values, plus
-    ``addend`` in the same layout; with a ``mask``, yet unwritten, through a ReLU that lets pass
-    ``most`` at most and sets the bits of what it lets through.
+    ``addend`` in the same layout. With an unwritten ``mask`` it passes a ReLU bounded by ``most``,
+    which sets the bits of what it passes.
     """
 
     out: Tensor
@@ -112,18 +112,18 @@ class CodedValues(NamedTuple):
 
 
 class KeptValues(NamedTuple):
-    """Normalised values computed anew: ``forward`` of the input."""
+    """Normalised values recomputed as ``forward`` of the input."""
 
     x: Tensor
     forward: Channels
 
 
 class RowBackward(NamedTuple):
-    """What a row normalisation's backward is given besides values.
+    """The arguments of a row normalisation's backward besides values.
 
-    ``gradient`` is that of the result; ``written`` receives the input's and may be ``gradient``
-    itself, or None; ``gamma`` is (length,) or None; ``scale`` (rows,) is the affine's;
-    without ``summing`` no sums are taken.
+    ``gradient`` is that of the result. ``written`` receives the input's gradient; it may be
+    ``gradient`` itself, or None. ``gamma`` is (length,) or None; ``scale`` (rows,) is the affine's.
+    Sums are taken only if ``summing``.
     """
 
     length: int

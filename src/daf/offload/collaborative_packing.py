@@ -1,8 +1,7 @@
-"""Packing shared between processor and GPU: who packs what.
+"""The split of packing between processor and GPU, as a pure function of times and bytes.
 
-Pure: times and bytes in, decisions out, so that a model of a device tests it.
-In forward each saved tensor takes one :class:`Route`. After DAF (arXiv 2507.07149), whose split is
-fixed; here it follows measured rates.
+A model of a device can test it. In forward each saved tensor takes one :class:`Route`. After DAF
+(arXiv 2507.07149), whose split is fixed; here it follows measured rates.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from daf.core.errors import KernelError
 
 NEW_RATE_WEIGHT = 0.25
 _PREFIXES = 16
-_FEW = 64  # single changes of more take longer than they can save
+_FEW = 64  # with more tensors, single changes take longer than they save
 
 
 class Route(Enum):
@@ -37,7 +36,7 @@ class ReadyTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Measured speeds, raw bytes per millisecond; the link's are the bytes that travel.
+    """Measured speeds, raw bytes per millisecond; for the link, bytes that travel.
 
     Where processor and GPU share memory, ``link`` is infinite: nothing travels.
     """
@@ -53,7 +52,7 @@ class Rates:
     def observed(
         self, name: str, moved_bytes: int, ms: float, weight: float = NEW_RATE_WEIGHT
     ) -> Rates:
-        """The same with one rate drawn towards what was just measured; with a weight of 1, that."""
+        """Return rates with one drawn towards a measurement; weight 1 replaces it."""
         old = getattr(self, name)
         if ms <= 0 or old == float("inf"):
             return self
@@ -71,10 +70,10 @@ class ScheduledWork(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What a choice of routes comes to.
+    """The predicted cost of a choice of routes.
 
-    ``stolen_ms`` is GPU time taken from the forward pass, ``tail_ms`` work left
-    after its end; packing is hidden where their sum, ``exposed_ms``, is 0.
+    ``stolen_ms`` is GPU time taken from forward, ``tail_ms`` work left after its end. Packing is
+    hidden if their sum, ``exposed_ms``, is 0.
     """
 
     routes: tuple[Route, ...]
@@ -84,14 +83,14 @@ class Timeline:
 
     @property
     def exposed_ms(self) -> float:
-        """By how much packing makes the forward pass longer."""
+        """By how much packing lengthens forward."""
         return self.stolen_ms + self.tail_ms
 
 
 def simulate(
     saved: Sequence[ReadyTensor], routes: Sequence[Route], rates: Rates, forward_ms: float
 ) -> Timeline:
-    """Run the routes on a model: GPU work delays the forward pass, link and processor queue."""
+    """Run the routes on a model: GPU work delays forward, link and processor queue."""
     jobs: list[ScheduledWork] = []
     stolen = link_free = cpu_free = 0.0
     for index, (tensor, route) in enumerate(zip(saved, routes, strict=True)):
@@ -115,12 +114,12 @@ def simulate(
 def split(
     saved: Sequence[ReadyTensor], rates: Rates, forward_ms: float, most_raw_bytes: float = math.inf
 ) -> Timeline:
-    """Routes with as little exposed as a few tries and passes of single changes find.
+    """Return routes with the least exposed time that a few tries and single changes find.
 
-    The earliest have most time to hide in: tried first is that the processor packs all up to some
-    place, none and all among them, so the answer is never worse than either side alone. Of few
-    tensors single routes are changed too as long as that helps. ``most_raw_bytes``: larger
-    tensors are always packed there.
+    The earliest tensors have most time to hide in. So the tries let the processor pack all up to
+    some place, none and all included; the answer is never worse than either side alone. With few
+    tensors, single routes are then changed while that helps. The GPU always packs tensors larger
+    than ``most_raw_bytes``.
     """
     both = [tensor.raw_bytes <= most_raw_bytes for tensor in saved]
     places = {len(saved) * part // _PREFIXES for part in range(_PREFIXES + 1)}
@@ -139,7 +138,7 @@ def split(
 
 
 def _up_to(place: int, both: Sequence[bool]) -> list[Route]:
-    """The processor packs those before a place, as far as it may."""
+    """Return routes by which the processor packs those before a place, as far as it may."""
     return [
         Route.CPU_PACKS if may and index < place else Route.GPU_PACKS
         for index, may in enumerate(both)
@@ -147,5 +146,5 @@ def _up_to(place: int, both: Sequence[bool]) -> list[Route]:
 
 
 def other(route: Route) -> Route:
-    """The way that is not this one."""
+    """Return the other route."""
     return Route.CPU_PACKS if route is Route.GPU_PACKS else Route.GPU_PACKS

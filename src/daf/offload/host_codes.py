@@ -1,9 +1,9 @@
-"""Codes of a device's tensors that wait on the host, packed by whoever is free to.
+"""Codes of a device's tensors that wait on the host, packed by the device or the processor.
 
-The device packs and codes travel, or raw data travel and a thread of the processor packs them:
-both give the same bytes in one layout, so that backward does not care. Which tensor goes which
-way is for :class:`Routes` to say, from measured rates. After DAF (arXiv 2507.07149,
-collaborative packing through a unified layout), where the split is fixed.
+Either the device packs and the code travels, or raw data travel and a thread of the processor packs
+them. Both give the same bytes in one layout, so backward does not care. :class:`Routes` chooses
+each tensor's way from measured rates. After DAF (arXiv 2507.07149, collaborative packing through a
+unified layout), where the split is fixed.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class HostMemoryWarning(RuntimeWarning):
 class HostOptions:
     """How much may wait on the host, and pass through each device (bytes).
 
-    ``limit_bytes`` counts codes as PyTorch's allocator of pinned memory does, each rounded up to
-    a power of two. ``staging_bytes`` bounds codes on a device, being written, leaving or come
-    back; ``raw_bytes`` what still leaves it for the processor to pack.
+    ``limit_bytes`` counts codes as PyTorch's pinned allocator does, each rounded up to a power of
+    two. ``staging_bytes`` bounds codes on a device: being written, leaving or fetched.
+    ``raw_bytes`` bounds raw data on their way to the processor.
     """
 
     limit_bytes: int
@@ -57,7 +57,7 @@ class HostOptions:
 
 
 def host_options(model: nn.Module, host_bytes: str | int | None) -> HostOptions | None:
-    """How much of a GPU's codes may wait in host memory; None: none.
+    """Return how much of a GPU's codes may wait in host memory; None: none.
 
     Raises:
         UnitError: the bytes cannot be read.
@@ -82,14 +82,14 @@ def host_options(model: nn.Module, host_bytes: str | int | None) -> HostOptions 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """One device's."""
+    """The store and routes of one device."""
 
     store: HostStore
     routes: Routes
 
 
 class HostCodes:
-    """What a capture has on the host; every device has a store and routes of its own."""
+    """A capture's codes on the host; every device has its own store and routes."""
 
     def __init__(
         self,
@@ -102,11 +102,11 @@ class HostCodes:
 
         Args:
             options: how much.
-            make_store: of a device, given it and its ``staging_bytes``.
-            make_routes: of a store.
+            make_store: makes a device's store, given the device and ``staging_bytes``.
+            make_routes: makes a store's routes.
         """
         self._options = options
-        self.on_moved: Callable[[], None] = lambda: None  # there may be more on a device now
+        self.on_moved: Callable[[], None] = lambda: None  # device_bytes may have grown
         self._make_store = make_store
         self._make_routes = make_routes
         self._places: dict[torch.device, _Place] = {}
@@ -119,18 +119,18 @@ class HostCodes:
 
     @property
     def limit_bytes(self) -> int:
-        """The most that may wait on the host."""
+        """The most bytes that may wait on the host."""
         return self._options.limit_bytes
 
     def allow(self, staging_bytes: int, raw_bytes: int) -> None:
-        """Other bounds of what passes through each device, from the next tensor on."""
+        """Set the bounds of what passes through each device, from the next tensor on."""
         self._options = replace(self._options, staging_bytes=staging_bytes, raw_bytes=raw_bytes)
         for place in self._all():
             place.store.staging_bytes = staging_bytes
 
     @property
     def device_bytes(self) -> int:
-        """Bytes on devices that pass through, raw data that are still being copied included."""
+        """Bytes that pass through devices, raw data still being copied included."""
         return self._raw_bytes + sum(place.store.device_bytes for place in self._all())
 
     @property
@@ -140,26 +140,26 @@ class HostCodes:
 
     @property
     def stored_peak_bytes(self) -> int:
-        """The most of them since ``reset_peak``."""
+        """The most ``stored_bytes`` since ``reset_peak``."""
         return sum(place.store.stored_peak_bytes for place in self._all())
 
     @property
     def taken_bytes(self) -> int:
-        """All that ever went."""
+        """Bytes taken in total."""
         return sum(place.store.taken_bytes for place in self._all())
 
     def reset_peak(self) -> None:
-        """Start the peak anew from what is there now."""
+        """Restart the peak from what is there now."""
         for place in self._all():
             place.store.reset_peak()
 
     def drop_staged(self) -> None:
-        """Let go of all on devices that can be fetched again."""
+        """Free all device memory whose content can be fetched again."""
         for place in self._all():
             place.store.drop_staged()
 
     def wait_until_packed(self) -> None:
-        """The processor has packed all that it was given."""
+        """Wait until the processor has packed all that it was given."""
         self._processor.submit(int).result()  # one thread, in order
 
     def _all(self) -> list[_Place]:
@@ -169,13 +169,13 @@ class HostCodes:
     # --- packing ----------------------------------------------------------------------------
 
     def begin_pass(self) -> None:
-        """A forward pass begins."""
+        """Begin a forward pass."""
         for place in self._all():
             place.routes.begin_pass(self._options.raw_bytes)
 
     def room(self, tensor: Tensor, count: int, bits: int) -> HostStore | None:
-        """A store to write so many planes of a tensor's in; None: they must stay on its device."""
-        if is_recorded(tensor):  # a graph would copy again to where something else is by then
+        """Return a store to write ``bits`` planes in; None: they must stay on their device."""
+        if is_recorded(tensor):  # a graph would copy to memory that has another owner by then
             return None
         wanted = pinned_bytes(code_bytes(count, bits))
         if self._pinned_bytes() + wanted > self._options.limit_bytes:
@@ -191,13 +191,13 @@ class HostCodes:
         channels: Channels | None,
         **options: Any,
     ) -> ValueCode | None:
-        """A dense tensor's values; None: they must stay on its device.
+        """Encode a dense tensor's values; None: they must stay on its device.
 
         Args:
-            tensor: the arguments, and the options, are those of :class:`ValueCode`.
+            tensor: as for :class:`ValueCode`, whose other options ``options`` are.
             treatment: *rotated* or *minmax*.
             key: names the code's random rotation.
-            channels: applied before.
+            channels: applied before encoding.
             options: the others.
         """
         store = self.room(tensor, tensor.numel(), treatment.bits)
@@ -220,7 +220,7 @@ class HostCodes:
         return code
 
     def _may_send_raw(self, store: HostStore, tensor: Tensor) -> bool:
-        """Only from home, in whose order its memory is let go of."""
+        """True if it may travel raw: only from home, in whose order its memory is freed."""
         room = self._options.raw_bytes - self._raw_bytes
         return store.home.is_current and tensor.nbytes <= room
 
@@ -231,7 +231,7 @@ class HostCodes:
         try:
             words = words_for(source.numel(), treatment.bits, pinned=source.is_cuda)
             raw, ticket = store.transfers.out(source)
-        except RuntimeError:  # nothing pinned is left
+        except RuntimeError:  # no pinned memory is left
             return None
         with self._lock:
             self._raw_bytes += source.nbytes
@@ -246,7 +246,7 @@ class HostCodes:
     def _packed(
         self, leaving: _Leaving, store: HostStore, routes: Routes, work: Callable[[], Tensor]
     ) -> Tensor:
-        """On the processor's thread, which has nothing else to do."""
+        """Pack on the processor's thread, which does nothing else."""
         nbytes = leaving.raw.nbytes
         try:
             while not store.transfers.is_done(leaving.ticket):
@@ -313,7 +313,11 @@ class _Leaving:
         self.version = self.source._version
 
     def check(self) -> None:
-        """It is copied: was it changed meanwhile? (Codes are made of what was saved.)"""
+        """Check, once copied, that nothing changed meanwhile: codes are made of what was saved.
+
+        Raises:
+            SavedTensorError: it was changed in place.
+        """
         assert self.source is not None
         if self.source._version != self.version:
             raise SavedTensorError(

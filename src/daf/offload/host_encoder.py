@@ -13,12 +13,12 @@ from daf.kernels.cpu import paged
 
 
 def words_for(count: int, bits: int, *, pinned: bool) -> Tensor:
-    """Room for a code: int32 words, planes first, headers behind, as ``HostStore`` keeps them.
+    """Allocate a code: int32 words, planes first, headers behind, as ``HostStore`` keeps them.
 
     Args:
         count: elements.
         bits: planes.
-        pinned: so that a device copies them by itself.
+        pinned: True: a device can copy them by itself.
 
     Raises:
         RuntimeError: no pinned memory is left.
@@ -30,9 +30,9 @@ def words_for(count: int, bits: int, *, pinned: bool) -> Tensor:
 def encode_on_host(
     tensor: Tensor, treatment: Treatment, key: int, words: Tensor | None = None
 ) -> Tensor:
-    """The *rotated* or *minmax* code of a dense tensor on the host, on all of PyTorch's threads.
+    """Encode a dense host tensor as *rotated* or *minmax*, on all of PyTorch's threads.
 
-    Into ``words`` of ``words_for``, or new ones; returns them.
+    Writes into ``words`` of ``words_for``, or new ones, and returns them.
     """
     count = tensor.numel()
     if words is None:

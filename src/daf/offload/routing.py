@@ -1,9 +1,9 @@
-"""Who packs each tensor of a pass, from what the passes before it took on this very device.
+"""Chooses who packs each tensor of a pass, from what earlier passes measured on this device.
 
-Events on the device, which nobody waits for, tell when every tensor was there, how long its packing
-took and how long its copy. At the start of a later pass, when they are past, the split of
-``collaborate`` is made anew from them: from the first passes on, often at first, then now and then.
-A side that packs nothing gets one tensor of such a pass, so that it is seen when it becomes faster.
+Events on the device, which nobody waits for, record when each tensor was ready and how long packing
+and copying took. At the start of a later pass, when they are past, ``collaborate``'s split is
+recomputed: often at first, then now and then. A side that packs nothing gets one tensor of such a
+pass, to show if it becomes faster.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LEAST_MS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """One tensor on its way: marks before and after what the device did for it, and its copy."""
+    """One tensor on its way: marks before and after the device's work on it, and its copy."""
 
     route: Route
     elements: int
@@ -49,43 +49,43 @@ class Sent:
 
     @property
     def code_bytes(self) -> int:
-        """Of its code."""
+        """Bytes of its code."""
         return code_bytes(self.elements, self.treatment.bits)
 
     @property
     def moved_bytes(self) -> int:
-        """What travelled out."""
+        """Bytes that travelled out."""
         return self.code_bytes if self.route is Route.GPU_PACKS else self.raw_bytes
 
 
 class Seen(NamedTuple):
-    """A pass: its tensors, and its own time without packing (ms)."""
+    """A measured pass: its tensors, and its own time without packing (ms)."""
 
     saved: tuple[ReadyTensor, ...]
     forward_ms: float
 
 
 class Routes(Protocol):
-    """Tells every tensor of a pass its way."""
+    """Chooses the route of every tensor of a pass."""
 
     def begin_pass(self, most_raw_bytes: float) -> None:
-        """Another forward pass begins; larger tensors must not go as they are."""
+        """Begin another forward pass; larger tensors must not travel raw."""
 
     def take(self) -> Route:
-        """The next tensor's way."""
+        """Return the next tensor's route."""
 
     @property
     def is_watching(self) -> bool:
-        """Is ``note`` to be called in this pass?"""
+        """True if ``note`` is to be called in this pass."""
 
     def note(self, sent: Sent) -> None:
-        """A tensor is on its way."""
+        """Note a tensor on its way."""
 
     def end_forward(self) -> None:
-        """Backward begins (and goes on)."""
+        """Note that backward begins (or continues)."""
 
     def processor_took(self, raw_bytes: int, taken_ms: float) -> None:
-        """The processor has packed a tensor; from any thread."""
+        """Note that the processor packed a tensor; from any thread."""
 
 
 class MeasuredRoutes:
@@ -106,13 +106,13 @@ class MeasuredRoutes:
 
     @property
     def ways(self) -> tuple[Route, ...]:
-        """Of the tensors of a pass, in order; those beyond are packed by the device."""
+        """Routes of a pass's tensors, in order; the device packs those beyond."""
         return self._ways
 
     def begin_pass(self, most_raw_bytes: float) -> None:
-        """Decide anew, if a watched pass is past."""
+        """Recompute the split if a watched pass is past."""
         if self._end is None:
-            self._sent.clear()  # a pass that was given up, or never read: it tells nothing
+            self._sent.clear()  # a pass that was dropped, or never read: it measures nothing
         elif self._sent and self._is_past():
             self._decide(most_raw_bytes)
         self._passes += 1
@@ -123,20 +123,20 @@ class MeasuredRoutes:
         self._next = iter(chain(ways, repeat(Route.GPU_PACKS)))
 
     def take(self) -> Route:
-        """As the last decision says."""
+        """Return the next route of the last split."""
         return next(self._next, Route.GPU_PACKS)
 
     @property
     def is_watching(self) -> bool:
-        """In some passes."""
+        """True in some passes."""
         return self._watches
 
     def note(self, sent: Sent) -> None:
-        """Remember it until the pass is past."""
+        """Keep the tensor's marks until the pass is past."""
         self._sent.append(sent)
 
     def end_forward(self) -> None:
-        """The first time, in a watched pass, is its end."""
+        """End a watched pass, the first time."""
         if self._watches:
             self._watches = False
             self._end = self._transfers.mark()
@@ -144,22 +144,20 @@ class MeasuredRoutes:
                 self._begin = self._end = None
 
     def processor_took(self, raw_bytes: int, taken_ms: float) -> None:
-        """Draws the rate towards it; after a rest nothing is left of the old one."""
+        """Draw the rate towards this one; after a rest nothing is left of the old one."""
         with self._rates_lock:
             if self.rates is not None:
                 weight = NEW_RATE_WEIGHT if Route.CPU_PACKS in self._ways else 1.0
                 self.rates = self.rates.observed("cpu_pack", raw_bytes, taken_ms, weight)
 
-    # --- deciding ---------------------------------------------------------------------------
-
     def _is_due(self) -> bool:
-        """Not the first, in which kernels are compiled; and not while an earlier one is awaited."""
+        """True if a pass is due to be watched: not the first (it compiles), nor while one waits."""
         number = self._passes
         regular = number & (number - 1) == 0 or number % _LOOK_EVERY == 0
         return number > 1 and regular and not self._sent
 
     def _with_a_trial(self, most_raw_bytes: float) -> tuple[Route, ...]:
-        """The ways; where one side would pack all, the other gets the largest that may go."""
+        """Return the routes; if one side would pack all, the other gets the largest that may go."""
         if self.seen is None or len(set(self._ways)) != 1:
             return self._ways
         sizes = [tensor.raw_bytes for tensor in self.seen.saved]
@@ -202,14 +200,14 @@ class MeasuredRoutes:
             self.rates = Rates(packed / packing_ms, processor, moved / copying_ms)
             return
         with self._rates_lock:
-            # Of a whole pass, so that nothing needs to be drawn out of noise.
+            # Of a whole pass, so that no noise needs averaging.
             self.rates = replace(self.rates, link=moved / copying_ms)
             if packed:
                 self.rates = replace(self.rates, gpu_pack=packed / packing_ms)
 
 
 def processor_rate(treatment: Treatment) -> float:
-    """Raw bytes a millisecond that the processor packs of a made-up tensor; takes some of them."""
+    """Measure the processor's packing in raw bytes per millisecond, on a made-up tensor."""
     tensor = torch.linspace(-1.0, 1.0, _PROBE_ELEMENTS)
     taken_ms = []
     for _ in range(2):

@@ -1,17 +1,14 @@
-"""Spilling: a saved tensor's bytes wait on disk until backward wants them, bit for bit.
+"""Spilling: a saved tensor's bytes wait on disk until backward reads them, bit for bit.
 
-A thread writes while the forward pass goes on; what it still has to write is
-bounded, and counts as held. Backward wants tensors in the reverse order, so the
-ones before are read ahead on another thread, also bounded. Every record carries
-a CRC-32 (``zlib.crc32``, one more pass over the bytes on the threads that write
-and read). A disk that is full or fails costs a warning: the tensor concerned, and
-those that no longer find room, stay in memory. What was written and cannot be
-read again, or reads differently, is an error, never a wrong gradient.
+A thread writes while forward goes on; bytes not yet written are bounded and count as held. Backward
+reads tensors in the reverse order, so another thread reads ahead, also bounded. Every record
+carries a CRC-32 (``zlib.crc32``, one more pass over the bytes on these threads). A full or failing
+disk costs a warning: that tensor, and those that find no room, stay in memory. A record that cannot
+be read back, or reads differently, is an error, never a wrong gradient.
 
-A record holds a whole storage, so views of it keep their strides and are
-spilled once. The writer reads the tensor's own memory, without a copy; the
-storage is let go only on the thread that saves tensors, once it is certain that
-nobody changed it in the meantime.
+A record holds a whole storage, so views keep their strides and it is spilled once. The writer reads
+the tensor's own memory, without a copy. The storage is freed only on the thread that saves tensors,
+once it is certain that nobody changed it meanwhile.
 """
 
 from __future__ import annotations
@@ -50,11 +47,10 @@ class SpillWarning(RuntimeWarning):
 class SpillOptions:
     """Where to spill and how much (bytes).
 
-    ``directory`` None is the system's place for temporary files. A directory in
-    memory (tmpfs) is refused unless ``allow_memory``. ``quota_bytes`` bounds the
-    file; None: half of what is free there. ``in_flight_bytes`` may wait to be
-    written, ``read_ahead_bytes`` may be read before they are wanted; a tensor
-    larger than these is still taken, alone.
+    ``directory``: None is the system's place for temporary files; one in memory (tmpfs) is refused
+    unless ``allow_memory``. ``quota_bytes`` bounds the file; None: half of what is free there.
+    ``in_flight_bytes`` may wait to be written, ``read_ahead_bytes`` may be read ahead; a larger
+    tensor is still taken, alone.
     """
 
     directory: str | Path | None = None
@@ -67,7 +63,7 @@ class SpillOptions:
 class SpillRecord:
     """One spilled storage, until the last reference is dropped.
 
-    ``content`` is there until it is safely on disk, and for good where that failed.
+    ``content`` is kept until it is safely on disk, and for good if that failed.
     """
 
     def __init__(self, space: _Space, tensor: Tensor, site: str, offset: int) -> None:
@@ -83,8 +79,8 @@ class SpillRecord:
         self.loads = 0
         self.space = space
         self.writing: Future[int] | None = None
-        # No longer counted. Another thread that was waiting for it may still hold it for a moment:
-        # while a finalizer runs weak references answer.
+        # No longer counted. Another thread may still hold the record briefly, since weak references
+        # answer while a finalizer runs.
         self.is_forgotten = False
         self.on_release: Callable[[SpillRecord], None] | None = None
 
@@ -110,9 +106,9 @@ class _Space:
 
 
 class SpillStore(RecordStore[SpillRecord]):
-    """Takes storages to disk and brings them back; its file is made when the first one comes.
+    """Writes storages to disk and reads them back; the first one makes the file.
 
-    Methods are called on the threads that run forward and backward, any number of them.
+    Any number of threads that run forward and backward may call its methods.
 
     Args:
         options: where and how much.
@@ -133,7 +129,7 @@ class SpillStore(RecordStore[SpillRecord]):
         self._in_flight: deque[weakref.ref[SpillRecord]] = deque()
         self._live: dict[int, weakref.ref[SpillRecord]] = {}
         self._ahead: dict[int, tuple[int, Future[Tensor]]] = {}
-        self._shared: tuple[int, Tensor] | None = None  # the last one read, wanted again soon
+        self._shared: tuple[int, Tensor] | None = None  # the last one read, soon read again
         self._numbers = 0
         self._waiting_bytes = 0
         self._fallen_back_bytes = 0
@@ -141,11 +137,11 @@ class SpillStore(RecordStore[SpillRecord]):
         self._broken = False
         self._warned = False
         self.stored_peak_bytes = 0
-        self.taken_bytes = 0  # ever
+        self.taken_bytes = 0  # in total
 
     @property
     def in_memory_bytes(self) -> int:
-        """Bytes held here: not yet written, read ahead, and what could not be written."""
+        """Bytes held in memory: not yet written, read ahead, or impossible to write."""
         with self._lock:
             self._drain()
             ahead = sum(size for size, _ in self._ahead.values())
@@ -160,27 +156,24 @@ class SpillStore(RecordStore[SpillRecord]):
             return self._stored_bytes
 
     def reset_peak(self) -> None:
-        """Start the peak anew from what is on disk now."""
+        """Restart the peak from what is on disk now."""
         self.reap()
         self.stored_peak_bytes = self.stored_bytes
 
     def bound(self, spare_bytes: int | None) -> None:
-        """Memory that nobody else counts on: half may wait to be written, half be read ahead.
+        """Bound waiting writes and reading ahead to half of ``spare_bytes`` each.
 
-        None: as much as the options say, which are a bound in any case. Without any, whoever spills
-        waits until that is written.
+        None: only the options bound them, as they always do. With 0, spilling waits for each write.
         """
         options = self._options
         half = math.inf if spare_bytes is None else max(0, spare_bytes) // 2
         self._in_flight_bytes = int(min(options.in_flight_bytes, half))
         self._read_ahead_bytes = int(min(options.read_ahead_bytes, half))
 
-    # --- out --------------------------------------------------------------------------------
-
     def put(
         self, tensor: Tensor, site: str, on_taken: Callable[[], None] = lambda: None
     ) -> SpillRecord | None:
-        """Begin to spill the whole storage of a strided CPU tensor; None: keep it, no room.
+        """Begin to spill the whole storage of a strided CPU tensor; None: no room, keep it.
 
         Returns once no more than ``in_flight_bytes``, or what ``bound`` left of them, wait to be
         written.
@@ -240,10 +233,10 @@ class SpillStore(RecordStore[SpillRecord]):
         return None
 
     def reap(self) -> None:
-        """Let go of storages that are on disk; called on a thread that saves or wants tensors.
+        """Free storages that are on disk; called on a thread that saves or reads tensors.
 
-        No operator runs on it now, so a change in place since the writing began has already
-        been counted in the tensor's version.
+        No operator runs on it now, so the tensor's version already counts any change in place since
+        the writing began.
         """
         with self._lock:
             self._reap()
@@ -272,7 +265,7 @@ class SpillStore(RecordStore[SpillRecord]):
         self.stored_peak_bytes = max(self.stored_peak_bytes, self._stored_bytes)
 
     def _fall_back(self, record: SpillRecord, problem: OSError) -> None:
-        """The record stays in memory; its place, which failed, is not given to another.
+        """Keep the record in memory; its place, which failed, is not reused.
 
         A full disk may still take what fits where others were.
         """
@@ -296,10 +289,8 @@ class SpillStore(RecordStore[SpillRecord]):
             stacklevel=2,
         )
 
-    # --- back -------------------------------------------------------------------------------
-
     def load(self, record: SpillRecord) -> torch.UntypedStorage:
-        """The storage again: its own if it is still there, else a new one with the same bytes.
+        """Return the storage: its own if still resident, else a new one with the same bytes.
 
         Raises:
             SavedTensorError: it was changed in place before it was written.
@@ -325,7 +316,7 @@ class SpillStore(RecordStore[SpillRecord]):
             return self._share(record, found)
 
     def _take_read(self, record: SpillRecord) -> Future[Tensor] | None:
-        """The record's reading, begun now if it was not; None if the last one read was it."""
+        """Return the record's reading, begun now if necessary; None if it was the last one read."""
         if self._shared is not None and self._shared[0] == record.number:
             return None
         self._shared = None
@@ -333,7 +324,7 @@ class SpillStore(RecordStore[SpillRecord]):
         return self._begin_read(record) if reading is None else reading
 
     def _share(self, record: SpillRecord, found: Tensor | None) -> torch.UntypedStorage:
-        """Remember what was read for as long as another save of the same storage may follow."""
+        """Keep what was read as long as another save of the same storage may follow."""
         if found is None:
             assert self._shared is not None
             found = self._shared[1]
@@ -349,7 +340,7 @@ class SpillStore(RecordStore[SpillRecord]):
         return space.reader.submit(read_storage, *what)
 
     def _read_ahead(self, record: SpillRecord) -> None:
-        """Begin to read those that backward will want next: the ones spilled before."""
+        """Begin to read those that backward reads next: the ones spilled before."""
         room = self._read_ahead_bytes - sum(size for size, _ in self._ahead.values())
         for number in range(record.number - 1, -1, -1):
             reference = self._live.get(number)
@@ -365,19 +356,17 @@ class SpillStore(RecordStore[SpillRecord]):
                 return
             try:
                 reading = self._begin_read(before)
-            except RuntimeError:  # no memory for it now; it is read when it is wanted
+            except RuntimeError:  # no memory for it now; it is read when backward asks
                 return
             self._ahead[number] = (before.nbytes, reading)
 
     def drop_read_ahead(self) -> None:
-        """Let go of what was read before it was wanted; it is read again."""
+        """Drop what was read ahead; it is read again."""
         with self._lock:
             for _, reading in self._ahead.values():
                 reading.cancel()
             self._ahead.clear()
             self._shared = None
-
-    # --- ends -------------------------------------------------------------------------------
 
     def _forget(self, record: SpillRecord) -> None:
         record.is_forgotten = True
@@ -388,7 +377,7 @@ class SpillStore(RecordStore[SpillRecord]):
         if self._shared is not None and self._shared[0] == record.number:
             self._shared = None
         if record.writing is not None:
-            # Even if it runs: the one writer writes whoever comes next here only afterwards.
+            # Even if it runs: the only writer reuses this place no earlier than afterwards.
             record.writing.cancel()
             self._waiting_bytes -= record.nbytes
         elif record.content is not None:
@@ -399,7 +388,7 @@ class SpillStore(RecordStore[SpillRecord]):
         record.space.extents.give_back(record.offset, record.nbytes)
 
     def close(self) -> None:
-        """End the threads and give the file's space back; records that live are lost."""
+        """End the threads and free the file's space; live records are lost."""
         with self._lock:
             space, self._space = self._space, None
         if space is not None:

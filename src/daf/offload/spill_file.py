@@ -1,15 +1,14 @@
-"""The file that spilled tensors go to, and which parts of it are in use.
+"""The file of spilled tensors, and a map of its used parts.
 
-The file has no name: it is unlinked as it is made (``O_TMPFILE`` where there is
-one), readable by its owner only, and gone with the process whatever happens.
+The file has no name: it is unlinked as it is made (``O_TMPFILE`` where available), readable by its
+owner only, and gone with the process in any case.
 
-Pages that a program writes or reads stay in the page cache, which counts in a
-memory cgroup, so spilled bytes would come back as cache. ``O_DIRECT`` avoids the
-cache but wants aligned buffers and sizes, is refused by several file systems,
-and would cost a copy of every tensor. So writes are pushed to the disk chunk by
-chunk (``sync_file_range``, which unlike ``fsync`` leaves the journal alone), waited
-for, and then dropped from the cache (``posix_fadvise``): at most two chunks of
-cache at a time, whatever is written, and a failing disk is noticed here.
+Written and read pages stay in the page cache, which counts in a memory cgroup, so spilled bytes
+would come back as cache. ``O_DIRECT`` avoids the cache, but wants aligned buffers and sizes, is
+refused by several file systems, and would cost a copy of every tensor. So each chunk is pushed to
+the disk (``sync_file_range``, which unlike ``fsync`` leaves the journal alone), awaited, then
+dropped from the cache (``posix_fadvise``). At most two chunks are cached, and a failing disk is
+noticed here.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ ALIGNMENT_BYTES = 4096
 # Of the space that is free when the file is made.
 DEFAULT_QUOTA_SHARE = 0.5
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
-# <fcntl.h>: wait for what is on its way, start what is not, wait for that.
+# <fcntl.h>: _WRITE starts writing what is not on its way; _ALL also waits before and after.
 _WRITE, _ALL = 2, 7
 
 
@@ -38,16 +37,16 @@ class SpillFile(Protocol):
     """Bytes by offset; every method may raise ``OSError``."""
 
     def write(self, content: memoryview, offset: int) -> int:
-        """Write at an offset and start the disk on it; returns how many bytes were taken."""
+        """Write at an offset and start the disk on it; returns the bytes taken."""
 
     def settle(self, offset: int, nbytes: int) -> None:
-        """Wait until these bytes are on the disk, and let go of their cache."""
+        """Wait until these bytes are on the disk, then drop them from the cache."""
 
     def read(self, into: memoryview, offset: int) -> int:
-        """Read from an offset; returns how many bytes there were."""
+        """Read from an offset; returns the bytes read."""
 
     def close(self) -> None:
-        """Give the space back."""
+        """Free the file's space."""
 
 
 class DiskFile:
@@ -67,7 +66,7 @@ class DiskFile:
         return count
 
     def settle(self, offset: int, nbytes: int) -> None:
-        """Wait until these bytes are on the disk, and let go of their cache."""
+        """Wait until these bytes are on the disk, then drop them from the cache."""
         if self._sync is not None:
             self._checked_sync(offset, nbytes, _ALL)
         else:
@@ -75,13 +74,13 @@ class DiskFile:
         self._forget(offset, nbytes)
 
     def read(self, into: memoryview, offset: int) -> int:
-        """Read from an offset, leaving no cache behind."""
+        """Read from an offset, leaving nothing in the cache."""
         count = os.preadv(self._descriptor, [into], offset)
         self._forget(offset, count)
         return count
 
     def close(self) -> None:
-        """Give the space back."""
+        """Free the file's space."""
         self._file.close()
 
     def __del__(self) -> None:
@@ -113,11 +112,11 @@ def _sync_file_range() -> ctypes._NamedFuncPointer | None:
 
 
 def open_disk_file(directory: str | Path | None, *, allow_memory: bool) -> DiskFile:
-    """An unnamed file in ``directory``; None: the system's place for temporary files.
+    """Open an unnamed file in ``directory``; None: the system's place for temporary files.
 
     Raises:
-        SpillError: the directory lies in memory (and ``allow_memory`` is False), or no file
-            can be made there, or the system has no positioned reads.
+        SpillError: the directory lies in memory (and ``allow_memory`` is False), no file can be
+            made there, or the system has no positioned reads.
     """
     place = Path(tempfile.gettempdir() if directory is None else directory)
     if not hasattr(os, "preadv"):
@@ -138,7 +137,7 @@ def open_disk_file(directory: str | Path | None, *, allow_memory: bool) -> DiskF
 
 
 def file_system_of(place: Path) -> str:
-    """The kind of file system that a path lies on (``"ext4"``); empty where it is not told."""
+    """Return the kind of file system that a path lies on (``"ext4"``); empty if unknown."""
     real = place.resolve()
     mounts = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
     holding = [mount for mount in mounts if real.is_relative_to(mount)]
@@ -151,7 +150,7 @@ class Extents:
     def __init__(self, quota_bytes: int) -> None:
         self.quota_bytes = quota_bytes
         self.end = 0  # the file has been written up to here
-        self._free: list[tuple[int, int]] = []  # (offset, bytes) by offset, never touching
+        self._free: list[tuple[int, int]] = []  # (offset, bytes) by offset, never adjacent
 
     @property
     def used_bytes(self) -> int:
@@ -159,7 +158,7 @@ class Extents:
         return self.end - sum(size for _, size in self._free)
 
     def take(self, nbytes: int) -> int | None:
-        """The offset of ``nbytes`` free bytes; None where the quota has no room for them."""
+        """Take ``nbytes`` free bytes; returns their offset, or None if the quota has no room."""
         size = rounded(nbytes)
         for place, (offset, free) in enumerate(self._free):
             if free >= size:
@@ -181,7 +180,7 @@ class Extents:
         return start
 
     def give_back(self, offset: int, nbytes: int) -> None:
-        """These bytes are free again."""
+        """Free these bytes."""
         end = offset + rounded(nbytes)
         place = bisect.bisect(self._free, (offset, 0))
         if place < len(self._free) and self._free[place][0] == end:
@@ -193,5 +192,5 @@ class Extents:
 
 
 def rounded(nbytes: int) -> int:
-    """A size in whole pages of the file."""
+    """Return a size in whole pages of the file."""
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -17,7 +17,7 @@ CHUNK_BYTES = 4 * 2**20
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The whole storage of a CPU tensor; valid while the tensor lives."""
+    """Return the whole storage of a CPU tensor; valid while the tensor lives."""
     storage = tensor.untyped_storage()
     array: Any = (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())
     return memoryview(array).cast("B")
@@ -48,10 +48,10 @@ def _write_whole(file: SpillFile, chunk: memoryview, offset: int) -> None:
 
 
 def read_storage(file: SpillFile, into: Tensor, offset: int, checksum: int, site: str) -> Tensor:
-    """Fill a storage from an offset; returns it once its checksum is right.
+    """Read a storage from an offset; returns it once its checksum is verified.
 
     Raises:
-        SpillError: the disk fails, or the bytes are not those that were written.
+        SpillError: the disk fails, or the bytes differ from those written.
     """
     view, found = _bytes_of(into), 0
     where = f"the tensor saved at {site}, {format_bytes(len(view))} at offset {offset} of the file"

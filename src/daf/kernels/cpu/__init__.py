@@ -1,4 +1,4 @@
-"""The native kernels (C++ SIMD): raw addresses in, every argument checked, the GIL released.
+"""The native kernels (C++ SIMD), a file for each family; ``kernels.reference`` is their oracle.
 
-One file for each family. What a kernel computes is stated in ``kernels.reference``.
+They take raw addresses, check every argument and release the GIL.
 """

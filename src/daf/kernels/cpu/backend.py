@@ -37,7 +37,7 @@ from daf.kernels.normalisation import (
 
 
 class CpuBackend:
-    """See :class:`daf.kernels.backend.Backend`; on all of PyTorch's threads."""
+    """The backend of the processor, on all of PyTorch's threads; see :class:`Backend`."""
 
     # --- codecs -----------------------------------------------------------------------------
 
@@ -51,7 +51,7 @@ class CpuBackend:
         rows: RowMoments | None,
         output: NormOutput | None,
     ) -> None:
-        """Everything in one pass over the source."""
+        """Encode in one pass over the source."""
         start, kind, fields = source.data_ptr(), element_type(source.dtype), planes.fields
         options = (torch.get_num_threads(), _affine(channels), _emission(output), rows)
         if treatment.method is Method.ROTATED:
@@ -70,7 +70,7 @@ class CpuBackend:
         accumulate: bool,
         blocks: Blocks,
     ) -> None:
-        """In one pass over what is there of the planes."""
+        """Decode in one pass over the resident planes."""
         kind, threads = element_type(out.dtype), torch.get_num_threads()
         after = (_affine(channels), _fields(mask), accumulate, blocks)
         if treatment.method is Method.ROTATED:
@@ -116,7 +116,7 @@ class CpuBackend:
         paged.decode_derivative(planes.fields, levels.data_ptr(), *target)
 
     def encode_integers(self, source: Tensor, planes: Any, base: int) -> None:
-        """Unsigned bytes are read as signed ones, which loses nothing."""
+        """Write ``value - base``; unsigned bytes are read as signed ones, which loses nothing."""
         start, size = source.data_ptr(), source.element_size()
         paged.encode_integers(start, size, planes.fields, base, torch.get_num_threads())
 
@@ -145,7 +145,7 @@ class CpuBackend:
     def channel_statistics(
         self, x: Tensor, geometry: Geometry, epsilon: float, running: RunningStatistics | None
     ) -> Statistics:
-        """In one pass over the input."""
+        """Measure in one pass over the input."""
         room, count = _Room(geometry), x.numel()
         threads = torch.get_num_threads()
         reductions.measure_sums(x.data_ptr(), ElementType.FLOAT32, count, room.where, threads)
@@ -190,7 +190,7 @@ class CpuBackend:
         written: Tensor | None,
         geometry: Geometry,
     ) -> Sums:
-        """Nothing is decoded but the block at hand."""
+        """Sum in one pass, decoding only the current block."""
         room = _Room(geometry)
         places = (gradient.data_ptr(), _pointer(written))
         _backward(values, NormGradient(*places, sums=room.where, mask=_fields(mask)))
@@ -220,13 +220,13 @@ class CpuBackend:
         written: Tensor,
         factors: tuple[Channels, Channels],
     ) -> None:
-        """Nothing is decoded but the block at hand."""
+        """Write in one pass, decoding only the current block."""
         of_value, of_gradient = (factor.pointers() for factor in factors)
         places = (gradient.data_ptr(), written.data_ptr())
         _backward(values, NormGradient(*places, of_value, of_gradient, mask=_fields(mask)))
 
     def backward_rows(self, values: Values, job: RowBackward) -> Sums | None:
-        """One pass; nothing is decoded but the row at hand."""
+        """Run backward in one pass, decoding only the current row."""
         threads, count = torch.get_num_threads(), job.gradient.numel()
         sums = Sums(*torch.empty(2, job.length, dtype=torch.float64)) if job.summing else None
         size_bytes = row_norm.workspace_bytes(count, job.length, threads)
@@ -254,7 +254,7 @@ class CpuBackend:
 
 
 class _Room:
-    """Where sums are written, and what the kernel works in meanwhile."""
+    """Room for sums, and the kernel's workspace."""
 
     def __init__(self, geometry: Geometry) -> None:
         channels, inner, count = geometry
@@ -267,7 +267,7 @@ class _Room:
 
 
 def _backward(values: Values, gradient: NormGradient) -> None:
-    """One pass of a channel normalisation's backward."""
+    """Run one pass of a channel normalisation's backward."""
     threads = torch.get_num_threads()
     if isinstance(values, KeptValues):
         source = (values.x.data_ptr(), values.x.numel(), values.forward.pointers())
@@ -280,7 +280,7 @@ def _backward(values: Values, gradient: NormGradient) -> None:
 
 
 def _emission(output: NormOutput | None) -> Emission | None:
-    """The output as addresses; keep its tensors alive while they are used."""
+    """Return the output as addresses; keep its tensors alive while they are used."""
     if output is None:
         return None
     places = (output.out.data_ptr(), _pointer(output.addend))

@@ -1,9 +1,8 @@
-"""A normalisation's kernels: forward without a code, and both passes of backward.
+"""A channel normalisation's kernels: forward without a code, and both passes of backward.
 
-With a code, forward is an encoder's ``emission`` (``daf.kernels.cpu.paged``).
-Backward reads planes block by block; no decoded tensor exists. Values are
-float32, addresses ints; memory in pages must be pinned by the caller. Each
-function raises KernelError when called outside its contract.
+With a code, forward is an encoder's ``emission`` (``daf.kernels.cpu.paged``). Backward reads planes
+block by block; no decoded tensor exists. Values are float32, addresses ints; the caller pins memory
+in pages. Each function raises KernelError when called outside its contract.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def emit(
     threads: int,
     rows: RowMoments | None = None,
 ) -> None:
-    """Carry out the emission from ``count`` elements, ``affine`` making values of them.
+    """Carry out the emission for the values ``affine`` of ``count`` elements.
 
     With ``rows`` the affine is measured just before.
     """
@@ -53,12 +52,11 @@ def derive(
     accumulate: bool = False,
     blocks: tuple[int, int] | None = None,
 ) -> None:
-    """Write again what ``emit`` wrote: ``result`` of the values, which are ``affine`` of ``count``
-    elements.
+    """Write again what ``emit`` wrote: ``result`` of the values ``affine`` of ``count`` elements.
 
-    ``accumulate`` adds what lies at the destination, in the place of an addend; then ``mask``, as
+    ``accumulate`` adds what the destination holds, in place of an addend; then ``mask``, as
     ``emit`` wrote it, zeroes the elements whose bit is clear. With ``blocks`` (first, last) the
-    destination holds the elements of these blocks of 256 alone.
+    destination holds the elements of these blocks of 256 only.
     """
     job = Job(
         *(threads, count),
@@ -76,7 +74,7 @@ def derive(
 def backward_kept(
     source: int, count: int, affine: ChannelAffine | None, gradient: NormGradient, threads: int
 ) -> None:
-    """One pass of backward; the values are ``affine`` of ``count`` elements."""
+    """Run one pass of backward over the values ``affine`` of ``count`` elements."""
     job = Job(threads, count, source=source, affine=affine, gradient=gradient)
     run(_native.copy_blocks, job, "source")
 
@@ -84,13 +82,13 @@ def backward_kept(
 def backward_rotated(
     fields: PageFields, rounds: int, key: int, gradient: NormGradient, threads: int
 ) -> None:
-    """One pass of backward; the values are those of a ``rotated`` code, whatever it has left."""
+    """Run one pass of backward over a ``rotated`` code, from the planes it has left."""
     code = rotated_code(fields, rounds, key)
     run(_native.decode_rotated, Job(threads, fields.elements, gradient=gradient, **code))
 
 
 def backward_minmax(fields: PageFields, gradient: NormGradient, threads: int) -> None:
-    """One pass of backward; the values are those of a ``minmax`` code."""
+    """Run one pass of backward over a ``minmax`` code."""
     pages = check_whole(fields, MINMAX_BITS)
     run(_native.decode_minmax, Job(threads, fields.elements, gradient=gradient, pages=pages))
 
@@ -121,10 +119,7 @@ def statistics_of_sums(
 
 
 def factors_of_sums(channels: int, count: int, factors: GradientFactors) -> None:
-    """Write what backward's second pass multiplies by, from its first pass's sums.
-
-    Channels have ``count`` elements each.
-    """
+    """Write backward's second factors from its first sums, of channels of ``count`` elements."""
     check_channels(channels, 1)
     if count < 1:
         raise KernelError(f"asked for factors of {count} elements; the least is 1")

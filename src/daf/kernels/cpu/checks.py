@@ -1,4 +1,4 @@
-"""What a call of a native kernel must keep to: each check raises KernelError where it does not."""
+"""Checks of a native kernel's arguments; each raises KernelError."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Widths = range | tuple[int, ...]
 
 
 def check_call(count: int, threads: int, **pointers: int) -> None:
-    """A count, threads, and addresses; these may be 0 only where there is nothing at them."""
+    """Check a count, threads, and addresses, which may be 0 only if nothing is there."""
     if count < 0:
         raise KernelError(f"asked for {count} elements; a count is 0 or more")
     if threads < 1:
@@ -28,19 +28,19 @@ def check_call(count: int, threads: int, **pointers: int) -> None:
 
 
 def check_pointer(name: str, address: int) -> None:
-    """An address of 64 bits, not 0."""
+    """Check an address: 64 bits, not 0."""
     if not 0 < address < 2**64:
         raise KernelError(f"asked for {name} at address {address}; give a tensor's data_ptr()")
 
 
 def check_member(name: str, value: int, allowed: Widths) -> None:
-    """One of the values that exist."""
+    """Check that a value is one of ``allowed``."""
     if value not in allowed:
         raise KernelError(f"asked for {name} {value!r}; {allowed[0]} to {allowed[-1]} exist")
 
 
 def check_element_type(element_type: int) -> None:
-    """A number of ElementType."""
+    """Check a number of ElementType."""
     if element_type not in tuple(ElementType):
         raise KernelError(
             f"asked for element type {element_type!r}; float32, bfloat16 and float16 exist"
@@ -48,25 +48,25 @@ def check_element_type(element_type: int) -> None:
 
 
 def check_key(key: int) -> None:
-    """A seed of 64 bits."""
+    """Check a seed of 64 bits."""
     if not 0 <= key < 2**64:
         raise KernelError(f"asked for key {key}; a key has 64 bits and no sign")
 
 
 def check_rotation(rounds: int, key: int) -> None:
-    """Rounds and key of ``rotated``."""
+    """Check rounds and key of ``rotated``."""
     check_member("rounds", rounds, (1, 2))
     check_key(key)
 
 
 def check_item_bytes(item_bytes: int) -> None:
-    """Item size of packed integers."""
+    """Check the item size of packed integers."""
     if item_bytes not in (1, 2, 4, 8):
         raise KernelError(f"asked for items of {item_bytes} bytes; 1, 2, 4 and 8 exist")
 
 
 def check_borders(address: int, count: int) -> None:
-    """``count`` ascending float32 numbers at an address."""
+    """Check ``count`` ascending float32 numbers at an address."""
     check_pointer("borders", address)
     borders = (ctypes.c_float * count).from_address(address)
     if not all(low < high for low, high in pairwise(borders)) or borders[0] != borders[0]:
@@ -74,7 +74,7 @@ def check_borders(address: int, count: int) -> None:
 
 
 def check_channels(channels: int, inner: int) -> None:
-    """``(i // inner) % channels`` makes sense and fits the native numbers."""
+    """Check that ``(i // inner) % channels`` is valid and fits the native numbers."""
     if not (1 <= channels < _MOST_CHANNELS and 1 <= inner < _MOST_INNER):
         raise KernelError(
             f"asked for {channels} channels, {inner} elements each; both are 1 or more, "
@@ -83,7 +83,7 @@ def check_channels(channels: int, inner: int) -> None:
 
 
 def check_sums(sums: ChannelSums | None) -> None:
-    """Channels that make sense, and addresses."""
+    """Check channels and addresses of sums."""
     if sums is None:
         return
     check_channels(sums.channels, sums.inner)
@@ -93,7 +93,7 @@ def check_sums(sums: ChannelSums | None) -> None:
 
 
 def check_affine(affine: ChannelAffine | None) -> None:
-    """Channels that make sense, and addresses."""
+    """Check channels and addresses of an affine."""
     if affine is None:
         return
     check_channels(affine.channels, affine.inner)
@@ -101,11 +101,8 @@ def check_affine(affine: ChannelAffine | None) -> None:
     check_pointer("shift", affine.shift_pointer)
 
 
-# --- pages ----------------------------------------------------------------------------------
-
-
 def check_fields(fields: PageFields, widths: Widths) -> PageFields:
-    """A width that exists, addresses, and at least one plane everywhere."""
+    """Check the width, the addresses, and at least one plane in every run."""
     check_member("bits", fields.bits, widths)
     check_call(fields.elements, 1, region=fields.region, table=fields.table)
     least = fields.kept if is_whole(fields) else fields.kept - 1
@@ -117,7 +114,7 @@ def check_fields(fields: PageFields, widths: Widths) -> PageFields:
 
 
 def check_whole(fields: PageFields, widths: Widths) -> PageFields:
-    """The same, and no plane evicted."""
+    """Check the fields, and that no plane is evicted."""
     check_fields(fields, widths)
     if fields.kept < fields.bits or not is_whole(fields):
         raise KernelError(
@@ -133,7 +130,7 @@ def is_whole(fields: PageFields) -> bool:
 
 
 def check_mask(mask: PageFields | None, count: int) -> None:
-    """One whole plane of as many elements."""
+    """Check one whole plane of ``count`` elements."""
     if mask is None:
         return
     if mask.elements != count or (mask.bits, mask.kept, mask.full_runs) != (1, 1, mask.runs):

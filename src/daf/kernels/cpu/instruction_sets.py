@@ -1,4 +1,4 @@
-"""Which instruction set the native kernels run with."""
+"""The instruction set that the native kernels run with."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _forced_set: ContextVar[str] = ContextVar("forced_instruction_set", default="")
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """Instruction sets that this processor runs and this build has, widest first."""
+    """Return the instruction sets of this processor and this build, widest first."""
     return tuple(_native.instruction_sets())
 
 
 def chosen_instruction_set() -> str:
-    """The set that this context is forced to use; empty: the widest."""
+    """Return the set that this context is forced to use; empty: the widest."""
     return _forced_set.get()
 
 

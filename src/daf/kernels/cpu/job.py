@@ -1,4 +1,4 @@
-"""One record for every call of a native kernel."""
+"""The record of every call of a native kernel."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from daf.kernels.cpu.instruction_sets import chosen_instruction_set
 
 
 class Job(NamedTuple):
-    """What a kernel is asked to do, in the order in which ``csrc/bindings/records.h`` reads it.
+    """The arguments of a native kernel, in the order that ``csrc/bindings/records.h`` reads.
 
-    What an operation does not use keeps its default. ``affine`` is of the values read, ``after`` of
-    the values written; addresses are ints.
+    Fields that an operation does not use keep their defaults. ``affine`` applies to the values
+    read, ``after`` to the values written; addresses are ints.
     """
 
     threads: int
@@ -69,11 +69,11 @@ class Job(NamedTuple):
 
 
 def run(kernel: Callable[[str, Job], bool], job: Job, *needed: str) -> bool:
-    """Check a job and carry it out; False if a kernel found elements that it cannot code.
+    """Check a job and run it; False if a kernel found elements that it cannot encode.
 
     Args:
         kernel: of ``daf._native``.
-        job: what to do.
+        job: the arguments.
         needed: fields that are addresses, not 0 unless there are no elements.
     """
     if job.emission is not None:

@@ -1,11 +1,10 @@
 """The native codecs: encoders and decoders of planes in pages.
 
-Addresses are ints (``tensor.data_ptr()``). Planes, headers and counts come as
-:class:`daf.kernels.PageFields`; nothing is allocated here, and pages are pinned by the caller.
-``rotated`` codes are written to, and decoded from, the planes that each run has; all other codes
-need every plane. ``threads`` is the most threads to use, the caller's among them: small inputs
-use one, and the bytes never depend on it. ``key`` is an int in [0, 2**64). Each function raises
-KernelError when called outside its contract.
+Addresses are ints (``tensor.data_ptr()``); :class:`daf.kernels.PageFields` carries planes, headers
+and counts. Nothing is allocated here; the caller pins pages. ``rotated`` codes use the planes that
+each run has; all other codes need every plane. ``threads`` bounds the threads used, the caller's
+included. Small inputs use one, and the bytes never depend on it. ``key`` is an int in [0, 2**64).
+Each function raises KernelError when called outside its contract.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ def encode_rotated(
     emission: Emission | None = None,
     rows: RowMoments | None = None,
 ) -> None:
-    """Write the headers, and of every run the planes that it has: the first of its ``bits``.
+    """Write the headers and the planes that each run has, the first of its ``bits``.
 
-    ``emission`` is computed from the values coded, while they are read; with ``rows`` the
-    affine is measured just before.
+    ``emission`` is computed from the encoded values while they are read; with ``rows`` the affine
+    is measured just before.
     """
     job = Job(
         *(threads, fields.elements, element_type, source, affine),
@@ -77,10 +76,10 @@ def decode_rotated(
 ) -> None:
     """Decode every run from the planes it has, with the merged-cell table of that width.
 
-    Then, in this order: ``affine``, ``accumulate`` onto the destination, ``mask`` (of equal
-    count, its pages perhaps of another size: a clear bit gives +0), rounding. With ``blocks``
-    (first, last), ``destination`` holds the elements of these blocks of 256 alone; all else,
-    ``mask`` included, is the whole tensor's.
+    Then, in this order: ``affine``, ``accumulate`` onto the destination, ``mask`` (of equal count,
+    its pages perhaps of another size: a clear bit gives +0), rounding. With ``blocks`` (first,
+    last), ``destination`` holds the elements of these blocks of 256 only; all else, ``mask``
+    included, is the whole tensor's.
     """
     job = Job(
         *(threads, fields.elements, element_type),
@@ -104,7 +103,7 @@ def encode_minmax(
     emission: Emission | None = None,
     rows: RowMoments | None = None,
 ) -> None:
-    """Write every plane and the headers, rounding stochastically; options as above."""
+    """Write all planes and headers, rounding stochastically; options as in ``encode_rotated``."""
     pages = check_whole(fields, MINMAX_BITS)
     job = Job(threads, fields.elements, element_type, source, affine, pages=pages, key=key)
     run(_native.encode_minmax, job._replace(emission=emission, rows=rows), "source")
@@ -120,7 +119,7 @@ def decode_minmax(
     accumulate: bool = False,
     blocks: tuple[int, int] | None = None,
 ) -> None:
-    """Decode all planes; the options are those of ``decode_rotated``."""
+    """Decode all planes; options as in ``decode_rotated``."""
     job = Job(
         *(threads, fields.elements, element_type),
         pages=check_whole(fields, MINMAX_BITS),
@@ -141,9 +140,9 @@ def encode_steps(
     threads: int,
     affine: ChannelAffine | None = None,
 ) -> None:
-    """Write every plane of what ``affine`` makes numbers of steps, rounding stochastically.
+    """Write every plane of the numbers of steps that ``affine`` gives, rounding stochastically.
 
-    What lies beyond ``0 … 2**bits - 1`` is its nearer end, NaN is 0; there are no headers.
+    Numbers beyond ``0 … 2**bits - 1`` become the nearer end, NaN 0; there are no headers.
     """
     pages = check_whole(fields, MINMAX_BITS)
     job = Job(threads, fields.elements, element_type, source, affine, pages=pages, key=key)
@@ -205,7 +204,7 @@ def encode_derivative(
 ) -> bool:
     """Write how many of the ``2**bits - 1`` borders lie strictly below each element.
 
-    Returns False, the planes then being worthless, if any element is not finite.
+    Returns False if any element is not finite, which makes the planes worthless.
     """
     pages = check_whole(fields, DERIVATIVE_BITS)
     check_borders(borders, 2**fields.bits - 1)
@@ -229,7 +228,7 @@ def encode_integers(
     """Write ``value - base`` losslessly; items are signed (or bool) of 1, 2, 4 or 8 bytes.
 
     Raises:
-        KernelError: also when a difference does not fit the planes.
+        KernelError: also if a difference does not fit the planes.
     """
     job = Job(threads, fields.elements, source=source, **integers(fields, item_bytes, base))
     if not run(_native.encode_integers, job, "source"):
@@ -252,7 +251,7 @@ def decode_integers(
 
 
 def rotated_code(fields: PageFields, rounds: int, key: int) -> dict[str, Any]:
-    """What a decoder of ``rotated`` reads; with it the tables of both widths that runs have."""
+    """Return what a decoder of ``rotated`` reads, with the tables of both widths that runs have."""
     check_fields(fields, ROTATED_BITS)
     found: dict[str, Any] = {"pages": fields, "rounds": rounds, "key": key}
     found["levels"], found["level_factor"] = _levels(fields, fields.kept)
@@ -268,7 +267,7 @@ def _levels(fields: PageFields, kept_bits: int) -> tuple[int, float]:
 
 
 def integers(fields: PageFields, item_bytes: int, base: int) -> dict[str, Any]:
-    """Planes of integers, their item size and base."""
+    """Return a job's planes of integers, their item size and base."""
     pages = check_whole(fields, INTEGER_BITS)
     check_item_bytes(item_bytes)
     return {"pages": pages, "item_bytes": item_bytes, "base": base & (2**64 - 1)}

@@ -1,11 +1,9 @@
 """Ranges and sums of a tensor or of each of its channels, by the native kernels.
 
-Element ``i`` in memory order belongs to channel ``(i // inner) % channels``; a
-whole tensor is one channel. Addresses, ``threads`` and errors are as in
-``daf.kernels.cpu.paged``, and so is the promise that the bytes never depend on
-threads, instruction sets or strategies. Section 8 of ``docs/format.md`` gives
-the arithmetic. A workspace is the caller's; it may lie anywhere and hold
-anything.
+Element ``i`` in memory order is of channel ``(i // inner) % channels``; a whole tensor is one
+channel. Addresses, ``threads`` and errors are as in ``daf.kernels.cpu.paged``. The bytes never
+depend on threads, instruction sets or strategies; section 8 of ``docs/format.md`` gives the
+arithmetic. The caller supplies the workspace, anywhere and with any content.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ _BY_THE_RULE = -1
 
 
 def range_strategy(count: int, threads: int, channels: int = 1, inner: int = 1) -> RangeStrategy:
-    """The strategy that ``measure_ranges`` takes when it is told none."""
+    """Return the strategy that ``measure_ranges`` takes by default."""
     _check_shape(count, threads, channels, inner)
     return RangeStrategy(_native.range_strategy(count, channels, inner, threads))
 
@@ -33,7 +31,7 @@ def ranges_workspace_bytes(
     inner: int = 1,
     strategy: RangeStrategy | None = None,
 ) -> int:
-    """Bytes that ``measure_ranges`` needs beside its results."""
+    """Return the workspace bytes of ``measure_ranges``."""
     _check_shape(count, threads, channels, inner)
     number = _strategy_number(strategy)
     size_bytes: int = _native.ranges_workspace_bytes(count, channels, inner, threads, number)
@@ -41,7 +39,7 @@ def ranges_workspace_bytes(
 
 
 def sums_workspace_bytes(count: int, threads: int, channels: int = 1, inner: int = 1) -> int:
-    """Bytes of the workspace of a ChannelSums, for ``measure_sums``."""
+    """Return the workspace bytes of ``measure_sums``."""
     _check_shape(count, threads, channels, inner)
     size_bytes: int = _native.sums_workspace_bytes(count, channels, inner, threads)
     return size_bytes
@@ -61,9 +59,9 @@ def measure_ranges(
 ) -> None:
     """Write the least and the greatest element of each channel, ``channels`` float32 each.
 
-    -0 is less than +0. A channel with a NaN has the canonical NaN for both; one
-    without elements has +inf and -inf. Without a ``strategy`` the rule of
-    ``range_strategy`` decides, from measured times; the results are the same.
+    -0 is less than +0. A channel with a NaN has the canonical NaN for both; an empty one has +inf
+    and -inf. Without a ``strategy``, ``range_strategy`` chooses one from measured times; all give
+    the same results.
     """
     check_channels(channels, inner)
     places = (least, greatest, workspace)
@@ -79,19 +77,18 @@ def measure_sums(
 ) -> None:
     """Write the sum and the sum of squares of each channel as float64.
 
-    Squares are exact, sums are of float64 in the order of the format. NaN and
-    infinities go the way of float64 arithmetic; NaN is canonical.
+    Squares are exact; sums are of float64 in the format's order. NaN and infinities follow float64
+    arithmetic; NaN is canonical.
     """
     run(_native.read_blocks, Job(threads, count, element_type, source, sums=sums), "source")
 
 
 def mean_and_variance(total: float, squares: float, count: int) -> tuple[float, float]:
-    """Mean and (biased) variance of ``count`` numbers from their sum and sum of squares.
+    """Return mean and (biased) variance of ``count`` numbers from their sum and sum of squares.
 
-    ``variance = max(squares / count - mean², 0)`` in float64. Float32 numbers
-    have 24 bits, so the cancellation costs what float64 has to spare: the
-    variance is off by some 2⁻⁵² · (1 + mean² / variance) of itself times the
-    length of the longest chain of additions.
+    ``variance = max(squares / count - mean², 0)`` in float64. Its relative error is about 2⁻⁵² · (1
+    + mean² / variance) times the length of the longest chain of additions. Float32 numbers have 24
+    bits, so float64 has bits to spare for the cancellation.
 
     Raises:
         KernelError: there are no numbers.

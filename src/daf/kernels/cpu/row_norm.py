@@ -1,9 +1,8 @@
-"""The backward of a normalisation of rows: layer and root-mean-square normalisation.
+"""Backward of layer and root-mean-square normalisation, over rows.
 
-Its forward is an encoder's or :func:`daf.kernels.cpu.channel_norm.emit`, with ``rows``. One
-pass over the values, which are decoded a row at a time. Values are float32,
-addresses ints; memory in pages must be pinned by the caller. Each function
-raises KernelError when called outside its contract.
+Forward is an encoder's or :func:`daf.kernels.cpu.channel_norm.emit`, with ``rows``. Backward is one
+pass over the values, decoded a row at a time. Values are float32, addresses ints; the caller pins
+memory in pages. Each function raises KernelError when called outside its contract.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from daf.kernels.cpu.paged import rotated_code
 
 
 def workspace_bytes(count: int, length: int, threads: int) -> int:
-    """Bytes that backward works in for ``count`` elements in rows of ``length``."""
+    """Return the workspace bytes of backward for ``count`` elements in rows of ``length``."""
     check_call(count, threads)
     _check_length(count, length)
     size: int = _native.rows_workspace_bytes(count, length, threads)
@@ -28,7 +27,7 @@ def workspace_bytes(count: int, length: int, threads: int) -> int:
 def backward_kept(
     source: int, count: int, affine: ChannelAffine | None, gradient: RowGradient, threads: int
 ) -> None:
-    """The values are ``affine`` of ``count`` elements."""
+    """Run backward over the values ``affine`` of ``count`` elements."""
     rows = _checked(gradient, count)
     job = Job(threads, count, source=source, affine=affine, row_gradient=rows)
     run(_native.copy_blocks, job, "source")
@@ -37,13 +36,13 @@ def backward_kept(
 def backward_rotated(
     fields: PageFields, rounds: int, key: int, gradient: RowGradient, threads: int
 ) -> None:
-    """The values are those of a ``rotated`` code, whatever it has left."""
+    """Run backward over a ``rotated`` code, from the planes it has left."""
     code, rows = rotated_code(fields, rounds, key), _checked(gradient, fields.elements)
     run(_native.decode_rotated, Job(threads, fields.elements, row_gradient=rows, **code))
 
 
 def backward_minmax(fields: PageFields, gradient: RowGradient, threads: int) -> None:
-    """The values are those of a ``minmax`` code."""
+    """Run backward over a ``minmax`` code."""
     pages, rows = check_whole(fields, MINMAX_BITS), _checked(gradient, fields.elements)
     run(_native.decode_minmax, Job(threads, fields.elements, row_gradient=rows, pages=pages))
 

@@ -1,1 +1,1 @@
-"""The oracle: every kernel, written out readably in NumPy. Every backend equals its bytes."""
+"""The oracle: every kernel, readable in NumPy; every backend equals its bytes."""

@@ -34,7 +34,7 @@ class Affine(NamedTuple):
 
     @np.errstate(all="ignore")
     def apply(self, values: Floats, first: int) -> Floats:
-        """``values`` (blocks, 256) of which the first is element number ``first``."""
+        """Apply to ``values`` (blocks, 256), of which the first is element number ``first``."""
         place = first + np.arange(values.size, dtype=np.int64).reshape(values.shape)
         channel = (place // self.inner) % len(self.scale)
         product: Floats = values * self.scale[channel]
@@ -50,7 +50,7 @@ class Code(NamedTuple):
 
 @dataclass(frozen=True)
 class Target:
-    """What a decoder writes: how many elements of which type, onto what, and where."""
+    """What a decoder writes: element count and type, what it adds to, and where."""
 
     count: int
     element_type: ElementType = ElementType.FLOAT32
@@ -73,7 +73,7 @@ class Chunk:
 
 
 def chunks(source: Elements, affine: Affine | None) -> Iterator[Chunk]:
-    """The tensor's blocks, a few thousand at a time; padding is 0, after the affine too."""
+    """Yield the tensor's blocks, a few thousand at a time; padding is 0, after the affine too."""
     step = _CHUNK_BLOCKS * BLOCK_ELEMENTS
     for start in range(0, len(source), step):
         values = widen(source[start : start + step])
@@ -87,11 +87,8 @@ def chunks(source: Elements, affine: Affine | None) -> Iterator[Chunk]:
         yield Chunk(start // BLOCK_ELEMENTS, blocks, valid)
 
 
-# --- sums, transforms, planes ---------------------------------------------------------------
-
-
 def tree_sum(values: Floats) -> Floats:
-    """(n, 256) to (n, 1): strides 128, 64, … 1."""
+    """Sum (n, 256) to (n, 1): strides 128, 64, … 1."""
     width = BLOCK_ELEMENTS
     while width > 1:
         width //= 2
@@ -100,7 +97,7 @@ def tree_sum(values: Floats) -> Floats:
 
 
 def to_planes(codes: NDArray[np.uint64], bits: int) -> Planes:
-    """(n, 256) codes to (bits, 8 n) words, the most significant plane first."""
+    """Convert (n, 256) codes to (bits, 8 n) words, the most significant plane first."""
     shifts = np.arange(bits - 1, -1, -1, dtype=np.uint64)
     bit = ((codes.reshape(1, -1, 32) >> shifts[:, None, None]) & np.uint64(1)).astype(np.uint32)
     planes: Planes = np.bitwise_or.reduce(bit << np.arange(32, dtype=np.uint32), axis=2)
@@ -108,7 +105,7 @@ def to_planes(codes: NDArray[np.uint64], bits: int) -> Planes:
 
 
 def from_planes(planes: Planes) -> NDArray[np.uint64]:
-    """(k, 8 n) words to (n, 256) codes of k bits."""
+    """Convert (k, 8 n) words to (n, 256) codes of k bits."""
     codes = np.zeros((planes.shape[1], 32), np.uint64)
     for plane in planes:
         bit = (plane[:, None] >> np.arange(32, dtype=np.uint32)) & np.uint32(1)
@@ -117,7 +114,7 @@ def from_planes(planes: Planes) -> NDArray[np.uint64]:
 
 
 def prescale_of(chunk: Chunk) -> tuple[Floats, Floats, NDArray[np.bool_]]:
-    """(n, 1) each: the power of two that brings the block near 1, its inverse, all finite?"""
+    """Return (n, 1) each: a power of two that brings the block near 1, its inverse, all finite?"""
     patterns = np.where(chunk.valid, chunk.values, np.float32(0)).view(np.uint32)
     greatest = (patterns & np.uint32(0x7FFFFFFF)).max(axis=1, keepdims=True)
     exponent = np.clip(greatest >> np.uint32(23), 1, 253).astype(np.uint32)
@@ -135,13 +132,13 @@ def finish(
 
 
 def spoil(values: Floats, headers: Headers) -> Floats:
-    """NaN wherever a header number is not finite."""
+    """Write NaN wherever a header number is not finite."""
     good = np.isfinite(widen_bfloat16(headers)).all(axis=1, keepdims=True)
     return np.where(good, values, np.float32(np.nan))
 
 
 def join(codes: list[Code], bits: int) -> Code:
-    """One code of the codes of consecutive chunks."""
+    """Join the codes of consecutive chunks."""
     if not codes:
         return Code(np.zeros((bits, 0), np.uint32), np.zeros((0, 2), np.uint16))
     return Code(
@@ -151,20 +148,20 @@ def join(codes: list[Code], bits: int) -> Code:
 
 
 def block_runs(code: Code) -> Iterator[tuple[int, Planes, Headers]]:
-    """(first block, planes, headers) of a few thousand blocks at a time."""
+    """Yield (first block, planes, headers) of a few thousand blocks at a time."""
     for first in range(0, len(code.headers), _CHUNK_BLOCKS):
         last = first + _CHUNK_BLOCKS
         yield first, code.planes[:, 8 * first : 8 * last], code.headers[first:last]
 
 
 def stack(pieces: list[Any], dtype: Any = np.float32) -> NDArray[Any]:
-    """All chunks' blocks, perhaps none."""
+    """Stack all chunks' blocks, perhaps none."""
     return np.concatenate(pieces) if pieces else np.zeros((0, BLOCK_ELEMENTS), dtype)
 
 
 @np.errstate(all="ignore")
 def store(values: Floats, target: Target, affine: Affine | None) -> Elements:
-    """Section 7 of the format."""
+    """Write values by section 7 of the format."""
     if affine is not None:
         values = affine.apply(values, 0)
     flat = values.reshape(-1)[: target.count]
@@ -177,6 +174,10 @@ def store(values: Floats, target: Target, affine: Affine | None) -> Elements:
 
 
 def require(holds: bool, asked: str) -> None:
-    """Raise KernelError, naming what was asked, unless it holds."""
+    """Check that ``holds``.
+
+    Raises:
+        KernelError: it does not; the message names ``asked``.
+    """
     if not holds:
         raise KernelError(f"asked for {asked}; see docs/format.md for what exists")

@@ -14,7 +14,7 @@ from daf.kernels.reference.reductions import Doubles, Sums, channel_of, measure_
 
 
 class Moments(NamedTuple):
-    """Of each channel, (channels,) float32: mean and inverse deviation, running mean and variance.
+    """Each channel's mean and inverse deviation, running mean and variance; (channels,) float32.
 
     The latter two are None where nothing follows.
     """
@@ -26,7 +26,7 @@ class Moments(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Of each channel, (channels,) float32: what ``input_gradient`` takes, and gradients."""
+    """Each channel's factors for ``input_gradient``, and gradients; (channels,) float32."""
 
     value_scale: Floats
     value_shift: Floats
@@ -50,7 +50,7 @@ def statistics_of_sums(
     running: tuple[Floats, Floats] | None = None,
     momentum: float = 0.0,
 ) -> Moments:
-    """Of channels of ``count`` elements; ``running`` are mean and variance from before."""
+    """Return moments of channels of ``count`` elements; ``running``: mean and variance before."""
     mean = sums.sums / count
     variance = np.maximum(sums.squares / count - mean * mean, 0)  # NaN stays
     found = Moments(_rounded(mean), _rounded(1 / np.sqrt(variance + epsilon)))
@@ -69,7 +69,7 @@ def statistics_of_sums(
 def factors_of_sums(
     sums: Sums, count: int, inverse_deviation: Floats, gamma: Floats | None
 ) -> Factors:
-    """From backward's first pass: what its second one multiplies by."""
+    """Return the factors of backward's second pass from the sums of its first."""
     factor = inverse_deviation.astype(np.float64)
     if gamma is not None:
         factor = factor * gamma.astype(np.float64)
@@ -89,7 +89,7 @@ def emit(
     rectify: bool,
     most: float = float("inf"),
 ) -> Emitted:
-    """From normalised values (count,): affine, addend, ReLU that lets pass at most ``most``."""
+    """Run forward from normalised values (count,): affine, addend, ReLU bounded by ``most``."""
     result = values if affine is None else affine.apply(values, 0)
     if addend is not None:
         result = result + addend
@@ -105,9 +105,9 @@ def emit(
 def derive(
     values: Floats, affine: Affine | None, before: Floats | None, mask: Planes | None
 ) -> Floats:
-    """``emit``'s result again, from normalised values (count,) and the mask that it wrote.
+    """Return ``emit``'s result again, from normalised values (count,) and the mask that it wrote.
 
-    ``before`` is what lies where the result is added, the addend's place.
+    ``before`` is what the destination holds, in place of the addend.
     """
     result = values if affine is None else affine.apply(values, 0)
     if before is not None:
@@ -118,7 +118,7 @@ def derive(
 
 
 def masked(gradient: Floats, mask: Planes | None) -> Floats:
-    """The gradient, +0 where the mask is clear."""
+    """Return the gradient, +0 where the mask is clear."""
     if mask is None:
         return gradient
     chosen = from_planes(mask).reshape(-1)[: len(gradient)] == 1
@@ -128,7 +128,7 @@ def masked(gradient: Floats, mask: Planes | None) -> Floats:
 def gradient_sums(
     values: Floats, gradient: Floats, mask: Planes | None, channels: int, inner: int
 ) -> Sums:
-    """The first pass of backward."""
+    """Run the first pass of backward."""
     return measure_products(masked(gradient, mask), values, channels, inner)
 
 
@@ -136,7 +136,7 @@ def gradient_sums(
 def input_gradient(
     values: Floats, gradient: Floats, mask: Planes | None, of_value: Affine, of_gradient: Affine
 ) -> Floats:
-    """The second pass of backward."""
+    """Run the second pass of backward."""
     channel = channel_of(len(values), len(of_gradient.scale), of_gradient.inner)
     product = masked(gradient, mask) * of_gradient.scale[channel]
     return _canonical(product + of_value.apply(values, 0))

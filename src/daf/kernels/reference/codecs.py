@@ -1,8 +1,8 @@
-"""The oracle: every operation of ``docs/format.md`` in NumPy, readable before fast.
+"""The oracle of codecs: every operation of ``docs/format.md`` in NumPy, readable before fast.
 
-Elements are arrays of float32, float16, or uint16 (bf16 bit patterns), in
-memory order; planes are (bits, words) uint32; headers are (blocks, 2) uint16.
-No sum is left to a library: the order of additions is part of the format.
+Elements are arrays of float32, float16, or uint16 (bf16 bit patterns), in memory order; planes are
+(bits, words) uint32; headers are (blocks, 2) uint16. No sum is left to a library: the order of
+additions is part of the format.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ Integers = NDArray[np.int64]
 
 
 def hadamard(values: Integers) -> Integers:
-    """Unnormalised Walsh–Hadamard transform of every row of (n, 256), natural order."""
+    """Transform every row of (n, 256): unnormalised Walsh–Hadamard, natural order."""
     stride = 1
     while stride < BLOCK_ELEMENTS:
         pairs = values.reshape(len(values), -1, 2, stride)
@@ -77,7 +77,7 @@ def hadamard(values: Integers) -> Integers:
 def encode_rotated(
     source: Elements, bits: int, rounds: int, key: int, affine: Affine | None = None
 ) -> Code:
-    """Section 4 of the format."""
+    """Encode by section 4 of the format."""
     require(bits in (1, 2, 3, 4) and rounds in (1, 2), f"{bits} bits, {rounds} rounds")
     return join(
         [_encode_rotated(chunk, bits, rounds, key) for chunk in chunks(source, affine)], bits
@@ -114,7 +114,7 @@ def _encode_rotated(chunk: Chunk, bits: int, rounds: int, key: int) -> Code:
 
 
 def _centre(chunk: Chunk) -> tuple[_Centred, NDArray[np.bool_]]:
-    """Prescaled only where the energy asks for it; and which blocks are finite."""
+    """Centre blocks, prescaled only if the energy asks for it; also return which are finite."""
     one = np.ones((len(chunk.values), 1), np.float32)
     plain = _centre_scaled(chunk, one, one)
     prescale, unscale, finite = prescale_of(chunk)
@@ -141,12 +141,12 @@ def _centre_scaled(chunk: Chunk, prescale: Floats, unscale: Floats) -> _Centred:
 
 
 def _to_integers(values: Floats) -> Integers:
-    """Integral floats as integers; what is not finite (and will be discarded) as 0."""
+    """Convert integral floats to integers; those not finite (to be discarded) to 0."""
     return np.where(np.isfinite(values), values, np.float32(0)).astype(np.int64)
 
 
 def _find_cells(rotated: Integers, bits: int) -> Integers:
-    """Each number's code, its most significant bit at weight 8."""
+    """Return each number's code, its most significant bit at weight 8."""
     coefficients = np.clip(rotated * COEFFICIENT_MULTIPLIER >> 16, -128, 127)
     cells = np.zeros(rotated.shape, np.int64)
     for step, thresholds in enumerate(rotated_thresholds(bits)):
@@ -169,7 +169,7 @@ def _rotate_back(values: Integers, rounds: int, key: int, blocks: NDArray[np.uin
 
 
 def _between_rounds(values: Integers) -> Integers:
-    """Divided by 16, to nearest, halves upward."""
+    """Divide by 16, to nearest, halves upward."""
     return (values + (1 << (BETWEEN_ROUNDS_SHIFT - 1))) >> BETWEEN_ROUNDS_SHIFT
 
 
@@ -181,7 +181,7 @@ def _flip(values: Integers, signs: NDArray[np.bool_]) -> Integers:
 def decode_rotated(
     code: Code, target: Target, bits: int, rounds: int, key: int, affine: Affine | None = None
 ) -> Elements:
-    """Section 4 of the format; ``code.planes`` holds the first k of ``bits`` planes."""
+    """Decode by section 4 of the format; ``code.planes`` holds the first k of ``bits`` planes."""
     kept_bits = len(code.planes)
     require(1 <= kept_bits <= bits <= 4 and rounds in (1, 2), f"{kept_bits} of {bits} bits")
     levels = rotated_levels(bits, kept_bits).astype(np.int64)
@@ -201,7 +201,7 @@ def decode_rotated(
 
 
 def encode_minmax(source: Elements, bits: int, key: int, affine: Affine | None = None) -> Code:
-    """Section 5 of the format."""
+    """Encode by section 5 of the format."""
     require(1 <= bits <= 8, f"{bits} bits")
     return join([_encode_minmax(chunk, bits, key) for chunk in chunks(source, affine)], bits)
 
@@ -232,7 +232,7 @@ def _encode_minmax(chunk: Chunk, bits: int, key: int) -> Code:
 
 @np.errstate(all="ignore")
 def decode_minmax(code: Code, target: Target, bits: int, affine: Affine | None = None) -> Elements:
-    """Section 5 of the format."""
+    """Decode by section 5 of the format."""
     require(1 <= bits <= 8 and len(code.planes) == bits, f"{len(code.planes)} of {bits} bits")
     pieces = []
     for _, planes, headers in block_runs(code):
@@ -243,7 +243,7 @@ def decode_minmax(code: Code, target: Target, bits: int, affine: Affine | None =
 
 
 def encode_steps(source: Elements, bits: int, key: int, affine: Affine | None = None) -> Planes:
-    """(bits, words) of what ``affine`` made numbers of steps: section 5 of the format."""
+    """Return (bits, words) of the numbers of steps by ``affine``: section 5 of the format."""
     require(1 <= bits <= 8, f"{bits} bits")
     codes = [_encode_steps(chunk, bits, key) for chunk in chunks(source, affine)]
     return to_planes(stack(codes, np.uint64), bits)
@@ -263,7 +263,7 @@ def _encode_steps(chunk: Chunk, bits: int, key: int) -> NDArray[np.uint64]:
 
 @np.errstate(all="ignore")
 def decode_steps(planes: Planes, target: Target, affine: Affine | None = None) -> Elements:
-    """Every code, then ``affine``."""
+    """Decode every code, then apply ``affine``."""
     require(1 <= len(planes) <= 8, f"{len(planes)} bits")
     return store(from_planes(planes).astype(np.float32), target, affine)
 
@@ -272,7 +272,7 @@ def decode_steps(planes: Planes, target: Target, affine: Affine | None = None) -
 
 
 def _count_below(values: Floats, borders: Floats) -> NDArray[np.int64]:
-    """How many borders lie strictly below each value."""
+    """Count the borders strictly below each value."""
     count = np.zeros(values.shape, np.int64)
     for border in borders:
         count += values > border
@@ -280,7 +280,7 @@ def _count_below(values: Floats, borders: Floats) -> NDArray[np.int64]:
 
 
 def encode_mask(source: Elements, predicate: Predicate, low: float, high: float) -> Planes:
-    """(1, words): section 6 of the format."""
+    """Return (1, words): section 6 of the format."""
     below, above = np.float32(low), np.float32(high)
     codes = []
     for chunk in chunks(source, None):
@@ -295,13 +295,13 @@ def encode_mask(source: Elements, predicate: Predicate, low: float, high: float)
 def decode_mask(
     words: Planes, count: int, off_value: float, on_value: float, element_type: ElementType
 ) -> Elements:
-    """Two values for the two kinds of bit."""
+    """Write one of two values for each bit."""
     chosen = from_planes(words).reshape(-1)[:count] == 1
     return narrow(np.where(chosen, np.float32(on_value), np.float32(off_value)), element_type)
 
 
 def encode_derivative(source: Elements, bits: int, borders: Floats) -> Planes | None:
-    """(bits, words), or None where an element is not finite."""
+    """Return (bits, words), or None if an element is not finite."""
     require(1 <= bits <= 8 and len(borders) == 2**bits - 1, f"{bits} bits, {len(borders)} borders")
     codes = []
     for chunk in chunks(source, None):
@@ -315,12 +315,12 @@ def encode_derivative(source: Elements, bits: int, borders: Floats) -> Planes | 
 def decode_derivative(
     planes: Planes, count: int, levels: Floats, element_type: ElementType
 ) -> Elements:
-    """The level of every code."""
+    """Return the level of every code."""
     return narrow(levels[from_planes(planes).reshape(-1)[:count]], element_type)
 
 
 def encode_integers(source: NDArray[np.integer], bits: int, base: int) -> Planes:
-    """(bits, words) of ``source - base``; signed or boolean items.
+    """Return (bits, words) of ``source - base``; signed or boolean items.
 
     Raises:
         KernelError: a difference does not fit ``bits``.
@@ -335,6 +335,6 @@ def encode_integers(source: NDArray[np.integer], bits: int, base: int) -> Planes
 
 
 def decode_integers(planes: Planes, count: int, base: int, item_bytes: int) -> NDArray[np.integer]:
-    """Signed items of ``item_bytes`` bytes."""
+    """Return signed items of ``item_bytes`` bytes."""
     codes = from_planes(planes).reshape(-1)[:count] + np.uint64(base & (2**64 - 1))
     return codes.astype(f"u{item_bytes}").view(f"i{item_bytes}")

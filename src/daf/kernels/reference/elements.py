@@ -24,12 +24,12 @@ _NAN_PATTERNS = {2: 0x7E00, 4: 0x7FC00000}
 
 
 def element_dtype(element_type: ElementType) -> np.dtype[Any]:
-    """The NumPy type that carries an element type."""
+    """Return the NumPy type that carries an element type."""
     return _DTYPES[element_type]
 
 
 def widen(elements: Elements) -> Floats:
-    """Exact float32 values of any supported elements.
+    """Return the exact float32 values of any supported elements.
 
     Raises:
         KernelError: the array is not float32, float16 or uint16.
@@ -42,7 +42,7 @@ def widen(elements: Elements) -> Floats:
 
 
 def widen_bfloat16(patterns: NDArray[np.uint16]) -> Floats:
-    """bf16 bit patterns to the float32 numbers they stand for."""
+    """Convert bf16 bit patterns to the float32 numbers they stand for."""
     return (patterns.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
@@ -57,19 +57,19 @@ def narrow(values: Floats, element_type: ElementType) -> Elements:
 
 
 def bfloat16_nearest(values: Floats) -> NDArray[np.uint16]:
-    """Nearest even; -0 becomes +0; too large becomes infinite."""
+    """Round to nearest even; -0 becomes +0; too large becomes infinite."""
     return _round_bits(_bits(values + np.float32(0)))
 
 
 def bfloat16_floor(values: Floats) -> NDArray[np.uint16]:
-    """Greatest bf16 not above; the input is never -0."""
+    """Return the greatest bf16 not above; the input is never -0."""
     bits = _bits(values)
     grow = np.where(values < 0, np.uint32(0xFFFF), np.uint32(0))
     return ((bits + grow) >> np.uint32(16)).astype(np.uint16)
 
 
 def bfloat16_ceiling(values: Floats) -> NDArray[np.uint16]:
-    """Least bf16 not below; for numbers from +0 upward."""
+    """Return the least bf16 not below, of numbers from +0 upward."""
     return ((_bits(values) + np.uint32(0xFFFF)) >> np.uint32(16)).astype(np.uint16)
 
 

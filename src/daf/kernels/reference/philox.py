@@ -18,16 +18,13 @@ _WORD_BITS = np.uint64(32)
 def philox_words(
     key: int, blocks: NDArray[np.uint64], calls: NDArray[np.uint64], stream: int
 ) -> NDArray[np.uint32]:
-    """Random words for every pair of block and call.
+    """Return (n, m, 4) random words for every pair of block and call.
 
     Args:
-        key: 64-bit seed; its low and high words are Philox's two key words.
+        key: int in [0, 2**64); its low and high words are Philox's two key words.
         blocks: (n,) block numbers, the counter's low 64 bits.
         calls: (m,) call numbers, the counter's third word.
         stream: the counter's fourth word.
-
-    Returns:
-        (n, m, 4) words.
     """
     shape = (len(blocks), len(calls))
     zero = np.zeros(shape, np.uint64)
@@ -52,7 +49,7 @@ def _round_key(key: int, index: int) -> tuple[np.uint64, np.uint64]:
 
 
 def sign_bits(key: int, blocks: NDArray[np.uint64], turn: int) -> NDArray[np.bool_]:
-    """(n, 256) booleans: which elements change sign in rotation round ``turn`` (0 or 1)."""
+    """Return (n, 256) booleans: True if the sign changes in rotation round ``turn`` (0 or 1)."""
     calls = np.array([2 * turn, 2 * turn + 1], np.uint64)
     words = philox_words(key, blocks, calls, SIGN_STREAM).reshape(len(blocks), 8)
     place = np.arange(32, dtype=np.uint32)
@@ -61,7 +58,7 @@ def sign_bits(key: int, blocks: NDArray[np.uint64], turn: int) -> NDArray[np.boo
 
 
 def dither(key: int, blocks: NDArray[np.uint64]) -> NDArray[np.float32]:
-    """(n, 256) numbers in [1, 2): one plus the uniform offset of stochastic rounding."""
+    """Return (n, 256) numbers in [1, 2): one plus the uniform offset of stochastic rounding."""
     words = philox_words(key, blocks, np.arange(16, dtype=np.uint64), DITHER_STREAM)
     element = np.arange(256)
     vector, lane = element // 16, element % 16

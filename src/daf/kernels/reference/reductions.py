@@ -33,15 +33,12 @@ class Sums(NamedTuple):
 
 
 def channel_of(count: int, channels: int, inner: int) -> NDArray[np.int64]:
-    """(count,): the channel of each element."""
+    """Return (count,): the channel of each element."""
     return (np.arange(count, dtype=np.int64) // inner) % channels
 
 
-# --- ranges ---------------------------------------------------------------------------------
-
-
 def measure_ranges(source: Elements, channels: int = 1, inner: int = 1) -> Ranges:
-    """The least and the greatest key of each channel, as floats again."""
+    """Return the least and the greatest key of each channel, as floats again."""
     key = _key(widen(source))
     channel = channel_of(len(source), channels, inner)
     least = np.full(channels, _ALL_BITS, np.uint32)
@@ -68,25 +65,22 @@ def _value(keys: NDArray[np.uint32]) -> Floats:
     return (keys ^ np.where(keys & _TOP_BIT, _TOP_BIT, _ALL_BITS)).view(np.float32)
 
 
-# --- sums -----------------------------------------------------------------------------------
-
-
 @np.errstate(all="ignore")
 def measure_sums(source: Elements, channels: int = 1, inner: int = 1) -> Sums:
-    """Lanes, then spans, each by halving strides."""
+    """Return sums and sums of squares: lanes, then spans, each by halving strides."""
     values = widen(source).astype(np.float64)
     return Sums(_sums(values, channels, inner), _sums(values * values, channels, inner))
 
 
 @np.errstate(all="ignore")
 def measure_products(first: Floats, second: Floats, channels: int = 1, inner: int = 1) -> Sums:
-    """Sums of ``first`` and, as squares, of ``first * second``; float32, exact in float64."""
+    """Return sums of ``first`` and, as squares, of ``first * second``, exact in float64."""
     one, other = first.astype(np.float64), second.astype(np.float64)
     return Sums(_sums(one, channels, inner), _sums(one * other, channels, inner))
 
 
 def span_blocks(channels: int) -> int:
-    """Blocks in a span: the least power of two that is no less than 16 or the channels."""
+    """Return the blocks in a span: the least power of two not below 16 or the channels."""
     blocks = LEAST_SPAN_BLOCKS
     while blocks < channels:
         blocks *= 2
@@ -110,7 +104,7 @@ def _sums(values: Doubles, channels: int, inner: int) -> Doubles:
 
 
 def halve(rows: NDArray[Any]) -> NDArray[Any]:
-    """(n, …) to (…): rows of +0 up to a power of two, then halving strides."""
+    """Sum (n, …) to (…): pad with rows of +0 to a power of two, then halve strides."""
     width = 1
     while width < len(rows):
         width *= 2

@@ -15,7 +15,7 @@ from daf.kernels.reference.reductions import LANES, Doubles, halve
 
 
 class RowGradients(NamedTuple):
-    """Of the input, (count,) float32; of beta and gamma, (length,) float64 each."""
+    """Gradients of the input, (count,) float32; of beta and gamma, (length,) float64 each."""
 
     x: Floats
     beta: Doubles
@@ -24,7 +24,7 @@ class RowGradients(NamedTuple):
 
 @np.errstate(all="ignore")
 def row_affine(x: Floats, length: int, epsilon: float, *, centred: bool) -> Affine:
-    """What makes normalised values of (count,) float32 elements, rows of ``length``."""
+    """Return the affine that normalises (count,) float32 elements in rows of ``length``."""
     wide = x.reshape(-1, length).astype(np.float64)
     square = _row_sums(wide * wide) / length
     if not centred:
@@ -41,7 +41,7 @@ def row_affine(x: Floats, length: int, epsilon: float, *, centred: bool) -> Affi
 def row_gradients(
     values: Floats, gradient: Floats, scale: Floats, gamma: Floats | None, *, centred: bool
 ) -> RowGradients:
-    """Backward from normalised values (count,); ``scale`` (rows,) is that of :func:`row_affine`."""
+    """Run backward from normalised values (count,); ``scale`` (rows,) by :func:`row_affine`."""
     rows = len(scale)
     v, d = values.reshape(rows, -1), gradient.reshape(rows, -1)
     length = v.shape[1]
@@ -55,7 +55,7 @@ def row_gradients(
 
 
 def _row_sums(elements: NDArray[Any]) -> NDArray[Any]:
-    """(rows, length) to (rows,): sixteen lanes, then by halving strides; all of one dtype."""
+    """Sum (rows, length) to (rows,): sixteen lanes, then halving strides; all of one dtype."""
     rows, length = elements.shape
     lanes = np.zeros((LANES, rows), elements.dtype)
     for place in range(length):
@@ -64,7 +64,7 @@ def _row_sums(elements: NDArray[Any]) -> NDArray[Any]:
 
 
 def _column_sums(elements: Floats) -> Doubles:
-    """(rows, length) to (length,): spans row after row in float32, then these in float64."""
+    """Sum (rows, length) to (length,): spans row after row in float32, then spans in float64."""
     total = np.zeros(elements.shape[1])
     for first in range(0, len(elements), ROWS_PER_SPAN):
         span = np.zeros(elements.shape[1], np.float32)

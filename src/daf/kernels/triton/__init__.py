@@ -1,1 +1,1 @@
-"""The same kernels on a GPU, in Triton: ``*_kernels`` and codecs run there, others launch them."""
+"""The kernels on a GPU, in Triton: ``*_kernels`` and codecs run there, other files launch them."""

@@ -1,7 +1,7 @@
 """The Triton kernels as a backend: tensors on a GPU, planes in its pages; nothing waits for it.
 
-Coded values that a normalisation reads are decoded into float32 a part at a time, which is read at
-once, and forgotten. Importing this raises KernelError without Triton.
+A normalisation decodes coded values into float32 a part at a time, reads the part at once and drops
+it. Importing this raises KernelError without Triton.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from daf.kernels.triton.launch import elements_in
 
 
 class TritonBackend:
-    """See :class:`daf.kernels.backend.Backend`; on the current stream of the tensors' device."""
+    """The backend of GPUs, on the current stream of the tensors' device; see :class:`Backend`."""
 
     # --- codecs -----------------------------------------------------------------------------
 
@@ -48,7 +48,7 @@ class TritonBackend:
         rows: RowMoments | None,
         output: NormOutput | None,
     ) -> None:
-        """A kernel each to measure, to code and to write the output."""
+        """Measure, encode and write the output, by a kernel each."""
         items = _items(source)
         if rows is not None and channels is not None:
             row_norm.measure_rows(items, channels, rows.epsilon, centred=rows.centred)
@@ -105,7 +105,7 @@ class TritonBackend:
         codecs.decode_derivative(planes, _table_on(levels, out.device), _items(out))
 
     def encode_integers(self, source: Tensor, planes: Any, base: int) -> None:
-        """The caller knows that the range holds."""
+        """Write ``value - base``; the caller knows that the range holds."""
         codecs.encode_integers(_signed(_items(source)), planes, base)
 
     def decode_integers(self, planes: Any, base: int, out: Tensor) -> None:
@@ -205,7 +205,7 @@ class TritonBackend:
             channel_norm.write_gradient(given, part, out, of_gradient.scale, of_value, mask=mask)
 
     def backward_rows(self, values: Values, job: RowBackward) -> Sums | None:
-        """Two passes over the values: sums by rows and columns, then the input's gradient."""
+        """Run two passes over the values: sums by rows and columns, then the input's gradient."""
         given = _items(job.gradient)
         options = {"centred": job.centred, "summing": job.summing}
         products = row_norm.RowProducts(given, job.scale, job.length, job.gamma, **options)
@@ -218,14 +218,14 @@ class TritonBackend:
         return None if columns is None else Sums(*columns)
 
     def _add_rows(self, products: row_norm.RowProducts, values: Values, device: Any) -> None:
-        """The room of the last part is free when this returns, for the second pass."""
+        """Add all parts; the last part's memory is free on return, for the second pass."""
         for part in self._parts(values, products.span_blocks, device):
             products.add(part)
 
     def _parts(
         self, values: Values, span_blocks: int, device: torch.device
     ) -> Iterator[channel_norm.Values]:
-        """Whole spans of so many blocks at a time."""
+        """Yield whole spans, as many blocks at a time as a part holds."""
         if isinstance(values, KeptValues):
             whole = (0, block_count(values.x.numel()))
             yield channel_norm.Values(_items(values.x), whole, values.forward)
@@ -235,7 +235,7 @@ class TritonBackend:
     def _decoded(
         self, values: CodedValues, span_blocks: int, device: torch.device
     ) -> Iterator[channel_norm.Values]:
-        """Decoded into memory that the next part takes over."""
+        """Decode into memory that the next part reuses."""
         count, blocks = values.elements, block_count(values.elements)
         step = span_blocks * max(1, PART_BYTES // (4 * BLOCK_ELEMENTS * span_blocks))
         size = elements_in((0, min(step, blocks)), count)
@@ -249,13 +249,13 @@ class TritonBackend:
 
 
 def _items(tensor: Tensor) -> Tensor:
-    """(elements,) of a dense tensor in memory order, without its graph."""
+    """Return (elements,) of a dense tensor in memory order, without its graph."""
     return torch.as_strided(tensor.detach(), (tensor.numel(),), (1,), tensor.storage_offset())
 
 
 @cache
 def _table_on(table: Tensor, device: torch.device) -> Tensor:
-    """A table of an activation, of which there are few, copied once."""
+    """Copy an activation's table once; there are few of them."""
     return table.to(device)
 
 

@@ -1,7 +1,7 @@
 """Masks, derivative codes and packed integers on a GPU: section 6 of ``docs/format.md``.
 
-``apply_mask`` reads a plane itself, in backward of a normalisation with ReLU behind, so that no
-decoded tensor is written.
+``apply_mask`` reads a plane itself, in backward of a normalisation with ReLU, so that no decoded
+tensor is written.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from daf.kernels.triton.blocks import (
 def encode_mask(
     source, planes, low, high, count, TYPE: tl.constexpr, ABOVE: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    """One plane of ``x > low`` (ABOVE) or ``not (x <= low or x >= high)``."""
+    """Write one plane of ``x > low`` (ABOVE) or ``not (x <= low or x >= high)``."""
     blocks = tile_blocks(BLOCKS)
     place = tile_elements(blocks)
     valid = place < count
@@ -45,7 +45,7 @@ def encode_mask(
 def decode_mask(
     destination, planes, off_bits, on_bits, count, TYPE: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    """Two values for the two kinds of bit, given by their patterns: -0 stays -0."""
+    """Write one of two values for each bit, given by their patterns: -0 stays -0."""
     blocks = tile_blocks(BLOCKS)
     place = tile_elements(blocks)
     there = blocks * 256 < count
@@ -56,7 +56,7 @@ def decode_mask(
 
 @triton.jit
 def apply_mask(gradient, destination, planes, count, TYPE: tl.constexpr, BLOCKS: tl.constexpr):
-    """The gradient where the bit is set, +0 elsewhere."""
+    """Write the gradient where the bit is set, +0 elsewhere."""
     blocks = tile_blocks(BLOCKS)
     place = tile_elements(blocks)
     valid = place < count
@@ -76,10 +76,10 @@ def encode_derivative(
     BITS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """How many borders lie strictly below each element; sets ``broken`` if one is not finite.
+    """Count the borders strictly below each element; sets ``broken`` if one is not finite.
 
-    Borders ascend, so the count is found bit by bit: an element has its first bit
-    set if it lies above the middle border, and so on.
+    Borders ascend, so the count is found bit by bit: the first bit is set if the element lies above
+    the middle border, and so on.
     """
     blocks = tile_blocks(BLOCKS)
     place = tile_elements(blocks)
@@ -101,7 +101,7 @@ def encode_derivative(
 def decode_derivative(
     destination, planes, levels, count, TYPE: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    """The level of every code."""
+    """Write the level of every code."""
     blocks = tile_blocks(BLOCKS)
     place = tile_elements(blocks)
     there = blocks * 256 < count
@@ -113,7 +113,7 @@ def decode_derivative(
 def encode_integers(
     source, planes, too_wide, base_low, base_high, count, BITS: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    """Planes of ``value - base`` modulo 2**64; sets ``too_wide`` if one needs more bits."""
+    """Write planes of ``value - base`` modulo 2**64; sets ``too_wide`` if one needs more bits."""
     blocks = tile_blocks(BLOCKS)
     place = tile_elements(blocks)
     valid = place < count
@@ -131,7 +131,7 @@ def encode_integers(
 def decode_integers(
     destination, planes, base_low, base_high, count, BITS: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    """``code + base`` in the destination's own integers."""
+    """Write ``code + base`` in the destination's own integers."""
     blocks = tile_blocks(BLOCKS)
     place = tile_elements(blocks)
     there = blocks * 256 < count

@@ -1,8 +1,7 @@
-"""Device functions that every Triton kernel is made of: ``reference_blocks`` on a GPU.
+"""Device functions that every Triton kernel is made of: ``reference.blocks`` on a GPU.
 
-A tile is ``BLOCKS`` blocks of 256 elements. Elements travel as bit patterns of
-their own width, so that no widening or rounding is left to a compiler. Nothing
-here lets a library choose the order of a floating-point sum.
+A tile is ``BLOCKS`` blocks of 256 elements. Elements travel as bit patterns of their own width, so
+that the compiler neither widens nor rounds. No library chooses the order of a floating-point sum.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ NON_FINITE_HEADERS = tl.constexpr(0x7FC07FC0)
 
 @triton.jit
 def tile_blocks(BLOCKS: tl.constexpr):
-    """(BLOCKS,) int64: this program's block numbers."""
+    """Return (BLOCKS,) int64: this program's block numbers."""
     return tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
 
 
 @triton.jit
 def tile_elements(blocks):
-    """(BLOCKS, 256) int64: element numbers."""
+    """Return (BLOCKS, 256) int64: element numbers."""
     return blocks[:, None] * BLOCK_ELEMENTS + tl.arange(0, BLOCK_ELEMENTS)[None, :]
 
 
 @triton.jit
 def load_elements(source, place, valid, TYPE: tl.constexpr):
-    """Exact float32 of elements whose bit patterns are int32 (float32) or int16; +0 elsewhere."""
+    """Load exact float32 of int32 (float32) or int16 patterns; +0 where not ``valid``."""
     bits = tl.load(source + place, mask=valid, other=0)
     if TYPE == FLOAT32:
         values = bits.to(tl.float32, bitcast=True)
@@ -65,33 +64,33 @@ def store_elements(destination, place, valid, values, TYPE: tl.constexpr):
 
 @triton.jit
 def round_bits(bits):
-    """A float32's pattern to that of the nearest bf16, in the lower half of an int32."""
+    """Round a float32's pattern to that of the nearest bf16, in the lower half of an int32."""
     pattern = bits.to(tl.uint32, bitcast=True)
     return ((pattern + 0x7FFF + ((pattern >> 16) & 1)) >> 16).to(tl.int32)
 
 
 @triton.jit
 def nearest_bfloat16(values):
-    """Nearest even by integers; -0 becomes +0."""
+    """Round to nearest even by integers; -0 becomes +0."""
     return round_bits((values + 0.0).to(tl.int32, bitcast=True))
 
 
 @triton.jit
 def widen_bfloat16(patterns):
-    """bf16 patterns in int32 to the float32 numbers they stand for."""
+    """Convert bf16 patterns in int32 to the float32 numbers they stand for."""
     return (patterns << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def channel_affine(values, place, affine):
-    """``values * scale[c] + shift[c]``, two roundings, ``c = (place // inner) % channels``."""
+    """Return ``values * scale[c] + shift[c]``, rounded twice; ``c = place // inner % channels``."""
     channel = (place // affine.inner) % affine.channels
     return values * tl.load(affine.scale + channel) + tl.load(affine.shift + channel)
 
 
 @triton.jit
 def load_values(source, place, valid, affine, TYPE: tl.constexpr):
-    """Elements after an affine, if there is one; +0 where not ``valid``."""
+    """Load elements and apply an affine, if there is one; +0 where not ``valid``."""
     values = load_elements(source, place, valid, TYPE)
     if affine is not None:
         values = tl.where(valid, channel_affine(values, place, affine), 0.0)
@@ -103,13 +102,13 @@ def load_values(source, place, valid, affine, TYPE: tl.constexpr):
 
 @triton.jit
 def halve(values, BLOCKS: tl.constexpr, WIDTH: tl.constexpr):
-    """(BLOCKS, WIDTH) to its two halves, (BLOCKS, WIDTH / 2) each."""
+    """Split (BLOCKS, WIDTH) into its two halves, (BLOCKS, WIDTH / 2) each."""
     return tl.split(tl.permute(tl.reshape(values, (BLOCKS, 2, WIDTH // 2)), (0, 2, 1)))
 
 
 @triton.jit
 def tree_sum(values, BLOCKS: tl.constexpr):
-    """(BLOCKS, 256) to (BLOCKS,): strides 128, 64, … 1."""
+    """Sum (BLOCKS, 256) to (BLOCKS,): strides 128, 64, … 1."""
     low, high = halve(values, BLOCKS, 256)
     low, high = halve(low + high, BLOCKS, 128)
     low, high = halve(low + high, BLOCKS, 64)
@@ -123,11 +122,11 @@ def tree_sum(values, BLOCKS: tl.constexpr):
 
 @triton.jit
 def hadamard(values, BLOCKS: tl.constexpr):
-    """Unnormalised transform of every row of (BLOCKS, 256) integers, natural order.
+    """Transform every row of (BLOCKS, 256) integers: unnormalised Hadamard, natural order.
 
-    Eight equal stages: each combines the halves by the highest bit of the place
-    and moves that bit to the lowest, so that eight of them bring it back.
-    Integers fit, so the order of stages does not matter.
+    Each of eight equal stages combines the halves by the highest bit of the place and makes that
+    bit the lowest; after eight the order is restored. Integers fit, so the order of stages does not
+    matter.
     """
     for _ in tl.static_range(8):
         low, high = halve(values, BLOCKS, 256)
@@ -137,7 +136,7 @@ def hadamard(values, BLOCKS: tl.constexpr):
 
 @triton.jit
 def prescale_of(values, BLOCKS: tl.constexpr):
-    """(BLOCKS,) each: a power of two that brings the block near 1, its inverse, all finite?"""
+    """Return (BLOCKS,) each: a power of two to bring the block near 1, its inverse, all finite?"""
     patterns = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     greatest = tl.max(patterns, axis=1)
     exponent = tl.minimum(tl.maximum(greatest >> 23, 1), 253)
@@ -150,10 +149,10 @@ def prescale_of(values, BLOCKS: tl.constexpr):
 
 @triton.jit
 def word_place(planes, word, plane):
-    """Where word ``word`` of a plane lies, in words from the region's start.
+    """Return where word ``word`` of a plane lies, in words from the region's start.
 
-    The table tells where each page begins, in words too, before the start or behind it. Planes
-    without one are one run, in which each has ``page_words`` words.
+    The table gives each page's start in words, which may be negative. Planes without a table are
+    one run of ``page_words`` words each.
     """
     if planes.table is None:
         place = plane * planes.page_words + word
@@ -165,7 +164,7 @@ def word_place(planes, word, plane):
 
 @triton.jit
 def header_place(planes, block, BITS: tl.constexpr):
-    """Where the header of a block lies, in words from the headers' start."""
+    """Return where the header of a block lies, in words from the headers' start."""
     if planes.table is None:
         place = block
     else:
@@ -176,10 +175,11 @@ def header_place(planes, block, BITS: tl.constexpr):
 
 @triton.jit
 def bit_words(bits, BLOCKS: tl.constexpr):
-    """(BLOCKS, 256) integers 0 or 1 to (BLOCKS, 8) words, bit k of word w element 32 w + k.
+    """Pack (BLOCKS, 256) integers 0 or 1 into (BLOCKS, 8) words: bit k of word w is element 32 w +
+    k.
 
-    No two lanes share a bit, so that their sum is their union; Triton's interpreter adds in NumPy
-    and would take every other reduction lane by lane.
+    No two lanes share a bit, so their sum is their union. Triton's interpreter adds in NumPy and
+    would take every other reduction lane by lane.
     """
     lanes = tl.reshape(bits.to(tl.int32), (BLOCKS, BLOCK_WORDS, 32))
     return tl.sum(lanes << tl.arange(0, 32)[None, None, :], axis=2)
@@ -187,14 +187,14 @@ def bit_words(bits, BLOCKS: tl.constexpr):
 
 @triton.jit
 def word_bits(words, BLOCKS: tl.constexpr):
-    """(BLOCKS, 8) words to (BLOCKS, 256) integers 0 or 1."""
+    """Unpack (BLOCKS, 8) words into (BLOCKS, 256) integers 0 or 1."""
     bits = (words[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
     return tl.reshape(bits, (BLOCKS, BLOCK_ELEMENTS))
 
 
 @triton.jit
 def tile_words(blocks):
-    """(BLOCKS, 8) int64: this tile's words of a plane."""
+    """Return (BLOCKS, 8) int64: this tile's words of a plane."""
     return blocks[:, None] * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)[None, :]
 
 
@@ -209,7 +209,7 @@ def store_plane(planes, plane, blocks, there, bits, BLOCKS: tl.constexpr):
 
 @triton.jit
 def load_plane(planes, plane, blocks, there, BLOCKS: tl.constexpr):
-    """(BLOCKS, 256) bits of one plane of a tile; 0 where not ``there`` (BLOCKS,)."""
+    """Load (BLOCKS, 256) bits of one plane of a tile; 0 where not ``there`` (BLOCKS,)."""
     word = tile_words(blocks)
     exists = tl.broadcast_to(there[:, None], (BLOCKS, BLOCK_WORDS))
     place = word_place(planes, tl.where(exists, word, 0), plane)
@@ -226,7 +226,7 @@ def store_codes(planes, codes, blocks, there, BITS: tl.constexpr, BLOCKS: tl.con
 
 @triton.jit
 def load_codes(planes, blocks, there, ITEM: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr):
-    """(BLOCKS, 256) codes, integers of type ITEM, from all planes."""
+    """Load (BLOCKS, 256) codes, integers of type ITEM, from all planes."""
     codes = tl.zeros((BLOCKS, 256), ITEM)
     for plane in tl.static_range(BITS):
         codes = (codes << 1) | load_plane(planes, plane, blocks, there, BLOCKS).to(ITEM)
@@ -235,7 +235,7 @@ def load_codes(planes, blocks, there, ITEM: tl.constexpr, BITS: tl.constexpr, BL
 
 @triton.jit
 def masked(values, mask, blocks, there, BLOCKS: tl.constexpr):
-    """Values whose bit is set, +0 elsewhere; all of them where there is no mask."""
+    """Return values whose bit is set, +0 elsewhere; all values without a mask."""
     if mask is not None:
         chosen = load_plane(mask, 0, blocks, there, BLOCKS)
         values = tl.where(chosen != 0, values, 0.0)
@@ -255,7 +255,7 @@ def write_values(
     ACCUMULATE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Affine, accumulate, mask, round. ``destination`` begins with block ``first_block``."""
+    """Apply affine, accumulate, mask, round. ``destination`` begins with block ``first_block``."""
     place = tile_elements(blocks)
     written = place - first_block.to(tl.int64) * 256
     valid = place < count
@@ -276,7 +276,7 @@ def store_headers(planes, blocks, there, pair, BITS: tl.constexpr):
 
 @triton.jit
 def load_headers(planes, blocks, there, BITS: tl.constexpr):
-    """(BLOCKS,) float32 each: both numbers, and whether both are finite."""
+    """Load both numbers, (BLOCKS,) float32 each, and whether both are finite."""
     place = header_place(planes, tl.where(there, blocks, 0), BITS)
     pair = tl.load(planes.headers + place, mask=there, other=0)
     first, second = widen_bfloat16(pair), (pair & -65536).to(tl.float32, bitcast=True)
@@ -286,11 +286,11 @@ def load_headers(planes, blocks, there, BITS: tl.constexpr):
 
 @triton.jit
 def joined_headers(first, second, good):
-    """Two bf16 patterns as one word, or those of a block that is not finite."""
+    """Join two bf16 patterns into one word; those of a bad block if not ``good``."""
     return tl.where(good, (first & 0xFFFF) | (second << 16), NON_FINITE_HEADERS)
 
 
 @triton.jit
 def is_finite_bfloat16(pattern):
-    """Of bf16 patterns in int32."""
+    """True where bf16 patterns in int32 are finite."""
     return (pattern & 0x7F80) != 0x7F80

@@ -1,9 +1,9 @@
 """Normalisations on a GPU: forward around a code, backward from one (format, section 10).
 
-Elements are contiguous float32, bfloat16 or float16 in memory order; of the latter two, what is
-computed between them is float32, and one rounding ends it. Normalised values are
-:class:`Values`: float32 of some whole blocks, or an affine of the input. Nothing waits for the
-device; each function raises KernelError outside its contract.
+Elements are contiguous float32, bfloat16 or float16 in memory order; the latter two are computed in
+float32 and rounded once. Normalised values are :class:`Values`: float32 of some whole blocks, or an
+affine of the input. Nothing waits for the device; each function raises KernelError outside its
+contract.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _COLUMNS = 128
 class Values(NamedTuple):
     """Normalised values of ``blocks`` [first, last) of a tensor.
 
-    ``content`` holds them in float32, and those alone; or, with ``affine``, it is the whole
-    input, of which they are the affine.
+    ``content`` holds these values in float32; or, with ``affine``, it is the whole input, of which
+    they are the affine.
     """
 
     content: Tensor
@@ -59,12 +59,12 @@ class Values(NamedTuple):
         return 0 if self.affine is not None else self.blocks[0] * BLOCK_ELEMENTS
 
     def part(self, count: int) -> tuple[int, int]:
-        """(first, last) elements of the blocks, of a tensor of ``count``."""
+        """Return the (first, last) elements of the blocks, of a tensor of ``count``."""
         first, last = self.blocks
         return first * BLOCK_ELEMENTS, min(last * BLOCK_ELEMENTS, count)
 
     def arguments(self, count: int) -> dict[str, Any]:
-        """The kernels' arguments."""
+        """Return the kernels' arguments."""
         first, last = self.part(count)
         held = count if self.affine is not None else last - first
         content, kind = patterns(self.content, held)
@@ -88,9 +88,9 @@ def emit(
     mask: DevicePlanes | None = None,
     most: float = math.inf,
 ) -> None:
-    """``result`` of the normalised values, plus ``addend``; with ``mask``, through ReLU.
+    """Write ``result`` of the normalised values, plus ``addend``; with ``mask``, through ReLU.
 
-    That lets pass ``most`` at most. ``destination`` may be ``source``.
+    ``most`` bounds the ReLU. ``destination`` may be ``source``.
     """
     count = source.numel()
     elements, kind = patterns(source, count)
@@ -118,9 +118,9 @@ def derive(
     accumulate: bool = False,
     blocks: tuple[int, int] | None = None,
 ) -> None:
-    """``emit``'s result again, of ``blocks`` [first, last), or of all.
+    """Write ``emit``'s result again, of ``blocks`` [first, last), or of all.
 
-    ``accumulate`` adds what ``destination`` holds, then the mask that ``emit`` wrote zeroes.
+    ``accumulate`` adds what ``destination`` holds; then the mask that ``emit`` wrote zeroes.
     """
     count = source.numel()
     elements, kind = patterns(source, count)
@@ -150,7 +150,7 @@ class ChannelProducts:
         check_channels(channels, inner)
         self._gradient = gradient
         self._channels = channels
-        # Of one channel all elements are neighbours, however they lie.
+        # The elements of a single channel are neighbours in any layout.
         self._inner = gradient.numel() if channels == 1 else inner
         self.span_blocks = span_elements(channels) // BLOCK_ELEMENTS
         self._rows = torch.zeros(
@@ -160,10 +160,10 @@ class ChannelProducts:
         )
 
     def add(self, values: Values, mask: DevicePlanes | None) -> None:
-        """The spans of these values.
+        """Add the spans of these values.
 
         Raises:
-            KernelError: they are no whole spans.
+            KernelError: they are not whole spans.
         """
         count, channels, inner = self._gradient.numel(), self._channels, self._inner
         first, last = values.part(count)
@@ -192,7 +192,7 @@ class ChannelProducts:
             on_device(device.channel_span_products, grid, where, **common, **runs)
 
     def totals(self) -> tuple[Tensor, Tensor]:
-        """(channels,) float64 each: sums, and sums of products."""
+        """Return sums, and sums of products; (channels,) float64 each."""
         return fold_spans(self._rows)
 
 
@@ -206,7 +206,7 @@ def write_gradient(
     mask: DevicePlanes | None = None,
     gamma: Tensor | None = None,
 ) -> None:
-    """``g * of_gradient[c] + of_value(v)`` in the blocks of ``values``.
+    """Write ``g * of_gradient[c] + of_value(v)`` in the blocks of ``values``.
 
     g is the masked gradient, times ``gamma`` (length,) along its row; ``of_gradient`` is
     (channels,) float32. ``destination`` may be ``gradient``.
@@ -237,9 +237,9 @@ def write_gradient(
 def channel_statistics(
     sums: Tensor, squares: Tensor, count: int, epsilon: float, followed: RunningStatistics | None
 ) -> tuple[Tensor, Tensor]:
-    """(channels,) float32 each, of float64 sums over ``count`` elements: mean, inverse deviation.
+    """Return mean and inverse deviation, (channels,) float32, from float64 sums over ``count``.
 
-    ``followed`` follow in place, with the unbiased variance.
+    ``followed`` statistics follow in place, with the unbiased variance.
     """
     channels = sums.numel()
     found = torch.empty(2, channels, dtype=torch.float32, device=sums.device)
@@ -266,7 +266,7 @@ def channel_statistics(
 
 
 class ChannelFactors(NamedTuple):
-    """(channels,) float32 each: what ``write_gradient`` takes for values, and for the gradient."""
+    """The factors of ``write_gradient`` for values and gradient; (channels,) float32 each."""
 
     of_value: Tensor
     offset: Tensor
@@ -281,7 +281,7 @@ def channel_factors(
     gamma: Tensor | None,
     gradients: tuple[Tensor | None, Tensor | None],
 ) -> ChannelFactors:
-    """Of float64 sums over ``count`` elements; ``gradients`` of gamma and beta are written."""
+    """Return factors from float64 sums over ``count``; write gradients of gamma and beta."""
     channels = sums.numel()
     found = torch.empty(3, channels, dtype=torch.float32, device=sums.device)
     weight, bias = gradients

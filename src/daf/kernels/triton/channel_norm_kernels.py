@@ -1,8 +1,8 @@
 """Normalisations of channels on a GPU: section 10 of ``docs/format.md``, in its order of additions.
 
-Normalised values lie in float32 from element ``first_value`` on (decoded, a part at a time), or
-are computed from the input by the ``affine`` that made them. Masks are read bit by bit
-where elements are not met in blocks.
+Normalised values lie in float32 from element ``first_value`` on (decoded, a part at a time), or are
+recomputed from the input by ``affine``. Masks are read bit by bit where elements are not met in
+blocks.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def derive(
     ACCUMULATE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """``emit``'s result again, in blocks from ``first_block``: affines, accumulate, mask."""
+    """Write ``emit``'s result again, in blocks from ``first_block``: affines, accumulate, mask."""
     blocks = first_block.to(tl.int64) + tile_blocks(BLOCKS)
     place = tile_elements(blocks)
     values = load_elements(source, place, place < count, TYPE)
@@ -92,7 +92,7 @@ def _values_at(values, place, valid, first_value, affine, TYPE: tl.constexpr):
 
 @triton.jit
 def _masked_at(values, mask, place, valid):
-    """Values whose bit of the mask is set, +0 elsewhere; of single elements."""
+    """Return single values whose bit of the mask is set, +0 elsewhere."""
     if mask is not None:
         there = word_place(mask, tl.where(valid, place // 32, 0), 0)
         word = tl.load(mask.region + there, mask=valid, other=0)
@@ -123,7 +123,7 @@ def channel_span_products(
     VALUE_TYPE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """``gpu_reduce_device.channel_span_sums`` of the masked gradient and its product with values.
+    """Do ``channel_span_sums`` of the masked gradient and of its product with values.
 
     Spans from ``first_span`` on; ``sums`` and ``products`` are of all spans.
     """
@@ -175,7 +175,7 @@ def side_by_side_products(
     SPANS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """``channel_span_products`` as ``gpu_reduce_device.side_by_side_sums`` has it, of ``spans``."""
+    """Do ``channel_span_products`` as ``side_by_side_sums`` does, of ``spans``."""
     turn = tl.program_id(0).to(tl.int64) * SPANS + tl.arange(0, SPANS)
     span = first_span.to(tl.int64) + turn
     channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS).to(tl.int64)
@@ -215,10 +215,10 @@ def write_gradient(
     VALUE_TYPE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """``g * of_gradient[c] + of_value(v)`` of blocks from ``first_block`` on.
+    """Write ``g * of_gradient[c] + of_value(v)`` in blocks from ``first_block`` on.
 
-    g: the masked gradient, times ``gamma``, if any, of its place in the row. ``destination`` may
-    be ``gradient``.
+    g: the masked gradient, times ``gamma``, if any, at its place in the row. ``destination`` may be
+    ``gradient``.
     """
     blocks = first_block.to(tl.int64) + tile_blocks(BLOCKS)
     place = tile_elements(blocks)
@@ -254,10 +254,11 @@ def channel_statistics(
     channels,
     COLUMNS: tl.constexpr,
 ):
-    """(channels,) float32 each, of float64 sums over ``count`` elements; running ones follow.
+    """Write (channels,) float32 each, from float64 sums over ``count`` elements; running ones
+    follow.
 
-    ``epsilon``, ``momentum`` and ``bessel`` (count over one less) are the bits of float64s;
-    ``kept`` is how much of running ones stays.
+    ``epsilon``, ``momentum`` and ``bessel`` (count over count - 1) are the bits of float64s;
+    ``kept`` is the share of running statistics that stays.
     """
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     there = channel < channels
@@ -293,8 +294,9 @@ def channel_factors(
     channels,
     COLUMNS: tl.constexpr,
 ):
-    """(channels,) float32 each: what backward's second pass multiplies values and gradients by,
-    of float64 sums over ``count`` elements; and the gradients of gamma and beta.
+    """Write backward's second factors of values and gradients, and the gradients of gamma and beta.
+
+    All are (channels,) float32, from float64 sums over ``count`` elements.
     """
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     there = channel < channels

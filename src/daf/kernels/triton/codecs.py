@@ -1,11 +1,10 @@
 """The codecs on a GPU, through Triton: tensors in, tensors out, the oracle's bytes.
 
-Elements are contiguous tensors of float32, bfloat16 or float16 in memory order;
-planes are :class:`daf.kernels.triton.planes.DevicePlanes`. Everything runs on the
-current stream of the tensors' device, and nothing waits for it: what a kernel
-finds out comes back as a tensor. Each function raises KernelError when called
-outside its contract. ``key`` is a 64-bit seed. Under Triton's interpreter
-(``TRITON_INTERPRET=1`` before this module is imported) tensors are on the CPU.
+Elements are contiguous tensors of float32, bfloat16 or float16 in memory order; planes are
+:class:`daf.kernels.triton.planes.DevicePlanes`; ``key`` is an int in [0, 2**64). Everything runs on
+the current stream of the tensors' device, and nothing waits for it: kernels return findings as
+tensors. Each function raises KernelError when called outside its contract. Under Triton's
+interpreter (``TRITON_INTERPRET=1`` before this module is imported) tensors are on the CPU.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ DERIVATIVE_BITS = range(1, 9)
 def encode_rotated(
     source: Tensor, planes: DevicePlanes, rounds: int, key: int, affine: Channels | None = None
 ) -> None:
-    """Write the headers and, of every run, the planes that it has."""
+    """Write the headers and the planes that each run has."""
     check_member("bits", planes.bits, ROTATED_BITS)
     check_rotation(rounds, key)
     device, bits = source.device, planes.bits
@@ -66,9 +65,9 @@ def decode_rotated(
     accumulate: bool = False,
     blocks: tuple[int, int] | None = None,
 ) -> None:
-    """Decode from the planes that are there; then affine, accumulate, mask, rounding.
+    """Decode from the resident planes; then affine, accumulate, mask, rounding.
 
-    With ``blocks`` (first, last), ``destination`` holds the elements of these blocks alone.
+    With ``blocks`` (first, last), ``destination`` holds the elements of these blocks only.
     """
     check_member("bits", planes.bits, ROTATED_BITS)
     check_member("kept planes", planes.kept, range(1, planes.bits + 1))
@@ -99,7 +98,7 @@ def decode_minmax(
     accumulate: bool = False,
     blocks: tuple[int, int] | None = None,
 ) -> None:
-    """Decode all planes; the options are those of ``decode_rotated``."""
+    """Decode all planes; options as in ``decode_rotated``."""
     _check_whole(planes, MINMAX_BITS)
     _decode(minmax.decode_minmax, planes, destination, affine, mask, accumulate, blocks)
 
@@ -107,7 +106,7 @@ def decode_minmax(
 def encode_steps(
     source: Tensor, planes: DevicePlanes, key: int, affine: Channels | None = None
 ) -> None:
-    """Write every plane of what ``affine`` makes numbers of steps, rounding stochastically."""
+    """Write every plane of the numbers of steps that ``affine`` gives, rounding stochastically."""
     _check_whole(planes, MINMAX_BITS)
     _encode(minmax.encode_steps, source, planes, key, affine)
 
@@ -149,12 +148,12 @@ def decode_mask(
 
 
 def _float32_bits(value: float) -> int:
-    """The pattern of a number in float32, as a signed integer."""
+    """Return a number's float32 pattern as a signed integer."""
     return int(np.float32(value).view(np.int32))
 
 
 def apply_mask(planes: DevicePlanes, gradient: Tensor, destination: Tensor) -> None:
-    """The gradient where the bit is set, +0 elsewhere; both may be one tensor."""
+    """Write the gradient where the bit is set, +0 elsewhere; both may be one tensor."""
     _check_whole(planes, (1,))
     if gradient.dtype != destination.dtype:
         raise KernelError(f"asked for {destination.dtype} of {gradient.dtype}; give one type")
@@ -163,10 +162,10 @@ def apply_mask(planes: DevicePlanes, gradient: Tensor, destination: Tensor) -> N
 
 
 def encode_derivative(source: Tensor, planes: DevicePlanes, borders: Tensor) -> Tensor:
-    """Write, for every element, how many of the ``2**bits - 1`` ascending borders lie below it.
+    """Write how many of the ``2**bits - 1`` ascending borders lie below each element.
 
-    Returns:
-        () int32 on the device: not 0 if an element was not finite, the planes then being worthless.
+    Returns () int32 on the device, nonzero if an element is not finite, which makes the planes
+    worthless.
     """
     _check_whole(planes, DERIVATIVE_BITS)
     _check_table("borders", borders, 2**planes.bits - 1)
@@ -187,9 +186,8 @@ def decode_derivative(planes: DevicePlanes, levels: Tensor, destination: Tensor)
 def encode_integers(source: Tensor, planes: DevicePlanes, base: int) -> Tensor:
     """Write ``value - base`` losslessly; items are signed integers or booleans.
 
-    Returns:
-        () int32 on the device: not 0 if a difference needed more bits, the planes then being
-        worthless.
+    Returns () int32 on the device, nonzero if a difference needs more bits, which makes the planes
+    worthless.
     """
     _check_whole(planes, INTEGER_BITS)
     too_wide = torch.zeros((), dtype=torch.int32, device=source.device)

@@ -1,4 +1,4 @@
-"""Starting a Triton kernel: element patterns, key halves, tables on the device, options."""
+"""The start of a Triton kernel: element patterns, key halves, tables on the device, options."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ except ImportError as problem:  # an installation without the extra
         "asked for the GPU kernels, found no triton; install DAF with its extra: daf-train[gpu]"
     ) from problem
 
-_DEVICE_BLOCKS = 4  # of 256 elements, to a program
+_DEVICE_BLOCKS = 4  # of 256 elements, per program
 _WARPS = 4
-_INTERPRETER_BLOCKS = 64  # at most: its time goes into calls as much as into elements
+_INTERPRETER_BLOCKS = 64  # at most: the interpreter spends as much on calls as on elements
 _PATTERN_TYPES = {
     torch.float32: (ElementType.FLOAT32, torch.int32),
     torch.bfloat16: (ElementType.BFLOAT16, torch.int16),
@@ -34,7 +34,7 @@ _PATTERN_TYPES = {
 
 
 class Affine(NamedTuple):
-    """An affine as kernels take it; of none, None."""
+    """An affine as kernels take it."""
 
     scale: Tensor
     shift: Tensor
@@ -43,7 +43,7 @@ class Affine(NamedTuple):
 
 
 def affine_of(channels: Channels | None) -> Affine | None:
-    """The same for kernels.
+    """Return an affine as kernels take it; None for None.
 
     Raises:
         KernelError: the vectors are not float32, contiguous, and of one length.
@@ -64,7 +64,7 @@ def affine_of(channels: Channels | None) -> Affine | None:
 
 
 def elements_in(blocks: tuple[int, int] | None, count: int) -> int:
-    """How many elements blocks [first, last) of a tensor of ``count`` have; None: all of them.
+    """Return the elements of blocks [first, last) of a tensor of ``count``; None: all of them.
 
     Raises:
         KernelError: it has no such blocks.
@@ -80,7 +80,11 @@ def elements_in(blocks: tuple[int, int] | None, count: int) -> int:
 
 
 def mask_words(mask: DevicePlanes | None, count: int) -> PlaneWords | None:
-    """A mask of ``count`` elements as kernels take it; of none, None."""
+    """Return a mask of ``count`` elements as kernels take it; None for None.
+
+    Raises:
+        KernelError: it is no whole plane of as many elements.
+    """
     if mask is None:
         return None
     if (mask.elements, mask.bits) != (count, 1) or not mask.is_whole:
@@ -92,17 +96,17 @@ def mask_words(mask: DevicePlanes | None, count: int) -> PlaneWords | None:
 
 
 def key_halves(key: int) -> dict[str, int]:
-    """A 64-bit seed as two int32 patterns."""
+    """Return a 64-bit seed as two int32 patterns."""
     return {"key_low": _signed(key), "key_high": _signed(key >> 32)}
 
 
 def base_halves(base: int) -> dict[str, int]:
-    """The base of packed integers as two int32 patterns."""
+    """Return the base of packed integers as two int32 patterns."""
     return {"base_low": _signed(base), "base_high": _signed(base >> 32)}
 
 
 def double_bits(value: float) -> int:
-    """A float64's bits: Triton would round a plain number to float32."""
+    """Return a float64's bits: Triton would round a plain number to float32."""
     return int(np.float64(value).view(np.int64))
 
 
@@ -112,7 +116,7 @@ def _signed(value: int) -> int:
 
 
 def patterns(tensor: Tensor, count: int) -> tuple[Tensor, int]:
-    """The elements' bit patterns, and the number of their type.
+    """Return the elements' bit patterns, and the number of their type.
 
     Raises:
         KernelError: not as many contiguous floats of a known type.
@@ -125,7 +129,11 @@ def patterns(tensor: Tensor, count: int) -> tuple[Tensor, int]:
 
 
 def integer_items(tensor: Tensor, count: int) -> Tensor:
-    """Signed items of 1, 2, 4 or 8 bytes; booleans as bytes."""
+    """Return signed items of 1, 2, 4 or 8 bytes; booleans as bytes.
+
+    Raises:
+        KernelError: not as many contiguous items of these types.
+    """
     if tensor.is_floating_point() or tensor.is_complex():
         raise KernelError(f"asked to pack {tensor.dtype}; integers and booleans can be packed")
     _check_count(tensor, count)
@@ -145,8 +153,8 @@ def launch(
 ) -> None:
     """Run a kernel over the blocks of ``count`` elements on the device's current stream.
 
-    Those from ``first_block`` on, for kernels that take one. Contraction is off: each product is
-    rounded before it is added.
+    ``first_block``: the first of them, for kernels that take one. Contraction is off: each product
+    is rounded before it is added.
 
     Raises:
         KernelError: the tensors are on no GPU, and Triton does not interpret.
@@ -176,22 +184,19 @@ def on_device(kernel: Any, grid: tuple[int, ...], device: torch.device, **argume
 
 
 def _interpreter_blocks(count: int) -> int:
-    """The power of two that holds all blocks, up to the most."""
+    """Return the power of two that holds all blocks, up to the most."""
     return min(_INTERPRETER_BLOCKS, 1 << (block_count(count) - 1).bit_length())
-
-
-# --- tables ---------------------------------------------------------------------------------
 
 
 @cache
 def thresholds_on(device: torch.device, bits: int) -> Tensor:
-    """``tables.rotated_thresholds`` on a device."""
+    """Return ``tables.rotated_thresholds`` on a device."""
     return torch.from_numpy(rotated_thresholds(bits).copy()).to(device)
 
 
 @cache
 def levels_on(device: torch.device, bits: int, kept: int) -> tuple[Tensor, Tensor]:
-    """(2, 16) int8 levels of ``kept`` planes and of one less; (2,) float32 factors."""
+    """Return (2, 16) int8 levels of ``kept`` planes and of one less; (2,) float32 factors."""
     widths = (kept, max(kept - 1, 1))
     levels = np.stack([rotated_levels(bits, width) for width in widths])
     factors = [rotated_level_factor(bits, width) for width in widths]

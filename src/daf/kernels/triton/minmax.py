@@ -29,14 +29,14 @@ _GREATEST_MAGNITUDE = tl.constexpr(2.0**30)
 
 @triton.jit
 def _floor_bfloat16(values):
-    """Greatest bf16 not above; never given -0."""
+    """Return the greatest bf16 not above; never given -0."""
     pattern = values.to(tl.uint32, bitcast=True)
     return ((pattern + tl.where(values < 0.0, 0xFFFF, 0).to(tl.uint32)) >> 16).to(tl.int32)
 
 
 @triton.jit
 def _ceiling_bfloat16(values):
-    """Least bf16 not below; for numbers from +0 upward."""
+    """Return the least bf16 not below, of numbers from +0 upward."""
     return ((values.to(tl.uint32, bitcast=True) + 0xFFFF) >> 16).to(tl.int32)
 
 
@@ -112,9 +112,6 @@ def decode_minmax(
     )
 
 
-# --- steps: what there is a range of already ------------------------------------------------------
-
-
 @triton.jit(do_not_specialize=["key_low", "key_high"])
 def encode_steps(
     source,
@@ -127,7 +124,7 @@ def encode_steps(
     BITS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Write every plane of what the affine makes numbers of steps, rounding stochastically."""
+    """Write every plane of the numbers of steps that the affine gives, rounding stochastically."""
     blocks = tile_blocks(BLOCKS)
     place = tile_elements(blocks)
     valid = place < count

@@ -1,7 +1,7 @@
-"""Philox4x32-10 on a GPU, word for word that of ``philox``.
+"""Philox4x32-10 on a GPU, word for word that of ``reference.philox``.
 
-``triton.language.philox`` is not used: signs and dither take their words in an
-order that is part of the format, and its own interface may change.
+``triton.language.philox`` is not used: signs and dither take words in an order that is part of the
+format, and its interface may change.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def philox_words(key_low, key_high, blocks, calls, STREAM: tl.constexpr):
-    """Four (BLOCKS, CALLS) uint32 words of counters (block, call, stream).
+    """Return four (BLOCKS, CALLS) uint32 words of counters (block, call, stream).
 
     ``blocks`` (BLOCKS,) int64, ``calls`` (CALLS,) int32; the key's halves are int32 patterns.
     """
@@ -37,7 +37,7 @@ def philox_words(key_low, key_high, blocks, calls, STREAM: tl.constexpr):
 
 @triton.jit
 def sign_bits(key_low, key_high, blocks, TURN: tl.constexpr, BLOCKS: tl.constexpr):
-    """(BLOCKS, 256) integers 0 or 1: which elements change sign in a round of the rotation."""
+    """Return (BLOCKS, 256) integers, 1 where the sign changes in a round of the rotation."""
     calls = tl.arange(0, 2) + 2 * TURN
     word0, word1, word2, word3 = philox_words(key_low, key_high, blocks, calls, 0)
     quads = tl.join(tl.join(word0, word2), tl.join(word1, word3))  # block, call, bit 1, bit 0
@@ -49,13 +49,13 @@ def sign_bits(key_low, key_high, blocks, TURN: tl.constexpr, BLOCKS: tl.constexp
 
 @triton.jit
 def flip_signs(values, signs):
-    """Integers negated where the bit is set."""
+    """Negate integers where the bit is set."""
     return tl.where(signs != 0, -values, values)
 
 
 @triton.jit
 def dither(key_low, key_high, blocks, BLOCKS: tl.constexpr):
-    """(BLOCKS, 256) numbers in [1, 2): one plus the uniform offset of stochastic rounding."""
+    """Return (BLOCKS, 256) numbers in [1, 2): 1 + the uniform offset of stochastic rounding."""
     word0, word1, word2, word3 = philox_words(key_low, key_high, blocks, tl.arange(0, 16), 1)
     quads = tl.join(tl.join(word0, word2), tl.join(word1, word3))  # block, call, bit 1, bit 0
     quads = tl.reshape(quads, (BLOCKS, 2, 8, 2, 2))

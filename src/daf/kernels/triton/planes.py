@@ -13,7 +13,7 @@ from daf.kernels import PageFields
 
 
 class PlaneWords(NamedTuple):
-    """Where a kernel finds planes and headers: see :class:`DevicePlanes`."""
+    """Planes and headers as kernels take them; see :class:`DevicePlanes`."""
 
     region: Tensor
     headers: Tensor | None
@@ -25,9 +25,9 @@ class PlaneWords(NamedTuple):
 class DevicePlanes(NamedTuple):
     """:class:`daf.kernels.PageFields` with device tensors for addresses; contiguous, int32 words.
 
-    ``table`` (int64) tells for every page how many words behind the start of ``region`` it
-    begins: pages may lie in other tensors, which the caller keeps. Flat planes are one run
-    whose pages are as large as a plane; ``headers`` is None where the codec has none.
+    ``table`` (int64) gives each page's start in words from the start of ``region``. Pages may lie
+    in other tensors, which the caller keeps. Flat planes are one run whose pages are as large as a
+    plane. ``headers`` is None where the codec has none.
     """
 
     region: Tensor
@@ -42,27 +42,27 @@ class DevicePlanes(NamedTuple):
 
     @property
     def words(self) -> PlaneWords:
-        """The same as kernels take it."""
+        """The planes as kernels take them."""
         return PlaneWords(self.region, self.headers, self.table, self.runs, self.page_words)
 
     @property
     def is_whole(self) -> bool:
-        """True if every plane of every run is there."""
+        """True if every plane of every run is resident."""
         return self.kept == self.bits and self.full_runs == self.runs
 
 
 def allocate_flat(count: int, bits: int, device: torch.device, *, headers: bool) -> DevicePlanes:
-    """Fresh planes of ``count`` elements, one after the other; content undefined."""
+    """Allocate planes of ``count`` elements, one after the other; content undefined."""
     planes = torch.empty((bits, words_per_plane(count)), dtype=torch.int32, device=device)
     pairs = torch.empty(block_count(count), dtype=torch.int32, device=device) if headers else None
     return flat_planes(planes, pairs, count, bits)
 
 
 def flat_planes(planes: Tensor, headers: Tensor | None, count: int, bits: int) -> DevicePlanes:
-    """The first planes of a ``bits``-bit code, (kept, words) int32; headers (blocks,) int32.
+    """Return the first planes of a ``bits``-bit code: (kept, words) int32; headers (blocks,) int32.
 
     Raises:
-        KernelError: a tensor does not have the shape that ``count`` asks for.
+        KernelError: a tensor does not have the shape that ``count`` requires.
     """
     words = words_per_plane(count)
     _check_words("planes", planes, planes.shape[0] * words)
@@ -72,7 +72,7 @@ def flat_planes(planes: Tensor, headers: Tensor | None, count: int, bits: int) -
 
 
 def paged_planes(region: Tensor, table: Tensor, fields: PageFields) -> DevicePlanes:
-    """Planes in pages, whose beginnings ``table`` (int64) gives in words from ``region``'s start.
+    """Return planes in pages, which ``table`` (int64) places in words from ``region``'s start.
 
     Only the numbers of ``fields`` are read, not its addresses.
 

@@ -1,9 +1,8 @@
 """Ranges and sums on a GPU: keys that compare like the floats, and additions in a fixed order.
 
-Section 8 of ``docs/format.md``; keys here are the same ones with the top bit
-turned, so that they compare as signed integers. A tile is ROWS elements of
-each of COLUMNS channels; element j of channel c is number
-``(j // inner) * channels * inner + c * inner + j % inner``.
+Section 8 of ``docs/format.md``; keys here have the top bit inverted, so that they compare as signed
+integers. A tile is ROWS elements of each of COLUMNS channels; element j of channel c is number ``(j
+// inner) * channels * inner + c * inner + j % inner``.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _NEGATIVE_INFINITE_KEY = tl.constexpr(-0x7F800001)
 
 @triton.jit
 def _turn(bits):
-    """Float32 patterns to keys, and keys to patterns."""
+    """Convert float32 patterns to keys, and keys to patterns."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
@@ -43,13 +42,12 @@ def reduce_ranges(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Least and greatest key of STEPS tiles.
+    """Reduce STEPS tiles to their least and greatest key.
 
-    By the TREE, program r writes row r of (programs, channels) partial keys; else
-    the results are atomically compared with (channels,) cells: every element's
-    (ATOMICS), or one of each program and channel (the hybrid). Of greatest keys the
-    complement is written, a least one again: one fill makes all cells ready. A program
-    that is ALONE with its channels writes their ends.
+    By TREE, program r writes row r of (programs, channels) partial keys. By ATOMICS every element,
+    by the hybrid one value per program and channel, is atomically compared with (channels,) cells.
+    Greatest keys are written as complements, least ones again: one fill prepares all cells. A
+    program that is ALONE with its channels writes their ends.
     """
     channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :].to(tl.int64)
     low = tl.full((ROWS, COLUMNS), GREATEST_KEY, tl.int32)
@@ -83,7 +81,7 @@ def reduce_ranges(
 
 @triton.jit
 def _write_ends(least_out, greatest_out, channel, low, high, channels):
-    """Patterns of the channels' ends: NaN for both where one was met."""
+    """Write the patterns of the channels' ends: NaN for both if one was met."""
     empty = low > high
     broken = ((low < _NEGATIVE_INFINITE_KEY) | (high > _INFINITE_KEY)) & (empty == 0)
     low_bits = tl.where(empty, 0x7F800000, tl.where(broken, NAN_BITS, _turn(low)))
@@ -103,7 +101,7 @@ def finish_ranges(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Fold (partials, channels) least keys, and complements of greatest, and write patterns."""
+    """Fold (partials, channels) least keys and complements of greatest ones, and write patterns."""
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)
     valid = (row[:, None] < partials) & (channel[None, :] < channels)
@@ -115,7 +113,7 @@ def finish_ranges(
 
 @triton.jit
 def span_sums(source, sums, squares, count, TYPE: tl.constexpr, SPANS: tl.constexpr):
-    """Sum and sum of squares of spans of 4096 elements: 16 lanes, then strides 8, 4, 2, 1."""
+    """Sum spans of 4096 elements, and their squares: 16 lanes, then strides 8, 4, 2, 1."""
     span = tl.program_id(0).to(tl.int64) * SPANS + tl.arange(0, SPANS)
     total = tl.zeros((SPANS, 16), tl.float64)
     energy = tl.zeros((SPANS, 16), tl.float64)
@@ -146,12 +144,12 @@ def channel_span_sums(
     TYPE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Sum and sum of squares of COLUMNS channels in one span, to rows of (spans, channels).
+    """Sum COLUMNS channels in one span, and their squares, into rows of (spans, channels).
 
-    A channel's elements come in runs of ``inner``, one in every ``period`` of ``channels *
-    inner``; at most ``periods`` of these begin or go on in a span. A run is read in ``groups``
-    of sixteen elements at places that sixteen divides, so that lanes are lanes. Programs are
-    (spans, ``tiles``) in order, a tile being COLUMNS channels: ``tile_elements`` of a period.
+    A channel's elements come in runs of ``inner``, one in every ``period`` of ``channels * inner``;
+    at most ``periods`` of these touch a span. A run is read in ``groups`` of sixteen elements at
+    places that sixteen divides, so that lanes are lanes. Programs are (spans, ``tiles``) in order;
+    a tile is COLUMNS channels, ``tile_elements`` of a period.
     """
     row = tl.program_id(0).to(tl.int64) // tiles
     column = tl.program_id(0).to(tl.int64) % tiles
@@ -180,8 +178,9 @@ def channel_span_sums(
 
 @triton.jit
 def first_of_channels(span, channel, span_elements, count, channels):
-    """(SPANS, COLUMNS) int64 each, channels lying side by side: the first element of each channel
-    in each span, and where the span ends.
+    """Return each span's first element of each channel, and its end; (SPANS, COLUMNS) int64 each.
+
+    The channels lie side by side.
     """
     first = (span * span_elements)[:, None]
     behind = (channel[None, :] + channels - first % channels) % channels
@@ -202,10 +201,10 @@ def side_by_side_sums(
     SPANS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """``channel_span_sums`` where ``inner`` is 1 and sixteen divides ``channels``.
+    """Do ``channel_span_sums`` where ``inner`` is 1 and sixteen divides ``channels``.
 
-    All elements of a channel then are in one lane, and the others' sums are +0: neighbours are read
-    together, one element of each channel after the other.
+    All elements of a channel are then in one lane, and the other lanes' sums are +0. So neighbours
+    are read together, one element of each channel after the other.
     """
     span = tl.program_id(0).to(tl.int64) * SPANS + tl.arange(0, SPANS)
     channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS).to(tl.int64)
@@ -228,9 +227,7 @@ def side_by_side_sums(
 def fold_halves(
     rows, out, channels, WIDTH: tl.constexpr, LEVELS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """(2, WIDTH, channels) float64 to (2, channels): the latter half is added to the former, LEVELS
-    times, until one is left.
-    """
+    """Fold (2, WIDTH, channels) float64 to (2, channels), adding the latter half LEVELS times."""
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     kind = tl.program_id(1).to(tl.int64)
     place = (kind * WIDTH + tl.arange(0, WIDTH)[None, :]) * channels + channel[:, None]
@@ -243,13 +240,13 @@ def fold_halves(
 
 @triton.jit
 def canonical(values):
-    """Every NaN as the same one."""
+    """Replace every NaN by the canonical one."""
     return tl.where(values != values, float("nan"), values)
 
 
 @triton.jit
 def as_double(bits):
-    """The float64 that has these bits."""
+    """Return the float64 that has these bits."""
     return bits.to(tl.int64).to(tl.float64, bitcast=True)
 
 
@@ -261,6 +258,6 @@ def _halves(values, SPANS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def sum_lanes(lanes, SPANS: tl.constexpr):
-    """(SPANS, 16) to (SPANS,): strides 8, 4, 2, 1."""
+    """Sum (SPANS, 16) to (SPANS,): strides 8, 4, 2, 1."""
     sums = _halves(_halves(_halves(lanes, SPANS, 16), SPANS, 8), SPANS, 4)
     return tl.reshape(_halves(sums, SPANS, 2), (SPANS,))

@@ -1,8 +1,7 @@
-"""Ranges and sums of tensors on a GPU: three ways to reduce, one result (format, section 8).
+"""Ranges and sums of tensors on a GPU: three strategies, one result (format, section 8).
 
-The strategies are those of :class:`daf.kernels.RangeStrategy`, which of them is
-fastest depends on the device, the shape and the day: ``daf.kernels.autotune``
-finds out. Nothing here waits for the device.
+The strategies are those of :class:`daf.kernels.RangeStrategy`. Which is fastest depends on device,
+shape and load; ``daf.kernels.autotune`` measures it. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from daf.kernels.triton.reduction_kernels import (
 
 _TILE = 2048
 _MOST_PARTIALS = 512
-_MOST_ALONE = 8  # tiles that one program takes by itself, to spare a second kernel; not tuned yet
+_MOST_ALONE = 8  # tiles that one program takes alone, to spare a second kernel; not tuned yet
 _WIDEST = 32
 _LEAST_SPAN_BLOCKS = 16
-_SPANS = 8  # of a whole tensor, or of channels side by side, to a program
+_SPANS = 8  # of a whole tensor, or of channels side by side, per program
 _MOST_COLUMNS = 128
 _LANES = 16
 _CHANNELS = 8
 _MOST_FOLDED = 4096  # sums in a program's registers
 _KEYS: dict[str, Any] = {"dtype": torch.int32}
 _GREATEST_KEY = 2**31 - 1
-_ALONE = 3  # a number beside those of RangeStrategy: one program, which has nothing to combine
+_ALONE = 3  # beside the numbers of RangeStrategy: one program, nothing to combine
 
 _Pair = tuple[Tensor, Tensor]  # of the least and of the greatest
 
@@ -45,10 +44,10 @@ _Pair = tuple[Tensor, Tensor]  # of the least and of the greatest
 def measure_ranges(
     source: Tensor, strategy: RangeStrategy, channels: int = 1, inner: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """(channels,) float32 each: least and greatest of each channel ``(i // inner) % channels``.
+    """Return the least and greatest element of each channel; (channels,) float32 each.
 
-    ``source`` is contiguous float32, bfloat16 or float16. -0 is below +0; a
-    channel with a NaN has it for both ends, one without elements +inf and -inf.
+    ``source`` is contiguous float32, bfloat16 or float16; channels are ``(i // inner) % channels``.
+    -0 is below +0. A channel with a NaN has it for both ends, an empty one +inf and -inf.
 
     Raises:
         KernelError: outside the contract, or tensors of the CPU.
@@ -68,7 +67,7 @@ def measure_ranges(
 
 
 class _Tiles(NamedTuple):
-    """How programs share a tensor: each ``steps`` tiles of (rows, columns)."""
+    """How programs share a tensor: each takes ``steps`` tiles of (rows, columns)."""
 
     size: int
     rows: int
@@ -92,7 +91,7 @@ def _cut(count: int, channels: int, inner: int) -> _Tiles:
 
 
 def _places_of_keys(strategy: RangeStrategy, tiles: _Tiles, device: torch.device) -> _Pair:
-    """(partials, channels) each: what programs write, or compare with and so must find there."""
+    """Return (partials, channels) each: room to write, or cells filled to compare with."""
     if strategy is RangeStrategy.TREE:
         shape = (tiles.programs, tiles.channels)
         low, high = (torch.empty(shape, device=device, **_KEYS) for _ in range(2))
@@ -140,10 +139,9 @@ def _finish(keys: _Pair, ends: _Pair) -> None:
 
 
 def measure_sums(source: Tensor, channels: int = 1, inner: int = 1) -> tuple[Tensor, Tensor]:
-    """(channels,) float64 each: sums and sums of squares, in the format's order.
+    """Return sums and sums of squares, (channels,) float64 each, in the format's order.
 
-    ``source`` is contiguous float32, bfloat16 or float16; channels are ``(i // inner) %
-    channels``.
+    ``source`` is contiguous float32, bfloat16 or float16; channels are ``(i // inner) % channels``.
 
     Raises:
         KernelError: outside the contract.
@@ -160,12 +158,12 @@ def measure_sums(source: Tensor, channels: int = 1, inner: int = 1) -> tuple[Ten
 
 
 def span_shape(count: int, channels: int) -> tuple[int, int]:
-    """(spans up to a power of two, channels) of the sums that spans have."""
+    """Return (spans up to a power of two, channels): the shape of the spans' sums."""
     return _power_of_two(-(-count // span_elements(channels))), channels
 
 
 def fold_spans(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Two kinds of sums, (2, spans, channels), to (channels,) each, by halving strides."""
+    """Fold two kinds of sums, (2, spans, channels), to (channels,) each, by halving strides."""
     while rows.shape[1] > _MOST_FOLDED:
         half = rows.shape[1] // 2
         rows = rows[:, :half] + rows[:, half:]
@@ -205,7 +203,7 @@ def _sum_spans(
 
 
 def run_options(channels: int, inner: int) -> dict[str, int]:
-    """Arguments of the kernels that read a channel's elements in runs of ``inner``."""
+    """Return the arguments of kernels that read a channel's elements in runs of ``inner``."""
     span, period = span_elements(channels), channels * inner
     return {
         "channels": channels,
@@ -221,12 +219,12 @@ def run_options(channels: int, inner: int) -> dict[str, int]:
 
 
 def are_side_by_side(channels: int, inner: int) -> bool:
-    """May the kernels read that many channels together? Each then has one of sixteen lanes."""
+    """True if the kernels may read the channels together; each then has one of sixteen lanes."""
     return inner == 1 and channels % _LANES == 0
 
 
 def side_by_side_options(spans: int, channels: int) -> dict[str, int]:
-    """Arguments of the kernels that do."""
+    """Return the arguments of kernels that read channels side by side."""
     span = span_elements(channels)
     return {
         "channels": channels,
@@ -239,7 +237,7 @@ def side_by_side_options(spans: int, channels: int) -> dict[str, int]:
 
 
 def side_by_side_grid(spans: int, channels: int) -> tuple[int, int]:
-    """Their programs: ``spans`` of so many channels."""
+    """Return the grid of kernels that read channels side by side."""
     return -(-spans // _SPANS), -(-channels // _columns(channels))
 
 
@@ -248,7 +246,7 @@ def _columns(channels: int) -> int:
 
 
 def span_elements(channels: int) -> int:
-    """Elements of a span, as section 8 of the format says."""
+    """Return the elements of a span (section 8 of the format)."""
     return BLOCK_ELEMENTS * max(_LEAST_SPAN_BLOCKS, _power_of_two(channels))
 
 

@@ -29,13 +29,13 @@ _GREATEST_ENERGY = tl.constexpr(2.0**60)
 _LENGTH = tl.constexpr(2000.0)
 _LENGTH_TIMES_UNIT = tl.constexpr(2000.0 * 2048.0)
 _COEFFICIENT_MULTIPLIER = tl.constexpr(1704)
-_ROUND_TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2**23: what is added loses its fraction
+_ROUND_TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it drops the fraction
 _ROUND_PATTERN = tl.constexpr(0x4B400000)
 
 
 @triton.jit
 def _centre(values, valid, real_count, prescale, unscale, BLOCKS: tl.constexpr):
-    """Blocks around their rounded mean; the mean's bf16 pattern; the energy."""
+    """Return blocks around their rounded mean; the mean's bf16 pattern; the energy."""
     scaled = values * prescale[:, None]
     average = tl.math.div_rn(tree_sum(scaled, BLOCKS), real_count)
     mean = nearest_bfloat16(average * unscale)
@@ -46,7 +46,7 @@ def _centre(values, valid, real_count, prescale, unscale, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _centre_ordinary(values, valid, real_count, BLOCKS: tl.constexpr):
-    """The same, prescaled where the energy asks for it; and the inverse of the prescale."""
+    """Do the same, prescaled if the energy asks for it; also return the prescale's inverse."""
     one = real_count * 0.0 + 1.0
     centred, mean, energy = _centre(values, valid, real_count, one, one, BLOCKS)
     ordinary = (energy >= _LEAST_ENERGY) & (energy <= _GREATEST_ENERGY)
@@ -59,7 +59,7 @@ def _centre_ordinary(values, valid, real_count, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _to_integers(values, finite):
-    """Nearest even, of numbers below 2**22; 0 in blocks that are not finite."""
+    """Round to nearest even, numbers below 2**22; 0 in blocks that are not finite."""
     pattern = (values + _ROUND_TO_INTEGER).to(tl.int32, bitcast=True)
     return tl.where(finite[:, None], pattern - _ROUND_PATTERN, 0)
 
@@ -85,7 +85,7 @@ def _rotate_back(values, key_low, key_high, blocks, ROUNDS: tl.constexpr, BLOCKS
 
 @triton.jit
 def _find_cells(rotated, thresholds, BITS: tl.constexpr):
-    """Each number's code, its most significant bit at weight 8."""
+    """Return each number's code, its most significant bit at weight 8."""
     coefficients = tl.minimum(tl.maximum((rotated * _COEFFICIENT_MULTIPLIER) >> 16, -128), 127)
     cells = coefficients * 0
     for step in tl.static_range(BITS):
@@ -111,7 +111,7 @@ def encode_rotated(
     ROUNDS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Write the headers and, of every run, the planes that it has."""
+    """Write the headers and the planes that each run has."""
     blocks = tile_blocks(BLOCKS)
     place = tile_elements(blocks)
     valid = place < count

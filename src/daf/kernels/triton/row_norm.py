@@ -1,6 +1,6 @@
-"""Normalisations of rows on a GPU: what forward measures, what backward sums (format, section 11).
+"""Normalisations of rows on a GPU: forward's measurement, backward's sums (format, section 11).
 
-Elements, values and errors are those of ``gpu_norm``.
+Elements, values and errors are those of ``channel_norm``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ _COLUMNS = 128
 
 
 def measure_rows(source: Tensor, affine: Channels, epsilon: float, *, centred: bool) -> None:
-    """Write what makes normalised values of rows of ``affine.inner`` elements."""
+    """Write the affine that normalises rows of ``affine.inner`` elements.
+
+    Raises:
+        KernelError: the affine has room for another number of rows.
+    """
     elements, kind = patterns(source, source.numel())
     rows = _row_count(source, affine.inner)
     if rows != affine.scale.numel():
@@ -45,10 +49,10 @@ def measure_rows(source: Tensor, affine: Channels, epsilon: float, *, centred: b
 
 
 class RowProducts:
-    """What a normalisation of rows needs of gradient and values, span of rows by span of rows.
+    """Backward's sums of gradient and values of a row normalisation, span of rows by span of rows.
 
-    ``scale`` (rows,) is the rows' own; after all values were added, ``of_value`` is what
-    ``gpu_norm.write_gradient`` takes for them.
+    ``scale`` (rows,) is the rows' own. After all values are added, ``of_value`` is what
+    ``channel_norm.write_gradient`` takes for them.
     """
 
     def __init__(
@@ -77,14 +81,14 @@ class RowProducts:
 
     @property
     def span_blocks(self) -> int:
-        """Blocks in a span: its rows are as many as a block's elements."""
+        """Blocks in a span, which has as many rows as a block has elements."""
         return self.length
 
     def add(self, values: Values) -> None:
-        """The rows of these values.
+        """Add the rows of these values.
 
         Raises:
-            KernelError: they are no whole spans.
+            KernelError: they are not whole spans.
         """
         count = self._gradient.numel()
         first, last = values.part(count)
@@ -132,7 +136,7 @@ class RowProducts:
         )
 
     def columns(self) -> tuple[Tensor, Tensor] | None:
-        """(length,) float64 each: of the gradient, and of its products with the values."""
+        """Return (length,) float64 sums of the gradient, and of its products with the values."""
         if self._spans is None:
             return None
         shape = (2, self.length)

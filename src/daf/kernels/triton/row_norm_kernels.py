@@ -1,7 +1,7 @@
 """Normalisations of rows on a GPU: section 11 of ``docs/format.md``, in its order of additions.
 
-Normalised values lie where ``gpu_norm_device`` says. What is computed of a row's sums is computed
-where they are made: no operator of its own reads them again.
+Normalised values lie as in ``channel_norm_kernels``. What depends on a row's sums is computed where
+they are made: no further operator reads them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def row_affines(
     CENTRED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """(rows,) float32 each: what normalises rows of ``length``, of sums by sixteen lanes.
+    """Write the affine of rows of ``length``, (rows,) float32 each, from sums by sixteen lanes.
 
     ``epsilon``: the bits of a float64.
     """
@@ -71,8 +71,9 @@ def row_factors(
     CENTRED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """(rows,) float32 each: what backward takes for the values of rows from ``first_row`` on, of
-    sums of g and of g times the values. ``own_scale`` is that of ``row_affines``.
+    """Write backward's factors for the values of rows from ``first_row`` on; (rows,) float32 each.
+
+    They come from sums of g and of g times the values. ``own_scale`` is that of ``row_affines``.
     """
     row = first_row.to(tl.int64) + tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, 16)[None, :]
@@ -117,8 +118,9 @@ def column_span_sums(
     SPAN_ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """(spans, length) float32 each: sums over SPAN_ROWS rows, one after the other, of the gradient
-    and of its product with the values.
+    """Sum gradient, and its product with the values, over SPAN_ROWS rows, one after the other.
+
+    Both results are (spans, length) float32.
     """
     span = first_span.to(tl.int64) + tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -142,7 +144,7 @@ def column_span_sums(
 
 @triton.jit
 def add_spans(span_sums, out, spans, length, COLUMNS: tl.constexpr):
-    """(spans, length) float32 to (length,) float64, one span after the other."""
+    """Sum (spans, length) float32 to (length,) float64, one span after the other."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), tl.float64)
     for first in range(0, spans, 8):
