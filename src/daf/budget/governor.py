@@ -92,12 +92,8 @@ def _asked_bytes(request: Request, device_bytes: int) -> int | None:
 class Governor:
     """Keeps the budget in force; thread-safe.
 
-    Args:
-        asked: a value that ``parse_budget`` reads, or a function that returns one, called at every
-            refresh.
-        system: the machine to read.
-        clock: monotonic seconds.
-        bounds: reads the bounds of a device's memory; None: those of the process.
+    ``asked``: a value for ``parse_budget``, or a function that returns one at every refresh.
+    ``clock``: monotonic seconds. ``bounds``: reads a device's bounds; None: the process's are read.
 
     Raises:
         UnitError: the budget cannot be parsed.

@@ -37,7 +37,7 @@ def stalled_us(text: str) -> int:
 
 
 class PressureSampler:
-    """The share of the last second lost to stalls, from counters sampled now and then."""
+    """The share of the last second lost to stalls, from sampled counters."""
 
     def __init__(self, system: System) -> None:
         self._system = system

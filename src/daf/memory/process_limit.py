@@ -105,7 +105,7 @@ class MemoryKeeper:
         return stats()["refusals"] if self._recycling is not None else 0
 
     def has_refused(self, error: BaseException, refusals_before: int) -> bool:  # noqa: ARG002
-        """True if memory was refused since, whatever error user code made of that."""
+        """True if memory was refused since, because user code may turn a refusal into any error."""
         return self.refusals() > refusals_before
 
     def bound(self, expected_bytes: int, budget_bytes: int) -> None:

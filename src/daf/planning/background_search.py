@@ -13,8 +13,8 @@ from daf.core.plan import Plan
 class BackgroundPlan:
     """A thread that runs ``make``; ``result`` holds its plans, best first, once it ended.
 
-    ``make`` receives a function that is True once it must return its best plans so far. The
-    interpreter stops and joins the thread at exit, where the solver's threads would abort it.
+    ``make`` receives a function that is True once it must return its best plans so far. At exit the
+    interpreter joins the thread: torn down under the solver's threads, the process would abort.
     """
 
     def __init__(self, make: Callable[[Callable[[], bool]], tuple[Plan, ...]]) -> None:

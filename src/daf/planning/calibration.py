@@ -18,7 +18,10 @@ LOWEST, HIGHEST = 0.25, 3.0
 
 
 def calibrated(profile: Profile, examples: int, coded_ms: float) -> Profile:
-    """Correct code speeds by ``coded_ms``, the time of ``examples`` with one bit at every site."""
+    """Return the profile with code speeds corrected.
+
+    ``coded_ms``: forward and backward of ``examples`` with one bit at every site.
+    """
     table = make_table(profile, examples, Allowed(replay=False))
     selection = lawful(table, level_selection(table, "1"))
     modelled_ms = float(table.cost_ms[selection].sum())

@@ -177,7 +177,7 @@ class OptionMaker:
         return [(level, by_need) for level, by_need in found if self._on_host(by_need) <= most]
 
     def _on_host(self, by_need: Mapping[Need, Treatment]) -> int:
-        """Return the bytes of host memory that pinning everything under this level takes."""
+        """Return the bytes that the host must pin for everything under this level."""
         codes: dict[tuple[object, ...], int] = {}
         for saving in self._profile.savings:
             treatment = by_need.get(saving.need, KEEP)
