@@ -50,7 +50,7 @@ class Goal(NamedTuple):
 
 
 def reserve_bytes(request: Request, bound: Bound, growth: Growth = STANDING_STILL) -> int:
-    """Return the bytes left free of a bound; 0 for a budget in bytes that nobody else shares."""
+    """Return the bytes left free of a bound; for a budget in bytes, 0 if nobody shares it."""
     ahead_bytes = growth.ahead_bytes(bound)
     if request.is_auto:
         share_bytes = int(AUTO_RESERVE_FRACTION * bound.ceiling_bytes)

@@ -83,7 +83,7 @@ def _last_moments(savings: Iterable[Saving]) -> dict[int, int]:
     return found
 
 
-# Spans that one call's replay always holds, and by storage those that nobody else keeps as long.
+# Spans that one call's replay always holds; by storage, those that count unless others keep them.
 _Held = tuple[list[Span], dict[int, Span]]
 
 
