@@ -35,9 +35,7 @@ class Host(Protocol):
 
 
 class Coder:
-    """Makes codes: of host tensors in ``store``, of a device's in ``devices`` or, if asked,
-    ``host``.
-    """
+    """Makes codes of host tensors in ``store``, of a device's in ``devices`` or in ``host``."""
 
     def __init__(
         self, store: Store, devices: DeviceStores | None = None, host: Host | None = None
@@ -102,7 +100,6 @@ class Coder:
         return encoder_named(treatment.codec)(store, tensor, treatment, key)
 
     def _place(self, tensor: Tensor, bits: int, on_host: bool) -> Any:
-        """Return the store for a tensor's planes."""
         if not is_coded_on_device(tensor):
             return self._store
         if on_host and self._host is not None:

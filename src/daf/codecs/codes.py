@@ -66,7 +66,6 @@ class _Code:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the resident planes and headers."""
         return int(self.planes.nbytes)
 
     @contextmanager
@@ -113,9 +112,8 @@ class MaskCode(_Code):
 
 
 class ValueCode(_Code):
-    """``rotated`` or ``minmax`` planes with a header for every block.
-
-    The store may evict planes of ``rotated`` codes, except the first.
+    """``rotated`` or ``minmax`` planes with block headers; ``rotated`` ones, but the first, may be
+    evicted.
     """
 
     __slots__ = ("key", "treatment")
@@ -181,9 +179,9 @@ class ValueCode(_Code):
     ) -> None:
         """Write the values into a dense tensor of the encoded element count.
 
-        ``channels`` is applied first; then ``accumulate`` adds what ``out`` holds; then ``mask``
-        zeroes the elements whose bit is clear. With ``blocks`` (first, last), ``out`` holds the
-        elements of these blocks of 256 only.
+        ``channels`` applies first; ``accumulate`` then adds what ``out`` holds; ``mask`` then
+        zeroes where its bit is clear. With ``blocks`` (first, last), ``out`` holds only these
+        blocks of 256.
         """
         with self._reading(out, blocks) as planes, pinned(mask) as chosen:
             code = (planes, self.treatment, self.key)
@@ -224,8 +222,7 @@ class DerivativeCode(_Code):
     ) -> DerivativeCode | None:
         """Encode a dense tensor; borders: (2**bits - 1,) float32, ascending.
 
-        Returns None if an element is not finite and must stay so. Where only the device knows, the
-        code is returned and decodes to NaN everywhere.
+        None if an element is not finite; where only the device knows, the code decodes to NaN.
         """
         code = cls(tensor.numel(), _planes(store, tensor.numel(), bits))
         with code.planes.filling() as planes:
@@ -250,9 +247,8 @@ class IntegerCode(_Code):
     __slots__ = ("base",)
 
     def __init__(self, store: Any, tensor: Tensor, bits: int, base: int) -> None:
-        """Encode a dense tensor of 1-, 2-, 4- or 8-byte integers in ``base … base + 2**bits - 1``.
-
-        Unsigned bytes are read as signed ones, which loses nothing.
+        """Encode a dense tensor of 1-, 2-, 4- or 8-byte integers (or bytes) in ``base … base +
+        2**bits - 1``.
         """
         super().__init__(tensor.numel(), _planes(store, tensor.numel(), bits))
         self.base = base

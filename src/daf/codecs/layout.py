@@ -9,10 +9,7 @@ from torch import Tensor
 
 
 class Layout(NamedTuple):
-    """Shape, stride (elements), dtype and device of a dense tensor.
-
-    A decoded tensor has a storage of its own and begins at its first element.
-    """
+    """Shape, stride (elements), dtype and device of a dense tensor that begins its storage."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -30,10 +27,9 @@ def layout_of(tensor: Tensor) -> Layout:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """True if the elements fill one unbroken run of memory, each place once.
+    """True if the elements fill one unbroken run of memory, each place once, in any permutation.
 
-    So is every permutation of a contiguous tensor (channels-last, transposed). Strides of
-    dimensions of size 1 do not matter.
+    Strides of dimensions of size 1 do not matter.
     """
     if tensor.is_contiguous():
         return True
@@ -48,11 +44,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def content_key(tensor: Tensor, version: int) -> tuple[Any, ...]:
-    """Return a key of the memory's content: equal for dense tensors of any shape in the same memory
-    order.
-
-    ``version`` is the tensor's when it was saved.
-    """
+    """Return a key of dense content in memory order, of any shape, at its saved ``version``."""
     geometry = () if is_dense(tensor) else (tuple(tensor.shape), tensor.stride())
     return (tensor.storage_offset(), tensor.numel(), tensor.dtype, version, geometry)
 
@@ -63,10 +55,7 @@ def in_memory_order(tensor: Tensor) -> Tensor:
 
 
 def overlaps(tensor: Tensor) -> bool:
-    """True if two elements may share one place in memory (an expanded or self-overlapping view).
-
-    Like PyTorch's own check, it errs on the side of True.
-    """
+    """True if two elements may share a place in memory; like PyTorch's check, errs towards True."""
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:

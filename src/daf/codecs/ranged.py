@@ -1,8 +1,7 @@
-"""Grids of min-max codes over the range of a whole tensor or of each channel (DAF, arXiv
-2507.07149).
+"""Grids of min-max codes whose range is the tensor's or each channel's (DAF, arXiv 2507.07149).
 
-They need no headers, only eight bytes for each channel. Ranges of blocks fit closer, so no plan
-chooses these grids: they serve to compare with the published method.
+They need no headers, only eight bytes per channel. Ranges of blocks fit closer, so no plan chooses
+these grids: they serve to compare with the published method.
 """
 
 from __future__ import annotations
@@ -16,9 +15,7 @@ from daf.kernels.normalisation import Channels
 
 
 class Cut(NamedTuple):
-    """Which elements share a range: element i in memory order is of channel ``(i // inner) %
-    channels``.
-    """
+    """Which elements share a range: channel ``(i // inner) % channels`` in memory order."""
 
     channels: int = 1
     inner: int = 1
@@ -41,8 +38,7 @@ class Grid(NamedTuple):
 
 
 def grid_of(low: Tensor, high: Tensor, bits: int, inner: int) -> Grid:
-    """Return the grid of ``2**bits`` values from ``low`` to ``high``, (channels,) floats on one
-    device.
+    """Return the grid of ``2**bits`` values from ``low`` to ``high``, (channels,) floats each.
 
     If all values are equal, they come back exactly; if an end is not finite, NaN comes back.
     """

@@ -1,10 +1,9 @@
 """The range of a whole tensor or of each channel, by the strategy measured fastest.
 
-Hybrid reduction (DAF, arXiv 2507.07149), chosen at run time. The first call of a size on a device
-times all strategies, PyTorch's own included, first on a part of a large tensor. Calibration takes
-at most ``autotune.CALIBRATION_SECONDS`` besides compiling. A cache file keeps the choices. Later
-calls sometimes time the chosen strategy against another, so that the choice follows clocks and
-contention.
+Hybrid reduction (DAF, arXiv 2507.07149), chosen at run time. The first call of a size times all
+strategies, PyTorch's own too, first on a part of a large tensor. This takes at most
+``autotune.CALIBRATION_SECONDS`` besides compiling; a cache file keeps the choice. Later calls
+sometimes time a challenger, since clocks and contention change.
 """
 
 from __future__ import annotations
@@ -150,7 +149,6 @@ class _Trial:
         return _Trial(first, self._cut) if first.numel() < self.size else None
 
     def _first(self, count: int) -> Tensor:
-        """Return about ``count`` elements, equally many of each channel."""
         once = self._cut.channels * self._cut.inner
         return in_memory_order(self._tensor)[: max(once, count // once * once)]
 
@@ -171,7 +169,6 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def _is_finite(tensor: Tensor) -> Tensor:
-    """Return a 0-dim boolean on the tensor's device."""
     if tensor.layout is not torch.strided:
         tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
     if tensor.is_complex():
@@ -236,7 +233,6 @@ def _by(tensor: Tensor, cut: Cut, name: str) -> Ends:
 
 
 def _seconds(work: Callable[[], Any], device: torch.device) -> float:
-    """Return the seconds of one run, waiting until the device is done."""
     _wait_for(device)
     begin_s = time.perf_counter()
     work()

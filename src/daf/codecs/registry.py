@@ -1,7 +1,4 @@
-"""Codecs registered by name from outside the library.
-
-A policy chooses one through ``Treatment(Method.REGISTERED, codec=name)``; a plan never does.
-"""
+"""Codecs registered by name from outside; ``Treatment(Method.REGISTERED, codec=name)`` uses one."""
 
 from __future__ import annotations
 
@@ -28,8 +25,7 @@ class RegisteredCode(Protocol):
         """Write the values into a dense tensor of the encoded shape, strides and dtype."""
 
 
-# Makes a code from (store of the tensor's device, dense tensor, treatment, 64-bit key). None keeps
-# the tensor as it is. For the host's store see ``daf.pool.store.Store``.
+# (store of the tensor's device, dense tensor, treatment, 64-bit key) to a code, or None.
 Encoder = Callable[..., RegisteredCode | None]
 
 _encoders: dict[str, Encoder] = {}

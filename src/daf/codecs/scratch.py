@@ -1,9 +1,8 @@
 """Memory for decoded tensors, recycled once no tensor refers to it.
 
-A decoded tensor lives for one operator of backward. Paging in a fresh block for each costs several
-times what decoding does. So ``Scratch`` keeps blocks and reuses one when its storage's reference
-count shows it idle. Where the allocator recycles freed blocks itself (``memory.recycling``),
-nothing is kept here.
+A decoded tensor lives for one operator of backward; paging in a fresh block for each costs several
+times what decoding does. A kept block is idle when its storage's reference count says so. Where the
+allocator recycles freed blocks (``memory.recycling``), nothing is kept here.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self._blocks: list[torch.UntypedStorage] = []
-        # Several threads may run backward; only one may act between finding a block idle and using
-        # it.
+        # Several threads may run backward; only one may find a block idle and use it.
         self._lock = threading.Lock()
 
     @property

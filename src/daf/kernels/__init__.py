@@ -37,9 +37,9 @@ class ChannelAffine(NamedTuple):
 class ChannelSums(NamedTuple):
     """Where the sums of each channel go: ``c = (i // inner) % channels`` as in ChannelAffine.
 
-    ``sums_pointer`` and ``squares_pointer`` are addresses of ``channels`` float64 numbers each, to
-    be written. ``workspace_pointer`` is that of ``cpu.reductions.sums_workspace_bytes`` bytes. A
-    whole tensor is one channel.
+    ``sums_pointer`` and ``squares_pointer``: addresses of ``channels`` float64 numbers to write.
+    ``workspace_pointer``: of ``cpu.reductions.sums_workspace_bytes`` bytes. A whole tensor is one
+    channel.
     """
 
     channels: int
@@ -50,12 +50,11 @@ class ChannelSums(NamedTuple):
 
 
 class RangeStrategy(IntEnum):
-    """How the partial ranges of threads are combined; the numbers are the native ones.
+    """How the partial ranges of threads are combined (DAF, arXiv 2507.07149); native numbers.
 
-    ``TREE``: each thread reduces into its own accumulators, whose rows are folded pairwise.
-    ``ATOMICS``: each element is compared with its channel's shared cell, written only if beyond it.
-    ``HYBRID``: own accumulators, then one atomic comparison per thread and channel. (The three of
-    DAF, arXiv 2507.07149.)
+    ``TREE``: each thread's accumulators are folded pairwise. ``ATOMICS``: each element is compared
+    with its channel's shared cell, written only if beyond it. ``HYBRID``: own accumulators, then
+    one atomic comparison per thread and channel.
     """
 
     TREE = 0
@@ -152,11 +151,10 @@ class RunningMoments(NamedTuple):
 
 
 class RowMoments(NamedTuple):
-    """Says to measure rows before they are read, and to write the affine of each.
+    """Rows (runs of ``affine.inner``, a channel each) to measure first, writing the affine of each.
 
-    Rows are runs of ``affine.inner`` elements, one channel each; scale and shift are addresses to
-    write. The affine is ``(x - mean) / deviation`` if ``centred``, else ``x`` over the root of its
-    mean square. ``epsilon`` is added under the root.
+    ``(x - mean) / deviation`` if ``centred``, else ``x`` over the root of its mean square;
+    ``epsilon`` is added under the root. Scale and shift are addresses to write.
     """
 
     epsilon: float

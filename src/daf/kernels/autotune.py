@@ -1,9 +1,9 @@
-"""Chooses the fastest of several strategies by timing them, first on first use, then while running.
+"""Chooses the fastest of several strategies by timing them, on first use and while running.
 
 Callers bring a :class:`Trial`, which runs a strategy and returns its seconds. A :class:`Chooser`
-measures the strategies on first use of a (device, shape class), within a time limit. Later it
-sometimes times the chosen strategy against a challenger, which replaces it after winning several
-checks in a row. DAF (arXiv 2507.07149) profiles offline; clocks and contention change during a run.
+measures all on first use of a (device, shape class), within a time limit. Later it sometimes times
+a challenger, which takes over after several wins in a row: unlike DAF's offline profiles (arXiv
+2507.07149), this follows clocks and contention.
 """
 
 from __future__ import annotations
@@ -126,10 +126,7 @@ def _medians(
 def _of_all(
     of_part: dict[str, float], part: Trial, trial: Trial, allowance: _Allowance
 ) -> dict[str, float]:
-    """Return seconds on the whole input, predicted from the part for strategies not run there.
-
-    Their pace is that of the slowest that ran, so none is predicted faster than what was measured.
-    """
+    """Return seconds on the whole input; what did not run is predicted, none below those run."""
     growth = trial.size / part.size
     samples: dict[str, list[float]] = {}
     for name in _hopeful(of_part, part.start_seconds):
@@ -150,7 +147,6 @@ def _hopeful(of_part: dict[str, float], start_seconds: float) -> list[str]:
 
 
 def _pace(samples: Mapping[str, Sequence[float]], of_part: Mapping[str, float]) -> float:
-    """Return the largest ratio of seconds on the whole input to those on the part."""
     return max(taken[0] / of_part[name] for name, taken in samples.items())
 
 
@@ -163,8 +159,6 @@ def _chosen(seconds: Mapping[str, float], usual: str | None) -> str:
 
 @dataclass
 class _Choice:
-    """The knowledge of one shape class."""
-
     seconds: dict[str, float]
     chosen: str
     spent_seconds: float = 0.0  # since the last check
@@ -199,7 +193,6 @@ class Chooser:
         cache: Path | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
-        """Read an earlier process's choices from the cache file, if it has any."""
         self._device = device
         self._strategies = tuple(strategies)
         self._cache = cache
@@ -244,8 +237,6 @@ class Chooser:
             choice.chosen = challenger
             choice.wins.clear()
             self._write()
-
-    # --- cache file -------------------------------------------------------------------------
 
     def _read(self) -> dict[str, _Choice]:
         """Return this device's classes whose entry covers exactly these strategies."""

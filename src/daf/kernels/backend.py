@@ -1,7 +1,7 @@
 """The interface to the kernels of every type of device.
 
 ``planes`` is what a store's planes yield while open or pinned; every backend writes the same bits.
-Source and destination are dense tensors, in memory order.
+Tensors are dense and in memory order.
 """
 
 from __future__ import annotations
@@ -52,10 +52,9 @@ class Backend(Protocol):
         rows: RowMoments | None,
         output: NormOutput | None,
     ) -> None:
-        """Write the *rotated* or *minmax* code of ``channels`` of the source.
+        """Write the *rotated* or *minmax* code of ``channels`` of the source, and ``output`` of it.
 
-        With ``rows``, the vectors of ``channels`` are first measured and written. ``output`` is
-        written from the encoded values.
+        With ``rows``, the vectors of ``channels`` are first measured and written.
         """
 
     def decode_values(
@@ -69,10 +68,8 @@ class Backend(Protocol):
         accumulate: bool,
         blocks: Blocks,
     ) -> None:
-        """Write ``channels`` of the values; ``accumulate`` adds what ``out`` holds; ``mask`` then
-        zeroes.
-
-        With ``blocks``, ``out`` holds the elements of these only.
+        """Write ``channels`` of the values, accumulate, mask; ``out`` holds ``blocks`` only, if
+        given.
         """
 
     def encode_steps(self, source: Tensor, planes: Any, key: int, to_steps: Channels) -> None:
@@ -92,8 +89,8 @@ class Backend(Protocol):
     def encode_derivative(self, source: Tensor, planes: Any, borders: Tensor) -> bool | Tensor:
         """Write how many borders lie below each element; borders (2**bits - 1,) float32, ascending.
 
-        Returns True if some element is not finite, which makes the planes worthless. Where only the
-        device knows, returns () int32 on it, nonzero in that case.
+        Returns True, or () nonzero int32 on the device, if not all elements are finite: the planes
+        are then worthless.
         """
 
     def decode_derivative(self, planes: Any, levels: Tensor, out: Tensor) -> None:
@@ -108,9 +105,7 @@ class Backend(Protocol):
     def measure_ranges(
         self, items: Tensor, strategy: RangeStrategy, channels: int, inner: int
     ) -> tuple[Tensor, Tensor]:
-        """Return the least and greatest element of each channel, (channels,) float32; both NaN if
-        any is.
-        """
+        """Return each channel's least and greatest element, (channels,) float32; NaN if any is."""
 
     def channel_statistics(
         self, x: Tensor, geometry: Geometry, epsilon: float, running: RunningStatistics | None
@@ -142,9 +137,8 @@ class Backend(Protocol):
         written: Tensor | None,
         geometry: Geometry,
     ) -> Sums:
-        """Return sums of the masked gradient and of its products with the values.
-
-        ``written`` receives the masked gradient; it may be ``gradient`` itself.
+        """Return sums of the masked gradient, to be ``written`` too, and of its products with
+        values.
         """
 
     def gradient_factors(
@@ -165,9 +159,8 @@ class Backend(Protocol):
         written: Tensor,
         factors: tuple[Channels, Channels],
     ) -> None:
-        """Write ``masked gradient * b.scale + a(values)``; ``factors`` are (a, b).
-
-        ``written`` may be ``gradient`` itself.
+        """Write ``masked gradient * b.scale + a(values)``, ``factors`` (a, b); onto ``gradient`` or
+        not.
         """
 
     def backward_rows(self, values: Values, job: RowBackward) -> Sums | None:

@@ -1,7 +1,6 @@
 """What the passes of a normalisation read and write on any device: tensors, not addresses.
 
-Element i in memory order is of channel ``(i // inner) % channels``; each row is a channel of one
-run. ``planes`` is what a store's planes yield while they are open or pinned.
+Element i in memory order is of channel ``(i // inner) % channels``; a row is a channel of one run.
 """
 
 from __future__ import annotations
@@ -90,9 +89,9 @@ class Sums(NamedTuple):
 class NormOutput(NamedTuple):
     """What forward writes from its normalised values, with or without encoding them.
 
-    ``out`` is dense and receives ``result`` (gamma and beta; None: neither) of the values, plus
-    ``addend`` in the same layout. With an unwritten ``mask`` it passes a ReLU bounded by ``most``,
-    which sets the bits of what it passes.
+    ``out`` is dense and receives ``result`` (gamma and beta; None: neither) of the values plus
+    ``addend`` in the same layout. An unwritten ``mask``: through a ReLU up to ``most``, whose bits
+    it takes.
     """
 
     out: Tensor
@@ -119,11 +118,10 @@ class KeptValues(NamedTuple):
 
 
 class RowBackward(NamedTuple):
-    """The arguments of a row normalisation's backward besides values.
+    """The arguments of a row normalisation's backward besides values; sums only if ``summing``.
 
-    ``gradient`` is that of the result. ``written`` receives the input's gradient; it may be
-    ``gradient`` itself, or None. ``gamma`` is (length,) or None; ``scale`` (rows,) is the affine's.
-    Sums are taken only if ``summing``.
+    ``gradient`` is of the result; ``written`` (may be ``gradient``, or None) receives the input's.
+    ``gamma`` is (length,) or None; ``scale`` (rows,) is the affine's.
     """
 
     length: int

@@ -1,7 +1,6 @@
 """The split of packing between processor and GPU, as a pure function of times and bytes.
 
-A model of a device can test it. In forward each saved tensor takes one :class:`Route`. After DAF
-(arXiv 2507.07149), whose split is fixed; here it follows measured rates.
+DAF's split (arXiv 2507.07149) is fixed; this one follows measured rates.
 """
 
 from __future__ import annotations
@@ -36,10 +35,7 @@ class ReadyTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Measured speeds, raw bytes per millisecond; for the link, bytes that travel.
-
-    Where processor and GPU share memory, ``link`` is infinite: nothing travels.
-    """
+    """Raw bytes per millisecond; ``link``: bytes that travel, infinite where memory is shared."""
 
     gpu_pack: float
     cpu_pack: float
@@ -70,11 +66,7 @@ class ScheduledWork(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The predicted cost of a choice of routes.
-
-    ``stolen_ms`` is GPU time taken from forward, ``tail_ms`` work left after its end. Packing is
-    hidden if their sum, ``exposed_ms``, is 0.
-    """
+    """The predicted cost of routes: GPU time taken from forward, and work left after its end."""
 
     routes: tuple[Route, ...]
     jobs: tuple[ScheduledWork, ...]
@@ -116,10 +108,9 @@ def split(
 ) -> Timeline:
     """Return routes with the least exposed time that a few tries and single changes find.
 
-    The earliest tensors have most time to hide in. So the tries let the processor pack all up to
-    some place, none and all included; the answer is never worse than either side alone. With few
-    tensors, single routes are then changed while that helps. The GPU always packs tensors larger
-    than ``most_raw_bytes``.
+    The earliest tensors have most time to hide in, so the tries let the processor pack all up to
+    some place, none and all included. With few tensors, single routes are then changed while that
+    helps. The GPU always packs tensors larger than ``most_raw_bytes``.
     """
     both = [tensor.raw_bytes <= most_raw_bytes for tensor in saved]
     places = {len(saved) * part // _PREFIXES for part in range(_PREFIXES + 1)}

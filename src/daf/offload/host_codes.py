@@ -1,9 +1,8 @@
 """Codes of a device's tensors that wait on the host, packed by the device or the processor.
 
-Either the device packs and the code travels, or raw data travel and a thread of the processor packs
-them. Both give the same bytes in one layout, so backward does not care. :class:`Routes` chooses
-each tensor's way from measured rates. After DAF (arXiv 2507.07149, collaborative packing through a
-unified layout), where the split is fixed.
+Either the device packs and the code travels, or raw data travel and a processor's thread packs
+them: the same bytes in one layout. :class:`Routes` chooses from measured rates. After DAF (arXiv
+2507.07149, collaborative packing through a unified layout), where the split is fixed.
 """
 
 from __future__ import annotations
@@ -46,9 +45,8 @@ class HostMemoryWarning(RuntimeWarning):
 class HostOptions:
     """How much may wait on the host, and pass through each device (bytes).
 
-    ``limit_bytes`` counts codes as PyTorch's pinned allocator does, each rounded up to a power of
-    two. ``staging_bytes`` bounds codes on a device: being written, leaving or fetched.
-    ``raw_bytes`` bounds raw data on their way to the processor.
+    ``limit_bytes`` counts codes as PyTorch's pinned allocator does, rounded up to powers of two.
+    ``staging_bytes`` bounds codes on a device, ``raw_bytes`` raw data on their way out.
     """
 
     limit_bytes: int
@@ -82,8 +80,6 @@ def host_options(model: nn.Module, host_bytes: str | int | None) -> HostOptions 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The store and routes of one device."""
-
     store: HostStore
     routes: Routes
 
@@ -246,7 +242,6 @@ class HostCodes:
     def _packed(
         self, leaving: _Leaving, store: HostStore, routes: Routes, work: Callable[[], Tensor]
     ) -> Tensor:
-        """Pack on the processor's thread, which does nothing else."""
         nbytes = leaving.raw.nbytes
         try:
             while not store.transfers.is_done(leaving.ticket):

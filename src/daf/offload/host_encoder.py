@@ -30,10 +30,7 @@ def words_for(count: int, bits: int, *, pinned: bool) -> Tensor:
 def encode_on_host(
     tensor: Tensor, treatment: Treatment, key: int, words: Tensor | None = None
 ) -> Tensor:
-    """Encode a dense host tensor as *rotated* or *minmax*, on all of PyTorch's threads.
-
-    Writes into ``words`` of ``words_for``, or new ones, and returns them.
-    """
+    """Encode a dense host tensor as *rotated* or *minmax* into ``words`` (None: new ones)."""
     count = tensor.numel()
     if words is None:
         words = words_for(count, treatment.bits, pinned=False)

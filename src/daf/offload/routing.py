@@ -1,9 +1,8 @@
 """Chooses who packs each tensor of a pass, from what earlier passes measured on this device.
 
-Events on the device, which nobody waits for, record when each tensor was ready and how long packing
-and copying took. At the start of a later pass, when they are past, ``collaborate``'s split is
-recomputed: often at first, then now and then. A side that packs nothing gets one tensor of such a
-pass, to show if it becomes faster.
+Events, which nobody waits for, record when each tensor was ready and how long packing and copying
+took. A later pass recomputes ``collaborate``'s split: often at first, then now and then. A side
+that packs nothing gets one tensor of such a pass, to show if it becomes faster.
 """
 
 from __future__ import annotations

@@ -61,10 +61,7 @@ class SpillOptions:
 
 
 class SpillRecord:
-    """One spilled storage, until the last reference is dropped.
-
-    ``content`` is kept until it is safely on disk, and for good if that failed.
-    """
+    """One spilled storage; ``content`` is kept until it is on disk, for good if that failed."""
 
     def __init__(self, space: _Space, tensor: Tensor, site: str, offset: int) -> None:
         self.nbytes = tensor.untyped_storage().nbytes()
@@ -79,8 +76,7 @@ class SpillRecord:
         self.loads = 0
         self.space = space
         self.writing: Future[int] | None = None
-        # No longer counted. Another thread may still hold the record briefly, since weak references
-        # answer while a finalizer runs.
+        # No longer counted; while a finalizer runs, another thread may still reach the record.
         self.is_forgotten = False
         self.on_release: Callable[[SpillRecord], None] | None = None
 
@@ -161,9 +157,10 @@ class SpillStore(RecordStore[SpillRecord]):
         self.stored_peak_bytes = self.stored_bytes
 
     def bound(self, spare_bytes: int | None) -> None:
-        """Bound waiting writes and reading ahead to half of ``spare_bytes`` each.
+        """Bound pending writes and reading ahead to half of ``spare_bytes`` each; None: by the
+        options.
 
-        None: only the options bound them, as they always do. With 0, spilling waits for each write.
+        With 0, spilling waits for each write.
         """
         options = self._options
         half = math.inf if spare_bytes is None else max(0, spare_bytes) // 2
@@ -235,8 +232,7 @@ class SpillStore(RecordStore[SpillRecord]):
     def reap(self) -> None:
         """Free storages that are on disk; called on a thread that saves or reads tensors.
 
-        No operator runs on it now, so the tensor's version already counts any change in place since
-        the writing began.
+        No operator runs on it now, so a change in place since the writing began is in the version.
         """
         with self._lock:
             self._reap()
@@ -265,9 +261,8 @@ class SpillStore(RecordStore[SpillRecord]):
         self.stored_peak_bytes = max(self.stored_peak_bytes, self._stored_bytes)
 
     def _fall_back(self, record: SpillRecord, problem: OSError) -> None:
-        """Keep the record in memory; its place, which failed, is not reused.
-
-        A full disk may still take what fits where others were.
+        """Keep the record in memory; its place is not reused, but a full disk may take what fits
+        others.
         """
         self._fallen_back_bytes += record.nbytes
         extents = record.space.extents
@@ -316,7 +311,6 @@ class SpillStore(RecordStore[SpillRecord]):
             return self._share(record, found)
 
     def _take_read(self, record: SpillRecord) -> Future[Tensor] | None:
-        """Return the record's reading, begun now if necessary; None if it was the last one read."""
         if self._shared is not None and self._shared[0] == record.number:
             return None
         self._shared = None

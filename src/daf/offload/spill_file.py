@@ -1,14 +1,13 @@
 """The file of spilled tensors, and a map of its used parts.
 
-The file has no name: it is unlinked as it is made (``O_TMPFILE`` where available), readable by its
-owner only, and gone with the process in any case.
+The file is unlinked as it is made (``O_TMPFILE`` where available), readable by its owner only, and
+gone with the process in any case.
 
-Written and read pages stay in the page cache, which counts in a memory cgroup, so spilled bytes
-would come back as cache. ``O_DIRECT`` avoids the cache, but wants aligned buffers and sizes, is
-refused by several file systems, and would cost a copy of every tensor. So each chunk is pushed to
-the disk (``sync_file_range``, which unlike ``fsync`` leaves the journal alone), awaited, then
-dropped from the cache (``posix_fadvise``). At most two chunks are cached, and a failing disk is
-noticed here.
+Pages written and read stay in the page cache, which counts in a memory cgroup. ``O_DIRECT`` avoids
+that, but wants aligned buffers, is refused by several file systems, and would cost a copy. So each
+chunk is pushed to the disk (``sync_file_range``, which unlike ``fsync`` leaves the journal alone),
+awaited, then dropped from the cache (``posix_fadvise``). At most two chunks are cached, and a
+failing disk is noticed here.
 """
 
 from __future__ import annotations

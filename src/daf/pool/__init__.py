@@ -1,4 +1,1 @@
-"""Where the planes of codes live: the paged pool, device pools, pinned host memory.
-
-A store allocates and frees planes; ``codecs`` gives them meaning.
-"""
+"""The stores of codes' planes: the paged pool, device pools, pinned host memory."""

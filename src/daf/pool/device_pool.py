@@ -1,10 +1,9 @@
 """The paged pool of a device: numbers and evictions by the native pool, pages on the device.
 
-The native pool counts pages and decides which planes are evicted. Memory comes from PyTorch's
-caching allocator: a block for each evictable plane, and one for all else of a tensor. So freed
-memory serves gradients at once, and neither allocating nor freeing waits. Kernels find pages
-through a table on the device, copied once for each tensor. An eviction changes only how many planes
-are read (``docs/pool.md``).
+The native pool counts pages and decides which planes are evicted. PyTorch's caching allocator lends
+a block for each evictable plane, and one for all else of a tensor. So freed memory serves gradients
+at once, and nothing waits. Kernels find pages through a table on the device, copied once. An
+eviction changes only how many planes are read (``docs/pool.md``).
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ Words = npt.NDArray[np.int64]
 class DevicePlaneTensor:
     """One tensor's planes (and headers) on a device, until the last reference is dropped.
 
-    It is written once, inside :meth:`writing`; afterwards planes may be evicted, except inside
-    :meth:`pinned`.
+    Written once inside :meth:`writing`; later evictable, except inside :meth:`pinned`.
     """
 
     def __init__(self, store: DevicePagedStore, numbers: PlaneTensor, blocks: _Blocks) -> None:
@@ -101,16 +99,8 @@ class _Blocks:
     """Memory of a tensor's planes, and the table of its pages, on the current stream."""
 
     def __init__(self, anchor: Tensor, fields: PageFields, stays: int, headers: bool) -> None:
-        """Allocate the blocks.
-
-        Args:
-            anchor: what tables count words from.
-            fields: which planes there are.
-            stays: planes that are never evicted.
-            headers: True if there are headers.
-
-        Raises:
-            RuntimeError: the device refuses the memory.
+        """Allocate blocks for ``fields``; tables count from ``anchor``, ``stays`` planes are not
+        evicted.
         """
         words = [_plane_words(fields, plane) for plane in range(fields.kept)]
         words.append(header_bytes(fields.elements) // 4 if headers else 0)
@@ -127,7 +117,6 @@ class _Blocks:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated."""
         # A list, since another thread may be evicting some.
         losable = sum(block.nbytes for block in list(self._may_go.values()))
         return self._stays.nbytes + losable + self.table.nbytes
@@ -141,8 +130,8 @@ class _Blocks:
 class DevicePagedStore:
     """Fixed pages on one device, under a cap that any thread may change at any time.
 
-    What other threads evict is freed at once. All memory belongs to one stream (``stream_order``),
-    so kernels issued earlier run before the next owner's.
+    Evicted memory is freed at once: it belongs to one stream (``stream_order``), so kernels issued
+    earlier run before the next owner's.
     """
 
     def __init__(
@@ -170,8 +159,7 @@ class DevicePagedStore:
         self._in_use: Counter[int] = Counter()
         self._owed_bytes = 0
         self._anchor: Tensor | None = None
-        # Held while the numbers change and blocks follow; reentrant, since finalizers run in
-        # between.
+        # Held while numbers and blocks change; reentrant, since finalizers run in between.
         self._lock = threading.RLock()
 
     @property
@@ -251,7 +239,6 @@ class DevicePagedStore:
                         raise
 
     def _give_up_for(self, newcomer: PlaneTensor) -> bool:
-        """Evict as much as one of its planes takes, perhaps its own; False if nothing may go."""
         wanted_bytes = plane_bytes(newcomer.view.fields.elements, 1)
         newcomer.seal()
         given = self._numbers.evict(wanted_bytes)
@@ -314,9 +301,7 @@ class DevicePagedStore:
     def give_back(self, nbytes: int) -> int:
         """Evict planes, least important first, until PyTorch's allocator has ``nbytes`` back.
 
-        Planes of tensors being written or read follow when that ends.
-
-        Returns the bytes returned; fewer than asked if no more may go.
+        Planes being written or read follow later. Returns the bytes freed; fewer if no more may go.
         """
         with self._lock:
             returned = self._given_back(nbytes)
@@ -338,7 +323,6 @@ class DevicePagedStore:
 
 
 def _plane_words(fields: PageFields, plane: int) -> int:
-    """Return the words of a plane's resident runs; the last resident plane may lack some."""
     runs = fields.runs if plane < fields.kept - 1 else fields.full_runs
     return min(words_per_plane(fields.elements), runs * (fields.page_bytes // 4))
 

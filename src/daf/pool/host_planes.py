@@ -1,13 +1,12 @@
 """Planes of a device's codes that wait in pinned host memory until backward reads them.
 
 A tensor's planes and headers are one run of words. The device writes them, copies them out beside
-the computation, and fetches them in the reverse order, as early as there is room. The newest stay
-on the device, so that the first ones that backward reads need no copy. ``staging_bytes`` bounds
-what is on the device or on its way. At that bound the device waits for the oldest copy; the host
-never waits.
+the computation, and fetches them in reverse order, as early as there is room. The newest stay on
+the device: backward reads them first. ``staging_bytes`` bounds what is on the device or on its way.
+At that bound the device waits for the oldest copy; the host never waits.
 
-Device memory belongs to one stream (``stream_order``), which is ordered after a copy before its
-memory is freed. After DAF (arXiv 2507.07149, collaborative packing).
+Device memory belongs to one stream (``stream_order``), ordered after a copy before memory is freed.
+After DAF (arXiv 2507.07149, collaborative packing).
 """
 
 from __future__ import annotations
@@ -110,9 +109,7 @@ class HostPlanes:
 
 
 class HostStore(RecordStore[Record]):
-    """Words of one device's codes, on the host and passing through the device; any thread may call
-    it.
-    """
+    """Words of one device's codes, on the host and passing through the device; thread-safe."""
 
     def __init__(
         self,
@@ -150,8 +147,7 @@ class HostStore(RecordStore[Record]):
         self.taken_bytes = 0  # in total
         self.fetched_bytes = 0  # in total
         self.reads = 0  # in total
-        # Reads asked for before their words had arrived. The host asks well before the device
-        # reads, so the device itself waits for fewer.
+        # Reads asked for before their words had arrived; the device itself waits for fewer.
         self.late_reads = 0
 
     @property
@@ -262,7 +258,6 @@ class HostStore(RecordStore[Record]):
         return record.host
 
     def _fetch(self, record: Record, words: Tensor) -> None:
-        """Fetch its words into the room that it has."""
         assert record.on_device is not None
         with self.home.at_home():
             record.arriving = self.transfers.back(words, record.on_device)
@@ -284,7 +279,6 @@ class HostStore(RecordStore[Record]):
             self._fetch(record, words)
 
     def _take_room(self, record: Record) -> None:
-        """Allocate its device memory, within the bound if possible."""
         while self._device_bytes + record.nbytes > self.staging_bytes:
             if not self._let_go_of_one():
                 break
@@ -300,8 +294,8 @@ class HostStore(RecordStore[Record]):
     def _make_room(self, wanted: Record, reading: int) -> bool:
         """Free room within the bound for the record read next; True if there is enough.
 
-        Codes stay alive where backward will run once more (``retain_graph``). The records already
-        read go if they suffice, those above ``reading`` first.
+        Records already read go if they suffice, those above ``reading`` first: codes stay alive
+        where backward runs again (``retain_graph``).
         """
         excess = self._device_bytes + wanted.nbytes - self.staging_bytes
         if excess <= 0:
@@ -325,9 +319,7 @@ class HostStore(RecordStore[Record]):
             return torch.empty(words, dtype=torch.int32, device=self.device)
 
     def _let_go_of_one(self) -> bool:
-        """Free one record already read, or else the one that backward reads last; False if none may
-        go.
-        """
+        """Free one record already read, or else the one needed last; False if none may go."""
         may_go = (each for each in self._live.values() if self._may_go(each))
         victim = min(may_go, key=lambda each: (not each.was_read, each.number), default=None)
         if victim is None:

@@ -3,8 +3,7 @@
 ``csrc/pool/pool.h`` does the work; ``docs/pool.md`` explains and draws it. A :class:`PagedStore` is
 a :class:`daf.pool.store.Store` (buffers that stay whole at one address). It also holds tensors
 plane by plane and evicts the least significant planes when room is needed. Kernels read and write
-pages directly (``daf.kernels.cpu.paged``), without copies. ``daf.pool.default`` chooses the default
-store.
+pages directly (``daf.kernels.cpu.paged``), without copies.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ Observer = Callable[[dict[str, Any]], None]
 class PlaneTensor:
     """One tensor's planes (and headers) in the pool, until the last reference is dropped.
 
-    It begins open: pinned, so that a kernel can fill it through ``view``. After :meth:`seal` its
-    planes may be evicted, except inside :meth:`pinned`.
+    It begins open, pinned for a kernel to fill. Once sealed, it is evictable outside
+    :meth:`pinned`.
     """
 
     def __init__(self, store: PagedStore, handle: int) -> None:
@@ -109,8 +108,6 @@ class PlaneTensor:
 
 
 class _Span:
-    """A buffer of the Store interface."""
-
     def __init__(self, store: PagedStore, handle: int) -> None:
         self._store = store
         self._handle = handle
@@ -259,8 +256,8 @@ class PagedStore:
         self._fitter.note(count, bits)
 
     def take_evictions(self) -> tuple[tuple[EvictedPlane, ...], int]:
-        """Return the planes evicted since the last call, oldest first, and how many entries were
-        lost.
+        """Return the planes evicted since the last call, oldest first, and how many were not
+        listed.
 
         The pool remembers 256 entries (a plane of a tensor each); beyond that it only counts.
         """
@@ -286,9 +283,8 @@ class PagedStore:
         return given
 
     def give_back(self, nbytes: int) -> int:
-        """Return at least ``nbytes`` to the system: free pages first, then evicted planes.
-
-        Returns the bytes returned; fewer than asked if no more may go.
+        """Return ``nbytes`` to the system: free pages, then evicted planes; returns the bytes
+        returned.
         """
         returned = self.trim()
         while returned < nbytes:

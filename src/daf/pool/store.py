@@ -30,8 +30,7 @@ class Buffer(Protocol):
 class Planes(Protocol):
     """The planes and headers of one tensor, until the last reference is dropped.
 
-    They are written through ``view``, sealed, then read inside ``pinned``. In between, a store may
-    evict the planes that it was allowed to.
+    Write through ``view``, seal, read inside ``pinned``; in between, some may be evicted.
     """
 
     @property

@@ -1,8 +1,4 @@
-"""Copies between a device and pinned host memory that run beside the computation.
-
-:class:`Transfers` is what codes on the host need of a device. :class:`CudaTransfers` provides it by
-a side stream and events; its host never waits.
-"""
+"""Copies between a device and pinned host memory that run beside the computation."""
 
 from __future__ import annotations
 
@@ -17,8 +13,8 @@ from daf.core.errors import PlatformError
 class Transfers(Protocol):
     """Copies out and back, one after the other, each with a ticket of its end.
 
-    The caller frees a copy's device memory only when the ticket is done, or when the stream that
-    owns the memory has been ordered after it (``order``).
+    Free a copy's device memory only when the ticket is done, or when the stream that owns the
+    memory has been ordered after it (``order``).
     """
 
     def out(self, source: Tensor) -> tuple[Tensor, Any]:

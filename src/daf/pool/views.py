@@ -49,10 +49,7 @@ class PoolStatistics:
 
 
 class GivenUp(NamedTuple):
-    """What a lowered cap, or a demand for room, evicted.
-
-    ``over_bytes`` are still held above the cap: pinned, or not evictable.
-    """
+    """What a lowered cap or a demand for room evicted; ``over_bytes`` are still above the cap."""
 
     pages: int
     payload_bytes: int
@@ -61,9 +58,7 @@ class GivenUp(NamedTuple):
 
 
 class EvictedPlane(NamedTuple):
-    """The evicted ``pages`` (of ``nbytes`` in all) of one plane (0: most significant) of tensor
-    ``tag``.
-    """
+    """The evicted ``pages`` of one plane (0: most significant) of tensor ``tag``."""
 
     tag: int
     handle: int

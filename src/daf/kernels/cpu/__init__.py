@@ -1,4 +1,1 @@
-"""The native kernels (C++ SIMD), a file for each family; ``kernels.reference`` is their oracle.
-
-They take raw addresses, check every argument and release the GIL.
-"""
+"""The native kernels (C++ SIMD): raw addresses in, every argument checked, the GIL released."""

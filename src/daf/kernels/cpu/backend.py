@@ -267,7 +267,6 @@ class _Room:
 
 
 def _backward(values: Values, gradient: NormGradient) -> None:
-    """Run one pass of a channel normalisation's backward."""
     threads = torch.get_num_threads()
     if isinstance(values, KeptValues):
         source = (values.x.data_ptr(), values.x.numel(), values.forward.pointers())

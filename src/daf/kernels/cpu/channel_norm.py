@@ -33,10 +33,7 @@ def emit(
     threads: int,
     rows: RowMoments | None = None,
 ) -> None:
-    """Carry out the emission for the values ``affine`` of ``count`` elements.
-
-    With ``rows`` the affine is measured just before.
-    """
+    """Carry out the emission for ``affine`` (with ``rows`` measured first) of the elements."""
     job = Job(threads, count, source=source, affine=affine, emission=emission, rows=rows)
     run(_native.read_blocks, job, "source")
 
@@ -54,9 +51,8 @@ def derive(
 ) -> None:
     """Write again what ``emit`` wrote: ``result`` of the values ``affine`` of ``count`` elements.
 
-    ``accumulate`` adds what the destination holds, in place of an addend; then ``mask``, as
-    ``emit`` wrote it, zeroes the elements whose bit is clear. With ``blocks`` (first, last) the
-    destination holds the elements of these blocks of 256 only.
+    ``accumulate`` adds what the destination holds, as the addend; then ``mask``, as ``emit`` wrote
+    it, zeroes. With ``blocks`` (first, last) the destination holds only these blocks of 256.
     """
     job = Job(
         *(threads, count),
@@ -101,10 +97,7 @@ def statistics_of_sums(
     inverse_deviation: int,
     running: RunningMoments | None = None,
 ) -> None:
-    """Write mean and inverse deviation, float32, of channels of ``count`` elements each.
-
-    ``running`` statistics follow in place, as PyTorch's do, by the unbiased variance.
-    """
+    """Write mean and inverse deviation, float32; ``running`` follow by the unbiased variance."""
     fewest = 1 if running is None else 2
     if count < fewest:
         raise KernelError(f"asked for statistics of {count} elements; the least is {fewest}")

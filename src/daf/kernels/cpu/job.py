@@ -31,10 +31,10 @@ from daf.kernels.cpu.instruction_sets import chosen_instruction_set
 
 
 class Job(NamedTuple):
-    """The arguments of a native kernel, in the order that ``csrc/bindings/records.h`` reads.
+    """The arguments of a native kernel, in the order of ``csrc/bindings/records.h``; the rest
+    default.
 
-    Fields that an operation does not use keep their defaults. ``affine`` applies to the values
-    read, ``after`` to the values written; addresses are ints.
+    ``affine`` applies to the values read, ``after`` to those written; addresses are ints.
     """
 
     threads: int

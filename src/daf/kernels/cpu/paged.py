@@ -30,8 +30,6 @@ from daf.kernels.cpu.job import Job, run
 
 DERIVATIVE_BITS = range(1, 9)
 
-# --- rotated and minmax ---------------------------------------------------------------------
-
 
 def encode_rotated(
     source: int,
@@ -46,8 +44,7 @@ def encode_rotated(
 ) -> None:
     """Write the headers and the planes that each run has, the first of its ``bits``.
 
-    ``emission`` is computed from the encoded values while they are read; with ``rows`` the affine
-    is measured just before.
+    ``rows`` measure the affine just before; ``emission`` is computed from the encoded values.
     """
     job = Job(
         *(threads, fields.elements, element_type, source, affine),
@@ -76,10 +73,9 @@ def decode_rotated(
 ) -> None:
     """Decode every run from the planes it has, with the merged-cell table of that width.
 
-    Then, in this order: ``affine``, ``accumulate`` onto the destination, ``mask`` (of equal count,
-    its pages perhaps of another size: a clear bit gives +0), rounding. With ``blocks`` (first,
-    last), ``destination`` holds the elements of these blocks of 256 only; all else, ``mask``
-    included, is the whole tensor's.
+    In this order: ``affine``, ``accumulate`` onto the destination, ``mask`` (of equal count, pages
+    of any size: a clear bit gives +0), rounding. With ``blocks`` (first, last), ``destination``
+    holds only these blocks of 256; all else is the whole tensor's.
     """
     job = Job(
         *(threads, fields.elements, element_type),
@@ -162,9 +158,6 @@ def decode_steps(
     run(_native.decode_steps, job._replace(pages=pages), "destination")
 
 
-# --- mask, derivative, integers -------------------------------------------------------------
-
-
 def encode_mask(
     source: int,
     element_type: ElementType,
@@ -202,10 +195,7 @@ def decode_mask(
 def encode_derivative(
     source: int, element_type: ElementType, fields: PageFields, borders: int, threads: int
 ) -> bool:
-    """Write how many of the ``2**bits - 1`` borders lie strictly below each element.
-
-    Returns False if any element is not finite, which makes the planes worthless.
-    """
+    """Write how many borders lie strictly below each element; False if one is not finite."""
     pages = check_whole(fields, DERIVATIVE_BITS)
     check_borders(borders, 2**fields.bits - 1)
     job = Job(threads, fields.elements, element_type, source, pages=pages, table=borders)
@@ -245,9 +235,6 @@ def decode_integers(
     code = integers(fields, item_bytes, base)
     job = Job(threads, fields.elements, destination=destination, **code)
     run(_native.decode_integers, job, "destination")
-
-
-# --- parts of a job -------------------------------------------------------------------------
 
 
 def rotated_code(fields: PageFields, rounds: int, key: int) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Ranges and sums of a tensor or of each of its channels, by the native kernels.
 
 Element ``i`` in memory order is of channel ``(i // inner) % channels``; a whole tensor is one
-channel. Addresses, ``threads`` and errors are as in ``daf.kernels.cpu.paged``. The bytes never
-depend on threads, instruction sets or strategies; section 8 of ``docs/format.md`` gives the
-arithmetic. The caller supplies the workspace, anywhere and with any content.
+channel. Addresses, ``threads`` and errors are as in ``daf.kernels.cpu.paged``. The bytes follow
+section 8 of ``docs/format.md``, whatever the threads, instruction set or strategy. A workspace may
+lie anywhere and hold anything.
 """
 
 from __future__ import annotations
@@ -60,8 +60,7 @@ def measure_ranges(
     """Write the least and the greatest element of each channel, ``channels`` float32 each.
 
     -0 is less than +0. A channel with a NaN has the canonical NaN for both; an empty one has +inf
-    and -inf. Without a ``strategy``, ``range_strategy`` chooses one from measured times; all give
-    the same results.
+    and -inf. ``strategy`` (None: that of ``range_strategy``) does not change the results.
     """
     check_channels(channels, inner)
     places = (least, greatest, workspace)
@@ -75,10 +74,9 @@ def measure_ranges(
 def measure_sums(
     source: int, element_type: ElementType, count: int, sums: ChannelSums, threads: int
 ) -> None:
-    """Write the sum and the sum of squares of each channel as float64.
+    """Write the sum and the sum of squares of each channel as float64, in the format's order.
 
-    Squares are exact; sums are of float64 in the format's order. NaN and infinities follow float64
-    arithmetic; NaN is canonical.
+    NaN and infinities follow float64 arithmetic; NaN is canonical.
     """
     run(_native.read_blocks, Job(threads, count, element_type, source, sums=sums), "source")
 

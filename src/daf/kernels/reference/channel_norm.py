@@ -14,9 +14,8 @@ from daf.kernels.reference.reductions import Doubles, Sums, channel_of, measure_
 
 
 class Moments(NamedTuple):
-    """Each channel's mean and inverse deviation, running mean and variance; (channels,) float32.
-
-    The latter two are None where nothing follows.
+    """Each channel's mean, inverse deviation, running mean and variance (or None); (channels,)
+    float32.
     """
 
     mean: Floats
@@ -105,9 +104,8 @@ def emit(
 def derive(
     values: Floats, affine: Affine | None, before: Floats | None, mask: Planes | None
 ) -> Floats:
-    """Return ``emit``'s result again, from normalised values (count,) and the mask that it wrote.
-
-    ``before`` is what the destination holds, in place of the addend.
+    """Return ``emit``'s result from normalised values (count,), its mask, and what lies there
+    before.
     """
     result = values if affine is None else affine.apply(values, 0)
     if before is not None:

@@ -1,8 +1,8 @@
 """The oracle of codecs: every operation of ``docs/format.md`` in NumPy, readable before fast.
 
-Elements are arrays of float32, float16, or uint16 (bf16 bit patterns), in memory order; planes are
-(bits, words) uint32; headers are (blocks, 2) uint16. No sum is left to a library: the order of
-additions is part of the format.
+Elements are float32, float16, or uint16 (bf16 patterns), in memory order; planes (bits, words)
+uint32; headers (blocks, 2) uint16. The order of additions is part of the format, so no library
+sums.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The Triton kernels as a backend: tensors on a GPU, planes in its pages; nothing waits for it.
 
-A normalisation decodes coded values into float32 a part at a time, reads the part at once and drops
-it. Importing this raises KernelError without Triton.
+A normalisation decodes into float32 a part at a time. Importing raises KernelError without Triton.
 """
 
 from __future__ import annotations
@@ -35,8 +34,6 @@ from daf.kernels.triton.launch import elements_in
 
 class TritonBackend:
     """The backend of GPUs, on the current stream of the tensors' device; see :class:`Backend`."""
-
-    # --- codecs -----------------------------------------------------------------------------
 
     def encode_values(
         self,
@@ -112,15 +109,11 @@ class TritonBackend:
         """See the protocol."""
         codecs.decode_integers(planes, base, _signed(_items(out)))
 
-    # --- reductions -------------------------------------------------------------------------
-
     def measure_ranges(
         self, items: Tensor, strategy: RangeStrategy, channels: int, inner: int
     ) -> tuple[Tensor, Tensor]:
         """See the protocol."""
         return reductions.measure_ranges(items, strategy, channels, inner)
-
-    # --- normalisations, of any float -------------------------------------------------------
 
     def channel_statistics(
         self, x: Tensor, geometry: Geometry, epsilon: float, running: RunningStatistics | None

@@ -1,8 +1,4 @@
-"""Masks, derivative codes and packed integers on a GPU: section 6 of ``docs/format.md``.
-
-``apply_mask`` reads a plane itself, in backward of a normalisation with ReLU, so that no decoded
-tensor is written.
-"""
+"""Masks, derivative codes and packed integers on a GPU: section 6 of ``docs/format.md``."""
 
 from __future__ import annotations
 
@@ -56,7 +52,7 @@ def decode_mask(
 
 @triton.jit
 def apply_mask(gradient, destination, planes, count, TYPE: tl.constexpr, BLOCKS: tl.constexpr):
-    """Write the gradient where the bit is set, +0 elsewhere."""
+    """Write the gradient where the bit is set, +0 elsewhere; no decoded tensor is written."""
     blocks = tile_blocks(BLOCKS)
     place = tile_elements(blocks)
     valid = place < count
@@ -76,10 +72,9 @@ def encode_derivative(
     BITS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Count the borders strictly below each element; sets ``broken`` if one is not finite.
+    """Count the borders strictly below each element, bit by bit from the middle one on.
 
-    Borders ascend, so the count is found bit by bit: the first bit is set if the element lies above
-    the middle border, and so on.
+    Borders ascend. Sets ``broken`` if an element is not finite.
     """
     blocks = tile_blocks(BLOCKS)
     place = tile_elements(blocks)

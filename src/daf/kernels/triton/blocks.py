@@ -125,8 +125,7 @@ def hadamard(values, BLOCKS: tl.constexpr):
     """Transform every row of (BLOCKS, 256) integers: unnormalised Hadamard, natural order.
 
     Each of eight equal stages combines the halves by the highest bit of the place and makes that
-    bit the lowest; after eight the order is restored. Integers fit, so the order of stages does not
-    matter.
+    bit the lowest. Integers fit, so the order of stages does not matter.
     """
     for _ in tl.static_range(8):
         low, high = halve(values, BLOCKS, 256)
@@ -175,11 +174,10 @@ def header_place(planes, block, BITS: tl.constexpr):
 
 @triton.jit
 def bit_words(bits, BLOCKS: tl.constexpr):
-    """Pack (BLOCKS, 256) integers 0 or 1 into (BLOCKS, 8) words: bit k of word w is element 32 w +
-    k.
+    """Pack (BLOCKS, 256) integers 0 or 1 into (BLOCKS, 8) words: element 32 w + k is bit k of word
+    w.
 
-    No two lanes share a bit, so their sum is their union. Triton's interpreter adds in NumPy and
-    would take every other reduction lane by lane.
+    The sum is a union: no two lanes share a bit. Triton's interpreter is slow at other reductions.
     """
     lanes = tl.reshape(bits.to(tl.int32), (BLOCKS, BLOCK_WORDS, 32))
     return tl.sum(lanes << tl.arange(0, 32)[None, None, :], axis=2)

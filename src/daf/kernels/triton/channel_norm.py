@@ -1,8 +1,7 @@
 """Normalisations on a GPU: forward around a code, backward from one (format, section 10).
 
 Elements are contiguous float32, bfloat16 or float16 in memory order; the latter two are computed in
-float32 and rounded once. Normalised values are :class:`Values`: float32 of some whole blocks, or an
-affine of the input. Nothing waits for the device; each function raises KernelError outside its
+float32 and rounded once. Nothing waits for the device; functions raise KernelError outside their
 contract.
 """
 
@@ -43,11 +42,7 @@ _COLUMNS = 128
 
 
 class Values(NamedTuple):
-    """Normalised values of ``blocks`` [first, last) of a tensor.
-
-    ``content`` holds these values in float32; or, with ``affine``, it is the whole input, of which
-    they are the affine.
-    """
+    """Normalised values of ``blocks`` [first, last): float32, or ``affine`` of the whole input."""
 
     content: Tensor
     blocks: tuple[int, int]
@@ -88,10 +83,7 @@ def emit(
     mask: DevicePlanes | None = None,
     most: float = math.inf,
 ) -> None:
-    """Write ``result`` of the normalised values, plus ``addend``; with ``mask``, through ReLU.
-
-    ``most`` bounds the ReLU. ``destination`` may be ``source``.
-    """
+    """Write ``result`` of the values plus ``addend``, through ReLU up to ``most`` if ``mask``."""
     count = source.numel()
     elements, kind = patterns(source, count)
     launch(
@@ -118,10 +110,7 @@ def derive(
     accumulate: bool = False,
     blocks: tuple[int, int] | None = None,
 ) -> None:
-    """Write ``emit``'s result again, of ``blocks`` [first, last), or of all.
-
-    ``accumulate`` adds what ``destination`` holds; then the mask that ``emit`` wrote zeroes.
-    """
+    """Write ``emit``'s result again, of ``blocks`` or all; accumulate, then apply its mask."""
     count = source.numel()
     elements, kind = patterns(source, count)
     asked = elements_in(blocks, count)
@@ -237,9 +226,8 @@ def write_gradient(
 def channel_statistics(
     sums: Tensor, squares: Tensor, count: int, epsilon: float, followed: RunningStatistics | None
 ) -> tuple[Tensor, Tensor]:
-    """Return mean and inverse deviation, (channels,) float32, from float64 sums over ``count``.
-
-    ``followed`` statistics follow in place, with the unbiased variance.
+    """Return mean and inverse deviation, (channels,) float32; ``followed`` by the unbiased
+    variance.
     """
     channels = sums.numel()
     found = torch.empty(2, channels, dtype=torch.float32, device=sums.device)

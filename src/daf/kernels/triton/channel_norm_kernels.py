@@ -1,8 +1,7 @@
 """Normalisations of channels on a GPU: section 10 of ``docs/format.md``, in its order of additions.
 
-Normalised values lie in float32 from element ``first_value`` on (decoded, a part at a time), or are
-recomputed from the input by ``affine``. Masks are read bit by bit where elements are not met in
-blocks.
+Normalised values lie in float32 from element ``first_value`` on, or are ``affine`` of the input.
+Masks are read bit by bit where elements are not met in blocks.
 """
 
 from __future__ import annotations
@@ -37,9 +36,8 @@ def emit(
     TYPE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Normalise; then gamma and beta, the addend, ReLU up to ``most`` (NaN: no bound), its mask.
-
-    ``destination`` may be ``source``.
+    """Normalise into ``destination``; gamma and beta, addend, ReLU up to ``most`` (NaN: none),
+    mask.
     """
     blocks = tile_blocks(BLOCKS)
     place = tile_elements(blocks)
@@ -123,10 +121,7 @@ def channel_span_products(
     VALUE_TYPE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Do ``channel_span_sums`` of the masked gradient and of its product with values.
-
-    Spans from ``first_span`` on; ``sums`` and ``products`` are of all spans.
-    """
+    """Do ``channel_span_sums`` of masked gradient and gradient * values from ``first_span``."""
     row = first_span.to(tl.int64) + tl.program_id(0).to(tl.int64) // tiles
     column = tl.program_id(0).to(tl.int64) % tiles
     channel = column * COLUMNS + tl.arange(0, COLUMNS).to(tl.int64)
@@ -254,11 +249,9 @@ def channel_statistics(
     channels,
     COLUMNS: tl.constexpr,
 ):
-    """Write (channels,) float32 each, from float64 sums over ``count`` elements; running ones
-    follow.
+    """Write (channels,) float32 each, from float64 sums of ``count``; running ones keep ``kept``.
 
-    ``epsilon``, ``momentum`` and ``bessel`` (count over count - 1) are the bits of float64s;
-    ``kept`` is the share of running statistics that stays.
+    ``epsilon``, ``momentum`` and ``bessel`` (count over count - 1) are the bits of float64s.
     """
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     there = channel < channels
@@ -294,10 +287,7 @@ def channel_factors(
     channels,
     COLUMNS: tl.constexpr,
 ):
-    """Write backward's second factors of values and gradients, and the gradients of gamma and beta.
-
-    All are (channels,) float32, from float64 sums over ``count`` elements.
-    """
+    """Write backward's second factors and gradients of gamma and beta, (channels,) float32 each."""
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     there = channel < channels
     elements = count.to(tl.float64)

@@ -36,8 +36,6 @@ from daf.kernels.triton.planes import DevicePlanes
 
 DERIVATIVE_BITS = range(1, 9)
 
-# --- rotated and minmax ---------------------------------------------------------------------
-
 
 def encode_rotated(
     source: Tensor, planes: DevicePlanes, rounds: int, key: int, affine: Channels | None = None
@@ -65,10 +63,7 @@ def decode_rotated(
     accumulate: bool = False,
     blocks: tuple[int, int] | None = None,
 ) -> None:
-    """Decode from the resident planes; then affine, accumulate, mask, rounding.
-
-    With ``blocks`` (first, last), ``destination`` holds the elements of these blocks only.
-    """
+    """Decode ``blocks`` or all from the resident planes; then affine, accumulate, mask, round."""
     check_member("bits", planes.bits, ROTATED_BITS)
     check_member("kept planes", planes.kept, range(1, planes.bits + 1))
     check_rotation(rounds, key)
@@ -118,9 +113,6 @@ def decode_steps(planes: DevicePlanes, destination: Tensor, affine: Channels | N
     _run(minmax.decode_steps, planes, {"destination": destination}, **options)
 
 
-# --- mask, derivative, integers -------------------------------------------------------------
-
-
 def encode_mask(
     source: Tensor, planes: DevicePlanes, predicate: Predicate, low: float, high: float
 ) -> None:
@@ -164,8 +156,7 @@ def apply_mask(planes: DevicePlanes, gradient: Tensor, destination: Tensor) -> N
 def encode_derivative(source: Tensor, planes: DevicePlanes, borders: Tensor) -> Tensor:
     """Write how many of the ``2**bits - 1`` ascending borders lie below each element.
 
-    Returns () int32 on the device, nonzero if an element is not finite, which makes the planes
-    worthless.
+    Returns () int32 on the device, nonzero if an element is not finite: the planes are worthless.
     """
     _check_whole(planes, DERIVATIVE_BITS)
     _check_table("borders", borders, 2**planes.bits - 1)
@@ -186,8 +177,7 @@ def decode_derivative(planes: DevicePlanes, levels: Tensor, destination: Tensor)
 def encode_integers(source: Tensor, planes: DevicePlanes, base: int) -> Tensor:
     """Write ``value - base`` losslessly; items are signed integers or booleans.
 
-    Returns () int32 on the device, nonzero if a difference needs more bits, which makes the planes
-    worthless.
+    Returns () int32 on the device, nonzero if a difference is too wide: the planes are worthless.
     """
     _check_whole(planes, INTEGER_BITS)
     too_wide = torch.zeros((), dtype=torch.int32, device=source.device)
@@ -205,9 +195,6 @@ def decode_integers(planes: DevicePlanes, base: int, destination: Tensor) -> Non
     items = integer_items(destination, planes.elements)
     where = (planes.elements, destination.device)
     launch(bit_codecs.decode_integers, *where, destination=items, **options)
-
-
-# --- what calls share -----------------------------------------------------------------------
 
 
 def _encode(
@@ -254,9 +241,6 @@ def _run(
     (kind,) = {kind for _, kind in found.values()}
     device = next(iter(tensors.values())).device
     launch(kernel, count, device, planes=planes.words, TYPE=kind, **elements, **options)
-
-
-# --- checks ---------------------------------------------------------------------------------
 
 
 def _check_whole(planes: DevicePlanes, widths: range | tuple[int, ...]) -> None:

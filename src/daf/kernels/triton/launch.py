@@ -184,7 +184,6 @@ def on_device(kernel: Any, grid: tuple[int, ...], device: torch.device, **argume
 
 
 def _interpreter_blocks(count: int) -> int:
-    """Return the power of two that holds all blocks, up to the most."""
     return min(_INTERPRETER_BLOCKS, 1 << (block_count(count) - 1).bit_length())
 
 

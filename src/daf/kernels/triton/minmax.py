@@ -97,10 +97,7 @@ def decode_minmax(
     ACCUMULATE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Decode all planes; then affine, accumulate, mask, round.
-
-    ``destination`` begins with block ``first_block``.
-    """
+    """Decode all planes from ``first_block`` on; then affine, accumulate, mask, round."""
     blocks = first_block.to(tl.int64) + tile_blocks(BLOCKS)
     there = blocks * 256 < count
     least, step, good = load_headers(planes, blocks, there, BITS)

@@ -1,7 +1,6 @@
 """Philox4x32-10 on a GPU, word for word that of ``reference.philox``.
 
-``triton.language.philox`` is not used: signs and dither take words in an order that is part of the
-format, and its interface may change.
+``triton.language.philox`` is not used: signs and dither need the format's own order of words.
 """
 
 from __future__ import annotations

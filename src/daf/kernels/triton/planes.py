@@ -25,9 +25,8 @@ class PlaneWords(NamedTuple):
 class DevicePlanes(NamedTuple):
     """:class:`daf.kernels.PageFields` with device tensors for addresses; contiguous, int32 words.
 
-    ``table`` (int64) gives each page's start in words from the start of ``region``. Pages may lie
-    in other tensors, which the caller keeps. Flat planes are one run whose pages are as large as a
-    plane. ``headers`` is None where the codec has none.
+    ``table`` (int64) gives each page's start in words from ``region``'s, perhaps in other tensors,
+    which the caller keeps. Flat planes are one run with a page per plane. ``headers`` may be None.
     """
 
     region: Tensor

@@ -1,8 +1,8 @@
 """Ranges and sums on a GPU: keys that compare like the floats, and additions in a fixed order.
 
-Section 8 of ``docs/format.md``; keys here have the top bit inverted, so that they compare as signed
-integers. A tile is ROWS elements of each of COLUMNS channels; element j of channel c is number ``(j
-// inner) * channels * inner + c * inner + j % inner``.
+Section 8 of ``docs/format.md``; keys here have the top bit inverted, to compare as signed integers.
+A tile is ROWS elements of each of COLUMNS channels. Element j of channel c is number
+``(j // inner) * channels * inner + c * inner + j % inner``.
 """
 
 from __future__ import annotations
@@ -178,9 +178,8 @@ def channel_span_sums(
 
 @triton.jit
 def first_of_channels(span, channel, span_elements, count, channels):
-    """Return each span's first element of each channel, and its end; (SPANS, COLUMNS) int64 each.
-
-    The channels lie side by side.
+    """Return the first element of channels side by side in each span, and its end: (SPANS,
+    COLUMNS).
     """
     first = (span * span_elements)[:, None]
     behind = (channel[None, :] + channels - first % channels) % channels
@@ -203,8 +202,7 @@ def side_by_side_sums(
 ):
     """Do ``channel_span_sums`` where ``inner`` is 1 and sixteen divides ``channels``.
 
-    All elements of a channel are then in one lane, and the other lanes' sums are +0. So neighbours
-    are read together, one element of each channel after the other.
+    All elements of a channel are then in one lane, so neighbours are read together.
     """
     span = tl.program_id(0).to(tl.int64) * SPANS + tl.arange(0, SPANS)
     channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS).to(tl.int64)

@@ -1,6 +1,5 @@
-"""Normalisations of rows on a GPU: forward's measurement, backward's sums (format, section 11).
-
-Elements, values and errors are those of ``channel_norm``.
+"""Normalisations of rows on a GPU (format, section 11), with ``channel_norm``'s elements and
+errors.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Normalisations of rows on a GPU: section 11 of ``docs/format.md``, in its order of additions.
-
-Normalised values lie as in ``channel_norm_kernels``. What depends on a row's sums is computed where
-they are made: no further operator reads them.
-"""
+"""Normalisations of rows on a GPU: section 11 of ``docs/format.md``, in its order of additions."""
 
 from __future__ import annotations
 
@@ -25,10 +21,7 @@ def row_affines(
     CENTRED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Write the affine of rows of ``length``, (rows,) float32 each, from sums by sixteen lanes.
-
-    ``epsilon``: the bits of a float64.
-    """
+    """Write the rows' affines, (rows,) float32, by sixteen lanes; ``epsilon``: a float64's bits."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, 16)[None, :]
     total = tl.zeros((ROWS, 16), tl.float64)
@@ -71,10 +64,7 @@ def row_factors(
     CENTRED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Write backward's factors for the values of rows from ``first_row`` on; (rows,) float32 each.
-
-    They come from sums of g and of g times the values. ``own_scale`` is that of ``row_affines``.
-    """
+    """Write backward's factors, (rows,) float32, from sums of g and of g * values of rows."""
     row = first_row.to(tl.int64) + tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, 16)[None, :]
     total = tl.zeros((ROWS, 16), tl.float32)
@@ -118,10 +108,7 @@ def column_span_sums(
     SPAN_ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Sum gradient, and its product with the values, over SPAN_ROWS rows, one after the other.
-
-    Both results are (spans, length) float32.
-    """
+    """Sum gradient, and its product with values, over SPAN_ROWS rows in order: (spans, length)."""
     span = first_span.to(tl.int64) + tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), tl.float32)

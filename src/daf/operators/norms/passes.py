@@ -1,7 +1,7 @@
 """The passes of a normalisation over memory order: statistics, forward, backward.
 
 Tensors are dense; float32 on the host, any float with a code on a device. Normalised values come
-from a code or from the input itself (:class:`KeptValues`); masks are codes.
+from a code or from the input itself (:class:`KeptValues`).
 """
 
 from __future__ import annotations
@@ -33,10 +33,7 @@ NormValues = ValueCode | KeptValues
 
 
 class ComputedValues:
-    """The values of a resident input, recomputed when read.
-
-    To recipes they are a code that has every bit and takes no bytes. ``read`` returns the input.
-    """
+    """The values of a resident input, recomputed when read: a whole code of no bytes."""
 
     __slots__ = ("_forward", "_read", "count")
     in_store = False
