@@ -239,7 +239,9 @@ def test_errors_that_a_public_function_raises_stand_in_its_docstring() -> None:
     unnamed = {
         each.name: missing
         for each in public_functions()
-        if (missing := raised_errors(each.node) - words_of(each.own + each.around))
+        if not is_setter(each.node)  # its property speaks for it
+        and not each.name.startswith("daf.cli.")  # docstrings there are the commands' help
+        and (missing := raised_errors(each.node) - words_of(each.own + each.around))
     }
     assert unnamed == {}
 

@@ -72,7 +72,11 @@ def _weakly(pack: Callable[[Tensor], SavedTensor]) -> Callable[[Tensor], SavedTe
 
 
 class SavedTensorHooks:
-    """One ``with`` of a capture: packs what is saved and settles it when its operator returns."""
+    """One ``with`` of a capture: packs what is saved and settles it when its operator returns.
+
+    Raises:
+        CodecError: the policy both fuses operators and replays modules.
+    """
 
     def __init__(
         self,

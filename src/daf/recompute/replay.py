@@ -180,6 +180,9 @@ class ReplayedCall:
 
         Asked a second time in one backward pass, only that one is rebuilt: the
         others were read already.
+
+        Raises:
+            SavedTensorError: the call saved fewer tensors than before.
         """
         task = graph_task()
         again = task in (NO_TASK, self._task)

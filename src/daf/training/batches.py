@@ -17,7 +17,11 @@ _CROP_PADDING = 4  # pixels, customary for CIFAR (Lee et al., AISTATS 2015)
 
 
 class BatchOrder:
-    """A seeded permutation of each epoch's examples, indexed by step, without partial batches."""
+    """A seeded permutation of each epoch's examples, indexed by step, without partial batches.
+
+    Raises:
+        DataError: a batch is empty, or larger than the data.
+    """
 
     def __init__(self, examples: int, batch_size: int, seed: int) -> None:
         if not 0 < batch_size <= examples:
