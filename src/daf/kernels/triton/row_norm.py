@@ -52,6 +52,9 @@ class RowProducts:
 
     ``scale`` (rows,) is the rows' own. After all values are added, ``of_value`` is what
     ``channel_norm.write_gradient`` takes for them.
+
+    Raises:
+        KernelError: the sizes do not match.
     """
 
     def __init__(
