@@ -112,9 +112,7 @@ class MaskCode(_Code):
 
 
 class ValueCode(_Code):
-    """``rotated`` or ``minmax`` planes with block headers; ``rotated`` ones, but the first, may be
-    evicted.
-    """
+    """``rotated`` or ``minmax`` planes with block headers; ``rotated`` keeps at least its first."""
 
     __slots__ = ("key", "treatment")
 
@@ -247,9 +245,7 @@ class IntegerCode(_Code):
     __slots__ = ("base",)
 
     def __init__(self, store: Any, tensor: Tensor, bits: int, base: int) -> None:
-        """Encode a dense tensor of 1-, 2-, 4- or 8-byte integers (or bytes) in ``base … base +
-        2**bits - 1``.
-        """
+        """Encode dense 1- to 8-byte integers (or bytes) in ``base … base + 2**bits - 1``."""
         super().__init__(tensor.numel(), _planes(store, tensor.numel(), bits))
         self.base = base
         with self._writing() as planes:

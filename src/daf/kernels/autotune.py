@@ -63,13 +63,12 @@ def calibrate(
     limit_seconds: float = CALIBRATION_SECONDS,
     clock: Clock = time.perf_counter,
 ) -> dict[str, float]:
-    """Return each strategy's seconds, found within ``limit_seconds`` of the clock besides
-    compiling.
+    """Return each strategy's seconds, found within ``limit_seconds`` besides compiling.
 
     If the input has a part, all strategies run on it first. Only those not hopeless there run on
-    the whole, best first, while time lasts. The others are predicted from the part, and as no
-    faster than what ran. The limit may be exceeded by one run of each strategy on the part (or on
-    an input without one), and by runs slower than predicted.
+    the whole, best first, while time lasts. The others are predicted from the part, none below
+    those run. The limit may be exceeded by one run of each strategy on the part (or on an input
+    without one), and by runs slower than predicted.
 
     Raises:
         KernelError: there is nothing to choose from.

@@ -68,9 +68,7 @@ class Backend(Protocol):
         accumulate: bool,
         blocks: Blocks,
     ) -> None:
-        """Write ``channels`` of the values, accumulate, mask; ``out`` holds ``blocks`` only, if
-        given.
-        """
+        """Write ``channels`` of the values, accumulate, mask; ``out`` holds ``blocks`` or all."""
 
     def encode_steps(self, source: Tensor, planes: Any, key: int, to_steps: Channels) -> None:
         """Write the numbers of steps that ``to_steps`` makes of values, rounded stochastically."""
@@ -137,9 +135,7 @@ class Backend(Protocol):
         written: Tensor | None,
         geometry: Geometry,
     ) -> Sums:
-        """Return sums of the masked gradient, to be ``written`` too, and of its products with
-        values.
-        """
+        """Return sums of the masked gradient, ``written`` too, and of its products with values."""
 
     def gradient_factors(
         self,
@@ -159,9 +155,7 @@ class Backend(Protocol):
         written: Tensor,
         factors: tuple[Channels, Channels],
     ) -> None:
-        """Write ``masked gradient * b.scale + a(values)``, ``factors`` (a, b); onto ``gradient`` or
-        not.
-        """
+        """Write ``masked gradient * b.scale + a(values)``, ``factors`` (a, b), perhaps in place."""
 
     def backward_rows(self, values: Values, job: RowBackward) -> Sums | None:
         """Run backward of a normalisation of rows; returns (length,) float64 sums if asked for."""

@@ -157,10 +157,9 @@ class SpillStore(RecordStore[SpillRecord]):
         self.stored_peak_bytes = self.stored_bytes
 
     def bound(self, spare_bytes: int | None) -> None:
-        """Bound pending writes and reading ahead to half of ``spare_bytes`` each; None: by the
-        options.
+        """Bound pending writes and reading ahead to half of ``spare_bytes`` each; None: no bound.
 
-        With 0, spilling waits for each write.
+        The options always bound both. With 0, spilling waits for each write.
         """
         options = self._options
         half = math.inf if spare_bytes is None else max(0, spare_bytes) // 2
@@ -261,9 +260,7 @@ class SpillStore(RecordStore[SpillRecord]):
         self.stored_peak_bytes = max(self.stored_peak_bytes, self._stored_bytes)
 
     def _fall_back(self, record: SpillRecord, problem: OSError) -> None:
-        """Keep the record in memory; its place is not reused, but a full disk may take what fits
-        others.
-        """
+        """Keep the record in memory; its failed place is not reused, other places are."""
         self._fallen_back_bytes += record.nbytes
         extents = record.space.extents
         if problem.errno in _FULL:

@@ -99,9 +99,7 @@ class _Blocks:
     """Memory of a tensor's planes, and the table of its pages, on the current stream."""
 
     def __init__(self, anchor: Tensor, fields: PageFields, stays: int, headers: bool) -> None:
-        """Allocate blocks for ``fields``; tables count from ``anchor``, ``stays`` planes are not
-        evicted.
-        """
+        """Allocate blocks for ``fields``; the first ``stays`` planes are not evicted."""
         words = [_plane_words(fields, plane) for plane in range(fields.kept)]
         words.append(header_bytes(fields.elements) // 4 if headers else 0)
         stay = [*range(min(stays, fields.kept)), fields.kept]  # the last are the headers
@@ -209,11 +207,10 @@ class DevicePagedStore:
         headers: bool = True,
         tag: int = 0,
     ) -> DevicePlaneTensor:
-        """Allocate pages for ``bits`` planes of ``count`` elements; the arguments are
-        ``PagedStore``'s.
+        """Allocate pages for ``bits`` planes of ``count`` elements, as ``PagedStore`` does.
 
-        If the device refuses memory, planes are evicted by least importance first, the newcomer's
-        own among them.
+        If the device refuses memory, the least important planes are evicted, perhaps the
+        newcomer's.
 
         Raises:
             PoolFullError: the cap leaves no room, even if all evictable planes went.

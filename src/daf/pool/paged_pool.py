@@ -256,8 +256,7 @@ class PagedStore:
         self._fitter.note(count, bits)
 
     def take_evictions(self) -> tuple[tuple[EvictedPlane, ...], int]:
-        """Return the planes evicted since the last call, oldest first, and how many were not
-        listed.
+        """Return the planes evicted since the last call, oldest first, and how many it lost.
 
         The pool remembers 256 entries (a plane of a tensor each); beyond that it only counts.
         """
@@ -283,9 +282,7 @@ class PagedStore:
         return given
 
     def give_back(self, nbytes: int) -> int:
-        """Return ``nbytes`` to the system: free pages, then evicted planes; returns the bytes
-        returned.
-        """
+        """Return ``nbytes`` to the system, evicting planes if need be; returns how many."""
         returned = self.trim()
         while returned < nbytes:
             given = self.evict(nbytes - returned)

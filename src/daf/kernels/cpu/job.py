@@ -31,8 +31,7 @@ from daf.kernels.cpu.instruction_sets import chosen_instruction_set
 
 
 class Job(NamedTuple):
-    """The arguments of a native kernel, in the order of ``csrc/bindings/records.h``; the rest
-    default.
+    """The arguments of a native kernel, in the order of ``csrc/bindings/records.h``.
 
     ``affine`` applies to the values read, ``after`` to those written; addresses are ints.
     """

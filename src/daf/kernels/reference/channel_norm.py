@@ -14,9 +14,7 @@ from daf.kernels.reference.reductions import Doubles, Sums, channel_of, measure_
 
 
 class Moments(NamedTuple):
-    """Each channel's mean, inverse deviation, running mean and variance (or None); (channels,)
-    float32.
-    """
+    """Each channel's moments, (channels,) float32; running ones are None where nothing follows."""
 
     mean: Floats
     inverse_deviation: Floats
@@ -104,9 +102,7 @@ def emit(
 def derive(
     values: Floats, affine: Affine | None, before: Floats | None, mask: Planes | None
 ) -> Floats:
-    """Return ``emit``'s result from normalised values (count,), its mask, and what lies there
-    before.
-    """
+    """Return ``emit``'s result from normalised values (count,), its mask and the addend."""
     result = values if affine is None else affine.apply(values, 0)
     if before is not None:
         result = before + result

@@ -174,8 +174,7 @@ def header_place(planes, block, BITS: tl.constexpr):
 
 @triton.jit
 def bit_words(bits, BLOCKS: tl.constexpr):
-    """Pack (BLOCKS, 256) integers 0 or 1 into (BLOCKS, 8) words: element 32 w + k is bit k of word
-    w.
+    """Pack (BLOCKS, 256) bits into (BLOCKS, 8) words: bit k of word w is element 32 w + k.
 
     The sum is a union: no two lanes share a bit. Triton's interpreter is slow at other reductions.
     """

@@ -226,9 +226,7 @@ def write_gradient(
 def channel_statistics(
     sums: Tensor, squares: Tensor, count: int, epsilon: float, followed: RunningStatistics | None
 ) -> tuple[Tensor, Tensor]:
-    """Return mean and inverse deviation, (channels,) float32; ``followed`` by the unbiased
-    variance.
-    """
+    """Return mean and inverse deviation, (channels,) float32; ``followed`` follow in place."""
     channels = sums.numel()
     found = torch.empty(2, channels, dtype=torch.float32, device=sums.device)
     running, variance, momentum = followed or (None, None, 0.0)

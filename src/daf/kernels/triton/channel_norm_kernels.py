@@ -36,9 +36,7 @@ def emit(
     TYPE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Normalise into ``destination``; gamma and beta, addend, ReLU up to ``most`` (NaN: none),
-    mask.
-    """
+    """Normalise; gamma and beta, addend, ReLU up to ``most`` (NaN: none), its mask."""
     blocks = tile_blocks(BLOCKS)
     place = tile_elements(blocks)
     valid = place < count

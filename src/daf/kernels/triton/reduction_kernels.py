@@ -178,9 +178,7 @@ def channel_span_sums(
 
 @triton.jit
 def first_of_channels(span, channel, span_elements, count, channels):
-    """Return the first element of channels side by side in each span, and its end: (SPANS,
-    COLUMNS).
-    """
+    """Return the first element of adjacent channels per span, and its end: (SPANS, COLUMNS)."""
     first = (span * span_elements)[:, None]
     behind = (channel[None, :] + channels - first % channels) % channels
     return first + behind, tl.minimum(first + span_elements, count)

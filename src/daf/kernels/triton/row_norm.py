@@ -1,6 +1,4 @@
-"""Normalisations of rows on a GPU (format, section 11), with ``channel_norm``'s elements and
-errors.
-"""
+"""Normalisations of rows on a GPU (format, section 11); errors are as in ``channel_norm``."""
 
 from __future__ import annotations
 
