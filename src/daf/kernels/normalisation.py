@@ -90,8 +90,8 @@ class NormOutput(NamedTuple):
     """What forward writes from its normalised values, with or without encoding them.
 
     ``out`` is dense and receives ``result`` (gamma and beta; None: neither) of the values plus
-    ``addend`` in the same layout. An unwritten ``mask``: through a ReLU up to ``most``, whose bits
-    it takes.
+    ``addend`` in the same layout. With an unwritten ``mask`` it goes through a ReLU up to ``most``,
+    which sets the mask's bits.
     """
 
     out: Tensor

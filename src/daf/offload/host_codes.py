@@ -111,8 +111,6 @@ class HostCodes:
         self._raw_bytes = 0  # on devices, for the processor to pack
         self._warned = False
 
-    # --- account ----------------------------------------------------------------------------
-
     @property
     def limit_bytes(self) -> int:
         """The most bytes that may wait on the host."""
@@ -161,8 +159,6 @@ class HostCodes:
     def _all(self) -> list[_Place]:
         with self._lock:
             return list(self._places.values())
-
-    # --- packing ----------------------------------------------------------------------------
 
     def begin_pass(self) -> None:
         """Begin a forward pass."""
@@ -265,8 +261,6 @@ class HostCodes:
         tickets: tuple[Any, Any, Any],
     ) -> None:
         routes.note(Sent(route, tensor.numel(), tensor.nbytes, treatment, *tickets))
-
-    # --- places -----------------------------------------------------------------------------
 
     def _place(self, device: torch.device) -> _Place:
         with self._lock:

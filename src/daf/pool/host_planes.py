@@ -137,7 +137,7 @@ class HostStore(RecordStore[Record]):
         self.home = HomeStream(streams or streams_of(device))
         self.on_moved: Callable[[], None] = lambda: None  # device_bytes may have grown
         self.on_read: Callable[[], None] = lambda: None
-        self.last_copy: Any = None  # the last copy out
+        self.last_copy: Any = None  # out
         self._live: dict[int, Record] = {}
         self._numbers = 0
         self._device_bytes = 0

@@ -39,8 +39,6 @@ from daf.kernels.normalisation import (
 class CpuBackend:
     """The backend of the processor, on all of PyTorch's threads; see :class:`Backend`."""
 
-    # --- codecs -----------------------------------------------------------------------------
-
     def encode_values(
         self,
         source: Tensor,
@@ -125,8 +123,6 @@ class CpuBackend:
         target = (out.data_ptr(), out.element_size(), torch.get_num_threads())
         paged.decode_integers(planes.fields, base, *target)
 
-    # --- reductions -------------------------------------------------------------------------
-
     def measure_ranges(
         self, items: Tensor, strategy: RangeStrategy, channels: int, inner: int
     ) -> tuple[Tensor, Tensor]:
@@ -139,8 +135,6 @@ class CpuBackend:
         places = (low.data_ptr(), high.data_ptr(), workspace.data_ptr())
         reductions.measure_ranges(*source, *places, threads, *cut)
         return low, high
-
-    # --- normalisations, of float32 ---------------------------------------------------------
 
     def channel_statistics(
         self, x: Tensor, geometry: Geometry, epsilon: float, running: RunningStatistics | None

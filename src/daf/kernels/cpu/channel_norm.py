@@ -97,7 +97,11 @@ def statistics_of_sums(
     inverse_deviation: int,
     running: RunningMoments | None = None,
 ) -> None:
-    """Write mean and inverse deviation, float32; ``running`` follow by the unbiased variance."""
+    """Write mean and inverse deviation, float32; ``running`` follow by the unbiased variance.
+
+    Raises:
+        KernelError: outside the contract, or fewer elements than 1 (2 with ``running``).
+    """
     fewest = 1 if running is None else 2
     if count < fewest:
         raise KernelError(f"asked for statistics of {count} elements; the least is {fewest}")
@@ -112,7 +116,11 @@ def statistics_of_sums(
 
 
 def factors_of_sums(channels: int, count: int, factors: GradientFactors) -> None:
-    """Write backward's second factors from its first sums, of channels of ``count`` elements."""
+    """Write backward's second factors from its first sums, of channels of ``count`` elements.
+
+    Raises:
+        KernelError: outside the contract, or no elements.
+    """
     check_channels(channels, 1)
     if count < 1:
         raise KernelError(f"asked for factors of {count} elements; the least is 1")

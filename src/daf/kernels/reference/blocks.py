@@ -174,7 +174,7 @@ def store(values: Floats, target: Target, affine: Affine | None) -> Elements:
 
 
 def require(holds: bool, asked: str) -> None:
-    """Check that ``holds``.
+    """Check that what was asked ``holds``.
 
     Raises:
         KernelError: it does not; the message names ``asked``.

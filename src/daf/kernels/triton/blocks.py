@@ -19,9 +19,6 @@ NAN_BITS = tl.constexpr(0x7FC00000)
 NON_FINITE_HEADERS = tl.constexpr(0x7FC07FC0)
 
 
-# --- elements -------------------------------------------------------------------------------
-
-
 @triton.jit
 def tile_blocks(BLOCKS: tl.constexpr):
     """Return (BLOCKS,) int64: this program's block numbers."""
@@ -97,9 +94,6 @@ def load_values(source, place, valid, affine, TYPE: tl.constexpr):
     return values
 
 
-# --- sums and transforms --------------------------------------------------------------------
-
-
 @triton.jit
 def halve(values, BLOCKS: tl.constexpr, WIDTH: tl.constexpr):
     """Split (BLOCKS, WIDTH) into its two halves, (BLOCKS, WIDTH / 2) each."""
@@ -141,9 +135,6 @@ def prescale_of(values, BLOCKS: tl.constexpr):
     exponent = tl.minimum(tl.maximum(greatest >> 23, 1), 253)
     prescale = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     return prescale, (exponent << 23).to(tl.float32, bitcast=True), greatest < INFINITE_BITS
-
-
-# --- planes and headers ---------------------------------------------------------------------
 
 
 @triton.jit

@@ -71,9 +71,6 @@ class Values(NamedTuple):
         }
 
 
-# --- forward --------------------------------------------------------------------------------
-
-
 def emit(
     source: Tensor,
     forward: Channels,
@@ -127,9 +124,6 @@ def derive(
         TYPE=kind,
         ACCUMULATE=accumulate,
     )
-
-
-# --- backward, by channels ------------------------------------------------------------------
 
 
 class ChannelProducts:
@@ -220,9 +214,6 @@ def write_gradient(
     )
 
 
-# --- vectors of channels --------------------------------------------------------------------
-
-
 def channel_statistics(
     sums: Tensor, squares: Tensor, count: int, epsilon: float, followed: RunningStatistics | None
 ) -> tuple[Tensor, Tensor]:
@@ -289,9 +280,6 @@ def channel_factors(
         COLUMNS=_COLUMNS,
     )
     return ChannelFactors(*found.unbind())
-
-
-# --- arguments ------------------------------------------------------------------------------
 
 
 def _of_kind(tensor: Tensor, kind: int, count: int) -> Tensor:

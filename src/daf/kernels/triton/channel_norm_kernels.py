@@ -228,9 +228,6 @@ def write_gradient(
     store_elements(destination, place, valid, product + beside, TYPE)
 
 
-# --- vectors of channels --------------------------------------------------------------------
-
-
 @triton.jit(do_not_specialize=["count", "epsilon", "momentum", "bessel"])
 def channel_statistics(
     sums,

@@ -63,7 +63,11 @@ def decode_rotated(
     accumulate: bool = False,
     blocks: tuple[int, int] | None = None,
 ) -> None:
-    """Decode ``blocks`` or all from the resident planes; then affine, accumulate, mask, round."""
+    """Decode ``blocks`` or all from the resident planes; then affine, accumulate, mask, round.
+
+    Raises:
+        KernelError: outside the contract, or a run without its first plane.
+    """
     check_member("bits", planes.bits, ROTATED_BITS)
     check_member("kept planes", planes.kept, range(1, planes.bits + 1))
     check_rotation(rounds, key)
@@ -145,7 +149,11 @@ def _float32_bits(value: float) -> int:
 
 
 def apply_mask(planes: DevicePlanes, gradient: Tensor, destination: Tensor) -> None:
-    """Write the gradient where the bit is set, +0 elsewhere; both may be one tensor."""
+    """Write the gradient where the bit is set, +0 elsewhere; both may be one tensor.
+
+    Raises:
+        KernelError: outside the contract, or two dtypes.
+    """
     _check_whole(planes, (1,))
     if gradient.dtype != destination.dtype:
         raise KernelError(f"asked for {destination.dtype} of {gradient.dtype}; give one type")
