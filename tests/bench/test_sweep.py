@@ -39,6 +39,7 @@ def by_point(result: Any) -> dict[str, dict[str, Any]]:
     return {row["point"]: row for row in result.rows}
 
 
+@pytest.mark.thorough
 def test_every_point_is_measured_beside_plain(measured: Any) -> None:
     rows = by_point(measured[0])
     plain, ours = rows["plain"], rows["optimal, 400 %"]
@@ -70,6 +71,7 @@ def test_a_refusal_is_tried_at_its_least_and_below(measured: Any) -> None:
     assert figures_of(measured[0].rows)["points"] == 4
 
 
+@pytest.mark.thorough
 def test_it_goes_on_where_it_stopped_without_measuring_again(measured: Any) -> None:
     result, file = measured
     lines = file.read_text().splitlines()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from pool_machine import ADDRESSES, Machine, random_step
 from pool_model import ModelTensor
+from thoroughness import at_most
 
 from daf import _native
 
@@ -19,13 +20,14 @@ from daf import _native
 @pytest.mark.parametrize("page_bytes", [64, 1024, 4096, 16384])
 def test_a_million_random_operations(page_bytes: int) -> None:
     random, machine = Random(page_bytes), Machine(page_bytes)
-    for step in range(250_000):
+    steps = at_most(250_000, 25_000)
+    for step in range(steps):
         random_step(machine, random, tensors=30, largest=30 * page_bytes)
         if step % 5000 == 0:
             machine.check_deeply()
     machine.check_deeply()
-    assert machine.account["evicted_pages"] > 10_000
-    assert 1_000 < machine.refusals < 125_000
+    assert machine.account["evicted_pages"] > steps // 25
+    assert steps // 250 < machine.refusals < steps // 2
     for handle in machine.handles:
         machine.release(handle)
     assert machine.account["payload_bytes"] == machine.account["live_pages"] == 0

@@ -19,7 +19,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [

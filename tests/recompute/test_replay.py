@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from exactness import same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import at_most
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -771,7 +772,7 @@ _MODULES = st.recursive(
 
 
 @given(_MODULES, st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=at_most(40, 10), deadline=None)
 def test_any_nesting_is_exact(inner: nn.Module, data: st.DataObject) -> None:
     model = Random([nn.Linear(8, 8), inner, inner], shortcut=True)
     callable_paths = [n for n, m in model.named_modules() if not isinstance(m, nn.ModuleList)]
