@@ -40,8 +40,7 @@ policies = st.builds(
     mappings(st.sampled_from(Need), treatments),
     mappings(sites, treatments),
     st.booleans(),
-    st.booleans(),
-    st.booleans(),
+    st.frozensets(names, max_size=4),
     mappings(sites, numbers),
     st.frozensets(names, max_size=4),
 )

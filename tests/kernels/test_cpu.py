@@ -208,7 +208,7 @@ def test_every_ragged_size(cases, on_every_set) -> None:
 
 
 def test_nothing_happens_to_an_empty_tensor(instruction_set) -> None:
-    fields, borders = PageFields.flat(0, 0, 2), np.zeros(3, np.float32)
+    fields, borders = PageFields.flat(0, 0, 2), np.arange(3, dtype=np.float32)
     paged.encode_rotated(0, ElementType.FLOAT32, fields, 1, KEY, 1)
     paged.decode_rotated(fields, 1, KEY, 0, ElementType.FLOAT32, 4)
     assert paged.encode_derivative(0, ElementType.FLOAT32, fields, address(borders), 1)

@@ -49,9 +49,9 @@ def test_samples_are_raised_by_what_they_missed_of_the_highest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     resident = iter([100, 130, 150, 120])
-    monkeypatch.setattr(account_meter.measure, "resident_bytes", lambda: next(resident))
-    monkeypatch.setattr(account_meter.measure, "peak_bytes", lambda: 165)
-    monkeypatch.setattr(account_meter.measure, "reset_peak", lambda: None)
+    monkeypatch.setattr(account_meter.process_memory, "resident_bytes", lambda: next(resident))
+    monkeypatch.setattr(account_meter.process_memory, "peak_bytes", lambda: 165)
+    monkeypatch.setattr(account_meter.process_memory, "reset_peak", lambda: None)
     meter = ResidentMeter()
     meter.begin()
     peaks = [meter.take_peak() for _ in range(3)]
@@ -62,9 +62,9 @@ def test_samples_are_raised_by_what_they_missed_of_the_highest(
 
 def test_samples_that_missed_nothing_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     resident = iter([100, 130])
-    monkeypatch.setattr(account_meter.measure, "resident_bytes", lambda: next(resident))
-    monkeypatch.setattr(account_meter.measure, "peak_bytes", lambda: 120)
-    monkeypatch.setattr(account_meter.measure, "reset_peak", lambda: None)
+    monkeypatch.setattr(account_meter.process_memory, "resident_bytes", lambda: next(resident))
+    monkeypatch.setattr(account_meter.process_memory, "peak_bytes", lambda: 120)
+    monkeypatch.setattr(account_meter.process_memory, "reset_peak", lambda: None)
     meter = ResidentMeter()
     meter.begin()
     peaks = [meter.take_peak()]

@@ -70,14 +70,14 @@ def test_freed_blocks_return_at_once_while_entered() -> None:
     # the blocks, and a hole is given back only when its neighbours go too.
     program = """
 import numpy as np
-from daf.memory import allocator, measure
-with allocator.ReturnFreedBlocks() as settings:
+from daf.memory import glibc, process_memory
+with glibc.ReturnFreedBlocks() as settings:
     assert settings.active
     blocks = [np.ones(1024 * 1024, dtype=np.uint8) for _ in range(64)]
-    held = measure.resident_bytes()
+    held = process_memory.resident_bytes()
     # Every second one: a heap could not give these back.
     del blocks[::2]
-    print(held - measure.resident_bytes())
+    print(held - process_memory.resident_bytes())
 assert not settings.active
 """
     returned_bytes = int(
@@ -89,13 +89,13 @@ assert not settings.active
 def test_after_the_warm_up_a_first_convolution_brings_little_more_into_the_process() -> None:
     program = """
 import sys, torch
-from daf.memory import measure
+from daf.memory import process_memory
 if sys.argv[1] == "warm":
-    measure.warm_up()
-before = measure.resident_bytes()
+    process_memory.warm_up()
+before = process_memory.resident_bytes()
 images = torch.ones(2, 8, 16, 16, requires_grad=True)
 torch.nn.functional.conv2d(images, torch.ones(8, 8, 3, 3), padding=1).sum().backward()
-print(measure.resident_bytes() - before)
+print(process_memory.resident_bytes() - before)
 """
     cold, warm = (
         int(

@@ -21,8 +21,8 @@ FILES = [
 @pytest.mark.parametrize(
     ("names", "at_least"),
     [
-        (("test_gpu", "test_gpu_reduce"), 140),
-        (("test_gpu_norm", "test_gpu_speed"), 30),
+        pytest.param(("test_gpu", "test_gpu_reduce"), 140, marks=pytest.mark.thorough),
+        pytest.param(("test_gpu_norm", "test_gpu_speed"), 30, marks=pytest.mark.thorough),
         (("test_device_capture",), 14),
     ],
 )
