@@ -24,6 +24,7 @@ from daf_bench.cli_output import (
     OutOption,
     PictureOption,
     QuickOption,
+    VaryingOption,
     counted_progress,
     keep,
     measure,
@@ -36,6 +37,7 @@ from daf_bench.kernels import reductions as reduce_bench
 from daf_bench.kernels import run as kernels_bench
 from daf_bench.kernels.plot import draw_roofline
 from daf_bench.kernels.reductions_plot import draw_reduce
+from daf_bench.kernels.varying_reductions import VaryingJob, quick_varying_job, run_varying
 from daf_bench.memory import allocator as allocator_bench
 from daf_bench.memory import pressure as pressure_bench
 from daf_bench.memory import survival as survival_bench
@@ -337,8 +339,17 @@ def pack_command(
 
 @app.command("reduce")
 def reduce_command(
-    picture: PictureOption = None, quick: QuickOption = False, as_json: JsonOption = False
+    picture: PictureOption = None,
+    varying: VaryingOption = False,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Time ranges of tensors and channels by every strategy, PyTorch, CUB and the chosen one."""
+    if varying:
+        if picture is not None:
+            raise typer.BadParameter("--varying has no picture; ask for one of the two")
+        job = quick_varying_job() if quick else VaryingJob()
+        measure(partial(run_varying, job), as_json=as_json)
+        return
     job = reduce_bench.quick_job() if quick else reduce_bench.ReduceJob()
     measure(partial(reduce_bench.run, job), as_json=as_json, draw=draw_reduce, picture=picture)

@@ -23,6 +23,13 @@ from daf_bench.harness.result import BenchResult
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 QuickOption = Annotated[bool, typer.Option("--quick", help="A short run with fewer steps.")]
+VaryingOption = Annotated[
+    bool,
+    typer.Option(
+        "--varying",
+        help="Ask instead if timing strategies again pays while load, threads and sizes change.",
+    ),
+]
 OnlyOption = Annotated[
     str | None, typer.Option(help="These workloads only, as in 'W1,W3'; by default all.")
 ]

@@ -7,100 +7,17 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_up_strategies import COMPILING, NAMES, TABLES, Input, Machine
 
 from daf.core.errors import KernelError
 from daf.kernels.autotune import (
     CALIBRATION_SECONDS,
     CAUTION,
-    CHECK_SHARE,
-    CONFIRMATIONS,
     HOPELESS,
     MARGIN,
     Chooser,
     calibrate,
 )
-
-NAMES = ("tree", "atomics", "hybrid")
-SECONDS = st.floats(1e-6, 0.02)
-TABLES = st.fixed_dictionaries(dict.fromkeys(NAMES, SECONDS))
-COMPILING = 0.6
-
-
-class Machine:
-    """Strategies that take what tables say, on a clock that only they move; remembers what ran.
-
-    ``of_part`` makes the input one with a part, ``growth`` times as small. A first run of a
-    strategy, on the part and on the whole, compiles. To warm up is to run, or takes ``warming``.
-    """
-
-    def __init__(
-        self,
-        seconds: dict[str, float],
-        of_part: dict[str, float] | None = None,
-        growth: int = 256,
-        compiling: float = 0.0,
-        warming: float | None = None,
-    ) -> None:
-        self.seconds, self.of_part, self.growth = dict(seconds), of_part, growth
-        self.compiling, self.warming = compiling, warming
-        self.now = 0.0
-        self.ran: list[str] = []  # and timed
-        self.ran_on_part: list[str] = []
-        self.ran_to_warm_up: list[str] = []
-        self._compiled: set[tuple[str, bool]] = set()
-
-    def clock(self) -> float:
-        return self.now
-
-    def run(self, name: str, *, on_part: bool, timed: bool) -> float:
-        taken = (self.of_part or {})[name] if on_part else self.seconds[name]
-        if (name, on_part) not in self._compiled:
-            self._compiled.add((name, on_part))
-            taken += self.compiling
-        self.now += taken
-        kind = self.ran_on_part if on_part else self.ran
-        (kind if timed else self.ran_to_warm_up).append(name)
-        return taken
-
-    @property
-    def spent(self) -> float:
-        return sum(self.seconds[name] for name in self.ran)
-
-
-class Input:
-    """A trial on that machine."""
-
-    def __init__(
-        self,
-        machine: Machine,
-        usual: str | None = None,
-        start_seconds: float = 0.0,
-        *,
-        is_part: bool = False,
-    ) -> None:
-        self.machine, self.start_seconds, self._usual = machine, start_seconds, usual
-        self._is_part = is_part
-
-    @property
-    def size(self) -> int:
-        return 1 if self._is_part else self.machine.growth
-
-    def usual(self) -> str | None:
-        return self._usual
-
-    def warm_up(self, name: str) -> None:
-        if self.machine.warming is None:
-            self.machine.run(name, on_part=self._is_part, timed=False)
-        else:
-            self.machine.now += self.machine.warming
-
-    def seconds(self, name: str) -> float:
-        return self.machine.run(name, on_part=self._is_part, timed=True)
-
-    def part(self) -> Input | None:
-        if self._is_part or self.machine.of_part is None:
-            return None
-        return Input(self.machine, self._usual, self.start_seconds, is_part=True)
 
 
 def found_on(machine: Machine, start_seconds: float = 0.0) -> dict[str, float]:
@@ -222,71 +139,6 @@ def test_the_usual_strategy_is_left_for_a_clear_margin_alone(tmp_path, tree, cho
     again = Machine(machine.seconds)
     assert Chooser("one", NAMES, path).choose("class", Input(again, "tree")) == chosen
     assert again.ran == []  # the file knows what was chosen, not only who was the fastest
-
-
-# --- while it runs --------------------------------------------------------------------------
-
-
-@given(TABLES, st.integers(1, 3000))
-def test_checks_take_a_small_share_of_the_time(seconds, calls) -> None:
-    machine = Machine(seconds)
-    chooser = Chooser("device", NAMES, clock=machine.clock)
-    chooser.choose("class", Input(machine))
-    began = machine.now
-    used = [chooser.choose("class", Input(machine)) for _ in range(calls)]
-    useful = sum(seconds[name] for name in used) + min(seconds.values())
-    assert machine.now - began <= useful * CHECK_SHARE * 1.000001
-    assert {seconds[name] for name in used} == {min(seconds.values())}
-
-
-@given(st.permutations(NAMES), st.floats(1.1, 20.0))
-def test_a_machine_that_changes_changes_the_choice(order, factor) -> None:
-    first, second, third = order
-    machine = Machine({first: 1e-4, second: 2e-4, third: 3e-4})
-    chooser = Chooser("device", NAMES)
-    assert chooser.choose("class", Input(machine)) == first
-    machine.seconds[first] = 2e-4 * factor
-    machine.ran.clear()
-    limit = 400_000
-    trial = Input(machine)
-    calls = next(call for call in range(limit) if chooser.choose("class", trial) == second)
-    assert calls > 0
-    assert machine.ran.count(second) >= CONFIRMATIONS
-
-
-def test_noise_within_the_margin_never_flips() -> None:
-    machine = Machine({"tree": 1e-3, "atomics": 5e-3, "hybrid": 1.001e-3})
-    chooser, trial = Chooser("device", NAMES), Input(machine)
-    chooser.choose("class", trial)
-    machine.seconds["hybrid"] = 1e-3 * (1 - MARGIN / 2)
-    machine.ran.clear()
-    assert {chooser.choose("class", trial) for _ in range(10_000)} == {"tree"}
-    assert "hybrid" in machine.ran
-
-
-def test_who_finds_the_input_in_a_cache_does_not_win_by_that() -> None:
-    class Cached(Input):
-        """Whoever goes second in a check takes half as long."""
-
-        def seconds(self, name: str) -> float:
-            return super().seconds(name) / (1 + (len(self.machine.ran) - 1) % 2)
-
-    machine = Machine(dict.fromkeys(NAMES, 1e-3))
-    chooser, trial = Chooser("device", NAMES), Input(machine)
-    chosen = chooser.choose("class", trial)
-    machine.ran.clear()
-    assert {chooser.choose("class", Cached(machine)) for _ in range(20_000)} == {chosen}
-    assert len(machine.ran) >= 4 * CONFIRMATIONS
-
-
-def test_a_check_in_another_process_does_not_take_compiling_for_slowness(tmp_path) -> None:
-    path = tmp_path / "reduce.json"
-    seconds = {"tree": 1e-3, "atomics": 3e-3, "hybrid": 1.5e-3}
-    Chooser("gpu", NAMES, path).choose("class", Input(Machine(seconds)))
-    machine = Machine(seconds | {"tree": 4e-3}, compiling=COMPILING)
-    chooser, trial = Chooser("gpu", NAMES, path), Input(machine)
-    calls = 10 * round(CONFIRMATIONS / CHECK_SHARE)
-    assert [chooser.choose("class", trial) for _ in range(calls)][-1] == "hybrid"
 
 
 # --- the file -------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 Hybrid reduction (DAF, arXiv 2507.07149), chosen at run time. The first call of a size times all
 strategies, PyTorch's own too, first on a part of a large tensor. This takes at most
-``autotune.CALIBRATION_SECONDS`` besides compiling; a cache file keeps the choice. Later calls
-sometimes time a challenger, since clocks and contention change.
+``autotune.CALIBRATION_SECONDS`` besides compiling; a cache file keeps the choice for the device
+and size. Timing again while training does not pay (``daf bench reduce --varying``).
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Bounds(NamedTuple):
 class Ranges:
     """Ranges on any device, with a chooser for each; safe to call from any thread."""
 
-    def __init__(self, cache: Path | None) -> None:
+    def __init__(self, cache: Path | None, chooser: type[Chooser] | None = None) -> None:
         """``cache``: the file to keep choices in; None: only this process's memory."""
-        self._cache = cache
+        self._cache, self._chooser_type = cache, chooser or Chooser
         self._choosers: dict[str, Chooser] = {}
         self._lock = threading.Lock()
         self._broken: set[torch.device] = set()
@@ -72,7 +72,7 @@ class Ranges:
         if not self._has_choice(tensor):
             return _by_pytorch(tensor, cut)
         try:
-            return _by(tensor, cut, self._choose(tensor, cut))
+            return ends_by(tensor, cut, self._choose(tensor, cut))
         except Exception as problem:
             if is_processor(tensor.device):
                 raise
@@ -99,7 +99,7 @@ class Ranges:
     def _chooser(self, device: torch.device) -> Chooser:
         name = device_name(device)
         if name not in self._choosers:
-            self._choosers[name] = Chooser(name, STRATEGIES, self._cache)
+            self._choosers[name] = self._chooser_type(name, STRATEGIES, self._cache)
         return self._choosers[name]
 
 
@@ -138,11 +138,11 @@ class _Trial:
     def warm_up(self, name: str) -> None:
         """Compile a GPU's kernels for the sizes; a processor only starts its threads."""
         is_compiled = not is_processor(self._tensor.device)
-        _by(self._tensor if is_compiled else self._first(LEAST_ELEMENTS), self._cut, name)
+        ends_by(self._tensor if is_compiled else self._first(LEAST_ELEMENTS), self._cut, name)
         _wait_for(self._tensor.device)
 
     def seconds(self, name: str) -> float:
-        return _seconds(lambda: _by(self._tensor, self._cut, name), self._tensor.device)
+        return _seconds(lambda: ends_by(self._tensor, self._cut, name), self._tensor.device)
 
     def part(self) -> _Trial | None:
         first = self._first(PART_ELEMENTS)
@@ -223,8 +223,8 @@ def _by_pytorch(tensor: Tensor, cut: Cut) -> Ends:
     return by_channel.amin(dim=(0, 2)), by_channel.amax(dim=(0, 2))
 
 
-def _by(tensor: Tensor, cut: Cut, name: str) -> Ends:
-    """Return the ends by a named strategy: (channels,) each; 0-dim of a whole tensor."""
+def ends_by(tensor: Tensor, cut: Cut, name: str) -> Ends:
+    """Return the ends by one of ``STRATEGIES``: (channels,) each; 0-dim of a whole tensor."""
     if name == PYTORCH:
         return _by_pytorch(tensor, cut)
     strategy = RangeStrategy[name.upper()]

@@ -1,21 +1,19 @@
-"""Chooses the fastest of several strategies by timing them, on first use and while running.
+"""Chooses the fastest of several strategies by timing them on first use.
 
 Callers bring a :class:`Trial`, which runs a strategy and returns its seconds. A :class:`Chooser`
-measures all on first use of a (device, shape class), within a time limit. Later it sometimes times
-a challenger, which takes over after several wins in a row: unlike DAF's offline profiles (arXiv
-2507.07149), this follows clocks and contention.
+measures all on first use of a (device, shape class), within a time limit, where DAF (arXiv
+2507.07149) profiles offline.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,8 +22,6 @@ from daf.core.errors import KernelError
 Clock = Callable[[], float]
 
 CALIBRATION_SECONDS = 0.04  # with the file and the last run less than 0.05 in all
-CHECK_SHARE = 0.005  # of the time spent reducing that checks may take
-CONFIRMATIONS = 3
 MARGIN = 0.03  # a challenger must be faster by this much: noise must not flip
 HOPELESS = 3.0  # times the best seconds: slower strategies are not tried further
 CAUTION = 3.0  # a part may lie in a cache that the whole input does not fit
@@ -157,29 +153,11 @@ def _chosen(seconds: Mapping[str, float], usual: str | None) -> str:
 
 
 @dataclass
-class _Choice:
+class Choice:
+    """The strategy chosen for one shape class, and the seconds that each took."""
+
     seconds: dict[str, float]
     chosen: str
-    spent_seconds: float = 0.0  # since the last check
-    next_challenger: int = 0
-    wins: dict[str, int] = field(default_factory=dict)
-    due_seconds: float = field(init=False)  # spent_seconds at which the next check is due
-
-    def __post_init__(self) -> None:
-        self.plan_check()
-
-    def challenger(self) -> str:
-        """Return the winner of the last check; without one, each of the others in turn."""
-        if self.wins:
-            return next(iter(self.wins))
-        others = [name for name in self.seconds if name != self.chosen]
-        return others[self.next_challenger % len(others)] if others else self.chosen
-
-    def plan_check(self) -> None:
-        """Set ``due_seconds`` once, so that a call between checks costs next to nothing."""
-        challenger = self.challenger()
-        cost = 2 * (self.seconds[self.chosen] + self.seconds[challenger])  # a warm-up each
-        self.due_seconds = math.inf if challenger == self.chosen else cost / CHECK_SHARE
 
 
 class Chooser:
@@ -200,49 +178,22 @@ class Chooser:
 
     def choose(self, shape_class: str, trial: Trial) -> str:
         """Return the strategy for one call; the first call of a class tries them all."""
+        return self._choice_for(shape_class, trial).chosen
+
+    def _choice_for(self, shape_class: str, trial: Trial) -> Choice:
         choice = self._choices.get(shape_class)
         if choice is None:
-            choice = self._calibrated(shape_class, trial)
-        choice.spent_seconds += choice.seconds[choice.chosen]
-        if choice.spent_seconds >= choice.due_seconds:
-            self._check(choice, trial)
-        return choice.chosen
-
-    def _calibrated(self, shape_class: str, trial: Trial) -> _Choice:
-        seconds = calibrate(self._strategies, trial, clock=self._clock)
-        choice = _Choice(seconds, _chosen(seconds, trial.usual()))
-        self._choices[shape_class] = choice
-        self._write()
+            seconds = calibrate(self._strategies, trial, clock=self._clock)
+            choice = self._choices[shape_class] = Choice(seconds, _chosen(seconds, trial.usual()))
+            self._write()
         return choice
 
-    def _check(self, choice: _Choice, trial: Trial) -> None:
-        challenger = choice.challenger()
-        choice.spent_seconds = 0.0
-        choice.next_challenger += 1
-        pair = (choice.chosen, challenger)
-        # In alternating order: the second may find in a cache what the first one fetched.
-        for name in pair if choice.next_challenger % 2 else pair[::-1]:
-            trial.warm_up(name)
-            choice.seconds[name] = trial.seconds(name)
-        if choice.seconds[challenger] >= choice.seconds[choice.chosen] * (1 - MARGIN):
-            choice.wins.clear()
-        else:
-            self._note_win(choice, challenger)
-        choice.plan_check()
-
-    def _note_win(self, choice: _Choice, challenger: str) -> None:
-        choice.wins[challenger] = choice.wins.get(challenger, 0) + 1
-        if choice.wins[challenger] >= CONFIRMATIONS:
-            choice.chosen = challenger
-            choice.wins.clear()
-            self._write()
-
-    def _read(self) -> dict[str, _Choice]:
+    def _read(self) -> dict[str, Choice]:
         """Return this device's classes whose entry covers exactly these strategies."""
         found = self._whole_file().get(self._device, {})
         if not isinstance(found, dict):
             return {}
-        return {name: _Choice(**entry) for name, entry in found.items() if self._is_ours(entry)}
+        return {name: Choice(**entry) for name, entry in found.items() if self._is_ours(entry)}
 
     def _is_ours(self, entry: Any) -> bool:
         """True if valid; older versions kept only seconds, some of them of compiling."""
@@ -267,10 +218,7 @@ class Chooser:
         """Write this device's entries; a reader sees the old or the new file, whole."""
         if self._cache is None:
             return
-        ours = {
-            name: {"seconds": choice.seconds, "chosen": choice.chosen}
-            for name, choice in self._choices.items()
-        }
+        ours = {name: asdict(choice) for name, choice in self._choices.items()}
         content = dict(self._whole_file()) | {self._device: ours}
         fresh = self._cache.with_name(f"{self._cache.name}.{os.getpid()}")
         try:
