@@ -28,7 +28,7 @@ from torch import Tensor
 from daf.codecs.ranged import WHOLE, Cut
 from daf.codecs.ranges import PYTORCH, Ranges, device_name, ends_by
 from daf.kernels.cpu.reductions import range_strategy
-from daf_bench.harness.result import BenchResult
+from daf_bench.harness.result import BenchResult, median_ratio
 from daf_bench.harness.timing import device_seconds
 from daf_bench.kernels.reductions import Progress, Shape, whole
 from daf_bench.kernels.retiming import RetimingChooser
@@ -173,7 +173,8 @@ def _row(
         "strategies": {name: len(found) for name, found in picked.items()},
         "last_strategy": {name: [*found][-1] for name, found in picked.items()},
         "microseconds": {name: 1e6 * statistics.median(each) for name, each in taken.items()},
-        "ratios": {name: sum(each) / sum(taken[KEPT]) for name, each in taken.items()},
+        "ratios": {name: median_ratio(each, taken[KEPT]) for name, each in taken.items()},
+        "in_all": {name: sum(each) / sum(taken[KEPT]) for name, each in taken.items()},
     }
 
 
@@ -214,6 +215,7 @@ def _start(work: str, device: torch.device) -> subprocess.Popen[str]:
 def _notes(device: torch.device, job: VaryingJob) -> tuple[str, ...]:
     return (
         f"float32, device: {device_name(device)}; {job.seconds:g} s for a shape in a phase",
-        "ratios: seconds in all over those of the choice kept per device, threads and size",
+        "ratios: times over those of the choice kept per device, threads and size, medians of "
+        "rounds; in all: of the sums, in which a few rounds that waited for a processor outweigh",
         f"worthwhile: retimed ÷ kept at most {WORTHWHILE}, in the geometric mean over rows",
     )
