@@ -121,7 +121,7 @@ def test_a_budget_lowered_from_another_thread_in_mid_step_takes_planes_at_once()
             # Neither recycled blocks nor what blocks have beyond what was asked: both go first.
             live = stats()["live_bytes.current"] + stats()["external_bytes.current"]
             seen["pool before"] = pool_of(session).live_bytes
-            session.budget = budget_for_account(live - 6 * MB)
+            session.budget = budget_for_account(live - 4 * MB)
             seen["pool after"] = pool_of(session).live_bytes
             seen["account"] = stats()["held_bytes.current"]
             seen["limit"] = session._keeper._hard_limit_bytes
