@@ -109,6 +109,7 @@ def test_every_result_has_its_command_in_the_readme_and_every_table_its_result()
 OTHER_PICTURES = {"memory.png", "how-step.svg", "how-treatments.svg"}
 
 
+@pytest.mark.thorough
 def test_every_picture_in_the_documents_is_drawn_from_a_result(tmp_path: Path) -> None:
     drawn = {path.name for path in render.draw(tmp_path)}
     assert drawn >= {"roofline.png", "pool_times.png", "allocator.png", "sweep.png"}

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from daf_bench.harness.row_log import RowLog
 from daf_bench.sweep.figures import figures_of
 from daf_bench.sweep.plot import curve, draw_sweep, drawn_workloads
 from daf_bench.sweep.point import gradient_error
-from daf_bench.sweep.run import SweepJob, run
+from daf_bench.sweep.run import SweepJob, measured_by, run
 from daf_bench.workloads.sources import Sources
 from PIL import Image
 
@@ -59,6 +60,7 @@ def test_every_point_is_measured_beside_plain(measured: Any) -> None:
     assert rows["by hand: checkpoint 100 % of blocks"]["losses"][1] == plain["losses"][0]
 
 
+@pytest.mark.thorough
 def test_a_refusal_is_tried_at_its_least_and_below(measured: Any) -> None:
     rows = by_point(measured[0])
     refused = rows["optimal, 1 %"]
@@ -84,6 +86,7 @@ def test_it_goes_on_where_it_stopped_without_measuring_again(measured: Any) -> N
     assert reports
 
 
+@pytest.mark.thorough
 def test_the_picture_shows_plain_daf_and_strategies_by_hand(measured: Any, tmp_path: Path) -> None:
     draw_sweep(measured[0].rows, tmp_path / "sweep.png")
     pixels = np.asarray(Image.open(tmp_path / "sweep.png").convert("RGB")).astype(int)
@@ -180,6 +183,8 @@ def test_gradient_error_is_relative_to_plain(tmp_path: Path) -> None:
     assert gradient_error(tmp_path / "none", tmp_path / "plain") is None
 
 
-def test_rows_of_another_job_are_not_taken(measured: Any) -> None:
+def test_rows_of_another_job_are_not_taken(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    RowLog(file, measured_by(TINY)).row("w2c: plain", lambda: {"part": "budget", "point": "plain"})
     with pytest.raises(RunFolderError, match="another measurement"):
-        run(replace(TINY, steps=5), measured[1])
+        run(replace(TINY, steps=5), file)

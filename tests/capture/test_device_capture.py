@@ -284,6 +284,7 @@ def test_what_only_the_device_knows_is_kept() -> None:
     out.backward()
 
 
+@pytest.mark.thorough
 def test_a_step_waits_for_nothing_before_it_looks_at_its_loss(
     code_everything: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,7 +331,14 @@ def fuse_everything(code_everything: None, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @interpreted_only
-@pytest.mark.parametrize(("bits", "channels_last"), [(2, True), (3, False), ("exact", True)])
+@pytest.mark.parametrize(
+    ("bits", "channels_last"),
+    [
+        pytest.param(2, True, marks=pytest.mark.thorough),
+        (3, False),
+        pytest.param("exact", True, marks=pytest.mark.thorough),
+    ],
+)
 def test_fused_operators_give_the_gradients_of_the_processor_s(
     bits: int | str, channels_last: bool, fuse_everything: None
 ) -> None:
@@ -448,6 +456,7 @@ def host_codes(staging_bytes: int, **options: Any) -> tuple[HostCodes, Fixed, La
     return HostCodes(made, make_store=store, make_routes=lambda _: routes), routes, late
 
 
+@pytest.mark.thorough
 def test_codes_that_wait_on_the_host_are_the_device_s(fuse_everything: None) -> None:
     """Gradients to the bit, whoever packed; nothing is left on the device but what passes.
 

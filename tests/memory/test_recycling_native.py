@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def build(folder: Path, options: list[str], command: str = "c++") -> Path:
-    compiler = [command, "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", *options, f"-I{SOURCES}"]
+    compiler = [command, "-std=c++17", "-O1", "-g1", "-Wall", "-Wextra", *options, f"-I{SOURCES}"]
     shared = [*compiler, "-fPIC", "-shared"]
     # Named as PyTorch's library, so that its slots are the ones that are redirected.
     library = folder / "libc10.so"

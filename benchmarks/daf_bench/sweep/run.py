@@ -63,7 +63,7 @@ def run(
     job: SweepJob, rows_file: Path | None = None, on_progress: Report = lambda *_: None
 ) -> BenchResult:
     """Run it, going on where ``rows_file`` ends; minutes in quick form, most of an hour in full."""
-    log = RowLog(rows_file, _measured(job))
+    log = RowLog(rows_file, measured_by(job))
     expected = sum(_expected_rows(job, name) for name in job.workloads)
     for name in job.workloads:
 
@@ -74,7 +74,7 @@ def run(
     return BenchResult("sweep", log.rows, figures_of(log.rows), _notes(job))
 
 
-def _measured(job: SweepJob) -> dict[str, Any]:
+def measured_by(job: SweepJob) -> dict[str, Any]:
     """What rows depend on: of the sources their content, not their folder."""
     return {**asdict(replace(job, sources=Sources())), "sources": job.sources.described()}
 
