@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from daf_bench.harness.ablation_loop import LEVERS, LeveredLoop, lever_policy
 from daf_bench.harness.worker import Entry, Step
+from daf_bench.models.resnet_cifar import resnet20
 from daf_bench.operators import run
 from daf_bench.operators.plot import draw_waterfall, peak_changes
 from PIL import Image
 from torch import nn
 
 from daf.core.errors import UnknownNameError
-from daf.training.models.resnet_cifar import resnet20
 
 TINY = run.OperatorsJob(
     (Entry("tiny", "resnet20", "digits", 16),),

@@ -23,7 +23,15 @@ SPECIFIED_KEYS = {
     *("saved_bytes_plain", "saved_bytes_peak", "micro_batch"),
     *("step_ms_median", "examples_per_s", "loss", "metric"),
 }
-UNWANTED_IN_TRAINING = {"matplotlib", "scipy", "sklearn", "transformers", "PIL", "pandas"}
+UNWANTED_IN_TRAINING = {
+    "daf_bench",
+    "matplotlib",
+    "scipy",
+    "sklearn",
+    "transformers",
+    "PIL",
+    "pandas",
+}
 Daf = Callable[..., Any]
 
 

@@ -5,6 +5,7 @@ Written into ``benchmarks/daf_bench.egg-info``, which git ignores. An installati
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from pathlib import Path
 
@@ -35,4 +36,4 @@ def _replace(path: Path, text: str) -> None:
 
 
 if __name__ == "__main__":
-    write_entry_points()
+    write_entry_points(*map(Path, sys.argv[1:]))

@@ -7,14 +7,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from daf_bench.data.text import MASK_SYMBOL, VOCABULARY, CausalLanguage, MaskedLanguage, TextData
 from torch import nn
 
 from daf.core.errors import DataError
 from daf.training.data import load_data
-from daf.training.data.contents import MASK_SYMBOL, VOCABULARY, ImageData, TextData
-from daf.training.tasks.images import Classification, Denoising
-from daf.training.tasks.task import MOST_CLASSES, Tally, Task, scores_of
-from daf.training.tasks.text import CausalLanguage, MaskedLanguage
+from daf.training.data.images import Classification, Denoising, ImageData
+from daf.training.task import MOST_CLASSES, Tally, Task, scores_of
 
 
 @pytest.fixture

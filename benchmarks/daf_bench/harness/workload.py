@@ -21,11 +21,8 @@ from daf.session.session import Session
 from daf.torch_compat import compiler
 from daf.training.batches import Batch, BatchOrder, Indices
 from daf.training.data import load_data
-from daf.training.data.contents import ImageData, TextData
-from daf.training.data.tokens import SentenceData
 from daf.training.models import Recipe, find_model
-from daf.training.tasks import make_task, settle_goal
-from daf.training.tasks.task import Loss
+from daf.training.task import DataSet, Loss, settle_goal
 from daf_bench.harness.ablation_loop import LeveredLoop, gradient_bytes, state_bytes
 from daf_bench.harness.peer_methods import lean_step, plain_step
 from daf_bench.harness.worker import Entry
@@ -65,7 +62,7 @@ class Workload:
             self._allocator = RecyclingAllocator(cap_bytes=cap_bytes).__enter__()
         memory_format = MEMORY_FORMATS[entry.memory_format]
         self.model = _built(recipe, data, memory_format, entry.seed)
-        self.task = make_task(goal, data, self.model, memory_format=memory_format)
+        self.task = data.make_task(goal, self.model, memory_format=memory_format)
         self.model.to(self._device)
         if entry.keep_compiler_out:
             compiler.keep_out()
@@ -210,7 +207,7 @@ class Workload:
 
 def _built(
     recipe: Recipe,
-    data: ImageData | TextData | SentenceData,
+    data: DataSet,
     memory_format: torch.memory_format,
     seed: int,
 ) -> nn.Module:

@@ -27,7 +27,7 @@ from daf.torch_compat import compiler
 from daf.training.batches import Batch, BatchOrder
 from daf.training.data import load_data
 from daf.training.models import find_model
-from daf.training.tasks import make_task, settle_goal
+from daf.training.task import settle_goal
 from daf_bench.harness.peer_methods import plain_step
 from daf_bench.harness.subprocess_channel import serve
 from daf_bench.harness.workload import MEMORY_FORMATS
@@ -65,7 +65,7 @@ class Work:
         layout = MEMORY_FORMATS["channels_last"]
         self._model: nn.Module = recipe.build(data.facts)
         self._model.to(memory_format=layout)  # type: ignore[call-overload]
-        self._task = make_task(goal, data, self._model, memory_format=layout)
+        self._task = data.make_task(goal, self._model, memory_format=layout)
         self._order = BatchOrder(self._task.train_examples, job.batch_size, job.seed)
         compiler.keep_out()
         parameters = self._model.parameters()

@@ -8,15 +8,11 @@ import torch
 from torch import nn
 
 from daf.training.data import load_data
-from daf.training.data.contents import ImageData, TextData
-from daf.training.data.spoken import load_new_speaker
-from daf.training.data.tokens import SentenceData
 from daf.training.models import find_model
-from daf.training.tasks import make_task, settle_goal
+from daf.training.task import DataSet, settle_goal
+from daf_bench.data.spoken import load_new_speaker
 from daf_bench.workloads.sources import Sources
 from daf_bench.workloads.trainable import Loaded, Trains, momentum
-
-Data = ImageData | TextData | SentenceData
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +40,7 @@ def load_speaker(sources: Sources, shape: ImageShape) -> Loaded:
     return _loaded(data, shape)
 
 
-def _loaded(data: Data, shape: ImageShape) -> Loaded:
+def _loaded(data: DataSet, shape: ImageShape) -> Loaded:
     """Channels-last, as is fastest on processors."""
     recipe = find_model(shape.model)
     goal = settle_goal(shape.model, recipe.goal, data)
@@ -54,6 +50,6 @@ def _loaded(data: Data, shape: ImageShape) -> Loaded:
         return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
     def task_of(model: nn.Module) -> Trains:
-        return make_task(goal, data, model)
+        return data.make_task(goal, model)
 
     return Loaded(shape.batch_size, shape.block, make_model, task_of, momentum)

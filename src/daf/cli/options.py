@@ -9,14 +9,13 @@ import typer
 from daf.budget import AUTO, parse_budget
 from daf.core.errors import UnknownNameError
 from daf.planning.planner import policy_names
-from daf.training.data import DATA_FORMS
-from daf.training.models import MODEL_NAMES, Goal
+from daf.training.data import DATA
+from daf.training.models import MODELS
 from daf.training.settings import MEMORY_FORMATS, OPTIMIZERS
+from daf.training.task import Goal
 
-Model = Annotated[
-    str | None, typer.Argument(help=f"{', '.join(MODEL_NAMES)}, or package.module:factory.")
-]
-Data = Annotated[str, typer.Argument(help=f"{', '.join(DATA_FORMS)}.")]
+Model = Annotated[str | None, typer.Argument(help=f"{MODELS.help()}.")]
+Data = Annotated[str, typer.Argument(help=f"{DATA.help()}; files and folders as NAME:PATH.")]
 Budget = Annotated[
     str | None,
     typer.Option(

@@ -23,11 +23,10 @@ from daf.session.session import Session
 from daf.torch_compat import compiler
 from daf.training.batches import Batch, BatchOrder, Indices
 from daf.training.data import load_data
-from daf.training.models import Goal, find_model
+from daf.training.models import find_model
 from daf.training.run_folder import read_sensitivity
 from daf.training.settings import MEMORY_FORMATS, OPTIMIZERS, TrainSettings, checked_choice
-from daf.training.tasks import goal_reads_images, make_task, settle_goal
-from daf.training.tasks.task import Task
+from daf.training.task import Goal, Task, settle_goal
 
 _LEARNING_RATES = {"sgd": 0.05, "adamw": 3e-4}
 _WEIGHT_DECAYS = {"sgd": 5e-4, "adamw": 0.01}
@@ -89,7 +88,7 @@ def make_job(settings: TrainSettings, good_state: Path | None = None) -> Trainin
         tokenizer=settings.tokenizer,
     )
     goal = settle_goal(recipe.name, settings.goal or recipe.goal, data)
-    optimizer_name = settings.optimizer or ("sgd" if goal_reads_images(goal) else "adamw")
+    optimizer_name = settings.optimizer or ("sgd" if goal.reads_images else "adamw")
     known = read_sensitivity(Path(settings.sensitivity)) if settings.sensitivity else True
     baseline_bytes = _baseline_bytes(device)
 
@@ -97,7 +96,7 @@ def make_job(settings: TrainSettings, good_state: Path | None = None) -> Trainin
     model = recipe.build(data.facts)
     memory_format = _memory_format(settings, goal)
     model.to(memory_format=memory_format)  # type: ignore[call-overload]
-    task = make_task(goal, data, model, memory_format=memory_format, augment=settings.augment)
+    task = data.make_task(goal, model, memory_format=memory_format, augment=settings.augment)
     model.to(device)
     compiler.keep_out()
     optimizer = make_optimizer(optimizer_name, list(model.parameters()), settings)
@@ -174,5 +173,5 @@ def _seed_everything(seed: int) -> None:
 
 
 def _memory_format(settings: TrainSettings, goal: Goal) -> torch.memory_format:
-    channels_last = settings.memory_format == "channels_last" and goal_reads_images(goal)
+    channels_last = settings.memory_format == "channels_last" and goal.reads_images
     return torch.channels_last if channels_last else torch.contiguous_format

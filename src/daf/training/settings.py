@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from daf.core.errors import RunFolderError, UnknownNameError
-from daf.training.models import Goal
+from daf.training.task import Goal
 
 OPTIMIZERS = ("sgd", "adamw")
 MEMORY_FORMATS = ("channels_last", "contiguous")

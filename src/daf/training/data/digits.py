@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from daf.core.errors import DataError
-from daf.training.data.contents import (
+from daf.training.data.images import (
     ImageData,
     LabelledImages,
     Normalisation,
@@ -28,11 +28,13 @@ _TEST_FRACTION = 0.2
 _NORMALISATION = Normalisation((0.305,), (0.376,), "mean and deviation over all 1,797 images / 16")
 
 
-def load_digits() -> ImageData:
+def load_digits(image_size: int | None = None) -> ImageData:
     """Read the digits; a fifth of them, always the same, are the test part.
 
+    ``image_size``: pixels per side of a batch's images, a multiple of 8; None: 32.
+
     Raises:
-        DataError: scikit-learn is missing, or its file is damaged.
+        DataError: scikit-learn is missing, its file is damaged, or the size is no multiple.
     """
     table = _read(_packaged_file())
     images = table[:, :-1].reshape(-1, _SIZE, _SIZE, 1)
@@ -46,7 +48,7 @@ def load_digits() -> ImageData:
         full_scale=16,
         normalisation=_NORMALISATION,
         repeat=_REPEAT,
-    )
+    ).at_size(image_size)
 
 
 def _packaged_file() -> Path:
@@ -54,7 +56,7 @@ def _packaged_file() -> Path:
     if package is None or not package.submodule_search_locations:
         raise DataError(
             "asked for 'digits', which come with scikit-learn, but that is not installed; "
-            "try: pip install 'daf-train[demo]', or name other data such as cifar10:FILE.npz"
+            "try: pip install 'daf-train[demo]', or name other data"
         )
     return Path(package.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from daf.training.task import Goal, trained_to
+
 # (expansion, output channels, repeats, stride of the first): table 2 of the paper
 _STAGES = (
     (1, 16, 1, 1),
@@ -15,6 +17,7 @@ _STAGES = (
     (6, 160, 3, 2),
     (6, 320, 1, 1),
 )
+
 _LAST_CHANNELS = 1280
 
 
@@ -86,6 +89,7 @@ class MobileNetV2(nn.Module):
         return scores
 
 
+@trained_to(Goal.CLASSIFY)
 def mobilenet_v2(classes: int = 1000) -> MobileNetV2:
     """Return MobileNet-v2, width 1: 3,504,872 parameters at 1000 classes."""
     return MobileNetV2(classes)

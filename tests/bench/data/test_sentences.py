@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 import torch
 from daf_bench.accuracy.metrics import classification_metrics, correlation_metrics, token_metrics
+from daf_bench.data.sentence_tasks import SentenceData
+from daf_bench.data.spoken import load_known_speakers, read_spoken_digits
+from daf_bench.data.tokens import ByteTokenizer
 from torch import Tensor, nn
 
 from daf.core.errors import DataError
 from daf.training.batches import BatchOrder
 from daf.training.callbacks import Observer
 from daf.training.data import load_data
-from daf.training.data.contents import ImageData
-from daf.training.data.sentences import SENTENCE_KINDS
-from daf.training.data.spoken import load_known_speakers, read_spoken_digits
-from daf.training.data.tokens import ByteTokenizer, SentenceData
+from daf.training.data.images import ImageData
 from daf.training.loop import train
-from daf.training.models import Goal, find_model
+from daf.training.models import find_model
 from daf.training.settings import TrainSettings
-from daf.training.tasks import make_task, settle_goal
+from daf.training.task import Goal, settle_goal
 
 LINES = {
     "sst2": ["a stirring , funny film\t1", 'the " plot " is thin\t0', "so so\t1", "dull\t0"],
@@ -31,7 +31,7 @@ LINES = {
     "stsb": ["main-captions\tMSRvid\t2012test\t0001\t3.800\tA man plays.\tA man plays a flute."],
     "e2e": ["name : The Vaults | Type : pub||The Vaults is a pub . ", "name : Aromi||Aromi ."],
 }
-SHARED = Path(os.environ.get("DAF_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data"))
+SHARED = Path(os.environ.get("DAF_SHARED_DATA", Path(__file__).parents[4] / "shared" / "data"))
 
 
 def write(folder: Path, kind: str, lines: list[str] | None = None) -> Path:
@@ -75,7 +75,7 @@ def test_scores_are_not_classes(tmp_path: Path) -> None:
 
 def test_a_text_is_asked_for_and_its_prompt_is_not(tmp_path: Path) -> None:
     data = sentences(f"e2e:{write(tmp_path, 'e2e')}", context=64)
-    task = make_task(Goal.CAUSAL, data, nn.Identity())
+    task = data.make_task(Goal.CAUSAL, nn.Identity())
     tokens, counts, targets = task.test_batch(np.array([1]))
     asked = targets[0] != -100
     assert text_of(targets[0][asked].numpy()) == "Aromi .."  # the last is the end
@@ -107,9 +107,9 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     folder = write(tmp_path, "sst2")
     with pytest.raises(DataError, match="no such folder; name a model's"):
         load_data(f"sst2:{folder}", tokenizer=str(tmp_path / "none"))
-    with pytest.raises(DataError, match="only sentences take one"):
+    with pytest.raises(DataError, match=r"--tokenizer .*, which it does not take"):
         load_data("digits", tokenizer=str(folder))
-    with pytest.raises(DataError, match="text has no images"):
+    with pytest.raises(DataError, match="--image-size 32, which it does not take"):
         load_data(f"sst2:{folder}", image_size=32)
     with pytest.raises(DataError, match="holds no examples"):
         load_data(f"sst2:{write(tmp_path / 'empty', 'sst2', ['  '])}")
@@ -118,12 +118,12 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 def test_models_and_sentences_must_fit(tmp_path: Path) -> None:
     data = sentences(f"sst2:{write(tmp_path, 'sst2')}")
     assert settle_goal("mine", None, data) is Goal.JUDGE
-    with pytest.raises(DataError, match="reads images"):
+    with pytest.raises(DataError, match="'resnet18' has the goal 'classify'"):
         settle_goal("resnet18", Goal.CLASSIFY, data)
-    with pytest.raises(DataError, match="judges sentences: try sst2:FOLDER"):
+    with pytest.raises(DataError, match="'pretrained:x' has the goal 'judge', but 'digits' serves"):
         settle_goal("pretrained:x", Goal.JUDGE, load_data("digits"))
     with pytest.raises(DataError, match=r"no config\.json in it"):
-        find_model(f"pretrained:{tmp_path}")
+        find_model(f"pretrained:{tmp_path}").build(data.facts)
 
 
 class Bag(nn.Module):
@@ -152,7 +152,7 @@ def test_a_model_learns_sentences(tmp_path: Path, kind: str) -> None:
     data = sentences(f"{kind}:{write(tmp_path, kind, lines)}", context=12)
     torch.manual_seed(0)
     model = Bag(classes=data.facts["classes"])
-    task = make_task(Goal.JUDGE, data, model)
+    task = data.make_task(Goal.JUDGE, model)
     optimizer = torch.optim.Adam(model.parameters(), 0.05)
     order = BatchOrder(task.train_examples, 8, seed=0)
     for step in range(40):
@@ -291,7 +291,6 @@ def test_the_published_files(
         pytest.skip(f"{SHARED / folder} is not there")
     data = sentences(f"{kind}:{SHARED / folder}")
     assert (len(data.train), len(data.test)) == (train_examples, test_examples)
-    assert kind in SENTENCE_KINDS
 
 
 @pytest.mark.shared_data

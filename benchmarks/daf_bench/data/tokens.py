@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from daf.core.errors import DataError
 
 TokenArray = NDArray[np.int32]
-NO_CLASSES = 0  # the target is a score: one number
 BYTE_VOCABULARY = 259  # every byte, a separator, an end, and padding
 _SEPARATOR, _END, _PADDING = 256, 257, 258
 
@@ -29,25 +28,6 @@ class TokenRows:
 
     def __len__(self) -> int:
         return len(self.lengths)
-
-
-@dataclass(frozen=True, slots=True)
-class SentenceData:
-    """Sentences or pairs with a class or a score; or, if ``generates``, texts to continue."""
-
-    name: str
-    train: TokenRows
-    test: TokenRows
-    classes: int
-    vocabulary: int
-    context: int
-    generates: bool = False
-
-    @property
-    def facts(self) -> dict[str, int]:
-        """What a model factory may ask for; a score counts as one class."""
-        facts = {"vocabulary": self.vocabulary, "context": self.context}
-        return facts if self.generates else facts | {"classes": max(1, self.classes)}
 
 
 class Tokenizer(Protocol):

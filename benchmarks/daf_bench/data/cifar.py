@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from daf.core.errors import DataError
-from daf.training.data.contents import ImageData, LabelledImages, Normalisation, checked_images
+from daf.training.data.images import ImageData, LabelledImages, Normalisation, checked_images
 
 CIFAR10_NORMALISATION = Normalisation(
     (0.4914, 0.4822, 0.4465),
@@ -48,8 +48,8 @@ _UNREADABLE = (
 )
 
 
-def load_cifar10(path: Path) -> ImageData:
-    """Read CIFAR-10.
+def load_cifar10(path: Path, image_size: int | None = None) -> ImageData:
+    """Read CIFAR-10, enlarged to ``image_size`` pixels per side, a multiple of 32.
 
     ``path`` is an ``.npz`` with ``x_train, y_train, x_test, y_test`` (uint8 [N, 32, 32, 3], integer
     labels), perhaps ``classes``; or a folder with ``data_batch_1 … 5`` and ``test_batch``.
@@ -58,13 +58,13 @@ def load_cifar10(path: Path) -> ImageData:
         DataError: the file is missing, truncated, or holds something else.
     """
     if path.is_dir():
-        return _named(path, *_from_folder(path), _CLASSES)
+        return _named(path, *_from_folder(path), _CLASSES).at_size(image_size)
     if not path.is_file():
         raise DataError(
             f"asked for cifar10:{path}, but there is no such file or folder; name an .npz with "
             f"{', '.join(_KEYS)}, or the unpacked folder cifar-10-batches-py"
         )
-    return _named(path, *_from_npz(path))
+    return _named(path, *_from_npz(path)).at_size(image_size)
 
 
 def _named(

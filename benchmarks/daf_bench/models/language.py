@@ -16,7 +16,11 @@ from transformers import (
     GPT2LMHeadModel,
 )
 
+from daf.core.errors import DataError
+from daf.training.task import Goal, trained_to
 
+
+@trained_to(Goal.MASKED)
 def bert_small(vocabulary: int = 257, context: int = 128) -> nn.Module:
     """Return BERT-small: 4 layers, 512 wide, 8 heads (Turc et al., arXiv 1908.08962, table 1)."""
     config = BertConfig(
@@ -31,6 +35,7 @@ def bert_small(vocabulary: int = 257, context: int = 128) -> nn.Module:
     return model
 
 
+@trained_to(Goal.CAUSAL)
 def gpt2(vocabulary: int = 257, context: int = 128) -> nn.Module:
     """Return GPT-2's smallest shape: 12 layers, 768 wide, 12 heads (Radford et al., 2019)."""
     config = GPT2Config(
@@ -47,10 +52,20 @@ def gpt2(vocabulary: int = 257, context: int = 128) -> nn.Module:
     return model
 
 
-def pretrained_judge(folder: Path, classes: int) -> nn.Module:
-    """Return a local folder's encoder with a new head: ``classes`` logits, or 1 for a score."""
+@trained_to(Goal.JUDGE)
+def pretrained(path: str, classes: int) -> nn.Module:
+    """Return a local folder's encoder with a new head: ``classes`` logits, or 1 for a score.
+
+    Raises:
+        DataError: ``transformers`` saved no model in the folder.
+    """
+    if not (Path(path) / "config.json").is_file():
+        raise DataError(
+            f"asked for pretrained:{path}, but there is no config.json in it; "
+            "name a folder that transformers' save_pretrained wrote"
+        )
     model: nn.Module = AutoModelForSequenceClassification.from_pretrained(
-        folder,
+        path,
         num_labels=classes,
         local_files_only=True,
         ignore_mismatched_sizes=True,

@@ -1,12 +1,15 @@
-"""The base of tasks, each a pair of goal and data to train and test a model on."""
+"""What a model is trained on: a data set, and a task that makes its batches and judges outputs."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from enum import StrEnum
+from typing import Protocol, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from daf.core.errors import DataError
@@ -14,8 +17,34 @@ from daf.training.batches import Batch, Indices
 
 Loss = Tensor | tuple[Tensor, Tensor]
 
-
 MOST_CLASSES = 1000
+
+Factory = TypeVar("Factory", bound=Callable[..., nn.Module])
+
+
+class Goal(StrEnum):
+    """What a model is trained to do."""
+
+    CLASSIFY = "classify"
+    DENOISE = "denoise"
+    CAUSAL = "causal"  # predict the next byte
+    MASKED = "masked"  # predict masked bytes
+    JUDGE = "judge"  # a sentence's class or score
+
+    @property
+    def reads_images(self) -> bool:
+        """True if a model with this goal reads images rather than text."""
+        return self in (Goal.CLASSIFY, Goal.DENOISE)
+
+
+def trained_to(goal: Goal) -> Callable[[Factory], Factory]:
+    """Mark a factory with what its models are trained to do, where ``--goal`` is left out."""
+
+    def mark(factory: Factory) -> Factory:
+        factory.goal = goal  # type: ignore[attr-defined]
+        return factory
+
+    return mark
 
 
 class Tally:
@@ -90,6 +119,55 @@ class Task(ABC):
     def metric(self, mean: float) -> float:
         """Return the metric from the mean of all scores."""
         return mean
+
+
+class DataSet(Protocol):
+    """Data in memory, with a test part."""
+
+    @property
+    def name(self) -> str:
+        """The name by which the data were loaded."""
+
+    @property
+    def goals(self) -> tuple[Goal, ...]:
+        """What models can be trained to do on these data; the customary goal first."""
+
+    @property
+    def facts(self) -> Mapping[str, int]:
+        """What a model factory may ask for."""
+
+    def make_task(
+        self,
+        goal: Goal,
+        model: nn.Module,
+        *,
+        memory_format: torch.memory_format = torch.channels_last,
+        augment: bool | None = None,
+    ) -> Task:
+        """Return the task of one of ``goals``.
+
+        Only images have a ``memory_format`` and can be cropped and flipped (``augment``, None: as
+        customary for them).
+
+        Raises:
+            DataError: the model cannot read these data.
+        """
+
+
+def settle_goal(model_name: str, goal: Goal | None, data: DataSet) -> Goal:
+    """Return ``goal``, or where it is None the customary one of ``data``.
+
+    Raises:
+        DataError: the data do not serve ``goal``.
+    """
+    if goal is None:
+        return data.goals[0]
+    if goal not in data.goals:
+        raise DataError(
+            f"model {model_name!r} has the goal {goal.value!r}, but {data.name!r} serves "
+            f"{' or '.join(data.goals)}; name other data, or another goal by --goal"
+        )
+    return goal
 
 
 def scores_of(output: Tensor | object) -> Tensor:

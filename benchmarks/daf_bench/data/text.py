@@ -1,8 +1,11 @@
-"""Tasks on bytes: causal and masked language modelling."""
+"""A text file as bytes, and the tasks on it: causal and masked language modelling."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -10,9 +13,15 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from daf.core.errors import DataError
 from daf.training.batches import Batch, Indices
-from daf.training.data.contents import MASK_SYMBOL, ByteArray, TextData
-from daf.training.tasks.task import Loss, Task, scores_of
+from daf.training.data.images import ByteArray
+from daf.training.task import Goal, Loss, Task, scores_of
+
+MASK_SYMBOL = 256
+VOCABULARY = 257  # every byte, and the mask symbol
+DEFAULT_CONTEXT = 128
+_TEST_FRACTION = 0.1
 
 # Devlin et al., NAACL 2019, section 3.1: 15 % of all symbols are predicted; of those, 80 % become
 # the mask symbol and 10 % a random one.
@@ -23,6 +32,50 @@ _NOT_PREDICTED = -100  # the index that torch's cross_entropy ignores
 _TEST_MASK_SEED = 0x7E57
 
 Symbols = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class TextData:
+    """A text as bytes, split into windows of ``context`` bytes in batches."""
+
+    name: str
+    train: ByteArray
+    test: ByteArray
+    context: int
+
+    @property
+    def goals(self) -> tuple[Goal, ...]:
+        """What models can be trained to do on a text."""
+        return Goal.CAUSAL, Goal.MASKED
+
+    @property
+    def facts(self) -> Mapping[str, int]:
+        """What a model factory may ask for."""
+        return {"vocabulary": VOCABULARY, "context": self.context}
+
+    def make_task(self, goal: Goal, model: nn.Module, **images: object) -> Task:
+        """Return the task of ``goal``."""
+        del model, images
+        return MaskedLanguage(self) if goal is Goal.MASKED else CausalLanguage(self)
+
+
+def load_text(path: Path, context: int = DEFAULT_CONTEXT) -> TextData:
+    """Read ``path`` for byte-level language modelling in windows of ``context`` bytes.
+
+    Raises:
+        DataError: the file is missing, or its test part is shorter than one window.
+    """
+    try:
+        contents = np.fromfile(path, np.uint8)
+    except OSError as error:
+        raise DataError(f"asked for text:{path}, but it cannot be read: {error}") from error
+    tests = int(len(contents) * _TEST_FRACTION)
+    if tests < context + 1:
+        raise DataError(
+            f"{path} has {len(contents)} bytes; its last tenth must hold a window of {context} and "
+            f"one byte: give a text of at least {10 * (context + 1)} bytes or a smaller --context"
+        )
+    return TextData(f"text:{path}", contents[:-tests], contents[-tests:], context)
 
 
 class _TextTask(Task):

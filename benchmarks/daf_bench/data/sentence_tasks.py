@@ -1,8 +1,9 @@
-"""Tasks on sentences: classification, scoring and text continuation."""
+"""Sentences in memory, and the tasks on them: classification, scoring and continuation."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -10,10 +11,43 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from daf.training.batches import Batch, Indices
-from daf.training.data.tokens import SentenceData, TokenRows
-from daf.training.tasks.task import Loss, Task, scores_of
+from daf.training.task import Goal, Loss, Task, scores_of
+from daf_bench.data.tokens import TokenRows
+
+NO_CLASSES = 0  # the target is a score: one number
 
 _NOT_ASKED = -100  # the index that torch's cross_entropy ignores
+
+
+@dataclass(frozen=True, slots=True)
+class SentenceData:
+    """Sentences or pairs with a class or a score; or, if ``generates``, texts to continue."""
+
+    name: str
+    train: TokenRows
+    test: TokenRows
+    classes: int
+    vocabulary: int
+    context: int
+    generates: bool = False
+
+    @property
+    def goals(self) -> tuple[Goal, ...]:
+        """What models can be trained to do on these sentences."""
+        return (Goal.CAUSAL if self.generates else Goal.JUDGE,)
+
+    @property
+    def facts(self) -> dict[str, int]:
+        """What a model factory may ask for; a score counts as one class."""
+        facts = {"vocabulary": self.vocabulary, "context": self.context}
+        return facts if self.generates else facts | {"classes": max(1, self.classes)}
+
+    def make_task(self, goal: Goal, model: nn.Module, **images: object) -> Task:
+        """Return the only task for these data."""
+        del goal, model, images
+        if self.generates:
+            return Continuation(self)
+        return SentenceClasses(self) if self.classes else SentenceScores(self)
 
 
 class _SentenceTask(Task):
@@ -124,10 +158,3 @@ class Continuation(_SentenceTask):
     def metric(self, mean: float) -> float:
         """Return the perplexity: e to the mean cross-entropy."""
         return math.exp(mean)
-
-
-def sentence_task(data: SentenceData) -> Task:
-    """Return the task for these data."""
-    if data.generates:
-        return Continuation(data)
-    return SentenceClasses(data) if data.classes else SentenceScores(data)

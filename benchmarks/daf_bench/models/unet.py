@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from daf.training.task import Goal, trained_to
+
 _LEVELS = 4
 SIZE_MULTIPLE = 2**_LEVELS
 
@@ -52,6 +54,7 @@ class UNet(nn.Module):
         return maps
 
 
+@trained_to(Goal.DENOISE)
 def unet(channels: int = 3) -> UNet:
     """Return a U-Net of 32 to 512 channels, as many outputs as inputs: 7.8 M parameters."""
     return UNet(channels, channels, width=32)

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from daf.training.task import Goal, trained_to
+
 
 class ThinBlock(nn.Module):
     """Two 3x3 convolutions and a parameter-free shortcut."""
@@ -64,6 +66,7 @@ def _stage(in_channels: int, width: int, blocks: int, stride: int) -> nn.Sequent
     return nn.Sequential(ThinBlock(in_channels, width, stride), *rest)
 
 
+@trained_to(Goal.CLASSIFY)
 def resnet20(classes: int = 10) -> ThinResNet:
     """Return ResNet-20 for 32x32 images: 269,722 parameters at 10 classes."""
     return ThinResNet(3, classes)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from daf.core.errors import DataError
-from daf.training.data.tokens import NO_CLASSES, SentenceData, Tokenizer, token_rows
+from daf_bench.data.sentence_tasks import NO_CLASSES, SentenceData
+from daf_bench.data.tokens import make_tokenizer, token_rows
 
 DEFAULT_CONTEXT = 64
 _BETWEEN = "||"
@@ -80,35 +82,42 @@ _FORMS: Mapping[str, _Form] = {
         generates=True,
     ),
 }
-SENTENCE_KINDS = tuple(_FORMS)
 
 
 def load_sentences(
-    kind: str, folder: Path, tokenizer: Tokenizer, context: int = DEFAULT_CONTEXT
+    kind: str, path: Path, context: int = DEFAULT_CONTEXT, tokenizer: str | None = None
 ) -> SentenceData:
-    """Read one of ``SENTENCE_KINDS`` as published in ``folder``, cut to ``context`` tokens a row.
+    """Read a task as published in the folder ``path``, cut to ``context`` tokens a row.
+
+    ``tokenizer``: folder of a model; None: byte by byte.
 
     Raises:
         DataError: a file is missing, or a line has another form.
     """
     if context < 2:
         raise DataError(f"asked for {kind} with a context of {context}; a row needs 2 tokens")
-    form = _FORMS[kind]
+    form, splitter = _FORMS[kind], make_tokenizer(tokenizer)
     parts = []
     for names in (form.train, form.test):
-        examples = _read(kind, _existing(kind, folder, names), form)
+        examples = _read(kind, _existing(kind, path, names), form)
         texts = [(first, second) for first, second, _ in examples]
         targets = [target for _, _, target in examples]
-        parts.append(token_rows(tokenizer, texts, targets, context))
+        parts.append(token_rows(splitter, texts, targets, context))
     return SentenceData(
-        f"{kind}:{folder}",
+        f"{kind}:{path}",
         parts[0],
         parts[1],
         form.classes,
-        tokenizer.vocabulary,
+        splitter.vocabulary,
         context,
         form.generates,
     )
+
+
+load_sst2 = partial(load_sentences, "sst2")
+load_mrpc = partial(load_sentences, "mrpc")
+load_stsb = partial(load_sentences, "stsb")
+load_e2e = partial(load_sentences, "e2e")
 
 
 def _existing(kind: str, folder: Path, names: tuple[str, ...]) -> Path:

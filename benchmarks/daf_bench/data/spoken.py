@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from daf.core.errors import DataError
-from daf.training.data.contents import ByteArray, ImageData, LabelledImages, Normalisation
+from daf.training.data.images import ByteArray, ImageData, LabelledImages, Normalisation
 
 _KEYS = ("audio", "label", "speaker")
 _SIZE = 32
@@ -69,7 +69,7 @@ def read_spoken_digits(path: Path) -> SpokenDigits:
     return SpokenDigits(images, speaker.astype(np.int64))
 
 
-def load_spoken_digits(path: Path) -> ImageData:
+def load_spoken_digits(path: Path, image_size: int | None = None) -> ImageData:
     """Read all speakers; the last one, unheard in training, is the test part.
 
     Raises:
@@ -79,7 +79,7 @@ def load_spoken_digits(path: Path) -> ImageData:
     last = spoken.speakers == spoken.speakers.max()
     if last.all():
         raise DataError(f"{path} has one speaker; to test on one never heard it takes two")
-    return _data(path, spoken, ~last, last)
+    return _data(path, spoken, ~last, last).at_size(image_size)
 
 
 def load_new_speaker(path: Path) -> ImageData:

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from daf.training.task import Goal, trained_to
+
 _BOTTLENECK = 4
 
 
@@ -102,6 +104,7 @@ class DenseNet(nn.Module):
         return scores
 
 
+@trained_to(Goal.CLASSIFY)
 def densenet121(classes: int = 1000) -> DenseNet:
     """Return DenseNet-121: 7,978,856 parameters at 1000 classes."""
     return DenseNet((6, 12, 24, 16), growth=32, stem=64, classes=classes)

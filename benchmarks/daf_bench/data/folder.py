@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from daf.core.errors import DataError
-from daf.training.data.contents import (
+from daf.training.data.images import (
     ByteArray,
     ImageData,
     LabelledImages,
@@ -26,8 +26,8 @@ _TEST_FRACTION = 0.2
 _TEST_NAMES = ("test", "val")
 
 
-def load_folder(folder: Path, size: int = DEFAULT_SIZE) -> ImageData:
-    """Read every image of ``folder/CLASS/*`` as ``size`` x ``size`` RGB.
+def load_folder(path: Path, image_size: int = DEFAULT_SIZE) -> ImageData:
+    """Read every image of ``path/CLASS/*`` as ``image_size`` x ``image_size`` RGB.
 
     Subfolders ``train`` and ``test`` (or ``val``) are the two parts. Without them a fifth of every
     class, always the same, is the test part.
@@ -36,17 +36,17 @@ def load_folder(folder: Path, size: int = DEFAULT_SIZE) -> ImageData:
         DataError: Pillow or the folder is missing, there are fewer than two classes, or an image
             cannot be read.
     """
-    test_folder = next((folder / name for name in _TEST_NAMES if (folder / name).is_dir()), None)
-    if (folder / "train").is_dir() and test_folder is not None:
-        classes = _class_names(folder / "train")
-        train = _read_all(_listed(folder / "train", classes), size)
-        test = _read_all(_listed(test_folder, classes), size)
+    test_folder = next((path / name for name in _TEST_NAMES if (path / name).is_dir()), None)
+    if (path / "train").is_dir() and test_folder is not None:
+        classes = _class_names(path / "train")
+        train = _read_all(_listed(path / "train", classes), image_size)
+        test = _read_all(_listed(test_folder, classes), image_size)
     else:
-        classes = _class_names(folder)
-        train_files, test_files = _split(_listed(folder, classes))
-        train, test = _read_all(train_files, size), _read_all(test_files, size)
+        classes = _class_names(path)
+        train_files, test_files = _split(_listed(path, classes))
+        train, test = _read_all(train_files, image_size), _read_all(test_files, image_size)
     return ImageData(
-        name=f"images:{folder}",
+        name=f"images:{path}",
         train=train,
         test=test,
         classes=classes,
@@ -107,9 +107,7 @@ def _read_image(file: Path, size: int) -> ByteArray:
     try:
         from PIL import Image  # an extra, used only here
     except ModuleNotFoundError as error:
-        raise DataError(
-            "images:FOLDER needs Pillow; try: pip install 'daf-train[images]'"
-        ) from error
+        raise DataError("images:FOLDER needs Pillow; try: pip install pillow") from error
     try:
         with Image.open(file) as image:
             square = image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR)

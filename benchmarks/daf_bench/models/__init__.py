@@ -1,0 +1,1 @@
+"""Published models, by the entry points ``daf.models``: ``daf train unet …`` finds them here."""

@@ -1,0 +1,305 @@
+"""Images in memory, with a test part, and the tasks on them: classification and denoising."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from daf.core.errors import DataError
+from daf.training.batches import Batch, Indices
+from daf.training.task import Goal, Loss, Task, scores_of
+
+ByteArray = NDArray[np.uint8]
+LabelArray = NDArray[np.int64]
+
+_CROP_PADDING = 4  # pixels, customary for CIFAR (Lee et al., AISTATS 2015)
+_NOISE_DEVIATION = 0.5  # relative to the clean images' deviation
+_TEST_NOISE_SEED = 0x7E57
+
+
+@dataclass(frozen=True, slots=True)
+class Normalisation:
+    """Per channel: (pixel / full_scale - mean) / deviation."""
+
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledImages:
+    """uint8 images [N, height, width, channels] with int64 labels [N]."""
+
+    images: ByteArray
+    labels: LabelArray
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageData:
+    """A data set of images, kept as uint8.
+
+    ``full_scale`` is the largest pixel value. Batches enlarge every pixel to repeat x repeat.
+    ``augment``: True if cropping and flipping is customary for it.
+    """
+
+    name: str
+    train: LabelledImages
+    test: LabelledImages
+    classes: tuple[str, ...]
+    full_scale: int
+    normalisation: Normalisation
+    repeat: int = 1
+    augment: bool = False
+
+    @property
+    def goals(self) -> tuple[Goal, ...]:
+        """What models can be trained to do on images."""
+        return Goal.CLASSIFY, Goal.DENOISE
+
+    @property
+    def channels(self) -> int:
+        """Channels of a stored image."""
+        return int(self.train.images.shape[3])
+
+    @property
+    def image_size(self) -> int:
+        """Pixels per side of a batch's images."""
+        return int(self.train.images.shape[1]) * self.repeat
+
+    @property
+    def facts(self) -> Mapping[str, int]:
+        """What a model factory may ask for."""
+        return {
+            "classes": len(self.classes),
+            "channels": self.channels,
+            "image_size": self.image_size,
+        }
+
+    def at_size(self, image_size: int | None) -> ImageData:
+        """Return the images with each pixel repeated up to ``image_size`` pixels per side.
+
+        Raises:
+            DataError: ``image_size`` is no multiple of the stored size.
+        """
+        if image_size is None:
+            return self
+        stored = int(self.train.images.shape[1])
+        if image_size < stored or image_size % stored:
+            raise DataError(
+                f"asked for {image_size}-pixel images from {self.name!r}, which stores "
+                f"{stored} pixels; try a multiple of {stored}"
+            )
+        return replace(self, repeat=image_size // stored)
+
+    def make_task(
+        self,
+        goal: Goal,
+        model: nn.Module,
+        *,
+        memory_format: torch.memory_format = torch.channels_last,
+        augment: bool | None = None,
+    ) -> Task:
+        """Return the task of ``goal``; its batches have the channels of the first convolution.
+
+        Raises:
+            DataError: the model cannot read images with this many channels.
+        """
+        kind = Denoising if goal is Goal.DENOISE else Classification
+        channels = input_channels(model, self.channels)
+        return kind(self, channels, memory_format, self.augment if augment is None else augment)
+
+
+def checked_images(
+    what: str, images: NDArray[np.generic], labels: NDArray[np.generic], classes: int
+) -> LabelledImages:
+    """Return images and labels as one value, after checking both.
+
+    Raises:
+        DataError: shapes, types, counts or label values are not what ``what`` promises.
+    """
+    if images.ndim != 4 or images.dtype != np.uint8 or images.shape[1] != images.shape[2]:
+        raise DataError(
+            f"{what}: expected square uint8 images [N, size, size, channels], "
+            f"found {images.dtype} {list(images.shape)}"
+        )
+    if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu":
+        raise DataError(
+            f"{what}: expected {len(images)} whole-number labels, "
+            f"found {labels.dtype} {list(labels.shape)}"
+        )
+    if not len(labels):
+        raise DataError(f"{what}: holds no images; give a file with at least one per class")
+    if labels.min() < 0 or labels.max() >= classes:
+        raise DataError(
+            f"{what}: labels run from {labels.min()} to {labels.max()}, "
+            f"but there are {classes} classes"
+        )
+    return LabelledImages(np.ascontiguousarray(images), labels.astype(np.int64))
+
+
+def split_apart(count: int, test_fraction: float) -> tuple[LabelArray, LabelArray]:
+    """Return training and test indices by a fixed shuffle, whatever a run's seed."""
+    order = np.random.default_rng(0).permutation(count).astype(np.int64)
+    tests = max(1, round(count * test_fraction))
+    return np.sort(order[tests:]), np.sort(order[:tests])
+
+
+def crop_and_flip(images: ByteArray, generator: np.random.Generator) -> ByteArray:
+    """Shift every image by up to four pixels, padded with zeros, and mirror half of them."""
+    count, size = images.shape[:2]
+    around = (_CROP_PADDING, _CROP_PADDING)
+    padded = np.pad(images, ((0, 0), around, around, (0, 0)))
+    tops, lefts = generator.integers(0, 2 * _CROP_PADDING + 1, (2, count, 1))
+    mirrored = generator.random((count, 1)) < 0.5
+    along = np.arange(size)
+    rows = tops + along
+    columns = lefts + np.where(mirrored, along[::-1], along)
+    moved: ByteArray = padded[
+        np.arange(count)[:, None, None], rows[:, :, None], columns[:, None, :]
+    ]
+    return moved
+
+
+def to_tensor(
+    data: ImageData, images: ByteArray, channels: int, memory_format: torch.memory_format
+) -> Tensor:
+    """Return stored images as float32 [N, channels, size, size], enlarged and normalised."""
+    big = images.repeat(data.repeat, 1).repeat(data.repeat, 2) if data.repeat > 1 else images
+    if channels != data.channels:
+        big = big.repeat(channels, 3)
+    pixels = torch.from_numpy(np.ascontiguousarray(big)).permute(0, 3, 1, 2)
+    values = pixels.to(torch.float32, memory_format=memory_format)
+    mean = torch.tensor(data.normalisation.mean).view(1, -1, 1, 1)
+    deviation = torch.tensor(data.normalisation.deviation).view(1, -1, 1, 1)
+    return values.div_(data.full_scale).sub_(mean).div_(deviation)
+
+
+def checked_channels(data: ImageData, wanted: int) -> int:
+    """Return ``wanted`` if the images can have so many input channels.
+
+    Raises:
+        DataError: ``wanted`` is not the images' channel count, nor are they grey.
+    """
+    if wanted == data.channels or data.channels == 1:
+        return wanted
+    raise DataError(
+        f"the model reads {wanted} channels, but {data.name!r} has {data.channels}; "
+        f"choose a model that reads {data.channels}, or grey images"
+    )
+
+
+def input_channels(model: nn.Module, otherwise: int) -> int:
+    """Return the channels of the model's first convolution; ``otherwise`` if it has none."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            return module.in_channels
+    return otherwise
+
+
+class _ImageTask(Task):
+    def __init__(
+        self,
+        data: ImageData,
+        channels: int,
+        memory_format: torch.memory_format,
+        augment: bool,
+    ) -> None:
+        super().__init__()
+        self._data = data
+        self._channels = checked_channels(data, channels)
+        self._memory_format = memory_format
+        self._augment = augment
+
+    @property
+    def train_examples(self) -> int:
+        return len(self._data.train)
+
+    @property
+    def test_examples(self) -> int:
+        return len(self._data.test)
+
+    def _augmented(self, indices: Indices, generator: np.random.Generator) -> Tensor:
+        images = self._data.train.images[indices]
+        return self._tensor(crop_and_flip(images, generator) if self._augment else images)
+
+    def _tensor(self, images: ByteArray) -> Tensor:
+        return to_tensor(self._data, images, self._channels, self._memory_format)
+
+
+class Classification(_ImageTask):
+    """Cross-entropy over classes; the metric is test accuracy in percent."""
+
+    metric_name = "test_accuracy_percent"
+
+    def train_batch(self, indices: Indices, generator: np.random.Generator) -> Batch:
+        """Return images float32 [N, channels, size, size] and labels int64 [N]."""
+        return self._augmented(indices, generator), _labels(self._data.train, indices)
+
+    def test_batch(self, indices: Indices) -> Batch:
+        """Return test images and labels, never augmented."""
+        return self._tensor(self._data.test.images[indices]), _labels(self._data.test, indices)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        """Return the mean cross-entropy in nats."""
+        images, labels = batch
+        scores = scores_of(model(images))
+        self.tally.add(scores, labels)
+        return F.cross_entropy(scores, labels)
+
+    def score(self, model: nn.Module, batch: Batch) -> tuple[float, float]:
+        """Return (right answers x 100, images)."""
+        images, labels = batch
+        right = (scores_of(model(images)).argmax(1) == labels).sum()
+        return 100.0 * float(right), float(len(labels))
+
+
+def _labels(part: LabelledImages, indices: Indices) -> Tensor:
+    return torch.from_numpy(part.labels[indices])
+
+
+class Denoising(_ImageTask):
+    """A denoising autoencoder (Vincent et al., ICML 2008): noisy image in, clean image out."""
+
+    metric_name = "test_mean_squared_error"
+
+    def train_batch(self, indices: Indices, generator: np.random.Generator) -> Batch:
+        """Return noisy and clean images, float32 [N, channels, size, size]."""
+        return self._with_noise(self._augmented(indices, generator), generator)
+
+    def test_batch(self, indices: Indices) -> Batch:
+        """Return noisy and clean test images; an image's noise does not depend on its batch."""
+        noisy = [
+            self._with_noise(
+                self._tensor(self._data.test.images[i : i + 1]),
+                np.random.default_rng([_TEST_NOISE_SEED, int(i)]),
+            )
+            for i in indices
+        ]
+        inputs, clean = zip(*noisy, strict=True)
+        return self._stacked(inputs), self._stacked(clean)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        """Return the mean squared error per pixel of the normalised images."""
+        noisy, clean = batch
+        return F.mse_loss(scores_of(model(noisy)), clean)
+
+    def score(self, model: nn.Module, batch: Batch) -> tuple[float, float]:
+        """Return (sum of squared errors, pixels)."""
+        noisy, clean = batch
+        return float(F.mse_loss(scores_of(model(noisy)), clean, reduction="sum")), clean.numel()
+
+    def _with_noise(self, clean: Tensor, generator: np.random.Generator) -> Batch:
+        noise = torch.from_numpy(generator.standard_normal(clean.shape, np.float32))
+        return torch.add(clean, noise, alpha=_NOISE_DEVIATION), clean
+
+    def _stacked(self, images: tuple[Tensor, ...]) -> Tensor:
+        return torch.cat(images).contiguous(memory_format=self._memory_format)

@@ -1,0 +1,111 @@
+"""Models and data by name: built in, of another distribution, or ``package.module:attribute``.
+
+Another distribution adds names by entry points of the groups ``daf.models`` and ``daf.data``.
+None is imported before somebody asks for it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from daf.core.errors import DataError, UnknownNameError
+
+
+class Found(NamedTuple):
+    """A factory, and what stood behind its name, as in ``NAME:PATH``."""
+
+    factory: Callable[..., Any]
+    path: str
+
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """Return the factory's parameters.
+
+        Raises:
+            UnknownNameError: a factory of C that hides them.
+        """
+        try:
+            return inspect.signature(self.factory).parameters
+        except ValueError as error:
+            raise UnknownNameError(f"the factory does not tell its arguments: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The names of one ``kind`` of thing; ``built_in``: places ``module:attribute`` by name."""
+
+    kind: str
+    group: str
+    built_in: Mapping[str, str]
+
+    def all(self) -> Mapping[str, str]:
+        """Return the places of all installed names."""
+        installed = sorted(entry_points(group=self.group), key=lambda point: point.name)
+        return {**self.built_in, **{point.name: point.value for point in installed}}
+
+    def help(self) -> str:
+        """Return the installed names, and the form of a user's own."""
+        return f"{', '.join(self.all())}, or package.module:factory"
+
+    def find(self, reference: str) -> Found:
+        """Import what ``NAME``, ``NAME:PATH`` or ``package.module:factory[:PATH]`` refers to.
+
+        Raises:
+            UnknownNameError: no such name, module or factory.
+            DataError: a known one needs a package that is not installed.
+        """
+        known = self.all()
+        name, _, path = reference.partition(":")
+        if name in known:
+            return Found(self._installed(reference, *known[name].split(":")), path)
+        module, _, rest = reference.partition(":")
+        attribute, _, path = rest.partition(":")
+        if not attribute:
+            raise UnknownNameError(f"unknown {self.kind} {reference!r}; {self._advice(name)}")
+        return Found(self._users(reference, module, attribute), path)
+
+    def _installed(self, reference: str, module: str, attribute: str) -> Callable[..., Any]:
+        try:
+            factory: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+        except ModuleNotFoundError as error:
+            raise DataError(
+                f"{self.kind} {reference!r} needs the package {error.name!r}, which is not "
+                f"installed; try: pip install {error.name}"
+            ) from error
+        return factory
+
+    def _users(self, reference: str, module_name: str, attribute: str) -> Callable[..., Any]:
+        here = str(Path.cwd())
+        if here not in sys.path:
+            sys.path.insert(0, here)
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            raise UnknownNameError(
+                f"unknown {self.kind} {reference!r}: there is no module {error.name!r} in {here} "
+                f"or the installed packages; {self._advice(module_name)}"
+            ) from error
+        factory = getattr(module, attribute, None)
+        if not callable(factory):
+            hint = _nearest(attribute, dir(module))
+            raise UnknownNameError(f"module {module_name!r} has no factory {attribute!r}{hint}")
+        return factory  # type: ignore[no-any-return]
+
+    def _advice(self, name: str) -> str:
+        plain = name.lower().replace("-", "_")
+        advice = f"known: {self.help()}{_nearest(plain, self.all())}"
+        if not entry_points(group=self.group):
+            advice += "; daf-bench has more (in a clone of DAF: pip install ./benchmarks)"
+        return advice
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), 1, cutoff=0.4)
+    return f"; did you mean {near[0]!r}?" if near else ""
