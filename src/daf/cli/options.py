@@ -1,154 +1,73 @@
-"""The options that ``daf train`` and ``daf plan`` share, and their parsers."""
+"""The options of ``daf train`` and ``daf plan``, from the fields of ``TrainSettings``."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from inspect import Parameter
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from daf.budget import AUTO, parse_budget
-from daf.core.errors import UnknownNameError
-from daf.planning.planner import policy_names
-from daf.training.data import DATA
-from daf.training.models import MODELS
-from daf.training.settings import MEMORY_FORMATS, OPTIMIZERS
-from daf.training.task import Goal
+from daf.training.settings import TrainSettings, option_of
 
-Model = Annotated[str | None, typer.Argument(help=f"{MODELS.help()}.")]
-Data = Annotated[str, typer.Argument(help=f"{DATA.help()}; files and folders as NAME:PATH.")]
-Budget = Annotated[
-    str | None,
-    typer.Option(
-        help="For the whole process, or a GPU: bytes such as 700MB, a fraction of the machine such "
-        "as 0.5, 'auto' for what it can spare; 'none' trains plainly."
-    ),
-]
-Device = Annotated[
-    str,
-    typer.Option(
-        help="Where to train: cpu, cuda or cuda:1. On a GPU the budget is of what PyTorch reserves "
-        "there."
-    ),
-]
-BatchSize = Annotated[int, typer.Option(min=1, help="Examples per step.")]
-Seed = Annotated[int, typer.Option(min=0, help="Of weights, order, augmentation and codes.")]
-Optimizer = Annotated[
-    str | None, typer.Option(help=f"{' or '.join(OPTIMIZERS)}; by default sgd for images.")
-]
-LearningRate = Annotated[
-    float | None, typer.Option("--lr", min=0.0, help="By default 0.05 (sgd) or 0.0003 (adamw).")
-]
-Momentum = Annotated[float, typer.Option(min=0.0, help="Of sgd.")]
-WeightDecay = Annotated[
-    float | None, typer.Option(min=0.0, help="By default 0.0005 (sgd) or 0.01 (adamw).")
-]
-MemoryFormat = Annotated[
-    str, typer.Option(help=f"Of images and their models: {' or '.join(MEMORY_FORMATS)}.")
-]
-Threads = Annotated[
-    int | None, typer.Option(min=1, help="Compute threads; 1 repeats a run bit for bit.")
-]
-Bits = Annotated[
-    str | None,
-    typer.Option(help="Fix the plan: 1 to 8 bits, 'exact' or 'plain'; by default it is chosen."),
-]
-Fused = Annotated[
-    bool,
-    typer.Option(
-        "--fused", help="Fuse operators without a budget; under one the planner does so itself."
-    ),
-]
-Policy = Annotated[
-    str | None,
-    typer.Option(
-        help=f"How the plan is chosen: {', '.join(policy_names())}. By default optimal; the others "
-        "are published strategies, to compare with."
-    ),
-]
-Tolerance = Annotated[
-    float | None,
-    typer.Option(
-        min=0.0,
-        help="The most relative error that codes may add: 0 only treats exactly. By default as "
-        "little as two bits everywhere would, or what the budget takes.",
-    ),
-]
-PoolBytes = Annotated[
-    str | None,
-    typer.Option(
-        help="The most that codes may hold, such as 50MB; beyond it they lose their least "
-        "important bits. By default the budget alone bounds them."
-    ),
-]
-HostBytes = Annotated[
-    str | None,
-    typer.Option(
-        help="How much pinned host memory a GPU's codes may wait in, such as 4GB, until backward "
-        "wants them. By default they stay on the GPU."
-    ),
-]
-ReleaseGradients = Annotated[
-    bool,
-    typer.Option(
-        "--release-gradients",
-        help="Update each parameter inside backward and free its gradient at once, in steps "
-        "whose batch is not cut.",
-    ),
-]
-Sensitivity = Annotated[
-    str | None,
-    typer.Option(
-        help="Folder of an earlier run of this model, or its sensitivity.json: what was measured "
-        "there is where this run begins."
-    ),
-]
-AllowSplit = Annotated[
-    bool, typer.Option(help="Allow smaller batches inside a step though batch norm sees them.")
-]
-GoalOption = Annotated[
-    Goal | None, typer.Option(help="What to train for, where the model does not say it.")
-]
-Augment = Annotated[
-    bool | None,
-    typer.Option("--augment/--no-augment", help="Crop and flip images; by default for cifar10."),
-]
-ImageSize = Annotated[
-    int | None, typer.Option(min=1, help="Pixels per side; by default the data's own.")
-]
-Context = Annotated[
-    int | None,
-    typer.Option(min=1, help="Bytes per window of text (128), or tokens per sentence (64)."),
-]
-Tokenizer = Annotated[
-    str | None,
-    typer.Option(help="Folder of a model whose tokenizer cuts sentences; by default bytes."),
-]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
-_NO_BUDGET = "none"
+Command = TypeVar("Command", bound=Callable[..., None])
 
 
-def read_budget(text: str) -> int | float | str | None:
-    """Parse ``--budget``: bytes, a fraction, ``"auto"``, or None for ``none``.
+def takes_settings(*, of_plan: bool = False) -> Callable[[Command], Command]:
+    """Declare the settings (``of_plan``: those of a plan) as options of ``command(**asked)``."""
+
+    def declare(command: Command) -> Command:
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        parameters = [
+            *_settings(of_plan=of_plan),
+            *(each for each in own if each.kind is not Parameter.VAR_KEYWORD),
+        ]
+        named = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in parameters]
+        command.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+        return command
+
+    return declare
+
+
+def _settings(*, of_plan: bool) -> Iterator[Parameter]:
+    types = get_type_hints(TrainSettings)
+    for field in dataclasses.fields(TrainSettings):
+        option = option_of(field)
+        if of_plan and not option.of_plan:
+            continue
+        kind = str | None if option.parse or field.name == "model" else types[field.name]
+        default = None if field.default is dataclasses.MISSING else field.default
+        made = (
+            typer.Argument(help=option.help)
+            if option.is_argument
+            else typer.Option(*option.names, min=option.least, help=option.help)
+        )
+        yield Parameter(
+            field.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, made]
+        )
+
+
+def parsed(asked: Mapping[str, Any], *, resumes: bool = False) -> dict[str, Any]:
+    """Return the options as arguments of ``TrainSettings``.
 
     Raises:
-        UnitError: the text is none of these.
+        UnitError: ``--budget``, ``--pool-bytes`` or ``--host-bytes`` cannot be parsed.
+        UnknownNameError: ``--bits`` cannot be parsed.
+        BadParameter: a new run lacks its model or its budget.
     """
-    if text.strip().lower() == _NO_BUDGET:
-        return None
-    request = parse_budget(text)
-    assert request is not None
-    return AUTO if request.is_auto else request.nbytes or request.fraction
-
-
-def read_bits(text: str | None) -> int | str | None:
-    """Parse ``--bits``: 1 to 8, ``exact``, ``plain``, or None for the planner's choice.
-
-    Raises:
-        UnknownNameError: the text is none of these.
-    """
-    if text is None or text in ("exact", "plain"):
-        return text
-    if not text.isdigit() or not 1 <= int(text) <= 8:
-        raise UnknownNameError(f"unknown --bits {text!r}; known: 1 to 8, exact, plain")
-    return int(text)
+    if not resumes and asked["model"] is None:
+        raise typer.BadParameter("name a MODEL, such as resnet18")
+    if not resumes and asked["budget"] is None:
+        raise typer.BadParameter(
+            "say --budget 700MB, --budget auto, or --budget none to train plainly"
+        )
+    values = dict(asked)
+    for field in dataclasses.fields(TrainSettings):
+        parse, text = option_of(field).parse, values.get(field.name)
+        if parse and text is not None:
+            values[field.name] = parse(text)
+    return values

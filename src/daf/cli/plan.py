@@ -1,17 +1,14 @@
 """``daf plan``: the plan for a budget, without training."""
 
-# ruff: noqa: ARG001 - typer declares options as arguments; they are read from its context.
 from __future__ import annotations
 
 import json
 from typing import Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from daf.cli import options
-from daf.cli.train import asked_settings
 from daf.core.units import format_bytes
 from daf.training.job import make_job
 from daf.training.plan_preview import outline_of
@@ -20,32 +17,10 @@ from daf.training.settings import TrainSettings
 WORST_SITES = 5
 
 
-def plan_command(
-    ctx: typer.Context,
-    model: options.Model = None,
-    data: options.Data = "digits",
-    budget: options.Budget = None,
-    device: options.Device = "cpu",
-    batch_size: options.BatchSize = 128,
-    seed: options.Seed = 0,
-    optimizer: options.Optimizer = None,
-    memory_format: options.MemoryFormat = "channels_last",
-    threads: options.Threads = None,
-    bits: options.Bits = None,
-    policy: options.Policy = None,
-    tolerance: options.Tolerance = None,
-    pool_bytes: options.PoolBytes = None,
-    host_bytes: options.HostBytes = None,
-    sensitivity: options.Sensitivity = None,
-    allow_batchnorm_split: options.AllowSplit = False,
-    goal: options.GoalOption = None,
-    image_size: options.ImageSize = None,
-    context: options.Context = None,
-    tokenizer: options.Tokenizer = None,
-    as_json: options.Json = False,
-) -> None:
+@options.takes_settings(of_plan=True)
+def plan_command(as_json: options.Json = False, **asked: Any) -> None:
     """Measure a few small steps of MODEL on DATA and say how it would train within --budget."""
-    job = make_job(TrainSettings(**asked_settings(ctx)))
+    job = make_job(TrainSettings(**options.parsed(asked)))
     with job.session:
         outline = outline_of(job, job.train_batch(0))
     if as_json:

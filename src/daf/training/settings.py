@@ -1,73 +1,197 @@
-"""A run's settings: one immutable value, kept in the run's folder."""
+"""A run's settings: one immutable value, kept in the run's folder; also the command's options."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from daf.budget import AUTO, parse_budget
 from daf.core.errors import RunFolderError, UnknownNameError
+from daf.core.units import parse_bytes
+from daf.planning.planner import policy_names
+from daf.training.data import DATA
+from daf.training.models import MODELS
 from daf.training.task import Goal
 
 OPTIMIZERS = ("sgd", "adamw")
 MEMORY_FORMATS = ("channels_last", "contiguous")
-# What a resumed run may change, because no finished step depends on it.
-_MAY_CHANGE = frozenset(
-    {"epochs", "max_steps", "checkpoint_every", "memory_interval_ms", "history"}
-)
+NO_BUDGET = "none"
+
+
+def read_budget(text: str) -> int | float | str | None:
+    """Parse ``--budget``: bytes, a fraction, ``"auto"``, or None for ``none``.
+
+    Raises:
+        UnitError: the text is none of these.
+    """
+    if text.strip().lower() == NO_BUDGET:
+        return None
+    request = parse_budget(text)
+    assert request is not None
+    return AUTO if request.is_auto else request.nbytes or request.fraction
+
+
+def read_bits(text: str) -> int | str:
+    """Parse ``--bits``: 1 to 8, ``exact`` or ``plain``.
+
+    Raises:
+        UnknownNameError: the text is none of these.
+    """
+    if text in ("exact", "plain"):
+        return text
+    if not text.isdigit() or not 1 <= int(text) <= 8:
+        raise UnknownNameError(f"unknown --bits {text!r}; known: 1 to 8, exact, plain")
+    return int(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """How the command line asks for a setting.
+
+    ``names``: instead of --SETTING. ``least``: the least number. ``parse``: what a text means,
+    where another type is typed than kept. ``is_argument``: given by place. ``of_plan``: True if
+    ``daf plan`` takes it too. ``may_change``: True if a resumed run may change it, because no
+    finished step depends on it.
+    """
+
+    help: str
+    names: tuple[str, ...] = ()
+    least: float | None = None
+    parse: Callable[[str], Any] | None = None
+    is_argument: bool = False
+    of_plan: bool = False
+    may_change: bool = False
+
+
+def _train_only(default: Any, help: str, *names: str, **how: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"option": Option(help, names, **how)})
+
+
+def _shared(default: Any, help: str, **how: Any) -> Any:
+    return _train_only(default, help, of_plan=True, **how)
+
+
+def option_of(field: dataclasses.Field[Any]) -> Option:
+    """Return how the command line asks for a field of ``TrainSettings``."""
+    option: Option = field.metadata["option"]
+    return option
 
 
 @dataclass(frozen=True, slots=True)
 class TrainSettings:
     """Everything that decides a run's result, and how often its memory is sampled.
 
-    ``budget``: bytes, a fraction of the machine or ``"auto"``; None: plain training.
-    ``bits``: a width, ``"exact"``, ``"plain"``; None: the planner chooses by ``policy``, within
-    ``tolerance`` (see ``Session``). ``fused`` is for runs without a budget.
-    ``optimizer``, ``learning_rate``, ``weight_decay``, ``augment``, ``goal``, ``image_size`` and
-    ``context`` default to what is customary for the model and data.
-    ``tokenizer``: folder of a model whose tokenizer splits sentences; None: byte by byte.
-    ``max_steps`` defaults to all steps of ``epochs``, ``checkpoint_every`` (steps) to an epoch.
-    ``pool_bytes``: cap on the codes; None: no cap of their own. ``host_bytes``: host memory for a
-    GPU's codes; None: none. ``history``: record who asks for memory in one step.
-    ``release_gradients``: update parameters inside backward where allowed. ``sensitivity``: file,
-    or an earlier run's folder, with measurements; None: measure. ``rollback``: return a diverging
-    run to its last good state, once.
+    Each field's help says what it means; None is what the help calls the default. A ``budget`` of
+    None trains plainly.
     """
 
-    model: str
-    data: str = "digits"
-    budget: int | float | str | None = None
-    device: str = "cpu"
-    batch_size: int = 128
-    epochs: int = 1
-    max_steps: int | None = None
-    seed: int = 0
-    optimizer: str | None = None
-    learning_rate: float | None = None
-    momentum: float = 0.9
-    weight_decay: float | None = None
-    memory_format: str = "channels_last"
-    threads: int | None = None
-    bits: int | str | None = None
-    fused: bool = False
-    policy: str | None = None
-    tolerance: float | None = None
-    allow_batchnorm_split: bool = False
-    goal: Goal | None = None
-    augment: bool | None = None
-    image_size: int | None = None
-    context: int | None = None
-    tokenizer: str | None = None
-    checkpoint_every: int | None = None
-    memory_interval_ms: float = 50.0
-    pool_bytes: int | None = None
-    host_bytes: int | None = None
-    history: bool = False
-    release_gradients: bool = False
-    sensitivity: str | None = None
-    rollback: bool = True
+    model: str = _shared(dataclasses.MISSING, f"{MODELS.help()}.", is_argument=True)
+    data: str = _shared(
+        "digits", f"{DATA.help()}; files and folders as NAME:PATH.", is_argument=True
+    )
+    budget: int | float | str | None = _shared(
+        None,
+        "For the whole process, or a GPU: bytes such as 700MB, a fraction of the machine such as "
+        "0.5, 'auto' for what it can spare; 'none' trains plainly.",
+        parse=read_budget,
+    )
+    device: str = _shared(
+        "cpu",
+        "Where to train: cpu, cuda or cuda:1. On a GPU the budget is of what PyTorch reserves "
+        "there.",
+    )
+    batch_size: int = _shared(128, "Examples per step.", least=1)
+    epochs: int = _train_only(1, "Passes over the training data.", least=1, may_change=True)
+    max_steps: int | None = _train_only(None, "Stop after so many steps.", least=1, may_change=True)
+    seed: int = _shared(0, "Of weights, order, augmentation and codes.", least=0)
+    optimizer: str | None = _shared(None, f"{' or '.join(OPTIMIZERS)}; by default sgd for images.")
+    learning_rate: float | None = _train_only(
+        None, "By default 0.05 (sgd) or 0.0003 (adamw).", "--lr", least=0.0
+    )
+    momentum: float = _train_only(0.9, "Of sgd.", least=0.0)
+    weight_decay: float | None = _train_only(
+        None, "By default 0.0005 (sgd) or 0.01 (adamw).", least=0.0
+    )
+    memory_format: str = _shared(
+        "channels_last", f"Of images and their models: {' or '.join(MEMORY_FORMATS)}."
+    )
+    threads: int | None = _shared(None, "Compute threads; 1 repeats a run bit for bit.", least=1)
+    bits: int | str | None = _shared(
+        None,
+        "Fix the plan: 1 to 8 bits, 'exact' or 'plain'; by default it is chosen.",
+        parse=read_bits,
+    )
+    fused: bool = _train_only(
+        False,
+        "Fuse operators without a budget; under one the planner does so itself.",
+        "--fused",
+    )
+    policy: str | None = _shared(
+        None,
+        f"How the plan is chosen: {', '.join(policy_names())}. By default optimal; the others are "
+        "published strategies, to compare with.",
+    )
+    tolerance: float | None = _shared(
+        None,
+        "The most relative error that codes may add: 0 only treats exactly. By default as little "
+        "as two bits everywhere would, or what the budget takes.",
+        least=0.0,
+    )
+    pool_bytes: int | None = _shared(
+        None,
+        "The most that codes may hold, such as 50MB; beyond it they lose their least important "
+        "bits. By default the budget alone bounds them.",
+        parse=parse_bytes,
+    )
+    host_bytes: int | None = _shared(
+        None,
+        "How much pinned host memory a GPU's codes may wait in, such as 4GB, until backward wants "
+        "them. By default they stay on the GPU.",
+        parse=parse_bytes,
+    )
+    release_gradients: bool = _train_only(
+        False,
+        "Update each parameter inside backward and free its gradient at once, in steps whose batch "
+        "is not cut.",
+        "--release-gradients",
+    )
+    sensitivity: str | None = _shared(
+        None,
+        "Folder of an earlier run of this model, or its sensitivity.json: what was measured there "
+        "is where this run begins.",
+    )
+    rollback: bool = _train_only(
+        True,
+        "Go back to the last good state, with wider codes, if the run diverges; once.",
+    )
+    allow_batchnorm_split: bool = _shared(
+        False, "Allow smaller batches inside a step though batch norm sees them."
+    )
+    goal: Goal | None = _shared(  # noqa: RUF009 - an enumeration is immutable
+        None, "What to train for, where the model does not say it."
+    )
+    augment: bool | None = _train_only(None, "Crop and flip images; by default for cifar10.")
+    image_size: int | None = _shared(None, "Pixels per side; by default the data's own.", least=1)
+    context: int | None = _shared(
+        None, "Bytes per window of text (128), or tokens per sentence (64).", least=1
+    )
+    tokenizer: str | None = _shared(
+        None, "Folder of a model whose tokenizer cuts sentences; by default bytes."
+    )
+    checkpoint_every: int | None = _train_only(
+        None, "Steps; by default at the end of every epoch.", least=1, may_change=True
+    )
+    memory_interval_ms: float = _train_only(
+        50.0, "How often memory is sampled.", least=1.0, may_change=True
+    )
+    history: bool = _train_only(
+        False,
+        "Record who asks for memory in one step, as history.pickle.",
+        "--history",
+        may_change=True,
+    )
 
     def as_json(self) -> dict[str, Any]:
         """Return the settings as JSON values."""
@@ -95,14 +219,15 @@ class TrainSettings:
         Raises:
             RunFolderError: ``asked`` changes something that finished steps depend on.
         """
+        changing = {each.name for each in dataclasses.fields(self) if option_of(each).may_change}
         for name, value in asked.items():
             found = getattr(self, name)
-            if value != found and name not in _MAY_CHANGE:
+            if value != found and name not in changing:
                 raise RunFolderError(
                     f"asked to resume with {name} = {value!r}, but the run was begun with "
                     f"{found!r}; leave it out to resume, or begin another run with another --out"
                 )
-        return dataclasses.replace(self, **{k: v for k, v in asked.items() if k in _MAY_CHANGE})
+        return dataclasses.replace(self, **{k: v for k, v in asked.items() if k in changing})
 
 
 def checked_choice(what: str, value: str, known: tuple[str, ...]) -> str:
