@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+import native_calls
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
@@ -20,9 +21,9 @@ from daf.core.code_format import (
     block_count,
     words_per_plane,
 )
-from daf.core.policy import Method, Treatment
+from daf.core.policy import Method
 from daf.kernels import PageFields
-from daf.kernels.cpu import paged
+from daf.kernels.normalisation import CodedValues, Decoding, Encoding
 from daf.kernels.triton.planes import DevicePlanes
 
 Words = npt.NDArray[np.int32]
@@ -91,7 +92,7 @@ def encode_rotated(
     """``gpu.encode_rotated`` of float32."""
     assert affine is None
     words, fields = _scratch(planes)
-    paged.encode_rotated(source.data_ptr(), FLOAT32, fields, rounds, key, 1)
+    native_calls.encode_rotated(source.data_ptr(), FLOAT32, fields, rounds, key, 1)
     _written(planes, words)
 
 
@@ -109,7 +110,7 @@ def decode_rotated(
         if first < last:
             left = fields._replace(kept=kept)
             place = destination.data_ptr() + 4 * first * BLOCK_ELEMENTS
-            paged.decode_rotated(left, rounds, key, place, FLOAT32, 1, blocks=(first, last))
+            native_calls.decode_rotated(left, rounds, key, place, FLOAT32, 1, blocks=(first, last))
     del words
 
 
@@ -117,7 +118,7 @@ def encode_minmax(source: Tensor, planes: DevicePlanes, key: int, affine: None =
     """``gpu.encode_minmax`` of float32."""
     assert affine is None
     words, fields = _scratch(planes)
-    paged.encode_minmax(source.data_ptr(), FLOAT32, fields, key, 1)
+    native_calls.encode_minmax(source.data_ptr(), FLOAT32, fields, key, 1)
     _written(planes, words)
 
 
@@ -126,7 +127,7 @@ def decode_minmax(planes: DevicePlanes, destination: Tensor, *more: Any) -> None
     assert planes.is_whole
     assert not any(more)
     words, fields = _read(planes)
-    paged.decode_minmax(fields, destination.data_ptr(), FLOAT32, 1)
+    native_calls.decode_minmax(fields, destination.data_ptr(), FLOAT32, 1)
     del words
 
 
@@ -135,7 +136,7 @@ def encode_mask(
 ) -> None:
     """``gpu.encode_mask`` of float32."""
     words, fields = _scratch(planes)
-    paged.encode_mask(source.data_ptr(), FLOAT32, fields, predicate, low, high, 1)
+    native_calls.encode_mask(source.data_ptr(), FLOAT32, fields, predicate, low, high, 1)
     write(planes, 0, words[0])
 
 
@@ -145,28 +146,26 @@ def decode_mask(
     """``gpu.decode_mask``."""
     words = read(planes, 0)
     fields = PageFields.flat(words.ctypes.data, planes.elements, 1)
-    paged.decode_mask(fields, off_value, on_value, destination.data_ptr(), FLOAT32, 1)
+    native_calls.decode_mask(fields, off_value, on_value, destination.data_ptr(), FLOAT32, 1)
 
 
 class PagedBackend:
     """The same as a backend, of masks and values in float32 alone."""
 
-    def encode_values(
-        self, source: Tensor, planes: DevicePlanes, treatment: Treatment, key: int, *more: Any
-    ) -> None:
-        assert not any(more)
+    def encode_values(self, code: CodedValues, encoding: Encoding) -> None:
+        assert not any(encoding[1:])
+        treatment, source = code.treatment, encoding.source
         if treatment.method is Method.ROTATED:
-            encode_rotated(source, planes, treatment.rounds, key)
+            encode_rotated(source, code.planes, treatment.rounds, code.key)
         else:
-            encode_minmax(source, planes, key)
+            encode_minmax(source, code.planes, code.key)
 
-    def decode_values(
-        self, planes: DevicePlanes, treatment: Treatment, key: int, out: Tensor, *more: Any
-    ) -> None:
-        if treatment.method is Method.ROTATED:
-            decode_rotated(planes, treatment.rounds, key, out, *more)
+    def decode_values(self, code: CodedValues, decoding: Decoding) -> None:
+        out, *more = decoding
+        if code.treatment.method is Method.ROTATED:
+            decode_rotated(code.planes, code.treatment.rounds, code.key, out, *more)
         else:
-            decode_minmax(planes, out, *more)
+            decode_minmax(code.planes, out, *more)
 
     encode_mask = staticmethod(encode_mask)
     decode_mask = staticmethod(decode_mask)

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from daf.core.policy import Method, Treatment
+from daf.core.policy import Treatment
 from daf.kernels import PageFields
-from daf.kernels.backend import element_type
-from daf.kernels.cpu import paged
 from daf.kernels.cpu.backend import CpuBackend
 from daf.kernels.devices import register_backend
+from daf.kernels.normalisation import CodedValues, Decoding, Encoding
 from daf.kernels.triton.planes import DevicePlanes
 from daf.pool.host_planes import HostStore
 from daf.pool.views import PlaneView
@@ -102,11 +101,8 @@ def decode_words(
     """Fill a dense tensor with what a code of its values says."""
     words = torch.cat([planes.flatten(), headers.flatten()])
     fields = PageFields.flat(words.data_ptr(), out.numel(), treatment.bits)
-    target = (out.data_ptr(), element_type(out.dtype), 1)
-    if treatment.method is Method.ROTATED:
-        paged.decode_rotated(fields, treatment.rounds, key, *target)
-    else:
-        paged.decode_minmax(fields, *target)
+    code = CodedValues(PlaneView(fields), treatment, key, out.numel())
+    CpuBackend().decode_values(code, Decoding(out))
 
 
 class ProcessorCodec(CpuBackend):
@@ -115,12 +111,12 @@ class ProcessorCodec(CpuBackend):
     def __init__(self) -> None:
         self.encoded: list[int] = []
 
-    def encode_values(self, source: Tensor, planes: Any, *options: Any) -> None:
-        self.encoded.append(source.numel())
-        super().encode_values(source, _view(planes), *options)
+    def encode_values(self, code: CodedValues, encoding: Encoding) -> None:
+        self.encoded.append(encoding.source.numel())
+        super().encode_values(code._replace(planes=_view(code.planes)), encoding)
 
-    def decode_values(self, planes: Any, *options: Any) -> None:
-        super().decode_values(_view(planes), *options)
+    def decode_values(self, code: CodedValues, decoding: Decoding) -> None:
+        super().decode_values(code._replace(planes=_view(code.planes)), decoding)
 
 
 def _view(planes: DevicePlanes) -> PlaneView:

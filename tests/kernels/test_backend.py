@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from backends import coding_by
@@ -16,6 +14,7 @@ from daf.core.errors import KernelError
 from daf.core.policy import policy_for
 from daf.kernels import devices
 from daf.kernels.devices import backend_of, can_code_on, is_processor, register_backend
+from daf.kernels.normalisation import CodedValues, Encoding
 from daf.pool.store import PlainStore
 
 
@@ -40,9 +39,9 @@ class ToyBackend(PagedBackend):
     def __init__(self) -> None:
         self.coded_bytes = 0
 
-    def encode_values(self, source: Tensor, planes: Any, treatment: Any, *more: Any) -> None:
-        self.coded_bytes += code_bytes(source.numel(), treatment.bits)
-        super().encode_values(source, planes, treatment, *more)
+    def encode_values(self, code: CodedValues, encoding: Encoding) -> None:
+        self.coded_bytes += code_bytes(encoding.source.numel(), code.treatment.bits)
+        super().encode_values(code, encoding)
 
 
 def test_a_toy_device_trains_a_model_with_its_codes_in_pages_of_its_own(

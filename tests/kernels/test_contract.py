@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import native_calls
 import numpy as np
 import pytest
 
@@ -10,7 +11,6 @@ from daf.core.code_format import ElementType, Predicate
 from daf.core.errors import KernelError
 from daf.kernels import ChannelAffine, PageFields
 from daf.kernels.cpu import instruction_sets as sets
-from daf.kernels.cpu import paged
 
 ROOM = np.zeros(4096, np.float32)
 AT = ROOM.ctypes.data
@@ -53,7 +53,7 @@ WIDTHS = {"rotated": 4, "minmax": 8, "steps": 8, "mask": 1, "derivative": 8, "in
 
 @pytest.mark.parametrize("name", GOOD)
 def test_the_good_calls_are_good(name) -> None:
-    getattr(paged, name)(*GOOD[name])
+    getattr(native_calls, name)(*GOOD[name])
 
 
 @pytest.mark.parametrize(("name", "place", "value"), BAD)
@@ -61,7 +61,7 @@ def test_bad_calls_are_refused(name, place, value) -> None:
     arguments = list(GOOD[name])
     arguments[place] = value
     with pytest.raises(KernelError, match="asked for"):
-        getattr(paged, name)(*arguments)
+        getattr(native_calls, name)(*arguments)
 
 
 def with_fields(name: str, **other: int) -> list[object]:
@@ -73,14 +73,14 @@ def with_fields(name: str, **other: int) -> list[object]:
 @pytest.mark.parametrize("name", GOOD)
 def test_bad_pages_are_refused(name, other) -> None:
     with pytest.raises(KernelError, match="asked"):
-        getattr(paged, name)(*with_fields(name, **other))
+        getattr(native_calls, name)(*with_fields(name, **other))
 
 
 @pytest.mark.parametrize("name", GOOD)
 def test_codes_too_wide_are_refused(name) -> None:
     bits = WIDTHS[name.partition("_")[2]] + 1
     with pytest.raises(KernelError, match="asked for bits"):
-        getattr(paged, name)(*with_fields(name, bits=bits, kept=bits))
+        getattr(native_calls, name)(*with_fields(name, bits=bits, kept=bits))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_codes_too_wide_are_refused(name) -> None:
 )
 def test_bad_affines_are_refused(name, affine) -> None:
     with pytest.raises(KernelError, match="asked for"):
-        getattr(paged, name)(*GOOD[name], affine)
+        getattr(native_calls, name)(*GOOD[name], affine)
 
 
 def test_unknown_instruction_sets_are_refused() -> None:

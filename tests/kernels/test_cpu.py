@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from functools import partial
 
+import native_calls
 import numpy as np
 import pytest
 from guarded import FlatCode
@@ -13,7 +14,6 @@ from thoroughness import at_most
 from daf.core.code_format import ElementType, Predicate, words_per_plane
 from daf.core.errors import KernelError
 from daf.kernels import ChannelAffine, PageFields
-from daf.kernels.cpu import paged
 from daf.kernels.reference import codecs as reference
 
 KEY = 0xFEDCBA9876543210
@@ -63,13 +63,13 @@ class Native:
     def encode_rotated(self, source, element_type, bits, rounds, key, affine=None):
         room = FlatCode(len(source), bits)
         options = (rounds, key, self.threads, channel_affine(affine))
-        paged.encode_rotated(address(source), element_type, room.fields, *options)
+        native_calls.encode_rotated(address(source), element_type, room.fields, *options)
         return room.code
 
     def encode_minmax(self, source, element_type, bits, key, affine=None):
         room = FlatCode(len(source), bits)
         options = (key, self.threads, channel_affine(affine))
-        paged.encode_minmax(address(source), element_type, room.fields, *options)
+        native_calls.encode_minmax(address(source), element_type, room.fields, *options)
         return room.code
 
     def _decode(self, target: reference.Target, dtype, affine, call) -> np.ndarray:
@@ -87,24 +87,24 @@ class Native:
 
     def decode_rotated(self, code, target, dtype, bits, rounds, key, affine=None):
         room = FlatCode.of(*code, target.count, bits)
-        call = partial(paged.decode_rotated, room.fields, rounds, key)
+        call = partial(native_calls.decode_rotated, room.fields, rounds, key)
         return self._decode(target, dtype, affine, call)
 
     def decode_minmax(self, code, target, dtype, bits, affine=None):
         room = FlatCode.of(*code, target.count, bits)
-        return self._decode(target, dtype, affine, partial(paged.decode_minmax, room.fields))
+        return self._decode(target, dtype, affine, partial(native_calls.decode_minmax, room.fields))
 
     def encode_steps(self, source, element_type, bits, key, affine=None):
         room = FlatCode(len(source), bits, headers=False)
         options = (key, self.threads, channel_affine(affine))
-        paged.encode_steps(address(source), element_type, room.fields, *options)
+        native_calls.encode_steps(address(source), element_type, room.fields, *options)
         return room.planes
 
     def decode_steps(self, planes, target, dtype, affine=None):
         fields = PageFields.flat(address(planes), target.count, len(planes))
         memory = poisoned(target.count, dtype)
         options = (target.element_type, self.threads, channel_affine(affine))
-        paged.decode_steps(fields, address(memory), *options)
+        native_calls.decode_steps(fields, address(memory), *options)
         return opened(memory, target.count, dtype)
 
 
@@ -211,9 +211,9 @@ def test_every_ragged_size(cases, on_every_set) -> None:
 
 def test_nothing_happens_to_an_empty_tensor(instruction_set) -> None:
     fields, borders = PageFields.flat(0, 0, 2), np.arange(3, dtype=np.float32)
-    paged.encode_rotated(0, ElementType.FLOAT32, fields, 1, KEY, 1)
-    paged.decode_rotated(fields, 1, KEY, 0, ElementType.FLOAT32, 4)
-    assert paged.encode_derivative(0, ElementType.FLOAT32, fields, address(borders), 1)
+    native_calls.encode_rotated(0, ElementType.FLOAT32, fields, 1, KEY, 1)
+    native_calls.decode_rotated(fields, 1, KEY, 0, ElementType.FLOAT32, 4)
+    assert native_calls.encode_derivative(0, ElementType.FLOAT32, fields, address(borders), 1)
 
 
 @pytest.mark.parametrize("channels_inner", AFFINES)
@@ -274,10 +274,10 @@ def test_misaligned_memory(cases, instruction_set, offset) -> None:
     moved = memory[offset : offset + 12_000]
     moved[:] = source.view(np.uint8)
     room = FlatCode(3000, 2, offset=offset)
-    paged.encode_rotated(address(moved), ElementType.FLOAT32, room.fields, 1, KEY, 1)
+    native_calls.encode_rotated(address(moved), ElementType.FLOAT32, room.fields, 1, KEY, 1)
     expected = reference.encode_rotated(source, 2, 1, KEY)
     same_code(room.code, expected)
-    paged.decode_rotated(room.fields, 1, KEY, address(moved), ElementType.FLOAT32, 1)
+    native_calls.decode_rotated(room.fields, 1, KEY, address(moved), ElementType.FLOAT32, 1)
     back = reference.decode_rotated(expected, reference.Target(3000), 2, 1, KEY)
     same_bytes(moved, back.view(np.uint8))
 
@@ -302,10 +302,10 @@ def check_masks(on_every_set, source, element_type) -> None:
         words = poisoned(words_per_plane(count), np.uint32)
         fields = PageFields.flat(address(words), count, 1)
         for bounds, plane in zip(all_bounds, expected, strict=True):
-            paged.encode_mask(address(source), element_type, fields, *bounds, 1)
+            native_calls.encode_mask(address(source), element_type, fields, *bounds, 1)
             same_bytes(opened(words, words_per_plane(count), np.uint32), plane[0])
         back = poisoned(count, source.dtype)
-        paged.decode_mask(fields, -0.1, 1 / 0.9, address(back), element_type, 1)
+        native_calls.decode_mask(fields, -0.1, 1 / 0.9, address(back), element_type, 1)
         same_bytes(opened(back, count, source.dtype), values)
 
     on_every_set(check)
@@ -321,11 +321,11 @@ def test_derivative_codes_equal_the_oracle(cases, instruction_set, bits) -> None
             source[: min(count, len(borders))] = cases.as_type(borders[:count], element_type)
             room = FlatCode(count, bits, headers=False)
             at = (address(source), element_type, room.fields, address(borders))
-            assert paged.encode_derivative(*at, 1)
+            assert native_calls.encode_derivative(*at, 1)
             same_bytes(room.planes, reference.encode_derivative(source, bits, borders))
             back = poisoned(count, source.dtype)
             at = (room.fields, address(levels), address(back))
-            paged.decode_derivative(*at, element_type, 1)
+            native_calls.decode_derivative(*at, element_type, 1)
             expected = reference.decode_derivative(room.planes, count, levels, element_type)
             same_bytes(opened(back, count, source.dtype), expected)
 
@@ -338,7 +338,7 @@ def test_derivative_codes_refuse_what_is_not_finite(cases, instruction_set, valu
         source[place] = value
         room = FlatCode(1000, 1, headers=False)
         at = (address(source), ElementType.FLOAT32, room.fields, address(borders))
-        assert paged.encode_derivative(*at, 1) is False
+        assert native_calls.encode_derivative(*at, 1) is False
         assert reference.encode_derivative(source, 1, borders) is None
 
 
@@ -353,9 +353,9 @@ def test_integers_come_back_exactly(cases, instruction_set, item_bytes) -> None:
         for count in (1, 256, 777):
             source = rng.integers(base, base + 2**bits - 1, count, dtype, endpoint=True)
             room, back = FlatCode(count, bits, headers=False), poisoned(count, dtype)
-            paged.encode_integers(address(source), item_bytes, room.fields, base, 1)
+            native_calls.encode_integers(address(source), item_bytes, room.fields, base, 1)
             same_bytes(room.planes, reference.encode_integers(source, bits, base))
-            paged.decode_integers(room.fields, base, address(back), item_bytes, 1)
+            native_calls.decode_integers(room.fields, base, address(back), item_bytes, 1)
             same_bytes(opened(back, count, dtype), source)
             same_bytes(reference.decode_integers(room.planes, count, base, item_bytes), source)
 
@@ -365,7 +365,7 @@ def test_integers_that_do_not_fit_are_refused(instruction_set) -> None:
     for base, bits in ((0, 3), (1, 4)):
         room = FlatCode(3, bits, headers=False)
         with pytest.raises(KernelError, match="more bits"):
-            paged.encode_integers(address(source), 8, room.fields, base, 1)
+            native_calls.encode_integers(address(source), 8, room.fields, base, 1)
         with pytest.raises(KernelError, match="more bits"):
             reference.encode_integers(source, bits, base)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import native_calls
 import numpy as np
 import pytest
 from guarded import FlatCode
@@ -12,7 +13,6 @@ from guarded import FlatCode
 from daf.core.code_format import ElementType, Predicate, block_count
 from daf.core.errors import KernelError
 from daf.kernels import ChannelAffine, PageFields
-from daf.kernels.cpu import paged
 from daf.kernels.reference import codecs as reference
 
 KEY = 0x0FEDCBA987654321
@@ -41,7 +41,7 @@ class Coded:
         if mask is not None:
             options["mask"] = PageFields.flat(mask.ctypes.data, self._count, 1)
         settings = (2, KEY) if self._codec == "rotated" else ()
-        getattr(paged, f"decode_{self._codec}")(
+        getattr(native_calls, f"decode_{self._codec}")(
             *(self._room.fields, *settings, address, element_type, self._threads), **options
         )
 

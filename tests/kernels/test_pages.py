@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 
+import native_calls
 import numpy as np
 import pytest
 
 from daf.core.code_format import ElementType, Predicate, block_count, words_per_plane
 from daf.core.errors import KernelError
 from daf.kernels import ChannelAffine, PageFields
-from daf.kernels.cpu import paged
 from daf.kernels.cpu.instruction_sets import instruction_sets, use_instruction_set
 from daf.kernels.reference import codecs as reference
 from daf.pool.paged_pool import PagedStore, PlaneTensor
@@ -109,12 +109,12 @@ def test_rotated_pages_hold_the_oracle_s_bytes(cases, page_bytes, element_type) 
         bits, rounds = 1 + count % 4, 1 + count % 2
         tensor = room(page_bytes, count, bits)
         fields = tensor.view.fields
-        paged.encode_rotated(address(source), element_type, fields, rounds, KEY, 1)
+        native_calls.encode_rotated(address(source), element_type, fields, rounds, KEY, 1)
         expected = reference.encode_rotated(source, bits, rounds, KEY)
         same_bytes(gathered(tensor.view), expected.planes)
         same_bytes(gathered_headers(tensor.view), expected.headers)
         back = guarded(count, source.dtype)
-        paged.decode_rotated(fields, rounds, KEY, address(back), element_type, 1)
+        native_calls.decode_rotated(fields, rounds, KEY, address(back), element_type, 1)
         target = reference.Target(count, element_type)
         decoded = reference.decode_rotated(expected, target, bits, rounds, KEY)
         same_bytes(opened(back, source.dtype), decoded)
@@ -126,12 +126,12 @@ def test_minmax_pages_hold_the_oracle_s_bytes(cases, page_bytes, bits) -> None:
     for count in COUNTS:
         source = cases.mixed(count, count)
         tensor = room(page_bytes, count, bits)
-        paged.encode_minmax(address(source), F32, tensor.view.fields, KEY, 1)
+        native_calls.encode_minmax(address(source), F32, tensor.view.fields, KEY, 1)
         expected = reference.encode_minmax(source, bits, KEY)
         same_bytes(gathered(tensor.view), expected.planes)
         same_bytes(gathered_headers(tensor.view), expected.headers)
         back = guarded(count, np.float32)
-        paged.decode_minmax(tensor.view.fields, address(back), F32, 1)
+        native_calls.decode_minmax(tensor.view.fields, address(back), F32, 1)
         decoded = reference.decode_minmax(expected, reference.Target(count), bits)
         same_bytes(opened(back, np.float32), decoded)
 
@@ -143,11 +143,11 @@ def test_pages_of_steps_hold_the_oracle_s_bytes(cases, page_bytes, bits) -> None
     for count in COUNTS:
         source = cases.mixed(count, count)
         fields = (tensor := room(page_bytes, count, bits, headers=False)).view.fields
-        paged.encode_steps(address(source), F32, fields, KEY, 1, native_affine(affine))
+        native_calls.encode_steps(address(source), F32, fields, KEY, 1, native_affine(affine))
         expected = reference.encode_steps(source, bits, KEY, affine)
         same_bytes(gathered(tensor.view), expected)
         back = guarded(count, np.float32)
-        paged.decode_steps(fields, address(back), F32, 1, native_affine(affine))
+        native_calls.decode_steps(fields, address(back), F32, 1, native_affine(affine))
         decoded = reference.decode_steps(expected, reference.Target(count), affine)
         same_bytes(opened(back, np.float32), decoded)
 
@@ -157,11 +157,11 @@ def test_mask_pages_hold_the_oracle_s_bytes(cases, page_bytes) -> None:
     for count in COUNTS:
         source = cases.wild(count, count)
         fields = (tensor := room(page_bytes, count, 1, headers=False)).view.fields
-        paged.encode_mask(address(source), F32, fields, Predicate.INSIDE, 0.0, 6.0, 1)
+        native_calls.encode_mask(address(source), F32, fields, Predicate.INSIDE, 0.0, 6.0, 1)
         expected = reference.encode_mask(source, Predicate.INSIDE, 0.0, 6.0)
         same_bytes(gathered(tensor.view), expected)
         back = guarded(count, np.float32)
-        paged.decode_mask(fields, -0.5, 2.0, address(back), F32, 1)
+        native_calls.decode_mask(fields, -0.5, 2.0, address(back), F32, 1)
         same_bytes(opened(back, np.float32), reference.decode_mask(expected, count, -0.5, 2.0, F32))
 
 
@@ -171,15 +171,15 @@ def test_derivative_pages_hold_the_oracle_s_bytes(cases, page_bytes) -> None:
     for count in COUNTS:
         source = cases.gaussian(count, count)
         fields = (tensor := room(page_bytes, count, 3, headers=False)).view.fields
-        assert paged.encode_derivative(address(source), F32, fields, address(borders), 1)
+        assert native_calls.encode_derivative(address(source), F32, fields, address(borders), 1)
         expected = reference.encode_derivative(source, 3, borders)
         same_bytes(gathered(tensor.view), expected)
         back = guarded(count, np.float32)
-        paged.decode_derivative(fields, address(levels), address(back), F32, 1)
+        native_calls.decode_derivative(fields, address(levels), address(back), F32, 1)
         decoded = reference.decode_derivative(expected, count, levels, F32)
         same_bytes(opened(back, np.float32), decoded)
         source[-1] = np.inf
-        assert not paged.encode_derivative(address(source), F32, fields, address(borders), 1)
+        assert not native_calls.encode_derivative(address(source), F32, fields, address(borders), 1)
 
 
 @pytest.mark.parametrize("page_bytes", PAGE_SIZES)
@@ -190,10 +190,10 @@ def test_integer_pages_hold_the_oracle_s_bytes(page_bytes, bits, dtype) -> None:
         source = random.integers(base, -base - 1, count, dtype, endpoint=True)
         item = source.itemsize
         fields = (tensor := room(page_bytes, count, bits, headers=False)).view.fields
-        paged.encode_integers(address(source), item, fields, base, 1)
+        native_calls.encode_integers(address(source), item, fields, base, 1)
         same_bytes(gathered(tensor.view), reference.encode_integers(source, bits, base))
         back = guarded(count, dtype)
-        paged.decode_integers(fields, base, address(back), item, 1)
+        native_calls.decode_integers(fields, base, address(back), item, 1)
         same_bytes(opened(back, dtype), source)
 
 
@@ -201,14 +201,14 @@ def test_integers_that_do_not_fit_are_refused() -> None:
     source = np.array([0] * 999 + [8], np.int32)
     fields = (tensor := room(32, 1000, 3, headers=False)).view.fields
     with pytest.raises(KernelError, match="more bits"):
-        paged.encode_integers(address(source), 4, fields, 0, 1)
+        native_calls.encode_integers(address(source), 4, fields, 0, 1)
     assert tensor.nbytes > 0
 
 
 def test_nothing_happens_to_an_empty_tensor() -> None:
     fields = (tensor := room(512, 0, 2)).view.fields
-    paged.encode_rotated(0, F32, fields, 1, KEY, 1)
-    paged.decode_rotated(fields, 1, KEY, 0, F32, 2)
+    native_calls.encode_rotated(0, F32, fields, 1, KEY, 1)
+    native_calls.decode_rotated(fields, 1, KEY, 0, F32, 2)
     assert tensor.nbytes == 0
 
 
@@ -219,7 +219,7 @@ def coded(source: np.ndarray, bits: int, rounds: int, page_bytes: int, evicted: 
     """A sealed tensor in a pool of its own that lost a share of what it may lose, and its code."""
     store = pool(page_bytes)
     tensor = store.allocate_planes(len(source), bits, minimum_bits=1)
-    paged.encode_rotated(address(source), F32, tensor.view.fields, rounds, KEY, 1)
+    native_calls.encode_rotated(address(source), F32, tensor.view.fields, rounds, KEY, 1)
     tensor.seal()
     spare = store.statistics().evictable_pages
     assert store.evict(int(evicted * spare) * page_bytes).pages == int(evicted * spare)
@@ -254,7 +254,7 @@ def test_runs_of_any_width_decode_as_the_oracle_does(cases, page_bytes, bits) ->
         tensor, code = coded(source, bits, rounds, page_bytes, evicted)
         back = guarded(count, np.float32)
         with tensor.pinned() as view:
-            paged.decode_rotated(view.fields, rounds, KEY, address(back), F32, 1)
+            native_calls.decode_rotated(view.fields, rounds, KEY, address(back), F32, 1)
             expected = decoded_by_oracle(code, view, reference.Target(count), rounds)
             widths |= {view.kept_bits(run) for run in range(view.runs)}
         same_bytes(opened(back, np.float32), expected)
@@ -271,7 +271,7 @@ def test_what_begins_with_fewer_planes_is_coded_in_those(cases, element_type) ->
         cap = 20_000 + int(share * code.planes.nbytes)
         store = PagedStore(cap, page_bytes=512, poison=True)
         tensor = store.allocate_planes(count, 4, minimum_bits=1)
-        paged.encode_rotated(address(source), element_type, tensor.view.fields, 2, KEY, 2)
+        native_calls.encode_rotated(address(source), element_type, tensor.view.fields, 2, KEY, 2)
         same_bytes(gathered_headers(tensor.view), code.headers)
         for run, first, blocks in runs_of(tensor.view):
             widths.add(tensor.view.kept_bits(run))
@@ -279,7 +279,7 @@ def test_what_begins_with_fewer_planes_is_coded_in_those(cases, element_type) ->
                 expected = code.planes[plane, 8 * first : 8 * (first + blocks)]
                 same_bytes(words_at(place, 8 * blocks), expected)
         back = guarded(count, np.float32)
-        paged.decode_rotated(tensor.view.fields, 2, KEY, address(back), F32, 2)
+        native_calls.decode_rotated(tensor.view.fields, 2, KEY, address(back), F32, 2)
         target = reference.Target(count)
         same_bytes(opened(back, np.float32), decoded_by_oracle(code, tensor.view, target, 2))
     assert widths == {1, 2, 3, 4}
@@ -294,12 +294,12 @@ def test_options_compose_over_runs_of_different_width(cases, element_type, mask_
     affine = reference.Affine(cases.gaussian(channels, 5), cases.gaussian(channels, 6), 49)
     tensor, code = coded(source, 3, 1, 512, 0.6)
     mask = pool(mask_page_bytes).allocate_planes(count, 1, headers=False)
-    paged.encode_mask(address(source), F32, mask.view.fields, Predicate.ABOVE, 0.1, 0.0, 1)
+    native_calls.encode_mask(address(source), F32, mask.view.fields, Predicate.ABOVE, 0.1, 0.0, 1)
     words = reference.encode_mask(source, Predicate.ABOVE, 0.1, 0.0)
     target = reference.Target(count, element_type, onto, words)
     back = guarded(count, onto.dtype, onto)
     with tensor.pinned() as view:
-        paged.decode_rotated(
+        native_calls.decode_rotated(
             *(view.fields, 1, KEY, address(back), element_type, 1),
             native_affine(affine),
             mask.view.fields,
@@ -315,10 +315,10 @@ def test_minmax_options_compose(cases) -> None:
     affine = reference.Affine(cases.gaussian(64, 5), cases.gaussian(64, 6), 1)
     tensor, mask = room(512, count, 5), room(512, count, 1, headers=False)
     fields = tensor.view.fields
-    paged.encode_minmax(address(source), F32, fields, KEY, 1, native_affine(affine))
-    paged.encode_mask(address(source), F32, mask.view.fields, Predicate.ABOVE, 0.1, 0.0, 1)
+    native_calls.encode_minmax(address(source), F32, fields, KEY, 1, native_affine(affine))
+    native_calls.encode_mask(address(source), F32, mask.view.fields, Predicate.ABOVE, 0.1, 0.0, 1)
     back = guarded(count, np.float32, onto)
-    paged.decode_minmax(
+    native_calls.decode_minmax(
         *(fields, address(back), F32, 1),
         native_affine(affine),
         mask.view.fields,
@@ -337,13 +337,13 @@ def test_bytes_do_not_depend_on_threads(cases, threads) -> None:
     for used in (1, threads):
         store = pool(512)
         tensor = store.allocate_planes(count, 3, minimum_bits=1)
-        paged.encode_rotated(address(source), F32, tensor.view.fields, 1, KEY, used)
+        native_calls.encode_rotated(address(source), F32, tensor.view.fields, 1, KEY, used)
         planes, headers = gathered(tensor.view), gathered_headers(tensor.view)
         tensor.seal()
         store.evict(2000 * 300)
         back = guarded(count, np.float32)
         with tensor.pinned() as view:
-            paged.decode_rotated(view.fields, 1, KEY, address(back), F32, used)
+            native_calls.decode_rotated(view.fields, 1, KEY, address(back), F32, used)
         found.append(planes.tobytes() + headers.tobytes() + opened(back, np.float32).tobytes())
     assert found[0] == found[1]
 
@@ -358,11 +358,13 @@ def test_only_rotated_codes_are_read_without_all_their_planes() -> None:
     tensor.seal()
     store.evict(512)
     with tensor.pinned() as view:
-        paged.decode_rotated(view.fields, 1, 0, address(out), F32, 1)
+        native_calls.decode_rotated(view.fields, 1, 0, address(out), F32, 1)
         for call in (
-            lambda: paged.decode_minmax(view.fields, address(out), F32, 1),
-            lambda: paged.decode_derivative(view.fields, address(source), address(out), F32, 1),
-            lambda: paged.decode_integers(view.fields, 0, address(out), 4, 1),
+            lambda: native_calls.decode_minmax(view.fields, address(out), F32, 1),
+            lambda: native_calls.decode_derivative(
+                view.fields, address(source), address(out), F32, 1
+            ),
+            lambda: native_calls.decode_integers(view.fields, 0, address(out), 4, 1),
         ):
             with pytest.raises(KernelError, match="given some up"):
                 call()
@@ -374,22 +376,22 @@ def test_calls_outside_the_contract_are_refused() -> None:
     other = (longer := room(512, 1001, 1)).view.fields
     nothing_left = PageFields(*fields[:5], full_runs=0, bits=2, kept=1)
     for call in (
-        lambda: paged.encode_rotated(0, F32, fields, 1, 0, 1),
-        lambda: paged.encode_rotated(at, F32, fields._replace(bits=5, kept=5), 1, 0, 1),
-        lambda: paged.encode_rotated(at, F32, fields, 3, 0, 1),
-        lambda: paged.encode_rotated(at, F32, fields, 1, 2**64, 1),
-        lambda: paged.encode_rotated(at, 7, fields, 1, 0, 1),
-        lambda: paged.encode_rotated(at, F32, fields._replace(table=0), 1, 0, 1),
-        lambda: paged.decode_rotated(fields, 1, 0, at, F32, 0),
-        lambda: paged.decode_rotated(nothing_left, 1, 0, at, F32, 1),
-        lambda: paged.decode_rotated(fields, 1, 0, at, F32, 1, mask=other),
-        lambda: paged.decode_rotated(fields, 1, 0, at, F32, 1, mask=fields),
-        lambda: paged.encode_minmax(at, F32, fields, -1, 1),
-        lambda: paged.encode_steps(at, F32, fields, -1, 1),
-        lambda: paged.encode_mask(at, F32, fields, Predicate.ABOVE, 0.0, 0.0, 1),
-        lambda: paged.encode_mask(at, F32, other, 2, 0.0, 0.0, 1),
-        lambda: paged.decode_derivative(fields, 0, at, F32, 1),
-        lambda: paged.encode_integers(at, 3, fields, 0, 1),
+        lambda: native_calls.encode_rotated(0, F32, fields, 1, 0, 1),
+        lambda: native_calls.encode_rotated(at, F32, fields._replace(bits=5, kept=5), 1, 0, 1),
+        lambda: native_calls.encode_rotated(at, F32, fields, 3, 0, 1),
+        lambda: native_calls.encode_rotated(at, F32, fields, 1, 2**64, 1),
+        lambda: native_calls.encode_rotated(at, 7, fields, 1, 0, 1),
+        lambda: native_calls.encode_rotated(at, F32, fields._replace(table=0), 1, 0, 1),
+        lambda: native_calls.decode_rotated(fields, 1, 0, at, F32, 0),
+        lambda: native_calls.decode_rotated(nothing_left, 1, 0, at, F32, 1),
+        lambda: native_calls.decode_rotated(fields, 1, 0, at, F32, 1, mask=other),
+        lambda: native_calls.decode_rotated(fields, 1, 0, at, F32, 1, mask=fields),
+        lambda: native_calls.encode_minmax(at, F32, fields, -1, 1),
+        lambda: native_calls.encode_steps(at, F32, fields, -1, 1),
+        lambda: native_calls.encode_mask(at, F32, fields, Predicate.ABOVE, 0.0, 0.0, 1),
+        lambda: native_calls.encode_mask(at, F32, other, 2, 0.0, 0.0, 1),
+        lambda: native_calls.decode_derivative(fields, 0, at, F32, 1),
+        lambda: native_calls.encode_integers(at, 3, fields, 0, 1),
     ):
         with pytest.raises(KernelError, match="asked"):
             call()

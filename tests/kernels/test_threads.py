@@ -7,6 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import native_calls
 import numpy as np
 import pytest
 import torch
@@ -14,7 +15,6 @@ from daf._native import team_threads
 from guarded import FlatCode
 
 from daf.core.code_format import ElementType
-from daf.kernels.cpu import paged
 
 COUNT = 1_000_003
 KEY = 99
@@ -22,9 +22,9 @@ KEY = 99
 
 def encoded(source: np.ndarray, threads: int, key: int = KEY) -> bytes:
     room, kind = FlatCode(len(source), 2), ElementType.FLOAT32
-    paged.encode_rotated(source.ctypes.data, kind, room.fields, 1, key, threads)
+    native_calls.encode_rotated(source.ctypes.data, kind, room.fields, 1, key, threads)
     back = np.zeros_like(source)
-    paged.decode_rotated(room.fields, 1, key, back.ctypes.data, kind, threads)
+    native_calls.decode_rotated(room.fields, 1, key, back.ctypes.data, kind, threads)
     return room.code.planes.tobytes() + room.code.headers.tobytes() + back.tobytes()
 
 
@@ -51,7 +51,7 @@ def test_a_refusal_by_one_thread_is_everybody_s(source) -> None:
     broken[-1] = np.nan
     for data, coded in ((source, True), (broken, False)):
         at = (data.ctypes.data, ElementType.FLOAT32, room.fields, borders.ctypes.data)
-        assert paged.encode_derivative(*at, 3) is coded
+        assert native_calls.encode_derivative(*at, 3) is coded
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
@@ -70,9 +70,9 @@ IN_A_PROCESS_OF_ITS_OWN = """
 import os
 import numpy as np
 import torch
-from daf.core.code_format import ElementType, Predicate
-from daf.kernels import PageFields
-from daf.kernels.cpu.paged import encode_mask
+from daf.kernels import Codec, PageFields
+from daf.kernels.cpu.codecs import encode
+from daf.kernels.cpu.job import Job
 
 def tasks():
     return len(os.listdir("/proc/self/task"))
@@ -81,11 +81,11 @@ torch.set_num_threads(2)
 torch.ones(1 << 20).add(1)
 source, words = np.ones(1 << 20, np.float32), np.empty(1 << 15, np.uint32)
 fields = PageFields.flat(words.ctypes.data, 1 << 20, 1)
-mask = (source.ctypes.data, ElementType.FLOAT32, fields, Predicate.ABOVE, 0.0, 0.0)
+mask = Job(2, 1 << 20, source=source.ctypes.data, pages=fields)
 before = tasks()
-encode_mask(*mask, 2)
+encode(Codec.MASK, mask)
 with_team = tasks()
-encode_mask(*mask, 3)
+encode(Codec.MASK, mask._replace(threads=3))
 print(before, with_team, tasks())
 """
 

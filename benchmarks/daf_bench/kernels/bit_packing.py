@@ -20,9 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from daf.core.code_format import BLOCK_ELEMENTS, HEADER_BYTES_PER_BLOCK, ElementType
-from daf.kernels import PageFields
-from daf.kernels.cpu.paged import encode_integers, encode_minmax
+from daf.core.code_format import BLOCK_ELEMENTS, HEADER_BYTES_PER_BLOCK
+from daf.kernels import Codec, PageFields
+from daf.kernels.cpu.codecs import encode
+from daf.kernels.cpu.job import Job
 from daf_bench.harness.result import BenchResult, median_ratio
 from daf_bench.harness.timing import interleaved_ms
 
@@ -103,8 +104,8 @@ def _stages(count: int, bits: int) -> dict[str, Callable[[], object]]:
         "quantize": lambda: quantized(values, bits),
         "pack": lambda: packed_neighbours(codes, bits),
         "relayout": lambda: write_planes(unpacked_neighbours(packed, bits), bits, planes),
-        "fused": lambda: encode_minmax(
-            values.data_ptr(), ElementType.FLOAT32, fields, key, threads=1
+        "fused": lambda: encode(
+            Codec.MINMAX, Job(1, len(values), source=values.data_ptr(), pages=fields, key=key)
         ),
         "memcpy": lambda: np.copyto(other.numpy(), values.numpy()),
     }
@@ -139,7 +140,8 @@ def unpacked_neighbours(packed: Tensor, bits: int) -> Tensor:
 def write_planes(codes: Tensor, bits: int, planes: Tensor) -> None:
     """Codes (uint8) as planes, the layout of ``docs/format.md``, by the native kernel."""
     fields = PageFields.flat(planes.data_ptr(), len(codes), bits)
-    encode_integers(codes.data_ptr(), 1, fields, 0, threads=1)
+    job = Job(1, len(codes), source=codes.data_ptr(), pages=fields, item_bytes=1)
+    encode(Codec.INTEGERS, job)
 
 
 def draw_packing(rows: list[dict[str, Any]], path: Path) -> None:

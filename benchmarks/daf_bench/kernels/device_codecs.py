@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from daf.core.code_format import header_bytes, plane_bytes
+from daf.core.code_format import block_count, header_bytes, plane_bytes, words_per_plane
 from daf.core.errors import PlatformError
+from daf.core.policy import Method, Treatment
+from daf.kernels.normalisation import CodedValues, Decoding
 from daf_bench.harness.result import BenchResult
 from daf_bench.harness.timing import device_seconds
 
@@ -94,20 +96,18 @@ def _rows(values: Tensor, rounds: int) -> Iterator[dict[str, Any]]:
 
 
 def _ways(values: Tensor, out: Tensor, codec: str, bits: int) -> dict[str, Callable[[], object]]:
-    from daf.kernels.triton import (
-        codecs as triton_codecs,  # needs triton, which processors alone do not
-    )
-    from daf.kernels.triton.planes import allocate_flat
+    from daf.kernels.triton import codecs  # needs triton, which processors alone do not
+    from daf.kernels.triton.planes import flat_planes
 
-    planes = allocate_flat(values.numel(), bits, values.device, headers=True)
-    if codec == ROTATED:
-        return {
-            "encode": lambda: triton_codecs.encode_rotated(values, planes, 1, _KEY),
-            "decode": lambda: triton_codecs.decode_rotated(planes, 1, _KEY, out),
-        }
+    count, empty = values.numel(), values.new_empty
+    planes = empty((bits, words_per_plane(count)), dtype=torch.int32)
+    headers = empty(block_count(count), dtype=torch.int32)
+    code = CodedValues(
+        flat_planes(planes, headers, count, bits), Treatment(Method(codec), bits), _KEY, count
+    )
     return {
-        "encode": lambda: triton_codecs.encode_minmax(values, planes, _KEY),
-        "decode": lambda: triton_codecs.decode_minmax(planes, out),
+        "encode": lambda: codecs.encode_values(code, values, None),
+        "decode": lambda: codecs.decode_values(code, Decoding(out)),
     }
 
 

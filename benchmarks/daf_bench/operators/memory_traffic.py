@@ -17,10 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from daf.core.code_format import BLOCK_ELEMENTS, HEADER_BYTES_PER_BLOCK, ElementType, block_count
-from daf.kernels import Emission, NormGradient, PageFields, RowGradient
-from daf.kernels.cpu import channel_norm, paged, reductions, row_norm
+from daf.kernels import Codec, NormGradient
+from daf.kernels.cpu import codecs, reductions
+from daf.kernels.cpu.job import Job
 
 _FLOAT_BYTES, _DOUBLE_BYTES = 4, 8
+_WITH_HEADERS = frozenset({Codec.ROTATED, Codec.MINMAX})
+_COUNTED = _WITH_HEADERS | {Codec.MASK, Codec.DERIVATIVE}
 _FRESH = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"})
 
 
@@ -101,71 +104,77 @@ def _counted(traffic: Traffic, module: Any, name: str, rule: Rule) -> Iterator[N
         setattr(module, name, function)
 
 
-def _element_bytes(given: Mapping[str, Any]) -> int:
-    return _FLOAT_BYTES if given["element_type"] is ElementType.FLOAT32 else 2
+def _element_bytes(job: Job) -> int:
+    return _FLOAT_BYTES if job.element_type is ElementType.FLOAT32 else 2
 
 
 def _plane_bytes(count: int, planes: int) -> int:
     return block_count(count) * BLOCK_ELEMENTS // 8 * planes
 
 
-def _code_bytes(fields: PageFields, count: int) -> int:
-    return _plane_bytes(count, fields.kept) + HEADER_BYTES_PER_BLOCK * block_count(count)
+def _code_bytes(codec: Codec, job: Job, count: int) -> int:
+    assert job.pages is not None
+    headers = HEADER_BYTES_PER_BLOCK * block_count(count) if codec in _WITH_HEADERS else 0
+    return _plane_bytes(count, job.pages.kept) + headers
 
 
-def _emission_bytes(emission: Emission | None, count: int) -> int:
+def _emission_bytes(job: Job) -> int:
+    emission = job.emission
     if emission is None:
         return 0
     passes = 1 + (emission.addend_pointer != 0)
-    return passes * _FLOAT_BYTES * count + (_plane_bytes(count, 1) if emission.mask else 0)
+    mask = _plane_bytes(job.elements, 1) if emission.mask else 0
+    return passes * _FLOAT_BYTES * job.elements + mask
 
 
 def _encode(given: Mapping[str, Any]) -> int:
-    fields = given["fields"]
-    count: int = fields.elements
-    read = count * _element_bytes(given)
-    return read + _code_bytes(fields, count) + _emission_bytes(given["emission"], count)
+    codec, job = given["codec"], given["job"]
+    if codec not in _COUNTED:
+        return 0
+    return _code_bytes(codec, job, job.elements) + _read(given)
 
 
 def _decode(given: Mapping[str, Any]) -> int:
-    fields, blocks = given["fields"], given["blocks"]
-    count: int = fields.elements
-    if blocks is not None:
-        count = min(count, blocks[1] * BLOCK_ELEMENTS) - blocks[0] * BLOCK_ELEMENTS
-    passes = 2 if given["accumulate"] else 1
-    mask = _plane_bytes(count, 1) if given["mask"] else 0
-    return passes * count * _element_bytes(given) + _code_bytes(fields, count) + mask
+    codec, job = given["codec"], given["job"]
+    if codec not in _COUNTED:
+        return 0
+    return _code_bytes(codec, job, _written_elements(job)) + _write(job)
 
 
-def _planes_only(given: Mapping[str, Any]) -> int:
-    fields = given["fields"]
-    count: int = fields.elements
-    return count * _element_bytes(given) + _plane_bytes(count, fields.bits)
+def _read(given: Mapping[str, Any]) -> int:
+    job: Job = given["job"]
+    return job.elements * _element_bytes(job) + _emission_bytes(job)
 
 
-def _values(given: Mapping[str, Any]) -> tuple[int, int]:
-    """(elements, bytes) of where a backward pass takes its values from."""
-    fields = given.get("fields")
-    if fields is None:
-        return given["count"], _FLOAT_BYTES * given["count"]
-    return fields.elements, _code_bytes(fields, fields.elements)
+def _copy(given: Mapping[str, Any]) -> int:
+    """Bytes of a pass of backward; what is derived again is not counted."""
+    job: Job = given["job"]
+    if job.gradient is None and job.row_gradient is None:
+        return 0
+    return _FLOAT_BYTES * job.elements + _write(job)
 
 
-def _backward(given: Mapping[str, Any]) -> int:
-    count, values = _values(given)
-    gradient: NormGradient | RowGradient = given["gradient"]
-    passes = 1 + (gradient.destination_pointer != 0)
-    masked = isinstance(gradient, NormGradient) and gradient.mask is not None
-    return passes * _FLOAT_BYTES * count + values + (_plane_bytes(count, 1) if masked else 0)
+def _write(job: Job) -> int:
+    count, gradient = job.elements, job.gradient or job.row_gradient
+    if gradient is not None:
+        passes = 1 + (gradient.destination_pointer != 0)
+        masked = isinstance(gradient, NormGradient) and gradient.mask is not None
+        return passes * _FLOAT_BYTES * count + (_plane_bytes(count, 1) if masked else 0)
+    count = _written_elements(job)
+    mask = _plane_bytes(count, 1) if job.mask else 0
+    return (2 if job.accumulate else 1) * count * _element_bytes(job) + mask
 
 
-def _emit(given: Mapping[str, Any]) -> int:
-    count: int = given["count"]
-    return _FLOAT_BYTES * count + _emission_bytes(given["emission"], count)
+def _written_elements(job: Job) -> int:
+    if job.blocks is None:
+        return job.elements
+    first, last = job.blocks
+    return min(job.elements, last * BLOCK_ELEMENTS) - first * BLOCK_ELEMENTS
 
 
 def _measure(given: Mapping[str, Any]) -> int:
-    return int(given["count"]) * _element_bytes(given)
+    bytes_each = _FLOAT_BYTES if given["element_type"] is ElementType.FLOAT32 else 2
+    return int(given["count"]) * bytes_each
 
 
 def _statistics(given: Mapping[str, Any]) -> int:
@@ -182,20 +191,11 @@ def _factors(given: Mapping[str, Any]) -> int:
 
 
 _RULES: tuple[tuple[Any, str, Rule], ...] = (
-    *((paged, f"encode_{codec}", _encode) for codec in ("rotated", "minmax")),
-    *((paged, f"decode_{codec}", _decode) for codec in ("rotated", "minmax")),
-    *(
-        (paged, f"{way}_{codec}", _planes_only)
-        for codec in ("mask", "derivative")
-        for way in ("encode", "decode")
-    ),
-    *(
-        (module, f"backward_{source}", _backward)
-        for module in (channel_norm, row_norm)
-        for source in ("kept", "rotated", "minmax")
-    ),
-    (channel_norm, "emit", _emit),
-    (channel_norm, "statistics_of_sums", _statistics),
-    (channel_norm, "factors_of_sums", _factors),
+    (codecs, "encode", _encode),
+    (codecs, "decode", _decode),
+    (codecs, "read", _read),
+    (codecs, "copy", _copy),
     (reductions, "measure_sums", _measure),
+    (reductions, "statistics_of_sums", _statistics),
+    (reductions, "factors_of_sums", _factors),
 )

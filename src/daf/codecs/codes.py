@@ -20,7 +20,7 @@ from daf.core.policy import Method, Treatment
 from daf.kernels import RowMoments
 from daf.kernels.backend import element_type
 from daf.kernels.devices import backend_of
-from daf.kernels.normalisation import Channels, NormOutput
+from daf.kernels.normalisation import Channels, CodedValues, Decoding, Encoding, NormOutput
 from daf.pool.paged_pool import plane_importance
 
 
@@ -148,11 +148,11 @@ class ValueCode(_Code):
         if treatment.method not in (Method.ROTATED, Method.MINMAX):
             raise CodecError(f"asked for a value code by {treatment.method}; use rotated or minmax")
         element_type(tensor.dtype)
-        self._hold(_value_planes(store, tensor.numel(), treatment, weight, tag), treatment, key)
-        self.count = tensor.numel()
-        backend = backend_of(tensor)
+        count = tensor.numel()
+        self._hold(count, _value_planes(store, count, treatment, weight, tag), treatment, key)
         with self._writing() as planes, opened(output) as written:
-            backend.encode_values(tensor, planes, treatment, key, channels, rows, written)
+            encoding = Encoding(tensor, channels, rows, written)
+            backend_of(tensor).encode_values(self.at(planes), encoding)
 
     @classmethod
     def packed_elsewhere(
@@ -160,12 +160,16 @@ class ValueCode(_Code):
     ) -> ValueCode:
         """Return the code of a dense tensor whose planes the host packs."""
         code = cls.__new__(cls)
-        code._hold(planes, treatment, key)
-        code.count = tensor.numel()
+        code._hold(tensor.numel(), planes, treatment, key)
         return code
 
-    def _hold(self, planes: Any, treatment: Treatment, key: int) -> None:
-        self.planes, self.treatment, self.key = planes, treatment, key
+    def _hold(self, count: int, planes: Any, treatment: Treatment, key: int) -> None:
+        super().__init__(count, planes)
+        self.treatment, self.key = treatment, key
+
+    def at(self, planes: Any) -> CodedValues:
+        """Return the code as kernels take it, whose ``planes`` are open or pinned."""
+        return CodedValues(planes, self.treatment, self.key, self.count)
 
     def decode(
         self,
@@ -182,8 +186,8 @@ class ValueCode(_Code):
         blocks of 256.
         """
         with self._reading(out, blocks) as planes, pinned(mask) as chosen:
-            code = (planes, self.treatment, self.key)
-            backend_of(out).decode_values(*code, out, channels, chosen, accumulate, blocks)
+            decoding = Decoding(out, channels, chosen, accumulate, blocks)
+            backend_of(out).decode_values(self.at(planes), decoding)
 
 
 class RangedCode(_Code):

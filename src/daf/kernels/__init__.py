@@ -13,12 +13,34 @@ from __future__ import annotations
 
 import ctypes
 import math
-from enum import IntEnum
+from collections.abc import Mapping
+from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
-from daf.core.code_format import WORD_BYTES, words_per_plane
+from daf.core.code_format import MINMAX_BITS, ROTATED_BITS, WORD_BYTES, words_per_plane
 
 ROWS_PER_SPAN = 256  # of sums over rows; as in csrc/norms/rows.h
+
+
+class Codec(StrEnum):
+    """What planes may hold: sections 4 to 6 of ``docs/format.md``."""
+
+    ROTATED = "rotated"
+    MINMAX = "minmax"
+    STEPS = "steps"
+    MASK = "mask"
+    DERIVATIVE = "derivative"
+    INTEGERS = "integers"
+
+
+CODEC_BITS: Mapping[Codec, range | tuple[int, ...]] = {
+    Codec.ROTATED: ROTATED_BITS,
+    Codec.MINMAX: MINMAX_BITS,
+    Codec.STEPS: MINMAX_BITS,
+    Codec.MASK: (1,),
+    Codec.DERIVATIVE: range(1, 9),
+    Codec.INTEGERS: range(1, 65),
+}
 
 
 class ChannelAffine(NamedTuple):

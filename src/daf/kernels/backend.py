@@ -13,18 +13,20 @@ from torch import Tensor
 
 from daf.core.code_format import ElementType, Predicate
 from daf.core.errors import CodecError
-from daf.core.policy import Treatment
-from daf.kernels import RangeStrategy, RowMoments
+from daf.kernels import RangeStrategy
 from daf.kernels.normalisation import (
     Channels,
     CodedValues,
+    Decoding,
+    Encoding,
     Geometry,
     KeptValues,
-    NormOutput,
+    MaskedGradient,
     RowBackward,
     RunningStatistics,
     Statistics,
     Sums,
+    Values,
     VectorGradients,
 )
 
@@ -35,40 +37,16 @@ _ELEMENT_TYPES = {
     torch.bfloat16: ElementType.BFLOAT16,
     torch.float16: ElementType.FLOAT16,
 }
-Values = CodedValues | KeptValues
-Blocks = tuple[int, int] | None  # [first, last) of 256 elements; None: all
 
 
 class Backend(Protocol):
     """Codecs, reductions and normalisations of one type of device."""
 
-    def encode_values(
-        self,
-        source: Tensor,
-        planes: Any,
-        treatment: Treatment,
-        key: int,
-        channels: Channels | None,
-        rows: RowMoments | None,
-        output: NormOutput | None,
-    ) -> None:
-        """Write the *rotated* or *minmax* code of ``channels`` of the source, and ``output`` of it.
+    def encode_values(self, code: CodedValues, encoding: Encoding) -> None:
+        """Write the code of values, and the output that belongs to them."""
 
-        With ``rows``, the vectors of ``channels`` are first measured and written.
-        """
-
-    def decode_values(
-        self,
-        planes: Any,
-        treatment: Treatment,
-        key: int,
-        out: Tensor,
-        channels: Channels | None,
-        mask: Any,
-        accumulate: bool,
-        blocks: Blocks,
-    ) -> None:
-        """Write ``channels`` of the values, accumulate, mask; ``out`` holds ``blocks`` or all."""
+    def decode_values(self, code: CodedValues, decoding: Decoding) -> None:
+        """Write the values from the planes that are left."""
 
     def encode_steps(self, source: Tensor, planes: Any, key: int, to_steps: Channels) -> None:
         """Write the numbers of steps that ``to_steps`` makes of values, rounded stochastically."""
@@ -110,32 +88,14 @@ class Backend(Protocol):
     ) -> Statistics:
         """Measure every channel's statistics; running ones follow in place."""
 
-    def emit(
-        self, x: Tensor, forward: Channels, output: NormOutput, rows: RowMoments | None
-    ) -> None:
-        """Write ``output`` from ``forward`` of the input, measured first with ``rows``."""
+    def emit(self, encoding: Encoding) -> None:
+        """Write an encoding's output without a code."""
 
-    def derive(
-        self,
-        x: Tensor,
-        forward: Channels,
-        out: Tensor,
-        channels: Channels | None,
-        mask: Any,
-        accumulate: bool,
-        blocks: Blocks,
-    ) -> None:
-        """Write again what ``emit`` wrote; the options are those of ``decode_values``."""
+    def derive(self, values: KeptValues, decoding: Decoding) -> None:
+        """Write again what ``emit`` wrote."""
 
-    def sum_gradient(
-        self,
-        values: Values,
-        gradient: Tensor,
-        mask: Any,
-        written: Tensor | None,
-        geometry: Geometry,
-    ) -> Sums:
-        """Return sums of the masked gradient, ``written`` too, and of its products with values."""
+    def sum_gradient(self, values: Values, given: MaskedGradient, geometry: Geometry) -> Sums:
+        """Return sums of the masked gradient, written if asked, and of its products with values."""
 
     def gradient_factors(
         self,
@@ -148,12 +108,7 @@ class Backend(Protocol):
         """Return the factors of ``write_input_gradient``; write the gradients of gamma and beta."""
 
     def write_input_gradient(
-        self,
-        values: Values,
-        gradient: Tensor,
-        mask: Any,
-        written: Tensor,
-        factors: tuple[Channels, Channels],
+        self, values: Values, given: MaskedGradient, factors: tuple[Channels, Channels]
     ) -> None:
         """Write ``masked gradient * b.scale + a(values)``, ``factors`` (a, b), perhaps in place."""
 

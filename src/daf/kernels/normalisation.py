@@ -1,4 +1,4 @@
-"""What the passes of a normalisation read and write on any device: tensors, not addresses.
+"""What kernels are asked for on any device, as tensors: value codes and passes of normalisations.
 
 Element i in memory order is of channel ``(i // inner) % channels``; a row is a channel of one run.
 """
@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from daf.core.policy import Treatment
-from daf.kernels import ChannelAffine
+from daf.core.policy import Method, Treatment
+from daf.kernels import ChannelAffine, Codec, RowMoments
 
 
 class Channels(NamedTuple):
@@ -102,12 +102,17 @@ class NormOutput(NamedTuple):
 
 
 class CodedValues(NamedTuple):
-    """Normalised values in a code."""
+    """Values in a *rotated* or *minmax* code, or room for them; ``planes`` are open or pinned."""
 
     planes: Any
     treatment: Treatment
     key: int
     elements: int
+
+    @property
+    def codec(self) -> Codec:
+        """The codec of the treatment."""
+        return Codec.ROTATED if self.treatment.method is Method.ROTATED else Codec.MINMAX
 
 
 class KeptValues(NamedTuple):
@@ -115,6 +120,42 @@ class KeptValues(NamedTuple):
 
     x: Tensor
     forward: Channels
+
+
+Values = CodedValues | KeptValues
+
+
+class Encoding(NamedTuple):
+    """Values to read, ``channels`` of the source, and the ``output`` to write of them meanwhile.
+
+    With ``rows``, the vectors of ``channels`` are first measured and written.
+    """
+
+    source: Tensor
+    channels: Channels | None = None
+    rows: RowMoments | None = None
+    output: NormOutput | None = None
+
+
+class Decoding(NamedTuple):
+    """Where values go: ``channels`` of them, ``accumulate`` onto ``out``, planes of a ``mask``.
+
+    ``out`` holds ``blocks`` [first, last) of 256 elements; None: all.
+    """
+
+    out: Tensor
+    channels: Channels | None = None
+    mask: Any = None
+    accumulate: bool = False
+    blocks: tuple[int, int] | None = None
+
+
+class MaskedGradient(NamedTuple):
+    """A result's gradient, 0 where the planes of the ``mask`` are clear, and where to write it."""
+
+    gradient: Tensor
+    mask: Any
+    written: Tensor | None
 
 
 class RowBackward(NamedTuple):

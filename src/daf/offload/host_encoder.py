@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from daf.core.code_format import WORD_BYTES, code_bytes
-from daf.core.policy import Method, Treatment
+from daf.core.policy import Treatment
 from daf.kernels import PageFields
-from daf.kernels.backend import element_type
-from daf.kernels.cpu import paged
+from daf.kernels.cpu.backend import CpuBackend
+from daf.kernels.normalisation import CodedValues, Encoding
+
+
+class _Planes(NamedTuple):
+    fields: PageFields
 
 
 def words_for(count: int, bits: int, *, pinned: bool) -> Tensor:
@@ -34,10 +40,6 @@ def encode_on_host(
     count = tensor.numel()
     if words is None:
         words = words_for(count, treatment.bits, pinned=False)
-    fields = PageFields.flat(words.data_ptr(), count, treatment.bits)
-    source = (tensor.data_ptr(), element_type(tensor.dtype), fields)
-    if treatment.method is Method.ROTATED:
-        paged.encode_rotated(*source, treatment.rounds, key, torch.get_num_threads())
-    else:
-        paged.encode_minmax(*source, key, torch.get_num_threads())
+    planes = _Planes(PageFields.flat(words.data_ptr(), count, treatment.bits))
+    CpuBackend().encode_values(CodedValues(planes, treatment, key, count), Encoding(tensor))
     return words

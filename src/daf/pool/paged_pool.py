@@ -3,7 +3,7 @@
 ``csrc/pool/pool.h`` does the work; ``docs/pool.md`` explains and draws it. A :class:`PagedStore` is
 a :class:`daf.pool.store.Store` (buffers that stay whole at one address). It also holds tensors
 plane by plane and evicts the least significant planes when room is needed. Kernels read and write
-pages directly (``daf.kernels.cpu.paged``), without copies.
+pages directly (``daf.kernels.cpu.codecs``), without copies.
 """
 
 from __future__ import annotations

@@ -12,10 +12,12 @@ import torch
 
 from daf.core.code_format import ElementType, block_count
 from daf.core.code_format import words_per_plane as words_of
+from daf.core.policy import Method, Treatment
 from daf.kernels import PageFields
-from daf.kernels.normalisation import Channels
+from daf.kernels.normalisation import Channels, CodedValues, Decoding
 from daf.kernels.reference import codecs as reference
 from daf.kernels.reference.elements import element_dtype
+from daf.kernels.triton import codecs
 from daf.kernels.triton.planes import DevicePlanes, flat_planes, paged_planes
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -59,6 +61,38 @@ def check_guard(tensor: torch.Tensor) -> None:
 def coded(code: reference.Code, count: int, bits: int) -> DevicePlanes:
     headers = to_device(np.ascontiguousarray(code.headers).view(np.uint32).reshape(-1))
     return flat_planes(to_device(np.ascontiguousarray(code.planes)), headers, count, bits)
+
+
+def allocate_flat(count: int, bits: int, *, headers: bool) -> DevicePlanes:
+    """Planes of ``count`` elements, one after the other; content undefined."""
+    planes = torch.empty((bits, words_of(count)), dtype=torch.int32, device=DEVICE)
+    pairs = torch.empty(block_count(count), dtype=torch.int32, device=DEVICE)
+    return flat_planes(planes, pairs if headers else None, count, bits)
+
+
+def rotated_code(planes: DevicePlanes, rounds: int, key: int) -> CodedValues:
+    treatment = Treatment(Method.ROTATED, planes.bits, rounds)
+    return CodedValues(planes, treatment, key, planes.elements)
+
+
+def minmax_code(planes: DevicePlanes, key: int = 0) -> CodedValues:
+    return CodedValues(planes, Treatment(Method.MINMAX, planes.bits), key, planes.elements)
+
+
+def encode_rotated(source, planes, rounds, key, affine=None) -> None:
+    codecs.encode_values(rotated_code(planes, rounds, key), source, affine)
+
+
+def decode_rotated(planes, rounds, key, out, *options, **more) -> None:
+    codecs.decode_values(rotated_code(planes, rounds, key), Decoding(out, *options, **more))
+
+
+def encode_minmax(source, planes, key, affine=None) -> None:
+    codecs.encode_values(minmax_code(planes, key), source, affine)
+
+
+def decode_minmax(planes, out, *options, **more) -> None:
+    codecs.decode_values(minmax_code(planes), Decoding(out, *options, **more))
 
 
 def assert_code(planes: DevicePlanes, expected: reference.Code) -> None:

@@ -7,6 +7,7 @@ import math
 from functools import partial
 from typing import NamedTuple
 
+import native_calls
 import numpy as np
 import pytest
 import torch
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from daf.core.code_format import ElementType, words_per_plane
 from daf.core.errors import KernelError
 from daf.kernels import ChannelAffine, ChannelSums, Emission, NormGradient
-from daf.kernels.cpu import channel_norm, paged, reductions
+from daf.kernels.cpu import reductions
 from daf.kernels.cpu.instruction_sets import instruction_sets, use_instruction_set
 from daf.kernels.reference import channel_norm as reference_norm
 from daf.kernels.reference import codecs as reference
@@ -165,11 +166,11 @@ def code_of(case: Case, codec: str) -> reference.Code | None:
 def run_forward(case: Case, room: Room, codec: str, emission: Emission) -> None:
     source, before, fields = case.x.ctypes.data, native(case.forward), room.code.view.fields
     if codec == "none":
-        channel_norm.emit(source, case.count, before, emission, 1)
+        native_calls.emit(source, case.count, before, emission, 1)
     elif codec == "rotated":
-        paged.encode_rotated(source, F32, fields, 1, KEY, 1, before, emission=emission)
+        native_calls.encode_rotated(source, F32, fields, 1, KEY, 1, before, emission=emission)
     else:
-        paged.encode_minmax(source, F32, fields, KEY, 1, before, emission=emission)
+        native_calls.encode_minmax(source, F32, fields, KEY, 1, before, emission=emission)
     room.seal()
 
 
@@ -184,7 +185,7 @@ def test_the_result_is_derived_again_bit_for_bit(
         room = Room(cases, case)
         source, maps = case.x.ctypes.data, (native(case.forward), native(case.result))
         emission = room.emission(addend=addend, rectify=rectify)
-        channel_norm.emit(source, case.count, maps[0], emission, 1)
+        native_calls.emit(source, case.count, maps[0], emission, 1)
         room.seal()
         written = room.out.opened()
         mask = mask_words(room.mask, case.count) if rectify else None
@@ -202,7 +203,7 @@ def test_the_result_is_derived_again_bit_for_bit(
                 out = cases.guarded(size, np.float32, offset=4)
                 if addend:
                     out.fill(case.addend[there])
-                channel_norm.derive(
+                native_calls.derive(
                     *(source, case.count, *maps, out.address, 1, fields),
                     accumulate=addend,
                     blocks=blocks,
@@ -214,11 +215,11 @@ def test_only_blocks_that_there_are_are_derived(cases) -> None:
     case = make_case(cases, 5000, 7, 1)
     room = Room(cases, case)
     with pytest.raises(KernelError, match="the tensor has 20"):
-        channel_norm.derive(
+        native_calls.derive(
             *(case.x.ctypes.data, case.count, None, None, room.out.address, 1), blocks=(3, 21)
         )
     with pytest.raises(KernelError, match="destination"):
-        channel_norm.derive(case.x.ctypes.data, case.count, None, None, 0, 1)
+        native_calls.derive(case.x.ctypes.data, case.count, None, None, 0, 1)
 
 
 @pytest.mark.parametrize("addend", [False, True])
@@ -228,7 +229,7 @@ def test_a_rectifier_with_an_upper_bound(cases, instruction_set, most, addend) -
         case = make_case(cases, 30_001, 96, 1, kind)
         room = Room(cases, case)
         emission = room.emission(addend=addend, rectify=True, most=most)
-        channel_norm.emit(case.x.ctypes.data, case.count, native(case.forward), emission, 1)
+        native_calls.emit(case.x.ctypes.data, case.count, native(case.forward), emission, 1)
         room.seal()
         expected = oracle_of(case, addend=addend, rectify=True, most=most)
         same_bytes(room.out.opened(), expected.result)
@@ -252,10 +253,10 @@ def test_a_bound_that_lets_nothing_pass_is_refused(cases, most) -> None:
     room = Room(cases, case)
     emission = room.emission(addend=False, rectify=True, most=most)
     with pytest.raises(KernelError, match="give a bound above 0"):
-        channel_norm.emit(case.x.ctypes.data, case.count, native(case.forward), emission, 1)
+        native_calls.emit(case.x.ctypes.data, case.count, native(case.forward), emission, 1)
     without = room.emission(addend=False, rectify=False, most=6.0)
     with pytest.raises(KernelError, match="and a mask"):
-        channel_norm.emit(case.x.ctypes.data, case.count, native(case.forward), without, 1)
+        native_calls.emit(case.x.ctypes.data, case.count, native(case.forward), without, 1)
 
 
 def assert_planes(room: Room, code: reference.Code) -> None:
@@ -304,34 +305,34 @@ def held(case: Case, room: Room, codec: str, threads: int = 1) -> Held:
     if codec == "kept":
         return Held(
             case.values,
-            lambda g: channel_norm.backward_kept(source, case.count, before, g, threads),
+            lambda g: native_calls.backward_kept(source, case.count, before, g, threads),
         )
     fields = room.code.view.fields
     if codec == "rotated":
-        paged.encode_rotated(source, F32, fields, 1, KEY, 1, before)
+        native_calls.encode_rotated(source, F32, fields, 1, KEY, 1, before)
         code = reference.encode_rotated(case.x, fields.bits, 1, KEY, case.forward)
         values = reference.decode_rotated(code, reference.Target(case.count), fields.bits, 1, KEY)
         room.code.seal()
 
         def run(gradient: NormGradient) -> None:
             with room.code.pinned() as view:
-                channel_norm.backward_rotated(view.fields, 1, KEY, gradient, threads)
+                native_calls.backward_rotated(view.fields, 1, KEY, gradient, threads)
     else:
-        paged.encode_minmax(source, F32, fields, KEY, 1, before)
+        native_calls.encode_minmax(source, F32, fields, KEY, 1, before)
         code = reference.encode_minmax(case.x, fields.bits, KEY, case.forward)
         values = reference.decode_minmax(code, reference.Target(case.count), fields.bits)
         room.code.seal()
 
         def run(gradient: NormGradient) -> None:
             with room.code.pinned() as view:
-                channel_norm.backward_minmax(view.fields, gradient, threads)
+                native_calls.backward_minmax(view.fields, gradient, threads)
 
     return Held(values, run)
 
 
 def make_mask(case: Case, room: Room) -> np.ndarray:
     emission = room.emission(addend=True, rectify=True)
-    channel_norm.emit(case.x.ctypes.data, case.count, native(case.forward), emission, 1)
+    native_calls.emit(case.x.ctypes.data, case.count, native(case.forward), emission, 1)
     room.mask.seal()
     return mask_words(room.mask, case.count)
 
@@ -376,7 +377,7 @@ def test_threads_change_nothing(cases, instruction_set) -> None:
         room = Room(cases, case)
         fields, emission = room.code.view.fields, room.emission(addend=True, rectify=True)
         before, source = native(case.forward), case.x.ctypes.data
-        paged.encode_rotated(source, F32, fields, 1, KEY, threads, before, emission=emission)
+        native_calls.encode_rotated(source, F32, fields, 1, KEY, threads, before, emission=emission)
         room.seal()
         expected = oracle_of(case, addend=True, rectify=True)
         same_bytes(room.out.opened(), expected.result)
@@ -386,7 +387,7 @@ def test_threads_change_nothing(cases, instruction_set) -> None:
         with room.code.pinned() as view, room.mask.pinned() as mask:
             at = room.gradient.address
             gradient = NormGradient(at, at, sums=sums.where, mask=mask.fields)
-            channel_norm.backward_rotated(view.fields, 1, KEY, gradient, threads)
+            native_calls.backward_rotated(view.fields, 1, KEY, gradient, threads)
         sums.same_as(
             reference_norm.gradient_sums(values, case.gradient, expected.mask, case.channels, 1)
         )
@@ -398,15 +399,15 @@ def test_planes_given_up_are_not_read(cases, instruction_set) -> None:
     case = make_case(cases, 40 * 4096, 64, 1)
     room = Room(cases, case)
     source, before = case.x.ctypes.data, native(case.forward)
-    paged.encode_rotated(source, F32, room.code.view.fields, 1, KEY, 1, before)
+    native_calls.encode_rotated(source, F32, room.code.view.fields, 1, KEY, 1, before)
     room.seal()
     room.store.evict(5 * 512)
     decoded = np.empty(case.count, np.float32)
     sums = Sums(cases, case)
     with room.code.pinned() as view:
         assert 0 < view.fields.full_runs < view.runs
-        paged.decode_rotated(view.fields, 1, KEY, decoded.ctypes.data, F32, 1)
-        channel_norm.backward_rotated(
+        native_calls.decode_rotated(view.fields, 1, KEY, decoded.ctypes.data, F32, 1)
+        native_calls.backward_rotated(
             view.fields, 1, KEY, NormGradient(room.gradient.address, sums=sums.where), 1
         )
     sums.same_as(reference_norm.gradient_sums(decoded, case.gradient, None, case.channels, 1))
@@ -433,7 +434,7 @@ def test_any_shape(cases, count, channels, inner, addend, store) -> None:
             room = Room(cases, case, store=store)
             fields, emission = room.code.view.fields, room.emission(addend=addend, rectify=True)
             before, source = native(case.forward), case.x.ctypes.data
-            paged.encode_rotated(source, F32, fields, 1, KEY, 1, before, emission=emission)
+            native_calls.encode_rotated(source, F32, fields, 1, KEY, 1, before, emission=emission)
             room.seal()
             same_bytes(room.out.opened(), expected.result)
             same_bytes(mask_words(room.mask, count), expected.mask)
@@ -441,7 +442,7 @@ def test_any_shape(cases, count, channels, inner, addend, store) -> None:
             with room.code.pinned() as view, room.mask.pinned() as mask:
                 at = room.gradient.address
                 gradient = NormGradient(at, sums=sums.where, mask=mask.fields)
-                channel_norm.backward_rotated(view.fields, 1, KEY, gradient, 1)
+                native_calls.backward_rotated(view.fields, 1, KEY, gradient, 1)
             sums.same_as(sums_expected)
 
 
@@ -450,12 +451,12 @@ def test_calls_outside_the_contract_are_refused(cases) -> None:
     room = Room(cases, case)
     at = room.gradient.address
     with pytest.raises(KernelError, match="factors"):
-        channel_norm.backward_kept(case.x.ctypes.data, case.count, None, NormGradient(at, at), 1)
+        native_calls.backward_kept(case.x.ctypes.data, case.count, None, NormGradient(at, at), 1)
     with pytest.raises(KernelError, match="gradient"):
-        channel_norm.backward_kept(case.x.ctypes.data, case.count, None, NormGradient(0), 1)
+        native_calls.backward_kept(case.x.ctypes.data, case.count, None, NormGradient(0), 1)
     with pytest.raises(KernelError, match="destination"):
-        channel_norm.emit(case.x.ctypes.data, case.count, None, Emission(0), 1)
+        native_calls.emit(case.x.ctypes.data, case.count, None, Emission(0), 1)
     other = PlainStore().allocate_planes(256, 1, headers=False)
     emission = Emission(room.out.address, mask=other.view.fields)
     with pytest.raises(KernelError, match="mask"):
-        channel_norm.emit(case.x.ctypes.data, case.count, None, emission, 1)
+        native_calls.emit(case.x.ctypes.data, case.count, None, emission, 1)

@@ -14,7 +14,7 @@ from torch import nn
 
 from daf.core.errors import KernelError
 from daf.kernels import ChannelSums, GradientFactors, RunningMoments
-from daf.kernels.cpu import channel_norm
+from daf.kernels.cpu import reductions
 from daf.kernels.normalisation import Geometry, RunningStatistics
 from daf.kernels.reference import channel_norm as reference_norm
 from daf.kernels.reference.reductions import Sums
@@ -68,13 +68,11 @@ def test_statistics_are_the_oracle_s(rows, count, epsilon, momentum) -> None:
     rooms = [Written(channels), Written(channels), *(Written(channels, each) for each in before)]
     running = RunningMoments(rooms[2].address, rooms[3].address, momentum)
     places = rooms[0].address, rooms[1].address
-    channel_norm.statistics_of_sums(sums_at(sums), count, epsilon, *places, running)
+    reductions.statistics_of_sums(sums_at(sums), count, epsilon, *places, running)
     for room, wanted in zip(rooms, expected, strict=True):
         same_bytes(room.opened(), wanted)
     alone = [Written(channels), Written(channels)]
-    channel_norm.statistics_of_sums(
-        sums_at(sums), count, epsilon, *(each.address for each in alone)
-    )
+    reductions.statistics_of_sums(sums_at(sums), count, epsilon, *(each.address for each in alone))
     for room, wanted in zip(alone, expected[:2], strict=True):
         same_bytes(room.opened(), wanted)
 
@@ -95,7 +93,7 @@ def test_factors_are_the_oracle_s(rows, count, given_) -> None:
     at = [room.address if is_wanted else 0 for room, is_wanted in zip(rooms, wanted, strict=True)]
     read = (sums.sums.ctypes.data, sums.squares.ctypes.data, deviation.ctypes.data)
     factors = GradientFactors(*read, gamma.ctypes.data if has_gamma else 0, *at)
-    channel_norm.factors_of_sums(channels, count, factors)
+    reductions.factors_of_sums(channels, count, factors)
     for room, result, is_wanted in zip(rooms, expected, wanted, strict=True):
         same_bytes(room.opened(), result if is_wanted else np.full(channels, 3.0, np.float32))
 
@@ -107,7 +105,7 @@ def test_flushing_denormals_changes_nothing() -> None:
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor does not flush denormals")
     try:
-        channel_norm.statistics_of_sums(sums_at(sums), 1, 0.0, *(each.address for each in rooms))
+        reductions.statistics_of_sums(sums_at(sums), 1, 0.0, *(each.address for each in rooms))
     finally:
         torch.set_flush_denormal(False)
     for room, wanted in zip(rooms, expected[:2], strict=True):
@@ -149,7 +147,7 @@ def refused(match: str, call: Any, *arguments: Any) -> None:
 def test_calls_outside_the_contract_are_refused() -> None:
     sums, room = sums_at(sums_of([(1.0, 2.0)])), Written(1)
     good = room.address
-    call = channel_norm.statistics_of_sums
+    call = reductions.statistics_of_sums
     refused("statistics of 0 elements; the least is 1", call, sums, 0, 0.0, good, good)
     running = RunningMoments(good, good, 0.1)
     refused("of 1 elements; the least is 2", call, sums, 1, 0.0, good, good, running)
@@ -162,15 +160,15 @@ def test_calls_outside_the_contract_are_refused() -> None:
     no_variance = running._replace(variance_pointer=-8)
     refused("running variance at", call, sums, 2, 0.0, good, good, no_variance)
     factors = GradientFactors(*[good] * 9)
-    refused("factors of 0 elements", channel_norm.factors_of_sums, 1, 0, factors)
-    refused("asked for 0 channels", channel_norm.factors_of_sums, 0, 1, factors)
+    refused("factors of 0 elements", reductions.factors_of_sums, 1, 0, factors)
+    refused("asked for 0 channels", reductions.factors_of_sums, 0, 1, factors)
     for name in factors._fields:
         bad = factors._replace(**{name: 2**64})
-        refused(f"asked for {name} at", channel_norm.factors_of_sums, 1, 1, bad)
+        refused(f"asked for {name} at", reductions.factors_of_sums, 1, 1, bad)
     for name in ("sums_pointer", "inverse_deviation_pointer", "gradient_scale_pointer"):
         refused(
             f"asked for {name} at",
-            channel_norm.factors_of_sums,
+            reductions.factors_of_sums,
             1,
             1,
             factors._replace(**{name: 0}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import native_calls
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from daf.core.code_format import ElementType
 from daf.core.errors import KernelError
 from daf.kernels import ChannelAffine, Emission, RowGradient, RowMoments
-from daf.kernels.cpu import channel_norm, paged, row_norm
+from daf.kernels.cpu import reductions
 from daf.kernels.cpu.instruction_sets import instruction_sets, use_instruction_set
 from daf.kernels.reference import channel_norm as reference_norm
 from daf.kernels.reference import codecs as reference
@@ -84,11 +85,11 @@ class Forward:
         moments, fields = RowMoments(EPSILON, case.centred), self.planes.view.fields
         source, options = self.x.address, (threads, self.affine)
         if codec == "kept":
-            channel_norm.emit(source, case.count, self.affine, emission, threads, moments)
+            native_calls.emit(source, case.count, self.affine, emission, threads, moments)
         elif codec == "rotated":
-            paged.encode_rotated(source, F32, fields, 1, KEY, *options, emission, moments)
+            native_calls.encode_rotated(source, F32, fields, 1, KEY, *options, emission, moments)
         else:
-            paged.encode_minmax(source, F32, fields, KEY, *options, emission, moments)
+            native_calls.encode_minmax(source, F32, fields, KEY, *options, emission, moments)
         self.planes.seal()
 
 
@@ -110,7 +111,7 @@ def run_backward(cases, case: Case, done: Forward, codec: str, *, threads: int =
     gradient = cases.guarded(case.count, np.float32, offset=4).fill(case.gradient)
     other = cases.guarded(case.count, np.float32, offset=8)
     sums, products = (cases.guarded(case.length, np.float64) for _ in range(2))
-    size = row_norm.workspace_bytes(case.count, case.length, threads)
+    size = reductions.rows_workspace_bytes(case.count, case.length, threads)
     workspace = cases.guarded(size, np.uint8, offset=1)
     target = {"over": gradient.address, "beside": other.address, "none": 0}[what["target"]]
     asked = RowGradient(
@@ -126,11 +127,11 @@ def run_backward(cases, case: Case, done: Forward, codec: str, *, threads: int =
     )
     with done.planes.pinned() as view:
         if codec == "kept":
-            row_norm.backward_kept(done.x.address, case.count, done.affine, asked, threads)
+            native_calls.backward_kept(done.x.address, case.count, done.affine, asked, threads)
         elif codec == "rotated":
-            row_norm.backward_rotated(view.fields, 1, KEY, asked, threads)
+            native_calls.backward_rotated(view.fields, 1, KEY, asked, threads)
         else:
-            row_norm.backward_minmax(view.fields, asked, threads)
+            native_calls.backward_minmax(view.fields, asked, threads)
     workspace.opened()
     if what["target"] != "over":
         same_bytes(gradient.opened(), case.gradient)
@@ -217,7 +218,7 @@ def test_planes_given_up_are_not_read(cases, instruction_set) -> None:
     values = np.empty(case.count, np.float32)
     with done.planes.pinned() as view:
         assert 0 < view.fields.full_runs < view.runs
-        paged.decode_rotated(view.fields, 1, KEY, values.ctypes.data, F32, 1)
+        native_calls.decode_rotated(view.fields, 1, KEY, values.ctypes.data, F32, 1)
     x, _, gamma = run_backward(cases, case, done, "rotated", target="over", gamma=True)
     expected = expect_backward(case, values, gamma=True)
     same_bytes(x, expected.x)
@@ -273,21 +274,21 @@ def test_calls_outside_the_contract_are_refused(cases) -> None:
     at, moments = done.x.address, RowMoments(EPSILON, centred=True)
     emission = Emission(done.out.address)
     with pytest.raises(KernelError, match="length that divides"):
-        row_norm.workspace_bytes(33, 8, 1)
+        reductions.rows_workspace_bytes(33, 8, 1)
     with pytest.raises(KernelError, match="room for the affine"):
-        channel_norm.emit(at, case.count, None, emission, 1, moments)
+        native_calls.emit(at, case.count, None, emission, 1, moments)
     with pytest.raises(KernelError, match="room for the affine"):
-        channel_norm.emit(at, case.count, done.affine._replace(inner=4), emission, 1, moments)
+        native_calls.emit(at, case.count, done.affine._replace(inner=4), emission, 1, moments)
     with pytest.raises(KernelError, match="epsilon"):
-        channel_norm.emit(at, case.count, done.affine, emission, 1, RowMoments(-1.0, centred=True))
+        native_calls.emit(at, case.count, done.affine, emission, 1, RowMoments(-1.0, centred=True))
     planes = PagedStore().allocate_planes(case.count, 2, minimum_bits=1)
     options = (planes.view.fields, 1, KEY, 1, done.affine, emission, moments)
     with pytest.raises(KernelError, match="float32"):
-        paged.encode_rotated(at, ElementType.FLOAT16, *options)
+        native_calls.encode_rotated(at, ElementType.FLOAT16, *options)
     good = RowGradient(8, True, at, at, 0, done.scale.address, at, at, at)
     for name in ("gradient", "scale", "sums", "products", "workspace"):
         asked = good._replace(**{f"{name}_pointer": 0})
         with pytest.raises(KernelError, match=name):
-            row_norm.backward_kept(at, case.count, done.affine, asked, 1)
+            native_calls.backward_kept(at, case.count, done.affine, asked, 1)
     with pytest.raises(KernelError, match="length that divides"):
-        row_norm.backward_kept(at, case.count, done.affine, good._replace(length=5), 1)
+        native_calls.backward_kept(at, case.count, done.affine, good._replace(length=5), 1)

@@ -26,9 +26,11 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("no CUDA device; test_gpu_interpreted runs these", allow_module_level=True)
 
+import device_cases
 from device_cases import (
     DEVICE,
     KEY,
+    allocate_flat,
     assert_code,
     bytes_of,
     check_guard,
@@ -42,7 +44,7 @@ from device_cases import (
 )
 
 from daf.kernels.triton import codecs as triton_codecs
-from daf.kernels.triton.planes import allocate_flat, flat_planes
+from daf.kernels.triton.planes import flat_planes
 
 TYPES = tuple(ElementType)
 INPUTS = ("smooth", "wild", "mixed", "broken")
@@ -74,14 +76,14 @@ def check_rotated(source, kind, bits, rounds, key, kept_planes) -> None:
     """The oracle's code, and from the first so many of its planes the oracle's values."""
     count = len(source)
     expected = reference.encode_rotated(source, bits, rounds, key)
-    planes = allocate_flat(count, bits, DEVICE, headers=True)
-    triton_codecs.encode_rotated(elements(source, kind), planes, rounds, key)
+    planes = allocate_flat(count, bits, headers=True)
+    device_cases.encode_rotated(elements(source, kind), planes, rounds, key)
     assert_code(planes, expected)
     for kept in kept_planes:
         part = reference.Code(expected.planes[:kept], expected.headers)
         values = reference.decode_rotated(part, reference.Target(count, kind), bits, rounds, key)
         found = poisoned(count, kind)
-        triton_codecs.decode_rotated(coded(part, count, bits), rounds, key, found)
+        device_cases.decode_rotated(coded(part, count, bits), rounds, key, found)
         assert bytes_of(found) == values.tobytes(), (count, kept)
         check_guard(found)
 
@@ -120,28 +122,28 @@ def test_any_rotated_code_is_the_oracle_s(cases, data, bits, rounds, kind, count
 def test_every_kind_of_input_over_many_blocks(cases, name) -> None:
     source = getattr(cases, name)(MANY)
     for bits, rounds in ((2, 2), (4, 1)):
-        planes = allocate_flat(MANY, bits, DEVICE, headers=True)
-        triton_codecs.encode_rotated(elements(source, ElementType.FLOAT32), planes, rounds, KEY)
+        planes = allocate_flat(MANY, bits, headers=True)
+        device_cases.encode_rotated(elements(source, ElementType.FLOAT32), planes, rounds, KEY)
         expected = reference.encode_rotated(source, bits, rounds, KEY)
         assert_code(planes, expected)
         target = reference.Target(MANY)
         values = reference.decode_rotated(expected, target, bits, rounds, KEY)
         found = poisoned(MANY, ElementType.FLOAT32)
-        triton_codecs.decode_rotated(planes, rounds, KEY, found)
+        device_cases.decode_rotated(planes, rounds, KEY, found)
         assert bytes_of(found) == values.tobytes()
-    planes = allocate_flat(MANY, 5, DEVICE, headers=True)
-    triton_codecs.encode_minmax(elements(source, ElementType.FLOAT32), planes, KEY)
+    planes = allocate_flat(MANY, 5, headers=True)
+    device_cases.encode_minmax(elements(source, ElementType.FLOAT32), planes, KEY)
     assert_code(planes, reference.encode_minmax(source, 5, KEY))
 
 
 @pytest.mark.parametrize("key", [0, 1, 2**32, 2**63 + 16, 2**64 - 1])
 def test_keys_whose_halves_compilers_treat_specially(cases, key) -> None:
     source = cases.smooth(700)
-    rotated = allocate_flat(700, 3, DEVICE, headers=True)
-    triton_codecs.encode_rotated(elements(source, ElementType.FLOAT32), rotated, 2, key)
+    rotated = allocate_flat(700, 3, headers=True)
+    device_cases.encode_rotated(elements(source, ElementType.FLOAT32), rotated, 2, key)
     assert_code(rotated, reference.encode_rotated(source, 3, 2, key))
-    ranged = allocate_flat(700, 4, DEVICE, headers=True)
-    triton_codecs.encode_minmax(elements(source, ElementType.FLOAT32), ranged, key)
+    ranged = allocate_flat(700, 4, headers=True)
+    device_cases.encode_minmax(elements(source, ElementType.FLOAT32), ranged, key)
     assert_code(ranged, reference.encode_minmax(source, 4, key))
 
 
@@ -158,20 +160,20 @@ def test_affine_accumulate_and_mask_come_in_this_order(cases, kind, channels, in
     mask = flat_planes(to_device(words), None, count, 1)
 
     expected = reference.encode_rotated(source, 3, 1, KEY, ours)
-    rotated = allocate_flat(count, 3, DEVICE, headers=True)
-    triton_codecs.encode_rotated(elements(source, kind), rotated, 1, KEY, theirs)
+    rotated = allocate_flat(count, 3, headers=True)
+    device_cases.encode_rotated(elements(source, kind), rotated, 1, KEY, theirs)
     assert_code(rotated, expected)
     found = elements(onto, kind)
-    triton_codecs.decode_rotated(rotated, 1, KEY, found, theirs, mask, accumulate=True)
+    device_cases.decode_rotated(rotated, 1, KEY, found, theirs, mask, accumulate=True)
     values = reference.decode_rotated(expected, target, 3, 1, KEY, ours)
     assert bytes_of(found) == values.tobytes()
 
     expected = reference.encode_minmax(source, 6, KEY, ours)
-    ranged = allocate_flat(count, 6, DEVICE, headers=True)
-    triton_codecs.encode_minmax(elements(source, kind), ranged, KEY, theirs)
+    ranged = allocate_flat(count, 6, headers=True)
+    device_cases.encode_minmax(elements(source, kind), ranged, KEY, theirs)
     assert_code(ranged, expected)
     found = elements(onto, kind)
-    triton_codecs.decode_minmax(ranged, found, theirs, mask, accumulate=True)
+    device_cases.decode_minmax(ranged, found, theirs, mask, accumulate=True)
     assert bytes_of(found) == reference.decode_minmax(expected, target, 6, ours).tobytes()
 
 
@@ -195,7 +197,7 @@ def test_blocks_by_themselves_are_those_of_the_whole(cases, kind) -> None:
         ),
         (coded(ranged, count, 6), reference.decode_minmax(ranged, target, 6, ours), ()),
     ):
-        decode = triton_codecs.decode_rotated if options else triton_codecs.decode_minmax
+        decode = device_cases.decode_rotated if options else device_cases.decode_minmax
         for first, last in ((0, 1), (1, 4), (5, 6), (0, 6)):
             here = slice(first * 256, min(last * 256, count))
             found = elements(onto[here], kind)
@@ -212,11 +214,11 @@ def test_blocks_by_themselves_are_those_of_the_whole(cases, kind) -> None:
 def check_minmax(source, kind, bits, key) -> None:
     count = len(source)
     expected = reference.encode_minmax(source, bits, key)
-    planes = allocate_flat(count, bits, DEVICE, headers=True)
-    triton_codecs.encode_minmax(elements(source, kind), planes, key)
+    planes = allocate_flat(count, bits, headers=True)
+    device_cases.encode_minmax(elements(source, kind), planes, key)
     assert_code(planes, expected)
     found = poisoned(count, kind)
-    triton_codecs.decode_minmax(planes, found)
+    device_cases.decode_minmax(planes, found)
     values = reference.decode_minmax(expected, reference.Target(count, kind), bits)
     assert bytes_of(found) == values.tobytes(), count
     check_guard(found)
@@ -245,7 +247,7 @@ def test_any_minmax_code_is_the_oracle_s(cases, bits, kind, count, name, seed, k
 def check_steps(source, kind, bits, key, affines=(None, None)) -> None:
     count, (ours, theirs) = len(source), affines
     expected = reference.encode_steps(source, bits, key, ours)
-    planes = allocate_flat(count, bits, DEVICE, headers=False)
+    planes = allocate_flat(count, bits, headers=False)
     triton_codecs.encode_steps(elements(source, kind), planes, key, theirs)
     assert bytes_of(planes.region) == np.ascontiguousarray(expected).tobytes(), count
     found = poisoned(count, kind)
@@ -279,7 +281,7 @@ def test_masks_are_the_oracle_s(cases, predicate, low, high, kind) -> None:
     for count in COUNTS:
         source = cases.as_type(cases.broken(count) * np.float32(4), kind)
         expected = reference.encode_mask(source, predicate, low, high)
-        planes = allocate_flat(count, 1, DEVICE, headers=False)
+        planes = allocate_flat(count, 1, headers=False)
         triton_codecs.encode_mask(elements(source, kind), planes, predicate, low, high)
         assert bytes_of(planes.region) == expected.tobytes()
         found = poisoned(count, kind)
@@ -313,7 +315,7 @@ def test_derivative_codes_are_the_oracle_s(cases, bits, kind) -> None:
         source = cases.as_type(cases.gaussian(count, 13), kind)
         expected = reference.encode_derivative(source, bits, borders)
         assert expected is not None
-        planes = allocate_flat(count, bits, DEVICE, headers=False)
+        planes = allocate_flat(count, bits, headers=False)
         assert not triton_codecs.encode_derivative(
             elements(source, kind), planes, to_device(borders)
         )
@@ -329,7 +331,7 @@ def test_derivative_codes_are_the_oracle_s(cases, bits, kind) -> None:
 def test_a_derivative_code_tells_of_what_is_not_finite(cases, value) -> None:
     source = cases.gaussian(40_000)
     source[39_999] = value
-    planes = allocate_flat(40_000, 2, DEVICE, headers=False)
+    planes = allocate_flat(40_000, 2, headers=False)
     borders = to_device(np.array([-1, 0, 1], np.float32))
     assert triton_codecs.encode_derivative(to_device(source), planes, borders)
 
@@ -345,7 +347,7 @@ def test_integers_come_back(cases, item, bits) -> None:
         if not fits:
             continue
         expected = reference.encode_integers(source, bits, base)
-        planes = allocate_flat(count, bits, DEVICE, headers=False)
+        planes = allocate_flat(count, bits, headers=False)
         assert not triton_codecs.encode_integers(to_device(source), planes, base)
         assert bytes_of(planes.region) == expected.tobytes()
         found = torch.zeros(count, dtype=to_device(source).dtype, device=DEVICE)
@@ -355,17 +357,17 @@ def test_integers_come_back(cases, item, bits) -> None:
 
 def test_whole_words_booleans_and_integers_that_do_not_fit(cases) -> None:
     source = cases.words(600, 2).astype(np.int64) * 0x1_0000_0001 - 2**62
-    planes = allocate_flat(600, 64, DEVICE, headers=False)
+    planes = allocate_flat(600, 64, headers=False)
     assert not triton_codecs.encode_integers(to_device(source), planes, 0)
     assert bytes_of(planes.region) == reference.encode_integers(source, 64, 0).tobytes()
     flags = to_device((source % 2).astype(np.int8)).bool()
-    one = allocate_flat(600, 1, DEVICE, headers=False)
+    one = allocate_flat(600, 1, headers=False)
     assert not triton_codecs.encode_integers(flags, one, 0)
     found = torch.zeros_like(flags)
     triton_codecs.decode_integers(one, 0, found)
     assert torch.equal(found, flags)
     source[599] = source[0] + 5
-    narrow = allocate_flat(600, 2, DEVICE, headers=False)
+    narrow = allocate_flat(600, 2, headers=False)
     assert triton_codecs.encode_integers(to_device(source), narrow, int(source[0]))
 
 
@@ -379,11 +381,11 @@ def test_pages_hold_what_flat_planes_hold(cases, count, page_bytes) -> None:
     pairs = np.zeros((block_count(count), 2), np.uint16)
     for encode, expected in (
         (
-            lambda planes: triton_codecs.encode_rotated(to_device(source), planes, 2, KEY),
+            lambda planes: device_cases.encode_rotated(to_device(source), planes, 2, KEY),
             reference.encode_rotated(source, 3, 2, KEY),
         ),
         (
-            lambda planes: triton_codecs.encode_minmax(to_device(source), planes, KEY),
+            lambda planes: device_cases.encode_minmax(to_device(source), planes, KEY),
             reference.encode_minmax(source, 3, KEY),
         ),
     ):
@@ -409,7 +411,7 @@ def test_runs_that_lost_a_plane_decode_from_what_is_left(cases, full_runs, maske
     no_headers = np.zeros((0, 2), np.uint16)
     mask = in_pages(words, no_headers, count, 32, None) if masked else None
     found = poisoned(count, ElementType.FLOAT32)
-    triton_codecs.decode_rotated(planes, 2, KEY, found, mask=mask)
+    device_cases.decode_rotated(planes, 2, KEY, found, mask=mask)
     target = reference.Target(count, mask=words if masked else None)
     whole = reference.decode_rotated(code, target, bits, 2, KEY)
     part = reference.decode_rotated(
@@ -442,31 +444,29 @@ def test_masks_derivatives_and_integers_live_in_pages_too(cases) -> None:
 
 
 def test_calls_outside_the_contract_are_refused() -> None:
-    planes = allocate_flat(300, 4, DEVICE, headers=True)
+    planes = allocate_flat(300, 4, headers=True)
     source = torch.zeros(300, device=DEVICE)
     with pytest.raises(KernelError, match="rounds"):
-        triton_codecs.encode_rotated(source, planes, 3, KEY)
+        device_cases.encode_rotated(source, planes, 3, KEY)
     with pytest.raises(KernelError, match="64 bits"):
-        triton_codecs.encode_rotated(source, planes, 1, 2**64)
+        device_cases.encode_rotated(source, planes, 1, 2**64)
     with pytest.raises(KernelError, match="float64"):
-        triton_codecs.encode_rotated(source.double(), planes, 1, KEY)
+        device_cases.encode_rotated(source.double(), planes, 1, KEY)
     with pytest.raises(KernelError, match="300 elements"):
-        triton_codecs.encode_rotated(source[:299], planes, 1, KEY)
+        device_cases.encode_rotated(source[:299], planes, 1, KEY)
     with pytest.raises(KernelError, match="memory order"):
-        triton_codecs.encode_minmax(source.expand(1, 300).reshape(150, 2).t(), planes, KEY)
+        device_cases.encode_minmax(source.expand(1, 300).reshape(150, 2).t(), planes, KEY)
     with pytest.raises(KernelError, match="given some up"):
-        triton_codecs.decode_minmax(planes._replace(kept=3), source)
+        device_cases.decode_minmax(planes._replace(kept=3), source)
     with pytest.raises(KernelError, match="without headers"):
-        triton_codecs.decode_minmax(allocate_flat(300, 4, DEVICE, headers=False), source)
+        device_cases.decode_minmax(allocate_flat(300, 4, headers=False), source)
     with pytest.raises(KernelError, match="words"):
         flat_planes(torch.zeros((1, 4), dtype=torch.int32), None, 300, 1)
     with pytest.raises(KernelError, match="3 borders"):
-        triton_codecs.encode_derivative(
-            source, allocate_flat(300, 2, DEVICE, headers=False), source
-        )
+        triton_codecs.encode_derivative(source, allocate_flat(300, 2, headers=False), source)
 
 
 def test_nothing_is_done_for_no_elements() -> None:
-    planes = allocate_flat(0, 2, DEVICE, headers=True)
-    triton_codecs.encode_rotated(torch.zeros(0, device=DEVICE), planes, 1, KEY)
+    planes = allocate_flat(0, 2, headers=True)
+    device_cases.encode_rotated(torch.zeros(0, device=DEVICE), planes, 1, KEY)
     assert planes.region.numel() == 0

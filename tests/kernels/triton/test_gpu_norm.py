@@ -29,6 +29,7 @@ if not (INTERPRETED or torch.cuda.is_available()):
 from backends import coding_by_triton
 from device_cases import (
     DEVICE,
+    allocate_flat,
     bytes_of,
     check_guard,
     elements,
@@ -39,11 +40,19 @@ from device_cases import (
     to_device,
 )
 
-from daf.kernels.normalisation import Channels, Geometry, KeptValues, RunningStatistics
+from daf.kernels.normalisation import (
+    Channels,
+    Decoding,
+    Geometry,
+    KeptValues,
+    MaskedGradient,
+    NormOutput,
+    RunningStatistics,
+)
 from daf.kernels.triton import channel_norm as triton_norm
 from daf.kernels.triton import row_norm as triton_rows
 from daf.kernels.triton.backend import TritonBackend
-from daf.kernels.triton.planes import DevicePlanes, allocate_flat
+from daf.kernels.triton.planes import DevicePlanes
 from daf.operators.norms.passes import take_statistics
 
 F32 = ElementType.FLOAT32
@@ -77,7 +86,7 @@ def make_mask(cases, count: int, *, paged: bool) -> tuple[np.ndarray, DevicePlan
     headers = np.zeros((block_count(count), 2), np.uint16)
     if paged:
         return words, in_pages(words, headers, count, 256, None)
-    planes = allocate_flat(count, 1, DEVICE, headers=False)
+    planes = allocate_flat(count, 1, headers=False)
     planes.region.copy_(to_device(words).view(planes.region.shape))
     return words, planes
 
@@ -126,11 +135,11 @@ def test_the_result_and_its_mask_are_the_oracle_s(cases, kind, most, paged) -> N
         found = poisoned(count, kind)
         given = None if added is None else elements(narrow(added, kind), kind)
         source = elements(narrow(x, kind), kind)
-        options = (given, None if most is None else mask, bound)
-        triton_norm.emit(source, theirs, found, result, *options)
+        output = NormOutput(found, result, given, None if most is None else mask, bound)
+        triton_norm.emit(source, theirs, output)
         assert bytes_of(found) == narrow(expected.result, kind).tobytes()
         check_guard(found)
-        triton_norm.emit(source, theirs, source, result, *options)
+        triton_norm.emit(source, theirs, output._replace(out=source))
         assert bytes_of(source) == bytes_of(found), "over its own input"
         if expected.mask is not None:
             words = gathered(mask)[0] if paged else mask.region.cpu().numpy().view(np.uint32)
@@ -157,7 +166,8 @@ def test_parts_of_the_result_are_derived_again(cases, kind) -> None:
                 ours.apply(x, 0), after if result else None, before, words if chosen else None
             )
             found = elements(narrow(onto, kind)[here], kind)
-            triton_norm.derive(source, theirs, found, result, chosen, before is not None, blocks)
+            decoding = Decoding(found, result, chosen, before is not None, blocks)
+            triton_norm.derive(source, theirs, decoding)
             assert bytes_of(found) == narrow(expected, kind)[here].tobytes()
 
 
@@ -367,7 +377,7 @@ def test_a_normalisation_runs_its_own_kernels_and_no_operators_beside(
     with Operators() as seen:
         statistics = take_statistics(x, geometry, 1e-5, running)
         values = KeptValues(x, statistics.forward(1))
-        sums = backend.sum_gradient(values, x, None, None, geometry)
+        sums = backend.sum_gradient(values, MaskedGradient(x, None, None), geometry)
         backend.gradient_factors(
             sums, geometry, statistics.inverse_deviation, vector, (vector, None)
         )
@@ -385,9 +395,9 @@ def test_what_the_kernels_refuse() -> None:
     x = torch.zeros(600, dtype=torch.float32, device=DEVICE)
     forward = Channels(x[:3] + 1, x[:3] + 1, 1)
     with pytest.raises(KernelError, match="give the input's own type"):
-        triton_norm.emit(x, forward, x.half())
+        triton_norm.emit(x, forward, NormOutput(x.half()))
     with pytest.raises(KernelError, match="give a range within"):
-        triton_norm.derive(x, forward, x, blocks=(0, 4))
+        triton_norm.derive(x, forward, Decoding(x, blocks=(0, 4)))
     with pytest.raises(KernelError, match="give a length that divides"):
         triton_rows.RowProducts(x, x[:1], 7, None, centred=True, summing=False)
     with pytest.raises(KernelError, match="300 rows by 7 scales"):

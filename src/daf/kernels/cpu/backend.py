@@ -8,30 +8,34 @@ import torch
 from torch import Tensor
 
 from daf.core.code_format import ElementType, Predicate
-from daf.core.policy import Method, Treatment
 from daf.kernels import (
     ChannelAffine,
     ChannelSums,
+    Codec,
     Emission,
     GradientFactors,
     NormGradient,
     PageFields,
     RangeStrategy,
     RowGradient,
-    RowMoments,
     RunningMoments,
 )
-from daf.kernels.backend import Blocks, Values, element_type
-from daf.kernels.cpu import channel_norm, paged, reductions, row_norm
+from daf.kernels.backend import element_type
+from daf.kernels.cpu import codecs, reductions
+from daf.kernels.cpu.job import Job
 from daf.kernels.normalisation import (
     Channels,
+    CodedValues,
+    Decoding,
+    Encoding,
     Geometry,
     KeptValues,
-    NormOutput,
+    MaskedGradient,
     RowBackward,
     RunningStatistics,
     Statistics,
     Sums,
+    Values,
     VectorGradients,
 )
 
@@ -39,89 +43,55 @@ from daf.kernels.normalisation import (
 class CpuBackend:
     """The backend of the processor, on all of PyTorch's threads; see :class:`Backend`."""
 
-    def encode_values(
-        self,
-        source: Tensor,
-        planes: Any,
-        treatment: Treatment,
-        key: int,
-        channels: Channels | None,
-        rows: RowMoments | None,
-        output: NormOutput | None,
-    ) -> None:
+    def encode_values(self, code: CodedValues, encoding: Encoding) -> None:
         """Encode in one pass over the source."""
-        start, kind, fields = source.data_ptr(), element_type(source.dtype), planes.fields
-        options = (torch.get_num_threads(), _affine(channels), _emission(output), rows)
-        if treatment.method is Method.ROTATED:
-            paged.encode_rotated(start, kind, fields, treatment.rounds, key, *options)
-        else:
-            paged.encode_minmax(start, kind, fields, key, *options)
+        codecs.encode(code.codec, _reading(encoding, **_coded(code)))
 
-    def decode_values(
-        self,
-        planes: Any,
-        treatment: Treatment,
-        key: int,
-        out: Tensor,
-        channels: Channels | None,
-        mask: Any,
-        accumulate: bool,
-        blocks: Blocks,
-    ) -> None:
+    def decode_values(self, code: CodedValues, decoding: Decoding) -> None:
         """Decode in one pass over the resident planes."""
-        kind, threads = element_type(out.dtype), torch.get_num_threads()
-        after = (_affine(channels), _fields(mask), accumulate, blocks)
-        if treatment.method is Method.ROTATED:
-            rounds, place = treatment.rounds, out.data_ptr()
-            paged.decode_rotated(planes.fields, rounds, key, place, kind, threads, *after)
-        else:
-            paged.decode_minmax(planes.fields, out.data_ptr(), kind, threads, *after)
+        codecs.decode(code.codec, _writing(decoding, code.elements, **_coded(code)))
 
     def encode_steps(self, source: Tensor, planes: Any, key: int, to_steps: Channels) -> None:
         """See the protocol."""
-        kind, threads = element_type(source.dtype), torch.get_num_threads()
-        affine = to_steps.pointers()
-        paged.encode_steps(source.data_ptr(), kind, planes.fields, key, threads, affine)
+        job = _reading(Encoding(source, to_steps), pages=planes.fields, key=key)
+        codecs.encode(Codec.STEPS, job)
 
     def decode_steps(self, planes: Any, out: Tensor, from_steps: Channels) -> None:
         """See the protocol."""
-        kind, threads = element_type(out.dtype), torch.get_num_threads()
-        paged.decode_steps(planes.fields, out.data_ptr(), kind, threads, from_steps.pointers())
+        job = _writing(Decoding(out, from_steps), out.numel(), pages=planes.fields)
+        codecs.decode(Codec.STEPS, job)
 
     def encode_mask(
         self, source: Tensor, planes: Any, predicate: Predicate, low: float, high: float
     ) -> None:
         """See the protocol."""
-        start, kind = source.data_ptr(), element_type(source.dtype)
-        threads = torch.get_num_threads()
-        paged.encode_mask(start, kind, planes.fields, predicate, low, high, threads)
+        job = _reading(Encoding(source), pages=planes.fields)
+        codecs.encode(Codec.MASK, job._replace(predicate=predicate, low=low, high=high))
 
     def decode_mask(self, planes: Any, off_value: float, on_value: float, out: Tensor) -> None:
         """See the protocol."""
-        target = (out.data_ptr(), element_type(out.dtype), torch.get_num_threads())
-        paged.decode_mask(planes.fields, off_value, on_value, *target)
+        job = _writing(Decoding(out), out.numel(), pages=planes.fields)
+        codecs.decode(Codec.MASK, job._replace(low=off_value, high=on_value))
 
     def encode_derivative(self, source: Tensor, planes: Any, borders: Tensor) -> bool:
         """See the protocol."""
-        start, kind = source.data_ptr(), element_type(source.dtype)
-        threads = torch.get_num_threads()
-        at = borders.data_ptr()
-        return not paged.encode_derivative(start, kind, planes.fields, at, threads)
+        job = _reading(Encoding(source), pages=planes.fields, table=borders.data_ptr())
+        return not codecs.encode(Codec.DERIVATIVE, job)
 
     def decode_derivative(self, planes: Any, levels: Tensor, out: Tensor) -> None:
         """See the protocol."""
-        target = (out.data_ptr(), element_type(out.dtype), torch.get_num_threads())
-        paged.decode_derivative(planes.fields, levels.data_ptr(), *target)
+        job = _writing(Decoding(out), out.numel(), pages=planes.fields)
+        codecs.decode(Codec.DERIVATIVE, job._replace(table=levels.data_ptr()))
 
     def encode_integers(self, source: Tensor, planes: Any, base: int) -> None:
         """Write ``value - base``; unsigned bytes are read as signed ones, which loses nothing."""
-        start, size = source.data_ptr(), source.element_size()
-        paged.encode_integers(start, size, planes.fields, base, torch.get_num_threads())
+        job = _integers(source, planes.fields, base)
+        codecs.encode(Codec.INTEGERS, job._replace(source=source.data_ptr()))
 
     def decode_integers(self, planes: Any, base: int, out: Tensor) -> None:
         """See the protocol."""
-        target = (out.data_ptr(), out.element_size(), torch.get_num_threads())
-        paged.decode_integers(planes.fields, base, *target)
+        job = _integers(out, planes.fields, base)
+        codecs.decode(Codec.INTEGERS, job._replace(destination=out.data_ptr()))
 
     def measure_ranges(
         self, items: Tensor, strategy: RangeStrategy, channels: int, inner: int
@@ -150,44 +120,24 @@ class CpuBackend:
             followed = RunningMoments(*places, running.momentum)
         written = (found.mean.data_ptr(), found.inverse_deviation.data_ptr())
         per_channel = geometry.per_channel
-        channel_norm.statistics_of_sums(room.where, per_channel, epsilon, *written, followed)
+        reductions.statistics_of_sums(room.where, per_channel, epsilon, *written, followed)
         return found
 
-    def emit(
-        self, x: Tensor, forward: Channels, output: NormOutput, rows: RowMoments | None
-    ) -> None:
+    def emit(self, encoding: Encoding) -> None:
         """See the protocol."""
-        emission, threads = _emission(output), torch.get_num_threads()
-        assert emission is not None
-        channel_norm.emit(x.data_ptr(), x.numel(), forward.pointers(), emission, threads, rows)
+        codecs.read(_reading(encoding))
 
-    def derive(
-        self,
-        x: Tensor,
-        forward: Channels,
-        out: Tensor,
-        channels: Channels | None,
-        mask: Any,
-        accumulate: bool,
-        blocks: Blocks,
-    ) -> None:
+    def derive(self, values: KeptValues, decoding: Decoding) -> None:
         """See the protocol."""
-        source = (x.data_ptr(), x.numel(), forward.pointers(), _affine(channels))
-        threads, bits = torch.get_num_threads(), _fields(mask)
-        channel_norm.derive(*source, out.data_ptr(), threads, bits, accumulate, blocks)
+        job = _writing(decoding, values.x.numel())
+        job = job._replace(source=values.x.data_ptr(), affine=values.forward.pointers())
+        codecs.copy(job)
 
-    def sum_gradient(
-        self,
-        values: Values,
-        gradient: Tensor,
-        mask: Any,
-        written: Tensor | None,
-        geometry: Geometry,
-    ) -> Sums:
+    def sum_gradient(self, values: Values, given: MaskedGradient, geometry: Geometry) -> Sums:
         """Sum in one pass, decoding only the current block."""
-        room = _Room(geometry)
-        places = (gradient.data_ptr(), _pointer(written))
-        _backward(values, NormGradient(*places, sums=room.where, mask=_fields(mask)))
+        room, mask = _Room(geometry), _fields(given.mask)
+        places = (given.gradient.data_ptr(), _pointer(given.written))
+        _read_values(values, gradient=NormGradient(*places, sums=room.where, mask=mask))
         return room.sums
 
     def gradient_factors(
@@ -203,47 +153,27 @@ class CpuBackend:
         scale, shift, of_gradient = torch.empty(3, channels, dtype=torch.float32).unbind()
         vectors = (*sums, inverse_deviation, gamma, scale, shift, of_gradient, *gradients)
         places = GradientFactors(*map(_pointer, vectors))
-        channel_norm.factors_of_sums(channels, geometry.per_channel, places)
+        reductions.factors_of_sums(channels, geometry.per_channel, places)
         return Channels(scale, shift, inner), Channels(of_gradient, of_gradient, inner)
 
     def write_input_gradient(
-        self,
-        values: Values,
-        gradient: Tensor,
-        mask: Any,
-        written: Tensor,
-        factors: tuple[Channels, Channels],
+        self, values: Values, given: MaskedGradient, factors: tuple[Channels, Channels]
     ) -> None:
         """Write in one pass, decoding only the current block."""
+        places = (given.gradient.data_ptr(), _pointer(given.written))
         of_value, of_gradient = (factor.pointers() for factor in factors)
-        places = (gradient.data_ptr(), written.data_ptr())
-        _backward(values, NormGradient(*places, of_value, of_gradient, mask=_fields(mask)))
+        gradient = NormGradient(*places, of_value, of_gradient, mask=_fields(given.mask))
+        _read_values(values, gradient=gradient)
 
     def backward_rows(self, values: Values, job: RowBackward) -> Sums | None:
         """Run backward in one pass, decoding only the current row."""
         threads, count = torch.get_num_threads(), job.gradient.numel()
         sums = Sums(*torch.empty(2, job.length, dtype=torch.float64)) if job.summing else None
-        size_bytes = row_norm.workspace_bytes(count, job.length, threads)
+        size_bytes = reductions.rows_workspace_bytes(count, job.length, threads)
         workspace = torch.empty(size_bytes, dtype=torch.uint8)
-        gradient = RowGradient(
-            job.length,
-            job.centred,
-            job.gradient.data_ptr(),
-            _pointer(job.written),
-            _pointer(job.gamma),
-            job.scale.data_ptr(),
-            0 if sums is None else sums.sums.data_ptr(),
-            0 if sums is None else sums.products.data_ptr(),
-            workspace.data_ptr(),
-        )
-        if isinstance(values, KeptValues):
-            source, affine = values.x.data_ptr(), values.forward.pointers()
-            row_norm.backward_kept(source, count, affine, gradient, threads)
-        elif values.treatment.method is Method.ROTATED:
-            code = (values.planes.fields, values.treatment.rounds, values.key)
-            row_norm.backward_rotated(*code, gradient, threads)
-        else:
-            row_norm.backward_minmax(values.planes.fields, gradient, threads)
+        tensors = (job.gradient, job.written, job.gamma, job.scale, *(sums or (None, None)))
+        places = map(_pointer, (*tensors, workspace))
+        _read_values(values, row_gradient=RowGradient(job.length, job.centred, *places))
         return sums
 
 
@@ -260,24 +190,53 @@ class _Room:
         self.where = ChannelSums(channels, inner, *places)
 
 
-def _backward(values: Values, gradient: NormGradient) -> None:
-    threads = torch.get_num_threads()
+# Jobs hold addresses: keep the tensors alive while one runs.
+
+
+def _reading(encoding: Encoding, **options: Any) -> Job:
+    source, channels, rows, output = encoding
+    emission = None
+    if output is not None:
+        places = (output.out.data_ptr(), _pointer(output.addend))
+        emission = Emission(*places, _affine(output.result), output.most, _fields(output.mask))
+    return Job(
+        *(torch.get_num_threads(), source.numel(), element_type(source.dtype), source.data_ptr()),
+        affine=_affine(channels),
+        rows=rows,
+        emission=emission,
+        **options,
+    )
+
+
+def _writing(decoding: Decoding, elements: int, **options: Any) -> Job:
+    out, channels, mask, accumulate, blocks = decoding
+    return Job(
+        *(torch.get_num_threads(), elements, element_type(out.dtype)),
+        destination=out.data_ptr(),
+        after=_affine(channels),
+        accumulate=accumulate,
+        blocks=blocks,
+        mask=_fields(mask),
+        **options,
+    )
+
+
+def _coded(code: CodedValues) -> dict[str, Any]:
+    return {"pages": code.planes.fields, "rounds": code.treatment.rounds, "key": code.key}
+
+
+def _integers(items: Tensor, pages: PageFields, base: int) -> Job:
+    job = Job(torch.get_num_threads(), items.numel(), pages=pages)
+    return job._replace(item_bytes=items.element_size(), base=base)
+
+
+def _read_values(values: Values, **gradient: Any) -> None:
+    """Run a pass of backward, a ``gradient`` or ``row_gradient``, over values."""
     if isinstance(values, KeptValues):
-        source = (values.x.data_ptr(), values.x.numel(), values.forward.pointers())
-        channel_norm.backward_kept(*source, gradient, threads)
-    elif values.treatment.method is Method.ROTATED:
-        code = (values.planes.fields, values.treatment.rounds, values.key)
-        channel_norm.backward_rotated(*code, gradient, threads)
+        codecs.copy(_reading(Encoding(*values), **gradient))
     else:
-        channel_norm.backward_minmax(values.planes.fields, gradient, threads)
-
-
-def _emission(output: NormOutput | None) -> Emission | None:
-    """Return the output as addresses; keep its tensors alive while they are used."""
-    if output is None:
-        return None
-    places = (output.out.data_ptr(), _pointer(output.addend))
-    return Emission(*places, _affine(output.result), output.most, _fields(output.mask))
+        job = Job(torch.get_num_threads(), values.elements, **_coded(values), **gradient)
+        codecs.decode(values.codec, job)
 
 
 def _affine(channels: Channels | None) -> ChannelAffine | None:

@@ -9,7 +9,6 @@ from daf.core.code_format import ElementType
 from daf.core.errors import KernelError
 from daf.kernels import ChannelAffine, ChannelSums, PageFields
 
-INTEGER_BITS = range(1, 65)
 _MOST_CHANNELS = 2**32
 _MOST_INNER = 2**63
 
@@ -53,12 +52,6 @@ def check_key(key: int) -> None:
         raise KernelError(f"asked for key {key}; a key has 64 bits and no sign")
 
 
-def check_rotation(rounds: int, key: int) -> None:
-    """Check rounds and key of ``rotated``."""
-    check_member("rounds", rounds, (1, 2))
-    check_key(key)
-
-
 def check_item_bytes(item_bytes: int) -> None:
     """Check the item size of packed integers."""
     if item_bytes not in (1, 2, 4, 8):
@@ -79,6 +72,14 @@ def check_channels(channels: int, inner: int) -> None:
         raise KernelError(
             f"asked for {channels} channels, {inner} elements each; both are 1 or more, "
             f"channels below {_MOST_CHANNELS}"
+        )
+
+
+def check_row_length(count: int, length: int) -> None:
+    """Check that rows of ``length`` make up ``count`` elements."""
+    if length < 1 or count % length:
+        raise KernelError(
+            f"asked for rows of {length} in {count} elements; give a length that divides them"
         )
 
 

@@ -25,6 +25,7 @@ from daf.kernels.cpu.checks import (
     check_mask,
     check_member,
     check_pointer,
+    check_row_length,
     check_sums,
 )
 from daf.kernels.cpu.instruction_sets import chosen_instruction_set
@@ -33,7 +34,8 @@ from daf.kernels.cpu.instruction_sets import chosen_instruction_set
 class Job(NamedTuple):
     """The arguments of a native kernel, in the order of ``csrc/bindings/records.h``.
 
-    ``affine`` applies to the values read, ``after`` to those written; addresses are ints.
+    ``affine`` applies to the values read, ``after`` to those written; addresses are ints. ``key``
+    is in [0, 2**64), ``base`` an integer of 64 bits with or without a sign.
     """
 
     threads: int
@@ -79,6 +81,8 @@ def run(kernel: Callable[[str, Job], bool], job: Job, *needed: str) -> bool:
         job = job._replace(mask=job.emission.mask)
     if job.gradient is not None:
         job = job._replace(mask=job.gradient.mask, sums=job.gradient.sums)
+    if job.base < 0:
+        job = job._replace(base=job.base + 2**64)
     check_call(job.elements, job.threads, **{name: getattr(job, name) for name in needed})
     _check_numbers(job)
     check_affine(job.affine)
@@ -87,6 +91,7 @@ def run(kernel: Callable[[str, Job], bool], job: Job, *needed: str) -> bool:
     _check_emission(job.emission)
     _check_rows(job)
     _check_gradient(job)
+    _check_row_gradient(job)
     check_sums(job.sums)
     return kernel(chosen_instruction_set(), job)
 
@@ -142,3 +147,14 @@ def _check_gradient(job: Job) -> None:
         check_pointer("destination", gradient.destination_pointer)
     check_affine(gradient.of_value)
     check_affine(gradient.of_gradient)
+
+
+def _check_row_gradient(job: Job) -> None:
+    gradient = job.row_gradient
+    if gradient is None:
+        return
+    check_row_length(job.elements, gradient.length)
+    places = gradient._asdict()
+    wanted = ("sums", "products") if gradient.sums_pointer or gradient.products_pointer else ()
+    for name in (*wanted, "workspace", *(("gradient", "scale") if job.elements else ())):
+        check_pointer(name, places[f"{name}_pointer"])

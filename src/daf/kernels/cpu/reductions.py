@@ -1,21 +1,31 @@
-"""Ranges and sums of a tensor or of each of its channels, by the native kernels.
+"""Ranges and sums of channels, and what normalisations make of the sums, by the native kernels.
 
 Element ``i`` in memory order is of channel ``(i // inner) % channels``; a whole tensor is one
-channel. Addresses, ``threads`` and errors are as in ``daf.kernels.cpu.paged``. The bytes follow
+channel. Addresses, ``threads`` and errors are as in ``daf.kernels.cpu.codecs``. The bytes follow
 section 8 of ``docs/format.md``, whatever the threads, instruction set or strategy. A workspace may
 lie anywhere and hold anything.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import daf._native as _native
 from daf.core.code_format import ElementType
 from daf.core.errors import KernelError
-from daf.kernels import ChannelSums, RangeStrategy
-from daf.kernels.cpu.checks import check_call, check_channels, check_member, check_pointer
+from daf.kernels import ChannelSums, GradientFactors, RangeStrategy, RunningMoments
+from daf.kernels.cpu.checks import (
+    check_call,
+    check_channels,
+    check_member,
+    check_pointer,
+    check_row_length,
+)
+from daf.kernels.cpu.codecs import read
 from daf.kernels.cpu.job import Job, run
 
 _BY_THE_RULE = -1
+_OPTIONAL_FACTORS = ("gamma_pointer", "of_gamma_pointer", "of_beta_pointer")
 
 
 def range_strategy(count: int, threads: int, channels: int = 1, inner: int = 1) -> RangeStrategy:
@@ -64,8 +74,7 @@ def measure_ranges(
     """
     check_channels(channels, inner)
     places = (least, greatest, workspace)
-    for name, address in zip(("least", "greatest", "workspace"), places, strict=True):
-        check_pointer(name, address)
+    _check_pointers(("least", "greatest", "workspace"), places)
     more = (channels, inner, *places, _strategy_number(strategy))
     job = Job(threads, count, element_type, source)
     run(lambda *call: _native.measure_ranges(*call, *more), job, "source")
@@ -78,23 +87,63 @@ def measure_sums(
 
     NaN and infinities follow float64 arithmetic; NaN is canonical.
     """
-    run(_native.read_blocks, Job(threads, count, element_type, source, sums=sums), "source")
+    read(Job(threads, count, element_type, source, sums=sums))
 
 
-def mean_and_variance(total: float, squares: float, count: int) -> tuple[float, float]:
-    """Return mean and (biased) variance of ``count`` numbers from their sum and sum of squares.
+def statistics_of_sums(
+    sums: ChannelSums,
+    count: int,
+    epsilon: float,
+    mean: int,
+    inverse_deviation: int,
+    running: RunningMoments | None = None,
+) -> None:
+    """Write mean and inverse deviation, float32; ``running`` follow by the unbiased variance.
 
-    ``variance = max(squares / count - mean², 0)`` in float64. Its relative error is about 2⁻⁵² · (1
-    + mean² / variance) times the length of the longest chain of additions. Float32 numbers have 24
-    bits, so float64 has bits to spare for the cancellation.
+    The variance ``max(squares / count - mean², 0)`` is float64's. Its relative error is about 2⁻⁵²
+    · (1 + mean² / variance) times the longest chain of additions: of float32's 24 bits none is lost
+    to cancellation.
 
     Raises:
-        KernelError: there are no numbers.
+        KernelError: outside the contract, or fewer elements than 1 (2 with ``running``).
     """
+    fewest = 1 if running is None else 2
+    if count < fewest:
+        raise KernelError(f"asked for statistics of {count} elements; the least is {fewest}")
+    check_channels(sums.channels, sums.inner)
+    where = (sums.sums_pointer, sums.squares_pointer, mean, inverse_deviation)
+    _check_pointers(("sums", "squares", "mean", "deviation"), where)
+    if running is not None:
+        _check_pointers(("running mean", "running variance"), running[:2])
+    _native.statistics_of_sums(sums.channels, count, epsilon, where, running)
+
+
+def factors_of_sums(channels: int, count: int, factors: GradientFactors) -> None:
+    """Write backward's second factors from its first sums, of channels of ``count`` elements.
+
+    Raises:
+        KernelError: outside the contract, or no elements.
+    """
+    check_channels(channels, 1)
     if count < 1:
-        raise KernelError(f"asked for the mean of {count} numbers; the least is 1")
-    mean = total / count
-    return mean, max(squares / count - mean * mean, 0.0)
+        raise KernelError(f"asked for factors of {count} elements; the least is 1")
+    for name, address in zip(factors._fields, factors, strict=True):
+        if address or name not in _OPTIONAL_FACTORS:
+            check_pointer(name, address)
+    _native.factors_of_sums(channels, count, factors)
+
+
+def rows_workspace_bytes(count: int, length: int, threads: int) -> int:
+    """Return the workspace bytes of backward for ``count`` elements in rows of ``length``."""
+    check_call(count, threads)
+    check_row_length(count, length)
+    size_bytes: int = _native.rows_workspace_bytes(count, length, threads)
+    return size_bytes
+
+
+def _check_pointers(names: tuple[str, ...], addresses: tuple[Any, ...]) -> None:
+    for name, address in zip(names, addresses, strict=True):
+        check_pointer(name, address)
 
 
 def _check_shape(count: int, threads: int, channels: int, inner: int) -> None:

@@ -13,19 +13,21 @@ import torch
 from torch import Tensor
 
 from daf.core.code_format import BLOCK_ELEMENTS, Predicate, block_count
-from daf.core.policy import Method, Treatment
-from daf.kernels import RangeStrategy, RowMoments
-from daf.kernels.backend import PART_BYTES, Blocks, Values
+from daf.kernels import RangeStrategy
+from daf.kernels.backend import PART_BYTES
 from daf.kernels.normalisation import (
     Channels,
     CodedValues,
+    Decoding,
+    Encoding,
     Geometry,
     KeptValues,
-    NormOutput,
+    MaskedGradient,
     RowBackward,
     RunningStatistics,
     Statistics,
     Sums,
+    Values,
     VectorGradients,
 )
 from daf.kernels.triton import channel_norm, codecs, reductions, row_norm
@@ -35,44 +37,18 @@ from daf.kernels.triton.launch import elements_in
 class TritonBackend:
     """The backend of GPUs, on the current stream of the tensors' device; see :class:`Backend`."""
 
-    def encode_values(
-        self,
-        source: Tensor,
-        planes: Any,
-        treatment: Treatment,
-        key: int,
-        channels: Channels | None,
-        rows: RowMoments | None,
-        output: NormOutput | None,
-    ) -> None:
+    def encode_values(self, code: CodedValues, encoding: Encoding) -> None:
         """Measure, encode and write the output, by a kernel each."""
-        items = _items(source)
+        source, channels, rows, output = encoding
         if rows is not None and channels is not None:
-            row_norm.measure_rows(items, channels, rows.epsilon, centred=rows.centred)
-        if treatment.method is Method.ROTATED:
-            codecs.encode_rotated(items, planes, treatment.rounds, key, channels)
-        else:
-            codecs.encode_minmax(items, planes, key, channels)
-        if output is not None and channels is not None:
-            self.emit(source, channels, output, None)
+            row_norm.measure_rows(_items(source), channels, rows.epsilon, centred=rows.centred)
+        codecs.encode_values(code, _items(source), channels)
+        if output is not None:
+            self.emit(encoding._replace(rows=None))
 
-    def decode_values(
-        self,
-        planes: Any,
-        treatment: Treatment,
-        key: int,
-        out: Tensor,
-        channels: Channels | None,
-        mask: Any,
-        accumulate: bool,
-        blocks: Blocks,
-    ) -> None:
+    def decode_values(self, code: CodedValues, decoding: Decoding) -> None:
         """See the protocol."""
-        options = (_items(out), channels, mask, accumulate, blocks)
-        if treatment.method is Method.ROTATED:
-            codecs.decode_rotated(planes, treatment.rounds, key, *options)
-        else:
-            codecs.decode_minmax(planes, *options)
+        codecs.decode_values(code, decoding._replace(out=_items(decoding.out)))
 
     def encode_steps(self, source: Tensor, planes: Any, key: int, to_steps: Channels) -> None:
         """See the protocol."""
@@ -123,48 +99,34 @@ class TritonBackend:
         count = geometry.per_channel
         return Statistics(*channel_norm.channel_statistics(*sums, count, epsilon, running))
 
-    def emit(
-        self, x: Tensor, forward: Channels, output: NormOutput, rows: RowMoments | None
-    ) -> None:
+    def emit(self, encoding: Encoding) -> None:
         """See the protocol."""
-        source = _items(x)
+        source, forward, rows, output = encoding
+        assert forward is not None
+        assert output is not None
         if rows is not None:
-            row_norm.measure_rows(source, forward, rows.epsilon, centred=rows.centred)
+            row_norm.measure_rows(_items(source), forward, rows.epsilon, centred=rows.centred)
         addend = None if output.addend is None else _items(output.addend)
-        options = (output.result, addend, output.mask, output.most)
-        channel_norm.emit(source, forward, _items(output.out), *options)
+        channel_norm.emit(
+            _items(source), forward, output._replace(out=_items(output.out), addend=addend)
+        )
 
-    def derive(
-        self,
-        x: Tensor,
-        forward: Channels,
-        out: Tensor,
-        channels: Channels | None,
-        mask: Any,
-        accumulate: bool,
-        blocks: Blocks,
-    ) -> None:
+    def derive(self, values: KeptValues, decoding: Decoding) -> None:
         """See the protocol."""
-        options = (channels, mask, accumulate, blocks)
-        channel_norm.derive(_items(x), forward, _items(out), *options)
+        x, forward = values
+        channel_norm.derive(_items(x), forward, decoding._replace(out=_items(decoding.out)))
 
-    def sum_gradient(
-        self,
-        values: Values,
-        gradient: Tensor,
-        mask: Any,
-        written: Tensor | None,
-        geometry: Geometry,
-    ) -> Sums:
+    def sum_gradient(self, values: Values, given: MaskedGradient, geometry: Geometry) -> Sums:
         """See the protocol."""
-        given = _items(gradient)
+        gradient, mask, written = given
+        items = _items(gradient)
         if mask is not None and written is not None:
-            codecs.apply_mask(mask, given, _items(written))
-            given, mask = _items(written), None
+            codecs.apply_mask(mask, items, _items(written))
+            items, mask = _items(written), None
         elif written is not None and written is not gradient:
             written.copy_(gradient)
-        sums = channel_norm.ChannelProducts(given, geometry.channels, geometry.inner)
-        for part in self._parts(values, sums.span_blocks, given.device):
+        sums = channel_norm.ChannelProducts(items, geometry.channels, geometry.inner)
+        for part in self._parts(values, sums.span_blocks, items.device):
             sums.add(part, mask)
         return Sums(*sums.totals())
 
@@ -184,18 +146,14 @@ class TritonBackend:
         return of_value, Channels(of_gradient, of_gradient, inner)
 
     def write_input_gradient(
-        self,
-        values: Values,
-        gradient: Tensor,
-        mask: Any,
-        written: Tensor,
-        factors: tuple[Channels, Channels],
+        self, values: Values, given: MaskedGradient, factors: tuple[Channels, Channels]
     ) -> None:
         """See the protocol."""
+        assert given.written is not None
         of_value, of_gradient = factors
-        given, out = _items(gradient), _items(written)
-        for part in self._parts(values, 1, given.device):
-            channel_norm.write_gradient(given, part, out, of_gradient.scale, of_value, mask=mask)
+        items, out, mask = _items(given.gradient), _items(given.written), given.mask
+        for part in self._parts(values, 1, items.device):
+            channel_norm.write_gradient(items, part, out, of_gradient.scale, of_value, mask=mask)
 
     def backward_rows(self, values: Values, job: RowBackward) -> Sums | None:
         """Run two passes over the values: sums by rows and columns, then the input's gradient."""
@@ -236,8 +194,7 @@ class TritonBackend:
         for first in range(0, blocks, step):
             here = (first, min(blocks, first + step))
             part = room[: elements_in(here, count)]
-            code = (values.planes, values.treatment, values.key)
-            self.decode_values(*code, part, None, None, False, here)
+            codecs.decode_values(values, Decoding(part, blocks=here))
             yield channel_norm.Values(part, here)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from daf.core.code_format import BLOCK_ELEMENTS
 from daf.core.errors import KernelError
 from daf.kernels.cpu.checks import check_channels
-from daf.kernels.normalisation import Channels, RunningStatistics
+from daf.kernels.normalisation import Channels, Decoding, NormOutput, RunningStatistics
 from daf.kernels.triton import channel_norm_kernels as device
 from daf.kernels.triton.launch import (
     affine_of,
@@ -71,43 +71,28 @@ class Values(NamedTuple):
         }
 
 
-def emit(
-    source: Tensor,
-    forward: Channels,
-    destination: Tensor,
-    result: Channels | None = None,
-    addend: Tensor | None = None,
-    mask: DevicePlanes | None = None,
-    most: float = math.inf,
-) -> None:
-    """Write ``result`` of the values plus ``addend``, through ReLU up to ``most`` if ``mask``."""
-    count = source.numel()
+def emit(source: Tensor, forward: Channels, output: NormOutput) -> None:
+    """Write ``output`` of the values ``forward`` of the source."""
+    count, addend, most = source.numel(), output.addend, output.most
     elements, kind = patterns(source, count)
     launch(
         device.emit,
         count,
         source.device,
         source=elements,
-        destination=_of_kind(destination, kind, count),
+        destination=_of_kind(output.out, kind, count),
         addend=None if addend is None else _of_kind(addend, kind, count),
-        mask=mask_words(mask, count),
+        mask=mask_words(output.mask, count),
         affine=affine_of(forward),
-        result=affine_of(result),
+        result=affine_of(output.result),
         most=math.nan if most == math.inf else float(most),
         TYPE=kind,
     )
 
 
-def derive(
-    source: Tensor,
-    forward: Channels,
-    destination: Tensor,
-    result: Channels | None = None,
-    mask: DevicePlanes | None = None,
-    accumulate: bool = False,
-    blocks: tuple[int, int] | None = None,
-) -> None:
+def derive(source: Tensor, forward: Channels, decoding: Decoding) -> None:
     """Write ``emit``'s result again, of ``blocks`` or all; accumulate, then apply its mask."""
+    out, result, mask, accumulate, blocks = decoding
     count = source.numel()
     elements, kind = patterns(source, count)
     asked = elements_in(blocks, count)
@@ -117,7 +102,7 @@ def derive(
         source.device,
         first_block=blocks[0] if blocks else 0,
         source=elements,
-        destination=_of_kind(destination, kind, asked),
+        destination=_of_kind(out, kind, asked),
         mask=mask_words(mask, count),
         affine=affine_of(forward),
         result=affine_of(result),

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from daf.core.code_format import MINMAX_BITS, ROTATED_BITS, Predicate
+from daf.core.code_format import Predicate
 from daf.core.errors import KernelError
-from daf.kernels.cpu.checks import INTEGER_BITS, check_key, check_member, check_rotation
-from daf.kernels.normalisation import Channels
+from daf.kernels import CODEC_BITS, Codec
+from daf.kernels.cpu.checks import check_key, check_member
+from daf.kernels.normalisation import Channels, CodedValues, Decoding
 from daf.kernels.triton import bit_codecs, minmax, rotated
 from daf.kernels.triton.launch import (
     affine_of,
@@ -34,85 +35,60 @@ from daf.kernels.triton.launch import (
 )
 from daf.kernels.triton.planes import DevicePlanes
 
-DERIVATIVE_BITS = range(1, 9)
+_ENCODERS = {Codec.ROTATED: rotated.encode_rotated, Codec.MINMAX: minmax.encode_minmax}
+_DECODERS = {Codec.ROTATED: rotated.decode_rotated, Codec.MINMAX: minmax.decode_minmax}
 
 
-def encode_rotated(
-    source: Tensor, planes: DevicePlanes, rounds: int, key: int, affine: Channels | None = None
-) -> None:
-    """Write the headers and the planes that each run has."""
-    check_member("bits", planes.bits, ROTATED_BITS)
-    check_rotation(rounds, key)
-    device, bits = source.device, planes.bits
-    tables: dict[str, Any] = {
-        "thresholds": thresholds_on(device, bits),
-        "levels": levels_on(device, bits, bits)[0],
-    }
-    options: dict[str, Any] = {"full_runs": planes.full_runs, "KEPT": planes.kept, "ROUNDS": rounds}
-    _check_headers(planes)
-    _encode(rotated.encode_rotated, source, planes, key, affine, **tables, **options)
+def encode_values(code: CodedValues, source: Tensor, affine: Channels | None) -> None:
+    """Write the headers, and the planes that each run has, of ``affine`` of the source."""
+    planes = _checked(code.codec, code.planes)
+    tables: dict[str, Any] = {}
+    if code.codec is Codec.ROTATED:
+        bits, device = planes.bits, source.device
+        tables = {"thresholds": thresholds_on(device, bits)}
+        tables |= {"levels": levels_on(device, bits, bits)[0], **_runs(code)}
+    _encode(_ENCODERS[code.codec], source, planes, code.key, affine, **tables)
 
 
-def decode_rotated(
-    planes: DevicePlanes,
-    rounds: int,
-    key: int,
-    destination: Tensor,
-    affine: Channels | None = None,
-    mask: DevicePlanes | None = None,
-    accumulate: bool = False,
-    blocks: tuple[int, int] | None = None,
-) -> None:
+def decode_values(code: CodedValues, decoding: Decoding) -> None:
     """Decode ``blocks`` or all from the resident planes; then affine, accumulate, mask, round.
 
     Raises:
         KernelError: outside the contract, or a run without its first plane.
     """
-    check_member("bits", planes.bits, ROTATED_BITS)
-    check_member("kept planes", planes.kept, range(1, planes.bits + 1))
-    check_rotation(rounds, key)
-    if planes.kept == 1 and planes.full_runs < planes.runs:
-        raise KernelError("asked to decode runs without a plane; each needs its first at least")
-    levels, factors = levels_on(destination.device, planes.bits, planes.kept)
-    options: dict[str, Any] = {"full_runs": planes.full_runs, "KEPT": planes.kept, "ROUNDS": rounds}
-    options |= {"levels": levels, "factors": factors, **key_halves(key)}
-    after = (affine, mask, accumulate, blocks)
-    _decode(rotated.decode_rotated, planes, destination, *after, **options)
+    planes = _checked(code.codec, code.planes)
+    out, channels, mask, accumulate, blocks = decoding
+    options: dict[str, Any] = {"BITS": planes.bits, "ACCUMULATE": accumulate}
+    options |= {"affine": affine_of(channels), "mask": mask_words(mask, planes.elements)}
+    if code.codec is Codec.ROTATED:
+        check_member("kept planes", planes.kept, range(1, planes.bits + 1))
+        if planes.kept == 1 and planes.full_runs < planes.runs:
+            raise KernelError("asked to decode runs without a plane; each needs its first at least")
+        levels, factors = levels_on(out.device, planes.bits, planes.kept)
+        check_key(code.key)
+        options |= {"levels": levels, "factors": factors, **_runs(code), **key_halves(code.key)}
+    count, first = elements_in(blocks, planes.elements), blocks[0] if blocks else 0
+    kernel = _DECODERS[code.codec]
+    _run(kernel, planes, {"destination": out}, count, first_block=first, **options)
 
 
-def encode_minmax(
-    source: Tensor, planes: DevicePlanes, key: int, affine: Channels | None = None
-) -> None:
-    """Write every plane and the headers, rounding stochastically."""
-    _check_whole(planes, MINMAX_BITS)
-    _check_headers(planes)
-    _encode(minmax.encode_minmax, source, planes, key, affine)
-
-
-def decode_minmax(
-    planes: DevicePlanes,
-    destination: Tensor,
-    affine: Channels | None = None,
-    mask: DevicePlanes | None = None,
-    accumulate: bool = False,
-    blocks: tuple[int, int] | None = None,
-) -> None:
-    """Decode all planes; options as in ``decode_rotated``."""
-    _check_whole(planes, MINMAX_BITS)
-    _decode(minmax.decode_minmax, planes, destination, affine, mask, accumulate, blocks)
+def _runs(code: CodedValues) -> dict[str, Any]:
+    check_member("rounds", code.treatment.rounds, (1, 2))
+    planes = code.planes
+    return {"full_runs": planes.full_runs, "KEPT": planes.kept, "ROUNDS": code.treatment.rounds}
 
 
 def encode_steps(
     source: Tensor, planes: DevicePlanes, key: int, affine: Channels | None = None
 ) -> None:
     """Write every plane of the numbers of steps that ``affine`` gives, rounding stochastically."""
-    _check_whole(planes, MINMAX_BITS)
+    _checked(Codec.STEPS, planes)
     _encode(minmax.encode_steps, source, planes, key, affine)
 
 
 def decode_steps(planes: DevicePlanes, destination: Tensor, affine: Channels | None = None) -> None:
     """Write every number of steps, after the affine."""
-    _check_whole(planes, MINMAX_BITS)
+    _checked(Codec.STEPS, planes)
     options: dict[str, Any] = {"affine": affine_of(affine), "BITS": planes.bits}
     _run(minmax.decode_steps, planes, {"destination": destination}, **options)
 
@@ -121,7 +97,7 @@ def encode_mask(
     source: Tensor, planes: DevicePlanes, predicate: Predicate, low: float, high: float
 ) -> None:
     """Write one plane of ``predicate``; bounds are rounded to float32."""
-    _check_whole(planes, (1,))
+    _checked(Codec.MASK, planes)
     check_member("predicate", predicate, tuple(Predicate))
     bounds: dict[str, Any] = {
         "low": float(low),
@@ -135,7 +111,7 @@ def decode_mask(
     planes: DevicePlanes, off_value: float, on_value: float, destination: Tensor
 ) -> None:
     """Write ``on_value`` where the bit is set and ``off_value`` elsewhere."""
-    _check_whole(planes, (1,))
+    _checked(Codec.MASK, planes)
     values: dict[str, Any] = {
         "off_bits": _float32_bits(off_value),
         "on_bits": _float32_bits(on_value),
@@ -154,7 +130,7 @@ def apply_mask(planes: DevicePlanes, gradient: Tensor, destination: Tensor) -> N
     Raises:
         KernelError: outside the contract, or two dtypes.
     """
-    _check_whole(planes, (1,))
+    _checked(Codec.MASK, planes)
     if gradient.dtype != destination.dtype:
         raise KernelError(f"asked for {destination.dtype} of {gradient.dtype}; give one type")
     places: dict[str, Any] = {"gradient": gradient, "destination": destination}
@@ -166,7 +142,7 @@ def encode_derivative(source: Tensor, planes: DevicePlanes, borders: Tensor) -> 
 
     Returns () int32 on the device, nonzero if an element is not finite: the planes are worthless.
     """
-    _check_whole(planes, DERIVATIVE_BITS)
+    _checked(Codec.DERIVATIVE, planes)
     _check_table("borders", borders, 2**planes.bits - 1)
     broken = torch.zeros((), dtype=torch.int32, device=source.device)
     options: dict[str, Any] = {"borders": borders, "broken": broken, "BITS": planes.bits}
@@ -176,7 +152,7 @@ def encode_derivative(source: Tensor, planes: DevicePlanes, borders: Tensor) -> 
 
 def decode_derivative(planes: DevicePlanes, levels: Tensor, destination: Tensor) -> None:
     """Write the level of every code; ``levels`` holds ``2**bits`` float32 numbers."""
-    _check_whole(planes, DERIVATIVE_BITS)
+    _checked(Codec.DERIVATIVE, planes)
     _check_table("levels", levels, 2**planes.bits)
     options: dict[str, Any] = {"levels": levels, "BITS": planes.bits}
     _run(bit_codecs.decode_derivative, planes, {"destination": destination}, **options)
@@ -187,7 +163,7 @@ def encode_integers(source: Tensor, planes: DevicePlanes, base: int) -> Tensor:
 
     Returns () int32 on the device, nonzero if a difference is too wide: the planes are worthless.
     """
-    _check_whole(planes, INTEGER_BITS)
+    _checked(Codec.INTEGERS, planes)
     too_wide = torch.zeros((), dtype=torch.int32, device=source.device)
     options: dict[str, Any] = {"too_wide": too_wide, "BITS": planes.bits, **base_halves(base)}
     items = integer_items(source, planes.elements)
@@ -198,7 +174,7 @@ def encode_integers(source: Tensor, planes: DevicePlanes, base: int) -> Tensor:
 
 def decode_integers(planes: DevicePlanes, base: int, destination: Tensor) -> None:
     """Write ``code + base`` into signed items or booleans."""
-    _check_whole(planes, INTEGER_BITS)
+    _checked(Codec.INTEGERS, planes)
     options: dict[str, Any] = {"planes": planes.words, "BITS": planes.bits, **base_halves(base)}
     items = integer_items(destination, planes.elements)
     where = (planes.elements, destination.device)
@@ -218,23 +194,6 @@ def _encode(
     _run(kernel, planes, {"source": source}, **options)
 
 
-def _decode(
-    kernel: Any,
-    planes: DevicePlanes,
-    destination: Tensor,
-    affine: Channels | None,
-    mask: DevicePlanes | None,
-    accumulate: bool,
-    blocks: tuple[int, int] | None,
-    **options: Any,
-) -> None:
-    _check_headers(planes)
-    options |= {"affine": affine_of(affine), "mask": mask_words(mask, planes.elements)}
-    options |= {"first_block": blocks[0] if blocks else 0, "ACCUMULATE": accumulate}
-    count = elements_in(blocks, planes.elements)
-    _run(kernel, planes, {"destination": destination}, count, BITS=planes.bits, **options)
-
-
 def _run(
     kernel: Any,
     planes: DevicePlanes,
@@ -251,18 +210,16 @@ def _run(
     launch(kernel, count, device, planes=planes.words, TYPE=kind, **elements, **options)
 
 
-def _check_whole(planes: DevicePlanes, widths: range | tuple[int, ...]) -> None:
-    check_member("bits", planes.bits, widths)
-    if not planes.is_whole:
+def _checked(codec: Codec, planes: DevicePlanes) -> DevicePlanes:
+    check_member("bits", planes.bits, CODEC_BITS[codec])
+    if codec is not Codec.ROTATED and not planes.is_whole:
         raise KernelError(
             f"asked for all {planes.bits} planes of a tensor that has given some up; "
             "only rotated codes can be read from fewer"
         )
-
-
-def _check_headers(planes: DevicePlanes) -> None:
-    if planes.headers is None:
+    if codec in _ENCODERS and planes.headers is None:
         raise KernelError("asked for a value code without headers; allocate them with the planes")
+    return planes
 
 
 def _check_table(name: str, table: Tensor, entries: int) -> None:

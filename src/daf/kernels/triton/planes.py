@@ -50,13 +50,6 @@ class DevicePlanes(NamedTuple):
         return self.kept == self.bits and self.full_runs == self.runs
 
 
-def allocate_flat(count: int, bits: int, device: torch.device, *, headers: bool) -> DevicePlanes:
-    """Allocate planes of ``count`` elements, one after the other; content undefined."""
-    planes = torch.empty((bits, words_per_plane(count)), dtype=torch.int32, device=device)
-    pairs = torch.empty(block_count(count), dtype=torch.int32, device=device) if headers else None
-    return flat_planes(planes, pairs, count, bits)
-
-
 def flat_planes(planes: Tensor, headers: Tensor | None, count: int, bits: int) -> DevicePlanes:
     """Return the first planes of a ``bits``-bit code: (kept, words) int32; headers (blocks,) int32.
 

@@ -15,18 +15,20 @@ from torch import Tensor
 from daf.codecs.codes import MaskCode, ValueCode, check_count, opened, pinned
 from daf.core.policy import Method, Treatment
 from daf.kernels import RowMoments
-from daf.kernels.backend import Values as Source
 from daf.kernels.devices import backend_of
 from daf.kernels.normalisation import (
     Channels,
-    CodedValues,
+    Decoding,
+    Encoding,
     Geometry,
     KeptValues,
+    MaskedGradient,
     NormOutput,
     RowBackward,
     RunningStatistics,
     Statistics,
     Sums,
+    Values,
 )
 
 NormValues = ValueCode | KeptValues
@@ -56,8 +58,9 @@ class ComputedValues:
         """Write the values bit for bit as ``emit`` did; options as in ``ValueCode.decode``."""
         check_count(self.count, out, blocks)
         with pinned(mask) as chosen:
-            x, options = self._read(), (channels, chosen, accumulate, blocks)
-            backend_of(x).derive(x, self._forward, out, *options)
+            kept = KeptValues(self._read(), self._forward)
+            decoding = Decoding(out, channels, chosen, accumulate, blocks)
+            backend_of(out).derive(kept, decoding)
 
 
 def take_statistics(
@@ -80,8 +83,7 @@ def unmeasured(x: Tensor, length: int) -> Channels:
 def emit(x: Tensor, forward: Channels, output: NormOutput, rows: RowMoments | None = None) -> None:
     """Run forward without a code; with ``rows`` the affine is measured on the way."""
     with opened(output) as written:
-        assert written is not None
-        backend_of(x).emit(x, forward, written, rows)
+        backend_of(x).emit(Encoding(x, forward, rows, written))
 
 
 def sum_gradient(
@@ -96,7 +98,8 @@ def sum_gradient(
     ``written`` receives the masked gradient; it may be ``gradient`` itself.
     """
     with _read(values) as source, pinned(mask) as chosen:
-        return backend_of(gradient).sum_gradient(source, gradient, chosen, written, geometry)
+        given = MaskedGradient(gradient, chosen, written)
+        return backend_of(gradient).sum_gradient(source, given, geometry)
 
 
 def write_input_gradient(
@@ -111,7 +114,8 @@ def write_input_gradient(
     ``factors`` are (a, b); ``written`` may be ``gradient`` itself.
     """
     with _read(values) as source, pinned(mask) as chosen:
-        backend_of(gradient).write_input_gradient(source, gradient, chosen, written, factors)
+        given = MaskedGradient(gradient, chosen, written)
+        backend_of(gradient).write_input_gradient(source, given, factors)
 
 
 def backward_rows(values: NormValues, job: RowBackward) -> Sums | None:
@@ -121,9 +125,9 @@ def backward_rows(values: NormValues, job: RowBackward) -> Sums | None:
 
 
 @contextmanager
-def _read(values: NormValues) -> Iterator[Source]:
+def _read(values: NormValues) -> Iterator[Values]:
     if isinstance(values, KeptValues):
         yield values
         return
     with values.planes.pinned() as planes:
-        yield CodedValues(planes, values.treatment, values.key, values.count)
+        yield values.at(planes)

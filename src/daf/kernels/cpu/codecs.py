@@ -1,0 +1,97 @@
+"""The native kernels of planes and of blocks: a :class:`Job` each, checked and completed.
+
+Nothing is allocated here; the caller pins pages. ``Job.threads`` bounds the threads used, the
+caller's included. Small inputs use one, and the bytes never depend on it. A job with a ``gradient``
+or ``row_gradient`` runs a pass of backward over the values that are read, a block or a row at a
+time, in place of writing them. Each function raises KernelError when called outside its contract.
+"""
+
+from __future__ import annotations
+
+import daf._native as _native
+from daf.core.code_format import Predicate
+from daf.core.code_tables import rotated_level_factor, rotated_levels, rotated_thresholds
+from daf.core.errors import KernelError
+from daf.kernels import CODEC_BITS, Codec, PageFields
+from daf.kernels.cpu.checks import (
+    check_borders,
+    check_fields,
+    check_item_bytes,
+    check_member,
+    check_pointer,
+    check_whole,
+    is_whole,
+)
+from daf.kernels.cpu.job import Job, run
+
+
+def encode(codec: Codec, job: Job) -> bool:
+    """Write the planes that each run of ``job.pages`` has, and the headers, of the source.
+
+    Returns False if an element is not finite (derivative codes: the planes are worthless).
+
+    Raises:
+        KernelError: also if an integer's difference from the base does not fit the planes.
+    """
+    pages = _checked(codec, job)
+    if codec is Codec.ROTATED:
+        thresholds, levels = rotated_thresholds(pages.bits), rotated_levels(pages.bits, pages.bits)
+        job = job._replace(thresholds=thresholds.ctypes.data, levels=levels.ctypes.data)
+    elif codec is Codec.DERIVATIVE:
+        check_borders(job.table, 2**pages.bits - 1)
+    elif codec is Codec.MASK:
+        check_member("predicate", job.predicate, tuple(Predicate))
+    done = run(getattr(_native, f"encode_{codec}"), job, "source")
+    if codec is Codec.INTEGERS and not done:
+        raise KernelError(
+            f"asked for {pages.bits}-bit codes from {job.base} up; some item needs more bits: "
+            "measure the range first"
+        )
+    return done
+
+
+def decode(codec: Codec, job: Job) -> None:
+    """Write the values, ``rotated`` ones from the planes that each run has left.
+
+    In this order: ``after``, ``accumulate`` onto the destination, ``mask`` (of equal count, pages
+    of any size: a clear bit gives +0), rounding. With ``blocks`` (first, last), the destination
+    holds only these blocks of 256; all else is the whole tensor's.
+    """
+    pages = _checked(codec, job)
+    if codec is Codec.ROTATED:
+        job = _with_levels(job, pages.bits, pages.kept, has_shorter_runs=not is_whole(pages))
+    elif codec is Codec.DERIVATIVE:
+        check_pointer("levels", job.table)
+    run(getattr(_native, f"decode_{codec}"), job, *_written(job))
+
+
+def read(job: Job) -> None:
+    """Read the source's blocks, after ``affine``, for the job's ``emission`` or ``sums``."""
+    run(_native.read_blocks, job, "source")
+
+
+def copy(job: Job) -> None:
+    """Write ``affine`` of the source, with the options of ``decode``."""
+    run(_native.copy_blocks, job, "source", *_written(job))
+
+
+def _checked(codec: Codec, job: Job) -> PageFields:
+    assert job.pages is not None
+    if codec is Codec.INTEGERS:
+        check_item_bytes(job.item_bytes)
+    check = check_fields if codec is Codec.ROTATED else check_whole
+    return check(job.pages, CODEC_BITS[codec])
+
+
+def _written(job: Job) -> tuple[str, ...]:
+    return () if job.gradient or job.row_gradient else ("destination",)
+
+
+def _with_levels(job: Job, bits: int, kept: int, *, has_shorter_runs: bool) -> Job:
+    """Return the job with the merged-cell tables of both widths that runs have."""
+    levels, factor = rotated_levels(bits, kept).ctypes.data, rotated_level_factor(bits, kept)
+    job = job._replace(levels=levels, level_factor=factor)
+    if not has_shorter_runs:
+        return job
+    shorter, factor = rotated_levels(bits, kept - 1), rotated_level_factor(bits, kept - 1)
+    return job._replace(shorter_levels=shorter.ctypes.data, shorter_level_factor=factor)

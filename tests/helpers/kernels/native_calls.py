@@ -1,0 +1,131 @@
+"""The native kernels called with addresses, one function for each: the jobs that they are given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from daf.core.code_format import ElementType, Predicate
+from daf.kernels import ChannelAffine, Codec, Emission, NormGradient, PageFields, RowGradient
+from daf.kernels.cpu import codecs
+from daf.kernels.cpu.job import Job
+
+
+def _encode(codec, source, element_type, fields, threads, **options: Any) -> bool:
+    job = Job(threads, fields.elements, element_type, source, pages=fields, **options)
+    return codecs.encode(codec, job)
+
+
+def _decode(codec, fields, destination, element_type, threads, **options: Any) -> None:
+    job = Job(threads, fields.elements, element_type, destination=destination, pages=fields)
+    codecs.decode(codec, job._replace(**options))
+
+
+def encode_rotated(
+    source, element_type, fields, rounds, key, threads, affine=None, emission=None, rows=None
+) -> None:
+    options = {"rounds": rounds, "key": key, "affine": affine, "emission": emission, "rows": rows}
+    _encode(Codec.ROTATED, source, element_type, fields, threads, **options)
+
+
+def decode_rotated(
+    fields: PageFields,
+    rounds: int,
+    key: int,
+    destination: int,
+    element_type: ElementType,
+    threads: int,
+    affine: ChannelAffine | None = None,
+    mask: PageFields | None = None,
+    accumulate: bool = False,
+    blocks: tuple[int, int] | None = None,
+) -> None:
+    options = {"after": affine, "mask": mask, "accumulate": accumulate, "blocks": blocks}
+    options |= {"rounds": rounds, "key": key}
+    _decode(Codec.ROTATED, fields, destination, element_type, threads, **options)
+
+
+def encode_minmax(
+    source, element_type, fields, key, threads, affine=None, emission=None, rows=None
+) -> None:
+    options = {"key": key, "affine": affine, "emission": emission, "rows": rows}
+    _encode(Codec.MINMAX, source, element_type, fields, threads, **options)
+
+
+def decode_minmax(
+    fields, destination, element_type, threads, affine=None, mask=None, accumulate=False, **blocks
+) -> None:
+    options = {"after": affine, "mask": mask, "accumulate": accumulate, **blocks}
+    _decode(Codec.MINMAX, fields, destination, element_type, threads, **options)
+
+
+def encode_steps(source, element_type, fields, key, threads, affine=None) -> None:
+    _encode(Codec.STEPS, source, element_type, fields, threads, key=key, affine=affine)
+
+
+def decode_steps(fields, destination, element_type, threads, affine=None) -> None:
+    _decode(Codec.STEPS, fields, destination, element_type, threads, after=affine)
+
+
+def encode_mask(
+    source: int,
+    element_type: ElementType,
+    fields: PageFields,
+    predicate: Predicate,
+    low: float,
+    high: float,
+    threads: int,
+) -> None:
+    options = {"predicate": predicate, "low": low, "high": high}
+    _encode(Codec.MASK, source, element_type, fields, threads, **options)
+
+
+def decode_mask(fields, off_value, on_value, destination, element_type, threads) -> None:
+    options = {"low": off_value, "high": on_value}
+    _decode(Codec.MASK, fields, destination, element_type, threads, **options)
+
+
+def encode_derivative(source, element_type, fields, borders, threads) -> bool:
+    return _encode(Codec.DERIVATIVE, source, element_type, fields, threads, table=borders)
+
+
+def decode_derivative(fields, levels, destination, element_type, threads) -> None:
+    _decode(Codec.DERIVATIVE, fields, destination, element_type, threads, table=levels)
+
+
+def encode_integers(source, item_bytes, fields, base, threads) -> None:
+    options = {"item_bytes": item_bytes, "base": base}
+    _encode(Codec.INTEGERS, source, ElementType.FLOAT32, fields, threads, **options)
+
+
+def decode_integers(fields, base, destination, item_bytes, threads) -> None:
+    options = {"item_bytes": item_bytes, "base": base}
+    _decode(Codec.INTEGERS, fields, destination, ElementType.FLOAT32, threads, **options)
+
+
+def emit(source, count, affine, emission: Emission, threads, rows=None) -> None:
+    codecs.read(Job(threads, count, source=source, affine=affine, emission=emission, rows=rows))
+
+
+def derive(
+    source, count, affine, result, destination, threads, mask=None, accumulate=False, blocks=None
+) -> None:
+    job = Job(threads, count, source=source, affine=affine, destination=destination, after=result)
+    codecs.copy(job._replace(mask=mask, accumulate=accumulate, blocks=blocks))
+
+
+def _gradient(gradient: NormGradient | RowGradient) -> dict[str, Any]:
+    return {"gradient" if isinstance(gradient, NormGradient) else "row_gradient": gradient}
+
+
+def backward_kept(source, count, affine, gradient, threads) -> None:
+    codecs.copy(Job(threads, count, source=source, affine=affine, **_gradient(gradient)))
+
+
+def backward_rotated(fields, rounds, key, gradient, threads) -> None:
+    code = {"pages": fields, "rounds": rounds, "key": key}
+    codecs.decode(Codec.ROTATED, Job(threads, fields.elements, **code, **_gradient(gradient)))
+
+
+def backward_minmax(fields, gradient, threads) -> None:
+    job = Job(threads, fields.elements, pages=fields, **_gradient(gradient))
+    codecs.decode(Codec.MINMAX, job)
