@@ -305,7 +305,7 @@ def test_every_codec_of_a_gpu_is_called() -> None:
     """No kernel is kept that only its own tests run."""
     path = SOURCE / "daf" / "kernels" / "triton" / "codecs.py"
     offered = {each.name for each in syntax(path).body if is_public(each)}
-    assert {"encode_rotated", "apply_mask"} <= offered
+    assert {"encode_values", "apply_mask"} <= offered
     assert offered <= attributes_of("codecs")
 
 
