@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from daf.core.units import format_bytes
 from daf.memory.device_memory import DeviceMemory
-from daf.memory.limit_protocol import GiveBack
+from daf.memory.limit_protocol import GiveBack, Keeper
 
 # Closer to the limit than this, look again soon.
 NEAR_BYTES = 64 * 2**20
@@ -45,26 +43,19 @@ def _leave(memory: DeviceMemory) -> None:
         memory.limit_to_share(share)
 
 
-class DeviceKeeper:
+class DeviceKeeper(Keeper):
     """Keeps what PyTorch reserves on a device within a budget and the share that the user set."""
 
     recycles = True
     can_refuse = True
 
     def __init__(self, memory: DeviceMemory, give_back: GiveBack = lambda _: 0) -> None:
+        super().__init__(give_back, threading.RLock())
         self._memory = memory
-        self._give_back = give_back
-        self._lock = threading.RLock()
         self._total_bytes = 0
         self._share_before: float | None = None
         self._left: weakref.finalize[..., DeviceKeeper] | None = None
         self._share_now: float | None = None
-        self._limit_bytes: int | None = None
-        self._unbounded = 0
-        self._must_finish = False
-        self.settings: list[str] = []
-        self.spare_more_bytes = 0
-        self.missing_bytes = 0
 
     @property
     def overrun_bytes(self) -> int:
@@ -123,9 +114,6 @@ class DeviceKeeper:
             self._apply()
             self._shrink()
 
-    def expect(self, expected_bytes: int) -> None:
-        """Do nothing: blocks are kept for reuse up to the bound."""
-
     def follow_growth(self) -> bool:
         """Return True if the bound is near; only the allocator's own memory counts here."""
         with self._lock:
@@ -171,27 +159,19 @@ class DeviceKeeper:
             self._must_finish = True
             self._apply()
 
-    @contextmanager
-    def unbounded(self, needed_bytes: int = 0) -> Iterator[None]:
-        """Lift the limit inside, for what must not fail half-way: the optimizer's step.
+    def _before_unbounded(self, needed_bytes: int) -> None:
+        """Free the cache where ``needed_bytes`` could pass the bound.
 
-        Without a limit the allocator takes new blocks before it frees its cache, so the cache is
-        freed first where ``needed_bytes`` could pass the bound.
+        Without a limit the allocator takes new blocks before it frees its cache.
         """
         with self._lock:
             is_tight = self._limit_bytes is not None and not self._unbounded
             if is_tight and self._memory.held_bytes() + needed_bytes > (self._limit_bytes or 0):
                 self._memory.release_cached()
-        self._change_unbounded(1)
-        try:
-            yield
-        finally:
-            self._change_unbounded(-1)
 
     def _change_unbounded(self, by: int) -> None:
         with self._lock:
-            self._unbounded += by
-            self._apply()
+            super()._change_unbounded(by)
             if not self._unbounded:
                 self._shrink()
 

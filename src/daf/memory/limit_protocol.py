@@ -1,68 +1,110 @@
-"""The interface of a budget's keeper, whatever memory the budget bounds."""
+"""The base of a budget's keepers, whatever memory the budget bounds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Protocol
+from _thread import RLock as LockType
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 # Asked to free at least so many bytes of other memory (a pool's); returns how many it freed.
 GiveBack = Callable[[int], int]
 
 
-class Keeper(Protocol):
+class Keeper(ABC):
     """Bounds memory while a budget is in force; ``close`` undoes that.
 
     ``settings``: what is set now, in words. ``spare_more_bytes``: room left beside the usual while
     something runs for the first time. ``missing_bytes``: by how much the last refused allocation
-    passed the limit, where known.
+    passed the limit, where known. ``give_back``, called at the limit, frees at least so many bytes
+    of other memory (the pool's) and returns how many it freed. ``lock`` guards the limit.
     """
 
-    settings: list[str]
-    spare_more_bytes: int
-    missing_bytes: int
+    def __init__(self, give_back: GiveBack, lock: LockType) -> None:
+        self.settings: list[str] = []
+        self.spare_more_bytes = 0
+        self.missing_bytes = 0
+        self._give_back = give_back
+        self._lock = lock
+        self._limit_bytes: int | None = None
+        self._unbounded = 0
+        self._must_finish = False
 
     @property
+    @abstractmethod
     def recycles(self) -> bool:
         """True if freed blocks are kept for reuse under the bound."""
 
     @property
+    @abstractmethod
     def can_refuse(self) -> bool:
         """True if an allocation beyond the bound is an error."""
 
     @property
+    @abstractmethod
     def overrun_bytes(self) -> int:
         """Bytes over the bound of a step that had begun to change parameters."""
 
+    @abstractmethod
     def open(self) -> None:
         """Apply the settings; does nothing if open."""
 
+    @abstractmethod
     def close(self) -> None:
-        """Undo everything."""
+        """Undo everything; live blocks stay valid."""
 
+    @abstractmethod
     def flush(self) -> None:
         """Return all free memory to the system."""
 
+    @abstractmethod
     def refusals(self) -> int:
         """Return the number of allocations refused so far."""
 
+    @abstractmethod
     def has_refused(self, error: BaseException, refusals_before: int) -> bool:
         """True if an error comes from memory refused since ``refusals_before``."""
 
+    @abstractmethod
     def bound(self, expected_bytes: int, budget_bytes: int) -> None:
         """Hold ``budget_bytes`` from now on; about ``expected_bytes`` will be needed."""
 
-    def expect(self, expected_bytes: int) -> None:
+    def expect(self, expected_bytes: int) -> None:  # noqa: B027
         """Expect about this need from now on; the bound stays."""
 
+    @abstractmethod
     def follow_growth(self) -> bool:
         """Check that the bound still holds; return True if it is near."""
 
+    @abstractmethod
     def rebound(self, budget_bytes: int | None) -> int:
         """Set another bound, or none, at once; return the bytes evicted for it."""
 
     def must_finish(self) -> None:
-        """Refuse nothing until ``bound`` is called again."""
+        """Refuse nothing until ``bound``: free all that can be, count the rest as an overrun."""
+        self._must_finish = True
 
-    def unbounded(self, needed_bytes: int = 0) -> AbstractContextManager[None]:
-        """Lift the bound inside; at most ``needed_bytes`` are predicted to be asked for."""
+    @contextmanager
+    def unbounded(self, needed_bytes: int = 0) -> Iterator[None]:
+        """Lift the bound inside, for what must not fail half-way: the optimizer's step.
+
+        At most ``needed_bytes`` are predicted to be asked for.
+        """
+        self._before_unbounded(needed_bytes)
+        self._change_unbounded(1)
+        try:
+            yield
+        finally:
+            self._change_unbounded(-1)
+
+    def _before_unbounded(self, needed_bytes: int) -> None:  # noqa: B027
+        """Make way for what the limit will not refuse."""
+
+    def _change_unbounded(self, by: int) -> None:
+        with self._lock:
+            self._unbounded += by
+            self._apply()
+
+    @abstractmethod
+    def _apply(self) -> None:
+        """Put the limit in force, or none while that is lifted."""

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 from daf.core.units import format_bytes
 from daf.memory import glibc, process_memory
-from daf.memory.limit_protocol import GiveBack
+from daf.memory.limit_protocol import GiveBack, Keeper
 from daf.memory.recycling_allocator import RecyclingAllocator, limit_for_process, unsupported_reason
 from daf.memory.statistics import stats
 
@@ -37,29 +36,21 @@ if hasattr(os, "register_at_fork"):
     )
 
 
-class MemoryKeeper:
-    """Keeps the process within a budget (see ``limit_protocol.Keeper``).
-
-    ``give_back``, called at the limit, frees at least so many bytes of other memory in the account
-    (the pool's) and returns how many it freed.
-    """
+class MemoryKeeper(Keeper):
+    """Keeps the process within a budget."""
 
     def __init__(self, give_back: GiveBack = lambda _: 0) -> None:
-        self._give_back = give_back
-        self.settings: list[str] = []
+        super().__init__(give_back, account_lock)
         self._resources = ExitStack()
         self._recycling: RecyclingAllocator | None = None
-        self._limit_bytes: int | None = None
         self._hard_limit_bytes = 0
         self._budget_bytes = 0
-        self._unbounded = 0
-        # Room beside the usual, while something runs for the first time.
-        self.spare_more_bytes = 0
-        # By how much the last refused allocation passed the limit.
-        self.missing_bytes = 0
-        # Bytes over the budget of a step that had begun to change parameters, hence is finished.
-        self.overrun_bytes = 0
-        self._must_finish = False
+        self._overrun_bytes = 0
+
+    @property
+    def overrun_bytes(self) -> int:
+        """Bytes over the budget of a step that had begun to change parameters."""
+        return self._overrun_bytes
 
     @property
     def recycles(self) -> bool:
@@ -118,7 +109,7 @@ class MemoryKeeper:
             if self._recycling is None:
                 return
             self._recycling.refresh()
-            self.overrun_bytes = 0
+            self._overrun_bytes = 0
             self._must_finish = False
             self._budget_bytes = budget_bytes
             self._hard_limit_bytes = self._limit_bytes = self._hard_limit_of(budget_bytes)
@@ -181,24 +172,6 @@ class MemoryKeeper:
                 over_bytes = stats()["held_bytes.current"] - self._hard_limit_bytes
             return self._give_back(over_bytes) if over_bytes > 0 else 0
 
-    def must_finish(self) -> None:
-        """Refuse nothing until ``bound``: free all that can be, count the rest as an overrun."""
-        self._must_finish = True
-
-    @contextmanager
-    def unbounded(self, needed_bytes: int = 0) -> Iterator[None]:  # noqa: ARG002 - of its kind
-        """Lift the limit inside, for the optimizer's step; recycled blocks are resized to fit."""
-        self._change_unbounded(1)
-        try:
-            yield
-        finally:
-            self._change_unbounded(-1)
-
-    def _change_unbounded(self, by: int) -> None:
-        with account_lock:
-            self._unbounded += by
-            self._apply()
-
     def _apply(self) -> None:
         if self._recycling is not None:
             self._recycling.limit_bytes = None if self._unbounded else self._limit_bytes
@@ -223,7 +196,7 @@ class MemoryKeeper:
         with account_lock:
             if self._limit_bytes is not None:
                 self._limit_bytes += missing_bytes
-                self.overrun_bytes += missing_bytes
+                self._overrun_bytes += missing_bytes
                 self._apply()
         return missing_bytes
 
