@@ -10,9 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up import MB, V1_MOUNT, V2_MOUNT, Tree
 
-from daf.budget import Bound, cgroup_limit_bytes, headroom_bytes, read_bounds, read_limits
 from daf.budget.cgroups import memory_groups
-from daf.budget.limits import gpu_bound
+from daf.budget.limits import (
+    Bound,
+    cgroup_limit_bytes,
+    gpu_bound,
+    headroom_bytes,
+    read_bounds,
+)
 
 
 def bounds(tree: Tree, near_mb: int | None = None) -> dict[str, tuple[int, int]]:
@@ -43,7 +48,7 @@ def test_v2_limits_count_on_every_level_up_to_the_root(tree: Tree) -> None:
         "/sys/fs/cgroup/user.slice/memory.high": (1200, 300 + 200),
     }
     assert cgroup_limit_bytes(tree.system()) == 1200 * MB
-    assert read_limits(tree.system()).cgroup_limit_bytes == 1200 * MB
+    assert cgroup_limit_bytes(tree.system()) == 1200 * MB
 
 
 def test_v1_limits_count_on_every_level_and_no_limit_is_none(tree: Tree) -> None:

@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up import MB, Tree
 
-from daf.budget import THIS_SYSTEM, Governor, System, Watcher, open_triggers
-from daf.budget.pressure import Backoff, PressureSampler, pressure_files, stalled_us
+from daf.budget.governor import Governor
+from daf.budget.pressure import Backoff, PressureSampler, open_triggers, pressure_files, stalled_us
+from daf.budget.system import THIS_SYSTEM, System
+from daf.budget.watcher import Watcher
 
 SECOND_US = 1_000_000
 

@@ -157,7 +157,7 @@ def test_the_default_store_is_the_pool_where_addresses_are_plenty(
 ) -> None:
     assert isinstance(make_store(), PagedStore)
     assert make_store(10**6).cap_bytes == 10**6  # type: ignore[attr-defined]
-    monkeypatch.setattr("daf.pool.default.address_space_limit_bytes", lambda: 2**33)
+    monkeypatch.setattr("daf.pool.default.soft_limit_bytes", lambda _: 2**33)
     assert isinstance(make_store(), PlainStore)
     assert isinstance(make_store(10**6), PagedStore)
 

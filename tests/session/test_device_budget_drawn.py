@@ -23,8 +23,8 @@ from paged_kernels import PagedBackend, pages_of
 from simulated_memory import NOBODY_S_BYTES, SimulatedDevice, SimulatedMemory
 from torch import Tensor, nn
 
-from daf.budget import bounds_of
 from daf.budget.governor import RESERVE_BYTES
+from daf.budget.limits import bounds_of
 from daf.core.code_format import code_bytes
 from daf.core.errors import BudgetError
 from daf.core.plan import Plan

@@ -10,8 +10,7 @@ import torch
 from simulated_memory import NOBODY_S_BYTES, SimulatedDevice
 from torch import nn
 
-from daf.budget import bounds_of, room_bytes
-from daf.budget.limits import gpu_bound
+from daf.budget.limits import bounds_of, gpu_bound, room_bytes
 from daf.memory.device_limit import DeviceKeeper
 from daf.memory.device_memory import DeviceMemory
 from daf.memory.domain import ProcessMemory, keeper_of, memory_of

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from daf.core.errors import RunFolderError
-from daf.files.atomic import GrowingFile, replacing
+from daf.files.atomic import GrowingFile, read_lines, replacing
 from daf.files.checkpoint import read_checkpoint, write_checkpoint
 from daf.files.plain_state import from_plain, to_plain
 from daf.files.tensor_file import read_tensors, write_tensors
@@ -229,12 +229,12 @@ def test_what_a_crash_logged_after_the_checkpoint_is_dropped(tmp_path: Path) -> 
     folder = RunFolder(tmp_path / "run")
     folder.claim()
     folder.begin(TrainSettings("resnet20"))
-    with folder.open_metrics() as metrics:
+    with GrowingFile(folder.metrics) as metrics:
         for number in range(1, 6):
             metrics.append(f'{{"step": {number}}}\n')
         metrics.append('{"step": 6, "lo')  # the crash
     folder.keep_metrics_until(3)
-    assert [line["step"] for line in folder.read_metrics()] == [1, 2, 3]
+    assert [line["step"] for line in read_lines(folder.metrics)] == [1, 2, 3]
 
 
 def test_settings_survive_and_may_only_be_lengthened(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 import numpy
 import torch
 
-from daf.budget import read_limits
+from daf.budget.limits import cgroup_limit_bytes
+from daf.budget.system import THIS_SYSTEM
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +41,11 @@ class BenchResult:
 
 def machine_facts() -> dict[str, Any]:
     """What a reader must know of the machine to compare numbers."""
-    limits = read_limits()
     return {
         "processor": _processor_name(),
         "cores": os.cpu_count(),
-        "memory_bytes": limits.total_bytes,
-        "cgroup_limit_bytes": limits.cgroup_limit_bytes,
+        "memory_bytes": THIS_SYSTEM.machine()["MemTotal"],
+        "cgroup_limit_bytes": cgroup_limit_bytes(),
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,

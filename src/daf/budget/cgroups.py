@@ -34,6 +34,10 @@ class MemoryGroup:
         read = {name: _number(system.read(self.path / name)) for name in _LIMIT_FILES[self.version]}
         return {name: value for name, value in read.items() if value is not None}
 
+    def limits_children(self, system: System) -> bool:
+        """True if groups below this one can have memory limits."""
+        return self.version == 1 or system.read(self.path / "memory.max") is not None
+
     def used_bytes(self, system: System) -> int | None:
         """Return the bytes of all members, page cache included; None if not readable."""
         return _number(system.read(self.path / _USAGE_FILES[self.version]))

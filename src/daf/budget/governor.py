@@ -179,15 +179,11 @@ class Governor:
         backoff = self._pressure(urgent) if self.follows_pressure else 0.0
         goal = goal_of(request, self._bounds, backoff, self._growth)
         before = self.reading.budget_bytes
-        if at_once or before is None:
+        if at_once or before is None or goal.budget_bytes < before:
             self._may_rise_since_s = None
-            return Reading(_stepped(goal), goal.reason)
-        if goal.budget_bytes < before:
-            self._may_rise_since_s = None
-            return Reading(_stepped(goal), goal.reason)
-        if self._may_rise(goal, before):
-            return Reading(_stepped(goal), goal.reason)
-        return self.reading
+        elif not self._may_rise(goal, before):
+            return self.reading
+        return Reading(_stepped(goal), goal.reason)
 
     def _read_bounds(self, request: Request) -> tuple[Bound, ...]:
         if self._read_device is not None:

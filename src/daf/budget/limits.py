@@ -27,21 +27,6 @@ class Bound:
     most_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The machine's memory and the tightest cgroup limit (bytes; None: no limit)."""
-
-    cgroup_limit_bytes: int | None
-    available_bytes: int
-    total_bytes: int
-
-
-def read_limits(system: System = THIS_SYSTEM) -> Limits:
-    """Read the memory cgroups (v1 and v2) of this process and the machine's memory."""
-    memory = system.machine()
-    return Limits(cgroup_limit_bytes(system), memory["MemAvailable"], memory["MemTotal"])
-
-
 def cgroup_limit_bytes(system: System = THIS_SYSTEM) -> int | None:
     """Return the least limit of this process's memory cgroup and its ancestors; None: no limit."""
     limits = [limit for each in memory_groups(system) for limit in each.limits(system).values()]

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 import psutil
 
+from daf.memory.soft_limits import soft_limit_bytes
+
 _KIB = 1024
-
-
-def soft_limit_bytes(name: str) -> int | None:
-    """Return this process's soft limit of ``name`` (``"RLIMIT_AS"``); None: no limit."""
-    if sys.platform == "win32":
-        return None
-    import resource  # Unix only
-
-    soft, _ = resource.getrlimit(getattr(resource, name))
-    return None if soft == resource.RLIM_INFINITY else soft
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from rich.table import Table
 from daf.cli import options
 from daf.core.units import format_bytes
 from daf.training.job import make_job
-from daf.training.plan_preview import outline_of
+from daf.training.plan_outline import outline_of
 from daf.training.settings import TrainSettings
 
 WORST_SITES = 5

@@ -1,14 +1,14 @@
-"""Files that are replaced atomically, and files that only grow."""
+"""Files that are replaced atomically, and files of lines that only grow."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from daf.core.errors import RunFolderError
 
@@ -54,6 +54,29 @@ def write_error(path: Path, error: OSError) -> RunFolderError:
     return RunFolderError(f"cannot write {path}: {error.strerror or error}; {kept}")
 
 
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write one JSON object, atomically."""
+    with replacing(path) as file:
+        file.write((json.dumps(value, indent=2) + "\n").encode())
+
+
+def write_lines(path: Path, objects: Iterable[Mapping[str, Any]]) -> None:
+    """Write JSON objects, one a line, atomically."""
+    with replacing(path) as file:
+        file.write("".join(json.dumps(each) + "\n" for each in objects).encode())
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects of a file of lines up to a truncated one; none without the file."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            if not line.endswith("\n"):
+                return
+            yield json.loads(line)
+
+
 class GrowingFile:
     """A file of lines that reach the system before ``append`` returns.
 
@@ -87,10 +110,5 @@ class GrowingFile:
     def __enter__(self) -> GrowingFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._file.close()

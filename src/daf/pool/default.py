@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from daf.core.errors import PoolFullError
-from daf.memory.address_space import address_space_limit_bytes
+from daf.memory.soft_limits import soft_limit_bytes
 from daf.pool.paged_pool import PagedStore
 from daf.pool.store import PlainStore, Store
 
@@ -18,7 +18,7 @@ def make_store(cap_bytes: int | None = None) -> Store:
         KernelError: the cap is invalid.
         PoolFullError: a cap was asked for, and the system grants no addresses.
     """
-    if cap_bytes is None and address_space_limit_bytes() is not None:
+    if cap_bytes is None and soft_limit_bytes("RLIMIT_AS") is not None:
         return PlainStore()  # the range that the pool reserves would be missing elsewhere
     try:
         return PagedStore(cap_bytes, page_bytes=None, charged=True)

@@ -135,20 +135,39 @@ class LineChart:
             "x_name": self.x_name,
             "y_name": self.y_name,
             "series": [
-                {"name": each.name, "style": each.style, "points": [_short(p) for p in each.points]}
+                {
+                    "name": each.name,
+                    "style": each.style,
+                    "points": [[float(f"{value:.6g}") for value in p] for p in each.points],
+                }
                 for each in self.series
             ],
         }
         return json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
 
     def _frame(self) -> Markup:
+        rows = [_label(number(y), "bottom", self._up(y)) for y in ticks(*self.y_range)]
+        columns = [_label(number(x), "left", self._across(x)) for x in ticks(*self.x_range)]
+        shades = [
+            _label(
+                each.name,
+                "left",
+                (self._across(each.start) + self._across(each.end)) / 2,
+                "shade-name",
+            )
+            for each in self.named_shades()
+        ]
+        levels = [
+            _label(self.words_of(level), "bottom", place, level.style)
+            for level, place in self.placed_levels(1.35)
+        ]
         return element(
             "div",
             element("div", self.y_name, class_="y-name"),
-            element("div", *self._y_labels(), class_="y-ticks", aria_hidden="true"),
-            element("div", self._svg(), *self._shade_names(), class_="plot"),
-            element("div", *self._level_names(), class_="level-names", aria_hidden="true"),
-            element("div", *self._x_labels(), class_="x-ticks", aria_hidden="true"),
+            element("div", *rows, class_="y-ticks", aria_hidden="true"),
+            element("div", self._svg(), *shades, class_="plot"),
+            element("div", *levels, class_="level-names", aria_hidden="true"),
+            element("div", *columns, class_="x-ticks", aria_hidden="true"),
             element("div", self.x_name, class_="x-name"),
             class_="frame" + (" with-levels" if self.levels else ""),
         )
@@ -181,14 +200,8 @@ class LineChart:
     def _shade(self, shade: Shade) -> Markup:
         start = self._across(max(shade.start, self.x_range[0]))
         width = max(0.0, self._across(min(shade.end, self.x_range[1])) - start)
-        return element(
-            "rect",
-            class_=f"shade {shade.style}",
-            x=_place(start),
-            width=_place(width),
-            y=0,
-            height=_UNITS,
-        )
+        style, x = f"shade {shade.style}", _place(start)
+        return element("rect", class_=style, x=x, width=_place(width), y=0, height=_UNITS)
 
     def _marks(self, series: Series) -> list[Markup]:
         corners = series.corners()
@@ -201,54 +214,18 @@ class LineChart:
             marks.insert(0, element("path", class_=f"area {series.style}", d=closed))
         return marks
 
-    def _y_labels(self) -> list[Markup]:
-        return [
-            element("span", number(y), style=f"bottom:{100 * self._up(y):.2f}%")
-            for y in ticks(*self.y_range)
-        ]
-
-    def _x_labels(self) -> list[Markup]:
-        return [
-            element("span", number(x), style=f"left:{100 * self._across(x):.2f}%")
-            for x in ticks(*self.x_range)
-        ]
-
-    def _shade_names(self) -> list[Markup]:
-        return [
-            element(
-                "span",
-                shade.name,
-                class_="shade-name",
-                style=f"left:{50 * (self._across(shade.start) + self._across(shade.end)):.2f}%",
-            )
-            for shade in self.named_shades()
-        ]
-
-    def _level_names(self) -> list[Markup]:
-        return [
-            element(
-                "span",
-                self.words_of(level),
-                class_=level.style,
-                style=f"bottom:{100 * place:.2f}%",
-            )
-            for level, place in self.placed_levels(1.35)
-        ]
-
     def _legend(self) -> Markup:
         """Return the legend; empty for a single line, which the title names."""
         if len(self.series) == 1 and not self.levels and not self.shades:
             return Markup("")
-        entries = [element("li", _swatch(each.style), each.name) for each in self.series]
-        entries += [
-            element("li", _swatch(level.style), self.words_of(level), class_="narrow")
-            for level in self.levels
-        ]
-        entries += [
-            element("li", _swatch(style), name)
-            for name, style in dict.fromkeys((shade.name, shade.style) for shade in self.shades)
-        ]
-        return element("ul", *entries, class_="legend")
+        shades = dict.fromkeys((shade.name, shade.style) for shade in self.shades)
+        return element(
+            "ul",
+            *(legend_entry(each.name, each.style) for each in self.series),
+            *(legend_entry(self.words_of(level), level.style, "narrow") for level in self.levels),
+            *(legend_entry(name, style) for name, style in shades),
+            class_="legend",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +249,7 @@ class BarChart:
     def html(self) -> Markup:
         """Return the bars as an HTML list, the limit's name below."""
         limit = self.limit_bytes
-        key = [element("li", _swatch("budget"), f"budget {format_bytes(limit)}")] if limit else []
+        key = [legend_entry(f"budget {format_bytes(limit)}", "budget")] if limit else []
         return element(
             "figure",
             element("figcaption", self.title),
@@ -300,13 +277,15 @@ class BarChart:
         return f"{100 * nbytes / self.most:.2f}%"
 
 
-def _swatch(style: str) -> Markup:
-    return element("i", class_=f"swatch {style}", aria_hidden="true")
+def _label(text: str, side: str, share: float, style: str | None = None) -> Markup:
+    return element("span", text, class_=style, style=f"{side}:{100 * share:.2f}%")
+
+
+def legend_entry(name: str, style: str, width: str | None = None) -> Markup:
+    """Return a line of a legend: a swatch of the style, and the name."""
+    swatch = element("i", class_=f"swatch {style}", aria_hidden="true")
+    return element("li", swatch, name, class_=width)
 
 
 def _place(share: float) -> str:
     return f"{_UNITS * share:.1f}"
-
-
-def _short(point: Point) -> list[float]:
-    return [float(f"{value:.6g}") for value in point]

@@ -5,23 +5,20 @@ from __future__ import annotations
 import importlib
 import os
 import platform
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from daf.budget import AUTO, Governor, read_limits
-from daf.budget.limits import gpu_bound
+from daf.budget.cgroups import memory_groups
+from daf.budget.governor import Governor
+from daf.budget.limits import cgroup_limit_bytes, gpu_bound
 from daf.budget.pressure import pressure_files
+from daf.budget.request import AUTO
 from daf.budget.system import THIS_SYSTEM
 from daf.memory import process_memory
-from daf.memory.address_space import address_space_limit_bytes
 from daf.memory.glibc import ReturnFreedBlocks
-
-_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_CGROUP_ROOT = Path("/sys/fs/cgroup")
-_SELF_CGROUPS = Path("/proc/self/cgroup")
+from daf.memory.soft_limits import soft_limit_bytes
 
 
 def survey() -> dict[str, Any]:
@@ -58,26 +55,19 @@ def instruction_sets() -> list[str] | None:
 
 
 def _memory() -> dict[str, Any]:
-    limits, automatic = read_limits(), Governor(AUTO).reading
+    memory, automatic = THIS_SYSTEM.machine(), Governor(AUTO).reading
+    modes = THIS_SYSTEM.read("/sys/kernel/mm/transparent_hugepage/enabled")
     return {
         "auto_budget_bytes": automatic.budget_bytes,
         "auto_budget_reason": automatic.reason,
         "pressure_files": list(pressure_files(THIS_SYSTEM)),
-        "total_bytes": limits.total_bytes,
-        "available_bytes": limits.available_bytes,
-        "cgroup_limit_bytes": limits.cgroup_limit_bytes,
-        "address_space_limit_bytes": address_space_limit_bytes(),
-        "huge_pages": _huge_pages(),
+        "total_bytes": memory["MemTotal"],
+        "available_bytes": memory["MemAvailable"],
+        "cgroup_limit_bytes": cgroup_limit_bytes(),
+        "address_space_limit_bytes": soft_limit_bytes("RLIMIT_AS"),
+        # The mode in brackets: always, madvise or never.
+        "huge_pages": None if modes is None else modes.partition("[")[2].partition("]")[0],
     }
-
-
-def _huge_pages() -> str | None:
-    """Return the active mode, ``always``, ``madvise`` or ``never``; None without huge pages."""
-    try:
-        text = _HUGE_PAGES.read_text()
-    except OSError:
-        return None
-    return text.partition("[")[2].partition("]")[0]
 
 
 def _torch() -> dict[str, Any]:
@@ -90,9 +80,8 @@ def _torch() -> dict[str, Any]:
 
 
 def _gpus() -> list[dict[str, Any]]:
-    if not torch.cuda.is_available():
-        return []
-    return [_gpu(index) for index in range(torch.cuda.device_count())]
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [_gpu(index) for index in range(count)]
 
 
 def _gpu(index: int) -> dict[str, Any]:
@@ -115,22 +104,9 @@ def _works() -> dict[str, bool]:
         "exact_peak": process_memory.peak_is_exact(),
         "peak_reset": process_memory.reset_peak(),
         "allocator_thresholds": returns_blocks,
-        "memory_cgroups": any(os.access(folder, os.W_OK) for folder in _memory_cgroups()),
+        # A limited group could be made in one of them.
+        "memory_cgroups": any(
+            group.limits_children(THIS_SYSTEM) and os.access(group.path, os.W_OK)
+            for group in memory_groups(THIS_SYSTEM)
+        ),
     }
-
-
-def _memory_cgroups() -> list[Path]:
-    """Return the folders of this process's memory cgroup in which a limited group could be made."""
-    try:
-        lines = _SELF_CGROUPS.read_text().splitlines()
-    except OSError:
-        return []
-    folders = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            folders.append(_CGROUP_ROOT / "memory" / path.lstrip("/"))
-        elif controllers == "":
-            group = _CGROUP_ROOT / path.lstrip("/")
-            folders += [group] if (group / "memory.max").exists() else []
-    return folders

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from daf.core.units import format_bytes
+from daf.report.chart import legend_entry
 from daf.report.markup import Markup, element, joined, table
 from daf.report.runs import Run
 from daf.report.treatments import COLOURS, Cell, ModuleStrip, strips_of, totals_by_method
@@ -88,10 +89,9 @@ def _plan_legend(strips: Sequence[ModuleStrip]) -> Markup:
     return element(
         "ul",
         *(
-            element(
-                "li",
-                element("i", class_=f"swatch treated {method.value}", aria_hidden="true"),
+            legend_entry(
                 f"{COLOURS[method][0]}: {count}, {format_bytes(plain)} → {format_bytes(held)}",
+                f"treated {method.value}",
             )
             for method, (count, plain, held) in totals_by_method(strips).items()
         ),

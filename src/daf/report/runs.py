@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from daf.core.errors import RunFolderError
+from daf.files.atomic import read_lines
 from daf.report.scale import Point
 
 Record = Mapping[str, Any]
@@ -119,9 +120,9 @@ def read_run(folder: Path, name: str | None = None) -> Run:
             name or folder.resolve().name,
             json.loads((folder / "summary.json").read_text()),
             read_memory(folder / "memory.jsonl"),
-            _records(folder / "metrics.jsonl"),
+            list(read_lines(folder / "metrics.jsonl")),
             _plan(folder / "plan.json"),
-            _records(folder / "sites.jsonl"),
+            list(read_lines(folder / "sites.jsonl")),
         )
     except (OSError, ValueError, KeyError) as error:
         raise RunFolderError(f"cannot read the run in {folder}: {error}") from error
@@ -165,14 +166,6 @@ def read_memory(path: Path) -> Memory:
         if "budget_bytes" in line
     ]
     return Memory([at for at, _ in samples], [size for _, size in samples], marks, budgets)
-
-
-def _records(path: Path) -> list[Record]:
-    """Return a file's JSON lines, without a last line that a crash truncated."""
-    if not path.exists():
-        return []
-    whole, _, _ = path.read_text().rpartition("\n")
-    return [json.loads(line) for line in whole.splitlines()]
 
 
 def _plan(path: Path) -> Record | None:

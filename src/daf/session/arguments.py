@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from daf import budget as governor
+from daf.budget.request import Budget
 from daf.capture.capture import Capture
 from daf.core.errors import PlatformError
 from daf.core.policy import (
@@ -96,7 +96,7 @@ def checked_tolerance(tolerance: float | None) -> float | None:
     return None if tolerance is None else float(tolerance)
 
 
-def asked_memory(model: nn.Module, budget: governor.Budget) -> MemoryDomain:
+def asked_memory(model: nn.Module, budget: Budget) -> MemoryDomain:
     """Return the memory that a session's budget bounds and whose peak it reports.
 
     Raises:

@@ -11,7 +11,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from daf.budget import THIS_SYSTEM, Bound, Budget, Governor, System, Watcher, open_triggers
+from daf.budget.governor import Governor
+from daf.budget.limits import Bound
+from daf.budget.pressure import open_triggers
+from daf.budget.request import Budget
+from daf.budget.system import THIS_SYSTEM, System
+from daf.budget.watcher import Watcher
 from daf.core.plan import Plan
 from daf.memory.limit_protocol import Keeper
 from daf.memory.process_limit import account_lock

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from daf import budget as governor
+from daf.budget.limits import bounds_of
+from daf.budget.request import Budget
 from daf.capture.capture import Capture
 from daf.core.units import parse_optional_bytes
 from daf.memory.domain import MemoryDomain, ProcessMemory, keeper_of
@@ -54,7 +55,7 @@ class SessionParts(NamedTuple):
 def make_parts(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    budget: governor.Budget,
+    budget: Budget,
     memory: MemoryDomain,
     *,
     bits: int | str | None,
@@ -86,7 +87,7 @@ def make_parts(
     noise = NoiseController(tracker, selector, capture, tolerance, memory)
     counters = StepCounters(capture, memory, release)
     budget_controller = BudgetController(
-        budget, keeper, capture.release_scratch, bounds=governor.bounds_of(memory)
+        budget, keeper, capture.release_scratch, bounds=bounds_of(memory)
     )
     make_profiler = partial(
         Profiler,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from daf import budget as governor
+from daf.budget.request import Budget
 from daf.core.plan import Plan
 from daf.core.step_report import StepReport
 from daf.core.units import parse_optional_bytes
@@ -96,7 +96,7 @@ class Session(SessionReadings):
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        budget: governor.Budget,
+        budget: Budget,
         *,
         bits: int | str | None = None,
         fused: bool = False,
@@ -157,7 +157,7 @@ class Session(SessionReadings):
         self._runner.rollback.close()
 
     @property
-    def budget(self) -> governor.Budget:
+    def budget(self) -> Budget:
         """The budget asked for; set at any moment, from any thread, it acts at once.
 
         A lower budget in mid-step returns recycled memory and evicts planes before this returns.
@@ -170,7 +170,7 @@ class Session(SessionReadings):
         return self._budget_controller.asked
 
     @budget.setter
-    def budget(self, value: governor.Budget) -> None:
+    def budget(self, value: Budget) -> None:
         if value is not None:
             refuse_budget_elsewhere(self.model, self._runner.counters.memory)
         self._budget_controller.ask(value)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from daf import budget as governor
+from daf.budget.limits import room_bytes
 from daf.core.errors import BudgetError, DafError
 from daf.core.profile import Profile
 from daf.core.units import format_bytes
@@ -40,7 +40,7 @@ class StepProfiles:
         """
         gradients = gradient_bytes(self._model)
         least, enough = self._memory.held_bytes() + gradients, ROOM_TO_MEASURE * gradients
-        if least > budget_bytes and governor.room_bytes(self._memory) < enough:
+        if least > budget_bytes and room_bytes(self._memory) < enough:
             raise BudgetError(
                 f"asked for a budget of {format_bytes(budget_bytes)}; {self._memory.name} with its "
                 f"model and gradients alone takes {format_bytes(least)}, before any batch, and "

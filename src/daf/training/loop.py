@@ -17,6 +17,7 @@ from daf.codecs.ranges import all_finite
 from daf.core.errors import NonFiniteLossError, PlatformError
 from daf.core.step_report import StepReport
 from daf.core.units import format_bytes
+from daf.files.atomic import GrowingFile, read_lines, write_json
 from daf.files.checkpoint import load_model, read_checkpoint, write_checkpoint
 from daf.memory.allocation_log import recorded
 from daf.memory.recycling_allocator import unsupported_reason
@@ -24,7 +25,7 @@ from daf.training.callbacks import Observer, StepRecord
 from daf.training.interrupt import InterruptWatch
 from daf.training.job import TrainingJob, checked_device, make_job
 from daf.training.memory_log import MemoryLog
-from daf.training.plan_record import write_plan_records
+from daf.training.plan_outline import write_plan_records
 from daf.training.run_folder import RunFolder
 from daf.training.settings import TrainSettings
 from daf.training.summary import summarize
@@ -236,7 +237,7 @@ class _Run:
         return tuple(told if moved else told[1:])
 
     def _log(self, record: StepRecord) -> None:
-        with self._folder.open_metrics() as metrics:
+        with GrowingFile(self._folder.metrics) as metrics:
             metrics.append(json.dumps(record.as_dict()) + "\n")
         self._observer.stepped(record)
         self._memory.flush_if_old()
@@ -314,12 +315,12 @@ class _Run:
             self._checkpoint()
         self._folder.write_weights(self._job.model)
         summary = summarize(
-            self._job, self._folder.read_metrics(), self._evaluations, finished=finished
+            self._job, read_lines(self._folder.metrics), self._evaluations, finished=finished
         ) | {"rollbacks": self._rollbacks}
         if self._job.session.sensitivity is not None:
-            self._folder.write_sensitivity(self._job.session.sensitivity)
+            write_json(self._folder.sensitivity, self._job.session.sensitivity.as_dict())
         write_plan_records(self._job, self._folder)
-        self._folder.write_summary(summary)
+        write_json(self._folder.summary, summary)
         return summary
 
 

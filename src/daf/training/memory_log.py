@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from daf.files.atomic import GrowingFile, read_lines
 from daf.memory.process_memory import MemoryTimeline
-from daf.training.run_folder import RunFolder, read_lines
+from daf.training.run_folder import RunFolder
 
 _FLUSH_EVERY_S = 1.0
 _Value = TypeVar("_Value")
@@ -35,14 +35,9 @@ class MemoryLog:
         self._timeline.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._timeline.__exit__(kind, value, trace)
-        if kind is None:  # else a full disk here would hide the exception
+    def __exit__(self, *exception: Any) -> None:
+        self._timeline.__exit__(*exception)
+        if exception[0] is None:  # else a full disk here would hide the exception
             self.flush()
 
     def mark(self, label: str) -> None:
@@ -85,7 +80,7 @@ class MemoryLog:
             )
             for at, value in values
         ]
-        with self._folder.open_memory() as file:
+        with GrowingFile(self._folder.memory) as file:
             file.append("".join(line + "\n" for line in lines))
 
 

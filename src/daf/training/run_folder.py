@@ -18,14 +18,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 from daf.core.errors import DataError, RunFolderError
-from daf.files.atomic import GrowingFile, replacing, write_error
+from daf.files.atomic import read_lines, replacing, write_error, write_json, write_lines
 from daf.files.tensor_file import write_tensors
 from daf.sensitivity.result import Sensitivity
 from daf.training.settings import TrainSettings
@@ -44,7 +43,6 @@ class RunFolder:
         self.checkpoint = path / "checkpoint" / "state.safetensors"
         self.weights = path / "model.safetensors"
         self.summary = path / "summary.json"
-        self.picture = path / "memory.png"
         self.history = path / "history.pickle"
         self.plan = path / "plan.json"
         self.sites = path / "sites.jsonl"
@@ -84,7 +82,7 @@ class RunFolder:
             self.checkpoint.parent.mkdir(exist_ok=True)
         except OSError as error:
             raise write_error(self.checkpoint.parent, error) from error
-        _write_json(self.settings, settings.as_json())
+        write_json(self.settings, asdict(settings))
 
     def read_settings(self) -> TrainSettings:
         """Return the settings that the run began with.
@@ -102,47 +100,16 @@ class RunFolder:
             raise RunFolderError(f"cannot read {self.settings}: {error}") from error
         return TrainSettings.from_json(value)
 
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write ``summary.json``, atomically."""
-        _write_json(self.summary, summary)
-
-    def write_plan(self, plan: Mapping[str, Any]) -> None:
-        """Write ``plan.json``, atomically."""
-        _write_json(self.plan, plan)
-
-    def write_sensitivity(self, found: Sensitivity) -> None:
-        """Write ``sensitivity.json``, atomically."""
-        _write_json(self.sensitivity, found.as_dict())
-
-    def write_sites(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write ``sites.jsonl``, atomically."""
-        with replacing(self.sites) as file:
-            file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
-
     def write_weights(self, model: nn.Module) -> None:
         """Write ``model.safetensors``, atomically."""
         with replacing(self.weights) as file:
             write_tensors(file, model.state_dict(), {"format": "pt"})
 
-    def read_metrics(self) -> Iterator[dict[str, Any]]:
-        """Yield the lines of ``metrics.jsonl`` up to the first damaged one."""
-        return read_lines(self.metrics)
-
     def keep_metrics_until(self, step: int) -> None:
         """Drop the lines after ``step``, which a crashed or rolled back run left."""
-        lines = [
-            json.dumps(line) + "\n" for line in self.read_metrics() if int(line["step"]) <= step
-        ]
-        with replacing(self.metrics) as file:
-            file.write("".join(lines).encode())
-
-    def open_metrics(self) -> GrowingFile:
-        """Open ``metrics.jsonl`` to append to."""
-        return GrowingFile(self.metrics)
-
-    def open_memory(self) -> GrowingFile:
-        """Open ``memory.jsonl`` to append to."""
-        return GrowingFile(self.memory)
+        write_lines(
+            self.metrics, [line for line in read_lines(self.metrics) if int(line["step"]) <= step]
+        )
 
 
 def read_sensitivity(path: Path) -> Sensitivity:
@@ -160,19 +127,3 @@ def read_sensitivity(path: Path) -> Sensitivity:
             "budget that coded something, or leave it out, so that they are measured"
         ) from error
     return Sensitivity.from_dict(value)
-
-
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of a file, one a line, up to the first damaged one."""
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            if not line.endswith("\n"):
-                return
-            yield json.loads(line)
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    with replacing(path) as file:
-        file.write((json.dumps(value, indent=2) + "\n").encode())

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from daf.budget import AUTO, parse_budget
+from daf.budget.request import AUTO, parse_budget
 from daf.core.errors import RunFolderError, UnknownNameError
 from daf.core.units import parse_bytes
 from daf.planning.planner import policy_names
@@ -193,13 +193,9 @@ class TrainSettings:
         may_change=True,
     )
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the settings as JSON values."""
-        return dataclasses.asdict(self)
-
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> TrainSettings:
-        """Return the settings that ``as_json`` wrote.
+        """Return the settings from their fields as JSON values.
 
         Raises:
             RunFolderError: a name is unknown or missing (another version wrote it).

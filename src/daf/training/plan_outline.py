@@ -1,4 +1,4 @@
-"""A prepared job's plan in bytes: the account, and every saved tensor's treatment."""
+"""A job's plan in bytes: the account, and every saved tensor's treatment."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 from daf.capture.capture import Capture
 from daf.core.plan import Plan
+from daf.files.atomic import write_json, write_lines
 from daf.offload.host_codes import host_options
 from daf.planning.noise import expected_noise
 from daf.pool.default import make_store
@@ -15,6 +16,7 @@ from daf.step.microbatch import batch_slice
 from daf.step.state_snapshot import preserved_state
 from daf.training.batches import Batch
 from daf.training.job import TrainingJob
+from daf.training.run_folder import RunFolder
 
 
 def outline_of(job: TrainingJob, batch: Batch) -> dict[str, Any]:
@@ -23,28 +25,48 @@ def outline_of(job: TrainingJob, batch: Batch) -> dict[str, Any]:
     plan = session.prepare(batch, job.task.loss)
     return {
         "budget_bytes": session.budget_bytes,
-        "account": account_of(plan),
-        "policy": plan.policy.name,
-        "micro_batch": plan.micro_batch,
-        "reason": plan.reason,
+        **_facts(plan),
         "predicted_step_ms": plan.predicted_step_ms,
         "bound_ms": plan.bound_ms,
         "least_feasible_bytes": session.least_feasible_bytes(),
         "release_gradients": plan.release_gradients,
-        "replayed": sorted(plan.policy.replayed),
-        "choices": [*plan.choices, *_about_operators(job.session)],
-        "noise": noise_of(session, plan),
+        "choices": [*plan.choices, *_about_operators(session)],
+        "noise": _noise_of(session, plan),
         "process_settings": list(session.settings),
-        "sites": sites_of(job, plan, batch),
+        "sites": _sites_of(job, plan, batch),
     }
 
 
-def account_of(plan: Plan) -> dict[str, int] | None:
-    """Return the terms of the predicted peak (bytes); None without a budget."""
-    return dict(plan.account) if plan.account else None
+def write_plan_records(job: TrainingJob, folder: RunFolder) -> None:
+    """Write the plan in force, and the treatment of every site in the last step, for reports.
+
+    A process that made no step leaves the earlier sites. Each file is replaced as a whole, so that
+    a resumed run never shows half of one.
+
+    Raises:
+        RunFolderError: the disk is full.
+    """
+    plan = job.session.plan
+    if plan is not None:
+        predicted = {"predicted_peak_bytes": job.session.predicted_peak_bytes}
+        write_json(folder.plan, _facts(plan) | {"choices": list(plan.choices)} | predicted)
+    rows = job.session.explain()
+    if rows:
+        write_lines(folder.sites, rows)
 
 
-def noise_of(session: Session, plan: Plan) -> dict[str, Any] | None:
+def _facts(plan: Plan) -> dict[str, Any]:
+    """Return the plan's account (bytes; None without a budget), policy, reason and replays."""
+    return {
+        "account": dict(plan.account) if plan.account else None,
+        "policy": plan.policy.name,
+        "micro_batch": plan.micro_batch,
+        "reason": plan.reason,
+        "replayed": sorted(plan.policy.replayed),
+    }
+
+
+def _noise_of(session: Session, plan: Plan) -> dict[str, Any] | None:
     """Return the codes' expected variance ÷ the batch's own, by site, most first; None: none."""
     profile = session.profile_of(plan)
     if profile is None:
@@ -73,7 +95,7 @@ def noise_of(session: Session, plan: Plan) -> dict[str, Any] | None:
     }
 
 
-def sites_of(job: TrainingJob, plan: Plan, batch: Batch) -> list[dict[str, str | int]]:
+def _sites_of(job: TrainingJob, plan: Plan, batch: Batch) -> list[dict[str, str | int]]:
     """Return one row per saved tensor (bytes), from a forward pass over one micro-batch."""
     part = batch_slice(batch, 0, plan.micro_batch)
     host = host_options(job.model, job.settings.host_bytes)
