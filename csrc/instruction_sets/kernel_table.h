@@ -8,58 +8,36 @@
 
 namespace {
 
-inline bool encode_rotated_any(const Job& job, size_t first, size_t last) {
-  constexpr Kernel by_bits[] = {encode_rotated_range<1>, encode_rotated_range<2>,
-                                encode_rotated_range<3>, encode_rotated_range<4>};
-  return by_bits[job.bits - 1](job, first, last);
-}
+#define DAF_FOUR_WIDTHS(kernel) kernel<1>, kernel<2>, kernel<3>, kernel<4>
+#define DAF_EIGHT_WIDTHS(kernel) DAF_FOUR_WIDTHS(kernel), kernel<5>, kernel<6>, kernel<7>, kernel<8>
 
-inline bool decode_rotated_any(const Job& job, size_t first, size_t last) {
-  constexpr Kernel by_bits[] = {decode_rotated_range<1>, decode_rotated_range<2>,
-                                decode_rotated_range<3>, decode_rotated_range<4>};
-  return by_bits[job.bits - 1](job, first, last);
-}
-
-#define DAF_BY_EIGHT_WIDTHS(name) \
-  {name<1>, name<2>, name<3>, name<4>, name<5>, name<6>, name<7>, name<8>}
-
-inline bool encode_minmax_any(const Job& job, size_t first, size_t last) {
-  constexpr Kernel by_bits[] = DAF_BY_EIGHT_WIDTHS(encode_minmax_range);
-  return by_bits[job.bits - 1](job, first, last);
-}
-
-inline bool decode_minmax_any(const Job& job, size_t first, size_t last) {
-  constexpr Kernel by_bits[] = DAF_BY_EIGHT_WIDTHS(decode_minmax_range);
-  return by_bits[job.bits - 1](job, first, last);
-}
-
-inline bool encode_steps_any(const Job& job, size_t first, size_t last) {
-  constexpr Kernel by_bits[] = DAF_BY_EIGHT_WIDTHS(encode_steps_range);
-  return by_bits[job.bits - 1](job, first, last);
-}
-
-inline bool decode_steps_any(const Job& job, size_t first, size_t last) {
-  constexpr Kernel by_bits[] = DAF_BY_EIGHT_WIDTHS(decode_steps_range);
-  return by_bits[job.bits - 1](job, first, last);
-}
-
-inline bool encode_integers_any(const Job& job, size_t first, size_t last) {
-  switch (job.item_bytes) {
-    case 1: return encode_integers_of<int8_t>(job, first, last);
-    case 2: return encode_integers_of<int16_t>(job, first, last);
-    case 4: return encode_integers_of<int32_t>(job, first, last);
-    default: return encode_integers_of<int64_t>(job, first, last);
+// A kernel of any width, from one for each.
+#define DAF_BY_WIDTH(kernel, widths)                                    \
+  inline bool kernel##_any(const Job& job, size_t first, size_t last) { \
+    constexpr Kernel by_bits[] = {widths(kernel##_range)};              \
+    return by_bits[job.bits - 1](job, first, last);                     \
   }
-}
 
-inline bool decode_integers_any(const Job& job, size_t first, size_t last) {
-  switch (job.item_bytes) {
-    case 1: return decode_integers_of<uint8_t>(job, first, last);
-    case 2: return decode_integers_of<uint16_t>(job, first, last);
-    case 4: return decode_integers_of<uint32_t>(job, first, last);
-    default: return decode_integers_of<uint64_t>(job, first, last);
+DAF_BY_WIDTH(encode_rotated, DAF_FOUR_WIDTHS)
+DAF_BY_WIDTH(decode_rotated, DAF_FOUR_WIDTHS)
+DAF_BY_WIDTH(encode_minmax, DAF_EIGHT_WIDTHS)
+DAF_BY_WIDTH(decode_minmax, DAF_EIGHT_WIDTHS)
+DAF_BY_WIDTH(encode_steps, DAF_EIGHT_WIDTHS)
+DAF_BY_WIDTH(decode_steps, DAF_EIGHT_WIDTHS)
+
+// A kernel of items of any size, from one for each.
+#define DAF_BY_ITEM(kernel, item)                                       \
+  inline bool kernel##_any(const Job& job, size_t first, size_t last) { \
+    switch (job.item_bytes) {                                           \
+      case 1: return kernel##_of<item##8_t>(job, first, last);          \
+      case 2: return kernel##_of<item##16_t>(job, first, last);         \
+      case 4: return kernel##_of<item##32_t>(job, first, last);         \
+      default: return kernel##_of<item##64_t>(job, first, last);        \
+    }                                                                   \
   }
-}
+
+DAF_BY_ITEM(encode_integers, int)
+DAF_BY_ITEM(decode_integers, uint)
 
 constexpr KernelTable make_table(const char* name) {
   return {name,

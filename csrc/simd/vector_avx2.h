@@ -25,6 +25,21 @@ struct Vector {
     __m256i low, high;  // all ones where set
   };
 
+// An operation on the registers of two operands.
+#define DAF_PAIRWISE(Result, name, Operand, operation)           \
+  DAF_INLINE Result name(Operand a, Operand b) {                 \
+    return {operation(a.low, b.low), operation(a.high, b.high)}; \
+  }
+// Combines all lanes: the halves of eight, four, two, one.
+#define DAF_FOLD(name, operation)                                                             \
+  DAF_INLINE float name(F a) {                                                                \
+    const __m256 eight = _mm256_##operation##_ps(a.low, a.high);                              \
+    const __m128 four =                                                                       \
+        _mm_##operation##_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1)); \
+    const __m128 two = _mm_##operation##_ps(four, _mm_movehl_ps(four, four));                 \
+    return _mm_cvtss_f32(_mm_##operation##_ss(two, _mm_movehdup_ps(two)));                    \
+  }
+
   DAF_INLINE F load(const float* from) {
     return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)};
   }
@@ -67,41 +82,16 @@ struct Vector {
   }
 
   DAF_INLINE F set(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
-  DAF_INLINE F add(F a, F b) {
-    return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)};
-  }
-  DAF_INLINE F subtract(F a, F b) {
-    return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)};
-  }
-  DAF_INLINE F multiply(F a, F b) {
-    return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)};
-  }
-  DAF_INLINE F least(F a, F b) {
-    return {_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)};
-  }
-  DAF_INLINE F greatest(F a, F b) {
-    return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)};
-  }
+  DAF_PAIRWISE(F, add, F, _mm256_add_ps)
+  DAF_PAIRWISE(F, subtract, F, _mm256_sub_ps)
+  DAF_PAIRWISE(F, multiply, F, _mm256_mul_ps)
+  DAF_PAIRWISE(F, least, F, _mm256_min_ps)
+  DAF_PAIRWISE(F, greatest, F, _mm256_max_ps)
   DAF_INLINE F absolute(F a) { return as_float(bit_and(as_integer(a), set_integer(0x7FFFFFFF))); }
   DAF_INLINE F greatest_magnitude(F a, F b) { return greatest(a, absolute(b)); }
-  DAF_INLINE float tree_sum(F a) {
-    const __m256 eight = _mm256_add_ps(a.low, a.high);
-    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
-  }
-  DAF_INLINE float reduce_least(F a) {
-    const __m256 eight = _mm256_min_ps(a.low, a.high);
-    const __m128 four = _mm_min_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-    const __m128 two = _mm_min_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_min_ss(two, _mm_movehdup_ps(two)));
-  }
-  DAF_INLINE float reduce_greatest(F a) {
-    const __m256 eight = _mm256_max_ps(a.low, a.high);
-    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
-  }
+  DAF_FOLD(tree_sum, add)
+  DAF_FOLD(reduce_least, min)
+  DAF_FOLD(reduce_greatest, max)
 
   DAF_INLINE M greater(F a, F b) { return compare<_CMP_GT_OQ>(a, b); }
   DAF_INLINE M less_equal(F a, F b) { return compare<_CMP_LE_OQ>(a, b); }
@@ -114,12 +104,8 @@ struct Vector {
             _mm256_cmpeq_epi32(_mm256_and_si256(all, high), high)};
   }
   DAF_INLINE uint16_t mask_bits(M m) { return sign_bits({m.low, m.high}); }
-  DAF_INLINE M same(M a, M b) {
-    return {_mm256_cmpeq_epi32(a.low, b.low), _mm256_cmpeq_epi32(a.high, b.high)};
-  }
-  DAF_INLINE M either(M a, M b) {
-    return {_mm256_or_si256(a.low, b.low), _mm256_or_si256(a.high, b.high)};
-  }
+  DAF_PAIRWISE(M, same, M, _mm256_cmpeq_epi32)
+  DAF_PAIRWISE(M, either, M, _mm256_or_si256)
   DAF_INLINE F select(M m, F yes, F no) {
     return {_mm256_blendv_ps(no.low, yes.low, _mm256_castsi256_ps(m.low)),
             _mm256_blendv_ps(no.high, yes.high, _mm256_castsi256_ps(m.high))};
@@ -130,27 +116,15 @@ struct Vector {
   DAF_INLINE I set_integer(uint32_t x) {
     return {_mm256_set1_epi32(int(x)), _mm256_set1_epi32(int(x))};
   }
-  DAF_INLINE I bit_and(I a, I b) {
-    return {_mm256_and_si256(a.low, b.low), _mm256_and_si256(a.high, b.high)};
-  }
+  DAF_PAIRWISE(I, bit_and, I, _mm256_and_si256)
   DAF_INLINE I bit_and_or(I a, uint32_t mask, uint32_t more) {
     return bit_or(bit_and(a, set_integer(mask)), set_integer(more));
   }
-  DAF_INLINE I bit_or(I a, I b) {
-    return {_mm256_or_si256(a.low, b.low), _mm256_or_si256(a.high, b.high)};
-  }
-  DAF_INLINE I bit_xor(I a, I b) {
-    return {_mm256_xor_si256(a.low, b.low), _mm256_xor_si256(a.high, b.high)};
-  }
-  DAF_INLINE I add_integer(I a, I b) {
-    return {_mm256_add_epi32(a.low, b.low), _mm256_add_epi32(a.high, b.high)};
-  }
-  DAF_INLINE I least_integer(I a, I b) {
-    return {_mm256_min_epu32(a.low, b.low), _mm256_min_epu32(a.high, b.high)};
-  }
-  DAF_INLINE I greatest_integer(I a, I b) {
-    return {_mm256_max_epu32(a.low, b.low), _mm256_max_epu32(a.high, b.high)};
-  }
+  DAF_PAIRWISE(I, bit_or, I, _mm256_or_si256)
+  DAF_PAIRWISE(I, bit_xor, I, _mm256_xor_si256)
+  DAF_PAIRWISE(I, add_integer, I, _mm256_add_epi32)
+  DAF_PAIRWISE(I, least_integer, I, _mm256_min_epu32)
+  DAF_PAIRWISE(I, greatest_integer, I, _mm256_max_epu32)
   DAF_INLINE uint32_t reduce_greatest(I a) {
     const __m256i eight = _mm256_max_epu32(a.low, a.high);
     const __m128i four =
@@ -220,12 +194,8 @@ struct Vector {
   DAF_INLINE Bytes lookup_bytes(Bytes table, Bytes index) {
     return {_mm256_shuffle_epi8(table.low, index.low), _mm256_shuffle_epi8(table.low, index.high)};
   }
-  DAF_INLINE Bytes subtract_bytes(Bytes a, Bytes b) {
-    return {_mm256_sub_epi8(a.low, b.low), _mm256_sub_epi8(a.high, b.high)};
-  }
-  DAF_INLINE Bytes least_bytes(Bytes a, Bytes b) {
-    return {_mm256_min_epu8(a.low, b.low), _mm256_min_epu8(a.high, b.high)};
-  }
+  DAF_PAIRWISE(Bytes, subtract_bytes, Bytes, _mm256_sub_epi8)
+  DAF_PAIRWISE(Bytes, least_bytes, Bytes, _mm256_min_epu8)
   template <int value>
   DAF_INLINE uint64_t add_where_greater(Bytes& sums, Bytes a, Bytes b) {
     const __m256i low = _mm256_cmpgt_epi8(a.low, b.low), high = _mm256_cmpgt_epi8(a.high, b.high);
@@ -429,5 +399,8 @@ struct Vector {
                             _mm256_permutevar8x32_ps(table.high, index), fourth);
   }
 };
+
+#undef DAF_PAIRWISE
+#undef DAF_FOLD
 
 }  // namespace

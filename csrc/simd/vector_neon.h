@@ -13,19 +13,29 @@ namespace {
 struct Vector {
   static constexpr int lanes = 16;
   struct F {
-    float32x4_t quad[4];
+    float32x4_t part[4];
   };
   struct I {
-    uint32x4_t quad[4];
+    uint32x4_t part[4];
   };
   struct M {
-    uint32x4_t quad[4];  // all ones where set
+    uint32x4_t part[4];  // all ones where set
   };
 
   // The four registers value(0) … value(3).
   template <class Result, class Each>
   DAF_INLINE Result each(Each&& value) {
     return {{value(0), value(1), value(2), value(3)}};
+  }
+
+// An operation on the registers of one operand, or of two.
+#define DAF_EACH(Result, name, Operand, operation)                    \
+  DAF_INLINE Result name(Operand a) {                                 \
+    return each<Result>([&](int i) { return operation(a.part[i]); }); \
+  }
+#define DAF_PAIRWISE(Result, name, Operand, operation)                           \
+  DAF_INLINE Result name(Operand a, Operand b) {                                 \
+    return each<Result>([&](int i) { return operation(a.part[i], b.part[i]); }); \
   }
 
   DAF_INLINE F load(const float* from) {
@@ -35,10 +45,10 @@ struct Vector {
     return each<I>([&](int i) { return vld1q_u32(from + 4 * i); });
   }
   DAF_INLINE void store(float* to, F x) {
-    for (int i = 0; i < 4; ++i) vst1q_f32(to + 4 * i, x.quad[i]);
+    for (int i = 0; i < 4; ++i) vst1q_f32(to + 4 * i, x.part[i]);
   }
   DAF_INLINE void store(uint32_t* to, I x) {
-    for (int i = 0; i < 4; ++i) vst1q_u32(to + 4 * i, x.quad[i]);
+    for (int i = 0; i < 4; ++i) vst1q_u32(to + 4 * i, x.part[i]);
   }
   // These processors detect overwritten whole lines themselves.
   DAF_INLINE void stream(float* to, F x) { store(to, x); }
@@ -55,15 +65,15 @@ struct Vector {
     const I bits = as_integer(x);
     const I odd = bit_and(shift_right<16>(bits), set_integer(1));
     const I rounded = add_integer(add_integer(bits, set_integer(0x7FFF)), odd);
-    vst1q_u16(to, high_halves(rounded.quad[0], rounded.quad[1]));
-    vst1q_u16(to + 8, high_halves(rounded.quad[2], rounded.quad[3]));
+    vst1q_u16(to, high_halves(rounded.part[0], rounded.part[1]));
+    vst1q_u16(to + 8, high_halves(rounded.part[2], rounded.part[3]));
   }
   DAF_INLINE F load_float16(const uint16_t* from) {
     return each<F>(
         [&](int i) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from + 4 * i))); });
   }
   DAF_INLINE void store_float16(uint16_t* to, F x) {
-    for (int i = 0; i < 4; ++i) vst1_u16(to + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(x.quad[i])));
+    for (int i = 0; i < 4; ++i) vst1_u16(to + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(x.part[i])));
   }
 
   DAF_INLINE void prefetch(const void* from) { __builtin_prefetch(from); }
@@ -71,55 +81,39 @@ struct Vector {
   DAF_INLINE F set(float x) {
     return each<F>([&](int) { return vdupq_n_f32(x); });
   }
-  DAF_INLINE F add(F a, F b) {
-    return each<F>([&](int i) { return vaddq_f32(a.quad[i], b.quad[i]); });
-  }
-  DAF_INLINE F subtract(F a, F b) {
-    return each<F>([&](int i) { return vsubq_f32(a.quad[i], b.quad[i]); });
-  }
-  DAF_INLINE F multiply(F a, F b) {
-    return each<F>([&](int i) { return vmulq_f32(a.quad[i], b.quad[i]); });
-  }
-  DAF_INLINE F least(F a, F b) {
-    return each<F>([&](int i) { return least_of_four(a.quad[i], b.quad[i]); });
-  }
-  DAF_INLINE F greatest(F a, F b) {
-    return each<F>([&](int i) { return greatest_of_four(a.quad[i], b.quad[i]); });
-  }
-  DAF_INLINE F absolute(F a) {
-    return each<F>([&](int i) { return vabsq_f32(a.quad[i]); });
-  }
+  DAF_PAIRWISE(F, add, F, vaddq_f32)
+  DAF_PAIRWISE(F, subtract, F, vsubq_f32)
+  DAF_PAIRWISE(F, multiply, F, vmulq_f32)
+  DAF_PAIRWISE(F, least, F, least_of_four)
+  DAF_PAIRWISE(F, greatest, F, greatest_of_four)
+  DAF_EACH(F, absolute, F, vabsq_f32)
   DAF_INLINE F greatest_magnitude(F a, F b) {
-    return each<F>([&](int i) { return vmaxnmq_f32(vabsq_f32(a.quad[i]), vabsq_f32(b.quad[i])); });
+    return each<F>([&](int i) { return vmaxnmq_f32(vabsq_f32(a.part[i]), vabsq_f32(b.part[i])); });
   }
   DAF_INLINE float tree_sum(F a) {
     const float32x4_t four =
-        vaddq_f32(vaddq_f32(a.quad[0], a.quad[2]), vaddq_f32(a.quad[1], a.quad[3]));
+        vaddq_f32(vaddq_f32(a.part[0], a.part[2]), vaddq_f32(a.part[1], a.part[3]));
     return vpadds_f32(vadd_f32(vget_low_f32(four), vget_high_f32(four)));
   }
   DAF_INLINE float reduce_least(F a) {
     const float32x4_t four =
-        least_of_four(least_of_four(a.quad[0], a.quad[2]), least_of_four(a.quad[1], a.quad[3]));
+        least_of_four(least_of_four(a.part[0], a.part[2]), least_of_four(a.part[1], a.part[3]));
     const float32x4_t two = least_of_four(four, vextq_f32(four, four, 2));
     return vgetq_lane_f32(least_of_four(two, vextq_f32(two, two, 1)), 0);
   }
   DAF_INLINE float reduce_greatest(F a) {
-    const float32x4_t four = greatest_of_four(greatest_of_four(a.quad[0], a.quad[2]),
-                                              greatest_of_four(a.quad[1], a.quad[3]));
+    const float32x4_t four = greatest_of_four(greatest_of_four(a.part[0], a.part[2]),
+                                              greatest_of_four(a.part[1], a.part[3]));
     const float32x4_t two = greatest_of_four(four, vextq_f32(four, four, 2));
     return vgetq_lane_f32(greatest_of_four(two, vextq_f32(two, two, 1)), 0);
   }
 
-  DAF_INLINE M greater(F a, F b) {
-    return each<M>([&](int i) { return vcgtq_f32(a.quad[i], b.quad[i]); });
-  }
-  DAF_INLINE M less_equal(F a, F b) {
-    return each<M>([&](int i) { return vcleq_f32(a.quad[i], b.quad[i]); });
-  }
+  DAF_PAIRWISE(M, greater, F, vcgtq_f32)
+  DAF_PAIRWISE(M, less_equal, F, vcleq_f32)
   // The greater of two numbers is NaN if either is.
   DAF_INLINE M unordered(F a, F b) {
     return each<M>([&](int i) {
-      const float32x4_t greater = vmaxq_f32(a.quad[i], b.quad[i]);
+      const float32x4_t greater = vmaxq_f32(a.part[i], b.part[i]);
       return vmvnq_u32(vceqq_f32(greater, greater));
     });
   }
@@ -128,79 +122,55 @@ struct Vector {
   }
   // Each register gives its four bits of one word; lanes share no bit.
   DAF_INLINE uint16_t mask_bits(M m) {
-    const uint32x4_t low = vbslq_u32(bits_of_quad(0), m.quad[0], m.quad[1]);
-    const uint32x4_t high = vbslq_u32(bits_of_quad(2), m.quad[2], m.quad[3]);
+    const uint32x4_t low = vbslq_u32(bits_of_quad(0), m.part[0], m.part[1]);
+    const uint32x4_t high = vbslq_u32(bits_of_quad(2), m.part[2], m.part[3]);
     const uint32x4_t lower = vorrq_u32(bits_of_quad(0), bits_of_quad(1));
     const uint32x4_t upper = vorrq_u32(bits_of_quad(2), bits_of_quad(3));
     const uint32x4_t words = vandq_u32(vbslq_u32(lower, low, high), vorrq_u32(lower, upper));
     return uint16_t(vaddvq_u32(words));
   }
-  DAF_INLINE M same(M a, M b) {
-    return each<M>([&](int i) { return vceqq_u32(a.quad[i], b.quad[i]); });
-  }
-  DAF_INLINE M either(M a, M b) {
-    return each<M>([&](int i) { return vorrq_u32(a.quad[i], b.quad[i]); });
-  }
+  DAF_PAIRWISE(M, same, M, vceqq_u32)
+  DAF_PAIRWISE(M, either, M, vorrq_u32)
   DAF_INLINE F select(M m, F yes, F no) {
-    return each<F>([&](int i) { return vbslq_f32(m.quad[i], yes.quad[i], no.quad[i]); });
+    return each<F>([&](int i) { return vbslq_f32(m.part[i], yes.part[i], no.part[i]); });
   }
 
-  DAF_INLINE I as_integer(F a) {
-    return each<I>([&](int i) { return vreinterpretq_u32_f32(a.quad[i]); });
-  }
-  DAF_INLINE F as_float(I a) {
-    return each<F>([&](int i) { return vreinterpretq_f32_u32(a.quad[i]); });
-  }
+  DAF_EACH(I, as_integer, F, vreinterpretq_u32_f32)
+  DAF_EACH(F, as_float, I, vreinterpretq_f32_u32)
   DAF_INLINE I set_integer(uint32_t x) {
     return each<I>([&](int) { return vdupq_n_u32(x); });
   }
-  DAF_INLINE I bit_and(I a, I b) {
-    return each<I>([&](int i) { return vandq_u32(a.quad[i], b.quad[i]); });
-  }
+  DAF_PAIRWISE(I, bit_and, I, vandq_u32)
   DAF_INLINE I bit_and_or(I a, uint32_t mask, uint32_t more) {
     return bit_or(bit_and(a, set_integer(mask)), set_integer(more));
   }
-  DAF_INLINE I bit_or(I a, I b) {
-    return each<I>([&](int i) { return vorrq_u32(a.quad[i], b.quad[i]); });
-  }
-  DAF_INLINE I bit_xor(I a, I b) {
-    return each<I>([&](int i) { return veorq_u32(a.quad[i], b.quad[i]); });
-  }
-  DAF_INLINE I add_integer(I a, I b) {
-    return each<I>([&](int i) { return vaddq_u32(a.quad[i], b.quad[i]); });
-  }
-  DAF_INLINE I least_integer(I a, I b) {
-    return each<I>([&](int i) { return vminq_u32(a.quad[i], b.quad[i]); });
-  }
-  DAF_INLINE I greatest_integer(I a, I b) {
-    return each<I>([&](int i) { return vmaxq_u32(a.quad[i], b.quad[i]); });
-  }
+  DAF_PAIRWISE(I, bit_or, I, vorrq_u32)
+  DAF_PAIRWISE(I, bit_xor, I, veorq_u32)
+  DAF_PAIRWISE(I, add_integer, I, vaddq_u32)
+  DAF_PAIRWISE(I, least_integer, I, vminq_u32)
+  DAF_PAIRWISE(I, greatest_integer, I, vmaxq_u32)
   DAF_INLINE uint32_t reduce_greatest(I a) {
-    return vmaxvq_u32(vmaxq_u32(vmaxq_u32(a.quad[0], a.quad[1]), vmaxq_u32(a.quad[2], a.quad[3])));
+    return vmaxvq_u32(vmaxq_u32(vmaxq_u32(a.part[0], a.part[1]), vmaxq_u32(a.part[2], a.part[3])));
   }
   template <int places>
   DAF_INLINE I shift_left(I a) {
-    return each<I>([&](int i) { return vshlq_n_u32(a.quad[i], places); });
+    return each<I>([&](int i) { return vshlq_n_u32(a.part[i], places); });
   }
   template <int places>
   DAF_INLINE I shift_right(I a) {
-    return each<I>([&](int i) { return vshrq_n_u32(a.quad[i], places); });
+    return each<I>([&](int i) { return vshrq_n_u32(a.part[i], places); });
   }
-  DAF_INLINE I truncate(F a) {
-    return each<I>([&](int i) { return vcvtq_u32_f32(a.quad[i]); });
-  }
+  DAF_EACH(I, truncate, F, vcvtq_u32_f32)
   DAF_INLINE I round(F a) {
-    return each<I>([&](int i) { return vreinterpretq_u32_s32(vcvtnq_s32_f32(a.quad[i])); });
+    return each<I>([&](int i) { return vreinterpretq_u32_s32(vcvtnq_s32_f32(a.part[i])); });
   }
-  DAF_INLINE F to_float(I a) {
-    return each<F>([&](int i) { return vcvtq_f32_u32(a.quad[i]); });
-  }
+  DAF_EACH(F, to_float, I, vcvtq_f32_u32)
   DAF_INLINE I add_where(I a, M m, uint32_t value) {
     return each<I>(
-        [&](int i) { return vorrq_u32(a.quad[i], vandq_u32(m.quad[i], vdupq_n_u32(value))); });
+        [&](int i) { return vorrq_u32(a.part[i], vandq_u32(m.part[i], vdupq_n_u32(value))); });
   }
   DAF_INLINE M any_bit(I a, uint32_t value) {
-    return each<M>([&](int i) { return vtstq_u32(a.quad[i], vdupq_n_u32(value)); });
+    return each<M>([&](int i) { return vtstq_u32(a.part[i], vdupq_n_u32(value)); });
   }
   // Looks up the table's 64 bytes four at a time, from 4 * index on.
   DAF_INLINE F lookup(const float* table, I index) {
@@ -209,7 +179,7 @@ struct Vector {
         {vld1q_u8(from), vld1q_u8(from + 16), vld1q_u8(from + 32), vld1q_u8(from + 48)}};
     return each<F>([&](int i) {
       const uint32x4_t places =
-          vmlaq_u32(vdupq_n_u32(0x03020100), index.quad[i], vdupq_n_u32(0x04040404));
+          vmlaq_u32(vdupq_n_u32(0x03020100), index.part[i], vdupq_n_u32(0x04040404));
       return vreinterpretq_f32_u8(vqtbl4q_u8(bytes, vreinterpretq_u8_u32(places)));
     });
   }
@@ -218,12 +188,12 @@ struct Vector {
   DAF_INLINE I rotate_left(I a) {
     if constexpr (places == 0) return a;
     return each<I>([&](int i) {
-      return vsriq_n_u32(vshlq_n_u32(a.quad[i], places), a.quad[i], (32 - places) % 32);
+      return vsriq_n_u32(vshlq_n_u32(a.part[i], places), a.part[i], (32 - places) % 32);
     });
   }
 
   struct Bytes {
-    uint8x16_t quarter[4];
+    uint8x16_t part[4];
   };
   DAF_INLINE Bytes pack_bytes(const I (&quarters)[4]) {
     return each<Bytes>([&](int i) { return low_bytes(quarters[i]); });
@@ -234,13 +204,13 @@ struct Vector {
     return each<I>([&](int i) {
       const uint32_t first = 0xFFFFFF00u + 4 * uint32_t(i);
       const uint32x4_t places = {first, first + 1, first + 2, first + 3};
-      return vreinterpretq_u32_u8(vqtbl1q_u8(bytes.quarter[quarter], vreinterpretq_u8_u32(places)));
+      return vreinterpretq_u32_u8(vqtbl1q_u8(bytes.part[quarter], vreinterpretq_u8_u32(places)));
     });
   }
   template <int bit>
   DAF_INLINE uint64_t bit_of_bytes(Bytes bytes) {
     return bits_of_mask(
-        each<Bytes>([&](int i) { return vtstq_u8(bytes.quarter[i], vdupq_n_u8(1 << bit)); }));
+        each<Bytes>([&](int i) { return vtstq_u8(bytes.part[i], vdupq_n_u8(1 << bit)); }));
   }
   DAF_INLINE Bytes no_bytes() {
     return each<Bytes>([&](int) { return vdupq_n_u8(0); });
@@ -250,7 +220,7 @@ struct Vector {
     const uint8x16_t all = vreinterpretq_u8_u64(vdupq_n_u64(bits));
     return each<Bytes>([&](int i) {
       const uint8x16_t chosen = vtstq_u8(vqtbl1q_u8(all, eight_each(i)), bits_of_eight());
-      return vorrq_u8(bytes.quarter[i], vandq_u8(chosen, vdupq_n_u8(1 << bit)));
+      return vorrq_u8(bytes.part[i], vandq_u8(chosen, vdupq_n_u8(1 << bit)));
     });
   }
 
@@ -261,21 +231,17 @@ struct Vector {
     return each<Bytes>([&](int) { return vreinterpretq_u8_s8(vld1q_s8(sixteen)); });
   }
   DAF_INLINE Bytes lookup_bytes(Bytes table, Bytes index) {
-    return each<Bytes>([&](int i) { return vqtbl1q_u8(table.quarter[i], index.quarter[i]); });
+    return each<Bytes>([&](int i) { return vqtbl1q_u8(table.part[i], index.part[i]); });
   }
-  DAF_INLINE Bytes subtract_bytes(Bytes a, Bytes b) {
-    return each<Bytes>([&](int i) { return vsubq_u8(a.quarter[i], b.quarter[i]); });
-  }
-  DAF_INLINE Bytes least_bytes(Bytes a, Bytes b) {
-    return each<Bytes>([&](int i) { return vminq_u8(a.quarter[i], b.quarter[i]); });
-  }
+  DAF_PAIRWISE(Bytes, subtract_bytes, Bytes, vsubq_u8)
+  DAF_PAIRWISE(Bytes, least_bytes, Bytes, vminq_u8)
   template <int value>
   DAF_INLINE uint64_t add_where_greater(Bytes& sums, Bytes a, Bytes b) {
     const Bytes greater = each<Bytes>([&](int i) {
-      return vcgtq_s8(vreinterpretq_s8_u8(a.quarter[i]), vreinterpretq_s8_u8(b.quarter[i]));
+      return vcgtq_s8(vreinterpretq_s8_u8(a.part[i]), vreinterpretq_s8_u8(b.part[i]));
     });
     for (int i = 0; i < 4; ++i)
-      sums.quarter[i] = vaddq_u8(sums.quarter[i], vandq_u8(greater.quarter[i], vdupq_n_u8(value)));
+      sums.part[i] = vaddq_u8(sums.part[i], vandq_u8(greater.part[i], vdupq_n_u8(value)));
     return bits_of_mask(greater);
   }
 
@@ -284,15 +250,15 @@ struct Vector {
   };
   template <int t>
   DAF_INLINE void put_shorts(Shorts& shorts, I low, I high) {
-    shorts.x[4 * t] = saturated(low.quad[0], low.quad[1]);
-    shorts.x[4 * t + 1] = saturated(low.quad[2], low.quad[3]);
-    shorts.x[4 * t + 2] = saturated(high.quad[0], high.quad[1]);
-    shorts.x[4 * t + 3] = saturated(high.quad[2], high.quad[3]);
+    shorts.x[4 * t] = saturated(low.part[0], low.part[1]);
+    shorts.x[4 * t + 1] = saturated(low.part[2], low.part[3]);
+    shorts.x[4 * t + 2] = saturated(high.part[0], high.part[1]);
+    shorts.x[4 * t + 3] = saturated(high.part[2], high.part[3]);
   }
   template <int q>
   DAF_INLINE void put_bytes(Shorts& shorts, Bytes bytes) {
     for (int i = 0; i < 4; ++i) {
-      const int8x16_t here = vreinterpretq_s8_u8(bytes.quarter[i]);
+      const int8x16_t here = vreinterpretq_s8_u8(bytes.part[i]);
       shorts.x[8 * q + 2 * i] = vmovl_s8(vget_low_s8(here));
       shorts.x[8 * q + 2 * i + 1] = vmovl_high_s8(here);
     }
@@ -344,7 +310,7 @@ struct Vector {
     Shorts wide;
     put_bytes<q>(wide, bytes);
     return each<I>([&](int i) {
-      int32x4_t sum = vreinterpretq_s32_u32(sums.quad[i]);
+      int32x4_t sum = vreinterpretq_s32_u32(sums.part[i]);
       for (int t = 8 * q + 2 * i; t < 8 * q + 2 * i + 2; ++t) {
         sum = vmlal_s16(sum, vget_low_s16(shorts.x[t]), vget_low_s16(wide.x[t]));
         sum = vmlal_high_s16(sum, shorts.x[t], wide.x[t]);
@@ -354,7 +320,7 @@ struct Vector {
   }
   DAF_INLINE int32_t reduce_add(I a) {
     return int32_t(
-        vaddvq_u32(vaddq_u32(vaddq_u32(a.quad[0], a.quad[1]), vaddq_u32(a.quad[2], a.quad[3]))));
+        vaddvq_u32(vaddq_u32(vaddq_u32(a.part[0], a.part[1]), vaddq_u32(a.part[2], a.part[3]))));
   }
 
   // Sixteen binary64 numbers for sums. Products of widened numbers are exact: fma rounds as add.
@@ -372,8 +338,8 @@ struct Vector {
   DAF_INLINE D widen(F a) {
     D result;
     for (int i = 0; i < 4; ++i) {
-      result.pair[2 * i] = vcvt_f64_f32(vget_low_f32(a.quad[i]));
-      result.pair[2 * i + 1] = vcvt_high_f64_f32(a.quad[i]);
+      result.pair[2 * i] = vcvt_f64_f32(vget_low_f32(a.part[i]));
+      result.pair[2 * i + 1] = vcvt_high_f64_f32(a.part[i]);
     }
     return result;
   }
@@ -387,35 +353,37 @@ struct Vector {
   }
 
   DAF_INLINE I multiply_wide(I a, uint32_t factor) {
-    const uint32x4_t low = vuzp1q_u32(a.quad[0], a.quad[1]);
-    const uint32x4_t high = vuzp1q_u32(a.quad[2], a.quad[3]);
+    const uint32x4_t low = vuzp1q_u32(a.part[0], a.part[1]);
+    const uint32x4_t high = vuzp1q_u32(a.part[2], a.part[3]);
     return {{product(vget_low_u32(low), factor), product(vget_high_u32(low), factor),
              product(vget_low_u32(high), factor), product(vget_high_u32(high), factor)}};
   }
   DAF_INLINE I high_words(I a) {
     return each<I>([&](int i) {
-      return vreinterpretq_u32_u64(vshrq_n_u64(vreinterpretq_u64_u32(a.quad[i]), 32));
+      return vreinterpretq_u32_u64(vshrq_n_u64(vreinterpretq_u64_u32(a.part[i]), 32));
     });
   }
   DAF_INLINE I exclusive_or(I a, I b, uint32_t c) { return bit_xor(bit_xor(a, b), set_integer(c)); }
   DAF_INLINE I pack_pairs(I low, I high) {
-    return each<I>([&](int i) { return vtrn1q_u32(low.quad[i], high.quad[i]); });
+    return each<I>([&](int i) { return vtrn1q_u32(low.part[i], high.part[i]); });
   }
 
  private:
   DAF_INLINE uint8x16_t low_bytes(I a) {
-    return vuzp1q_u8(vreinterpretq_u8_u16(low_halves(a.quad[0], a.quad[1])),
-                     vreinterpretq_u8_u16(low_halves(a.quad[2], a.quad[3])));
+    return vuzp1q_u8(vreinterpretq_u8_u16(low_halves(a.part[0], a.part[1])),
+                     vreinterpretq_u8_u16(low_halves(a.part[2], a.part[3])));
   }
   // One bit of every byte, all ones or none.
   DAF_INLINE uint64_t bits_of_mask(Bytes mask) {
-    const Bytes found =
-        each<Bytes>([&](int i) { return vandq_u8(mask.quarter[i], bits_of_eight()); });
-    const uint8x16_t low = vpaddq_u8(found.quarter[0], found.quarter[1]);
-    const uint8x16_t high = vpaddq_u8(found.quarter[2], found.quarter[3]);
+    const Bytes found = each<Bytes>([&](int i) { return vandq_u8(mask.part[i], bits_of_eight()); });
+    const uint8x16_t low = vpaddq_u8(found.part[0], found.part[1]);
+    const uint8x16_t high = vpaddq_u8(found.part[2], found.part[3]);
     const uint8x16_t sums = vpaddq_u8(low, high);
     return vgetq_lane_u64(vreinterpretq_u64_u8(vpaddq_u8(sums, sums)), 0);
   }
 };
+
+#undef DAF_EACH
+#undef DAF_PAIRWISE
 
 }  // namespace

@@ -43,6 +43,16 @@ struct Vector {
     return {uint16_t(bits)};
   }
 
+// An operator between the lanes of two operands, and the operand that a comparison chooses.
+#define DAF_LANEWISE(Result, name, Operand, each, symbol)           \
+  DAF_INLINE Result name(Operand a, Operand b) {                    \
+    return each([&](int i) { return a.lane[i] symbol b.lane[i]; }); \
+  }
+#define DAF_CHOICE(Operand, name, each, compares)                                             \
+  DAF_INLINE Operand name(Operand a, Operand b) {                                             \
+    return each([&](int i) { return a.lane[i] compares b.lane[i] ? a.lane[i] : b.lane[i]; }); \
+  }
+
   // Memory.
   DAF_INLINE F load(const float* from) {
     F result;
@@ -83,21 +93,11 @@ struct Vector {
   DAF_INLINE F set(float x) {
     return each([&](int) { return x; });
   }
-  DAF_INLINE F add(F a, F b) {
-    return each([&](int i) { return a.lane[i] + b.lane[i]; });
-  }
-  DAF_INLINE F subtract(F a, F b) {
-    return each([&](int i) { return a.lane[i] - b.lane[i]; });
-  }
-  DAF_INLINE F multiply(F a, F b) {
-    return each([&](int i) { return a.lane[i] * b.lane[i]; });
-  }
-  DAF_INLINE F least(F a, F b) {
-    return each([&](int i) { return a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]; });
-  }
-  DAF_INLINE F greatest(F a, F b) {
-    return each([&](int i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; });
-  }
+  DAF_LANEWISE(F, add, F, each, +)
+  DAF_LANEWISE(F, subtract, F, each, -)
+  DAF_LANEWISE(F, multiply, F, each, *)
+  DAF_CHOICE(F, least, each, <)
+  DAF_CHOICE(F, greatest, each, >)
   DAF_INLINE F absolute(F a) { return as_float(bit_and(as_integer(a), set_integer(0x7FFFFFFF))); }
   // The greater of |a| and |b|; any number if either is NaN.
   DAF_INLINE F greatest_magnitude(F a, F b) { return greatest(absolute(a), absolute(b)); }
@@ -118,12 +118,8 @@ struct Vector {
   }
 
   // Comparison and choice.
-  DAF_INLINE M greater(F a, F b) {
-    return each_bit([&](int i) { return a.lane[i] > b.lane[i]; });
-  }
-  DAF_INLINE M less_equal(F a, F b) {
-    return each_bit([&](int i) { return a.lane[i] <= b.lane[i]; });
-  }
+  DAF_LANEWISE(M, greater, F, each_bit, >)
+  DAF_LANEWISE(M, less_equal, F, each_bit, <=)
   // True where either is NaN.
   DAF_INLINE M unordered(F a, F b) {
     return each_bit([&](int i) { return a.lane[i] != a.lane[i] || b.lane[i] != b.lane[i]; });
@@ -150,27 +146,15 @@ struct Vector {
   DAF_INLINE I set_integer(uint32_t x) {
     return each_integer([&](int) { return x; });
   }
-  DAF_INLINE I bit_and(I a, I b) {
-    return each_integer([&](int i) { return a.lane[i] & b.lane[i]; });
-  }
+  DAF_LANEWISE(I, bit_and, I, each_integer, &)
   DAF_INLINE I bit_and_or(I a, uint32_t mask, uint32_t more) {
     return bit_or(bit_and(a, set_integer(mask)), set_integer(more));
   }
-  DAF_INLINE I bit_or(I a, I b) {
-    return each_integer([&](int i) { return a.lane[i] | b.lane[i]; });
-  }
-  DAF_INLINE I bit_xor(I a, I b) {
-    return each_integer([&](int i) { return a.lane[i] ^ b.lane[i]; });
-  }
-  DAF_INLINE I add_integer(I a, I b) {
-    return each_integer([&](int i) { return a.lane[i] + b.lane[i]; });
-  }
-  DAF_INLINE I least_integer(I a, I b) {
-    return each_integer([&](int i) { return a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]; });
-  }
-  DAF_INLINE I greatest_integer(I a, I b) {
-    return each_integer([&](int i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; });
-  }
+  DAF_LANEWISE(I, bit_or, I, each_integer, |)
+  DAF_LANEWISE(I, bit_xor, I, each_integer, ^)
+  DAF_LANEWISE(I, add_integer, I, each_integer, +)
+  DAF_CHOICE(I, least_integer, each_integer, <)
+  DAF_CHOICE(I, greatest_integer, each_integer, >)
   DAF_INLINE uint32_t reduce_greatest(I a) {
     uint32_t result = 0;
     for (int i = 0; i < lanes; ++i) result = a.lane[i] > result ? a.lane[i] : result;
@@ -443,5 +427,8 @@ struct Vector {
     return uint16_t(sign | (bits - 0x3F000000));
   }
 };
+
+#undef DAF_LANEWISE
+#undef DAF_CHOICE
 
 }  // namespace
