@@ -12,8 +12,8 @@
 #include <cstring>
 #include <unordered_map>
 
-#include "allocator/allocator_small.h"
 #include "allocator/relocations.h"
+#include "allocator/small.h"
 
 namespace daf::allocator {
 namespace {

@@ -8,9 +8,9 @@
 #include <utility>
 #include <vector>
 
-#include "allocator/allocator_account.h"
-#include "allocator/allocator_events.h"
-#include "allocator/allocator_heap.h"
+#include "allocator/account.h"
+#include "allocator/events.h"
+#include "allocator/heap.h"
 
 namespace daf::allocator {
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "arguments/job.h"
-#include "pool/pool_view.h"
+#include "pool/view.h"
 
 namespace daf {
 

@@ -13,12 +13,12 @@
 #include <string>
 #include <vector>
 
-#include "pool/pool_array.h"
-#include "pool/pool_bitmap.h"
-#include "pool/pool_growth.h"
-#include "pool/pool_region.h"
-#include "pool/pool_tree.h"
-#include "pool/pool_view.h"
+#include "pool/array.h"
+#include "pool/bitmap.h"
+#include "pool/growth.h"
+#include "pool/region.h"
+#include "pool/tree.h"
+#include "pool/view.h"
 
 namespace daf::paging {
 

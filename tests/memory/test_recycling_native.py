@@ -16,8 +16,8 @@ HERE = Path(__file__).parent / "native"
 SOURCES = Path(__file__).parents[2] / "csrc"
 CORE = (
     "allocator/allocator.cpp",
-    "allocator/allocator_heap.cpp",
-    "allocator/allocator_range.cpp",
+    "allocator/heap.cpp",
+    "allocator/range.cpp",
     "allocator/relocations.cpp",
 )
 MACHINES = ("x86_64", "aarch64")

@@ -12,7 +12,7 @@ import pytest
 
 STRESS = Path(__file__).parent / "native" / "pool_stress.cpp"
 SOURCES = Path(__file__).parents[2] / "csrc"
-CORE = ("pool/pool.cpp", "pool/pool_account.cpp", "pool/pool_pages.cpp", "pool/pool_region.cpp")
+CORE = ("pool/pool.cpp", "pool/account.cpp", "pool/pages.cpp", "pool/region.cpp")
 
 pytestmark = pytest.mark.skipif(
     sys.platform == "win32" or shutil.which("c++") is None, reason="needs a C++ compiler"

@@ -85,7 +85,7 @@ class RangeStrategy(IntEnum):
 
 
 class PageFields(NamedTuple):
-    """Where the planes of one tensor lie in pages: ``paging::View`` of ``csrc/pool/pool_view.h``.
+    """Where the planes of one tensor lie in pages: ``paging::View`` of ``csrc/pool/view.h``.
 
     Run ``r`` holds ``8 * page_bytes`` elements (the last perhaps fewer). Its plane ``p`` is page
     ``table[p * runs + r]`` of ``region``. The headers of all runs follow each other in the pages

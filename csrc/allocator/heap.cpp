@@ -1,4 +1,4 @@
-#include "allocator/allocator_heap.h"
+#include "allocator/heap.h"
 
 #ifdef __linux__
 

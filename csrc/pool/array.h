@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "pool/pool_region.h"
+#include "pool/region.h"
 
 namespace daf::paging {
 

@@ -1,4 +1,4 @@
-#include "pool/pool_region.h"
+#include "pool/region.h"
 
 #include <algorithm>
 #include <new>

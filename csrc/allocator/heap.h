@@ -20,8 +20,8 @@
 #include <utility>
 #include <vector>
 
-#include "allocator/allocator_account.h"
-#include "allocator/allocator_range.h"
+#include "allocator/account.h"
+#include "allocator/range.h"
 
 namespace daf {
 

@@ -1,4 +1,4 @@
-#include "allocator/allocator_range.h"
+#include "allocator/range.h"
 
 #ifdef __linux__
 

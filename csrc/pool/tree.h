@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "pool/pool_array.h"
+#include "pool/array.h"
 
 namespace daf::paging {
 
