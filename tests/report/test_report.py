@@ -20,13 +20,12 @@ from typer.testing import CliRunner
 from daf.cli import app
 from daf.core.errors import RunFolderError
 from daf.core.policy import Method
-from daf.report.account import waterfall
 from daf.report.comparison import COLUMNS, findings, row
 from daf.report.markup import Markup, element
 from daf.report.page import page
 from daf.report.palette import STYLES
 from daf.report.picture import draw
-from daf.report.run_charts import charts_of
+from daf.report.run_charts import charts_of, waterfall
 from daf.report.runs import read_run, read_runs
 from daf.report.scale import thinned, ticks
 from daf.report.terminal import show_report, spark

@@ -6,7 +6,6 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from daf.core.plan import Plan
 from daf.core.units import format_bytes
 from daf.training.callbacks import Observer, StepRecord
 from daf.training.run_folder import RunFolder
@@ -46,10 +45,6 @@ class LineDisplay(Observer):
         """Print ``text``."""
         print(text, flush=True)
 
-    def planned(self, plan: Plan) -> None:
-        """Print the plan's reason."""
-        self.note(f"plan: {plan.reason}")
-
     def stepped(self, record: StepRecord) -> None:
         """Print the first and the last step, and one every ten seconds."""
         now_s = time.monotonic()
@@ -60,10 +55,6 @@ class LineDisplay(Observer):
             f"step {record.step}/{self._total_steps}  {_progress_text(record)}  "
             f"memory {_memory_text(record, record.budget_bytes or self._budget_bytes)}"
         )
-
-    def evaluated(self, epoch: int, metric_name: str, metric: float) -> None:
-        """Print the metric."""
-        self.note(f"epoch {epoch}: {metric_name} {metric:.4g}")
 
 
 class LiveDisplay(LineDisplay):

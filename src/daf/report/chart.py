@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from daf.core.units import format_bytes
-from daf.report.account import Bar
 from daf.report.markup import Markup, element
 from daf.report.scale import Point, number, spread, ticks
 
@@ -226,6 +225,21 @@ class LineChart:
             *(legend_entry(name, style) for name, style in shades),
             class_="legend",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One bar of a waterfall; ``kind`` is term, floor, predicted, measured or plain."""
+
+    words: str
+    kind: str
+    start_bytes: int
+    end_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """The bar's length; negative for a term that corrects those before it."""
+        return self.end_bytes - self.start_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,24 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from daf.report.account import Bar, waterfall
-from daf.report.chart import BarChart, LevelLine, LineChart, Series, Shade
+from daf.report.chart import Bar, BarChart, LevelLine, LineChart, Series, Shade
 from daf.report.runs import Budgets, Run
 from daf.report.scale import Point, thinned
 from daf.report.treatments import COLOURS, strips_of, totals_by_method
 
 ADDED, OWN = "added_variance", "batch_variance"  # variances of the gradient: squared lengths
 _NOISE_STYLES = {"the batch's own": (OWN, "memory"), "added by codes": (ADDED, "budget")}
+# Every term of ``Plan.account``, in its order.
+_TERMS = {
+    "floor": "floor: Python, libraries, data",
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer_state": "optimizer state",
+    "saved": "saved for backward",
+    "beside_the_model": "buffers and the like",
+    "transient": "transient",
+    "margin": "margin for what is not foreseen",
+}
 # (key in the summary, name, style)
 _LEVELS = (
     ("floor_bytes", "floor", "floor"),
@@ -90,6 +100,21 @@ def _shades(run: Run) -> list[Shade]:
 def account_chart(run: Run) -> BarChart:
     """Return the terms of the peak, stacked, on one scale with the budget."""
     return BarChart("The account: what the peak is made of", waterfall(run), run.budget_bytes)
+
+
+def waterfall(run: Run) -> list[Bar]:
+    """Return the predicted terms stacked, then the predicted (if any) and the measured peak."""
+    account = (run.plan or {}).get("account") or {"floor": run.summary["floor_bytes"]}
+    bars, level = [], 0
+    for name, nbytes in account.items():
+        if name != "predicted_peak":
+            kind = "floor" if name == "floor" else "term"
+            bars.append(Bar(_TERMS.get(name, name.replace("_", " ")), kind, level, level + nbytes))
+            level += nbytes
+    predicted = run.summary["predicted_peak_bytes"]
+    if predicted:
+        bars.append(Bar("predicted before step 1", "predicted", 0, predicted))
+    return [*bars, Bar("measured peak", "measured", 0, run.summary["peak_bytes"])]
 
 
 def treatment_chart(run: Run) -> list[BarChart]:

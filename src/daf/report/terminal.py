@@ -10,9 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from daf.core.units import format_bytes
-from daf.report.account import waterfall
 from daf.report.comparison import COLUMNS, findings, row
-from daf.report.run_charts import ADDED, last_noise
+from daf.report.run_charts import ADDED, last_noise, waterfall
 from daf.report.runs import Run
 from daf.report.scale import number, thinned
 from daf.report.treatments import COLOURS, strips_of, totals_by_method

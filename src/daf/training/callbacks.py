@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from daf.core.plan import Plan
-
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
@@ -53,14 +51,8 @@ class Observer:
     def profiling(self, policy_name: str) -> None:
         """The profiler starts to measure this policy."""
 
-    def planned(self, plan: Plan) -> None:
-        """The session has a plan."""
-
     def stepped(self, record: StepRecord) -> None:
         """A step is finished."""
-
-    def evaluated(self, epoch: int, metric_name: str, metric: float) -> None:
-        """The test examples were scored after ``epoch``."""
 
     def end(self) -> None:
         """The run is over."""

@@ -103,7 +103,7 @@ class _Run:
         plan = self._job.session.prepare(
             self._job.train_batch(0), self._job.task.loss, self._profiling
         )
-        self._observer.planned(plan)
+        self._observer.note(f"plan: {plan.reason}")
         self._folder.begin(self._job.settings)
         self._checkpoint()
 
@@ -121,7 +121,7 @@ class _Run:
         self._rollbacks = state["rollbacks"]
         self._folder.keep_metrics_until(self._step)
         if self._job.session.plan is not None:
-            self._observer.planned(self._job.session.plan)
+            self._observer.note(f"plan: {self._job.session.plan.reason}")
 
     def carry_out(self) -> dict[str, Any]:
         """Train until the last step or a signal; write weights and summary."""
@@ -257,7 +257,7 @@ class _Run:
             return
         epoch = -(-self._step // self._job.order.steps_per_epoch)
         self._evaluations.append({"step": self._step, "epoch": epoch, "metric": metric})
-        self._observer.evaluated(epoch, self._job.task.metric_name, metric)
+        self._observer.note(f"epoch {epoch}: {self._job.task.metric_name} {metric:.4g}")
         self._checkpoint()
         self._memory.mark("train")
 
