@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 
 from daf.cli.display import LiveDisplay
+from daf.core.step_report import StepReport
 from daf.report.machine import survey
 from daf.training.callbacks import StepRecord
 
@@ -105,7 +106,8 @@ def test_the_live_panel_shows_progress_and_memory_against_the_budget() -> None:
     screen = StringIO()
     display = LiveDisplay(Console(file=screen, force_terminal=True, width=120))
     display.begin(10, 0, 800_000_000)
-    display.stepped(StepRecord(10, 2, 0.1234, 50.0, 640.0, 500_000_000, 600_000_000, 87.5))
+    report = StepReport(0.1234, 50.0, 600_000_000, saved_bytes=0, micro_batch=32)
+    display.stepped(StepRecord(10, 2, report, 640.0, 500_000_000, 87.5))
     display.end()
     for expected in ("step 10/10", "loss 0.1234", "87.5 %", "640 examples/s", "600 MB", "800 MB"):
         assert expected in screen.getvalue()

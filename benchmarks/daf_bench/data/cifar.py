@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from daf.core.errors import DataError
-from daf.training.data.images import ImageData, LabelledImages, Normalisation, checked_images
+from daf.training.data.images import ImageData, LabelledImages, Normalisation
 
 CIFAR10_NORMALISATION = Normalisation(
     (0.4914, 0.4822, 0.4465),
@@ -101,9 +101,37 @@ def _from_npz(path: Path) -> tuple[LabelledImages, LabelledImages, tuple[str, ..
         raise DataError(
             f"{path} is not a whole .npz file ({error}); it may be truncated: fetch it again"
         ) from error
-    train = checked_images(f"{path} x_train", arrays["x_train"], arrays["y_train"], len(classes))
-    test = checked_images(f"{path} x_test", arrays["x_test"], arrays["y_test"], len(classes))
+    train = _checked(f"{path} x_train", arrays["x_train"], arrays["y_train"], len(classes))
+    test = _checked(f"{path} x_test", arrays["x_test"], arrays["y_test"], len(classes))
     return train, test, classes
+
+
+def _checked(
+    what: str, images: NDArray[np.generic], labels: NDArray[np.generic], classes: int
+) -> LabelledImages:
+    """Return images and labels as one value, after checking both.
+
+    Raises:
+        DataError: shapes, types, counts or label values are not what ``what`` promises.
+    """
+    if images.ndim != 4 or images.dtype != np.uint8 or images.shape[1] != images.shape[2]:
+        raise DataError(
+            f"{what}: expected square uint8 images [N, size, size, channels], "
+            f"found {images.dtype} {list(images.shape)}"
+        )
+    if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu":
+        raise DataError(
+            f"{what}: expected {len(images)} whole-number labels, "
+            f"found {labels.dtype} {list(labels.shape)}"
+        )
+    if not len(labels):
+        raise DataError(f"{what}: holds no images; give a file with at least one per class")
+    if labels.min() < 0 or labels.max() >= classes:
+        raise DataError(
+            f"{what}: labels run from {labels.min()} to {labels.max()}, "
+            f"but there are {classes} classes"
+        )
+    return LabelledImages(np.ascontiguousarray(images), labels.astype(np.int64))
 
 
 def _from_folder(folder: Path) -> tuple[LabelledImages, LabelledImages]:
@@ -124,7 +152,7 @@ def _read_batch(path: Path) -> LabelledImages:
         raise DataError(
             f"{path} is not a whole CIFAR-10 batch ({error}); fetch it again"
         ) from error
-    return checked_images(str(path), *_arrays(path, batch), len(_CLASSES))
+    return _checked(str(path), *_arrays(path, batch), len(_CLASSES))
 
 
 def _arrays(path: Path, batch: object) -> tuple[NDArray[np.generic], NDArray[np.generic]]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -38,15 +39,12 @@ Symbols = NDArray[np.int64]
 class TextData:
     """A text as bytes, split into windows of ``context`` bytes in batches."""
 
+    goals: ClassVar[tuple[Goal, ...]] = (Goal.CAUSAL, Goal.MASKED)
+
     name: str
     train: ByteArray
     test: ByteArray
     context: int
-
-    @property
-    def goals(self) -> tuple[Goal, ...]:
-        """What models can be trained to do on a text."""
-        return Goal.CAUSAL, Goal.MASKED
 
     @property
     def facts(self) -> Mapping[str, int]:

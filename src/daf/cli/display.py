@@ -53,7 +53,7 @@ class LineDisplay(Observer):
         self._said_s = now_s
         self.note(
             f"step {record.step}/{self._total_steps}  {_progress_text(record)}  "
-            f"memory {_memory_text(record, record.budget_bytes or self._budget_bytes)}"
+            f"memory {_memory_text(record, record.report.budget_bytes or self._budget_bytes)}"
         )
 
 
@@ -100,8 +100,10 @@ class LiveDisplay(LineDisplay):
         steps = ProgressBar(self._total_steps, record.step, width=_BAR_WIDTH)
         epoch = f"step {record.step}/{self._total_steps} · epoch {record.epoch}"
         grid.add_row("progress", steps, epoch)
-        budget = record.budget_bytes or self._budget_bytes
-        bar = ProgressBar(budget or record.peak_bytes, record.resident_bytes, width=_BAR_WIDTH)
+        budget = record.report.budget_bytes or self._budget_bytes
+        bar = ProgressBar(
+            budget or record.report.peak_bytes, record.resident_bytes, width=_BAR_WIDTH
+        )
         grid.add_row("memory", bar, _memory_text(record, budget))
         grid.add_row("training", _progress_text(record))
         return grid
@@ -110,12 +112,12 @@ class LiveDisplay(LineDisplay):
 def _progress_text(record: StepRecord) -> str:
     accuracy = record.accuracy_percent
     right = "" if accuracy is None else f"  accuracy {accuracy:.1f} %"
-    return f"loss {record.loss:.4f}{right}  {record.examples_per_s:.0f} examples/s"
+    return f"loss {record.report.loss:.4f}{right}  {record.examples_per_s:.0f} examples/s"
 
 
 def _memory_text(record: StepRecord, budget_bytes: int | None) -> str:
     of_budget = "" if budget_bytes is None else f" of {format_bytes(budget_bytes)}"
-    return f"{format_bytes(record.peak_bytes)} at its peak{of_budget}"
+    return f"{format_bytes(record.report.peak_bytes)} at its peak{of_budget}"
 
 
 def show_summary(summary: dict[str, Any], folder: RunFolder) -> None:

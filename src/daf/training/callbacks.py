@@ -5,38 +5,30 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from daf.core.step_report import StepReport
+
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One finished step; memory is the process's, or PyTorch's reservation on the run's GPU.
+    """One finished step of a run; ``step`` and ``epoch`` count from 1.
 
-    ``step`` and ``epoch`` count from 1. ``evicted_bytes`` of codes were evicted in the step.
-    Backward updated ``released_gradients`` parameters. ``budget_bytes`` was in force at the step's
-    end. ``budget_changes`` lists changes since the step before: ``time_s`` (seconds of the run),
-    bytes, reason, and bytes of codes evicted at once. The other fields are as in
-    :class:`daf.StepReport`.
+    ``resident_bytes``: of the process, or reserved by PyTorch on the run's GPU. ``budget_changes``
+    lists changes since the step before: ``time_s`` (seconds of the run), bytes, reason, and bytes
+    of codes evicted at once.
     """
 
     step: int
     epoch: int
-    loss: float
-    step_ms: float
+    report: StepReport
     examples_per_s: float
     resident_bytes: int
-    peak_bytes: int
-    accuracy_percent: float | None
-    evicted_bytes: int = 0
-    released_gradients: int = 0
-    overrun_bytes: int = 0
-    budget_bytes: int | None = None
+    accuracy_percent: float | None = None
     budget_changes: tuple[dict[str, Any], ...] = ()
-    added_variance: float | None = None
-    batch_variance: float | None = None
-    measuring_ms: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the record as a line of ``metrics.jsonl``."""
-        return asdict(self)
+        """Return the record as a line of ``metrics.jsonl``, the report's fields among its own."""
+        fields = asdict(self)
+        return {**fields.pop("report"), **fields}
 
 
 class Observer:

@@ -166,22 +166,13 @@ class _Run:
             return
         elapsed_s = time.perf_counter() - start_s
         record = StepRecord(
-            step=self._step + 1,
-            epoch=self._step // self._job.order.steps_per_epoch + 1,
-            loss=report.loss,
-            step_ms=report.step_ms,
+            self._step + 1,
+            self._step // self._job.order.steps_per_epoch + 1,
+            report,
             examples_per_s=self._job.settings.batch_size / elapsed_s,
             resident_bytes=self._job.session.held_bytes(),
-            peak_bytes=report.peak_bytes,
             accuracy_percent=self._job.task.tally.take_percent(),
-            evicted_bytes=report.evicted_bytes,
-            released_gradients=report.released_gradients,
-            overrun_bytes=report.overrun_bytes,
-            budget_bytes=report.budget_bytes,
             budget_changes=self._budget_changes(),
-            added_variance=report.added_variance,
-            batch_variance=report.batch_variance,
-            measuring_ms=report.measuring_ms,
         )
         self._tell_of_release(report)
         self._step += 1

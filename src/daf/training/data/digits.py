@@ -18,7 +18,6 @@ from daf.training.data.images import (
     ImageData,
     LabelledImages,
     Normalisation,
-    checked_images,
     split_apart,
 )
 
@@ -38,12 +37,12 @@ def load_digits(image_size: int | None = None) -> ImageData:
     """
     table = _read(_packaged_file())
     images = table[:, :-1].reshape(-1, _SIZE, _SIZE, 1)
-    both = checked_images("digits", images, table[:, -1], 10)
-    train, test = split_apart(len(both), _TEST_FRACTION)
+    labels = table[:, -1].astype(np.int64)
+    train, test = split_apart(len(labels), _TEST_FRACTION)
     return ImageData(
         name="digits",
-        train=LabelledImages(both.images[train], both.labels[train]),
-        test=LabelledImages(both.images[test], both.labels[test]),
+        train=LabelledImages(images[train], labels[train]),
+        test=LabelledImages(images[test], labels[test]),
         classes=tuple("0123456789"),
         full_scale=16,
         normalisation=_NORMALISATION,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -51,6 +52,8 @@ class ImageData:
     ``augment``: True if cropping and flipping is customary for it.
     """
 
+    goals: ClassVar[tuple[Goal, ...]] = (Goal.CLASSIFY, Goal.DENOISE)
+
     name: str
     train: LabelledImages
     test: LabelledImages
@@ -59,11 +62,6 @@ class ImageData:
     normalisation: Normalisation
     repeat: int = 1
     augment: bool = False
-
-    @property
-    def goals(self) -> tuple[Goal, ...]:
-        """What models can be trained to do on images."""
-        return Goal.CLASSIFY, Goal.DENOISE
 
     @property
     def channels(self) -> int:
@@ -116,34 +114,6 @@ class ImageData:
         kind = Denoising if goal is Goal.DENOISE else Classification
         channels = input_channels(model, self.channels)
         return kind(self, channels, memory_format, self.augment if augment is None else augment)
-
-
-def checked_images(
-    what: str, images: NDArray[np.generic], labels: NDArray[np.generic], classes: int
-) -> LabelledImages:
-    """Return images and labels as one value, after checking both.
-
-    Raises:
-        DataError: shapes, types, counts or label values are not what ``what`` promises.
-    """
-    if images.ndim != 4 or images.dtype != np.uint8 or images.shape[1] != images.shape[2]:
-        raise DataError(
-            f"{what}: expected square uint8 images [N, size, size, channels], "
-            f"found {images.dtype} {list(images.shape)}"
-        )
-    if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu":
-        raise DataError(
-            f"{what}: expected {len(images)} whole-number labels, "
-            f"found {labels.dtype} {list(labels.shape)}"
-        )
-    if not len(labels):
-        raise DataError(f"{what}: holds no images; give a file with at least one per class")
-    if labels.min() < 0 or labels.max() >= classes:
-        raise DataError(
-            f"{what}: labels run from {labels.min()} to {labels.max()}, "
-            f"but there are {classes} classes"
-        )
-    return LabelledImages(np.ascontiguousarray(images), labels.astype(np.int64))
 
 
 def split_apart(count: int, test_fraction: float) -> tuple[LabelArray, LabelArray]:
