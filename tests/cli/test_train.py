@@ -231,7 +231,7 @@ def test_a_capped_pool_gives_up_bits_and_says_so(daf: Daf) -> None:
     steps = lines("run/metrics.jsonl")
     assert sum(line["evicted_bytes"] for line in steps) == summary["evicted_bytes"]
     again = daf(*options("resnet20", "again", bits=4, pool_bytes="2.5MB"))
-    assert "given up" in again.out
+    assert "evicted" in again.out
     roomy = daf(*options("resnet20", "roomy", bits=4, pool_bytes="8MB"), "--json").json
     assert roomy["evicted_bytes"] == 0
 

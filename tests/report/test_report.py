@@ -146,7 +146,7 @@ def test_what_was_given_up_is_told_at_its_site(make_run: Any) -> None:
     rows[0]["evicted_bytes"] = 2 * MB
     (folder / "sites.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
     cell = strips_of(read_run(folder))[0].cells[0]
-    assert cell.reason.endswith("2.00 MB of it were given up under pressure")
+    assert cell.reason.endswith("2.00 MB of it were evicted under pressure")
 
 
 def test_findings_tell_who_lost_and_what_makes_runs_incomparable(make_run: Any) -> None:

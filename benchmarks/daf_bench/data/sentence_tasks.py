@@ -54,16 +54,8 @@ class _SentenceTask(Task):
     """A batch is tokens and their attention mask, int64 [N, context], and targets."""
 
     def __init__(self, data: SentenceData) -> None:
-        super().__init__()
+        super().__init__(len(data.train), len(data.test))
         self._data = data
-
-    @property
-    def train_examples(self) -> int:
-        return len(self._data.train)
-
-    @property
-    def test_examples(self) -> int:
-        return len(self._data.test)
 
     def train_batch(self, indices: Indices, generator: np.random.Generator) -> Batch:
         del generator

@@ -80,20 +80,12 @@ class _TextTask(Task):
     """The base of tasks on windows of ``context`` bytes, which do not overlap."""
 
     def __init__(self, data: TextData) -> None:
-        super().__init__()
+        train_windows, test_windows = (
+            (len(text) - 1) // data.context for text in (data.train, data.test)
+        )
+        super().__init__(train_windows, test_windows)
         self._data = data
         self._context = data.context
-
-    @property
-    def train_examples(self) -> int:
-        return self._windows(self._data.train)
-
-    @property
-    def test_examples(self) -> int:
-        return self._windows(self._data.test)
-
-    def _windows(self, text: ByteArray) -> int:
-        return (len(text) - 1) // self._context
 
     def _gathered(self, text: ByteArray, indices: Indices, length: int) -> Symbols:
         places = indices[:, None] * self._context + np.arange(length)

@@ -142,10 +142,10 @@ def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("peak", f"{size('peak_bytes')} (predicted {size('predicted_peak_bytes')})"),
         ("floor", size("floor_bytes")),
         ("saved for backward", f"{size('saved_bytes_peak')} (plain {size('saved_bytes_plain')})"),
-        ("plan", f"{summary['policy']}, pieces of {summary['micro_batch']}"),
+        ("plan", f"{summary['policy']}, micro-batches of {summary['micro_batch']}"),
     ]
     if summary["evicted_bytes"]:
-        rows.append(("given up", f"{size('evicted_bytes')} of codes in all steps together"))
+        rows.append(("evicted", f"{size('evicted_bytes')} of codes in all steps together"))
     if summary["step_ms_median"] is not None:
         rate = f"{summary['examples_per_s']:.0f} examples/s"
         rows.append(("step", f"{summary['step_ms_median']:.0f} ms ({rate})"))

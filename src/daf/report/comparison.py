@@ -29,7 +29,7 @@ def row(run: Run) -> list[str]:
         "–" if summary["examples_per_s"] is None else number(summary["examples_per_s"]),
         "–" if summary["loss"] is None else f"{summary['loss']:.4f}",
         "–" if summary["metric"] is None else f"{summary['metric']:.2f}",
-        f"{summary['policy'] or '–'}, pieces of {summary['micro_batch'] or '–'}",
+        f"{summary['policy'] or '–'}, micro-batches of {summary['micro_batch'] or '–'}",
     ]
 
 

@@ -138,7 +138,7 @@ def _cell(record: Record, choices: Sequence[str]) -> Cell:
     if record.get("spilled_bytes") and method is not Method.SPILL:
         reason += f"; {format_bytes(record['spilled_bytes'])} of it wait in host memory"
     if record.get("evicted_bytes"):
-        reason += f"; {format_bytes(record['evicted_bytes'])} of it were given up under pressure"
+        reason += f"; {format_bytes(record['evicted_bytes'])} of it were evicted under pressure"
     return Cell(
         site,
         method,

@@ -83,22 +83,14 @@ class Tally:
 
 
 class Task(ABC):
-    """A maker of batches that also judges a model's outputs on them."""
+    """A maker of batches of so many examples, that also judges a model's outputs on them."""
 
     metric_name: str
 
-    def __init__(self) -> None:
+    def __init__(self, train_examples: int, test_examples: int) -> None:
+        self.train_examples = train_examples
+        self.test_examples = test_examples
         self.tally = Tally()
-
-    @property
-    @abstractmethod
-    def train_examples(self) -> int:
-        """The number of training examples."""
-
-    @property
-    @abstractmethod
-    def test_examples(self) -> int:
-        """The number of test examples."""
 
     @abstractmethod
     def train_batch(self, indices: Indices, generator: np.random.Generator) -> Batch:

@@ -183,19 +183,11 @@ class _ImageTask(Task):
         memory_format: torch.memory_format,
         augment: bool,
     ) -> None:
-        super().__init__()
+        super().__init__(len(data.train), len(data.test))
         self._data = data
         self._channels = checked_channels(data, channels)
         self._memory_format = memory_format
         self._augment = augment
-
-    @property
-    def train_examples(self) -> int:
-        return len(self._data.train)
-
-    @property
-    def test_examples(self) -> int:
-        return len(self._data.test)
 
     def _augmented(self, indices: Indices, generator: np.random.Generator) -> Tensor:
         images = self._data.train.images[indices]
