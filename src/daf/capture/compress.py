@@ -10,8 +10,7 @@ A ``with`` statement around the forward pass and the loss; backward may run insi
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from torch import nn
 
@@ -101,13 +100,8 @@ class compress:  # noqa: N801 - used as a statement, like torch.no_grad
         self._open.append(step)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool | None:
-        return self._open.pop().__exit__(kind, error, trace)
+    def __exit__(self, *exception: Any) -> bool | None:
+        return self._open.pop().__exit__(*exception)
 
     @property
     def pool_bytes(self) -> int | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import platform
-from types import TracebackType
 
 # <malloc.h>
 _M_TRIM_THRESHOLD = -1
@@ -44,12 +43,7 @@ class ReturnFreedBlocks:
         self.active = self._set(RETURN_BLOCKS_FROM_BYTES, RETURN_BLOCKS_FROM_BYTES)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self.active:
             largest = _GLIBC_MMAP_THRESHOLD_MAX_BYTES
             self._set(largest, 2 * largest)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable
-from types import TracebackType
 
 from daf._native import allocator as native
 from daf.core.errors import PlatformError
@@ -77,12 +76,7 @@ class RecyclingAllocator:
             atexit.register(_clear_hook)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if not self.active:
             return
         self.active = False
