@@ -87,7 +87,7 @@ def make_job(settings: TrainSettings, good_state: Path | None = None) -> Trainin
         context=settings.context,
         tokenizer=settings.tokenizer,
     )
-    goal = settle_goal(recipe.name, settings.goal or recipe.goal, data)
+    goal = settle_goal(settings.model, settings.goal or recipe.goal, data)
     optimizer_name = settings.optimizer or ("sgd" if goal.reads_images else "adamw")
     known = read_sensitivity(Path(settings.sensitivity)) if settings.sensitivity else True
     baseline_bytes = _baseline_bytes(device)

@@ -20,8 +20,9 @@ from daf.core.errors import DataError, UnknownNameError
 
 
 class Found(NamedTuple):
-    """A factory, and what stood behind its name, as in ``NAME:PATH``."""
+    """A factory, how it was named, and what stood behind its name, as in ``NAME:PATH``."""
 
+    reference: str
     factory: Callable[..., Any]
     path: str
 
@@ -34,7 +35,9 @@ class Found(NamedTuple):
         try:
             return inspect.signature(self.factory).parameters
         except ValueError as error:
-            raise UnknownNameError(f"the factory does not tell its arguments: {error}") from error
+            raise UnknownNameError(
+                f"{self.reference!r} does not tell its arguments: {error}"
+            ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +67,12 @@ class Names:
         known = self.all()
         name, _, path = reference.partition(":")
         if name in known:
-            return Found(self._installed(reference, *known[name].split(":")), path)
-        module, _, rest = reference.partition(":")
-        attribute, _, path = rest.partition(":")
+            factory = self._installed(reference, *known[name].split(":"))
+            return Found(reference, factory, path)
+        attribute, _, path = path.partition(":")
         if not attribute:
             raise UnknownNameError(f"unknown {self.kind} {reference!r}; {self._advice(name)}")
-        return Found(self._users(reference, module, attribute), path)
+        return Found(reference, self._users(reference, name, attribute), path)
 
     def _installed(self, reference: str, module: str, attribute: str) -> Callable[..., Any]:
         try:

@@ -19,7 +19,6 @@ MODELS = Names("model", "daf.models", {"resnet18": "daf.training.models.resnet:r
 class Recipe:
     """A model that can be built, its code imported; ``goal`` None: the data decides."""
 
-    name: str
     found: Found
     goal: Goal | None
 
@@ -33,27 +32,26 @@ class Recipe:
             UnknownNameError: the factory needs arguments that data do not have, or returns no
                 module.
         """
+        name, parameters = self.found.reference, self.found.parameters()
         known: dict[str, Any] = dict(facts)
         if self.found.path:
             known["path"] = self.found.path
-        parameters = self.found.parameters()
         missing = [
-            name
-            for name, parameter in parameters.items()
-            if name not in known
+            key
+            for key, parameter in parameters.items()
+            if key not in known
             and parameter.default is parameter.empty
             and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         ]
         if missing:
             raise UnknownNameError(
-                f"the factory of {self.name!r} needs {', '.join(missing)}, but the data only tell "
+                f"the factory of {name!r} needs {', '.join(missing)}, but the data only tell "
                 f"{', '.join(facts)}; give those arguments a default"
             )
-        model = self.found.factory(**{name: known[name] for name in parameters if name in known})
+        model = self.found.factory(**{key: known[key] for key in parameters if key in known})
         if not isinstance(model, nn.Module):
             raise UnknownNameError(
-                f"{self.name!r} returned {type(model).__name__}; "
-                "a factory returns a torch.nn.Module"
+                f"{name!r} returned {type(model).__name__}; a factory returns a torch.nn.Module"
             )
         return model
 
@@ -72,4 +70,4 @@ def find_model(name: str) -> Recipe:
     found = MODELS.find(name)
     if found.path and "path" not in found.parameters():
         raise UnknownNameError(f"asked for model {name!r}, whose factory takes no path")
-    return Recipe(name, found, getattr(found.factory, "goal", None))
+    return Recipe(found, getattr(found.factory, "goal", None))
