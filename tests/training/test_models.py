@@ -30,7 +30,7 @@ def test_a_factory_that_needs_more_than_data_tell_is_refused() -> None:
 
 
 def test_a_factory_that_hides_its_arguments_is_refused() -> None:
-    with pytest.raises(UnknownNameError, match="does not tell its arguments"):
+    with pytest.raises(UnknownNameError, match="hides its arguments"):
         find_model("collections:OrderedDict").build({})
 
 

@@ -49,7 +49,7 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "memory", f"{format_bytes(memory['total_bytes'])}, {free}"
     auto = f"{format_bytes(memory['auto_budget_bytes'])} ({memory['auto_budget_reason']})"
     yield "--budget auto", auto
-    yield "pressure stalls", ", ".join(memory["pressure_files"]) or "not told"
+    yield "pressure stalls", ", ".join(memory["pressure_files"]) or "not reported"
     yield "cgroup limit", _limit(memory["cgroup_limit_bytes"])
     yield "address space limit", _limit(memory["address_space_limit_bytes"])
     yield "huge pages", memory["huge_pages"] or "not offered"

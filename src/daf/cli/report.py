@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -43,24 +43,19 @@ def report_command(
     if png is not None:
         _draw(png, found)
     if as_json:
-        typer.echo(json.dumps(_told(found) | {"page": _text(written), "picture": _text(png)}))
+        report = {
+            "runs": [{"name": run.name, **run.summary} for run in found],
+            "findings": findings(found),
+            "page": None if written is None else str(written),
+            "picture": None if png is None else str(png),
+        }
+        typer.echo(json.dumps(report))
         return
     console = Console()
     show_report(found, console)
     for name, path in (("page", written), ("picture", png)):
         if path is not None:
             console.print(f"{name}: {path}", highlight=False, markup=False)
-
-
-def _told(runs: list[Run]) -> dict[str, Any]:
-    return {
-        "runs": [{"name": run.name, **run.summary} for run in runs],
-        "findings": findings(runs),
-    }
-
-
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)
 
 
 def _write(path: Path, content: str) -> None:

@@ -163,5 +163,5 @@ def _facts(summary: Record) -> str:
         "threads": summary["threads"],
     }
     versions = ", ".join(f"{name} {version}" for name, version in summary["versions"].items())
-    told = " · ".join(f"{name} {value}" for name, value in named.items())
-    return f"{summary['model']}, {summary['parameters']:,} parameters · {told} · {versions}"
+    listed = " · ".join(f"{name} {value}" for name, value in named.items())
+    return f"{summary['model']}, {summary['parameters']:,} parameters · {listed} · {versions}"

@@ -55,8 +55,8 @@ def _lines(run: Run) -> Table:
     most = max([*heights, (run.budget_bytes or 0) / 1e6])
     seconds = f"{run.memory.seconds[-1]:.0f} s"
     grid.add_row("memory", spark(heights, 0.0, most), f"0 to {most:,.0f} MB, {seconds}")
-    told = (("loss", "loss"), ("examples_per_s", "examples/s"), (ADDED, "noise of codes"))
-    for key, name in told:
+    curves = (("loss", "loss"), ("examples_per_s", "examples/s"), (ADDED, "noise of codes"))
+    for key, name in curves:
         points = run.points_of(key)
         if points:
             values = [value for _, value in thinned(points, fmean, _LINE_WIDTH)]

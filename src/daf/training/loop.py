@@ -91,8 +91,8 @@ class _Run:
         self._step = 0
         self._evaluations: list[dict[str, Any]] = []
         self._rollbacks: list[dict[str, Any]] = []
-        self._told_refusal = ""
-        self._budgets_told = 0
+        self._reported_refusal = ""
+        self._reported_budgets = 0
         all_steps = job.order.steps_per_epoch * job.settings.epochs
         limit = job.settings.max_steps
         self._total_steps = all_steps if limit is None else min(all_steps, limit)
@@ -125,7 +125,7 @@ class _Run:
 
     def carry_out(self) -> dict[str, Any]:
         """Train until the last step or a signal; write weights and summary."""
-        self._tell_the_conditions()
+        self._report_conditions()
         self._memory.write_to(self._folder)
         self._memory.mark("train")
         self._job.model.train()
@@ -136,7 +136,7 @@ class _Run:
         except NonFiniteLossError as error:
             raise NonFiniteLossError(f"{error}; {self._keep_good_weights()}") from error
 
-    def _tell_the_conditions(self) -> None:
+    def _report_conditions(self) -> None:
         for setting in self._job.session.settings:
             self._observer.note(f"while this runs: {setting}")
         if self._job.order.left_out_per_epoch:
@@ -174,7 +174,7 @@ class _Run:
             accuracy_percent=self._job.task.tally.take_percent(),
             budget_changes=self._budget_changes(),
         )
-        self._tell_of_release(report)
+        self._report_release(report)
         self._step += 1
         self._log(record)
 
@@ -188,8 +188,9 @@ class _Run:
         """Return the run and its log to the session's last good state."""
         assert report.rolled_back_to is not None
         loss = report.loss if math.isfinite(report.loss) else None
-        told = {"from_step": self._step + 1, "to_step": report.rolled_back_to, "loss": loss}
-        self._rollbacks.append(told)
+        self._rollbacks.append(
+            {"from_step": self._step + 1, "to_step": report.rolled_back_to, "loss": loss}
+        )
         self._step = report.rolled_back_to
         self._evaluations = [each for each in self._evaluations if each["step"] <= self._step]
         self._folder.keep_metrics_until(self._step)
@@ -205,11 +206,11 @@ class _Run:
             yield
         history.write(self._folder.history)
 
-    def _tell_of_release(self, report: StepReport) -> None:
+    def _report_release(self, report: StepReport) -> None:
         refusal = self._job.session.release_refusal
-        if refusal and refusal != self._told_refusal:
+        if refusal and refusal != self._reported_refusal:
             self._observer.note(f"gradients are not released: {refusal}")
-        self._told_refusal = refusal
+        self._reported_refusal = refusal
         if report.overrun_bytes:
             self._observer.note(
                 f"step {self._step + 1} had begun to update parameters and needed "
@@ -218,14 +219,14 @@ class _Run:
 
     def _budget_changes(self) -> tuple[dict[str, Any], ...]:
         """Return the budget's changes since the last call; the first budget is no change."""
-        new = self._job.session.budget_history[self._budgets_told :]
-        moved = bool(self._budgets_told)
-        self._budgets_told += len(new)
-        told = []
-        for change in new:
-            seconds = self._memory.note_budget(change.time_s, change.budget_bytes)
-            told.append(change.as_dict() | {"time_s": seconds})
-        return tuple(told if moved else told[1:])
+        new = self._job.session.budget_history[self._reported_budgets :]
+        moved = bool(self._reported_budgets)
+        self._reported_budgets += len(new)
+        changes = [
+            each.as_dict() | {"time_s": self._memory.note_budget(each.time_s, each.budget_bytes)}
+            for each in new
+        ]
+        return tuple(changes if moved else changes[1:])
 
     def _log(self, record: StepRecord) -> None:
         with GrowingFile(self._folder.metrics) as metrics:

@@ -35,9 +35,7 @@ class Found(NamedTuple):
         try:
             return inspect.signature(self.factory).parameters
         except ValueError as error:
-            raise UnknownNameError(
-                f"{self.reference!r} does not tell its arguments: {error}"
-            ) from error
+            raise UnknownNameError(f"{self.reference!r} hides its arguments: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

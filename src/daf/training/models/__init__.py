@@ -25,7 +25,7 @@ class Recipe:
     def build(self, facts: Mapping[str, int]) -> nn.Module:
         """Build the model from those of the data's ``facts`` that its factory names.
 
-        Image data tell ``classes``, ``channels`` and ``image_size``; texts ``vocabulary`` and
+        Image data have ``classes``, ``channels`` and ``image_size``; texts ``vocabulary`` and
         ``context``; sentences these and ``classes``. The name's part ``:PATH`` is ``path``.
 
         Raises:
@@ -45,7 +45,7 @@ class Recipe:
         ]
         if missing:
             raise UnknownNameError(
-                f"the factory of {name!r} needs {', '.join(missing)}, but the data only tell "
+                f"the factory of {name!r} needs {', '.join(missing)}, but the data only have "
                 f"{', '.join(facts)}; give those arguments a default"
             )
         model = self.found.factory(**{key: known[key] for key in parameters if key in known})
