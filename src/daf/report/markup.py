@@ -34,6 +34,11 @@ def joined(*children: str) -> Markup:
     )
 
 
+def quiet(text: str) -> Markup:
+    """Return a paragraph in small grey letters."""
+    return element("p", text, class_="quiet")
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Markup:
     """Return a table that scrolls on narrow screens; ``why`` and ``plan`` columns wrap."""
     classes = ["words" if name in ("why", "plan") else None for name in header]

@@ -8,7 +8,7 @@ from typing import Any
 
 from daf.core.units import format_bytes
 from daf.report.comparison import COLUMNS, findings, row
-from daf.report.markup import Markup, element, table
+from daf.report.markup import Markup, element, quiet, table
 from daf.report.palette import style_sheet
 from daf.report.plan_section import plan_figure
 from daf.report.run_charts import (
@@ -107,7 +107,7 @@ def run_section(run: Run, *, alone: bool) -> Markup:
 def _training(run: Run) -> Markup:
     charts = [chart.html() for chart in training_charts(run)]
     if not charts:
-        return element("p", "Too few steps for curves.", class_="quiet")
+        return quiet("Too few steps for curves.")
     return element("div", *charts, class_="pair")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from daf.core.units import format_bytes
 from daf.report.chart import legend_entry
-from daf.report.markup import Markup, element, joined, table
+from daf.report.markup import Markup, element, joined, quiet, table
 from daf.report.runs import Run
 from daf.report.treatments import COLOURS, Cell, ModuleStrip, strips_of, totals_by_method
 
@@ -15,33 +15,22 @@ def plan_figure(run: Run) -> Markup:
     """Return a cell for every saved tensor: width by bytes, colour by treatment."""
     strips = strips_of(run)
     if not strips:
-        return element(
-            "p",
-            "The folder holds no sites.jsonl: the run was made by an older version.",
-            class_="quiet",
-        )
+        return quiet("The folder holds no sites.jsonl: the run was made by an older version.")
     most = max(strip.plain_bytes for strip in strips) or 1
-    first = next(iter(strips)).cells[0]
-    rows = [_strip_row(strip, most, first) for strip in strips]
+    rows = [_strip_row(strip, most, strips[0].cells[0]) for strip in strips]
     count = sum(len(strip.cells) for strip in strips)
     return joined(
         element(
             "figure",
             element("figcaption", f"The plan: {count} saved tensors in {len(strips)} modules"),
-            element(
-                "p",
+            quiet(
                 "A cell is as wide as what plain PyTorch would hold, coloured by what was done "
-                "instead, and numbered with the bits an element. Arrow keys go from cell to cell.",
-                class_="quiet",
+                "instead, and numbered with the bits an element. Arrow keys go from cell to cell."
             ),
             _plan_legend(strips),
             element(
                 "div",
-                element(
-                    "p",
-                    "Point at a cell, or reach it with the keyboard, to read why.",
-                    class_="quiet",
-                ),
+                quiet("Point at a cell, or reach it with the keyboard, to read why."),
                 class_="detail",
                 aria_live="polite",
             ),
@@ -55,15 +44,12 @@ def plan_figure(run: Run) -> Markup:
 def _strip_row(strip: ModuleStrip, most: int, first: Cell) -> Markup:
     cells = [_cell(cell, most, focusable=cell is first) for cell in strip.cells]
     sizes = f"{format_bytes(strip.plain_bytes)} → {format_bytes(strip.held_bytes)}"
-    if not strip.plain_bytes:
-        sizes = "shared"
+    name = element("bdi", strip.module or "<model>")
     return element(
         "div",
-        element(
-            "span", element("bdi", strip.module or "<model>"), class_="module", title=strip.module
-        ),
+        element("span", name, class_="module", title=strip.module),
         element("div", *cells, class_="cells", role="list"),
-        element("span", sizes, class_="sizes"),
+        element("span", sizes if strip.plain_bytes else "shared", class_="sizes"),
         class_="strip",
     )
 

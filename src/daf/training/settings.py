@@ -124,9 +124,7 @@ class TrainSettings:
         parse=read_bits,
     )
     fused: bool = _train_only(
-        False,
-        "Fuse operators without a budget; under one the planner does so itself.",
-        "--fused",
+        False, "Fuse operators without a budget; under one the planner does so itself.", "--fused"
     )
     policy: str | None = _shared(
         None,
@@ -163,8 +161,7 @@ class TrainSettings:
         "is where this run begins.",
     )
     rollback: bool = _train_only(
-        True,
-        "Go back to the last good state, with wider codes, if the run diverges; once.",
+        True, "Go back to the last good state, with wider codes, if the run diverges; once."
     )
     allow_batchnorm_split: bool = _shared(
         False, "Allow smaller batches inside a step though batch norm sees them."

@@ -14,12 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from daf.core.errors import DataError
-from daf.training.data.images import (
-    ImageData,
-    LabelledImages,
-    Normalisation,
-    split_apart,
-)
+from daf.training.data.images import ImageData, LabelledImages, Normalisation, split_apart
 
 _SIZE = 8
 _REPEAT = 4  # to 32x32, the input size of the CIFAR networks

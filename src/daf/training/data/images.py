@@ -177,11 +177,7 @@ def input_channels(model: nn.Module, otherwise: int) -> int:
 
 class _ImageTask(Task):
     def __init__(
-        self,
-        data: ImageData,
-        channels: int,
-        memory_format: torch.memory_format,
-        augment: bool,
+        self, data: ImageData, channels: int, memory_format: torch.memory_format, augment: bool
     ) -> None:
         super().__init__(len(data.train), len(data.test))
         self._data = data

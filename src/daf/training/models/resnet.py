@@ -38,8 +38,7 @@ def shortcut_of(in_channels: int, out_channels: int, stride: int) -> nn.Sequenti
     if stride == 1 and in_channels == out_channels:
         return None
     return nn.Sequential(
-        nn.Conv2d(in_channels, out_channels, 1, stride, bias=False),
-        nn.BatchNorm2d(out_channels),
+        nn.Conv2d(in_channels, out_channels, 1, stride, bias=False), nn.BatchNorm2d(out_channels)
     )
 
 
