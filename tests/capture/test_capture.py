@@ -17,7 +17,7 @@ from daf.capture.compress import compress
 from daf.core.errors import CodecError, SavedTensorError
 from daf.core.policy import Method, Need, Policy, Treatment, exact_policy, policy_for
 
-pytestmark = pytest.mark.usefixtures("code_everything")
+pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("code_everything")]
 
 
 class TwoLayers(nn.Module):

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from daf.capture.capture import Capture
 from daf.core.policy import FUSED_OPERATORS, Policy, Site, coded_policy
 
+pytestmark = pytest.mark.smoke
+
 X = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from daf.core.policy import Method
 
-pytestmark = pytest.mark.usefixtures("code_everything")
+pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("code_everything")]
 
 NUMBERED = [
     pytest.param(case, id=f"{name}-{place}")

@@ -15,7 +15,7 @@ from daf.memory.statistics import stats
 
 MIB = 2**20
 REASON = unsupported_reason()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = [pytest.mark.smoke, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 
 
 @pytest.fixture

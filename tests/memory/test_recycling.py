@@ -19,7 +19,10 @@ from daf.memory.statistics import audit, reset_peaks, stats
 
 MIB = 2**20
 
-pytestmark = pytest.mark.skipif(unsupported_reason() is not None, reason=str(unsupported_reason()))
+pytestmark = [
+    pytest.mark.smoke,
+    pytest.mark.skipif(unsupported_reason() is not None, reason=str(unsupported_reason())),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,8 @@ from daf.core.policy import Method
 from daf.operators.chunked import weight_gradient
 from daf.torch_compat.parameter_reads import DECLARATION
 
+pytestmark = pytest.mark.smoke
+
 SHAPES = [(9, 40), (7, 6, 40), (5, 2, 3, 40)]
 
 

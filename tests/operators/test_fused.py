@@ -18,6 +18,8 @@ from daf.core.errors import SavedTensorError
 from daf.core.policy import Method, Need, coded_policy, with_fused_operators
 from daf.operators.batch_norm import function
 
+pytestmark = pytest.mark.smoke
+
 FORMATS = [torch.contiguous_format, torch.channels_last]
 
 

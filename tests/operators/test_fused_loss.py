@@ -19,6 +19,8 @@ from daf.core.policy import plain_policy, with_fused_operators
 from daf.operators import linear_cross_entropy
 from daf.operators.linear_cross_entropy import LEAST_CLASSES, LEAST_GROWTH, PATTERN
 
+pytestmark = pytest.mark.smoke
+
 BATCH, LENGTH, WIDTH, CLASSES = 3, 150, 16, 2048
 CHUNK_ROWS = 128
 Loss = Callable[["Model", Tensor, Tensor], Tensor]

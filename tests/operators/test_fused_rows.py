@@ -20,6 +20,8 @@ from daf.core.errors import DafError, SavedTensorError
 from daf.core.policy import FUSED_OPERATORS, KEEP, Method, Need, coded_policy, with_fused_operators
 from daf.operators.row_norm import function
 
+pytestmark = pytest.mark.smoke
+
 
 class Normed(nn.Module):
     """A normalisation with something before and behind it."""

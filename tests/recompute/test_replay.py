@@ -37,6 +37,8 @@ from daf.core.policy import (
 from daf.operators.chunked import convolution, weight_gradient
 from daf.pool.store import PlainStore
 
+pytestmark = pytest.mark.smoke
+
 WIDTH = 32
 ROWS = 16
 ACTIVATION_BYTES = ROWS * WIDTH * 4

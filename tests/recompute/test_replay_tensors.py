@@ -16,6 +16,8 @@ from daf.capture.capture import Capture
 from daf.core.errors import SavedTensorError, UnknownNameError
 from daf.core.policy import plain_policy
 
+pytestmark = pytest.mark.smoke
+
 WIDTH = 16
 Loss = Callable[[nn.Module], Tensor]
 
@@ -163,6 +165,7 @@ def test_a_weight_that_a_hook_sets_anew_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # from torch 2.14 on
 def test_a_scripted_module_is_refused() -> None:
     model = model_with(torch.jit.script(nn.Tanh()))
     policy = replace(plain_policy(), replayed=frozenset({"1"}))

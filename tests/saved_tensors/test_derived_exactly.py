@@ -27,6 +27,8 @@ from daf.core.policy import (
 from daf.core.reports import SiteReport
 from daf.step.dry_run import dry_run
 
+pytestmark = pytest.mark.smoke
+
 FORMATS = [torch.contiguous_format, torch.channels_last]
 REDERIVE = Treatment(Method.REDERIVE)
 

@@ -18,7 +18,8 @@ from daf.core.policy import Method, Need, Policy, Treatment, policy_for
 from daf.pool.store import PlainStore
 from daf.saved_tensors.ledger import Ledger, Sources
 
-pytestmark = pytest.mark.usefixtures("code_everything")
+pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("code_everything")]
+
 POLICIES = ["plain", "exact", 2]
 
 

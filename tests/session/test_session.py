@@ -28,6 +28,8 @@ from daf.profiling.model_memory import optimizer_bytes_to_come
 from daf.session.session import Session
 from daf.step.state_snapshot import preserved_state
 
+pytestmark = pytest.mark.smoke
+
 Batch = tuple[Tensor, Tensor]
 
 needs_peak = pytest.mark.skipif(

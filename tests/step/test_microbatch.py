@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from daf.core.errors import DataError
 from daf.step import microbatch
 
+pytestmark = pytest.mark.smoke
+
 
 class Named(NamedTuple):
     images: Tensor

@@ -25,6 +25,8 @@ from daf.core.errors import ReleaseRefusedError
 from daf.memory import track
 from daf.step.gradient_release import release_refusal
 
+pytestmark = pytest.mark.smoke
+
 # --- the same result ----------------------------------------------------------------------------
 
 

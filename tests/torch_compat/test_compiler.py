@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from daf.torch_compat import compiler
 
+pytestmark = pytest.mark.smoke
+
 TRAIN = """
 import json, sys, torch
 from torch import nn

@@ -11,6 +11,8 @@ import pytest
 
 from daf.torch_compat.pytree import map_nest
 
+pytestmark = pytest.mark.smoke
+
 
 class Named(NamedTuple):
     first: Any

@@ -14,6 +14,8 @@ from daf.capture.compress import compress
 from daf.operators.chunked import weight_gradient
 from daf.torch_compat.ownership import is_held_by_none_but
 
+pytestmark = pytest.mark.smoke
+
 KEEPERS: dict[str, Callable[[Tensor], Any]] = {
     "the tensor": lambda x: x,
     "a view": lambda x: x[0],

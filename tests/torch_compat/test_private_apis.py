@@ -14,6 +14,8 @@ from torch import nn
 
 import daf
 
+pytestmark = pytest.mark.smoke
+
 FUNCTIONS = {
     "torch._C.DisableTorchFunction",
     "torch._C._autograd._get_current_graph_task_keep_graph",
