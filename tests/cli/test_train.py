@@ -176,6 +176,7 @@ def test_training_learns_and_repeats_itself(daf: Daf) -> None:
 def test_every_kind_of_task_trains(daf: Daf, workplace: Path) -> None:
     (workplace / "t.txt").write_bytes(bytes(range(256)) * 40)
     (workplace / "small_models.py").write_text(
+        "import daf_bench.data.denoising\n"
         "from torch import nn\n"
         "def bytes_model(vocabulary):\n"
         "    return nn.Sequential(nn.Embedding(vocabulary, 16), nn.Linear(16, vocabulary))\n"

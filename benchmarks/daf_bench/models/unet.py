@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+import daf_bench.data.denoising  # noqa: F401 - what a U-Net is trained to do
 from daf.training.task import Goal, trained_to
 
 _LEVELS = 4

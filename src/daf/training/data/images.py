@@ -1,4 +1,4 @@
-"""Images in memory, with a test part, and the tasks on them: classification and denoising."""
+"""Images in memory, with a test part, and the task on them that the demo trains."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ ByteArray = NDArray[np.uint8]
 LabelArray = NDArray[np.int64]
 
 _CROP_PADDING = 4  # pixels, customary for CIFAR (Lee et al., AISTATS 2015)
-_NOISE_DEVIATION = 0.5  # relative to the clean images' deviation
-_TEST_NOISE_SEED = 0x7E57
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +47,11 @@ class ImageData:
     """A data set of images, kept as uint8.
 
     ``full_scale`` is the largest pixel value. Batches enlarge every pixel to repeat x repeat.
-    ``augment``: True if cropping and flipping is customary for it.
+    ``augment``: True if cropping and flipping is customary for it. ``tasks``: by goal, the
+    customary one first; a module may add its own.
     """
 
-    goals: ClassVar[tuple[Goal, ...]] = (Goal.CLASSIFY, Goal.DENOISE)
+    tasks: ClassVar[dict[Goal, type[ImageTask]]] = {}
 
     name: str
     train: LabelledImages
@@ -62,6 +61,11 @@ class ImageData:
     normalisation: Normalisation
     repeat: int = 1
     augment: bool = False
+
+    @property
+    def goals(self) -> tuple[Goal, ...]:
+        """What models can be trained to do on images."""
+        return tuple(self.tasks)
 
     @property
     def channels(self) -> int:
@@ -111,9 +115,9 @@ class ImageData:
         Raises:
             DataError: the model cannot read images with this many channels.
         """
-        kind = Denoising if goal is Goal.DENOISE else Classification
         channels = input_channels(model, self.channels)
-        return kind(self, channels, memory_format, self.augment if augment is None else augment)
+        augment = self.augment if augment is None else augment
+        return self.tasks[goal](self, channels, memory_format, augment)
 
 
 def split_apart(count: int, test_fraction: float) -> tuple[LabelArray, LabelArray]:
@@ -175,36 +179,40 @@ def input_channels(model: nn.Module, otherwise: int) -> int:
     return otherwise
 
 
-class _ImageTask(Task):
+class ImageTask(Task):
+    """The base of tasks on images, which become tensors of ``channels`` in ``memory_format``."""
+
     def __init__(
         self, data: ImageData, channels: int, memory_format: torch.memory_format, augment: bool
     ) -> None:
         super().__init__(len(data.train), len(data.test))
-        self._data = data
+        self.data = data
         self._channels = checked_channels(data, channels)
-        self._memory_format = memory_format
+        self.memory_format = memory_format
         self._augment = augment
 
-    def _augmented(self, indices: Indices, generator: np.random.Generator) -> Tensor:
-        images = self._data.train.images[indices]
-        return self._tensor(crop_and_flip(images, generator) if self._augment else images)
+    def augmented(self, indices: Indices, generator: np.random.Generator) -> Tensor:
+        """Return training images, cropped and flipped if asked for."""
+        images = self.data.train.images[indices]
+        return self.tensor(crop_and_flip(images, generator) if self._augment else images)
 
-    def _tensor(self, images: ByteArray) -> Tensor:
-        return to_tensor(self._data, images, self._channels, self._memory_format)
+    def tensor(self, images: ByteArray) -> Tensor:
+        """Return stored images as a batch."""
+        return to_tensor(self.data, images, self._channels, self.memory_format)
 
 
-class Classification(_ImageTask):
+class Classification(ImageTask):
     """Cross-entropy over classes; the metric is test accuracy in percent."""
 
     metric_name = "test_accuracy_percent"
 
     def train_batch(self, indices: Indices, generator: np.random.Generator) -> Batch:
         """Return images float32 [N, channels, size, size] and labels int64 [N]."""
-        return self._augmented(indices, generator), _labels(self._data.train, indices)
+        return self.augmented(indices, generator), _labels(self.data.train, indices)
 
     def test_batch(self, indices: Indices) -> Batch:
         """Return test images and labels, never augmented."""
-        return self._tensor(self._data.test.images[indices]), _labels(self._data.test, indices)
+        return self.tensor(self.data.test.images[indices]), _labels(self.data.test, indices)
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
         """Return the mean cross-entropy in nats."""
@@ -224,40 +232,4 @@ def _labels(part: LabelledImages, indices: Indices) -> Tensor:
     return torch.from_numpy(part.labels[indices])
 
 
-class Denoising(_ImageTask):
-    """A denoising autoencoder (Vincent et al., ICML 2008): noisy image in, clean image out."""
-
-    metric_name = "test_mean_squared_error"
-
-    def train_batch(self, indices: Indices, generator: np.random.Generator) -> Batch:
-        """Return noisy and clean images, float32 [N, channels, size, size]."""
-        return self._with_noise(self._augmented(indices, generator), generator)
-
-    def test_batch(self, indices: Indices) -> Batch:
-        """Return noisy and clean test images; an image's noise does not depend on its batch."""
-        noisy = [
-            self._with_noise(
-                self._tensor(self._data.test.images[i : i + 1]),
-                np.random.default_rng([_TEST_NOISE_SEED, int(i)]),
-            )
-            for i in indices
-        ]
-        inputs, clean = zip(*noisy, strict=True)
-        return self._stacked(inputs), self._stacked(clean)
-
-    def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        """Return the mean squared error per pixel of the normalised images."""
-        noisy, clean = batch
-        return F.mse_loss(scores_of(model(noisy)), clean)
-
-    def score(self, model: nn.Module, batch: Batch) -> tuple[float, float]:
-        """Return (sum of squared errors, pixels)."""
-        noisy, clean = batch
-        return float(F.mse_loss(scores_of(model(noisy)), clean, reduction="sum")), clean.numel()
-
-    def _with_noise(self, clean: Tensor, generator: np.random.Generator) -> Batch:
-        noise = torch.from_numpy(generator.standard_normal(clean.shape, np.float32))
-        return torch.add(clean, noise, alpha=_NOISE_DEVIATION), clean
-
-    def _stacked(self, images: tuple[Tensor, ...]) -> Tensor:
-        return torch.cat(images).contiguous(memory_format=self._memory_format)
+ImageData.tasks[Goal.CLASSIFY] = Classification
