@@ -91,10 +91,12 @@ def squeezes(classes):
     import gc
     from daf.session.session import Session
     def squeeze(x):
-        for session in [each for each in gc.get_objects() if isinstance(each, Session)]:
-            session.budget = "900MB"
+        for session in [each for each in gc.get_objects() if type(each) is Session]:
+            if session.model is model:
+                session.budget = session.budget_bytes - 100_000_000
         return x
-    return Tiny(classes, lambda step: step == 2, squeeze)
+    model = Tiny(classes, lambda step: step == 2, squeeze)
+    return model
 
 
 def tells_of_itself(classes):

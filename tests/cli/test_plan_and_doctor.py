@@ -68,8 +68,16 @@ def test_a_plan_is_printed_for_people(daf: Daf) -> None:
         assert expected in ran.out
 
 
-def test_doctor_says_what_the_machine_is(daf: Daf) -> None:
+@pytest.fixture
+def floor_bytes(monkeypatch: pytest.MonkeyPatch) -> int:
+    """As if measured, which takes two processes (``test_commands``)."""
+    monkeypatch.setattr("daf.cli.doctor.floor_above_torch_bytes", lambda: 5_400_000)
+    return 5_400_000
+
+
+def test_doctor_says_what_the_machine_is(daf: Daf, floor_bytes: int) -> None:
     facts = daf("doctor", "--json").json
+    assert facts["floor_above_torch_bytes"] == floor_bytes
     assert facts["memory"]["total_bytes"] == psutil.virtual_memory().total
     assert facts["processor"]["logical_cores"] == os.cpu_count()
     assert facts["torch"]["version"] == torch.__version__
@@ -78,9 +86,10 @@ def test_doctor_says_what_the_machine_is(daf: Daf) -> None:
     people = daf("doctor").out
     for expected in ("instruction sets", "cores", torch.__version__, "mallopt", "clear_refs"):
         assert expected in people
+    assert "5.40 MB above torch" in people
 
 
-def test_doctor_says_what_auto_would_be_and_follows(daf: Daf) -> None:
+def test_doctor_says_what_auto_would_be_and_follows(daf: Daf, floor_bytes: int) -> None:
     memory = daf("doctor", "--json").json["memory"]
     assert 0 < memory["auto_budget_bytes"] < memory["total_bytes"]
     assert "left to others" in memory["auto_budget_reason"]

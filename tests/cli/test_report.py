@@ -7,6 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from made_up import MB
+
+from daf.memory import process_memory
+
 Daf = Callable[..., Any]
 TINY = "tiny_models:classifier"
 
@@ -21,8 +25,9 @@ def sites(folder: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(folder, "sites.jsonl").read_text().splitlines()]
 
 
-def test_a_run_leaves_its_plan_and_the_page_shows_it(daf_process: Daf) -> None:
-    train(daf_process, "run", "--budget", "1GB", "--max-steps", "3", "--bits", "2")
+def test_a_run_leaves_its_plan_and_the_page_shows_it(daf: Daf) -> None:
+    budget = str(process_memory.resident_bytes() + 800 * MB)
+    train(daf, "run", "--budget", budget, "--max-steps", "3", "--bits", "2")
     plan = json.loads(Path("run/plan.json").read_text())
     summary = json.loads(Path("run/summary.json").read_text())
     assert plan["policy"] == summary["policy"] == "2-bit"
@@ -33,7 +38,7 @@ def test_a_run_leaves_its_plan_and_the_page_shows_it(daf_process: Daf) -> None:
     assert {"mask", "keep"} <= {row["method"] for row in rows}
     assert sum(row["held_bytes"] for row in rows) < sum(row["plain_bytes"] for row in rows)
 
-    ran = daf_process("report", "run", "--png", "run/report.png")
+    ran = daf("report", "run", "--png", "run/report.png")
     assert ran.code == 0, ran.err
     page = Path("run/report.html").read_text()
     assert page.count('role="listitem"') == len(rows)

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_kernels import PagedBackend, pages_of
 from simulated_memory import NOBODY_S_BYTES, SimulatedDevice, SimulatedMemory
+from thoroughness import at_most
 from torch import Tensor, nn
 
 from daf.budget.governor import RESERVE_BYTES
@@ -425,7 +426,7 @@ STEPS = st.lists(
 
 
 @needs_account
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=at_most(6, 3), deadline=None)
 @given(st.sampled_from([3, 3, 3, None]), STEPS)
 def test_a_step_ends_within_its_budget_or_is_refused_whole(bits, steps) -> None:
     with pytest.MonkeyPatch.context() as patch, SimulatedDevice() as device:

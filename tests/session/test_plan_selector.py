@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import MIB, blocks, large, profile, profiles, saving
+from thoroughness import at_most
 
 from daf.core.errors import BudgetError
 from daf.core.plan import Plan
@@ -28,7 +29,7 @@ from daf.session.plan_selector import (
     PlanSelector,
 )
 
-few = settings(max_examples=25, deadline=None)
+few = settings(max_examples=at_most(25, 12), deadline=None)
 LEVELS = ("plain", "exact", "8-bit", "4-bit", "3-bit", "2-bit", "1-bit")
 
 

@@ -481,7 +481,7 @@ def test_measuring_takes_no_more_examples_than_the_budget_has_room_for() -> None
 
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Tanh())]
-    model, batch = nn.Sequential(*layers), (torch.randn(4, 60_000, 64), torch.randn(4, 60_000, 64))
+    model, batch = nn.Sequential(*layers), (torch.randn(4, 30_000, 64), torch.randn(4, 30_000, 64))
     with Session(model, sgd(model), "10MB") as session, pytest.raises(BudgetError) as caught:
         session.prepare(batch, mean_square)
     assert caught.value.least_bytes is not None
@@ -515,7 +515,14 @@ class TakingBeside(nn.Module):
 @pytest.mark.skipif(unsupported_reason() is not None, reason=str(unsupported_reason()))
 @pytest.mark.parametrize(
     ("room_mb", "is_watched"),
-    [(230, True), (260, True), (290, True), (320, True), (290, False), (320, False)],
+    [
+        (230, True),
+        (320, False),
+        *(
+            pytest.param(room_mb, is_watched, marks=pytest.mark.thorough)
+            for room_mb, is_watched in ((260, True), (290, True), (320, True), (290, False))
+        ),
+    ],
 )
 def test_measuring_leaves_room_for_what_libraries_take_in_passing(
     room_mb: int, is_watched: bool, monkeypatch: pytest.MonkeyPatch
@@ -555,7 +562,7 @@ class Cells(nn.Module):
         return state[0]
 
 
-@pytest.mark.parametrize("share", [0.2, 0.5])
+@pytest.mark.parametrize("share", [0.2, pytest.param(0.5, marks=pytest.mark.thorough)])
 def test_cells_that_run_again_and_again_train_within_a_budget(share: float) -> None:
     """What a site saves need not be of one kind, but it has one treatment."""
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections import Counter
 from copy import deepcopy
+from functools import cache
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from torch import Tensor, nn
 from daf.core.plan import Plan
 from daf.core.policy import Reading
 from daf.core.step_report import StepReport
+from daf.memory import process_memory
+from daf.memory.glibc import return_free_memory
 from daf.memory.recycling_allocator import unsupported_reason
 from daf.planning import planner
 from daf.profiling.step_observer import unseen
@@ -49,23 +53,26 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
 
 
+@cache
+def least_and_kept_bytes() -> tuple[int, int]:
+    """Above what the process holds: the least budget, and the one that keeps everything."""
+    model = network()
+    with Session(model, sgd(model), "8GB", sensitivity=False) as session:
+        session.prepare(images(), cross_entropy)
+        assert session.profile is not None
+        kept, least = planner.kept_peak_bytes(session.profile), session.least_feasible_bytes()
+    assert least is not None
+    return least - session.profile.floor_bytes, kept - session.profile.floor_bytes
+
+
 def prepared(share: float) -> Session:
     """With a budget at a share of the way from the least one to keeping everything."""
+    least, kept = least_and_kept_bytes()
+    gc.collect()
+    return_free_memory()
+    budget = process_memory.resident_bytes() + int(least + share * (kept - least))
     model = network()
-    session = Session(model, sgd(model), "8GB")
-    session.prepare(images(), cross_entropy)
-    assert session.profile is not None
-    kept = planner.kept_peak_bytes(session.profile)
-    least = session.least_feasible_bytes()
-    assert least is not None
-    session.close()
-    model = network()
-    fresh = Session(
-        model,
-        sgd(model),
-        int(least + share * (kept - least)),
-        baseline_bytes=session.baseline_bytes,
-    )
+    fresh = Session(model, sgd(model), budget, sensitivity=False)
     fresh.prepare(images(), cross_entropy)
     return fresh
 
@@ -437,13 +444,15 @@ def test_a_loss_with_second_derivatives_keeps_pytorch_s_operators(
         return F.cross_entropy(out, batch[1]) + slope.square().mean()
 
     monkeypatch.setattr(planner, "kept_peak_bytes", lambda _: 10**12)  # fusing is always tried
+    x, labels = images()
+    batch = x[:16], labels[:16]
     for loss_fn, refused in ((cross_entropy, False), (penalised, True)):
         model = network()
         with Session(model, sgd(model), "8GB") as session:
-            plan = session.prepare(images(), loss_fn)
+            plan = session.prepare(batch, loss_fn)
             assert bool(session.fusion_refusal) == refused
             assert (session._plan_controller.selector.fused_profile is None) == refused
             if refused:
                 assert "differentiate twice" in session.fusion_refusal
                 assert not plan.policy.fused
-            assert session.step(images(), loss_fn).loss > 0
+            assert session.step(batch, loss_fn).loss > 0

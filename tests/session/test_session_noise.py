@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import math
 import random
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,17 @@ def least_budget(batch: Batch | None = None, **options: Any) -> int:
     return caught.value.least_bytes
 
 
+@cache
+def _least_above_resident() -> int:
+    gc.collect()
+    return least_budget(policy="quantize") - process_memory.resident_bytes()
+
+
+def roomy_budget() -> int:
+    """Some MB above the least under which all is coded."""
+    return process_memory.resident_bytes() + _least_above_resident() + 10_000_000
+
+
 def whole_gradient(model: nn.Module, batch: Batch, policy: Policy, index: int) -> Tensor:
     with Capture(model).step(policy, 0, index, batch=batch):
         loss = cross_entropy(model, batch)
@@ -118,7 +130,7 @@ def mean_error(plan: Plan, branch: str) -> float:
 @pytest.mark.parametrize("policy", ["optimal", "quantize"])
 def test_widths_go_to_the_branch_that_reaches_the_loss(policy: str) -> None:
     model, batch = Branches(), images()
-    with session_for(model, least_budget(policy="quantize") + 8_000_000, bits=2) as session:
+    with session_for(model, roomy_budget(), bits=2) as session:
         session.prepare(batch, cross_entropy)
         measured = session.profile
     assert measured is not None
@@ -142,7 +154,7 @@ def test_widths_go_to_the_branch_that_reaches_the_loss(policy: str) -> None:
 
 def test_the_noise_that_is_told_is_the_noise_there_is() -> None:
     model, batch = Branches(), images()
-    budget = least_budget(policy="quantize") + 8_000_000
+    budget = roomy_budget()
     with session_for(model, budget, bits=2) as session:
         plan = session.prepare(batch, cross_entropy)
         assert plan.policy.name == "2-bit"
@@ -169,7 +181,7 @@ def test_the_noise_that_is_told_is_the_noise_there_is() -> None:
 def test_noise_is_that_of_the_optimizer_s_steps(optimizer: Any) -> None:
     """One branch hardly reaches the loss, which is nothing to an optimizer that divides by that."""
     model, batch = Branches(), images()
-    budget = least_budget(policy="quantize") + 8_000_000
+    budget = roomy_budget()
     with Session(model, optimizer(model.parameters(), lr=1e-3), budget, bits=2) as session:
         session.prepare(batch, cross_entropy)
         found = session.sensitivity
@@ -186,7 +198,7 @@ def test_sensitivities_for_another_kind_of_optimizer_are_measured_anew(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     batch = images()
-    budget = least_budget(policy="quantize") + 8_000_000
+    budget = roomy_budget()
     with session_for(Branches(), budget, bits=2) as session:
         session.prepare(batch, cross_entropy)
         known = session.sensitivity
@@ -372,7 +384,7 @@ def shouting(found: Sensitivity, module: str, factor: float) -> Sensitivity:
 
 def test_a_new_measurement_plans_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = images()
-    room = least_budget(policy="quantize") + 8_000_000
+    room = roomy_budget()
     with session_for(Branches(), room, policy="quantize", tolerance=1e-9) as session:
         session.step(batch, cross_entropy)
         profile, found = session.profile, session.sensitivity
@@ -418,7 +430,7 @@ def test_too_much_noise_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_tolerance_that_the_budget_cannot_keep_is_kept_as_nearly_as_can_be() -> None:
     batch = images()
-    room = least_budget(policy="quantize") + 8_000_000
+    room = roomy_budget()
     with session_for(Branches(), room, tolerance=0.2) as session:
         session.step(batch, cross_entropy)
         known = session.profile

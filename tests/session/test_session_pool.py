@@ -154,11 +154,14 @@ def test_the_pool_counts_in_the_account_that_the_budget_bounds() -> None:
 def test_at_the_budget_planes_go_before_the_step_is_refused() -> None:
     """Budgets from roomy to hopeless: somewhere between, the step finishes with fewer planes."""
     batch, least_refused, reports = images(64, 64), 0, dict[int, StepReport]()
-    for room in range(112, 70, -4):
-        model = network(5)
-        with session_for(model, "8GB", bits=4) as session:
-            session.prepare(batch, cross_entropy)
-            session._plan_controller.selector.first = None
+    model = network(5)
+    fixed = torch.optim.SGD(model.parameters(), lr=0.0)  # so that every step has the same loss
+    with Session(model, fixed, "8GB", bits=4) as session:
+        plan = session.prepare(batch, cross_entropy)
+        session._plan_controller.selector.first = None
+        for room in range(112, 70, -4):
+            session.plan = plan
+            session._keeper.flush()
             session.budget_bytes = process_memory.resident_bytes() + room * 1_000_000
             try:
                 reports[room] = session.step(batch, cross_entropy)
