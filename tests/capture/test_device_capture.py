@@ -43,10 +43,7 @@ from daf.offload.host_codes import HostCodes, HostMemoryWarning, HostOptions
 from daf.offload.routing import Sent
 from daf.operators import eligibility
 from daf.operators.activation import function as activation_function
-from daf.operators.activation import operator as activation_operator
-from daf.operators.batch_norm import operator as batch_norm_operator
 from daf.operators.chunked import weight_gradient
-from daf.operators.row_norm import operator as row_norm_operator
 from daf.pool import host_planes
 from daf.pool.device_pools import DeviceStores
 from daf.pool.host_planes import HostStore
@@ -323,8 +320,7 @@ def test_a_step_waits_for_nothing_before_it_looks_at_its_loss(
 @pytest.fixture
 def fuse_everything(code_everything: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """No operator is too small to be fused, and few elements are a part or a chunk."""
-    for module in (batch_norm_operator, row_norm_operator, activation_operator):
-        monkeypatch.setattr(module, "SMALL_BYTES", 1)
+    monkeypatch.setattr(eligibility, "SMALL_BYTES", 1)
     monkeypatch.setattr(weight_gradient, "CHUNK_BYTES", 2500)
     monkeypatch.setattr(activation_function, "_BLOCKS_AT_A_TIME", 3)
     monkeypatch.setattr(triton_backend, "PART_BYTES", 4 << 10)

@@ -404,7 +404,7 @@ def test_a_gradient_of_one_s_own_is_written_over(monkeypatch: pytest.MonkeyPatch
 
     def spy(self: Any, gradient: Tensor, needs: Any, *, owned: bool) -> Any:
         found = backward(self, gradient, needs, owned=owned)
-        owned_and_used.append((owned, found.x.data_ptr() == gradient.data_ptr()))
+        owned_and_used.append((owned, found[0].data_ptr() == gradient.data_ptr()))
         return found
 
     monkeypatch.setattr(function.NormHeld, "backward", spy)

@@ -221,9 +221,9 @@ def test_backward_decodes_a_part_at_a_time_and_writes_over_its_gradient(monkeypa
     owned_and_used: list[tuple[bool, bool]] = []
     backward = function.SmoothHeld.backward
 
-    def watch(self: Any, gradient: Tensor, *, owned: bool) -> Tensor:
-        found = backward(self, gradient, owned=owned)
-        owned_and_used.append((owned, found.data_ptr() == gradient.data_ptr()))
+    def watch(self: Any, gradient: Tensor, needs: Any, *, owned: bool) -> Any:
+        found = backward(self, gradient, needs, owned=owned)
+        owned_and_used.append((owned, found[0].data_ptr() == gradient.data_ptr()))
         return found
 
     monkeypatch.setattr(function.SmoothHeld, "backward", watch)

@@ -98,6 +98,7 @@ class Capture:
         self._ledger = ledger = Ledger(
             lambda: store.live_bytes + devices.live_bytes,
             lambda: spilled.in_memory_bytes + (host.device_bytes if host else 0),
+            lambda: spilled.taken_bytes + (host.taken_bytes if host else 0),
         )
         if host is not None:
             host.on_moved = ledger.note_held
@@ -124,8 +125,6 @@ class Capture:
         self._state = CaptureState(
             model,
             saved,
-            spilled,
-            host,
             self._scratch,
             self.parameter_reads,
             self._replay_log,

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from daf.codecs.scratch import Scratch
 from daf.core.errors import CodecError
 from daf.core.policy import DERIVED, KEEP, Need, Policy, Site, Treatment
-from daf.offload.host_codes import HostCodes
-from daf.offload.spill import SpillStore
 from daf.recompute.holder import ReplayKeeper
 from daf.recompute.replay import ReplayLog, Replays
 from daf.saved_tensors.backward_rules import name_saves, need_of, parameter_behind
@@ -41,8 +39,6 @@ class CaptureState(NamedTuple):
 
     model: nn.Module
     saved: SavedTensorState
-    spill: SpillStore
-    host: HostCodes | None
     scratch: Scratch
     parameter_reads: ParameterReads
     replay_log: ReplayLog
@@ -96,7 +92,7 @@ class SavedTensorHooks:
         self._policy = policy
         self.key = mix_key(*key_parts)
         keeper = ReplayKeeper(
-            state.saved, state.scratch, state.parameter_reads, self._hold_input, self.is_constant
+            state.saved, state.scratch, state.parameter_reads, self._hold, self.is_constant
         )
         self.replays = Replays(state.model, policy.replayed, keeper, state.replay_log)
         self._pending: list[SavedTensor] | None = None  # None: no operator is running
@@ -229,12 +225,12 @@ class SavedTensorHooks:
         assert tensor is not None
         record.need = need
         ledger = self._saved.ledger
-        plain_before, reported_before = ledger.plain_bytes, ledger.reported_bytes
-        spilled_before = self.spilled_bytes
-        sources = tuple(self._saved.sources.of(part) for part in strided_parts(tensor))
-        plain = self._plain(saved, sources)
-        start_s = 0.0 if self.watcher is None else self.watcher.now_s()
-        held, record.treatment = self._hold(saved, tensor, need, record, sources, call)
+        sources = self._saved.sources.of_parts(tensor)
+        held_before = ledger.reported_bytes
+        with ledger.counted_at(record):
+            plain = self._plain(saved, sources)
+            start_s = 0.0 if self.watcher is None else self.watcher.now_s()
+            held, record.treatment = self._hold(saved, need, record, sources, call)
         if self.watcher is not None:
             self.watcher.saved(
                 Save(
@@ -245,15 +241,12 @@ class SavedTensorHooks:
                     need,
                     record.treatment,
                     sources,
-                    ledger.reported_bytes - reported_before,
+                    ledger.reported_bytes - held_before,
                     1000.0 * (self.watcher.now_s() - start_s),
                     is_treatable(tensor),
                     told=self._told(tensor, saved.version, need),
                 )
             )
-        record.plain_bytes += ledger.plain_bytes - plain_before
-        record.held_bytes += ledger.reported_bytes - reported_before
-        record.spilled_bytes += self.spilled_bytes - spilled_before
         saved.settle(held, plain)
 
     def _plain(self, saved: SavedTensor, sources: tuple[Source, ...]) -> tuple[Plain, ...]:
@@ -269,13 +262,13 @@ class SavedTensorHooks:
     def _hold(
         self,
         saved: SavedTensor,
-        tensor: Tensor,
         need: Need,
         record: SiteRecord,
         sources: tuple[Source, ...],
-        call: Call,
+        call: Call = _OUTSIDE_CALL,
     ) -> tuple[PackedTensor, Treatment]:
-        site = record.site
+        tensor, site = saved.tensor, record.site
+        assert tensor is not None
         treatment = self._policy.treatment(need, record.site)
         if not is_treatable(tensor):
             return self._saved.packer.keep(tensor, saved.version, site, sources), KEEP
@@ -283,22 +276,6 @@ class SavedTensorHooks:
         weight, tag = self._policy.weight(site), record.name_hash
         job = PackRequest(saved, tensor, need, treatment, sources[0], call, site, key, weight, tag)
         return self._saved.packer.treat(job, rederive=self._policy.rederive)
-
-    def _hold_input(
-        self, saved: SavedTensor, need: Need, record: SiteRecord, sources: tuple[Source, ...]
-    ) -> tuple[PackedTensor, Treatment]:
-        """An input of a replayed call."""
-        assert saved.tensor is not None
-        spilled_before = self.spilled_bytes
-        held = self._hold(saved, saved.tensor, need, record, sources, _OUTSIDE_CALL)
-        record.spilled_bytes += self.spilled_bytes - spilled_before
-        return held
-
-    @property
-    def spilled_bytes(self) -> int:
-        """What ever went to disk, or to wait on the host."""
-        host = self._state.host
-        return self._state.spill.taken_bytes + (0 if host is None else host.taken_bytes)
 
     def is_constant(self, tensor: Tensor) -> bool:
         """Is this a parameter, a buffer, the caller's batch, or a view or cast copy of one?"""

@@ -1,4 +1,4 @@
-"""Asks the operators of a policy, in turn, what runs in place of each of PyTorch's functions."""
+"""Dispatch: which operator of a policy runs in place of each of PyTorch's functions."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class OperatorDispatch:
         arguments: tuple[Any, ...],
         keywords: Mapping[str, Any],
     ) -> Any:
-        """Run one function, or what stands in for it or its result."""
-        if self._context.hooks.is_replaying:  # what is replayed must do the same thing again
+        """Run one function, or what replaces it or its result."""
+        if self._context.hooks.is_replaying:  # a replayed call does the same thing again
             return self._context.hooks.run(function, arguments, keywords)
         if function in METADATA:
             return function(*arguments, **keywords)
@@ -58,10 +58,10 @@ class OperatorDispatch:
         return partial(self._context.hooks.run, *call)
 
     def finish(self) -> None:
-        """The step is over: operators learn from it.
+        """End the step: operators learn from it.
 
         Raises:
-            FusionError: a stand-in is still held by somebody.
+            FusionError: a stand-in still lives.
         """
         for operator in self._operators:
             operator.finish()

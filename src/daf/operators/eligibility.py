@@ -1,4 +1,4 @@
-"""Which operator calls an operator of ours may stand in for."""
+"""Which operator calls a fused or chunked operator may replace."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from torch import Tensor
 
 from daf.kernels.backend import is_codable
 from daf.kernels.devices import can_code_on, is_coded_on_device, is_recorded
+from daf.saved_tensors.norm_inputs import channel_stride
+from daf.saved_tensors.packer import SMALL_BYTES
 from daf.torch_compat.autograd_graph import pack_hook
 
 
 def autograd_objection(inputs: tuple[Tensor | None, ...], pack: Callable[..., Any]) -> str:
-    """Why autograd would not save for us what an operator reads; empty where it would."""
+    """Return why autograd would not hand ``inputs`` to the hook ``pack``; empty where it would."""
     if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in inputs):
         return "it needs no gradient"
     if pack_hook(raises=True) != pack:
@@ -23,25 +25,45 @@ def autograd_objection(inputs: tuple[Tensor | None, ...], pack: Callable[..., An
     return ""
 
 
+def autocast_objection(x: Tensor) -> str:
+    """Return why autocast forbids an operator that it leaves alone on a GPU.
+
+    There autocast leaves batch normalisation, GELU and SiLU as they are, and normalisations of
+    rows compute in float32.
+    """
+    on_processor = x.device.type == "cpu" and torch.is_autocast_enabled("cpu")
+    return "autocast is on" if on_processor else ""
+
+
+def input_objection(x: Any) -> str:
+    """Return why ``x`` cannot be the input of an operator that works in memory order."""
+    if not is_plain_float(x):
+        return "its input is no float32 tensor, nor on a GPU one of half the width"
+    if channel_stride(x) is None or not has_usual_strides(x):
+        return "its input lies neither contiguous nor channels-last"
+    return size_objection(x)
+
+
+def size_objection(x: Tensor) -> str:
+    """Return why a code of ``x`` would save nothing."""
+    return "its input is small" if x.nbytes < SMALL_BYTES else ""
+
+
 def is_plain(tensor: Any) -> bool:
-    """An ordinary float32 tensor where there are kernels for it?"""
+    """True if this is an ordinary float32 tensor where kernels exist."""
     return _is_ordinary(tensor) and tensor.dtype is torch.float32
 
 
 def is_plain_float(tensor: Any) -> bool:
-    """The same, or on a device another float: its kernels compute in float32 what lies between."""
+    """True if this is plain, or on a device another float, whose kernels compute in float32."""
     is_known = _is_ordinary(tensor) and is_codable(tensor.dtype) and is_coded_on_device(tensor)
     return is_known or is_plain(tensor)
 
 
-def autocast_objection(x: Tensor) -> str:
-    """Why autocast forbids an operator that it passes by on a GPU, but perhaps not elsewhere.
-
-    There it passes by batch normalisation, GELU and SiLU, and leaves float32 as it is in
-    normalisations of rows.
-    """
-    on_processor = x.device.type == "cpu" and torch.is_autocast_enabled("cpu")
-    return "autocast is on" if on_processor else ""
+def is_vector(tensor: Any, shape: tuple[int, ...], x: Tensor) -> bool:
+    """True if this is a contiguous float32 tensor of this shape on the device of ``x``."""
+    fits = is_plain(tensor) and tuple(tensor.shape) == shape and tensor.is_contiguous()
+    return fits and tensor.device == x.device
 
 
 def _is_ordinary(tensor: Any) -> bool:
@@ -55,7 +77,7 @@ def _is_ordinary(tensor: Any) -> bool:
 
 
 def has_usual_strides(x: Tensor) -> bool:
-    """Would PyTorch give its result the same strides? (Those of dimensions of size 1 vary.)"""
+    """True if PyTorch would give its result the same strides (dimensions of size 1 included)."""
     return x.stride() == _usual_strides(x.shape, x.is_contiguous())
 
 

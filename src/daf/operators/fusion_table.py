@@ -1,4 +1,4 @@
-"""What was decided for each call of an operator, from step to step."""
+"""The decisions of a fused operator for each call, from step to step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class CallSite(NamedTuple):
 
 
 class FusionTable:
-    """What was decided for each call of an operator, from step to step."""
+    """The decisions for each call of an operator, from step to step."""
 
     def __init__(self) -> None:
         self._decided: dict[CallSite, FusionReport] = {}
@@ -25,15 +25,15 @@ class FusionTable:
         self._deferred: set[CallSite] = set()
 
     def reports(self) -> tuple[FusionReport, ...]:
-        """Every call seen; one that the last step refused tells the reason."""
+        """Return every call seen; one that the last step refused has the reason."""
         return tuple((self._decided | self._objections).values())
 
     def is_open(self, site: CallSite) -> bool:
-        """True if nothing was decided for it."""
+        """True if nothing is decided for the site."""
         return site not in self._decided
 
     def is_deferred(self, site: CallSite) -> bool:
-        """True if a stand-in takes the place of its result."""
+        """True if a stand-in takes the place of the site's result."""
         return site in self._deferred
 
     @property
@@ -42,18 +42,18 @@ class FusionTable:
         return bool(self._deferred)
 
     def pattern(self, site: CallSite) -> str:
-        """What it is fused with; empty where PyTorch's own runs."""
+        """Return what the site is fused with; empty where PyTorch's own runs."""
         return self._decided[site].pattern
 
     def decide(
         self, site: CallSite, pattern: str, reason: str = "", *, deferred: bool = False
     ) -> None:
-        """From the next step on it runs so; ``reason``: why no more is fused."""
+        """Let the site run so from the next step on; ``reason``: why no more is fused."""
         (self._deferred.add if deferred else self._deferred.discard)(site)
         self._decided[site] = _report(site, pattern, reason)
 
     def object(self, reasons: Iterable[tuple[CallSite, str]]) -> None:
-        """Why calls of this step ran as PyTorch's own; replaces those of the step before."""
+        """Note why calls of this step ran as PyTorch's own, instead of those of the step before."""
         self._objections = {site: _report(site, "", reason) for site, reason in reasons}
 
 

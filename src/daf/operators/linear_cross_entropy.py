@@ -1,16 +1,16 @@
-"""The last linear layer and its cross-entropy as one operator: large logits never exist.
+"""The last linear layer and its cross-entropy as one operator, without the whole logits.
 
-A linear layer that makes far more of each row than it was given is watched in the
-first step that runs it: where nobody reads the logits but cross-entropy, through nothing
-but changes of their rows (``view``, ``flatten``, slices, ``contiguous``) and ``float``, later
-steps get a stand-in. What changes its rows changes those of the layer's input; cross-entropy
-then works through these in chunks (``chunked.cross_entropy``). Whoever else reads a stand-in is
-given the logits, computed then, and the next steps run PyTorch's own operators there.
+A linear layer that makes far more of each row than it was given is watched in the first step that
+runs it. If only cross-entropy reads the logits, later steps get a stand-in; changes of their rows
+(``view``, ``flatten``, slices, ``contiguous``) and ``float`` may lie between. What changes the
+stand-in's rows changes those of the layer's input; cross-entropy then works through these in chunks
+(``chunked.cross_entropy``). Any other reader of a stand-in gets the logits, computed then, and the
+next steps run PyTorch's own operators there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from daf.operators.chunked.cross_entropy import chunked_cross_entropy
+from daf.operators.chunked.cross_entropy import as_autocast, chunked_cross_entropy
 from daf.operators.fusion_table import CallSite
 from daf.operators.operator_context import OperatorContext
 from daf.operators.protocol import FusedOperator, OperatorCall
@@ -40,9 +40,7 @@ _LINEAR = "linear"
 
 
 class Logits(NamedTuple):
-    """``hidden`` [..., features] times ``weight``, plus ``bias``: in their own type, then of
-    ``dtype``.
-    """
+    """``hidden`` (..., features) times ``weight``, plus ``bias``, then cast to ``dtype``."""
 
     hidden: Tensor
     weight: Tensor
@@ -51,17 +49,24 @@ class Logits(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the logits."""
+        """The logits' shape."""
         return (*self.hidden.shape[:-1], self.weight.shape[0])
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
         """The tensors that they are computed from."""
-        given = (self.hidden, self.weight, self.bias)
-        return tuple(part for part in given if part is not None)
+        return tuple(part for part in self[:3] if part is not None)
 
 
-class LossCall(NamedTuple):
+class _LinearCall(NamedTuple):
+    """The arguments of ``F.linear``, in its order."""
+
+    input: Any
+    weight: Any
+    bias: Any = None
+
+
+class _LossCall(NamedTuple):
     """The arguments of ``F.cross_entropy``, in its order."""
 
     input: Any
@@ -74,7 +79,7 @@ class LossCall(NamedTuple):
     label_smoothing: Any = 0.0
 
     def is_fusible(self, shape: Sequence[int]) -> bool:
-        """Is this something that works row by row, for logits of this shape?"""
+        """True if the loss works row by row, for logits of this shape."""
         target = self.target
         return (
             self.weight is self.size_average is self.reduce is None
@@ -87,7 +92,7 @@ class LossCall(NamedTuple):
 
 
 class LinearCrossEntropy(FusedOperator):
-    """A linear layer whose logits only cross-entropy reads, and that."""
+    """A linear layer whose logits only cross-entropy reads, and that cross-entropy."""
 
     name = "linear_cross_entropy"
     functions = frozenset({F.linear})
@@ -97,7 +102,7 @@ class LinearCrossEntropy(FusedOperator):
         self._has_seen_a_step = False  # of training: layers that it did not run stay as they are
 
     def begin(self, context: OperatorContext) -> None:
-        """A step begins."""
+        """Begin a step."""
         super().begin(context)
         self._is_active = not self._has_seen_a_step or self.table.defers
         self._watched: MutableMapping[Tensor, CallSite] = WeakTensorKeyDictionary()
@@ -106,24 +111,22 @@ class LinearCrossEntropy(FusedOperator):
         self._first_node = sequence_number()
 
     def replacement(self, call: OperatorCall) -> Callable[[], Any] | None:
-        """A stand-in, where only cross-entropy read the logits in the step that was watched."""
+        """Return a stand-in, where only cross-entropy read the logits in the step watched."""
         self._observed = None
-        given = _linear_arguments(call.arguments, call.keywords) if self._is_active else None
-        if given is None or not _is_worth_it(*given):
+        layer = call.read(_LinearCall) if self._is_active else None
+        if layer is None or not _is_worth_it(*layer):
             return None
-        tracker = self.context.state.tracker
-        path, count = tracker.present_call(_LINEAR)
-        site = CallSite(path, _LINEAR, count)
+        site = self.context.site(_LINEAR)
         if self.table.is_deferred(site):
-            tracker.next_call(_LINEAR)
-            hidden, weight, bias = _as_autocast(given)
+            self.context.state.tracker.next_call(_LINEAR)
+            hidden, weight, bias = as_autocast(layer)  # later it may be off
             return partial(self._defer, site, Logits(hidden, weight, bias, hidden.dtype))
         if self.table.is_open(site):
             self._observed = site
         return None
 
     def observe(self, call: OperatorCall, result: Any) -> None:
-        """Learn who reads the logits."""
+        """Note who reads the logits."""
         if self._watched:
             self._note_readers(call, result)
         if call.function is F.linear and self._observed is not None:
@@ -133,22 +136,22 @@ class LinearCrossEntropy(FusedOperator):
             self._watched[result] = self._observed
 
     def _note_readers(self, call: OperatorCall, result: Any) -> None:
-        given = list(tensors_among(call.arguments, call.keywords))
-        for tensor in given:
+        tensors = list(tensors_among(call.arguments, call.keywords))
+        for tensor in tensors:
             site = self._watched.get(tensor)
             if site is None:
                 continue
             loss = _loss_call(call)
             if loss is not None and loss.input is tensor and loss.is_fusible(tensor.shape):
                 continue
-            if tensor is given[0] and _rows_after(call, tensor.shape) is not None:
+            if tensor is tensors[0] and _rows_after(call, tensor.shape) is not None:
                 self._watched[result] = site
             else:
                 reason = self._objections[site]
                 self._objections[site] = reason or f"its result is read by {call.name}"
 
     def finish(self) -> None:
-        """What was watched decides for the steps to come."""
+        """Decide for the steps to come by what was watched."""
         if sequence_number() != self._first_node:
             self._has_seen_a_step = True
         alive = set(self._watched.values())
@@ -160,7 +163,7 @@ class LinearCrossEntropy(FusedOperator):
 
     @contextmanager
     def _seen_by_others(self) -> Iterator[None]:
-        """Operators inside are seen as the model's own are, but are no layers of ours."""
+        """Let operators inside be observed like the model's own, but not replaced here."""
         is_active, self._is_active = self._is_active, False
         try:
             with self.context.seen:
@@ -173,7 +176,7 @@ class LinearCrossEntropy(FusedOperator):
         return self.context.stand_ins.make(deferred, logits.shape, logits.hidden, logits.dtype)
 
     def follow(self, call: OperatorCall) -> Tensor | None:
-        """The loss, or the stand-in of the same logits in other rows."""
+        """Return the loss, or the stand-in of the same logits in other rows."""
         first = call.arguments[0] if call.arguments else call.keywords.get("input")
         deferred = self.context.stand_ins.find(first)
         if deferred is None or deferred.operator is not self:
@@ -188,24 +191,15 @@ class LinearCrossEntropy(FusedOperator):
         return None if moved is None else self._defer(deferred.site, moved)
 
     def compute(self, deferred: Deferred) -> Tensor:
-        """The logits."""
+        """Return the logits."""
         deferred.check_unchanged("cross-entropy")
         logits: Logits = deferred.parts
         with self._seen_by_others():
             return F.linear(logits.hidden, logits.weight, logits.bias).to(logits.dtype)
 
 
-def _linear_arguments(
-    arguments: tuple[Any, ...], keywords: Mapping[str, Any]
-) -> tuple[Any, Any, Any] | None:
-    names = dict(zip(("input", "weight", "bias"), arguments, strict=False)) | dict(keywords)
-    if not {"input", "weight"} <= names.keys() <= {"input", "weight", "bias"}:
-        return None
-    return names["input"], names["weight"], names.get("bias")
-
-
 def _is_worth_it(hidden: Any, weight: Any, bias: Any) -> bool:
-    """Does it make far more of each row, for a gradient, of what the operator can read?"""
+    """True if a layer of known tensors, with a gradient, makes far more of each row."""
     tensors = (hidden, weight) if bias is None else (hidden, weight, bias)
     if not all(type(each) in (Tensor, torch.nn.Parameter) for each in tensors):
         return False
@@ -222,7 +216,7 @@ def _is_worth_it(hidden: Any, weight: Any, bias: Any) -> bool:
 
 
 def _has_known_type(tensors: Sequence[Tensor]) -> bool:
-    """Will logits have one that the loss can work in?"""
+    """True if the logits' dtype is one that the loss works in."""
     kind = tensors[0].device.type
     if torch.is_autocast_enabled(kind):
         is_cast = all(each.dtype in (torch.float32, torch.bfloat16) for each in tensors)
@@ -230,25 +224,11 @@ def _has_known_type(tensors: Sequence[Tensor]) -> bool:
     return tensors[0].dtype in _TYPES and len({each.dtype for each in tensors}) == 1
 
 
-def _as_autocast(given: tuple[Tensor, Tensor, Tensor | None]) -> Any:
-    """What autocast would make of a layer's input and parameters now; later it may be off."""
-    kind = given[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return given
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(None if each is None else each.to(dtype) for each in given)
+def _loss_call(call: OperatorCall) -> _LossCall | None:
+    return call.read(_LossCall) if call.function is F.cross_entropy else None
 
 
-def _loss_call(call: OperatorCall) -> LossCall | None:
-    if call.function is not F.cross_entropy:
-        return None
-    try:
-        return LossCall(*call.arguments, **call.keywords)
-    except TypeError:
-        return None
-
-
-def _loss_of(logits: Logits, call: LossCall) -> Tensor:
+def _loss_of(logits: Logits, call: _LossCall) -> Tensor:
     kind = logits.hidden.device.type
     widened = torch.is_autocast_enabled(kind)  # as autocast has it of a loss
     with torch.autocast(kind, enabled=False):
@@ -265,7 +245,7 @@ def _loss_of(logits: Logits, call: LossCall) -> Tensor:
 
 
 def _moved(call: OperatorCall, logits: Logits) -> Logits | None:
-    """Logits whose rows an operator moves; None where it does anything else."""
+    """Return the logits whose rows an operator moves; None where it does anything else."""
     rows = _rows_after(call, logits.shape)
     if rows is None:
         return None
@@ -278,7 +258,7 @@ def _moved(call: OperatorCall, logits: Logits) -> Logits | None:
 
 
 def _rows_after(call: OperatorCall, shape: Sequence[int]) -> tuple[int, ...] | None:
-    """The shape of the rows that an operator moves without looking into them; None: it does."""
+    """Return the shape of the rows that an operator moves; None where it looks into them."""
     if not call.arguments:
         return None
     operator, arguments, keywords = call.function, call.arguments[1:], call.keywords
@@ -295,7 +275,7 @@ def _rows_after(call: OperatorCall, shape: Sequence[int]) -> tuple[int, ...] | N
 
 
 def _rows_chosen(shape: Sequence[int], index: Any) -> tuple[int, ...] | None:
-    """The same for plain indices."""
+    """Return the same for plain indices."""
     parts = index if isinstance(index, tuple) else (index,)
     if not all(type(part) in _BASIC_INDEX for part in parts):
         return None

@@ -1,26 +1,32 @@
-"""What a capture does for a fused operator: treatment, account, recipe."""
+"""What one step brings to its fused operators: treatments, the ledger, recipes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from daf.codecs.codes import MaskCode, ValueCode, Values
+from daf.codecs.codes import MaskCode, ValueCode
 from daf.core.errors import CodecError
 from daf.core.policy import KEEP, Method, Need, Policy
 from daf.kernels import RowMoments
 from daf.kernels.normalisation import Channels, NormOutput
+from daf.operators.fused_function import FusedFunction, FusedSave
+from daf.operators.fusion_table import CallSite
+from daf.operators.norms.passes import emit
 from daf.operators.stand_ins import StandIns
 from daf.saved_tensors.derivation import Derivation
+from daf.saved_tensors.ledger import Holding, Plain, Unmade
 from daf.saved_tensors.observation import Save, Watcher
-from daf.saved_tensors.packed_tensor import Kept, PackedTensor, Recipe, SavedTensor, Stored
+from daf.saved_tensors.packed_tensor import Kept, Recipe, SavedTensor, Stored
 from daf.saved_tensors.packer import check_sound, kept_holding
 from daf.saved_tensors.sites import SiteRecord
 from daf.saved_tensors.state import SavedTensorState
 from daf.torch_compat.ownership import sole_holders
+
+Held = TypeVar("Held", bound=FusedSave)
 
 
 class Hooks(Protocol):
@@ -29,6 +35,14 @@ class Hooks(Protocol):
     @property
     def hook(self) -> Callable[[Tensor], SavedTensor]:
         """What autograd calls for every tensor it saves."""
+
+    @property
+    def is_replaying(self) -> bool:
+        """True while a replayed call runs."""
+
+    @property
+    def watcher(self) -> Watcher | None:
+        """What observes operators and saves."""
 
     def run(
         self,
@@ -39,25 +53,24 @@ class Hooks(Protocol):
         """Run a function as an operator of its own, whose saves are at sites of its name."""
 
     def collecting(self) -> AbstractContextManager[list[SavedTensor]]:
-        """Everything packed inside is the caller's to settle."""
+        """Collect everything packed inside; the caller settles it."""
 
     def is_constant(self, tensor: Tensor) -> bool:
-        """True if plain PyTorch would hold nothing for us here."""
+        """True if plain PyTorch would hold no memory for this tensor."""
 
-    def note_read(self, tensor: Tensor, held: object) -> None:
-        """A constant may be read in backward for as long as ``held`` lives."""
+    def note_read(self, tensor: Tensor, reader: object) -> None:
+        """Note that backward may read a constant for as long as ``reader`` lives."""
 
-    @property
-    def is_replaying(self) -> bool:
-        """True while a replayed call runs."""
 
-    @property
-    def watcher(self) -> Watcher | None:
-        """Sees operators and saves."""
+class FusedCall(NamedTuple, Generic[Held]):
+    """One call of a fused operator: its result, its one save, and what stands for that."""
 
-    @property
-    def spilled_bytes(self) -> int:
-        """What ever went to disk, or to wait on the host."""
+    x: Tensor
+    result: Tensor
+    held: Held
+    saved: SavedTensor
+    holder: InputHolder
+    plain: tuple[Plain, ...]
 
 
 class OperatorContext:
@@ -72,60 +85,84 @@ class OperatorContext:
         self.stand_ins = StandIns()
         self.seen: AbstractContextManager[object] = nullcontext()  # operators inside are seen
 
-    @contextmanager
-    def counted_at(self, record: SiteRecord) -> Iterator[None]:
-        """Bytes that are held from inside on, by us and in plain PyTorch, count at this site."""
-        ledger = self.state.ledger
-        reported_bytes, plain_bytes = ledger.reported_bytes, ledger.plain_bytes
-        yield
-        record.plain_bytes += ledger.plain_bytes - plain_bytes
-        record.held_bytes += ledger.reported_bytes - reported_bytes
+    def site(self, operator: str) -> CallSite:
+        """Return the site of the call of ``operator`` that is about to run."""
+        path, call = self.state.tracker.present_call(operator)
+        return CallSite(path, operator, call)
 
-    def note_moment(self) -> None:
-        """An operator begins."""
+    def fuse(
+        self,
+        function: type[FusedFunction],
+        inputs: Sequence[Tensor | None],
+        holder: InputHolder,
+        forward: Callable[[], tuple[Tensor, Held]],
+    ) -> FusedCall[Held]:
+        """Run a fused operator of ``inputs``, the first of which is saved; ``settle`` the call.
+
+        ``forward`` computes the result, and what ``holder`` holds in place of the first input.
+        """
         if self.hooks.watcher is not None:
             self.hooks.watcher.moment()
+        made: list[Held] = []
 
-    def note_saved(
-        self, saved: SavedTensor, x: Tensor, held: PackedTensor, holder: InputHolder, **more: Any
-    ) -> None:
-        """An operator's input ``x`` was saved, and is stood for by itself or its code."""
-        if self.hooks.watcher is None or holder.is_external:
-            return
-        record = holder.record
-        save = Save(
-            saved,
-            x,
-            held,
-            record.site,
-            record.need,
-            record.treatment,
-            holder.sources[:1],
-            record.held_bytes,
-            ms=None,
-            treatable=True,
-        )
-        self.hooks.watcher.saved(save._replace(**more))
+        def run() -> Tensor:
+            out, held = forward()
+            made.append(held)
+            return out
 
-    def learn(self, result: Tensor, held: PackedTensor, recipe: Recipe | None) -> None:
-        """``recipe`` computes the operator's result, as long as ``held`` lives."""
-        held.recipe = recipe
+        x = inputs[0]
+        assert x is not None
+        with self.state.ledger.counted_at(holder.record):
+            plain = holder.count_plain()
+            with self.hooks.collecting() as pending:
+                result: Tensor = function.apply(run, *inputs)  # type: ignore[no-untyped-call]
+        (held,), (saved,) = made, pending
+        if holder.is_external:
+            self.hooks.note_read(x, held)
+        return FusedCall(x, result, held, saved, holder, plain)
+
+    def settle(self, call: FusedCall[Any], plain: tuple[Plain, ...] = (), **more: Any) -> Tensor:
+        """Let what is held stand for the save, and return the result.
+
+        ``plain`` is what plain PyTorch would hold besides; ``more`` are fields of ``Save``.
+        """
+        watcher, holder, record = self.hooks.watcher, call.holder, call.holder.record
+        if watcher is not None and not holder.is_external:
+            save = Save(
+                call.saved,
+                call.x,
+                call.held,
+                record.site,
+                record.need,
+                record.treatment,
+                holder.sources[:1],
+                record.held_bytes,
+                ms=None,
+                treatable=True,
+            )
+            watcher.saved(save._replace(**more))
+        call.saved.settle(call.held, (*call.plain, *plain))
+        return call.result
+
+    def learn(self, call: FusedCall[Any], recipe: Recipe | None) -> None:
+        """Let others compute the call's result by ``recipe`` for as long as its save lives."""
+        call.held.recipe = recipe
         if recipe is not None:
-            self.state.provenance.learn(result, held)
+            self.state.provenance.learn(call.result, call.held)
 
-    def learn_function(self, result: Tensor, function: Derivation) -> None:
-        """``function`` of the operator's input is its result."""
-        self.state.provenance.learn_function(result, function)
-
-    def counted(self, values: Stored[Values] | Values) -> Stored[Values]:
-        """The values that others derive something from."""
-        return values if isinstance(values, Stored) else Stored(self.state.ledger, values)
+    def learn_function(self, call: FusedCall[Any], function: Derivation) -> None:
+        """Note that the result is ``function`` of the operator's input."""
+        self.state.provenance.learn_function(call.result, function)
 
 
 class InputHolder:
-    """Holds an operator's input ``x`` as the policy says, and counts it.
+    """Holds an operator's input ``x`` by the policy, in the ledger.
 
-    ``is_external``: plain PyTorch would hold nothing for it. ``plain``: what it would hold.
+    ``is_external`` is True if plain PyTorch would hold no memory for ``x``. Plain PyTorch would
+    also save ``beside``, and make and save tensors of ``unmade_bytes``.
+
+    Raises:
+        CodecError: the policy asks for a treatment that is unsound here.
     """
 
     def __init__(
@@ -135,19 +172,15 @@ class InputHolder:
         need: Need,
         record: SiteRecord,
         beside: Sequence[Tensor] = (),
+        unmade_bytes: Sequence[int] = (),
     ) -> None:
-        """``beside``: what plain PyTorch would save too.
-
-        Raises:
-            CodecError: the policy asks for a treatment that is unsound here.
-        """
         self._context = context
         self.record = record
         self._version = x._version
         self.is_external = context.hooks.is_constant(x)
         parts = tuple(beside) if self.is_external else (x, *beside)
         self.sources = tuple(context.state.sources.of(part) for part in parts)
-        self.plain = tuple(source.plain() for source in self.sources)
+        self._unmade_bytes = unmade_bytes
         record.need = need
         treatment = context.policy.treatment(need, record.site)
         check_sound(treatment.method, need, record.site)
@@ -158,10 +191,28 @@ class InputHolder:
             )
         record.treatment = KEEP if self.is_external else treatment
 
-    def hold_input(self, x: Tensor) -> Kept | None:
-        """The input itself, if that is to be held; None: it is coded."""
-        if self.record.treatment.method is not Method.KEEP:
-            return None
+    @property
+    def is_kept(self) -> bool:
+        """True if the input itself is held."""
+        return self.record.treatment.method is Method.KEEP
+
+    def count_plain(self) -> tuple[Plain, ...]:
+        """Count what plain PyTorch would hold."""
+        ledger = self._context.state.ledger
+        unmade = (Plain(ledger, Unmade(nbytes)) for nbytes in self._unmade_bytes)
+        return (*(source.plain() for source in self.sources), *unmade)
+
+    def normalise(
+        self, x: Tensor, forward: Channels, written: NormOutput, rows: RowMoments | None = None
+    ) -> Stored[ValueCode] | Kept:
+        """Write ``written`` from ``forward`` of the input, and hold the input or that as a code."""
+        if not self.is_kept:
+            return self.encode(x, forward, written, rows)
+        emit(x.detach(), forward, written, rows)
+        return self.keep(x)
+
+    def keep(self, x: Tensor) -> Kept:
+        """Hold the input itself."""
         ledger = self._context.state.ledger
         counted = () if self.is_external else (kept_holding(self.sources[0], ledger),)
         return Kept(x, self._version, self.record.site, counted)
@@ -175,32 +226,27 @@ class InputHolder:
     ) -> Stored[ValueCode]:
         """Code ``channels`` of the input; ``written`` is the result to write meanwhile."""
         record, context = self.record, self._context
-        with self._counting_spilled():
-            code = context.state.coder.values(
-                x,
-                record.treatment,
-                record.code_key(context.key),
-                channels,
-                weight=context.policy.weight(record.site),
-                tag=record.name_hash,
-                output=written,
-                rows=rows,
-            )
+        code = context.state.coder.values(
+            x.detach(),
+            record.treatment,
+            record.code_key(context.key),
+            channels,
+            weight=context.policy.weight(record.site),
+            tag=record.name_hash,
+            output=written,
+            rows=rows,
+        )
         return self.stored(code)
 
     def new_mask(self, x: Tensor) -> MaskCode:
-        """Room for a mask of a tensor, where the code goes."""
-        with self._counting_spilled():
-            on_host = self.record.treatment.on_host
-            return self._context.state.coder.unwritten_mask(x, on_host=on_host)
+        """Allocate a mask of a tensor, where its code goes."""
+        on_host = self.record.treatment.on_host
+        return self._context.state.coder.unwritten_mask(x, on_host=on_host)
 
     def stored(self, content: Any) -> Stored[Any]:
-        """Count something that is held."""
+        """Count what is held, for as long as the returned object lives."""
         return Stored(self._context.state.ledger, content)
 
-    @contextmanager
-    def _counting_spilled(self) -> Iterator[None]:
-        hooks = self._context.hooks
-        before = hooks.spilled_bytes
-        yield
-        self.record.spilled_bytes += hooks.spilled_bytes - before
+    def count(self, nbytes: int) -> Holding:
+        """Count bytes for as long as the returned object lives."""
+        return Holding(self._context.state.ledger, nbytes)

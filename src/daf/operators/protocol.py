@@ -1,9 +1,9 @@
-"""What an operator that runs in place of PyTorch's must know: why not here, run, report."""
+"""The interface of an operator that runs in place of PyTorch's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -11,9 +11,11 @@ from daf.operators.fusion_table import CallSite, FusionTable
 from daf.operators.operator_context import OperatorContext
 from daf.operators.stand_ins import Deferred
 
+Signature = TypeVar("Signature")
+
 
 class OperatorCall(NamedTuple):
-    """A function of PyTorch that is about to run, and what it is given."""
+    """A function of PyTorch that is about to run, and its arguments."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -24,12 +26,19 @@ class OperatorCall(NamedTuple):
         """The function's own."""
         return str(getattr(self.function, "__name__", self.function))
 
+    def read(self, signature: Callable[..., Signature]) -> Signature | None:
+        """Return the arguments by the names of ``signature``; None where they do not fit it."""
+        try:
+            return signature(*self.arguments, **self.keywords)
+        except TypeError:
+            return None
+
 
 class FusedOperator:
     """A family of operators that may run in place of PyTorch's, for all steps of one capture.
 
-    A subclass is registered by its ``name``, which policies ask for. ``functions`` are those of
-    PyTorch that it may replace; ``alone`` is the pattern of a call that is no longer deferred.
+    A subclass is registered by its ``name``, by which policies ask for it. ``functions`` are those
+    of PyTorch that it may replace; ``alone`` is the pattern of a call that is no longer deferred.
     """
 
     name: ClassVar[str]
@@ -41,38 +50,37 @@ class FusedOperator:
         self.context: OperatorContext
 
     def begin(self, context: OperatorContext) -> None:
-        """A step begins."""
+        """Begin a step."""
         self.context = context
 
     def replacement(self, call: OperatorCall) -> Callable[[], Any] | None:
-        """What to run in place of a call of one of ``functions``; None: PyTorch's own.
+        """Return what runs in place of a call of one of ``functions``; None: PyTorch's own.
 
         The reason for None belongs in ``table``.
         """
         raise NotImplementedError
 
     def observe(self, call: OperatorCall, result: Any) -> None:
-        """One of PyTorch's own functions returned ``result``; asked of every one."""
+        """Note that one of PyTorch's own functions, any of them, returned ``result``."""
 
     def finish(self) -> None:
-        """The step is over: learn from it."""
+        """Learn from the step, which is over."""
 
     # --- of operators whose results are deferred --------------------------------------------
 
     def follow(self, call: OperatorCall) -> Tensor | None:
-        """The result of a call that reads one of the operator's stand-ins, where it is known how
-        to go on without the real tensor; else None.
+        """Return the result of a call that reads one of the operator's stand-ins, or None.
+
+        None: the call needs the real tensor.
         """
         del call
         return None
 
     def compute(self, deferred: Deferred) -> Tensor:
-        """The real tensor that a stand-in stands for."""
+        """Return the real tensor in place of a stand-in."""
         raise NotImplementedError
 
     def note_reader(self, site: CallSite, reader: str) -> None:
-        """``reader`` wants the real tensor: unless that was expected, the site is not deferred
-        again.
-        """
+        """Note that ``reader`` needs the real tensor; unless expected, defer the site no more."""
         if self.table.pattern(site) != self.alone:
             self.table.decide(site, self.alone, f"its result was also read by {reader}")

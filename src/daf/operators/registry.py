@@ -26,18 +26,18 @@ _kinds: dict[str, type[FusedOperator]] = {
 
 
 def register_operator(kind: type[FusedOperator]) -> None:
-    """Make an operator known to policies; the same name again replaces it."""
+    """Register an operator by its name; the same name again replaces it."""
     _kinds[kind.name] = kind
 
 
 class OperatorFamilies:
-    """One capture's operators, which learn from step to step."""
+    """The operators of one capture, which learn from step to step."""
 
     def __init__(self) -> None:
         self._made: dict[str, FusedOperator] = {}
 
     def named(self, names: Collection[str]) -> list[FusedOperator]:
-        """Those that a policy names, in the order of registration.
+        """Return the operators that a policy names, in the order of registration.
 
         Raises:
             UnknownNameError: no operator of such a name is registered.
@@ -46,13 +46,10 @@ class OperatorFamilies:
         if unknown:
             known = ", ".join(_kinds)
             raise UnknownNameError(f"asked for operator {unknown[0]!r}; registered: {known}")
-        return [self._get(name) for name in _kinds if name in names]
+        for name in set(names) - self._made.keys():
+            self._made[name] = _kinds[name]()
+        return [self._made[name] for name in _kinds if name in names]
 
     def all(self) -> list[FusedOperator]:
-        """Those that any step ran with, in the order of registration."""
+        """Return the operators that any step ran with, in the order of registration."""
         return [self._made[name] for name in _kinds if name in self._made]
-
-    def _get(self, name: str) -> FusedOperator:
-        if name not in self._made:
-            self._made[name] = _kinds[name]()
-        return self._made[name]

@@ -1,24 +1,27 @@
 """Stand-ins: tensors of NaN that take the place of results until something reads them.
 
-A stand-in has the geometry of the result and no memory. An operator that knows how to go on
-without the content follows it; every other reader is given the real tensor, computed then.
+A stand-in has the geometry of the result and no memory. An operator that needs no content follows
+it; every other reader gets the real tensor, computed then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from daf.core.errors import FusionError
-from daf.operators.fusion_table import CallSite, FusionTable
+from daf.operators.fusion_table import CallSite
 from daf.torch_compat.autograd_graph import without_torch_function
 
-# Reading these of a result tells nothing of its content, and they are the same without any.
+if TYPE_CHECKING:
+    from daf.operators.protocol import FusedOperator
+
+# These read no content.
 METADATA: frozenset[Any] = frozenset(
     {
         Tensor.size,
@@ -36,7 +39,7 @@ _UNFUSED = "run without fused operators (fused=False)"
 
 
 def tensors_among(values: Sequence[Any], keywords: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Every tensor in these, in lists, tuples and dictionaries too."""
+    """Yield every tensor in these, in lists, tuples and dictionaries too."""
     for value in (*values, *keywords.values()):
         if isinstance(value, Tensor):
             yield value
@@ -47,7 +50,7 @@ def tensors_among(values: Sequence[Any], keywords: Mapping[str, Any]) -> Iterato
 
 
 def with_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """The same value with ``change`` of every tensor, in lists, tuples and dictionaries too."""
+    """Return the value with ``change`` of every tensor, in lists, tuples, dictionaries too."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
@@ -57,34 +60,15 @@ def with_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     return value
 
 
-class DefersResults(Protocol):
-    """An operator whose results are deferred: see ``protocol.FusedOperator``."""
-
-    table: FusionTable
-
-    @property
-    def alone(self) -> str:
-        """The pattern of a call that is not deferred."""
-
-    def follow(self, call: Any) -> Tensor | None:
-        """Go on without the real tensor; None: that is not possible."""
-
-    def compute(self, deferred: Deferred) -> Tensor:
-        """The real tensor."""
-
-    def note_reader(self, site: CallSite, reader: str) -> None:
-        """``reader`` wants the real tensor."""
-
-
 @dataclass(eq=False)
 class Deferred:
     """A result that is computed when something reads it.
 
-    ``parts``: what it is computed from; None once they were taken. ``reads``: the tensors among
-    them, which must not change before.
+    ``parts``: what it is computed from; None once taken. ``reads``: the tensors among them, which
+    must not change before.
     """
 
-    operator: DefersResults
+    operator: FusedOperator
     site: CallSite
     what: str
     parts: Any
@@ -95,10 +79,10 @@ class Deferred:
         self._versions = self._present_versions()
 
     def check_unchanged(self, reader: str) -> None:
-        """Refuse parts that were changed in place since.
+        """Check the parts.
 
         Raises:
-            FusionError: they were.
+            FusionError: one was changed in place since.
         """
         if self._present_versions() != self._versions:
             raise FusionError(
@@ -107,7 +91,7 @@ class Deferred:
             )
 
     def take(self, reader: str) -> Any:
-        """The parts, to be computed with now; they are forgotten here.
+        """Return the parts for computing now, and forget them.
 
         Raises:
             FusionError: they are gone, or were changed in place since.
@@ -135,7 +119,7 @@ class StandIns:
         return bool(self._deferred)
 
     def make(self, deferred: Deferred, shape: Sequence[int], like: Tensor, dtype: Any) -> Tensor:
-        """A tensor of NaN, of this shape and dtype where ``like`` is."""
+        """Return a tensor of NaN, of this shape and dtype on the device of ``like``."""
         with without_torch_function():
             nothing = torch.full((), torch.nan, dtype=dtype, device=like.device)
             stand_in = nothing.expand(shape)
@@ -143,15 +127,15 @@ class StandIns:
         return stand_in
 
     def find(self, tensor: Any) -> Deferred | None:
-        """What a tensor stands for; None: it is a real one."""
+        """Return what a tensor stands for; None: it is a real one."""
         return self._deferred.get(tensor) if isinstance(tensor, Tensor) else None
 
     def change(self, stand_in: Tensor, deferred: Deferred) -> None:
-        """From now on it stands for this."""
+        """Let a stand-in stand for this instead."""
         self._deferred[stand_in] = deferred
 
     def real(self, value: Any, reader: str) -> Any:
-        """The same value with real tensors in the place of stand-ins, for ``reader``."""
+        """Return the value with real tensors in place of stand-ins, for ``reader``."""
 
         def compute(tensor: Tensor) -> Tensor:
             deferred = self._deferred.get(tensor)
@@ -160,7 +144,7 @@ class StandIns:
         return with_tensors(value, compute)
 
     def compute(self, deferred: Deferred, reader: str = "") -> Tensor:
-        """The real tensor; ``reader``: an operator that may not have been expected."""
+        """Return the real tensor; ``reader``: an operator that may not have been expected."""
         if deferred.result is None:
             if reader:
                 deferred.operator.note_reader(deferred.site, reader)
@@ -169,10 +153,10 @@ class StandIns:
         return deferred.result
 
     def finish(self) -> None:
-        """The step is over: nobody may hold a stand-in any more.
+        """End the step.
 
         Raises:
-            FusionError: somebody does. From the next step on that call is not deferred.
+            FusionError: a stand-in still lives. From the next step on that call is not deferred.
         """
         outlived = list(self._deferred.values())
         for deferred in outlived:

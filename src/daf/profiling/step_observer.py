@@ -32,7 +32,13 @@ from daf.saved_tensors.observation import (
     ObservedTensor,
     Save,
 )
-from daf.saved_tensors.packed_tensor import Kept, PackedTensor, Rederived, SavedTensor, is_asking
+from daf.saved_tensors.packed_tensor import (
+    Kept,
+    PackedTensor,
+    Rederived,
+    SavedTensor,
+    is_identifying,
+)
 from daf.torch_compat.autograd_graph import without_torch_function
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.pytree import tensors_in_batch
@@ -205,7 +211,7 @@ class Observer:
     def has_read(self, saved: SavedTensor, ms: float) -> None:
         """Note that backward has read a tensor, and the time that took."""
         record = self._by_saved.get(id(saved))
-        if record is not None and not is_asking():
+        if record is not None and not is_identifying():
             self._time(self.found.decode, record.treatment, record.tensor_bytes, ms)
 
     @property
@@ -316,7 +322,7 @@ class Observer:
 
 def _reading(saved: SavedTensor) -> Reading:
     """Return how the operator that unpacks a tensor reads it."""
-    if not is_asking():
+    if not is_identifying():
         return Reading.WHOLE
     if isinstance(saved.held, SmoothHeld):
         return Reading.APART

@@ -62,19 +62,18 @@ class ReplayKeeper:
         """Hold an input as the policy treats it: by default, integers packed, the rest kept."""
         record = self._state.tracker.record(site.module, site.operator, site.call, site.save)
         record.need = Need.INTEGER if is_integer(tensor) else Need.INPUT
-        told_before = self._state.ledger.reported_bytes
-        sources = self._sources_of(tensor)
+        sources = self._state.sources.of_parts(tensor)
         saved = SavedTensor(tensor)
         try:
-            held, record.treatment = self._hold(saved, record.need, record, sources)
+            with self._state.ledger.counted_at(record):
+                held, record.treatment = self._hold(saved, record.need, record, sources)
         finally:
             saved.drop()
-        record.held_bytes += self._state.ledger.reported_bytes - told_before
         return held, sources
 
     def hold_rebuilt(self, tensor: Tensor, site: Site) -> tuple[PackedTensor, Any]:
         """Hold a rebuilt tensor, as it is, until backward has read it."""
-        sources = self._sources_of(tensor)
+        sources = self._state.sources.of_parts(tensor)
         return self._state.packer.keep(tensor, tensor._version, site, sources), sources
 
     def note_save(self, tensor: Tensor, path: str) -> Any:
@@ -83,10 +82,8 @@ class ReplayKeeper:
             return ()
         record = self._state.tracker.record(path, "replay", 0, 0)
         record.need, record.treatment = Need.EXACT, _REPLAY
-        before = self._state.ledger.plain_bytes
-        plain = tuple(source.plain() for source in self._sources_of(tensor))
-        record.plain_bytes += self._state.ledger.plain_bytes - before
-        return plain
+        with self._state.ledger.counted_at(record):
+            return tuple(source.plain() for source in self._state.sources.of_parts(tensor))
 
     def count(self, nbytes: int) -> Holding:
         """Count bytes held beside tensors."""
@@ -95,6 +92,3 @@ class ReplayKeeper:
     def rebuilding(self) -> AbstractContextManager[None]:
         """Inside, a call is run again: its operators are at no site."""
         return self._state.tracker.suspended()
-
-    def _sources_of(self, tensor: Tensor) -> tuple[Source, ...]:
-        return tuple(self._state.sources.of(part) for part in strided_parts(tensor))

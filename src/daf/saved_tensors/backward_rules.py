@@ -16,7 +16,7 @@ from torch import Tensor
 
 from daf.core.code_format import Predicate
 from daf.core.policy import Need
-from daf.saved_tensors.packed_tensor import SavedTensor, all_asked_for, asked_for
+from daf.saved_tensors.packed_tensor import SavedTensor, saves_read_by
 from daf.torch_compat.autograd_nodes import raw_saved, saved_value, sequence_number_of
 
 # Slots of matrix products: (one side, other side). Their need depends on the other side.
@@ -134,7 +134,7 @@ def saved_in(node: Any, slot: str) -> SavedTensor | None:
     if raw is None:
         return None
     if not shows_packed_data(raw):
-        return asked_for(lambda: saved_value(node, slot))
+        return next(iter(saves_read_by(lambda: saved_value(node, slot))), None)
     data = raw.data
     return data if isinstance(data, SavedTensor) else None
 
@@ -175,7 +175,7 @@ def _name_custom(node: Any) -> None:
     if needs is None:
         return
     plain = getattr(node, "daf_plain_bytes", (None,) * len(needs))
-    found = all_asked_for(lambda: node.saved_tensors)
+    found = saves_read_by(lambda: node.saved_tensors)
     for saved, need, unmade_bytes in zip(found, needs, plain, strict=True):
         saved.node, saved.slot, saved.need, saved.unmade_bytes = node, "", need, unmade_bytes
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
+from daf.saved_tensors.sites import SiteRecord
 from daf.torch_compat.autograd_graph import storage_holders
 
 Found = TypeVar("Found", bound=object)
@@ -34,9 +36,11 @@ class Ledger:
         self,
         stored_bytes: Callable[[], int] | None = None,
         waiting_bytes: Callable[[], int] = lambda: 0,
+        spilled_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         self._stored_bytes = stored_bytes
         self._waiting_bytes = waiting_bytes
+        self._spilled_bytes = spilled_bytes
         self._told_stored_bytes = 0
         self.plain_bytes = 0
         self.plain_peak_bytes = 0
@@ -67,6 +71,15 @@ class Ledger:
             self._told_stored_bytes += count
         if count > 0:
             self.note_held()
+
+    @contextmanager
+    def counted_at(self, record: SiteRecord) -> Iterator[None]:
+        """Count at a site what plain PyTorch and DAF begin to hold inside, and what spills."""
+        plain, held, spilled = self.plain_bytes, self.reported_bytes, self._spilled_bytes()
+        yield
+        record.plain_bytes += self.plain_bytes - plain
+        record.held_bytes += self.reported_bytes - held
+        record.spilled_bytes += self._spilled_bytes() - spilled
 
     def reset_peaks(self) -> None:
         """Start the peaks anew from what is alive now."""
@@ -191,6 +204,10 @@ class Sources:
         source = Source(self._ledger, storage)
         self._alive[address] = weakref.ref(source)
         return source
+
+    def of_parts(self, tensor: Tensor) -> tuple[Source, ...]:
+        """The sources of the strided tensors that a tensor consists of."""
+        return tuple(map(self.of, strided_parts(tensor)))
 
     def renew(self, tensor: Tensor) -> None:
         """The tensor's memory holds something else from now on, which plain PyTorch, that would

@@ -86,16 +86,22 @@ def _assemble(
     channel_inner: int,
     is_known: bool,
 ) -> Normalisation:
-    plain = is_known and gamma is None and beta is None
-    result = None
-    if is_known and not plain:
-        present = gamma if gamma is not None else beta
-        assert present is not None
-        scale = gamma if gamma is not None else torch.ones_like(present)
-        shift = beta if beta is not None else torch.zeros_like(present)
-        # Clones: the optimizer may change the parameters before backward decodes.
-        result = Channels(_vector(scale).clone(), _vector(shift).clone(), channel_inner)
+    result = copied_affine(gamma, beta, channel_inner) if is_known else None
+    plain = is_known and result is None
     return Normalisation(_vector(mean), _vector(inverse_deviation), inner, result, plain)
+
+
+def copied_affine(gamma: Tensor | None, beta: Tensor | None, inner: int) -> Channels | None:
+    """Return the affine by gamma and beta, in float32; None where both are None.
+
+    Copies: the optimizer may change the parameters before backward decodes.
+    """
+    present = gamma if gamma is not None else beta
+    if present is None:
+        return None
+    scale = gamma if gamma is not None else torch.ones_like(present)
+    shift = beta if beta is not None else torch.zeros_like(present)
+    return Channels(_vector(scale).clone(), _vector(shift).clone(), inner)
 
 
 def _vector(tensor: Tensor) -> Tensor:

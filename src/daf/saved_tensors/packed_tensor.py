@@ -369,16 +369,16 @@ class SavedTensor:
         )
 
 
-_asked: ContextVar[list[SavedTensor] | None] = ContextVar("asked", default=None)
+_identified: ContextVar[list[SavedTensor] | None] = ContextVar("identified", default=None)
 
 
 def unpacker(scratch: Scratch) -> Callable[[SavedTensor], Tensor]:
-    """The hook that autograd calls in backward; decoded tensors live on ``scratch``'s memory."""
+    """Return the hook that autograd calls in backward; it decodes into ``scratch``'s memory."""
 
     def unpack(saved: SavedTensor) -> Tensor:
-        asked = _asked.get()
-        if asked is not None:
-            asked.append(saved)
+        identified = _identified.get()
+        if identified is not None:
+            identified.append(saved)
             return torch.empty(0)
         with torch.no_grad():
             return saved.restore(scratch)
@@ -386,23 +386,17 @@ def unpacker(scratch: Scratch) -> Callable[[SavedTensor], Tensor]:
     return unpack
 
 
-def is_asking() -> bool:
-    """Does whoever unpacks now want to know which save it is, and nothing decoded?"""
-    return _asked.get() is not None
+def is_identifying() -> bool:
+    """True inside ``saves_read_by``, where unpacking decodes nothing."""
+    return _identified.get() is not None
 
 
-def asked_for(read: Callable[[], object]) -> SavedTensor | None:
-    """Which save ``read`` makes autograd unpack first, without decoding it."""
-    asked = all_asked_for(read)
-    return asked[0] if asked else None
-
-
-def all_asked_for(read: Callable[[], object]) -> list[SavedTensor]:
-    """Which saves ``read`` makes autograd unpack, without decoding them."""
-    asked: list[SavedTensor] = []
-    token = _asked.set(asked)
+def saves_read_by(read: Callable[[], object]) -> list[SavedTensor]:
+    """Return the saves that ``read`` makes autograd unpack, in order, without decoding them."""
+    identified: list[SavedTensor] = []
+    token = _identified.set(identified)
     try:
         read()
     finally:
-        _asked.reset(token)
-    return asked
+        _identified.reset(token)
+    return identified

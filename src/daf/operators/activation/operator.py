@@ -1,66 +1,69 @@
 """GELU and SiLU, so that one code serves them and the layer behind.
 
-Whether there is such a layer shows when it saves its input. An activation that is
-coded, and whose result no layer derived when it last ran fused, is left alone from
-then on: a code of its derivative is smaller. One that is kept takes no more by running
-fused, whoever reads it, and plans count on that.
+A layer behind shows itself when it saves its input. A coded activation whose result no layer
+derived when it last ran fused is left alone from then on: a code of its derivative is smaller. A
+kept one takes no more by running fused, whoever reads it, and plans count on that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from daf.codecs.layout import layout_of
 from daf.core.policy import KEEP, Method, Need, Site, Treatment
+from daf.kernels.normalisation import Channels
 from daf.operators.activation.function import (
     LEAST_BITS,
     FusedSmooth,
     Smooth,
     SmoothHeld,
     shared_treatment,
-    values_of,
 )
-from daf.operators.eligibility import (
-    autocast_objection,
-    autograd_objection,
-    has_usual_strides,
-    is_plain_float,
-)
+from daf.operators.eligibility import autocast_objection, autograd_objection, input_objection
 from daf.operators.fusion_table import CallSite
+from daf.operators.norms.save import computed_values
 from daf.operators.operator_context import InputHolder, OperatorContext
 from daf.operators.protocol import FusedOperator, OperatorCall
 from daf.saved_tensors.derivation import Derivation
-from daf.saved_tensors.norm_inputs import channel_stride
 from daf.saved_tensors.packed_tensor import Recipe, Rederived, Term
-from daf.saved_tensors.packer import SMALL_BYTES
 
 _UNREAD = "no layer behind it reads its result in backward"
 
 
-def read_call(
-    operator: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]
-) -> tuple[Any, Smooth] | None:
-    """(input, activation); None where the arguments are odd, or it works in place."""
-    names = dict(keywords)
-    if "input" in names and not arguments:
-        arguments = (names.pop("input"),)
-    if len(arguments) != 1:
+class _Gelu(NamedTuple):
+    """The arguments of ``F.gelu``."""
+
+    input: Any
+    approximate: Any = "none"
+
+
+class _Silu(NamedTuple):
+    """The arguments of ``F.silu``."""
+
+    input: Any
+    inplace: Any = False
+
+
+def read_call(call: OperatorCall) -> tuple[Any, Smooth] | None:
+    """Return (input, activation); None where the arguments are odd, or it works in place."""
+    if len(call.arguments) > 1:
         return None
-    if operator is F.gelu:
-        approximate = names.pop("approximate", "none")
-        known = approximate in ("none", "tanh") and not names
-        return (arguments[0], Smooth("gelu", approximate)) if known else None
-    inplace = names.pop("inplace", False)
-    return None if names or inplace else (arguments[0], Smooth("silu"))
+    if call.function is F.gelu:
+        gelu = call.read(_Gelu)
+        if gelu is None or gelu.approximate not in ("none", "tanh"):
+            return None
+        return gelu.input, Smooth("gelu", gelu.approximate)
+    silu = call.read(_Silu)
+    return None if silu is None or silu.inplace else (silu.input, Smooth("silu"))
 
 
 class ActivationOperator(FusedOperator):
-    """``F.gelu`` and ``F.silu``, each as one operator that tells its result to the layer behind."""
+    """``F.gelu`` and ``F.silu``, each as one operator from which the layer behind derives."""
 
     name = "activation"
     functions = frozenset({F.gelu, F.silu})
@@ -70,15 +73,14 @@ class ActivationOperator(FusedOperator):
         self._unread: set[CallSite] = set()  # coded when they last ran, and derived by no layer
 
     def begin(self, context: OperatorContext) -> None:
-        """A step begins."""
+        """Begin a step."""
         super().begin(context)
         self._ran: dict[CallSite, tuple[Derivation, Treatment]] = {}
 
     def replacement(self, call: OperatorCall) -> Callable[[], Any] | None:
-        """The operator, where one code is to serve it and the layer behind."""
-        path, count = self.context.state.tracker.present_call(call.name)
-        site = CallSite(path, call.name, count)
-        read = read_call(*call)
+        """Return the operator, where one code is to serve it and the layer behind."""
+        site = self.context.site(call.name)
+        read = read_call(call)
         treatment = self._treatment(site)
         reason = self._objection(read, site, treatment)
         self.table.decide(site, "" if reason else f"{call.name} + layer behind", reason)
@@ -87,7 +89,7 @@ class ActivationOperator(FusedOperator):
         return partial(self._run, *read, site, treatment)
 
     def finish(self) -> None:
-        """Which results did no layer derive?"""
+        """Note the results that no layer derived."""
         for site, (derivation, treatment) in self._ran.items():
             self._unread.discard(site)
             if derivation.readers == 0:
@@ -96,7 +98,7 @@ class ActivationOperator(FusedOperator):
                     self._unread.add(site)
 
     def _treatment(self, site: CallSite) -> Treatment | None:
-        """How the input is held where that is to serve the layer behind too."""
+        """Return how the input is held so that it serves the layer behind too; None: it cannot."""
         policy = self.context.policy
         own = policy.treatment(Need.SMOOTH, Site(*site, 0))
         linear = policy.by_need.get(Need.LINEAR)
@@ -111,56 +113,51 @@ class ActivationOperator(FusedOperator):
     ) -> str:
         if read is None:
             return "its arguments are odd, or it works in place"
-        x, _ = read
+        x, hooks = read[0], self.context.hooks
         if treatment is None:
             return "the policy neither keeps it nor codes both it and the layer behind"
-        if not is_plain_float(x):
-            return "its input is no float32 tensor, nor on a GPU one of half the width"
-        if channel_stride(x) is None or not has_usual_strides(x):
-            return "its input lies neither contiguous nor channels-last"
-        if x.nbytes < SMALL_BYTES:
-            return "its input is small"
-        hooks = self.context.hooks
-        unsaved = autocast_objection(x) or autograd_objection((x,), hooks.hook)
-        if unsaved or hooks.is_constant(x):
-            return unsaved or "its input is the caller's own"
+        reason = input_objection(x) or autocast_objection(x) or autograd_objection((x,), hooks.hook)
+        if reason or hooks.is_constant(x):
+            return reason or "its input is the caller's own"
         return _UNREAD if treatment != KEEP and site in self._unread else ""
 
     def _run(self, x: Tensor, smooth: Smooth, site: CallSite, treatment: Treatment) -> Tensor:
         context, tracker = self.context, self.context.state.tracker
-        context.note_moment()
         tracker.next_call(site.operator)
-        record = tracker.record(*site, 0)
         derivation = Derivation(smooth.apply_)
-        with context.counted_at(record):
-            holder = InputHolder(context, x, Need.SMOOTH, record)
-            with context.hooks.collecting() as pending:
-                result: Tensor = FusedSmooth.apply(x, lambda: smooth.forward(x.detach()))  # type: ignore[no-untyped-call]
-            held, recipe = self._held(x, smooth, treatment, holder)
-            context.learn(result, held, (recipe[0]._replace(derivation=derivation),))
-            context.learn_function(result, derivation)
-            self._ran[site] = derivation, treatment
-        (saved,) = pending
-        context.note_saved(saved, x, held, holder, tells=derivation)
-        saved.settle(held, holder.plain)
-        return result
+        holder = InputHolder(context, x, Need.SMOOTH, tracker.record(*site, 0))
+
+        def forward() -> tuple[Tensor, SmoothHeld]:
+            out = smooth.forward(x.detach())
+            return out, self._held(x, smooth, treatment, holder)
+
+        call = context.fuse(FusedSmooth, (x,), holder, forward)
+        assert call.held.recipe is not None
+        context.learn(call, (call.held.recipe[0]._replace(derivation=derivation),))
+        context.learn_function(call, derivation)
+        self._ran[site] = derivation, treatment
+        return context.settle(call, tells=derivation)
 
     def _held(
         self, x: Tensor, smooth: Smooth, treatment: Treatment, holder: InputHolder
-    ) -> tuple[SmoothHeld, Recipe]:
-        """What stands for the input, and the recipe that computes it."""
-        kept = holder.hold_input(x) if treatment == KEEP else None
-        if kept is not None:
+    ) -> SmoothHeld:
+        """Return what stands for the input; its ``recipe`` computes the input itself."""
+        if treatment == KEEP:
+            kept, unchanged = holder.keep(x), Channels.times(1.0, x.device)
+            values = computed_values(kept, unchanged, x.numel(), self.context.state.ledger)
             held = SmoothHeld(smooth, kept)
-            return held, (Term(self.context.counted(values_of(kept, x))),)
+            held.recipe = (Term(values),)
+            return held
         recipe = self._known(x)
         holder.record.treatment = Treatment(Method.REDERIVE) if recipe is not None else treatment
         if recipe is None:
-            recipe = (Term(holder.encode(x.detach())),)
-        return SmoothHeld(smooth, Rederived(recipe, layout_of(x))), recipe
+            recipe = (Term(holder.encode(x)),)
+        held = SmoothHeld(smooth, Rederived(recipe, layout_of(x)))
+        held.recipe = recipe
+        return held
 
     def _known(self, x: Tensor) -> Recipe | None:
-        """What is held anyway and tells the input well enough: a normalisation's code."""
+        """Return what is held anyway and tells the input well enough: a normalisation's code."""
         recipe = self.context.state.provenance.recipe(x, x._version)
         if recipe is None or len(recipe) > 1 or recipe[0].mask or recipe[0].derivation:
             return None

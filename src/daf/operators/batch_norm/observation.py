@@ -1,16 +1,14 @@
-"""Finding the places where batch normalisation, addition and ReLU are one operator.
+"""Observes where batch normalisation, addition and ReLU can be one operator.
 
-A normalisation may be fused with what follows when nobody reads its result but
-the ReLU (or ReLU6) behind it, or the addition whose sum nobody reads but the
-ReLU behind that; any other is fused by itself. This is observed in the first
-step that runs the normalisation: every operator that touches the result is
-seen, hooks of modules and of tensors included. A result (or sum) that outlives
-the step, or parts of which change before it is read, is computed at once.
-Tracing by ``torch.fx`` would see less: neither hooks nor what a module puts aside.
+A normalisation is fused with what follows if only the ReLU (or ReLU6) behind it reads its result,
+or an addition whose sum only the ReLU behind that reads; any other is fused by itself. The first
+step that runs the normalisation observes every operator that touches the result, hooks of modules
+and of tensors included. A result (or sum) that outlives the step, or parts of which change before
+it is read, is computed at once. Tracing by ``torch.fx`` would see neither hooks nor what a module
+puts aside.
 
-A later step that does otherwise is recognised (``operator``). What no function
-mode sees (a scripted function, an extension called past PyTorch's dispatch)
-must not be the reader of such a result; it would find NaN there.
+A later step that does otherwise is recognised (``operator``). What no function mode sees (a
+scripted function, an extension called past PyTorch's dispatch) would read NaN there.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ WITH_ADDITION_6 = "batch_norm + add + relu6"
 def is_plain_addition(
     operator: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]
 ) -> bool:
-    """Two float tensors of one geometry, nothing else?"""
+    """True if this adds two tensors of one shape and dtype, and nothing else."""
     if operator not in ADDITIONS or keywords or len(arguments) != 2:
         return False
     first, second = arguments
@@ -53,7 +51,7 @@ def is_plain_addition(
 
 @dataclass(eq=False)
 class _Seen:
-    """A result that is watched: a normalisation's, or a sum that has one as its part."""
+    """A watched result: a normalisation's, or a sum that has one as its part."""
 
     parts: dict[weakref.ref[Tensor], int]  # what it was computed from, at which version
     result: weakref.ref[Tensor]
@@ -61,19 +59,19 @@ class _Seen:
     trouble: str = ""  # why it must be computed at once
 
     def read_by(self, reader: str | Rectifier) -> None:
-        """Somebody reads it; too late if a part is no longer what it was."""
+        """Note a reader; too late if a part has changed."""
         self.readers.append(reader)
         if self.is_changed():
             self.trouble = f"changed before {_name(reader)}"
 
     def is_changed(self) -> bool:
-        """Was a part changed in place since?"""
+        """True if a part was changed in place since."""
         alive = ((part(), version) for part, version in self.parts.items())
         return any(part is not None and part._version != version for part, version in alive)
 
 
 class Verdict(NamedTuple):
-    """As what a normalisation is fused, why with no more, and whether it may wait for readers."""
+    """What a normalisation is fused with, why with no more, and whether it may be deferred."""
 
     site: CallSite
     pattern: str
@@ -82,25 +80,25 @@ class Verdict(NamedTuple):
 
 
 class Observation:
-    """Who reads the results of one step's normalisations."""
+    """The readers of one step's normalisations."""
 
     def __init__(self) -> None:
         self._norms: dict[CallSite, _Seen | str] = {}
         self._watched: dict[int, _Seen] = {}
 
     def refuse(self, site: CallSite, reason: str) -> None:
-        """This normalisation cannot be fused as it is."""
+        """Note why this normalisation cannot be fused."""
         self._norms[site] = reason
 
     def norm(self, site: CallSite, arguments: NormArguments, result: Tensor) -> None:
-        """A normalisation that could be fused returned."""
+        """Watch the result of a normalisation that could be fused."""
         if site in self._norms:
             self.refuse(site, "it runs several times in a step")
         else:
-            self._norms[site] = self._watch((arguments.x,), result)
+            self._norms[site] = self._watch((arguments.input,), result)
 
     def operator(self, call: OperatorCall, result: Any) -> None:
-        """Any other operator returned."""
+        """Note the tensors that any other operator read."""
         if not self._watched:
             return
         operator, arguments, keywords = call
@@ -119,11 +117,11 @@ class Observation:
                 seen.read_by(call.name)
 
     def objections(self) -> Iterator[tuple[CallSite, str]]:
-        """What could not be fused in this step, whoever reads it, and why."""
+        """Return what could not be fused in this step, and why."""
         return ((site, seen) for site, seen in self._norms.items() if isinstance(seen, str))
 
     def verdicts(self) -> Iterator[Verdict]:
-        """What is fused with what; asked once the step is over."""
+        """Yield what is fused with what, once the step is over."""
         for site, seen in self._norms.items():
             if isinstance(seen, _Seen):
                 yield Verdict(site, *_judge(seen), _may_wait(seen))
@@ -155,7 +153,7 @@ class Observation:
 
 
 def _judge(seen: _Seen) -> tuple[str, str]:
-    """(pattern, reason why no more is fused)."""
+    """Return (pattern, reason why no more is fused)."""
     reason = _objection(seen)
     behind = seen.readers[0] if len(seen.readers) == 1 and not reason else None
     if isinstance(behind, Rectifier):
@@ -174,7 +172,7 @@ def _objection(seen: _Seen) -> str:
 
 
 def _may_wait(seen: _Seen) -> bool:
-    """Did only operators that were seen read it, and was it there for one of them?"""
+    """True if it has readers, and all of them are known."""
     sums = (reader for reader in seen.readers if isinstance(reader, _Seen))
     return bool(seen.readers) and not _objection(seen) and all(map(_may_wait, sums))
 

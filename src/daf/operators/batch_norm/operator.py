@@ -1,9 +1,9 @@
-"""Batch normalisation fused with the addition and the ReLU behind it: most wait for readers.
+"""Batch normalisation fused with the addition and the ReLU behind it.
 
 A normalisation takes its statistics and returns a stand-in. The addition and the ReLU recognise
-it, and the ReLU computes all three. Every other operator that reads it is given the real thing,
-computed then, when nobody may hold the normalisation's input any more; where a ReLU was
-expected, it is not waited for in later steps. What can no longer be computed raises FusionError.
+it, and the ReLU computes all three. Every other operator that reads it gets the real tensor,
+computed then, when somebody else may hold the normalisation's input; where a ReLU was expected,
+later steps do not defer that site. What can no longer be computed raises FusionError.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from daf.core.policy import Method, Need, Treatment
-from daf.operators.batch_norm.call import NormArguments, objection, read_call
+from daf.operators.batch_norm.call import NormArguments, objection
 from daf.operators.batch_norm.function import FusedNorm, Norm, NormHeld, run_forward
 from daf.operators.batch_norm.observation import ALONE, Observation, is_plain_addition
 from daf.operators.batch_norm.relu import Rectifier, read_rectifier
 from daf.operators.fusion_table import CallSite
-from daf.operators.operator_context import InputHolder, OperatorContext
+from daf.operators.operator_context import FusedCall, InputHolder, OperatorContext
 from daf.operators.protocol import FusedOperator, OperatorCall
 from daf.operators.stand_ins import Deferred
 from daf.saved_tensors.derivation import Derivation
 from daf.saved_tensors.ledger import Plain, Unmade
-from daf.saved_tensors.packed_tensor import Stored, Term
-from daf.saved_tensors.packer import SMALL_BYTES
+from daf.saved_tensors.packed_tensor import Term
 from daf.torch_compat.ownership import is_held_by_none_but
 
 _NORM = "batch_norm"
@@ -45,27 +44,22 @@ class BatchNormOperator(FusedOperator):
     alone = ALONE
 
     def begin(self, context: OperatorContext) -> None:
-        """A step begins."""
+        """Begin a step."""
         super().begin(context)
         self._observation = Observation()
         self._observed: tuple[CallSite, NormArguments] | None = None
 
     def replacement(self, call: OperatorCall) -> Callable[[], Any] | None:
-        """Once a step observed what follows: the operator, or a stand-in."""
-        tracker = self.context.state.tracker
-        path, count = tracker.present_call(_NORM)
-        site = CallSite(path, _NORM, count)
-        self._observed = None
-        norm = read_call(call.arguments, call.keywords)
-        reason = "its arguments are odd"
-        if norm is not None:
-            reason = objection(norm, self.context.hooks.hook, SMALL_BYTES)
+        """Return the operator, or a stand-in, once a step observed what follows."""
+        site, self._observed = self.context.site(_NORM), None
+        norm = call.read(NormArguments)
+        reason = objection(norm, self.context.hooks.hook)
         if norm is None or reason:
             self._observation.refuse(site, reason)
         elif self.table.is_open(site):
             self._observed = site, norm
         else:
-            tracker.next_call(_NORM)
+            self.context.state.tracker.next_call(_NORM)
             return partial(self._run, norm, site)
         return None
 
@@ -76,7 +70,7 @@ class BatchNormOperator(FusedOperator):
         return self._defer(site, norm, None)
 
     def observe(self, call: OperatorCall, result: Any) -> None:
-        """Learn who reads the results of normalisations."""
+        """Note who reads the results of normalisations."""
         if call.function not in self.functions:
             self._observation.operator(call, result)
         elif self._observed is not None:
@@ -84,7 +78,7 @@ class BatchNormOperator(FusedOperator):
             self._observed = None
 
     def finish(self) -> None:
-        """What was observed decides for the steps to come."""
+        """Decide for the steps to come by what was observed."""
         self.table.object(self._observation.objections())
         for site, pattern, reason, deferred in self._observation.verdicts():
             if self.table.is_open(site):
@@ -103,12 +97,12 @@ class BatchNormOperator(FusedOperator):
         return Deferred(self, site, "batch normalisation", (norm, addend), reads)
 
     def compute(self, deferred: Deferred) -> Tensor:
-        """The normalisation, and the sum, without a ReLU."""
+        """Return the normalisation, and the sum, without a ReLU."""
         norm, addend = deferred.take(_LAST)
         return self._fused(norm, deferred.site, addend, None)
 
     def follow(self, call: OperatorCall) -> Tensor | None:
-        """The result of an addition or ReLU that a stand-in waited for."""
+        """Return the result of an addition or ReLU that reads a stand-in."""
         if not torch.is_grad_enabled():
             return None
         rectified = read_rectifier(*call)
@@ -131,7 +125,7 @@ class BatchNormOperator(FusedOperator):
         return result
 
     def _add(self, name: str, first: Tensor, second: Tensor) -> Tensor | None:
-        """The stand-in of a sum; the first operand that waits is the one that goes on waiting."""
+        """Return the stand-in of a sum, which takes the place of its first deferred operand's."""
         stand_ins = self.context.stand_ins
         deferred, other = self._find(first), second
         if not _may_wait(deferred):
@@ -165,68 +159,56 @@ class BatchNormOperator(FusedOperator):
             CodecError: the policy asks for a treatment that is unsound here.
         """
         context, state = self.context, self.context.state
-        context.note_moment()
         owned = is_held_by_none_but(norm)
         record = state.tracker.record(site.module, _NORM, site.call, 0)
-        made: list[NormHeld] = []
+        holder = InputHolder(context, norm.x, Need.NORM, record, norm.statistics)
         most = None if rectifier is None else rectifier.most
-
-        def run() -> Tensor:
-            out, held = run_forward(norm, addend, most, holder, owned=owned)
-            made.append(held)
-            return out
-
-        with context.counted_at(record):
-            holder = InputHolder(context, norm.x, Need.NORM, record, norm.statistics)
-            inputs = (norm.x, norm.weight, norm.bias)
-            with context.hooks.collecting() as pending:
-                result: Tensor = FusedNorm.apply(*inputs, addend, run)  # type: ignore[no-untyped-call]
-            (held,), (saved,) = made, pending
-            is_over = result.data_ptr() == norm.x.data_ptr()
-            if is_over:
-                state.sources.renew(result)
-            if holder.is_external:
-                context.hooks.note_read(norm.x, held)
-        plain, mask_bytes = holder.plain, 0 if held.mask is None else held.mask.nbytes
-        if rectifier is not None:
-            plain = (*plain, self._note_mask(rectifier, mask_bytes, result))
-        record.held_bytes -= mask_bytes
-        function = self._learn(held, addend, rectifier, result)
-        context.note_saved(
-            saved, norm.x, held, holder, is_over=is_over, beside_bytes=mask_bytes, tells=function
+        inputs = (norm.x, norm.weight, norm.bias, addend)
+        call = context.fuse(
+            FusedNorm,
+            inputs,
+            holder,
+            lambda: run_forward(norm, addend, most, holder, owned=owned),
         )
-        saved.settle(held, plain)
-        return result
+        is_over = call.result.data_ptr() == norm.x.data_ptr()
+        if is_over:
+            state.sources.renew(call.result)
+        mask_bytes = 0 if call.held.mask is None else call.held.mask.nbytes
+        mask = () if rectifier is None else (self._note_mask(rectifier, mask_bytes, call.result),)
+        record.held_bytes -= mask_bytes
+        function = self._learn(call, addend, rectifier)
+        return context.settle(call, mask, is_over=is_over, beside_bytes=mask_bytes, tells=function)
 
     def _note_mask(self, rectifier: Rectifier, mask_bytes: int, result: Tensor) -> Plain:
+        """Report the mask at the ReLU's site; return what plain PyTorch would hold there."""
         state = self.context.state
         path, call = state.tracker.next_call(rectifier.name)
         record = state.tracker.record(path, rectifier.name, call, 0)
         record.need, record.treatment = Need.SIGN, _MASK
         record.held_bytes += mask_bytes
-        with self.context.counted_at(record):
+        with state.ledger.counted_at(record):
             if rectifier.is_bounded and not rectifier.is_in_place:  # PyTorch saves its input
                 return Plain(state.ledger, Unmade(result.nbytes))
             return state.sources.of(result).plain()
 
     def _learn(
-        self, held: NormHeld, addend: Tensor | None, rectifier: Rectifier | None, result: Tensor
+        self, call: FusedCall[NormHeld], addend: Tensor | None, rectifier: Rectifier | None
     ) -> Derivation | None:
-        """How others can compute the result; the function where only a kept input would tell it."""
-        if not self.context.policy.rederive:
+        """Let others compute the result; return the function that only a kept input would tell."""
+        context, held = self.context, call.held
+        if not context.policy.rederive:
             return None
-        values = held.values()
-        term = Term(self.context.counted(values), held.result)
+        term = Term(held.values(context.state.ledger, held.geometry.elements), held.result)
         recipe = function = None
         if rectifier is None or not rectifier.is_bounded:
-            recipe = self.context.state.provenance.added(addend, term, held.mask)
+            recipe = context.state.provenance.added(addend, term, held.mask)
         elif addend is None:
             bounds = 0.0, rectifier.most
             function = Derivation(lambda tensor: tensor.clamp_(*bounds))
-            self.context.learn_function(result, function)
-            if not isinstance(values, Stored):  # a code's error hides which bound was passed
+            context.learn_function(call, function)
+            if held.code is None:  # a code's error hides which bound was passed
                 recipe = (term._replace(derivation=function),)
-        self.context.learn(result, held, recipe)
+        context.learn(call, recipe)
         return function
 
 

@@ -1,4 +1,4 @@
-"""ReLU and its bounded relative, by whatever name they are called."""
+"""ReLU, ReLU6 and hardtanh from 0, by whatever name they are called."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SIX = 6.0
 
 
 class Rectifier(NamedTuple):
-    """The function of this name: nothing below 0 passes, nor above ``most``."""
+    """A ReLU of this name, whose result is at most ``most``."""
 
     name: str
     most: float = math.inf
@@ -24,14 +24,14 @@ class Rectifier(NamedTuple):
 
     @property
     def is_bounded(self) -> bool:
-        """Is there anything that is too large?"""
+        """True if the result has an upper bound."""
         return self.most < math.inf
 
 
 def read_rectifier(
     operator: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]
 ) -> tuple[Tensor, Rectifier] | None:
-    """(input, rectifier) of a call; None where it is none, or its arguments are odd."""
+    """Return (input, rectifier) of a call; None where it is none, or its arguments are odd."""
     if operator not in RELUS and operator not in _BOUNDED and operator is not F.relu6:
         return None
     bounds = ("min_val", "max_val") if operator in _BOUNDED else ()

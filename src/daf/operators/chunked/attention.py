@@ -1,23 +1,22 @@
 """Attention with dropout on the CPU, a part of the batch at a time, and run again in backward.
 
-PyTorch's fused CPU kernel knows no dropout. Its composite saves for every head rows x
-columns of attention's weights before and after dropout, and of dropout's noise.
-Here q, k, v and the exact bits of the noise are held; weights exist for one chunk
-of the batch at a time, in forward and once more in backward.
+PyTorch's fused CPU kernel knows no dropout. Its composite saves for every head rows x columns of
+attention's weights before and after dropout, and of dropout's noise. Here q, k, v and the exact
+bits of the noise are held; weights exist for one chunk of the batch at a time, in forward and once
+more in backward.
 
-The noise is drawn in one call, as PyTorch draws it, so that the same seed drops the
-same weights; every step is the composite's own. Where nothing is coded, gradients are
-PyTorch's up to the order of additions. Weights are not linear in q and k, so that
-few bits of these would bias the gradient: their codes have eight, or four where a plan knows
-what these add.
+The noise is drawn in one call, as PyTorch draws it, so that the same seed drops the same weights;
+every step is the composite's own. Where nothing is coded, gradients are PyTorch's up to the order
+of additions. Weights are not linear in q and k, so few bits of these would bias the gradient: their
+codes have eight bits, or four where a plan knows what these add.
 
-Second derivatives are refused by autograd.
+Autograd refuses second derivatives.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from inspect import signature
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -30,6 +29,7 @@ from torch.autograd.function import once_differentiable
 from daf.core.policy import Need
 from daf.operators.chunked import weight_gradient
 from daf.operators.eligibility import autograd_objection, is_plain
+from daf.operators.protocol import OperatorCall
 from daf.torch_compat.autograd_graph import without_torch_function
 from daf.torch_compat.function_copies import with_globals
 from daf.torch_compat.softmax import safe_softmax, softmax_backward
@@ -41,7 +41,7 @@ _DROPOUT_PLACE = list(signature(F.multi_head_attention_forward).parameters).inde
 
 
 class AttentionCall(NamedTuple):
-    """What ``F.scaled_dot_product_attention`` is given, in its order."""
+    """The arguments of ``F.scaled_dot_product_attention``, in its order."""
 
     query: Any
     key: Any
@@ -60,17 +60,14 @@ class AttentionCall(NamedTuple):
 
 
 class _Attention(NamedTuple):
-    """All but the tensors: how scores become weights.
-
-    ``scale`` multiplies q and k each; ``probability`` is that of being dropped.
-    """
+    """How scores become weights; ``scale`` multiplies q and k each, ``probability`` drops."""
 
     scale: float
     probability: float
     is_causal: bool
 
     def weights(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-        """(batch, heads, rows, columns), before dropout; q and k are scaled."""
+        """Return (batch, heads, rows, columns) before dropout, of scaled q and k."""
         scores = q @ k.transpose(-2, -1)
         if self.is_causal:
             seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
@@ -82,7 +79,7 @@ class _Attention(NamedTuple):
         return safe_softmax(scores, -1)
 
     def noise(self, kept: Tensor, dtype: torch.dtype) -> Tensor:
-        """What dropout multiplies weights by, from its bits."""
+        """Return the factors by which dropout multiplies weights, from its bits."""
         return kept.to(dtype).div_(1 - self.probability)
 
     def backward(
@@ -91,7 +88,7 @@ class _Attention(NamedTuple):
         chunk: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
         needs: Sequence[bool],
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Gradients of a chunk's q, k and v."""
+        """Return the gradients of a chunk's q, k and v."""
         q, k, v, kept, mask = chunk
         scaled_q, scaled_k = q * self.scale, k * self.scale
         weights = self.weights(scaled_q, scaled_k, mask)
@@ -107,9 +104,9 @@ class _Attention(NamedTuple):
 
 
 class ChunkedAttention(torch.autograd.Function):
-    """The operator."""
+    """The autograd function of chunked attention."""
 
-    # Of what it saves: see rules.name_saves.
+    # Of its saves: see ``name_saves``.
     daf_needs = (Need.SCORE, Need.SCORE, Need.PRODUCT, Need.INTEGER, Need.EXACT)
     reads_only_what_it_saved = True  # see parameter_reads
 
@@ -123,7 +120,7 @@ class ChunkedAttention(torch.autograd.Function):
         kind: _Attention,
         chunk_bytes: int,
     ) -> Tensor:
-        """As ``F.scaled_dot_product_attention``; ``mask`` of no elements: there is none."""
+        """Return ``F.scaled_dot_product_attention``; a ``mask`` of no elements is none."""
         batch, heads, rows, _ = query.shape
         kept = query.new_empty(batch, heads, rows, key.shape[2], dtype=torch.bool)
         kept.bernoulli_(1 - kind.probability)
@@ -141,7 +138,7 @@ class ChunkedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Weights are computed again, chunk by chunk."""
+        """Return the gradients; compute the weights again, chunk by chunk."""
         with without_torch_function():
             saved, needs = ctx.saved_tensors, ctx.needs_input_grad[:3]
             found = tuple(
@@ -160,7 +157,7 @@ class ChunkedAttention(torch.autograd.Function):
 def _composite_bytes(
     query: Tensor, key: Tensor, kept: Tensor, needs: Sequence[bool]
 ) -> tuple[int | None, ...]:
-    """What PyTorch's composite would make and save in the place of each save.
+    """Return the bytes that PyTorch's composite would make and save in place of each save.
 
     Scaled q and k; v itself; weights before dropout, its noise, and weights after dropout.
     """
@@ -171,7 +168,7 @@ def _composite_bytes(
 
 
 def _chunks(kept: Tensor, chunk_bytes: int) -> list[tuple[int, int]]:
-    """(first, last) entries of the batch whose weights fill a chunk, as equal as can be."""
+    """Return (first, last) entries of the batch whose weights fill a chunk, about equal."""
     batch = len(kept)
     count = max(1, min(batch, -(-4 * kept.numel() * _PARTS // chunk_bytes)))
     return list(pairwise(batch * i // count for i in range(count + 1)))
@@ -188,7 +185,7 @@ def _part(
 
 
 def attention(*arguments: Any, chunk_bytes: int | None = None, **keywords: Any) -> Tensor:
-    """``F.scaled_dot_product_attention`` for calls that passed :func:`is_chunkable`.
+    """Return ``F.scaled_dot_product_attention`` for calls that passed ``is_chunkable``.
 
     Its name is not PyTorch's, since what it saves is not: sites are named by it.
     """
@@ -203,14 +200,14 @@ def attention(*arguments: Any, chunk_bytes: int | None = None, **keywords: Any) 
 
 
 def multi_head_attention(pack: Callable[..., Any], chunk_bytes: int | None) -> Callable[..., Any]:
-    """``F.multi_head_attention_forward``, whose attention is ours where that is chunkable.
+    """Return ``F.multi_head_attention_forward`` with chunked attention where that is possible.
 
     All else in it is PyTorch's own code. Its name is not, since what it saves is not.
     """
     theirs = F.scaled_dot_product_attention
 
     def attend(*arguments: Any, **keywords: Any) -> Tensor:
-        if is_chunkable(theirs, arguments, keywords, pack, chunk_bytes):
+        if is_chunkable(OperatorCall(theirs, arguments, keywords), pack, chunk_bytes):
             return attention(*arguments, chunk_bytes=chunk_bytes, **keywords)
         return theirs(*arguments, **keywords)
 
@@ -219,39 +216,31 @@ def multi_head_attention(pack: Callable[..., Any], chunk_bytes: int | None) -> C
     )
 
 
-def is_many_headed(
-    operator: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]
-) -> bool:
-    """Is this ``nn.MultiheadAttention`` with dropout, which nobody asks for weights?"""
+def is_many_headed(call: OperatorCall) -> bool:
+    """True if this is ``nn.MultiheadAttention`` with dropout that returns no weights."""
     return (
-        operator is F.multi_head_attention_forward
-        and keywords.get("need_weights") is False
-        and bool(keywords.get("training"))
-        and len(arguments) > _DROPOUT_PLACE
-        and arguments[_DROPOUT_PLACE] > 0.0
+        call.function is F.multi_head_attention_forward
+        and call.keywords.get("need_weights") is False
+        and bool(call.keywords.get("training"))
+        and len(call.arguments) > _DROPOUT_PLACE
+        and call.arguments[_DROPOUT_PLACE] > 0.0
     )
 
 
 def is_chunkable(
-    operator: Callable[..., Any],
-    arguments: Sequence[Any],
-    keywords: Mapping[str, Any],
-    pack: Callable[..., Any],
-    chunk_bytes: int | None = None,
+    call: OperatorCall, pack: Callable[..., Any], chunk_bytes: int | None = None
 ) -> bool:
-    """Is this attention with dropout, which no fused kernel knows here, of a known kind?"""
-    if operator is not F.scaled_dot_product_attention:
+    """True if this is attention with dropout on the CPU, of a known kind and several chunks."""
+    if call.function is not F.scaled_dot_product_attention:
         return False
-    try:
-        call = AttentionCall(*arguments, **keywords)
-    except TypeError:
-        return False
+    known = call.read(AttentionCall)
     return (
-        _is_known(call)
-        and 4 * math.prod(call.weights_shape) * _PARTS
+        known is not None
+        and _is_known(known)
+        and 4 * math.prod(known.weights_shape) * _PARTS
         > (chunk_bytes or weight_gradient.CHUNK_BYTES)
         and not torch.is_autocast_enabled("cpu")
-        and not autograd_objection(call[:3], pack)
+        and not autograd_objection(known[:3], pack)
     )
 
 
@@ -269,7 +258,7 @@ def _is_known(call: AttentionCall) -> bool:
 
 
 def _has_mask(call: AttentionCall) -> bool:
-    """None at all, or one whose parts are those of the batch."""
+    """True if there is no mask, or one that can be cut with the batch."""
     mask, shape = call.attn_mask, call.weights_shape
     if mask is None:
         return True

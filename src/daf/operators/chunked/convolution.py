@@ -1,25 +1,24 @@
-"""Two-dimensional convolution whose backward goes through the batch a chunk at a time.
-
-Second derivatives are refused by autograd.
-"""
+"""Two-dimensional convolution whose backward goes through the batch a chunk at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from daf.core.policy import Need
 from daf.operators.chunked import weight_gradient
-from daf.torch_compat.autograd_graph import without_torch_function
-from daf.torch_compat.ownership import holders_of, sole_holders
+from daf.operators.chunked.weight_gradient import ChunkedProduct
+from daf.operators.protocol import OperatorCall
+
+
+class ChunkedConvolution(ChunkedProduct):
+    """The autograd function of a chunked convolution."""
 
 
 class Convolution(NamedTuple):
-    """What ``torch.conv2d`` is given besides tensors."""
+    """The arguments of ``torch.conv2d`` besides tensors."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -27,13 +26,13 @@ class Convolution(NamedTuple):
     groups: int
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The result."""
+        """Return the result."""
         return torch.conv2d(x, weight, bias, *self)
 
     def backward(
         self, gradient: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]
     ) -> tuple[Tensor | None, ...]:
-        """Gradients of input, weight and bias."""
+        """Return the gradients of input, weight and bias."""
         found: tuple[Tensor | None, ...] = torch.ops.aten.convolution_backward(
             gradient,
             x,
@@ -50,48 +49,6 @@ class Convolution(NamedTuple):
         return found
 
 
-class ChunkedConvolution(torch.autograd.Function):
-    """The operator."""
-
-    daf_needs = (Need.LINEAR, Need.EXACT)  # of what it saves: see rules.name_saves
-    reads_only_what_it_saved = True  # see parameter_reads
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        convolution: Convolution,
-        chunk_bytes: int | None = None,
-    ) -> Tensor:
-        """As ``torch.conv2d``."""
-        ctx.save_for_backward(x, weight)
-        ctx.chunk_bytes = chunk_bytes
-        ctx.convolution = convolution
-        return convolution.forward(x, weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """See :mod:`daf.operators.chunked.weight_gradient`."""
-        with without_torch_function():
-            owned = holders_of(gradient) == sole_holders()
-            needs = ctx.needs_input_grad[:3]
-            found = weight_gradient.backward(
-                ctx.convolution,
-                gradient,
-                lambda: ctx.saved_tensors,
-                needs,
-                owned=owned,
-                chunk_bytes=ctx.chunk_bytes,
-            )
-            return (*found, None, None)
-
-
-# --- who calls it ---------------------------------------------------------------------------
-
-
 def conv2d(
     x: Tensor,
     weight: Tensor,
@@ -103,7 +60,7 @@ def conv2d(
     *,
     chunk_bytes: int | None = None,
 ) -> Tensor:
-    """``torch.conv2d`` for calls that passed :func:`is_chunkable`."""
+    """Return ``torch.conv2d`` for calls that passed ``is_chunkable``."""
     convolution = Convolution(_pair(stride), _pair(padding), _pair(dilation), groups)
     result: Tensor = ChunkedConvolution.apply(  # type: ignore[no-untyped-call]
         x, weight, bias, convolution, chunk_bytes
@@ -112,17 +69,13 @@ def conv2d(
 
 
 def is_chunkable(
-    operator: Callable[..., Any],
-    arguments: Sequence[Any],
-    keywords: Mapping[str, Any],
-    pack: Callable[..., Any],
-    chunk_bytes: int | None = None,
+    call: OperatorCall, pack: Callable[..., Any], chunk_bytes: int | None = None
 ) -> bool:
-    """Is this a call of ``torch.conv2d`` whose input is several chunks, of a known kind?"""
-    if operator is not torch.conv2d or len(arguments) < 2 or "padding" in keywords:
+    """True if this is a call of ``torch.conv2d`` whose input is several chunks, of a known kind."""
+    if call.function is not torch.conv2d or len(call.arguments) < 2 or "padding" in call.keywords:
         return False
-    x, weight, *rest = arguments
-    bias = rest[0] if rest else keywords.get("bias")
+    x, weight, *rest = call.arguments
+    bias = rest[0] if rest else call.keywords.get("bias")
     return (
         weight_gradient.is_chunkable(x, weight, bias, pack, chunk_bytes)
         and x.dim() == 4

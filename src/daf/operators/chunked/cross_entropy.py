@@ -1,15 +1,12 @@
-"""Operators that work through their rows in chunks, so that a large result never exists whole.
+"""``F.cross_entropy(F.linear(hidden, weight), target)`` without the logits, in chunks of rows.
 
-``chunked_cross_entropy(hidden, weight, target)`` is
-``F.cross_entropy(F.linear(hidden, weight), target)`` without the logits, which
-for a large vocabulary are the largest tensor of a language model's step.
+For a large vocabulary the logits are the largest tensor of a language model's step.
 
-The gradients are formed in the forward pass, chunk by chunk, while the chunk's
-logits are at hand (as Liger's fused linear cross-entropy does: Hsu et al.,
-arXiv 2410.10989, section 3.2). The alternative, to form the logits again in
-backward, costs a fourth matrix product beside three and holds no less at the
-peak: it must keep ``hidden`` where this keeps its gradient, and the weight's
-gradient comes to life at backward's beginning, when all else is still held.
+The forward pass forms the gradients, chunk by chunk, while the chunk's logits exist (as Liger's
+fused linear cross-entropy does: Hsu et al., arXiv 2410.10989, section 3.2). Forming the logits in
+backward would cost a fourth matrix product beside three and hold no less at the peak: it keeps
+``hidden`` where this keeps its gradient, and the weight's gradient appears at backward's beginning,
+when all else is still held.
 """
 
 from __future__ import annotations
@@ -42,11 +39,10 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Cross-entropy of ``hidden @ weight.T + bias`` against ``target``, without the whole logits.
 
-    Equal to PyTorch's two operators but for the order of sums; logits are
-    normalised in float32 at least. Like them it follows autocast. Beside the
-    gradients (one the size of each input that requires one) it takes one chunk
-    of logits, ``chunk_rows * classes`` elements of float32 or float64, and for
-    half types the chunk once more in that type.
+    Equal to PyTorch's two operators up to the order of sums; logits are normalised in float32 at
+    least. Like them it follows autocast. Beside the gradients (one the size of each input that
+    requires one) it takes one chunk of logits, ``chunk_rows * classes`` elements of float32 or
+    float64, and for half types the chunk once more in that type.
 
     Args:
         hidden: (..., features) floating point.
@@ -64,13 +60,14 @@ def chunked_cross_entropy(
 
     Raises:
         DataError: shapes, dtypes, settings or (on the processor; a GPU looks by itself) targets
-            that do not go together.
+            that do not fit together.
         DoubleBackwardError: in backward with ``create_graph=True``; there is no second derivative.
     """
     rows, targets = hidden.flatten(0, -2), target.flatten()
     _check(hidden, weight, target, bias)
     _check_settings(chunk_rows, reduction, label_smoothing)
-    rows, weight, bias = _as_autocast((rows, weight, bias))
+    rows, weight, bias = as_autocast((rows, weight, bias))
+    _check_dtypes(rows, weight, bias)
     if is_read_freely(targets):
         _check_targets(targets, weight.shape[0], ignore_index)
     settings = _Settings(
@@ -93,7 +90,7 @@ class _Settings(NamedTuple):
 
 
 class _Gradients(NamedTuple):
-    """Where the gradients of the scaled sum are gathered; None where nobody asks."""
+    """Accumulators of the scaled sum's gradients; None where none is needed."""
 
     hidden: Tensor | None
     weight: Tensor | None
@@ -105,7 +102,7 @@ class _Gradients(NamedTuple):
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
-    reads_only_what_it_saved = True  # told to daf.torch_compat.parameter_reads
+    reads_only_what_it_saved = True  # see parameter_reads
 
     @staticmethod
     def forward(
@@ -161,7 +158,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
 
 def _keep(ctx: Any, gradients: _Gradients, inputs: tuple[Tensor | None, ...]) -> None:
-    """In the inputs' own dtypes, as plain gradients would be held."""
+    """Save the gradients in the inputs' own dtypes, as plain gradients would be held."""
     ctx.wanted = [each is not None for each in gradients]
     pairs = zip(gradients, inputs, strict=True)
     ctx.save_for_backward(
@@ -170,12 +167,12 @@ def _keep(ctx: Any, gradients: _Gradients, inputs: tuple[Tensor | None, ...]) ->
 
 
 def _scratch(hidden: Tensor, weight: Tensor, chunk_rows: int) -> Tensor:
-    """One chunk of logits in the inputs' dtype, used again for every chunk."""
+    """Allocate one chunk of logits in the inputs' dtype, used again for every chunk."""
     return hidden.new_empty((min(chunk_rows, len(hidden)), weight.shape[0]))
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scratch: Tensor) -> Tensor:
-    """A chunk's logits, in float32 at least: ``scratch`` itself, or a wider copy."""
+    """Return a chunk's logits, in float32 at least: ``scratch`` itself, or a wider copy."""
     logits = torch.mm(hidden, weight.t(), out=scratch[: len(hidden)])
     if bias is not None:
         logits += bias
@@ -183,7 +180,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scratch: Tensor
 
 
 def _loss_of(logits: Tensor, target: Tensor, counted: Tensor, settings: _Settings) -> Tensor:
-    """The sum of a chunk's losses; leaves the softmax in ``logits``."""
+    """Return the sum of a chunk's losses; leave the softmax in ``logits``."""
     smoothing = settings.label_smoothing
     logits -= logits.amax(1, keepdim=True)
     place = torch.where(counted, target, 0)[:, None]
@@ -198,7 +195,7 @@ def _loss_of(logits: Tensor, target: Tensor, counted: Tensor, settings: _Setting
 def _to_gradient(
     softmax: Tensor, target: Tensor, counted: Tensor, settings: _Settings, scale: Tensor
 ) -> None:
-    """The softmax becomes the gradient of the scaled loss by the logits, in place."""
+    """Turn the softmax into the gradient of the scaled loss by the logits, in place."""
     smoothing = settings.label_smoothing
     if smoothing:
         softmax -= smoothing / softmax.shape[1]
@@ -224,32 +221,26 @@ def _gather(
 
 
 def _default_chunk_rows(rows: int, weight: Tensor) -> int:
-    """As many rows as make the logits' chunk no larger than all rows of hidden (Liger's rule)."""
+    """Return the rows whose logits are no larger than all of ``hidden`` (Liger's rule)."""
     classes, features = weight.shape
     return max(_LEAST_ROWS, rows * features // classes)
 
 
 def _scale(counted: Tensor, reduction: Reduction, dtype: torch.dtype) -> Tensor:
-    """What the sum is multiplied by, where it is: nobody waits to know how many rows count."""
+    """Return the factor of the sum, on its device: nothing waits for the number of rows."""
     if reduction == "sum":
         return torch.ones((), dtype=dtype, device=counted.device)
     count = counted.sum()
     return torch.where(count > 0, count.to(dtype).reciprocal(), torch.nan)
 
 
-def _as_autocast(tensors: tuple[Tensor, Tensor, Tensor | None]) -> Any:
-    """What autocast makes of a linear's arguments; raises where dtypes differ without it."""
-    kind = tensors[0].device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        return tuple(each if each is None else each.to(dtype) for each in tensors)
-    dtypes = {each.dtype for each in tensors if each is not None}
-    if len(dtypes) > 1:
-        raise DataError(
-            f"hidden, weight and bias must have one dtype, found {sorted(map(str, dtypes))}; cast "
-            "them, or use autocast"
-        )
-    return tensors
+def as_autocast(layer: tuple[Tensor, Tensor, Tensor | None]) -> Any:
+    """Return a linear layer's input, weight and bias as autocast would cast them now."""
+    kind = layer[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return layer
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(None if each is None else each.to(dtype) for each in layer)
 
 
 def _check(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
@@ -270,6 +261,15 @@ def _check(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) 
         raise DataError(
             f"expected floating point hidden and class indices (int64 or int32) as target; found "
             f"{hidden.dtype} and {target.dtype}"
+        )
+
+
+def _check_dtypes(*tensors: Tensor | None) -> None:
+    dtypes = {each.dtype for each in tensors if each is not None}
+    if len(dtypes) > 1:
+        raise DataError(
+            f"hidden, weight and bias must have one dtype, found {sorted(map(str, dtypes))}; cast "
+            "them, or use autocast"
         )
 
 

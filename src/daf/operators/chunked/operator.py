@@ -1,4 +1,4 @@
-"""Convolutions, linear layers and attention that go through their batch a chunk at a time."""
+"""The registry entry of operators that go through their batch a chunk at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from daf.operators.protocol import FusedOperator, OperatorCall
 
 
 class ChunkedOperators(FusedOperator):
-    """Those whose input is several chunks of the policy's ``chunk_bytes``."""
+    """Operators whose input is several chunks of the policy's ``chunk_bytes``."""
 
     name = CHUNKED
     functions = frozenset(
@@ -28,7 +28,7 @@ class ChunkedOperators(FusedOperator):
     )
 
     def replacement(self, call: OperatorCall) -> Callable[[], Any] | None:
-        """The chunked operator; its name, which names sites, is its own."""
+        """Return the chunked operator; its own name names its sites."""
         chosen = self._chosen(call)
         if chosen is None:
             return None
@@ -36,19 +36,19 @@ class ChunkedOperators(FusedOperator):
 
     def _chosen(self, call: OperatorCall) -> Callable[..., Any] | None:
         pack, chunk_bytes = self.context.hooks.hook, self.context.policy.chunk_bytes
-        if convolution.is_chunkable(*call, pack, chunk_bytes):
+        if convolution.is_chunkable(call, pack, chunk_bytes):
             return _with(chunk_bytes, convolution.conv2d)
-        if linear.is_chunkable(*call, pack, chunk_bytes):
+        if linear.is_chunkable(call, pack, chunk_bytes):
             return _with(chunk_bytes, linear.linear)
-        if attention.is_chunkable(*call, pack, chunk_bytes):
+        if attention.is_chunkable(call, pack, chunk_bytes):
             return _with(chunk_bytes, attention.attention)
-        if attention.is_many_headed(*call):
+        if attention.is_many_headed(call):
             return attention.multi_head_attention(pack, chunk_bytes)
         return None
 
 
 def _with(chunk_bytes: int | None, operator: Callable[..., Any]) -> Callable[..., Any]:
-    """The operator with chunks of that size; its name stays."""
+    """Return the operator with chunks of that size, by the same name."""
     if chunk_bytes is None:
         return operator
     return update_wrapper(partial(operator, chunk_bytes=chunk_bytes), operator)

@@ -1,13 +1,11 @@
-"""The backward pass of a product with a weight, a part of the batch at a time.
+"""A product with a weight whose backward goes through the batch a chunk at a time.
 
-PyTorch's own backward wants its whole input, decoded, beside the gradients of
-result and input. Here one chunk of the batch is decoded, used for the gradient
-of that chunk's input and for its share of the weight's, and forgotten. Shares
-are added in the order of the batch: equal to PyTorch's up to the order of
-additions. An input that is held as it is (nothing coded) is used whole, bit for
-bit as PyTorch does, unless a size of chunks is asked for. The input's gradient
-is written over the result's where nobody else holds that and both have the same
-geometry.
+PyTorch's own backward takes its whole decoded input beside the gradients of result and input. Here
+one chunk of the batch is decoded, used for that chunk's gradient and its share of the weight's, and
+freed. Shares are added in the order of the batch: equal to PyTorch's up to the order of additions.
+An input that is kept is used whole, bit for bit as PyTorch does, unless a size of chunks is given.
+The input's gradient is written over the result's where nobody else holds that and both have the
+same geometry.
 """
 
 from __future__ import annotations
@@ -18,11 +16,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from daf.codecs.layout import Layout
 from daf.codecs.scratch import Scratch
+from daf.core.policy import Need
 from daf.operators.eligibility import autograd_objection, has_usual_strides, is_plain
-from daf.saved_tensors.packed_tensor import Kept, Rederived, all_asked_for
+from daf.saved_tensors.packed_tensor import Kept, Rederived, saves_read_by
+from daf.torch_compat.autograd_graph import without_torch_function
+from daf.torch_compat.ownership import holders_of, sole_holders
 
 CHUNK_BYTES = 8 << 20  # of the input; smaller ones cost convolutions more than they save
 # Of a product of less a GPU would have little to do at a time. Never tuned on one.
@@ -30,51 +32,82 @@ _DEVICE_CHUNK_BYTES = 64 << 20
 
 
 def chunk_bytes_on(device: torch.device) -> int:
-    """What a chunk takes where nothing else is asked for."""
+    """Return the default bytes of a chunk of the input."""
     return CHUNK_BYTES if device.type == "cpu" else _DEVICE_CHUNK_BYTES
 
 
 class Product(Protocol):
     """An operator that multiplies its input by a weight; the batch is the first dimension."""
 
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the result."""
+
     def backward(
         self, gradient: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]
     ) -> tuple[Tensor | None, ...]:
-        """Gradients of input, weight and bias."""
+        """Return the gradients of input, weight and bias."""
 
 
-def backward(
-    product: Product,
+class ChunkedProduct(torch.autograd.Function):
+    """A product whose backward goes through the batch a chunk at a time.
+
+    A subclass gives the autograd node its name. Autograd refuses second derivatives.
+    """
+
+    daf_needs = (Need.LINEAR, Need.EXACT)  # of its saves: see ``name_saves``
+    reads_only_what_it_saved = True  # see parameter_reads
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        product: Product,
+        chunk_bytes: int | None,
+    ) -> Tensor:
+        """Return the product.
+
+        ``chunk_bytes`` is what a chunk of the input may take, of one that is kept too; None:
+        ``chunk_bytes_on`` of a coded one.
+        """
+        ctx.save_for_backward(x, weight)
+        ctx.product, ctx.chunk_bytes = product, chunk_bytes
+        return product.forward(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients, chunk by chunk unless the input comes back whole."""
+        with without_torch_function():
+            owned = holders_of(gradient) == sole_holders()
+            saved_input, saved_weight = saves_read_by(lambda: ctx.saved_tensors)
+            weight, held = saved_weight.restore(Scratch()), saved_input.held
+            needs = ctx.needs_input_grad[:3]
+            if isinstance(held, Rederived) or (ctx.chunk_bytes and isinstance(held, Kept)):
+                found = _in_chunks(ctx, gradient, held, weight, needs, owned=owned)
+            else:
+                x = saved_input.restore(Scratch())
+                found = ctx.product.backward(gradient, x, weight, needs)
+            return (*found, None, None)
+
+
+def _in_chunks(
+    ctx: Any,
     gradient: Tensor,
-    saved_tensors: Callable[[], object],
+    held: Rederived | Kept,
+    weight: Tensor,
     needs: Sequence[bool],
     *,
     owned: bool,
-    chunk_bytes: int | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of input, weight and bias; chunk by chunk, unless the input comes back whole.
-
-    Args:
-        product: what to do with a chunk.
-        gradient: of the result.
-        saved_tensors: reads the node's two saves, input and weight.
-        needs: which of the three are asked for.
-        owned: nobody else holds ``gradient``, so that it may be written over.
-        chunk_bytes: what a chunk of the input may take, of one held as it is too; None:
-            :func:`chunk_bytes_on` of a coded one.
-    """
-    saved_input, saved_weight = all_asked_for(saved_tensors)
-    weight, held = saved_weight.restore(Scratch()), saved_input.held
-    in_chunks = Rederived if chunk_bytes is None else (Rederived, Kept)
-    if not isinstance(held, in_chunks):
-        return product.backward(gradient, saved_input.restore(Scratch()), weight, needs)
     whole = _room(held.layout, gradient, owned=owned) if needs[0] else None
     of_weight: Tensor | None = None
     of_bias: Tensor | None = None
-    size = chunk_bytes or chunk_bytes_on(held.layout.device)
+    size = ctx.chunk_bytes or chunk_bytes_on(held.layout.device)
     for first, last in chunks_of(held.layout.shape, size):
         x = held.restore_part(first, last)
-        of_x, *shares = product.backward(gradient[first:last], x, weight, needs)
+        of_x, *shares = ctx.product.backward(gradient[first:last], x, weight, needs)
         if whole is not None and of_x is not None:
             whole[first:last].copy_(of_x)
         of_weight, of_bias = _sum(of_weight, shares[0]), _sum(of_bias, shares[1])
@@ -82,7 +115,7 @@ def backward(
 
 
 def _room(layout: Layout, gradient: Tensor, *, owned: bool) -> Tensor:
-    """Where the input's gradient goes: a chunk of it is written once the result's was used."""
+    """Return the memory of the input's gradient, whose chunks follow the use of the result's."""
     same = layout.shape == tuple(gradient.shape) and layout.stride == gradient.stride()
     return gradient if owned and same and not gradient.is_neg() else layout.empty()
 
@@ -92,7 +125,7 @@ def _sum(before: Tensor | None, share: Tensor | None) -> Tensor | None:
 
 
 def chunks_of(shape: Sequence[int], chunk_bytes: int | None = None) -> list[tuple[int, int]]:
-    """(first, last) entries of each chunk of a float32 batch, as equal as can be."""
+    """Return (first, last) entries of each chunk of a float32 batch, as equal as can be."""
     batch, *entry = shape
     entry_bytes = 4 * torch.Size(entry).numel()
     count = min(batch, -(-batch * entry_bytes // (chunk_bytes or CHUNK_BYTES)))
@@ -103,7 +136,7 @@ def chunks_of(shape: Sequence[int], chunk_bytes: int | None = None) -> list[tupl
 def is_chunkable(
     x: Any, weight: Any, bias: Any, pack: Callable[..., Any], chunk_bytes: int | None = None
 ) -> bool:
-    """Is the input several chunks, all of a known kind, and is the weight trained?"""
+    """True if the input is several chunks, all are plain, and the weight is trained."""
     return (
         is_plain(x)
         and is_plain(weight)

@@ -66,15 +66,14 @@ class ComputedValues:
 def take_statistics(
     x: Tensor, geometry: Geometry, epsilon: float, running: RunningStatistics | None
 ) -> Statistics:
-    """Measure mean and inverse deviation of every channel; running statistics follow in place."""
+    """Measure mean and inverse deviation of every channel; update running statistics in place."""
     if running is not None:
         torch.autograd.graph.increment_version((running.mean, running.variance))
     return backend_of(x).channel_statistics(x, geometry, epsilon, running)
 
 
 def unmeasured(x: Tensor, length: int) -> Channels:
-    """Allocate the affine of each row of ``length`` elements, on the tensor's device."""
-    # Two tensors: the second may be freed before the first.
+    """Allocate the affine of each row of ``length`` elements, in two tensors on x's device."""
     count = x.numel() // length
     scale, shift = (torch.empty(count, dtype=torch.float32, device=x.device) for _ in range(2))
     return Channels(scale, shift, length)

@@ -1,0 +1,68 @@
+"""What fused normalisations hold for backward, by channel or by row."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from torch import Tensor
+
+from daf.codecs.codes import ValueCode, Values
+from daf.codecs.layout import layout_of
+from daf.codecs.scratch import Scratch
+from daf.kernels.normalisation import Channels, KeptValues
+from daf.operators.fused_function import FusedSave
+from daf.operators.norms.passes import ComputedValues, NormValues
+from daf.saved_tensors.ledger import Holding, Ledger
+from daf.saved_tensors.packed_tensor import Kept, Stored
+
+Source = Stored[ValueCode] | Kept
+
+
+class NormSave(FusedSave):
+    """Normalised values as a code, or the input that yields them; gamma and beta.
+
+    ``result`` maps normalised values to the operator's result; None without gamma and beta.
+    ``counted`` counts the statistics' bytes.
+    """
+
+    __slots__ = ("_counted", "result", "source")
+
+    def __init__(
+        self, x: Tensor, source: Source, result: Stored[Channels] | None, counted: Holding
+    ) -> None:
+        super().__init__(layout_of(x))
+        self.source = source
+        self.result = result
+        self._counted = counted
+
+    @property
+    @abstractmethod
+    def forward(self) -> Channels:
+        """The affine from the input to the normalised values."""
+
+    @property
+    def gamma(self) -> Tensor | None:
+        """The copy of gamma, flat float32."""
+        return None if self.result is None else self.result.content.scale
+
+    @property
+    def code(self) -> Stored[ValueCode] | None:
+        """The code of the normalised values; None where the input itself is held."""
+        return None if isinstance(self.source, Kept) else self.source
+
+    def values(self, ledger: Ledger, count: int) -> Stored[Values]:
+        """Return the ``count`` normalised values for tensors that are derived from them."""
+        if isinstance(self.source, Kept):
+            return computed_values(self.source, self.forward, count, ledger)
+        return self.source
+
+    def read_values(self) -> NormValues:
+        """Return the normalised values as backward's kernels take them."""
+        if isinstance(self.source, Kept):
+            return KeptValues(self.source.restore(Scratch()), self.forward)
+        return self.source.content
+
+
+def computed_values(kept: Kept, forward: Channels, count: int, ledger: Ledger) -> Stored[Values]:
+    """Return ``forward`` of a kept tensor as values that others derive from; no bytes are added."""
+    return Stored(ledger, ComputedValues(lambda: kept.restore(Scratch()), count, forward))
