@@ -274,8 +274,11 @@ class SavedTensorHooks:
             return self._saved.packer.keep(tensor, saved.version, site, sources), KEEP
         key = record.code_key(self.key)
         weight, tag = self._policy.weight(site), record.name_hash
-        job = PackRequest(saved, tensor, need, treatment, sources[0], call, site, key, weight, tag)
-        return self._saved.packer.treat(job, rederive=self._policy.rederive)
+        source, rederive = sources[0], self._policy.rederive
+        job = PackRequest(
+            saved, tensor, need, treatment, source, call, site, key, weight, tag, rederive
+        )
+        return self._saved.packer.treat(job)
 
     def is_constant(self, tensor: Tensor) -> bool:
         """Is this a parameter, a buffer, the caller's batch, or a view or cast copy of one?"""

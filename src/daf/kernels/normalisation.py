@@ -78,6 +78,10 @@ class Statistics(NamedTuple):
         """Return the affine from the input to the normalised value."""
         return Channels(self.inverse_deviation, -self.mean * self.inverse_deviation, inner)
 
+    def inverse(self, inner: int) -> Channels:
+        """Return the affine from the normalised value to the input."""
+        return Channels(self.inverse_deviation.reciprocal(), self.mean, inner)
+
 
 class Sums(NamedTuple):
     """Sums of the gradient, and of its products with the values; (channels,) float64 each."""

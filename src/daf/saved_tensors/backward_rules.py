@@ -1,8 +1,7 @@
 """What each operator's backward needs of the tensors it saves: a table, read from derivatives.
 
-Autograd nodes are the authority: a node's name and the name of the slot say
-exactly which formula of PyTorch's ``derivatives.yaml`` will read the tensor.
-What is not listed is *exact*.
+A node's name and the slot's name say exactly which formula of PyTorch's ``derivatives.yaml`` will
+read the tensor. What is not listed is *exact*.
 """
 
 from __future__ import annotations
@@ -32,10 +31,6 @@ PRODUCT_SLOTS: Mapping[str, tuple[str, str]] = {
     "MkldnnLinearBackward0": ("self", "weight"),
 }
 
-_INPUT = {"input": Need.LINEAR}
-_NORM = {"input": Need.NORM}
-_SELF_SHAPE = {"self": Need.SHAPE}
-_SELF_SMOOTH = {"self": Need.SMOOTH}
 # Whose products have activations on both sides, whether gradients flow to these or not.
 _OF_ACTIVATIONS = frozenset({"scaled_dot_product_attention"})
 _ATTENTION = dict.fromkeys(("query", "key", "value", "output", "out"), Need.PRODUCT)
@@ -43,57 +38,38 @@ _ATTENTION = dict.fromkeys(("query", "key", "value", "output", "out"), Need.PROD
 # PyTorch's own, cuDNN's and MIOpen's: ``result1`` is the mean, ``result2`` the inverse deviation.
 BATCH_NORMS = ("NativeBatchNormBackward0", "CudnnBatchNormBackward0", "MiopenBatchNormBackward0")
 
+
+def _same(nodes: str, **slots: Need) -> dict[str, Mapping[str, Need]]:
+    """Return the same slots for several nodes, named without ``Backward0``."""
+    return {f"{node}Backward0": slots for node in nodes.split()}
+
+
 NEEDS: Mapping[str, Mapping[str, Need]] = {
     **{
         name: {slot: Need.PRODUCT for slot in slots if slot != "weight"}
         for name, slots in PRODUCT_SLOTS.items()
     },
-    "ConvolutionBackward0": _INPUT,
-    "ConvolutionOverrideableBackward0": _INPUT,
-    "ConvTbcBackward0": {"self": Need.LINEAR},
-    "MulBackward0": {"self": Need.LINEAR, "other": Need.LINEAR},
-    "PowBackward0": {"self": Need.LINEAR},  # exponents 2 and 3 only: see need_of
-    **dict.fromkeys(BATCH_NORMS, _NORM),
-    "NativeLayerNormBackward0": _NORM,
-    "NativeGroupNormBackward0": _NORM,
-    "FusedRmsNormBackward0": _NORM,
-    "ReluBackward0": {"result": Need.SIGN},
-    "ThresholdBackward0": {"self": Need.SIGN},
+    **_same("Convolution ConvolutionOverrideable", input=Need.LINEAR),
+    **_same("ConvTbc", self=Need.LINEAR),
+    **_same("Mul", self=Need.LINEAR, other=Need.LINEAR),
+    **_same("Pow", self=Need.LINEAR),  # exponents 2 and 3 only: see need_of
+    **{name: {"input": Need.NORM} for name in BATCH_NORMS},
+    **_same("NativeLayerNorm NativeGroupNorm FusedRmsNorm", input=Need.NORM),
+    **_same("Relu", result=Need.SIGN),
+    **_same("Threshold Hardtanh LeakyRelu", self=Need.SIGN),
     "ThresholdBackward1": {"result": Need.SIGN},
-    "HardtanhBackward0": {"self": Need.SIGN},
     "HardtanhBackward1": {"result": Need.SIGN},
-    "LeakyReluBackward0": {"self": Need.SIGN},
     "LeakyReluBackward1": {"result": Need.SIGN},
-    "GeluBackward0": _SELF_SMOOTH,
-    "SiluBackward0": _SELF_SMOOTH,
-    "MishBackward0": _SELF_SMOOTH,
-    "SoftplusBackward0": _SELF_SMOOTH,
-    "EluBackward0": _SELF_SMOOTH,
-    "CeluBackward0": _SELF_SMOOTH,
-    "HardswishBackward0": _SELF_SMOOTH,
-    "SigmoidBackward0": {"result": Need.SMOOTH},
-    "TanhBackward0": {"result": Need.SMOOTH},
-    "SoftmaxBackward0": {"result": Need.PROBABILITY},
-    "SafeSoftmaxBackward0": {"result": Need.PROBABILITY},
-    "MaxPool2DWithIndicesBackward0": {"self": Need.SHAPE, "result1": Need.INTEGER},
-    "MaxPool3DWithIndicesBackward0": {"self": Need.SHAPE, "result1": Need.INTEGER},
-    "AdaptiveMaxPool2DBackward0": _SELF_SHAPE,
-    "AdaptiveMaxPool3DBackward0": _SELF_SHAPE,
-    "FractionalMaxPool2DBackward0": _SELF_SHAPE,
-    "FractionalMaxPool3DBackward0": _SELF_SHAPE,
-    "AvgPool2DBackward0": _SELF_SHAPE,
-    "AvgPool3DBackward0": _SELF_SHAPE,
-    "AdaptiveAvgPool2DBackward0": _SELF_SHAPE,
-    "AdaptiveAvgPool3DBackward0": _SELF_SHAPE,
-    "ReflectionPad1DBackward0": _SELF_SHAPE,
-    "ReflectionPad2DBackward0": _SELF_SHAPE,
-    "ReflectionPad3DBackward0": _SELF_SHAPE,
-    "ReplicationPad1DBackward0": _SELF_SHAPE,
-    "ReplicationPad2DBackward0": _SELF_SHAPE,
-    "ReplicationPad3DBackward0": _SELF_SHAPE,
-    "GatherBackward0": _SELF_SHAPE,
-    "NllLossBackward0": _SELF_SHAPE,
-    "NllLoss2DBackward0": _SELF_SHAPE,
+    **_same("Gelu Silu Mish Softplus Elu Celu Hardswish", self=Need.SMOOTH),
+    **_same("Sigmoid Tanh", result=Need.SMOOTH),
+    **_same("Softmax SafeSoftmax", result=Need.PROBABILITY),
+    **_same("MaxPool2DWithIndices MaxPool3DWithIndices", self=Need.SHAPE, result1=Need.INTEGER),
+    **_same("AdaptiveMaxPool2D AdaptiveMaxPool3D", self=Need.SHAPE),
+    **_same("FractionalMaxPool2D FractionalMaxPool3D", self=Need.SHAPE),
+    **_same("AvgPool2D AvgPool3D AdaptiveAvgPool2D AdaptiveAvgPool3D", self=Need.SHAPE),
+    **_same("ReflectionPad1D ReflectionPad2D ReflectionPad3D", self=Need.SHAPE),
+    **_same("ReplicationPad1D ReplicationPad2D ReplicationPad3D", self=Need.SHAPE),
+    **_same("Gather NllLoss NllLoss2D", self=Need.SHAPE),
     "ScaledDotProductFlashAttentionForCpuBackward0": _ATTENTION,
     "ScaledDotProductFlashAttentionBackward0": _ATTENTION,
     "ScaledDotProductEfficientAttentionBackward0": _ATTENTION,
@@ -103,16 +79,9 @@ NEEDS: Mapping[str, Mapping[str, Need]] = {
 # Nodes whose result is the same memory in another shape.
 ALIASES = frozenset(
     {
-        "ViewBackward0",
-        "UnsafeViewBackward0",
-        "ReshapeAliasBackward0",
-        "TransposeBackward0",
-        "PermuteBackward0",
-        "TBackward0",
-        "SqueezeBackward0",
-        "SqueezeBackward1",
-        "UnsqueezeBackward0",
-        "AliasBackward0",
+        *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "AliasBackward0"),
+        *("TransposeBackward0", "PermuteBackward0", "TBackward0"),
+        *("SqueezeBackward0", "SqueezeBackward1", "UnsqueezeBackward0"),
     }
 )
 _COPIES = ALIASES | {"ToCopyBackward0", "ExpandBackward0"}
@@ -120,7 +89,7 @@ ACCUMULATE = "torch::autograd::AccumulateGrad"
 
 
 def tensors_in(result: Any) -> Iterable[Tensor]:
-    """The tensors that an operator returned: itself one, or a tuple or list of some."""
+    """Return the tensors that an operator returned: itself one, or a tuple or list of some."""
     if isinstance(result, Tensor):
         return (result,)
     if isinstance(result, (tuple, list)):
@@ -129,7 +98,7 @@ def tensors_in(result: Any) -> Iterable[Tensor]:
 
 
 def saved_in(node: Any, slot: str) -> SavedTensor | None:
-    """What our pack gave for one slot of a node, if the slot is filled and ours."""
+    """Return what the pack hook gave for one slot of a node, if the slot is filled so."""
     raw = raw_saved(node, slot)
     if raw is None:
         return None
@@ -140,15 +109,14 @@ def saved_in(node: Any, slot: str) -> SavedTensor | None:
 
 
 def shows_packed_data(raw: Any) -> bool:
-    """Can autograd's raw saved tensor be asked what pack returned? (Not in every version.)"""
+    """True if autograd's raw saved tensor shows what pack returned (not in every version)."""
     return hasattr(raw, "data")
 
 
 def name_saves(result: Any, first_sequence_number: int) -> None:
-    """Tell every save of the operator that returned ``result`` its node, slot and need.
+    """Name node, slot and need of every save of the operator that returned ``result``.
 
-    Walks the nodes that the operator created, which are those numbered from
-    ``first_sequence_number`` on.
+    The operator created the nodes numbered from ``first_sequence_number`` on.
     """
     todo = [tensor.grad_fn for tensor in tensors_in(result) if tensor.grad_fn is not None]
     seen: set[Any] = set()
@@ -166,10 +134,10 @@ def name_saves(result: Any, first_sequence_number: int) -> None:
 
 
 def _name_custom(node: Any) -> None:
-    """The same for an autograd function of our own, which says it for its saves in their order.
+    """Name the saves of an autograd function of DAF's own by its ``daf_needs``, in their order.
 
-    Where it computes otherwise than PyTorch, ``daf_plain_bytes`` of its context tell what PyTorch
-    would have made and saved in the place of each; None: the same tensor.
+    Where it computes otherwise than PyTorch, ``daf_plain_bytes`` of its context are what PyTorch
+    would have made and saved in place of each; None: the same tensor.
     """
     needs = getattr(getattr(node, "_forward_cls", None), "daf_needs", None)
     if needs is None:
@@ -181,9 +149,9 @@ def _name_custom(node: Any) -> None:
 
 
 def need_of(saved: SavedTensor, is_constant: Callable[[Tensor], bool], operator: str = "") -> Need:
-    """The need of a named save, once what its operator's other tensors are is known.
+    """Return the need of a named save, which depends on its operator's other tensors.
 
-    ``is_constant`` tells parameters and their copies from activations; ``operator`` is the torch
+    ``is_constant`` is True of parameters and their copies; ``operator`` is the name of the torch
     function that saves.
     """
     node, need = saved.node, saved.need
@@ -202,9 +170,10 @@ def need_of(saved: SavedTensor, is_constant: Callable[[Tensor], bool], operator:
 def _product_need(
     saved: SavedTensor, slots: tuple[str, str], is_constant: Callable[[Tensor], bool], operator: str
 ) -> Need:
-    """Linear beside a constant; a constant second factor (a frozen weight's copy) is left alone.
+    """Return *linear* beside a constant; *exact* for a constant second factor (a weight's copy).
 
-    Not so attention's: keys and values of frozen layers before the first trained one.
+    Attention's second factors are coded: keys and values of frozen layers before the first trained
+    one.
     """
     assert saved.tensor is not None
     is_weight = saved.slot == slots[1] and not saved.tensor.requires_grad
@@ -217,7 +186,7 @@ def _product_need(
 
 
 def parameter_behind(tensor: Tensor) -> Tensor | None:
-    """The leaf of which ``tensor`` is a view or a cast copy, such as autocast makes; or None."""
+    """Return the leaf of which ``tensor`` is a view or a cast copy, as autocast makes; or None."""
     node: Any = tensor.grad_fn
     while node is not None and node.name() in _COPIES:
         node = node.next_functions[0][0]
@@ -237,19 +206,16 @@ class SignRule(NamedTuple):
     on_value: float
 
 
-_NO_BOUND = math.nan
-
-
 def sign_rule(node: Any, dtype: torch.dtype) -> SignRule | None:
-    """The rule for a node with a slot of need *sign*; None where none is sound in ``dtype``."""
+    """Return the rule for a node with a slot of need *sign*; None if none is sound in ``dtype``."""
     name = node.name()
     if name == "ReluBackward0":
-        return SignRule(Predicate.INSIDE, 0.0, _NO_BOUND, 0.0, 1.0)
+        return SignRule(Predicate.INSIDE, 0.0, math.nan, 0.0, 1.0)
     if name.startswith("LeakyRelu"):
-        return SignRule(Predicate.ABOVE, 0.0, _NO_BOUND, -1.0, 1.0)
+        return SignRule(Predicate.ABOVE, 0.0, math.nan, -1.0, 1.0)
     if name.startswith("Threshold"):
         bound = float(saved_value(node, "threshold"))
-        return SignRule(Predicate.INSIDE, bound, _NO_BOUND, _below(bound), _above(bound))
+        return SignRule(Predicate.INSIDE, bound, math.nan, _below(bound), _above(bound))
     low, high = float(saved_value(node, "min_val")), float(saved_value(node, "max_val"))
     if not low < high or math.isinf(low) or math.isinf(high):
         return None
@@ -260,7 +226,7 @@ def sign_rule(node: Any, dtype: torch.dtype) -> SignRule | None:
 
 
 def _below(bound: float) -> float:
-    """Safely below ``bound`` in every float type."""
+    """Return a value below ``bound`` in every float type."""
     return bound - 1.0 - abs(bound)
 
 

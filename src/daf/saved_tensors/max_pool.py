@@ -1,8 +1,7 @@
 """Max-pooling indices as places in the window: a few bits instead of an int64.
 
-PyTorch saves, for every output, the flat place of the maximum in the input
-plane. The window that the output looks at is known, so the place inside it is
-enough, and it has only as many values as the window has elements.
+PyTorch saves, for every output, the flat place of the maximum in the input plane. The output's
+window is known, so the place inside it is enough.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor
 from daf.codecs.codes import IntegerCode
 from daf.codecs.layout import Layout
 from daf.codecs.scratch import Scratch
-from daf.saved_tensors.packed_tensor import PackedTensor, Stored
+from daf.saved_tensors.packed_tensor import Decoded, Stored
 from daf.torch_compat.autograd_nodes import saved_value
 
 
@@ -32,11 +31,11 @@ class Windows(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """Bits that tell the elements of a window apart."""
+        """Bits that number the elements of a window."""
         return max(1, (math.prod(self.kernel) - 1).bit_length())
 
     def offsets(self, indices: Tensor) -> Tensor:
-        """(…, *output) int64 flat indices to int32 places in the window, row by row."""
+        """Return int32 places in the window, row by row, of (…, *output) int64 flat indices."""
         rest = indices.to(torch.int32)
         place = torch.zeros_like(rest)
         scale = 1
@@ -50,7 +49,7 @@ class Windows(NamedTuple):
         return place
 
     def indices(self, offsets: Tensor) -> Tensor:
-        """The inverse of :meth:`offsets`."""
+        """Return the inverse of ``offsets``."""
         rest = offsets
         flat = torch.zeros_like(offsets, dtype=torch.int64)
         scale = 1
@@ -64,7 +63,7 @@ class Windows(NamedTuple):
         return flat
 
     def _starts(self, outputs: Tensor, axis: int) -> Tensor:
-        """Where each output's window begins along one spatial axis, shaped to broadcast."""
+        """Return where each output's window begins along one spatial axis, shaped to broadcast."""
         place = axis - len(self.kernel)
         count = outputs.shape[place]
         starts = torch.arange(count, dtype=torch.int32, device=outputs.device)
@@ -73,7 +72,7 @@ class Windows(NamedTuple):
 
 
 def windows_of(node: Any, input_shape: Sequence[int]) -> Windows:
-    """The windows of a ``MaxPool2DWithIndices`` or ``MaxPool3DWithIndices`` node."""
+    """Return the windows of a ``MaxPool2DWithIndices`` or ``MaxPool3DWithIndices`` node."""
     axes = 3 if "3D" in node.name() else 2
 
     def spread(values: Sequence[int]) -> tuple[int, ...]:
@@ -89,21 +88,18 @@ def windows_of(node: Any, input_shape: Sequence[int]) -> Windows:
     )
 
 
-class WindowPlaces(PackedTensor):
+class WindowPlaces(Decoded):
     """Pooling indices held as places in the window; lossless."""
 
-    __slots__ = ("_code", "_layout", "_windows")
+    __slots__ = ("_windows",)
 
     def __init__(self, code: Stored[IntegerCode], layout: Layout, windows: Windows) -> None:
-        super().__init__()
-        self._code = code
-        self._layout = layout
+        super().__init__(code, layout._replace(dtype=torch.int32))
         self._windows = windows
 
     def restore(self, scratch: Scratch) -> Tensor:
-        """The int64 indices."""
-        offsets = scratch.empty(self._layout._replace(dtype=torch.int32))
-        self._code.content.decode(offsets)
-        out = scratch.empty(self._layout)
+        """Return the int64 indices."""
+        offsets = super().restore(scratch)
+        out = scratch.empty(self.layout._replace(dtype=torch.int64))
         out.copy_(self._windows.indices(offsets))
         return out

@@ -1,56 +1,69 @@
-"""Normalisations seen as per-channel affine maps, so that the normalised value can be coded.
+"""Inputs of normalisations, coded as the normalised value.
 
-A normalisation computes ``y = (x - mean) * inverse_deviation`` and then
-``gamma * y + beta``. Coding y instead of x lets one code serve the
-normalisation's own backward and, through gamma and beta, the operators behind
-it. Both maps are told in memory order, as :class:`daf.kernels.normalisation.Channels`.
+A normalisation computes ``y = (x - mean) * inverse_deviation`` and then ``gamma * y + beta``. One
+code of y instead of x serves the normalisation's own backward and, through gamma and beta, the
+operators behind it. Both maps are affine in memory order (``daf.kernels.normalisation.Channels``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from daf.codecs.codes import Values
+from daf.codecs.layout import Layout
 from daf.codecs.scratch import Scratch
-from daf.kernels.normalisation import Channels
+from daf.kernels.normalisation import Channels, Statistics
 from daf.saved_tensors.backward_rules import BATCH_NORMS, saved_in
-from daf.saved_tensors.packed_tensor import Kept
+from daf.saved_tensors.pack_request import Call, PackRequest
+from daf.saved_tensors.packed_tensor import Decoded, Kept, Stored
 from daf.torch_compat.autograd_nodes import saved_value
 
 
 class Normalisation(NamedTuple):
-    """How an operator normalised ``x``, in memory order.
+    """How an operator normalised its input, in memory order.
 
-    ``mean`` and ``inverse_deviation`` are (groups,) float32; element i belongs
-    to group ``(i // inner) % groups``. ``result`` maps y to the operator's
-    result, None where gamma and beta are not known for certain; ``plain``
-    says that they are absent.
+    ``statistics`` are (groups,) float32; element i belongs to group ``(i // inner) % groups``.
+    ``result`` maps y to the operator's result, None where gamma and beta are not known for certain;
+    ``plain`` is True if they are absent.
     """
 
-    mean: Tensor
-    inverse_deviation: Tensor
+    statistics: Statistics
     inner: int
     result: Channels | None
     plain: bool
 
-    def forward(self) -> Channels:
-        """x to y."""
-        shift = -self.mean * self.inverse_deviation
-        return Channels(self.inverse_deviation, shift, self.inner)
 
+class NormInput(Decoded):
+    """The input of a normalisation, coded as the normalised value.
 
-def normalisation_of(
-    node: Any, x: Tensor, operator: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]
-) -> Normalisation | None:
-    """What a normalisation's node did to its input ``x``; None where that is no such map.
-
-    Must be called while the node's saved statistics are still pending.
+    The statistics are the operator's own saved ones.
     """
+
+    __slots__ = ("_inner", "_statistics")
+
+    def __init__(self, code: Stored[Values], layout: Layout, done: Normalisation) -> None:
+        super().__init__(code, layout)
+        self._statistics = done.statistics
+        self._inner = done.inner
+
+    def restore(self, scratch: Scratch) -> Tensor:
+        """Return the input, the normalisation undone."""
+        out = scratch.empty(self.layout)
+        self.code.content.decode(out, self._statistics.inverse(self._inner))
+        return out
+
+
+def normalisation_of(job: PackRequest) -> Normalisation | None:
+    """Return what a normalisation did to the saved input; None where that is no such map.
+
+    Call this while the node's saved statistics are pending.
+    """
+    node, x = job.saved.node, job.tensor
     name = node.name()
     mean, inverse_deviation = _statistic(node, "result1"), _statistic(node, "result2")
     if mean is None or inverse_deviation is None or x.dim() < 2:
@@ -61,7 +74,7 @@ def normalisation_of(
         inner = channel_stride(x)
         if inner is None:
             return None
-        known, beta = _bias_argument(operator, arguments, keywords)
+        known, beta = _bias_argument(job.call)
         return _assemble(mean, inverse_deviation, inner, gamma, beta, inner, known)
     if not x.is_contiguous():
         return None
@@ -71,7 +84,7 @@ def normalisation_of(
         return _assemble(mean, inverse_deviation, row, gamma, beta, 1, True)
     if name == "NativeGroupNormBackward0":
         inner = x.numel() // mean.numel()
-        known, beta = _bias_argument(operator, arguments, keywords)
+        known, beta = _bias_argument(job.call)
         plane = x.numel() // (x.shape[0] * channels)
         return _assemble(mean, inverse_deviation, inner, gamma, beta, plane, known)
     return None
@@ -88,7 +101,8 @@ def _assemble(
 ) -> Normalisation:
     result = copied_affine(gamma, beta, channel_inner) if is_known else None
     plain = is_known and result is None
-    return Normalisation(_vector(mean), _vector(inverse_deviation), inner, result, plain)
+    statistics = Statistics(_vector(mean), _vector(inverse_deviation))
+    return Normalisation(statistics, inner, result, plain)
 
 
 def copied_affine(gamma: Tensor | None, beta: Tensor | None, inner: int) -> Channels | None:
@@ -117,31 +131,21 @@ def _statistic(node: Any, slot: str) -> Tensor | None:
 
 
 def channel_stride(x: Tensor) -> int | None:
-    """Elements between neighbours of the channel dimension in memory; None for odd layouts."""
+    """Return the elements between neighbours of dimension 1 in memory; None for odd layouts."""
     if x.is_contiguous():
         return math.prod(x.shape[2:])
-    if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
-        return 1
-    if x.dim() == 5 and x.is_contiguous(memory_format=torch.channels_last_3d):
-        return 1
-    return None
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    return 1 if last is not None and x.is_contiguous(memory_format=last) else None
 
 
-_BIAS_PLACES = {
-    F.batch_norm: 4,
-    torch.batch_norm: 2,
-    F.group_norm: 3,
-    torch.group_norm: 3,
-}
+_BIAS_PLACES = {F.batch_norm: 4, torch.batch_norm: 2, F.group_norm: 3, torch.group_norm: 3}
 
 
-def _bias_argument(
-    operator: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]
-) -> tuple[bool, Tensor | None]:
-    """Whether beta is known for certain (autograd does not save it), and beta or None."""
-    place = _BIAS_PLACES.get(operator)
+def _bias_argument(call: Call) -> tuple[bool, Tensor | None]:
+    """Return whether beta is known for certain (autograd does not save it), and beta or None."""
+    place = _BIAS_PLACES.get(call.operator)
     if place is None:
         return False, None
-    if place < len(arguments):
-        return True, arguments[place]
-    return True, keywords.get("bias")
+    if place < len(call.arguments):
+        return True, call.arguments[place]
+    return True, call.keywords.get("bias")

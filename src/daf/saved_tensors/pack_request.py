@@ -1,4 +1,4 @@
-"""What is known of one saved tensor when it is decided what to hold instead."""
+"""What is known of one saved tensor when its packed form is chosen."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from daf.codecs.layout import content_key
 from daf.core.policy import Need, Site, Treatment
 from daf.saved_tensors.backward_rules import tensors_in
 from daf.saved_tensors.ledger import Source
@@ -15,7 +16,7 @@ from daf.saved_tensors.provenance import Operands, is_made_by
 
 
 class Call(NamedTuple):
-    """The operator call that saves: its function, what it was given, what it returned."""
+    """The operator call that saves: its function, arguments and result."""
 
     operator: Any
     arguments: Sequence[Any]
@@ -25,7 +26,11 @@ class Call(NamedTuple):
 
 
 class PackRequest(NamedTuple):
-    """One saved tensor to treat."""
+    """One saved tensor to treat.
+
+    ``weight`` is that of relative error here, beside other sites; ``tag`` is the site's name in
+    the store's reports of evictions. ``rederive`` is True if tensors may be derived from others.
+    """
 
     saved: SavedTensor
     tensor: Tensor
@@ -35,16 +40,23 @@ class PackRequest(NamedTuple):
     call: Call
     site: Site
     key: int
-    weight: float  # of relative error here, beside other sites
-    tag: int  # what the store calls the site when it gives up planes
+    weight: float
+    tag: int
+    rederive: bool
 
+    @property
+    def content_key(self) -> tuple[Any, ...]:
+        """The key of the tensor's content among all that was saved of its storage."""
+        return content_key(self.tensor, self.saved.version)
 
-def is_result(job: PackRequest) -> bool:
-    """Is it (the memory of) what the call returned?"""
-    return any(job.tensor.data_ptr() == out.data_ptr() for out in tensors_in(job.call.result))
+    @property
+    def is_result(self) -> bool:
+        """True if the tensor is (the memory of) what the call returned."""
+        results = tensors_in(self.call.result)
+        return any(self.tensor.data_ptr() == out.data_ptr() for out in results)
 
-
-def result_made_by(node: Any, call: Call) -> Tensor | None:
-    """The call's (first) result, unless this node was only one of its steps."""
-    result = next(iter(tensors_in(call.result)), None)
-    return result if result is not None and is_made_by(result, node) else None
+    @property
+    def node_result(self) -> Tensor | None:
+        """The call's (first) result, unless the saving node was only one of its steps."""
+        result = next(iter(tensors_in(self.call.result)), None)
+        return result if result is not None and is_made_by(result, self.saved.node) else None

@@ -1,4 +1,4 @@
-"""What autograd holds instead of a saved tensor, and how the tensor comes back."""
+"""What autograd holds in place of a saved tensor, and how the tensor comes back."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from daf.codecs.codes import DerivativeCode, IntegerCode, MaskCode, RangedCode, Values, elements_in
+from daf.codecs.codes import MaskCode, Values, elements_in
 from daf.codecs.layout import Layout, layout_of
-from daf.codecs.registry import RegisteredCode
 from daf.codecs.scratch import Scratch
 from daf.core.code_format import BLOCK_ELEMENTS
 from daf.core.errors import SavedTensorError
@@ -35,7 +34,7 @@ Content = TypeVar("Content", bound=_Sized, covariant=True)
 
 
 class Stored(Holding, Generic[Content]):
-    """Something with bytes, counted once however many hold it."""
+    """Content that the ledger counts once, however many hold it."""
 
     __slots__ = ("content",)
 
@@ -60,23 +59,23 @@ Recipe = tuple[Term, ...]
 
 
 class PackedTensor(ABC):
-    """Stands for one saved tensor."""
+    """What is held in place of one saved tensor."""
 
     __slots__ = ("__weakref__", "recipe")
 
     def __init__(self) -> None:
-        # How to compute the *result* of the operator that saved this, where that is known.
+        # How to compute the *result* of the operator that saved this, if known.
         self.recipe: Recipe | None = None
 
     @abstractmethod
     def restore(self, scratch: Scratch) -> Tensor:
-        """The tensor for backward, on ``scratch``'s memory; may be called any number of times."""
+        """Return the tensor for backward, in ``scratch``'s memory; any number of times."""
 
 
 class Kept(PackedTensor):
-    """The tensor itself, without its graph; refuses if it was changed in place since.
+    """The tensor itself, without its graph.
 
-    ``holdings`` count its storages; there are none where someone else's memory is borrowed.
+    ``holdings`` count its storages; there are none for memory that plain PyTorch holds anyway.
     """
 
     __slots__ = ("_holdings", "_site", "_tensor", "_version")
@@ -91,7 +90,7 @@ class Kept(PackedTensor):
         self._holdings = holdings
 
     def restore(self, scratch: Scratch) -> Tensor:  # noqa: ARG002
-        """The tensor as it was saved.
+        """Return the tensor as it was saved.
 
         Raises:
             SavedTensorError: it was changed in place since.
@@ -107,12 +106,12 @@ class Kept(PackedTensor):
         return self._tensor
 
     def restore_part(self, first: int, last: int) -> Tensor:
-        """Entries [first, last) of the first dimension, where they lie."""
+        """Return entries [first, last) of the first dimension, a view."""
         return self.restore(Scratch())[first:last]
 
     @property
     def layout(self) -> Layout:
-        """Of the tensor."""
+        """The tensor's geometry."""
         return layout_of(self._tensor)
 
 
@@ -126,26 +125,26 @@ class Shape(PackedTensor):
         self._layout = layout
 
     def restore(self, scratch: Scratch) -> Tensor:
-        """A tensor of the right geometry with undefined content."""
+        """Return a tensor of undefined content."""
         return scratch.empty(self._layout)
 
 
-class TwoValues(PackedTensor):
-    """A mask and the two values that its bits stand for."""
+class Decoded(PackedTensor):
+    """A code that one call decodes, with ``arguments`` if it takes any."""
 
-    __slots__ = ("_layout", "_off", "_on", "mask")
+    __slots__ = ("arguments", "code", "layout")
 
-    def __init__(self, mask: Stored[MaskCode], layout: Layout, off: float, on: float) -> None:
+    def __init__(self, code: Stored[Any], layout: Layout, *arguments: Any) -> None:
         super().__init__()
-        self.mask = mask
-        self._layout = layout
-        self._off = off
-        self._on = on
+        self.code = code
+        self.layout = layout
+        self.arguments = arguments
 
     def restore(self, scratch: Scratch) -> Tensor:
-        """A tensor of the two values."""
-        out = scratch.empty(self._layout)
-        self.mask.content.decode(out, self._off, self._on)
+        """Return the decoded tensor; arguments in the ledger are taken out of their ``Stored``."""
+        out = scratch.empty(self.layout)
+        given = (each.content if isinstance(each, Stored) else each for each in self.arguments)
+        self.code.content.decode(out, *given)
         return out
 
 
@@ -160,13 +159,13 @@ class Rederived(PackedTensor):
         self.layout = layout
 
     def restore(self, scratch: Scratch) -> Tensor:
-        """Decode every term onto the sum of those before it."""
+        """Return the sum; each term is decoded onto those before it."""
         out = scratch.empty(self.layout)
         self._decode(out, None)
         return out
 
     def restore_part(self, first: int, last: int) -> Tensor:
-        """Entries [first, last) of the first dimension, which must be the outermost in memory."""
+        """Return entries [first, last) of the first dimension, the outermost in memory."""
         shape, stride = self.layout.shape, self.layout.stride
         row = math.prod(shape[1:])
         start = first * row // BLOCK_ELEMENTS
@@ -175,7 +174,7 @@ class Rederived(PackedTensor):
         return room.as_strided((last - first, *shape[1:]), stride, behind)
 
     def restore_blocks(self, first: int, last: int) -> Tensor:
-        """The elements of blocks [first, last) of 256, in memory order."""
+        """Return the elements of blocks [first, last) of 256, in memory order."""
         shape, _, dtype, device = self.layout
         blocks = (first, last)
         room = torch.empty(elements_in(blocks, math.prod(shape)), dtype=dtype, device=device)
@@ -195,94 +194,6 @@ class Rederived(PackedTensor):
             self.recipe[0].derivation.apply_(out)
 
 
-class Ranged(PackedTensor):
-    """Steps of a range, and of what."""
-
-    __slots__ = ("code", "from_steps", "layout")
-
-    def __init__(
-        self, code: Stored[RangedCode], from_steps: Stored[Channels], layout: Layout
-    ) -> None:
-        super().__init__()
-        self.code = code
-        self.from_steps = from_steps
-        self.layout = layout
-
-    def restore(self, scratch: Scratch) -> Tensor:
-        """The values that the steps stand for."""
-        out = scratch.empty(self.layout)
-        self.code.content.decode(out, self.from_steps.content)
-        return out
-
-
-class NormInput(PackedTensor):
-    """Input of a normalisation, coded as ``(x - mean) * inverse_deviation``.
-
-    ``mean`` and ``inverse_deviation`` are the operator's own saved statistics.
-    """
-
-    __slots__ = ("_inner", "_inverse_deviation", "_layout", "_mean", "code")
-
-    def __init__(
-        self,
-        code: Stored[Values],
-        layout: Layout,
-        mean: Tensor,
-        inverse_deviation: Tensor,
-        inner: int,
-    ) -> None:
-        super().__init__()
-        self.code = code
-        self._layout = layout
-        self._mean = mean
-        self._inverse_deviation = inverse_deviation
-        self._inner = inner
-
-    def restore(self, scratch: Scratch) -> Tensor:
-        """Undo the normalisation."""
-        out = scratch.empty(self._layout)
-        deviation = self._inverse_deviation.reciprocal()
-        self.code.content.decode(out, Channels(deviation, self._mean, self._inner))
-        return out
-
-
-class Derivative(PackedTensor):
-    """Per element one of a few representative inputs, at which h' is the coded level."""
-
-    __slots__ = ("_code", "_layout", "_representatives")
-
-    def __init__(
-        self, code: Stored[DerivativeCode], layout: Layout, representatives: Tensor
-    ) -> None:
-        super().__init__()
-        self._code = code
-        self._layout = layout
-        self._representatives = representatives
-
-    def restore(self, scratch: Scratch) -> Tensor:
-        """The representatives."""
-        out = scratch.empty(self._layout)
-        self._code.content.decode(out, self._representatives)
-        return out
-
-
-class Decoded(PackedTensor):
-    """A code that is decoded from itself alone: packed integers, or a registered codec's."""
-
-    __slots__ = ("_code", "_layout")
-
-    def __init__(self, code: Stored[IntegerCode | RegisteredCode], layout: Layout) -> None:
-        super().__init__()
-        self._code = code
-        self._layout = layout
-
-    def restore(self, scratch: Scratch) -> Tensor:
-        """The decoded tensor."""
-        out = scratch.empty(self._layout)
-        self._code.content.decode(out)
-        return out
-
-
 class Spilled(PackedTensor):
     """A view of a storage whose bytes are on disk; bit for bit, strides and offset included."""
 
@@ -300,7 +211,7 @@ class Spilled(PackedTensor):
         record.users += 1
 
     def restore(self, scratch: Scratch) -> Tensor:  # noqa: ARG002 - a storage of its own
-        """The tensor as it was saved.
+        """Return the tensor as it was saved.
 
         Raises:
             SavedTensorError: it was changed in place since.
@@ -312,12 +223,12 @@ class Spilled(PackedTensor):
 
 
 class SavedTensor:
-    """What pack gives to autograd for one tensor.
+    """What the pack hook returns to autograd for one tensor.
 
-    ``tensor``, ``version``, ``node``, ``slot`` and ``need`` are there only from
-    pack until the operator returns; from then on ``held`` stands for the tensor.
-    ``plain`` keeps plain's bytes in the ledger for as long as autograd holds this;
-    ``unmade_bytes`` are those of what PyTorch's own operator would have made and saved instead.
+    ``tensor``, ``version``, ``node``, ``slot`` and ``need`` serve from pack until the operator
+    returns; from then on ``held`` stands for the tensor. ``plain`` keeps plain PyTorch's bytes in
+    the ledger while autograd holds this; ``unmade_bytes`` are those that PyTorch's own operator
+    would have made and saved instead.
     """
 
     __slots__ = (
@@ -343,18 +254,18 @@ class SavedTensor:
         self.plain: tuple[Plain, ...] = ()
 
     def settle(self, held: PackedTensor, plain: tuple[Plain, ...] = ()) -> None:
-        """From now on ``held`` stands for the tensor."""
+        """Let ``held`` stand for the tensor from now on."""
         self.held = held
         self.plain = plain
         self.drop()
 
     def drop(self) -> None:
-        """Forget an unsettled tensor; with its graph it would be a cycle that nothing frees."""
+        """Drop the tensor; with its graph it would be a cycle that nothing frees."""
         self.tensor = None
         self.node = None
 
     def restore(self, scratch: Scratch) -> Tensor:
-        """The tensor for backward.
+        """Return the tensor for backward.
 
         Raises:
             SavedTensorError: it was changed in place since, or its operator raised.

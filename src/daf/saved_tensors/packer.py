@@ -1,8 +1,8 @@
-"""Carrying out a treatment: a saved tensor and a method in, what is held instead out."""
+"""The packer: a saved tensor and a treatment in, what is held instead out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from daf.codecs import ranges
 from daf.codecs.coder import Coder
-from daf.codecs.codes import IntegerCode, Values
-from daf.codecs.layout import content_key, in_memory_order, is_dense, layout_of, overlaps
+from daf.codecs.codes import IntegerCode, ValueCode
+from daf.codecs.layout import in_memory_order, is_dense, layout_of, overlaps
 from daf.codecs.ranged import WHOLE, Cut, grid_of
 from daf.codecs.scratch import Scratch
 from daf.core.code_format import Predicate
@@ -26,22 +26,18 @@ from daf.saved_tensors.backward_rules import saved_in, sign_rule
 from daf.saved_tensors.dropout import Dropping
 from daf.saved_tensors.ledger import Holding, Ledger, Source
 from daf.saved_tensors.max_pool import WindowPlaces, windows_of
-from daf.saved_tensors.norm_inputs import normalisation_of
-from daf.saved_tensors.pack_request import PackRequest, is_result, result_made_by
+from daf.saved_tensors.norm_inputs import NormInput, normalisation_of
+from daf.saved_tensors.pack_request import PackRequest
 from daf.saved_tensors.packed_tensor import (
     Decoded,
-    Derivative,
     Kept,
-    NormInput,
     PackedTensor,
-    Ranged,
     Rederived,
     SavedTensor,
     Shape,
     Spilled,
     Stored,
     Term,
-    TwoValues,
 )
 from daf.saved_tensors.provenance import Provenance
 
@@ -73,9 +69,7 @@ SOUND: Mapping[Need, frozenset[Method]] = {
 
 
 def is_treatable(tensor: Tensor) -> bool:
-    """Can anything but keeping be done? (A plain strided tensor that is not small, where there
-    are kernels for it.)
-    """
+    """True if this is a plain strided tensor that is not small, where kernels exist."""
     return (
         tensor.layout is torch.strided
         and tensor.nbytes >= SMALL_BYTES
@@ -88,12 +82,12 @@ def is_treatable(tensor: Tensor) -> bool:
 
 
 def is_integer(tensor: Tensor) -> bool:
-    """Is this a tensor of booleans or integers that can be packed?"""
+    """True if this is a tensor of booleans or integers that can be packed."""
     return tensor.dtype in _INTEGERS
 
 
 def check_sound(method: Method, need: Need, site: Site) -> None:
-    """Does what a method leaves of a tensor satisfy the need?
+    """Check that what a method leaves of a tensor satisfies the need.
 
     Raises:
         CodecError: it does not.
@@ -107,7 +101,7 @@ def check_sound(method: Method, need: Need, site: Site) -> None:
 
 
 def kept_holding(source: Source, ledger: Ledger) -> Holding:
-    """Stands for a storage that is kept as it is; one for all who keep it."""
+    """Return what counts a storage that is kept; one for all tensors that keep it."""
     holding = source.recall("kept", Holding)
     if holding is None:
         holding = Holding(ledger, source.nbytes)
@@ -116,7 +110,7 @@ def kept_holding(source: Source, ledger: Ledger) -> Holding:
 
 
 class Packer:
-    """Turns saved tensors into what is held instead, sharing whatever is already held."""
+    """Packs saved tensors, sharing whatever is already held."""
 
     def __init__(
         self, coder: Coder, spill: SpillStore, ledger: Ledger, provenance: Provenance
@@ -127,15 +121,15 @@ class Packer:
         self._provenance = provenance
         self._dropping = Dropping(provenance, ledger)
 
-    def treat(self, job: PackRequest, *, rederive: bool) -> tuple[PackedTensor, Treatment]:
-        """What to hold, and the treatment that it really is.
+    def treat(self, job: PackRequest) -> tuple[PackedTensor, Treatment]:
+        """Return what to hold, and the treatment that it really is.
 
         Raises:
             CodecError: the treatment is unsound for the tensor's need.
         """
         method = job.treatment.method
         check_sound(method, job.need, job.site)
-        held = self._try(job, rederive) if method is not Method.KEEP else None
+        held = self._try(job) if method is not Method.KEEP else None
         if held is None:
             return self.keep(job.tensor, job.saved.version, job.site, (job.source,)), KEEP
         return held, _REDERIVED if _is_borrowed(held, job.treatment) else job.treatment
@@ -147,7 +141,7 @@ class Packer:
         holdings = tuple(kept_holding(source, self._ledger) for source in sources)
         return Kept(tensor, version, site, holdings)
 
-    def _try(self, job: PackRequest, rederive: bool) -> PackedTensor | None:
+    def _try(self, job: PackRequest) -> PackedTensor | None:
         if job.tensor._version != job.saved.version:
             return None  # changed in place within its operator: keeping reports it in backward
         if is_recorded(job.tensor):
@@ -163,14 +157,28 @@ class Packer:
         if not is_codable(job.tensor.dtype) or overlaps(job.tensor):
             return None
         if job.need is Need.SIGN:
-            return self._sign(job, rederive)
+            return self._sign(job)
         if job.need is Need.TWO_VALUED:
-            return self._two_values(job, rederive)
+            return self._two_values(job)
         if job.treatment.method is Method.REDERIVE:
-            return self._rederived(job) if rederive else None
+            return self._rederived(job)
         if job.need is Need.SMOOTH:
             return self._derivative(job)
-        return self._values(job, rederive)
+        return self._values(job)
+
+    def _shared(
+        self, job: PackRequest, kind: tuple[Any, ...], make: Callable[[], Any]
+    ) -> Stored[Any] | None:
+        """Return the code of this kind that is held of the same content, else a new one.
+
+        None where ``make`` returns None.
+        """
+        key = (*kind, *job.content_key)
+        stored = job.source.recall(key, Stored)
+        if stored is None and (code := make()) is not None:
+            stored = Stored(self._ledger, code)
+            job.source.remember(key, stored)
+        return stored
 
     # --- lossless ---------------------------------------------------------------------------
 
@@ -191,17 +199,11 @@ class Packer:
             return None
         if job.saved.slot == "result1" and "MaxPool" in job.saved.node.name():
             return self._window_places(job)
-        key = ("integers", *_content_key(job))
-        code = job.source.recall(key, Stored)
-        if code is None:
-            packed = self._packed(job.tensor, job.treatment.on_host)
-            if packed is None:
-                return None
-            code = Stored(self._ledger, packed)
-            job.source.remember(key, code)
-        return Decoded(code, layout_of(job.tensor))
+        code = self._shared(job, ("integers",), lambda: self._packed(job))
+        return None if code is None else Decoded(code, layout_of(job.tensor))
 
-    def _packed(self, tensor: Tensor, on_host: bool) -> IntegerCode | None:
+    def _packed(self, job: PackRequest) -> IntegerCode | None:
+        tensor, on_host = job.tensor, job.treatment.on_host
         if tensor.dtype is torch.bool:
             return self._coder.integers(tensor, 1, 0, on_host=on_host)
         if not is_read_freely(tensor):
@@ -221,44 +223,36 @@ class Packer:
         places = windows.offsets(job.tensor)
         on_host = job.treatment.on_host
         packed = self._coder.integers(places, windows.bits, 0, on_host=on_host)
-        code = Stored(self._ledger, packed)
-        return WindowPlaces(code, layout_of(job.tensor), windows)
+        return WindowPlaces(Stored(self._ledger, packed), layout_of(job.tensor), windows)
 
-    def _sign(self, job: PackRequest, rederive: bool) -> PackedTensor | None:
+    def _sign(self, job: PackRequest) -> PackedTensor | None:
         rule = sign_rule(job.saved.node, job.tensor.dtype)
         if rule is None or not is_dense(job.tensor):
             return None
-        key = ("mask", rule.predicate, rule.low, rule.high, *_content_key(job))
-        mask = job.source.recall(key, Stored)
-        if mask is None:
-            options = {"on_host": job.treatment.on_host}
-            code = self._coder.mask(job.tensor, rule.predicate, rule.low, rule.high, **options)
-            mask = Stored(self._ledger, code)
-            job.source.remember(key, mask)
-        held = TwoValues(mask, layout_of(job.tensor), rule.off_value, rule.on_value)
-        if rederive and job.call.operands is not None and job.saved.slot == "result":
-            self._learn_relu(job, held)
+        bits, on_host = (rule.predicate, rule.low, rule.high), job.treatment.on_host
+        mask = self._shared(
+            job, ("mask", *bits), lambda: self._coder.mask(job.tensor, *bits, on_host=on_host)
+        )
+        assert mask is not None
+        held = Decoded(mask, layout_of(job.tensor), rule.off_value, rule.on_value)
+        operands = job.call.operands
+        if job.rederive and operands is not None and job.saved.slot == "result":
+            if job.tensor.stride() == operands.stride:
+                held.recipe = self._provenance.masked(job.saved.node, operands, mask)
+            if held.recipe is not None:
+                self._provenance.learn(job.tensor, held)
         return held
 
-    def _learn_relu(self, job: PackRequest, held: TwoValues) -> None:
-        assert job.call.operands is not None
-        if job.tensor.stride() != job.call.operands.stride:
-            return
-        held.recipe = self._provenance.masked(job.saved.node, job.call.operands, held.mask)
-        if held.recipe is not None:
-            self._provenance.learn(job.tensor, held)
-
-    def _two_values(self, job: PackRequest, rederive: bool) -> PackedTensor | None:
-        """Dropout's noise, if it really takes two values."""
+    def _two_values(self, job: PackRequest) -> PackedTensor | None:
+        """Hold dropout's noise as a mask, if it really takes two values."""
         if not is_dense(job.tensor) or not is_read_freely(job.tensor):
             return None
         low, high = ranges.bounds(job.tensor)
         if not low < high or not _has_only(job.tensor, low, high):
             return None
         code = self._coder.mask(job.tensor, Predicate.ABOVE, low, on_host=job.treatment.on_host)
-        layout = layout_of(job.tensor)
-        held = TwoValues(Stored(self._ledger, code), layout, low, high)
-        if rederive and low == 0.0:
+        held = Decoded(Stored(self._ledger, code), layout_of(job.tensor), low, high)
+        if job.rederive and low == 0.0:
             self._dropping.learn(job, held, high)
         return held
 
@@ -273,69 +267,61 @@ class Packer:
         code = self._coder.intervals(dense, bits, table.borders, on_host=on_host)
         if code is None:
             return None
-        stored = Stored(self._ledger, code)
-        return Derivative(stored, layout_of(dense), table.representatives)
+        return Decoded(Stored(self._ledger, code), layout_of(dense), table.representatives)
 
-    def _values(self, job: PackRequest, rederive: bool) -> PackedTensor | None:
-        held: PackedTensor | None
+    def _values(self, job: PackRequest) -> PackedTensor | None:
         if job.treatment.method is Method.REGISTERED:
             return self._registered(job)
         if job.treatment.method is Method.RANGED:
             return self._ranged(job)
         if job.need is Need.NORM and is_dense(job.tensor):
-            held = self._normalised(job, rederive)
+            derived = self._normalised(job)
         else:
-            held = self._rederived(job) if rederive else None
-        if held is not None:
-            return held
+            derived = self._rederived(job)
+        if derived is not None:
+            return derived
         dense = _dense(job.tensor)
-        key = (job.treatment, *_content_key(job))
-        code = job.source.recall(key, Stored)
-        if code is None:
-            code = self._value_code(job, dense)
-            job.source.remember(key, code)
+        code = self._shared(job, (job.treatment,), lambda: self._value_code(job, dense))
+        assert code is not None
         held = Rederived((Term(code),), layout_of(dense))
-        if rederive and dense is job.tensor:
+        if job.rederive and dense is job.tensor:
             self._learn_coded(job, held)
         return held
 
     def _learn_coded(self, job: PackRequest, held: Rederived) -> None:
         if job.saved.slot == "result":
             self._provenance.learn_made(job.saved.node, job.saved.version, held)
-        elif not is_result(job):
+        elif not job.is_result:
             self._provenance.learn(job.tensor, held)
 
     def _registered(self, job: PackRequest) -> PackedTensor | None:
-        dense = _dense(job.tensor)
-        key = (job.treatment, *_content_key(job))
-        code = job.source.recall(key, Stored)
-        if code is None:
-            made = self._coder.registered(dense, job.treatment, job.key)
-            if made is None:
-                return None
-            code = Stored(self._ledger, made)
-            job.source.remember(key, code)
-        return Decoded(code, layout_of(dense))
+        dense, treatment = _dense(job.tensor), job.treatment
+        code = self._shared(
+            job, (treatment,), lambda: self._coder.registered(dense, treatment, job.key)
+        )
+        return None if code is None else Decoded(code, layout_of(dense))
 
     def _ranged(self, job: PackRequest) -> PackedTensor:
         dense, bits = _dense(job.tensor), job.treatment.bits
         cut = Cut.along(dense, _channel_dimension(job)) if job.treatment.by_channel else WHOLE
-        key = (job.treatment, cut, *_content_key(job))
-        found = job.source.recall(key, Ranged)
+        key = (job.treatment, cut, *job.content_key)
+        found = job.source.recall(key, Decoded)
         if found is not None:
-            return Ranged(found.code, found.from_steps, layout_of(dense))
+            return Decoded(found.code, layout_of(dense), *found.arguments)
         grid = grid_of(*ranges.ours().channel_ends(dense, cut), bits, cut.inner)
         on_host = job.treatment.on_host
         code = self._coder.steps(dense, bits, job.key, grid.to_steps, on_host=on_host)
-        stored = Stored(self._ledger, code), Stored(self._ledger, grid.from_steps)
-        held = Ranged(*stored, layout_of(dense))
+        from_steps = Stored(self._ledger, grid.from_steps)
+        held = Decoded(Stored(self._ledger, code), layout_of(dense), from_steps)
         job.source.remember(key, held)
         return held
 
     def _rederived(self, job: PackRequest) -> PackedTensor | None:
-        """From codes held anyway, if they are at least as wide as the plan asks for here."""
-        recipe = self._provenance.recipe(job.tensor, job.saved.version)
-        if recipe is None or not is_dense(job.tensor):
+        """Derive from codes held anyway, if they are at least as wide as the plan asks for here."""
+        recipe = None
+        if job.rederive and is_dense(job.tensor):
+            recipe = self._provenance.recipe(job.tensor, job.saved.version)
+        if recipe is None:
             return None
         if any(term.code.content.treatment.bits < job.treatment.bits for term in recipe):
             return None
@@ -343,15 +329,14 @@ class Packer:
             recipe[0].derivation.note_reader()
         return Rederived(recipe, layout_of(job.tensor))
 
-    def _normalised(self, job: PackRequest, rederive: bool) -> PackedTensor | None:
-        node = job.saved.node
-        call = job.call
-        done = normalisation_of(node, job.tensor, call.operator, call.arguments, call.keywords)
+    def _normalised(self, job: PackRequest) -> PackedTensor | None:
+        done = normalisation_of(job)
         if done is None:
             return None
-        code = self._value_code(job, job.tensor, done.forward())
-        held = NormInput(code, layout_of(job.tensor), done.mean, done.inverse_deviation, done.inner)
-        result = result_made_by(node, call) if rederive else None
+        forward = done.statistics.forward(done.inner)
+        code = Stored(self._ledger, self._value_code(job, job.tensor, forward))
+        held = NormInput(code, layout_of(job.tensor), done)
+        result = job.node_result if job.rederive else None
         if result is not None and result.stride() == job.tensor.stride():
             channels = Stored(self._ledger, done.result) if done.result is not None else None
             if channels is not None or done.plain:
@@ -361,15 +346,13 @@ class Packer:
 
     def _value_code(
         self, job: PackRequest, tensor: Tensor, channels: Channels | None = None
-    ) -> Stored[Values]:
-        code = self._coder.values(
-            tensor, job.treatment, job.key, channels, weight=job.weight, tag=job.tag
-        )
-        return Stored(self._ledger, code)
+    ) -> ValueCode:
+        options = {"weight": job.weight, "tag": job.tag}
+        return self._coder.values(tensor, job.treatment, job.key, channels, **options)
 
 
 def _is_borrowed(held: PackedTensor, treatment: Treatment) -> bool:
-    """Does this hold only codes that others made, in another way than was asked for here?"""
+    """True if this holds only codes of other sites, or of another treatment."""
     if not isinstance(held, Rederived):
         return False
     if len(held.recipe) > 1 or held.recipe[0][1:] != (None, None, None):
@@ -379,7 +362,7 @@ def _is_borrowed(held: PackedTensor, treatment: Treatment) -> bool:
 
 
 def _has_only(tensor: Tensor, low: float, high: float) -> bool:
-    """Has a dense tensor these two values alone? Looked at a part at a time."""
+    """True if a dense tensor has these two values alone."""
     parts = torch.split(in_memory_order(tensor), _PART_ELEMENTS)
     return all(bool(((part == low) | (part == high)).all()) for part in parts)
 
@@ -389,12 +372,8 @@ def _channel_dimension(job: PackRequest) -> int:
     return 1 if any(part in name for part in _CHANNELS_SECOND) else -1
 
 
-def _content_key(job: PackRequest) -> tuple[Any, ...]:
-    return content_key(job.tensor, job.saved.version)
-
-
 def _dense(tensor: Tensor) -> Tensor:
-    """The tensor, or where there are gaps in its memory a copy without them, in the same order."""
+    """Return the tensor, or a copy without the gaps in its memory, in the same order."""
     return tensor if is_dense(tensor) else tensor.detach().clone()
 
 

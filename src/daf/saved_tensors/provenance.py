@@ -1,13 +1,12 @@
-"""Which results can be computed from codes that are held anyway.
+"""Provenance: which results can be computed from codes that are held anyway.
 
-Autograd's nodes never change once made, so what is known is kept per node (by
-sequence number and output): "this node's result is gamma times that code plus beta", "is
-that, masked". Sums are followed through the graph on demand. Only weak
-references are kept: a code lives as long as some saved tensor needs it. Beside what
-can be computed there is what could be if an operator kept its input: a function of that.
+Autograd's nodes never change once made, so recipes are known per node (by sequence number and
+output): "this node's result is gamma times that code plus beta", "is that, masked". Sums are
+followed through the graph on demand. References are weak: a code lives as long as some saved tensor
+needs it. Also known is what could be computed if an operator kept its input: a function of that.
 
-A result that was changed in place without autograd's knowledge is recognised
-by its version and not trusted.
+A result that was changed in place without autograd's knowledge is recognised by its version and not
+trusted.
 """
 
 from __future__ import annotations
@@ -46,77 +45,75 @@ class _Value(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """A node's result: its version when it was made, and what holds its recipe (None: a sum)."""
+    """A node's result: its version when made, and what holds its recipe (None: a sum)."""
 
     version: int
     held: weakref.ref[PackedTensor] | None
 
 
 class _Function(NamedTuple):
-    """What a node's result is of an operator's input, and its version when it was made."""
+    """The function of an operator's input that a node's result is, and its version when made."""
 
     version: int
     function: Derivation
 
 
 class Operands(NamedTuple):
-    """What an addition or ReLU was given: geometry, and whether nothing was changed behind us."""
+    """The operands of an addition or ReLU; ``trusted`` is True if none was changed unnoticed."""
 
     stride: tuple[int, ...]
     trusted: bool
 
 
 class Provenance:
-    """What is known of the results of one forward pass."""
+    """The recipes of one forward pass's results."""
 
     def __init__(self) -> None:
         self._known: dict[_Value, _Known] = {}
         self._functions: dict[_Value, _Function] = {}
 
     def clear(self) -> None:
-        """Forget everything: the forward pass is over."""
+        """Forget everything, at the end of the forward pass."""
         self._known.clear()
         self._functions.clear()
 
     def learn(self, result: Tensor, held: PackedTensor) -> None:
-        """``held.recipe`` computes ``result``."""
-        node, output = _maker(result.grad_fn, result.output_nr)
-        if node is not None:
-            value = _Value(sequence_number_of(node), output)
+        """Note that ``held.recipe`` computes ``result``."""
+        value = _value_of(result.grad_fn, result.output_nr)
+        if value is not None:
             self._known[value] = _Known(result._version, weakref.ref(held))
 
     def learn_made(self, node: Any, version: int, held: PackedTensor) -> None:
-        """``held.recipe`` computes what ``node`` made."""
+        """Note that ``held.recipe`` computes what ``node`` made."""
         self._known[_Value(sequence_number_of(node), 0)] = _Known(version, weakref.ref(held))
 
     def made_within(self, node: Any, arguments: Iterable[Any]) -> PackedTensor | None:
-        """What is held for the first input of ``node``, where the operator that was given these
-        arguments made that input itself, so that nobody can have changed it since.
+        """Return what is held for the first input of ``node``, or None.
+
+        The operator with these arguments must have made that input itself, so that nobody can have
+        changed it since.
         """
-        made = _maker(*node.next_functions[0])
-        given = (each for each in arguments if isinstance(each, Tensor))
-        if made[0] is None or made in [_maker(each.grad_fn, each.output_nr) for each in given]:
+        made = _value_of(*node.next_functions[0])
+        tensors = (each for each in arguments if isinstance(each, Tensor))
+        if made is None or made in [_value_of(each.grad_fn, each.output_nr) for each in tensors]:
             return None
-        known = self._find(*made)
+        known = self._known.get(made)
         return known.held() if known is not None and known.held is not None else None
 
     def learn_function(self, result: Tensor, function: Derivation) -> None:
-        """``function`` of what an operator keeps, or could keep, is ``result``."""
-        node, output = _maker(result.grad_fn, result.output_nr)
-        if node is not None:
-            value = _Value(sequence_number_of(node), output)
+        """Note that ``result`` is ``function`` of what an operator keeps, or could keep."""
+        value = _value_of(result.grad_fn, result.output_nr)
+        if value is not None:
             self._functions[value] = _Function(result._version, function)
 
     def function_of(self, tensor: Tensor, version: int) -> Derivation | None:
-        """Of what another operator keeps, or could keep, a saved tensor is this function."""
-        node, output = _maker(tensor.grad_fn, tensor.output_nr)
-        if node is None:
-            return None
-        found = self._functions.get(_Value(sequence_number_of(node), output))
+        """Return the function of another operator's input that a saved tensor is, or None."""
+        value = _value_of(tensor.grad_fn, tensor.output_nr)
+        found = None if value is None else self._functions.get(value)
         return found.function if found is not None and found.version == version else None
 
     def operands(self, arguments: Sequence[Any]) -> Operands:
-        """Look at an addition's or ReLU's tensors before it runs."""
+        """Return the operands of an addition or ReLU that is about to run."""
         tensors = [argument for argument in arguments[:2] if isinstance(argument, Tensor)]
         first = tensors[0]
         trusted = is_dense(first) and all(
@@ -125,7 +122,7 @@ class Provenance:
         return Operands(first.stride(), trusted and all(map(self._is_unchanged, tensors)))
 
     def learn_sum(self, arguments: Sequence[Any], result: Tensor, operands: Operands) -> None:
-        """``result`` is the sum of two tensors of one geometry."""
+        """Note that ``result`` is a sum, if it is one of two tensors of one geometry."""
         node: Any = result.grad_fn
         if (
             operands.trusted
@@ -139,7 +136,7 @@ class Provenance:
             self._known[_Value(sequence_number_of(node), 0)] = _Known(result._version, None)
 
     def recipe(self, tensor: Tensor, version: int) -> Recipe | None:
-        """How to compute a saved tensor from codes, or None."""
+        """Return how to compute a saved tensor from codes, or None."""
         known = self._find(tensor.grad_fn, tensor.output_nr)
         if known is None or known.version != version:
             return None
@@ -150,35 +147,31 @@ class Provenance:
         return found
 
     def masked(self, node: Any, operands: Operands, mask: Stored[MaskCode]) -> Recipe | None:
-        """The recipe of a ReLU's result, if that of its input is known."""
+        """Return the recipe of a ReLU's result, if that of its input is known."""
         if not operands.trusted:
             return None
         found = self._resolve(node.next_functions[0], _MOST_ADDITIONS)
         if found is None or found[0].derivation is not None:
             return None
-        return (*found[:-1], found[-1]._replace(mask=mask)) if found[-1].mask is None else None
+        return _masked(found, mask)
 
     def added(
         self, addend: Tensor | None, term: Term, mask: Stored[MaskCode] | None
     ) -> Recipe | None:
-        """The recipe of ``addend`` plus one more term, then zero by ``mask``."""
+        """Return the recipe of ``addend`` plus one more term, then zeroed by ``mask``; or None."""
         found: Recipe | None = (term,)
         if addend is not None:
             before = self.recipe(addend, addend._version)
             found = _sum(before, (term,)) if before is not None else None
-        if found is None or mask is None:
-            return found
-        return (*found[:-1], found[-1]._replace(mask=mask)) if found[-1].mask is None else None
+        return found if found is None or mask is None else _masked(found, mask)
 
     def _is_unchanged(self, tensor: Tensor) -> bool:
         known = self._find(tensor.grad_fn, tensor.output_nr)
         return known is None or known.version == tensor._version
 
     def _find(self, node: Any, output: int) -> _Known | None:
-        node, output = _maker(node, output)
-        return (
-            self._known.get(_Value(sequence_number_of(node), output)) if node is not None else None
-        )
+        value = _value_of(node, output)
+        return None if value is None else self._known.get(value)
 
     def _resolve(self, edge: tuple[Any, int], additions: int) -> Recipe | None:
         known = self._find(*edge)
@@ -195,30 +188,41 @@ class Provenance:
 
 
 def is_made_by(result: Tensor, node: Any) -> bool:
-    """Is ``result`` what this node made, perhaps in another shape?"""
-    maker, _ = _maker(result.grad_fn, result.output_nr)
-    return maker is not None and bool(sequence_number_of(maker) == sequence_number_of(node))
+    """True if this node made ``result``, perhaps in another shape."""
+    made = _value_of(result.grad_fn, result.output_nr)
+    return made is not None and made.sequence_number == sequence_number_of(node)
+
+
+def _value_of(node: Any, output: int) -> _Value | None:
+    maker, output = _maker(node, output)
+    return None if maker is None else _Value(sequence_number_of(maker), output)
 
 
 def _maker(node: Any, output: int) -> tuple[Any, int]:
-    """The node and output that made this memory: views are looked through."""
+    """Return the node and output that made this memory, beyond views of it."""
     while node is not None and (node.name() in ALIASES or _is_idle(node)):
         node, output = node.next_functions[0]
     return node, output
 
 
 def _is_idle(node: Any) -> bool:
-    """Is this an expansion that repeats nothing, as every product of batches makes one?"""
+    """True if an expansion repeats nothing, as in every batched product."""
     if node.name() != "ExpandBackward0":
         return False
     return tuple(saved_value(node, "self_sym_sizes")) == result_shape(node)
 
 
-def _sum(first: Recipe, second: Recipe) -> Recipe | None:
-    """One chain for both: the part that is appended must have no mask, which would zero both.
+def _masked(recipe: Recipe, mask: Stored[MaskCode]) -> Recipe | None:
+    """Zero a sum by ``mask``; None where its last term has a mask already."""
+    last = recipe[-1]
+    return (*recipe[:-1], last._replace(mask=mask)) if last.mask is None else None
 
-    Where values are exact so must be their sum: terms are then added in the order in which the
-    program did, so that no more than one may be appended.
+
+def _sum(first: Recipe, second: Recipe) -> Recipe | None:
+    """Chain two recipes; the one that is appended must have no mask, which would zero both.
+
+    Exact values need an exact sum: terms are then added in the program's order, so only one may be
+    appended.
     """
     if len(first) + len(second) > MOST_TERMS or any(term.derivation for term in first + second):
         return None

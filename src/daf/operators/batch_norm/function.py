@@ -81,10 +81,8 @@ class NormHeld(NormSave):
         """Return the normalisation's input."""
         if isinstance(self.source, Kept):
             return self.source.restore(scratch)
-        mean, inverse_deviation = self.statistics
         out = scratch.empty(self.layout)
-        inner = self.geometry.inner
-        self.source.content.decode(out, Channels(inverse_deviation.reciprocal(), mean, inner))
+        self.source.content.decode(out, self.statistics.inverse(self.geometry.inner))
         return out
 
     def backward(
