@@ -1,4 +1,4 @@
-"""What a module call was given, held so that the call can be run again from it."""
+"""The inputs of a module call, held so that the call can run again."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from daf.torch_compat.pytree import map_nest
 
 
 class _Place(NamedTuple):
-    """Where a tensor was in the nest of a call's inputs."""
+    """The place of a tensor in the nest of a call's inputs."""
 
     number: int
 
 
 class _Input(NamedTuple):
-    """One tensor that a call was given."""
+    """One tensor among a call's inputs."""
 
     held: PackedTensor
     account: Any
     requires_grad: bool
-    given: Callable[[], Tensor | None]
+    original: Callable[[], Tensor | None]
     version: int
 
 
 class Inputs:
-    """What a call was given, tensors held; the same tensor given twice stays one tensor."""
+    """The inputs of a call, tensors held; one that appears twice is held once."""
 
-    def __init__(self, given: Any, hold: Callable[[Tensor, int], tuple[PackedTensor, Any]]) -> None:
+    def __init__(self, nest: Any, hold: Callable[[Tensor, int], tuple[PackedTensor, Any]]) -> None:
         places: dict[int, _Place] = {}
         self._tensors: list[_Input] = []
 
@@ -42,17 +42,16 @@ class Inputs:
             if place is None:
                 place = places[id(tensor)] = _Place(len(self._tensors))
                 held, account = hold(tensor, place.number)
+                original = weakref.ref(tensor)
                 self._tensors.append(
-                    _Input(
-                        held, account, tensor.requires_grad, weakref.ref(tensor), tensor._version
-                    )
+                    _Input(held, account, tensor.requires_grad, original, tensor._version)
                 )
             return place
 
-        self._nest = map_nest(Tensor, replace, given)
+        self._nest = map_nest(Tensor, replace, nest)
 
     def restore(self, scratch: Scratch) -> Any:
-        """The nest again, its tensors cut off from the graph that made them."""
+        """Return the nest, its tensors detached from the graph that made them."""
         tensors = [
             one.held.restore(scratch).detach().requires_grad_(one.requires_grad)
             for one in self._tensors
@@ -60,13 +59,13 @@ class Inputs:
         return map_nest(_Place, lambda place: tensors[place.number], self._nest)
 
     def check_unchanged(self, path: str) -> None:
-        """Refuse a call that changed its own input.
+        """Check the inputs when the call has returned.
 
         Raises:
-            SavedTensorError: it did.
+            SavedTensorError: the call changed one in place.
         """
         for one in self._tensors:
-            tensor = one.given()
+            tensor = one.original()
             if tensor is not None and tensor._version != one.version:
                 raise SavedTensorError(
                     f"asked to replay {path!r}, whose forward pass modified its input of shape "
@@ -76,7 +75,7 @@ class Inputs:
 
 
 def distinct_tensors(nest: Any) -> Iterator[Tensor]:
-    """Every tensor in a nest once, in order."""
+    """Yield every tensor in a nest once, in order."""
     found: dict[int, Tensor] = {}
     map_nest(Tensor, lambda tensor: found.setdefault(id(tensor), tensor), nest)
     return iter(found.values())

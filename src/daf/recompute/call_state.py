@@ -1,8 +1,8 @@
-"""What a module call reads beside its inputs, so that it can be run again as it was.
+"""What a module call reads besides its inputs, so that it can run again as it did.
 
-That is random state, autocast state, which parts were training or frozen, and buffers.
-A second run leaves all of it as it found it: running statistics and counters
-advance once, and the caller's random numbers are not used up.
+That is random state, autocast state, which parts were training or frozen, and buffers. A second run
+leaves all of it as it found it: running statistics and counters advance once, and the caller's
+random numbers are not used up.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.nn.parameter import is_lazy
 
 from daf.recompute.module_tensors import ModuleTensors, Slot
 
-Count = Callable[[int], Any]  # begins to count bytes, for as long as what it returns lives
-# A call may write a buffer and leave its value as it was: a mean that is 0 already, of channels
-# whose mean is 0. Only of few elements can that be chance; larger ones are written the same again.
+Count = Callable[[int], Any]  # counts bytes for as long as what it returns lives
+# A call may write a buffer and leave its value (a mean of 0, again 0). Only in a small buffer can
+# that be chance.
 MOST_BYTES_SAME_BY_CHANCE = 64 * 2**10
 
 
 class CallState:
-    """Taken before a call; ``finish`` it afterwards; ``restored`` before running it again."""
+    """The state before a call: ``finish`` it afterwards, ``restored`` runs the call again."""
 
     def __init__(self, module: nn.Module, path: str, devices: Iterable[torch.device]) -> None:
         devices = set(devices)
@@ -37,12 +37,11 @@ class CallState:
             [device for device in devices if device.type == "cuda"]
         )
         self._buffers = list(_copies_of_buffers(module))
-        # Buffers that the call left at their values, perhaps by writing these again.
         self._maybe_written: list[tuple[nn.Module, str]] = []
         self._counts: list[Any] = []
 
     def finish(self, count: Count) -> None:
-        """The call returned: keep of its beginning only what it changed, and count those bytes."""
+        """End the call: keep of its beginning only what it changed, and count those bytes."""
         if self._random is not None and not self._random.is_used():
             self._random = None
         same = [buffer for buffer in self._buffers if not buffer.is_changed()]
@@ -60,7 +59,7 @@ class CallState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Everything as it was when the call began; at the end as it is now.
+        """Restore everything as it was when the call began; at the end as it is now.
 
         Raises:
             SavedTensorError: a tensor of the module was changed or replaced since.
@@ -91,7 +90,7 @@ class CallState:
 
     @contextmanager
     def _buffers_restored(self) -> Iterator[None]:
-        """Copies in place of buffers: the originals keep their values and their versions."""
+        """Put copies in place of buffers, which keep their values and versions."""
         now = [(part._buffers, dict(part._buffers)) for part in self._module.modules()]
         copies: dict[int, Tensor] = {}
         try:
@@ -115,16 +114,16 @@ class _Buffer(NamedTuple):
     owner: nn.Module
     name: str
     value: Tensor
-    given: weakref.ref[Tensor]
+    original: weakref.ref[Tensor]
 
     @property
     def slot(self) -> Slot:
         return id(self.owner._buffers), self.name
 
     def is_changed(self) -> bool:
-        """By value, since batch norm and ``.data`` change values without telling the version."""
+        """True if the value changed: batch norm and ``.data`` leave the version as it is."""
         now = self.owner._buffers.get(self.name)
-        return now is None or now is not self.given() or not torch.equal(now, self.value)
+        return now is None or now is not self.original() or not torch.equal(now, self.value)
 
 
 def _copies_of_buffers(module: nn.Module) -> Iterator[_Buffer]:
@@ -150,7 +149,7 @@ class _RandomState:
         return self._cpu.nbytes + sum(state.nbytes for state in self._cuda.values())
 
     def is_used(self) -> bool:
-        """Were random numbers drawn since?"""
+        """True if random numbers were drawn since."""
         return not torch.equal(torch.get_rng_state(), self._cpu) or any(
             not torch.equal(torch.cuda.get_rng_state(device), state)
             for device, state in self._cuda.items()

@@ -1,4 +1,4 @@
-"""How replayed calls hold tensors: in the same account, store and sites as everything else."""
+"""How replayed calls hold tensors: in the same ledger, store and sites as all saved tensors."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class ReplayKeeper:
         self._is_constant = is_constant
 
     def keep_constant(self, tensor: Tensor, site: Site) -> PackedTensor | None:
-        """Hold a parameter, a buffer or the caller's own; None: it is none of these.
+        """Hold a parameter, a buffer or the caller's own tensor; None: it is none of these.
 
-        Copies that autocast casts from parameters are none: they take memory of their own.
+        Autocast's copies of parameters are none: they take memory of their own.
         """
         parts = strided_parts(tensor)
         if parts and all(map(self._state.sources.is_external, parts)):
@@ -53,13 +53,13 @@ class ReplayKeeper:
         return None
 
     def note_reader(self, module: nn.Module, reader: object) -> None:
-        """For as long as ``reader`` lives, every parameter of the module may be read again."""
+        """Note that ``reader`` may read every parameter of the module, as long as it lives."""
         for parameter in module.parameters():
             if not is_lazy(parameter):
                 self._parameter_reads.note(parameter, reader)
 
     def hold_input(self, tensor: Tensor, site: Site) -> tuple[PackedTensor, Any]:
-        """Hold an input as the policy treats it: by default, integers packed, the rest kept."""
+        """Hold an input by the policy; return also what its ledger entry needs to stay alive."""
         record = self._state.tracker.record(site.module, site.operator, site.call, site.save)
         record.need = Need.INTEGER if is_integer(tensor) else Need.INPUT
         sources = self._state.sources.of_parts(tensor)
@@ -77,7 +77,7 @@ class ReplayKeeper:
         return self._state.packer.keep(tensor, tensor._version, site, sources), sources
 
     def note_save(self, tensor: Tensor, path: str) -> Any:
-        """Plain PyTorch would hold this for as long as what is returned lives."""
+        """Count what plain PyTorch would hold, for as long as the returned object lives."""
         if self._is_constant(tensor):
             return ()
         record = self._state.tracker.record(path, "replay", 0, 0)
@@ -86,9 +86,9 @@ class ReplayKeeper:
             return tuple(source.plain() for source in self._state.sources.of_parts(tensor))
 
     def count(self, nbytes: int) -> Holding:
-        """Count bytes held beside tensors."""
+        """Count bytes held besides tensors."""
         return Holding(self._state.ledger, nbytes)
 
     def rebuilding(self) -> AbstractContextManager[None]:
-        """Inside, a call is run again: its operators are at no site."""
+        """Run a call again inside: its operators are at no site."""
         return self._state.tracker.suspended()

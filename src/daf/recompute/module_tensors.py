@@ -1,8 +1,7 @@
 """The tensors of a module that a call may have read, and whether they are still the same.
 
-A second run reads parameters, buffers and what hooks have set on the module
-from where they are then. What was swapped or changed since would give another
-gradient without a sign, so that is refused.
+A second run reads parameters, buffers and what hooks have set on the module as they are then. A
+tensor that was replaced or changed since would silently give another gradient, so it is refused.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class _Seen(NamedTuple):
 
 
 class ModuleTensors:
-    """Made when a call of a module begins; ``finish`` it when the call returns."""
+    """The tensors that one call may read: make it before the call, ``finish`` it after."""
 
     def __init__(self, module: nn.Module, path: str) -> None:
         self._module = module
@@ -63,7 +62,7 @@ class ModuleTensors:
         self._seen: list[_Seen] = []
 
     def finish(self, unchanged: Collection[Slot]) -> None:
-        """The call returned; other buffers than ``unchanged`` are the call's own to set again."""
+        """End the call; it sets buffers other than ``unchanged`` again itself."""
         for name, part in self._module.named_modules():
             prefix = f"{name}." if name else ""
             for own, parameter in part._parameters.items():
@@ -83,7 +82,7 @@ class ModuleTensors:
             self._seen.append(_Seen.now(f"{what} {path!r}", name, space, tensor))
 
     def check_unchanged(self) -> None:
-        """Is everything as the call left it?
+        """Check that everything is as the call left it.
 
         Raises:
             SavedTensorError: it is not.
@@ -104,7 +103,7 @@ class ModuleTensors:
 
     @contextmanager
     def frozen_as_then(self) -> Iterator[None]:
-        """What required gradients in the first pass does so inside, and nothing else."""
+        """Let exactly those tensors require gradients inside that did in the first pass."""
         tensors = [(seen.tensor(), seen.requires_grad) for seen in self._seen]
         changed = [(t, then) for t, then in tensors if t is not None and t.requires_grad != then]
         try:
@@ -117,6 +116,6 @@ class ModuleTensors:
 
 
 def _own_attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What hooks that run before the module's calls, and not when it is replayed, may have set."""
+    """Yield what forward pre-hooks, which a replay does not run, may have set."""
     if module._forward_pre_hooks:
         yield from ((k, v) for k, v in vars(module).items() if isinstance(v, Tensor))

@@ -1,13 +1,13 @@
-"""Replay: module calls that hold only their inputs, and run again when backward comes to them.
+"""Replay: module calls that hold only their inputs, and run again when backward reaches them.
 
-In the first pass a replayed call hands autograd a numbered handle for every
-tensor it saves. Unpacking the first of them runs the call again from its
-inputs and collects the tensors that backward still needs, in the same order;
-it stops at the last one, and each is let go when its operator has read it.
+In the first pass a replayed call gives autograd a numbered handle for every tensor it saves.
+Unpacking the first of them runs the call again from its inputs and collects the tensors that
+backward still needs, in the same order. The run stops at the last one, and each is freed when its
+operator has read it.
 
-A call inside a replayed call is a call of its own: its inputs are saves of the
-outer call, and what it saves itself is rebuilt only when backward reaches it.
-(The scheme is that of PyTorch's non-reentrant ``torch.utils.checkpoint``.)
+A call inside a replayed call is a call of its own: its inputs are saves of the outer call, and what
+it saves itself is rebuilt only when backward reaches it. (The scheme is that of PyTorch's
+non-reentrant ``torch.utils.checkpoint``.)
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,56 +29,30 @@ from daf.core.errors import SavedTensorError, UnknownNameError
 from daf.core.policy import Site
 from daf.recompute.call_inputs import Inputs, distinct_tensors
 from daf.recompute.call_state import CallState
+from daf.recompute.holder import ReplayKeeper
 from daf.saved_tensors.ledger import Holding
 from daf.saved_tensors.packed_tensor import PackedTensor, SavedTensor
 from daf.torch_compat.autograd_graph import NO_TASK, call_after_backward, graph_task
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.compiler_stance import eagerly
 
-# These save a tensor and fill it only afterwards, so that it is nothing yet when it is seen.
+# These save a tensor and fill it afterwards.
 _FILL_WHAT_THEY_SAVED = frozenset({F.rrelu, F.rrelu_, torch.rrelu, torch.rrelu_})
 
 
-class Keeper(Protocol):
-    """Holds and counts tensors for replayed calls."""
-
-    scratch: Scratch
-
-    def keep_constant(self, tensor: Tensor, site: Site) -> PackedTensor | None:
-        """Hold a parameter, a buffer or the caller's own; None: it is none of these."""
-
-    def hold_input(self, tensor: Tensor, site: Site) -> tuple[PackedTensor, Any]:
-        """Hold an input, and what its account needs to stay alive."""
-
-    def hold_rebuilt(self, tensor: Tensor, site: Site) -> tuple[PackedTensor, Any]:
-        """Hold a rebuilt tensor, as it is, until backward has read it."""
-
-    def note_save(self, tensor: Tensor, path: str) -> Any:
-        """Plain PyTorch would hold this for as long as what is returned lives."""
-
-    def note_reader(self, module: nn.Module, reader: object) -> None:
-        """For as long as ``reader`` lives, every parameter of the module may be read again."""
-
-    def count(self, nbytes: int) -> Holding:
-        """Count bytes held beside tensors."""
-
-    def rebuilding(self) -> AbstractContextManager[None]:
-        """Inside, a call is run again: its operators are at no site."""
-
-
 class ReplayLog:
-    """Which calls were replayed in the last backward pass, in order."""
+    """The calls that the last backward pass replayed, in order."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
         self._task = NO_TASK
 
     def clear(self) -> None:
-        """A new forward pass begins."""
+        """Begin a new forward pass."""
         self.calls.clear()
 
     def note(self, path: str, call: int) -> None:
-        """One call is run again."""
+        """Note that a call runs again."""
         task = graph_task()
         if task != self._task:
             self.calls.clear()
@@ -87,7 +61,7 @@ class ReplayLog:
 
 
 class Rebuilt(PackedTensor):
-    """Stands for the ``index``-th tensor that a replayed call saves."""
+    """What is held in place of the ``index``-th tensor that a replayed call saves: a handle."""
 
     __slots__ = ("_call", "_form", "_value", "index")
 
@@ -100,11 +74,11 @@ class Rebuilt(PackedTensor):
 
     @property
     def is_rebuilt(self) -> bool:
-        """Is the tensor here, because its call was run again?"""
+        """True if the tensor is here, because its call ran again."""
         return self._value is not None
 
-    def settle(self, tensor: Tensor, keeper: Keeper, site: Site) -> None:
-        """The call was run again and saved this.
+    def settle(self, tensor: Tensor, keeper: ReplayKeeper, site: Site) -> None:
+        """Hold what the call saved when it ran again.
 
         Raises:
             SavedTensorError: in the first pass it saved something else.
@@ -118,16 +92,16 @@ class Rebuilt(PackedTensor):
         self._value = keeper.hold_rebuilt(tensor, site)
 
     def forget(self) -> None:
-        """Let go of the tensor; the call can be run again."""
+        """Free the tensor; the call can run again."""
         self._value = None
 
     def restore(self, scratch: Scratch) -> Tensor:
-        """The tensor, which is held no longer.
+        """Return the tensor, and hold it no longer.
 
         Raises:
             SavedTensorError: something the call depends on was changed in place since.
         """
-        self._call.note_unpack()
+        self._call.replays.note_unpack()
         if self._value is None:
             self._call.replay(self)
         value, self._value = self._value, None
@@ -146,10 +120,10 @@ class ReplayedCall:
         self, replays: Replays, target: ReplayedForward, inputs: Inputs, state: CallState
     ) -> None:
         self.site = Site(target.path, "replay", 0, 0)
-        self.differentiates = False  # does its forward pass itself ask for gradients?
-        self.fills_what_it_saved = False  # then a save is complete when the next one is seen
+        self.differentiates = False  # True if its forward pass itself asks for gradients
+        self.fills_what_it_saved = False  # True if a save is complete only at the next one
         self._count = target.calls
-        self._replays = replays
+        self.replays = replays
         self._forward = target.forward
         self._inputs = inputs
         self._state = state
@@ -157,38 +131,34 @@ class ReplayedCall:
         self._task = NO_TASK
 
     def hold(self, tensor: Tensor) -> Rebuilt:
-        """A handle for the next tensor that the call saves."""
+        """Return a handle for the next tensor that the call saves."""
         handle = Rebuilt(self, len(self._handles), tensor)
         self._handles.append(weakref.ref(handle))
         return handle
 
     def skip(self) -> None:
-        """The next tensor that the call saves is held by someone else."""
+        """Give the next tensor that the call saves no handle: it is held elsewhere."""
         self._handles.append(None)
 
-    def note_unpack(self) -> None:
-        """Somebody goes backward; calls that run now do so within their own forward pass."""
-        self._replays.note_unpack()
-
     def finish(self, count: Callable[[int], Holding]) -> None:
-        """The first pass returned."""
+        """End the first pass; ``count`` counts bytes that are held."""
         self._state.finish(count)
         self._inputs.check_unchanged(self.site.module)
 
-    def replay(self, asked: Rebuilt) -> None:
-        """Run the call again; afterwards ``asked`` has its tensor, and so have all others alive.
+    def replay(self, wanted: Rebuilt) -> None:
+        """Run the call again, which rebuilds ``wanted`` and all other handles alive.
 
-        Asked a second time in one backward pass, only that one is rebuilt: the
-        others were read already.
+        A second time in one backward pass it rebuilds that one only: the others were read already.
 
         Raises:
             SavedTensorError: the call saved fewer tensors than before.
         """
         task = graph_task()
         again = task in (NO_TASK, self._task)
-        wanted = [asked] if again else [handle for handle in self._alive() if not handle.is_rebuilt]
-        self._run(Collector(self, wanted, self._replays.keeper))
-        if not asked.is_rebuilt:
+        missing = (handle for handle in self._alive() if not handle.is_rebuilt)
+        handles = [wanted] if again else list(missing)
+        self._run(Collector(self, handles))
+        if not wanted.is_rebuilt:
             raise SavedTensorError(
                 f"replaying {self.site.module!r} saved fewer tensors than its first pass; a "
                 "replayed module must do the same thing again with the same inputs"
@@ -199,7 +169,7 @@ class ReplayedCall:
             call_after_backward(forget)
 
     def forget(self) -> None:
-        """Let go of rebuilt tensors that this backward pass did not read."""
+        """Free rebuilt tensors that this backward pass did not read."""
         self._task = NO_TASK
         for handle in self._alive():
             handle.forget()
@@ -209,10 +179,10 @@ class ReplayedCall:
         return [handle for handle in found if handle is not None]
 
     def _run(self, collector: Collector) -> None:
-        arguments, keywords = self._inputs.restore(self._replays.keeper.scratch)
-        self._replays.log.note(self.site.module, self._count)
+        arguments, keywords = self._inputs.restore(self.replays.keeper.scratch)
+        self.replays.log.note(self.site.module, self._count)
         with (
-            self._replays.rebuilding(collector),
+            self.replays.rebuilding(collector),
             self._state.restored(),
             collector.hooks(),
             eagerly(),
@@ -228,30 +198,30 @@ def _forget(reference: weakref.ref[ReplayedCall]) -> None:
 
 
 class _Complete(BaseException):
-    """Everything wanted was rebuilt. (No Exception, which a module may catch.)"""
+    """Every wanted tensor is rebuilt; no Exception, which a module may catch."""
 
 
 class Collector:
-    """Sees what a call saves when it runs again, and fills the handles that want it."""
+    """Collects what a call saves when it runs again, and fills the wanted handles."""
 
-    def __init__(self, call: ReplayedCall, wanted: list[Rebuilt], keeper: Keeper) -> None:
+    def __init__(self, call: ReplayedCall, wanted: list[Rebuilt]) -> None:
         self._wanted = {handle.index: handle for handle in wanted}
         self._last = max(self._wanted) + call.fills_what_it_saved
         self._site = call.site
-        self._keeper = keeper
+        self._keeper = call.replays.keeper
         self._saved = 0
         self._depth = 0  # of calls with handles of their own
         # Otherwise nobody goes backward through the second run's own graph.
         self._differentiates = call.differentiates
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """For the second run's duration."""
+        """Return the hooks of the second run."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def run_inner(
         self, forward: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
-        """A replayed call inside this one: its inputs are wanted, what it saves is its own."""
+        """Run a replayed call inside this one, whose inputs are saves of this one."""
         if self._depth == 0:
             for tensor in distinct_tensors((arguments, keywords)):
                 self._collect(tensor)
@@ -284,7 +254,7 @@ class Collector:
 
 
 class ReplayedForward:
-    """Stands in the place of a module's ``forward`` while a capture is entered."""
+    """What takes the place of a module's ``forward`` while a capture is entered."""
 
     def __init__(self, replays: Replays, path: str, module: nn.Module) -> None:
         self.path = path
@@ -294,11 +264,11 @@ class ReplayedForward:
         self._replays = replays
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """Run the module's own ``forward`` under the capture's eyes."""
+        """Run the module's own ``forward`` as a replayed call."""
         return self._replays.call(self, arguments, keywords)
 
     def __reduce__(self) -> Any:
-        """Copies and pickles of the module get its own ``forward``."""
+        """Give copies and pickles of the module its own ``forward``."""
         return _own_forward, (self.module,)
 
 
@@ -307,16 +277,15 @@ def _own_forward(module: nn.Module) -> Callable[..., Any]:
 
 
 class Replays:
-    """The replayed modules of one entered capture, and the calls that run now."""
+    """The replayed modules of one entered capture, by ``paths``, and the calls that run now.
+
+    Raises:
+        UnknownNameError: the model has no such module, or it has no ``forward``.
+    """
 
     def __init__(
-        self, model: nn.Module, paths: frozenset[str], keeper: Keeper, log: ReplayLog
+        self, model: nn.Module, paths: frozenset[str], keeper: ReplayKeeper, log: ReplayLog
     ) -> None:
-        """Prepare to replay every call of the modules that ``paths`` name.
-
-        Raises:
-            UnknownNameError: the model has no such module, or it has no ``forward``.
-        """
         replayable = {module for _, module in CompiledModules(model).replayable()} if paths else ()
         modules = {
             id(module := _find(model, path, replayable)): (path, module) for path in sorted(paths)
@@ -329,29 +298,26 @@ class Replays:
 
     @property
     def is_running(self) -> bool:
-        """Does a replayed call run now, for the first time or again?"""
+        """True while a replayed call runs, for the first time or again."""
         return bool(self._running)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Calls of the modules come here; their own ``forward`` returns whatever happens."""
-        nothing = object()
-        spaces = [(target, target.module.__dict__) for target in self._targets]
-        before = [(space, space.get("forward", nothing)) for _, space in spaces]
+        """Let calls of the modules come here; restore their own ``forward`` at the end."""
+        spaces = [target.module.__dict__ for target in self._targets]
+        before = [{k: space[k] for k in ("forward",) if k in space} for space in spaces]
         try:
-            for target, space in spaces:
+            for target, space in zip(self._targets, spaces, strict=True):
                 space["forward"] = target
             yield
         finally:
-            for space, own in before:
-                if own is nothing:
-                    space.pop("forward", None)
-                else:
-                    space["forward"] = own
+            for space, own in zip(spaces, before, strict=True):
+                space.pop("forward", None)
+                space.update(own)
 
     @contextmanager
     def rebuilding(self, collector: Collector) -> Iterator[None]:
-        """A call is run again, on whichever thread backward runs."""
+        """Run a call again inside, on whichever thread backward runs."""
         outer, self._thread = self._thread, get_ident()
         depth = len(self._running)
         self._running.append(collector)
@@ -365,7 +331,7 @@ class Replays:
     def call(
         self, target: ReplayedForward, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
-        """A replayed module is called."""
+        """Run a call of a replayed module."""
         if get_ident() != self._thread or not torch.is_grad_enabled():
             return target.forward(*arguments, **keywords)
         outer = self._running[-1] if self._running else None
@@ -386,7 +352,7 @@ class Replays:
         return result
 
     def pack(self, tensor: Tensor) -> SavedTensor:
-        """An operator of the innermost replayed call saves a tensor."""
+        """Pack a tensor that an operator of the innermost replayed call saves."""
         call = self._running[-1]
         assert isinstance(call, ReplayedCall)  # a call that runs again has hooks of its own
         saved = SavedTensor(tensor)
@@ -399,13 +365,13 @@ class Replays:
         return saved
 
     def note_operator(self, operator: Callable[..., Any]) -> None:
-        """An operator of the innermost call is about to run, for the first time."""
+        """Note an operator of the innermost call that is about to run for the first time."""
         call = self._running[-1]
         if operator in _FILL_WHAT_THEY_SAVED and isinstance(call, ReplayedCall):
             call.fills_what_it_saved = True
 
     def note_unpack(self) -> None:
-        """Somebody goes backward; calls that run now do so within their own forward pass."""
+        """Note a backward pass: calls that run now run it within their own forward pass."""
         for call in self._running:
             if isinstance(call, ReplayedCall):
                 call.differentiates = True
