@@ -1,14 +1,13 @@
 """Derivative codes for smooth activations, in terms of the tensor that PyTorch saves.
 
-PyTorch's own backward reads the saved tensor and computes h'. So an interval is
-represented by a saved value at which h' *is* the interval's level; it exists
-wherever h' is continuous on the interval, by the mean value theorem, because
-the level is the mean of h' there.
+PyTorch's own backward reads the saved tensor and computes h'. So a saved value at which h' *is* the
+interval's level represents the interval. It exists wherever h' is continuous on the interval (mean
+value theorem), because the level is the mean of h' there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -26,6 +25,11 @@ from daf.torch_compat.autograd_nodes import saved_value
 PLANNED_BITS = (2, 3, 4)  # of ``plan.coded_policy``
 _Function = Callable[[Tensor], Tensor]
 _RANGE = 100.0  # weighted range of inputs, as in the tables' source
+_PARAMETERS = {
+    "SoftplusBackward0": ("beta", "threshold"),
+    "EluBackward0": ("alpha", "scale", "input_scale"),
+    "CeluBackward0": ("alpha",),
+}
 _SAVES_RESULT = frozenset({"SigmoidBackward0", "TanhBackward0"})
 
 
@@ -37,7 +41,7 @@ class SmoothCode(NamedTuple):
 
 
 def smooth_code(node: Any, bits: int) -> SmoothCode | None:
-    """The code for an activation's node; None where no sound one exists."""
+    """Return the code for an activation's node; None where no sound one exists."""
     name = node.name()
     with (
         without_torch_function(),
@@ -54,42 +58,27 @@ def _parameters(node: Any) -> tuple[Any, ...]:
     name = node.name()
     if name == "GeluBackward0":
         return (saved_value(node, "approximate"),)
-    if name == "SoftplusBackward0":
-        return (float(saved_value(node, "beta")), float(saved_value(node, "threshold")))
-    if name == "EluBackward0":
-        return (
-            float(saved_value(node, "alpha")),
-            float(saved_value(node, "scale")),
-            float(saved_value(node, "input_scale")),
-        )
-    if name == "CeluBackward0":
-        return (float(saved_value(node, "alpha")),)
-    return ()
+    return tuple(float(saved_value(node, slot)) for slot in _PARAMETERS.get(name, ()))
 
 
-def _activation(name: str, parameters: tuple[Any, ...]) -> _Function:
-    plain: dict[str, _Function] = {
-        "SiluBackward0": F.silu,
-        "MishBackward0": F.mish,
-        "HardswishBackward0": F.hardswish,
-        "SigmoidBackward0": torch.sigmoid,
-        "TanhBackward0": torch.tanh,
-    }
-    if name in plain:
-        return plain[name]
-    if name == "GeluBackward0":
-        return lambda x: F.gelu(x, approximate=parameters[0])
-    if name == "SoftplusBackward0":
-        return lambda x: F.softplus(x, *parameters)
-    if name == "CeluBackward0":
-        return lambda x: F.celu(x, *parameters)
-    return lambda x: torch.ops.aten.elu(x, *parameters)
+_ACTIVATIONS: Mapping[str, Callable[..., Tensor]] = {
+    "GeluBackward0": lambda x, approximate: F.gelu(x, approximate=approximate),
+    "SiluBackward0": F.silu,
+    "MishBackward0": F.mish,
+    "HardswishBackward0": F.hardswish,
+    "SigmoidBackward0": torch.sigmoid,
+    "TanhBackward0": torch.tanh,
+    "SoftplusBackward0": F.softplus,
+    "CeluBackward0": F.celu,
+    "EluBackward0": torch.ops.aten.elu,
+}
 
 
 @cache
 def _find_planned(name: str, parameters: tuple[Any, ...]) -> None:
-    """The codes of all widths that plans ask for, at once: finding one passes through some 20 MB,
-    which must not come on top of a step that a plan has made room for.
+    """Find the codes of all planned widths at once: each takes some 20 MB while it is found.
+
+    These must not come on top of a planned step.
     """
     for bits in PLANNED_BITS:
         _code(name, parameters, bits)
@@ -98,7 +87,9 @@ def _find_planned(name: str, parameters: tuple[Any, ...]) -> None:
 
 @cache
 def _code(name: str, parameters: tuple[Any, ...], bits: int) -> SmoothCode | None:
-    function = _activation(name, parameters)
+
+    def function(x: Tensor) -> Tensor:
+        return _ACTIVATIONS[name](x, *parameters)
 
     def activation(x: NDArray[np.float64]) -> NDArray[np.float64]:
         values: NDArray[np.float64] = function(torch.from_numpy(np.ascontiguousarray(x))).numpy()
@@ -116,7 +107,7 @@ def _code(name: str, parameters: tuple[Any, ...], bits: int) -> SmoothCode | Non
 
 
 def _where_derivative_is(function: _Function, levels: Tensor, ends: Tensor) -> Tensor | None:
-    """In each interval an input at which the derivative is the level; None if one lacks it."""
+    """Return for each interval an input whose derivative is the level; None if one lacks it."""
     found = []
     for level, low, high in zip(levels, ends[:-1], ends[1:], strict=True):
         grid = torch.linspace(float(low), float(high), 200_001, dtype=torch.float64)

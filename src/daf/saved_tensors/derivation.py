@@ -1,4 +1,4 @@
-"""A function by which a saved tensor is derived from a code that serves something else too."""
+"""The function by which a saved tensor is derived from a code that serves others too."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 class Derivation:
-    """A function that is applied in place to the only term of a recipe; it maps 0 to 0.
+    """A function with f(0) = 0 that is applied in place to the only term of a recipe.
 
-    ``readers`` counts the saved tensors that are derived so, by itself or scaled.
+    ``readers`` counts the saved tensors that are derived by it, scaled or not.
     """
 
     __slots__ = ("__weakref__", "_function", "_scale", "_unscaled", "readers")
@@ -27,17 +27,17 @@ class Derivation:
         self.readers = 0
 
     def apply_(self, tensor: Tensor) -> None:
-        """Apply it."""
+        """Replace ``tensor`` by its function."""
         self._function(tensor)
         if self._scale != 1.0:
             tensor.mul_(self._scale)
 
     def scaled(self, factor: float) -> Derivation:
-        """``factor`` times the same."""
+        """Return ``factor`` times the function."""
         return Derivation(self._function, self._scale * factor, self)
 
     def note_reader(self) -> None:
-        """One more saved tensor is derived so."""
+        """Count one more saved tensor derived by it."""
         self.readers += 1
         if self._unscaled is not None:
             self._unscaled.note_reader()

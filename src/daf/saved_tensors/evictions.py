@@ -1,4 +1,4 @@
-"""What stores gave up since the step began: planes, bytes, and of which sites."""
+"""The planes that stores evicted since the step began, by site."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Protocol
 from daf.pool.views import EvictedPlane
 
 
-class GivesUp(Protocol):
-    """A store, or several."""
+class Evicting(Protocol):
+    """A store, or several, that evict planes."""
 
     @property
     def evicted_bytes(self) -> int:
-        """Bytes of planes given up since it began."""
+        """The bytes of planes evicted since the store began."""
 
     def take_evictions(self) -> tuple[tuple[EvictedPlane, ...], int]:
-        """Planes given up since the last call, and how many more were not listed."""
+        """Return the planes evicted since the last call, and how many more were not listed."""
 
 
 class Evictions:
-    """Follows stores; ``collect`` often, since a pool lists only so many at a time."""
+    """The evictions of stores; ``collect`` often, since a pool's list is bounded."""
 
-    def __init__(self, *stores: GivesUp) -> None:
+    def __init__(self, *stores: Evicting) -> None:
         self._stores = stores
         self._listed: set[tuple[int, int]] = set()
         self._unlisted = 0
@@ -30,7 +30,7 @@ class Evictions:
         self.bytes_by_tag: Counter[int] = Counter()
 
     def begin(self) -> None:
-        """A new step begins."""
+        """Begin a new step."""
         self.collect()
         self._listed.clear()
         self._unlisted = 0
@@ -38,7 +38,7 @@ class Evictions:
         self._bytes_before = self._all_bytes()
 
     def collect(self) -> None:
-        """Ask the store what went."""
+        """Take the evictions of all stores."""
         for store in self._stores:
             entries, unlisted = store.take_evictions()
             self._unlisted += unlisted
@@ -48,12 +48,12 @@ class Evictions:
 
     @property
     def planes(self) -> int:
-        """Planes of tensors that are gone, in part or whole."""
+        """The number of evicted planes, of tensors gone in part or whole."""
         return len(self._listed) + self._unlisted
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes that are gone."""
+        """The evicted bytes."""
         return self._all_bytes() - self._bytes_before
 
     def _all_bytes(self) -> int:

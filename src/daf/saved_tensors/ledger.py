@@ -1,7 +1,7 @@
-"""Who holds which bytes: the ledger, what autograd would have held, and what is held instead.
+"""The ledger: the bytes that plain autograd would hold, and those that are held instead.
 
-Every byte is tied to an object and leaves the ledger when its last reference
-is dropped, so the account is exact at any moment of forward and backward.
+Every byte is tied to an object and leaves the ledger with the last reference to it, so the ledger
+is exact at any moment of forward and backward.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Found = TypeVar("Found", bound=object)
 
 
 class Ledger:
-    """Bytes now and at peak: plain's and ours.
+    """Bytes now and at peak: what plain PyTorch would hold, and what DAF holds.
 
-    Codes are counted as their store counts itself while any of them lives: free
-    pages and records of a pool included, planes given up no more.
-    ``reported_bytes`` are the holdings' own, as each was when it began. What waits
-    to be spilled, or was read back early, is asked of ``waiting_bytes``.
+    While any code lives, codes count as their store counts itself: with a pool's free pages and
+    records, without evicted planes. ``reported_bytes`` are the holdings' own, as each was when it
+    began. ``waiting_bytes`` returns what waits to be spilled or was read back early,
+    ``spilled_bytes`` what was ever spilled or sent to the host.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Ledger:
         self._stored_bytes = stored_bytes
         self._waiting_bytes = waiting_bytes
         self._spilled_bytes = spilled_bytes
-        self._told_stored_bytes = 0
+        self._stored_reported_bytes = 0
         self.plain_bytes = 0
         self.plain_peak_bytes = 0
         self.reported_bytes = 0
@@ -49,26 +49,26 @@ class Ledger:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes held now."""
+        """The bytes that DAF holds now."""
         reported_bytes = self.reported_bytes + self._waiting_bytes()
-        if self._stored_bytes is None or not self._told_stored_bytes:
+        if self._stored_bytes is None or not self._stored_reported_bytes:
             return reported_bytes
-        return reported_bytes - self._told_stored_bytes + self._stored_bytes()
+        return reported_bytes - self._stored_reported_bytes + self._stored_bytes()
 
     def note_held(self) -> None:
-        """What waits has grown."""
+        """Note that the waiting bytes have grown."""
         self.held_peak_bytes = max(self.held_peak_bytes, self.held_bytes)
 
     def add_plain(self, count: int) -> None:
-        """Autograd would have begun to hold ``count`` bytes (negative: to let go of them)."""
+        """Count bytes that plain autograd begins to hold; negative: frees."""
         self.plain_bytes += count
         self.plain_peak_bytes = max(self.plain_peak_bytes, self.plain_bytes)
 
     def add_held(self, count: int, *, in_store: bool) -> None:
-        """We begin to hold ``count`` bytes (negative: let go of them)."""
+        """Count bytes that DAF begins to hold; negative: frees."""
         self.reported_bytes += count
         if in_store:
-            self._told_stored_bytes += count
+            self._stored_reported_bytes += count
         if count > 0:
             self.note_held()
 
@@ -88,7 +88,7 @@ class Ledger:
 
 
 class Holding:
-    """Bytes of ours in the ledger for as long as this object lives."""
+    """Bytes that DAF holds, in the ledger for as long as this object lives."""
 
     __slots__ = ("__weakref__", "_in_store", "_ledger", "nbytes")
 
@@ -103,9 +103,9 @@ class Holding:
 
 
 class Unmade(NamedTuple):
-    """A storage that plain PyTorch would make and hold, and that was never made here.
+    """A storage that plain PyTorch would make and hold, and that DAF never made.
 
-    ``instead`` are those that stand for it here, which must stay known for as long.
+    ``instead`` are the sources that stand for it, kept alive for as long.
     """
 
     nbytes: int
@@ -113,7 +113,7 @@ class Unmade(NamedTuple):
 
 
 class Plain:
-    """A storage that autograd would hold, in the ledger for as long as this object lives."""
+    """A storage that plain autograd holds, in the ledger for as long as this object lives."""
 
     __slots__ = ("__weakref__", "_ledger", "source")
 
@@ -129,10 +129,9 @@ class Plain:
 class Source:
     """A storage from which tensors were saved or held; alive while one of them is.
 
-    The weak reference to the storage keeps its address from being given to
-    another one, so an equal address means the same storage. ``remember`` and
-    ``recall`` find what is already held of it; the key must tell version,
-    geometry and treatment apart.
+    Its weak reference to the storage reserves the address, so an equal address means the same
+    storage. ``remember`` and ``recall`` find what is already held of it, by a key of version,
+    geometry and treatment.
     """
 
     __slots__ = ("__weakref__", "_held", "_ledger", "_plain", "_storage", "nbytes")
@@ -145,13 +144,13 @@ class Source:
         self.nbytes = storage.nbytes()
 
     def references(self) -> int:
-        """How many tensors refer to the storage now."""
+        """Return the number of tensors that refer to the storage now."""
         if self._storage.expired():  # type: ignore[no-untyped-call]
             return 0
         return storage_references(self._storage.cdata)
 
     def plain(self) -> Plain:
-        """Autograd would hold this; counted once however many tensors on it are saved."""
+        """Count the storage as plain autograd's, once however many tensors on it are saved."""
         plain = self._plain() if self._plain is not None else None
         if plain is None:
             plain = Plain(self._ledger, self)
@@ -159,18 +158,18 @@ class Source:
         return plain
 
     def remember(self, key: Hashable, held: object) -> None:
-        """``held`` stands for the content that ``key`` describes, as long as it lives."""
+        """Let ``held`` stand for the content of ``key``, as long as it lives."""
         self._held[key] = weakref.ref(held)
 
     def recall(self, key: Hashable, kind: type[Found]) -> Found | None:
-        """What stands for the content that ``key`` describes, if it is alive."""
+        """Return what stands for the content of ``key``, if it is alive."""
         reference = self._held.get(key)
         found = reference() if reference is not None else None
         return found if isinstance(found, kind) else None
 
 
 class Sources:
-    """The sources alive now, found by storage; storages named external are nobody's."""
+    """The sources alive now, by storage; external storages have none."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -178,45 +177,42 @@ class Sources:
         self._external: dict[int, StorageWeakRef] = {}
 
     def set_external(self, tensors: Iterator[Tensor]) -> None:
-        """Parameters, buffers and the caller's batch: never coded, never counted."""
+        """Name the parameters, buffers and the caller's batch, which are never coded or counted."""
         self._external = {}
         self.add_external(tensors)
 
     def add_external(self, tensors: Iterator[Tensor]) -> None:
-        """More external tensors."""
+        """Name more external tensors."""
         for tensor in tensors:
             for part in strided_parts(tensor):
                 storage = part.untyped_storage()
                 self._external[storage._cdata] = _weak(storage)
 
     def is_external(self, tensor: Tensor) -> bool:
-        """Does a strided tensor lie in a parameter, a buffer or the caller's batch?"""
+        """True if a strided tensor lies in a parameter, a buffer or the caller's batch."""
         return tensor.untyped_storage()._cdata in self._external
 
     def of(self, tensor: Tensor) -> Source:
-        """The source of a strided tensor."""
+        """Return the source of a strided tensor."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         reference = self._alive.get(address)
         source = reference() if reference is not None else None
-        if source is not None:
-            return source
-        source = Source(self._ledger, storage)
-        self._alive[address] = weakref.ref(source)
+        if source is None:
+            source = Source(self._ledger, storage)
+            self._alive[address] = weakref.ref(source)
         return source
 
     def of_parts(self, tensor: Tensor) -> tuple[Source, ...]:
-        """The sources of the strided tensors that a tensor consists of."""
+        """Return the sources of the strided tensors that a tensor consists of."""
         return tuple(map(self.of, strided_parts(tensor)))
 
     def renew(self, tensor: Tensor) -> None:
-        """The tensor's memory holds something else from now on, which plain PyTorch, that would
-        have had two, counts by itself.
-        """
+        """Give the tensor's overwritten memory a new source: plain PyTorch would have two."""
         self._alive.pop(tensor.untyped_storage()._cdata, None)
 
     def forget(self) -> None:
-        """Drop what is remembered beyond the bytes themselves; called when a step begins."""
+        """Forget dead and external storages; a step begins."""
         self._alive = {
             address: reference
             for address, reference in self._alive.items()
@@ -226,13 +222,13 @@ class Sources:
 
 
 def storage_references(address: int) -> int:
-    """How many tensors refer to the storage at an address, which Python has seen before."""
+    """Return the number of tensors that refer to the storage at an address known to Python."""
     return storage_holders(address) - _wrapper_references()
 
 
 @functools.cache
 def _wrapper_references() -> int:
-    """By how much PyTorch's count grows once Python has seen a storage (1 in torch 2.13)."""
+    """Return what PyTorch's count gains once Python knows a storage (1 in torch 2.13)."""
     tensor = torch.empty(1)
     return storage_holders(tensor.untyped_storage()._cdata) - 1
 
@@ -242,9 +238,9 @@ def _weak(storage: torch.UntypedStorage) -> StorageWeakRef:
 
 
 def strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The strided tensors that a tensor consists of: itself, or a sparse one's indices and values.
+    """Return the strided tensors of a tensor: itself, or a sparse one's indices and values.
 
-    Empty where the memory cannot be seen (an opaque layout, a parameter not yet materialised).
+    Empty where the memory is hidden (an opaque layout, a parameter not yet materialised).
     """
     if is_lazy(tensor):
         return ()

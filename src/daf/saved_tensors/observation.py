@@ -1,4 +1,4 @@
-"""What is seen of one step: saves, module calls, moments and times; and what a watcher is told.
+"""The observation of one step: saves, module calls, moments and times; and the watcher's interface.
 
 A *moment* begins with every operator of the forward pass and every tensor that backward reads.
 """
@@ -22,12 +22,12 @@ SMALLEST_TIMED_BYTES = 1 << 18
 
 @dataclass(slots=True)
 class ObservedTensor:
-    """One save: its site, what it needs and got, and the moments of its life.
+    """One save: its site, need and treatment, and the moments of its life.
 
-    ``content`` numbers the part of that memory that was saved; one code serves all of it.
-    ``dies``: the first moment at which only autograd holds its memory. ``beside_bytes``
-    are held with it whatever the treatment. ``teller``: whose tensor, if that is kept, tells
-    this one through a function that is not linear.
+    ``content`` numbers the saved part of the memory; one code serves all of it. ``dies`` is the
+    first moment at which only autograd holds its memory. ``beside_bytes`` are held with it
+    whatever the treatment. ``teller`` is the site whose tensor, if kept, yields this one through a
+    function that is not linear.
     """
 
     site: Site
@@ -53,9 +53,9 @@ class ObservedTensor:
 
 @dataclass(slots=True)
 class ModuleCall:
-    """One call of a module; ``inputs`` are (storage or -1, bytes) of tensors that are computed.
+    """One call of a module; ``inputs`` are (storage or -1, bytes) of computed tensors.
 
-    ``replayable``: none of its inputs was changed in place afterwards.
+    ``replayable`` is True if none of its inputs was changed in place afterwards.
     """
 
     module: str
@@ -69,15 +69,15 @@ class ModuleCall:
 
     @property
     def operators(self) -> int:
-        """How many ran inside: each began a moment."""
+        """The operators that ran inside: each began a moment."""
         return self.last_moment - self.first_moment + 1
 
 
 @dataclass(slots=True)
 class MethodTime:
-    """Bytes of tensors that went through a method, and how long that took.
+    """Bytes of tensors that went through a method, and the time that took.
 
-    ``timed_bytes`` and ``timed_ms`` leave out tensors so small that calling takes most of it.
+    ``timed_bytes`` and ``timed_ms`` leave out tensors below ``SMALLEST_TIMED_BYTES``.
     """
 
     nbytes: int = 0
@@ -86,7 +86,7 @@ class MethodTime:
     timed_ms: float = 0.0
 
     def add(self, nbytes: int, ms: float) -> None:
-        """One more tensor."""
+        """Add one tensor."""
         self.nbytes += nbytes
         self.ms += ms
         if nbytes >= SMALLEST_TIMED_BYTES:
@@ -98,13 +98,11 @@ class MethodTime:
 class Observation:
     """One observed step of ``examples`` examples (bytes; milliseconds).
 
-    Per moment: the peak of what was alive beyond what was before the step
-    (``peak_bytes``), and the gradients that existed when it began. The first
-    ``forward`` moments are the forward pass. ``step_ms`` is forward and backward
-    without ``coding_ms``, which encoding and decoding took, as far as no operator does it
-    itself. ``chunk_bytes``: chunks of tensors that are read so had at most as many,
-    ``part_bytes`` parts that a fused activation decodes, ``norm_part_bytes`` a normalisation's.
-    ``process_bytes``: by how much the process's peak passed what it held before.
+    Per moment: the peak of bytes alive beyond those before the step (``peak_bytes``), and the
+    gradients that existed when it began. The first ``forward`` moments are the forward pass.
+    ``step_ms`` is forward and backward without ``coding_ms``. Chunks that are decoded at a time had
+    at most ``chunk_bytes``, parts of a fused activation ``part_bytes``, of a normalisation
+    ``norm_part_bytes``. ``process_bytes`` is the process's peak less what it held before.
     """
 
     examples: int
@@ -124,17 +122,17 @@ class Observation:
 
     @property
     def coding_ms(self) -> float:
-        """What encoding and decoding took."""
+        """The time of encoding and decoding outside operators."""
         return sum(each.ms for each in (*self.encode.values(), *self.decode.values()))
 
 
 class Save(NamedTuple):
-    """A tensor was saved and is stood for by ``held``, which took ``ms`` to make.
+    """One save of a tensor, with ``held`` in its place, which took ``ms`` to make.
 
-    ``ms`` is None where an operator made it while it did other things. ``is_over``: the
-    tensor's memory already holds the operator's result. ``beside_bytes``: held with it
-    whatever the treatment. ``tells``: what another saved tensor is of this one;
-    ``told``: what this one is of another.
+    ``ms`` is None where an operator made it while it did other things. ``is_over`` is True if the
+    tensor's memory already holds the operator's result. ``beside_bytes`` are held with it whatever
+    the treatment. ``tells`` is the function of this tensor that another saved one is; ``told`` the
+    function of another that this one is.
     """
 
     saved: SavedTensor
@@ -154,28 +152,28 @@ class Save(NamedTuple):
 
 
 class Watcher(Protocol):
-    """What a capture tells whoever watches it."""
+    """What a capture reports operators, saves and reads to."""
 
     def now_s(self) -> float:
-        """A clock, of which differences are told; seconds."""
+        """Return a clock's seconds, of which only differences count."""
 
     def moment(self) -> None:
-        """An operator of the forward pass begins."""
+        """Note that an operator of the forward pass begins."""
 
     def saved(self, save: Save) -> None:
-        """A tensor was saved."""
+        """Note a save."""
 
     def reading(self, saved: SavedTensor) -> None:
-        """Backward reads it."""
+        """Note that backward begins to read a save."""
 
     def has_read(self, saved: SavedTensor, ms: float) -> None:
-        """It was read, which took ``ms``."""
+        """Note that a save was read, which took ``ms``."""
 
 
 def watched(
     unpack: Callable[[SavedTensor], Tensor], watcher: Watcher
 ) -> Callable[[SavedTensor], Tensor]:
-    """The hook that autograd calls in backward, under a watcher's eyes."""
+    """Return the hook that autograd calls in backward, which reports to ``watcher``."""
 
     def unpack_watched(saved: SavedTensor) -> Tensor:
         watcher.reading(saved)

@@ -21,7 +21,7 @@ _WORD = 2**64
 
 
 class SiteRecord:
-    """What happened at one site since the step began (bytes)."""
+    """The bytes and uses of one site since the step began."""
 
     __slots__ = (
         "draw",
@@ -41,7 +41,7 @@ class SiteRecord:
         self.clear()
 
     def clear(self) -> None:
-        """A new step begins."""
+        """Begin a new step."""
         self.uses = 0
         self.draw = 0
         self.plain_bytes = 0
@@ -51,12 +51,12 @@ class SiteRecord:
         self.treatment = KEEP
 
     def code_key(self, step_key: int) -> int:
-        """The seed of this use's code: another in every step, and for every ``draw`` of one."""
+        """Return the seed of this use's code: another in every step, and for every ``draw``."""
         parts = (step_key, self.name_hash, self.uses)
         return mix_key(*parts, self.draw) if self.draw else mix_key(*parts)
 
     def report(self, evicted_bytes: int) -> SiteReport:
-        """As data."""
+        """Return the record as data."""
         return SiteReport(
             self.site,
             self.need,
@@ -80,7 +80,7 @@ class _Frame:
 
 
 class SiteTracker:
-    """Follows the module calls of one thread and names what runs inside them."""
+    """Follows the module calls of one thread and names the operators inside them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._paths = {id(module): path for path, module in model.named_modules()}
@@ -91,7 +91,7 @@ class SiteTracker:
         self._draws: Mapping[Site, int] = {}
 
     def redraw(self, draws: Mapping[Site, int]) -> None:
-        """From now on seed the codes of these sites anew; a draw of 0 is the ordinary seed."""
+        """Seed the codes of these sites anew from now on; a draw of 0 is the ordinary seed."""
         self._draws = draws
 
     def begin_step(self) -> None:
@@ -100,27 +100,27 @@ class SiteTracker:
             record.clear()
 
     def used(self) -> Iterator[SiteRecord]:
-        """Every site used since the step began, in order of first use ever."""
+        """Return every site used since the step began, in order of first use ever."""
         return (record for record in self._records.values() if record.uses)
 
     def reports(self, evicted: Mapping[int, int]) -> Iterator[SiteReport]:
-        """The same as data; ``evicted``: bytes given up, by the hash of the site's name."""
+        """Return the same as data; ``evicted``: evicted bytes by the hash of the site's name."""
         return (record.report(evicted.get(record.name_hash, 0)) for record in self.used())
 
     def present_call(self, operator: str) -> tuple[str, int]:
-        """The same as :meth:`next_call` will tell."""
+        """Return what ``next_call`` will return."""
         frame = self._frames[-1]
         return frame.path, frame.calls.get(operator, 0)
 
     def next_call(self, operator: str) -> tuple[str, int]:
-        """The current module's path, and how many calls of ``operator`` came before in it."""
+        """Return the module's path and the calls of ``operator`` so far in it; count one more."""
         frame = self._frames[-1]
         count = frame.calls.get(operator, 0)
         frame.calls[operator] = count + 1
         return frame.path, count
 
     def record(self, path: str, operator: str, call: int, save: int) -> SiteRecord:
-        """The record of one site, marked as used once more."""
+        """Return the record of one site, and count one more use."""
         key = (path, operator, call, save)
         found = self._records.get(key)
         if found is None:
@@ -131,7 +131,7 @@ class SiteTracker:
 
     @contextmanager
     def following(self, compiled: CompiledModules) -> Iterator[None]:
-        """Follow this thread's module calls; hooks are removed at the end, whatever happens."""
+        """Follow this thread's module calls inside."""
         outer_frames, outer_thread = self._frames, self._thread
         self._frames, self._thread = [_Frame(None, OUTSIDE)], get_ident()
         handles = list(self._hook(compiled))
@@ -143,7 +143,7 @@ class SiteTracker:
             self._frames, self._thread = outer_frames, outer_thread
 
     def _hook(self, compiled: CompiledModules) -> Iterator[RemovableHandle]:
-        """All modules at once; one by one where some are compiled, whose insides must have none."""
+        """Hook all modules at once; one by one where some are compiled, which get none inside."""
         if not compiled.attributes:
             yield global_hooks.register_module_forward_pre_hook(self._enter)
             yield global_hooks.register_module_forward_hook(self._leave, always_call=True)
@@ -162,7 +162,7 @@ class SiteTracker:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Module calls inside are not followed."""
+        """Follow no module calls inside."""
         frames, thread = self._frames, self._thread
         self._frames, self._thread = [_Frame(None, OUTSIDE)], 0
         try:
@@ -175,7 +175,7 @@ class SiteTracker:
             self._frames.append(_Frame(module, self._path(module)))
 
     def _leave(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
-        """Return to the caller's frame; frames of calls that never left go with it."""
+        """Return to the caller's frame; drop frames of calls that never returned."""
         if get_ident() != self._thread:
             return
         for depth in range(len(self._frames) - 1, 0, -1):
@@ -184,14 +184,12 @@ class SiteTracker:
                 return
 
     def _path(self, module: nn.Module) -> str:
-        known: str | None = self._paths.get(id(module))
-        if known is not None:
-            return known
-        return f"{self._frames[-1].path}/<{type(module).__name__}>"
+        unknown = f"{self._frames[-1].path}/<{type(module).__name__}>"
+        return self._paths.get(id(module), unknown)
 
 
 def mix_key(*parts: int) -> int:
-    """A 64-bit key from integers: the same for the same ones, on every machine.
+    """Return a 64-bit key of integers, the same on every machine.
 
     Every part passes through splitmix64's finaliser (Steele et al., OOPSLA 2014).
     """

@@ -1,4 +1,4 @@
-"""What a capture knows of saved tensors, for all its steps."""
+"""The state of a capture's saved tensors, over all its steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from daf.saved_tensors.sites import SiteTracker
 
 
 class SavedTensorState(NamedTuple):
-    """Codes, their account, and where and from what saved tensors came."""
+    """The coder, the ledger, and where and from what saved tensors came."""
 
     coder: Coder
     packer: Packer
