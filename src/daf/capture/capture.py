@@ -1,6 +1,6 @@
 """Capture: autograd holds codes instead of saved tensors.
 
-For a session, which names its policy, step and micro-batch (any other loop: ``compression``)::
+A session names its policy, step and micro-batch (any other loop uses ``compress``)::
 
     capture = Capture(model)
     with capture.step(policy, seed=0, step_index=7, micro_index=0, batch=batch):
@@ -9,23 +9,20 @@ For a session, which names its policy, step and micro-batch (any other loop: ``c
     capture.stats      # CaptureStats: plain and held bytes, now and at peak over the step
     capture.sites()    # SiteReport for every site of the step
 
-How it works: ``saved_tensors_hooks`` shows every tensor that autograd saves,
-and a function mode shows when the operator that saves it returns. By then the
-autograd node exists, and its name and slots say what its backward will read
-(``rules``); the policy turns that need into a treatment (``treatments``).
-Tensors saved outside any known operator (custom ``autograd.Function``) are
-kept as they are, integers and booleans packed without loss.
+``saved_tensors_hooks`` shows every tensor that autograd saves, and a function mode shows when the
+operator that saves it returns. By then the autograd node exists, and its name and slots say what
+its backward will read (``backward_rules``); the policy turns that need into a treatment
+(``packer``). Tensors saved outside any known operator (custom ``autograd.Function``) are kept;
+integers and booleans are packed without loss. Calls of modules that the policy replays hold their
+inputs only (``replay``).
 
-Calls of modules that the policy replays hold their inputs only (``replay``).
+Gradients under ``rotated`` and ``minmax`` codes are unbiased where a tensor enters them once and
+linearly. Behind a normalisation the squared bias measured stays below 0.0003 of the gradient's
+square at 2 bits; derivative codes of smooth activations are biased by their steps. Second
+derivatives through coded tensors are those of the decoded values.
 
-Gradients under ``rotated`` and ``minmax`` codes are unbiased where a tensor
-enters them once and linearly. Behind a normalisation the squared bias measured
-stays below 0.0003 of the gradient's square at 2 bits; derivative codes of
-smooth activations are biased by their steps. Second derivatives through coded
-tensors are those of the decoded values.
-
-Tensors on a GPU are coded there where Triton is installed (``store.device_codec``), those on
-other devices kept by reference. ``torch.func`` transforms do not work under saved-tensor hooks.
+Tensors on a GPU are coded there where Triton is installed; those on other devices are kept.
+``torch.func`` transforms do not work under saved-tensor hooks.
 """
 
 from __future__ import annotations
@@ -73,7 +70,16 @@ _NO_DRAWS: Mapping[Site, int] = MappingProxyType({})
 
 
 class Capture:
-    """Replaces what autograd saves while one model runs; one thread at a time."""
+    """Replaces what autograd saves while one model runs; one thread at a time.
+
+    Args:
+        model: what is captured.
+        store: where codes go; no other capture's. Default: the paged pool
+            (``daf.pool.default.make_store``). Codes of tensors on a GPU go to a pool there under
+            the same cap (``devices``).
+        spill: where *spill* treatments write; nothing is opened before one does.
+        host: how much of a device's codes may wait in host memory; None: none.
+    """
 
     def __init__(
         self,
@@ -82,52 +88,33 @@ class Capture:
         spill: SpillOptions | SpillStore | None = None,
         host: HostOptions | HostCodes | None = None,
     ) -> None:
-        """Prepare for ``model``; codes go to ``store``, which is no other capture's, and those of
-        tensors on a GPU to a pool there under the same cap (``devices``).
-
-        By default the store is the paged pool (:func:`daf.pool.default.make_store`).
-        ``spill`` says where *spill* treatments write; nothing is opened before one does. ``host``
-        says how much of a device's codes may wait in host memory; None: none, whatever is asked.
-        """
-        self._model = model
         self._store = store = make_store() if store is None else store
         self.devices = devices = DeviceStores(self.pool_bytes)
-        self._spill = spill if isinstance(spill, SpillStore) else SpillStore(spill)
-        spilled = self._spill
+        self._spill = spill = spill if isinstance(spill, SpillStore) else SpillStore(spill)
         self.host = host = HostCodes(host) if isinstance(host, HostOptions) else host
-        self._ledger = ledger = Ledger(
+        ledger = Ledger(
             lambda: store.live_bytes + devices.live_bytes,
-            lambda: spilled.in_memory_bytes + (host.device_bytes if host else 0),
-            lambda: spilled.taken_bytes + (host.taken_bytes if host else 0),
+            lambda: spill.in_memory_bytes + (host.device_bytes if host else 0),
+            lambda: spill.taken_bytes + (host.taken_bytes if host else 0),
         )
         if host is not None:
             host.on_moved = ledger.note_held
-        self._evictions = Evictions(store, devices)
-        self._sources = Sources(self._ledger)
-        self._tracker = SiteTracker(model)
-        self._provenance = Provenance()
         self._operators = OperatorFamilies()
         self._scratch = Scratch()
-        self.parameter_reads = ParameterReads()
         self._unpack = unpacker(self._scratch)
-        self._replay_log = ReplayLog()
-        coder = Coder(store, devices, host)
-        packer = Packer(coder, spilled, ledger, self._provenance)
-        saved = SavedTensorState(
+        self.parameter_reads = ParameterReads()
+        coder, provenance = Coder(store, devices, host), Provenance()
+        self._saved = SavedTensorState(
             coder,
-            packer,
+            Packer(coder, spill, ledger, provenance),
             ledger,
-            self._sources,
-            self._tracker,
-            self._provenance,
-            self._evictions,
+            Sources(ledger),
+            SiteTracker(model),
+            provenance,
+            Evictions(store, devices),
         )
         self._state = CaptureState(
-            model,
-            saved,
-            self._scratch,
-            self.parameter_reads,
-            self._replay_log,
+            model, self._saved, self._scratch, self.parameter_reads, ReplayLog()
         )
 
     @contextmanager
@@ -141,17 +128,16 @@ class Capture:
         watcher: Watcher | None = None,
         draws: Mapping[Site, int] = _NO_DRAWS,
     ) -> Iterator[Capture]:
-        """Capture what is saved inside; codes outlive the ``with``, hooks do not.
+        """Capture what is saved inside; codes outlive the ``with``.
 
         Args:
             policy: what to do with each kind of site.
             seed: of the run; with the two indices and the site it fixes every code.
             step_index: which training step.
-            micro_index: which part of the step's batch; 0 begins the account anew.
-            batch: the caller's own tensors (any nest of them): never coded, never counted.
-            watcher: told of every operator, save and read (see ``observation``).
-            draws: sites whose codes take other seeds than the step gives them; every number
-                but 0, which changes nothing, names a seed of its own.
+            micro_index: which micro-batch of the step; 0 starts peaks and reports anew.
+            batch: the caller's own tensors in any nest, which are never coded or counted.
+            watcher: gets every operator, save and read (see ``observation``).
+            draws: sites whose codes take other seeds than the step's, one for every number but 0.
 
         Raises:
             CodecError: the policy asks for a treatment that is unsound at a site, or for fused
@@ -166,13 +152,13 @@ class Capture:
             self._spill.reset_peak()
             if self.host is not None:
                 self.host.reset_peak()
-            self._ledger.reset_peaks()
-            self._tracker.begin_step()
-            self._evictions.begin()
-        self._replay_log.clear()
-        self._tracker.redraw(draws)
-        self._sources.forget()
-        self._sources.set_external(self._own_tensors(batch))
+            self._saved.ledger.reset_peaks()
+            self._saved.tracker.begin_step()
+            self._saved.evictions.begin()
+        self._state.replay_log.clear()
+        self._saved.tracker.redraw(draws)
+        self.sources.forget()
+        self.sources.set_external(self._own_tensors(batch))
         running = SavedTensorHooks(self._state, policy, (seed, step_index, micro_index), watcher)
         try:
             with self._entered(running, policy, watcher):
@@ -185,16 +171,16 @@ class Capture:
                 )
             raise
         finally:
-            self._provenance.clear()
+            self._saved.provenance.clear()
 
     @contextmanager
     def _entered(
         self, running: SavedTensorHooks, policy: Policy, watcher: Watcher | None
     ) -> Iterator[None]:
-        """Hooks and modes, in the order in which they must lie on each other."""
-        compiled = CompiledModules(self._model)
+        """Enter hooks and modes, in the order in which they must lie on each other."""
+        compiled = CompiledModules(self.model)
         with ExitStack() as stack:
-            stack.enter_context(self._tracker.following(compiled))
+            stack.enter_context(self._saved.tracker.following(compiled))
             stack.enter_context(self._watching_inputs(compiled))
             stack.enter_context(running.replays.watching())
             operators = self._operators_of(policy, running)
@@ -210,47 +196,45 @@ class Capture:
     def _operators_of(self, policy: Policy, hooks: SavedTensorHooks) -> OperatorDispatch | None:
         if not policy.operators:
             return None
-        context = OperatorContext(hooks, self._state.saved, policy, hooks.key)
+        context = OperatorContext(hooks, self._saved, policy, hooks.key)
         return OperatorDispatch(self._operators.named(policy.operators), context)
 
     @property
     def model(self) -> nn.Module:
         """What is captured."""
-        return self._model
+        return self._state.model
 
     @property
     def sources(self) -> Sources:
-        """Which storages the capture knows: parameters, buffers, the caller's batch."""
-        return self._sources
+        """The storages that the capture knows: parameters, buffers, the caller's batch, saves."""
+        return self._saved.sources
 
     def release_scratch(self) -> None:
-        """Give back what only saves time: memory that tensors were decoded in, or read into.
-
-        Any thread may.
-        """
+        """Free memory that tensors were decoded in, or read into; from any thread."""
         self._scratch.release()
         self._spill.drop_read_ahead()
         if self.host is not None:
             self.host.drop_staged()
 
     def bound_spilling(self, spare_bytes: int | None) -> None:
-        """Half of so many bytes may wait to be written to disk, half be read ahead of backward, as
-        far as the options for spilling allow; None: as these say.
+        """Bound what waits to be written to disk, and what is read ahead, to half of this each.
+
+        None: the options for spilling alone bound them.
         """
         self._spill.bound(spare_bytes)
 
     def wait_until_packed(self) -> None:
-        """Nothing of a device waits any more for the processor to pack it."""
+        """Wait until the processor has packed everything of a device."""
         if self.host is not None:
             self.host.wait_until_packed()
 
     @property
     def pool_bytes(self) -> int | None:
-        """The most that codes may hold, the process's and each device's for themselves, page tables
-        and records included (but for tables that a device reads); None: no cap.
+        """The most bytes that codes may hold, on the host and on each device; None: no cap.
 
-        May be set at any moment, from any thread. What is above it is given up
-        at once, the least important planes first, and told in ``stats``.
+        Page tables and records count, but for tables that a device reads. May be set at any moment,
+        from any thread: what is above it is evicted at once, the least important planes first, and
+        reported in ``stats``.
 
         Raises:
             PlatformError: codes are not in a pool here.
@@ -270,8 +254,8 @@ class Capture:
     @property
     def stats(self) -> CaptureStats:
         """Bytes that plain PyTorch would hold and that are held, now and at peak over the step."""
-        ledger = self._ledger
-        self._evictions.collect()
+        ledger, evictions = self._saved.ledger, self._saved.evictions
+        evictions.collect()
         self._spill.reap()
         host = self.host
         return CaptureStats(
@@ -279,50 +263,50 @@ class Capture:
             plain_peak_bytes=ledger.plain_peak_bytes,
             held_bytes=ledger.held_bytes,
             held_peak_bytes=ledger.held_peak_bytes,
-            sites=sum(1 for _ in self._tracker.used()),
-            evicted_planes=self._evictions.planes,
-            evicted_bytes=self._evictions.nbytes,
+            sites=sum(1 for _ in self._saved.tracker.used()),
+            evicted_planes=evictions.planes,
+            evicted_bytes=evictions.nbytes,
             spilled_bytes=self._spill.stored_bytes + (host.stored_bytes if host else 0),
             spilled_peak_bytes=self._spill.stored_peak_bytes
             + (host.stored_peak_bytes if host else 0),
         )
 
     def sites(self) -> tuple[SiteReport, ...]:
-        """What was done at every site since the step began."""
-        self._evictions.collect()
-        return tuple(self._tracker.reports(self._evictions.bytes_by_tag))
+        """Return the treatment and bytes of every site since the step began."""
+        self._saved.evictions.collect()
+        return tuple(self._saved.tracker.reports(self._saved.evictions.bytes_by_tag))
 
     def fusions(self) -> tuple[FusionReport, ...]:
-        """Which operators are fused (with what follows), and which not and why.
+        """Return which operators are fused (with what follows), and which not and why.
 
-        Empty unless the policy asks for it; known once a step has run them.
+        Empty unless the policy names operators and a step has run them.
         """
         return tuple(report for each in self._operators.all() for report in each.table.reports())
 
     @property
     def replays(self) -> tuple[tuple[str, int], ...]:
-        """Which calls the last backward pass ran again, in order: module path and call.
+        """The calls that the last backward pass ran again, in order: module path and call.
 
-        Calls of a module are counted from 0 within one ``with`` of :meth:`step`.
+        Calls of a module count from 0 within one ``with`` of ``step``.
         """
-        return tuple(self._replay_log.calls)
+        return tuple(self._state.replay_log.calls)
 
     def _own_tensors(self, batch: Any) -> Iterator[Tensor]:
-        yield from self._model.parameters()
-        yield from self._model.buffers()
+        yield from self.model.parameters()
+        yield from self.model.buffers()
         yield from tensors_in_batch(batch)
 
     @contextmanager
     def _watching_inputs(self, compiled: CompiledModules) -> Iterator[None]:
-        """What the model is called with belongs to the caller."""
+        """Name the tensors that the model is called with external: they are the caller's."""
 
         def note(_model: nn.Module, inputs: Any, keywords: Any) -> None:
-            self._sources.add_external(_without_graph((inputs, keywords)))
+            self.sources.add_external(_without_graph((inputs, keywords)))
 
-        if compiled.is_traced(self._model):
+        if compiled.is_traced(self.model):
             yield
             return
-        handle = self._model.register_forward_pre_hook(note, with_kwargs=True)
+        handle = self.model.register_forward_pre_hook(note, with_kwargs=True)
         try:
             yield
         finally:

@@ -1,10 +1,9 @@
-"""Modules that ``torch.compile`` runs: what watches operators stays out of what it traces.
+"""Modules that ``torch.compile`` runs: DAF's modes and hooks stay out of what it traces.
 
-A compiled module is one operator to DAF: what its backward saves arrives at the saved-tensor
-hooks, and is kept as it is, packed or spilled, since nobody but the compiler knows what it is
-needed for. Function modes and module hooks of ours would be traced into the graphs, and hooks
-that run while one runs would be compiled themselves; so none of these are there inside.
-Functions compiled by themselves cannot be found, and run eagerly meanwhile.
+A compiled module is one operator to DAF. What its backward saves arrives at the saved-tensor hooks
+and is kept, packed or spilled, since only the compiler knows what reads it. DAF's function modes
+and module hooks would be traced into the graphs, and hooks that run meanwhile would be compiled, so
+none of these are active inside. Functions compiled by themselves cannot be found: they run eagerly.
 
 Nothing here imports the compiler (70 MB) where it is not loaded: then nothing is compiled.
 """
@@ -33,8 +32,9 @@ Around = Callable[[], AbstractContextManager[None]]
 
 @contextmanager
 def apart(compiled: CompiledModules, around: Around = nullcontext) -> Iterator[None]:
-    """Inside, compiled modules run without our modes and within ``around()``; functions that are
-    compiled run eagerly. For backward passes too, which may run forward passes again.
+    """Run compiled modules inside without DAF's modes and within ``around()``.
+
+    Compiled functions run eagerly. Backward passes need it too: they may run forward passes again.
     """
     with ExitStack() as stack:
         stack.enter_context(eagerly())
@@ -46,7 +46,7 @@ def apart(compiled: CompiledModules, around: Around = nullcontext) -> Iterator[N
 
 
 def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that may run while a compiled module does."""
+    """Return a hook that may run while a compiled module does."""
     found: Callable[..., Any] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
     return found
 
@@ -62,7 +62,7 @@ def _wrapped(own: Callable[..., Any], around: Around) -> Callable[..., Any]:
 
 @contextmanager
 def without_our_modes() -> Iterator[None]:
-    """The stack of function modes, without ours; it is as it was afterwards."""
+    """Take DAF's own modes off the stack of function modes inside."""
     before = take_modes()
     push_modes([mode for mode in before if not isinstance(mode, _OURS)])
     try:

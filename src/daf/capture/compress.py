@@ -33,10 +33,8 @@ from daf.saved_tensors.sites import mix_key
 class compress:  # noqa: N801 - used as a statement, like torch.no_grad
     """Hold what autograd saves inside the ``with`` as codes; see the module for an example.
 
-    One object may be entered once for every step. ``stats`` and ``sites()``
-    tell what the last step cost. Every entry takes fresh seeds: they follow from
-    ``seed``, how often the object was entered, and how often the parameters
-    were updated.
+    Enter one object once for every step; ``stats`` and ``sites()`` report the last one. Every entry
+    takes fresh seeds, from ``seed``, the number of entries and the updates of parameters.
     """
 
     def __init__(
@@ -56,23 +54,23 @@ class compress:  # noqa: N801 - used as a statement, like torch.no_grad
 
         Args:
             model: whose parameters and buffers are left alone, and whose module paths name sites.
-            bits: 1 to 8 bits for every element wherever a lossy code is sound, ``"exact"``
-                for gradients that equal plain PyTorch's bit for bit (fused: within rounding),
+            bits: 1 to 8 bits for every element wherever a lossy code is sound, ``"exact"`` for
+                gradients that equal plain PyTorch's bit for bit (fused: within rounding),
                 ``"plain"`` to only count.
             seed: of the run.
             policy: instead of ``bits``, a treatment for every kind of site.
-            pool_bytes: the most that codes may hold, as ``"200MB"`` or an int. Below what
-                they need, the least important planes of ``rotated`` codes are given up, down
-                to one bit; ``stats`` says how much. The attribute may be changed at any time.
+            pool_bytes: the most that codes may hold, as ``"200MB"`` or an int; None: no cap. Below
+                what they need, the least important planes of ``rotated`` codes are evicted, down to
+                one bit; ``stats`` reports how much. The attribute may be set at any time.
             spill: where tensors go whose treatment is *spill*, and how much of them.
-            fused: experimental: run batch normalisation, residual addition and ReLU as one
-                operator from the second entry on, and layer and root-mean-square normalisation,
-                GELU and SiLU so that they read their code directly, and large logits that only
-                cross-entropy reads not at all; ``fusions()`` tells where, and why not elsewhere.
+            fused: experimental: run batch normalisation, residual addition and ReLU as one operator
+                from the second entry on; let layer and root-mean-square normalisation, GELU and
+                SiLU read their code directly; make no large logits that only cross-entropy reads.
+                ``fusions()`` reports where, and why not elsewhere.
             chunked: experimental: large convolutions and linear layers decode their input a part
                 of the batch at a time in backward, which takes less memory.
-            host_bytes: of a model on a GPU, how much pinned host memory its codes may wait in until
-                backward wants them, as ``"4GB"`` or an int; None: none.
+            host_bytes: pinned host memory in which codes of a model on a GPU wait for backward, as
+                ``"4GB"`` or an int; None: none.
 
         Raises:
             PlatformError: ``host_bytes`` was given for a model on the processor.
@@ -80,12 +78,12 @@ class compress:  # noqa: N801 - used as a statement, like torch.no_grad
             PoolFullError: in the forward pass, where even one bit and all that must stay whole
                 do not fit ``pool_bytes``.
         """
-        asked = policy or policy_for(bits)
+        policy = policy or policy_for(bits)
         host = host_options(model, host_bytes)
-        asked = asked if host is None else with_host_codes(asked)
-        chunked = chunked or asked.chunked
-        asked = with_chunked_operators(asked, asked.chunk_bytes, chunked=chunked)
-        self._policy = with_fused_operators(asked, chunked=chunked) if fused else asked
+        policy = policy if host is None else with_host_codes(policy)
+        chunked = chunked or policy.chunked
+        policy = with_chunked_operators(policy, policy.chunk_bytes, chunked=chunked)
+        self._policy = with_fused_operators(policy, chunked=chunked) if fused else policy
         self._model = model
         self._capture = Capture(model, make_store(parse_optional_bytes(pool_bytes)), spill, host)
         self._seed = seed
@@ -118,9 +116,9 @@ class compress:  # noqa: N801 - used as a statement, like torch.no_grad
         return self._capture.stats
 
     def sites(self) -> tuple[SiteReport, ...]:
-        """What was done at every site of the last step."""
+        """Return the treatment and bytes of every site of the last step."""
         return self._capture.sites()
 
     def fusions(self) -> tuple[FusionReport, ...]:
-        """Which operators are fused (with what follows), and which not and why."""
+        """Return which operators are fused (with what follows), and which not and why."""
         return self._capture.fusions()

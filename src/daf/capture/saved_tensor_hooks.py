@@ -16,7 +16,6 @@ from daf.core.policy import DERIVED, KEEP, Need, Policy, Site, Treatment
 from daf.recompute.holder import ReplayKeeper
 from daf.recompute.replay import ReplayLog, Replays
 from daf.saved_tensors.backward_rules import name_saves, need_of, parameter_behind
-from daf.saved_tensors.derivation import Derivation
 from daf.saved_tensors.ledger import Plain, Source, Unmade, strided_parts
 from daf.saved_tensors.observation import Save, Watcher
 from daf.saved_tensors.pack_request import Call, PackRequest
@@ -35,7 +34,7 @@ _NOISY = ("dropout", "attention", "lstm", "gru", "rnn")
 
 
 class CaptureState(NamedTuple):
-    """What a capture has for all its steps."""
+    """The state of a capture, over all its steps."""
 
     model: nn.Module
     saved: SavedTensorState
@@ -44,18 +43,10 @@ class CaptureState(NamedTuple):
     replay_log: ReplayLog
 
 
-class _Open(NamedTuple):
-    """An operator that has begun: the state before it, and what is known of its arguments."""
-
-    outer: list[SavedTensor] | None
-    first_sequence_number: int
-    operands: Operands | None
-
-
 def _weakly(pack: Callable[[Tensor], SavedTensor]) -> Callable[[Tensor], SavedTensor]:
-    """The same for autograd, whose graph keeps the hook for as long as a result lives.
+    """Return a hook that refers to ``pack`` weakly: the graph keeps it while a result lives.
 
-    Strongly, it would keep the model too: one that holds a result of its own would never go.
+    A strong hook would keep the model too, and one that holds a result of its own would never die.
     """
     reference = weakref.WeakMethod(pack)
 
@@ -126,51 +117,30 @@ class SavedTensorHooks:
         keywords: Mapping[str, Any],
     ) -> Any:
         """Run an operator, and settle what it saved when it returns."""
-        opened = self._begin(function, arguments)
-        try:
+        operands = self._begin(function, arguments)
+        first_sequence_number = sequence_number()
+        with self.collecting() as pending:
             result = function(*arguments, **keywords)
-        except BaseException:
-            self._abandon(opened)
-            raise
-        self._end(opened, function, arguments, keywords, result)
+        if pending:
+            name_saves(result, first_sequence_number)
+            call = Call(function, arguments, keywords, result, operands)
+            self._settle(pending, getattr(function, "__name__", type(function).__name__), call)
+        elif operands is not None and function in ADDITIONS and not keywords:
+            self._saved.provenance.learn_sum(arguments, result, operands)
         return result
 
-    def _begin(self, operator: Callable[..., Any], arguments: tuple[Any, ...]) -> _Open:
-        operands = None
+    def _begin(self, operator: Callable[..., Any], arguments: tuple[Any, ...]) -> Operands | None:
         if self.watcher is not None and self._pending is None:
             self.watcher.moment()
         if self.replays.is_running:
             self.replays.note_operator(operator)
         elif operator in FOLLOWED and self._policy.rederive:
-            operands = self._saved.provenance.operands(arguments)
-        opened = _Open(self._pending, sequence_number(), operands)
-        self._pending = []
-        return opened
-
-    def _end(
-        self,
-        opened: _Open,
-        operator: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        keywords: Mapping[str, Any],
-        result: Any,
-    ) -> None:
-        pending, self._pending = self._pending, opened.outer
-        if pending:
-            name_saves(result, opened.first_sequence_number)
-            call = Call(operator, arguments, keywords, result, opened.operands)
-            self._settle(pending, getattr(operator, "__name__", type(operator).__name__), call)
-        elif opened.operands is not None and operator in ADDITIONS and not keywords:
-            self._saved.provenance.learn_sum(arguments, result, opened.operands)
-
-    def _abandon(self, opened: _Open) -> None:
-        for saved in self._pending or ():
-            saved.drop()
-        self._pending = opened.outer
+            return self._saved.provenance.operands(arguments)
+        return None
 
     @contextmanager
     def collecting(self) -> Iterator[list[SavedTensor]]:
-        """Everything packed inside is the caller's to settle; dropped if that fails."""
+        """Collect everything packed inside, for the caller to settle; drop it on an error."""
         outer, self._pending = self._pending, []
         collected = self._pending
         try:
@@ -182,9 +152,9 @@ class SavedTensorHooks:
         finally:
             self._pending = outer
 
-    def note_read(self, tensor: Tensor, held: object) -> None:
-        """A constant may be read in backward for as long as ``held`` lives."""
-        self._state.parameter_reads.note(tensor, held)
+    def note_read(self, tensor: Tensor, reader: object) -> None:
+        """Note that backward may read a constant for as long as ``reader`` lives."""
+        self._state.parameter_reads.note(tensor, reader)
 
     # --- settling ---------------------------------------------------------------------------
 
@@ -244,20 +214,18 @@ class SavedTensorHooks:
                     ledger.reported_bytes - held_before,
                     1000.0 * (self.watcher.now_s() - start_s),
                     is_treatable(tensor),
-                    told=self._told(tensor, saved.version, need),
+                    told=self._saved.provenance.function_of(tensor, saved.version)
+                    if need in DERIVED
+                    else None,
                 )
             )
         saved.settle(held, plain)
 
     def _plain(self, saved: SavedTensor, sources: tuple[Source, ...]) -> tuple[Plain, ...]:
-        """What plain PyTorch would hold for this."""
+        """Count what plain PyTorch would hold for this."""
         if saved.unmade_bytes is None:
             return tuple(source.plain() for source in sources)
         return (Plain(self._saved.ledger, Unmade(saved.unmade_bytes, sources)),)
-
-    def _told(self, tensor: Tensor, version: int, need: Need) -> Derivation | None:
-        """What this is of another operator's input, where that is all that backward asks for."""
-        return self._saved.provenance.function_of(tensor, version) if need in DERIVED else None
 
     def _hold(
         self,
@@ -281,7 +249,7 @@ class SavedTensorHooks:
         return self._saved.packer.treat(job)
 
     def is_constant(self, tensor: Tensor) -> bool:
-        """Is this a parameter, a buffer, the caller's batch, or a view or cast copy of one?"""
+        """True if this is a parameter, a buffer, the caller's, or a view or cast copy of one."""
         if tensor.layout is not torch.strided:
             parts = strided_parts(tensor)
             return bool(parts) and all(map(self._saved.sources.is_external, parts))
@@ -292,7 +260,7 @@ class SavedTensorHooks:
 
 
 def _may_be_noise(saved: SavedTensor, tensor: Tensor, operator: str, call: Call) -> bool:
-    """Is this a factor that a dropping operator made itself?"""
+    """True if this is a factor that a dropping operator made itself."""
     return (
         not tensor.requires_grad
         and saved.node is not None

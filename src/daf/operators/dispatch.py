@@ -9,8 +9,9 @@ from typing import Any
 
 from daf.operators.operator_context import OperatorContext
 from daf.operators.protocol import FusedOperator, OperatorCall
-from daf.operators.stand_ins import METADATA, StandIns, tensors_among
+from daf.operators.stand_ins import METADATA, StandIns
 from daf.torch_compat.operator_mode import OperatorMode
+from daf.torch_compat.pytree import tensors_in_batch
 
 
 class OperatorDispatch:
@@ -68,7 +69,7 @@ class OperatorDispatch:
         self._stand_ins.finish()
 
     def _follow(self, call: OperatorCall) -> Any:
-        found = map(self._stand_ins.find, tensors_among(call.arguments, call.keywords))
+        found = map(self._stand_ins.find, tensors_in_batch((call.arguments, call.keywords)))
         operators = {deferred.operator: None for deferred in found if deferred is not None}
         followed = (operator.follow(call) for operator in operators)
         return next((each for each in followed if each is not None), None)

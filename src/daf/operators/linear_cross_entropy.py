@@ -24,8 +24,9 @@ from daf.operators.chunked.cross_entropy import as_autocast, chunked_cross_entro
 from daf.operators.fusion_table import CallSite
 from daf.operators.operator_context import OperatorContext
 from daf.operators.protocol import FusedOperator, OperatorCall
-from daf.operators.stand_ins import Deferred, tensors_among
+from daf.operators.stand_ins import Deferred
 from daf.torch_compat.autograd_graph import sequence_number, without_torch_function
+from daf.torch_compat.pytree import tensors_in_batch
 
 PATTERN = "linear + cross_entropy"
 # Of fewer logits for each number given there is little to save, and of small ones as well.
@@ -136,7 +137,7 @@ class LinearCrossEntropy(FusedOperator):
             self._watched[result] = self._observed
 
     def _note_readers(self, call: OperatorCall, result: Any) -> None:
-        tensors = list(tensors_among(call.arguments, call.keywords))
+        tensors = list(tensors_in_batch((call.arguments, call.keywords)))
         for tensor in tensors:
             site = self._watched.get(tensor)
             if site is None:

@@ -6,7 +6,7 @@ it; every other reader gets the real tensor, computed then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from daf.core.errors import FusionError
 from daf.operators.fusion_table import CallSite
 from daf.torch_compat.autograd_graph import without_torch_function
+from daf.torch_compat.pytree import map_nest
 
 if TYPE_CHECKING:
     from daf.operators.protocol import FusedOperator
@@ -36,28 +37,6 @@ METADATA: frozenset[Any] = frozenset(
 )
 OUTLIVED = "its result outlived a step"
 _UNFUSED = "run without fused operators (fused=False)"
-
-
-def tensors_among(values: Sequence[Any], keywords: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yield every tensor in these, in lists, tuples and dictionaries too."""
-    for value in (*values, *keywords.values()):
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors_among(value, {})
-        elif isinstance(value, dict):
-            yield from tensors_among((), value)
-
-
-def with_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Return the value with ``change`` of every tensor, in lists, tuples, dictionaries too."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(with_tensors(item, change) for item in value)
-    if isinstance(value, dict):
-        return {name: with_tensors(item, change) for name, item in value.items()}
-    return value
 
 
 @dataclass(eq=False)
@@ -141,7 +120,7 @@ class StandIns:
             deferred = self._deferred.get(tensor)
             return tensor if deferred is None else self.compute(deferred, reader)
 
-        return with_tensors(value, compute)
+        return map_nest(Tensor, compute, value)
 
     def compute(self, deferred: Deferred, reader: str = "") -> Tensor:
         """Return the real tensor; ``reader``: an operator that may not have been expected."""

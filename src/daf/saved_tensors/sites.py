@@ -185,7 +185,8 @@ class SiteTracker:
 
     def _path(self, module: nn.Module) -> str:
         unknown = f"{self._frames[-1].path}/<{type(module).__name__}>"
-        return self._paths.get(id(module), unknown)
+        path: str = self._paths.get(id(module), unknown)
+        return path
 
 
 def mix_key(*parts: int) -> int:

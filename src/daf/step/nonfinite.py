@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from daf.codecs.ranges import all_finite
 from daf.torch_compat.compiler_stance import eagerly
-
-
-def _float_tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if value.is_floating_point() or value.is_complex():
-            yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _float_tensors(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _float_tensors(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _float_tensors(getattr(value, field.name))
+from daf.torch_compat.pytree import tensors_in_batch
 
 
 def is_finite(value: Any) -> bool:
     """True if every floating-point tensor in a nest holds only finite numbers."""
-    return all_finite(_float_tensors(value))
+    tensors = tensors_in_batch(value)
+    return all_finite(each for each in tensors if each.is_floating_point() or each.is_complex())
 
 
 def first_nonfinite(model: nn.Module, batch: Any, run: Callable[[], Any]) -> str:

@@ -24,8 +24,8 @@ from daf.operators.batch_norm.call import NormArguments
 from daf.operators.batch_norm.relu import Rectifier, read_rectifier
 from daf.operators.fusion_table import CallSite
 from daf.operators.protocol import OperatorCall
-from daf.operators.stand_ins import tensors_among
 from daf.saved_tensors.provenance import ADDITIONS
+from daf.torch_compat.pytree import tensors_in_batch
 
 ALONE = "batch_norm"
 WITH_RELU = "batch_norm + relu"
@@ -102,9 +102,8 @@ class Observation:
         if not self._watched:
             return
         operator, arguments, keywords = call
-        read = {
-            id(seen): seen for seen in map(self._find, tensors_among(arguments, keywords)) if seen
-        }
+        found = map(self._find, tensors_in_batch((arguments, keywords)))
+        read = {id(seen): seen for seen in found if seen}
         if not read:
             return
         rectified = read_rectifier(operator, arguments, keywords)
