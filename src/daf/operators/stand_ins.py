@@ -8,19 +8,16 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from daf.core.errors import FusionError
-from daf.operators.fusion_table import CallSite
+from daf.operators.fusion_table import CallSite, FusionTable
 from daf.torch_compat.autograd_graph import without_torch_function
 from daf.torch_compat.pytree import map_nest
-
-if TYPE_CHECKING:
-    from daf.operators.protocol import FusedOperator
 
 # These read no content.
 METADATA: frozenset[Any] = frozenset(
@@ -39,6 +36,25 @@ OUTLIVED = "its result outlived a step"
 _UNFUSED = "run without fused operators (fused=False)"
 
 
+class DefersResults(Protocol):
+    """An operator whose results are deferred, as far as stand-ins need it: see ``FusedOperator``."""
+
+    table: FusionTable
+
+    @property
+    def alone(self) -> str:
+        """The pattern of a call that is not deferred."""
+
+    def follow(self, call: Any) -> Tensor | None:
+        """Go on without the real tensor, or return None."""
+
+    def compute(self, deferred: Deferred) -> Tensor:
+        """Return the real tensor."""
+
+    def note_reader(self, site: CallSite, reader: str) -> None:
+        """Note that ``reader`` needs the real tensor."""
+
+
 @dataclass(eq=False)
 class Deferred:
     """A result that is computed when something reads it.
@@ -47,7 +63,7 @@ class Deferred:
     must not change before.
     """
 
-    operator: FusedOperator
+    operator: DefersResults
     site: CallSite
     what: str
     parts: Any
