@@ -41,8 +41,8 @@ from daf.core.reports import CaptureStats, SiteReport
 from daf.offload.collaborative_packing import Route
 from daf.offload.host_codes import HostCodes, HostMemoryWarning, HostOptions
 from daf.offload.routing import Sent
+from daf.operators import activation as activation_function
 from daf.operators import eligibility
-from daf.operators.activation import function as activation_function
 from daf.operators.chunked import weight_gradient
 from daf.pool import host_planes
 from daf.pool.device_pools import DeviceStores

@@ -18,7 +18,7 @@ from daf.capture.compress import compress
 from daf.codecs.codes import ValueCode
 from daf.core.errors import DafError, SavedTensorError
 from daf.core.policy import FUSED_OPERATORS, KEEP, Method, Need, coded_policy, with_fused_operators
-from daf.operators.row_norm import function
+from daf.operators import row_norm as function
 
 pytestmark = pytest.mark.smoke
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from daf.capture.compress import compress
 from daf.codecs.codes import ValueCode
 from daf.core.policy import KEEP, Method, Need, Treatment, coded_policy
-from daf.operators.activation import function
+from daf.operators import activation as function
 from daf.pool.store import PlainStore
 
 ACTIVATIONS = [nn.GELU(), nn.GELU(approximate="tanh"), nn.SiLU()]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from daf.core.errors import UnknownNameError
-from daf.operators.activation.operator import ActivationOperator
+from daf.operators.activation import ActivationOperator
 from daf.operators.batch_norm.operator import BatchNormOperator
 from daf.operators.chunked.operator import ChunkedOperators
 from daf.operators.linear_cross_entropy import LinearCrossEntropy
 from daf.operators.protocol import FusedOperator
-from daf.operators.row_norm.operator import RowNormOperator
+from daf.operators.row_norm import RowNormOperator
 
 # Asked in this order, where several may replace one function.
 _kinds: dict[str, type[FusedOperator]] = {

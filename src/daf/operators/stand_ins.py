@@ -37,7 +37,7 @@ _UNFUSED = "run without fused operators (fused=False)"
 
 
 class DefersResults(Protocol):
-    """An operator whose results are deferred, as far as stand-ins need it: see ``FusedOperator``."""
+    """The part of a ``FusedOperator`` with deferred results that stand-ins need."""
 
     table: FusionTable
 

@@ -22,7 +22,7 @@ from daf.codecs.layout import content_key
 from daf.core.policy import KEEP, Method, Need, Reading, Site, Treatment
 from daf.kernels.devices import norm_part_bytes_on
 from daf.memory.domain import MemoryDomain, ProcessMemory, device_of
-from daf.operators.activation.function import SmoothHeld, decoded_bytes_on
+from daf.operators.activation import SmoothHeld, decoded_bytes_on
 from daf.saved_tensors.ledger import Source
 from daf.saved_tensors.observation import (
     NO_CALL,

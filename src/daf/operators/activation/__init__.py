@@ -1,1 +1,0 @@
-"""GELU and SiLU, which keep a code of their derivative."""

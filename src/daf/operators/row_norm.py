@@ -1,0 +1,266 @@
+"""Layer and root-mean-square normalisation, each as one autograd operator.
+
+Nothing has to be observed first: the operator returns what the call would.
+
+Forward reads its input once: it measures, normalises and codes rows and writes them as the result,
+a cacheful at a time. Backward reads the planes once, a row at a time. With g the gradient times
+gamma, y the normalised value and r the inverse deviation, the input's gradient is
+
+    r * (g - mean(g) - y * mean(g * y))
+
+without ``mean(g)`` where no mean was subtracted (Ba et al., arXiv 1607.06450; Zhang and Sennrich,
+arXiv 1910.07467), written over the result's gradient where nobody else holds that. The gradients of
+gamma and beta come from the same pass.
+
+The operators behind derive their input from the same code (``PackedTensor.recipe``), so that one
+code serves the normalisation and all linear layers that read its result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from daf.codecs.layout import layout_of
+from daf.codecs.scratch import Scratch
+from daf.core.errors import SavedTensorError
+from daf.core.policy import Need
+from daf.kernels import RowMoments
+from daf.kernels.devices import is_coded_on_device
+from daf.kernels.normalisation import Channels, NormOutput, RowBackward
+from daf.operators.eligibility import (
+    autocast_objection,
+    autograd_objection,
+    has_usual_strides,
+    is_plain,
+    is_vector,
+    size_objection,
+)
+from daf.operators.fused_function import FusedFunction
+from daf.operators.fusion_table import CallSite
+from daf.operators.norms.passes import backward_rows, unmeasured
+from daf.operators.norms.save import NormSave, Source
+from daf.operators.operator_context import InputHolder
+from daf.operators.protocol import FusedOperator, OperatorCall
+from daf.saved_tensors.ledger import Holding
+from daf.saved_tensors.norm_inputs import copied_affine
+from daf.saved_tensors.packed_tensor import Kept, Stored, Term
+
+
+class FusedRowNorm(FusedFunction):
+    """The autograd function of a fused normalisation of rows."""
+
+
+class RowNorm(NamedTuple):
+    """One normalisation of rows of ``length`` elements.
+
+    ``x`` is contiguous float32; ``weight`` and ``bias`` have ``length`` float32 elements or are
+    None. ``moments.centred`` is True for layer and False for root-mean-square normalisation.
+    """
+
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    length: int
+    moments: RowMoments
+
+    @property
+    def parameter_shape(self) -> torch.Size:
+        """The shape of weight and bias; empty where there are none."""
+        present = self.weight if self.weight is not None else self.bias
+        return torch.Size() if present is None else present.shape
+
+
+class RowsHeld(NormSave):
+    """What a fused normalisation of rows holds for backward.
+
+    ``affine`` is that of the rows. A code needs its scale only, and ``shift`` is freed.
+    """
+
+    __slots__ = ("_centred", "_length", "_scale", "_shape", "_shift")
+
+    def __init__(
+        self,
+        norm: RowNorm,
+        source: Source,
+        affine: Channels,
+        result: Stored[Channels] | None,
+        counted: Holding,
+    ) -> None:
+        super().__init__(norm.x, source, result, counted)
+        self._length = norm.length
+        self._centred = norm.moments.centred
+        self._shape = norm.parameter_shape
+        self._scale = affine.scale
+        self._shift = affine.shift if isinstance(source, Kept) else None
+
+    @property
+    def forward(self) -> Channels:
+        """The affine from the input to the normalised values, where the input is held."""
+        assert self._shift is not None
+        return Channels(self._scale, self._shift, self._length)
+
+    def restore(self, scratch: Scratch) -> Tensor:
+        """Return the normalisation's input, if that is held.
+
+        Raises:
+            SavedTensorError: only what its gradient needs is held.
+        """
+        if isinstance(self.source, Kept):
+            return self.source.restore(scratch)
+        raise SavedTensorError(
+            "asked for the input of a fused normalisation of rows; only its normalised value and "
+            "the rows' scales are held, which its gradient needs. Run without fused operators "
+            "(fused=False) to read it"
+        )
+
+    def backward(
+        self, gradient: Tensor, needs: Sequence[bool], *, owned: bool
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the input, weight and bias."""
+        x = None
+        if needs[0]:
+            x = gradient if owned else self.layout.empty()
+        summing = needs[1] or needs[2]
+        job = RowBackward(
+            self._length, self._centred, gradient, x, self.gamma, self._scale, summing
+        )
+        sums = backward_rows(self.read_values(), job)
+        if sums is None:
+            return x, None, None
+        weight = sums.products.float().view(self._shape) if needs[1] else None
+        bias = sums.sums.float().view(self._shape) if needs[2] else None
+        return x, weight, bias
+
+
+def run_forward(norm: RowNorm, holder: InputHolder) -> tuple[Tensor, RowsHeld]:
+    """Return the result, in the input's layout, and what backward needs."""
+    out = layout_of(norm.x).empty()
+    result = copied_affine(norm.weight, norm.bias, 1)
+    affine = unmeasured(norm.x, norm.length)
+    source = holder.normalise(norm.x, affine, NormOutput(out, result), norm.moments)
+    kept_bytes = affine.nbytes if isinstance(source, Kept) else affine.scale.nbytes
+    counted = holder.stored(result) if result is not None else None
+    return out, RowsHeld(norm, source, affine, counted, holder.count(kept_bytes))
+
+
+# A program there reads eight rows from end to end, and a part is at least 256 rows.
+LONGEST_ROW_ON_DEVICE = 1 << 14
+
+
+class LayerNormArguments(NamedTuple):
+    """The arguments of ``F.layer_norm``, in its order."""
+
+    input: Any
+    normalized_shape: Any
+    weight: Any = None
+    bias: Any = None
+    eps: Any = 1e-5
+
+
+class RmsNormArguments(NamedTuple):
+    """The arguments of ``F.rms_norm``, in its order."""
+
+    input: Any
+    normalized_shape: Any
+    weight: Any = None
+    eps: Any = None
+
+    @property
+    def bias(self) -> None:
+        """None: it has none."""
+
+
+RowNormArguments = LayerNormArguments | RmsNormArguments
+SIGNATURES: Mapping[Callable[..., Any], Callable[..., RowNormArguments]] = {
+    F.layer_norm: LayerNormArguments,
+    F.rms_norm: RmsNormArguments,
+}
+
+
+def row_norm_of(call: RowNormArguments) -> RowNorm:
+    """Return what a call that met no ``objection`` computes."""
+    epsilon = torch.finfo(call.input.dtype).eps if call.eps is None else call.eps  # as PyTorch
+    moments = RowMoments(float(epsilon), isinstance(call, LayerNormArguments))
+    return RowNorm(call.input, call.weight, call.bias, math.prod(call.normalized_shape), moments)
+
+
+def objection(call: RowNormArguments | None, pack: Callable[..., Any]) -> str:
+    """Return why this call must stay PyTorch's; empty where the fused operator computes the same.
+
+    ``pack`` is the saved-tensor hook of the step.
+    """
+    if call is None or not _is_shape(call):
+        return "its arguments are odd"
+    x = call.input
+    if not is_plain(x):
+        return "its input is no float32 tensor that there are kernels for"
+    if not x.is_contiguous() or not has_usual_strides(x):
+        return "its input is not contiguous"
+    reason = size_objection(x)
+    if reason:
+        return reason
+    shape = tuple(call.normalized_shape)
+    if is_coded_on_device(x) and math.prod(shape) > LONGEST_ROW_ON_DEVICE:
+        return "its rows are longer than a GPU's kernels are made for"
+    vectors = (call.weight, call.bias)
+    if not all(vector is None or is_vector(vector, shape, x) for vector in vectors):
+        return "its parameters are no contiguous float32 tensors of a row's shape"
+    if not (call.eps is None or (isinstance(call.eps, (int, float)) and call.eps >= 0)):
+        return "its epsilon is no number of 0 or more"
+    return autocast_objection(x) or autograd_objection((x, *vectors), pack)
+
+
+def _is_shape(call: RowNormArguments) -> bool:
+    """True if the normalised dimensions are the last ones of the input."""
+    shape = call.normalized_shape
+    if not isinstance(call.input, Tensor) or not isinstance(shape, (tuple, list, torch.Size)):
+        return False
+    return len(shape) > 0 and tuple(call.input.shape[-len(shape) :]) == tuple(shape)
+
+
+class RowNormOperator(FusedOperator):
+    """``F.layer_norm`` and ``F.rms_norm``, each as one operator."""
+
+    name = "row_norm"
+    functions = frozenset(SIGNATURES)
+
+    def replacement(self, call: OperatorCall) -> Callable[[], Any] | None:
+        """Return the operator, wherever it computes the same."""
+        norm = call.read(SIGNATURES[call.function])
+        reason = objection(norm, self.context.hooks.hook)
+        site = self.context.site(call.name)
+        self.table.decide(site, "" if reason else call.name, reason)
+        if norm is None or reason:
+            return None
+        return partial(self._run, row_norm_of(norm), site)
+
+    def _run(self, norm: RowNorm, site: CallSite) -> Tensor:
+        context, tracker = self.context, self.context.state.tracker
+        tracker.next_call(site.operator)
+        # PyTorch's own operator saves beta, where there is one, before its input.
+        record = tracker.record(*site, int(norm.bias is not None))
+        unmade_bytes = _bytes_beside(norm)
+        holder = InputHolder(context, norm.x, Need.NORM, record, unmade_bytes=unmade_bytes)
+        inputs = (norm.x, norm.weight, norm.bias)
+        call = context.fuse(FusedRowNorm, inputs, holder, lambda: run_forward(norm, holder))
+        if context.policy.rederive:
+            values = call.held.values(context.state.ledger, norm.x.numel())
+            context.learn(call, (Term(values, call.held.result),))
+        return context.settle(call)
+
+
+def _bytes_beside(norm: RowNorm) -> tuple[int, ...]:
+    """Return the bytes of the tensors that plain PyTorch would save beside the input."""
+    rows = 4 * (norm.x.numel() // norm.length)
+    if norm.moments.centred:
+        return rows, rows  # mean and inverse deviation
+    if norm.weight is None or norm.x.is_cuda:
+        return (rows,)
+    return rows, norm.x.nbytes  # several operators in a row: PyTorch has none on the CPU

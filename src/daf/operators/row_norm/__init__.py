@@ -1,1 +1,0 @@
-"""Layer and RMS normalisation, which keep a code of the normalised value."""
