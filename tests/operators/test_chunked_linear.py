@@ -125,7 +125,7 @@ def test_no_more_than_a_chunk_is_decoded_at_a_time(monkeypatch: pytest.MonkeyPat
 def test_the_formulas_are_the_derivative() -> None:
     """In float64, by finite differences, chunk by chunk."""
     torch.manual_seed(3)
-    from daf.operators.chunked.linear import _Linear
+    from daf.operators.chunked.products import Linear
 
     x, weight, bias = (
         torch.randn(shape, dtype=torch.float64, requires_grad=True)
@@ -142,7 +142,7 @@ def test_the_formulas_are_the_derivative() -> None:
         def backward(ctx: Any, gradient: Tensor) -> Any:
             x, weight = ctx.saved_tensors
             cut = [slice(0, 1), slice(1, 4)]
-            parts = [_Linear.backward(gradient[c], x[c], weight, (True,) * 3) for c in cut]
+            parts = [Linear.backward(gradient[c], x[c], weight, (True,) * 3) for c in cut]
             of_x, of_weight, of_bias = zip(*parts, strict=True)
             return torch.cat(of_x), sum(of_weight), sum(of_bias)
 
@@ -151,8 +151,7 @@ def test_the_formulas_are_the_derivative() -> None:
 
 def test_it_declares_that_it_reads_only_what_it_saved() -> None:
     from daf.operators.batch_norm.function import FusedNorm
-    from daf.operators.chunked.convolution import ChunkedConvolution
-    from daf.operators.chunked.linear import ChunkedLinear
+    from daf.operators.chunked.products import ChunkedConvolution, ChunkedLinear
 
     for function in (ChunkedConvolution, ChunkedLinear, FusedNorm):
         assert getattr(function, DECLARATION) is True

@@ -34,7 +34,7 @@ from daf.core.policy import (
     with_chunked_operators,
     with_fused_operators,
 )
-from daf.operators.chunked import convolution, weight_gradient
+from daf.operators.chunked import products, weight_gradient
 from daf.pool.store import PlainStore
 
 pytestmark = pytest.mark.smoke
@@ -632,14 +632,14 @@ def test_fused_operators_are_refused() -> None:
 def test_convolutions_inside_replayed_calls_are_not_chunked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole, ran = convolution.conv2d, []
+    whole, ran = products.conv2d, []
 
     def conv2d(*arguments: Any, **keywords: Any) -> Tensor:
         ran.append(arguments[0].shape)
         return whole(*arguments, **keywords)
 
     monkeypatch.setattr(weight_gradient, "CHUNK_BYTES", 1000)
-    monkeypatch.setattr(convolution, "conv2d", conv2d)
+    monkeypatch.setattr(products, "conv2d", conv2d)
     model, x = nn.Sequential(nn.Conv2d(3, 3, 3)), torch.randn(4, 3, 8, 8)
     policy = with_chunked_operators(plain_policy())
     step(model, policy, lambda m: m(x).square().sum())

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from daf.core.policy import CHUNKED
-from daf.operators.chunked import attention, convolution, linear
+from daf.operators.chunked import attention, products
 from daf.operators.protocol import FusedOperator, OperatorCall
 
 
@@ -19,12 +19,7 @@ class ChunkedOperators(FusedOperator):
 
     name = CHUNKED
     functions = frozenset(
-        {
-            torch.conv2d,
-            F.linear,
-            F.scaled_dot_product_attention,
-            F.multi_head_attention_forward,
-        }
+        {torch.conv2d, F.linear, F.scaled_dot_product_attention, F.multi_head_attention_forward}
     )
 
     def replacement(self, call: OperatorCall) -> Callable[[], Any] | None:
@@ -36,10 +31,9 @@ class ChunkedOperators(FusedOperator):
 
     def _chosen(self, call: OperatorCall) -> Callable[..., Any] | None:
         pack, chunk_bytes = self.context.hooks.hook, self.context.policy.chunk_bytes
-        if convolution.is_chunkable(call, pack, chunk_bytes):
-            return _with(chunk_bytes, convolution.conv2d)
-        if linear.is_chunkable(call, pack, chunk_bytes):
-            return _with(chunk_bytes, linear.linear)
+        product = products.chunked_product(call, pack, chunk_bytes)
+        if product is not None:
+            return _with(chunk_bytes, product)
         if attention.is_chunkable(call, pack, chunk_bytes):
             return _with(chunk_bytes, attention.attention)
         if attention.is_many_headed(call):
