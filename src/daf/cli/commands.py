@@ -6,7 +6,6 @@ Another distribution adds a command by an entry point of the group ``daf.command
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -18,28 +17,14 @@ from daf.core.errors import MissingPackageError
 
 GROUP = "daf.commands"
 
-# (module and name of the function, first line of its docstring)
-OWN_COMMANDS: Mapping[str, tuple[str, str]] = {
-    "train": (
-        "daf.cli.train:train_command",
-        "Train MODEL on DATA with the process's memory, or a GPU's, kept below --budget.",
-    ),
-    "plan": (
-        "daf.cli.plan:plan_command",
-        "Measure a few small steps of MODEL on DATA and say how it would train within --budget.",
-    ),
-    "report": (
-        "daf.cli.report:report_command",
-        "Show one run, or compare several: memory, account, plan, loss and throughput.",
-    ),
-    "run": (
-        "daf.cli.run:run_command",
-        "Run a Python program under the recycling allocator and say what its tensors held.",
-    ),
-    "doctor": (
-        "daf.cli.doctor:doctor_command",
-        "Say what this machine offers: processor, memory, limits, GPU, and what works.",
-    ),
+# The first lines of the docstrings of daf.cli.NAME:NAME_command.
+OWN_COMMANDS: Mapping[str, str] = {
+    "train": "Train MODEL on DATA with the process's memory, or a GPU's, kept below --budget.",
+    "plan": "Measure a few small steps of MODEL on DATA and say how it would train within "
+    "--budget.",
+    "report": "Show one run, or compare several: memory, account, plan, loss and throughput.",
+    "run": "Run a Python program under the recycling allocator and say what its tensors held.",
+    "doctor": "Say what this machine offers: processor, memory, limits, GPU, and what works.",
 }
 
 
@@ -66,13 +51,11 @@ class LazyCommand(TyperCommand):
 
 def lazy_commands() -> dict[str, LazyCommand]:
     """Return DAF's own commands and those of installed distributions, by name."""
-    found = {
-        name: LazyCommand(name, summary, lambda place=place: _attribute(place))  # type: ignore[misc]
-        for name, (place, summary) in OWN_COMMANDS.items()
+    own = [EntryPoint(name, f"daf.cli.{name}:{name}_command", GROUP) for name in OWN_COMMANDS]
+    return {
+        point.name: LazyCommand(point.name, _summary(point), point.load)
+        for point in (*own, *entry_points(group=GROUP))
     }
-    for point in entry_points(group=GROUP):
-        found[point.name] = LazyCommand(point.name, _summary(point), point.load)
-    return found
 
 
 def find_command(name: str) -> LazyCommand | None:
@@ -83,14 +66,9 @@ def find_command(name: str) -> LazyCommand | None:
     return found
 
 
-def _attribute(place: str) -> Any:
-    module, _, name = place.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
 def _summary(point: EntryPoint) -> str:
     if point.dist is None or "Summary" not in point.dist.metadata:
-        return ""
+        return OWN_COMMANDS.get(point.name, "")
     return point.dist.metadata["Summary"]
 
 

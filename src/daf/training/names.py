@@ -12,7 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,10 +46,11 @@ class Names:
     group: str
     built_in: Mapping[str, str]
 
-    def all(self) -> Mapping[str, str]:
-        """Return the places of all installed names."""
+    def all(self) -> Mapping[str, EntryPoint]:
+        """Return all installed names and their entry points."""
+        own = [EntryPoint(name, place, self.group) for name, place in self.built_in.items()]
         installed = sorted(entry_points(group=self.group), key=lambda point: point.name)
-        return {**self.built_in, **{point.name: point.value for point in installed}}
+        return {point.name: point for point in (*own, *installed)}
 
     def help(self) -> str:
         """Return the installed names, and the form of a user's own."""
@@ -65,22 +66,20 @@ class Names:
         known = self.all()
         name, _, path = reference.partition(":")
         if name in known:
-            factory = self._installed(reference, *known[name].split(":"))
-            return Found(reference, factory, path)
+            return Found(reference, self._installed(reference, known[name]), path)
         attribute, _, path = path.partition(":")
         if not attribute:
             raise UnknownNameError(f"unknown {self.kind} {reference!r}; {self._advice(name)}")
         return Found(reference, self._users(reference, name, attribute), path)
 
-    def _installed(self, reference: str, module: str, attribute: str) -> Callable[..., Any]:
+    def _installed(self, reference: str, point: EntryPoint) -> Callable[..., Any]:
         try:
-            factory: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+            return point.load()  # type: ignore[no-any-return]
         except ModuleNotFoundError as error:
             raise DataError(
                 f"{self.kind} {reference!r} needs the package {error.name!r}, which is not "
                 f"installed; try: pip install {error.name}"
             ) from error
-        return factory
 
     def _users(self, reference: str, module_name: str, attribute: str) -> Callable[..., Any]:
         here = str(Path.cwd())
