@@ -127,7 +127,9 @@ def mean_error(plan: Plan, branch: str) -> float:
     return sum(found) / len(found)
 
 
-@pytest.mark.parametrize("policy", ["optimal", "quantize"])
+@pytest.mark.parametrize(
+    "policy", ["optimal", pytest.param("quantize", marks=pytest.mark.thorough)]
+)
 def test_widths_go_to_the_branch_that_reaches_the_loss(policy: str) -> None:
     model, batch = Branches(), images()
     with session_for(model, roomy_budget(), bits=2) as session:
