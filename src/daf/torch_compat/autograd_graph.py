@@ -1,4 +1,4 @@
-"""What autograd knows of the graph that it builds and runs."""
+"""The state of the graph that autograd builds and runs."""
 
 from __future__ import annotations
 
@@ -13,26 +13,23 @@ without_torch_function = torch._C.DisableTorchFunction  # inside, no function mo
 
 
 def sequence_number() -> int:
-    """The number that the next node made on this thread gets; earlier nodes have smaller ones."""
+    """Return the number of this thread's next node; earlier nodes have smaller ones."""
     return int(torch._C._autograd._get_sequence_nr())
 
 
 def running_node() -> Any:
-    """The node whose backward runs on this thread; None: there is none."""
+    """Return the node whose backward runs on this thread, or None."""
     return torch._C._current_autograd_node()
 
 
 def pack_hook(*, raises: bool = False) -> Any:
-    """The saved-tensor hook that autograd would call now, or None.
-
-    ``raises``: where hooks are disabled, say so.
-    """
+    """Return the saved-tensor hook in force, or None; ``raises``: where hooks are disabled."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(raises)
     return None if top is None else top[0]
 
 
 def graph_task() -> int:
-    """The backward pass that runs on this thread."""
+    """Return the number of the backward pass on this thread, or NO_TASK."""
     return int(torch._C._current_graph_task_id())
 
 
@@ -42,15 +39,15 @@ def keeps_graph() -> bool:
 
 
 def call_after_backward(function: Any) -> None:
-    """Call ``function()`` when the backward pass that runs has ended."""
+    """Call ``function()`` after the running backward pass."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def storage_address(tensor: Tensor) -> int:
-    """What names a tensor's storage for as long as that lives."""
+    """Return what identifies a tensor's storage while it lives."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def storage_holders(address: int) -> int:
-    """How many hold the storage of this address, in native code."""
+    """Return the native references to the storage of this address."""
     return int(torch._C._storage_Use_Count(address))

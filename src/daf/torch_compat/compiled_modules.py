@@ -1,4 +1,4 @@
-"""Which modules of a model ``torch.compile`` runs, and which may have hooks or be run again."""
+"""The modules that ``torch.compile`` runs, and those that may have hooks or be replayed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ _CALL = "_compiled_call_impl"  # of ``module.compile()``; PyTorch's own name
 
 
 class CompiledModules:
-    """Those of one model, as they are now.
+    """The compiled modules of one model now; ``attributes``: what runs each outermost one.
 
-    ``attributes``: the outermost compiled modules, and the attribute that runs each. Modules are
-    told by identity, because one may be called from compiled parts and from others.
+    Modules are told by identity: one may be called from compiled parts and from others.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -27,17 +26,17 @@ class CompiledModules:
             self._find(optimized)
 
     def is_traced(self, module: nn.Module) -> bool:
-        """Would the compiler trace the hooks of this module?"""
+        """True if the compiler traces this module's hooks."""
         return module in self._inside or self.attributes.get(module) == _CALL
 
     def hookable(self) -> Iterator[tuple[str, nn.Module]]:
-        """``named_modules()`` but those whose hooks the compiler would trace."""
+        """Yield ``named_modules()`` but those whose hooks the compiler traces."""
         for path, module in self.model.named_modules():
             if not self.is_traced(module):
                 yield path, module
 
     def replayable(self) -> Iterator[tuple[str, nn.Module]]:
-        """``named_modules()`` but those that are compiled, or lie in such a one or around it."""
+        """Yield ``named_modules()`` that are not compiled, nor inside or around compiled ones."""
         for path, module in self.model.named_modules():
             if self._is_replayable(module) and not isinstance(module, torch.jit.ScriptModule):
                 yield path, module

@@ -1,12 +1,9 @@
 """Keep torch's compiler out of a process that does not compile.
 
-The first ``torch.optim.Optimizer`` of a process imports ``torch._dynamo``,
-which holds some 70 MB from then on (measured with torch 2.13), although an
-eager step never uses it: a seventh of a 512 MB device. The import hangs on the
-optimizer's decorators. ``torch._disable_dynamo`` looks for an attribute of the
-function before it imports; the decorator of ``step`` is stepped past. Where
-torch is built otherwise, or the compiler is loaded already, everything goes
-the ordinary way.
+The first ``torch.optim.Optimizer`` imports ``torch._dynamo``, which then holds some 70 MB (torch
+2.13) that an eager step never uses. The optimizer's decorators import it. ``_disable_dynamo`` first
+looks for an attribute of the function, which is set here; ``step`` is called without its decorator.
+Where torch is built otherwise, or the compiler is loaded, nothing is changed.
 """
 
 from __future__ import annotations
@@ -25,16 +22,12 @@ _DECORATED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 
 
 def is_loaded() -> bool:
-    """Whether torch's compiler is in this process already."""
+    """True if torch's compiler is in this process."""
     return _COMPILER in sys.modules
 
 
 def keep_out() -> bool:
-    """Let optimizers be made without importing the compiler; call it before the first one.
-
-    Returns:
-        Whether that is so from now on. False changes nothing.
-    """
+    """Let optimizers be made without the compiler; call it before the first. False: cannot."""
     wrapped = [_undecorated(getattr(torch.optim.Optimizer, name)) for name in _DECORATED]
     if is_loaded() or None in wrapped:
         return False
@@ -45,11 +38,10 @@ def keep_out() -> bool:
 
 
 def step(optimizer: torch.optim.Optimizer) -> None:
-    """``optimizer.step()``, without importing the compiler for it.
+    """Call ``optimizer.step()`` without importing the compiler: the same arithmetic.
 
-    The same arithmetic: the function that the decorators wrap is called with
-    gradients off. An optimizer with step hooks, a patched ``step`` (learning
-    rate schedulers do that) or ``differentiable`` is stepped the ordinary way.
+    An optimizer with step hooks, a patched ``step`` (by learning rate schedulers) or
+    ``differentiable`` is stepped the ordinary way.
     """
     eager = None if is_loaded() or _is_special(optimizer) else _eager_step(optimizer)
     if eager is None:
@@ -64,7 +56,7 @@ def _undecorated(function: Callable[..., Any]) -> Callable[..., Any] | None:
 
 
 def _eager_step(optimizer: torch.optim.Optimizer) -> Callable[[Any], Any] | None:
-    """The innermost ``step`` of torch's own optimizers; None for classes made elsewhere."""
+    """Return the innermost ``step`` of torch's own optimizers; None for other classes."""
     kind = type(optimizer)
     if kind.__module__.partition(".")[0] != "torch":
         return None
@@ -73,7 +65,7 @@ def _eager_step(optimizer: torch.optim.Optimizer) -> Callable[[Any], Any] | None
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether anybody asked to be told of this optimizer's steps, or of every one's."""
+    """True if this optimizer, or every optimizer, has step hooks."""
     hooks = (
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,

@@ -1,7 +1,6 @@
-"""Whether compiled code runs compiled: torch's *stance*, which is the whole process's.
+"""Disable torch.compile inside DAF's own passes, by the process's *stance*.
 
-Several sessions may be in their passes at once, on threads of their own. The first sets the
-stance and the last sets the user's again, in whichever order they end.
+Sessions on several threads may overlap: the first sets the stance, the last restores the user's.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _users: Any = None  # the stance that was there before the first
 
 @contextmanager
 def eagerly() -> Iterator[None]:
-    """Inside, nothing is compiled, nor what was compiled run as such."""
+    """Compile nothing inside, and run compiled code eagerly."""
     if not is_loaded():
         yield
         return
@@ -35,7 +34,7 @@ def eagerly() -> Iterator[None]:
 
 @contextmanager
 def as_the_user_wants() -> Iterator[None]:
-    """Within ``eagerly``: as it is outside."""
+    """Restore the user's stance inside ``eagerly``."""
     with _lock:
         _set(_users)
     try:

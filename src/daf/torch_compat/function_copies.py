@@ -1,4 +1,4 @@
-"""Python functions of PyTorch that run with other globals than their own."""
+"""Copies of PyTorch's Python functions that run with other globals."""
 
 from __future__ import annotations
 
@@ -8,14 +8,8 @@ from typing import Any
 
 
 def with_globals(function: Any, name: str | None = None, **replaced: Any) -> Callable[..., Any]:
-    """A copy of a Python function in which these globals are others; ``name``: its own."""
-    own = {**function.__globals__, **replaced}
-    copy = FunctionType(
-        function.__code__,
-        own,
-        name or function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
+    """Return a copy of a Python function with some globals ``replaced``; ``name``: the copy's."""
+    own, name = {**function.__globals__, **replaced}, name or function.__name__
+    copy = FunctionType(function.__code__, own, name, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy

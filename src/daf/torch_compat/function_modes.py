@@ -8,7 +8,7 @@ import torch
 
 
 def take_modes() -> list[Any]:
-    """Take all off the stack; the lowest first."""
+    """Pop all modes; returns them, the lowest first."""
     taken = []
     while torch._C._len_torch_function_stack():
         taken.append(torch._C._pop_torch_function_stack())
@@ -16,6 +16,6 @@ def take_modes() -> list[Any]:
 
 
 def push_modes(modes: list[Any]) -> None:
-    """Put modes on the stack, the first lowest."""
+    """Push modes, the first lowest."""
     for mode in modes:
         torch._C._push_on_torch_function_stack(mode)

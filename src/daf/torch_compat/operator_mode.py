@@ -1,4 +1,4 @@
-"""A function mode that hands over every operator, but looks into backward passes."""
+"""A function mode that passes every operator to a runner, and looks into backward passes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ Runner = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
 
 
 class OperatorMode(TorchFunctionMode):
-    """Hands every operator that is called while this mode is on top to a runner.
+    """Passes every operator called while this mode is on top to a runner.
 
-    Python composites such as ``F.multi_head_attention_forward`` are one
-    operator: what they call inside is not seen. Backward passes are none: what
-    they recompute (checkpointing) is seen operator by operator.
+    A Python composite such as ``F.multi_head_attention_forward`` is one operator. What a backward
+    pass recomputes (checkpointing) is seen operator by operator.
     """
 
     def __init__(self, run: Runner) -> None:
@@ -44,7 +43,7 @@ class OperatorMode(TorchFunctionMode):
 
 
 def _without_dispatch(function: Any) -> Callable[..., Any]:
-    """A Python function of PyTorch that does not look for function modes, which would never end."""
+    """Return a function that looks for no function modes, which would recurse without end."""
     return with_globals(function, has_torch_function=lambda _tensors: False)
 
 
@@ -58,7 +57,7 @@ def _tensor_backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """What ``Tensor.backward`` does."""
+    """Do what ``Tensor.backward`` does."""
     _backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
 

@@ -1,9 +1,8 @@
-"""Who else holds a tensor: memory that nobody else holds may be written over.
+"""Whether anybody else holds a tensor; else its memory may be written over.
 
-Four counts tell: of the tensor and of its storage in native code (views, numpy
-arrays), and of the Python object of either (variables, hooks that kept it). What
-they are where nobody else holds it differs between versions of PyTorch, so PyTorch
-itself is asked, once.
+Four reference counts: of the tensor and its storage, in native code (views, NumPy arrays) and in
+Python (variables, hooks). Their values for a sole holder differ between versions of PyTorch, so
+they are measured once.
 """
 
 from __future__ import annotations
@@ -22,29 +21,26 @@ Holders = tuple[int, int, int, int]
 
 
 def holders_of(tensor: Tensor) -> Holders:
-    """How many hold a tensor and its storage, in native code and in Python."""
+    """Return the reference counts of a tensor and its storage, in native code and in Python."""
     storage = tensor.untyped_storage()
     of_storage = storage_holders(storage._cdata)
     of_tensor: int = tensor._use_count()  # type: ignore[attr-defined]
     return of_tensor, of_storage, sys.getrefcount(tensor), sys.getrefcount(storage)
 
 
-# --- a gradient that a node of ours was given -----------------------------------------------
-
-
 class _Probe(torch.autograd.Function):
-    """Counts the holders of a gradient that nobody else has, the way a node gets its own."""
+    """Counts the holders of a gradient that only its node holds."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, found: list[Holders]) -> Tensor:
-        """A copy."""
+        """Return a copy."""
         ctx.found = found
         return x.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Count."""
+        """Count the gradient's holders."""
         assert gradient is not None
         with without_torch_function():
             ctx.found.append(holders_of(gradient))
@@ -53,10 +49,7 @@ class _Probe(torch.autograd.Function):
 
 @cache
 def sole_holders() -> Holders:
-    """What :func:`holders_of` tells of a gradient that autograd has just made for one node only.
-
-    It must be asked in that node's own ``backward(ctx, gradient)``.
-    """
+    """Return ``holders_of`` a gradient for one node only, in its ``backward(ctx, gradient)``."""
     found: list[Holders] = []
     with torch.enable_grad():
         x = torch.zeros(1, requires_grad=True)
@@ -64,11 +57,8 @@ def sole_holders() -> Holders:
     return found[0]
 
 
-# --- an operator's result that a tuple of ours holds ----------------------------------------
-
-
 def is_held_by_none_but(group: tuple[Any, ...]) -> bool:
-    """Is the first tensor of ``group``, some operator's result, held by that tuple alone?"""
+    """True if only this tuple holds its first tensor, an operator's result."""
     return _holders_in(group) == _sole_holders_in_tuple()
 
 

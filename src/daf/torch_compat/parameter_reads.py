@@ -1,25 +1,17 @@
 """Who may still read a parameter in the rest of a backward pass.
 
-A parameter may be changed in mid-backward once nothing that is yet to run reads
-it. Its own gradient being complete does not say so: ``F.linear(x, w.detach())``
-reads ``w`` for the gradient of ``x`` and never adds to the gradient of ``w``.
+A parameter may be changed in mid-backward once no node that is yet to run reads it. A complete
+gradient is not enough: ``F.linear(x, w.detach())`` reads ``w`` for the gradient of ``x`` alone.
 
-Three kinds of reader are told apart:
+- Nodes of PyTorch's own operators read only what they saved, and drop it once they ran. A parameter
+  is free when no save of its storage is alive.
+- Opaque nodes: an ``autograd.Function`` (unless it declares ``reads_only_what_it_saved``), an
+  in-place operator on a view, which may hide one, a node whose saves went to other saved-tensor
+  hooks (``torch.utils.checkpoint`` runs forward again), what compiled modules make, and nodes older
+  than the forward pass. No parameter is free until they have run.
+- After a tensor hook set during forward, no parameter is free before the backward pass ends.
 
-- Nodes of PyTorch's own operators read what they saved and nothing else. The
-  capture sees each such save and tells it here; autograd drops it as soon as
-  the node has run. A parameter is free when no save of its storage is alive.
-- Nodes that cannot be seen through: ``autograd.Function`` written in Python or
-  C++ (unless it declares ``reads_only_what_it_saved``), in-place operators on
-  views, which may hide such a function, nodes whose saves went to somebody
-  else's saved-tensor hooks (``torch.utils.checkpoint`` runs the forward pass
-  again from there), what compiled modules make, and nodes made before the forward
-  pass began. While one of these has not run, no parameter is free.
-- Hooks put on tensors during the forward pass. After one, no parameter is free
-  until the backward pass has ended.
-
-Not seen: a hook put straight on an autograd node (``Node.register_hook``) that
-reads parameters itself.
+Not seen: a hook on an autograd node (``Node.register_hook``) that reads parameters itself.
 """
 
 from __future__ import annotations
@@ -43,17 +35,17 @@ _WRAPPER = "CopySlices"  # an in-place operator on a view; it hides the operator
 
 
 class ParameterReads:
-    """The readers that one step's forward pass left behind."""
+    """The readers of parameters that one step's forward pass made."""
 
     def __init__(self) -> None:
         self._saves: dict[int, list[weakref.ref[object]]] | None = None  # None: nobody asks
         self._watch: ForwardWatch | None = None
         self._first_sequence_number = 0
-        self._unseen_to_run = 0
+        self._opaque_to_run = 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Around a forward pass, within its capture."""
+        """Watch a forward pass, within its capture."""
         self.forget()
         self._saves = {}
         self._first_sequence_number = sequence_number()
@@ -62,17 +54,14 @@ class ParameterReads:
             yield
 
     def note(self, tensor: Tensor, held: object) -> None:
-        """A tensor that lies in somebody's own memory may be read for as long as ``held`` lives.
-
-        That is what autograd holds for a save of it, or a call that may be replayed.
-        """
+        """Note that a tensor may be read while ``held`` lives: a save, or a call to replay."""
         if self._saves is not None:
             saves = self._saves.setdefault(storage_address(tensor), [])
             saves.append(weakref.ref(held))
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """Nodes that are made inside cannot be seen through."""
+        """Treat nodes that are made inside as opaque."""
         first = sequence_number()
         try:
             yield
@@ -81,18 +70,18 @@ class ParameterReads:
                 self._watch.add_foreign(first, sequence_number())
 
     def begin_backward(self, loss: Tensor) -> None:
-        """Look through the graph of ``loss``, which is about to run backward."""
+        """Find the opaque nodes of ``loss``, which is about to run backward."""
         assert self._watch is not None
-        unseen = [node for node in _nodes(loss.grad_fn) if self._is_unseen(node)]
-        self._unseen_to_run = len(unseen)
-        for node in unseen:
+        opaque = [node for node in _nodes(loss.grad_fn) if self._is_opaque(node)]
+        self._opaque_to_run = len(opaque)
+        for node in opaque:
             node.register_hook(self._has_run)
 
     def is_free(self, parameter: Tensor) -> bool:
-        """Will nothing that is yet to run read ``parameter``?"""
+        """True if no node that is yet to run reads ``parameter``."""
         if self._saves is None or self._watch is None:
             return False
-        if self._unseen_to_run or self._watch.tensor_hooks:
+        if self._opaque_to_run or self._watch.tensor_hooks:
             return False
         address = storage_address(parameter)
         alive = [save for save in self._saves.get(address, ()) if save() is not None]
@@ -100,15 +89,15 @@ class ParameterReads:
         return not alive
 
     def forget(self) -> None:
-        """The backward pass is over."""
+        """Forget all readers: the backward pass is over."""
         self._saves = None
         self._watch = None
-        self._unseen_to_run = 0
+        self._opaque_to_run = 0
 
     def _has_run(self, *_gradients: Any) -> None:
-        self._unseen_to_run -= 1
+        self._opaque_to_run -= 1
 
-    def _is_unseen(self, node: Any) -> bool:
+    def _is_opaque(self, node: Any) -> bool:
         if isinstance(node, BackwardCFunction):
             function = node._forward_cls  # type: ignore[attr-defined]
             declared = getattr(function, DECLARATION, False)
@@ -123,7 +112,7 @@ class ParameterReads:
 
 
 class ForwardWatch(TorchFunctionMode):
-    """Notes the nodes made under other saved-tensor hooks, and hooks on tensors."""
+    """Notes nodes made under other saved-tensor hooks, and hooks on tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +121,7 @@ class ForwardWatch(TorchFunctionMode):
         self._foreign: list[range] = []
 
     def is_foreign(self, sequence_number: int) -> bool:
-        """Was the node of this number made under somebody else's saved-tensor hooks?"""
+        """True if the node of this number was made under other saved-tensor hooks."""
         return any(sequence_number in numbers for numbers in self._foreign)
 
     def __torch_function__(
@@ -153,7 +142,7 @@ class ForwardWatch(TorchFunctionMode):
         return result
 
     def add_foreign(self, first: int, end: int) -> None:
-        """Nodes of these numbers cannot be seen through."""
+        """Treat nodes of these numbers as opaque."""
         if self._foreign and self._foreign[-1].stop == first:
             self._foreign[-1] = range(self._foreign[-1].start, end)
         elif first < end:
@@ -161,7 +150,7 @@ class ForwardWatch(TorchFunctionMode):
 
 
 def _nodes(root: Any) -> Iterator[Any]:
-    """Every node of a graph but those that accumulate into leaves."""
+    """Yield every node of a graph but those that accumulate into leaves."""
     found, open_nodes = {root}, [root]
     while open_nodes:
         node = open_nodes.pop()

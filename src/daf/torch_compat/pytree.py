@@ -1,10 +1,10 @@
-"""Nests of tensors: tuples, lists, mappings and dataclasses, and what they are made of."""
+"""Nests of tensors in tuples, lists, mappings and dataclasses."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -13,11 +13,10 @@ Leaf = TypeVar("Leaf")
 
 
 def map_nest(kind: type[Leaf], change: Callable[[Leaf], Any], nest: Any) -> Any:
-    """The nest with every ``kind`` in it replaced by ``change`` of it, in order.
+    """Return the nest with every ``kind`` in it replaced by ``change`` of it, in order.
 
-    Containers in which nothing changed are handed back themselves; others are
-    copied without running their constructors, so that no check of theirs sees
-    the replacement. Objects of any other kind are left alone.
+    Unchanged containers are returned themselves. Others are copied without their constructors,
+    whose checks might refuse the replacement. Objects of other types are left alone.
     """
     if isinstance(nest, kind):
         return change(nest)
@@ -62,16 +61,13 @@ def _like_dataclass(value: Any, fields: dict[str, Any]) -> Any:
     return twin
 
 
-def tensors_in_batch(batch: Any) -> Iterator[Tensor]:
-    """Every tensor in a nest, in order."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from tensors_in_batch(value)
-    elif isinstance(batch, (tuple, list)):
-        for value in batch:
-            yield from tensors_in_batch(value)
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        for field in dataclasses.fields(batch):
-            yield from tensors_in_batch(getattr(batch, field.name))
+def tensors_in_batch(batch: Any) -> list[Tensor]:
+    """Return every tensor in a nest, in order."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_nest(Tensor, note, batch)
+    return found

@@ -1,4 +1,4 @@
-"""Who waits for whom, where a device's work is issued to several streams."""
+"""The order of a device's work that is issued to several streams."""
 
 from __future__ import annotations
 
@@ -15,55 +15,54 @@ class Streams(Protocol):
     """The queues of one device."""
 
     def current(self) -> Stream:
-        """That work is issued to now, on this thread."""
+        """Return the stream that this thread issues work to."""
 
     def use(self, stream: Stream) -> AbstractContextManager[object]:
-        """Inside, this one is current."""
+        """Make a stream current inside."""
 
     def wait(self, waiting: Stream, for_: Stream) -> None:
-        """What is issued to the one from now on comes after all that the other has by now."""
+        """Run what ``waiting`` is given from now on after all that ``for_`` has been given."""
 
 
 class DeviceStreams:
-    """A GPU's. The host waits for none of them."""
+    """The streams of a GPU; the host waits for none."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def current(self) -> Stream:
-        """PyTorch's current stream of the device."""
+        """Return PyTorch's current stream of the device."""
         return torch.cuda.current_stream(self._device)
 
     def use(self, stream: Stream) -> AbstractContextManager[object]:
-        """PyTorch's context."""
+        """Return PyTorch's context."""
         return torch.cuda.stream(stream)
 
     def wait(self, waiting: Stream, for_: Stream) -> None:
-        """By an event, on the device."""
+        """Wait by an event, on the device."""
         waiting.wait_stream(for_)
 
 
 class NoStreams:
-    """A processor's: it is done with everything when a call returns."""
+    """The streams of a processor, which is done when a call returns."""
 
     def current(self) -> Stream:
-        """The only one."""
+        """Return the only stream."""
         return None
 
     def use(self, stream: Stream) -> AbstractContextManager[object]:  # noqa: ARG002
-        """Nothing to change."""
+        """Change nothing."""
         return nullcontext()
 
     def wait(self, waiting: Stream, for_: Stream) -> None:
-        """Nothing to wait for."""
+        """Wait for nothing."""
 
 
 class HomeStream:
-    """Memory that belongs to one stream, as PyTorch's caching allocator means it, for use on all.
+    """Memory of one stream, as PyTorch's caching allocator means it, used on all streams.
 
-    Home is the stream that was current at first use. What other streams do with the memory
-    comes after all that home was given before, and before all that home is given after: so
-    whatever is freed may be used again at once, in home's order.
+    Home is the stream that was current at first use. Other streams' work is ordered between home's
+    earlier and later work, so that freed memory may be reused at once in home's order.
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -73,17 +72,17 @@ class HomeStream:
 
     @property
     def is_current(self) -> bool:
-        """Is the current stream home?"""
+        """True if the current stream is home."""
         return bool(self._find() == self._streams.current())
 
     def at_home(self) -> AbstractContextManager[object]:
-        """Inside, memory is allocated for home, and work is given to it."""
+        """Make home current inside."""
         home, current = self._find(), self._streams.current()
         return nullcontext() if current == home else self._streams.use(home)
 
     @contextmanager
     def ordered(self) -> Iterator[None]:
-        """Inside, the current stream may use the memory."""
+        """Let the current stream use the memory inside."""
         home, current = self._find(), self._streams.current()
         if current == home:
             yield
@@ -101,5 +100,5 @@ class HomeStream:
 
 
 def streams_of(device: torch.device) -> Streams:
-    """Of a device: PyTorch's, or none."""
+    """Return a device's streams."""
     return NoStreams() if device.type == "cpu" else DeviceStreams(device)
