@@ -6,68 +6,50 @@ each moment, and all are raised by what the samples missed of the operating syst
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 from daf._native import allocator as native
 from daf.memory import process_memory
 
 
-class Meter(Protocol):
-    """Measures peaks: ``begin``, ``take_peak`` at the end of every moment, ``finish``."""
+class Meter:
+    """Exact peaks of an allocator's live bytes: ``begin``, then ``take_peak`` after every moment.
 
-    @property
-    def is_exact(self) -> bool:
-        """True if peaks are counted, not sampled."""
+    ``live_bytes`` returns them; ``take_peak_bytes`` returns their peak and starts a new one.
+    """
+
+    is_exact = True
+
+    def __init__(self, live_bytes: Callable[[], int], take_peak_bytes: Callable[[], int]) -> None:
+        self._live_bytes = live_bytes
+        self._take_peak_bytes = take_peak_bytes
+        self._level = 0
 
     def begin(self) -> None:
         """Take what is live now as the level that peaks are counted from."""
+        self._take_peak_bytes()
+        self._level = self._live_bytes()
 
     def take_peak(self) -> int:
-        """Return the peak (bytes above that level) since the last call."""
+        """Return the peak (bytes above the level) since the last call."""
+        return self._take_peak_bytes() - self._level
 
     def finish(self, peaks: list[int]) -> None:
         """Correct the peaks in place, if they are known better now."""
 
 
-class AccountMeter:
-    """Peaks of the allocator's account."""
-
-    is_exact = True
-
-    def __init__(self) -> None:
-        self._level = 0
-
-    def begin(self) -> None:
-        """Take what is live now as the level."""
-        self._level = int(native.statistics()["live_bytes.current"])
-        native.reset_peaks()
-
-    def take_peak(self) -> int:
-        """Return the exact peak (bytes above the level) since the last call."""
-        peak = int(native.statistics()["live_bytes.peak"])
-        native.reset_peaks()
-        return peak - self._level
-
-    def finish(self, peaks: list[int]) -> None:
-        """Do nothing: the peaks are exact."""
-
-
-class ResidentMeter:
+class ResidentMeter(Meter):
     """Samples of the resident size."""
 
     is_exact = False
 
     def __init__(self) -> None:
-        self._level = 0
+        super().__init__(process_memory.resident_bytes, process_memory.resident_bytes)
 
     def begin(self) -> None:
         """Take what is resident now as the level."""
         process_memory.reset_peak()
-        self._level = process_memory.resident_bytes()
-
-    def take_peak(self) -> int:
-        """Return what is resident now (bytes above the level)."""
-        return process_memory.resident_bytes() - self._level
+        self._level = self._live_bytes()
 
     def finish(self, peaks: list[int]) -> None:
         """Raise all peaks by what the samples missed of the highest."""
@@ -78,4 +60,14 @@ class ResidentMeter:
 
 def open_meter() -> Meter:
     """Return the best meter available now."""
-    return AccountMeter() if native.is_installed() else ResidentMeter()
+    return Meter(_live_bytes, _take_peak_bytes) if native.is_installed() else ResidentMeter()
+
+
+def _live_bytes() -> int:
+    return int(native.statistics()["live_bytes.current"])
+
+
+def _take_peak_bytes() -> int:
+    peak = int(native.statistics()["live_bytes.peak"])
+    native.reset_peaks()
+    return peak

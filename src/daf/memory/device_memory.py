@@ -164,26 +164,4 @@ class DeviceMemory:
 
     def meter(self) -> Meter:
         """Return a meter of exact peaks of bytes in use."""
-        return DeviceMeter(self)
-
-
-class DeviceMeter:
-    """The caching allocator's own counts (an ``account_meter.Meter``)."""
-
-    is_exact = True
-
-    def __init__(self, memory: DeviceMemory) -> None:
-        self._memory = memory
-        self._level = 0
-
-    def begin(self) -> None:
-        """Take what is in use now as the level."""
-        self._memory.take_allocated_peak()
-        self._level = self._memory.allocated_bytes()
-
-    def take_peak(self) -> int:
-        """Return the exact peak (bytes above the level) since the last call."""
-        return self._memory.take_allocated_peak() - self._level
-
-    def finish(self, peaks: list[int]) -> None:
-        """Do nothing: the peaks are exact."""
+        return Meter(self.allocated_bytes, self.take_allocated_peak)

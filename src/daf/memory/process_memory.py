@@ -21,18 +21,23 @@ _CLEAR_REFERENCES = Path("/proc/self/clear_refs")
 _RESET_PEAK_COMMAND = "5"  # proc(5): reset the peak resident set size
 
 
-def _status_bytes(field: str) -> int:
+def field_bytes(path: Path, field: str) -> int:
+    """Return a field of a file of ``/proc`` that counts KiB.
+
+    Raises:
+        OSError: the file has no such field.
+    """
     prefix = field + ":"
-    for line in _STATUS.read_text().splitlines():
+    for line in path.read_text().splitlines():
         if line.startswith(prefix):
             return int(line.split()[1]) * 1024
-    raise OSError(f"{_STATUS} has no field {field}")
+    raise OSError(f"{path} has no field {field}")
 
 
 def resident_bytes() -> int:
     """Return this process's resident bytes."""
     if _STATUS.exists():
-        return _status_bytes("VmRSS")
+        return field_bytes(_STATUS, "VmRSS")
     return int(psutil.Process().memory_info().rss)
 
 
@@ -44,7 +49,7 @@ def peak_is_exact() -> bool:
 def peak_bytes() -> int:
     """Return the most bytes held since ``reset_peak`` (Linux); elsewhere the resident bytes."""
     if _STATUS.exists():
-        return _status_bytes("VmHWM")
+        return field_bytes(_STATUS, "VmHWM")
     return resident_bytes()
 
 

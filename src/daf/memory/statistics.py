@@ -15,6 +15,7 @@ from typing import Any
 
 from daf._native import allocator as native
 from daf.core.errors import PlatformError
+from daf.memory.process_memory import field_bytes
 
 _SMAPS = Path("/proc/self/smaps")
 _SMAPS_ROLLUP = Path("/proc/self/smaps_rollup")
@@ -132,12 +133,9 @@ def audit() -> Audit:
     counts = native.statistics()
     held = counts["held_bytes.current"]
     large = held - counts["small_bytes.current"] - counts["external_bytes.current"]
-    return Audit(_rollup_bytes(), _range_bytes(*native.address_range()), held, large)
-
-
-def _rollup_bytes() -> int:
-    lines = _SMAPS_ROLLUP.read_text().splitlines()
-    return sum(_kib(line) for line in lines if line.startswith("Rss:"))
+    return Audit(
+        field_bytes(_SMAPS_ROLLUP, "Rss"), _range_bytes(*native.address_range()), held, large
+    )
 
 
 def _range_bytes(first: int, size: int) -> int:
@@ -148,9 +146,5 @@ def _range_bytes(first: int, size: int) -> int:
             if mapping:
                 inside = first <= int(mapping[1], 16) < first + size
             elif inside and line.startswith("Rss:"):
-                total += _kib(line)
+                total += int(line.split()[1]) * 1024
     return total
-
-
-def _kib(line: str) -> int:
-    return int(line.split()[1]) * 1024
