@@ -27,6 +27,7 @@ from daf.kernels.triton import rotated as triton_rotated
 from daf.kernels.triton import row_norm_kernels as triton_row_kernels
 from daf.kernels.triton.launch import Affine
 from daf.kernels.triton.planes import PlaneWords
+from daf.kernels.triton.reductions import Runs, SideBySide
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {
@@ -52,6 +53,7 @@ READ = CODED | {"ACCUMULATE": True}
 IN_PAGES = PlaneWords("*i32", "*i32", "*i64", "i32", "i32")
 FLAT = IN_PAGES._replace(table="constexpr")
 AFFINE = Affine("*fp32", "*fp32", "i32", "i32")
+SHAPES = {"runs": Runs(*["i32"] * 8), "sides": SideBySide(*["i32"] * 4)}
 
 
 def kernels() -> list[tuple[str, object, dict[str, object]]]:
@@ -93,9 +95,10 @@ def kernels() -> list[tuple[str, object, dict[str, object]]]:
         add(triton_reduction_kernels.reduce_ranges, **tile, **shape)
     add(triton_reduction_kernels.finish_ranges, ROWS=512, COLUMNS=8)
     add(triton_reduction_kernels.span_sums, TYPE=0, SPANS=8)
-    add(triton_reduction_kernels.channel_span_sums, TYPE=1, COLUMNS=8)
-    add(triton_reduction_kernels.side_by_side_sums, TYPE=1, SPANS=8, COLUMNS=16)
-    norms = triton_norm_kernels
+    norms, sums = triton_norm_kernels, triton_reduction_kernels
+    squares = {"values": None, "mask": None, "affine": None, "TYPE": 1, "VALUE_TYPE": 1}
+    add(sums.channel_span_sums, COLUMNS=8, **squares)
+    add(sums.side_by_side_sums, SPANS=8, COLUMNS=16, **squares)
     for kind in (0, 1, 2):
         around = {"TYPE": kind, "BLOCKS": 4}
         add(norms.emit, **around)
@@ -105,8 +108,8 @@ def kernels() -> list[tuple[str, object, dict[str, object]]]:
             read = {"TYPE": kind, "VALUE_TYPE": values} | (
                 {} if values == kind else {"affine": None}
             )
-            add(norms.channel_span_products, COLUMNS=8, **read)
-            add(norms.side_by_side_products, SPANS=8, COLUMNS=128, **read)
+            add(sums.channel_span_sums, COLUMNS=8, **read)
+            add(sums.side_by_side_sums, SPANS=8, COLUMNS=128, **read)
             add(norms.write_gradient, BLOCKS=4, **read)
             add(triton_row_kernels.row_factors, CENTRED=True, ROWS=8, **read)
             add(triton_row_kernels.column_span_sums, SPAN_ROWS=256, COLUMNS=128, **read)
@@ -136,6 +139,7 @@ def signature_of(kernel: object, constants: dict[str, object]) -> dict[str, str]
     types |= dict.fromkeys(("planes", "mask"), IN_PAGES) | dict.fromkeys(
         ("affine", "result"), AFFINE
     )
+    types |= SHAPES
     if "first_block" in kernel.arg_names or kernel is triton_row_kernels.row_factors:
         types["of_value"] = AFFINE
     types |= {name: value for name, value in constants.items() if isinstance(value, PlaneWords)}

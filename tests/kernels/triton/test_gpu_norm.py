@@ -49,6 +49,7 @@ from daf.kernels.normalisation import (
     NormOutput,
     RunningStatistics,
 )
+from daf.kernels.normalisation import Sums as DeviceSums
 from daf.kernels.triton import channel_norm as triton_norm
 from daf.kernels.triton import row_norm as triton_rows
 from daf.kernels.triton.backend import TritonBackend
@@ -288,15 +289,15 @@ def awkward_sums(channels: int, seed: int) -> list[np.ndarray]:
 @pytest.mark.parametrize("epsilon", [1e-5, 0.0, 0.3])
 def test_statistics_of_sums_are_the_oracle_s(channels, count, epsilon) -> None:
     sums, squares = awkward_sums(channels, count % 7)
-    ours = [to_device(each) for each in (sums, squares)]
+    ours = DeviceSums(*(to_device(each) for each in (sums, squares)))
     theirs = Sums(sums, squares)
     running = [np.linspace(-1, 2, channels, dtype=np.float32) for _ in range(2)]
-    plain = triton_norm.channel_statistics(*ours, count, epsilon, None)
+    plain = triton_norm.channel_statistics(ours, count, epsilon, None)
     expected = reference_norm.statistics_of_sums(theirs, count, epsilon)
     assert [bytes_of(each) for each in plain] == [each.tobytes() for each in expected[:2]]
     for momentum in (0.1, 1.0, 1 / 3):
         followed = RunningStatistics(*(to_device(each.copy()) for each in running), momentum)
-        found = triton_norm.channel_statistics(*ours, count, epsilon, followed)
+        found = triton_norm.channel_statistics(ours, count, epsilon, followed)
         expected = reference_norm.statistics_of_sums(
             theirs, count, epsilon, (running[0], running[1]), momentum
         )
@@ -313,14 +314,14 @@ def test_factors_of_sums_are_the_oracle_s(cases, channels, count) -> None:
     for gamma, writes in product(gammas, product((False, True), repeat=2)):
         expected = reference_norm.factors_of_sums(Sums(sums, products), count, inverse, gamma)
         written = [to_device(np.zeros(channels, np.float32)) if each else None for each in writes]
-        found = triton_norm.channel_factors(
-            to_device(sums),
-            to_device(products),
-            count,
+        of_value, of_gradient = triton_norm.channel_factors(
+            DeviceSums(to_device(sums), to_device(products)),
+            Geometry(channels, 1, count * channels),
             to_device(inverse),
             None if gamma is None else to_device(gamma),
             (written[0], written[1]),
         )
+        found = (of_value.scale, of_value.shift, of_gradient.scale)
         assert [bytes_of(each) for each in found] == [each.tobytes() for each in expected[:3]]
         for mine, own in zip(written, expected[3:], strict=True):
             assert mine is None or bytes_of(mine) == own.tobytes()

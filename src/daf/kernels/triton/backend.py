@@ -96,8 +96,7 @@ class TritonBackend:
     ) -> Statistics:
         """See the protocol."""
         sums = reductions.measure_sums(_items(x), geometry.channels, geometry.inner)
-        count = geometry.per_channel
-        return Statistics(*channel_norm.channel_statistics(*sums, count, epsilon, running))
+        return channel_norm.channel_statistics(sums, geometry.per_channel, epsilon, running)
 
     def emit(self, encoding: Encoding) -> None:
         """See the protocol."""
@@ -128,7 +127,7 @@ class TritonBackend:
         sums = channel_norm.ChannelProducts(items, geometry.channels, geometry.inner)
         for part in self._parts(values, sums.span_blocks, items.device):
             sums.add(part, mask)
-        return Sums(*sums.totals())
+        return sums.totals()
 
     def gradient_factors(
         self,
@@ -139,11 +138,8 @@ class TritonBackend:
         gradients: VectorGradients,
     ) -> tuple[Channels, Channels]:
         """See the protocol."""
-        read = (*sums, geometry.per_channel, inverse_deviation, gamma)
-        found = channel_norm.channel_factors(*read, gradients)
-        inner, of_gradient = geometry.inner, found.of_gradient
-        of_value = Channels(found.of_value, found.offset, inner)
-        return of_value, Channels(of_gradient, of_gradient, inner)
+        read = (sums, geometry, inverse_deviation, gamma)
+        return channel_norm.channel_factors(*read, gradients)
 
     def write_input_gradient(
         self, values: Values, given: MaskedGradient, factors: tuple[Channels, Channels]

@@ -14,8 +14,7 @@ from daf.kernels.triton.blocks import (
     store_codes,
     store_elements,
     store_plane,
-    tile_blocks,
-    tile_elements,
+    tile,
 )
 
 
@@ -24,10 +23,7 @@ def encode_mask(
     source, planes, low, high, count, TYPE: tl.constexpr, ABOVE: tl.constexpr, BLOCKS: tl.constexpr
 ):
     """Write one plane of ``x > low`` (ABOVE) or ``not (x <= low or x >= high)``."""
-    blocks = tile_blocks(BLOCKS)
-    place = tile_elements(blocks)
-    valid = place < count
-    there = blocks * 256 < count
+    blocks, place, valid, there = tile(count, BLOCKS)
     values = load_elements(source, place, valid, TYPE)
     if ABOVE:
         chosen = values > low
@@ -42,21 +38,16 @@ def decode_mask(
     destination, planes, off_bits, on_bits, count, TYPE: tl.constexpr, BLOCKS: tl.constexpr
 ):
     """Write one of two values for each bit, given by their patterns: -0 stays -0."""
-    blocks = tile_blocks(BLOCKS)
-    place = tile_elements(blocks)
-    there = blocks * 256 < count
+    blocks, place, valid, there = tile(count, BLOCKS)
     bits = load_plane(planes, 0, blocks, there, BLOCKS)
     values = tl.where(bits != 0, on_bits, off_bits).to(tl.float32, bitcast=True)
-    store_elements(destination, place, place < count, values, TYPE)
+    store_elements(destination, place, valid, values, TYPE)
 
 
 @triton.jit
 def apply_mask(gradient, destination, planes, count, TYPE: tl.constexpr, BLOCKS: tl.constexpr):
     """Write the gradient where the bit is set, +0 elsewhere; no decoded tensor is written."""
-    blocks = tile_blocks(BLOCKS)
-    place = tile_elements(blocks)
-    valid = place < count
-    there = blocks * 256 < count
+    blocks, place, valid, there = tile(count, BLOCKS)
     values = masked(load_elements(gradient, place, valid, TYPE), planes, blocks, there, BLOCKS)
     store_elements(destination, place, valid, values, TYPE)
 
@@ -76,10 +67,7 @@ def encode_derivative(
 
     Borders ascend. Sets ``broken`` if an element is not finite.
     """
-    blocks = tile_blocks(BLOCKS)
-    place = tile_elements(blocks)
-    valid = place < count
-    there = blocks * 256 < count
+    blocks, place, valid, there = tile(count, BLOCKS)
     values = load_elements(source, place, valid, TYPE)
     magnitude = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     some_broken = tl.max(tl.max((magnitude >= INFINITE_BITS).to(tl.int32), axis=1), axis=0)
@@ -97,11 +85,9 @@ def decode_derivative(
     destination, planes, levels, count, TYPE: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr
 ):
     """Write the level of every code."""
-    blocks = tile_blocks(BLOCKS)
-    place = tile_elements(blocks)
-    there = blocks * 256 < count
+    blocks, place, valid, there = tile(count, BLOCKS)
     codes = load_codes(planes, blocks, there, tl.int32, BITS, BLOCKS)
-    store_elements(destination, place, place < count, tl.load(levels + codes), TYPE)
+    store_elements(destination, place, valid, tl.load(levels + codes), TYPE)
 
 
 @triton.jit(do_not_specialize=["base_low", "base_high"])
@@ -109,10 +95,7 @@ def encode_integers(
     source, planes, too_wide, base_low, base_high, count, BITS: tl.constexpr, BLOCKS: tl.constexpr
 ):
     """Write planes of ``value - base`` modulo 2**64; sets ``too_wide`` if one needs more bits."""
-    blocks = tile_blocks(BLOCKS)
-    place = tile_elements(blocks)
-    valid = place < count
-    there = blocks * 256 < count
+    blocks, place, valid, there = tile(count, BLOCKS)
     base = (base_high.to(tl.int64) << 32) | (base_low.to(tl.int64) & 0xFFFFFFFF)
     values = tl.load(source + place, mask=valid, other=0).to(tl.int64) - base
     codes = tl.where(valid, values, 0).to(tl.uint64, bitcast=True)
@@ -127,10 +110,8 @@ def decode_integers(
     destination, planes, base_low, base_high, count, BITS: tl.constexpr, BLOCKS: tl.constexpr
 ):
     """Write ``code + base`` in the destination's own integers."""
-    blocks = tile_blocks(BLOCKS)
-    place = tile_elements(blocks)
-    there = blocks * 256 < count
+    blocks, place, valid, there = tile(count, BLOCKS)
     codes = load_codes(planes, blocks, there, tl.int64, BITS, BLOCKS)
     base = (base_high.to(tl.int64) << 32) | (base_low.to(tl.int64) & 0xFFFFFFFF)
     values = (codes + base).to(destination.dtype.element_ty)
-    tl.store(destination + place, values, mask=place < count)
+    tl.store(destination + place, values, mask=valid)

@@ -32,6 +32,17 @@ def tile_elements(blocks):
 
 
 @triton.jit
+def tile(count, BLOCKS: tl.constexpr):
+    """Return this program's blocks (BLOCKS,) and elements (BLOCKS, 256); which of either exist.
+
+    In this order: blocks, elements, elements that exist, blocks that exist.
+    """
+    blocks = tile_blocks(BLOCKS)
+    place = tile_elements(blocks)
+    return blocks, place, place < count, blocks * BLOCK_ELEMENTS < count
+
+
+@triton.jit
 def load_elements(source, place, valid, TYPE: tl.constexpr):
     """Load exact float32 of int32 (float32) or int16 patterns; +0 where not ``valid``."""
     bits = tl.load(source + place, mask=valid, other=0)
@@ -228,6 +239,25 @@ def masked(values, mask, blocks, there, BLOCKS: tl.constexpr):
         chosen = load_plane(mask, 0, blocks, there, BLOCKS)
         values = tl.where(chosen != 0, values, 0.0)
     return values
+
+
+@triton.jit
+def masked_at(values, mask, place, valid):
+    """Return single values whose bit of the mask is set, +0 elsewhere."""
+    if mask is not None:
+        there = word_place(mask, tl.where(valid, place // 32, 0), 0)
+        word = tl.load(mask.region + there, mask=valid, other=0)
+        values = tl.where((word >> (place % 32).to(tl.int32)) & 1 != 0, values, 0.0)
+    return values
+
+
+@triton.jit
+def values_at(values, place, valid, first_value, affine, TYPE: tl.constexpr):
+    """Load values that begin with element ``first_value`` of the tensor, and apply an affine."""
+    found = load_elements(values, place - first_value, valid, TYPE)
+    if affine is not None:
+        found = channel_affine(found, place, affine)
+    return found
 
 
 @triton.jit

@@ -16,7 +16,16 @@ from torch import Tensor
 from daf.core.code_format import BLOCK_ELEMENTS
 from daf.core.errors import KernelError
 from daf.kernels.cpu.checks import check_channels
-from daf.kernels.normalisation import Channels, Decoding, NormOutput, RunningStatistics
+from daf.kernels.normalisation import (
+    Channels,
+    Decoding,
+    Geometry,
+    NormOutput,
+    RunningStatistics,
+    Statistics,
+    Sums,
+    VectorGradients,
+)
 from daf.kernels.triton import channel_norm_kernels as device
 from daf.kernels.triton.launch import (
     affine_of,
@@ -28,15 +37,7 @@ from daf.kernels.triton.launch import (
     patterns,
 )
 from daf.kernels.triton.planes import DevicePlanes
-from daf.kernels.triton.reductions import (
-    are_side_by_side,
-    fold_spans,
-    run_options,
-    side_by_side_grid,
-    side_by_side_options,
-    span_elements,
-    span_shape,
-)
+from daf.kernels.triton.reductions import fold_spans, span_elements, span_shape, sum_spans
 
 _COLUMNS = 128
 
@@ -139,28 +140,12 @@ class ChannelProducts:
         if first % span or (last % span and last != count):
             raise KernelError(f"asked to add elements {first} to {last}; spans have {span}")
         elements, kind = patterns(self._gradient, count)
-        spans, where = -(-(last - first) // span), self._gradient.device
-        common = {
-            "gradient": elements,
-            "sums": self._rows[0],
-            "products": self._rows[1],
-            "count": count,
-            "first_span": first // span,
-            "TYPE": kind,
-            "mask": mask_words(mask, count),
-            **values.arguments(count),
-        }
-        if are_side_by_side(channels, inner):
-            options = side_by_side_options(spans, channels)
-            grid: tuple[int, ...] = side_by_side_grid(spans, channels)
-            on_device(device.side_by_side_products, grid, where, **common, **options)
-        else:
-            runs = run_options(channels, inner)
-            grid = (spans * runs["tiles"],)
-            on_device(device.channel_span_products, grid, where, **common, **runs)
+        given = {"source": elements, "count": count, "TYPE": kind, "mask": mask_words(mask, count)}
+        spans = (first // span, -(-last // span))
+        sum_spans(self._rows, spans, channels, inner, given | values.arguments(count))
 
-    def totals(self) -> tuple[Tensor, Tensor]:
-        """Return sums, and sums of products; (channels,) float64 each."""
+    def totals(self) -> Sums:
+        """Return sums, and sums of products."""
         return fold_spans(self._rows)
 
 
@@ -200,20 +185,19 @@ def write_gradient(
 
 
 def channel_statistics(
-    sums: Tensor, squares: Tensor, count: int, epsilon: float, followed: RunningStatistics | None
-) -> tuple[Tensor, Tensor]:
-    """Return mean and inverse deviation, (channels,) float32; ``followed`` follow in place."""
-    channels = sums.numel()
-    found = torch.empty(2, channels, dtype=torch.float32, device=sums.device)
+    sums: Sums, count: int, epsilon: float, followed: RunningStatistics | None
+) -> Statistics:
+    """Return the statistics of sums and sums of squares; ``followed`` follow in place."""
+    channels = sums.sums.numel()
+    found = Statistics(*_vectors(2, sums))
     running, variance, momentum = followed or (None, None, 0.0)
     on_device(
         device.channel_statistics,
         (-(-channels // _COLUMNS),),
-        sums.device,
-        sums=sums,
-        squares=squares,
-        mean=found[0],
-        inverse_deviation=found[1],
+        sums.sums.device,
+        sums=sums.sums,
+        squares=sums.products,
+        **found._asdict(),
         running_mean=running,
         running_variance=variance,
         count=count,
@@ -224,47 +208,41 @@ def channel_statistics(
         channels=channels,
         COLUMNS=_COLUMNS,
     )
-    return found[0], found[1]
-
-
-class ChannelFactors(NamedTuple):
-    """The factors of ``write_gradient`` for values and gradient; (channels,) float32 each."""
-
-    of_value: Tensor
-    offset: Tensor
-    of_gradient: Tensor
+    return found
 
 
 def channel_factors(
-    sums: Tensor,
-    products: Tensor,
-    count: int,
+    sums: Sums,
+    geometry: Geometry,
     inverse_deviation: Tensor,
     gamma: Tensor | None,
-    gradients: tuple[Tensor | None, Tensor | None],
-) -> ChannelFactors:
-    """Return factors from float64 sums over ``count``; write gradients of gamma and beta."""
-    channels = sums.numel()
-    found = torch.empty(3, channels, dtype=torch.float32, device=sums.device)
-    weight, bias = gradients
+    gradients: VectorGradients,
+) -> tuple[Channels, Channels]:
+    """Return the factors of ``write_gradient``; write gradients of gamma and beta."""
+    channels, inner, _ = geometry
+    of_value, offset, of_gradient = _vectors(3, sums)
     on_device(
         device.channel_factors,
         (-(-channels // _COLUMNS),),
-        sums.device,
-        sums=sums,
-        products=products,
+        sums.sums.device,
+        **sums._asdict(),
         inverse_deviation=inverse_deviation,
         gamma=gamma,
-        of_value=found[0],
-        offset=found[1],
-        of_gradient=found[2],
-        weight=weight,
-        bias=bias,
-        count=count,
+        of_value=of_value,
+        offset=offset,
+        of_gradient=of_gradient,
+        weight=gradients[0],
+        bias=gradients[1],
+        count=geometry.per_channel,
         channels=channels,
         COLUMNS=_COLUMNS,
     )
-    return ChannelFactors(*found.unbind())
+    return Channels(of_value, offset, inner), Channels(of_gradient, of_gradient, inner)
+
+
+def _vectors(number: int, sums: Sums) -> tuple[Tensor, ...]:
+    shape, device = (number, sums.sums.numel()), sums.sums.device
+    return torch.empty(shape, dtype=torch.float32, device=device).unbind()
 
 
 def _of_kind(tensor: Tensor, kind: int, count: int) -> Tensor:

@@ -1,7 +1,6 @@
 """Normalisations of channels on a GPU: section 10 of ``docs/format.md``, in its order of additions.
 
 Normalised values lie in float32 from element ``first_value`` on, or are ``affine`` of the input.
-Masks are read bit by bit where elements are not met in blocks.
 """
 
 from __future__ import annotations
@@ -15,12 +14,13 @@ from daf.kernels.triton.blocks import (
     masked,
     store_elements,
     store_plane,
+    tile,
     tile_blocks,
     tile_elements,
-    word_place,
+    values_at,
     write_values,
 )
-from daf.kernels.triton.reduction_kernels import as_double, canonical, first_of_channels, sum_lanes
+from daf.kernels.triton.reduction_kernels import as_double, canonical
 
 
 @triton.jit
@@ -37,9 +37,7 @@ def emit(
     BLOCKS: tl.constexpr,
 ):
     """Normalise; gamma and beta, addend, ReLU up to ``most`` (NaN: none), its mask."""
-    blocks = tile_blocks(BLOCKS)
-    place = tile_elements(blocks)
-    valid = place < count
+    blocks, place, valid, there = tile(count, BLOCKS)
     values = load_elements(source, place, valid, TYPE)
     values = channel_affine(values, place, affine)
     if result is not None:
@@ -49,7 +47,6 @@ def emit(
     if mask is not None:
         low, high = values <= 0.0, values >= most
         bits = (((low | high) == 0) & valid).to(tl.int32)
-        there = blocks * 256 < count
         store_plane(mask, 0, blocks, there, bits, BLOCKS)
         values = tl.where(low, 0.0, tl.where(high, most, values))
     store_elements(destination, place, valid, values, TYPE)
@@ -76,118 +73,6 @@ def derive(
     write_values(
         destination, values, blocks, first_block, result, mask, count, TYPE, ACCUMULATE, BLOCKS
     )
-
-
-@triton.jit
-def _values_at(values, place, valid, first_value, affine, TYPE: tl.constexpr):
-    found = load_elements(values, place - first_value, valid, TYPE)
-    if affine is not None:
-        found = channel_affine(found, place, affine)
-    return found
-
-
-@triton.jit
-def _masked_at(values, mask, place, valid):
-    """Return single values whose bit of the mask is set, +0 elsewhere."""
-    if mask is not None:
-        there = word_place(mask, tl.where(valid, place // 32, 0), 0)
-        word = tl.load(mask.region + there, mask=valid, other=0)
-        values = tl.where((word >> (place % 32).to(tl.int32)) & 1 != 0, values, 0.0)
-    return values
-
-
-@triton.jit(do_not_specialize=["first_span", "first_value"])
-def channel_span_products(
-    gradient,
-    values,
-    sums,
-    products,
-    mask,
-    affine,
-    count,
-    first_span,
-    first_value,
-    channels,
-    inner,
-    period,
-    span,
-    periods,
-    groups,
-    tiles,
-    tile_elements,
-    TYPE: tl.constexpr,
-    VALUE_TYPE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Do ``channel_span_sums`` of masked gradient and gradient * values from ``first_span``."""
-    row = first_span.to(tl.int64) + tl.program_id(0).to(tl.int64) // tiles
-    column = tl.program_id(0).to(tl.int64) % tiles
-    channel = column * COLUMNS + tl.arange(0, COLUMNS).to(tl.int64)
-    first = row * span
-    last = tl.minimum(first + span, count)
-    lane = tl.arange(0, 16)[None, :]
-    total = tl.zeros((COLUMNS, 16), tl.float64)
-    product = tl.zeros((COLUMNS, 16), tl.float64)
-    for turn in range(periods):
-        start = (first // period + turn) * period
-        tile = start + column * tile_elements
-        if (tile < last) & (tile + tile_elements > first):
-            low = tl.maximum(start + channel * inner, first)[:, None]
-            high = tl.minimum(start + (channel + 1) * inner, last)[:, None]
-            for group in range(groups):
-                place = (low // 16 + group) * 16 + lane
-                valid = (place >= low) & (place < high) & (channel < channels)[:, None]
-                found = load_elements(gradient, place, valid, TYPE)
-                found = _masked_at(found, mask, place, valid)
-                value = _values_at(values, place, valid, first_value, affine, VALUE_TYPE)
-                wide = found.to(tl.float64)
-                total += wide
-                product += tl.where(valid, wide * value.to(tl.float64), 0.0)
-    own = row * channels + channel
-    tl.store(sums + own, sum_lanes(total, COLUMNS), mask=channel < channels)
-    tl.store(products + own, sum_lanes(product, COLUMNS), mask=channel < channels)
-
-
-@triton.jit(do_not_specialize=["first_span", "first_value"])
-def side_by_side_products(
-    gradient,
-    values,
-    sums,
-    products,
-    mask,
-    affine,
-    count,
-    first_span,
-    first_value,
-    channels,
-    span_elements,
-    spans,
-    periods,
-    TYPE: tl.constexpr,
-    VALUE_TYPE: tl.constexpr,
-    SPANS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Do ``channel_span_products`` as ``side_by_side_sums`` does, of ``spans``."""
-    turn = tl.program_id(0).to(tl.int64) * SPANS + tl.arange(0, SPANS)
-    span = first_span.to(tl.int64) + turn
-    channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS).to(tl.int64)
-    start, end = first_of_channels(span, channel, span_elements, count, channels)
-    there = (turn < spans)[:, None] & (channel < channels)[None, :]
-    total = tl.zeros((SPANS, COLUMNS), tl.float64)
-    product = tl.zeros((SPANS, COLUMNS), tl.float64)
-    for period in range(periods):
-        place = start + period * channels
-        valid = (place < end) & there
-        found = load_elements(gradient, place, valid, TYPE)
-        found = _masked_at(found, mask, place, valid)
-        value = _values_at(values, place, valid, first_value, affine, VALUE_TYPE)
-        wide = found.to(tl.float64)
-        total += wide
-        product += tl.where(valid, wide * value.to(tl.float64), 0.0)
-    own = span[:, None] * channels + channel[None, :]
-    tl.store(sums + own, total, mask=there)
-    tl.store(products + own, product, mask=there)
 
 
 @triton.jit(do_not_specialize=["first_block", "first_value"])
@@ -221,7 +106,7 @@ def write_gradient(
     found = masked(found, mask, blocks, there, BLOCKS)
     if gamma is not None:
         found = found * tl.load(gamma + place % gamma_channels)
-    value = _values_at(values, place, valid, first_value, affine, VALUE_TYPE)
+    value = values_at(values, place, valid, first_value, affine, VALUE_TYPE)
     channel = (place // of_value.inner) % of_value.channels
     product = found * tl.load(of_gradient + channel)
     beside = channel_affine(value, place, of_value)

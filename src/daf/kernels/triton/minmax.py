@@ -16,8 +16,8 @@ from daf.kernels.triton.blocks import (
     store_codes,
     store_elements,
     store_headers,
+    tile,
     tile_blocks,
-    tile_elements,
     widen_bfloat16,
     write_values,
 )
@@ -53,10 +53,7 @@ def encode_minmax(
     BLOCKS: tl.constexpr,
 ):
     """Write every plane and the headers, rounding stochastically."""
-    blocks = tile_blocks(BLOCKS)
-    place = tile_elements(blocks)
-    valid = place < count
-    there = blocks * 256 < count
+    blocks, place, valid, there = tile(count, BLOCKS)
     values = load_values(source, place, valid, affine, TYPE)
     last: tl.constexpr = (1 << BITS) - 1
     lowest = tl.min(tl.where(valid, values, float("inf")), axis=1)
@@ -122,10 +119,7 @@ def encode_steps(
     BLOCKS: tl.constexpr,
 ):
     """Write every plane of the numbers of steps that the affine gives, rounding stochastically."""
-    blocks = tile_blocks(BLOCKS)
-    place = tile_elements(blocks)
-    valid = place < count
-    there = blocks * 256 < count
+    blocks, place, valid, there = tile(count, BLOCKS)
     position = load_values(source, place, valid, affine, TYPE)
     last: tl.constexpr = (1 << BITS) - 1
     position = tl.where(position > 0.0, position, 0.0)
@@ -141,10 +135,7 @@ def decode_steps(
     destination, planes, affine, count, TYPE: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr
 ):
     """Write every number of steps, after the affine."""
-    blocks = tile_blocks(BLOCKS)
-    place = tile_elements(blocks)
-    valid = place < count
-    there = blocks * 256 < count
+    blocks, place, valid, there = tile(count, BLOCKS)
     codes = load_codes(planes, blocks, there, tl.int32, BITS, BLOCKS)
     values = codes.to(tl.float32)
     if affine is not None:

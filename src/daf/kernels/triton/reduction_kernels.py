@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from daf.kernels.triton.blocks import NAN_BITS, load_elements
+from daf.kernels.triton.blocks import NAN_BITS, load_elements, masked_at, values_at
 
 TREE = tl.constexpr(0)
 ATOMICS = tl.constexpr(1)
@@ -128,73 +128,93 @@ def span_sums(source, sums, squares, count, TYPE: tl.constexpr, SPANS: tl.conste
 
 
 @triton.jit
+def _products(
+    source,
+    values,
+    mask,
+    affine,
+    place,
+    valid,
+    first_value,
+    TYPE: tl.constexpr,
+    VALUE_TYPE: tl.constexpr,
+):
+    """Return masked elements in float64, and their products with values, or their squares."""
+    found = load_elements(source, place, valid, TYPE)
+    found = masked_at(found, mask, place, valid)
+    if values is None:
+        other = found
+    else:
+        other = values_at(values, place, valid, first_value, affine, VALUE_TYPE)
+    wide = found.to(tl.float64)
+    return wide, tl.where(valid, wide * other.to(tl.float64), 0.0)
+
+
+@triton.jit(do_not_specialize=["first_span", "first_value"])
 def channel_span_sums(
     source,
+    values,
     sums,
-    squares,
+    products,
+    mask,
+    affine,
+    runs,
     count,
-    channels,
-    inner,
-    period,
-    span,
-    periods,
-    groups,
-    tiles,
-    tile_elements,
+    first_span,
+    first_value,
     TYPE: tl.constexpr,
+    VALUE_TYPE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Sum COLUMNS channels in one span, and their squares, into rows of (spans, channels).
+    """Sum COLUMNS channels in one span, and their products, into rows of (spans, channels).
 
     A channel's elements come in runs of ``inner``, one in every ``period`` of ``channels * inner``;
     at most ``periods`` of these touch a span. A run is read in ``groups`` of sixteen elements at
     places that sixteen divides, so that lanes are lanes. Programs are (spans, ``tiles``) in order;
-    a tile is COLUMNS channels, ``tile_elements`` of a period.
+    a tile is COLUMNS channels, ``tile_elements`` of a period. The mask is read bit by bit.
     """
-    row = tl.program_id(0).to(tl.int64) // tiles
-    column = tl.program_id(0).to(tl.int64) % tiles
+    row = first_span.to(tl.int64) + tl.program_id(0).to(tl.int64) // runs.tiles
+    column = tl.program_id(0).to(tl.int64) % runs.tiles
     channel = column * COLUMNS + tl.arange(0, COLUMNS).to(tl.int64)
-    first = row * span
-    last = tl.minimum(first + span, count)
+    first = row * runs.span
+    last = tl.minimum(first + runs.span, count)
     lane = tl.arange(0, 16)[None, :]
+    there = channel < runs.channels
     total = tl.zeros((COLUMNS, 16), tl.float64)
-    energy = tl.zeros((COLUMNS, 16), tl.float64)
-    for turn in range(periods):
-        start = (first // period + turn) * period
-        tile = start + column * tile_elements
-        if (tile < last) & (tile + tile_elements > first):
-            low = tl.maximum(start + channel * inner, first)[:, None]
-            high = tl.minimum(start + (channel + 1) * inner, last)[:, None]
-            for group in range(groups):
+    product = tl.zeros((COLUMNS, 16), tl.float64)
+    for turn in range(runs.periods):
+        start = (first // runs.period + turn) * runs.period
+        tile = start + column * runs.tile_elements
+        if (tile < last) & (tile + runs.tile_elements > first):
+            low = tl.maximum(start + channel * runs.inner, first)[:, None]
+            high = tl.minimum(start + (channel + 1) * runs.inner, last)[:, None]
+            for group in range(runs.groups):
                 place = (low // 16 + group) * 16 + lane
-                valid = (place >= low) & (place < high) & (channel < channels)[:, None]
-                value = load_elements(source, place, valid, TYPE).to(tl.float64)
-                total += value
-                energy += value * value
-    own = row * channels + channel
-    tl.store(sums + own, sum_lanes(total, COLUMNS), mask=channel < channels)
-    tl.store(squares + own, sum_lanes(energy, COLUMNS), mask=channel < channels)
+                valid = (place >= low) & (place < high) & there[:, None]
+                wide, with_values = _products(
+                    source, values, mask, affine, place, valid, first_value, TYPE, VALUE_TYPE
+                )
+                total += wide
+                product += with_values
+    own = row * runs.channels + channel
+    tl.store(sums + own, sum_lanes(total, COLUMNS), mask=there)
+    tl.store(products + own, sum_lanes(product, COLUMNS), mask=there)
 
 
-@triton.jit
-def first_of_channels(span, channel, span_elements, count, channels):
-    """Return the first element of adjacent channels per span, and its end: (SPANS, COLUMNS)."""
-    first = (span * span_elements)[:, None]
-    behind = (channel[None, :] + channels - first % channels) % channels
-    return first + behind, tl.minimum(first + span_elements, count)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["first_span", "first_value"])
 def side_by_side_sums(
     source,
+    values,
     sums,
-    squares,
+    products,
+    mask,
+    affine,
+    sides,
     count,
-    channels,
-    span_elements,
-    spans,
-    periods,
+    first_span,
+    first_value,
     TYPE: tl.constexpr,
+    VALUE_TYPE: tl.constexpr,
     SPANS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -202,21 +222,27 @@ def side_by_side_sums(
 
     All elements of a channel are then in one lane, so neighbours are read together.
     """
-    span = tl.program_id(0).to(tl.int64) * SPANS + tl.arange(0, SPANS)
+    channels = sides.channels
+    turn = tl.program_id(0).to(tl.int64) * SPANS + tl.arange(0, SPANS)
+    span = first_span.to(tl.int64) + turn
     channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS).to(tl.int64)
-    start, end = first_of_channels(span, channel, span_elements, count, channels)
+    first = (span * sides.span)[:, None]
+    start = first + (channel[None, :] + channels - first % channels) % channels
+    end = tl.minimum(first + sides.span, count)
+    there = (turn < sides.spans)[:, None] & (channel < channels)[None, :]
     total = tl.zeros((SPANS, COLUMNS), tl.float64)
-    energy = tl.zeros((SPANS, COLUMNS), tl.float64)
-    for period in range(periods):
+    product = tl.zeros((SPANS, COLUMNS), tl.float64)
+    for period in range(sides.periods):
         place = start + period * channels
-        valid = (place < end) & (channel < channels)[None, :]
-        value = load_elements(source, place, valid, TYPE).to(tl.float64)
-        total += value
-        energy += value * value
+        valid = (place < end) & there
+        wide, with_values = _products(
+            source, values, mask, affine, place, valid, first_value, TYPE, VALUE_TYPE
+        )
+        total += wide
+        product += with_values
     own = span[:, None] * channels + channel[None, :]
-    there = (span < spans)[:, None] & (channel < channels)[None, :]
     tl.store(sums + own, total, mask=there)
-    tl.store(squares + own, energy, mask=there)
+    tl.store(products + own, product, mask=there)
 
 
 @triton.jit

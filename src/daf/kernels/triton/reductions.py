@@ -14,6 +14,7 @@ from torch import Tensor
 from daf.core.code_format import BLOCK_ELEMENTS
 from daf.kernels import RangeStrategy
 from daf.kernels.cpu.checks import check_channels, check_member
+from daf.kernels.normalisation import Sums
 from daf.kernels.triton.launch import on_device, patterns
 from daf.kernels.triton.reduction_kernels import (
     channel_span_sums,
@@ -138,8 +139,8 @@ def _finish(keys: _Pair, ends: _Pair) -> None:
     )
 
 
-def measure_sums(source: Tensor, channels: int = 1, inner: int = 1) -> tuple[Tensor, Tensor]:
-    """Return sums and sums of squares, (channels,) float64 each, in the format's order.
+def measure_sums(source: Tensor, channels: int = 1, inner: int = 1) -> Sums:
+    """Return sums and, as products, sums of squares, in the format's order.
 
     ``source`` is contiguous float32, bfloat16 or float16; channels are ``(i // inner) % channels``.
 
@@ -151,9 +152,15 @@ def measure_sums(source: Tensor, channels: int = 1, inner: int = 1) -> tuple[Ten
     elements, kind = patterns(source, count)
     shape = (2, *span_shape(count, channels))
     rows = torch.zeros(shape, dtype=torch.float64, device=source.device)
-    if count > 0:
+    spans = -(-count // span_elements(channels))
+    if count > 0 and channels == 1:
         places = {"source": elements, "sums": rows[0], "squares": rows[1]}
-        _sum_spans(places, count, channels, inner, -(-count // span_elements(channels)), kind)
+        grid = (-(-spans // _SPANS),)
+        on_device(span_sums, grid, source.device, **places, count=count, TYPE=kind, SPANS=_SPANS)
+    elif count > 0:
+        alone = {"values": None, "first_value": 0, "VALUE_TYPE": kind, "mask": None, "affine": None}
+        given = {"source": elements, "count": count, "TYPE": kind, **alone}
+        sum_spans(rows, (0, spans), channels, inner, given)
     return fold_spans(rows)
 
 
@@ -162,7 +169,7 @@ def span_shape(count: int, channels: int) -> tuple[int, int]:
     return _power_of_two(-(-count // span_elements(channels))), channels
 
 
-def fold_spans(rows: Tensor) -> tuple[Tensor, Tensor]:
+def fold_spans(rows: Tensor) -> Sums:
     """Fold two kinds of sums, (2, spans, channels), to (channels,) each, by halving strides."""
     while rows.shape[1] > _MOST_FOLDED:
         half = rows.shape[1] // 2
@@ -181,68 +188,60 @@ def fold_spans(rows: Tensor) -> tuple[Tensor, Tensor]:
         LEVELS=spans.bit_length() - 1,
         COLUMNS=columns,
     )
-    return out[0], out[1]
+    return Sums(out[0], out[1])
 
 
-def _sum_spans(
-    places: dict[str, Tensor], count: int, channels: int, inner: int, spans: int, kind: int
+def sum_spans(
+    rows: Tensor, spans: tuple[int, int], channels: int, inner: int, given: dict[str, Any]
 ) -> None:
-    device = places["source"].device
-    if channels == 1:
-        grid: tuple[int, ...] = (-(-spans // _SPANS),)
-        on_device(span_sums, grid, device, **places, count=count, TYPE=kind, SPANS=_SPANS)
+    """Sum each channel, and its products, in spans [first, last) of ``rows`` (2, spans, channels).
+
+    ``given``: the kernels' other arguments.
+    """
+    first, count = spans[0], spans[1] - spans[0]
+    span, where = span_elements(channels), rows.device
+    arguments = {"sums": rows[0], "products": rows[1], "first_span": first, **given}
+    if inner == 1 and channels % _LANES == 0:  # a channel's elements then have one of sixteen lanes
+        columns = min(_power_of_two(channels), _MOST_COLUMNS)
+        sides = SideBySide(channels, span, count, -(-span // channels))
+        grid: tuple[int, ...] = (-(-count // _SPANS), -(-channels // columns))
+        on_device(
+            side_by_side_sums,
+            grid,
+            where,
+            **arguments,
+            sides=sides,
+            SPANS=_SPANS,
+            COLUMNS=columns,
+        )
         return
-    if are_side_by_side(channels, inner):
-        options = side_by_side_options(spans, channels)
-        grid = side_by_side_grid(spans, channels)
-        on_device(side_by_side_sums, grid, device, **places, count=count, TYPE=kind, **options)
-        return
-    runs = run_options(channels, inner)
-    grid = (spans * runs["tiles"],)
-    on_device(channel_span_sums, grid, device, **places, count=count, TYPE=kind, **runs)
+    period, tiles = channels * inner, -(-channels // _CHANNELS)
+    periods, groups = (span - 1) // period + 2, (min(inner, span) + 14) // 16 + 1
+    runs = Runs(channels, inner, period, span, periods, groups, tiles, _CHANNELS * inner)
+    grid = (count * tiles,)
+    on_device(channel_span_sums, grid, where, **arguments, runs=runs, COLUMNS=_CHANNELS)
 
 
-def run_options(channels: int, inner: int) -> dict[str, int]:
-    """Return the arguments of kernels that read a channel's elements in runs of ``inner``."""
-    span, period = span_elements(channels), channels * inner
-    return {
-        "channels": channels,
-        "inner": inner,
-        "period": period,
-        "span": span,
-        "periods": (span - 1) // period + 2,
-        "groups": (min(inner, span) + 14) // 16 + 1,
-        "tiles": -(-channels // _CHANNELS),
-        "tile_elements": _CHANNELS * inner,
-        "COLUMNS": _CHANNELS,
-    }
+class Runs(NamedTuple):
+    """How ``channel_span_sums`` reads a channel's elements, in runs of ``inner``."""
+
+    channels: int
+    inner: int
+    period: int
+    span: int
+    periods: int
+    groups: int
+    tiles: int
+    tile_elements: int
 
 
-def are_side_by_side(channels: int, inner: int) -> bool:
-    """True if the kernels may read the channels together; each then has one of sixteen lanes."""
-    return inner == 1 and channels % _LANES == 0
+class SideBySide(NamedTuple):
+    """How ``side_by_side_sums`` reads the channels of ``spans`` together."""
 
-
-def side_by_side_options(spans: int, channels: int) -> dict[str, int]:
-    """Return the arguments of kernels that read channels side by side."""
-    span = span_elements(channels)
-    return {
-        "channels": channels,
-        "span_elements": span,
-        "spans": spans,
-        "periods": -(-span // channels),
-        "SPANS": _SPANS,
-        "COLUMNS": _columns(channels),
-    }
-
-
-def side_by_side_grid(spans: int, channels: int) -> tuple[int, int]:
-    """Return the grid of kernels that read channels side by side."""
-    return -(-spans // _SPANS), -(-channels // _columns(channels))
-
-
-def _columns(channels: int) -> int:
-    return min(_power_of_two(channels), _MOST_COLUMNS)
+    channels: int
+    span: int
+    spans: int
+    periods: int
 
 
 def span_elements(channels: int) -> int:

@@ -16,8 +16,8 @@ from daf.kernels.triton.blocks import (
     prescale_of,
     store_headers,
     store_plane,
+    tile,
     tile_blocks,
-    tile_elements,
     tree_sum,
     widen_bfloat16,
     write_values,
@@ -112,10 +112,7 @@ def encode_rotated(
     BLOCKS: tl.constexpr,
 ):
     """Write the headers and the planes that each run has."""
-    blocks = tile_blocks(BLOCKS)
-    place = tile_elements(blocks)
-    valid = place < count
-    there = blocks * 256 < count
+    blocks, place, valid, there = tile(count, BLOCKS)
     values = load_values(source, place, valid, affine, TYPE)
     real_count = tl.minimum(tl.maximum(count - blocks * 256, 1), 256).to(tl.float32)
     centred, mean, energy, unscale, finite = _centre_ordinary(values, valid, real_count, BLOCKS)
