@@ -94,45 +94,6 @@ class Emitter {
   bool streams_;
 };
 
-// Sums of a gradient as `sums`, of its products with the values as `squares`.
-struct RunningProducts {
-  const RunningSums& of;
-};
-
-// The values lie one block behind the gradient.
-class ProductsSlot {
- public:
-  DAF_MEMBER_INLINE ProductsSlot(const RunningSums& all, uint64_t slot)
-      : sums_(all.sums + slot * slot_lanes), products_(all.squares + slot * slot_lanes) {
-    sum_ = V::load(sums_);
-    product_ = V::load(products_);
-  }
-  DAF_MEMBER_INLINE void add(const float* at) { add(V::load(at), V::load(at + block_elements)); }
-  DAF_MEMBER_INLINE void add(const float* at, V::M chosen) {
-    const auto zero = V::set(0.0f);
-    add(V::select(chosen, V::load(at), zero),
-        V::select(chosen, V::load(at + block_elements), zero));
-  }
-  DAF_MEMBER_INLINE void keep() const {
-    V::store(sums_, sum_);
-    V::store(products_, product_);
-  }
-
- private:
-  DAF_MEMBER_INLINE void add(V::F gradient, V::F value) {
-    const auto wide = V::widen(gradient);
-    sum_ = V::add(sum_, wide);
-    product_ = V::add_product(product_, wide, V::widen(value));
-  }
-
-  double *sums_, *products_;
-  V::D sum_, product_;
-};
-
-DAF_INLINE ProductsSlot slot_of(const RunningProducts& all, uint64_t slot) {
-  return {all.of, slot};
-}
-
 class GradientTaker {
  public:
   explicit GradientTaker(const Job& job)

@@ -22,32 +22,40 @@ DAF_INLINE V::I order_key(V::F x) {
   return V::bit_xor(bits, V::as_integer(V::select(V::any_bit(bits, 0x80000000), all, sign)));
 }
 
-// A slot's sixteen sums in registers. Lanes not chosen gain +0, which changes no sum from +0 on.
+// A slot's sixteen sums in registers, of elements and of their products with those that lie
+// `behind` them (0: squares). Lanes not chosen gain +0, which changes no sum from +0 on.
+template <size_t behind>
 class SumsSlot {
  public:
   DAF_MEMBER_INLINE SumsSlot(const RunningSums& all, uint64_t slot)
-      : sums_(all.sums + slot * slot_lanes), squares_(all.squares + slot * slot_lanes) {
+      : sums_(all.sums + slot * slot_lanes), products_(all.squares + slot * slot_lanes) {
     sum_ = V::load(sums_);
-    square_ = V::load(squares_);
+    product_ = V::load(products_);
   }
-  DAF_MEMBER_INLINE void add(const float* at) { add(V::load(at)); }
+  DAF_MEMBER_INLINE void add(const float* at) { add(V::load(at), V::load(at + behind)); }
   DAF_MEMBER_INLINE void add(const float* at, V::M chosen) {
-    add(V::select(chosen, V::load(at), V::set(0.0f)));
+    const auto zero = V::set(0.0f);
+    add(V::select(chosen, V::load(at), zero), V::select(chosen, V::load(at + behind), zero));
   }
   DAF_MEMBER_INLINE void keep() const {
     V::store(sums_, sum_);
-    V::store(squares_, square_);
+    V::store(products_, product_);
   }
 
  private:
-  DAF_MEMBER_INLINE void add(V::F x) {
+  DAF_MEMBER_INLINE void add(V::F x, V::F y) {
     const auto wide = V::widen(x);
     sum_ = V::add(sum_, wide);
-    square_ = V::add_product(square_, wide, wide);
+    product_ = V::add_product(product_, wide, V::widen(y));
   }
 
-  double *sums_, *squares_;
-  V::D sum_, square_;
+  double *sums_, *products_;
+  V::D sum_, product_;
+};
+
+// Sums of a gradient as `sums`, of its products with values a block behind as `squares`.
+struct RunningProducts {
+  const RunningSums& of;
 };
 
 // A slot's ranges in registers. Lanes not chosen are compared with 0, the least key.
@@ -83,7 +91,10 @@ class RangeSlot {
 };
 
 DAF_INLINE RangeSlot slot_of(const RangeLanes& all, uint64_t slot) { return {all, slot}; }
-DAF_INLINE SumsSlot slot_of(const RunningSums& all, uint64_t slot) { return {all, slot}; }
+DAF_INLINE SumsSlot<0> slot_of(const RunningSums& all, uint64_t slot) { return {all, slot}; }
+DAF_INLINE SumsSlot<block_elements> slot_of(const RunningProducts& all, uint64_t slot) {
+  return {all.of, slot};
+}
 
 // Adds vectors first, first + step, … below last.
 template <class Accumulators>
