@@ -162,7 +162,7 @@ class TritonBackend:
             out, factors = _items(job.written), (job.scale, products.of_value)
             for part in self._parts(values, 1, given.device):
                 channel_norm.write_gradient(given, part, out, *factors, gamma=job.gamma)
-        return None if columns is None else Sums(*columns)
+        return columns
 
     def _add_rows(self, products: row_norm.RowProducts, values: Values, device: Any) -> None:
         """Add all parts; the last part's memory is free on return, for the second pass."""

@@ -59,6 +59,17 @@ class Values(NamedTuple):
         first, last = self.blocks
         return first * BLOCK_ELEMENTS, min(last * BLOCK_ELEMENTS, count)
 
+    def spans(self, count: int, span: int) -> tuple[int, int]:
+        """Return the numbers of the spans [first, last) of ``span`` elements that these are.
+
+        Raises:
+            KernelError: they are not whole spans.
+        """
+        first, last = self.part(count)
+        if first % span or (last % span and last != count):
+            raise KernelError(f"asked to add elements {first} to {last}; spans have {span}")
+        return first // span, -(-last // span)
+
     def arguments(self, count: int) -> dict[str, Any]:
         """Return the kernels' arguments."""
         first, last = self.part(count)
@@ -129,19 +140,11 @@ class ChannelProducts:
         )
 
     def add(self, values: Values, mask: DevicePlanes | None) -> None:
-        """Add the spans of these values.
-
-        Raises:
-            KernelError: they are not whole spans.
-        """
+        """Add the spans of these values."""
         count, channels, inner = self._gradient.numel(), self._channels, self._inner
-        first, last = values.part(count)
-        span = span_elements(channels)
-        if first % span or (last % span and last != count):
-            raise KernelError(f"asked to add elements {first} to {last}; spans have {span}")
+        spans = values.spans(count, span_elements(channels))
         elements, kind = patterns(self._gradient, count)
         given = {"source": elements, "count": count, "TYPE": kind, "mask": mask_words(mask, count)}
-        spans = (first // span, -(-last // span))
         sum_spans(self._rows, spans, channels, inner, given | values.arguments(count))
 
     def totals(self) -> Sums:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from daf.core.errors import KernelError
 from daf.kernels import ROWS_PER_SPAN
-from daf.kernels.normalisation import Channels
+from daf.kernels.normalisation import Channels, Sums
 from daf.kernels.triton import row_norm_kernels as device
 from daf.kernels.triton.channel_norm import Values
 from daf.kernels.triton.launch import affine_of, double_bits, on_device, patterns
@@ -85,16 +85,10 @@ class RowProducts:
         return self.length
 
     def add(self, values: Values) -> None:
-        """Add the rows of these values.
-
-        Raises:
-            KernelError: they are not whole spans.
-        """
+        """Add the rows of these values, whole spans of them."""
         count = self._gradient.numel()
         first, last = values.part(count)
-        span = self.length * ROWS_PER_SPAN
-        if first % span or (last % span and last != count):
-            raise KernelError(f"asked to add elements {first} to {last}; spans have {span}")
+        spans = values.spans(count, self.length * ROWS_PER_SPAN)
         elements, kind = patterns(self._gradient, count)
         common = values.arguments(count) | {
             "gradient": elements,
@@ -104,7 +98,7 @@ class RowProducts:
         }
         self._add_rows(first, last, common)
         if self._spans is not None:
-            self._add_columns(self._spans, first // span, -(-(last - first) // span), common)
+            self._add_columns(self._spans, spans, common)
 
     def _add_rows(self, first: int, last: int, common: dict[str, Any]) -> None:
         on_device(
@@ -120,23 +114,21 @@ class RowProducts:
             ROWS=_ROWS,
         )
 
-    def _add_columns(
-        self, spans: Tensor, first_span: int, count: int, common: dict[str, Any]
-    ) -> None:
+    def _add_columns(self, sums: Tensor, spans: tuple[int, int], common: dict[str, Any]) -> None:
         on_device(
             device.column_span_sums,
-            (count, -(-self.length // _COLUMNS)),
+            (spans[1] - spans[0], -(-self.length // _COLUMNS)),
             self._gradient.device,
             **common,
-            sums=spans[0],
-            products=spans[1],
-            first_span=first_span,
+            sums=sums[0],
+            products=sums[1],
+            first_span=spans[0],
             SPAN_ROWS=ROWS_PER_SPAN,
             COLUMNS=_COLUMNS,
         )
 
-    def columns(self) -> tuple[Tensor, Tensor] | None:
-        """Return (length,) float64 sums of the gradient, and of its products with the values."""
+    def columns(self) -> Sums | None:
+        """Return sums along the rows, (length,) each; None unless summing."""
         if self._spans is None:
             return None
         shape = (2, self.length)
@@ -152,8 +144,7 @@ class RowProducts:
                 length=self.length,
                 COLUMNS=_COLUMNS,
             )
-        gradient, products = torch.where(out.isnan(), math.nan, out)
-        return gradient, products
+        return Sums(*torch.where(out.isnan(), math.nan, out))
 
 
 def _row_count(tensor: Tensor, length: int) -> int:
