@@ -167,7 +167,8 @@ def test_findings_tell_who_lost_and_what_makes_runs_incomparable(make_run: Any) 
 def test_a_row_has_a_cell_for_every_column_also_without_figures(make_run: Any) -> None:
     empty = {"budget_bytes": None, "predicted_peak_bytes": None, "step_ms_median": None}
     empty |= {"examples_per_s": None, "loss": None, "metric": None, "policy": None}
-    cells = dict(zip(COLUMNS, row(read_run(make_run(**empty))), strict=True))
+    run = read_run(make_run(**empty))
+    cells = dict(zip(COLUMNS, row(run.name, run.summary), strict=True))
     assert [name for name, text in cells.items() if text == "–"] == [
         *("budget", "predicted", "step", "examples/s", "loss", "test"),
     ]

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from daf.core.units import format_bytes
+from daf.report.comparison import COLUMNS, row
 from daf.training.callbacks import Observer, StepRecord
 from daf.training.run_folder import RunFolder
 
@@ -126,30 +127,8 @@ def show_summary(summary: dict[str, Any], folder: RunFolder) -> None:
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2))
-    for name, value in _summary_rows(summary):
+    for name, value in zip(COLUMNS, row(str(folder.path), summary), strict=True):
         table.add_row(name, value)
-    console = Console()
-    console.print(table)
-    console.print(f"run folder: {folder.path}", highlight=False, markup=False)
-
-
-def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    def size(name: str) -> str:
-        return format_bytes(summary[name]) if summary[name] is not None else "none"
-
-    rows = [
-        ("budget", size("budget_bytes")),
-        ("peak", f"{size('peak_bytes')} (predicted {size('predicted_peak_bytes')})"),
-        ("floor", size("floor_bytes")),
-        ("saved for backward", f"{size('saved_bytes_peak')} (plain {size('saved_bytes_plain')})"),
-        ("plan", f"{summary['policy']}, micro-batches of {summary['micro_batch']}"),
-    ]
     if summary["evicted_bytes"]:
-        rows.append(("evicted", f"{size('evicted_bytes')} of codes in all steps together"))
-    if summary["step_ms_median"] is not None:
-        rate = f"{summary['examples_per_s']:.0f} examples/s"
-        rows.append(("step", f"{summary['step_ms_median']:.0f} ms ({rate})"))
-        rows.append(("loss", f"{summary['loss']:.4f}"))
-    if summary["metric"] is not None:
-        rows.append((summary["metric_name"], f"{summary['metric']:.4g}"))
-    return rows
+        table.add_row("evicted", f"{format_bytes(summary['evicted_bytes'])} of codes in all steps")
+    Console().print(table, highlight=False)

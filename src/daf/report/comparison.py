@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from daf.core.units import format_bytes
-from daf.report.runs import Run
+from daf.report.runs import Record, Run
 from daf.report.scale import number
 
 COLUMNS = (
@@ -14,15 +14,14 @@ COLUMNS = (
 )
 
 
-def row(run: Run) -> list[str]:
-    """Return a run's cells under ``COLUMNS``."""
-    summary = run.summary
+def row(name: str, summary: Record) -> list[str]:
+    """Return the cells under ``COLUMNS`` of the run ``name``, from its ``summary``."""
     step_ms = summary["step_ms_median"]
     return [
-        run.name,
-        _bytes(run.budget_bytes),
+        name,
+        _bytes(summary["budget_bytes"]),
         format_bytes(summary["peak_bytes"]),
-        format_bytes(run.above_floor_bytes),
+        format_bytes(summary["peak_bytes"] - summary["floor_bytes"]),
         _bytes(summary["predicted_peak_bytes"] or None),
         _bytes(summary["saved_bytes_peak"] or None),
         "–" if step_ms is None else f"{step_ms:,.0f} ms",

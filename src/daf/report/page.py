@@ -80,7 +80,7 @@ def comparison(runs: Sequence[Run]) -> Markup:
     said = [element("li", sentence) for sentence in findings(runs)]
     return element(
         "section",
-        table(COLUMNS, [row(run) for run in runs]),
+        table(COLUMNS, [row(run.name, run.summary) for run in runs]),
         element("ul", *said, class_="findings"),
         memory_of_all(runs).html(),
         *(chart.html() for chart in losses_of_all(runs)),

@@ -39,7 +39,7 @@ def spark(values: Sequence[float], low: float, high: float) -> str:
 
 def _comparison(runs: Sequence[Run]) -> RenderableType:
     table = Table(*COLUMNS[:1], *(run.name for run in runs), title="runs side by side")
-    for line in list(zip(COLUMNS, *(row(run) for run in runs), strict=True))[1:]:
+    for line in list(zip(COLUMNS, *(row(run.name, run.summary) for run in runs), strict=True))[1:]:
         table.add_row(*line)
     return Group(table, *(Text(f"• {sentence}") for sentence in findings(runs)), Text())
 
