@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from daf.cli import app, commands
 from daf.cli.commands import OWN_COMMANDS, find_command
-from daf.cli.floor import floor_above_torch_bytes
+from daf.cli.doctor import floor_above_torch_bytes
 
 HEAVY = ("torch", "numpy", "rich", "daf_bench", "matplotlib")
 ENDED = "import sys, daf.cli\ntry: daf.cli.app()\nexcept SystemExit: pass\nprint(*sys.modules)"

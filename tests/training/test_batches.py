@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daf.core.errors import DataError
-from daf.training.batches import BatchOrder
 from daf.training.data import load_data
 from daf.training.data.images import ImageData, checked_channels, crop_and_flip, to_tensor
+from daf.training.task import BatchOrder
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(0, 3))

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from daf.core.errors import DataError
-from daf.training.batches import Batch, BatchOrder
 from daf.training.data import load_data
 from daf.training.data.images import ImageData
 from daf.training.models import find_model
-from daf.training.task import Goal, Task, scores_of
+from daf.training.task import Batch, BatchOrder, Goal, Task, scores_of
 from daf_bench.data.sentence_tasks import (
     Continuation,
     SentenceClasses,

@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from daf.training.batches import Batch, Indices
 from daf.training.data.images import ImageData, ImageTask
-from daf.training.task import Goal, Loss, scores_of
+from daf.training.task import Batch, Goal, Indices, Loss, scores_of
 
 _NOISE_DEVIATION = 0.5  # relative to the clean images' deviation
 _TEST_NOISE_SEED = 0x7E57

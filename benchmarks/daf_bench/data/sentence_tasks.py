@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from daf.training.batches import Batch, Indices
-from daf.training.task import Goal, Loss, Task, scores_of
+from daf.training.task import Batch, Goal, Indices, Loss, Task, scores_of
 from daf_bench.data.tokens import TokenRows
 
 NO_CLASSES = 0  # the target is a score: one number

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from daf.core.errors import DataError
-from daf.training.batches import Batch, Indices
 from daf.training.data.images import ByteArray
-from daf.training.task import Goal, Loss, Task, scores_of
+from daf.training.task import Batch, Goal, Indices, Loss, Task, scores_of
 
 MASK_SYMBOL = 256
 VOCABULARY = 257  # every byte, and the mask symbol

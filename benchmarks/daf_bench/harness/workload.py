@@ -19,10 +19,9 @@ from daf.memory.statistics import audit, stats
 from daf.profiling.model_memory import parameter_bytes
 from daf.session.session import Session
 from daf.torch_compat import compiler
-from daf.training.batches import Batch, BatchOrder, Indices
 from daf.training.data import load_data
 from daf.training.models import Recipe, find_model
-from daf.training.task import DataSet, Loss, settle_goal
+from daf.training.task import Batch, BatchOrder, DataSet, Indices, Loss, settle_goal
 from daf_bench.harness.ablation_loop import LeveredLoop, gradient_bytes, state_bytes
 from daf_bench.harness.peer_methods import lean_step, plain_step
 from daf_bench.harness.worker import Entry

@@ -24,10 +24,9 @@ from daf.memory import process_memory
 from daf.memory.process_memory import MemoryTimeline
 from daf.session.session import Session
 from daf.torch_compat import compiler
-from daf.training.batches import Batch, BatchOrder
 from daf.training.data import load_data
 from daf.training.models import find_model
-from daf.training.task import settle_goal
+from daf.training.task import Batch, BatchOrder, settle_goal
 from daf_bench.harness.peer_methods import plain_step
 from daf_bench.harness.subprocess_channel import serve
 from daf_bench.harness.workload import MEMORY_FORMATS

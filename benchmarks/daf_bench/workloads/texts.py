@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from daf.core.errors import DataError
-from daf.training.batches import Indices
+from daf.training.task import Indices
 from daf_bench.workloads import tokens
 from daf_bench.workloads.lora import adapt_attention
 from daf_bench.workloads.sources import Sources

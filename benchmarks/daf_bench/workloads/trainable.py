@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from daf.training.batches import BatchOrder, Indices
+from daf.training.task import BatchOrder, Indices
 
 
 class Trains(Protocol):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,10 +12,23 @@ from rich.console import Console
 from rich.table import Table
 
 from daf.cli import options
-from daf.cli.floor import floor_above_torch_bytes
 from daf.core.units import format_bytes
 from daf.report.machine import survey
 
+_PROBE_LIMIT_S = 120.0
+# The probe reads resident pages without DAF, which is not imported yet.
+_PROBE = """
+import os, torch
+torch.ones(64, 64) @ torch.ones(64, 64)
+def resident_pages():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1])
+before = resident_pages()
+from daf.cli import app
+from daf.cli.commands import find_command
+find_command("train").load()
+print((resident_pages() - before) * os.sysconf("SC_PAGE_SIZE"))
+"""
 _WORDS = {
     "native_kernels": "native kernels load",
     "exact_peak": "the system keeps the peak exactly",
@@ -66,3 +81,10 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _limit(size_bytes: int | None) -> str:
     return "none" if size_bytes is None else format_bytes(size_bytes)
+
+
+def floor_above_torch_bytes() -> int | None:
+    """Measure in a new process how many bytes ``daf train`` adds to torch; None: unknown."""
+    command = [sys.executable, "-c", _PROBE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_LIMIT_S)
+    return int(done.stdout) if done.returncode == 0 else None

@@ -21,12 +21,11 @@ from daf.memory.device_memory import DeviceMemory
 from daf.memory.domain import memory_on
 from daf.session.session import Session
 from daf.torch_compat import compiler
-from daf.training.batches import Batch, BatchOrder, Indices
 from daf.training.data import load_data
 from daf.training.models import find_model
 from daf.training.run_folder import read_sensitivity
 from daf.training.settings import MEMORY_FORMATS, OPTIMIZERS, TrainSettings, checked_choice
-from daf.training.task import Goal, Task, settle_goal
+from daf.training.task import Batch, BatchOrder, Goal, Indices, Task, settle_goal
 
 _LEARNING_RATES = {"sgd": 0.05, "adamw": 3e-4}
 _WEIGHT_DECAYS = {"sgd": 5e-4, "adamw": 0.01}

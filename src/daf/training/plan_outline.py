@@ -14,9 +14,9 @@ from daf.session.session import Session
 from daf.step.dry_run import dry_run
 from daf.step.microbatch import batch_slice
 from daf.step.state_snapshot import preserved_state
-from daf.training.batches import Batch
 from daf.training.job import TrainingJob
 from daf.training.run_folder import RunFolder
+from daf.training.task import Batch
 
 
 def outline_of(job: TrainingJob, batch: Batch) -> dict[str, Any]:

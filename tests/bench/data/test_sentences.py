@@ -16,14 +16,13 @@ from daf_bench.data.tokens import ByteTokenizer
 from torch import Tensor, nn
 
 from daf.core.errors import DataError
-from daf.training.batches import BatchOrder
 from daf.training.callbacks import Observer
 from daf.training.data import load_data
 from daf.training.data.images import ImageData
 from daf.training.loop import train
 from daf.training.models import find_model
 from daf.training.settings import TrainSettings
-from daf.training.task import Goal, settle_goal
+from daf.training.task import BatchOrder, Goal, settle_goal
 
 LINES = {
     "sst2": ["a stirring , funny film\t1", 'the " plot " is thin\t0', "so so\t1", "dull\t0"],

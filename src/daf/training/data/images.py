@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from daf.core.errors import DataError
-from daf.training.batches import Batch, Indices
-from daf.training.task import Goal, Loss, Task, scores_of
+from daf.training.task import Batch, Goal, Indices, Loss, Task, scores_of
 
 ByteArray = NDArray[np.uint8]
 LabelArray = NDArray[np.int64]
