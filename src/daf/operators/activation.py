@@ -41,8 +41,7 @@ from daf.operators.fusion_table import CallSite
 from daf.operators.norms.save import computed_values
 from daf.operators.operator_context import InputHolder, OperatorContext
 from daf.operators.protocol import FusedOperator, OperatorCall
-from daf.saved_tensors.derivation import Derivation
-from daf.saved_tensors.packed_tensor import Kept, Recipe, Rederived, Term
+from daf.saved_tensors.packed_tensor import Derivation, Kept, Recipe, Rederived, Term
 
 # What is decoded is still in the cache when it is used. A GPU's is larger; never tuned on one.
 _BLOCKS_AT_A_TIME = 512

@@ -17,10 +17,9 @@ from daf.operators.fused_function import FusedFunction, FusedSave
 from daf.operators.fusion_table import CallSite
 from daf.operators.norms.passes import emit
 from daf.operators.stand_ins import StandIns
-from daf.saved_tensors.derivation import Derivation
 from daf.saved_tensors.ledger import Holding, Plain, Unmade
 from daf.saved_tensors.observation import Save, Watcher
-from daf.saved_tensors.packed_tensor import Kept, Recipe, SavedTensor, Stored
+from daf.saved_tensors.packed_tensor import Derivation, Kept, Recipe, SavedTensor, Stored
 from daf.saved_tensors.packer import check_sound, kept_holding
 from daf.saved_tensors.sites import SiteRecord
 from daf.saved_tensors.state import SavedTensorState

@@ -12,9 +12,8 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from daf.core.policy import Method, Need, Reading, Site, Treatment
-from daf.saved_tensors.derivation import Derivation
 from daf.saved_tensors.ledger import Source
-from daf.saved_tensors.packed_tensor import PackedTensor, SavedTensor
+from daf.saved_tensors.packed_tensor import Derivation, PackedTensor, SavedTensor
 
 NO_CALL = -1
 SMALLEST_TIMED_BYTES = 1 << 18

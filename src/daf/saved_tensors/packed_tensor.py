@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -19,7 +20,6 @@ from daf.core.errors import SavedTensorError
 from daf.core.policy import Need, Site
 from daf.kernels.normalisation import Channels
 from daf.offload.spill import SpillRecord, SpillStore
-from daf.saved_tensors.derivation import Derivation
 from daf.saved_tensors.ledger import Holding, Ledger, Plain
 
 
@@ -41,6 +41,42 @@ class Stored(Holding, Generic[Content]):
     def __init__(self, ledger: Ledger, content: Content) -> None:
         super().__init__(ledger, content.nbytes, in_store=content.in_store)
         self.content = content
+
+
+class Derivation:
+    """A function with f(0) = 0 that is applied in place to the only term of a recipe.
+
+    ``readers`` counts the saved tensors that are derived by it, scaled or not.
+    """
+
+    __slots__ = ("__weakref__", "_function", "_scale", "_unscaled", "readers")
+
+    def __init__(
+        self,
+        function: Callable[[Tensor], object],
+        scale: float = 1.0,
+        unscaled: Derivation | None = None,
+    ) -> None:
+        self._function = function
+        self._scale = scale
+        self._unscaled = unscaled
+        self.readers = 0
+
+    def apply_(self, tensor: Tensor) -> None:
+        """Replace ``tensor`` by its function."""
+        self._function(tensor)
+        if self._scale != 1.0:
+            tensor.mul_(self._scale)
+
+    def scaled(self, factor: float) -> Derivation:
+        """Return ``factor`` times the function."""
+        return Derivation(self._function, self._scale * factor, self)
+
+    def note_reader(self) -> None:
+        """Count one more saved tensor derived by it."""
+        self.readers += 1
+        if self._unscaled is not None:
+            self._unscaled.note_reader()
 
 
 class Term(NamedTuple):
@@ -222,6 +258,7 @@ class Spilled(PackedTensor):
         return torch.empty(0, dtype=self._dtype).set_(storage, *self._geometry)
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class SavedTensor:
     """What the pack hook returns to autograd for one tensor.
 
@@ -231,27 +268,18 @@ class SavedTensor:
     would have made and saved instead.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "held",
-        "need",
-        "node",
-        "plain",
-        "slot",
-        "tensor",
-        "unmade_bytes",
-        "version",
-    )
+    tensor: Tensor | None
+    version: int = -1
+    node: Any = None
+    slot: str = ""
+    need: Need = Need.EXACT
+    unmade_bytes: int | None = None
+    held: PackedTensor | None = None
+    plain: tuple[Plain, ...] = ()
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor: Tensor | None = tensor
-        self.version: int = tensor._version
-        self.node: Any = None
-        self.slot = ""
-        self.need = Need.EXACT
-        self.unmade_bytes: int | None = None
-        self.held: PackedTensor | None = None
-        self.plain: tuple[Plain, ...] = ()
+    def __post_init__(self) -> None:
+        assert self.tensor is not None
+        self.version = self.tensor._version
 
     def settle(self, held: PackedTensor, plain: tuple[Plain, ...] = ()) -> None:
         """Let ``held`` stand for the tensor from now on."""

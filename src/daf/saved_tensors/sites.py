@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from threading import get_ident
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 from torch.nn.modules import module as global_hooks
 from torch.utils.hooks import RemovableHandle
 
-from daf.core.policy import KEEP, Need, Site
+from daf.core.policy import KEEP, Need, Site, Treatment
 from daf.core.reports import SiteReport
 from daf.torch_compat.compiled_modules import CompiledModules
 
@@ -20,35 +21,28 @@ OUTSIDE = "<outside>"  # the module path of operators that run in no module, suc
 _WORD = 2**64
 
 
+@dataclass(slots=True, eq=False)
 class SiteRecord:
     """The bytes and uses of one site since the step began."""
 
-    __slots__ = (
-        "draw",
-        "held_bytes",
-        "name_hash",
-        "need",
-        "plain_bytes",
-        "site",
-        "spilled_bytes",
-        "treatment",
-        "uses",
-    )
+    site: Site
+    uses: int = 0
+    draw: int = 0
+    plain_bytes: int = 0
+    held_bytes: int = 0
+    spilled_bytes: int = 0
+    need: Need = Need.EXACT
+    treatment: Treatment = KEEP
+    name_hash: int = field(init=False)
 
-    def __init__(self, site: Site) -> None:
-        self.site = site
-        self.name_hash = int.from_bytes(blake2b(str(site).encode(), digest_size=8).digest())
-        self.clear()
+    def __post_init__(self) -> None:
+        digest = blake2b(str(self.site).encode(), digest_size=8).digest()
+        self.name_hash = int.from_bytes(digest)
 
     def clear(self) -> None:
         """Begin a new step."""
-        self.uses = 0
-        self.draw = 0
-        self.plain_bytes = 0
-        self.held_bytes = 0
-        self.spilled_bytes = 0
-        self.need = Need.EXACT
-        self.treatment = KEEP
+        self.uses = self.draw = self.plain_bytes = self.held_bytes = self.spilled_bytes = 0
+        self.need, self.treatment = Need.EXACT, KEEP
 
     def code_key(self, step_key: int) -> int:
         """Return the seed of this use's code: another in every step, and for every ``draw``."""
@@ -57,26 +51,17 @@ class SiteRecord:
 
     def report(self, evicted_bytes: int) -> SiteReport:
         """Return the record as data."""
-        return SiteReport(
-            self.site,
-            self.need,
-            self.treatment,
-            self.plain_bytes,
-            self.held_bytes,
-            evicted_bytes,
-            self.spilled_bytes,
-        )
+        held = self.plain_bytes, self.held_bytes, evicted_bytes, self.spilled_bytes
+        return SiteReport(self.site, self.need, self.treatment, *held)
 
 
+@dataclass(slots=True, eq=False)
 class _Frame:
     """One running module call."""
 
-    __slots__ = ("calls", "module", "path")
-
-    def __init__(self, module: nn.Module | None, path: str) -> None:
-        self.module = module
-        self.path = path
-        self.calls: dict[str, int] = {}
+    module: nn.Module | None
+    path: str
+    calls: dict[str, int] = field(default_factory=dict)
 
 
 class SiteTracker:

@@ -139,7 +139,7 @@ def allowed_treatments(
     return Allowed(
         methods=frozenset(Method) - (frozenset() if can_spill else {Method.SPILL}),
         release_gradients=can_release,
-        must_release=can_release and release.is_demanded,
+        must_release=can_release and release.mode is True,
         host_bytes=0 if host is None else host.limit_bytes,
         passing_bytes=passing,
     )

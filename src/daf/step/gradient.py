@@ -131,8 +131,7 @@ class GradientStep:
         """True if losses are read before backward; on a device, only where backward may update."""
         if is_processor(device_of(self._model)):
             return True
-        releases = self.release.is_asked and not self.release.refusal
-        return releases or any(
+        return self.release.is_active or any(
             each._post_accumulate_grad_hooks for each in self._model.parameters()
         )
 

@@ -44,6 +44,7 @@ class GradientRelease:
 
     ``mode``: where it is not allowed, True makes ``begin`` raise, and ``"auto"`` keeps the
     gradients; False never releases. ``reads`` are those of the capture under which the model runs.
+    ``is_active`` is True if the present step releases gradients, else ``refusal`` may say why not.
 
     Raises:
         ValueError: ``mode`` is none of these.
@@ -59,11 +60,11 @@ class GradientRelease:
     ) -> None:
         if mode not in (True, False, "auto"):
             raise ValueError(f"release_gradients is True, False or 'auto'; found {mode!r}")
-        self._mode = mode
-        self._model = model
+        self.mode = mode
+        self.model = model
         self._optimizer = optimizer
         self._reads = reads
-        self._active = False
+        self.is_active = False
         self._waiting: dict[nn.Parameter, dict[str, Any]] = {}
         self._graph_task: int | None = None
         self._on_commit: Callable[[], None] = lambda: None
@@ -77,19 +78,9 @@ class GradientRelease:
         return self.count.released > 0
 
     @property
-    def is_asked(self) -> bool:
-        """True if gradients are to be released where that is allowed."""
-        return self._mode is not False
-
-    @property
-    def is_demanded(self) -> bool:
-        """True if gradients are to be released in any case."""
-        return self._mode is True
-
-    @property
     def can_release(self) -> bool:
         """True if release is asked for and allowed for a whole batch now."""
-        return self.is_asked and not release_refusal(self._model, self._optimizer)
+        return self.mode is not False and not release_refusal(self.model, self._optimizer)
 
     def begin(self, micro_batches: int, *, held_by_plan: bool = False) -> None:
         """Begin a step of ``micro_batches`` micro-batches; decide whether it releases gradients.
@@ -101,21 +92,21 @@ class GradientRelease:
         """
         self.count = ReleaseCount()
         self.refusal = ""
-        if self._mode is not False:
-            self.refusal = release_refusal(self._model, self._optimizer, micro_batches)
-        if self._mode == "auto" and held_by_plan:
+        if self.mode is not False:
+            self.refusal = release_refusal(self.model, self._optimizer, micro_batches)
+        if self.mode == "auto" and held_by_plan:
             self.refusal = self.refusal or HELD_BY_PLAN
-        if self._mode is True and self.refusal:
+        if self.mode is True and self.refusal:
             raise ReleaseRefusedError(
                 f"asked to release gradients inside backward; {self.refusal}; pass "
                 "release_gradients='auto' to release them only where that is allowed"
             )
-        self._active = self._mode is not False and not self.refusal
+        self.is_active = self.mode is not False and not self.refusal
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch parameter reads; runs around the forward pass, inside the capture's ``with``."""
-        if not self._active:
+        if not self.is_active:
             yield
             return
         with self._reads.watching():
@@ -131,7 +122,7 @@ class GradientRelease:
         Raises:
             CommittedStepError: backward failed after that.
         """
-        if not self._active or not loss.requires_grad:
+        if not self.is_active or not loss.requires_grad:
             yield
             return
         self._on_commit = on_commit
@@ -141,10 +132,11 @@ class GradientRelease:
                 handle = loss.register_hook(self._begin_graph)  # type: ignore[no-untyped-call]
                 hooks.callback(handle.remove)
                 for group in self._optimizer.param_groups:
-                    for parameter in filter(_is_trained, group["params"]):
-                        hook = self._hook(group)
-                        handle = parameter.register_post_accumulate_grad_hook(hook)
-                        hooks.callback(handle.remove)
+                    for parameter in group["params"]:
+                        if parameter.requires_grad:
+                            hook = self._hook(group)
+                            handle = parameter.register_post_accumulate_grad_hook(hook)
+                            hooks.callback(handle.remove)
                 yield
         except Exception as error:
             if self.committed:
@@ -278,10 +270,6 @@ def _layers(step: Callable[..., Any] | None) -> Iterator[Callable[..., Any]]:
 def _is_of_torch(function: Any) -> bool:
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     return code is not None and code.co_filename.startswith(_TORCH_FOLDER)
-
-
-def _is_trained(parameter: Tensor) -> bool:
-    return parameter.requires_grad
 
 
 def _gradient_bytes(parameter: Tensor) -> int:

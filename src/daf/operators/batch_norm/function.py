@@ -16,8 +16,8 @@ a convolution holds nothing of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,13 +26,19 @@ from daf.codecs.codes import MaskCode
 from daf.codecs.layout import layout_of
 from daf.codecs.scratch import Scratch
 from daf.kernels.devices import backend_of
-from daf.kernels.normalisation import Channels, Geometry, NormOutput, Statistics
+from daf.kernels.normalisation import Channels, Geometry, NormOutput, RunningStatistics, Statistics
+from daf.operators.eligibility import (
+    autocast_objection,
+    autograd_objection,
+    input_objection,
+    is_vector,
+)
 from daf.operators.fused_function import FusedFunction
-from daf.operators.norms.passes import sum_gradient, write_input_gradient
+from daf.operators.norms.passes import sum_gradient, take_statistics, write_input_gradient
 from daf.operators.norms.save import NormSave, Source
 from daf.operators.operator_context import InputHolder
 from daf.saved_tensors.ledger import Holding
-from daf.saved_tensors.norm_inputs import copied_affine
+from daf.saved_tensors.norm_inputs import channel_stride, copied_affine
 from daf.saved_tensors.packed_tensor import Kept, Stored
 
 
@@ -143,3 +149,52 @@ def _over(x: Tensor) -> Tensor:
     """Return another tensor on the memory of ``x``, which autograd takes for one of its own."""
     place = (x.storage_offset(), x.shape, x.stride())
     return torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage(), *place)
+
+
+class NormArguments(NamedTuple):
+    """The arguments of ``F.batch_norm``, in its order."""
+
+    input: Any
+    running_mean: Any = None
+    running_var: Any = None
+    weight: Any = None
+    bias: Any = None
+    training: Any = False
+    momentum: Any = 0.1
+    eps: Any = 1e-5
+
+    def start(self) -> Norm:
+        """Take the statistics, and update the running ones; the call met no ``objection``."""
+        x, running = self.input, None
+        if self.running_mean is not None:
+            running = RunningStatistics(self.running_mean, self.running_var, self.momentum)
+        geometry = Geometry(x.shape[1], channel_stride(x) or 1, x.numel())
+        with torch.no_grad():
+            statistics = take_statistics(x.detach(), geometry, self.eps, running)
+        return Norm(x, self.weight, self.bias, statistics, geometry)
+
+
+def objection(call: NormArguments | None, pack: Callable[..., Any]) -> str:
+    """Return why this call must stay PyTorch's; empty where the fused operator computes the same.
+
+    ``pack`` is the saved-tensor hook of the step.
+    """
+    if call is None:
+        return "its arguments are odd"
+    if call.training is not True:
+        return "it does not normalise by the batch's statistics"
+    x = call.input
+    reason = input_objection(x)
+    if reason:
+        return reason
+    if x.dim() < 2 or x.numel() // x.shape[1] < 2:
+        return "it has one value per channel"
+    vectors = (call.weight, call.bias, call.running_mean, call.running_var)
+    channels = (x.shape[1],)
+    if not all(v is None or is_vector(v, channels, x) for v in vectors):
+        return "its parameters or statistics are no contiguous float32 vectors"
+    if (call.running_mean is None) != (call.running_var is None):
+        return "it has only one of the running statistics"
+    if not isinstance(call.momentum, (int, float)) or not isinstance(call.eps, (int, float)):
+        return "its momentum or epsilon is no number"
+    return autocast_objection(x) or autograd_objection((x, call.weight, call.bias), pack)

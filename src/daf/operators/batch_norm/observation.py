@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from daf.operators.batch_norm.call import NormArguments
+from daf.operators.batch_norm.function import NormArguments
 from daf.operators.batch_norm.relu import Rectifier, read_rectifier
 from daf.operators.fusion_table import CallSite
 from daf.operators.protocol import OperatorCall

@@ -17,17 +17,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from daf.core.policy import Method, Need, Treatment
-from daf.operators.batch_norm.call import NormArguments, objection
-from daf.operators.batch_norm.function import FusedNorm, Norm, NormHeld, run_forward
+from daf.operators.batch_norm.function import (
+    FusedNorm,
+    Norm,
+    NormArguments,
+    NormHeld,
+    objection,
+    run_forward,
+)
 from daf.operators.batch_norm.observation import ALONE, Observation, is_plain_addition
 from daf.operators.batch_norm.relu import Rectifier, read_rectifier
 from daf.operators.fusion_table import CallSite
 from daf.operators.operator_context import FusedCall, InputHolder, OperatorContext
 from daf.operators.protocol import FusedOperator, OperatorCall
 from daf.operators.stand_ins import Deferred
-from daf.saved_tensors.derivation import Derivation
 from daf.saved_tensors.ledger import Plain, Unmade
-from daf.saved_tensors.packed_tensor import Term
+from daf.saved_tensors.packed_tensor import Derivation, Term
 from daf.torch_compat.ownership import is_held_by_none_but
 
 _NORM = "batch_norm"
