@@ -157,8 +157,7 @@ class Capture:
             self._saved.evictions.begin()
         self._state.replay_log.clear()
         self._saved.tracker.redraw(draws)
-        self.sources.forget()
-        self.sources.set_external(self._own_tensors(batch))
+        self.sources.begin_step(self._own_tensors(batch))
         running = SavedTensorHooks(self._state, policy, (seed, step_index, micro_index), watcher)
         try:
             with self._entered(running, policy, watcher):

@@ -202,23 +202,13 @@ class SavedTensorHooks:
             start_s = 0.0 if self.watcher is None else self.watcher.now_s()
             held, record.treatment = self._hold(saved, need, record, sources, call)
         if self.watcher is not None:
-            self.watcher.saved(
-                Save(
-                    saved,
-                    tensor,
-                    held,
-                    record.site,
-                    need,
-                    record.treatment,
-                    sources,
-                    ledger.reported_bytes - held_before,
-                    1000.0 * (self.watcher.now_s() - start_s),
-                    is_treatable(tensor),
-                    told=self._saved.provenance.function_of(tensor, saved.version)
-                    if need in DERIVED
-                    else None,
-                )
-            )
+            ms, held_bytes = 1000.0 * (self.watcher.now_s() - start_s), ledger.reported_bytes
+            what = (record.site, need, record.treatment, sources, held_bytes - held_before, ms)
+            save = Save(saved, tensor, held, *what, is_treatable(tensor))
+            if need in DERIVED:
+                told = self._saved.provenance.function_of(tensor, saved.version)
+                save = save._replace(told=told)
+            self.watcher.saved(save)
         saved.settle(held, plain)
 
     def _plain(self, saved: SavedTensor, sources: tuple[Source, ...]) -> tuple[Plain, ...]:

@@ -127,18 +127,8 @@ class OperatorContext:
         """
         watcher, holder, record = self.hooks.watcher, call.holder, call.holder.record
         if watcher is not None and not holder.is_external:
-            save = Save(
-                call.saved,
-                call.x,
-                call.held,
-                record.site,
-                record.need,
-                record.treatment,
-                holder.sources[:1],
-                record.held_bytes,
-                ms=None,
-                treatable=True,
-            )
+            what = (record.site, record.need, record.treatment, holder.sources[:1])
+            save = Save(call.saved, call.x, call.held, *what, record.held_bytes, None, True)
             watcher.saved(save._replace(**more))
         call.saved.settle(call.held, (*call.plain, *plain))
         return call.result

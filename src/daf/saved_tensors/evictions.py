@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Protocol
 
-from daf.pool.views import EvictedPlane
-
-
-class Evicting(Protocol):
-    """A store, or several, that evict planes."""
-
-    @property
-    def evicted_bytes(self) -> int:
-        """The bytes of planes evicted since the store began."""
-
-    def take_evictions(self) -> tuple[tuple[EvictedPlane, ...], int]:
-        """Return the planes evicted since the last call, and how many more were not listed."""
+from daf.pool.device_pools import DeviceStores
+from daf.pool.store import Store
 
 
 class Evictions:
     """The evictions of stores; ``collect`` often, since a pool's list is bounded."""
 
-    def __init__(self, *stores: Evicting) -> None:
+    def __init__(self, *stores: Store | DeviceStores) -> None:
         self._stores = stores
         self._listed: set[tuple[int, int]] = set()
         self._unlisted = 0

@@ -176,10 +176,11 @@ class Sources:
         self._alive: dict[int, weakref.ref[Source]] = {}
         self._external: dict[int, StorageWeakRef] = {}
 
-    def set_external(self, tensors: Iterator[Tensor]) -> None:
-        """Name the parameters, buffers and the caller's batch, which are never coded or counted."""
+    def begin_step(self, external: Iterator[Tensor]) -> None:
+        """Forget dead storages, and name the external ones, which are never coded or counted."""
+        self._alive = {key: each for key, each in self._alive.items() if each() is not None}
         self._external = {}
-        self.add_external(tensors)
+        self.add_external(external)
 
     def add_external(self, tensors: Iterator[Tensor]) -> None:
         """Name more external tensors."""
@@ -210,15 +211,6 @@ class Sources:
     def renew(self, tensor: Tensor) -> None:
         """Give the tensor's overwritten memory a new source: plain PyTorch would have two."""
         self._alive.pop(tensor.untyped_storage()._cdata, None)
-
-    def forget(self) -> None:
-        """Forget dead and external storages; a step begins."""
-        self._alive = {
-            address: reference
-            for address, reference in self._alive.items()
-            if reference() is not None
-        }
-        self._external = {}
 
 
 def storage_references(address: int) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -61,7 +61,7 @@ class GradientRelease:
         if mode not in (True, False, "auto"):
             raise ValueError(f"release_gradients is True, False or 'auto'; found {mode!r}")
         self.mode = mode
-        self.model = model
+        self._model = model
         self._optimizer = optimizer
         self._reads = reads
         self.is_active = False
@@ -80,7 +80,7 @@ class GradientRelease:
     @property
     def can_release(self) -> bool:
         """True if release is asked for and allowed for a whole batch now."""
-        return self.mode is not False and not release_refusal(self.model, self._optimizer)
+        return self.mode is not False and not release_refusal(self._model, self._optimizer)
 
     def begin(self, micro_batches: int, *, held_by_plan: bool = False) -> None:
         """Begin a step of ``micro_batches`` micro-batches; decide whether it releases gradients.
@@ -93,7 +93,7 @@ class GradientRelease:
         self.count = ReleaseCount()
         self.refusal = ""
         if self.mode is not False:
-            self.refusal = release_refusal(self.model, self._optimizer, micro_batches)
+            self.refusal = release_refusal(self._model, self._optimizer, micro_batches)
         if self.mode == "auto" and held_by_plan:
             self.refusal = self.refusal or HELD_BY_PLAN
         if self.mode is True and self.refusal:
@@ -103,14 +103,9 @@ class GradientRelease:
             )
         self.is_active = self.mode is not False and not self.refusal
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> AbstractContextManager[None]:
         """Watch parameter reads; runs around the forward pass, inside the capture's ``with``."""
-        if not self.is_active:
-            yield
-            return
-        with self._reads.watching():
-            yield
+        return self._reads.watching() if self.is_active else nullcontext()
 
     @contextmanager
     def stepping(self, loss: Tensor, on_commit: Callable[[], None]) -> Iterator[None]:
@@ -164,16 +159,14 @@ class GradientRelease:
         held = sum(_gradient_bytes(parameter) for parameter in self._waiting)
         self.count.peak_gradient_bytes = max(self.count.peak_gradient_bytes, held)
         for parameter, group in list(self._waiting.items()):
-            if self._reads.is_free(parameter):
-                del self._waiting[parameter]
-                self._release(parameter, group)
-
-    def _release(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        if not self.committed:
-            self._on_commit()
-        self.count.released += 1
-        step_alone(self._optimizer, group, parameter)
-        parameter.grad = None
+            if not self._reads.is_free(parameter):
+                continue
+            del self._waiting[parameter]
+            if not self.committed:
+                self._on_commit()
+            self.count.released += 1
+            step_alone(self._optimizer, group, parameter)
+            parameter.grad = None
 
     def _broken_step(self) -> CommittedStepError:
         count = self.count.released
