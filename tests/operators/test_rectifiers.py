@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from daf.operators.batch_norm.relu import Rectifier, read_rectifier
+from daf.operators.batch_norm.observation import Rectifier, read_rectifier
 
 X = torch.randn(3)
 

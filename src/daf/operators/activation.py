@@ -21,7 +21,7 @@ kept one takes no more by running fused, whoever reads it, and plans count on th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -139,38 +139,25 @@ class SmoothHeld(FusedSave):
 _UNREAD = "no layer behind it reads its result in backward"
 
 
-class _Gelu(NamedTuple):
-    """The arguments of ``F.gelu``."""
-
-    input: Any
-    approximate: Any = "none"
+def _read_gelu(input: Any, *, approximate: str = "none") -> tuple[Any, Smooth] | None:
+    return (input, Smooth("gelu", approximate)) if approximate in ("none", "tanh") else None
 
 
-class _Silu(NamedTuple):
-    """The arguments of ``F.silu``."""
-
-    input: Any
-    inplace: Any = False
+def _read_silu(input: Any, *, inplace: bool = False) -> tuple[Any, Smooth] | None:
+    return None if inplace else (input, Smooth("silu"))
 
 
-def read_call(call: OperatorCall) -> tuple[Any, Smooth] | None:
-    """Return (input, activation); None where the arguments are odd, or it works in place."""
-    if len(call.arguments) > 1:
-        return None
-    if call.function is F.gelu:
-        gelu = call.read(_Gelu)
-        if gelu is None or gelu.approximate not in ("none", "tanh"):
-            return None
-        return gelu.input, Smooth("gelu", gelu.approximate)
-    silu = call.read(_Silu)
-    return None if silu is None or silu.inplace else (silu.input, Smooth("silu"))
+_SIGNATURES: Mapping[Any, Callable[..., tuple[Any, Smooth] | None]] = {
+    F.gelu: _read_gelu,
+    F.silu: _read_silu,
+}
 
 
 class ActivationOperator(FusedOperator):
     """``F.gelu`` and ``F.silu``, each as one operator from which the layer behind derives."""
 
     name = "activation"
-    functions = frozenset({F.gelu, F.silu})
+    functions = frozenset(_SIGNATURES)
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +171,7 @@ class ActivationOperator(FusedOperator):
     def replacement(self, call: OperatorCall) -> Callable[[], Any] | None:
         """Return the operator, where one code is to serve it and the layer behind."""
         site = self.context.site(call.name)
-        read = read_call(call)
+        read = call.read(_SIGNATURES[call.function])
         treatment = self._treatment(site)
         reason = self._objection(read, site, treatment)
         self.table.decide(site, "" if reason else f"{call.name} + layer behind", reason)

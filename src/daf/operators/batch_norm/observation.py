@@ -13,18 +13,19 @@ scripted function, an extension called past PyTorch's dispatch) would read NaN t
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from daf.operators.batch_norm.function import NormArguments
-from daf.operators.batch_norm.relu import Rectifier, read_rectifier
 from daf.operators.fusion_table import CallSite
 from daf.operators.protocol import OperatorCall
-from daf.saved_tensors.provenance import ADDITIONS
+from daf.saved_tensors.provenance import ADDITIONS, RELUS
 from daf.torch_compat.pytree import tensors_in_batch
 
 ALONE = "batch_norm"
@@ -32,6 +33,40 @@ WITH_RELU = "batch_norm + relu"
 WITH_RELU6 = "batch_norm + relu6"
 WITH_ADDITION = "batch_norm + add + relu"
 WITH_ADDITION_6 = "batch_norm + add + relu6"
+_BOUNDED = frozenset({F.hardtanh, F.hardtanh_})
+_SIX = 6.0
+
+
+class Rectifier(NamedTuple):
+    """A ReLU of this name, whose result is at most ``most``."""
+
+    name: str
+    most: float = math.inf
+    is_in_place: bool = False
+
+    @property
+    def is_bounded(self) -> bool:
+        """True if the result has an upper bound."""
+        return self.most < math.inf
+
+
+def read_rectifier(
+    operator: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]
+) -> tuple[Tensor, Rectifier] | None:
+    """Return (input, rectifier) of a call; None where it is none, or its arguments are odd."""
+    if operator not in RELUS and operator not in _BOUNDED and operator is not F.relu6:
+        return None
+    bounds = ("min_val", "max_val") if operator in _BOUNDED else ()
+    named = dict(zip(("input", *bounds, "inplace"), arguments, strict=False)) | dict(keywords)
+    x, name = named.get("input"), operator.__name__
+    if not isinstance(x, Tensor) or len(arguments) > 2 + len(bounds):
+        return None
+    most = _SIX if operator is F.relu6 else math.inf
+    if bounds:
+        least, most = named.get("min_val", -1.0), named.get("max_val", 1.0)
+        if least != 0 or not 0 < most < math.inf:
+            return None
+    return x, Rectifier(name, float(most), bool(named.get("inplace")) or name.endswith("_"))
 
 
 def is_plain_addition(

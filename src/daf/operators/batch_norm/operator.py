@@ -25,8 +25,13 @@ from daf.operators.batch_norm.function import (
     objection,
     run_forward,
 )
-from daf.operators.batch_norm.observation import ALONE, Observation, is_plain_addition
-from daf.operators.batch_norm.relu import Rectifier, read_rectifier
+from daf.operators.batch_norm.observation import (
+    ALONE,
+    Observation,
+    Rectifier,
+    is_plain_addition,
+    read_rectifier,
+)
 from daf.operators.fusion_table import CallSite
 from daf.operators.operator_context import FusedCall, InputHolder, OperatorContext
 from daf.operators.protocol import FusedOperator, OperatorCall
