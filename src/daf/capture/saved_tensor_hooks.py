@@ -206,8 +206,8 @@ class SavedTensorHooks:
             what = (record.site, need, record.treatment, sources, held_bytes - held_before, ms)
             save = Save(saved, tensor, held, *what, is_treatable(tensor))
             if need in DERIVED:
-                told = self._saved.provenance.function_of(tensor, saved.version)
-                save = save._replace(told=told)
+                function = self._saved.provenance.function_of(tensor, saved.version)
+                save = save._replace(derived_by=function)
             self.watcher.saved(save)
         saved.settle(held, plain)
 

@@ -227,7 +227,7 @@ class ActivationOperator(FusedOperator):
         context.learn(call, (call.held.recipe[0]._replace(derivation=derivation),))
         context.learn_function(call, derivation)
         self._ran[site] = derivation, treatment
-        return context.settle(call, tells=derivation)
+        return context.settle(call, derives=derivation)
 
     def _held(
         self, x: Tensor, smooth: Smooth, treatment: Treatment, holder: InputHolder
@@ -248,7 +248,7 @@ class ActivationOperator(FusedOperator):
         return held
 
     def _known(self, x: Tensor) -> Recipe | None:
-        """Return what is held anyway and tells the input well enough: a normalisation's code."""
+        """Return the recipe of the input by a normalisation's code, if that is wide enough."""
         recipe = self.context.state.provenance.recipe(x, x._version)
         if recipe is None or len(recipe) > 1 or recipe[0].mask or recipe[0].derivation:
             return None

@@ -175,10 +175,10 @@ class Observer:
             self._open_calls[-1].place if self._open_calls else NO_CALL,
             max(0, self._now),
             beside_bytes=save.beside_bytes,
-            teller=self._makers.get(save.told) if save.told is not None else None,
+            teller=self._makers.get(save.derived_by) if save.derived_by is not None else None,
         )
-        if save.tells is not None:
-            self._makers[save.tells] = save.site
+        if save.derives is not None:
+            self._makers[save.derives] = save.site
         self.found.saves.append(record)
         if save.ms is not None:
             self._time(self.found.encode, save.treatment, record.tensor_bytes, save.ms)

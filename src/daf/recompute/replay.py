@@ -127,18 +127,19 @@ class ReplayedCall:
         self._forward = target.forward
         self._inputs = inputs
         self._state = state
-        self._handles: list[weakref.ref[Rebuilt] | None] = []
+        self._saves = 0
+        self._handles: weakref.WeakValueDictionary[int, Rebuilt] = weakref.WeakValueDictionary()
         self._task = NO_TASK
 
     def hold(self, tensor: Tensor) -> Rebuilt:
         """Return a handle for the next tensor that the call saves."""
-        handle = Rebuilt(self, len(self._handles), tensor)
-        self._handles.append(weakref.ref(handle))
+        handle = self._handles[self._saves] = Rebuilt(self, self._saves, tensor)
+        self._saves += 1
         return handle
 
     def skip(self) -> None:
         """Give the next tensor that the call saves no handle: it is held elsewhere."""
-        self._handles.append(None)
+        self._saves += 1
 
     def finish(self, count: Callable[[int], Holding]) -> None:
         """End the first pass; ``count`` counts bytes that are held."""
@@ -155,9 +156,8 @@ class ReplayedCall:
         """
         task = graph_task()
         again = task in (NO_TASK, self._task)
-        missing = (handle for handle in self._alive() if not handle.is_rebuilt)
-        handles = [wanted] if again else list(missing)
-        self._run(Collector(self, handles))
+        missing = [handle for handle in self._handles.values() if not handle.is_rebuilt]
+        self._run(Collector(self, [wanted] if again else missing))
         if not wanted.is_rebuilt:
             raise SavedTensorError(
                 f"replaying {self.site.module!r} saved fewer tensors than its first pass; a "
@@ -171,12 +171,8 @@ class ReplayedCall:
     def forget(self) -> None:
         """Free rebuilt tensors that this backward pass did not read."""
         self._task = NO_TASK
-        for handle in self._alive():
+        for handle in list(self._handles.values()):
             handle.forget()
-
-    def _alive(self) -> list[Rebuilt]:
-        found = (reference() for reference in self._handles if reference is not None)
-        return [handle for handle in found if handle is not None]
 
     def _run(self, collector: Collector) -> None:
         arguments, keywords = self._inputs.restore(self.replays.keeper.scratch)

@@ -130,8 +130,8 @@ class Save(NamedTuple):
 
     ``ms`` is None where an operator made it while it did other things. ``is_over`` is True if the
     tensor's memory already holds the operator's result. ``beside_bytes`` are held with it whatever
-    the treatment. ``tells`` is the function of this tensor that another saved one is; ``told`` the
-    function of another that this one is.
+    the treatment. ``derives`` is the function of this tensor that another saved one is;
+    ``derived_by`` the function of another that this one is.
     """
 
     saved: SavedTensor
@@ -146,8 +146,8 @@ class Save(NamedTuple):
     treatable: bool
     is_over: bool = False
     beside_bytes: int = 0
-    tells: Derivation | None = None
-    told: Derivation | None = None
+    derives: Derivation | None = None
+    derived_by: Derivation | None = None
 
 
 class Watcher(Protocol):

@@ -179,8 +179,8 @@ class Decoded(PackedTensor):
     def restore(self, scratch: Scratch) -> Tensor:
         """Return the decoded tensor; arguments in the ledger are taken out of their ``Stored``."""
         out = scratch.empty(self.layout)
-        given = (each.content if isinstance(each, Stored) else each for each in self.arguments)
-        self.code.content.decode(out, *given)
+        held = (each.content if isinstance(each, Stored) else each for each in self.arguments)
+        self.code.content.decode(out, *held)
         return out
 
 

@@ -55,11 +55,11 @@ class _Losses:
     def read(self) -> None:
         """Read all losses added since the last call."""
         unread, self._unread = self._unread, []
-        for part, given, mean in unread:
+        for part, part_weight, mean in unread:
             value = mean.item()
             if not math.isfinite(value):
                 self._refuse(part, value)
-            weight = float(given)
+            weight = float(part_weight)
             self._total += value * weight
             self.weight += weight
 

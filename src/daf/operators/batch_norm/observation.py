@@ -169,16 +169,16 @@ class Observation:
         seen = self._watched.get(id(tensor))
         return seen if seen is not None and seen.result() is tensor else None
 
-    def _rectified(self, seen: _Seen, given: Tensor, rectifier: Rectifier, result: Tensor) -> None:
+    def _rectified(self, seen: _Seen, x: Tensor, rectifier: Rectifier, result: Tensor) -> None:
         seen.read_by(rectifier)
-        if result is given:
+        if result is x:
             del self._watched[id(result)]  # it holds something else now
 
     def _added(self, read: tuple[_Seen, ...], arguments: Sequence[Any], result: Tensor) -> None:
         changed = any(seen.is_changed() for seen in read)
         parts = [part for seen in read for place in seen.parts if (part := place()) is not None]
-        onto_other = any(result is given and self._find(given) is None for given in arguments)
-        others = [given for given in arguments if self._find(given) is None and given is not result]
+        onto_other = any(result is each and self._find(each) is None for each in arguments)
+        others = [each for each in arguments if self._find(each) is None and each is not result]
         total = self._watch((*parts, *others), result)
         if changed or onto_other:
             total.trouble = "changed before add" if changed else "added onto another tensor"

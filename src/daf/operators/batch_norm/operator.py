@@ -187,7 +187,9 @@ class BatchNormOperator(FusedOperator):
         mask = () if rectifier is None else (self._note_mask(rectifier, mask_bytes, call.result),)
         record.held_bytes -= mask_bytes
         function = self._learn(call, addend, rectifier)
-        return context.settle(call, mask, is_over=is_over, beside_bytes=mask_bytes, tells=function)
+        return context.settle(
+            call, mask, is_over=is_over, beside_bytes=mask_bytes, derives=function
+        )
 
     def _note_mask(self, rectifier: Rectifier, mask_bytes: int, result: Tensor) -> Plain:
         """Report the mask at the ReLU's site; return what plain PyTorch would hold there."""

@@ -97,8 +97,8 @@ def sum_gradient(
     ``written`` receives the masked gradient; it may be ``gradient`` itself.
     """
     with _read(values) as source, pinned(mask) as chosen:
-        given = MaskedGradient(gradient, chosen, written)
-        return backend_of(gradient).sum_gradient(source, given, geometry)
+        masked = MaskedGradient(gradient, chosen, written)
+        return backend_of(gradient).sum_gradient(source, masked, geometry)
 
 
 def write_input_gradient(
@@ -113,8 +113,8 @@ def write_input_gradient(
     ``factors`` are (a, b); ``written`` may be ``gradient`` itself.
     """
     with _read(values) as source, pinned(mask) as chosen:
-        given = MaskedGradient(gradient, chosen, written)
-        backend_of(gradient).write_input_gradient(source, given, factors)
+        masked = MaskedGradient(gradient, chosen, written)
+        backend_of(gradient).write_input_gradient(source, masked, factors)
 
 
 def backward_rows(values: NormValues, job: RowBackward) -> Sums | None:
