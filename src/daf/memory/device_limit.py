@@ -12,7 +12,7 @@ import weakref
 
 from daf.core.units import format_bytes
 from daf.memory.device_memory import DeviceMemory
-from daf.memory.limit_protocol import GiveBack, Keeper
+from daf.memory.keeper import GiveBack, Keeper
 
 # Closer to the limit than this, look again soon.
 NEAR_BYTES = 64 * 2**20

@@ -12,7 +12,7 @@ from daf.memory import account_meter, process_memory
 from daf.memory.account_meter import Meter
 from daf.memory.device_limit import DeviceKeeper
 from daf.memory.device_memory import DeviceMemory
-from daf.memory.limit_protocol import GiveBack, Keeper
+from daf.memory.keeper import GiveBack, Keeper
 from daf.memory.process_limit import MemoryKeeper
 from daf.memory.statistics import stats
 

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 
 from daf.core.units import format_bytes
 from daf.memory import glibc, process_memory
-from daf.memory.limit_protocol import GiveBack, Keeper
+from daf.memory.keeper import GiveBack, Keeper
 from daf.memory.recycling_allocator import RecyclingAllocator, limit_for_process, unsupported_reason
 from daf.memory.statistics import stats
 

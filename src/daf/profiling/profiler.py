@@ -21,7 +21,7 @@ from daf.core.policy import Policy, coded_policy, plain_policy, with_planned_ope
 from daf.core.profile import ZERO, Affine, DeviceSpeeds, Profile
 from daf.memory.device_memory import DeviceMemory
 from daf.memory.domain import MemoryDomain, device_of
-from daf.memory.limit_protocol import Keeper
+from daf.memory.keeper import Keeper
 from daf.offload.spill import SpillOptions
 from daf.operators.chunked.weight_gradient import chunk_bytes_on
 from daf.planning import planner

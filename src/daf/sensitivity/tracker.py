@@ -22,7 +22,7 @@ from daf.capture.capture import Capture
 from daf.core.errors import DataError, NonFiniteLossError, PoolFullError
 from daf.core.policy import LEAST_SCORE_BITS, Policy, Site, coded_policy, with_chunked_operators
 from daf.core.profile import Profile
-from daf.memory.limit_protocol import Keeper
+from daf.memory.keeper import Keeper
 from daf.planning import planner
 from daf.pool.default import make_store
 from daf.profiling.optimizer_probe import divides_by_gradients

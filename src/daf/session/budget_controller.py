@@ -18,7 +18,7 @@ from daf.budget.request import Budget
 from daf.budget.system import THIS_SYSTEM, System
 from daf.budget.watcher import Watcher
 from daf.core.plan import Plan
-from daf.memory.limit_protocol import Keeper
+from daf.memory.keeper import Keeper
 from daf.memory.process_limit import account_lock
 
 # Near the tightest limit other processes can fill it within milliseconds; far from it, a process

@@ -14,7 +14,7 @@ from daf.budget.request import Budget
 from daf.capture.capture import Capture
 from daf.core.units import parse_optional_bytes
 from daf.memory.domain import MemoryDomain, ProcessMemory, keeper_of
-from daf.memory.limit_protocol import Keeper
+from daf.memory.keeper import Keeper
 from daf.offload.host_codes import host_options
 from daf.offload.spill import SpillOptions
 from daf.pool.default import make_store

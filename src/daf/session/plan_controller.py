@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from daf.core.errors import BudgetError
 from daf.core.plan import Plan
 from daf.core.policy import Policy
-from daf.memory.limit_protocol import Keeper
+from daf.memory.keeper import Keeper
 from daf.planning import planner
 from daf.planning.options import Allowed
 from daf.session.budget_controller import BudgetController

@@ -14,7 +14,7 @@ from daf.capture.capture import Capture
 from daf.core.errors import DivergedError, NonFiniteLossError, PoolFullError
 from daf.core.plan import Plan
 from daf.core.step_report import StepReport
-from daf.memory.limit_protocol import Keeper
+from daf.memory.keeper import Keeper
 from daf.planning.bit_widths import is_lossy
 from daf.session.counters import StepCounters
 from daf.session.noise_controller import NoiseController
