@@ -28,6 +28,7 @@ class Watcher:
         self._descriptors = ExitStack()
         for descriptor in triggers:
             self._descriptors.callback(os.close, descriptor)
+        self._wake: Callable[[], object] = self._stopped.set
         self._wait = self._waiter(triggers)
         self._thread = threading.Thread(target=self._run, name="daf-governor", daemon=True)
         self._thread.start()
@@ -58,13 +59,12 @@ class Watcher:
 
     def _waiter(self, triggers: list[int]) -> Callable[[float], bool]:
         if not triggers:
-            self._wake = self._stopped.set
             return self._sleep
         poll = select.poll()
         ear, mouth = os.pipe()
         self._descriptors.callback(os.close, ear)
         self._descriptors.callback(os.close, mouth)
-        self._wake = lambda: _poke(mouth)
+        self._wake = lambda: os.write(mouth, b"\0")
         poll.register(ear, select.POLLIN)
         for descriptor in triggers:
             poll.register(descriptor, select.POLLPRI)
@@ -82,7 +82,3 @@ class Watcher:
     def _sleep(self, seconds: float) -> bool:
         self._stopped.wait(seconds)
         return False
-
-
-def _poke(pipe: int) -> None:
-    os.write(pipe, b"\0")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -146,10 +147,8 @@ def draw_memory_elsewhere(folder: Path) -> str:
 
 def _be_killed_first() -> None:
     """Raise this process's OOM score, so that the kernel kills it before a training run."""
-    try:
+    with suppress(OSError):  # not Linux
         Path("/proc/self/oom_score_adj").write_text("1000")
-    except OSError:
-        return  # not Linux
 
 
 def main(arguments: Sequence[str]) -> int:
