@@ -10,7 +10,8 @@ import pytest
 import render
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
+FOLDERS = ("", "docs/", "benchmarks/", "src/daf/*/")
+DOCUMENTS = sorted(path for folder in FOLDERS for path in ROOT.glob(f"{folder}*.md"))
 
 TABLES = render.TABLES
 
@@ -37,6 +38,37 @@ def test_links_lead_somewhere(document: Path) -> None:
     targets = re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text())
     missing = [target for target in targets if not (document.parent / target).exists()]
     assert missing == []
+
+
+CODE = re.compile(r"`([^`\n]+)`")
+FILE = re.compile(r"(?<![*\w])\w[\w./-]*\.(?:py|cpp|h)\b")
+MODULE = re.compile(r"\bdaf(?:_bench)?(?:\.\w+)+")
+CODE_FOLDERS = ("src/**/*.py", "csrc/**/*.*", "tests/**/*.*", "benchmarks/**/*.*", "scripts/**/*.*")
+FOR_EXAMPLE = {"script.py", "kernels_NAME.cpp", "vector_NAME.h", "daf.models", "daf.data"}
+
+
+def exists(module: str) -> bool:
+    """True if a dotted name is a module, or a module mentions what stands behind its own name."""
+    place = ROOT / ("src" if module.startswith("daf.") else "benchmarks")
+    parts = module.split(".")
+    while parts and (place / parts[0]).is_dir():
+        place /= parts.pop(0)
+    if parts and (place / f"{parts[0]}.py").exists():
+        place /= f"{parts.pop(0)}.py"
+    text = (place if place.is_file() else place / "__init__.py").read_text()
+    return all(re.search(rf"\b{part}\b", text) for part in parts)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_files_and_modules_that_are_named_exist(document: Path) -> None:
+    if document.name == "CHANGELOG.md":
+        pytest.skip("names what was")
+    code = " ".join(CODE.findall(document.read_text()))
+    files = set(FILE.findall(code)) - FOR_EXAMPLE
+    modules = set(MODULE.findall(code)) - FOR_EXAMPLE
+    there = tuple(f"/{path.relative_to(ROOT)}" for top in CODE_FOLDERS for path in ROOT.glob(top))
+    assert {name for name in files if not any(path.endswith(f"/{name}") for path in there)} == set()
+    assert {name for name in modules if not exists(name)} == set()
 
 
 def test_the_sweep_s_table_tells_how_each_point_ended() -> None:
