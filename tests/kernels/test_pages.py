@@ -366,7 +366,7 @@ def test_only_rotated_codes_are_read_without_all_their_planes() -> None:
             ),
             lambda: native_calls.decode_integers(view.fields, 0, address(out), 4, 1),
         ):
-            with pytest.raises(KernelError, match="given some up"):
+            with pytest.raises(KernelError, match="some of them evicted"):
                 call()
 
 

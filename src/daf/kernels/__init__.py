@@ -102,6 +102,11 @@ class PageFields(NamedTuple):
     bits: int
     kept: int
 
+    @property
+    def is_whole(self) -> bool:
+        """True if every plane of every run is resident."""
+        return self.kept == self.bits and self.full_runs == self.runs
+
     @classmethod
     def flat(cls, address: int, elements: int, bits: int) -> PageFields:
         """Return one run of planes that follow each other at an address, headers behind them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from itertools import pairwise
+from typing import Any
 
 from daf.core.code_format import ElementType
 from daf.core.errors import KernelError
@@ -106,7 +107,7 @@ def check_fields(fields: PageFields, widths: Widths) -> PageFields:
     """Check the width, the addresses, and at least one plane in every run."""
     check_member("bits", fields.bits, widths)
     check_call(fields.elements, 1, region=fields.region, table=fields.table)
-    least = fields.kept if is_whole(fields) else fields.kept - 1
+    least = fields.kept if fields.full_runs == fields.runs else fields.kept - 1
     if not 1 <= least <= fields.kept <= fields.bits:
         raise KernelError(
             f"asked to read {least} of {fields.bits} planes; at least one must be left"
@@ -114,27 +115,18 @@ def check_fields(fields: PageFields, widths: Widths) -> PageFields:
     return fields
 
 
-def check_whole(fields: PageFields, widths: Widths) -> PageFields:
-    """Check the fields, and that no plane is evicted."""
-    check_fields(fields, widths)
-    if fields.kept < fields.bits or not is_whole(fields):
+def check_resident(planes: Any) -> None:
+    """Check that no plane is evicted; ``planes`` are PageFields or a device's."""
+    if not planes.is_whole:
         raise KernelError(
-            f"asked for all {fields.bits} planes of a tensor that has given some up; "
+            f"asked for all {planes.bits} planes of a tensor, some of them evicted; "
             "only rotated codes can be read from fewer"
         )
-    return fields
 
 
-def is_whole(fields: PageFields) -> bool:
-    """True if every run has the same planes."""
-    return fields.full_runs == fields.runs
-
-
-def check_mask(mask: PageFields | None, count: int) -> None:
-    """Check one whole plane of ``count`` elements."""
-    if mask is None:
-        return
-    if mask.elements != count or (mask.bits, mask.kept, mask.full_runs) != (1, 1, mask.runs):
+def check_mask(mask: Any, count: int) -> None:
+    """Check one whole plane of ``count`` elements: PageFields or a device's; None: no mask."""
+    if mask is not None and not (mask.is_whole and (mask.elements, mask.bits) == (count, 1)):
         raise KernelError(
             f"asked to mask {count} elements by {mask.elements} of {mask.bits} planes; "
             "a mask has one plane and a bit for every element"

@@ -19,8 +19,7 @@ from daf.kernels.cpu.checks import (
     check_item_bytes,
     check_member,
     check_pointer,
-    check_whole,
-    is_whole,
+    check_resident,
 )
 from daf.kernels.cpu.job import Job, run
 
@@ -59,7 +58,7 @@ def decode(codec: Codec, job: Job) -> None:
     """
     pages = _checked(codec, job)
     if codec is Codec.ROTATED:
-        job = _with_levels(job, pages.bits, pages.kept, has_shorter_runs=not is_whole(pages))
+        job = _with_levels(job, pages)
     elif codec is Codec.DERIVATIVE:
         check_pointer("levels", job.table)
     run(getattr(_native, f"decode_{codec}"), job, *_written(job))
@@ -79,19 +78,22 @@ def _checked(codec: Codec, job: Job) -> PageFields:
     assert job.pages is not None
     if codec is Codec.INTEGERS:
         check_item_bytes(job.item_bytes)
-    check = check_fields if codec is Codec.ROTATED else check_whole
-    return check(job.pages, CODEC_BITS[codec])
+    pages = check_fields(job.pages, CODEC_BITS[codec])
+    if codec is not Codec.ROTATED:
+        check_resident(pages)
+    return pages
 
 
 def _written(job: Job) -> tuple[str, ...]:
     return () if job.gradient or job.row_gradient else ("destination",)
 
 
-def _with_levels(job: Job, bits: int, kept: int, *, has_shorter_runs: bool) -> Job:
+def _with_levels(job: Job, pages: PageFields) -> Job:
     """Return the job with the merged-cell tables of both widths that runs have."""
+    bits, kept = pages.bits, pages.kept
     levels, factor = rotated_levels(bits, kept).ctypes.data, rotated_level_factor(bits, kept)
     job = job._replace(levels=levels, level_factor=factor)
-    if not has_shorter_runs:
+    if pages.full_runs == pages.runs:
         return job
     shorter, factor = rotated_levels(bits, kept - 1), rotated_level_factor(bits, kept - 1)
     return job._replace(shorter_levels=shorter.ctypes.data, shorter_level_factor=factor)

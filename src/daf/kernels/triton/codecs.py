@@ -18,7 +18,7 @@ from torch import Tensor
 from daf.core.code_format import Predicate
 from daf.core.errors import KernelError
 from daf.kernels import CODEC_BITS, Codec
-from daf.kernels.cpu.checks import check_key, check_member
+from daf.kernels.cpu.checks import check_key, check_member, check_resident
 from daf.kernels.normalisation import Channels, CodedValues, Decoding
 from daf.kernels.triton import bit_codecs, minmax, rotated
 from daf.kernels.triton.launch import (
@@ -212,11 +212,8 @@ def _run(
 
 def _checked(codec: Codec, planes: DevicePlanes) -> DevicePlanes:
     check_member("bits", planes.bits, CODEC_BITS[codec])
-    if codec is not Codec.ROTATED and not planes.is_whole:
-        raise KernelError(
-            f"asked for all {planes.bits} planes of a tensor that has given some up; "
-            "only rotated codes can be read from fewer"
-        )
+    if codec is not Codec.ROTATED:
+        check_resident(planes)
     if codec in _ENCODERS and planes.headers is None:
         raise KernelError("asked for a value code without headers; allocate them with the planes")
     return planes

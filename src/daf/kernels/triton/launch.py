@@ -13,6 +13,7 @@ from torch import Tensor
 from daf.core.code_format import BLOCK_ELEMENTS, ElementType, block_count
 from daf.core.code_tables import rotated_level_factor, rotated_levels, rotated_thresholds
 from daf.core.errors import KernelError
+from daf.kernels.cpu.checks import check_mask
 from daf.kernels.normalisation import Channels
 from daf.kernels.triton.planes import DevicePlanes, PlaneWords
 
@@ -80,19 +81,9 @@ def elements_in(blocks: tuple[int, int] | None, count: int) -> int:
 
 
 def mask_words(mask: DevicePlanes | None, count: int) -> PlaneWords | None:
-    """Return a mask of ``count`` elements as kernels take it; None for None.
-
-    Raises:
-        KernelError: it is no whole plane of as many elements.
-    """
-    if mask is None:
-        return None
-    if (mask.elements, mask.bits) != (count, 1) or not mask.is_whole:
-        raise KernelError(
-            f"asked to mask {count} elements by {mask.elements} of {mask.bits} planes; "
-            "a mask has one plane and a bit for every element"
-        )
-    return mask.words
+    """Return a mask of ``count`` elements as kernels take it; None for None."""
+    check_mask(mask, count)
+    return None if mask is None else mask.words
 
 
 def key_halves(key: int) -> dict[str, int]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from daf.core.errors import KernelError
 from daf.kernels import ROWS_PER_SPAN
+from daf.kernels.cpu.checks import check_row_length
 from daf.kernels.normalisation import Channels, Sums
 from daf.kernels.triton import row_norm_kernels as device
 from daf.kernels.triton.channel_norm import Values
@@ -148,8 +149,5 @@ class RowProducts:
 
 
 def _row_count(tensor: Tensor, length: int) -> int:
-    if length < 1 or tensor.numel() % length:
-        raise KernelError(
-            f"asked for rows of {length} of {tensor.numel()} elements; give a length that divides"
-        )
+    check_row_length(tensor.numel(), length)
     return tensor.numel() // length
