@@ -8,6 +8,10 @@ time, in place of writing them. Each function raises KernelError when called out
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
 import daf._native as _native
 from daf.core.code_format import Predicate
 from daf.core.code_tables import rotated_level_factor, rotated_levels, rotated_thresholds
@@ -23,6 +27,9 @@ from daf.kernels.cpu.checks import (
 )
 from daf.kernels.cpu.job import Job, run
 
+_ENCODERS = {codec: getattr(_native, f"encode_{codec}") for codec in Codec}
+_DECODERS = {codec: getattr(_native, f"decode_{codec}") for codec in Codec}
+
 
 def encode(codec: Codec, job: Job) -> bool:
     """Write the planes that each run of ``job.pages`` has, and the headers, of the source.
@@ -34,13 +41,12 @@ def encode(codec: Codec, job: Job) -> bool:
     """
     pages = _checked(codec, job)
     if codec is Codec.ROTATED:
-        thresholds, levels = rotated_thresholds(pages.bits), rotated_levels(pages.bits, pages.bits)
-        job = job._replace(thresholds=thresholds.ctypes.data, levels=levels.ctypes.data)
+        job = job._replace(**_encoding_tables(pages.bits))
     elif codec is Codec.DERIVATIVE:
         check_borders(job.table, 2**pages.bits - 1)
     elif codec is Codec.MASK:
         check_member("predicate", job.predicate, tuple(Predicate))
-    done = run(getattr(_native, f"encode_{codec}"), job, "source")
+    done = run(_ENCODERS[codec], job, "source")
     if codec is Codec.INTEGERS and not done:
         raise KernelError(
             f"asked for {pages.bits}-bit codes from {job.base} up; some item needs more bits: "
@@ -58,10 +64,11 @@ def decode(codec: Codec, job: Job) -> None:
     """
     pages = _checked(codec, job)
     if codec is Codec.ROTATED:
-        job = _with_levels(job, pages)
+        is_even = pages.full_runs == pages.runs
+        job = job._replace(**_decoding_tables(pages.bits, pages.kept, is_even))
     elif codec is Codec.DERIVATIVE:
         check_pointer("levels", job.table)
-    run(getattr(_native, f"decode_{codec}"), job, *_written(job))
+    run(_DECODERS[codec], job, *_written(job))
 
 
 def read(job: Job) -> None:
@@ -88,12 +95,21 @@ def _written(job: Job) -> tuple[str, ...]:
     return () if job.gradient or job.row_gradient else ("destination",)
 
 
-def _with_levels(job: Job, pages: PageFields) -> Job:
-    """Return the job with the merged-cell tables of both widths that runs have."""
-    bits, kept = pages.bits, pages.kept
+# Tables live as long as the process; asking NumPy for an address takes microseconds.
+
+
+@cache
+def _encoding_tables(bits: int) -> Mapping[str, Any]:
+    thresholds, levels = rotated_thresholds(bits), rotated_levels(bits, bits)
+    return {"thresholds": thresholds.ctypes.data, "levels": levels.ctypes.data}
+
+
+@cache
+def _decoding_tables(bits: int, kept: int, is_even: bool) -> Mapping[str, Any]:
+    """Return the merged-cell tables of ``kept`` planes and, unless runs are even, of one less."""
     levels, factor = rotated_levels(bits, kept).ctypes.data, rotated_level_factor(bits, kept)
-    job = job._replace(levels=levels, level_factor=factor)
-    if pages.full_runs == pages.runs:
-        return job
+    found = {"levels": levels, "level_factor": factor}
+    if is_even:
+        return found
     shorter, factor = rotated_levels(bits, kept - 1), rotated_level_factor(bits, kept - 1)
-    return job._replace(shorter_levels=shorter.ctypes.data, shorter_level_factor=factor)
+    return found | {"shorter_levels": shorter.ctypes.data, "shorter_level_factor": factor}
