@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from daf.capture.compiled_calls import apart, untraced
-from daf.capture.saved_tensor_hooks import CaptureState, SavedTensorHooks
+from daf.capture.saved_tensor_hooks import SavedTensorHooks
 from daf.codecs.coder import Coder
 from daf.codecs.scratch import Scratch
 from daf.core.errors import PlatformError
@@ -88,6 +88,7 @@ class Capture:
         spill: SpillOptions | SpillStore | None = None,
         host: HostOptions | HostCodes | None = None,
     ) -> None:
+        self.model = model
         self._store = store = make_store() if store is None else store
         self.devices = devices = DeviceStores(self.pool_bytes)
         self._spill = spill = spill if isinstance(spill, SpillStore) else SpillStore(spill)
@@ -100,11 +101,9 @@ class Capture:
         if host is not None:
             host.on_moved = ledger.note_held
         self._operators = OperatorFamilies()
-        self._scratch = Scratch()
-        self._unpack = unpacker(self._scratch)
-        self.parameter_reads = ParameterReads()
+        self._replay_log = ReplayLog()
         coder, provenance = Coder(store, devices, host), Provenance()
-        self._saved = SavedTensorState(
+        self._state = SavedTensorState(
             coder,
             Packer(coder, spill, ledger, provenance),
             ledger,
@@ -112,9 +111,8 @@ class Capture:
             SiteTracker(model),
             provenance,
             Evictions(store, devices),
-        )
-        self._state = CaptureState(
-            model, self._saved, self._scratch, self.parameter_reads, ReplayLog()
+            Scratch(),
+            ParameterReads(),
         )
 
     @contextmanager
@@ -152,13 +150,14 @@ class Capture:
             self._spill.reset_peak()
             if self.host is not None:
                 self.host.reset_peak()
-            self._saved.ledger.reset_peaks()
-            self._saved.tracker.begin_step()
-            self._saved.evictions.begin()
-        self._state.replay_log.clear()
-        self._saved.tracker.redraw(draws)
+            self._state.ledger.reset_peaks()
+            self._state.tracker.begin_step()
+            self._state.evictions.begin()
+        self._replay_log.clear()
+        self._state.tracker.redraw(draws)
         self.sources.begin_step(self._own_tensors(batch))
-        running = SavedTensorHooks(self._state, policy, (seed, step_index, micro_index), watcher)
+        keys = (seed, step_index, micro_index)
+        running = SavedTensorHooks(self.model, self._state, self._replay_log, policy, keys, watcher)
         try:
             with self._entered(running, policy, watcher):
                 yield self
@@ -170,7 +169,7 @@ class Capture:
                 )
             raise
         finally:
-            self._saved.provenance.clear()
+            self._state.provenance.clear()
 
     @contextmanager
     def _entered(
@@ -179,14 +178,15 @@ class Capture:
         """Enter hooks and modes, in the order in which they must lie on each other."""
         compiled = CompiledModules(self.model)
         with ExitStack() as stack:
-            stack.enter_context(self._saved.tracker.following(compiled))
+            stack.enter_context(self._state.tracker.following(compiled))
             stack.enter_context(self._watching_inputs(compiled))
             stack.enter_context(running.replays.watching())
             operators = self._operators_of(policy, running)
             stack.enter_context(operators.mode if operators else OperatorMode(running.run))
             stack.enter_context(apart(compiled, self.parameter_reads.unseen))
             pack = untraced(running.hook) if compiled.attributes else running.hook
-            unpack = self._unpack if watcher is None else watched(self._unpack, watcher)
+            unpack = unpacker(self._state.scratch)
+            unpack = unpack if watcher is None else watched(unpack, watcher)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
             yield
             if operators:
@@ -195,22 +195,22 @@ class Capture:
     def _operators_of(self, policy: Policy, hooks: SavedTensorHooks) -> OperatorDispatch | None:
         if not policy.operators:
             return None
-        context = OperatorContext(hooks, self._saved, policy, hooks.key)
+        context = OperatorContext(hooks, self._state, policy, hooks.key)
         return OperatorDispatch(self._operators.named(policy.operators), context)
 
     @property
-    def model(self) -> nn.Module:
-        """What is captured."""
-        return self._state.model
+    def parameter_reads(self) -> ParameterReads:
+        """Which parameters backward may still read."""
+        return self._state.parameter_reads
 
     @property
     def sources(self) -> Sources:
         """The storages that the capture knows: parameters, buffers, the caller's batch, saves."""
-        return self._saved.sources
+        return self._state.sources
 
     def release_scratch(self) -> None:
         """Free memory that tensors were decoded in, or read into; from any thread."""
-        self._scratch.release()
+        self._state.scratch.release()
         self._spill.drop_read_ahead()
         if self.host is not None:
             self.host.drop_staged()
@@ -253,7 +253,7 @@ class Capture:
     @property
     def stats(self) -> CaptureStats:
         """Bytes that plain PyTorch would hold and that are held, now and at peak over the step."""
-        ledger, evictions = self._saved.ledger, self._saved.evictions
+        ledger, evictions = self._state.ledger, self._state.evictions
         evictions.collect()
         self._spill.reap()
         host = self.host
@@ -262,7 +262,7 @@ class Capture:
             plain_peak_bytes=ledger.plain_peak_bytes,
             held_bytes=ledger.held_bytes,
             held_peak_bytes=ledger.held_peak_bytes,
-            sites=sum(1 for _ in self._saved.tracker.used()),
+            sites=sum(1 for _ in self._state.tracker.used()),
             evicted_planes=evictions.planes,
             evicted_bytes=evictions.nbytes,
             spilled_bytes=self._spill.stored_bytes + (host.stored_bytes if host else 0),
@@ -272,8 +272,8 @@ class Capture:
 
     def sites(self) -> tuple[SiteReport, ...]:
         """Return the treatment and bytes of every site since the step began."""
-        self._saved.evictions.collect()
-        return tuple(self._saved.tracker.reports(self._saved.evictions.bytes_by_tag))
+        self._state.evictions.collect()
+        return tuple(self._state.tracker.reports(self._state.evictions.bytes_by_tag))
 
     def fusions(self) -> tuple[FusionReport, ...]:
         """Return which operators are fused (with what follows), and which not and why.
@@ -288,7 +288,7 @@ class Capture:
 
         Calls of a module count from 0 within one ``with`` of ``step``.
         """
-        return tuple(self._state.replay_log.calls)
+        return tuple(self._replay_log.calls)
 
     def _own_tensors(self, batch: Any) -> Iterator[Tensor]:
         yield from self.model.parameters()

@@ -5,12 +5,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from daf.codecs.scratch import Scratch
 from daf.core.errors import CodecError
 from daf.core.policy import DERIVED, KEEP, Need, Policy, Site, Treatment
 from daf.recompute.holder import ReplayKeeper
@@ -25,22 +24,11 @@ from daf.saved_tensors.provenance import ADDITIONS, FOLLOWED, Operands
 from daf.saved_tensors.sites import SiteRecord, mix_key
 from daf.saved_tensors.state import SavedTensorState
 from daf.torch_compat.autograd_graph import sequence_number, without_torch_function
-from daf.torch_compat.parameter_reads import ParameterReads
 from daf.torch_compat.pytree import tensors_in_batch
 
 _OUTSIDE_CALL = Call(None, (), {}, None, None)
 _CUSTOM = "autograd.Function"
 _NOISY = ("dropout", "attention", "lstm", "gru", "rnn")
-
-
-class CaptureState(NamedTuple):
-    """The state of a capture, over all its steps."""
-
-    model: nn.Module
-    saved: SavedTensorState
-    scratch: Scratch
-    parameter_reads: ParameterReads
-    replay_log: ReplayLog
 
 
 def _weakly(pack: Callable[[Tensor], SavedTensor]) -> Callable[[Tensor], SavedTensor]:
@@ -67,14 +55,15 @@ class SavedTensorHooks:
 
     def __init__(
         self,
-        state: CaptureState,
+        model: nn.Module,
+        state: SavedTensorState,
+        replay_log: ReplayLog,
         policy: Policy,
         key_parts: tuple[int, ...],
         watcher: Watcher | None = None,
     ) -> None:
         self.watcher = watcher
         self._state = state
-        self._saved = state.saved
         if policy.fused and policy.replayed:
             raise CodecError(
                 f"policy {policy.name!r} asks for fused operators and for replayed calls; a fused "
@@ -82,10 +71,8 @@ class SavedTensorHooks:
             )
         self._policy = policy
         self.key = mix_key(*key_parts)
-        keeper = ReplayKeeper(
-            state.saved, state.scratch, state.parameter_reads, self._hold, self.is_constant
-        )
-        self.replays = Replays(state.model, policy.replayed, keeper, state.replay_log)
+        keeper = ReplayKeeper(state, self._hold, self.is_constant)
+        self.replays = Replays(model, policy.replayed, keeper, replay_log)
         self._pending: list[SavedTensor] | None = None  # None: no operator is running
         self.hook = _weakly(self.pack)
 
@@ -126,7 +113,7 @@ class SavedTensorHooks:
             call = Call(function, arguments, keywords, result, operands)
             self._settle(pending, getattr(function, "__name__", type(function).__name__), call)
         elif operands is not None and function in ADDITIONS and not keywords:
-            self._saved.provenance.learn_sum(arguments, result, operands)
+            self._state.provenance.learn_sum(arguments, result, operands)
         return result
 
     def _begin(self, operator: Callable[..., Any], arguments: tuple[Any, ...]) -> Operands | None:
@@ -135,7 +122,7 @@ class SavedTensorHooks:
         if self.replays.is_running:
             self.replays.note_operator(operator)
         elif operator in FOLLOWED and self._policy.rederive:
-            return self._saved.provenance.operands(arguments)
+            return self._state.provenance.operands(arguments)
         return None
 
     @contextmanager
@@ -167,7 +154,7 @@ class SavedTensorHooks:
 
     def _settle_all(self, pending: list[SavedTensor], operator: str, call: Call) -> None:
         needs = [self._need(saved, operator, call) for saved in pending]
-        path, count = self._saved.tracker.next_call(operator)
+        path, count = self._state.tracker.next_call(operator)
         for place, (saved, need) in enumerate(zip(pending, needs, strict=True)):
             assert saved.tensor is not None
             if self.is_constant(saved.tensor):
@@ -176,9 +163,9 @@ class SavedTensorHooks:
                 self._state.parameter_reads.note(saved.tensor, kept)
                 saved.settle(kept, self._plain(saved, ()))
             else:
-                record = self._saved.tracker.record(path, operator, count, place)
+                record = self._state.tracker.record(path, operator, count, place)
                 self._settle_one(saved, need, record, call)
-        self._saved.evictions.collect()
+        self._state.evictions.collect()
 
     def _need(self, saved: SavedTensor, operator: str, call: Call) -> Need:
         tensor = saved.tensor
@@ -194,8 +181,8 @@ class SavedTensorHooks:
         tensor = saved.tensor
         assert tensor is not None
         record.need = need
-        ledger = self._saved.ledger
-        sources = self._saved.sources.of_parts(tensor)
+        ledger = self._state.ledger
+        sources = self._state.sources.of_parts(tensor)
         held_before = ledger.reported_bytes
         with ledger.counted_at(record):
             plain = self._plain(saved, sources)
@@ -206,7 +193,7 @@ class SavedTensorHooks:
             what = (record.site, need, record.treatment, sources, held_bytes - held_before, ms)
             save = Save(saved, tensor, held, *what, is_treatable(tensor))
             if need in DERIVED:
-                function = self._saved.provenance.function_of(tensor, saved.version)
+                function = self._state.provenance.function_of(tensor, saved.version)
                 save = save._replace(derived_by=function)
             self.watcher.saved(save)
         saved.settle(held, plain)
@@ -215,7 +202,7 @@ class SavedTensorHooks:
         """Count what plain PyTorch would hold for this."""
         if saved.unmade_bytes is None:
             return tuple(source.plain() for source in sources)
-        return (Plain(self._saved.ledger, Unmade(saved.unmade_bytes, sources)),)
+        return (Plain(self._state.ledger, Unmade(saved.unmade_bytes, sources)),)
 
     def _hold(
         self,
@@ -229,21 +216,21 @@ class SavedTensorHooks:
         assert tensor is not None
         treatment = self._policy.treatment(need, record.site)
         if not is_treatable(tensor):
-            return self._saved.packer.keep(tensor, saved.version, site, sources), KEEP
+            return self._state.packer.keep(tensor, saved.version, site, sources), KEEP
         key = record.code_key(self.key)
         weight, tag = self._policy.weight(site), record.name_hash
         source, rederive = sources[0], self._policy.rederive
         job = PackRequest(
             saved, tensor, need, treatment, source, call, site, key, weight, tag, rederive
         )
-        return self._saved.packer.treat(job)
+        return self._state.packer.treat(job)
 
     def is_constant(self, tensor: Tensor) -> bool:
         """True if this is a parameter, a buffer, the caller's, or a view or cast copy of one."""
         if tensor.layout is not torch.strided:
             parts = strided_parts(tensor)
-            return bool(parts) and all(map(self._saved.sources.is_external, parts))
-        if self._saved.sources.is_external(tensor):
+            return bool(parts) and all(map(self._state.sources.is_external, parts))
+        if self._state.sources.is_external(tensor):
             return True
         leaf = parameter_behind(tensor)
         return leaf is not None and leaf is not tensor and self.is_constant(leaf)

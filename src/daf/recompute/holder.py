@@ -9,14 +9,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from daf.codecs.scratch import Scratch
 from daf.core.policy import Method, Need, Site, Treatment
 from daf.saved_tensors.ledger import Holding, Source, strided_parts
 from daf.saved_tensors.packed_tensor import Kept, PackedTensor, SavedTensor
 from daf.saved_tensors.packer import is_integer
 from daf.saved_tensors.sites import SiteRecord
 from daf.saved_tensors.state import SavedTensorState
-from daf.torch_compat.parameter_reads import ParameterReads
 
 # Holds a saved tensor as the policy says.
 Hold = Callable[[SavedTensor, Need, SiteRecord, tuple[Source, ...]], tuple[PackedTensor, Treatment]]
@@ -29,14 +27,11 @@ class ReplayKeeper:
     def __init__(
         self,
         state: SavedTensorState,
-        scratch: Scratch,
-        parameter_reads: ParameterReads,
         hold: Hold,
         is_constant: Callable[[Tensor], bool],
     ) -> None:
-        self.scratch = scratch
+        self.scratch = state.scratch
         self._state = state
-        self._parameter_reads = parameter_reads
         self._hold = hold
         self._is_constant = is_constant
 
@@ -48,7 +43,7 @@ class ReplayKeeper:
         parts = strided_parts(tensor)
         if parts and all(map(self._state.sources.is_external, parts)):
             kept = Kept(tensor, tensor._version, site)
-            self._parameter_reads.note(tensor, kept)
+            self._state.parameter_reads.note(tensor, kept)
             return kept
         return None
 
@@ -56,7 +51,7 @@ class ReplayKeeper:
         """Note that ``reader`` may read every parameter of the module, as long as it lives."""
         for parameter in module.parameters():
             if not is_lazy(parameter):
-                self._parameter_reads.note(parameter, reader)
+                self._state.parameter_reads.note(parameter, reader)
 
     def hold_input(self, tensor: Tensor, site: Site) -> tuple[PackedTensor, Any]:
         """Hold an input by the policy; return also what its ledger entry needs to stay alive."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from daf.codecs.coder import Coder
+from daf.codecs.scratch import Scratch
 from daf.saved_tensors.evictions import Evictions
 from daf.saved_tensors.ledger import Ledger, Sources
 from daf.saved_tensors.packer import Packer
 from daf.saved_tensors.provenance import Provenance
 from daf.saved_tensors.sites import SiteTracker
+from daf.torch_compat.parameter_reads import ParameterReads
 
 
 class SavedTensorState(NamedTuple):
@@ -22,3 +24,5 @@ class SavedTensorState(NamedTuple):
     tracker: SiteTracker
     provenance: Provenance
     evictions: Evictions
+    scratch: Scratch
+    parameter_reads: ParameterReads
