@@ -32,10 +32,7 @@ _NOISY = ("dropout", "attention", "lstm", "gru", "rnn")
 
 
 def _weakly(pack: Callable[[Tensor], SavedTensor]) -> Callable[[Tensor], SavedTensor]:
-    """Return a hook that refers to ``pack`` weakly: the graph keeps it while a result lives.
-
-    A strong hook would keep the model too, and one that holds a result of its own would never die.
-    """
+    """Return a weak hook: the graph keeps hooks, a strong one the model, while a result lives."""
     reference = weakref.WeakMethod(pack)
 
     def hook(tensor: Tensor) -> SavedTensor:

@@ -69,10 +69,7 @@ class FusedOperator:
     # --- of operators whose results are deferred --------------------------------------------
 
     def follow(self, call: OperatorCall) -> Tensor | None:
-        """Return the result of a call that reads one of the operator's stand-ins, or None.
-
-        None: the call needs the real tensor.
-        """
+        """Return the result of a call that reads a stand-in; None: it needs the real tensor."""
         del call
         return None
 

@@ -78,10 +78,7 @@ class RowNorm(NamedTuple):
 
 
 class RowsHeld(NormSave):
-    """What a fused normalisation of rows holds for backward.
-
-    ``affine`` is that of the rows. A code needs its scale only, and ``shift`` is freed.
-    """
+    """What a fused normalisation of rows holds for backward; a code frees the affine's shift."""
 
     __slots__ = ("_centred", "_length", "_scale", "_shape", "_shift")
 
@@ -192,10 +189,7 @@ def row_norm_of(call: RowNormArguments) -> RowNorm:
 
 
 def objection(call: RowNormArguments | None, pack: Callable[..., Any]) -> str:
-    """Return why this call must stay PyTorch's; empty where the fused operator computes the same.
-
-    ``pack`` is the saved-tensor hook of the step.
-    """
+    """Return why this call must stay PyTorch's, else empty; ``pack`` is the saved-tensor hook."""
     if call is None or not _is_shape(call):
         return "its arguments are odd"
     x = call.input

@@ -36,10 +36,7 @@ class ReplayKeeper:
         self._is_constant = is_constant
 
     def keep_constant(self, tensor: Tensor, site: Site) -> PackedTensor | None:
-        """Hold a parameter, a buffer or the caller's own tensor; None: it is none of these.
-
-        Autocast's copies of parameters are none: they take memory of their own.
-        """
+        """Hold a parameter, buffer or tensor of the caller; None for others, autocast's copies."""
         parts = strided_parts(tensor)
         if parts and all(map(self._state.sources.is_external, parts)):
             kept = Kept(tensor, tensor._version, site)

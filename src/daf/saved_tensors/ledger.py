@@ -103,10 +103,7 @@ class Holding:
 
 
 class Unmade(NamedTuple):
-    """A storage that plain PyTorch would make and hold, and that DAF never made.
-
-    ``instead`` are the sources that stand for it, kept alive for as long.
-    """
+    """A storage that only plain PyTorch makes and holds; ``instead`` are sources in its place."""
 
     nbytes: int
     instead: tuple[Source, ...] = ()

@@ -39,10 +39,7 @@ class Normalisation(NamedTuple):
 
 
 class NormInput(Decoded):
-    """The input of a normalisation, coded as the normalised value.
-
-    The statistics are the operator's own saved ones.
-    """
+    """The input of a normalisation, coded as the normalised value; statistics are its own saves."""
 
     __slots__ = ("_inner", "_statistics")
 

@@ -169,10 +169,7 @@ class Packer:
     def _shared(
         self, job: PackRequest, kind: tuple[Any, ...], make: Callable[[], Any]
     ) -> Stored[Any] | None:
-        """Return the code of this kind that is held of the same content, else a new one.
-
-        None where ``make`` returns None.
-        """
+        """Return the code of this kind held of the same content, else ``make`` one, or None."""
         key = (*kind, *job.content_key)
         stored = job.source.recall(key, Stored)
         if stored is None and (code := make()) is not None:

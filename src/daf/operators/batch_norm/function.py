@@ -175,10 +175,7 @@ class NormArguments(NamedTuple):
 
 
 def objection(call: NormArguments | None, pack: Callable[..., Any]) -> str:
-    """Return why this call must stay PyTorch's; empty where the fused operator computes the same.
-
-    ``pack`` is the saved-tensor hook of the step.
-    """
+    """Return why this call must stay PyTorch's, else empty; ``pack`` is the saved-tensor hook."""
     if call is None:
         return "its arguments are odd"
     if call.training is not True:

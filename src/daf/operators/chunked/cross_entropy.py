@@ -71,7 +71,8 @@ def chunked_cross_entropy(
     if is_read_freely(targets):
         _check_targets(targets, weight.shape[0], ignore_index)
     settings = _Settings(
-        chunk_rows or _default_chunk_rows(len(rows), weight),
+        # By default the chunk's logits are no larger than all rows of hidden (Liger's rule).
+        chunk_rows or max(_LEAST_ROWS, rows.numel() // weight.shape[0]),
         ignore_index,
         label_smoothing,
         with_gradients=torch.is_grad_enabled(),
@@ -126,7 +127,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
         # NaN as PyTorch's mean over no row; the gradients are zero there too.
         step = scale.nan_to_num()
         total = hidden.new_zeros((), dtype=wide)
-        scratch = _scratch(hidden, weight, settings.chunk_rows)
+        # One chunk of logits, used again for every chunk.
+        scratch = hidden.new_empty((min(settings.chunk_rows, len(hidden)), weight.shape[0]))
         # To whoever watches operators this is one, however many chunks there are.
         with without_torch_function():
             for start in range(0, len(hidden), settings.chunk_rows):
@@ -164,11 +166,6 @@ def _keep(ctx: Any, gradients: _Gradients, inputs: tuple[Tensor | None, ...]) ->
     ctx.save_for_backward(
         *(each.to(like.dtype) for each, like in pairs if each is not None and like is not None)
     )
-
-
-def _scratch(hidden: Tensor, weight: Tensor, chunk_rows: int) -> Tensor:
-    """Allocate one chunk of logits in the inputs' dtype, used again for every chunk."""
-    return hidden.new_empty((min(chunk_rows, len(hidden)), weight.shape[0]))
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scratch: Tensor) -> Tensor:
@@ -218,12 +215,6 @@ def _gather(
             gradients.weight.add_(narrow.t() @ hidden[chunk])
     if gradients.bias is not None:
         gradients.bias.add_(slope.sum(0))
-
-
-def _default_chunk_rows(rows: int, weight: Tensor) -> int:
-    """Return the rows whose logits are no larger than all of ``hidden`` (Liger's rule)."""
-    classes, features = weight.shape
-    return max(_LEAST_ROWS, rows * features // classes)
 
 
 def _scale(counted: Tensor, reduction: Reduction, dtype: torch.dtype) -> Tensor:
