@@ -56,8 +56,8 @@ def ratios_of(policies: dict[str, dict[str, Any]]) -> dict[str, float]:
 def fastest_seen(points: list[dict[str, float]]) -> str:
     """At how many budgets each was fastest."""
     fastest = Counter(min(of, key=lambda name: of[name]) for of in points if of)
-    told = ", ".join(f"{POLICIES[name]} {count}" for name, count in fastest.most_common())
-    return f"Seen here: the fastest of these at {sum(fastest.values())} budgets was {told}."
+    listed = ", ".join(f"{POLICIES[name]} {count}" for name, count in fastest.most_common())
+    return f"Seen here: the fastest of these at {sum(fastest.values())} budgets was {listed}."
 
 
 def packing_figures(result: dict[str, Any]) -> str:
@@ -126,10 +126,10 @@ def reduce_seen(result: dict[str, Any]) -> str:
     """The result in a sentence."""
     names = {"tree": "tree", "atomics": "atomics", "hybrid": "hybrid", "torch": "PyTorch's own"}
     best = Counter(min(names, key=row["microseconds"].__getitem__) for row in result["rows"])
-    told = ", ".join(f"{words} on {best[name]}" for name, words in names.items())
+    listed = ", ".join(f"{words} on {best[name]}" for name, words in names.items())
     figures = result["figures"]
     return (
-        f"Seen here: of {len(result['rows'])} shapes, best is {told}; hybrid takes at most "
+        f"Seen here: of {len(result['rows'])} shapes, best is {listed}; hybrid takes at most "
         f"{figures['hybrid_worst_vs_best']:.2f} times the best one's time, what is chosen while it "
         f"runs at most {figures['worst_vs_best']:.2f} times."
     )

@@ -42,9 +42,9 @@ MEANT_OF_POOL = {
     "effective_over_theoretical_worst": "payload ÷ held, worst while half is alive; at least 0.97",
     "effective_over_theoretical_worst_at_peaks": "the same at the peak of every iteration",
     "effective_over_theoretical_drift": "last tenth of the iterations minus the first",
-    "evictions_vs_fixed_increment": "pages given up, adaptive growth ÷ 100 MB steps",
-    "cap_halved_ms": "ms until the planes above a halved cap are gone; at most 50",
-    "halved_gradient_error_vs_predicted": "growth of the gradient's error ÷ what was predicted",
+    "evictions_vs_fixed_increment": "pages evicted, adaptive growth ÷ 100 MB steps",
+    "cap_halved_ms": "ms until the planes above a halved cap are evicted; at most 50",
+    "halved_gradient_error_vs_predicted": "growth of the gradient's error ÷ the predicted growth",
 }
 STRESS_NAMES = {
     "adaptive": "the pool",
@@ -151,7 +151,7 @@ def pool_figures(result: dict[str, Any]) -> str:
                 for name, words in STRESS_NAMES.items()
             ),
             "",
-            "| growth | pages given up | mean held | seconds |",
+            "| growth | pages evicted | mean held | seconds |",
             "|---|---|---|---|",
             *(
                 f"| {rule} | {row['evicted_pages']:,} | {row['mean_held_bytes'] / MB:.0f} MB "
