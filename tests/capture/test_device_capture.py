@@ -513,7 +513,7 @@ def test_a_session_and_compress_send_all_codes(
     code_everything: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a budget; the session decides who packs from what its own passes took."""
-    monkeypatch.setattr(host_planes, "CudaTransfers", lambda _device: LateTransfers(0.0))
+    monkeypatch.setattr(host_planes, "Transfers", lambda _device: LateTransfers(0.0))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
     batch = (torch.randn(32, 64), torch.randint(8, (32,)))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import native_calls
 import numpy as np
 import pytest
+from daf_bench.pool.plane_addresses import Pages
 
 from daf.core.code_format import ElementType, Predicate, block_count, words_per_plane
 from daf.core.errors import KernelError
@@ -40,8 +41,8 @@ def words_at(place: int, count: int) -> np.ndarray:
 
 def runs_of(view: PlaneView) -> Iterator[tuple[int, int, int]]:
     """(run, first block, blocks)"""
-    blocks, whole = block_count(view.fields.elements), view.run_elements // 256
-    for run in range(view.runs):
+    blocks, whole = block_count(view.fields.elements), Pages(view).run_elements // 256
+    for run in range(Pages(view).runs):
         yield run, run * whole, min(whole, blocks - run * whole)
 
 
@@ -49,7 +50,7 @@ def gathered(view: PlaneView) -> np.ndarray:
     """(bits, words): every plane, its runs put together."""
     planes = np.zeros((view.fields.bits, words_per_plane(view.fields.elements)), np.uint32)
     for run, first, blocks in runs_of(view):
-        for plane, place in enumerate(view.planes(run)):
+        for plane, place in enumerate(Pages(view).planes(run)):
             planes[plane, 8 * first : 8 * (first + blocks)] = words_at(place, 8 * blocks)
     return planes
 
@@ -57,7 +58,7 @@ def gathered(view: PlaneView) -> np.ndarray:
 def gathered_headers(view: PlaneView) -> np.ndarray:
     headers = np.zeros((block_count(view.fields.elements), 2), np.uint16)
     for run, first, blocks in runs_of(view):
-        ctypes.memmove(headers[first:].ctypes.data, view.headers(run), 4 * blocks)
+        ctypes.memmove(headers[first:].ctypes.data, Pages(view).headers(run), 4 * blocks)
     return headers
 
 
@@ -235,12 +236,12 @@ def decoded_by_oracle(
         kept: reference.decode_rotated(
             reference.Code(code.planes[:kept], code.headers), target, bits, rounds, KEY, affine
         )
-        for kept in {view.kept_bits(run) for run in range(view.runs)}
+        for kept in {Pages(view).kept_bits(run) for run in range(Pages(view).runs)}
     }
     out = next(iter(by_width.values())).copy()
     for run, first, blocks in runs_of(view):
         part = slice(256 * first, min(256 * (first + blocks), target.count))
-        out[part] = by_width[view.kept_bits(run)][part]
+        out[part] = by_width[Pages(view).kept_bits(run)][part]
     return out
 
 
@@ -256,7 +257,7 @@ def test_runs_of_any_width_decode_as_the_oracle_does(cases, page_bytes, bits) ->
         with tensor.pinned() as view:
             native_calls.decode_rotated(view.fields, rounds, KEY, address(back), F32, 1)
             expected = decoded_by_oracle(code, view, reference.Target(count), rounds)
-            widths |= {view.kept_bits(run) for run in range(view.runs)}
+            widths |= {Pages(view).kept_bits(run) for run in range(Pages(view).runs)}
         same_bytes(opened(back, np.float32), expected)
     assert widths == set(range(1, bits + 1))
 
@@ -274,8 +275,8 @@ def test_what_begins_with_fewer_planes_is_coded_in_those(cases, element_type) ->
         native_calls.encode_rotated(address(source), element_type, tensor.view.fields, 2, KEY, 2)
         same_bytes(gathered_headers(tensor.view), code.headers)
         for run, first, blocks in runs_of(tensor.view):
-            widths.add(tensor.view.kept_bits(run))
-            for plane, place in enumerate(tensor.view.planes(run)):
+            widths.add(Pages(tensor.view).kept_bits(run))
+            for plane, place in enumerate(Pages(tensor.view).planes(run)):
                 expected = code.planes[plane, 8 * first : 8 * (first + blocks)]
                 same_bytes(words_at(place, 8 * blocks), expected)
         back = guarded(count, np.float32)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from daf.core.errors import KernelError, PlatformError
 from daf.offload import collaborative_packing
 from daf.offload.collaborative_packing import Rates, ReadyTensor, Route, simulate, split
-from daf.pool.transfers import CudaTransfers
+from daf.pool.transfers import Transfers
 
 RATE = st.floats(1.0, 1e4)
 RATES = st.builds(Rates, RATE, RATE, RATE)
@@ -116,12 +116,12 @@ def test_rates_follow_what_is_measured() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for what is missing without a GPU")
 def test_transfers_without_a_gpu_are_refused() -> None:
     with pytest.raises(PlatformError, match="found no CUDA device"):
-        CudaTransfers(torch.device("cuda"))
+        Transfers(torch.device("cuda"))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_copies_out_and_back_beside_the_computation() -> None:
-    transfers = CudaTransfers(torch.device("cuda"))
+    transfers = Transfers(torch.device("cuda"))
     source = torch.arange(2**20, device="cuda", dtype=torch.int32)
     expected = source.cpu()
     before = transfers.mark()

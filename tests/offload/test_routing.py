@@ -12,7 +12,7 @@ from daf.core.code_format import code_bytes
 from daf.core.policy import Method, Treatment
 from daf.offload import routing
 from daf.offload.collaborative_packing import Rates, Route, split
-from daf.offload.routing import MeasuredRoutes, Sent, processor_rate
+from daf.offload.routing import Routes, Sent, processor_rate
 
 TWO_BITS = Treatment(Method.ROTATED, 2)
 ELEMENTS = 1 << 20
@@ -60,7 +60,7 @@ class Clock:
 
 
 def run_pass(
-    routes: MeasuredRoutes,
+    routes: Routes,
     clock: Clock,
     layer_ms: float = 10.0,
     layers: int = 6,
@@ -90,14 +90,14 @@ def a_processor_of_known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_looks_at_some_passes_and_never_at_the_first() -> None:
     clock = Clock(1.0, 4.0)
-    routes = MeasuredRoutes(clock)
+    routes = Routes(clock)
     watched = [run_pass(routes, clock)[0] for _ in range(200)]
     assert [n + 1 for n, each in enumerate(watched) if each] == [2, 4, 8, 16, 32, 64, 128, 192]
 
 
 def test_the_split_is_the_best_by_what_events_told() -> None:
     clock = Clock(pack_ms=3.0, raw_ms=4.0)
-    routes = MeasuredRoutes(clock)
+    routes = Routes(clock)
     run_pass(routes, clock)
     _, first = run_pass(routes, clock)
     assert set(first) == {Route.GPU_PACKS}
@@ -119,7 +119,7 @@ def test_the_split_is_the_best_by_what_events_told() -> None:
 
 def test_it_follows_a_link_that_becomes_slow_and_a_processor_that_is_busy() -> None:
     clock = Clock(pack_ms=3.0, raw_ms=4.0)
-    routes = MeasuredRoutes(clock)
+    routes = Routes(clock)
     taken = [run_pass(routes, clock)[1] for _ in range(3)]
     assert Route.CPU_PACKS in taken[-1]
     assert routes.rates is not None
@@ -130,12 +130,12 @@ def test_it_follows_a_link_that_becomes_slow_and_a_processor_that_is_busy() -> N
     taken = [run_pass(routes, clock)[1] for _ in range(7)]
     assert set(taken[-1]) == {Route.GPU_PACKS}
     assert routes.rates.link == pytest.approx(RAW / 400.0)
-    fresh = MeasuredRoutes(clock)
+    fresh = Routes(clock)
     fresh.processor_took(RAW, 800.0)
     assert fresh.rates is None  # nothing to draw from yet
 
 
-def passes_until(routes: MeasuredRoutes, clock: Clock, wanted: set[Route]) -> int:
+def passes_until(routes: Routes, clock: Clock, wanted: set[Route]) -> int:
     """Until every way is one of these, and each of these is some tensor's; at most a thousand."""
     for count in range(1000):
         if set(routes.ways) == wanted:
@@ -146,7 +146,7 @@ def passes_until(routes: MeasuredRoutes, clock: Clock, wanted: set[Route]) -> in
 
 def test_a_processor_that_is_free_again_packs_again() -> None:
     clock = Clock(pack_ms=3.0, raw_ms=4.0)
-    routes = MeasuredRoutes(clock)
+    routes = Routes(clock)
     passes_until(routes, clock, {*Route})
     clock.cpu_ms = 800.0
     passes_until(routes, clock, {Route.GPU_PACKS})
@@ -163,7 +163,7 @@ def test_a_processor_that_is_free_again_packs_again() -> None:
 
 def test_a_device_that_is_free_again_packs_again() -> None:
     clock = Clock(pack_ms=3.0, raw_ms=4.0)
-    routes = MeasuredRoutes(clock)
+    routes = Routes(clock)
     passes_until(routes, clock, {*Route})
     clock.pack_ms = 800.0
     passes_until(routes, clock, {Route.CPU_PACKS})
@@ -180,7 +180,7 @@ def test_a_device_that_is_free_again_packs_again() -> None:
 
 def test_what_is_not_past_is_asked_again_and_never_waited_for() -> None:
     clock = Clock(pack_ms=3.0, raw_ms=4.0)
-    routes = MeasuredRoutes(clock)
+    routes = Routes(clock)
     run_pass(routes, clock)
     run_pass(routes, clock)
     clock.is_late = True
@@ -196,7 +196,7 @@ def test_what_is_not_past_is_asked_again_and_never_waited_for() -> None:
 def test_a_pass_that_is_given_up_is_forgotten_and_it_looks_again() -> None:
     """Its memory was refused, say: nothing of it was read."""
     clock = Clock(pack_ms=3.0, raw_ms=4.0)
-    routes = MeasuredRoutes(clock)
+    routes = Routes(clock)
     run_pass(routes, clock)
     routes.begin_pass(math.inf)
     assert routes.is_watching
@@ -209,7 +209,7 @@ def test_a_pass_that_is_given_up_is_forgotten_and_it_looks_again() -> None:
 
 def test_what_is_too_large_to_go_as_it_is_is_packed_there() -> None:
     clock = Clock(pack_ms=3.0, raw_ms=4.0)
-    routes = MeasuredRoutes(clock)
+    routes = Routes(clock)
     taken = [run_pass(routes, clock, most_raw_bytes=RAW - 1)[1] for _ in range(4)]
     assert set(taken[-1]) == {Route.GPU_PACKS}
     assert routes.seen is not None
@@ -217,7 +217,7 @@ def test_what_is_too_large_to_go_as_it_is_is_packed_there() -> None:
 
 def test_tensors_beyond_those_seen_are_packed_there() -> None:
     clock = Clock(pack_ms=3.0, raw_ms=4.0)
-    routes = MeasuredRoutes(clock)
+    routes = Routes(clock)
     for _ in range(3):
         run_pass(routes, clock)
     _, longer = run_pass(routes, clock, layers=9)
@@ -227,7 +227,7 @@ def test_tensors_beyond_those_seen_are_packed_there() -> None:
 
 def test_a_pass_that_packs_nothing_decides_nothing() -> None:
     clock = Clock(1.0, 1.0)
-    routes = MeasuredRoutes(clock)
+    routes = Routes(clock)
     for _ in range(5):
         run_pass(routes, clock, layers=0)
     assert routes.seen is None

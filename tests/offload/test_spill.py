@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from daf.core.errors import SavedTensorError, SpillError
 from daf.offload import spill_file
 from daf.offload.spill import SpillOptions, SpillRecord, SpillStore, SpillWarning
-from daf.offload.spill_file import ALIGNMENT_BYTES, DiskFile, Extents, open_disk_file
+from daf.offload.spill_file import ALIGNMENT_BYTES, Extents, SpillFile, open_disk_file
 
 KIB = 1024
 
@@ -448,7 +448,7 @@ def test_without_sync_file_range_the_whole_file_is_synchronised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spill_file, "_sync_file_range", lambda: None)
-    file, content = DiskFile(tmp_path), memoryview(bytes(range(256)) * 64)
+    file, content = SpillFile(tmp_path), memoryview(bytes(range(256)) * 64)
     assert file.write(content, 4096) == len(content)
     file.settle(4096, len(content))
     back = bytearray(len(content))

@@ -18,7 +18,7 @@ from daf.capture.compress import compress
 from daf.core.errors import SavedTensorError, SpillError
 from daf.core.policy import Method, Need, Policy, Treatment
 from daf.offload.spill import SpillOptions, SpillStore, SpillWarning
-from daf.offload.spill_file import DiskFile
+from daf.offload.spill_file import SpillFile
 from daf.saved_tensors import packer
 from daf.session.session import Session
 
@@ -215,12 +215,12 @@ def test_a_change_in_place_before_the_disk_has_it_is_reported_as_pytorch_does(
 ) -> None:
     changed = threading.Event()
 
-    def write_later(self: DiskFile, content: memoryview, offset: int) -> int:
+    def write_later(self: SpillFile, content: memoryview, offset: int) -> int:
         changed.wait(30)
         return write(self, content, offset)
 
-    write = DiskFile.write
-    monkeypatch.setattr(DiskFile, "write", write_later)
+    write = SpillFile.write
+    monkeypatch.setattr(SpillFile, "write", write_later)
     model = nn.Sequential(nn.Linear(256, 256), nn.Tanh())
     capture = compress(model, policy=SPILL, spill=options)
     with capture:
@@ -246,7 +246,7 @@ def test_a_session_hands_on_where_to_spill(options: SpillOptions) -> None:
     model, twin, inputs = layers(2), layers(2), batch(128)
     session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), None, spill=options)
     assert session._capture._spill._options is options
-    session._plan_controller._fixed_policy = SPILL
+    session._plan_controller.fixed_policy = SPILL
 
     def loss_fn(model: nn.Module, inputs: Tensor) -> Tensor:
         return model(inputs).square().mean()

@@ -6,6 +6,7 @@ import ctypes
 
 import numpy as np
 import pytest
+from daf_bench.pool.plane_addresses import Pages
 from numpy.typing import NDArray
 
 from daf.core.code_tables import rotated_error
@@ -25,18 +26,18 @@ def words_at(address: int, count: int) -> NDArray[np.uint32]:
 
 def spans(view: PlaneView) -> list[tuple[int, int, int]]:
     """(run, first block, blocks)"""
-    blocks, whole = -(-COUNT // 256), view.run_elements // 256
-    return [(r, r * whole, min(whole, blocks - r * whole)) for r in range(view.runs)]
+    blocks, whole = -(-COUNT // 256), Pages(view).run_elements // 256
+    return [(r, r * whole, min(whole, blocks - r * whole)) for r in range(Pages(view).runs)]
 
 
 def write_code(store: PagedStore, code: Code) -> PlaneTensor:
     tensor = store.allocate_planes(COUNT, BITS, minimum_bits=1)
     for run, first, blocks in spans(tensor.view):
-        for plane, address in enumerate(tensor.view.planes(run)):
+        for plane, address in enumerate(Pages(tensor.view).planes(run)):
             source = code.planes[plane, 8 * first : 8 * (first + blocks)]
             words_at(address, 8 * blocks)[:] = source
         headers = np.ascontiguousarray(code.headers[first : first + blocks])
-        ctypes.memmove(tensor.view.headers(run), headers.ctypes.data, headers.nbytes)
+        ctypes.memmove(Pages(tensor.view).headers(run), headers.ctypes.data, headers.nbytes)
     tensor.seal()
     return tensor
 
@@ -44,14 +45,16 @@ def write_code(store: PagedStore, code: Code) -> PlaneTensor:
 def read_code(tensor: PlaneTensor, key: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Decoded values, and how many planes each element still had."""
     with tensor.pinned() as view:
-        widths = np.repeat([view.kept_bits(run) for run in range(view.runs)], RUN)[:COUNT]
+        widths = np.repeat([Pages(view).kept_bits(run) for run in range(Pages(view).runs)], RUN)[
+            :COUNT
+        ]
         blocks = -(-COUNT // 256)
         planes = np.zeros((BITS, 8 * blocks), np.uint32)
         headers = np.zeros((blocks, 2), np.uint16)
         for run, first, some in spans(view):
-            for plane, address in enumerate(view.planes(run)):
+            for plane, address in enumerate(Pages(view).planes(run)):
                 planes[plane, 8 * first : 8 * (first + some)] = words_at(address, 8 * some)
-            ctypes.memmove(headers[first:].ctypes.data, view.headers(run), 4 * some)
+            ctypes.memmove(headers[first:].ctypes.data, Pages(view).headers(run), 4 * some)
     out = np.zeros(COUNT, np.float32)
     for kept in np.unique(widths):
         code = Code(planes[:kept], headers)

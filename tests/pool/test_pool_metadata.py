@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from daf_bench.pool.plane_addresses import Pages
 
 from daf.pool.paged_pool import PagedStore
 
@@ -41,12 +42,12 @@ def test_a_survivor_high_up_keeps_its_place_while_the_rest_shrinks() -> None:
     for _ in range(20):
         tensors = grown(store, random.randrange(4_000, 80_000))
         survivor = tensors.pop(random.randrange(len(tensors)))
-        address = survivor.view.planes(0)[0]
+        address = Pages(survivor.view).planes(0)[0]
         for tensor in tensors:
             tensor.release()
         store.trim()
         assert store.native.is_sound()
-        assert survivor.view.planes(0)[0] == address
+        assert Pages(survivor.view).planes(0)[0] == address
         survivor.release()
         store.trim()
         assert store.native.is_sound()

@@ -7,6 +7,8 @@ import itertools
 import threading
 from random import Random
 
+from daf_bench.pool.plane_addresses import Pages
+
 from daf.pool.paged_pool import PagedStore, PlaneTensor
 
 PAGE = 4096
@@ -36,7 +38,7 @@ def write(store: PagedStore, tag: int, runs: int, bits: int) -> PlaneTensor:
         runs * PAGE * 8, bits, minimum_bits=1, importance=importance, headers=False, tag=tag
     )
     for run in range(runs):
-        for plane, address in enumerate(tensor.view.planes(run)):
+        for plane, address in enumerate(Pages(tensor.view).planes(run)):
             mark(address, page_name(tag, plane, run))
     tensor.seal()
     return tensor
@@ -44,8 +46,8 @@ def write(store: PagedStore, tag: int, runs: int, bits: int) -> PlaneTensor:
 
 def check(tensor: PlaneTensor, tag: int) -> None:
     with tensor.pinned() as view:
-        for run in range(view.runs):
-            for plane, address in enumerate(view.planes(run)):
+        for run in range(Pages(view).runs):
+            for plane, address in enumerate(Pages(view).planes(run)):
                 assert is_marked(address, page_name(tag, plane, run))
 
 

@@ -28,7 +28,7 @@ from daf.core.policy import Method, Treatment
 from daf.kernels.devices import backend_of
 from daf.offload.collaborative_packing import Rates, ReadyTensor, Route, Timeline, simulate, split
 from daf.offload.host_codes import HostCodes, HostOptions
-from daf.offload.routing import MeasuredRoutes, Routes, Seen
+from daf.offload.routing import Routes, Seen
 from daf.pool.host_planes import HostStore
 from daf.training.models.resnet import resnet18
 from daf_bench.harness.result import BenchResult
@@ -183,10 +183,10 @@ class _Step:
 
     def observed(self) -> tuple[Seen, Rates]:
         """What a session observes in its first passes, in which the device packs everything."""
-        made: list[MeasuredRoutes] = []
+        made: list[Routes] = []
 
-        def routes(store: HostStore) -> MeasuredRoutes:
-            made.append(MeasuredRoutes(store.transfers))
+        def routes(store: HostStore) -> Routes:
+            made.append(Routes(store.transfers))
             return made[-1]
 
         host = self._host(routes)

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from daf.offload.collaborative_packing import Route, ScheduledWork
-from daf.offload.routing import Sent
+from daf.offload.routing import Routes, Sent
 from daf.pool.transfers import Transfers
 
 
-class Given:
+class Given(Routes):
     """Routes that were chosen before."""
 
     is_watching = False

@@ -25,6 +25,7 @@ from daf.pool.page_size import choose_page_bytes
 from daf.pool.paged_pool import PagedStore, PlaneTensor
 from daf_bench.harness.result import BenchResult
 from daf_bench.pool.eviction_error import gradient_row
+from daf_bench.pool.plane_addresses import Pages
 from daf_bench.pool.traces import MARK, Operations, Shape, make_operations, play
 
 Progress = Callable[[str], None]
@@ -234,10 +235,11 @@ def _fill(store: PagedStore, total_bytes: int, random: np.random.Generator) -> l
         count = int(random.integers(2**18, 2**23))
         tensor = store.allocate_planes(count, 4, minimum_bits=1, tag=len(tensors))
         view = tensor.view
-        for run in range(view.runs):
-            for address in view.planes(run):
+        pages = Pages(view)
+        for run in range(pages.runs):
+            for address in pages.planes(run):
                 ctypes.memset(address, 1, store.page_bytes)
-            ctypes.memset(view.headers(run), 1, store.page_bytes // 8)
+            ctypes.memset(pages.headers(run), 1, store.page_bytes // 8)
         tensor.seal()
         tensors.append(tensor)
     return tensors
@@ -245,4 +247,5 @@ def _fill(store: PagedStore, total_bytes: int, random: np.random.Generator) -> l
 
 def _predicted_error(tensor: PlaneTensor) -> float:
     with tensor.pinned() as view:
-        return statistics.mean(rotated_error(4, view.kept_bits(run)) for run in range(view.runs))
+        pages = Pages(view)
+        return statistics.mean(rotated_error(4, pages.kept_bits(run)) for run in range(pages.runs))

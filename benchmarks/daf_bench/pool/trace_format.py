@@ -19,22 +19,23 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 from daf.core.errors import DataError
-from daf.pool.paged_pool import PagedStore, PlaneTensor, planes_event
-from daf.pool.store import Buffer, Planes, Store
+from daf.pool.paged_pool import PagedStore, PlaneTensor, plane_importance
+from daf.pool.store import Buffer, PlaneOptions, Planes, Store
 from daf.pool.views import EvictedPlane, PlaneView
 
 Event = dict[str, Any]
 
 
 class TraceWriter:
-    """Writes operations to a file; give it to a :class:`PagedStore` as ``observer``."""
+    """Writes operations to a file; ``record`` gives it those of a :class:`PagedStore`."""
 
     def __init__(self, path: Path | str) -> None:
         """Begin a new file.
@@ -73,6 +74,104 @@ class TraceWriter:
         self.close()
 
 
+def record(store: PagedStore, writer: TraceWriter) -> None:
+    """Write down every operation of a pool from now on."""
+    store.native = RecordedPool(store.native, writer)
+
+
+class RecordedPool:
+    """The native pool, with what it is asked for written down."""
+
+    def __init__(self, native: Any, writer: TraceWriter) -> None:
+        self._native = native
+        self._writer = writer
+        self._pins: Counter[int] = Counter()  # of tensors that are not sealed yet
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._native, name)
+
+    def allocate(
+        self, count: int, bits: int, minimum: int, headers: bool, values: list[float], tag: int
+    ) -> int:
+        """Allocate planes, pinned once."""
+        handle: int = self._native.allocate(count, bits, minimum, headers, values, tag)
+        self._pins[handle] = 1
+        event = {"op": "planes", "id": handle}
+        self._writer(event | planes_event(count, bits, minimum, values, headers, tag))
+        return handle
+
+    def allocate_span(self, nbytes: int, tag: int) -> int:
+        """Allocate a buffer."""
+        handle: int = self._native.allocate_span(nbytes, tag)
+        self._writer({"op": "span", "id": handle, "bytes": nbytes})
+        return handle
+
+    def pin(self, handle: int) -> Any:
+        """Pin planes."""
+        found = self._native.pin(handle)
+        if handle in self._pins:
+            self._pins[handle] += 1
+        return found
+
+    def unpin(self, handle: int) -> None:
+        """Unpin planes; the last time they are sealed."""
+        self._native.unpin(handle)
+        if handle in self._pins:
+            self._pins[handle] -= 1
+            if not self._pins[handle]:
+                del self._pins[handle]
+                self._writer({"op": "seal", "id": handle})
+
+    def release(self, handle: int) -> None:
+        """Free a tensor or buffer."""
+        self._native.release(handle)
+        self._writer({"op": "free", "id": handle})
+
+    def set_importance(self, handle: int, importance: list[float]) -> None:
+        """Set the importance of planes."""
+        self._native.set_importance(handle, importance)
+        self._writer({"op": "importance", "id": handle, "importance": importance})
+
+    def set_cap(self, cap_bytes: int | None) -> Any:
+        """Set the cap."""
+        found = self._native.set_cap(cap_bytes)
+        self._writer({"op": "cap", "bytes": cap_bytes})
+        return found
+
+    def evict(self, nbytes: int) -> Any:
+        """Evict planes."""
+        found = self._native.evict(nbytes)
+        self._writer({"op": "evict", "bytes": nbytes})
+        return found
+
+    def trim(self) -> int:
+        """Return free pages to the system."""
+        self._writer({"op": "trim"})
+        return int(self._native.trim())
+
+
+def planes_event(
+    count: int,
+    bits: int,
+    minimum_bits: int | None,
+    importance: Sequence[float] | None,
+    headers: bool,
+    tag: int,
+) -> Event:
+    """A request for planes as an operation, with its defaults filled in."""
+    if importance is None:
+        importance = plane_importance(count, bits) if bits <= 4 else [0.0] * bits
+    return {
+        "op": "planes",
+        "count": count,
+        "bits": bits,
+        "minimum": bits if minimum_bits is None else minimum_bits,
+        "importance": [float(value) for value in importance],
+        "headers": headers,
+        "tag": tag,
+    }
+
+
 class RecordedStore:
     """Any store, with the lives of its buffers and planes written down."""
 
@@ -105,26 +204,11 @@ class RecordedStore:
         buffer = self._store.allocate(nbytes)
         return _RecordedBuffer(buffer, self._begin({"op": "span", "bytes": nbytes}))
 
-    def allocate_planes(
-        self,
-        count: int,
-        bits: int,
-        *,
-        minimum_bits: int | None = None,
-        importance: Sequence[float] | None = None,
-        headers: bool = True,
-        tag: int = 0,
-    ) -> Planes:
+    def allocate_planes(self, count: int, bits: int, **options: Unpack[PlaneOptions]) -> Planes:
         """Planes of the store behind."""
-        planes = self._store.allocate_planes(
-            count,
-            bits,
-            minimum_bits=minimum_bits,
-            importance=importance,
-            headers=headers,
-            tag=tag,
-        )
-        event = planes_event(count, bits, minimum_bits, importance, headers, tag)
+        planes = self._store.allocate_planes(count, bits, **options)
+        terms = {"minimum_bits": None, "importance": None, "headers": True, "tag": 0} | options
+        event = planes_event(count, bits, **terms)
         return _RecordedPlanes(planes, self._begin(event))
 
     def take_evictions(self) -> tuple[tuple[EvictedPlane, ...], int]:
@@ -257,7 +341,8 @@ class Player:
             case "seal":
                 self._planes[event["id"]].seal()
             case "importance":
-                self._planes[event["id"]].set_importance(event["importance"])
+                handle = self._planes[event["id"]].handle
+                self._store.native.set_importance(handle, event["importance"])
             case "free":
                 self._free(event["id"])
             case "evict":

@@ -30,7 +30,7 @@ from daf.kernels.normalisation import Channels
 from daf.memory.domain import device_of
 from daf.offload.collaborative_packing import Route
 from daf.offload.host_encoder import encode_on_host, words_for
-from daf.offload.routing import MeasuredRoutes, Routes, Sent
+from daf.offload.routing import Routes, Sent
 from daf.pool.host_planes import HostPlanes, HostStore
 
 _MIB = 2**20
@@ -92,7 +92,7 @@ class HostCodes:
         options: HostOptions,
         *,
         make_store: Callable[..., HostStore] = HostStore,
-        make_routes: Callable[[HostStore], Routes] = lambda store: MeasuredRoutes(store.transfers),
+        make_routes: Callable[[HostStore], Routes] = lambda store: Routes(store.transfers),
     ) -> None:
         """Hold nothing yet.
 

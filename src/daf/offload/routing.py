@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -64,59 +64,34 @@ class Seen(NamedTuple):
     forward_ms: float
 
 
-class Routes(Protocol):
-    """Chooses the route of every tensor of a pass."""
-
-    def begin_pass(self, most_raw_bytes: float) -> None:
-        """Begin another forward pass; larger tensors must not travel raw."""
-
-    def take(self) -> Route:
-        """Return the next tensor's route."""
-
-    @property
-    def is_watching(self) -> bool:
-        """True if ``note`` is to be called in this pass."""
-
-    def note(self, sent: Sent) -> None:
-        """Note a tensor on its way."""
-
-    def end_forward(self) -> None:
-        """Note that backward begins (or continues)."""
-
-    def processor_took(self, raw_bytes: int, taken_ms: float) -> None:
-        """Note that the processor packed a tensor; from any thread."""
-
-
-class MeasuredRoutes:
-    """The split by measured rates; until there are any, the device packs everything."""
+class Routes:
+    """The route of every tensor of a pass, by measured rates; without any the device packs all."""
 
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
         self._passes = 0
-        self._ways: tuple[Route, ...] = ()
+        self.ways: tuple[Route, ...] = ()  # in order of the pass; the device packs those beyond
         self._next: Iterator[Route] = iter(())
         self._sent: list[Sent] = []
         self._begin: Any = None
         self._end: Any = None
-        self._watches = False
+        self.is_watching = False  # ``note`` is to be called in this pass
         self._rates_lock = threading.Lock()  # the processor's thread renews its own
         self.rates: Rates | None = None
         self.seen: Seen | None = None
 
-    @property
-    def ways(self) -> tuple[Route, ...]:
-        """Routes of a pass's tensors, in order; the device packs those beyond."""
-        return self._ways
-
     def begin_pass(self, most_raw_bytes: float) -> None:
-        """Recompute the split if a watched pass is past."""
+        """Begin another forward pass; recompute the split if a watched one is past.
+
+        ``most_raw_bytes``: larger tensors must not travel raw.
+        """
         if self._end is None:
             self._sent.clear()  # a pass that was dropped, or never read: it measures nothing
         elif self._sent and self._is_past():
             self._decide(most_raw_bytes)
         self._passes += 1
-        self._watches, ways = self._is_due(), self._ways
-        if self._watches:
+        self.is_watching, ways = self._is_due(), self.ways
+        if self.is_watching:
             self._begin, self._end = self._transfers.mark(), None
             ways = self._with_a_trial(most_raw_bytes)
         self._next = iter(chain(ways, repeat(Route.GPU_PACKS)))
@@ -125,28 +100,26 @@ class MeasuredRoutes:
         """Return the next route of the last split."""
         return next(self._next, Route.GPU_PACKS)
 
-    @property
-    def is_watching(self) -> bool:
-        """True in some passes."""
-        return self._watches
-
     def note(self, sent: Sent) -> None:
         """Keep the tensor's marks until the pass is past."""
         self._sent.append(sent)
 
     def end_forward(self) -> None:
         """End a watched pass, the first time."""
-        if self._watches:
-            self._watches = False
+        if self.is_watching:
+            self.is_watching = False
             self._end = self._transfers.mark()
             if not self._sent:
                 self._begin = self._end = None
 
     def processor_took(self, raw_bytes: int, taken_ms: float) -> None:
-        """Draw the rate towards this one; after a rest nothing is left of the old one."""
+        """Note that the processor packed a tensor; from any thread.
+
+        After a rest nothing is left of the old rate.
+        """
         with self._rates_lock:
             if self.rates is not None:
-                weight = NEW_RATE_WEIGHT if Route.CPU_PACKS in self._ways else 1.0
+                weight = NEW_RATE_WEIGHT if Route.CPU_PACKS in self.ways else 1.0
                 self.rates = self.rates.observed("cpu_pack", raw_bytes, taken_ms, weight)
 
     def _is_due(self) -> bool:
@@ -157,8 +130,8 @@ class MeasuredRoutes:
 
     def _with_a_trial(self, most_raw_bytes: float) -> tuple[Route, ...]:
         """Return the routes; if one side would pack all, the other gets the largest that may go."""
-        if self.seen is None or len(set(self._ways)) != 1:
-            return self._ways
+        if self.seen is None or len(set(self.ways)) != 1:
+            return self.ways
         sizes = [tensor.raw_bytes for tensor in self.seen.saved]
         place = max(
             (place for place, size in enumerate(sizes) if size <= most_raw_bytes),
@@ -166,8 +139,8 @@ class MeasuredRoutes:
             default=None,
         )
         if place is None:
-            return self._ways
-        return (*self._ways[:place], other(self._ways[place]), *self._ways[place + 1 :])
+            return self.ways
+        return (*self.ways[:place], other(self.ways[place]), *self.ways[place + 1 :])
 
     def _is_past(self) -> bool:
         tickets = [self._begin, self._end, *(each.after for each in self._sent)]
@@ -187,7 +160,7 @@ class MeasuredRoutes:
         forward_ms = max(0.0, elapsed(self._begin, self._end) - stolen_ms)
         assert self.rates is not None
         self.seen = Seen(tuple(saved), forward_ms)
-        self._ways = split(saved, self.rates, forward_ms, most_raw_bytes).routes
+        self.ways = split(saved, self.rates, forward_ms, most_raw_bytes).routes
 
     def _observe(self, sent: list[Sent], packing_ms: float) -> None:
         packed = sum(each.raw_bytes for each in sent if each.route is Route.GPU_PACKS)

@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -118,7 +119,9 @@ class SpillStore(RecordStore[SpillRecord]):
     ) -> None:
         super().__init__()
         self._options = options or SpillOptions()
-        self._open_file = open_file or self._open_on_disk
+        self._open_file = open_file or partial(
+            open_disk_file, self._options.directory, allow_memory=self._options.allow_memory
+        )
         self._space: _Space | None = None
         self._in_flight_bytes = self._options.in_flight_bytes
         self._read_ahead_bytes = self._options.read_ahead_bytes
@@ -129,11 +132,8 @@ class SpillStore(RecordStore[SpillRecord]):
         self._numbers = 0
         self._waiting_bytes = 0
         self._fallen_back_bytes = 0
-        self._stored_bytes = 0
         self._broken = False
         self._warned = False
-        self.stored_peak_bytes = 0
-        self.taken_bytes = 0  # in total
 
     @property
     def in_memory_bytes(self) -> int:
@@ -144,17 +144,10 @@ class SpillStore(RecordStore[SpillRecord]):
             shared = self._shared[1].nbytes if self._shared else 0
             return self._waiting_bytes + self._fallen_back_bytes + ahead + shared
 
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes on disk."""
-        with self._lock:
-            self._drain()
-            return self._stored_bytes
-
     def reset_peak(self) -> None:
         """Restart the peak from what is on disk now."""
         self.reap()
-        self.stored_peak_bytes = self.stored_bytes
+        super().reset_peak()
 
     def bound(self, spare_bytes: int | None) -> None:
         """Bound pending writes and reading ahead to half of ``spare_bytes`` each; None: no bound.
@@ -256,8 +249,7 @@ class SpillStore(RecordStore[SpillRecord]):
         record.checksum = writing.result()
         record.changed = record.content._version != record.version
         record.content = None
-        self._stored_bytes += record.nbytes
-        self.stored_peak_bytes = max(self.stored_peak_bytes, self._stored_bytes)
+        self._store(record.nbytes)
 
     def _fall_back(self, record: SpillRecord, problem: OSError) -> None:
         """Keep the record in memory; its failed place is not reused, other places are."""
@@ -390,10 +382,6 @@ class SpillStore(RecordStore[SpillRecord]):
             file = self._open_file()
             self._space = _Space(file, self._quota_bytes())
         return self._space
-
-    def _open_on_disk(self) -> SpillFile:
-        options = self._options
-        return open_disk_file(options.directory, allow_memory=options.allow_memory)
 
     def _quota_bytes(self) -> int:
         if self._options.quota_bytes is not None:

@@ -18,7 +18,6 @@ import errno
 import os
 import tempfile
 from pathlib import Path
-from typing import Protocol
 
 import psutil
 
@@ -32,24 +31,8 @@ _IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 _WRITE, _ALL = 2, 7
 
 
-class SpillFile(Protocol):
-    """Bytes by offset; every method may raise ``OSError``."""
-
-    def write(self, content: memoryview, offset: int) -> int:
-        """Write at an offset and start the disk on it; returns the bytes taken."""
-
-    def settle(self, offset: int, nbytes: int) -> None:
-        """Wait until these bytes are on the disk, then drop them from the cache."""
-
-    def read(self, into: memoryview, offset: int) -> int:
-        """Read from an offset; returns the bytes read."""
-
-    def close(self) -> None:
-        """Free the file's space."""
-
-
-class DiskFile:
-    """An unnamed temporary file in a directory."""
+class SpillFile:
+    """An unnamed temporary file in a directory; every method may raise ``OSError``."""
 
     def __init__(self, directory: str | Path) -> None:
         # Mode 600, unlinked at once.
@@ -58,7 +41,7 @@ class DiskFile:
         self._sync = _sync_file_range()
 
     def write(self, content: memoryview, offset: int) -> int:
-        """Write at an offset and start the disk on it."""
+        """Write at an offset and start the disk on it; return the bytes taken."""
         count = os.pwrite(self._descriptor, content, offset)
         if self._sync is not None:
             self._checked_sync(offset, count, _WRITE)
@@ -73,7 +56,7 @@ class DiskFile:
         self._forget(offset, nbytes)
 
     def read(self, into: memoryview, offset: int) -> int:
-        """Read from an offset, leaving nothing in the cache."""
+        """Read from an offset, leaving nothing in the cache; return the bytes read."""
         count = os.preadv(self._descriptor, [into], offset)
         self._forget(offset, count)
         return count
@@ -110,7 +93,7 @@ def _sync_file_range() -> ctypes._NamedFuncPointer | None:
     return function
 
 
-def open_disk_file(directory: str | Path | None, *, allow_memory: bool) -> DiskFile:
+def open_disk_file(directory: str | Path | None, *, allow_memory: bool) -> SpillFile:
     """Open an unnamed file in ``directory``; None: the system's place for temporary files.
 
     Raises:
@@ -127,7 +110,7 @@ def open_disk_file(directory: str | Path | None, *, allow_memory: bool) -> DiskF
             "be saved; name a directory on a disk, such as /var/tmp"
         )
     try:
-        return DiskFile(place)
+        return SpillFile(place)
     except OSError as error:
         raise SpillError(
             f"asked to spill into {place}; no file can be made there: {error.strerror}; "

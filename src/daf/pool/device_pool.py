@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
+from typing import Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,8 @@ from daf.core.code_format import header_bytes, plane_bytes, words_per_plane
 from daf.kernels import PageFields
 from daf.kernels.triton.planes import DevicePlanes, paged_planes
 from daf.pool.paged_pool import PagedStore, PlaneTensor
-from daf.pool.views import EvictedPlane, GivenUp, PoolStatistics
+from daf.pool.store import PlaneOptions
+from daf.pool.views import Evicted, EvictedPlane, PoolStatistics
 from daf.torch_compat.stream_order import HomeStream, Streams, streams_of
 
 _REFUSED_ON_PROCESSOR = "DefaultCPUAllocator"  # where a processor stands for a device
@@ -84,9 +86,9 @@ class DevicePlaneTensor:
         with self._store.pinned(self._numbers) as fields, self._store.home.ordered():
             yield self._planes(fields)
 
-    def lose(self, kept: int) -> None:
+    def drop_planes(self, kept: int) -> None:
         """Free all but the first ``kept`` planes."""
-        self._blocks.lose(kept)
+        self._blocks.drop_planes(kept)
 
     def _planes(self, fields: PageFields) -> DevicePlanes:
         return paged_planes(self._store.anchor, self._blocks.table, fields)
@@ -116,10 +118,10 @@ class _Blocks:
     @property
     def nbytes(self) -> int:
         # A list, since another thread may be evicting some.
-        losable = sum(block.nbytes for block in list(self._may_go.values()))
-        return self._stays.nbytes + losable + self.table.nbytes
+        evictable_bytes = sum(block.nbytes for block in list(self._may_go.values()))
+        return self._stays.nbytes + evictable_bytes + self.table.nbytes
 
-    def lose(self, kept: int) -> None:
+    def drop_planes(self, kept: int) -> None:
         """Return all planes but the first ``kept`` to PyTorch's allocator."""
         for plane in [plane for plane in self._may_go if plane >= kept]:
             del self._may_go[plane]
@@ -155,7 +157,7 @@ class DevicePagedStore:
         self._table_bytes = 0
         # By handle: how often a tensor is being written or read, and what was asked for meanwhile.
         self._in_use: Counter[int] = Counter()
-        self._owed_bytes = 0
+        self._deferred_bytes = 0
         self._anchor: Tensor | None = None
         # Held while numbers and blocks change; reentrant, since finalizers run in between.
         self._lock = threading.RLock()
@@ -198,14 +200,7 @@ class DevicePagedStore:
         return self._numbers.take_evictions()
 
     def allocate_planes(
-        self,
-        count: int,
-        bits: int,
-        *,
-        minimum_bits: int | None = None,
-        importance: Sequence[float] | None = None,
-        headers: bool = True,
-        tag: int = 0,
+        self, count: int, bits: int, **options: Unpack[PlaneOptions]
     ) -> DevicePlaneTensor:
         """Allocate pages for ``bits`` planes of ``count`` elements, as ``PagedStore`` does.
 
@@ -216,31 +211,25 @@ class DevicePagedStore:
             PoolFullError: the cap leaves no room, even if all evictable planes went.
             torch.OutOfMemoryError: the device has no room, even so.
         """
-        stays = bits if minimum_bits is None else minimum_bits
+        least, headers = options.get("minimum_bits"), options.get("headers", True)
+        stays = bits if least is None else least
         with self._lock:
-            numbers = self._numbers.allocate_planes(
-                count,
-                bits,
-                minimum_bits=minimum_bits,
-                importance=importance,
-                headers=headers,
-                tag=tag,
-            )
-            self._drop_lost()  # what made room
+            numbers = self._numbers.allocate_planes(count, bits, **options)
+            self._free_evicted()  # what made room
             while True:
                 try:
                     return self._placed(numbers, stays, headers)
                 except RuntimeError as error:
-                    if not _is_refusal(error) or not self._give_up_for(numbers):
+                    if not _is_refusal(error) or not self._evict_for(numbers):
                         numbers.release()
                         raise
 
-    def _give_up_for(self, newcomer: PlaneTensor) -> bool:
+    def _evict_for(self, newcomer: PlaneTensor) -> bool:
         wanted_bytes = plane_bytes(newcomer.view.fields.elements, 1)
         newcomer.seal()
         given = self._numbers.evict(wanted_bytes)
         newcomer.reopen()
-        self._drop_lost()
+        self._free_evicted()
         return given.pages > 0
 
     def _placed(self, numbers: PlaneTensor, stays: int, headers: bool) -> DevicePlaneTensor:
@@ -283,16 +272,16 @@ class DevicePagedStore:
         self._in_use[handle] -= times
         if not self._in_use[handle]:
             del self._in_use[handle]
-        self._drop_lost()
-        if self._owed_bytes:
-            left_bytes = self._owed_bytes - self._given_back(self._owed_bytes)
-            self._owed_bytes = max(0, left_bytes) if self._in_use else 0
+        self._free_evicted()
+        if self._deferred_bytes:
+            left_bytes = self._deferred_bytes - self._given_back(self._deferred_bytes)
+            self._deferred_bytes = max(0, left_bytes) if self._in_use else 0
 
-    def set_cap(self, cap_bytes: int | None) -> GivenUp:
+    def set_cap(self, cap_bytes: int | None) -> Evicted:
         """Set the cap at once and evict what is above it."""
         with self._lock:
             given = self._numbers.set_cap(cap_bytes)
-            self._drop_lost()
+            self._free_evicted()
             return given
 
     def give_back(self, nbytes: int) -> int:
@@ -302,21 +291,21 @@ class DevicePagedStore:
         """
         with self._lock:
             returned = self._given_back(nbytes)
-            self._owed_bytes = max(0, nbytes - returned) if self._in_use else 0
+            self._deferred_bytes = max(0, nbytes - returned) if self._in_use else 0
             return returned
 
     def _given_back(self, nbytes: int) -> int:
         before, returned = self.lent_bytes, 0
         while returned < nbytes and self._numbers.evict(nbytes - returned).pages:
-            self._drop_lost()
+            self._free_evicted()
             returned = before - self.lent_bytes
         return returned
 
-    def _drop_lost(self) -> None:
+    def _free_evicted(self) -> None:
         for handle, kept in self._numbers.take_lost():
             tensor = self._living.get(handle)
             if tensor is not None:
-                tensor.lose(kept)
+                tensor.drop_planes(kept)
 
 
 def _plane_words(fields: PageFields, plane: int) -> int:

@@ -11,10 +11,10 @@ After DAF (arXiv 2507.07149, collaborative packing).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -23,7 +23,8 @@ from daf.core.code_format import WORD_BYTES, code_bytes, words_per_plane
 from daf.core.units import pinned_bytes
 from daf.kernels.triton.planes import DevicePlanes, flat_planes
 from daf.pool.record_store import RecordStore
-from daf.pool.transfers import CudaTransfers, Transfers
+from daf.pool.store import PlaneOptions
+from daf.pool.transfers import Transfers
 from daf.torch_compat.stream_order import HomeStream, Streams, streams_of
 
 
@@ -133,7 +134,7 @@ class HostStore(RecordStore[Record]):
         super().__init__()
         self.device = device
         self.staging_bytes = staging_bytes
-        self.transfers = transfers or CudaTransfers(device)
+        self.transfers = transfers or Transfers(device)
         self.home = HomeStream(streams or streams_of(device))
         self.on_moved: Callable[[], None] = lambda: None  # device_bytes may have grown
         self.on_read: Callable[[], None] = lambda: None
@@ -141,10 +142,7 @@ class HostStore(RecordStore[Record]):
         self._live: dict[int, Record] = {}
         self._numbers = 0
         self._device_bytes = 0
-        self._stored_bytes = 0
-        self.stored_peak_bytes = 0
         self.pinned_bytes = 0
-        self.taken_bytes = 0  # in total
         self.fetched_bytes = 0  # in total
         self.reads = 0  # in total
         # Reads asked for before their words had arrived; the device itself waits for fewer.
@@ -157,35 +155,17 @@ class HostStore(RecordStore[Record]):
             self._drain()
             return self._device_bytes
 
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of live codes, all on the host or on their way."""
-        with self._lock:
-            self._drain()
-            return self._stored_bytes
-
-    def reset_peak(self) -> None:
-        """Restart the peak from what is stored now."""
-        self.stored_peak_bytes = self.stored_bytes
-
-    def allocate_planes(
-        self,
-        count: int,
-        bits: int,
-        *,
-        minimum_bits: int | None = None,  # noqa: ARG002 - nothing is given up
-        importance: Sequence[float] | None = None,  # noqa: ARG002
-        headers: bool = True,
-        tag: int = 0,  # noqa: ARG002
-    ) -> HostPlanes:
+    def allocate_planes(self, count: int, bits: int, **options: Unpack[PlaneOptions]) -> HostPlanes:
         """Allocate ``bits`` planes of ``count`` elements on the device, to be written.
+
+        None of them is ever evicted.
 
         Raises:
             torch.OutOfMemoryError: the device has no room, even without all that can be fetched
                 again.
         """
         with self._lock:
-            record = self._entered(count, bits, headers)
+            record = self._entered(count, bits, options.get("headers", True))
             try:
                 self._take_room(record)
             except RuntimeError:
@@ -206,10 +186,9 @@ class HostStore(RecordStore[Record]):
         record = Record(self._numbers, count, bits, headers)
         self._numbers += 1
         self._live[record.number] = record
-        self._stored_bytes += record.nbytes
+        self._store(record.nbytes)
         self.pinned_bytes += pinned_bytes(record.nbytes)
         self.taken_bytes += record.nbytes
-        self.stored_peak_bytes = max(self.stored_peak_bytes, self._stored_bytes)
         return record
 
     def send(self, record: Record) -> None:

@@ -8,24 +8,21 @@ pages directly (``daf.kernels.cpu.codecs``), without copies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, Unpack
 
 import daf._native as _native
 from daf.core.code_format import plane_bytes
 from daf.core.code_tables import rotated_error
 from daf.core.errors import KernelError, PoolFullError
+from daf.kernels import PageFields
 from daf.pool.page_size import DEFAULT_PAGE_BYTES, DEVICE_ENTRY_BYTES, TABLE_ENTRY_BYTES, PageFitter
-from daf.pool.store import Buffer
-from daf.pool.views import EvictedPlane, GivenUp, PlaneView, PoolStatistics
+from daf.pool.store import Buffer, PlaneOptions
+from daf.pool.views import Evicted, EvictedPlane, PlaneView, PoolStatistics
 
-# DAF, arXiv 2507.07149: the pool grows by 100 MB at a time.
-PAPER_INCREMENT_BYTES = 100_000_000
 _ADDRESS_SPACE_BYTES = 2**38
-
-Observer = Callable[[dict[str, Any]], None]
 
 
 class PlaneTensor:
@@ -39,7 +36,7 @@ class PlaneTensor:
         self._store = store
         self.handle = handle
         self._released = False
-        self._open_view: PlaneView | None = PlaneView(store.native.pin(handle))
+        self._open_view: PlaneView | None = PlaneView(PageFields(*store.native.pin(handle)))
         store.native.unpin(handle)  # allocation pinned it once
 
     @property
@@ -68,27 +65,20 @@ class PlaneTensor:
         self.view.end()
         self._open_view = None
         _call(self._store.native.unpin, self.handle)
-        self._store.note({"op": "seal", "id": self.handle})
 
     def reopen(self) -> None:
         """Open what is left for writing again."""
-        self._open_view = PlaneView(_call(self._store.native.pin, self.handle))
+        self._open_view = PlaneView(PageFields(*_call(self._store.native.pin, self.handle)))
 
     @contextmanager
     def pinned(self) -> Iterator[PlaneView]:
         """Yield the resident planes for reading; none is evicted meanwhile."""
-        view = PlaneView(_call(self._store.native.pin, self.handle))
+        view = PlaneView(PageFields(*_call(self._store.native.pin, self.handle)))
         try:
             yield view
         finally:
             view.end()
             _call(self._store.native.unpin, self.handle)
-
-    def set_importance(self, importance: Sequence[float]) -> None:
-        """Set the importance of each plane, most significant first."""
-        _call(self._store.native.set_importance, self.handle, list(importance))
-        event = {"op": "importance", "id": self.handle, "importance": list(importance)}
-        self._store.note(event)
 
     def release(self) -> None:
         """Free the pages now.
@@ -100,7 +90,6 @@ class PlaneTensor:
             self.seal()
         _call(self._store.native.release, self.handle)
         self._released = True
-        self._store.note({"op": "free", "id": self.handle})
 
     def __del__(self) -> None:
         if not getattr(self, "_released", True):
@@ -116,7 +105,6 @@ class _Span:
 
     def __del__(self) -> None:
         self._store.native.release(self._handle)
-        self._store.note({"op": "free", "id": self._handle})
 
 
 class PagedStore:
@@ -131,7 +119,6 @@ class PagedStore:
         poison: bool = False,
         charged: bool = False,
         elsewhere: bool = False,
-        observer: Observer | None = None,
     ) -> None:
         """Reserve addresses; memory follows on demand.
 
@@ -147,8 +134,6 @@ class PagedStore:
                 reclaim hook, then of the pool's own planes, before the allocation fails.
             elsewhere: pages lie on a device (``device_pool``) and are only numbered and counted
                 here; planes are evicted whole.
-            observer: called with every operation, as a dictionary of plain values
-                (``daf_bench.pool.trace_format`` writes them to a file).
 
         Raises:
             KernelError: the page size or the increment is invalid.
@@ -159,7 +144,6 @@ class PagedStore:
             raise KernelError(f"asked to grow by {increment_bytes} bytes; give at least one page")
         entry_bytes = TABLE_ENTRY_BYTES + (DEVICE_ENTRY_BYTES if elsewhere else 0)
         self._fitter = PageFitter(entry_bytes) if page_bytes is None else None
-        self._observer = observer
         self.native = _call(
             _native.pool.Pool,
             _ADDRESS_SPACE_BYTES,
@@ -208,30 +192,12 @@ class PagedStore:
             PoolFullError: there is no room, even if all evictable planes went.
         """
         _check_bytes("buffer", nbytes)
-        handle = _call(self.native.allocate_span, nbytes, 0)
-        self.note({"op": "span", "id": handle, "bytes": nbytes})
-        return _Span(self, handle)
+        return _Span(self, _call(self.native.allocate_span, nbytes, 0))
 
     def allocate_planes(
-        self,
-        count: int,
-        bits: int,
-        *,
-        minimum_bits: int | None = None,
-        importance: Sequence[float] | None = None,
-        headers: bool = True,
-        tag: int = 0,
+        self, count: int, bits: int, **options: Unpack[PlaneOptions]
     ) -> PlaneTensor:
-        """Allocate pages for ``bits`` planes of ``count`` elements, open for writing.
-
-        Args:
-            count: elements.
-            bits: planes, 1 to 64.
-            minimum_bits: planes that are never evicted; None: all of them.
-            importance: harm per byte of losing each plane, most significant first; None:
-                :func:`plane_importance` of weight 1 (``rotated`` codes), 0 for others' planes.
-            headers: two bf16 numbers for every block; never evicted.
-            tag: the caller's name for it (64 bits), reported in :meth:`take_evictions`.
+        """Allocate pages for ``bits`` (1 to 64) planes of ``count`` elements, open for writing.
 
         Raises:
             KernelError: a number is out of its range.
@@ -239,12 +205,13 @@ class PagedStore:
                 then.
         """
         _check_bytes("tensor", count)
-        event = planes_event(count, bits, minimum_bits, importance, headers, tag)
-        minimum, values = event["minimum"], event["importance"]
         self._fit(count, bits)
-        handle = _call(self.native.allocate, count, bits, minimum, headers, values, tag)
-        self.note({"op": "planes", "id": handle} | event)
-        return PlaneTensor(self, handle)
+        values = options.get("importance")
+        if values is None:
+            values = plane_importance(count, bits) if bits <= 4 else [0.0] * bits
+        least, headers = options.get("minimum_bits"), options.get("headers", True)
+        request = (count, bits, bits if least is None else least, headers, list(values))
+        return PlaneTensor(self, _call(self.native.allocate, *request, options.get("tag", 0)))
 
     def _fit(self, count: int, bits: int) -> None:
         if self._fitter is None:
@@ -267,19 +234,15 @@ class PagedStore:
         )
         return tuple(evicted), lost
 
-    def set_cap(self, cap_bytes: int | None) -> GivenUp:
+    def set_cap(self, cap_bytes: int | None) -> Evicted:
         """Set the cap at once and evict what is above it."""
         _check_bytes("cap", cap_bytes)
-        given = GivenUp(*_call(self.native.set_cap, cap_bytes))
-        self.note({"op": "cap", "bytes": cap_bytes})
-        return given
+        return Evicted(*_call(self.native.set_cap, cap_bytes))
 
-    def evict(self, nbytes: int) -> GivenUp:
+    def evict(self, nbytes: int) -> Evicted:
         """Evict at least ``nbytes`` bytes of pages, or all that may be."""
         _check_bytes("room", nbytes)
-        given = GivenUp(*_call(self.native.evict, nbytes))
-        self.note({"op": "evict", "bytes": nbytes})
-        return given
+        return Evicted(*_call(self.native.evict, nbytes))
 
     def give_back(self, nbytes: int) -> int:
         """Return ``nbytes`` to the system, evicting planes if need be; returns how many."""
@@ -297,43 +260,11 @@ class PagedStore:
 
     def trim(self) -> int:
         """Return all free pages to the system; returns bytes."""
-        self.note({"op": "trim"})
         return int(self.native.trim())
 
     def statistics(self) -> PoolStatistics:
         """Return the current account."""
         return PoolStatistics(**self.native.statistics())
-
-    def resident_bytes(self) -> int:
-        """Return the bytes of the region that are in memory, as the system reports them (Linux)."""
-        return int(self.native.resident_bytes())
-
-    def note(self, event: dict[str, Any]) -> None:
-        """Pass an event to the observer, if there is one."""
-        if self._observer is not None:
-            self._observer(event)
-
-
-def planes_event(
-    count: int,
-    bits: int,
-    minimum_bits: int | None,
-    importance: Sequence[float] | None,
-    headers: bool,
-    tag: int,
-) -> dict[str, Any]:
-    """Return a request for planes as a trace's operation, with its defaults filled in."""
-    if importance is None:
-        importance = plane_importance(count, bits) if bits <= 4 else [0.0] * bits
-    return {
-        "op": "planes",
-        "count": count,
-        "bits": bits,
-        "minimum": bits if minimum_bits is None else minimum_bits,
-        "importance": [float(value) for value in importance],
-        "headers": headers,
-        "tag": tag,
-    }
 
 
 def plane_importance(count: int, bits: int, weight: float = 1.0) -> list[float]:
@@ -354,7 +285,7 @@ def _call(function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
     except _native.pool.FullError as error:
         raise PoolFullError(
-            f"{error}; raise the cap, let more planes be given up, or use a smaller micro-batch"
+            f"{error}; raise the cap, let more planes be evicted, or use a smaller micro-batch"
         ) from error
     except MemoryError as error:
         raise PoolFullError(

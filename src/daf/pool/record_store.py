@@ -15,11 +15,29 @@ T = TypeVar("T")
 
 
 class RecordStore(ABC, Generic[T]):
-    """The lock and the ends of records that the stores on disk and on the host share."""
+    """The lock, the bytes and the ends of records that the stores on disk and on the host share."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._dropped: deque[T] = deque()
+        self._stored_bytes = 0
+        self.stored_peak_bytes = 0
+        self.taken_bytes = 0  # in total
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of live records, on the disk or the host (or on their way to the host)."""
+        with self._lock:
+            self._drain()
+            return self._stored_bytes
+
+    def reset_peak(self) -> None:
+        """Restart the peak from what is stored now."""
+        self.stored_peak_bytes = self.stored_bytes
+
+    def _store(self, nbytes: int) -> None:
+        self._stored_bytes += nbytes
+        self.stored_peak_bytes = max(self.stored_peak_bytes, self._stored_bytes)
 
     def drop(self, record: T) -> None:
         """Queue a record that nobody holds any more; never waits."""

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from typing import Protocol, TypedDict, Unpack
 
 import torch
 
 from daf.core.code_format import code_bytes, plane_bytes
+from daf.kernels import PageFields
 from daf.pool.views import EvictedPlane, PlaneView
 
-# Page p of a tensor whose every plane is one page is page p: 64 planes, then the headers.
-_IN_ORDER = torch.arange(65, dtype=torch.int32)
+
+class PlaneOptions(TypedDict, total=False):
+    """Options of planes.
+
+    ``minimum_bits``: planes that are never evicted (None: all of them). ``importance``: harm per
+    byte of losing each plane, most significant first (None: ``plane_importance`` of weight 1 for up
+    to 4 bits, else 0). ``headers`` (default True): two bf16 numbers for every block, never evicted.
+    ``tag`` (64 bits, default 0): names the tensor in ``take_evictions``.
+    """
+
+    minimum_bits: int | None
+    importance: Sequence[float] | None
+    headers: bool
+    tag: int
 
 
 class Buffer(Protocol):
@@ -72,21 +85,8 @@ class Store(Protocol):
     def allocate(self, nbytes: int) -> Buffer:
         """Allocate at least ``nbytes`` bytes, content undefined."""
 
-    def allocate_planes(
-        self,
-        count: int,
-        bits: int,
-        *,
-        minimum_bits: int | None = None,
-        importance: Sequence[float] | None = None,
-        headers: bool = True,
-        tag: int = 0,
-    ) -> Planes:
-        """Allocate ``bits`` planes of ``count`` elements, content undefined.
-
-        All but ``minimum_bits`` of them (None: none) may be evicted, least ``importance`` first.
-        ``tag`` names the tensor in ``take_evictions``.
-        """
+    def allocate_planes(self, count: int, bits: int, **options: Unpack[PlaneOptions]) -> Planes:
+        """Allocate ``bits`` planes of ``count`` elements, content undefined."""
 
     def take_evictions(self) -> tuple[tuple[EvictedPlane, ...], int]:
         """Return the planes evicted since the last call, and how many more were not listed."""
@@ -111,18 +111,9 @@ class PlainStore:
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return buffer
 
-    def allocate_planes(
-        self,
-        count: int,
-        bits: int,
-        *,
-        minimum_bits: int | None = None,  # noqa: ARG002 - all of them stay
-        importance: Sequence[float] | None = None,  # noqa: ARG002
-        headers: bool = True,
-        tag: int = 0,  # noqa: ARG002
-    ) -> Planes:
+    def allocate_planes(self, count: int, bits: int, **options: Unpack[PlaneOptions]) -> Planes:
         """Allocate exactly the bytes of the format, headers behind the planes."""
-        size = code_bytes(count, bits, headers=headers)
+        size = code_bytes(count, bits, headers=options.get("headers", True))
         return _WholePlanes(self.allocate(size), count, bits)
 
     def take_evictions(self) -> tuple[tuple[EvictedPlane, ...], int]:
@@ -160,9 +151,8 @@ class _WholePlanes:
     def __init__(self, buffer: Buffer, count: int, bits: int) -> None:
         self._buffer = buffer
         self.nbytes = buffer.nbytes
-        runs, table = min(count, 1), _IN_ORDER.data_ptr()
-        page_bytes = plane_bytes(count, 1)
-        self._fields = (buffer.pointer, page_bytes, table, count, runs, runs, bits, bits)
+        runs, fields = min(count, 1), PageFields.flat(buffer.pointer, count, bits)
+        self._fields = fields._replace(page_bytes=plane_bytes(count, 1), runs=runs, full_runs=runs)
 
     @property
     def view(self) -> PlaneView:

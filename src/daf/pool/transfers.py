@@ -2,41 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from daf.core.errors import PlatformError
-
-
-class Transfers(Protocol):
-    """Copies out and back, one after the other, each with a ticket of its end.
-
-    Free a copy's device memory only when the ticket is done, or when the stream that owns the
-    memory has been ordered after it (``order``).
-    """
-
-    def out(self, source: Tensor) -> tuple[Tensor, Any]:
-        """Begin to copy ``source``, as the current stream leaves it, to the host."""
-
-    def back(self, source: Tensor, target: Tensor) -> Any:
-        """Begin to fill ``target`` after the current stream's work on it so far."""
-
-    def is_done(self, ticket: Any) -> bool:
-        """True if the host may read the copy."""
-
-    def order(self, ticket: Any) -> None:
-        """Make the current stream wait for the copy; the host does not wait."""
-
-    def mark(self) -> Any:
-        """Return a ticket of the current stream's work so far."""
-
-    def duration_ms(self, ticket: Any) -> float:
-        """Return the duration of a finished copy."""
-
-    def elapsed_ms(self, first: Any, last: Any) -> float:
-        """Return the time between the ends of two finished tickets."""
 
 
 class Ticket(NamedTuple):
@@ -46,8 +17,12 @@ class Ticket(NamedTuple):
     end: Any
 
 
-class CudaTransfers:
-    """Transfers of one CUDA (or ROCm) device, by PyTorch's streams and its pinned allocator."""
+class Transfers:
+    """Copies of one CUDA (or ROCm) device, one after the other, each with a ticket of its end.
+
+    Free a copy's device memory only when the ticket is done, or when the stream that owns the
+    memory has been ordered after it (``order``).
+    """
 
     def __init__(self, device: torch.device) -> None:
         """Make a side stream.
@@ -63,15 +38,18 @@ class CudaTransfers:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def out(self, source: Tensor) -> tuple[Tensor, Ticket]:
-        """Begin to copy into pinned memory, which PyTorch rounds up to a power of two."""
+        """Begin to copy ``source``, as the current stream leaves it, to pinned memory.
+
+        PyTorch rounds pinned memory up to a power of two.
+        """
         copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-        return copy, self._copied(source, copy)
+        return copy, self.back(source, copy)
 
     def back(self, source: Tensor, target: Tensor) -> Ticket:
-        """Begin to copy from pinned memory, which may be freed at once."""
-        return self._copied(source, target)
+        """Begin to fill ``target`` after the current stream's work on it so far.
 
-    def _copied(self, source: Tensor, target: Tensor) -> Ticket:
+        A pinned ``source`` may be freed at once.
+        """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             begin = _event(self._stream)
@@ -79,24 +57,24 @@ class CudaTransfers:
             return Ticket(begin, _event(self._stream))
 
     def is_done(self, ticket: Ticket) -> bool:
-        """True if the event has passed."""
+        """True if the host may read the copy."""
         return bool(ticket.end.query())
 
     def order(self, ticket: Ticket) -> None:
-        """Make the current stream wait for the event."""
+        """Make the current stream wait for the copy; the host does not wait."""
         torch.cuda.current_stream(self._device).wait_event(ticket.end)
 
     def mark(self) -> Ticket:
-        """Return an event of the current stream."""
+        """Return a ticket of the current stream's work so far."""
         event = _event(torch.cuda.current_stream(self._device))
         return Ticket(event, event)
 
     def duration_ms(self, ticket: Ticket) -> float:
-        """Return the duration by the device's clock."""
+        """Return the duration of a finished copy, by the device's clock."""
         return float(ticket.begin.elapsed_time(ticket.end))
 
     def elapsed_ms(self, first: Ticket, last: Ticket) -> float:
-        """Return the time between by the device's clock."""
+        """Return the time between the ends of two finished tickets, by the device's clock."""
         return float(first.end.elapsed_time(last.end))
 
 

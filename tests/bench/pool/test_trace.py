@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from daf_bench.pool.trace_format import Player, RecordedStore, TraceWriter, read_trace
+from daf_bench.pool.trace_format import Player, RecordedStore, TraceWriter, read_trace, record
 from torch import nn
 
 from daf.capture.capture import Capture
@@ -29,7 +29,7 @@ def use_everything(store: PagedStore, writer: TraceWriter) -> None:
         tensor.seal()
         tensors.append(tensor)
     buffer = store.allocate(10_000)
-    tensors[2].set_importance([0.0] * 4)
+    store.native.set_importance(tensors[2].handle, [0.0] * 4)
     store.evict(5 * PAGE)
     store.set_cap(300_000)
     tensors.pop(0).release()
@@ -41,7 +41,8 @@ def use_everything(store: PagedStore, writer: TraceWriter) -> None:
 def test_a_played_trace_gives_the_same_account(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     with TraceWriter(path) as writer:
-        recorded = PagedStore(observer=writer)
+        recorded = PagedStore()
+        record(recorded, writer)
         use_everything(recorded, writer)
     played = PagedStore()
     player = Player(played)
@@ -67,7 +68,8 @@ def player_account(path: Path) -> object:
 def test_one_line_for_each_operation(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     with TraceWriter(path) as writer:
-        store = PagedStore(observer=writer)
+        store = PagedStore()
+        record(store, writer)
         tensor = store.allocate_planes(1000, 2, importance=[2.0, 1.0], headers=False, tag=9)
         handle = tensor.handle
         tensor.seal()

@@ -11,6 +11,7 @@ import native_calls
 import numpy as np
 import pytest
 import torch
+from daf_bench.pool.plane_addresses import Pages
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,9 +92,9 @@ def mask_words(planes, count: int) -> np.ndarray:
     """(1, words) of a mask, its runs put together."""
     with planes.pinned() as view:
         found, start = np.zeros(words_per_plane(count), np.uint32), 0
-        for run in range(view.runs):
-            size = min(len(found) - start, view.run_elements // 32)
-            words = (ctypes.c_uint32 * size).from_address(view.planes(run)[0])
+        for run in range(Pages(view).runs):
+            size = min(len(found) - start, Pages(view).run_elements // 32)
+            words = (ctypes.c_uint32 * size).from_address(Pages(view).planes(run)[0])
             found[start : start + size] = words
             start += size
     return found.reshape(1, -1)
@@ -264,12 +265,14 @@ def assert_planes(room: Room, code: reference.Code) -> None:
     count = room.case.count
     with room.code.pinned() as view:
         start = 0
-        for run in range(view.runs):
-            size = min(words_per_plane(count) - start, view.run_elements // 32)
-            for plane, place in enumerate(view.planes(run)):
+        for run in range(Pages(view).runs):
+            size = min(words_per_plane(count) - start, Pages(view).run_elements // 32)
+            for plane, place in enumerate(Pages(view).planes(run)):
                 words = np.array((ctypes.c_uint32 * size).from_address(place), np.uint32)
                 same_bytes(words, code.planes[plane, start : start + size])
-            headers = np.array((ctypes.c_uint16 * (size // 4)).from_address(view.headers(run)))
+            headers = np.array(
+                (ctypes.c_uint16 * (size // 4)).from_address(Pages(view).headers(run))
+            )
             same_bytes(headers, code.headers.reshape(-1)[start // 4 : (start + size) // 4])
             start += size
 
@@ -405,7 +408,7 @@ def test_planes_given_up_are_not_read(cases, instruction_set) -> None:
     decoded = np.empty(case.count, np.float32)
     sums = Sums(cases, case)
     with room.code.pinned() as view:
-        assert 0 < view.fields.full_runs < view.runs
+        assert 0 < view.fields.full_runs < view.fields.runs
         native_calls.decode_rotated(view.fields, 1, KEY, decoded.ctypes.data, F32, 1)
         native_calls.backward_rotated(
             view.fields, 1, KEY, NormGradient(room.gradient.address, sums=sums.where), 1

@@ -217,7 +217,7 @@ def test_planes_given_up_are_not_read(cases, instruction_set) -> None:
     done.store.evict(5 * 512)
     values = np.empty(case.count, np.float32)
     with done.planes.pinned() as view:
-        assert 0 < view.fields.full_runs < view.runs
+        assert 0 < view.fields.full_runs < view.fields.runs
         native_calls.decode_rotated(view.fields, 1, KEY, values.ctypes.data, F32, 1)
     x, _, gamma = run_backward(cases, case, done, "rotated", target="over", gamma=True)
     expected = expect_backward(case, values, gamma=True)
