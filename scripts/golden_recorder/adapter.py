@@ -251,6 +251,19 @@ def profile_of(plain: Any) -> Any:
         return read(kind, _renamed(plain))
 
 
+def planned(name: str, own: Any, *rest: Any, also: Any = (), **terms: Any) -> Any:
+    """Call ``make_plan``, ``least_feasible_budget``, ``first_plan`` or ``tighter_plan``."""
+    planner = TREE.module("planner")
+    if not hasattr(planner, "Constraints"):
+        return getattr(planner, name)(own, *rest, **terms, **({"also": also} if also else {}))
+    names = {each.name for each in dataclasses.fields(planner.Constraints)}
+    constraints = planner.Constraints(**{each: terms.pop(each) for each in names & terms.keys()})
+    of = own if name == "first_plan" else (own, *also)
+    found = getattr(planner, name.replace("make_plan", "make_plans"))
+    made = found(of, *rest, constraints=constraints, **terms)
+    return made[0] if name == "make_plan" else made
+
+
 def _renamed(plain: Any) -> Any:
     if isinstance(plain, Mapping):
         return {FIELDS.get(key, key): _renamed(each) for key, each in plain.items()}

@@ -23,7 +23,7 @@ from typing import Any
 
 import kernel_bytes
 import torch
-from adapter import TREE, digest, operators_of, profile_of, reworded, steady
+from adapter import TREE, digest, operators_of, planned, profile_of, reworded, steady
 from torch import Tensor, nn
 
 WORKLOADS = ("w1", "w2a", "w2b", "w2c", "w3", "w4", "w5", "w6")
@@ -249,15 +249,14 @@ def _by_budget(
     for budget in budgets:
         plan = _refusable(partial(_made, own, budget, policy, tolerance, also))
         found[f"{budget}"] = _plan(plan)
-    least, terms = TREE.module("planner").least_feasible_budget, {"allowed": _allowed()}
-    terms |= {"policy": policy, "tolerance": tolerance, "also": also}
-    found["least"] = _refusable(partial(least, own, **terms))
+    terms = {"policy": policy, "tolerance": tolerance, "also": also, "allowed": _allowed()}
+    found["least"] = _refusable(partial(planned, "least_feasible_budget", own, **terms))
     return found
 
 
 def _made(own: Any, budget: int, policy: str, tolerance: Any, also: tuple[Any, ...]) -> Any:
     terms = {"policy": policy, "tolerance": tolerance, "allowed": _allowed()}
-    return TREE.module("planner").make_plan(own, budget, also=also, **terms)
+    return planned("make_plan", own, budget, also=also, **terms)
 
 
 def _allowed() -> Any:
@@ -268,14 +267,14 @@ def _allowed() -> Any:
 
 def _beside(own: Any, budget: int, also: tuple[Any, ...]) -> Record:
     """Where all is allowed, what sessions ask for: a quick plan, a first, a tighter, rivals."""
-    module = TREE.module("planner")
-    quick = _refusable(partial(module.make_plan, own, budget, also=also, quickly=True))
+    quick = _refusable(partial(planned, "make_plan", own, budget, also=also, quickly=True))
     if isinstance(quick, dict):
         return quick
     profiles = {True: also[-1] if also else own, False: own}
-    first = module.first_plan(profiles[quick.policy.fused], quick, budget)
-    rivals = module.make_plans((own, *also), budget, quickly=True, with_others=True)
-    tighter = _refusable(partial(module.tighter_plan, own, quick, also=also))
+    first = planned("first_plan", profiles[quick.policy.fused], quick, budget)
+    make_plans = TREE.module("planner").make_plans
+    rivals = make_plans((own, *also), budget, quickly=True, with_others=True)
+    tighter = _refusable(partial(planned, "tighter_plan", own, quick, also=also))
     named = {"quick": quick, "first": first, "tighter": tighter, **dict(enumerate(rivals))}
     return {f"{name}": _plan(each) for name, each in named.items()}
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import planned
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,7 +30,6 @@ from daf.core.policy import (
     with_planned_operators,
 )
 from daf.core.profile import Profile
-from daf.planning import planner
 from daf.planning.candidate import Candidate
 from daf.planning.noise import expected_noise
 from daf.planning.options import Allowed
@@ -148,7 +148,7 @@ def test_pieces_of_the_batch_run_the_same_operators(
 
     def watched(self: Passes, batch: Batch, policy: Policy, *rest: Any, **options: Any) -> Tensor:
         found = sketch(self, batch, policy, *rest, **options)
-        seen.setdefault(len(batch[0]), set()).update(each.need for each in self._capture.sites())
+        seen.setdefault(len(batch[0]), set()).update(each.need for each in self.capture.sites())
         return found
 
     monkeypatch.setattr(Passes, "sketch", watched)
@@ -181,9 +181,7 @@ class Stack(nn.Module):
 
 def session_for(model: nn.Module, budget: str | int, **options: Any) -> Session:
     session = Session(model, torch.optim.SGD(model.parameters(), lr=0.01), budget, **options)
-    session._plan_controller.selector.constraints = (
-        session._plan_controller.selector.constraints._replace(allowed=CODES_ONLY)
-    )
+    session._plan_controller.selector.allow(CODES_ONLY)
     return session
 
 
@@ -211,9 +209,8 @@ def test_a_tight_session_gives_queries_and_keys_four_bits_and_tells_their_noise(
     assert caught.value.least_bytes is not None
     roomy_bytes = caught.value.least_bytes + 8 * MIB
     with session_for(Stack(), roomy_bytes) as session:
-        profile = session._plan_controller.selector.profile_of(
-            session.prepare(batch, cross_entropy)
-        )
+        plan = session.prepare(batch, cross_entropy)
+        profile = session._plan_controller.selector.profiles.of(plan)
         found, reported_bytes = session.sensitivity, session.least_feasible_bytes()
         learnt_bytes = session._plan_controller.selector.least_bytes()
     assert reported_bytes is not None
@@ -228,10 +225,10 @@ def test_a_tight_session_gives_queries_and_keys_four_bits_and_tells_their_noise(
     with session_for(Stack(), between, sensitivity=found) as session:
         assert session.prepare(batch, cross_entropy).predicted_peak_bytes <= between
         assert session.least_feasible_bytes() == session._plan_controller.selector.least_bytes()
-    least = partial(planner.least_feasible_budget, allowed=CODES_ONLY)
+    least = partial(planned.least_budget, allowed=CODES_ONLY)
     saved_bytes = least(replace(profile, weights={})) - least(profile)
     assert saved_bytes >= 2 * batch[0].numel() / 2  # half a byte of a layer's q and k each
-    plan = planner.make_plan(profile, least(profile), allowed=CODES_ONLY)
+    plan = planned.make_plan(profile, least(profile), allowed=CODES_ONLY)
     four = Treatment(Method.ROTATED, 4, whole=True)
     assert four in {plan.policy.by_site[site] for site in scores} <= {four, KEEP}
     own = found.batch_variance * found.examples / len(batch[0])
@@ -282,7 +279,7 @@ def test_smaller_pieces_of_a_batch_save_what_the_profile_says() -> None:
     model.head = nn.Linear(64, 10)  # so that the batch may be cut
     profile = chunked_profile(model, batch)
     table = make_table(profile, 8, CODES_ONLY)
-    plan = Candidate(table, tuple(level_selection(table, "4"))).as_plan(profile, 10**10, "4-bit")
+    plan = Candidate(table, level_selection(table, "4")).as_plan(10**10, "4-bit")
     assert plan.micro_batch == 8
     capture, part = Capture(model), tuple(each[:8] for each in batch)
     with capture.step(plan.policy, 0, 0, batch=part):

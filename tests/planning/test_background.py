@@ -53,17 +53,19 @@ def test_a_process_that_ends_beside_a_search_ends_well() -> None:
         import atexit
         import sys
         sys.path.insert(0, sys.argv[1])
+        import planned
         from synthetic import large
+        from daf.core.profile import Profiles
         from daf.planning.background_search import BackgroundPlan
         from daf.session import plan_selector
-        from daf.session.plan_selector import PlanConstraints, PlanSelector
+        from daf.session.plan_selector import PlanSelector
         from daf.planning import planner
         plan_selector.PATIENCE_S = 0.0
         measured = large(400)
-        least = planner.least_feasible_budget(measured)
+        least = planned.least_budget(measured)
         budget = (least + planner.kept_peak_bytes(measured)) // 2
-        own = PlanSelector(PlanConstraints("optimal", None))
-        own.begin(measured, budget)
+        own = PlanSelector(planner.Constraints())
+        own.begin(Profiles(measured), budget)
         own.again(budget - 1, can_refuse=False)
         make, told = own._search._make, []
 

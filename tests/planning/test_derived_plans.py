@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import planned
 import pytest
 from synthetic import MIB, SPEEDS, fused, profile, saving
 
 from daf.core.policy import KEEP, Method, Need, Reading, Treatment
 from daf.core.profile import Profile, Saving
-from daf.planning import planner
 from daf.planning.bit_widths import is_lossy
 from daf.planning.candidate import with_margin
 from daf.planning.noise import expected_noise
@@ -24,12 +24,12 @@ def test_a_tensor_is_computed_from_other_codes_only_where_those_are() -> None:
     derived = saving(1, 3, Need.LINEAR, 256_000, parents=frozenset([norm.site]))
     measured = profile([norm, derived, saving(2, 3, Need.LINEAR, 256_000)], gradients=0, batch=1)
     without_replay = Allowed(replay=False, methods=frozenset(Method) - {Method.SPILL})
-    base = make_table(measured, 1, without_replay).base_peak_bytes
+    base = make_table(measured, 1, without_replay).peak_bytes(())
     # Room for the last tensor and one code of 8 bits, but not for two.
     budget = with_margin(measured, base + int(1.3 * 4 * 256_000))
-    found = planner.choose(measured, budget, tolerance=0.14, allowed=without_replay)
+    found = planned.choose(measured, budget, tolerance=0.14, allowed=without_replay)
     assert found is not None
-    policy = found.as_plan(measured, budget, "optimal").policy
+    policy = found.as_plan(budget, "optimal").policy
     eight_bits = Treatment(Method.MINMAX, 8)
     assert policy.treatment(norm.need, norm.site) == eight_bits
     assert policy.treatment(derived.need, derived.site) == eight_bits
@@ -58,8 +58,8 @@ def test_an_input_that_a_fused_norm_holds_exactly_tells_what_is_behind() -> None
     assert [(each.first, each.last, each.nbytes) for each in option.spans] == [(4, 4, 4 * 256_000)]
     assert option.cost_ms == pytest.approx(1000 * 4 * 256_000 / SPEEDS.decode[Method.REDERIVE])
     # Room for two of the three tensors.
-    budget = with_margin(measured, table.base_peak_bytes + 2 * 4 * 256_000)
-    plan = planner.make_plan(measured, budget, tolerance=0.0, allowed=WITHOUT_CODES)
+    budget = with_margin(measured, table.peak_bytes(()) + 2 * 4 * 256_000)
+    plan = planned.make_plan(measured, budget, tolerance=0.0, allowed=WITHOUT_CODES)
     assert plan.policy.rederive
     assert plan.policy.treatment(derived.need, derived.site).method is Method.REDERIVE
     assert plan.policy.treatment(norm.need, norm.site) == KEEP
@@ -77,8 +77,8 @@ def test_a_derived_input_has_the_noise_of_the_code_that_it_is_derived_from() -> 
     assert [each.level for each in table.options[1]] == ["keep", "exact"]
     assert [each.level for each in table.options[0]] == ["keep", "8", "2"]
     # Room for one tensor and a code of two bits.
-    budget = with_margin(measured, table.base_peak_bytes + int(1.15 * 4 * 256_000))
-    plan = planner.make_plan(measured, budget, tolerance=10.0, allowed=allowed)
+    budget = with_margin(measured, table.peak_bytes(()) + int(1.15 * 4 * 256_000))
+    plan = planned.make_plan(measured, budget, tolerance=10.0, allowed=allowed)
     assert plan.policy.treatment(norm.need, norm.site) == Treatment(Method.ROTATED, 2)
     assert plan.policy.treatment(derived.need, derived.site).method is Method.REDERIVE
     found = expected_noise(measured, plan.policy, 1)
@@ -121,8 +121,8 @@ def test_a_layer_is_told_by_an_activation_that_is_kept() -> None:
     assert [each.level for each in table.options[0]] == ["keep"]
     assert [each.level for each in table.options[1]] == ["keep", "exact"]
     assert table.options[1][1].requires_kept == {smooth.site}
-    budget = with_margin(measured, table.base_peak_bytes + int(1.3 * 4 * 256_000))
-    plan = planner.make_plan(measured, budget, tolerance=0.0)
+    budget = with_margin(measured, table.peak_bytes(()) + int(1.3 * 4 * 256_000))
+    plan = planned.make_plan(measured, budget, tolerance=0.0)
     assert plan.policy.treatment(smooth.need, smooth.site) == KEEP
     assert plan.policy.treatment(behind.need, behind.site).method is Method.REDERIVE
     assert "activation" in plan.policy.operators
@@ -138,10 +138,10 @@ def test_a_layer_is_not_told_by_an_activation_that_is_coded() -> None:
     (needed,) = table.requires
     assert needed == (table.column_of(1, "exact"), (table.column_of(0, "keep"),))
     refused = [table.column_of(0, "2"), table.column_of(1, "exact"), int(table.first[2])]
-    assert lawful(table, refused) == [refused[0], int(table.first[1]), refused[2]]
+    assert lawful(table, refused) == (refused[0], int(table.first[1]), refused[2])
     for quickly in (False, True):
-        least = planner.least_feasible_budget(measured, allowed=allowed)
-        plan = planner.make_plan(
+        least = planned.least_budget(measured, allowed=allowed)
+        plan = planned.make_plan(
             measured, least + 4096, tolerance=10.0, quickly=quickly, allowed=allowed
         )
         coded = [plan.policy.treatment(each.need, each.site) for each in (smooth, behind)]
@@ -165,9 +165,9 @@ def test_a_site_is_derived_only_where_all_that_it_saves_can_be(other: str) -> No
         assert "exact" in levels
         return
     assert "exact" not in levels
-    plan = planner.make_plan(
+    plan = planned.make_plan(
         measured,
-        planner.least_feasible_budget(measured, policy="2-bit"),
+        planned.least_budget(measured, policy="2-bit"),
         policy="2-bit",
     )
     assert plan.policy.treatment(behind.need, behind.site) == Treatment(Method.ROTATED, 2)

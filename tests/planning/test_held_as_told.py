@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ from daf.capture.capture import Capture
 from daf.core.policy import Method
 from daf.core.profile import Profile, Saving
 from daf.planning.candidate import Candidate
-from daf.planning.options import Allowed, OptionMaker, Span, families
+from daf.planning.option_costs import OptionCosts
+from daf.planning.options import Allowed, OptionMaker, families
 from daf.planning.table import lawful, level_selection, make_table
 from daf.session.session import Session
 from daf.step.context import StepContext
@@ -34,11 +35,8 @@ class Made(nn.Module):
         return self._forward(self, x)
 
 
-class HeldOnly(OptionMaker):
-    """Options without what comes back to life in backward."""
-
-    def _decoded_span(self, saving: Saving) -> Span:
-        return Span(saving.read, saving.released, 0.0)
+class HeldOnly(OptionCosts):
+    """Costs without what comes back to life in backward."""
 
     def _decoded_bytes(self, saving: Saving) -> float:
         return 0.0
@@ -100,11 +98,12 @@ def profile_of(model: nn.Module, batch: Tensor) -> Profile:
 
 
 def told_and_held(
-    model: nn.Module, batch: Tensor, profile: Profile, selection: list[int]
+    model: nn.Module, batch: Tensor, profile: Profile, selection: Sequence[int]
 ) -> tuple[float, int]:
     """Bytes at all treated sites: as the options have it, and as a capture holds them."""
     table = make_table(profile, len(batch), CODES_ONLY)
-    maker, groups = HeldOnly(profile, len(batch), CODES_ONLY), families(profile.savings)
+    maker, groups = OptionMaker(profile, len(batch), CODES_ONLY), families(profile.savings)
+    maker._costs = HeldOnly(profile, len(batch), 0)
     told, treated = 0.0, set()
     for column in selection:
         family = int(table.family_of[column])
@@ -114,7 +113,7 @@ def told_and_held(
         )
         told += sum(span.nbytes for span in option.spans) if option.treatments else 0.0
         treated |= option.treatments.keys()
-    policy = Candidate(table, tuple(selection)).as_plan(profile, 10**11, "optimal").policy
+    policy = Candidate(table, tuple(selection)).as_plan(10**11, "optimal").policy
     capture = Capture(model)
     with capture.step(policy, 0, 0, batch=batch):
         square_mean(model, batch)
@@ -130,7 +129,7 @@ def test_codes_hold_what_plans_say(name: str, level: str) -> None:
     model, batch = MODELS[name](), torch.randn(128, 32, WIDTH)
     profile = profile_of(model, batch)
     table = make_table(profile, len(batch), CODES_ONLY)
-    selection = level_selection(table, level)
+    selection = list(level_selection(table, level))
     selection[-1] = int(table.first[-2])  # one is kept: every site has a treatment of its own then
     told, held = told_and_held(model, batch, profile, lawful(table, selection))
     assert told == pytest.approx(held, rel=0.01)

@@ -70,8 +70,8 @@ def test_the_account_has_them_at_the_end_of_forward(
         alone = [table.replays[column - int(table.first[-1])].shared == () for column in taken]
         assert len(alone) == 4
         assert (sum(alone) < 4) == (level == "keep")
-        told = table.usage(table.amounts(selection)) - table.base_bytes
-        policy = Candidate(table, tuple(selection)).as_plan(profile, 10**10, "optimal").policy
+        told = table.usage_of(selection) - table.base_bytes
+        policy = Candidate(table, selection).as_plan(10**10, "optimal").policy
         with capture.step(policy, 0, 0, batch=batch):
             loss = square_mean(model, batch)
             held_bytes = capture.stats.held_bytes

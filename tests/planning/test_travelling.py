@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import planned
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -62,7 +63,7 @@ def test_a_travelling_level_is_the_same_one_but_for_bytes_and_the_way(measured: 
 def test_a_code_larger_than_what_may_pass_goes_alone() -> None:
     measured = linked(rows_of())
     size = make_table(measured, measured.batch_size, HERE)
-    row = max(range(size.moments), key=lambda moment: float(size.row(moment).max()))
+    row = max(range(len(size.base_bytes)), key=lambda moment: float(size.row(moment).max()))
     coded = size.column_of(0, "8")
     assert coded is not None
     code_bytes = float(size.row(row)[coded])
@@ -83,12 +84,12 @@ def test_what_no_code_on_the_device_could_hold_is_planned_at_many_bits() -> None
     measured = linked(rows_of(12))
     allowed = replace(HERE, replay=False, methods=frozenset(Method) - {Method.SPILL})
     travelling = replace(allowed, host_bytes=PLENTY, passing_bytes=20 * MIB)
-    least = planner.least_feasible_budget(measured, allowed=allowed)
-    least_with = planner.least_feasible_budget(measured, allowed=travelling)
+    least = planned.least_budget(measured, allowed=allowed)
+    least_with = planned.least_budget(measured, allowed=travelling)
     assert least_with < least
     with pytest.raises(BudgetError):
-        planner.make_plan(measured, least_with, allowed=allowed)
-    plan = planner.make_plan(measured, least_with, allowed=travelling, tolerance=1e-3)
+        planned.make_plan(measured, least_with, allowed=allowed)
+    plan = planned.make_plan(measured, least_with, allowed=travelling, tolerance=1e-3)
     assert plan.predicted_peak_bytes <= least_with
     codes = [each for each in plan.policy.by_site.values() if each.is_code]
     assert codes
@@ -130,10 +131,10 @@ def test_where_there_is_room_nothing_travels_and_a_slow_link_is_avoided() -> Non
     measured = rows_of()
     allowed = replace(THERE, replay=False)
     wide = planner.kept_peak_bytes(measured) + 64 * MIB
-    plan = planner.make_plan(linked(measured), wide, allowed=allowed)
+    plan = planned.make_plan(linked(measured), wide, allowed=allowed)
     assert not any(each.on_host for each in plan.policy.by_site.values())
-    tight = planner.least_feasible_budget(measured, allowed=replace(HERE, replay=False)) + 2 * MIB
-    slow = planner.make_plan(linked(measured, link=1.0), tight, allowed=allowed)
+    tight = planned.least_budget(measured, allowed=replace(HERE, replay=False)) + 2 * MIB
+    slow = planned.make_plan(linked(measured, link=1.0), tight, allowed=allowed)
     assert not any(each.on_host for each in slow.policy.by_site.values())
 
 
@@ -142,7 +143,7 @@ def test_a_plan_s_reasons_say_where_codes_wait() -> None:
     table = make_table(measured, 8, THERE)
     column = table.column_of(0, "2 on the host")
     assert column is not None
-    assert "rotated 2 on the host" in "\n".join(explain(measured, table, (column,)))
+    assert "rotated 2 on the host" in "\n".join(explain(table, (column,)))
 
 
 def test_policies_travel_whole_and_come_back_from_json() -> None:
@@ -175,9 +176,7 @@ def test_no_budget_is_refused_that_held_without_but_for_what_passes(
 ) -> None:
     def least(allowed: Allowed) -> float:
         try:
-            return planner.least_feasible_budget(
-                linked(measured), allowed=allowed, tolerance=tolerance
-            )
+            return planned.least_budget(linked(measured), allowed=allowed, tolerance=tolerance)
         except BudgetError as error:
             return error.least_bytes or float("inf")
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
+import planned
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,12 +18,12 @@ from daf.core.code_tables import rotated_error
 from daf.core.errors import BudgetError
 from daf.core.plan import Plan
 from daf.core.policy import KEEP, Method, Need, Policy, Treatment, coded_policy
-from daf.core.profile import Profile
+from daf.core.profile import Profile, Profiles
 from daf.memory.domain import ProcessMemory
 from daf.planning import planner, policies
 from daf.planning.bit_widths import is_lossy, one_bit_wider, wider_level
-from daf.planning.noise import expected_noise
-from daf.planning.options import Allowed, noise_per_weight, served_weights
+from daf.planning.noise import expected_noise, noise_per_weight, served_weights
+from daf.planning.options import Allowed
 from daf.planning.search import Problem
 from daf.sensitivity.tracker import SensitivityTracker
 from daf.session.noise_controller import NOISE_OF_A_BIT, NoiseController
@@ -45,20 +46,20 @@ def weighted(measured: Profile, weights: list[float], per_weight: float = 0.05) 
 def with_planes(measured: Profile, planes: int) -> int:
     """A budget that holds every site's first bit, and so many planes more."""
     plane = measured.batch_size * 4 * MIB // 4 // 8
-    return planner.least_feasible_budget(measured, policy="1-bit") + int(1.02 * planes * plane)
+    return planned.least_budget(measured, policy="1-bit") + int(1.02 * planes * plane)
 
 
 @pytest.mark.parametrize("policy", ["optimal", "quantize"])
 def test_bits_go_where_the_weight_is(policy: str) -> None:
     measured = weighted(equal_sites(), [0.1, 0.1, 5.0, 0.6, 0.1, 0.1])
     budget = with_planes(measured, 6)
-    plan = planner.make_plan(measured, budget, policy=policy, allowed=CODES_ONLY)
+    plan = planned.make_plan(measured, budget, policy=policy, allowed=CODES_ONLY)
     found = [plan.policy.treatment(each.need, each.site) for each in measured.savings]
     errors = [relative_error(each) for each in found]
     # The last is read again at once, and not alive at the peak.
     assert errors[2] <= errors[3] < min(errors[0], errors[1], errors[4])
     assert plan.predicted_peak_bytes <= budget
-    uniform = planner.make_plan(replace(measured, weights={}), budget, policy="quantize")
+    uniform = planned.make_plan(replace(measured, weights={}), budget, policy="quantize")
     before = sum(expected_noise(measured, uniform.policy, measured.batch_size).values())
     assert plan.added_noise < 0.5 * before
 
@@ -72,7 +73,7 @@ def scores_among(weights: list[float] | None) -> Profile:
 
 
 def score_treatments(measured: Profile, budget: int, policy: str = "optimal") -> list[Treatment]:
-    plan = planner.make_plan(measured, budget, policy=policy, allowed=CODES_ONLY)
+    plan = planned.make_plan(measured, budget, policy=policy, allowed=CODES_ONLY)
     scores = [each.site for each in measured.savings if each.need is Need.SCORE]
     return [plan.policy.by_site[site] for site in scores]
 
@@ -86,7 +87,7 @@ def test_queries_and_keys_have_four_bits_where_it_was_measured_that_these_add_li
 ) -> None:
     four, eight = (each.by_need[Need.SCORE] for each in (FOUR, EIGHT))
     assumed, faint = scores_among(None), scores_among([1.0, 0.01, 0.01, 1.0])
-    tightest = partial(planner.least_feasible_budget, policy=policy, allowed=CODES_ONLY)
+    tightest = partial(planned.least_budget, policy=policy, allowed=CODES_ONLY)
     assert tightest(faint) < tightest(assumed) - 3 * MIB
     assert score_treatments(faint, tightest(faint), policy) == [four, four]
     assert score_treatments(assumed, tightest(assumed), policy) == [eight, eight]
@@ -98,8 +99,8 @@ def test_queries_and_keys_have_four_bits_where_it_was_measured_that_these_add_li
 def test_queries_and_keys_keep_eight_bits_where_four_would_add_too_much() -> None:
     loud = scores_among([0.001, 1000.0, 1000.0, 0.001])
     keeping_to: dict[str, Any] = {"tolerance": planner.DEFAULT_TOLERANCE, "allowed": CODES_ONLY}
-    budget = planner.least_feasible_budget(loud, **keeping_to)
-    plan = planner.make_plan(loud, budget, **keeping_to)
+    budget = planned.least_budget(loud, **keeping_to)
+    plan = planned.make_plan(loud, budget, **keeping_to)
     scores = [each.site for each in loud.savings if each.need is Need.SCORE]
     assert all(plan.policy.by_site[site] == EIGHT.by_need[Need.SCORE] for site in scores)
     narrower = dict.fromkeys(scores, FOUR.by_need[Need.SCORE])
@@ -110,7 +111,7 @@ def test_queries_and_keys_keep_eight_bits_where_four_would_add_too_much() -> Non
 
 def test_a_uniform_level_keeps_eight_bits_whatever_was_measured() -> None:
     faint = scores_among([1.0, 0.01, 0.01, 1.0])
-    budget = planner.least_feasible_budget(faint, policy="2-bit")
+    budget = planned.least_budget(faint, policy="2-bit")
     assert all(each.bits == 8 for each in score_treatments(faint, budget, "2-bit"))
 
 
@@ -123,11 +124,11 @@ def test_quantizing_by_weight_is_never_noisier_than_one_width_everywhere(
     numbers = data.draw(st.lists(st.floats(0.01, 100.0), min_size=len(sites), max_size=len(sites)))
     heavy = replace(measured, weights=dict(zip(sites, numbers, strict=True)), noise_per_weight=0.01)
     uniform = [*policies._quantizing(Problem(heavy, allowed=CODES_ONLY))]
-    least = min(each.peak_bytes(heavy) for each in uniform)
-    assert planner.least_feasible_budget(heavy, policy="quantize") <= least
+    least = min(each.predicted_peak_bytes for each in uniform)
+    assert planned.least_budget(heavy, policy="quantize") <= least
     budget = least + int(share * 0.2 * least)
-    plan = planner.make_plan(heavy, budget, policy="quantize")
-    fitting = [each for each in uniform if each.peak_bytes(heavy) <= budget]
+    plan = planned.make_plan(heavy, budget, policy="quantize")
+    fitting = [each for each in uniform if each.predicted_peak_bytes <= budget]
     assert fitting
     # HiGHS stops within a thousandth, of an objective that holds a little time too.
     assert plan.added_noise <= min(each.noise for each in fitting) * 1.002 + 1e-4
@@ -140,8 +141,8 @@ def test_quantizing_by_weight_is_never_noisier_than_one_width_everywhere(
 def test_what_a_plan_says_it_adds_is_what_its_policy_is_expected_to_add(
     measured: Profile, level: str
 ) -> None:
-    budget = planner.least_feasible_budget(measured, policy=level)
-    plan = planner.make_plan(measured, budget, policy=level)
+    budget = planned.least_budget(measured, policy=level)
+    plan = planned.make_plan(measured, budget, policy=level)
     found = expected_noise(measured, plan.policy, plan.micro_batch)
     assert sum(found.values()) == pytest.approx(plan.added_noise, rel=1e-9, abs=1e-12)
 
@@ -175,10 +176,10 @@ def kept_beside_their_parents(measured: Profile, policy: Policy, examples: int) 
 def test_the_planner_counts_a_code_with_all_that_it_could_serve(
     measured: Profile, level: str
 ) -> None:
-    budget = planner.least_feasible_budget(measured, policy=level)
-    candidate = planner.choose(measured, budget, policy=level)
+    budget = planned.least_budget(measured, policy=level)
+    candidate = planned.choose(measured, budget, policy=level)
     assert candidate is not None
-    plan = candidate.as_plan(measured, budget, level)
+    plan = candidate.as_plan(budget, level)
     unused = kept_beside_their_parents(measured, plan.policy, plan.micro_batch)
     unused += coded_for_nothing(measured, plan.policy)
     assert candidate.noise == pytest.approx(plan.added_noise + unused, rel=1e-9, abs=1e-12)
@@ -190,9 +191,9 @@ def test_a_tensor_that_is_kept_beside_its_parent_s_code_adds_nothing() -> None:
     conv = saving(1, 2, Need.LINEAR, 40_000, parents=frozenset({norm.site}))
     measured = profile([norm, conv], calls=blocks(2, 1), gradients=30 * MIB)
     measured = replace(measured, chunk_bytes=MIB)
-    candidate = planner.choose(measured, planner.least_feasible_budget(measured))
+    candidate = planned.choose(measured, planned.least_budget(measured))
     assert candidate is not None
-    plan = candidate.as_plan(measured, 0, "optimal")
+    plan = candidate.as_plan(0, "optimal")
     treated = {each.site: plan.policy.treatment(each.need, each.site) for each in measured.savings}
     assert treated[conv.site] == KEEP  # it is gone before the gradients are all there
     assert plan.added_noise == pytest.approx(relative_error(treated[norm.site]) / 2)
@@ -211,22 +212,22 @@ def test_measured_noise_is_what_a_tolerance_bounds() -> None:
     quiet = weighted(equal_sites(), [1.0] * 6, per_weight=0.01)
     loud = replace(quiet, noise_per_weight=1.0)
     budget = with_planes(quiet, 7)
-    narrow = planner.make_plan(quiet, budget, tolerance=0.05, allowed=CODES_ONLY)
+    narrow = planned.make_plan(quiet, budget, tolerance=0.05, allowed=CODES_ONLY)
     assert 0.0 < narrow.added_noise <= 0.05
-    wide = planner.least_feasible_budget(loud, tolerance=0.05, allowed=CODES_ONLY)
+    wide = planned.least_budget(loud, tolerance=0.05, allowed=CODES_ONLY)
     assert wide > budget  # a hundred times as loud, so it takes more bytes
-    several = planner.make_plan(loud, budget, tolerance=(0.05, 0.2, 0.5), allowed=CODES_ONLY)
+    several = planned.make_plan(loud, budget, tolerance=(0.05, 0.2, 0.5), allowed=CODES_ONLY)
     assert 0.2 < several.added_noise <= 0.5
 
 
 def test_at_a_tolerance_of_none_nothing_is_coded_even_where_no_noise_was_seen() -> None:
     silent = weighted(equal_sites(), [0.0] * 6)
     budget = with_planes(silent, 12)
-    assert is_lossy(planner.make_plan(silent, budget, allowed=CODES_ONLY).policy)
+    assert is_lossy(planned.make_plan(silent, budget, allowed=CODES_ONLY).policy)
     with pytest.raises(BudgetError) as refused:
-        planner.make_plan(silent, budget, tolerance=0.0, allowed=CODES_ONLY)
+        planned.make_plan(silent, budget, tolerance=0.0, allowed=CODES_ONLY)
     assert refused.value.least_bytes is not None
-    exact = planner.make_plan(silent, refused.value.least_bytes, tolerance=0.0, allowed=CODES_ONLY)
+    exact = planned.make_plan(silent, refused.value.least_bytes, tolerance=0.0, allowed=CODES_ONLY)
     assert not is_lossy(exact.policy)
 
 
@@ -235,8 +236,8 @@ def test_a_code_that_serves_another_site_carries_that_one_s_weight_too() -> None
     conv = saving(1, 2, Need.LINEAR, 4 * MIB // 4, parents=frozenset({norm.site}))
     measured = weighted(profile([norm, conv]), [0.5, 1.5], per_weight=0.1)
     assert served_weights(measured) == {norm.site: 2.0, conv.site: 1.5}
-    plan = planner.make_plan(
-        measured, planner.least_feasible_budget(measured, policy="1-bit"), policy="1-bit"
+    plan = planned.make_plan(
+        measured, planned.least_budget(measured, policy="1-bit"), policy="1-bit"
     )
     assert plan.policy.weights == served_weights(measured)
     found = expected_noise(measured, plan.policy, measured.batch_size)
@@ -283,7 +284,7 @@ class Asked:
     """A chooser that notes which tolerance it is asked for."""
 
     def __init__(self, measured: Profile, plan: Plan) -> None:
-        self.profile, self.plan = measured, plan
+        self.profiles, self.plan = Profiles(measured), plan
         self.tolerances: list[float] = []
 
     def widen(self, tolerance: float, budget_bytes: int) -> bool:
@@ -295,7 +296,7 @@ class Asked:
 def test_wider_codes_are_sought_below_what_tolerance_bounds_not_below_what_is_added() -> None:
     """Tolerance bounds a code with all it could serve; a share of what is added bounds nothing."""
     measured = profile([saving(0, 1, Need.NORM, 40_000)])
-    plan = planner.make_plan(measured, planner.least_feasible_budget(measured, policy="2-bit"))
+    plan = planned.make_plan(measured, planned.least_budget(measured, policy="2-bit"))
     for added, bounded in ((0.3, 0.8), (0.8, 0.3)):
         chooser = Asked(measured, replace(plan, added_noise=added, bounded_noise=bounded))
         control = NoiseController(

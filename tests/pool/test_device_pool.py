@@ -399,7 +399,7 @@ def test_bytes_may_be_asked_for_while_a_plane_goes() -> None:
     class Going:
         @property
         def nbytes(self) -> int:
-            counted.lose(2)
+            counted.drop_planes(2)
             return 1
 
     counted._may_go[1] = Going()  # type: ignore[assignment]

@@ -53,9 +53,9 @@ PLAN: dict[str, Any] = {
     "micro_batch": 64,
     "reason": "2-bit with the whole batch fits",
     "choices": [
-        "the whole batch of 64 at once: it fits, and pieces would take longer or no less",
-        "block: replayed, 2 families of sites not saved for 4.00 ms a piece",
-        "conv:conv2d#0[0] rotated 2: frees 90 MB at the peak for 3.00 ms a piece",
+        "the whole batch of 64 at once: it fits, and micro-batches would take longer or no less",
+        "block: replayed, 2 families of sites not saved for 4.00 ms a micro-batch",
+        "conv:conv2d#0[0] rotated 2: frees 90 MB at the peak for 3.00 ms a micro-batch",
         "norm:batch_norm#0[1], head:linear#0[0]: kept: not alive at the peak",
     ],
     "replayed": ["block"],

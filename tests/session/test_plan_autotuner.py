@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
+import planned
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,9 +15,9 @@ from synthetic import MIB, large
 
 from daf.core.plan import Plan
 from daf.core.policy import coded_policy, exact_policy, with_fused_operators
-from daf.core.profile import Affine, Profile
+from daf.core.profile import Affine, Profile, Profiles
 from daf.planning import planner
-from daf.planning.planner import RIVAL_SIZE
+from daf.planning.planner import RIVAL_SIZE, Constraints
 from daf.session import plan_selector as module
 from daf.session.plan_autotuner import (
     ALIKE,
@@ -32,7 +33,7 @@ from daf.session.plan_autotuner import (
     plan_kind,
     trial_of,
 )
-from daf.session.plan_selector import PlanConstraints, PlanSelector
+from daf.session.plan_selector import PlanSelector
 
 EXAMPLES = 32  # of ``large`` profiles
 OWN_CODES, OWN_EXACT = PlanKind(False, True, EXAMPLES), PlanKind(False, False, EXAMPLES)
@@ -184,10 +185,10 @@ def with_slow_replays(measured: Profile) -> Profile:
 
 def begun(budget_share: float = 0.5, **terms: object) -> tuple[PlanSelector, int, Profile]:
     measured = with_slow_replays(large(60))
-    least = planner.least_feasible_budget(measured)
+    least = planned.least_budget(measured)
     budget = int(least + budget_share * (planner.kept_peak_bytes(measured) - least))
-    selector = PlanSelector(PlanConstraints(**({"policy": "optimal", "tolerance": None} | terms)))  # type: ignore[arg-type]
-    selector.begin(measured, budget, fused(measured))
+    selector = PlanSelector(Constraints(**terms))  # type: ignore[arg-type]
+    selector.begin(Profiles(measured, fused(measured)), budget)
     if selector.first is not None:
         selector.correct(selector.first.predicted_peak_bytes, budget)
     return selector, budget, measured
@@ -235,7 +236,7 @@ def test_the_plan_that_is_fastest_on_the_machine_stays(
 
 def test_larger_pieces_that_are_predicted_slower_and_run_faster_stay() -> None:
     measured = replace(large(60), split_refusal="")
-    least = planner.least_feasible_budget(measured)
+    least = planned.least_budget(measured)
     room = planner.kept_peak_bytes(measured) - least
     budget, best, rival = next(
         (budget, plans[0], plan)
@@ -244,8 +245,8 @@ def test_larger_pieces_that_are_predicted_slower_and_run_faster_stay() -> None:
         for plan in plans
         if plan.micro_batch >= RIVAL_SIZE * plans[0].micro_batch
     )
-    selector = PlanSelector(PlanConstraints("optimal", None))
-    selector.begin(measured, budget)
+    selector = PlanSelector(Constraints())
+    selector.begin(Profiles(measured), budget)
     if selector.first is not None:
         selector.correct(selector.first.predicted_peak_bytes, budget)
     slowness = {plan_kind(best): 2.0, plan_kind(rival): 1.0}
@@ -264,7 +265,7 @@ def test_another_budget_is_planned_for_with_what_was_measured() -> None:
     assert plan_kind(selector.plan) == OWN_EXACT
     again = selector.again(budget - 4 * MIB, can_refuse=False)
     assert plan_kind(again) == OWN_EXACT  # predicted alone, codes would have been faster
-    predicted = planner.make_plan(measured, budget - 4 * MIB, also=(fused(measured),))
+    predicted = planned.make_plan(measured, budget - 4 * MIB, also=(fused(measured),))
     assert plan_kind(predicted).lossy
     assert train(selector, slow_codes)  # the search is taken over, and nothing is tried again
     assert selector.autotuner.trial is None

@@ -6,6 +6,7 @@ import threading
 from dataclasses import replace
 from itertools import pairwise
 
+import planned
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,17 +16,17 @@ from thoroughness import at_most
 from daf.core.errors import BudgetError
 from daf.core.plan import Plan
 from daf.core.policy import LOSSY, Method, Need, plain_policy
-from daf.core.profile import Profile
+from daf.core.profile import Profile, Profiles
 from daf.planning import planner
 from daf.planning.background_search import BackgroundPlan
 from daf.planning.candidate import with_margin
 from daf.planning.options import Allowed
+from daf.planning.planner import Constraints
 from daf.planning.table import Table, kept_selection, make_table
 from daf.session import plan_selector as module
 from daf.session.plan_selector import (
     ANOTHER_PROCESS_BYTES,
     PeakMeasurement,
-    PlanConstraints,
     PlanSelector,
 )
 
@@ -40,7 +41,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chosen(measured: Profile, **terms: object) -> PlanSelector:
-    return PlanSelector(PlanConstraints(**({"policy": "optimal", "tolerance": None} | terms)))  # type: ignore[arg-type]
+    return PlanSelector(Constraints(**terms))  # type: ignore[arg-type]
 
 
 def kept_bytes(measured: Profile) -> int:
@@ -50,7 +51,7 @@ def kept_bytes(measured: Profile) -> int:
 
 def between(measured: Profile, share: float, **terms: object) -> int:
     """A budget at a share of the way from the least feasible one to keeping everything."""
-    least = planner.least_feasible_budget(measured, **terms)  # type: ignore[arg-type]
+    least = planned.least_budget(measured, **terms)  # type: ignore[arg-type]
     return int(least + share * max(0, kept_bytes(measured) - least))
 
 
@@ -82,7 +83,7 @@ def test_the_factor_is_never_below_one(predicted: int, measured: int, floor: int
 def test_the_first_step_runs_under_less_than_what_training_goes_on_with() -> None:
     measured = large(60)
     selector = chosen(measured)
-    plan = selector.begin(measured, between(measured, 0.7))
+    plan = selector.begin(Profiles(measured), between(measured, 0.7))
     first = selector.first
     assert first is not None
     assert selector.running is first
@@ -97,8 +98,8 @@ def test_the_first_plan_holds_least_at_its_size_within_the_tolerance(
     measured: Profile, share: float, tolerance: float | None
 ) -> None:
     budget = between(measured, share, tolerance=tolerance)
-    plan = planner.make_plan(measured, budget, tolerance=tolerance)
-    first = planner.first_plan(measured, plan, budget, tolerance=tolerance)
+    plan = planned.make_plan(measured, budget, tolerance=tolerance)
+    first = planner.first_plan(measured, plan, budget, Constraints(tolerance=tolerance))
     own = Allowed(replay=False)
     found = (_at_level(measured, plan, level, tolerance, own) for level in LEVELS)
     peaks = [each for each in found if each is not None]
@@ -118,10 +119,10 @@ def _at_level(
 ) -> int | None:
     """A level's peak for micro-batches of the same size, if it is within the tolerance."""
     alone = replace(allowed, release_gradients=plan.release_gradients)
-    found = planner.choose(measured, 10**12, policy=level, allowed=alone)
+    found = planned.choose(measured, 10**12, policy=level, allowed=alone)
     assert found is not None
     within = tolerance is None or found.noise <= tolerance
-    return found.peak_bytes(measured) if within and _is_like(found.table, plan) else None
+    return found.predicted_peak_bytes if within and _is_like(found.table, plan) else None
 
 
 def _is_like(table: Table, plan: Plan) -> bool:
@@ -145,7 +146,7 @@ def lossy_sites(measured: Profile, plan: Plan) -> list[str]:
 @few
 @given(profiles(most=6), st.floats(0, 1))
 def test_no_tolerance_means_only_exact_treatments(measured: Profile, share: float) -> None:
-    plan = planner.make_plan(measured, between(measured, share, tolerance=0.0), tolerance=0.0)
+    plan = planned.make_plan(measured, between(measured, share, tolerance=0.0), tolerance=0.0)
     assert lossy_sites(measured, plan) == []
 
 
@@ -155,11 +156,11 @@ def test_no_tolerance_means_only_exact_treatments(measured: Profile, share: floa
 def test_what_was_named_runs_as_named_from_the_first_step(policy: str) -> None:
     measured = large(40)
     selector = chosen(measured, policy=policy)
-    budget = planner.least_feasible_budget(measured, policy=policy) + 8 * MIB
-    plan = selector.begin(measured, budget)
+    budget = planned.least_budget(measured, policy=policy) + 8 * MIB
+    plan = selector.begin(Profiles(measured), budget)
     assert selector.first is None
     assert selector.running == plan
-    assert plan == planner.make_plan(measured, budget, policy=policy)
+    assert plan == planned.make_plan(measured, budget, policy=policy)
     selector.between_steps()
     assert selector.plan == plan
 
@@ -168,7 +169,7 @@ def test_a_peak_as_predicted_leaves_the_plan_as_it_is() -> None:
     measured = large(60)
     selector = chosen(measured)
     budget = between(measured, 0.7)
-    plan = selector.begin(measured, budget)
+    plan = selector.begin(Profiles(measured), budget)
     assert selector.first is not None
     predicted = selector.first.predicted_peak_bytes
     selector.correct(predicted, budget)
@@ -181,7 +182,7 @@ def test_a_higher_peak_than_predicted_corrects_every_later_plan() -> None:
     measured = large(60)
     selector = chosen(measured)
     budget = between(measured, 0.7)
-    before = selector.begin(measured, budget)
+    before = selector.begin(Profiles(measured), budget)
     least = selector.least_bytes()
     assert selector.first is not None
     above = selector.first.predicted_peak_bytes - measured.floor_bytes
@@ -192,7 +193,7 @@ def test_a_higher_peak_than_predicted_corrects_every_later_plan() -> None:
     assert after is not None
     # What is told is in the process's measure, 5 % more above the floor than was modelled.
     assert after.predicted_peak_bytes <= budget
-    modelled = planner.make_plan(
+    modelled = planned.make_plan(
         measured, measured.floor_bytes + int((budget - measured.floor_bytes) / 1.05), quickly=True
     )
     expected = measured.floor_bytes + 1.05 * (modelled.predicted_peak_bytes - measured.floor_bytes)
@@ -208,7 +209,7 @@ def test_evidence_that_leaves_no_plan_is_an_error_that_names_the_least() -> None
     measured = large(60)
     selector = chosen(measured)
     budget = between(measured, 0.4)
-    selector.begin(measured, budget)
+    selector.begin(Profiles(measured), budget)
     assert selector.first is not None
     with pytest.raises(BudgetError) as caught:
         selector.correct(3 * budget, budget)
@@ -223,7 +224,7 @@ def test_a_new_profile_forgets_old_evidence() -> None:
     selector.evidence = PeakMeasurement(
         measured.floor_bytes + 8 * MIB, measured.floor_bytes + 80 * MIB
     )
-    selector.begin(measured, between(measured, 0.5))
+    selector.begin(Profiles(measured), between(measured, 0.5))
     assert selector.evidence is None
 
 
@@ -233,7 +234,7 @@ def test_a_new_profile_forgets_old_evidence() -> None:
 def test_the_best_plan_is_taken_over_between_two_steps_and_not_before() -> None:
     measured = large(40)
     selector = chosen(measured)
-    quick = selector.begin(measured, between(measured, 0.5))
+    quick = selector.begin(Profiles(measured), between(measured, 0.5))
     release = threading.Event()
     best = replace(quick, reason="the best")
 
@@ -256,7 +257,7 @@ def test_the_best_plan_is_taken_over_between_two_steps_and_not_before() -> None:
 def test_a_search_that_finds_nothing_leaves_the_quick_plan() -> None:
     measured = large(40)
     selector = chosen(measured)
-    quick = selector.begin(measured, between(measured, 0.5))
+    quick = selector.begin(Profiles(measured), between(measured, 0.5))
 
     def search(_stop: object) -> tuple[Plan, ...]:
         raise BudgetError("nothing fits")
@@ -270,7 +271,7 @@ def test_a_search_that_finds_nothing_leaves_the_quick_plan() -> None:
 def test_a_search_for_an_old_budget_is_never_taken_over() -> None:
     measured = large(40)
     selector = chosen(measured)
-    selector.begin(measured, between(measured, 0.9))
+    selector.begin(Profiles(measured), between(measured, 0.9))
     stale = replace(selector.plan, reason="stale")  # type: ignore[type-var]
     selector._search = BackgroundPlan(lambda _stop: (stale,))  # type: ignore[arg-type, return-value]
     tight = between(measured, 0.3)
@@ -287,10 +288,10 @@ def test_the_plan_in_force_becomes_the_proven_one() -> None:
     measured = large(40)
     budget = between(measured, 0.4)
     selector = chosen(measured)
-    found = selector.begin(measured, budget)
-    proven = planner.make_plan(measured, budget)
+    found = selector.begin(Profiles(measured), budget)
+    proven = planned.make_plan(measured, budget)
     assert found == proven
-    quick = planner.make_plan(measured, budget, quickly=True)
+    quick = planned.make_plan(measured, budget, quickly=True)
     assert proven.predicted_step_ms <= quick.predicted_step_ms + 1e-6
 
 
@@ -299,9 +300,9 @@ def test_the_plan_in_force_becomes_the_proven_one() -> None:
 
 def test_where_refusals_are_possible_a_hopeless_budget_gets_the_plan_that_holds_least() -> None:
     measured = large(40)
-    least = planner.least_feasible_budget(measured)
+    least = planned.least_budget(measured)
     selector = chosen(measured)
-    before = selector.begin(measured, between(measured, 0.5))
+    before = selector.begin(Profiles(measured), between(measured, 0.5))
     with pytest.raises(BudgetError) as caught:
         selector.again(least - 4 * MIB, can_refuse=False)
     assert caught.value.least_bytes == pytest.approx(least + ANOTHER_PROCESS_BYTES, abs=2)
@@ -315,8 +316,8 @@ def test_where_refusals_are_possible_a_hopeless_budget_gets_the_plan_that_holds_
 @given(profiles(most=6), st.sampled_from((None, 0.0, 0.14)))
 def test_tightening_strictly_decreases_and_ends(measured: Profile, tolerance: float | None) -> None:
     selector = chosen(measured, tolerance=tolerance)
-    plan: Plan | None = selector.begin(measured, 2 * kept_bytes(measured))
-    least = planner.least_feasible_budget(measured, tolerance=tolerance)
+    plan: Plan | None = selector.begin(Profiles(measured), 2 * kept_bytes(measured))
+    least = planned.least_budget(measured, tolerance=tolerance)
     peaks = []
     while plan is not None:
         peaks.append(plan.predicted_peak_bytes)
@@ -330,7 +331,7 @@ def test_tightening_strictly_decreases_and_ends(measured: Profile, tolerance: fl
 def test_tightening_under_evidence_stays_in_the_process_s_measure_and_ends() -> None:
     measured = large(40)
     selector = chosen(measured)
-    selector.begin(measured, between(measured, 0.6))
+    selector.begin(Profiles(measured), between(measured, 0.6))
     selector.evidence = PeakMeasurement(300 * MIB, 310 * MIB)  # factor 1.1
     plan: Plan | None = selector.again(2 * kept_bytes(measured), can_refuse=False)
     peaks = []
@@ -349,7 +350,7 @@ def test_tightening_under_evidence_stays_in_the_process_s_measure_and_ends() -> 
 def test_a_level_treats_every_site_as_it_says(width: int) -> None:
     needs = (Need.LINEAR, Need.SIGN, Need.LINEAR)
     measured = profile([saving(i, 3, need, 100_000) for i, need in enumerate(needs)])
-    plan = planner.make_plan(measured, 10**12, policy=f"{width}-bit")
+    plan = planned.make_plan(measured, 10**12, policy=f"{width}-bit")
     found = [plan.policy.treatment(each.need, each.site) for each in measured.savings]
     assert [each.bits for each in found] == [width, 1, width]
     assert found[1].method is Method.MASK
@@ -358,12 +359,12 @@ def test_a_level_treats_every_site_as_it_says(width: int) -> None:
 
 def test_the_levels_exact_and_plain_lose_nothing() -> None:
     measured = large(30)
-    exact = planner.make_plan(measured, 10**12, policy="exact")
+    exact = planned.make_plan(measured, 10**12, policy="exact")
     assert lossy_sites(measured, exact) == []
     assert any(t.method is Method.MASK for t in exact.policy.by_need.values()) or any(
         t.method is Method.MASK for t in exact.policy.by_site.values()
     )
-    plain = planner.make_plan(measured, 10**12, policy="plain")
+    plain = planned.make_plan(measured, 10**12, policy="plain")
     assert dict(plain.policy.by_need) == dict(plain_policy().by_need)
     assert not plain.policy.by_site
 
@@ -372,10 +373,10 @@ def test_a_demanded_release_is_planned_wherever_the_batch_is_whole() -> None:
     measured = large(30)
     must = Allowed(must_release=True)
     for share in (0.2, 0.9, 1.5):
-        plan = planner.make_plan(measured, between(measured, share, allowed=must), allowed=must)
+        plan = planned.make_plan(measured, between(measured, share, allowed=must), allowed=must)
         assert plan.release_gradients == (plan.micro_batch == measured.batch_size)
     never = Allowed(release_gradients=False)
-    plan = planner.make_plan(measured, between(measured, 0.5, allowed=never), allowed=never)
+    plan = planned.make_plan(measured, between(measured, 0.5, allowed=never), allowed=never)
     assert not plan.release_gradients
 
 
@@ -383,7 +384,7 @@ def test_the_first_step_is_predicted_without_the_state_that_its_update_makes() -
     measured = large(60)
     budget = between(measured, 0.7)
     selector = chosen(measured)
-    plan = selector.begin(measured, budget)
+    plan = selector.begin(Profiles(measured), budget)
     whole = planner.first_plan(measured, plan, budget)
     assert selector.first is not None
     assert whole is not None
@@ -406,8 +407,8 @@ def test_the_faster_operators_are_taken_whatever_the_budget(
     measured: Profile, share: float, speedup: float
 ) -> None:
     other, budget = fused(measured, speedup), between(measured, share)
-    plan = chosen(measured).begin(measured, budget, other)
-    alone = [planner.make_plan(each, budget) for each in (measured, other) if fits(each, budget)]
+    plan = chosen(measured).begin(Profiles(measured, other), budget)
+    alone = [planned.make_plan(each, budget) for each in (measured, other) if fits(each, budget)]
     assert plan.predicted_step_ms <= min(each.predicted_step_ms for each in alone)
     if speedup > 1 and fits(other, budget) and len(measured.micro_batch_ms) == 1:
         assert plan.policy.fused
@@ -431,25 +432,25 @@ def test_micro_batches_that_keep_everything_are_no_reason_to_seek_nothing_better
         refusal="",
     )
     budget = between(measured, 0.25)
-    quick = planner.make_plan(measured, budget, policy="accumulate")
+    quick = planned.make_plan(measured, budget, policy="accumulate")
     assert quick.policy.name == "plain"
     assert quick.micro_batch < measured.batch_size
     selector = chosen(measured)
     monkeypatch.setattr(selector, "_quick", lambda _: quick)
-    plan = selector.begin(measured, budget)
+    plan = selector.begin(Profiles(measured), budget)
     assert plan.predicted_step_ms < quick.predicted_step_ms
     assert plan.micro_batch > quick.micro_batch
 
 
 def fits(measured: Profile, budget_bytes: int) -> bool:
-    return planner.least_feasible_budget(measured) <= budget_bytes
+    return planned.least_budget(measured) <= budget_bytes
 
 
 def test_the_first_step_and_tighter_plans_of_a_fused_plan_are_its_own_profile_s() -> None:
     measured = large(60)
     other = fused(measured, 10.0)
     selector = chosen(measured)
-    plan = selector.begin(measured, between(measured, 0.9), other)
+    plan = selector.begin(Profiles(measured, other), between(measured, 0.9))
     assert plan.policy.fused
     assert selector.first is not None
     assert selector.first.policy.fused
@@ -462,13 +463,13 @@ def test_the_least_budget_is_the_least_of_both() -> None:
     measured = large(60)
     smaller = replace(fused(measured, 0.5), resident_bytes=measured.resident_bytes - 20 * MIB)
     selector = chosen(measured)
-    least = planner.least_feasible_budget(smaller)
-    selector.begin(measured, least, smaller)
+    least = planned.least_budget(smaller)
+    selector.begin(Profiles(measured, smaller), least)
     assert selector.plan is not None
     assert selector.plan.policy.fused
     assert selector.least_bytes() == least + ANOTHER_PROCESS_BYTES + 1
     with pytest.raises(BudgetError) as error:
-        chosen(measured).begin(measured, least - MIB, smaller)
+        chosen(measured).begin(Profiles(measured, smaller), least - MIB)
     assert error.value.least_bytes == least + ANOTHER_PROCESS_BYTES + 1
 
 
@@ -476,7 +477,7 @@ def test_the_least_budget_is_the_least_of_both() -> None:
 def test_named_policies_keep_pytorch_s_operators(policy: str) -> None:
     measured = large(20)
     selector = chosen(measured, policy=policy)
-    plan = selector.begin(measured, 10**12, fused(measured, 10.0))
+    plan = selector.begin(Profiles(measured, fused(measured, 10.0)), 10**12)
     assert not plan.policy.fused
 
 
@@ -486,8 +487,9 @@ def test_named_policies_keep_pytorch_s_operators(policy: str) -> None:
 def test_a_search_is_stopped_with_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = large(40)
     asked = iter([False, True])
-    found = planner.make_plan(measured, between(measured, 0.5), stop=lambda: next(asked, True))
-    best = planner.make_plan(measured, between(measured, 0.5))
+    budget, stop = between(measured, 0.5), lambda: next(asked, True)
+    found = planner.make_plans((measured,), budget, stop=stop)[0]
+    best = planned.make_plan(measured, between(measured, 0.5))
     assert next(asked, None) is None  # it was asked
     assert best.predicted_step_ms <= found.predicted_step_ms
     assert found.bound_ms <= best.predicted_step_ms
@@ -501,7 +503,7 @@ def test_no_search_goes_on_beside_a_step_that_needs_all_of_the_budget(
     for share in (0.3, 0.6):
         selector = chosen(measured)
         budget = between(measured, share)
-        plan = selector.begin(measured, budget)
+        plan = selector.begin(Profiles(measured), budget)
         room = budget - plan.predicted_peak_bytes
         assert (selector._search is None) == (room < module.SEARCH_BYTES)
         plan = selector.again(budget - MIB, can_refuse=False)

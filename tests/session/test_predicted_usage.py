@@ -113,8 +113,8 @@ class Step:
         assert measured is not None
         table = make_table(measured, measured.batch_size, Allowed(replay=False))
         selection = _selection(table, level)
-        usage = table.usage(table.amounts(selection))[:-1]
-        plan = Candidate(table, tuple(selection)).as_plan(measured, 10**12, level)
+        usage = table.usage_of(selection)[:-1]
+        plan = Candidate(table, selection).as_plan(10**12, level)
         return usage - measured.resident_bytes - measured.optimizer_bytes, plan.policy
 
     def measured_peak(self, policy: Policy) -> int:

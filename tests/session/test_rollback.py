@@ -64,7 +64,7 @@ class Diverging:
 
 
 def bits_of(session: Session) -> int:
-    policy = session.plan.policy if session.plan else session._plan_controller._fixed_policy
+    policy = session.plan.policy if session.plan else session._plan_controller.fixed_policy
     treatment = policy.by_need[Need.LINEAR]
     assert treatment.method is Method.ROTATED
     return treatment.bits

@@ -8,6 +8,7 @@ from collections import Counter
 from copy import deepcopy
 from functools import cache
 
+import planned
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from daf.core.plan import Plan
 from daf.core.policy import Reading
+from daf.core.profile import Profiles
 from daf.core.step_report import StepReport
 from daf.memory import process_memory
 from daf.memory.glibc import return_free_memory
@@ -80,14 +82,14 @@ def prepared(share: float) -> Session:
 @needs_limit
 def test_fused_operators_are_measured_where_not_everything_fits() -> None:
     with prepared(0.3) as session:
-        measured = session._plan_controller.selector.fused_profile
+        measured = session._plan_controller.selector.profiles.fused
         assert measured is not None
         assert measured.is_fused
         assert sum(bool(each.pattern) for each in measured.fusions) == 5
         in_place = [each for each in measured.savings if each.reading is Reading.IN_PLACE]
         assert {each.site.operator for each in in_place} == {"batch_norm"}
     with prepared(1.5) as session:
-        assert session._plan_controller.selector.fused_profile is None
+        assert session._plan_controller.selector.profiles.fused is None
         assert session.plan is not None
         assert session.plan.policy.name == "plain"
 
@@ -96,14 +98,14 @@ def test_fused_operators_are_measured_where_not_everything_fits() -> None:
 def test_a_fused_plan_trains_within_its_budget_and_says_what_it_fuses() -> None:
     with prepared(0.3) as session:
         measured, budget_bytes = (
-            session._plan_controller.selector.fused_profile,
+            session._plan_controller.selector.profiles.fused,
             session.budget_bytes,
         )
         assert measured is not None
         assert budget_bytes is not None
         # Whichever is faster on this machine: here the fused plan is carried out.
         allowed = session._plan_controller.selector.constraints.allowed
-        session.plan = planner.make_plan(measured, budget_bytes, allowed=allowed)
+        session.plan = planned.make_plan(measured, budget_bytes, allowed=allowed)
         assert session.plan.policy.fused
         assert sum("fused as batch_norm + relu" in line for line in session.plan.choices) == 5
         reports = [session.step(images(), cross_entropy) for _ in range(3)]
@@ -133,7 +135,7 @@ def test_exact_training_derives_what_convolutions_read_from_what_norms_hold() ->
     with Session(model, sgd(model), budget, tolerance=0.0) as session:
         session.prepare(images(), cross_entropy)
         measured, budget_bytes = (
-            session._plan_controller.selector.fused_profile,
+            session._plan_controller.selector.profiles.fused,
             session.budget_bytes,
         )
         assert measured is not None
@@ -142,7 +144,7 @@ def test_exact_training_derives_what_convolutions_read_from_what_norms_hold() ->
         # By what this session measured: the process may hold less than when the other one did.
         asked_bytes = min(budget_bytes, planner.kept_peak_bytes(session.profile) - 20 * MIB)
         allowed = session._plan_controller.selector.constraints.allowed
-        session.plan = planner.make_plan(measured, asked_bytes, tolerance=0.0, allowed=allowed)
+        session.plan = planned.make_plan(measured, asked_bytes, tolerance=0.0, allowed=allowed)
         reports = [session.step(images(), cross_entropy) for _ in range(4)]
         assert max(report.peak_bytes for report in reports) <= budget_bytes
         assert session.plan.policy.fused
@@ -195,14 +197,14 @@ def test_exact_training_derives_what_layers_read_from_what_activations_hold() ->
     with Session(model, sgd(model), budget, tolerance=0.0) as session:
         session.prepare(x, squares)
         measured, budget_bytes = (
-            session._plan_controller.selector.fused_profile,
+            session._plan_controller.selector.profiles.fused,
             session.budget_bytes,
         )
         assert measured is not None
         assert budget_bytes is not None
         tellers = {str(each.teller) for each in measured.savings if each.teller}
         assert tellers == {f"{n}.activation:gelu#0[0]" for n in range(1, 5)}
-        session.plan = planner.make_plan(measured, budget_bytes, policy="exact")
+        session.plan = planned.make_plan(measured, budget_bytes, policy="exact")
         reports = [session.step(x, squares) for _ in range(4)]
         assert max(report.peak_bytes for report in reports) <= budget_bytes
         done = {row["site"]: row["method"] for row in session.explain()}
@@ -255,10 +257,10 @@ def test_a_plan_with_fused_operators_has_no_logits() -> None:
                     planner.kept_peak_bytes(measured)
                     < planner.kept_peak_bytes(own) - 1.5 * logits_bytes
                 )
-                session.plan = planner.make_plan(measured, session.budget_bytes, policy="exact")
+                session.plan = planned.make_plan(measured, session.budget_bytes, policy="exact")
                 assert "linear_cross_entropy" in session.plan.policy.operators
                 assert any("logits never exist" in line for line in session.plan.choices)
-                session._plan_controller.selector.fused_profile = measured
+                session._plan_controller.selector.profiles = Profiles(own, measured)
                 session._keeper.open()
             reports = [session.step(words, next_words) for _ in range(3)]
             peaks[budget] = min(each.peak_bytes for each in reports) - session.baseline_bytes
@@ -271,14 +273,13 @@ def test_a_plan_with_fused_operators_has_no_logits() -> None:
 def test_a_resumed_session_goes_on_with_fused_operators() -> None:
     with prepared(0.3) as session:
         state = session.state_dict()
-        assert state["fused_profile"] is not None
+        assert state["profiles"]["fused"] is not None
     model = network()
     with Session(model, sgd(model), session.budget_bytes) as resumed:
         resumed.load_state_dict(state)
-        assert (
-            resumed._plan_controller.selector.fused_profile
-            == session._plan_controller.selector.fused_profile
-        )
+        selectors = (each._plan_controller.selector for each in (resumed, session))
+        found, before = (each.profiles for each in selectors)
+        assert found == before
 
 
 def test_a_step_without_a_budget_is_fused_from_the_first_on_if_asked() -> None:
@@ -451,7 +452,7 @@ def test_a_loss_with_second_derivatives_keeps_pytorch_s_operators(
         with Session(model, sgd(model), "8GB") as session:
             plan = session.prepare(batch, loss_fn)
             assert bool(session.fusion_refusal) == refused
-            assert (session._plan_controller.selector.fused_profile is None) == refused
+            assert (session._plan_controller.selector.profiles.fused is None) == refused
             if refused:
                 assert "differentiate twice" in session.fusion_refusal
                 assert not plan.policy.fused

@@ -12,6 +12,7 @@ from functools import cache, partial
 from typing import Any
 
 import numpy as np
+import planned
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,10 +23,10 @@ from daf.core.code_errors import relative_error
 from daf.core.errors import BudgetError, DataError, NonFiniteLossError
 from daf.core.plan import Plan
 from daf.core.policy import Method, Policy, plain_policy
+from daf.core.profile import Profiles
 from daf.memory import process_memory
 from daf.memory.recycling_allocator import unsupported_reason
 from daf.memory.statistics import stats
-from daf.planning import planner
 from daf.planning.noise import expected_noise
 from daf.planning.options import Allowed
 from daf.sensitivity import tracker as sensitivity_tracker
@@ -138,11 +139,11 @@ def test_widths_go_to_the_branch_that_reaches_the_loss(policy: str) -> None:
     assert measured is not None
     assert session.noise.tracker.measurements == 1
     low, high = (
-        planner.least_feasible_budget(measured, policy=level, allowed=CODES_ONLY)
+        planned.least_budget(measured, policy=level, allowed=CODES_ONLY)
         for level in ("1-bit", "4-bit")
     )
     make_plan = partial(
-        planner.make_plan, budget_bytes=low + 2 * (high - low) // 3, allowed=CODES_ONLY
+        planned.make_plan, budget_bytes=low + 2 * (high - low) // 3, allowed=CODES_ONLY
     )
     unweighted = make_plan(
         replace(measured, weights={}, noise_per_weight=0.0), policy="quantize", tolerance=math.inf
@@ -392,13 +393,10 @@ def test_a_new_measurement_plans_anew(monkeypatch: pytest.MonkeyPatch) -> None:
         profile, found = session.profile, session.sensitivity
         assert profile is not None
         assert found is not None
-        budget = planner.least_feasible_budget(profile, policy="2-bit", allowed=CODES_ONLY)
-        session._plan_controller.selector.constraints = (
-            session._plan_controller.selector.constraints._replace(allowed=CODES_ONLY)
-        )
-        session._plan_controller.selector.reweigh(
-            (session.noise.tracker.weighed(profile), None), budget
-        )
+        budget = planned.least_budget(profile, policy="2-bit", allowed=CODES_ONLY)
+        selector = session._plan_controller.selector
+        selector.allow(CODES_ONLY)
+        selector.reweigh(Profiles(session.noise.tracker.weighed(profile)), budget)
         before = session.plan
         assert before is not None
         turned = shouting(found, "faint", 1e6)
@@ -437,12 +435,10 @@ def test_a_tolerance_that_the_budget_cannot_keep_is_kept_as_nearly_as_can_be() -
         session.step(batch, cross_entropy)
         known = session.profile
         assert known is not None
-        budget = planner.least_feasible_budget(known, policy="2-bit", allowed=CODES_ONLY)
-        session._plan_controller.selector.constraints = (
-            session._plan_controller.selector.constraints._replace(allowed=CODES_ONLY)
-        )
+        budget = planned.least_budget(known, policy="2-bit", allowed=CODES_ONLY)
+        session._plan_controller.selector.allow(CODES_ONLY)
         loud = replace(known, noise_per_weight=1e12)
-        session._plan_controller.selector.reweigh((loud, None), budget)
+        session._plan_controller.selector.reweigh(Profiles(loud), budget)
         assert session.plan is not None
         assert session.plan.predicted_peak_bytes <= budget
         assert session.plan.added_noise > 0.2

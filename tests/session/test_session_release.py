@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from daf.core.errors import BudgetError, CommittedStepError, ReleaseRefusedError
 from daf.core.plan import Plan
 from daf.core.policy import plain_policy
-from daf.core.profile import Profile
 from daf.memory import process_memory
 from daf.memory.recycling_allocator import unsupported_reason
 from daf.session.plan_selector import PlanSelector
@@ -79,7 +78,7 @@ def session_of(model: nn.Module, mode: Any = True) -> Session:
 def tighter_is_halved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind every plan of the whole batch lies one of two micro-batches, whatever was measured."""
 
-    def halved(_profile: Profile, plan: Plan, **_terms: Any) -> Plan | None:
+    def halved(_profiles: object, plan: Plan, **_terms: Any) -> Plan | None:
         return replace(plan, micro_batch=16) if plan.micro_batch == 32 else None
 
     monkeypatch.setattr("daf.planning.planner.tighter_plan", halved)

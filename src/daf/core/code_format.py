@@ -11,20 +11,10 @@ from __future__ import annotations
 from enum import IntEnum
 
 FORMAT_VERSION = 3
-
-
 BLOCK_ELEMENTS = 256
-
-
 HEADER_BYTES_PER_BLOCK = 4
-
-
 WORD_BYTES = 4  # of planes, and a block's header
-
-
 ROTATED_BITS = (1, 2, 3, 4)
-
-
 MINMAX_BITS = (1, 2, 3, 4, 5, 6, 7, 8)
 
 

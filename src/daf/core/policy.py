@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
@@ -80,6 +80,8 @@ class Treatment:
 
 KEEP = Treatment(Method.KEEP)
 
+SMALL_BYTES = 4096  # smaller tensors are kept: their codes' headers and objects cost as much
+
 # DAF's own operators, by the names of their packages.
 CHUNKED = "chunked"
 FUSED_OPERATORS = frozenset({"batch_norm", "row_norm", "activation", "linear_cross_entropy"})
@@ -143,6 +145,12 @@ class Policy:
         """Return the harm of relative error at a site (default 1), which decides on eviction."""
         return self.weights.get(site, 1.0)
 
+    def changed(self, change: Callable[[Treatment], Treatment]) -> Policy:
+        """Return the policy with every treatment changed."""
+        by_need = {need: change(each) for need, each in self.by_need.items()}
+        by_site = {site: change(each) for site, each in self.by_site.items()}
+        return replace(self, by_need=MappingProxyType(by_need), by_site=MappingProxyType(by_site))
+
     def treatment(self, need: Need, site: Site) -> Treatment:
         """Return the treatment of one site."""
         return self.by_site.get(site) or self.by_need.get(need, KEEP)
@@ -154,8 +162,6 @@ _EXACT = {
     Need.INTEGER: Treatment(Method.PACK),
     Need.SHAPE: Treatment(Method.DROP),
 }
-
-
 # Exact if everything that it is derived from is.
 DERIVED = {Need.LINEAR: Treatment(Method.REDERIVE)}
 
@@ -171,8 +177,6 @@ def exact_policy() -> Policy:
 
 
 SCORE_BITS = 8
-
-
 LEAST_SCORE_BITS = 4  # below, codes of q and k bias the gradient (design, section 4)
 
 
@@ -228,15 +232,7 @@ def with_planned_operators(policy: Policy, chunk_bytes: int) -> Policy:
 
 def with_host_codes(policy: Policy) -> Policy:
     """Return the policy with all codes of GPU tensors in host memory."""
-    return replace(
-        policy,
-        by_need=MappingProxyType(
-            {need: placed_on_host(each) for need, each in policy.by_need.items()}
-        ),
-        by_site=MappingProxyType(
-            {site: placed_on_host(each) for site, each in policy.by_site.items()}
-        ),
-    )
+    return policy.changed(placed_on_host)
 
 
 def placed_on_host(treatment: Treatment) -> Treatment:

@@ -9,10 +9,11 @@ affine in the batch, so two small measured steps predict a large one's peak.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
+from daf.core.plan import Plan
 from daf.core.policy import LOSSY, Method, Need, Reading, Site
 from daf.core.reports import FusionReport
 
@@ -137,12 +138,14 @@ class DeviceSpeeds:
     link: float = 0.0
 
     def encode_ms(self, method: Method, nbytes: float) -> float:
-        """Return the time of coding ``nbytes``."""
-        return 1000.0 * nbytes / self.encode.get(method, self.copy)
+        """Return the time of coding or writing ``nbytes``."""
+        own = self.disk_write if method is Method.SPILL else self.encode.get(method, self.copy)
+        return 0.0 if method is Method.DROP else 1000.0 * nbytes / own
 
     def decode_ms(self, method: Method, nbytes: float) -> float:
-        """Return the time of decoding ``nbytes``."""
-        return 1000.0 * nbytes / self.decode.get(method, self.copy)
+        """Return the time of decoding or reading ``nbytes``."""
+        own = self.disk_read if method is Method.SPILL else self.decode.get(method, self.copy)
+        return 0.0 if method is Method.DROP else 1000.0 * nbytes / own
 
     def link_ms(self, nbytes: float) -> float:
         """Return the time of moving ``nbytes`` one way."""
@@ -211,10 +214,14 @@ class Profile:
         return frozenset(each.site for each in self.savings if each.need is Need.SCORE)
 
     @property
+    def lossy_savings(self) -> list[Saving]:
+        """The savings whose codes may lose something."""
+        return [each for each in self.savings if each.need in LOSSY and each.treatable]
+
+    @property
     def lossy_sites(self) -> frozenset[Site]:
         """The sites where codes may lose something."""
-        lossy = (each for each in self.savings if each.need in LOSSY and each.treatable)
-        return frozenset(each.site for each in lossy)
+        return frozenset(each.site for each in self.lossy_savings)
 
     @property
     def gains_by_fusing(self) -> bool:
@@ -245,3 +252,24 @@ class Profile:
     def weight(self, site: Site) -> float:
         """Return the harm of relative error at ``site``, relative to other sites."""
         return self.weights.get(site, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Profiles:
+    """The profile of PyTorch's own operators, and that of fused ones where it was measured."""
+
+    own: Profile
+    fused: Profile | None = None
+
+    @property
+    def every(self) -> tuple[Profile, ...]:
+        """The profiles that there are."""
+        return (self.own,) if self.fused is None else (self.own, self.fused)
+
+    def of(self, plan: Plan) -> Profile:
+        """Return the profile of the operators that a plan runs."""
+        return self.fused if plan.policy.fused and self.fused is not None else self.own
+
+    def changed(self, change: Callable[[Profile], Profile]) -> Profiles:
+        """Return both with a change."""
+        return Profiles(*map(change, self.every))

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from daf.core.policy import SMALL_BYTES
 from daf.kernels.backend import is_codable
 from daf.kernels.devices import can_code_on, is_coded_on_device, is_recorded
 from daf.saved_tensors.norm_inputs import channel_stride
-from daf.saved_tensors.packer import SMALL_BYTES
 from daf.torch_compat.autograd_graph import pack_hook
 
 

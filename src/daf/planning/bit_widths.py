@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import MappingProxyType
 
 from daf.core.code_errors import relative_error
 from daf.core.policy import Method, Policy, Treatment
@@ -20,11 +19,7 @@ def is_lossy(policy: Policy) -> bool:
 
 def one_bit_wider(policy: Policy) -> Policy:
     """Return the policy with every lossy code one bit wider, where a wider one exists."""
-    return replace(
-        policy,
-        by_need=MappingProxyType({need: _wider(each) for need, each in policy.by_need.items()}),
-        by_site=MappingProxyType({site: _wider(each) for site, each in policy.by_site.items()}),
-    )
+    return policy.changed(_wider)
 
 
 def wider_level(level: str) -> str | None:

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import numpy as np
 
-from daf.planning.table import Floats, Indices, Table, kept_selection, lawful, unmet, worst_moments
+from daf.planning.table import (
+    Floats,
+    Indices,
+    Selection,
+    Table,
+    kept_selection,
+    lawful,
+    unmet,
+    worst_moments,
+)
 
 _MOST_ROUNDS = 120
 _MOST_LOOSENINGS = 400
 
 
-def evicted(table: Table, limit_bytes: int) -> list[int] | None:
+def evicted(table: Table, limit_bytes: int) -> Selection | None:
     """Return a selection within the limit, starting from everything kept; None: not found."""
     holder = np.array(kept_selection(table), dtype=np.intp)  # (families,) the column of each
     for _ in range(_MOST_ROUNDS):
-        usage = table.usage(table.amounts(_selection(holder)))
+        usage = table.usage_of(_selection(holder))
         worst = worst_moments(usage, limit_bytes, 1)
         if not worst:
             _loosen(table, holder, limit_bytes)
@@ -24,8 +33,8 @@ def evicted(table: Table, limit_bytes: int) -> list[int] | None:
     return None
 
 
-def _selection(holder: Indices) -> list[int]:
-    return sorted({int(column) for column in holder})
+def _selection(holder: Indices) -> Selection:
+    return tuple(sorted({int(column) for column in holder}))
 
 
 def _tighten(table: Table, holder: Indices, row: Floats, excess: float) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from daf.planning.highs import Answer, LinearProgram, Rows, Status
-from daf.planning.table import Floats, Table, unmet, worst_moments
+from daf.planning.table import Floats, Selection, Table, unmet, worst_moments
 
 _SCALE = 1e-6  # bytes to MB, so that rows and costs have similar magnitudes
 _ROWS_A_ROUND = 6
@@ -30,7 +30,7 @@ _SMALL_COLUMNS = 60  # least peaks of programs up to this size are exact
 class Solution:
     """A selection, its objective, and a lower bound of every selection's objective."""
 
-    selection: tuple[int, ...]
+    selection: Selection
     objective: float
     bound: float
 
@@ -79,7 +79,8 @@ class Program:
         best = replace(NOT_FOUND, bound=found.bound)
         for selection in map(self._rounded, (self._shares, self._leanest())):
             objective = self._fixed + float(self._cost[list(selection)].sum())
-            if objective < best.objective and self._is_within_limit(selection):
+            fits = self._table.peak_bytes(selection) <= self._limit_bytes
+            if objective < best.objective and fits and self._is_allowed(selection):
                 best = replace(best, selection=selection, objective=objective)
         return best
 
@@ -91,17 +92,13 @@ class Program:
         scores[first_replay:] = has_share[first_replay:]
         return scores
 
-    def _is_within_limit(self, selection: tuple[int, ...]) -> bool:
-        fits = self._table.peak_bytes(list(selection)) <= self._limit_bytes
-        return fits and self._is_allowed(selection)
-
     def least_objective(self, relative_gap: float = RELATIVE_GAP) -> Solution | None:
         """Return the selection of least objective; None: none fits, ``NOT_FOUND``: none found."""
         if self._rounds(whole=False, relative_gap=0.0) is None:
             return None
         return self._rounds(whole=True, relative_gap=relative_gap)
 
-    def least_peak(self) -> tuple[int, ...] | None:
+    def least_peak(self) -> Selection | None:
         """Return the selection with the lowest peak; None: none is within the tolerance.
 
         Exact for small tables; else within ``PEAK_GAP`` of the lowest, or the best of
@@ -110,7 +107,7 @@ class Program:
         table = self._table
         gap = PEAK_GAP if table.columns > _SMALL_COLUMNS else 0.0
         self._add_moments([int(table.base_bytes.argmax())])
-        best: tuple[float, tuple[int, ...]] | None = None
+        best: tuple[float, Selection] | None = None
         for whole in (False, True):
             for _ in range(_MOST_ROUNDS):
                 answer = self._solve(gap, whole=whole)
@@ -118,7 +115,7 @@ class Program:
                     return best and best[1]
                 reached = answer.bound / _SCALE
                 rounded = self._rounded(answer.amounts)
-                peak = float(table.usage(table.amounts(list(rounded))).max())
+                peak = float(table.usage_of(rounded).max())
                 if self._is_allowed(rounded) and (best is None or peak < best[0]):
                     best = (peak, rounded)
                 if best is not None and best[0] <= reached * (1 + gap) + 1.0:
@@ -160,7 +157,7 @@ class Program:
         amounts = answer.amounts[:count]
         return replace(answer, amounts=np.round(amounts) if whole else amounts)
 
-    def _rounded(self, scores: Floats) -> tuple[int, ...]:
+    def _rounded(self, scores: Floats) -> Selection:
         """Return replays with a share above a half, and the highest score of every other family."""
         table = self._table
         chosen: list[int] = []
@@ -178,9 +175,9 @@ class Program:
                 chosen.append(int(first + scores[first:after].argmax()))
         return tuple(sorted(chosen))
 
-    def _is_allowed(self, selection: tuple[int, ...]) -> bool:
-        is_quiet = self._table.noise[list(selection)].sum() <= self._tolerance
-        return bool(is_quiet) and not unmet(self._table, set(selection))
+    def _is_allowed(self, selection: Selection) -> bool:
+        is_quiet = self._table.noise_of(selection) <= self._tolerance
+        return is_quiet and not unmet(self._table, set(selection))
 
     def _structure(self) -> Iterator[Rows]:
         """Yield rows: one choice per family, required codes, and the tolerance."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -19,16 +19,13 @@ from daf.planning.candidate import Candidate, with_margin, without_margin
 from daf.planning.highs import LinearProgram
 from daf.planning.mip import RELATIVE_GAP
 from daf.planning.options import EVERYTHING, Allowed
-from daf.planning.policies import strategy_named
+from daf.planning.policies import Strategy, strategy_named
 from daf.planning.search import Problem, Search, Shape
 from daf.planning.table import kept_selection, level_selection, make_table
 
 # Until noise is measured: two bits everywhere, with room for the few sites that get fewer. A
 # seventh of the batch's own variance costs as much as a batch smaller by an eighth.
 DEFAULT_TOLERANCE = 0.14
-# The most noise relative to the batch's own; a tuple is tried in turn. None: the default, then, if
-# that cannot hold the budget, no bound.
-Tolerance = float | tuple[float, ...] | None
 # How much slower than the best a first plan may be, in force until the search ends.
 QUICK_GAP = 0.1
 # Times of micro-batches are predicted from other sizes': BERT-small's of 8 were predicted 3 %
@@ -52,162 +49,127 @@ def warm_up() -> None:
     LinearProgram(amounts, amounts).solve(whole=amounts > 0, most_nodes=1)
 
 
-def make_plan(
-    profile: Profile,
-    budget_bytes: int,
-    *,
-    policy: str = "optimal",
-    tolerance: Tolerance = None,
-    allowed: Allowed = EVERYTHING,
-    quickly: bool = False,
-    also: Sequence[Profile] = (),
-    stop: Callable[[], bool] = lambda: False,
-) -> Plan:
-    """Return the policy's best plan whose predicted peak is within the budget.
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """What plans are made under.
 
-    Args:
-        profile: the measured step.
-        budget_bytes: for the whole process, floor included.
-        policy: a registered name; ``"optimal"`` takes the least time a step.
-        tolerance: the most variance that codes may add to the gradient, relative to the
-            batch's own (0: lossless treatments only). None: ``DEFAULT_TOLERANCE``, then no bound
-            if that cannot hold the budget. A tuple is tried in turn.
-        allowed: what execution can carry out.
-        quickly: accept a plan within ``QUICK_GAP`` of the best, not ``RELATIVE_GAP``.
-        also: profiles of the same step with other operators; the fastest plan wins.
-        stop: asked between two programs; True returns the best plan so far.
-
-    Raises:
-        BudgetError: no plan fits; ``least_bytes`` is the least budget that one does.
-        UnknownNameError: the policy is not registered.
+    ``policy``: a registered name; ``"optimal"`` takes the least time a step. ``tolerance``: the
+    most variance that codes may add to the gradient, relative to the batch's own (0: lossless
+    treatments only; a tuple is tried in turn). None: ``DEFAULT_TOLERANCE``, then no bound if that
+    cannot hold the budget. ``allowed``: what execution can carry out.
     """
-    return make_plans(
-        (profile, *also),
-        budget_bytes,
-        policy=policy,
-        tolerance=tolerance,
-        allowed=allowed,
-        quickly=quickly,
-        stop=stop,
-    )[0]
+
+    policy: str = "optimal"
+    tolerance: float | tuple[float, ...] | None = None
+    allowed: Allowed = EVERYTHING
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy of the policy.
+
+        Raises:
+            UnknownNameError: the policy is not registered.
+        """
+        return strategy_named(self.policy)
+
+    @property
+    def tolerances(self) -> tuple[float, ...]:
+        """The tolerances to try in turn."""
+        if self.tolerance is None:
+            return DEFAULT_TOLERANCE, math.inf
+        return self.tolerance if isinstance(self.tolerance, tuple) else (self.tolerance,)
+
+
+OPTIMAL = Constraints()
 
 
 def make_plans(
     profiles: Sequence[Profile],
     budget_bytes: int,
+    constraints: Constraints = OPTIMAL,
     *,
-    policy: str = "optimal",
-    tolerance: Tolerance = None,
-    allowed: Allowed = EVERYTHING,
     quickly: bool = False,
     with_others: bool = False,
     stop: Callable[[], bool] = lambda: False,
 ) -> tuple[Plan, ...]:
     """Return the best plan of each profile, the fastest predicted first.
 
-    Arguments as in ``make_plan``. ``with_others`` adds each one's rival with much larger
-    micro-batches and the best plan without noise, where they exist.
+    Args:
+        profiles: the measured step; others are of the same step with other operators.
+        budget_bytes: for the whole process, floor included.
+        constraints: the policy, the tolerance and what execution can carry out.
+        quickly: accept plans within ``QUICK_GAP`` of the best, not ``RELATIVE_GAP``.
+        with_others: add each one's rival with much larger micro-batches and the best plan without
+            noise, where they exist.
+        stop: asked between two programs; True returns the best plans so far.
 
     Raises:
         BudgetError: no plan fits; ``least_bytes`` is the least budget that one does.
         UnknownNameError: the policy is not registered.
     """
     gap = QUICK_GAP if quickly else RELATIVE_GAP
-    find = strategy_named(policy).find
+    find = constraints.strategy.find
 
     def plans_of(profile: Profile, most: float) -> list[Plan]:
         limit = without_margin(profile, budget_bytes)
-        problem = Problem(profile, limit, most, allowed, gap, stop)
+        problem = Problem(profile, limit, most, constraints.allowed, gap, stop)
         best = find(problem)
         if best is None:
             return []
-        found = [best.as_plan(profile, budget_bytes, policy)]
+        found = [best.as_plan(budget_bytes, constraints.policy)]
         if with_others:
             others = [rival_of(best, problem)]
             if is_lossy(found[0].policy) and not stop():
                 others.append(find(replace(problem, tolerance=0.0)))
-            found += [each.as_plan(profile, budget_bytes, policy) for each in others if each]
+            found += [each.as_plan(budget_bytes, constraints.policy) for each in others if each]
         return found
 
-    for most in _tolerances(tolerance):
+    for most in constraints.tolerances:
         plans = [plan for profile in profiles for plan in plans_of(profile, most)]
         if plans:
             return tuple(sorted(plans, key=lambda plan: plan.predicted_step_ms))
-    least = least_feasible_budget(
-        profiles[0], policy=policy, tolerance=tolerance, allowed=allowed, also=profiles[1:]
-    )
+    least = least_feasible_budget(profiles, constraints)
     raise BudgetError(refusal(profiles[0], budget_bytes, least), least)
 
 
 def rival_of(best: Candidate, problem: Problem) -> Candidate | None:
     """Return the fastest candidate with much larger micro-batches; None unless nearly as fast."""
     least_micro_batch = RIVAL_SIZE * best.table.micro_batch
-    most_ms = RIVAL_MS * best.objective(problem.profile)
     if least_micro_batch > problem.profile.batch_size or problem.stop():
         return None
+    most_ms = RIVAL_MS * best.objective
     found = Search(replace(problem, least_micro_batch=least_micro_batch, most_ms=most_ms)).run()
     return found and replace(found, bound_ms=best.bound_ms)
 
 
-def least_feasible_budget(
-    profile: Profile,
-    *,
-    policy: str = "optimal",
-    tolerance: Tolerance = None,
-    allowed: Allowed = EVERYTHING,
-    also: Sequence[Profile] = (),
-) -> int:
-    """Return the least budget (bytes) under which ``make_plan`` finds a plan.
+def least_feasible_budget(profiles: Sequence[Profile], constraints: Constraints = OPTIMAL) -> int:
+    """Return the least budget (bytes) under which ``make_plans`` finds a plan.
 
     Raises:
         BudgetError: no plan is within the tolerance at any budget.
         UnknownNameError: the policy is not registered.
     """
-    least, peaks = strategy_named(policy).least, []
-    for each in (profile, *also):
-        found = least(Problem(each, tolerance=_tolerances(tolerance)[-1], allowed=allowed))
-        if found is not None:
-            peaks.append(found.peak_bytes(each))
-    if not peaks:
-        raise BudgetError(f"no plan of policy {policy!r} adds as little noise as {tolerance}")
-    return min(peaks)
-
-
-def choose(
-    profile: Profile,
-    budget_bytes: int,
-    *,
-    policy: str = "optimal",
-    tolerance: Tolerance = None,
-    allowed: Allowed = EVERYTHING,
-) -> Candidate | None:
-    """Return the candidate behind ``make_plan``'s plan, for its account; None if nothing fits."""
-    problem = Problem(profile, without_margin(profile, budget_bytes), allowed=allowed)
-    find = strategy_named(policy).find
-    found = (find(replace(problem, tolerance=most)) for most in _tolerances(tolerance))
-    return next((each for each in found if each is not None), None)
-
-
-def _tolerances(tolerance: Tolerance) -> tuple[float, ...]:
-    if tolerance is None:
-        return DEFAULT_TOLERANCE, math.inf
-    return tolerance if isinstance(tolerance, tuple) else (tolerance,)
+    tolerance, allowed = constraints.tolerances[-1], constraints.allowed
+    problems = (Problem(each, tolerance=tolerance, allowed=allowed) for each in profiles)
+    found = [each for each in map(constraints.strategy.least, problems) if each is not None]
+    if not found:
+        raise BudgetError(
+            f"no plan of policy {constraints.policy!r} adds as little noise as "
+            f"{constraints.tolerance}"
+        )
+    return min(each.predicted_peak_bytes for each in found)
 
 
 def first_plan(
-    profile: Profile,
-    plan: Plan,
-    budget_bytes: int,
-    *,
-    tolerance: Tolerance = None,
-    allowed: Allowed = EVERYTHING,
+    profile: Profile, plan: Plan, budget_bytes: int, constraints: Constraints = OPTIMAL
 ) -> Plan | None:
     """Return a first full-size step's plan: ``plan`` at its lowest level, or None if no lower."""
-    problem = Problem(profile, tolerance=_tolerances(tolerance)[-1], allowed=allowed)
+    tolerance, allowed = constraints.tolerances[-1], constraints.allowed
+    problem = Problem(profile, tolerance=tolerance, allowed=allowed)
     found = policies.lowest_level(problem, Shape(plan.micro_batch, plan.release_gradients))
-    if found.peak_bytes(profile) >= plan.predicted_peak_bytes:
+    if found.predicted_peak_bytes >= plan.predicted_peak_bytes:
         return None
-    return found.as_plan(profile, budget_bytes, "first step")
+    return found.as_plan(budget_bytes, "first step")
 
 
 def kept_peak_bytes(profile: Profile) -> int:
@@ -219,11 +181,8 @@ def kept_peak_bytes(profile: Profile) -> int:
 def level_peak_bytes(profile: Profile, examples: int, level: str) -> int:
     """Return the peak (bytes) of one micro-batch at a level, margin included, nothing rederived."""
     table = make_table(profile, examples, replace(EVERYTHING, replay=False))
-    followed = [table.option(column) for column in level_selection(table, level)]
-    own = [
-        table.column_of(family, option.level, follow=False)
-        for family, option in enumerate(followed)
-    ]
+    followed = enumerate(map(table.option, level_selection(table, level)))
+    own = (table.column_of(family, option.level, follow=False) for family, option in followed)
     return with_margin(profile, table.peak_bytes([each for each in own if each is not None]))
 
 
@@ -235,29 +194,21 @@ def update_peak_bytes(profile: Profile, *, release: bool) -> int:
 
 
 def tighter_plan(
-    profile: Profile,
-    plan: Plan,
-    *,
-    policy: str = "optimal",
-    tolerance: Tolerance = None,
-    allowed: Allowed = EVERYTHING,
-    also: Sequence[Profile] = (),
+    profiles: Sequence[Profile], plan: Plan, constraints: Constraints = OPTIMAL
 ) -> Plan | None:
     """Return a plan predicted to hold clearly less than ``plan``, after a refusal; None if none."""
-    find = partial(
-        make_plan, profile, policy=policy, tolerance=tolerance, allowed=allowed, also=also
-    )
+    find = partial(make_plans, profiles, constraints=constraints)
     # The floor may exceed the prediction, if memory from before has been returned since.
-    above = max(SMALLEST_STEP_BYTES, plan.predicted_peak_bytes - profile.floor_bytes)
+    above = max(SMALLEST_STEP_BYTES, plan.predicted_peak_bytes - profiles[0].floor_bytes)
     least: int | None = None
     for share in TIGHTER_SHARES:
         try:
-            return find(plan.predicted_peak_bytes - int(share * above), quickly=True)
+            return find(plan.predicted_peak_bytes - int(share * above), quickly=True)[0]
         except BudgetError as error:
             least = error.least_bytes
     if least is None or least >= plan.predicted_peak_bytes:
         return None
-    return find(least)
+    return find(least)[0]
 
 
 def refusal(profile: Profile, budget_bytes: int, least_bytes: int) -> str:

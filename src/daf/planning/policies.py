@@ -17,7 +17,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from types import MappingProxyType
+from typing import Any
 
 from daf.core.errors import UnknownNameError
 from daf.core.policy import Method
@@ -28,7 +30,7 @@ from daf.planning.mip import Program
 from daf.planning.options import WIDTHS, Allowed
 from daf.planning.replays import Replay
 from daf.planning.search import Problem, Search, Shape, micro_batch_sizes, shapes
-from daf.planning.table import Table, kept_selection, lawful, level_selection
+from daf.planning.table import Selection, Table, kept_selection, lawful, level_selection
 
 # The knee has at least this share of the best measured examples per second.
 KNEE_FRACTION = 0.95
@@ -86,17 +88,13 @@ def first_that_fits(
         return next((each for each in candidates(problem) if _fits(each, problem)), None)
 
     def least(problem: Problem) -> Candidate | None:
-        return min(candidates(problem), key=_peak_bytes, default=None)
+        return min(candidates(problem), key=attrgetter("peak_bytes"), default=None)
 
     return Strategy(find, least, is_level)
 
 
 def _fits(candidate: Candidate | None, problem: Problem) -> bool:
-    return candidate is not None and _peak_bytes(candidate) <= problem.limit_bytes
-
-
-def _peak_bytes(candidate: Candidate) -> int:
-    return candidate.table.peak_bytes(list(candidate.selection))
+    return candidate is not None and candidate.peak_bytes <= problem.limit_bytes
 
 
 def optimal(problem: Problem) -> Candidate | None:
@@ -119,12 +117,12 @@ def tightest(problem: Problem) -> Candidate | None:
     best: Candidate | None = None
     for shape in reversed(chosen):
         table = shape.table(profile, allowed)
-        if best is not None and table.base_peak_bytes >= _peak_bytes(best):
+        if best is not None and table.peak_bytes(()) >= best.peak_bytes:
             continue
         selection = Program(table, problem.tolerance).least_peak()
         if selection is not None:
             found = Candidate(table, selection)
-            best = min(best or found, found, key=_peak_bytes)
+            best = min(best or found, found, key=attrgetter("peak_bytes"))
     return best
 
 
@@ -148,34 +146,39 @@ def sage(problem: Problem) -> Candidate | None:
     above = [size for size in sizes if size >= turning] or sizes[:1]
     for size in above:
         table = Shape(size).table(own.profile, own.allowed)
-        kept = Candidate(table, tuple(kept_selection(table)))
+        kept = Candidate(table, kept_selection(table))
         if _fits(kept, problem):
             return kept
     for size in sizes[len(above) - 1 :]:
         table = Shape(size).table(own.profile, own.allowed)
         selection = evicted(table, problem.limit_bytes)
         if selection is not None:
-            return Candidate(table, tuple(selection))
+            return Candidate(table, selection)
     return _if_it_fits(tightest(own), problem)
 
 
-def _accumulating(problem: Problem) -> Iterator[Candidate]:
-    allowed = replace(problem.allowed, replay=False, widths=())
-    for size in micro_batch_sizes(problem.profile):
-        table = Shape(size).table(problem.profile, allowed)
-        yield Candidate(table, tuple(kept_selection(table)))
+def _in_micro_batches(select: Callable[[Table], Selection], **without: Any) -> Strategy:
+    """Return the strategy of the largest micro-batch whose selection fits."""
+
+    def candidates(problem: Problem) -> Iterator[Candidate]:
+        allowed = replace(problem.allowed, **without)
+        for size in micro_batch_sizes(problem.profile):
+            table = Shape(size).table(problem.profile, allowed)
+            yield Candidate(table, select(table))
+
+    return first_that_fits(candidates)
 
 
 def _checkpointing(problem: Problem) -> Iterator[Candidate]:
     allowed = replace(problem.allowed, widths=())
     table = Shape(problem.profile.batch_size).table(problem.profile, allowed)
-    yield Candidate(table, checkpointed(problem.profile, table))
+    yield Candidate(table, checkpointed(table))
 
 
-def checkpointed(profile: Profile, table: Table) -> tuple[int, ...]:
+def checkpointed(table: Table) -> Selection:
     """Return everything kept except in the blocks of one level of the module tree."""
-    parents = {call.parent for call in profile.calls}
-    layers = sum(1 for index in range(len(profile.calls)) if index not in parents)
+    calls = table.profile.calls
+    layers = len(set(range(len(calls))) - {call.parent for call in calls})
     levels: dict[int, list[int]] = {}
     for place, each in _whose_inputs_are_kept(table):
         levels.setdefault(each.module.count("."), []).append(place)
@@ -193,20 +196,13 @@ def _whose_inputs_are_kept(table: Table) -> Iterator[tuple[int, Replay]]:
             yield place, each
 
 
-def _replaying(table: Table, places: Sequence[int]) -> tuple[int, ...]:
+def _replaying(table: Table, places: Sequence[int]) -> Selection:
     covered = frozenset[int]().union(*(table.replays[place].families for place in places))
     kept = [c for family, c in enumerate(kept_selection(table)) if family not in covered]
-    return tuple(lawful(table, kept + [table.replay_column(place) for place in places]))
+    return lawful(table, kept + [table.replay_column(place) for place in places])
 
 
-def _reducing(problem: Problem) -> Iterator[Candidate]:
-    allowed = replace(problem.allowed, widths=())
-    for size in micro_batch_sizes(problem.profile):
-        table = Shape(size).table(problem.profile, allowed)
-        yield Candidate(table, reduced(table))
-
-
-def reduced(table: Table) -> tuple[int, ...]:
+def reduced(table: Table) -> Selection:
     """Return everything kept except in the largest calls of at most ``REDUCED_OPERATORS``."""
     replays = _whose_inputs_are_kept(table)
     few = [place for place, each in replays if each.operators <= REDUCED_OPERATORS]
@@ -224,7 +220,7 @@ def _quantizing(problem: Problem) -> Iterator[Candidate]:
     table = Shape(problem.profile.batch_size).table(problem.profile, allowed)
     for width in WIDTHS:
         if width in allowed.widths:
-            yield Candidate(table, tuple(lawful(table, level_selection(table, str(width)))))
+            yield Candidate(table, lawful(table, level_selection(table, str(width))))
 
 
 _widest = first_that_fits(_quantizing)
@@ -262,8 +258,8 @@ def lowest_level(problem: Problem, shape: Shape) -> Candidate:
     table = shape.table(problem.profile, own)
     levels = ("keep", "exact", *map(str, own.widths))
     selections = [lawful(table, level_selection(table, level)) for level in levels]
-    within = [each for each in selections if table.noise[each].sum() <= problem.tolerance]
-    return min((Candidate(table, tuple(each)) for each in within), key=_peak_bytes)
+    within = (each for each in selections if table.noise_of(each) <= problem.tolerance)
+    return min((Candidate(table, each) for each in within), key=attrgetter("peak_bytes"))
 
 
 def _at_level(level: str) -> Strategy:
@@ -272,7 +268,7 @@ def _at_level(level: str) -> Strategy:
         own: Allowed = replace(problem.allowed, replay=False, widths=WIDTHS)
         for shape in shapes(problem.profile, own):
             table = shape.table(problem.profile, own)
-            yield Candidate(table, tuple(lawful(table, level_selection(table, level))))
+            yield Candidate(table, lawful(table, level_selection(table, level)))
 
     return first_that_fits(candidates, is_level=True)
 
@@ -281,8 +277,8 @@ _strategies |= {
     "optimal": Strategy(optimal, tightest),
     "sage": Strategy(sage, lambda problem: tightest(_without_codes(problem))),
     "checkpoint": first_that_fits(_checkpointing),
-    "accumulate": first_that_fits(_accumulating),
-    "reduce": first_that_fits(_reducing),
+    "accumulate": _in_micro_batches(kept_selection, replay=False, widths=()),
+    "reduce": _in_micro_batches(reduced, widths=()),
     "quantize": Strategy(quantized, _least_coded),
     "plain": _at_level("keep"),
     "exact": _at_level("exact"),

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from daf.core.profile import CallProfile, Profile, Saving
-from daf.planning.options import Span
-
-Family = tuple[Saving, ...]
+from daf.planning.option_costs import Span
+from daf.planning.options import Family
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ def replays_of(profile: Profile, groups: Sequence[Family], examples: int) -> tup
         for saving in group:
             families_at[saving.call].append(family)
             savings_at[saving.call].append(saving)
-    until = _last_moments(profile.savings)
+    until = last_moments(profile.savings)
     found: list[Replay] = []
     for calls in by_module.values():
         covered = set().union(*(inside[call] for call in calls))
@@ -76,7 +75,8 @@ def _is_possible(profile: Profile, calls: Sequence[int], inside: Sequence[set[in
     return replayable and not is_nested and any(profile.calls[call].parent >= 0 for call in calls)
 
 
-def _last_moments(savings: Iterable[Saving]) -> dict[int, int]:
+def last_moments(savings: Iterable[Saving]) -> dict[int, int]:
+    """Return the last moment of each storage that these savings hold."""
     found: dict[int, int] = {}
     for saving in savings:
         found[saving.storage] = max(found.get(saving.storage, -1), saving.released)
@@ -128,7 +128,7 @@ def _held(
     nbytes = {s.storage: s.storage_bytes.at(examples) for s in reversed(savings)}
     always = [
         Span(begin, last, nbytes[storage])  # new memory, even if others hold the original
-        for storage, last in _last_moments(savings).items()
+        for storage, last in last_moments(savings).items()
         if storage not in given
     ]
     by_storage: dict[int, Span] = {}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from daf.core.profile import Profile
-from daf.planning.candidate import Candidate, noise_price_ms, pieces_of
+from daf.planning.candidate import Candidate, noise_price_ms
 from daf.planning.mip import RELATIVE_GAP, Program, Solution
 from daf.planning.options import EVERYTHING, Allowed
 from daf.planning.table import Table, base_bytes, make_table
@@ -111,7 +111,7 @@ class Search:
         if self._best is None:
             return None
         lowest_ms = min([settled_ms, *(each.lower_ms for each in heap)])
-        return replace(self._best, bound_ms=min(lowest_ms, self._best.step_ms(self._profile)))
+        return replace(self._best, bound_ms=min(lowest_ms, self._best.step_ms))
 
     def _is_over(self, lower_ms: float) -> bool:
         """True if no shape of this bound or a higher one can improve the result enough."""
@@ -138,7 +138,7 @@ class Search:
 
     def _program(self, shape: Shape) -> tuple[Table, Program]:
         table = shape.table(self._profile, self._allowed)
-        added_ms = pieces_of(self._profile, table) * table.cost_ms
+        added_ms = table.micro_batches * table.cost_ms
         cost = added_ms + noise_price_ms(self._profile) * table.noise
         fixed_ms = self._profile.step_ms(shape.micro_batch)
         return table, Program(

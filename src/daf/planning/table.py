@@ -8,7 +8,7 @@ few spans of bytes, so one cumulative sum gives all rows.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -17,29 +17,43 @@ import numpy as np
 from numpy.typing import NDArray
 
 from daf.core.policy import Site
-from daf.core.profile import Profile, Saving
-from daf.planning.options import KEPT, Allowed, Option, OptionMaker, families
-from daf.planning.replays import Replay, replays_of
+from daf.core.profile import Profile
+from daf.planning.options import (
+    EXACT,
+    KEPT,
+    WIDTHS,
+    Allowed,
+    Family,
+    Option,
+    OptionMaker,
+    families,
+)
+from daf.planning.replays import Replay, last_moments, replays_of
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
+# Columns in ascending order.
+Selection = tuple[int, ...]
+# A column, and the columns of which it needs one beside it.
+Requirement = tuple[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Table:
-    """All choices at one micro-batch size (see ``make_table``).
+    """All choices at one micro-batch size of ``profile`` (see ``make_table``).
 
     Family ``f``'s options are the columns ``first[f] … first[f + 1] - 1``; replays come last.
-    ``base_bytes``: the process at each moment without saved tensors. ``requires`` holds
-    (column, alternatives): the column needs one of these beside it.
+    ``base_bytes``: the process at each moment without saved tensors.
     """
 
+    profile: Profile
     micro_batch: int
     release_gradients: bool
+    families: tuple[Family, ...]
     options: tuple[tuple[Option, ...], ...]
     replays: tuple[Replay, ...]
     base_bytes: Floats
-    requires: tuple[tuple[int, tuple[int, ...]], ...]
+    requires: tuple[Requirement, ...]
 
     @cached_property
     def first(self) -> Indices:
@@ -53,9 +67,9 @@ class Table:
         return int(self.first[-1]) + len(self.replays)
 
     @property
-    def moments(self) -> int:
-        """Number of moments."""
-        return len(self.base_bytes)
+    def micro_batches(self) -> float:
+        """Micro-batches per step; a shorter last one counts in proportion."""
+        return self.profile.batch_size / self.micro_batch
 
     @cached_property
     def family_of(self) -> Indices:
@@ -65,8 +79,7 @@ class Table:
     @cached_property
     def cost_ms(self) -> Floats:
         """(columns,) milliseconds that each column adds to a micro-batch."""
-        own = [option.cost_ms for options in self.options for option in options]
-        return np.array(own + [replay.cost_ms for replay in self.replays], dtype=np.float64)
+        return np.array([each.cost_ms for each in self._every], dtype=np.float64)
 
     @cached_property
     def noise(self) -> Floats:
@@ -74,23 +87,22 @@ class Table:
         own = [option.noise for options in self.options for option in options]
         return np.array(own + [0.0] * len(self.replays), dtype=np.float64)
 
+    @property
+    def _every(self) -> list[Option | Replay]:
+        return [*(option for options in self.options for option in options), *self.replays]
+
     @cached_property
     def spans(self) -> tuple[Indices, Indices, Indices, Floats]:
         """(column, first moment, moment after the last, bytes) of every span."""
-        found = [option.spans for options in self.options for option in options]
-        found += [replay.spans for replay in self.replays]
-        rows = [(c, s.first, s.last + 1, s.nbytes) for c, spans in enumerate(found) for s in spans]
-        if not rows:
-            empty = np.zeros(0, dtype=np.intp)
-            return empty, empty, empty, np.zeros(0)
-        column, first, after, nbytes = zip(*rows, strict=True)
-        indices = (np.array(each, dtype=np.intp) for each in (column, first, after))
-        return (*indices, np.array(nbytes, dtype=np.float64))  # type: ignore[return-value]
+        rows = [(c, s.first, s.last + 1) for c, each in enumerate(self._every) for s in each.spans]
+        nbytes = [span.nbytes for each in self._every for span in each.spans]
+        column, first, after = np.array(rows, dtype=np.intp).reshape(-1, 3).T
+        return column, first, after, np.array(nbytes, dtype=np.float64)
 
     def usage(self, amounts: Floats) -> Floats:
         """Return (moments,) bytes of the process with column ``c`` taken ``amounts[c]`` times."""
         column, first, after, nbytes = self.spans
-        change = np.zeros(self.moments + 1)
+        change = np.zeros(len(self.base_bytes) + 1)
         taken = nbytes * amounts[column]
         np.add.at(change, first, taken)
         np.subtract.at(change, after, taken)
@@ -122,11 +134,11 @@ class Table:
         family = int(self.family_of[column])
         return self.options[family][column - int(self.first[family])]
 
-    def amounts(self, selection: list[int]) -> Floats:
-        """Return a selection as (columns,) zeros and ones."""
+    def usage_of(self, selection: Sequence[int]) -> Floats:
+        """Return (moments,) bytes of the process under a selection."""
         chosen = np.zeros(self.columns)
-        chosen[selection] = 1.0
-        return chosen
+        chosen[list(selection)] = 1.0
+        return self.usage(chosen)
 
     @cached_property
     def needs(self) -> Mapping[int, tuple[tuple[int, ...], ...]]:
@@ -142,14 +154,22 @@ class Table:
             return self.replays[column - int(self.first[-1])].families
         return frozenset([int(self.family_of[column])])
 
-    @property
-    def base_peak_bytes(self) -> int:
-        """The peak if nothing were saved."""
-        return int(np.ceil(self.base_bytes.max()))
-
-    def peak_bytes(self, selection: list[int]) -> int:
+    def peak_bytes(self, selection: Sequence[int]) -> int:
         """Return the peak over the timeline under a selection, rounded up."""
-        return int(np.ceil(self.usage(self.amounts(selection)).max()))
+        return int(np.ceil(self.usage_of(selection).max()))
+
+    def cost_of(self, selection: Sequence[int]) -> float:
+        """Return the milliseconds that a selection adds to a micro-batch."""
+        return float(self.cost_ms[list(selection)].sum())
+
+    def noise_of(self, selection: Sequence[int]) -> float:
+        """Return the variance that a selection adds to the gradient, relative to the batch's."""
+        return float(self.noise[list(selection)].sum())
+
+    def replays_in(self, selection: Sequence[int]) -> list[Replay]:
+        """Return the replays that a selection holds."""
+        first = int(self.first[-1])
+        return [self.replays[column - first] for column in selection if column >= first]
 
 
 def make_table(
@@ -159,14 +179,13 @@ def make_table(
     groups = families(profile.savings)
     maker = OptionMaker(profile, micro_batch, allowed)
     options = tuple(tuple(maker.options(group)) for group in groups)
-    replays = (
-        replays_of(profile, groups, micro_batch) if allowed.replay and not profile.is_fused else ()
-    )
+    can_replay = allowed.replay and not profile.is_fused
+    replays = replays_of(profile, groups, micro_batch) if can_replay else ()
     base = base_bytes(profile, micro_batch, release_gradients=release_gradients)
     if maker.sends_codes:
         base = base + allowed.passing_bytes
     requires = _requirements(groups, options) + _keeping(groups, options, replays)
-    return Table(micro_batch, release_gradients, options, replays, base, requires)
+    return Table(profile, micro_batch, release_gradients, groups, options, replays, base, requires)
 
 
 def base_bytes(profile: Profile, micro_batch: int, *, release_gradients: bool) -> Floats:
@@ -197,21 +216,27 @@ def largest_gradient_bytes(profile: Profile) -> int:
     return max(after - before for before, after in pairwise(sizes))
 
 
+Flat = Iterator[tuple[int, Family, Option]]
+
+
+def _columns_of(groups: Sequence[Family], options: Sequence[tuple[Option, ...]]) -> Flat:
+    """Yield every option with its column and its family."""
+    every = ((group, option) for group, own in zip(groups, options, strict=True) for option in own)
+    return ((column, group, option) for column, (group, option) in enumerate(every))
+
+
 def _requirements(
-    groups: list[tuple[Saving, ...]], options: tuple[tuple[Option, ...], ...]
-) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    groups: Sequence[Family], options: Sequence[tuple[Option, ...]]
+) -> tuple[Requirement, ...]:
     coding: dict[Site, list[int]] = defaultdict(list)
     keeping: dict[Site, list[int]] = defaultdict(list)
-    flat: list[Option] = []
-    for group, family in zip(groups, options, strict=True):
-        for option in family:
-            for site in option.coded_sites:
-                coding[site].append(len(flat))
-            for site in {saving.site for saving in group} - option.treatments.keys():
-                keeping[site].append(len(flat))
-            flat.append(option)
+    for column, group, option in _columns_of(groups, options):
+        for site in option.coded_sites:
+            coding[site].append(column)
+        for site in {saving.site for saving in group} - option.treatments.keys():
+            keeping[site].append(column)
     found = []
-    for column, option in enumerate(flat):
+    for column, _, option in _columns_of(groups, options):
         for wanted, there in ((option.requires, coding), (option.requires_kept, keeping)):
             known = wanted & keeping.keys()  # one option of every family keeps all of it
             found += [(column, tuple(there[site])) for site in sorted(known, key=str)]
@@ -219,44 +244,35 @@ def _requirements(
 
 
 def _keeping(
-    groups: list[tuple[Saving, ...]],
-    options: tuple[tuple[Option, ...], ...],
-    replays: tuple[Replay, ...],
-) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    groups: Sequence[Family], options: Sequence[tuple[Option, ...]], replays: Sequence[Replay]
+) -> tuple[Requirement, ...]:
     """Return, for replays whose inputs others keep, the options that keep them long enough."""
-    keeping: dict[int, list[tuple[int, int]]] = defaultdict(list)  # (column, until)
-    column = 0
-    for group, family in zip(groups, options, strict=True):
-        for option in family:
-            until: dict[int, int] = {}
-            for each in group:
-                if each.site not in option.treatments:
-                    until[each.storage] = max(until.get(each.storage, -1), each.released)
-            for storage, last in until.items():
-                keeping[storage].append((column, last))
-            column += 1
+    keeping: dict[int, list[tuple[int, int]]] = defaultdict(list)  # (column, last moment)
+    for column, group, option in _columns_of(groups, options):
+        kept = (each for each in group if each.site not in option.treatments)
+        for storage, last in last_moments(kept).items():
+            keeping[storage].append((column, last))
+    first = sum(map(len, options))
     return tuple(
-        (column + place, tuple(there for there, until in keeping[storage] if until >= last))
+        (first + place, tuple(there for there, until in keeping[storage] if until >= last))
         for place, replay in enumerate(replays)
         for storage, last in replay.shared
     )
 
 
-def kept_selection(table: Table) -> list[int]:
+def kept_selection(table: Table) -> Selection:
     """Return every family kept, as plain PyTorch does."""
-    return [int(first) for first in table.first[:-1]]
+    return tuple(int(first) for first in table.first[:-1])
 
 
-def level_selection(table: Table, level: str) -> list[int]:
+def level_selection(table: Table, level: str) -> Selection:
     """Return every family at one level, or the nearest wider one that it has."""
-    order = (KEPT, "exact", "8", "4", "3", "2", "1")
-    rank = order.index(level)
-    selection = []
-    for family in range(len(table.options)):
-        candidates = [*reversed(order[: rank + 1])]
-        columns = (table.column_of(family, each) for each in candidates)
-        selection.append(next(column for column in columns if column is not None))
-    return selection
+    order = (KEPT, EXACT, *map(str, WIDTHS))
+    wider = [*reversed(order[: order.index(level) + 1])]
+    return tuple(
+        next(column for each in wider if (column := table.column_of(family, each)) is not None)
+        for family in range(len(table.options))
+    )
 
 
 def unmet(table: Table, chosen: set[int]) -> set[int]:
@@ -268,12 +284,12 @@ def unmet(table: Table, chosen: set[int]) -> set[int]:
     }
 
 
-def lawful(table: Table, selection: list[int]) -> list[int]:
+def lawful(table: Table, selection: Sequence[int]) -> Selection:
     """Replace options whose requirements are not chosen by self-sufficient ones."""
     chosen = set(selection)
     while wrong := unmet(table, chosen):
         chosen = {_own(table, column) if column in wrong else column for column in chosen}
-    return sorted(chosen)
+    return tuple(sorted(chosen))
 
 
 def _own(table: Table, column: int) -> int:

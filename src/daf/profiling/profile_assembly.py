@@ -6,14 +6,13 @@ line in the batch. Where they differ (data-dependent control flow), the larger o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from daf.core.policy import KEEP, Method, Need, Reading
+from daf.core.policy import KEEP, SMALL_BYTES, Method, Need, Reading
 from daf.core.profile import Affine, CallProfile, Saving, Timeline, decoded_bytes
 from daf.saved_tensors.observation import Observation, ObservedTensor
-from daf.saved_tensors.packer import SMALL_BYTES
 
 _NOT_CODED = (Need.EXACT, Need.INPUT)
 
@@ -77,10 +76,6 @@ class _Moments:
         ]
 
 
-def _line(observations: Sequence[Observation], value: Callable[[Observation], float]) -> Affine:
-    return Affine.through((each.examples, value(each)) for each in observations)
-
-
 def _savings(observations: Sequence[Observation], moments: _Moments) -> tuple[Saving, ...]:
     found = [
         _saving([(each.examples, each.saves[index]) for each in observations], moments)
@@ -95,14 +90,13 @@ def _saving(points: list[tuple[int, ObservedTensor]], moments: _Moments) -> Savi
     found = points[-1][1]
     small = found.tensor_bytes < SMALL_BYTES and found.need not in _NOT_CODED
     packed = found.treatment.method is Method.PACK and found.elements > 0
+    sizes = ("storage_bytes", "elements", "tensor_bytes", "beside_bytes")
+    lines = {name: Affine.through((n, getattr(each, name)) for n, each in points) for name in sizes}
     return Saving(
         site=found.site,
         need=found.need,
         storage=found.storage,
-        storage_bytes=Affine.through((n, each.storage_bytes) for n, each in points),
         content=found.content,
-        elements=Affine.through((n, each.elements) for n, each in points),
-        tensor_bytes=Affine.through((n, each.tensor_bytes) for n, each in points),
         saved=moments.number(found.saved),
         dies=moments.number(found.dies),
         read=moments.number(found.read),
@@ -112,8 +106,8 @@ def _saving(points: list[tuple[int, ObservedTensor]], moments: _Moments) -> Savi
         parents=found.parents,
         packed_bits=8.0 * found.held_bytes / found.elements if packed else 0.0,
         reading=found.reading,
-        beside_bytes=Affine.through((n, each.beside_bytes) for n, each in points),
         teller=found.teller,
+        **lines,
     )
 
 

@@ -25,8 +25,8 @@ from daf.memory.keeper import Keeper
 from daf.offload.spill import SpillOptions
 from daf.operators.chunked.weight_gradient import chunk_bytes_on
 from daf.planning import planner
-from daf.planning.calibration import calibrated
 from daf.planning.candidate import MARGIN_BYTES
+from daf.profiling.calibration import calibrated
 from daf.profiling.device_speeds import device_speeds
 from daf.profiling.model_memory import (
     gradient_bytes,
@@ -53,6 +53,7 @@ SHOWN_SHARE = 0.2
 UPDATE_PASSES = 2
 
 
+@dataclass(eq=False)
 class Profiler:
     """Measures steps of one model on one batch; never steps the optimizer.
 
@@ -65,28 +66,18 @@ class Profiler:
         begin_peak: resets the memory's high-water mark.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        capture: Capture,
-        memory: MemoryDomain,
-        keeper: Keeper,
-        *,
-        baseline_bytes: int,
-        allow_split: bool,
-        spill: SpillOptions | None,
-        begin_peak: Callable[[], object],
-    ) -> None:
-        self._memory = memory
-        self._begin_peak = begin_peak
-        self._model = model
-        self._optimizer = optimizer
-        self._capture = capture
-        self._keeper = keeper
-        self._baseline_bytes = baseline_bytes
-        self._spill = spill
-        self._refusal = "" if allow_split else split_refusal(model)
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    capture: Capture
+    memory: MemoryDomain
+    keeper: Keeper
+    baseline_bytes: int
+    allow_split: bool
+    spill: SpillOptions | None
+    begin_peak: Callable[[], object]
+
+    def __post_init__(self) -> None:
+        self._refusal = "" if self.allow_split else split_refusal(self.model)
         self._operators = _Operators()
         self._beside_bytes = 0
 
@@ -106,9 +97,9 @@ class Profiler:
         Raises:
             PoolFullError: the pool cannot hold even the smallest step of the tightest policy.
         """
-        examples, device = context.info.examples, device_of(self._model)
+        examples, device = context.info.examples, device_of(self.model)
         self._operators = _Operators(examples, chunk_bytes_on(device)) if own else _Operators()
-        with preserved_state(self._model, gradients=True):
+        with preserved_state(self.model, gradients=True):
             expected = self._expectation(context, own, on_progress)
             if own is not None:
                 on_progress("fusions")
@@ -120,8 +111,8 @@ class Profiler:
             observations = self._observations(context, sizes, budget_bytes, on_progress)
             on_progress("times")
             times = self._times(context, observations, budget_bytes)
-        known, room_bytes = own.speeds if own else None, budget_bytes - self._memory.held_bytes()
-        speeds = device_speeds(observations[-1], self._spill, known, device, room_bytes)
+        known, room_bytes = own.speeds if own else None, budget_bytes - self.memory.held_bytes()
+        speeds = device_speeds(observations[-1], self.spill, known, device, room_bytes)
         found = self._profile(examples, observations, times.kept, speeds)
         if times.coded_ms is None:
             return found
@@ -134,7 +125,7 @@ class Profiler:
 
         A batch that cannot be cut needs none: a job without room for a few has none for all.
         """
-        if split_refusal(self._model):
+        if split_refusal(self.model):
             return lambda _: 0.0
         if own is not None:
             level = partial(planner.level_peak_bytes, own, level=str(TIGHTEST_BITS))
@@ -146,7 +137,7 @@ class Profiler:
         wanted = (min(EXAMPLES, context.info.examples),)
         examples = _sizes_within(wanted, expected, budget_bytes)[-1]
         policy = self._operators.of(TIGHTEST, examples)
-        dry_run(self._capture, self._model, policy, context.batch, context.loss_fn, examples)
+        dry_run(self.capture, self.model, policy, context.batch, context.loss_fn, examples)
 
     def _observations(
         self,
@@ -168,7 +159,7 @@ class Profiler:
 
         Libraries add their own: matrix products of GPT-2's shape took 24 MB per example.
         """
-        gradients = gradient_bytes(self._model)
+        gradients = gradient_bytes(self.model)
         growing = max(0, max(*found.peak_bytes, found.process_bytes) - gradients)
         held = self._resident_bytes() + gradients + growing * examples / found.examples
         return held + MARGIN_BYTES
@@ -176,21 +167,21 @@ class Profiler:
     def _observe(self, context: StepContext, examples: int) -> Observation:
         part = context.first(examples)
         self._make_room()
-        self._begin_peak()
-        before_bytes = self._memory.held_bytes()
-        observer = Observer(self._capture, examples, self._memory)
+        self.begin_peak()
+        before_bytes = self.memory.held_bytes()
+        observer = Observer(self.capture, examples, self.memory)
         policy = self._operators.of(TIGHTEST, examples)
-        step = self._capture.step(policy, seed=0, step_index=0, batch=part, watcher=observer)
+        step = self.capture.step(policy, seed=0, step_index=0, batch=part, watcher=observer)
         with observer.watching():
             with step:
-                loss = read_loss(context.loss_fn(self._model, part), examples)
+                loss = read_loss(context.loss_fn(self.model, part), examples)
             observer.begin_backward()
             loss.mean.backward()  # type: ignore[no-untyped-call]
-        observer.found.process_bytes = self._memory.peak_bytes() - before_bytes
+        observer.found.process_bytes = self.memory.peak_bytes() - before_bytes
         self._drop_gradients()
         self._make_room()
         self._note_beside()
-        observer.found.plain_bytes = self._capture.stats.plain_peak_bytes
+        observer.found.plain_bytes = self.capture.stats.plain_peak_bytes
         observer.found.chunk_bytes = policy.chunk_bytes or 0
         return observer.found
 
@@ -217,12 +208,12 @@ class Profiler:
         policy = self._operators.of(policy, examples)
         found = []
         for _ in range(2):
-            self._memory.wait()
+            self.memory.wait()
             start_s = time.perf_counter()
-            with self._capture.step(policy, seed=0, step_index=0, batch=part):
-                loss = read_loss(context.loss_fn(self._model, part), examples)
+            with self.capture.step(policy, seed=0, step_index=0, batch=part):
+                loss = read_loss(context.loss_fn(self.model, part), examples)
             loss.mean.backward()  # type: ignore[no-untyped-call]
-            self._memory.wait()
+            self.memory.wait()
             found.append(1000.0 * (time.perf_counter() - start_s))
             self._drop_gradients()
         self._make_room()
@@ -238,16 +229,16 @@ class Profiler:
     ) -> Profile:
         parts = build(observations)
         self._make_room()
-        state = optimizer_bytes_to_come(self._optimizer)
-        passing = update_bytes(self._optimizer, self._memory)
+        state = optimizer_bytes_to_come(self.optimizer)
+        passing = update_bytes(self.optimizer, self.memory)
         self._make_room()  # what the trials had
         self._note_beside()
-        updated = gradient_bytes(self._model)
-        touched = 2 * updated + sum(map(state_bytes, self._optimizer.state.values())) + state
+        updated = gradient_bytes(self.model)
+        touched = 2 * updated + sum(map(state_bytes, self.optimizer.state.values())) + state
         return Profile(
-            floor_bytes=self._baseline_bytes,
+            floor_bytes=self.baseline_bytes,
             resident_bytes=self._resident_bytes(),
-            parameter_bytes=parameter_bytes(self._model),
+            parameter_bytes=parameter_bytes(self.model),
             gradient_bytes=updated,
             optimizer_bytes=state,
             batch_size=examples,
@@ -261,10 +252,10 @@ class Profiler:
             update_bytes=passing,
             passing_bytes=self._beside_tensors(observations),
             split_refusal=self._refusal,
-            recycles=self._keeper.recycles,
+            recycles=self.keeper.recycles,
             chunk_bytes=self._operators.chunk_bytes,
             part_bytes=observations[-1].norm_part_bytes,
-            fusions=self._capture.fusions() if self._operators.chunk_bytes else (),
+            fusions=self.capture.fusions() if self._operators.chunk_bytes else (),
         )
 
     def _beside_tensors(self, observations: Sequence[Observation]) -> Affine:
@@ -272,7 +263,7 @@ class Profiler:
 
         Only the process's peak shows them, perhaps taken while few tensors were alive.
         """
-        if isinstance(self._memory, DeviceMemory):
+        if isinstance(self.memory, DeviceMemory):
             return ZERO
         peaks = [(e.examples, e.process_bytes, max(e.peak_bytes, default=0)) for e in observations]
         if any(process > (1 + SHOWN_SHARE) * tensors for _, process, tensors in peaks):
@@ -281,21 +272,21 @@ class Profiler:
 
     def _note_beside(self) -> None:
         """Note libraries' bytes right after a step: the system takes back their unused pages."""
-        if self._keeper.recycles:
-            beside = self._memory.held_bytes() - self._memory.account_bytes()
+        if self.keeper.recycles:
+            beside = self.memory.held_bytes() - self.memory.account_bytes()
             self._beside_bytes = max(self._beside_bytes, beside)
 
     def _resident_bytes(self) -> int:
         """Return the memory held now, with what libraries add in a step."""
-        account = self._memory.account_bytes() if self._keeper.recycles else 0
-        return max(self._memory.held_bytes(), self._beside_bytes + account)
+        account = self.memory.account_bytes() if self.keeper.recycles else 0
+        return max(self.memory.held_bytes(), self._beside_bytes + account)
 
     def _make_room(self) -> None:
-        self._capture.release_scratch()
-        self._keeper.flush()
+        self.capture.release_scratch()
+        self.keeper.flush()
 
     def _drop_gradients(self) -> None:
-        for parameter in self._model.parameters():
+        for parameter in self.model.parameters():
             parameter.grad = None
 
 

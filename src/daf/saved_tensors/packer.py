@@ -16,7 +16,7 @@ from daf.codecs.ranged import WHOLE, Cut, grid_of
 from daf.codecs.scratch import Scratch
 from daf.core.code_format import Predicate
 from daf.core.errors import CodecError
-from daf.core.policy import KEEP, Method, Need, Site, Treatment
+from daf.core.policy import KEEP, SMALL_BYTES, Method, Need, Site, Treatment
 from daf.kernels.backend import is_codable
 from daf.kernels.devices import can_code_on, is_read_freely, is_recorded
 from daf.kernels.normalisation import Channels
@@ -42,7 +42,6 @@ from daf.saved_tensors.packed_tensor import (
 from daf.saved_tensors.provenance import Provenance
 
 _PART_ELEMENTS = 1 << 18
-SMALL_BYTES = 4096  # smaller tensors are kept: their codes' headers and our objects cost as much
 _REDERIVED = Treatment(Method.REDERIVE)
 _INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _VALUE_METHODS = frozenset(

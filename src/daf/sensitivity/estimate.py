@@ -14,7 +14,7 @@ parameter's gradient. Parameters, gradients, random states, buffers and hooks ar
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -160,12 +160,13 @@ class _Measurement:
         self._priors = _priors(self._reports.values(), by_module)
 
     def run(self) -> Sensitivity:
-        values = self._from_prior(self._reports)
+        values = dict(self._priors)
         if self._effort.local:
             values |= self._measure_local()
         others = [site for site in self._reports if site not in self._weight_of]
         if self._effort.others and others:
-            values |= self._measure_others(others)
+            for group in alike_groups(others, self._effort.others):
+                values |= self._measure_group(group)
         if self._relative:
             values = _unknown_as_usual(values)
         own, own_error = self._batch_variance()
@@ -189,13 +190,6 @@ class _Measurement:
         noise = sample_variance(self._micro_batch_sketches).sum(1) / len(self._micro_batch_sketches)
         return relative_counts(elements, own, noise, coded)
 
-    def _from_prior(self, sites: Mapping[Site, SiteReport]) -> dict[Site, SiteSensitivity]:
-        return {
-            site: SiteSensitivity(prior.value, prior.value * prior.deviation, prior.value)
-            for site, prior in self._priors.items()
-            if site in sites
-        }
-
     def _measure_local(self) -> dict[Site, SiteSensitivity]:
         """Measure products' inputs; if other weights changed too, none is local any more."""
         if not self._weight_of:
@@ -217,13 +211,7 @@ class _Measurement:
             unit = relative_error(self._reports[site].treatment)
             counts = float(self._counts[weight]) / unit
             value, error = counts * float(variance[weight].sum()), counts * float(errors[weight])
-            found[site] = SiteSensitivity(value, error, self._priors[site].value)
-        return found
-
-    def _measure_others(self, sites: list[Site]) -> dict[Site, SiteSensitivity]:
-        found: dict[Site, SiteSensitivity] = {}
-        for group in alike_groups(sites, self._effort.others):
-            found |= self._measure_group(group)
+            found[site] = SiteSensitivity(value, error, self._priors[site].prior)
         return found
 
     def _measure_group(self, group: tuple[Site, ...]) -> dict[Site, SiteSensitivity]:
@@ -236,7 +224,7 @@ class _Measurement:
         error = float(_scatter(change).square().sum().sqrt()) / unit
         if len(group) > 1:
             error = max(error, value)
-        return {site: SiteSensitivity(value, error, self._priors[site].value) for site in group}
+        return {site: SiteSensitivity(value, error, self._priors[site].prior) for site in group}
 
     def _redrawn(self, draws: dict[Site, int]) -> Tensor:
         """Sketch under fresh seeds where codes have them, elsewhere under another width."""
@@ -365,28 +353,23 @@ def _local_weights(
     return {site: weight for site, weight in found.items() if uses[weight] == 1}
 
 
-@dataclass(frozen=True, slots=True)
-class _Prior:
-    value: float
-    deviation: float  # in units of the value
-
-
-def _priors(reports: Any, by_module: Mapping[str, float]) -> dict[Site, _Prior]:
+def _priors(
+    reports: Iterable[SiteReport], by_module: Mapping[str, float]
+) -> dict[Site, SiteSensitivity]:
     """Return priors: by the formula where there is one, else the median of those."""
-    listed = list(reports)
-    uses = Counter(report.site.module for report in listed if report.need in _FORMULA_NEEDS)
+    needs = {each.site: each.need for each in reports}
+    with_formula = [site for site, need in needs.items() if need in (Need.LINEAR, Need.NORM)]
+    uses = Counter(site.module for site in with_formula)
     known = {
-        report.site: by_module[report.site.module] / uses[report.site.module]
-        for report in listed
-        if report.need in _FORMULA_NEEDS and by_module.get(report.site.module, 0.0) > 0.0
+        site: by_module[site.module] / uses[site.module]
+        for site in with_formula
+        if by_module.get(site.module, 0.0) > 0.0
     }
     typical = float(np.median(list(known.values()))) if known else 1.0
     found = {}
-    for report in listed:
-        whole = report.need is Need.LINEAR and report.site in known
-        deviation = _PRODUCT_DEVIATION if whole else _OTHER_DEVIATION
-        found[report.site] = _Prior(known.get(report.site, typical), deviation)
+    for site, need in needs.items():
+        is_product = need is Need.LINEAR and site in known
+        deviation = _PRODUCT_DEVIATION if is_product else _OTHER_DEVIATION
+        value = known.get(site, typical)
+        found[site] = SiteSensitivity(value, value * deviation, value)
     return found
-
-
-_FORMULA_NEEDS = frozenset({Need.LINEAR, Need.NORM})

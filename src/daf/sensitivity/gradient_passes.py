@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from daf.step.state_snapshot import StateSnapshot
 Around = Callable[[], Any]
 
 
+@dataclass(eq=False)
 class Passes:
     """Runs passes of one model under one capture; all start from the random state of ``snapshot``.
 
@@ -27,26 +29,18 @@ class Passes:
     sketch. The passes overwrite the capture's account.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: LossFunction,
-        capture: Capture,
-        *,
-        seed: int,
-        step_index: int,
-        snapshot: StateSnapshot,
-        buckets: int = BUCKETS,
-    ) -> None:
-        trained = {id(each): each for each in model.parameters() if each.requires_grad}
-        self.sketcher = GradientSketcher(tuple(trained.values()), buckets)
-        self.examples = 0
-        self.model = model
-        self._loss_fn = loss_fn
-        self._capture = capture
-        self._seed = seed
-        self._step_index = step_index
-        self._snapshot = snapshot
+    model: nn.Module
+    loss_fn: LossFunction
+    capture: Capture
+    seed: int
+    step_index: int
+    snapshot: StateSnapshot
+    buckets: int = BUCKETS
+    examples: int = 0  # of all passes so far
+
+    def __post_init__(self) -> None:
+        trained = {id(each): each for each in self.model.parameters() if each.requires_grad}
+        self.sketcher = GradientSketcher(tuple(trained.values()), self.buckets)
 
     def sketch(
         self,
@@ -63,15 +57,13 @@ class Passes:
         Raises:
             NonFiniteLossError: the loss is inf or NaN.
         """
-        self._snapshot.restore_random()
+        self.snapshot.restore_random()
         examples = batch_size(batch)
         self.examples += examples
-        step = self._capture.step(
-            policy, self._seed, self._step_index, batch=batch, draws=draws or {}
-        )
+        step = self.capture.step(policy, self.seed, self.step_index, batch=batch, draws=draws or {})
         with torch.enable_grad():
             with around(), step:
-                loss = read_loss(self._loss_fn(self.model, batch), examples).mean
+                loss = read_loss(self.loss_fn(self.model, batch), examples).mean
             if not bool(torch.isfinite(loss)):
                 raise NonFiniteLossError(
                     f"asked to measure sensitivities, but the loss is {loss.item()}; measure on "
@@ -81,4 +73,4 @@ class Passes:
 
     def sites(self) -> Sequence[SiteReport]:
         """Return the treatment of every site in the last pass."""
-        return self._capture.sites()
+        return self.capture.sites()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from daf.core.code_errors import relative_error
 from daf.core.errors import DataError
+from daf.core.json_dataclasses import from_plain, to_plain
 from daf.core.policy import Site, Treatment
 
 
@@ -137,9 +138,7 @@ class Sensitivity:
         factor = self.examples / max(1, examples)
         sites = {
             site: SiteSensitivity(
-                factor * each.variance_per_error,
-                factor * each.standard_error,
-                factor * each.prior,
+                factor * each.variance_per_error, factor * each.standard_error, factor * each.prior
             )
             for site, each in self.sites.items()
         }
@@ -151,16 +150,8 @@ class Sensitivity:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON: a checkpoint, or another run of the same model."""
-        rows = [asdict(site) | asdict(each) for site, each in self.sites.items()]
-        return {
-            "sites": rows,
-            "gradient_energy": self.gradient_energy,
-            "examples": self.examples,
-            "passes": self.passes,
-            "batch_variance": self.batch_variance,
-            "batch_variance_error": self.batch_variance_error,
-            "relative": self.relative,
-        }
+        found: dict[str, Any] = to_plain(self)
+        return found
 
     @staticmethod
     def from_dict(value: Mapping[str, Any]) -> Sensitivity:
@@ -170,22 +161,11 @@ class Sensitivity:
             DataError: a value is missing.
         """
         try:
-            rows = value["sites"]
-            sites = {_site(row): _site_sensitivity(row) for row in rows}
-            rest = {name: each for name, each in value.items() if name != "sites"}
-            return Sensitivity(sites, **rest)
-        except (KeyError, TypeError) as error:
+            return from_plain(Sensitivity, value)
+        except (KeyError, TypeError, ValueError) as error:
             raise DataError(
                 f"these are no stored sensitivities ({error}); measure them again"
             ) from error
-
-
-def _site(row: Mapping[str, Any]) -> Site:
-    return Site(row["module"], row["operator"], row["call"], row["save"])
-
-
-def _site_sensitivity(row: Mapping[str, Any]) -> SiteSensitivity:
-    return SiteSensitivity(row["variance_per_error"], row["standard_error"], row["prior"])
 
 
 def _mixed(old: float, new: float, share: float) -> float:

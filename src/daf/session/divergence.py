@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from statistics import median
 from typing import Any, ClassVar
 
-from daf.core.errors import DataError
 from daf.session.resumable import Resumable
 
 _SCALE_OF_DEVIATION = 1.4826  # median absolute deviation to standard deviation, Gaussian
@@ -23,6 +23,7 @@ class Action(StrEnum):
     STOP = "stop"  # diverged again, or there is no good state
 
 
+@dataclass
 class DivergenceWatch(Resumable):
     """A state machine of one rollback that tells a diverging run from a noisy one by its losses.
 
@@ -31,9 +32,6 @@ class DivergenceWatch(Resumable):
     by more than ``least_rise`` of the median. ``patience`` spikes in a row, or one non-finite loss,
     are a divergence. Spikes do not enter the window. The state is good every ``save_every`` steps,
     once ``patience`` steps have passed without a spike.
-
-    Raises:
-        DataError: an argument is out of its range.
     """
 
     KEPT: ClassVar[Mapping[str, Any]] = {
@@ -45,31 +43,17 @@ class DivergenceWatch(Resumable):
         "has_rolled_back": bool,
     }
 
-    def __init__(
-        self,
-        *,
-        window: int = 50,
-        deviations: float = 8.0,
-        least_rise: float = 0.5,
-        patience: int = 5,
-        save_every: int = 100,
-    ) -> None:
-        if min(window, patience, save_every) < 1 or deviations <= 0.0 or least_rise < 0.0:
-            raise DataError(
-                f"asked for a window of {window}, a patience of {patience} and states every "
-                f"{save_every} steps; give whole numbers from 1, and deviations above 0"
-            )
-        self.good_step: int | None = None
-        self.reason = ""
-        self.losses: tuple[float, ...] = ()
-        self.spikes = 0
-        self.calm_since: int | None = None
-        self.has_rolled_back = False
-        self._window = window
-        self._deviations = deviations
-        self._least_rise = least_rise
-        self._patience = patience
-        self._save_every = save_every
+    window: int = 50
+    deviations: float = 8.0
+    least_rise: float = 0.5
+    patience: int = 5
+    save_every: int = 100
+    good_step: int | None = None
+    reason: str = ""
+    losses: tuple[float, ...] = ()
+    spikes: int = 0
+    calm_since: int | None = None
+    has_rolled_back: bool = False
 
     def note(self, step: int, loss: float) -> Action:
         """Take in the loss of step ``step``, before its update; return what to do.
@@ -81,30 +65,30 @@ class DivergenceWatch(Resumable):
         if self._is_spike(loss):
             self.spikes += 1
             self.calm_since = None
-            if self.spikes < self._patience:
+            if self.spikes < self.patience:
                 return Action.CONTINUE
             return self._diverged(
                 f"{self.spikes} losses in a row up to step {step} are far above the usual "
                 f"{median(self.losses):.4g}; the last is {loss:.4g}"
             )
         self.spikes = 0
-        self.losses = (*self.losses, loss)[-self._window :]
+        self.losses = (*self.losses, loss)[-self.window :]
         if self.calm_since is None:
             self.calm_since = step
         return self._save_if_due(step, calm=step - self.calm_since)
 
     def _is_spike(self, loss: float) -> bool:
-        if len(self.losses) < self._window:
+        if len(self.losses) < self.window:
             return False
         usual = median(self.losses)
         deviation = _SCALE_OF_DEVIATION * median(abs(each - usual) for each in self.losses)
         rise = loss - usual
-        return rise > self._deviations * deviation and rise > self._least_rise * abs(usual)
+        return rise > self.deviations * deviation and rise > self.least_rise * abs(usual)
 
     def _save_if_due(self, step: int, *, calm: int) -> Action:
-        due = self.good_step is None or step - self.good_step >= self._save_every
+        due = self.good_step is None or step - self.good_step >= self.save_every
         # The first state is the first step's, before anything can have gone wrong.
-        if due and (self.good_step is None or calm >= min(self._patience, self._save_every)):
+        if due and (self.good_step is None or calm >= min(self.patience, self.save_every)):
             self.good_step = step
             return Action.SAVE
         return Action.CONTINUE

@@ -17,6 +17,7 @@ from daf.memory.domain import MemoryDomain, ProcessMemory, keeper_of
 from daf.memory.keeper import Keeper
 from daf.offload.host_codes import host_options
 from daf.offload.spill import SpillOptions
+from daf.planning.planner import Constraints
 from daf.pool.default import make_store
 from daf.profiling.profiler import Profiler
 from daf.sensitivity.result import Sensitivity
@@ -32,7 +33,7 @@ from daf.session.budget_controller import BudgetController
 from daf.session.counters import StepCounters
 from daf.session.noise_controller import NoiseController
 from daf.session.plan_controller import PlanController
-from daf.session.plan_selector import PlanConstraints, PlanSelector
+from daf.session.plan_selector import PlanSelector
 from daf.session.rollback import Rollback
 from daf.session.step_profiles import StepProfiles
 from daf.session.step_runner import StepRetries, StepRunner
@@ -82,7 +83,7 @@ def make_parts(
     release = GradientRelease(release_gradients, model, optimizer, capture.parameter_reads)
     gradient = GradientStep(model, optimizer, capture, release, keeper.must_finish)
     tolerance = checked_tolerance(tolerance)
-    selector = PlanSelector(PlanConstraints(policy_name(bits, policy), tolerance))
+    selector = PlanSelector(Constraints(policy_name(bits, policy), tolerance))
     tracker = SensitivityTracker(model, optimizer, keeper, sensitivity)
     noise = NoiseController(tracker, selector, capture, tolerance, memory)
     counters = StepCounters(capture, memory, release)

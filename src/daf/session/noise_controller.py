@@ -16,6 +16,7 @@ from daf.core.code_errors import error_growth, relative_error
 from daf.core.code_format import BLOCK_ELEMENTS, header_bytes, plane_bytes
 from daf.core.plan import Plan
 from daf.core.policy import Method, Policy, Site
+from daf.core.profile import Profiles
 from daf.core.reports import SiteReport
 from daf.memory.domain import MemoryDomain
 from daf.planning.bit_widths import is_lossy, one_bit_wider
@@ -23,7 +24,7 @@ from daf.planning.noise import expected_noise
 from daf.planning.planner import DEFAULT_TOLERANCE
 from daf.sensitivity.noise_record import NoiseRecord, Response
 from daf.sensitivity.tracker import Room, SensitivityTracker
-from daf.session.plan_selector import PlanSelector, Profiles, profile_for
+from daf.session.plan_selector import PlanSelector
 from daf.step.context import StepContext
 
 # One bit less adds four times the noise.
@@ -59,7 +60,7 @@ class NoiseController:
         self._capture = capture
         self._memory = memory
         self._is_exact = tolerance == 0.0
-        self._is_told = False
+        self._has_warned = False
         self._searched_ms = 0.0  # counted so far
         self._by_site: dict[Site, float] = {}
         self._valid_for: tuple[object, ...] = (None, None, None)
@@ -79,13 +80,15 @@ class NoiseController:
         """
         if self.tracker.sensitivity is None and plan.added_noise > 0.0:
             resident = self._memory.held_bytes()
-            room = Room(profiles[0], profile_for(plan, profiles), budget_bytes)
+            room = Room(profiles.own, profiles.of(plan), budget_bytes)
             self.tracker.measure(
                 replace(context, index=0), room, pool_bytes=self._capture.pool_bytes
             )
             # Measuring loads code and leaves small blocks in the allocator; both stay.
             stays = max(0, self._memory.held_bytes() - resident)
-            profiles = _with_resident(profiles, stays)
+            profiles = profiles.changed(
+                lambda each: replace(each, resident_bytes=each.resident_bytes + stays)
+            )
         return self.weighed(profiles)
 
     def weighed(self, profiles: Profiles) -> Profiles:
@@ -94,9 +97,8 @@ class NoiseController:
         Raises:
             DataError: the sensitivities are of another model.
         """
-        own, fused = profiles
-        self.tracker.check(each for each in profiles if each is not None)
-        return self.tracker.weighed(own), None if fused is None else self.tracker.weighed(fused)
+        self.tracker.check(profiles.every)
+        return profiles.changed(self.tracker.weighed)
 
     def with_weights(self, policy: Policy) -> Policy:
         """Weight a policy that no planner made, so that the least harmful planes are evicted."""
@@ -108,7 +110,7 @@ class NoiseController:
         plan = self._selector.plan
         if plan is None:
             return False
-        if self._selector.profile is None or budget_bytes is None:
+        if self._selector.profiles is None or budget_bytes is None:
             wider = one_bit_wider(plan.policy)
             self._selector.change_policy(wider)
             return wider != plan.policy
@@ -135,9 +137,10 @@ class NoiseController:
 
     def _measure(self, context: StepContext, running: Plan, budget_bytes: int | None) -> None:
         room = None
-        if self._selector.profile is not None and budget_bytes is not None:
-            operated = self._selector.profile_of(running)
-            room = Room(self._selector.profile, operated, self._selector.modelled(budget_bytes))
+        profiles = self._selector.profiles
+        if profiles is not None and budget_bytes is not None:
+            modelled_bytes = self._selector.modelled(budget_bytes)
+            room = Room(profiles.own, profiles.of(running), modelled_bytes)
         policy, pool_bytes = None if room else running.policy, self._capture.pool_bytes
         if not self.tracker.measure(context, room, policy=policy, pool_bytes=pool_bytes):
             return
@@ -152,12 +155,13 @@ class NoiseController:
     def _replan(self, running: Plan, budget_bytes: int) -> bool:
         """Plan by new numbers; True if the plan adds less noise than the running one."""
         start_s = time.perf_counter()
-        weighed = self.tracker.weighed(self._selector.profile_of(running))
-        old = sum(expected_noise(weighed, running.policy, running.micro_batch).values())
-        self._selector.reweigh(self.weighed(self._selector.profiles), budget_bytes)
+        assert self._selector.profiles is not None
+        profiles = self.weighed(self._selector.profiles)
+        noise = expected_noise(profiles.of(running), running.policy, running.micro_batch)
+        self._selector.reweigh(profiles, budget_bytes)
         self.tracker.schedule.note_plan(1000.0 * (time.perf_counter() - start_s))
         plan = self._selector.plan
-        return plan is not None and plan.added_noise < old
+        return plan is not None and plan.added_noise < sum(noise.values())
 
     def _count_search(self) -> None:
         """Charge searches by new sensitivities to measuring; the first plan's search is free."""
@@ -177,8 +181,8 @@ class NoiseController:
             response = Response.WIDENED if has_widened else Response.NO_ROOM
             record = replace(record, response=response)
         self.history.append(record)
-        if record.response is Response.NO_ROOM and not self._is_told:
-            self._is_told = True
+        if record.response is Response.NO_ROOM and not self._has_warned:
+            self._has_warned = True
             self.tell(
                 f"at step {record.step} codes add {record.relative_noise:.2f} of the batch's own "
                 f"gradient noise, and {record.tolerance:.2f} were asked for at most; training goes "
@@ -188,16 +192,16 @@ class NoiseController:
 
     def _count(self, running: Plan) -> None:
         """Predict each site's noise anew if the plan, sensitivities or profile changed."""
-        found, profile = self.tracker.sensitivity, self._selector.profile
-        key = (running, found, profile)
+        found, profiles = self.tracker.sensitivity, self._selector.profiles
+        key = (running, found, profiles)
         if all(one is other for one, other in zip(key, self._valid_for, strict=True)):
             return
         self._valid_for = key
         if found is None or not found.batch_variance:
             self._by_site = {}
-        elif profile is not None:
-            operated = self._selector.profile_of(running)
-            self._by_site = expected_noise(operated, running.policy, running.micro_batch)
+        elif profiles is not None:
+            profile = profiles.of(running)
+            self._by_site = expected_noise(profile, running.policy, running.micro_batch)
         else:
             own = found.batch_variance
             self._by_site = {
@@ -219,21 +223,12 @@ class NoiseController:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs (JSON-able), without the plan selector's tolerances."""
-        return {"tracker": self.tracker.state_dict(), "is_told": self._is_told}
+        return {"tracker": self.tracker.state_dict(), "is_told": self._has_warned}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state_dict``."""
         self.tracker.load_state_dict(state["tracker"])
-        self._is_told = state["is_told"]
-
-
-def _with_resident(profiles: Profiles, more_bytes: int) -> Profiles:
-    """Return the profiles of a process that holds ``more_bytes`` more between its steps."""
-    own, fused = (
-        each and replace(each, resident_bytes=each.resident_bytes + more_bytes) for each in profiles
-    )
-    assert own is not None
-    return own, fused
+        self._has_warned = state["is_told"]
 
 
 def _growth(report: SiteReport) -> float:

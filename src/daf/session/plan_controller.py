@@ -7,7 +7,7 @@ held other than predicted. ``PlanSelector`` makes the plans; ``PlanController`` 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -30,6 +30,7 @@ from daf.step.context import BatchInfo, StepContext
 NEW_OPERATORS_BYTES = 8 * 2**20
 
 
+@dataclass(eq=False)
 class PlanController(Resumable):
     """Finds each step's plan; without a budget every step runs under ``fixed_policy``.
 
@@ -42,38 +43,29 @@ class PlanController(Resumable):
         ("planned_for_bytes", "uncut_examples", "planned_budget_bytes", "predicted_peak_bytes"), int
     )
 
-    def __init__(
-        self,
-        selector: PlanSelector,
-        step_profiles: StepProfiles,
-        noise: NoiseController,
-        keeper: Keeper,
-        budget_controller: BudgetController,
-        *,
-        allowed: Callable[[], Allowed],
-        fixed_policy: Policy,
-    ) -> None:
-        self.selector = selector
-        self.step_profiles = step_profiles
-        self._noise = noise
-        self._keeper = keeper
-        self._budget_controller = budget_controller
-        self._allowed = allowed
-        self._fixed_policy = fixed_policy
-        self.predicted_peak_bytes: int | None = None
+    selector: PlanSelector
+    step_profiles: StepProfiles
+    noise: NoiseController
+    keeper: Keeper
+    budget_controller: BudgetController
+    allowed: Callable[[], Allowed]
+    fixed_policy: Policy
+    predicted_peak_bytes: int | None = None
+    planned_for_bytes: int = 0  # of the measured batch
+    uncut_examples: int = 0  # of the largest batch so far, where no plan cuts any
+
+    def __post_init__(self) -> None:
         self.planned_budget_bytes = self.budget_bytes
-        self.planned_for_bytes = 0  # of the measured batch
-        self.uncut_examples = 0  # of the largest batch so far, where no plan cuts any
 
     @property
     def budget_bytes(self) -> int | None:
         """The budget in force (bytes); None without one."""
-        return self._budget_controller.budget_bytes
+        return self.budget_controller.budget_bytes
 
     @property
     def is_planned(self) -> bool:
         """True if plans are made from a profile, so that tighter ones may exist."""
-        return self.selector.profile is not None
+        return self.selector.profiles is not None
 
     def prepare(
         self, context: StepContext, on_progress: Callable[[str], None] = lambda _: None
@@ -92,26 +84,22 @@ class PlanController(Resumable):
         planner.warm_up()
         self.planned_for_bytes = context.info.nbytes
         self.planned_budget_bytes = budget_bytes
-        self._keeper.open()
-        with self._keeper.unbounded():
+        self.keeper.open()
+        with self.keeper.unbounded():
             profiles = self.step_profiles.measure(
                 context, budget_bytes, on_progress, can_fuse=self.selector.can_fuse
             )
-        self._know_what_is_allowed()
+        self.selector.allow(self.allowed())
         try:
-            self._keeper.bound(budget_bytes, budget_bytes)
-            self._budget_controller.watch()
-            weigh = partial(self._noise.weigh, context=context, budget_bytes=budget_bytes)
-            own, fused = self._noise.weighed(profiles)
-            plan = self.selector.begin(own, budget_bytes, fused, weigh)
+            self.keeper.bound(budget_bytes, budget_bytes)
+            self.budget_controller.watch()
+            weigh = partial(self.noise.weigh, context=context, budget_bytes=budget_bytes)
+            plan = self.selector.begin(self.noise.weighed(profiles), budget_bytes, weigh)
         except BudgetError:
-            self._keeper.close()
+            self.keeper.close()
             raise
-        self._keeper.flush()  # what planning held
+        self.keeper.flush()  # what planning held
         return self._adopt(plan)
-
-    def _know_what_is_allowed(self) -> None:
-        self.selector.allow(self._allowed())
 
     def plan_for(self, context: StepContext) -> Plan:
         """Return the plan for the step that begins now.
@@ -119,19 +107,19 @@ class PlanController(Resumable):
         Raises:
             BudgetError: no plan fits; parameters are untouched.
         """
-        self._follow_budget(self._budget_controller.begin_step())
+        self._follow_budget(self.budget_controller.begin_step())
         if self.budget_bytes is not None and context.info.nbytes > self.planned_for_bytes:
             self.selector.forget()
         self.selector.between_steps()
         plan = self._adopt(self.prepare(context))
         is_new = self.selector.autotuner.is_trying_another
-        self._keeper.spare_more_bytes = NEW_OPERATORS_BYTES if is_new else 0
+        self.keeper.spare_more_bytes = NEW_OPERATORS_BYTES if is_new else 0
         return self._whole(self.selector.running or plan, context.info)
 
     def _without_budget(self, info: BatchInfo) -> Plan:
         self.uncut_examples = info.examples
         plan = Plan(
-            self._noise.with_weights(self._fixed_policy),
+            self.noise.with_weights(self.fixed_policy),
             self.uncut_examples,
             predicted_peak_bytes=0,
             return_freed_blocks=False,
@@ -156,23 +144,23 @@ class PlanController(Resumable):
             return
         self.planned_budget_bytes = budget_bytes
         if budget_bytes is None or not self.is_planned:
-            self._keeper.close()
+            self.keeper.close()
             self.selector.forget()
             return
         self._replan(budget_bytes)
 
     def _replan(self, budget_bytes: int) -> Plan:
-        self._know_what_is_allowed()
-        return self._adopt(self.selector.again(budget_bytes, can_refuse=self._keeper.can_refuse))
+        self.selector.allow(self.allowed())
+        return self._adopt(self.selector.again(budget_bytes, can_refuse=self.keeper.can_refuse))
 
     def _adopt(self, plan: Plan) -> Plan:
         """Set in the process what the plan asks for, and keep its predicted peak."""
         if self.budget_bytes is None:
             return plan
         if plan.return_freed_blocks:
-            self._keeper.open()
+            self.keeper.open()
         else:
-            self._keeper.close()
+            self.keeper.close()
         if self.selector.evidence is None:
             known = self.predicted_peak_bytes or 0
             self.predicted_peak_bytes = max(known, plan.predicted_peak_bytes)
@@ -180,54 +168,48 @@ class PlanController(Resumable):
 
     def bound(self, plan: Plan) -> int | None:
         """Bound the memory for a step; return the budget's bytes beyond the plan's peak."""
-        return self._budget_controller.bound(plan)
+        return self.budget_controller.bound(plan)
 
     def tighter(self, plan: Plan) -> Plan | None:
         """Adopt and return the next tighter plan, parameters untouched; None if none is known."""
         if not self.is_planned or self.budget_bytes is None:
             return None
-        self._keeper.spare_more_bytes = 0  # a tighter plan is known to fit
+        self.keeper.spare_more_bytes = 0  # a tighter plan is known to fit
         if self.budget_bytes != self.planned_budget_bytes:  # it moved in mid-step
             self.planned_budget_bytes = self.budget_bytes
             moved = self._replan(self.budget_bytes)
             if moved.predicted_peak_bytes < plan.predicted_peak_bytes:
                 return moved
         tighter = self.selector.tighten(plan)
-        self._keeper.flush()  # what planning held
+        self.keeper.flush()  # what planning held
         return None if tighter is None else self._adopt(tighter)
 
     def refusal(self) -> BudgetError:
         """Return the error to raise when no plan can hold the step."""
-        profile, budget_bytes = self.selector.profile, self.budget_bytes
-        assert profile is not None
+        profiles, budget_bytes = self.selector.profiles, self.budget_bytes
+        assert profiles is not None
         assert budget_bytes is not None
-        missing = budget_bytes + self._keeper.missing_bytes
+        missing = budget_bytes + self.keeper.missing_bytes
         least = max(self.selector.least_bytes(), missing)
-        return BudgetError(planner.refusal(profile, budget_bytes, least), least)
+        return BudgetError(planner.refusal(profiles.own, budget_bytes, least), least)
 
     def update_bytes(self, *, has_state: bool) -> int:
         """Return the predicted bytes of the optimizer's step, with its state unless it has one."""
-        profile = self.selector.profile
-        if profile is None:
+        if self.selector.profiles is None:
             return 0
-        return profile.update_bytes + (0 if has_state else profile.optimizer_bytes)
+        own = self.selector.profiles.own
+        return own.update_bytes + (0 if has_state else own.optimizer_bytes)
 
     def learn(self, running: Plan, ran: StepMeasurement, peak_bytes: int, batch_bytes: int) -> None:
         """Correct or tighten the plan by a step that ended and the peak of bounded memory."""
-        if self._keeper.overrun_bytes:
+        if self.keeper.overrun_bytes:
             self.tighter(running)
         elif self.selector.first is not None:
-            self._correct(peak_bytes)
+            has_moved = self.planned_budget_bytes != self.budget_bytes
+            self.selector.correct(peak_bytes, None if has_moved else self.budget_bytes)
         else:
             share = batch_bytes / max(1, self.planned_for_bytes)
             self.selector.note_step(running, ran, share)
-
-    def _correct(self, measured_peak_bytes: int) -> None:
-        budget_bytes = self.planned_budget_bytes
-        if budget_bytes is None or budget_bytes != self.budget_bytes:
-            self.selector.skip_first()  # it moved in mid-step; the next step is planned anew
-        else:
-            self.selector.correct(measured_peak_bytes, budget_bytes)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs (JSON-able), ``PlanSelector``'s state included."""
@@ -241,7 +223,7 @@ class PlanController(Resumable):
         """
         self.selector.load_state_dict(state)
         super().load_state_dict(state)
-        plan, allowed = self.selector.plan, self._allowed()
+        plan, allowed = self.selector.plan, self.allowed()
         if plan is not None and plan.policy.on_host and not allowed.host_bytes:
             raise ValueError(
                 "asked to go on with a plan whose codes wait in host memory, in a session without; "
@@ -249,6 +231,6 @@ class PlanController(Resumable):
             )
         self.selector.allow(allowed)
         if plan is not None and plan.return_freed_blocks:
-            self._keeper.open()
+            self.keeper.open()
         if state["was_searching"] and self.planned_budget_bytes is not None:
             self.selector.search_again(self.planned_budget_bytes)

@@ -12,16 +12,16 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from daf.core.errors import BudgetError
 from daf.core.plan import Plan
 from daf.core.policy import Policy
-from daf.core.profile import Profile
+from daf.core.profile import Profile, Profiles
 from daf.planning import planner
 from daf.planning.background_search import BackgroundPlan
 from daf.planning.bit_widths import wider_level
-from daf.planning.options import EVERYTHING, Allowed
+from daf.planning.options import Allowed
 from daf.session.plan_autotuner import PlanAutotuner, PlanKind, StepMeasurement, plan_kind
 from daf.session.resumable import Resumable
 
@@ -54,44 +54,26 @@ class PeakMeasurement:
         return 1.0 + missed / predicted
 
 
-class PlanConstraints(NamedTuple):
-    """What plans are made under: a policy's name, a tolerance, and what execution can do."""
-
-    policy: str
-    tolerance: planner.Tolerance
-    allowed: Allowed = EVERYTHING
-
-
-# Of PyTorch's own operators, and of fused ones where these were measured.
-Profiles = tuple[Profile, Profile | None]
 Weigh = Callable[[Profiles, Plan], Profiles]
-
-
-def profile_for(plan: Plan, profiles: Profiles) -> Profile:
-    """Return the profile of the operators that a plan runs."""
-    own, fused = profiles
-    return fused if plan.policy.fused and fused is not None else own
 
 
 class PlanSelector(Resumable):
     """The plan in force, and how it came to be.
 
     ``first``: what the next step runs under until measured; ``evidence``: its measured peak.
-    ``profile`` is of PyTorch's own operators, ``fused_profile`` of fused and chunked ones.
+    ``profiles``: None where nothing is planned.
     """
 
     KEPT: ClassVar[Mapping[str, Any]] = {
         "plan": Plan,
         "first": Plan,
-        "profile": Profile,
-        "fused_profile": Profile,
+        "profiles": Profiles,
         "evidence": PeakMeasurement,
     }
 
-    def __init__(self, constraints: PlanConstraints) -> None:
+    def __init__(self, constraints: planner.Constraints) -> None:
         self.constraints = constraints
-        self.profile: Profile | None = None
-        self.fused_profile: Profile | None = None
+        self.profiles: Profiles | None = None
         self.plan: Plan | None = None
         self.first: Plan | None = None
         self.evidence: PeakMeasurement | None = None
@@ -115,18 +97,9 @@ class PlanSelector(Resumable):
         """True if the planner chooses operators too; named levels keep PyTorch's own."""
         return self.constraints.policy == "optimal"
 
-    @property
-    def profiles(self) -> Profiles:
-        """Both profiles, the second None until measured."""
-        return self._own, self.fused_profile
-
-    def profile_of(self, plan: Plan) -> Profile:
-        """Return the profile of the operators that a plan runs."""
-        return profile_for(plan, self.profiles)
-
     def allow(self, allowed: Allowed) -> None:
         """Plan from now on with what execution can carry out."""
-        self.constraints = self.constraints._replace(allowed=allowed)
+        self.constraints = replace(self.constraints, allowed=allowed)
 
     def settle_on(self, plan: Plan | None) -> None:
         """Go on with this plan; search and try nothing else."""
@@ -152,23 +125,23 @@ class PlanSelector(Resumable):
 
     def begin(
         self,
-        profile: Profile,
+        profiles: Profiles,
         budget_bytes: int,
-        fused: Profile | None = None,
         weigh: Weigh = lambda profiles, _: profiles,
     ) -> Plan:
         """Return the first plan of new profiles, and set ``first``, the plan of the next step.
 
-        ``fused`` is the profile of fused operators, where measured. ``weigh`` takes the profiles
-        and a quick plan; it returns the profiles, with sensitivities if the plan needs them.
+        ``weigh`` takes the profiles and a quick plan; it returns the profiles, with sensitivities
+        if the plan needs them.
 
         Raises:
             BudgetError: no plan fits; ``least_bytes`` is the least budget that would.
         """
-        self.profile, self.fused_profile, self.evidence = profile, fused, None
+        self.profiles, self.evidence = profiles, None
         quick = self._quick(budget_bytes)
-        self.profile, self.fused_profile = weigh((profile, fused), quick)
-        self.plan = self._make(budget_bytes, quick if self.profile is profile else None)
+        self.profiles = weigh(profiles, quick)
+        is_weighed = self.profiles.own is not profiles.own
+        self.plan = self._make(budget_bytes, None if is_weighed else quick)
         if self._search is not None:
             self.plan = self._searched(self.plan, budget_bytes)
         # Named levels and policies run as asked from the first step on.
@@ -178,30 +151,28 @@ class PlanSelector(Resumable):
 
     def _first_plan(self, plan: Plan, budget_bytes: int) -> Plan | None:
         """Return the first step's plan, whose peak precedes the optimizer's new state."""
-        profile, constraints = self.profile_of(plan), self.constraints._asdict()
-        del constraints["policy"]
-        first = planner.first_plan(profile, plan, budget_bytes, **constraints)
+        profile = self._measured.of(plan)
+        first = planner.first_plan(profile, plan, budget_bytes, self.constraints)
         if first is None:
             return None
         before_update = first.predicted_peak_bytes - profile.optimizer_bytes
         in_update = planner.update_peak_bytes(profile, release=first.release_gradients)
         return replace(first, predicted_peak_bytes=max(before_update, in_update))
 
-    def correct(self, measured_peak_bytes: int, budget_bytes: int) -> None:
+    def correct(self, measured_peak_bytes: int, budget_bytes: int | None) -> None:
         """Go on with the plan, corrected by the peak of the first full-size step.
+
+        ``budget_bytes``: None if it moved meanwhile; then the next step is planned anew.
 
         Raises:
             BudgetError: no plan is predicted to fit any more.
         """
-        assert self.first is not None
-        self.evidence = PeakMeasurement(self.first.predicted_peak_bytes, measured_peak_bytes)
-        self.first = None
+        first, self.first = self.first, None
+        if first is None or budget_bytes is None:
+            return
+        self.evidence = PeakMeasurement(first.predicted_peak_bytes, measured_peak_bytes)
         if self._factor > 1.0:
             self.plan = self._make(budget_bytes)
-
-    def skip_first(self) -> None:
-        """Go on with the plan, uncorrected by the first step."""
-        self.first = None
 
     def _searched(self, quick: Plan, budget_bytes: int) -> Plan:
         """Wait for the best plan with patience; the search goes on if steps leave it room."""
@@ -260,18 +231,18 @@ class PlanSelector(Resumable):
 
     def reweigh(self, profiles: Profiles, budget_bytes: int) -> None:
         """Plan anew with newer sensitivities: in tolerance, else nearest to it, else not at all."""
-        self.profile, self.fused_profile = profiles
+        self.profiles, tolerance = profiles, self.constraints.tolerance
         try:
             self.plan = self._make(budget_bytes)
         except BudgetError:
-            if isinstance(self.constraints.tolerance, float):
-                self._aim_for(self.constraints.tolerance, budget_bytes)
+            if isinstance(tolerance, float):
+                self._aim_for(tolerance, budget_bytes)
         self._by_numbers = self._search
 
     def _aim_for(self, tolerance: float, budget_bytes: int) -> None:
         """Plan anew within this tolerance if the budget allows, else with the least noise."""
         wider = (each for each in WIDER_TOLERANCES if each > tolerance)
-        self.constraints = self.constraints._replace(tolerance=(tolerance, *wider, math.inf))
+        self.constraints = replace(self.constraints, tolerance=(tolerance, *wider, math.inf))
         with suppress(BudgetError):
             self.plan = self._make(budget_bytes)
 
@@ -281,7 +252,7 @@ class PlanSelector(Resumable):
         assert before is not None
         level = wider_level(constraints.policy)
         if level is not None:
-            self.constraints = constraints._replace(policy=level)
+            self.constraints = replace(constraints, policy=level)
             with suppress(BudgetError):
                 self.plan = self._make(budget_bytes)
         else:
@@ -299,9 +270,7 @@ class PlanSelector(Resumable):
             self.plan = proven
             return proven
         held = replace(plan, predicted_peak_bytes=self.modelled(plan.predicted_peak_bytes))
-        tighter = planner.tighter_plan(
-            self._own, held, also=self._also, **self.constraints._asdict()
-        )
+        tighter = planner.tighter_plan(self._planned, held, self.constraints)
         if tighter is not None:
             tighter = self._corrected(tighter)
             self.settle_on(tighter)
@@ -310,14 +279,15 @@ class PlanSelector(Resumable):
 
     def search_again(self, budget_bytes: int) -> None:
         """Restart the search that ran when a resumed session's state was taken."""
-        self._search = BackgroundPlan(partial(_with_stop, self._maker(budget_bytes)))
+        make = self._maker(budget_bytes)
+        self._search = BackgroundPlan(lambda stop: make(stop=stop))
 
     def least_bytes(self, *, weighed: bool = True) -> int:
         """Return the least budget of any plan; ``weighed`` False ignores sensitivities."""
-        own, *also = (self._own, *self._also)
+        profiles = self._planned
         if not weighed:
-            own, *also = (replace(each, weights={}, noise_per_weight=0.0) for each in (own, *also))
-        least = planner.least_feasible_budget(own, also=also, **self.constraints._asdict())
+            profiles = tuple(replace(p, weights={}, noise_per_weight=0.0) for p in profiles)
+        least = planner.least_feasible_budget(profiles, self.constraints)
         return self._actual(least) + self._allowance_bytes
 
     def state_dict(self) -> dict[str, Any]:
@@ -335,26 +305,25 @@ class PlanSelector(Resumable):
         super().load_state_dict(state)
         self.autotuner.load_state_dict(state["autotuner"])
         if state["tolerances"] is not None:
-            self.constraints = self.constraints._replace(tolerance=tuple(state["tolerances"]))
+            self.constraints = replace(self.constraints, tolerance=tuple(state["tolerances"]))
+
+    @property
+    def _measured(self) -> Profiles:
+        assert self.profiles is not None
+        return self.profiles
 
     @property
     def _own(self) -> Profile:
-        assert self.profile is not None
-        return self.profile
+        return self._measured.own
 
     @property
-    def _also(self) -> tuple[Profile, ...]:
-        fused = self.fused_profile
-        return (fused,) if fused is not None and self.can_fuse else ()
+    def _planned(self) -> tuple[Profile, ...]:
+        return self._measured.every if self.can_fuse else (self._own,)
 
     def _maker(self, budget_bytes: int) -> Callable[..., tuple[Plan, ...]]:
         """Return a function that makes the best plan of each kind, fastest predicted first."""
-        make = partial(
-            planner.make_plans,
-            (self._own, *self._also),
-            self.modelled(budget_bytes),
-            **self.constraints._asdict(),
-        )
+        bytes_modelled = self.modelled(budget_bytes)
+        make = partial(planner.make_plans, self._planned, bytes_modelled, self.constraints)
 
         def corrected(*, quickly: bool = False, **options: Any) -> tuple[Plan, ...]:
             options |= {"quickly": quickly, "with_others": self.can_fuse and not quickly}
@@ -380,19 +349,17 @@ class PlanSelector(Resumable):
         """Return a quick plan now; search for the best one in the background."""
         self.give_up_search()
         plan = quick or self._quick(budget_bytes)
-        if self.can_fuse and not self._is_plain_pytorch(plan):
+        # Nothing is faster than the whole batch unchanged.
+        is_plain = plan.policy.name == "plain" and plan.micro_batch >= self._own.batch_size
+        if self.can_fuse and not is_plain:
             self.search_again(budget_bytes)
         return plan
 
-    def _is_plain_pytorch(self, plan: Plan) -> bool:
-        """True if the plan keeps the whole batch unchanged: no other plan would be faster."""
-        return plan.policy.name == "plain" and plan.micro_batch >= self._own.batch_size
-
     @property
     def _factor(self) -> float:
-        if self.evidence is None or self.profile is None:
+        if self.evidence is None or self.profiles is None:
             return 1.0
-        return self.evidence.factor(self.profile.floor_bytes)
+        return self.evidence.factor(self._own.floor_bytes)
 
     @property
     def _allowance_bytes(self) -> int:
@@ -414,7 +381,3 @@ class PlanSelector(Resumable):
         if self._factor == 1.0:
             return timed
         return replace(timed, predicted_peak_bytes=self._actual(plan.predicted_peak_bytes))
-
-
-def _with_stop(make: Callable[..., tuple[Plan, ...]], stop: Callable[[], bool]) -> tuple[Plan, ...]:
-    return make(stop=stop)

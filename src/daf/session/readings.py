@@ -73,11 +73,13 @@ class SessionReadings:
     @property
     def profile(self) -> Profile | None:
         """What was measured before planning; None before ``prepare`` or without a budget."""
-        return self._plan_controller.selector.profile
+        profiles = self._plan_controller.selector.profiles
+        return None if profiles is None else profiles.own
 
     def profile_of(self, plan: Plan) -> Profile | None:
         """Return the profile of the operators that this plan runs, fused ones or PyTorch's own."""
-        return None if self.profile is None else self._plan_controller.selector.profile_of(plan)
+        profiles = self._plan_controller.selector.profiles
+        return None if profiles is None else profiles.of(plan)
 
     def least_feasible_bytes(self) -> int | None:
         """Return the least budget of a session that begins like this one; None before planning."""

@@ -31,9 +31,8 @@ class Rollback:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         asked: Path | bool,
-        watch: DivergenceWatch | None = None,
     ) -> None:
-        self.watch = watch or DivergenceWatch()
+        self.watch = DivergenceWatch()
         self.is_on = bool(asked)
         self._model = model
         self._optimizer = optimizer

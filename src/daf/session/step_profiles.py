@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import nn
 
 from daf.budget.limits import room_bytes
 from daf.core.errors import BudgetError, DafError
-from daf.core.profile import Profile
+from daf.core.profile import Profile, Profiles
 from daf.core.units import format_bytes
 from daf.kernels.devices import can_code_on
 from daf.memory.domain import MemoryDomain, device_of
@@ -21,16 +22,14 @@ from daf.step.context import StepContext
 ROOM_TO_MEASURE = 4
 
 
+@dataclass(eq=False)
 class StepProfiles:
     """Measures one session's profiles; ``memory`` is what the budget bounds."""
 
-    def __init__(
-        self, model: nn.Module, memory: MemoryDomain, make_profiler: Callable[[], Profiler]
-    ) -> None:
-        self.fusion_refusal = ""
-        self._model = model
-        self._memory = memory
-        self._make_profiler = make_profiler
+    model: nn.Module
+    memory: MemoryDomain
+    make_profiler: Callable[[], Profiler]
+    fusion_refusal: str = ""
 
     def refuse_without_room(self, budget_bytes: int) -> None:
         """Refuse a hopeless budget where the machine has no room to measure what it would need.
@@ -38,11 +37,11 @@ class StepProfiles:
         Raises:
             BudgetError: what is held with the gradients alone exceeds the budget.
         """
-        gradients = gradient_bytes(self._model)
-        least, enough = self._memory.held_bytes() + gradients, ROOM_TO_MEASURE * gradients
-        if least > budget_bytes and room_bytes(self._memory) < enough:
+        gradients = gradient_bytes(self.model)
+        least, enough = self.memory.held_bytes() + gradients, ROOM_TO_MEASURE * gradients
+        if least > budget_bytes and room_bytes(self.memory) < enough:
             raise BudgetError(
-                f"asked for a budget of {format_bytes(budget_bytes)}; {self._memory.name} with its "
+                f"asked for a budget of {format_bytes(budget_bytes)}; {self.memory.name} with its "
                 f"model and gradients alone takes {format_bytes(least)}, before any batch, and "
                 "there is no room here to measure more; try a budget well above that, or a "
                 "smaller model",
@@ -56,7 +55,7 @@ class StepProfiles:
         on_progress: Callable[[str], None],
         *,
         can_fuse: bool,
-    ) -> tuple[Profile, Profile | None]:
+    ) -> Profiles:
         """Return profiles of PyTorch's own operators, and of fused ones where they gain something.
 
         A step that fits as it is keeps PyTorch's operators, and with them every bit. So does a step
@@ -64,16 +63,16 @@ class StepProfiles:
         """
         self.fusion_refusal = ""
         # Fused operators read codes, which need kernels where the model is.
-        can_fuse = can_fuse and can_code_on(device_of(self._model))
+        can_fuse = can_fuse and can_code_on(device_of(self.model))
         own = self.profile(context, budget_bytes, on_progress)
         if not can_fuse or planner.kept_peak_bytes(own) <= budget_bytes:
-            return own, None
+            return Profiles(own)
         try:
             found = self.profile(context, budget_bytes, on_progress, own)
         except (DafError, RuntimeError) as error:
             self.fusion_refusal = f"a small step failed with fused operators: {error}"
-            return own, None
-        return own, found if found.gains_by_fusing else None
+            return Profiles(own)
+        return Profiles(own, found if found.gains_by_fusing else None)
 
     def profile(
         self,
@@ -83,4 +82,4 @@ class StepProfiles:
         own: Profile | None = None,
     ) -> Profile:
         """Return one profile; the arguments are those of ``Profiler.profile``."""
-        return self._make_profiler().profile(context, budget_bytes, own, on_progress)
+        return self.make_profiler().profile(context, budget_bytes, own, on_progress)

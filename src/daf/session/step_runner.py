@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -29,22 +29,15 @@ from daf.torch_compat import compiler
 _Refusal = TypeVar("_Refusal", PoolFullError, RuntimeError)
 
 
+@dataclass(eq=False)
 class StepRetries:
     """Computes one session's gradients, under tighter plans while memory is refused."""
 
-    def __init__(
-        self,
-        gradient: GradientStep,
-        optimizer: torch.optim.Optimizer,
-        capture: Capture,
-        keeper: Keeper,
-        plan_controller: PlanController,
-    ) -> None:
-        self._gradient = gradient
-        self._optimizer = optimizer
-        self._capture = capture
-        self._keeper = keeper
-        self._plan_controller = plan_controller
+    gradient: GradientStep
+    optimizer: torch.optim.Optimizer
+    capture: Capture
+    keeper: Keeper
+    plan_controller: PlanController
 
     def run(self, context: StepContext, plan: Plan) -> tuple[float, Plan]:
         """Return the mean loss, and the plan that held; ``plan`` is tried first.
@@ -54,101 +47,92 @@ class StepRetries:
             PoolFullError: the pool's bytes do not hold it.
             RuntimeError: whatever else the step raised.
         """
-        snapshot = StepSnapshot(self._capture.model)
-        is_planned = self._plan_controller.is_planned
+        snapshot = StepSnapshot(self.capture.model)
+        is_planned = self.plan_controller.is_planned
         while True:
-            self._capture.bound_spilling(self._plan_controller.bound(plan))
+            self.capture.bound_spilling(self.plan_controller.bound(plan))
             try:
                 found = self._attempt(context, plan, snapshot, planned=is_planned)
             finally:
-                self._capture.bound_spilling(None)
+                self.capture.bound_spilling(None)
             if isinstance(found, float):
                 return found, plan
             self._clear_away(snapshot)
-            tighter = self._plan_controller.tighter(plan) if is_planned else None
+            tighter = self.plan_controller.tighter(plan) if is_planned else None
             if tighter is None:
                 if not is_planned or isinstance(found, PoolFullError):
                     raise found
-                raise self._plan_controller.refusal() from found
+                raise self.plan_controller.refusal() from found
             plan = tighter
 
     def _attempt(
         self, context: StepContext, plan: Plan, snapshot: StepSnapshot, *, planned: bool
     ) -> float | PoolFullError | RuntimeError:
         """Return the loss, or the error of a refused allocation; raise any other error."""
-        refusals = self._keeper.refusals()
+        refusals = self.keeper.refusals()
         try:
-            return self._gradient.run(context, plan, snapshot, planned=planned)
+            return self.gradient.run(context, plan, snapshot, planned=planned)
         except PoolFullError as error:
             return _bare(error)
         except RuntimeError as error:
-            if not self._keeper.has_refused(error, refusals):
+            if not self.keeper.has_refused(error, refusals):
                 raise
             return _bare(error)
 
     def release_scratch(self) -> None:
         """Free what the capture keeps for reuse between passes."""
-        self._capture.release_scratch()
+        self.capture.release_scratch()
 
     def _clear_away(self, snapshot: StepSnapshot) -> None:
         """Free all of a refused step: a tighter plan needs the room, and so does planning."""
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         snapshot.forget_backward()
-        self._capture.wait_until_packed()
-        self._capture.release_scratch()
+        self.capture.wait_until_packed()
+        self.capture.release_scratch()
         gc.collect()  # a failed step's frames and graph can be parts of cycles
-        self._keeper.flush()
+        self.keeper.flush()
         snapshot.restore()
 
 
+@dataclass(eq=False)
 class StepRunner:
     """Runs one session's steps."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        retries: StepRetries,
-        plan_controller: PlanController,
-        noise: NoiseController,
-        rollback: Rollback,
-        counters: StepCounters,
-        keeper: Keeper,
-    ) -> None:
-        self._optimizer = optimizer
-        self._retries = retries
-        self._plan_controller = plan_controller
-        self._noise = noise
-        self.rollback = rollback
-        self.counters = counters
-        self._keeper = keeper
+    optimizer: torch.optim.Optimizer
+    retries: StepRetries
+    plan_controller: PlanController
+    noise: NoiseController
+    rollback: Rollback
+    counters: StepCounters
+    keeper: Keeper
 
     def run(self, context: StepContext) -> StepReport:
         """Run one step; ``Session.step`` names what it raises."""
-        running = self._plan_controller.plan_for(context)
+        running = self.plan_controller.plan_for(context)
         self.counters.begin_peak()
         start_s = time.perf_counter()
         loss, running, has_diverged = self._run_watched(context, running)
         if has_diverged:
             return self._go_back(loss, running, 1000 * (time.perf_counter() - start_s))
         self._update(running)
-        if not self._plan_controller.selector.is_settled:
+        if not self.plan_controller.selector.is_settled:
             self.counters.memory.wait()  # plans are compared by whole steps
         step_ms = 1000 * (time.perf_counter() - start_s)
         peak_bytes = self.counters.end_peak()
         self._learn(context, running, step_ms, peak_bytes)
         report = replace(
             self.counters.report(loss, step_ms, running, peak_bytes),
-            overrun_bytes=self._keeper.overrun_bytes,
-            budget_bytes=self._plan_controller.budget_bytes,
+            overrun_bytes=self.keeper.overrun_bytes,
+            budget_bytes=self.plan_controller.budget_bytes,
         )
-        budget_bytes = self._plan_controller.planned_budget_bytes
-        noise = self._noise.after_step(context, running, step_ms, budget_bytes)
+        budget_bytes = self.plan_controller.planned_budget_bytes
+        noise = self.noise.after_step(context, running, step_ms, budget_bytes)
         return replace(report, **noise._asdict())
 
     def _run_watched(self, context: StepContext, plan: Plan) -> tuple[float, Plan, bool]:
         """Return the loss, the plan that held, and True if the run has diverged under its codes."""
         try:
-            loss, running = self._retries.run(context, plan)
+            loss, running = self.retries.run(context, plan)
         except NonFiniteLossError:
             if not self._has_diverged(math.nan, plan):
                 raise
@@ -161,18 +145,18 @@ class StepRunner:
 
     def _update(self, running: Plan) -> None:
         if running.return_freed_blocks:
-            self._retries.release_scratch()
-        needed = self._plan_controller.update_bytes(has_state=bool(self._optimizer.state))
-        with self._keeper.unbounded(needed):
-            compiler.step(self._optimizer)
+            self.retries.release_scratch()
+        needed = self.plan_controller.update_bytes(has_state=bool(self.optimizer.state))
+        with self.keeper.unbounded(needed):
+            compiler.step(self.optimizer)
             self.rollback.save_if_good()
 
     def _learn(self, context: StepContext, running: Plan, step_ms: float, peak_bytes: int) -> None:
-        selector, info = self._plan_controller.selector, context.info
+        selector, info = self.plan_controller.selector, context.info
         part = selector.plan.micro_batch if selector.plan else 1
         self.counters.note_step(info.examples / part)
         ran = StepMeasurement(step_ms, self.counters.step_held_bytes)
-        self._plan_controller.learn(running, ran, peak_bytes, info.nbytes)
+        self.plan_controller.learn(running, ran, peak_bytes, info.nbytes)
         self.counters.note_held(selector.autotuner)
 
     def _go_back(self, loss: float, running: Plan, step_ms: float) -> StepReport:
@@ -182,21 +166,21 @@ class StepRunner:
             DivergedError: the budget has no room for wider codes.
         """
         reason = self.rollback.watch.reason
-        if not self._noise.widen(self._plan_controller.planned_budget_bytes):
+        if not self.noise.widen(self.plan_controller.planned_budget_bytes):
             raise DivergedError(
                 f"{reason}; codes of {running.policy.name} cannot be wider here: raise the budget "
                 "or the bits, or lower the learning rate"
             )
-        with self._keeper.unbounded():
+        with self.keeper.unbounded():
             step_index = self.counters.step_index = self.rollback.restore()
-        self._noise.tell(
+        self.noise.tell(
             f"{reason}; going back to the state after step {step_index} with wider codes"
         )
         return replace(
             self.counters.report(loss, step_ms, running, self.counters.end_peak()),
             evicted_bytes=0,
             released_gradients=0,
-            budget_bytes=self._plan_controller.budget_bytes,
+            budget_bytes=self.plan_controller.budget_bytes,
             rolled_back_to=step_index,
         )
 

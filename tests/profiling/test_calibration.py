@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from synthetic import large
 
 from daf.core.profile import Profile
-from daf.planning.calibration import HIGHEST, LOWEST, calibrated
 from daf.planning.options import Allowed
 from daf.planning.table import lawful, level_selection, make_table
+from daf.profiling.calibration import HIGHEST, LOWEST, calibrated
 
 MEASURED = large(40)
 EXAMPLES = MEASURED.micro_batch_ms[-1][0]
@@ -19,7 +19,7 @@ KEPT_MS = MEASURED.forward_backward_ms(EXAMPLES)
 
 def added_ms(profile: Profile, level: str = "1") -> float:
     table = make_table(profile, EXAMPLES, Allowed(replay=False))
-    return float(table.cost_ms[lawful(table, level_selection(table, level))].sum())
+    return table.cost_of(lawful(table, level_selection(table, level)))
 
 
 @pytest.mark.thorough

@@ -23,8 +23,7 @@ def calibrated(profile: Profile, examples: int, coded_ms: float) -> Profile:
     ``coded_ms``: forward and backward of ``examples`` with one bit at every site.
     """
     table = make_table(profile, examples, Allowed(replay=False))
-    selection = lawful(table, level_selection(table, "1"))
-    modelled_ms = float(table.cost_ms[selection].sum())
+    modelled_ms = table.cost_of(lawful(table, level_selection(table, "1")))
     added_ms = coded_ms - profile.forward_backward_ms(examples)
     if modelled_ms <= 0:
         return profile
