@@ -78,7 +78,7 @@ def session_of(model: nn.Module, mode: Any = True) -> Session:
 def tighter_is_halved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind every plan of the whole batch lies one of two micro-batches, whatever was measured."""
 
-    def halved(_profiles: object, plan: Plan, **_terms: Any) -> Plan | None:
+    def halved(_profiles: object, plan: Plan, *_constraints: Any) -> Plan | None:
         return replace(plan, micro_batch=16) if plan.micro_batch == 32 else None
 
     monkeypatch.setattr("daf.planning.planner.tighter_plan", halved)
