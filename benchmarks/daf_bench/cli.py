@@ -312,13 +312,7 @@ def accuracy_command(
 ) -> None:
     """Compare accuracy under DAF with plain PyTorch and published codecs, over seeds."""
     job = jobs.make_job(
-        tasks,
-        policies,
-        seeds,
-        data,
-        quick=quick,
-        first_seed=first_seed,
-        steps_share=steps_share,
+        tasks, policies, seeds, data, quick=quick, first_seed=first_seed, steps_share=steps_share
     )
 
     def draw(drawn: list[dict[str, Any]], path: Path) -> None:

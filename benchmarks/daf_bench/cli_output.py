@@ -34,8 +34,7 @@ OnlyOption = Annotated[
     str | None, typer.Option(help="These workloads only, as in 'W1,W3'; by default all.")
 ]
 ImagesOption = Annotated[
-    str | None,
-    typer.Option(help="Images; by default CIFAR-10 if the measuring data is there."),
+    str | None, typer.Option(help="Images; by default CIFAR-10 if the measuring data is there.")
 ]
 PictureOption = Annotated[Path | None, typer.Option(help="Draw the result into this PNG file.")]
 OutOption = Annotated[

@@ -226,8 +226,7 @@ def test_growth_is_a_rate_of_readings_far_enough_apart_and_bounded() -> None:
 
 
 @given(
-    noise_mb=st.lists(st.floats(-3.0, 3.0), min_size=5, max_size=40),
-    free_mb=st.floats(500, 4000),
+    noise_mb=st.lists(st.floats(-3.0, 3.0), min_size=5, max_size=40), free_mb=st.floats(500, 4000)
 )
 def test_limits_that_only_tremble_do_not_move_the_budget_for_long(
     noise_mb: list[float], free_mb: float

@@ -11,13 +11,7 @@ from hypothesis import strategies as st
 from made_up import MB, V1_MOUNT, V2_MOUNT, Tree
 
 from daf.budget.cgroups import memory_groups
-from daf.budget.limits import (
-    Bound,
-    cgroup_limit_bytes,
-    gpu_bound,
-    headroom_bytes,
-    read_bounds,
-)
+from daf.budget.limits import Bound, cgroup_limit_bytes, gpu_bound, headroom_bytes, read_bounds
 
 
 def bounds(tree: Tree, near_mb: int | None = None) -> dict[str, tuple[int, int]]:

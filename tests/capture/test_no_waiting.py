@@ -254,12 +254,7 @@ def activations() -> tuple[nn.Module, Tensor]:
 @pytest.mark.parametrize("bits", ["plain", 2])
 @pytest.mark.parametrize(
     ("micro_batch", "loss_fn"),
-    [
-        (64, mean_square),
-        (128, mean_square),
-        (64, weighted_square),
-        (128, weighted_square),
-    ],
+    [(64, mean_square), (128, mean_square), (64, weighted_square), (128, weighted_square)],
 )
 def test_on_a_gpu_nothing_waits_from_forward_to_the_end_of_backward(
     bits: str | int,

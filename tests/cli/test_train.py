@@ -402,11 +402,7 @@ def test_a_batch_larger_than_the_data_is_refused(daf: Daf) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "missing"),
-    [
-        (["train"], "MODEL"),
-        (["train", "resnet18"], "--budget"),
-        (["train", "--resume"], "--out"),
-    ],
+    [(["train"], "MODEL"), (["train", "resnet18"], "--budget"), (["train", "--resume"], "--out")],
 )
 def test_what_is_missing_is_said(daf: Daf, arguments: list[str], missing: str) -> None:
     ran = daf(*arguments)

@@ -10,14 +10,7 @@ from hypothesis import strategies as st
 from made_up_strategies import COMPILING, NAMES, TABLES, Input, Machine
 
 from daf.core.errors import KernelError
-from daf.kernels.autotune import (
-    CALIBRATION_SECONDS,
-    CAUTION,
-    HOPELESS,
-    MARGIN,
-    Chooser,
-    calibrate,
-)
+from daf.kernels.autotune import CALIBRATION_SECONDS, CAUTION, HOPELESS, MARGIN, Chooser, calibrate
 
 
 def found_on(machine: Machine, start_seconds: float = 0.0) -> dict[str, float]:

@@ -102,10 +102,7 @@ def test_bad_affines_are_refused(name, affine) -> None:
 
 
 def test_unknown_instruction_sets_are_refused() -> None:
-    with (
-        pytest.raises(KernelError, match="portable"),
-        sets.use_instruction_set("abacus"),
-    ):
+    with pytest.raises(KernelError, match="portable"), sets.use_instruction_set("abacus"):
         pass
 
 

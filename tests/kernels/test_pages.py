@@ -320,10 +320,7 @@ def test_minmax_options_compose(cases) -> None:
     native_calls.encode_mask(address(source), F32, mask.view.fields, Predicate.ABOVE, 0.1, 0.0, 1)
     back = guarded(count, np.float32, onto)
     native_calls.decode_minmax(
-        *(fields, address(back), F32, 1),
-        native_affine(affine),
-        mask.view.fields,
-        accumulate=True,
+        *(fields, address(back), F32, 1), native_affine(affine), mask.view.fields, accumulate=True
     )
     words = reference.encode_mask(source, Predicate.ABOVE, 0.1, 0.0)
     code = reference.encode_minmax(source, 5, KEY, affine)

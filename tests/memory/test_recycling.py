@@ -300,9 +300,7 @@ def test_the_pool_is_asked_after_recycled_blocks_and_may_save_the_allocation() -
     pool.clear()
 
 
-def test_a_failing_reclaim_hook_fails_only_the_allocation(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_failing_reclaim_hook_fails_only_the_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     reported: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda found: reported.append(found.exc_value))
 

@@ -23,9 +23,7 @@ from daf.saved_tensors import packer
 from daf.session.session import Session
 
 SPILL = Policy(
-    "spill",
-    MappingProxyType({need: Treatment(Method.SPILL) for need in Need}),
-    rederive=False,
+    "spill", MappingProxyType({need: Treatment(Method.SPILL) for need in Need}), rederive=False
 )
 MIB = 2**20
 

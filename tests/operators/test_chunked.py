@@ -277,8 +277,7 @@ def train_language(loss: Any, **options: Any) -> tuple[dict[str, Tensor], daf.St
     batch = words[:, :-1].contiguous(), words[:, 1:].contiguous()
     for _ in range(3):
         report = session.step(
-            batch,
-            lambda model, batch: loss(model(batch[0]), model.head.weight, batch[1], None),
+            batch, lambda model, batch: loss(model(batch[0]), model.head.weight, batch[1], None)
         )
     return dict(model.state_dict()), report
 

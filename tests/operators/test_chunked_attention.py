@@ -89,9 +89,7 @@ def same(found: list[Tensor], expected: list[Tensor]) -> None:
     ],
     ids=str,
 )
-def test_results_gradients_and_dropout_are_pytorch_s(
-    keywords: dict[str, Any],
-) -> None:
+def test_results_gradients_and_dropout_are_pytorch_s(keywords: dict[str, Any]) -> None:
     if "attn_mask" in keywords:
         keywords = {"attn_mask": masks(LARGE)[keywords["attn_mask"]]}
     model = Attention(dropout_p=0.1, **keywords)

@@ -189,10 +189,7 @@ NOT_FUSED: dict[str, tuple[Forward, str]] = {
         lambda m, x: F.relu(F.batch_norm(x, m.one.running_mean, m.one.running_var)),
         "batch's statistics",
     ),
-    "runs twice": (
-        lambda m, x: F.relu(m.one(x)) + F.relu(m.one(x.sin())),
-        "several times",
-    ),
+    "runs twice": (lambda m, x: F.relu(m.one(x)) + F.relu(m.one(x.sin())), "several times"),
     "odd strides": (
         lambda m, x: F.relu(m.one(x.transpose(2, 3).contiguous().transpose(2, 3))),
         "contiguous nor channels-last",

@@ -166,8 +166,6 @@ def test_a_site_is_derived_only_where_all_that_it_saves_can_be(other: str) -> No
         return
     assert "exact" not in levels
     plan = planned.make_plan(
-        measured,
-        planned.least_budget(measured, policy="2-bit"),
-        policy="2-bit",
+        measured, planned.least_budget(measured, policy="2-bit"), policy="2-bit"
     )
     assert plan.policy.treatment(behind.need, behind.site) == Treatment(Method.ROTATED, 2)

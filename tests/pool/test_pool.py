@@ -176,10 +176,7 @@ def test_evictions_are_told_once() -> None:
     entries, lost = store.take_evictions()
     assert lost == 0
     handle = tensor.handle
-    assert entries == (
-        (2**63 + 5, handle, 3, 4, 4 * PAGE),
-        (2**63 + 5, handle, 2, 2, 2 * PAGE),
-    )
+    assert entries == ((2**63 + 5, handle, 3, 4, 4 * PAGE), (2**63 + 5, handle, 2, 2, 2 * PAGE))
     assert store.take_evictions() == ((), 0)
 
 
@@ -278,12 +275,7 @@ def test_headers_minimum_planes_and_spans_are_never_given_up() -> None:
     store.set_cap(0)
     assert kept(tensor) == [2] * 4
     with tensor.pinned() as view:
-        assert [read(Pages(view).headers(run), RUN // 64)[-1] for run in range(4)] == [
-            1,
-            2,
-            3,
-            4,
-        ]
+        assert [read(Pages(view).headers(run), RUN // 64)[-1] for run in range(4)] == [1, 2, 3, 4]
     assert store.statistics().live_pages == 2 * 4 + 1 + buffer.nbytes // PAGE
 
 

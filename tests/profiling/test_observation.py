@@ -259,10 +259,7 @@ def test_an_input_changed_by_a_later_module_condemns_the_earlier_call() -> None:
             return self.reads(y) * 2.0 + self.changes(y)
 
     found = observe(nn.Sequential(nn.Linear(64, 64), Forks()), torch.randn(8, 64), plain_policy())
-    assert {each.module for each in found.calls if not each.replayable} == {
-        "1.reads",
-        "1.changes",
-    }
+    assert {each.module for each in found.calls if not each.replayable} == {"1.reads", "1.changes"}
 
 
 def test_gradients_are_counted_from_the_moment_they_exist() -> None:

@@ -81,10 +81,7 @@ class Result(NamedTuple):
 
 
 def step(
-    model: nn.Module,
-    policy: Policy,
-    loss_of: Callable[[nn.Module], Tensor],
-    batch: Any = None,
+    model: nn.Module, policy: Policy, loss_of: Callable[[nn.Module], Tensor], batch: Any = None
 ) -> Result:
     """One forward and backward from the same beginning; everything that it computed."""
     model = copy.deepcopy(model)

@@ -117,7 +117,7 @@ def test_a_plain_run_has_a_waterfall_of_floor_and_peak(make_run: Any) -> None:
 def test_the_plan_is_told_by_module_with_its_reasons(make_run: Any) -> None:
     strips = strips_of(read_run(make_run()))
     assert [(strip.module, len(strip.cells)) for strip in strips] == [
-        *(("conv", 1), ("norm", 2), ("relu", 1), ("head", 1)),
+        *(("conv", 1), ("norm", 2), ("relu", 1), ("head", 1))
     ]
     conv, norm = strips[0].cells[0], strips[1].cells[0]
     assert conv.treatment == "rotated code, 2 bits"
@@ -170,7 +170,7 @@ def test_a_row_has_a_cell_for_every_column_also_without_figures(make_run: Any) -
     run = read_run(make_run(**empty))
     cells = dict(zip(COLUMNS, row(run.name, run.summary), strict=True))
     assert [name for name, text in cells.items() if text == "–"] == [
-        *("budget", "predicted", "step", "examples/s", "loss", "test"),
+        *("budget", "predicted", "step", "examples/s", "loss", "test")
     ]
 
 

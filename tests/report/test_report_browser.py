@@ -62,7 +62,7 @@ def test_everything_is_drawn(opened: Callable[..., Any]) -> None:
     assert tab.title() == "resnet18 on cifar10 stayed 50 MB below its budget of 600 MB"
     assert tab.locator("h1").count() == 1
     assert tab.locator(".tiles li b").all_inner_texts() == [
-        *("550 MB", "560 MB", "1/10.0", "200 ms", "1.5000", "61.5"),
+        *("550 MB", "560 MB", "1/10.0", "200 ms", "1.5000", "61.5")
     ]
     assert tab.locator(".waterfall .bar").count() == 10
     assert tab.locator(".strip").count() == 4

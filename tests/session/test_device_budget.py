@@ -224,10 +224,7 @@ def test_a_model_that_moved_gets_no_budget(
 
 
 def test_a_run_tells_of_the_device_s_memory_throughout(
-    memory: DeviceMemory,
-    device: SimulatedDevice,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    memory: DeviceMemory, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Its budget is far below what the process holds."""
     monkeypatch.setattr("daf.training.job._baseline_bytes", lambda _: 1)

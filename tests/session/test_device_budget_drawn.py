@@ -417,8 +417,7 @@ PLACES = [f"{way} {place}" for way in ("forward", "backward") for place in range
 MOVES = st.tuples(st.integers(40, 110), st.sampled_from([300, 300, 90, 70]), st.booleans())
 STEPS = st.lists(
     st.tuples(
-        st.integers(9 * MIB, 18 * MIB),
-        st.dictionaries(st.sampled_from(PLACES), MOVES, max_size=3),
+        st.integers(9 * MIB, 18 * MIB), st.dictionaries(st.sampled_from(PLACES), MOVES, max_size=3)
     ),
     min_size=2,
     max_size=3,

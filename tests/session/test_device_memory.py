@@ -229,9 +229,7 @@ def test_only_errors_for_want_of_memory_are_answered_by_another_plan(
     assert (keeper.missing_bytes > 0) is is_refusal
 
 
-def test_cudnn_s_error_is_a_refusal_where_memory_was_refused(
-    memory: DeviceMemory,
-) -> None:
+def test_cudnn_s_error_is_a_refusal_where_memory_was_refused(memory: DeviceMemory) -> None:
     """It says the same where it knows no way to compute something, whatever room there is."""
     keeper, error = DeviceKeeper(memory), RuntimeError("GET was unable to find an engine to ...")
     refusals = keeper.refusals()

@@ -24,11 +24,7 @@ from daf.planning.options import Allowed
 from daf.planning.planner import Constraints
 from daf.planning.table import Table, kept_selection, make_table
 from daf.session import plan_selector as module
-from daf.session.plan_selector import (
-    ANOTHER_PROCESS_BYTES,
-    PeakMeasurement,
-    PlanSelector,
-)
+from daf.session.plan_selector import ANOTHER_PROCESS_BYTES, PeakMeasurement, PlanSelector
 
 few = settings(max_examples=at_most(25, 12), deadline=None)
 LEVELS = ("plain", "exact", "8-bit", "4-bit", "3-bit", "2-bit", "1-bit")

@@ -63,9 +63,7 @@ def test_a_model_that_takes_no_path_refuses_one() -> None:
         find_model("resnet18:somewhere")
 
 
-def test_a_known_model_whose_package_is_missing_says_which(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_known_model_whose_package_is_missing_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
     places = {"resnet18": "surely_absent.models:make"}
     monkeypatch.setattr("daf.training.models.MODELS", Names("model", "none.such", places))
     with pytest.raises(DataError, match=r"needs the package 'surely_absent'.*pip install"):

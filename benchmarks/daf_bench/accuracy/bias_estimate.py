@@ -61,13 +61,7 @@ def measure_bias(
         raise ValueError(f"asked for {draws} draws; give an even number of at least 4")
     with preserved_state(model) as snapshot:
         passes = Passes(
-            model,
-            loss_fn,
-            Capture(model),
-            seed=0,
-            step_index=0,
-            snapshot=snapshot,
-            buckets=buckets,
+            model, loss_fn, Capture(model), seed=0, step_index=0, snapshot=snapshot, buckets=buckets
         )
         exact = passes.sketch(batch, plain_policy())
         passes.sketch(batch, policy)
@@ -84,8 +78,5 @@ def measure_bias(
     # Of a product of two independent means without bias, summed over buckets.
     scatter = (variance / (draws // 2)).square().sum().sqrt()
     return Bias(
-        float(per_bucket.sum()),
-        float(scatter),
-        float(variance.sum()),
-        float(exact.square().sum()),
+        float(per_bucket.sum()), float(scatter), float(variance.sum()), float(exact.square().sum())
     )

@@ -220,11 +220,7 @@ def _solved(sites: Sequence[CodedSite], limit: float, cost: Measure, load: Measu
 
 
 def _proven(
-    sites: Sequence[CodedSite],
-    found: list[Choice],
-    limit: float,
-    cost: Measure,
-    load: Measure,
+    sites: Sequence[CodedSite], found: list[Choice], limit: float, cost: Measure, load: Measure
 ) -> list[Choice]:
     """What HiGHS finds, where that is better: exchanges of pairs can miss it on few sites.
 
@@ -270,11 +266,7 @@ def _rate(low: Choice, high: Choice, cost: Measure, load: Measure) -> float:
 
 
 def _exchanged(
-    sites: Sequence[CodedSite],
-    chosen: list[Choice],
-    limit: float,
-    cost: Measure,
-    load: Measure,
+    sites: Sequence[CodedSite], chosen: list[Choice], limit: float, cost: Measure, load: Measure
 ) -> list[Choice]:
     """The best change at one site or at two, again and again until none is left."""
     every = [(index, choice) for index, each in enumerate(sites) for choice in each.choices]
@@ -326,9 +318,7 @@ def _allocation(sites: Sequence[CodedSite], chosen: Sequence[Choice], bound: flo
 
 
 def actnn_widths(
-    elements: Mapping[Site, int],
-    sensitivities: Mapping[Site, float],
-    average_bits: float,
+    elements: Mapping[Site, int], sensitivities: Mapping[Site, float], average_bits: float
 ) -> dict[Site, int]:
     """ActNN's allocation among layers (Chen et al., ICML 2021, and its published code).
 
@@ -346,9 +336,7 @@ def actnn_widths(
 
 
 def gact_widths(
-    elements: Mapping[Site, int],
-    sensitivities: Mapping[Site, float],
-    average_bits: float,
+    elements: Mapping[Site, int], sensitivities: Mapping[Site, float], average_bits: float
 ) -> dict[Site, int]:
     """GACT's allocation among tensors (Liu et al., ICML 2022, and its published code).
 

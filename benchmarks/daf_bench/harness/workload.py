@@ -26,10 +26,7 @@ from daf_bench.harness.ablation_loop import LeveredLoop, gradient_bytes, state_b
 from daf_bench.harness.peer_methods import lean_step, plain_step
 from daf_bench.harness.worker import Entry
 
-MEMORY_FORMATS = {
-    "channels_last": torch.channels_last,
-    "contiguous": torch.contiguous_format,
-}
+MEMORY_FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
 
 
 OPTIMIZERS: Mapping[str, Callable[[nn.Module, float], torch.optim.Optimizer]] = {
@@ -205,10 +202,7 @@ class Workload:
 
 
 def _built(
-    recipe: Recipe,
-    data: DataSet,
-    memory_format: torch.memory_format,
-    seed: int,
+    recipe: Recipe, data: DataSet, memory_format: torch.memory_format, seed: int
 ) -> nn.Module:
     torch.manual_seed(seed)
     model = recipe.build(data.facts)

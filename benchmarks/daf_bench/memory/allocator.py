@@ -42,10 +42,7 @@ class AllocatorJob:
 def full_job(images: str, text: str | None) -> AllocatorJob:
     """W1 and, where there is a text, the BERT-small; 200 limits over W1, W3 and the U-Net."""
     workloads = [Entry("w1", "resnet18", images, 128)]
-    limits = [
-        LimitJob("resnet18", images, 64, 80),
-        LimitJob("unet", images, 32, 40),
-    ]
+    limits = [LimitJob("resnet18", images, 64, 80), LimitJob("unet", images, 32, 40)]
     if text is not None:
         bert = Entry("bert", "bert_small", text, 32, memory_format="contiguous", learning_rate=0.01)
         workloads.append(bert)

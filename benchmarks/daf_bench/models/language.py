@@ -65,10 +65,7 @@ def pretrained(path: str, classes: int) -> nn.Module:
             "name a folder that transformers' save_pretrained wrote"
         )
     model: nn.Module = AutoModelForSequenceClassification.from_pretrained(
-        path,
-        num_labels=classes,
-        local_files_only=True,
-        ignore_mismatched_sizes=True,
+        path, num_labels=classes, local_files_only=True, ignore_mismatched_sizes=True
     )
     model.train()
     return model

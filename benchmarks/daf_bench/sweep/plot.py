@@ -102,9 +102,5 @@ def _draw_by_hand(panel: Any, rows: Rows, workload: str) -> None:
         ]
         if points:
             panel.plot(
-                *zip(*points, strict=True),
-                color=_QUIET,
-                marker=marker,
-                linestyle="",
-                label=label,
+                *zip(*points, strict=True), color=_QUIET, marker=marker, linestyle="", label=label
             )

@@ -52,10 +52,7 @@ class SweepJob:
 def quick_job() -> SweepJob:
     """Two workloads, two budgets, few steps: a few minutes, and too few steps to mean much."""
     return SweepJob(
-        workloads=("w1", "w3"),
-        percents=(100, 50),
-        steps=3,
-        by_hand=((1.0, 1), (0.0, 2)),
+        workloads=("w1", "w3"), percents=(100, 50), steps=3, by_hand=((1.0, 1), (0.0, 2))
     )
 
 

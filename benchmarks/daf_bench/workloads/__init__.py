@@ -37,9 +37,7 @@ class Workload:
 
 def _images(name: str, title: str, full: ImageShape, small: ImageShape) -> Workload:
     return Workload(
-        name,
-        title,
-        lambda sources, is_small: load_images(sources, small if is_small else full),
+        name, title, lambda sources, is_small: load_images(sources, small if is_small else full)
     )
 
 

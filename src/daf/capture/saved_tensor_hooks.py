@@ -95,10 +95,7 @@ class SavedTensorHooks:
         return self.replays.is_running
 
     def run(
-        self,
-        function: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        keywords: Mapping[str, Any],
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> Any:
         """Run an operator, and settle what it saved when it returns."""
         operands = self._begin(function, arguments)

@@ -85,8 +85,7 @@ def _positive_levels(bits: int, kept_bits: int) -> tuple[int, ...]:
     ]
     # Rounded, the finest among equals, so that the last digits of a machine's exp decide nothing.
     return min(
-        reversed(candidates),
-        key=lambda levels: round(_relative_error(bits, kept_bits, levels), 12),
+        reversed(candidates), key=lambda levels: round(_relative_error(bits, kept_bits, levels), 12)
     )
 
 
@@ -163,10 +162,7 @@ def _frozen(array: Bytes) -> Bytes:
 
 
 def derivative_table(
-    activation: Callable[[Doubles], Doubles],
-    bits: int,
-    low: float = -100.0,
-    high: float = 100.0,
+    activation: Callable[[Doubles], Doubles], bits: int, low: float = -100.0, high: float = 100.0
 ) -> tuple[Floats, Floats]:
     """Return the best piecewise-constant derivative of ``activation`` on ``2**bits`` intervals.
 

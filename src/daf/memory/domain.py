@@ -97,9 +97,7 @@ def memory_on(device: torch.device) -> MemoryDomain:
 
 
 def keeper_of(
-    memory: MemoryDomain,
-    give_back: GiveBack = lambda _: 0,
-    give_back_there: GiveBack = lambda _: 0,
+    memory: MemoryDomain, give_back: GiveBack = lambda _: 0, give_back_there: GiveBack = lambda _: 0
 ) -> Keeper:
     """Return the memory's keeper; it evicts by ``give_back`` (CPU) or ``give_back_there``."""
     if isinstance(memory, DeviceMemory):

@@ -100,10 +100,7 @@ def _ranges(blocks: Iterable[MemoryEvent]) -> list[tuple[int, int]]:
 
 
 def _segment(
-    start: int,
-    end: int,
-    live: Iterable[MemoryEvent],
-    frames: Callable[[str, str], Frames],
+    start: int, end: int, live: Iterable[MemoryEvent], frames: Callable[[str, str], Frames]
 ) -> Record:
     """Return a segment from ``start`` to ``end``; what lies between live blocks is inactive."""
     blocks: list[Record] = []

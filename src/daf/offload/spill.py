@@ -113,9 +113,7 @@ class SpillStore(RecordStore[SpillRecord]):
     """
 
     def __init__(
-        self,
-        options: SpillOptions | None = None,
-        open_file: Callable[[], SpillFile] | None = None,
+        self, options: SpillOptions | None = None, open_file: Callable[[], SpillFile] | None = None
     ) -> None:
         super().__init__()
         self._options = options or SpillOptions()

@@ -29,10 +29,7 @@ class OperatorDispatch:
                 self._replacing[function].append(operator)
 
     def run(
-        self,
-        function: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        keywords: Mapping[str, Any],
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> Any:
         """Run one function, or what replaces it or its result."""
         if self._context.hooks.is_replaying:  # a replayed call does the same thing again

@@ -44,10 +44,7 @@ class Hooks(Protocol):
         """What observes operators and saves."""
 
     def run(
-        self,
-        function: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        keywords: Mapping[str, Any],
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> Any:
         """Run a function as an operator of its own, whose saves are at sites of its name."""
 

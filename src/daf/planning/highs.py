@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 
-_OPTIONS: dict[str, Any] = {
-    "output_flag": False,
-    "threads": 1,
-    "parallel": "off",
-    "random_seed": 0,
-}
+_OPTIONS: dict[str, Any] = {"output_flag": False, "threads": 1, "parallel": "off", "random_seed": 0}
 # HiGHS fails on larger costs (seen at 1e12), so larger ones are scaled down.
 _LARGEST_COST = 1e9
 _CONTINUOUS, _INTEGER = 0, 1  # HighsVarType

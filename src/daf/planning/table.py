@@ -18,16 +18,7 @@ from numpy.typing import NDArray
 
 from daf.core.policy import Site
 from daf.core.profile import Profile
-from daf.planning.options import (
-    EXACT,
-    KEPT,
-    WIDTHS,
-    Allowed,
-    Family,
-    Option,
-    OptionMaker,
-    families,
-)
+from daf.planning.options import EXACT, KEPT, WIDTHS, Allowed, Family, Option, OptionMaker, families
 from daf.planning.replays import Replay, last_moments, replays_of
 
 Floats = NDArray[np.float64]

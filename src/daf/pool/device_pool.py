@@ -135,11 +135,7 @@ class DevicePagedStore:
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        cap_bytes: int | None = None,
-        *,
-        streams: Streams | None = None,
+        self, device: torch.device, cap_bytes: int | None = None, *, streams: Streams | None = None
     ) -> None:
         """Make an empty pool.
 

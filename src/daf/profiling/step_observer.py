@@ -43,10 +43,7 @@ from daf.torch_compat.autograd_graph import without_torch_function
 from daf.torch_compat.compiled_modules import CompiledModules
 from daf.torch_compat.pytree import tensors_in_batch
 
-_KEPT_ANYWAY = (
-    Need.EXACT,
-    Need.INPUT,
-)  # needs that only keeping, or placing elsewhere, can serve
+_KEPT_ANYWAY = (Need.EXACT, Need.INPUT)  # needs that only keeping, or placing elsewhere, can serve
 
 
 class _Input(NamedTuple):

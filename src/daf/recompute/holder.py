@@ -25,10 +25,7 @@ class ReplayKeeper:
     """Holds and counts tensors for the replayed calls of one entered capture."""
 
     def __init__(
-        self,
-        state: SavedTensorState,
-        hold: Hold,
-        is_constant: Callable[[Tensor], bool],
+        self, state: SavedTensorState, hold: Hold, is_constant: Callable[[Tensor], bool]
     ) -> None:
         self.scratch = state.scratch
         self._state = state

@@ -243,7 +243,5 @@ class PlanAutotuner(Resumable):
         """Return the plan with its time corrected by what was learnt."""
         slower = factor_of(plan_kind(plan), self.factors)
         return replace(
-            plan,
-            predicted_step_ms=plan.predicted_step_ms * slower,
-            bound_ms=plan.bound_ms * slower,
+            plan, predicted_step_ms=plan.predicted_step_ms * slower, bound_ms=plan.bound_ms * slower
         )

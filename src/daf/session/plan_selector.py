@@ -124,10 +124,7 @@ class PlanSelector(Resumable):
         self.autotuner.forget()
 
     def begin(
-        self,
-        profiles: Profiles,
-        budget_bytes: int,
-        weigh: Weigh = lambda profiles, _: profiles,
+        self, profiles: Profiles, budget_bytes: int, weigh: Weigh = lambda profiles, _: profiles
     ) -> Plan:
         """Return the first plan of new profiles, and set ``first``, the plan of the next step.
 

@@ -27,10 +27,7 @@ class Rollback:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        asked: Path | bool,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, asked: Path | bool
     ) -> None:
         self.watch = DivergenceWatch()
         self.is_on = bool(asked)

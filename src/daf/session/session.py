@@ -200,10 +200,7 @@ class Session(SessionReadings):
         self._plan_controller.selector.settle_on(value)
 
     def prepare(
-        self,
-        batch: Any,
-        loss_fn: LossFunction,
-        on_progress: Callable[[str], None] = lambda _: None,
+        self, batch: Any, loss_fn: LossFunction, on_progress: Callable[[str], None] = lambda _: None
     ) -> Plan:
         """Profile on this batch and plan; model, gradients and random states stay unchanged.
 

@@ -21,13 +21,7 @@ from daf.memory.domain import device_of
 from daf.step.context import StepContext
 from daf.step.dry_run import dry_run
 from daf.step.gradient_release import GradientRelease
-from daf.step.microbatch import (
-    WeightedLoss,
-    batch_size,
-    micro_batches,
-    read_loss,
-    scale_gradients,
-)
+from daf.step.microbatch import WeightedLoss, batch_size, micro_batches, read_loss, scale_gradients
 from daf.step.nonfinite import first_nonfinite
 from daf.step.state_snapshot import StepSnapshot
 from daf.torch_compat.compiled_modules import CompiledModules

@@ -192,8 +192,7 @@ def test_a_text_too_short_for_one_window_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "meant"),
-    [("digit", "digits"), ("cifar:x", "cifar10"), ("image:x", "images")],
+    ("asked", "meant"), [("digit", "digits"), ("cifar:x", "cifar10"), ("image:x", "images")]
 )
 def test_unknown_data_are_answered_with_the_nearest_known(asked: str, meant: str) -> None:
     with pytest.raises(UnknownNameError, match=f"did you mean '{meant}'"):

@@ -167,10 +167,6 @@ def test_calls_outside_the_contract_are_refused() -> None:
         refused(f"asked for {name} at", reductions.factors_of_sums, 1, 1, bad)
     for name in ("sums_pointer", "inverse_deviation_pointer", "gradient_scale_pointer"):
         refused(
-            f"asked for {name} at",
-            reductions.factors_of_sums,
-            1,
-            1,
-            factors._replace(**{name: 0}),
+            f"asked for {name} at", reductions.factors_of_sums, 1, 1, factors._replace(**{name: 0})
         )
     assert math.isclose(room.opened()[0], 3.0)

@@ -206,13 +206,7 @@ def sum_spans(
         sides = SideBySide(channels, span, count, -(-span // channels))
         grid: tuple[int, ...] = (-(-count // _SPANS), -(-channels // columns))
         on_device(
-            side_by_side_sums,
-            grid,
-            where,
-            **arguments,
-            sides=sides,
-            SPANS=_SPANS,
-            COLUMNS=columns,
+            side_by_side_sums, grid, where, **arguments, sides=sides, SPANS=_SPANS, COLUMNS=columns
         )
         return
     period, tiles = channels * inner, -(-channels // _CHANNELS)

@@ -175,10 +175,7 @@ class BatchNormOperator(FusedOperator):
         most = None if rectifier is None else rectifier.most
         inputs = (norm.x, norm.weight, norm.bias, addend)
         call = context.fuse(
-            FusedNorm,
-            inputs,
-            holder,
-            lambda: run_forward(norm, addend, most, holder, owned=owned),
+            FusedNorm, inputs, holder, lambda: run_forward(norm, addend, most, holder, owned=owned)
         )
         is_over = call.result.data_ptr() == norm.x.data_ptr()
         if is_over:
