@@ -118,4 +118,4 @@ def _draw_panel(panel: Any, name: str, rows: list[Row], metric: str) -> None:
     shown += [bits for each in ends.values() for bits in each]
     if shown:  # a single point has no range of its own
         panel.set_xlim(min(shown) / _BESIDE, _BESIDE * max(shown))
-    panel.legend(fontsize=7)
+    panel.legend(loc="lower right", fontsize=7)

@@ -51,7 +51,7 @@ def _draw_panel(panel: Any, name: str, own: Sequence[Row], rows: Sequence[Row]) 
     panel.set_yscale("log")
     panel.set_title(f"{name}, {largest:,} elements, one thread", fontsize=9)
     panel.set_xlabel("instructions per byte (round: encode, square: decode)")
-    panel.legend(frameon=False, fontsize=7)
+    panel.legend(loc="upper right", frameon=False, fontsize=7)
 
 
 def _draw_limits(panel: Any, own: Sequence[Row], rows: Sequence[Row], largest: int) -> None:

@@ -40,7 +40,7 @@ def _draw_panel(panel: Any, workload: str, rows: Sequence[Mapping[str, Any]]) ->
             place = (row["peak_ratio"], row["step_ratio"])
             words = row["allocator"].removeprefix("recycle").strip(" ,")
             panel.annotate(words, place, textcoords="offset points", xytext=(4, 4), fontsize=7)
-    panel.legend(fontsize=8)
+    panel.legend(loc="upper right", fontsize=8)
 
 
 def _places(rows: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:

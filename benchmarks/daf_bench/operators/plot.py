@@ -56,7 +56,7 @@ def _draw_panel(panel: Any, workload: str, rows: Sequence[Mapping[str, Any]]) ->
         panel.annotate(f"{after - before:+.0f}", (place, max(before, after)), ha="center")
     _stack(panel, len(changes) + 1, rows[-1]["terms"], with_labels=False)
     panel.set_xticks(range(len(changes) + 2), ["plain", *(name for name, _, _ in changes), "DAF"])
-    panel.legend(fontsize=8)
+    panel.legend(loc="upper right", fontsize=8)
 
 
 def _stack(panel: Any, place: int, terms: Mapping[str, int], *, with_labels: bool) -> None:

@@ -39,4 +39,4 @@ def _draw_panel(panel: Any, subject: str, rows: Sequence[Mapping[str, Any]]) -> 
     panel.set_ylim(bottom=0)
     panel.set_title(subject)
     panel.set_xlabel("nodes" if subject == "tree" else "live pages")
-    panel.legend(frameon=False, fontsize=8)
+    panel.legend(loc="upper left", frameon=False, fontsize=8)

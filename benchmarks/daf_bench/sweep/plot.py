@@ -86,7 +86,7 @@ def _draw_panel(panel: Any, rows: Rows, workload: str) -> None:
     panel.tick_params(colors=_QUIET, labelcolor=_INK)
     for side in ("top", "right"):
         panel.spines[side].set_visible(False)
-    panel.legend(frameon=False, fontsize=7, labelcolor=_INK)
+    panel.legend(loc="lower left", frameon=False, fontsize=7, labelcolor=_INK)
 
 
 def _draw_by_hand(panel: Any, rows: Rows, workload: str) -> None:
