@@ -86,6 +86,7 @@ def by_way(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return found
 
 
+@pytest.mark.thorough
 def test_three_ways_take_turns_and_the_gradients_pass_through_codes(tmp_path: Path) -> None:
     device, told = device_that_tells(latest_s=0.0005)
     result = run(SMALL, bed=device)

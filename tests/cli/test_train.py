@@ -250,7 +250,7 @@ def test_a_capped_pool_gives_up_bits_and_says_so(daf: Daf) -> None:
 
 
 @pytest.mark.skipif(unsupported_reason() is not None, reason=str(unsupported_reason()))
-@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("bounded", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_a_recorded_step_names_the_layers_and_changes_no_result(daf: Daf, bounded: bool) -> None:
     budget = room_here() if bounded else "none"
     shown = daf(*options("resnet20", budget=budget, bits=2), "--history")

@@ -9,7 +9,7 @@ import native_calls
 import numpy as np
 import pytest
 from guarded import FlatCode
-from thoroughness import at_most
+from thoroughness import at_most, pairs
 
 from daf.core.code_format import ElementType, Predicate, words_per_plane
 from daf.core.errors import KernelError
@@ -162,8 +162,7 @@ def check_steps(on_every_set, cases, source, element_type, bits, affine=None) ->
     on_every_set(check)
 
 
-@pytest.mark.parametrize("element_type", TYPES)
-@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize(("kind", "element_type"), pairs(INPUTS, TYPES))
 def test_rotated_equals_the_oracle(cases, on_every_set, kind, element_type) -> None:
     for count in FEW_COUNTS:
         source = cases.as_type(getattr(cases, kind)(count, count), element_type)
@@ -172,8 +171,7 @@ def test_rotated_equals_the_oracle(cases, on_every_set, kind, element_type) -> N
                 check_rotated(on_every_set, cases, source, element_type, bits, rounds)
 
 
-@pytest.mark.parametrize("element_type", TYPES)
-@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize(("kind", "element_type"), pairs(INPUTS, TYPES))
 def test_minmax_equals_the_oracle(cases, on_every_set, kind, element_type) -> None:
     for count in FEW_COUNTS:
         source = cases.as_type(getattr(cases, kind)(count, count), element_type)
@@ -181,8 +179,7 @@ def test_minmax_equals_the_oracle(cases, on_every_set, kind, element_type) -> No
             check_minmax(on_every_set, cases, source, element_type, bits)
 
 
-@pytest.mark.parametrize("element_type", TYPES)
-@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize(("kind", "element_type"), pairs(INPUTS, TYPES))
 def test_steps_equal_the_oracle(cases, on_every_set, kind, element_type) -> None:
     for count in FEW_COUNTS:
         source = cases.as_type(getattr(cases, kind)(count, count), element_type)
@@ -285,8 +282,7 @@ def test_misaligned_memory(cases, instruction_set, offset) -> None:
 BOUNDS = ((0.0, np.inf), (0.0, 6.0), (-1.0, 1.0), (np.nan, 0.5), (-np.inf, np.nan), (0.1, -0.1))
 
 
-@pytest.mark.parametrize("element_type", TYPES)
-@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize(("kind", "element_type"), pairs(INPUTS, TYPES))
 def test_masks_equal_the_oracle(cases, on_every_set, kind, element_type) -> None:
     for count in (*range(1, 300, 7), 2049):
         source = cases.as_type(getattr(cases, kind)(count, count), element_type)

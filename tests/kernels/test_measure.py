@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import pairs
 
 from daf.core.code_format import ElementType
 from daf.core.errors import KernelError
@@ -68,8 +69,7 @@ def same_bytes(found, expected) -> None:
         np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
 
 
-@pytest.mark.parametrize("element_type", TYPES)
-@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize(("kind", "element_type"), pairs(INPUTS, TYPES))
 def test_ranges_equal_the_oracle(cases, on_every_set, kind, element_type) -> None:
     for count in COUNTS:
         source = cases.as_type(getattr(cases, kind)(count, count), element_type)
@@ -84,8 +84,7 @@ def test_ranges_equal_the_oracle(cases, on_every_set, kind, element_type) -> Non
             on_every_set(check)
 
 
-@pytest.mark.parametrize("element_type", TYPES)
-@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize(("kind", "element_type"), pairs(INPUTS, TYPES))
 def test_sums_equal_the_oracle(cases, on_every_set, kind, element_type) -> None:
     for count in COUNTS:
         source = cases.as_type(getattr(cases, kind)(count, count), element_type)

@@ -6,7 +6,6 @@ The device is simulated and its kernels write nothing: what is asked here is whe
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -29,15 +28,10 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The processor's tensors count as a device's, whose codes all decode to ones."""
     coding_by_triton(monkeypatch)
 
-    def decode(_planes: Any, _rounds: int, _key: int, destination: Tensor, *_: Any) -> None:
-        destination.fill_(1.0)
-
     written: Callable[..., None] = lambda *_: None  # noqa: E731
-    monkeypatch.setattr(triton_codecs, "encode_rotated", written)
-    monkeypatch.setattr(triton_codecs, "decode_rotated", decode)
-    monkeypatch.setattr(triton_codecs, "encode_minmax", written)
+    monkeypatch.setattr(triton_codecs, "encode_values", written)
     monkeypatch.setattr(
-        triton_codecs, "decode_minmax", lambda _planes, destination, *_: destination.fill_(1)
+        triton_codecs, "decode_values", lambda _code, decoding: decoding.out.fill_(1.0)
     )
     monkeypatch.setattr(triton_codecs, "encode_mask", written)
     monkeypatch.setattr(

@@ -524,6 +524,7 @@ def test_a_bias_is_found_where_there_is_one_and_only_there() -> None:
     assert rows[0]["variance"] > 10 * abs(rows[0]["squared_bias"])
 
 
+@pytest.mark.thorough
 def test_what_half_a_bit_would_save_is_told_by_width() -> None:
     """Drawn Gaussians hold as large a share in the greatest of eight as the formula says."""
     drawn = torch.randn(200_000, GROUP, generator=torch.Generator().manual_seed(0))

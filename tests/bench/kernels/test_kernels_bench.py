@@ -100,6 +100,7 @@ def test_figures_are_the_worst_of_three_widths_at_the_largest_size() -> None:
         assert figures["avx2_worst_fraction"] == pytest.approx(0.55 / 2.0)
 
 
+@pytest.mark.thorough
 def test_a_tiny_run_gives_rows_figures_and_a_picture(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(bench, "_WIDTHS", {"rotated": (1, 2, 4), "minmax": (1, 2, 4)})
     seen: list[str] = []

@@ -74,6 +74,7 @@ def test_an_unknown_contestant_is_refused() -> None:
 
 
 @pytest.mark.skipif(not GLIBC, reason="compares with glibc's malloc")
+@pytest.mark.thorough
 def test_the_whole_benchmark_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "_TIMED_PAGES", (100, 1000))
     job = bench.PoolJob(3, 4, 2, halvings=1, halved_bytes=10**7, gradient_seeds=1)

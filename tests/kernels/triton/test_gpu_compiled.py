@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -126,6 +127,15 @@ def kernels() -> list[tuple[str, object, dict[str, object]]]:
     return found
 
 
+def with_marks(found: list[tuple[str, object, dict[str, object]]]) -> Iterator[Any]:
+    """Each kernel once for every change; its other types and widths with ``--all``."""
+    seen = set()
+    for name, kernel, constants in found:
+        marks = pytest.mark.thorough if kernel in seen else ()
+        seen.add(kernel)
+        yield pytest.param(kernel, constants, id=name, marks=marks)
+
+
 def signature_of(kernel: object, constants: dict[str, object]) -> dict[str, str]:
     rotated = kernel.__name__.endswith("rotated")
     types = {"thresholds": "*i8", "levels": "*i8" if rotated else "*fp32"} | POINTERS
@@ -162,10 +172,7 @@ def source_of(kernel: object, constants: dict[str, object]) -> ASTSource:
     return ASTSource(kernel, signature_of(kernel, constants), constexprs=known)
 
 
-@pytest.mark.parametrize(
-    ("kernel", "constants"),
-    [pytest.param(kernel, constants, id=name) for name, kernel, constants in kernels()],
-)
+@pytest.mark.parametrize(("kernel", "constants"), list(with_marks(kernels())))
 def test_every_kernel_compiles_to_plain_ieee_arithmetic(kernel, constants) -> None:
     source = source_of(kernel, constants)
     options = {"enable_fp_fusion": False, "num_warps": 4}
