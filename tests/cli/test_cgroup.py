@@ -10,7 +10,6 @@ import pytest
 from daf_bench.harness import cgroup
 
 WORKS, REASON = cgroup.can_limit()
-pytestmark = pytest.mark.alone  # a limit of the system's, under which the system kills
 
 # Little to compute, and some 300 MB of tensors to save at a batch of 256.
 WIDE_MODEL = """
