@@ -12,9 +12,16 @@ from daf_bench.workloads.sources import Sources
 # Sums in another order, where the batch is cut into pieces.
 REORDERED = 1e-5
 SPLIT = ("w3", "w4")
+PER_CHANGE = ("w1", "w2a", "w3")  # convolutions, a deep network of them, attention
 
 
-@pytest.fixture(scope="module", params=WORKLOADS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=() if name in PER_CHANGE else pytest.mark.thorough)
+        for name in WORKLOADS
+    ],
+)
 def rows(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
     if request.param in SPLIT:
         pytest.importorskip("transformers")

@@ -116,7 +116,7 @@ def test_a_budget_may_be_automatic_or_a_fraction(daf: Daf, asked: str) -> None:
     assert stored == ("auto" if asked == "auto" else 0.5)
 
 
-@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("bounded", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_an_interrupted_run_goes_on_to_the_same_result_bit_for_bit(
     daf: Daf, daf_process: Daf, monkeypatch: pytest.MonkeyPatch, bounded: bool
 ) -> None:

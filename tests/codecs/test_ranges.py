@@ -162,6 +162,7 @@ def test_the_processor_s_rule_is_left_for_a_clear_margin_alone(
     assert Ranges(None).strategy_for(tensor) == other
 
 
+@pytest.mark.thorough
 def test_a_gpu_s_kernels_give_the_processor_s_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under Triton's interpreter, which has to be asked for before Triton is imported."""
     pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")

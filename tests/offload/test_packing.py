@@ -144,6 +144,7 @@ def test_whoever_packs_the_bytes_are_the_same() -> None:
     assert_whoever_packs_the_bytes_are_the_same((1, 255, 256, 3000))
 
 
+@pytest.mark.thorough
 def test_they_are_those_of_a_gpu_s_kernels_too() -> None:
     """Interpreted, in a process of its own."""
     pytest.importorskip("triton", reason="triton is not installed: daf-train[gpu]")

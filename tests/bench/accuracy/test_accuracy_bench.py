@@ -434,6 +434,7 @@ def test_lora_learns_its_adapters_and_what_reads_their_result(tmp_path: Path) ->
     assert {each[0] for each in found.values()} == set(owners)
 
 
+@pytest.mark.thorough
 def test_lora_without_its_library_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     folder = tmp_path / "e2e"
