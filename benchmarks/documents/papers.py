@@ -109,11 +109,24 @@ def reduce_figures(result: dict[str, Any]) -> str:
             reduce_seen(result),
             "",
             *picture("reduce", "Time of each strategy over PyTorch's"),
-            "| outer × channels × inner | tree | atomics | hybrid | chosen while it runs | which "
+            "| outer × channels × inner | tree | atomics | hybrid | chosen on first use | which "
             "| the rule takes |",
             "|---|---|---|---|---|---|---|",
             *lines,
         ]
+    )
+
+
+def varying_figures(result: dict[str, Any]) -> str:
+    """If strategies that are timed again while running beat the choice of first use."""
+    figures = result["figures"]
+    verdict = "pays" if figures["is_worthwhile"] else "does not pay: the first choice stays"
+    return (
+        f"{measured_by(result, 'reduce --varying')} while other load comes and goes, threads and "
+        f"sizes change, {len(result['rows'])} stretches in all, timing strategies again takes "
+        f"{figures['retimed_vs_kept']:.3f} times as long as the choice of first use in the "
+        f"geometric mean ({figures['retimed_vs_kept_best']:.2f} to "
+        f"{figures['retimed_vs_kept_worst']:.2f}). It {verdict}."
     )
 
 
@@ -130,6 +143,6 @@ def reduce_seen(result: dict[str, Any]) -> str:
     figures = result["figures"]
     return (
         f"Seen here: of {len(result['rows'])} shapes, best is {listed}; hybrid takes at most "
-        f"{figures['hybrid_worst_vs_best']:.2f} times the best one's time, what is chosen while it "
-        f"runs at most {figures['worst_vs_best']:.2f} times."
+        f"{figures['hybrid_worst_vs_best']:.2f} times the best one's time, what is chosen on first "
+        f"use at most {figures['worst_vs_best']:.2f} times."
     )

@@ -23,7 +23,7 @@ from daf_bench.peers.plot import draw_peers
 from daf_bench.pool.plot import draw_times
 from daf_bench.sweep.plot import draw_sweep
 from operator_tables import operator_speed_figures, operators_figures
-from papers import packing_figures, policy_lines, reduce_figures
+from papers import packing_figures, policy_lines, reduce_figures, varying_figures
 from side_by_side import peers_figures
 from words import MB, ROOT, measured_by, picture
 
@@ -274,6 +274,7 @@ TABLES = (
     (ROOT / "docs" / "sensitivity.md", "accuracy", accuracy_figures),
     (ROOT / "docs" / "peers.md", "peers", peers_figures),
     (ROOT / "docs" / "papers.md", "reduce", reduce_figures),
+    (ROOT / "docs" / "papers.md", "reduce_varying", varying_figures),
     (ROOT / "docs" / "operators.md", "operators", operators_figures),
     (ROOT / "docs" / "operators.md", "operator_speed", operator_speed_figures),
     (ROOT / "docs" / "papers.md", "packing", packing_figures),

@@ -273,7 +273,7 @@ def _notes(device: torch.device, rounds: int) -> tuple[str, ...]:
         f"float32, device: {device_name(device)}, medians of {rounds} rounds",
         "ratios: of times of the same round, below 1 the one named first is faster; best: the "
         "fastest of the three strategies and PyTorch's own",
-        "chosen: picked while it runs, from times, as sessions pick; rule: what the processor's "
+        "chosen: picked on first use, from times, as sessions pick; rule: what the processor's "
         "kernels take where none is asked for",
         "first use: what choosing takes once for a class of sizes, compiling included",
         *missing,
