@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("code_everything")]
 NUMBERED = [
     pytest.param(case, id=f"{name}-{place}")
     for name, cases in CASES.items()
+    if hasattr(nn, name)  # the oldest version of torch lacks the newest modules
     for place, case in enumerate(cases)
 ]
 LOW_PRECISION = [
@@ -37,7 +38,7 @@ LOW_PRECISION = [
 
 def test_no_module_of_torch_is_forgotten() -> None:
     known = set(CASES) | set(SKIPPED)
-    assert set(nn.modules.__all__) == known
+    assert set(nn.modules.__all__) == {name for name in known if hasattr(nn, name)}
 
 
 @pytest.mark.parametrize("case", NUMBERED)
