@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from writing import writing
 
 from daf.capture.capture import Capture
 from daf.codecs.coder import Coder
@@ -121,7 +122,7 @@ def written(store: HostStore, writer: torch.cuda.Stream, name: int) -> HostPlane
     """Words that all say the name."""
     with torch.cuda.stream(writer):
         planes = store.allocate_planes(ELEMENTS, 2)
-        with planes.writing() as there:
+        with writing(planes) as there:
             is_done_late()
             for part in parts_of(there):
                 part.fill_(name)

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from late_streams import LateStreams
+from writing import writing
 
 from daf.core.code_format import header_bytes, plane_bytes
 from daf.core.errors import KernelError, PoolFullError
@@ -53,7 +54,7 @@ def held(store: DevicePagedStore, count: int, bits: int, **options: Any) -> Devi
     """Planes that have been written, of which all but the first may go."""
     options = {"minimum_bits": 1, "importance": IMPORTANCE[bits]} | options
     tensor = store.allocate_planes(count, bits, **options)
-    with tensor.writing():
+    with writing(tensor):
         pass
     return tensor
 
@@ -91,7 +92,7 @@ def test_no_stream_reads_what_another_has_overwritten(steps, order) -> None:
                 tensor = store.allocate_planes(
                     amount * 5000, amount, minimum_bits=1, importance=IMPORTANCE[amount]
                 )
-                with tensor.writing() as planes:
+                with writing(tensor) as planes:
                     streams.issue(partial(write, name, places(planes)))
                 living.append((name, tensor))
             elif kind == "r" and living:
@@ -197,13 +198,13 @@ def test_memory_goes_back_when_the_last_reference_does() -> None:
 def test_what_is_read_or_written_stays_until_then() -> None:
     store = DevicePagedStore(CPU)
     tensor = store.allocate_planes(100_000, 3, minimum_bits=1, importance=IMPORTANCE[3])
-    with tensor.writing():
+    with writing(tensor):
         pass
-    with store.allocate_planes(10_000, 2, minimum_bits=1, importance=[2.0, 1.0]).writing():
+    with writing(store.allocate_planes(10_000, 2, minimum_bits=1, importance=[2.0, 1.0])):
         assert store.set_cap(1).payload_bytes == 2 * plane_bytes(100_000, 1)
     store.set_cap(None)
     tensor = store.allocate_planes(100_000, 3, minimum_bits=1, importance=IMPORTANCE[3])
-    with tensor.writing():
+    with writing(tensor):
         assert store.set_cap(1).pages == 0
     assert not tensor._blocks._may_go
     store.set_cap(None)
@@ -213,7 +214,7 @@ def test_what_is_read_or_written_stays_until_then() -> None:
         assert set(tensor._blocks._may_go) == {1, 2}
     assert not tensor._blocks._may_go
     assert kept_bits(tensor) == 1
-    with pytest.raises(KernelError, match="sealed"), tensor.writing():
+    with pytest.raises(KernelError, match="sealed"), writing(tensor):
         pass
 
 
@@ -221,7 +222,7 @@ def test_what_was_asked_for_while_it_was_in_use_follows_when_it_is_not() -> None
     plane = plane_bytes(100_000, 1)
     store = DevicePagedStore(CPU)
     written = store.allocate_planes(100_000, 3, minimum_bits=1, importance=IMPORTANCE[3])
-    with written.writing() as planes:
+    with writing(written) as planes:
         assert store.give_back(plane) == 0
         assert planes.kept == 3
     assert kept_bits(written) == 2  # as much as was asked for
@@ -240,7 +241,7 @@ def test_nothing_is_owed_any_more_when_what_was_in_use_is_gone(ends: str) -> Non
     store = DevicePagedStore(CPU)
     passing = store.allocate_planes(100_000, 1)
     if ends == "fails":
-        with pytest.raises(RuntimeError, match="a kernel"), passing.writing():
+        with pytest.raises(RuntimeError, match="a kernel"), writing(passing):
             raise RuntimeError("a kernel")
     assert store.give_back(10**9) == 0
     del passing
@@ -257,7 +258,7 @@ def test_what_makes_room_for_a_newcomer_under_the_cap_is_gone_when_it_is_there()
     store.set_cap(store.statistics().held_bytes + plane_bytes(100_000, 1))
     newcomer = store.allocate_planes(100_000, 2, importance=[9.0, 9.0])
     assert not first._blocks._may_go
-    with newcomer.writing() as planes:
+    with writing(newcomer) as planes:
         assert planes.is_whole
 
 

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from late_streams import LateStreams
 from torch import Tensor
+from writing import writing
 
 from daf.core.code_format import block_count, code_bytes, words_per_plane
 from daf.core.units import pinned_bytes
@@ -107,7 +108,7 @@ class Bed:
 
     def written(self, name: int, count: int, bits: int) -> HostPlanes:
         planes = self.store.allocate_planes(count, bits)
-        with planes.writing() as there:
+        with writing(planes) as there:
             for part in parts_of(there):
                 self.streams.issue(partial(self.arena.fill, self.arena.span(part), name))
         return planes
@@ -388,6 +389,6 @@ class _Direct:
 
 def _named(store: HostStore, name: int) -> HostPlanes:
     planes = store.allocate_planes(512, 2)
-    with planes.writing() as there:
+    with writing(planes) as there:
         there.region.fill_(name)
     return planes

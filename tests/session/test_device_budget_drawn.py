@@ -23,6 +23,7 @@ from paged_kernels import PagedBackend, pages_of
 from simulated_memory import NOBODY_S_BYTES, SimulatedDevice, SimulatedMemory
 from thoroughness import at_most
 from torch import Tensor, nn
+from writing import writing
 
 from daf.budget.governor import RESERVE_BYTES
 from daf.budget.limits import bounds_of
@@ -143,7 +144,7 @@ class Bed:
             else:
                 assert not any(code.may_lose for code in self.lossy)
             return
-        with planes.writing() as there:
+        with writing(planes) as there:
             for plane in range(there.kept):
                 for page in pages_of(there, plane):
                     page[:] = self.names

@@ -9,6 +9,7 @@ import pytest
 import torch
 from simulated_memory import NOBODY_S_BYTES, SimulatedDevice
 from torch import nn
+from writing import writing
 
 from daf.budget.limits import bounds_of, gpu_bound, room_bytes
 from daf.memory.device_limit import DeviceKeeper
@@ -94,7 +95,7 @@ def test_a_budget_that_falls_in_mid_step_takes_planes(memory: DeviceMemory) -> N
         for each in range(4)
     ]
     for tensor in tensors:
-        with tensor.writing():
+        with writing(tensor):
             pass
     keeper.flush()
     lower, before = memory.held_bytes() - 2 * MIB - 1, store.lent_bytes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from daf.kernels.autotune import MARGIN, Choice, Chooser, Trial
 
@@ -45,23 +46,21 @@ class _Checks:
 class RetimingChooser(Chooser):
     """Chooses on first use, then sometimes times a challenger."""
 
-    _checks: dict[str, _Checks]
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Take the arguments of ``Chooser``."""
+        super().__init__(*args, **options)
+        self._checks: dict[str, _Checks] = {}
 
     def choose(self, shape_class: str, trial: Trial) -> str:
         """Return the strategy for one call, after a check if one is due."""
         choice = self._choice_for(shape_class, trial)
-        checks = self._checks_of(shape_class, choice)
+        checks = self._checks.get(shape_class)
+        if checks is None:
+            checks = self._checks[shape_class] = _Checks(choice)
         checks.spent_seconds += choice.seconds[choice.chosen]
         if checks.spent_seconds >= checks.due_seconds:
             self._check(checks, trial)
         return choice.chosen
-
-    def _checks_of(self, shape_class: str, choice: Choice) -> _Checks:
-        if not hasattr(self, "_checks"):
-            self._checks = {}
-        if shape_class not in self._checks:
-            self._checks[shape_class] = _Checks(choice)
-        return self._checks[shape_class]
 
     def _check(self, checks: _Checks, trial: Trial) -> None:
         choice, challenger = checks.choice, checks.challenger()

@@ -56,17 +56,6 @@ class DevicePlaneTensor:
         return self._store.device
 
     @contextmanager
-    def writing(self) -> Iterator[DevicePlanes]:
-        """Yield where to write, on the current stream, and seal afterwards.
-
-        Raises:
-            KernelError: it has been written.
-        """
-        with self.filling() as planes:
-            yield planes
-        self.seal()
-
-    @contextmanager
     def filling(self) -> Iterator[DevicePlanes]:
         """Yield where to write a part, or before others do; it stays open.
 

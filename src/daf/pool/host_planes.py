@@ -83,13 +83,6 @@ class HostPlanes:
         return self._store.device
 
     @contextmanager
-    def writing(self) -> Iterator[DevicePlanes]:
-        """Yield where to write, on the current stream, once."""
-        with self.filling() as planes:
-            yield planes
-        self.seal()
-
-    @contextmanager
     def filling(self) -> Iterator[DevicePlanes]:
         """Yield where to write a part, or before others do."""
         with self._store.home.ordered():
