@@ -134,16 +134,13 @@ class ValueCode(_Code):
         Args:
             store: where the planes go.
             tensor: dense floats.
-            treatment: *rotated* or *minmax*, and the width.
+            treatment: *rotated* or *minmax*, and the width; CodecError for others or their dtypes.
             key: int in [0, 2**64), the seed.
             channels: applied to every value before it is encoded; vectors on the tensor's device.
             weight: how much relative error here harms the gradient, relative to other tensors.
             tag: 64-bit name under which the store reports evictions.
             output: what a normalisation writes from the encoded values; its mask is unwritten.
             rows: how to measure ``channels``, whose vectors are then written before they are read.
-
-        Raises:
-            CodecError: the treatment is no value code, or the dtype has none.
         """
         if treatment.method not in (Method.ROTATED, Method.MINMAX):
             raise CodecError(f"asked for a value code by {treatment.method}; use rotated or minmax")
@@ -181,9 +178,8 @@ class ValueCode(_Code):
     ) -> None:
         """Write the values into a dense tensor of the encoded element count.
 
-        ``channels`` applies first; ``accumulate`` then adds what ``out`` holds; ``mask`` then
-        zeroes where its bit is clear. With ``blocks`` (first, last), ``out`` holds only these
-        blocks of 256.
+        ``channels`` applies first; ``accumulate`` then adds what ``out`` holds; then ``mask``
+        zeroes where its bit is clear. With ``blocks``, ``out`` holds blocks [first, last) of 256.
         """
         with self._reading(out, blocks) as planes, pinned(mask) as chosen:
             decoding = Decoding(out, channels, chosen, accumulate, blocks)
@@ -196,11 +192,7 @@ class RangedCode(_Code):
     __slots__ = ()
 
     def __init__(self, store: Any, tensor: Tensor, bits: int, key: int, to_steps: Channels) -> None:
-        """Encode dense floats, rounding stochastically.
-
-        Raises:
-            CodecError: the dtype has no code.
-        """
+        """Encode dense floats, rounding stochastically; CodecError if the dtype has no code."""
         element_type(tensor.dtype)
         super().__init__(tensor.numel(), _planes(store, tensor.numel(), bits))
         with self._writing() as planes:
@@ -277,11 +269,7 @@ def opened(output: NormOutput | None) -> Iterator[NormOutput | None]:
 
 
 def check_count(count: int, out: Tensor, blocks: tuple[int, int] | None) -> None:
-    """Check that ``out`` has the encoded element count, or that of ``blocks``.
-
-    Raises:
-        CodecError: it has another.
-    """
+    """Raise CodecError unless ``out`` has the encoded element count, or that of ``blocks``."""
     if blocks is not None:
         count = elements_in(blocks, count)
     if out.numel() != count:

@@ -27,10 +27,7 @@ def layout_of(tensor: Tensor) -> Layout:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """True if the elements fill one unbroken run of memory, each place once, in any permutation.
-
-    Strides of dimensions of size 1 do not matter.
-    """
+    """True if the elements fill one unbroken run of memory, each place once, in any permutation."""
     if tensor.is_contiguous():
         return True
     expected = 1

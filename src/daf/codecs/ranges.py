@@ -33,11 +33,9 @@ from daf.kernels.devices import backend_of, can_code_on, is_processor
 PYTORCH = "pytorch"
 STRATEGIES = (*(strategy.name.lower() for strategy in RangeStrategy), PYTORCH)
 CACHE_VARIABLE = "DAF_CACHE"
-# Below this, choosing takes as long as reducing.
-LEAST_ELEMENTS = 1 << 16
+LEAST_ELEMENTS = 1 << 16  # below this, choosing takes as long as reducing
 PART_ELEMENTS = 1 << 20  # the part of a larger tensor that all strategies are tried on
-# Upper bound on the host starting and awaiting a strategy's few kernels on a GPU.
-_STARTING_SECONDS = 1.5e-4
+_STARTING_SECONDS = 1.5e-4  # at most: the host starts and awaits a strategy's kernels on a GPU
 
 Ends = tuple[Tensor, Tensor]
 
@@ -192,10 +190,7 @@ def _device_name(device: torch.device, threads: int) -> str:
 
 
 def default_cache() -> Path | None:
-    """Return ``strategies.json`` in ``$DAF_CACHE``, or in the system's place for users' caches.
-
-    None if that cannot be written; every process then makes its own choices.
-    """
+    """Return ``strategies.json`` in ``$DAF_CACHE`` or the user's caches; None: not writable."""
     try:
         folder = Path(os.environ.get(CACHE_VARIABLE) or _users_caches() / "daf")
         folder.mkdir(parents=True, exist_ok=True)

@@ -37,11 +37,7 @@ def register_codec(name: str, encode: Encoder) -> None:
 
 
 def encoder_named(name: str) -> Encoder:
-    """Return the encoder of a registered codec.
-
-    Raises:
-        CodecError: no codec of this name is registered.
-    """
+    """Return the encoder of a registered codec; CodecError if the name is unknown."""
     try:
         return _encoders[name]
     except KeyError:

@@ -1,8 +1,8 @@
 """Memory for decoded tensors, recycled once no tensor refers to it.
 
 A decoded tensor lives for one operator of backward; paging in a fresh block for each costs several
-times what decoding does. A kept block is idle when its storage's reference count says so. Where the
-allocator recycles freed blocks (``memory.recycling``), nothing is kept here.
+times what decoding does. Where the allocator recycles freed blocks (``memory.recycling``), nothing
+is kept here.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from daf._native import allocator
 from daf.codecs.layout import Layout
 from daf.torch_compat.autograd_graph import storage_holders
 
-# The system allocator itself keeps and reuses smaller blocks.
-SMALLEST_BLOCK_BYTES = 1 << 20
+SMALLEST_BLOCK_BYTES = 1 << 20  # the system allocator itself keeps and reuses smaller ones
 MOST_BLOCKS = 1
 
 
@@ -26,8 +25,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self._blocks: list[torch.UntypedStorage] = []
-        # Several threads may run backward; only one may find a block idle and use it.
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # several threads may run backward; one takes an idle block
 
     @property
     def held_bytes(self) -> int:

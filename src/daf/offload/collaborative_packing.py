@@ -1,7 +1,4 @@
-"""The split of packing between processor and GPU, as a pure function of times and bytes.
-
-DAF's split (arXiv 2507.07149) is fixed; this one follows measured rates.
-"""
+"""The split of packing between processor and GPU, by measured rates (in arXiv 2507.07149: fixed)."""
 
 from __future__ import annotations
 

@@ -57,9 +57,7 @@ class HostOptions:
 def host_options(model: nn.Module, host_bytes: str | int | None) -> HostOptions | None:
     """Return how much of a GPU's codes may wait in host memory; None: none.
 
-    Raises:
-        UnitError: the bytes cannot be read.
-        PlatformError: the model is on no GPU that codes could travel from.
+    UnitError: the bytes cannot be read. PlatformError: the model is on no GPU that can code.
     """
     limit_bytes = parse_optional_bytes(host_bytes)
     if limit_bytes is None:
@@ -94,13 +92,7 @@ class HostCodes:
         make_store: Callable[..., HostStore] = HostStore,
         make_routes: Callable[[HostStore], Routes] = lambda store: Routes(store.transfers),
     ) -> None:
-        """Hold nothing yet.
-
-        Args:
-            options: how much.
-            make_store: makes a device's store, given the device and ``staging_bytes``.
-            make_routes: makes a store's routes.
-        """
+        """Hold nothing yet; a device's store is made of the device and ``staging_bytes``."""
         self._options = options
         self.on_moved: Callable[[], None] = lambda: None  # device_bytes may have grown
         self._make_store = make_store
@@ -185,12 +177,7 @@ class HostCodes:
     ) -> ValueCode | None:
         """Encode a dense tensor's values; None: they must stay on its device.
 
-        Args:
-            tensor: as for :class:`ValueCode`, whose other options ``options`` are.
-            treatment: *rotated* or *minmax*.
-            key: names the code's random rotation.
-            channels: applied before encoding.
-            options: the others.
+        Arguments and ``options`` are those of :class:`ValueCode`.
         """
         store = self.room(tensor, tensor.numel(), treatment.bits)
         if store is None:
@@ -302,11 +289,7 @@ class _Leaving:
         self.version = self.source._version
 
     def check(self) -> None:
-        """Check, once copied, that nothing changed meanwhile: codes are made of what was saved.
-
-        Raises:
-            SavedTensorError: it was changed in place.
-        """
+        """Raise SavedTensorError if the data changed meanwhile: codes are of what was saved."""
         assert self.source is not None
         if self.source._version != self.version:
             raise SavedTensorError(

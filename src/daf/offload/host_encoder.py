@@ -19,15 +19,9 @@ class _Planes(NamedTuple):
 
 
 def words_for(count: int, bits: int, *, pinned: bool) -> Tensor:
-    """Allocate a code: int32 words, planes first, headers behind, as ``HostStore`` keeps them.
+    """Allocate int32 words of a code: planes first, headers behind, as ``HostStore`` keeps them.
 
-    Args:
-        count: elements.
-        bits: planes.
-        pinned: True: a device can copy them by itself.
-
-    Raises:
-        RuntimeError: no pinned memory is left.
+    A device can copy ``pinned`` ones by itself. RuntimeError: no pinned memory is left.
     """
     words = code_bytes(count, bits) // WORD_BYTES
     return torch.empty(words, dtype=torch.int32, pin_memory=pinned)

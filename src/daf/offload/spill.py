@@ -103,13 +103,9 @@ class _Space:
 
 
 class SpillStore(RecordStore[SpillRecord]):
-    """Writes storages to disk and reads them back; the first one makes the file.
+    """Writes storages to disk and reads them back, from any threads; the first makes the file.
 
-    Any number of threads that run forward and backward may call its methods.
-
-    Args:
-        options: where and how much.
-        open_file: makes the file (tests put a failing one in its place).
+    ``open_file`` makes it (tests put a failing one in its place).
     """
 
     def __init__(
@@ -163,15 +159,8 @@ class SpillStore(RecordStore[SpillRecord]):
         """Begin to spill the whole storage of a strided CPU tensor; None: no room, keep it.
 
         Returns once no more than ``in_flight_bytes``, or what ``bound`` left of them, wait to be
-        written.
-
-        Args:
-            tensor: what autograd saves.
-            site: where, for messages.
-            on_taken: called once it waits to be written.
-
-        Raises:
-            SpillError: no file can be made.
+        written. ``site`` names it in messages; ``on_taken`` is called once it waits. SpillError:
+        no file can be made.
         """
         with self._lock:
             space = self._open()
@@ -220,7 +209,7 @@ class SpillStore(RecordStore[SpillRecord]):
         return None
 
     def reap(self) -> None:
-        """Free storages that are on disk; called on a thread that saves or reads tensors.
+        """Free storages that are on disk, on a thread that saves or reads tensors.
 
         No operator runs on it now, so a change in place since the writing began is in the version.
         """
@@ -274,9 +263,8 @@ class SpillStore(RecordStore[SpillRecord]):
     def load(self, record: SpillRecord) -> torch.UntypedStorage:
         """Return the storage: its own if still resident, else a new one with the same bytes.
 
-        Raises:
-            SavedTensorError: it was changed in place before it was written.
-            SpillError: it cannot be read, or reads differently from what was written.
+        SavedTensorError: it was changed in place before it was written. SpillError: it cannot be
+        read, or reads differently from what was written.
         """
         with self._lock:
             self._reap()

@@ -1,7 +1,6 @@
 """The file of spilled tensors, and a map of its used parts.
 
-The file is unlinked as it is made (``O_TMPFILE`` where available), readable by its owner only, and
-gone with the process in any case.
+It is unlinked as it is made (``O_TMPFILE`` where available), for its owner only.
 
 Pages written and read stay in the page cache, which counts in a memory cgroup. ``O_DIRECT`` avoids
 that, but wants aligned buffers, is refused by several file systems, and would cost a copy. So each
@@ -24,8 +23,7 @@ import psutil
 from daf.core.errors import SpillError
 
 ALIGNMENT_BYTES = 4096
-# Of the space that is free when the file is made.
-DEFAULT_QUOTA_SHARE = 0.5
+DEFAULT_QUOTA_SHARE = 0.5  # of the space that is free when the file is made
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 # <fcntl.h>: _WRITE starts writing what is not on its way; _ALL also waits before and after.
 _WRITE, _ALL = 2, 7
@@ -35,7 +33,6 @@ class SpillFile:
     """An unnamed temporary file in a directory; every method may raise ``OSError``."""
 
     def __init__(self, directory: str | Path) -> None:
-        # Mode 600, unlinked at once.
         self._file = tempfile.TemporaryFile(dir=directory, buffering=0, prefix="daf-spill-")  # noqa: SIM115 - lives with us
         self._descriptor = self._file.fileno()
         self._sync = _sync_file_range()
@@ -96,9 +93,8 @@ def _sync_file_range() -> ctypes._NamedFuncPointer | None:
 def open_disk_file(directory: str | Path | None, *, allow_memory: bool) -> SpillFile:
     """Open an unnamed file in ``directory``; None: the system's place for temporary files.
 
-    Raises:
-        SpillError: the directory lies in memory (and ``allow_memory`` is False), no file can be
-            made there, or the system has no positioned reads.
+    SpillError: the directory lies in memory (and ``allow_memory`` is False), no file can be made
+    there, or the system has no positioned reads.
     """
     place = Path(tempfile.gettempdir() if directory is None else directory)
     if not hasattr(os, "preadv"):

@@ -48,11 +48,7 @@ def _write_whole(file: SpillFile, chunk: memoryview, offset: int) -> None:
 
 
 def read_storage(file: SpillFile, into: Tensor, offset: int, checksum: int, site: str) -> Tensor:
-    """Read a storage from an offset; returns it once its checksum is verified.
-
-    Raises:
-        SpillError: the disk fails, or the bytes differ from those written.
-    """
+    """Read a storage from an offset; SpillError if the disk fails or the checksum differs."""
     view, found = _bytes_of(into), 0
     where = f"the tensor saved at {site}, {format_bytes(len(view))} at offset {offset} of the file"
     for start in range(0, len(view), CHUNK_BYTES):

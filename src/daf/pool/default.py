@@ -11,12 +11,8 @@ from daf.pool.store import PlainStore, Store
 def make_store(cap_bytes: int | None = None) -> Store:
     """Return the paged pool; plain buffers where addresses are short and no cap was asked for.
 
-    Args:
-        cap_bytes: the most to hold, page tables and records included; None: no cap.
-
-    Raises:
-        KernelError: the cap is invalid.
-        PoolFullError: a cap was asked for, and the system grants no addresses.
+    ``cap_bytes`` (None: no cap) includes page tables and records. KernelError: it is invalid;
+    PoolFullError: it was asked for, and the system grants no addresses.
     """
     if cap_bytes is None and soft_limit_bytes("RLIMIT_AS") is not None:
         return PlainStore()  # the range that the pool reserves would be missing elsewhere

@@ -35,10 +35,7 @@ Words = npt.NDArray[np.int64]
 
 
 class DevicePlaneTensor:
-    """One tensor's planes (and headers) on a device, until the last reference is dropped.
-
-    Written once inside :meth:`writing`; later evictable, except inside :meth:`pinned`.
-    """
+    """One tensor's planes (and headers) on a device; sealed, they are evictable unless pinned."""
 
     def __init__(self, store: DevicePagedStore, numbers: PlaneTensor, blocks: _Blocks) -> None:
         self._store = store
@@ -57,11 +54,7 @@ class DevicePlaneTensor:
 
     @contextmanager
     def filling(self) -> Iterator[DevicePlanes]:
-        """Yield where to write a part, or before others do; it stays open.
-
-        Raises:
-            KernelError: it has been written.
-        """
+        """Yield where to write; it stays open for other parts. KernelError if it is sealed."""
         with self._store.home.ordered():
             yield self._planes(self._numbers.view.fields)
 
@@ -126,13 +119,10 @@ class DevicePagedStore:
     def __init__(
         self, device: torch.device, cap_bytes: int | None = None, *, streams: Streams | None = None
     ) -> None:
-        """Make an empty pool.
+        """Make an empty pool, on PyTorch's streams unless others are given.
 
-        Args:
-            device: where the pages lie.
-            cap_bytes: the most to hold, records included, the device's page tables (a few
-                thousandths) excluded; None: no cap.
-            streams: streams of the device; default: PyTorch's.
+        ``cap_bytes`` (None: no cap) includes records, but not the device's page tables (a few
+        thousandths).
         """
         self.device = device
         self.home = HomeStream(streams or streams_of(device))
@@ -190,11 +180,8 @@ class DevicePagedStore:
         """Allocate pages for ``bits`` planes of ``count`` elements, as ``PagedStore`` does.
 
         If the device refuses memory, the least important planes are evicted, perhaps the
-        newcomer's.
-
-        Raises:
-            PoolFullError: the cap leaves no room, even if all evictable planes went.
-            torch.OutOfMemoryError: the device has no room, even so.
+        newcomer's. Even so, PoolFullError: no room under the cap; torch.OutOfMemoryError: none on
+        the device.
         """
         least, headers = options.get("minimum_bits"), options.get("headers", True)
         stays = bits if least is None else least

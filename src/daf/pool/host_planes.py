@@ -113,16 +113,9 @@ class HostStore(RecordStore[Record]):
         transfers: Transfers | None = None,
         streams: Streams | None = None,
     ) -> None:
-        """Make an empty store.
+        """Make an empty store, with PyTorch's copies and streams unless others are given.
 
-        Args:
-            device: where kernels write and read.
-            staging_bytes: the most to hold there; a larger code is taken alone.
-            transfers: copies of the device; default: PyTorch's.
-            streams: streams of the device; default: PyTorch's.
-
-        Raises:
-            PlatformError: there is no such device.
+        ``staging_bytes``: the most to hold on the device; a larger code is taken alone.
         """
         super().__init__()
         self.device = device
@@ -149,13 +142,9 @@ class HostStore(RecordStore[Record]):
             return self._device_bytes
 
     def allocate_planes(self, count: int, bits: int, **options: Unpack[PlaneOptions]) -> HostPlanes:
-        """Allocate ``bits`` planes of ``count`` elements on the device, to be written.
+        """Allocate ``bits`` planes of ``count`` elements on the device, never evicted.
 
-        None of them is ever evicted.
-
-        Raises:
-            torch.OutOfMemoryError: the device has no room, even without all that can be fetched
-                again.
+        torch.OutOfMemoryError: it has no room, even without all that can be fetched again.
         """
         with self._lock:
             record = self._entered(count, bits, options.get("headers", True))

@@ -1,8 +1,6 @@
 """The paged pool: planes in fixed pages under one cap, evicted by least importance first.
 
-``csrc/pool/pool.h`` does the work; ``docs/pool.md`` explains and draws it. A :class:`PagedStore` is
-a :class:`daf.pool.store.Store` (buffers that stay whole at one address). It also holds tensors
-plane by plane and evicts the least significant planes when room is needed. Kernels read and write
+``csrc/pool/pool.h`` does the work; ``docs/pool.md`` explains and draws it. Kernels read and write
 pages directly (``daf.kernels.cpu.codecs``), without copies.
 """
 
@@ -28,8 +26,7 @@ _ADDRESS_SPACE_BYTES = 2**38
 class PlaneTensor:
     """One tensor's planes (and headers) in the pool, until the last reference is dropped.
 
-    It begins open, pinned for a kernel to fill. Once sealed, it is evictable outside
-    :meth:`pinned`.
+    It begins open, for a kernel to fill; once sealed, it is evictable outside :meth:`pinned`.
     """
 
     def __init__(self, store: PagedStore, handle: int) -> None:
@@ -41,11 +38,7 @@ class PlaneTensor:
 
     @property
     def view(self) -> PlaneView:
-        """Where to write.
-
-        Raises:
-            KernelError: the tensor is sealed already.
-        """
+        """Where to write; KernelError once sealed."""
         if self._open_view is None:
             raise KernelError("asked to write into a sealed tensor; allocate another one")
         return self._open_view
@@ -81,11 +74,7 @@ class PlaneTensor:
             _call(self._store.native.unpin, self.handle)
 
     def release(self) -> None:
-        """Free the pages now.
-
-        Raises:
-            KernelError: they were freed before, or somebody reads them.
-        """
+        """Free the pages now; KernelError if they were freed before, or somebody reads them."""
         if self._open_view is not None:
             self.seal()
         _call(self._store.native.release, self.handle)
@@ -135,9 +124,8 @@ class PagedStore:
             elsewhere: pages lie on a device (``device_pool``) and are only numbered and counted
                 here; planes are evicted whole.
 
-        Raises:
-            KernelError: the page size or the increment is invalid.
-            PoolFullError: the system grants no addresses.
+        KernelError: the page size or the increment is invalid. PoolFullError: the system grants no
+        addresses.
         """
         _check_bytes("cap", cap_bytes)
         if increment_bytes is not None and increment_bytes < 1:
@@ -188,8 +176,7 @@ class PagedStore:
     def allocate(self, nbytes: int) -> Buffer:
         """Allocate at least ``nbytes`` bytes at one address, never evicted, content undefined.
 
-        Raises:
-            PoolFullError: there is no room, even if all evictable planes went.
+        PoolFullError: no room, even if all evictable planes went.
         """
         _check_bytes("buffer", nbytes)
         return _Span(self, _call(self.native.allocate_span, nbytes, 0))
@@ -199,10 +186,8 @@ class PagedStore:
     ) -> PlaneTensor:
         """Allocate pages for ``bits`` (1 to 64) planes of ``count`` elements, open for writing.
 
-        Raises:
-            KernelError: a number is out of its range.
-            PoolFullError: there is no room, even if all evictable planes went; none is evicted
-                then.
+        KernelError: a number is out of its range. PoolFullError: no room, even if all evictable
+        planes went; none is evicted then.
         """
         _check_bytes("tensor", count)
         self._fit(count, bits)

@@ -1,7 +1,6 @@
-"""A store whose records may be dropped anywhere.
+"""A store whose records may be dropped anywhere, even where its own lock is held.
 
-The last reference may go on any thread or in the garbage collector, even while the store's own lock
-is held. So dropping never waits; the next holder of the lock forgets the record.
+So dropping never waits; the next holder of the lock forgets the record.
 """
 
 from __future__ import annotations

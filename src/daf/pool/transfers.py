@@ -25,11 +25,7 @@ class Transfers:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Make a side stream.
-
-        Raises:
-            PlatformError: there is no such device.
-        """
+        """Make a side stream; PlatformError if there is no such device."""
         if device.type != "cuda" or not torch.cuda.is_available():
             raise PlatformError(
                 f"asked for transfers beside {device}, found no CUDA device; use a CPU session"
@@ -46,10 +42,7 @@ class Transfers:
         return copy, self.back(source, copy)
 
     def back(self, source: Tensor, target: Tensor) -> Ticket:
-        """Begin to fill ``target`` after the current stream's work on it so far.
-
-        A pinned ``source`` may be freed at once.
-        """
+        """Begin to fill ``target`` after the current stream's work; a pinned one may be freed."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             begin = _event(self._stream)

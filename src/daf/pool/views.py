@@ -72,11 +72,7 @@ class PlaneView:
 
     @property
     def fields(self) -> PageFields:
-        """The pages as native kernels take them.
-
-        Raises:
-            KernelError: the tensor is no longer pinned.
-        """
+        """The pages as native kernels take them; KernelError once unpinned."""
         if self._fields is None:
             raise KernelError("asked for pages that are no longer pinned; pin the tensor again")
         return self._fields
