@@ -1,8 +1,6 @@
 """Chooses the fastest of several strategies by timing them on first use.
 
-Callers bring a :class:`Trial`, which runs a strategy and returns its seconds. A :class:`Chooser`
-measures all on first use of a (device, shape class), within a time limit, where DAF (arXiv
-2507.07149) profiles offline.
+DAF (arXiv 2507.07149) profiles offline; here a time limit bounds it.
 """
 
 from __future__ import annotations
@@ -61,13 +59,10 @@ def calibrate(
 ) -> dict[str, float]:
     """Return each strategy's seconds, found within ``limit_seconds`` besides compiling.
 
-    If the input has a part, all strategies run on it first. Only those not hopeless there run on
-    the whole, best first, while time lasts. The others are predicted from the part, none below
-    those run. The limit may be exceeded by one run of each strategy on the part (or on an input
-    without one), and by runs slower than predicted.
-
-    Raises:
-        KernelError: there is nothing to choose from.
+    If the input has a part, all strategies run on it first, and only those not hopeless there run
+    on the whole, best first, while time lasts. The others are predicted from the part, none below
+    those run. Beyond the limit go at most one run of each strategy on the part (or on an input
+    without one), and runs slower than predicted. KernelError: there is nothing to choose from.
     """
     if not strategies:
         raise KernelError("asked to choose among no strategies; give at least one")

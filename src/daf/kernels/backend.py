@@ -122,11 +122,7 @@ def is_codable(dtype: torch.dtype) -> bool:
 
 
 def element_type(dtype: torch.dtype) -> ElementType:
-    """Return the kernels' number of a dtype.
-
-    Raises:
-        CodecError: floats of this dtype have no code.
-    """
+    """Return the kernels' number of a dtype; CodecError if its floats have no code."""
     try:
         return _ELEMENT_TYPES[dtype]
     except KeyError:

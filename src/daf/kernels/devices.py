@@ -29,8 +29,7 @@ def _triton() -> Backend | None:
 
 
 _native = CpuBackend()
-# ROCm's type is "cuda" too.
-_backends = {"cpu": _Entry(lambda: _native, True), "cuda": _Entry(_triton, False)}
+_backends = {"cpu": _Entry(lambda: _native, True), "cuda": _Entry(_triton, False)}  # ROCm: "cuda"
 
 
 def register_backend(
@@ -38,12 +37,9 @@ def register_backend(
 ) -> None:
     """Register the backend of a type of device, in place of any earlier one.
 
-    Args:
-        device_type: as in ``torch.device.type``.
-        load: returns the backend, on every use; None where it cannot run.
-        in_host_memory: True: codes lie in the host's store, and elements may be read at once.
-            False: codes lie in pages of the device (``daf.pool.device_pool``), and nothing waits
-            for it.
+    ``load`` returns it, on every use; None where it cannot run. ``in_host_memory``: codes lie in
+    the host's store and elements may be read at once; else codes lie in pages of the device
+    (``daf.pool.device_pool``), and nothing waits for it.
     """
     _backends[device_type] = _Entry(load, in_host_memory)
 
@@ -55,11 +51,7 @@ def backend_on(device: torch.device) -> Backend | None:
 
 
 def backend_of(tensor: Tensor) -> Backend:
-    """Return the kernels for a tensor.
-
-    Raises:
-        KernelError: its device has none.
-    """
+    """Return the kernels for a tensor; KernelError if its device has none."""
     found = backend_on(tensor.device)
     if found is None:
         raise KernelError(

@@ -1,4 +1,4 @@
-"""The split of packing between processor and GPU, by measured rates (in arXiv 2507.07149: fixed)."""
+"""The split of packing between processor and GPU, by measured rates; arXiv 2507.07149 fixes it."""
 
 from __future__ import annotations
 

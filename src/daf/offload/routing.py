@@ -113,7 +113,7 @@ class Routes:
                 self._begin = self._end = None
 
     def processor_took(self, raw_bytes: int, taken_ms: float) -> None:
-        """Note, on any thread, that the processor packed a tensor; after a rest, old rates are void."""
+        """Note, on any thread, a tensor that the processor packed; a rest voids the old rate."""
         with self._rates_lock:
             if self.rates is not None:
                 weight = NEW_RATE_WEIGHT if Route.CPU_PACKS in self.ways else 1.0

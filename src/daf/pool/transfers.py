@@ -42,7 +42,7 @@ class Transfers:
         return copy, self.back(source, copy)
 
     def back(self, source: Tensor, target: Tensor) -> Ticket:
-        """Begin to fill ``target`` after the current stream's work; a pinned one may be freed."""
+        """Begin to fill ``target`` after the current stream's work; free pinned sources at will."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             begin = _event(self._stream)

@@ -1,8 +1,8 @@
 """Derivative codes for smooth activations, in terms of the tensor that PyTorch saves.
 
-PyTorch's own backward reads the saved tensor and computes h'. So a saved value at which h' *is* the
-interval's level represents the interval. It exists wherever h' is continuous on the interval (mean
-value theorem), because the level is the mean of h' there.
+PyTorch's own backward reads the saved tensor and computes h'. A saved value at which h' *is* the
+interval's level, the mean of h' there, represents it: it exists where h' is continuous
+(mean value theorem).
 """
 
 from __future__ import annotations
@@ -76,10 +76,7 @@ _ACTIVATIONS: Mapping[str, Callable[..., Tensor]] = {
 
 @cache
 def _find_planned(name: str, parameters: tuple[Any, ...]) -> None:
-    """Find the codes of all planned widths at once: each takes some 20 MB while it is found.
-
-    These must not come on top of a planned step.
-    """
+    """Find all planned widths' codes at once, before a planned step: each takes some 20 MB."""
     for bits in PLANNED_BITS:
         _code(name, parameters, bits)
         return_free_memory()

@@ -1,7 +1,6 @@
-"""What each operator's backward needs of the tensors it saves: a table, read from derivatives.
+"""What each operator's backward needs of the tensors it saves, read from ``derivatives.yaml``.
 
-A node's name and the slot's name say exactly which formula of PyTorch's ``derivatives.yaml`` will
-read the tensor. What is not listed is *exact*.
+A node's name and the slot's name identify the formula. What is not listed is *exact*.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ PRODUCT_SLOTS: Mapping[str, tuple[str, str]] = {
     "MkldnnLinearBackward0": ("self", "weight"),
 }
 
-# Whose products have activations on both sides, whether gradients flow to these or not.
-_OF_ACTIVATIONS = frozenset({"scaled_dot_product_attention"})
+_OF_ACTIVATIONS = frozenset({"scaled_dot_product_attention"})  # products of activations alone
 _ATTENTION = dict.fromkeys(("query", "key", "value", "output", "out"), Need.PRODUCT)
 
 # PyTorch's own, cuDNN's and MIOpen's: ``result1`` is the mean, ``result2`` the inverse deviation.
@@ -151,8 +149,7 @@ def _name_custom(node: Any) -> None:
 def need_of(saved: SavedTensor, is_constant: Callable[[Tensor], bool], operator: str = "") -> Need:
     """Return the need of a named save, which depends on its operator's other tensors.
 
-    ``is_constant`` is True of parameters and their copies; ``operator`` is the name of the torch
-    function that saves.
+    ``is_constant`` is True of parameters and their copies; ``operator`` names the torch function.
     """
     node, need = saved.node, saved.need
     if node is None:

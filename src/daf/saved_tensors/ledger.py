@@ -1,7 +1,6 @@
 """The ledger: the bytes that plain autograd would hold, and those that are held instead.
 
-Every byte is tied to an object and leaves the ledger with the last reference to it, so the ledger
-is exact at any moment of forward and backward.
+Bytes leave with the last reference to their object, so it is exact at any moment.
 """
 
 from __future__ import annotations
@@ -126,9 +125,8 @@ class Plain:
 class Source:
     """A storage from which tensors were saved or held; alive while one of them is.
 
-    Its weak reference to the storage reserves the address, so an equal address means the same
-    storage. ``remember`` and ``recall`` find what is already held of it, by a key of version,
-    geometry and treatment.
+    Its weak reference reserves the address, so an equal address means the same storage. Keys of
+    ``remember`` and ``recall`` are of version, geometry and treatment.
     """
 
     __slots__ = ("__weakref__", "_held", "_ledger", "_plain", "_storage", "nbytes")
@@ -227,10 +225,7 @@ def _weak(storage: torch.UntypedStorage) -> StorageWeakRef:
 
 
 def strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the strided tensors of a tensor: itself, or a sparse one's indices and values.
-
-    Empty where the memory is hidden (an opaque layout, a parameter not yet materialised).
-    """
+    """Return a tensor's strided parts: itself, or indices and values; () if opaque or lazy."""
     if is_lazy(tensor):
         return ()
     layout = tensor.layout

@@ -1,8 +1,4 @@
-"""Max-pooling indices as places in the window: a few bits instead of an int64.
-
-PyTorch saves, for every output, the flat place of the maximum in the input plane. The output's
-window is known, so the place inside it is enough.
-"""
+"""Max-pooling indices as places in the window: a few bits instead of PyTorch's int64."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Inputs of normalisations, coded as the normalised value.
 
-A normalisation computes ``y = (x - mean) * inverse_deviation`` and then ``gamma * y + beta``. One
-code of y instead of x serves the normalisation's own backward and, through gamma and beta, the
-operators behind it. Both maps are affine in memory order (``daf.kernels.normalisation.Channels``).
+A normalisation computes ``y = (x - mean) * inverse_deviation`` and then ``gamma * y + beta``: two
+affines in memory order. One code of y serves its backward and the operators behind it.
 """
 
 from __future__ import annotations
@@ -56,9 +55,9 @@ class NormInput(Decoded):
 
 
 def normalisation_of(job: PackRequest) -> Normalisation | None:
-    """Return what a normalisation did to the saved input; None where that is no such map.
+    """Return what a normalisation did to its saved input, while its saved statistics are pending.
 
-    Call this while the node's saved statistics are pending.
+    None where that is no such map.
     """
     node, x = job.saved.node, job.tensor
     name = node.name()
@@ -103,10 +102,7 @@ def _assemble(
 
 
 def copied_affine(gamma: Tensor | None, beta: Tensor | None, inner: int) -> Channels | None:
-    """Return the affine by gamma and beta, in float32; None where both are None.
-
-    Copies: the optimizer may change the parameters before backward decodes.
-    """
+    """Return a float32 copy of gamma and beta, which may change before backward; None: neither."""
     present = gamma if gamma is not None else beta
     if present is None:
         return None

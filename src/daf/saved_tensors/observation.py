@@ -74,10 +74,7 @@ class ModuleCall:
 
 @dataclass(slots=True)
 class MethodTime:
-    """Bytes of tensors that went through a method, and the time that took.
-
-    ``timed_bytes`` and ``timed_ms`` leave out tensors below ``SMALLEST_TIMED_BYTES``.
-    """
+    """Bytes through a method, and their time; ``timed_*``: from ``SMALLEST_TIMED_BYTES`` up."""
 
     nbytes: int = 0
     ms: float = 0.0

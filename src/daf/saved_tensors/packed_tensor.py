@@ -44,10 +44,7 @@ class Stored(Holding, Generic[Content]):
 
 
 class Derivation:
-    """A function with f(0) = 0 that is applied in place to the only term of a recipe.
-
-    ``readers`` counts the saved tensors that are derived by it, scaled or not.
-    """
+    """A function with f(0) = 0, applied in place to a recipe's only term."""
 
     __slots__ = ("__weakref__", "_function", "_scale", "_unscaled", "readers")
 
@@ -60,7 +57,7 @@ class Derivation:
         self._function = function
         self._scale = scale
         self._unscaled = unscaled
-        self.readers = 0
+        self.readers = 0  # saved tensors derived by it, scaled or not
 
     def apply_(self, tensor: Tensor) -> None:
         """Replace ``tensor`` by its function."""
@@ -80,10 +77,7 @@ class Derivation:
 
 
 class Term(NamedTuple):
-    """One step of a recipe: add ``channels(code)`` to the sum so far, then zero by ``mask``.
-
-    A term with a ``derivation`` is a recipe's only one.
-    """
+    """Add ``channels(code)`` to the sum, then zero by ``mask``; a ``derivation`` stands alone."""
 
     code: Stored[Values]
     channels: Stored[Channels] | None = None
@@ -100,8 +94,7 @@ class PackedTensor(ABC):
     __slots__ = ("__weakref__", "recipe")
 
     def __init__(self) -> None:
-        # How to compute the *result* of the operator that saved this, if known.
-        self.recipe: Recipe | None = None
+        self.recipe: Recipe | None = None  # of the *result* of the operator that saved this
 
     @abstractmethod
     def restore(self, scratch: Scratch) -> Tensor:
@@ -109,10 +102,7 @@ class PackedTensor(ABC):
 
 
 class Kept(PackedTensor):
-    """The tensor itself, without its graph.
-
-    ``holdings`` count its storages; there are none for memory that plain PyTorch holds anyway.
-    """
+    """The tensor itself, without its graph; ``holdings``: none for memory that PyTorch holds."""
 
     __slots__ = ("_holdings", "_site", "_tensor", "_version")
 
@@ -126,11 +116,7 @@ class Kept(PackedTensor):
         self._holdings = holdings
 
     def restore(self, scratch: Scratch) -> Tensor:  # noqa: ARG002
-        """Return the tensor as it was saved.
-
-        Raises:
-            SavedTensorError: it was changed in place since.
-        """
+        """Return the tensor as saved; SavedTensorError if it was changed in place since."""
         now = self._tensor._version
         if now != self._version:
             raise SavedTensorError(
@@ -247,11 +233,9 @@ class Spilled(PackedTensor):
         record.users += 1
 
     def restore(self, scratch: Scratch) -> Tensor:  # noqa: ARG002 - a storage of its own
-        """Return the tensor as it was saved.
+        """Return the tensor as saved.
 
-        Raises:
-            SavedTensorError: it was changed in place since.
-            SpillError: it cannot be read again.
+        SavedTensorError: it was changed in place since. SpillError: it cannot be read again.
         """
         storage = self._store.load(self._record)
         self._ledger.note_held()
@@ -293,11 +277,7 @@ class SavedTensor:
         self.node = None
 
     def restore(self, scratch: Scratch) -> Tensor:
-        """Return the tensor for backward.
-
-        Raises:
-            SavedTensorError: it was changed in place since, or its operator raised.
-        """
+        """Return the tensor; SavedTensorError if changed in place, or its operator raised."""
         if self.held is not None:
             return self.held.restore(scratch)
         if self.tensor is not None:  # an operator that looks at its own saves before it returns

@@ -47,8 +47,7 @@ _INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.i
 _VALUE_METHODS = frozenset(
     {Method.KEEP, Method.ROTATED, Method.MINMAX, Method.RANGED, Method.REGISTERED}
 )
-# Whose saved tensors have their channels second, as PyTorch's convolutions and normalisations of
-# images do; all others have them last.
+# Whose saved tensors have their channels second, as images' do; all others have them last.
 _CHANNELS_SECOND = ("Convolution", "BatchNorm", "GroupNorm")
 _EVERYWHERE = frozenset({Method.SPILL})  # every bit comes back
 SOUND: Mapping[Need, frozenset[Method]] = {
@@ -86,11 +85,7 @@ def is_integer(tensor: Tensor) -> bool:
 
 
 def check_sound(method: Method, need: Need, site: Site) -> None:
-    """Check that what a method leaves of a tensor satisfies the need.
-
-    Raises:
-        CodecError: it does not.
-    """
+    """Raise CodecError unless what a method leaves of a tensor satisfies the need."""
     allowed = SOUND[need] | _EVERYWHERE
     if method not in allowed:
         raise CodecError(
@@ -121,11 +116,7 @@ class Packer:
         self._dropping = Dropping(provenance, ledger)
 
     def treat(self, job: PackRequest) -> tuple[PackedTensor, Treatment]:
-        """Return what to hold, and the treatment that it really is.
-
-        Raises:
-            CodecError: the treatment is unsound for the tensor's need.
-        """
+        """Return what to hold, and the treatment that it really is; CodecError if unsound."""
         method = job.treatment.method
         check_sound(method, job.need, job.site)
         held = self._try(job) if method is not Method.KEEP else None

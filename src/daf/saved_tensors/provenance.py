@@ -1,12 +1,9 @@
 """Provenance: which results can be computed from codes that are held anyway.
 
-Autograd's nodes never change once made, so recipes are known per node (by sequence number and
-output): "this node's result is gamma times that code plus beta", "is that, masked". Sums are
-followed through the graph on demand. References are weak: a code lives as long as some saved tensor
-needs it. Also known is what could be computed if an operator kept its input: a function of that.
-
-A result that was changed in place without autograd's knowledge is recognised by its version and not
-trusted.
+A recipe is known per node (by sequence number and output), which never changes: "gamma times that
+code plus beta", "that, masked". Sums are followed through the graph on demand. References are
+weak: a code lives as long as some saved tensor needs it. Also known: functions of an input that an
+operator could keep. A result changed in place behind autograd's back is recognised by its version.
 """
 
 from __future__ import annotations
@@ -89,8 +86,7 @@ class Provenance:
     def made_within(self, node: Any, arguments: Iterable[Any]) -> PackedTensor | None:
         """Return what is held for the first input of ``node``, or None.
 
-        The operator with these arguments must have made that input itself, so that nobody can have
-        changed it since.
+        The operator with these arguments must have made it: then nobody can have changed it since.
         """
         made = _value_of(*node.next_functions[0])
         tensors = (each for each in arguments if isinstance(each, Tensor))
@@ -218,10 +214,9 @@ def _masked(recipe: Recipe, mask: Stored[MaskCode]) -> Recipe | None:
 
 
 def _sum(first: Recipe, second: Recipe) -> Recipe | None:
-    """Chain two recipes; the one that is appended must have no mask, which would zero both.
+    """Chain two recipes; the appended one must have no mask, which would zero both.
 
-    Exact values need an exact sum: terms are then added in the program's order, so only one may be
-    appended.
+    Exact sums need the program's order of additions, so only one term may be appended to them.
     """
     if len(first) + len(second) > MOST_TERMS or any(term.derivation for term in first + second):
         return None

@@ -175,10 +175,7 @@ class SiteTracker:
 
 
 def mix_key(*parts: int) -> int:
-    """Return a 64-bit key of integers, the same on every machine.
-
-    Every part passes through splitmix64's finaliser (Steele et al., OOPSLA 2014).
-    """
+    """Return a 64-bit key of integers by splitmix64's finaliser (Steele et al., OOPSLA 2014)."""
     key = 0
     for part in parts:
         key = (key + part + 0x9E3779B97F4A7C15) % _WORD

@@ -34,10 +34,8 @@ _DECODERS = {codec: getattr(_native, f"decode_{codec}") for codec in Codec}
 def encode(codec: Codec, job: Job) -> bool:
     """Write the planes that each run of ``job.pages`` has, and the headers, of the source.
 
-    Returns False if an element is not finite (derivative codes: the planes are worthless).
-
-    Raises:
-        KernelError: also if an integer's difference from the base does not fit the planes.
+    False: an element is not finite (derivative codes; the planes are worthless). KernelError: also
+    if an integer's difference from the base does not fit.
     """
     pages = _checked(codec, job)
     if codec is Codec.ROTATED:

@@ -30,11 +30,7 @@ def chosen_instruction_set() -> str:
 
 @contextmanager
 def use_instruction_set(name: str) -> Iterator[None]:
-    """Run the kernels of this context (thread, task) with one instruction set; for tests.
-
-    Raises:
-        KernelError: the processor or the build does not have it.
-    """
+    """Run this context's kernels (thread, task) with one set; KernelError if it is not here."""
     if name not in instruction_sets():
         raise KernelError(
             f"asked for instruction set {name!r}, found {', '.join(instruction_sets())}"

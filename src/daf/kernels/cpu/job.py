@@ -72,10 +72,7 @@ class Job(NamedTuple):
 def run(kernel: Callable[[str, Job], bool], job: Job, *needed: str) -> bool:
     """Check a job and run it; False if a kernel found elements that it cannot encode.
 
-    Args:
-        kernel: of ``daf._native``.
-        job: the arguments.
-        needed: fields that are addresses, not 0 unless there are no elements.
+    ``needed`` are its fields that are addresses, not 0 unless there are no elements.
     """
     if job.emission is not None:
         job = job._replace(mask=job.emission.mask)

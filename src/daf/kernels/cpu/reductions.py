@@ -104,8 +104,7 @@ def statistics_of_sums(
     · (1 + mean² / variance) times the longest chain of additions: of float32's 24 bits none is lost
     to cancellation.
 
-    Raises:
-        KernelError: outside the contract, or fewer elements than 1 (2 with ``running``).
+    KernelError: outside the contract, or fewer elements than 1 (2 with ``running``).
     """
     fewest = 1 if running is None else 2
     if count < fewest:
@@ -121,8 +120,7 @@ def statistics_of_sums(
 def factors_of_sums(channels: int, count: int, factors: GradientFactors) -> None:
     """Write backward's second factors from its first sums, of channels of ``count`` elements.
 
-    Raises:
-        KernelError: outside the contract, or no elements.
+    KernelError: outside the contract, or no elements.
     """
     check_channels(channels, 1)
     if count < 1:

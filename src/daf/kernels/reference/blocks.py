@@ -174,10 +174,6 @@ def store(values: Floats, target: Target, affine: Affine | None) -> Elements:
 
 
 def require(holds: bool, asked: str) -> None:
-    """Check that what was asked ``holds``.
-
-    Raises:
-        KernelError: it does not; the message names ``asked``.
-    """
+    """Raise KernelError, which names what was ``asked``, unless it ``holds``."""
     if not holds:
         raise KernelError(f"asked for {asked}; see docs/format.md for what exists")

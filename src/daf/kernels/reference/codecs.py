@@ -320,11 +320,7 @@ def decode_derivative(
 
 
 def encode_integers(source: NDArray[np.integer], bits: int, base: int) -> Planes:
-    """Return (bits, words) of ``source - base``; signed or boolean items.
-
-    Raises:
-        KernelError: a difference does not fit ``bits``.
-    """
+    """Return (bits, words) of ``source - base``, signed or boolean; KernelError if one is wider."""
     require(1 <= bits <= 64, f"{bits} bits")
     difference = source.astype(np.int64).view(np.uint64) - np.uint64(base & (2**64 - 1))
     if bits < 64 and (difference >> np.uint64(bits)).any():

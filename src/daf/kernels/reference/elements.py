@@ -29,11 +29,7 @@ def element_dtype(element_type: ElementType) -> np.dtype[Any]:
 
 
 def widen(elements: Elements) -> Floats:
-    """Return the exact float32 values of any supported elements.
-
-    Raises:
-        KernelError: the array is not float32, float16 or uint16.
-    """
+    """Return exact float32 values; KernelError if the array is not float32, float16 or uint16."""
     if elements.dtype not in _DTYPES.values():
         raise KernelError(f"asked for elements of {elements.dtype}; float32, float16, uint16 exist")
     if elements.dtype == np.uint16:

@@ -18,13 +18,10 @@ _WORD_BITS = np.uint64(32)
 def philox_words(
     key: int, blocks: NDArray[np.uint64], calls: NDArray[np.uint64], stream: int
 ) -> NDArray[np.uint32]:
-    """Return (n, m, 4) random words for every pair of block and call.
+    """Return (n, m, 4) random words for every pair of block (n,) and call (m,).
 
-    Args:
-        key: int in [0, 2**64); its low and high words are Philox's two key words.
-        blocks: (n,) block numbers, the counter's low 64 bits.
-        calls: (m,) call numbers, the counter's third word.
-        stream: the counter's fourth word.
+    The counter's low 64 bits are the block's number, its third word the call's, its fourth the
+    ``stream``. ``key`` is in [0, 2**64); its low and high words are Philox's two key words.
     """
     shape = (len(blocks), len(calls))
     zero = np.zeros(shape, np.uint64)

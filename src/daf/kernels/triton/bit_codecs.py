@@ -63,10 +63,7 @@ def encode_derivative(
     BITS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Count the borders strictly below each element, bit by bit from the middle one on.
-
-    Borders ascend. Sets ``broken`` if an element is not finite.
-    """
+    """Count the ascending borders below each element; ``broken``: one is not finite."""
     blocks, place, valid, there = tile(count, BLOCKS)
     values = load_elements(source, place, valid, TYPE)
     magnitude = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF

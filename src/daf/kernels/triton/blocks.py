@@ -33,7 +33,7 @@ def tile_elements(blocks):
 
 @triton.jit
 def tile(count, BLOCKS: tl.constexpr):
-    """Return this program's blocks (BLOCKS,) and elements (BLOCKS, 256); which of either exist.
+    """Return this program's blocks (BLOCKS,), elements (BLOCKS, 256), and which of each exist.
 
     In this order: blocks, elements, elements that exist, blocks that exist.
     """

@@ -60,11 +60,7 @@ class Values(NamedTuple):
         return first * BLOCK_ELEMENTS, min(last * BLOCK_ELEMENTS, count)
 
     def spans(self, count: int, span: int) -> tuple[int, int]:
-        """Return the numbers of the spans [first, last) of ``span`` elements that these are.
-
-        Raises:
-            KernelError: they are not whole spans.
-        """
+        """Return the numbers of these spans [first, last) of ``span``; KernelError unless whole."""
         first, last = self.part(count)
         if first % span or (last % span and last != count):
             raise KernelError(f"asked to add elements {first} to {last}; spans have {span}")

@@ -53,8 +53,7 @@ def encode_values(code: CodedValues, source: Tensor, affine: Channels | None) ->
 def decode_values(code: CodedValues, decoding: Decoding) -> None:
     """Decode ``blocks`` or all from the resident planes; then affine, accumulate, mask, round.
 
-    Raises:
-        KernelError: outside the contract, or a run without its first plane.
+    KernelError: outside the contract, or a run without its first plane.
     """
     planes = _checked(code.codec, code.planes)
     out, channels, mask, accumulate, blocks = decoding
@@ -127,8 +126,7 @@ def _float32_bits(value: float) -> int:
 def apply_mask(planes: DevicePlanes, gradient: Tensor, destination: Tensor) -> None:
     """Write the gradient where the bit is set, +0 elsewhere; both may be one tensor.
 
-    Raises:
-        KernelError: outside the contract, or two dtypes.
+    KernelError: outside the contract, or two dtypes.
     """
     _checked(Codec.MASK, planes)
     if gradient.dtype != destination.dtype:

@@ -44,11 +44,7 @@ class Affine(NamedTuple):
 
 
 def affine_of(channels: Channels | None) -> Affine | None:
-    """Return an affine as kernels take it; None for None.
-
-    Raises:
-        KernelError: the vectors are not float32, contiguous, and of one length.
-    """
+    """Return an affine as kernels take it; KernelError: not float32, contiguous, of one length."""
     if channels is None:
         return None
     scale, shift, inner = channels
@@ -65,11 +61,7 @@ def affine_of(channels: Channels | None) -> Affine | None:
 
 
 def elements_in(blocks: tuple[int, int] | None, count: int) -> int:
-    """Return the elements of blocks [first, last) of a tensor of ``count``; None: all of them.
-
-    Raises:
-        KernelError: it has no such blocks.
-    """
+    """Return the elements of blocks [first, last) of ``count``, None: all; KernelError: outside."""
     if blocks is None:
         return count
     first, last = blocks
@@ -107,10 +99,9 @@ def _signed(value: int) -> int:
 
 
 def patterns(tensor: Tensor, count: int) -> tuple[Tensor, int]:
-    """Return the elements' bit patterns, and the number of their type.
+    """Return the elements' bit patterns and the number of their type.
 
-    Raises:
-        KernelError: not as many contiguous floats of a known type.
+    KernelError: not as many contiguous floats of a known type.
     """
     if tensor.dtype not in _PATTERN_TYPES:
         raise KernelError(f"asked for elements of {tensor.dtype}; float32, bfloat16, float16 exist")
@@ -122,8 +113,7 @@ def patterns(tensor: Tensor, count: int) -> tuple[Tensor, int]:
 def integer_items(tensor: Tensor, count: int) -> Tensor:
     """Return signed items of 1, 2, 4 or 8 bytes; booleans as bytes.
 
-    Raises:
-        KernelError: not as many contiguous items of these types.
+    KernelError: not as many contiguous items of these types.
     """
     if tensor.is_floating_point() or tensor.is_complex():
         raise KernelError(f"asked to pack {tensor.dtype}; integers and booleans can be packed")
@@ -142,13 +132,9 @@ def _check_count(tensor: Tensor, count: int) -> None:
 def launch(
     kernel: Any, count: int, device: torch.device, first_block: int | None = None, **arguments: Any
 ) -> None:
-    """Run a kernel over the blocks of ``count`` elements on the device's current stream.
+    """Run a kernel over the blocks of ``count`` elements; errors and options of ``on_device``.
 
-    ``first_block``: the first of them, for kernels that take one. Contraction is off: each product
-    is rounded before it is added.
-
-    Raises:
-        KernelError: the tensors are on no GPU, and Triton does not interpret.
+    ``first_block``: the first of them, for kernels that take one.
     """
     if count == 0:
         return
@@ -162,10 +148,9 @@ def launch(
 
 
 def on_device(kernel: Any, grid: tuple[int, ...], device: torch.device, **arguments: Any) -> None:
-    """Run a kernel's programs on the device's current stream, without contraction.
+    """Run a kernel's programs on the device's current stream; each product is rounded (no FMA).
 
-    Raises:
-        KernelError: the tensors are on no GPU, and Triton does not interpret.
+    KernelError: the tensors are on no GPU, and Triton does not interpret.
     """
     if device.type == "cpu" and not isinstance(kernel, InterpretedFunction):
         raise KernelError("asked for a GPU kernel on tensors of the CPU; use daf.kernels.cpu")

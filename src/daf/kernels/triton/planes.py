@@ -53,8 +53,7 @@ class DevicePlanes(NamedTuple):
 def flat_planes(planes: Tensor, headers: Tensor | None, count: int, bits: int) -> DevicePlanes:
     """Return the first planes of a ``bits``-bit code: (kept, words) int32; headers (blocks,) int32.
 
-    Raises:
-        KernelError: a tensor does not have the shape that ``count`` requires.
+    KernelError: a tensor does not have the shape that ``count`` requires.
     """
     words = words_per_plane(count)
     _check_words("planes", planes, planes.shape[0] * words)
@@ -66,10 +65,7 @@ def flat_planes(planes: Tensor, headers: Tensor | None, count: int, bits: int) -
 def paged_planes(region: Tensor, table: Tensor, fields: PageFields) -> DevicePlanes:
     """Return planes in pages, which ``table`` (int64) places in words from ``region``'s start.
 
-    Only the numbers of ``fields`` are read, not its addresses.
-
-    Raises:
-        KernelError: the table is too short for the runs and planes.
+    Only the numbers of ``fields`` are read. KernelError: the table is too short for them.
     """
     least = fields.bits * fields.runs
     if table.numel() < least or table.dtype != torch.int64:

@@ -50,8 +50,7 @@ def measure_ranges(
     ``source`` is contiguous float32, bfloat16 or float16; channels are ``(i // inner) % channels``.
     -0 is below +0. A channel with a NaN has it for both ends, an empty one +inf and -inf.
 
-    Raises:
-        KernelError: outside the contract, or tensors of the CPU.
+    KernelError: outside the contract, or tensors of the CPU.
     """
     check_member("strategy", strategy, tuple(RangeStrategy))
     check_channels(channels, inner)
@@ -142,10 +141,7 @@ def _finish(keys: _Pair, ends: _Pair) -> None:
 def measure_sums(source: Tensor, channels: int = 1, inner: int = 1) -> Sums:
     """Return sums and, as products, sums of squares, in the format's order.
 
-    ``source`` is contiguous float32, bfloat16 or float16; channels are ``(i // inner) % channels``.
-
-    Raises:
-        KernelError: outside the contract.
+    Arguments are those of ``measure_ranges``. KernelError: outside the contract.
     """
     check_channels(channels, inner)
     count = source.numel()
@@ -194,10 +190,7 @@ def fold_spans(rows: Tensor) -> Sums:
 def sum_spans(
     rows: Tensor, spans: tuple[int, int], channels: int, inner: int, given: dict[str, Any]
 ) -> None:
-    """Sum each channel, and its products, in spans [first, last) of ``rows`` (2, spans, channels).
-
-    ``given``: the kernels' other arguments.
-    """
+    """Sum channels and products in spans [first, last) of ``rows``; ``given``: other arguments."""
     first, count = spans[0], spans[1] - spans[0]
     span, where = span_elements(channels), rows.device
     arguments = {"sums": rows[0], "products": rows[1], "first_span": first, **given}
