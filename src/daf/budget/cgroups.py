@@ -10,13 +10,11 @@ from pathlib import PurePosixPath
 
 from daf.budget.system import System
 
-# cgroup v1 writes "no limit" as the largest multiple of the page size below 2**63.
-_NO_LIMIT_BYTES = 2**62
+_NO_LIMIT_BYTES = 2**62  # v1 writes "no limit" as the largest multiple of pages below 2**63
 _DEFAULT_MOUNTS = {1: PurePosixPath("/sys/fs/cgroup/memory"), 2: PurePosixPath("/sys/fs/cgroup")}
 _LIMIT_FILES = {1: ("memory.limit_in_bytes",), 2: ("memory.max", "memory.high")}
 _USAGE_FILES = {1: "memory.usage_in_bytes", 2: "memory.current"}
-# In a v1 group only the total_ lines include its descendants.
-_PREFIXES = {1: "total_", 2: ""}
+_PREFIXES = {1: "total_", 2: ""}  # in a v1 group only the total_ lines include its descendants
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,9 @@ RESERVE_BYTES = 16 * MIB
 # lasting room for two steps more, so that not every reading makes a new plan.
 STEPS = 64
 STEP_BYTES = 4 * MIB
-# A budget lies up to one step below its goal, which fluctuates by up to two.
-RISE_STEPS = 3
+RISE_STEPS = 3  # a budget lies up to one step below its goal, which fluctuates by up to two
 RISE_AFTER_S = 0.25
-# Processes seldom change cgroup, and finding the groups costs more than reading them.
-GROUPS_LAST_S = 1.0
+GROUPS_LAST_S = 1.0  # processes seldom change cgroup; to find one costs more than to read it
 STANDING_STILL = Growth()
 
 
@@ -133,11 +131,7 @@ class Governor:
         return is_auto and self._read_device is None
 
     def ask(self, budget: Budget) -> Reading:
-        """Replace the budget at once.
-
-        Raises:
-            UnitError: it cannot be parsed; the one before stays.
-        """
+        """Replace the budget at once; raises UnitError, and keeps it, if it cannot be parsed."""
         request = parse_budget(budget() if callable(budget) else budget)
         self._asked = budget
         return self._move(request, at_once=True)

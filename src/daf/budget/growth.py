@@ -9,8 +9,7 @@ MIB = 2**20
 # Where others use the processor too, readings are late and so is everything else.
 AHEAD_S, MOST_AHEAD_S = 0.06, 0.2
 AHEAD_READINGS = 3
-# Readings closer together than this measure chance, not a rate.
-LEAST_BETWEEN_S = 0.01
+LEAST_BETWEEN_S = 0.01  # readings closer together measure chance, not a rate
 # The most that a rate may cost; a jump is not a rate, and would take the whole budget.
 MOST_BYTES = 64 * MIB
 

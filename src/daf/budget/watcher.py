@@ -10,8 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-# Called with True if a pressure trigger woke it; returns the seconds until the next look.
-Look = Callable[[bool], float]
+Look = Callable[[bool], float]  # takes whether a trigger woke it; returns seconds to the next
 
 
 class Watcher:

@@ -36,11 +36,7 @@ class LazyCommand(TyperCommand):
         self._import_target = import_target
 
     def load(self) -> Any:
-        """Import the command.
-
-        Raises:
-            MissingPackageError: the command's distribution is not installed.
-        """
+        """Import the command; raises MissingPackageError if it is not installed."""
         target = self._import_target()
         if not isinstance(target, typer.Typer):
             app = typer.Typer(add_completion=False, rich_markup_mode=None)

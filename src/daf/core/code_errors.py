@@ -13,8 +13,7 @@ from daf.core.policy import Method, Treatment
 GAUSSIAN_BLOCK_SQUARED_RANGE = 32.17
 
 
-# The error depends on the tensor, so none is predicted.
-WITHOUT_ERROR = frozenset({Method.RANGED, Method.REGISTERED})
+WITHOUT_ERROR = frozenset({Method.RANGED, Method.REGISTERED})  # theirs depends on the tensor
 
 
 def minmax_error(bits: int) -> float:

@@ -162,8 +162,7 @@ _EXACT = {
     Need.INTEGER: Treatment(Method.PACK),
     Need.SHAPE: Treatment(Method.DROP),
 }
-# Exact if everything that it is derived from is.
-DERIVED = {Need.LINEAR: Treatment(Method.REDERIVE)}
+DERIVED = {Need.LINEAR: Treatment(Method.REDERIVE)}  # exact if all that it is derived from is
 
 
 def plain_policy() -> Policy:
@@ -250,11 +249,7 @@ def _value(bits: int) -> Treatment:
 
 
 def policy_named(name: str) -> Policy:
-    """Return the policy named ``"plain"``, ``"exact"`` or ``"<n>-bit"``.
-
-    Raises:
-        ValueError: there is no such policy.
-    """
+    """Return the policy ``"plain"``, ``"exact"`` or ``"<n>-bit"``; raises ValueError for others."""
     if name == "plain":
         return plain_policy()
     if name == "exact":

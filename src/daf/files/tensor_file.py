@@ -35,11 +35,7 @@ _ALIGNMENT = 8
 def write_tensors(
     file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> None:
-    """Write CPU tensors of any layout; they are read back contiguous.
-
-    Raises:
-        RunFolderError: the format has no such dtype.
-    """
+    """Write CPU tensors of any layout; raises RunFolderError for dtypes that the format lacks."""
     # Wide types first, so that every tensor starts at a multiple of its element size.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, object] = {"__metadata__": dict(metadata)}
@@ -72,11 +68,7 @@ def _write_data(file: BinaryIO, tensor: Tensor) -> None:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return a file's tensors, mapped and not read, and its metadata.
-
-    Raises:
-        RunFolderError: the file is missing or damaged.
-    """
+    """Map tensors, and read metadata; raises RunFolderError if the file is missing or damaged."""
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118

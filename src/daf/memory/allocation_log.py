@@ -33,8 +33,7 @@ class Tracking:
         return (self.statistics or stats())["live_bytes.peak"]
 
 
-# The most events of one step's record, at about 100 bytes each.
-STEP_EVENTS = 50_000
+STEP_EVENTS = 50_000  # the most of one step's record, at about 100 bytes each
 
 
 @contextmanager

@@ -14,15 +14,11 @@ from daf.core.units import format_bytes
 from daf.memory.device_memory import DeviceMemory
 from daf.memory.keeper import GiveBack, Keeper
 
-# Closer to the limit than this, look again soon.
-NEAR_BYTES = 64 * 2**20
-# What PyTorch's caching allocator takes from the driver at a time for blocks of 1 to 10 MiB.
-SEGMENT_BYTES = 20 * 2**20
+NEAR_BYTES = 64 * 2**20  # closer to the limit than this, look again soon
+SEGMENT_BYTES = 20 * 2**20  # what PyTorch takes from the driver for blocks of 1 to 10 MiB
 
-# For all keepers of all devices; taken before a keeper's own lock.
-_registry_lock = threading.RLock()
-# By device: the share before any keeper, and the number of open keepers.
-_before: dict[str, tuple[float, int]] = {}
+_registry_lock = threading.RLock()  # of all devices' keepers; taken before a keeper's own lock
+_before: dict[str, tuple[float, int]] = {}  # by device: the user's share, open keepers
 
 
 def _enter(memory: DeviceMemory) -> float:

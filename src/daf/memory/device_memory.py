@@ -48,11 +48,7 @@ Backend = Any  # a module or object with these functions
 
 
 def backend_of(device: torch.device) -> Backend:
-    """Return PyTorch's module for this kind of device.
-
-    Raises:
-        PlatformError: it lacks memory functions (as for Apple's devices).
-    """
+    """Return PyTorch's module for a device; raises PlatformError if it counts no memory."""
     found = getattr(torch, device.type, None)
     missing = [name for name in _FUNCTIONS if not hasattr(found, name)]
     if missing:
@@ -65,11 +61,7 @@ def backend_of(device: torch.device) -> Backend:
 
 
 class DeviceMemory:
-    """The reserved bytes of one device; ``backend``: its memory functions, by default PyTorch's.
-
-    Raises:
-        PlatformError: PyTorch has none for this kind of device.
-    """
+    """One device's reserved bytes; ``backend``: its functions, by default ``backend_of`` it."""
 
     def __init__(self, device: torch.device, backend: Backend | None = None) -> None:
         self._backend = backend or backend_of(device)

@@ -16,8 +16,7 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 
 RETURN_BLOCKS_FROM_BYTES = 128 * 1024
-# glibc's upper bound for its dynamic threshold, which stays fixed once set.
-_GLIBC_MMAP_THRESHOLD_MAX_BYTES = 32 * 1024 * 1024
+_GLIBC_MMAP_THRESHOLD_MAX_BYTES = 32 * 1024 * 1024  # the bound of glibc's dynamic threshold
 
 
 def _glibc() -> ctypes.CDLL | None:

@@ -22,8 +22,7 @@ SPARE_FRACTION = 0.0025
 SPARE_BYTES = 6 * 2**20
 # The part of it kept free when that grew further, until the next look.
 LEAST_SPARE_BYTES = 4 * 2**20
-# Closer to the limit than this, growth beside the account matters within milliseconds.
-NEAR_BYTES = 16 * 2**20
+NEAR_BYTES = 16 * 2**20  # from the limit: here growth beside the account matters within ms
 
 # One lock for the process's one account. A fork takes it, or the child could find it held by a
 # thread that it does not have.

@@ -22,11 +22,7 @@ _RESET_PEAK_COMMAND = "5"  # proc(5): reset the peak resident set size
 
 
 def field_bytes(path: Path, field: str) -> int:
-    """Return a field of a file of ``/proc`` that counts KiB.
-
-    Raises:
-        OSError: the file has no such field.
-    """
+    """Return a field of a file of ``/proc`` that counts KiB; raises OSError if it has none."""
     prefix = field + ":"
     for line in path.read_text().splitlines():
         if line.startswith(prefix):

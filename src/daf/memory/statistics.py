@@ -57,8 +57,7 @@ def reset_peaks() -> None:
 def phase(name: str) -> Iterator[None]:
     """Count what happens inside under ``phase.NAME`` too; phases do not nest.
 
-    Raises:
-        ValueError: an empty name, one of more than 31 characters, or a 16th name.
+    Raises ValueError for an empty name, one of more than 31 characters, and a 16th name.
     """
     if not name or not native.set_phase(name):
         raise ValueError(f"phase {name!r}: give 1 to 31 characters, and at most 15 different names")
@@ -123,11 +122,7 @@ class Audit:
 
 
 def audit() -> Audit:
-    """Compare the account with ``/proc/self/smaps`` and ``smaps_rollup``; takes milliseconds.
-
-    Raises:
-        PlatformError: this system has no such files.
-    """
+    """Compare the account with ``/proc/self/smaps`` (takes ms); raises PlatformError without it."""
     if not _SMAPS_ROLLUP.exists():
         raise PlatformError(f"asked to audit the account; found no {_SMAPS_ROLLUP}; needs Linux")
     counts = native.statistics()

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 
 _OPTIONS: dict[str, Any] = {"output_flag": False, "threads": 1, "parallel": "off", "random_seed": 0}
-# HiGHS fails on larger costs (seen at 1e12), so larger ones are scaled down.
-_LARGEST_COST = 1e9
+_LARGEST_COST = 1e9  # HiGHS fails on larger ones (seen at 1e12), so they are scaled down
 _CONTINUOUS, _INTEGER = 0, 1  # HighsVarType
 _ROW_WISE, _MINIMISE = 2, 1  # MatrixFormat, ObjSense
 
@@ -84,8 +83,7 @@ class LinearProgram:
     def __init__(self, cost: Floats, upper: Floats, fixed: float = 0.0) -> None:
         """Take (columns,) costs and upper bounds; ``fixed`` adds to every objective and bound.
 
-        Raises:
-            ValueError: a column with a negative cost has no upper bound.
+        A column of negative cost needs an upper bound, else ValueError.
         """
         if np.any((cost < 0) & np.isinf(upper)):
             raise ValueError("a column without an upper bound has a negative cost")

@@ -25,10 +25,7 @@ class Span:
 
 
 class OptionCosts:
-    """The costs of treatments at one micro-batch size.
-
-    ``passing_bytes``: device memory of codes and raw data on their way to the host.
-    """
+    """Costs at one micro-batch size; ``passing_bytes``: of the device, on their way to the host."""
 
     def __init__(self, profile: Profile, examples: int, passing_bytes: int) -> None:
         self._profile = profile
@@ -41,10 +38,7 @@ class OptionCosts:
     def spans_ms_noise(
         self, family: Sequence[Saving], treatments: Mapping[Site, Treatment], *, follow: bool
     ) -> tuple[tuple[Span, ...], float, float]:
-        """Return an option's spans, milliseconds and noise.
-
-        ``follow``: tensors that codes of other sites yield have none of their own.
-        """
+        """Return spans, ms and noise; if ``follow``, what other sites' codes yield has no code."""
         by_site = {saving.site: treatments.get(saving.site, KEEP) for saving in family}
         treated = [saving for saving in family if saving.site in treatments]
         spans = [
@@ -84,12 +78,9 @@ class OptionCosts:
             yield Span(saving.saved, saving.released, saving.beside_bytes.at(self._examples))
 
     def _read_spans(self, spilled: list[Saving]) -> Iterator[Span]:
-        """Yield whole storages read from disk beyond what decoding would allocate.
-
-        A chunked operator, which would overwrite its input, then has a gradient of its own.
-        """
+        """Yield whole storages read from disk beyond what decoding would allocate."""
         for saving in spilled:
-            if saving.reading is Reading.CHUNKS:
+            if saving.reading is Reading.CHUNKS:  # cannot overwrite its input: one gradient more
                 yield Span(saving.read, saving.released, self._bytes(saving))
         for sharing in _by_storage(spilled):
             begin = min(saving.read for saving in sharing)

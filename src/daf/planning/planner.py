@@ -26,8 +26,7 @@ from daf.planning.table import kept_selection, level_selection, make_table
 # Until noise is measured: two bits everywhere, with room for the few sites that get fewer. A
 # seventh of the batch's own variance costs as much as a batch smaller by an eighth.
 DEFAULT_TOLERANCE = 0.14
-# How much slower than the best a first plan may be, in force until the search ends.
-QUICK_GAP = 0.1
+QUICK_GAP = 0.1  # how much slower than the best a first plan may be, until the search ends
 # Times of micro-batches are predicted from other sizes': BERT-small's of 8 were predicted 3 %
 # shorter than of 32, and took 10 % longer. Hence rivals this much larger, up to this much slower.
 RIVAL_SIZE = 2
@@ -65,11 +64,7 @@ class Constraints:
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy of the policy.
-
-        Raises:
-            UnknownNameError: the policy is not registered.
-        """
+        """The policy's strategy; raises UnknownNameError if it is not registered."""
         return strategy_named(self.policy)
 
     @property
@@ -143,12 +138,7 @@ def rival_of(best: Candidate, problem: Problem) -> Candidate | None:
 
 
 def least_feasible_budget(profiles: Sequence[Profile], constraints: Constraints = OPTIMAL) -> int:
-    """Return the least budget (bytes) under which ``make_plans`` finds a plan.
-
-    Raises:
-        BudgetError: no plan is within the tolerance at any budget.
-        UnknownNameError: the policy is not registered.
-    """
+    """Return the least budget (bytes) of a plan; raises BudgetError if no budget has one."""
     tolerance, allowed = constraints.tolerances[-1], constraints.allowed
     problems = (Problem(each, tolerance=tolerance, allowed=allowed) for each in profiles)
     found = [each for each in map(constraints.strategy.least, problems) if each is not None]

@@ -32,11 +32,9 @@ from daf.planning.replays import Replay
 from daf.planning.search import Problem, Search, Shape, micro_batch_sizes, shapes
 from daf.planning.table import Selection, Table, kept_selection, lawful, level_selection
 
-# The knee has at least this share of the best measured examples per second.
-KNEE_FRACTION = 0.95
-_SMALLEST_SIZES = 8
-# SAGE's fixed threshold.
-REDUCED_OPERATORS = 5
+KNEE_FRACTION = 0.95  # of the best measured examples per second: the least at the knee
+_SMALLEST_SIZES = 8  # a larger one can hold less, if tensors become large enough to be treated
+REDUCED_OPERATORS = 5  # SAGE's fixed threshold
 _NOISE_FIRST = 1e6  # at this factor on its price, noise outweighs all coding time
 _NOISE_GAP = 1e-3  # sensitivities are known more precisely than times
 
@@ -69,11 +67,7 @@ def forget_policy(name: str) -> None:
 
 
 def strategy_named(name: str) -> Strategy:
-    """Return a registered policy's strategy.
-
-    Raises:
-        UnknownNameError: no policy of this name is registered.
-    """
+    """Return a registered policy's strategy; raises UnknownNameError if there is none."""
     if name not in _strategies:
         raise UnknownNameError(f"asked for the policy {name!r}; known: {', '.join(_strategies)}")
     return _strategies[name]
@@ -107,10 +101,7 @@ def _if_it_fits(candidate: Candidate | None, problem: Problem) -> Candidate | No
 
 
 def tightest(problem: Problem) -> Candidate | None:
-    """Return the candidate of lowest peak: of the whole batch or one of the smallest micro-batches.
-
-    Tensors too small to be treated can make a slightly larger micro-batch hold less.
-    """
+    """Return the candidate of lowest peak, of the whole batch or the smallest micro-batches."""
     profile, allowed = problem.profile, problem.allowed.within(problem.tolerance)
     sizes = {*micro_batch_sizes(profile)[-_SMALLEST_SIZES:], profile.batch_size}
     chosen = [shape for shape in shapes(profile, allowed) if shape.micro_batch in sizes]

@@ -23,10 +23,8 @@ from daf.planning.replays import Replay, last_moments, replays_of
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
-# Columns in ascending order.
-Selection = tuple[int, ...]
-# A column, and the columns of which it needs one beside it.
-Requirement = tuple[int, tuple[int, ...]]
+Selection = tuple[int, ...]  # columns in ascending order
+Requirement = tuple[int, tuple[int, ...]]  # a column, and those of which it needs one beside it
 
 
 @dataclass(frozen=True)
@@ -297,7 +295,6 @@ def worst_moments(usage: Floats, limit: Floats | float, count: int) -> list[int]
     """Return moments above the limit that are local maxima, worst first."""
     over = usage - limit
     padded = np.concatenate([[-np.inf], over, [-np.inf]])
-    # Of equal neighbours the first counts.
-    local = (padded[1:-1] > padded[:-2]) & (padded[1:-1] >= padded[2:])
+    local = (padded[1:-1] > padded[:-2]) & (padded[1:-1] >= padded[2:])  # the first of equals
     places = np.flatnonzero(local & (over > 0))
     return [int(place) for place in places[np.argsort(-over[places], kind="stable")][:count]]

@@ -24,11 +24,7 @@ from daf.report.scale import number
 
 
 def page(runs: Sequence[Run]) -> str:
-    """Return the whole page of at least one run.
-
-    Raises:
-        ValueError: ``runs`` is empty.
-    """
+    """Return the whole page of at least one run; raises ValueError if ``runs`` is empty."""
     if not runs:
         raise ValueError("a report needs at least one run")
     heading = headline(runs)

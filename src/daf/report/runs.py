@@ -104,11 +104,7 @@ class Run:
 
 
 def read_run(folder: Path, name: str | None = None) -> Run:
-    """Read the run in ``folder``; ``name`` defaults to the folder's.
-
-    Raises:
-        RunFolderError: the folder holds no run, an unfinished one, or damaged records.
-    """
+    """Read a run, named as its folder by default; raises RunFolderError if it is not whole."""
     if not (folder / "summary.json").exists():
         raise RunFolderError(
             f"asked to report on {folder}, which holds no summary.json; name the --out of a "
@@ -129,11 +125,7 @@ def read_run(folder: Path, name: str | None = None) -> Run:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Read several runs; runs in folders of equal names are named by their paths.
-
-    Raises:
-        RunFolderError: a run cannot be read, or is named twice.
-    """
+    """Read runs; equal names become paths. Raises RunFolderError for a folder named twice."""
     resolved = [folder.resolve() for folder in folders]
     if len(set(resolved)) < len(resolved):
         raise RunFolderError("asked to report on one run twice; name each run once")
@@ -145,11 +137,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def read_memory(path: Path) -> Memory:
-    """Read a memory log.
-
-    Raises:
-        ValueError: the log holds no sample.
-    """
+    """Read a memory log; raises ValueError if it holds no sample."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     samples = sorted(
         (line["seconds"], line["resident_bytes"] / _MB)

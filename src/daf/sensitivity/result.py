@@ -83,11 +83,7 @@ class Sensitivity:
         )
 
     def added_noise(self, treatments: Mapping[Site, Treatment]) -> float:
-        """Return the added variance over the batch's own, which ``tolerance`` bounds.
-
-        Raises:
-            DataError: the batch's own variance was not measured.
-        """
+        """Return the added variance ÷ the batch's own; raises DataError if that is unknown."""
         if not self.batch_variance:
             raise DataError(
                 "asked for noise relative to the batch's own, which was not measured "
@@ -155,11 +151,7 @@ class Sensitivity:
 
     @staticmethod
     def from_dict(value: Mapping[str, Any]) -> Sensitivity:
-        """Return the inverse of ``as_dict``.
-
-        Raises:
-            DataError: a value is missing.
-        """
+        """Return the inverse of ``as_dict``; raises DataError if a value is missing."""
         try:
             return from_plain(Sensitivity, value)
         except (KeyError, TypeError, ValueError) as error:

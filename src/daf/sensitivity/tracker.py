@@ -32,14 +32,12 @@ from daf.sensitivity.schedule import Schedule
 from daf.step.context import StepContext
 from daf.step.state_snapshot import StepSnapshot
 
-# The bits of the codes measured: coarse enough for their noise to stand out.
-MEASURED_BITS = 2
+MEASURED_BITS = 2  # of the codes measured: coarse enough for their noise to stand out
 MEASURED_UNDER = coded_policy(MEASURED_BITS, score_bits=LEAST_SCORE_BITS)
 PART = 4  # a measurement takes this part of a batch
 SMALLEST_PART = 4  # examples
 _EFFORT = Effort()
-# The base pass, those that redraw, and all micro-batches together.
-PASSES = 1 + _EFFORT.local + _EFFORT.others + 1
+PASSES = 1 + _EFFORT.local + _EFFORT.others + 1  # the base pass, redraws, all micro-batches
 _BYTES_PER_NUMBER = 8
 # Of the base pass, micro-batches and local passes; some stacked to compare; differences.
 _SKETCHES = (

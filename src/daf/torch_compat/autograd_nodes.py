@@ -11,11 +11,7 @@ def sequence_number_of(node: Any) -> int:
 
 
 def saved_value(node: Any, name: str) -> Any:
-    """Return what the node saved under this name, unpacked.
-
-    Raises:
-        AttributeError: it saves nothing of that name.
-    """
+    """Return what the node saved under this name, unpacked; raises AttributeError if nothing."""
     return getattr(node, "_saved_" + name)
 
 

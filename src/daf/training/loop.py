@@ -30,8 +30,7 @@ from daf.training.run_folder import RunFolder
 from daf.training.settings import TrainSettings
 from daf.training.summary import summarize
 
-# The recorded step, from 0: the first after the plan has settled and optimizer state exists.
-HISTORY_STEP = 2
+HISTORY_STEP = 2  # from 0: the first after the plan has settled and optimizer state exists
 
 
 def train(

@@ -62,11 +62,7 @@ class MemoryLog:
             self.flush()
 
     def flush(self) -> None:
-        """Move the samples from memory to the file.
-
-        Raises:
-            RunFolderError: the disk is full.
-        """
+        """Move the samples from memory to the file; raises RunFolderError if the disk is full."""
         self._flushed_s = time.monotonic()
         if self._folder is None:
             return
@@ -86,6 +82,5 @@ class MemoryLog:
 
 def _drained(values: list[_Value]) -> list[_Value]:
     taken = values[:]
-    # The sampling thread may have appended since the copy was made.
-    del values[: len(taken)]
+    del values[: len(taken)]  # the sampling thread may have appended since
     return taken

@@ -27,11 +27,7 @@ class Found(NamedTuple):
     path: str
 
     def parameters(self) -> Mapping[str, inspect.Parameter]:
-        """Return the factory's parameters.
-
-        Raises:
-            UnknownNameError: a factory of C that hides them.
-        """
+        """Return the factory's parameters; raises UnknownNameError if C code hides them."""
         try:
             return inspect.signature(self.factory).parameters
         except ValueError as error:

@@ -50,11 +50,7 @@ class RunFolder:
         self.good_state = self.checkpoint.with_name("good.safetensors")
 
     def claim(self) -> None:
-        """Make the folder for a new run.
-
-        Raises:
-            RunFolderError: the folder holds a run or other files already, or cannot be made.
-        """
+        """Make the folder; raises RunFolderError if it cannot be made or holds any file."""
         if self.checkpoint.exists() or self.settings.exists():
             raise RunFolderError(
                 f"{self.path} already holds a run; --resume continues it, or name another --out"
@@ -85,11 +81,7 @@ class RunFolder:
         write_json(self.settings, asdict(settings))
 
     def read_settings(self) -> TrainSettings:
-        """Return the settings that the run began with.
-
-        Raises:
-            RunFolderError: the folder holds no run, or its settings are damaged.
-        """
+        """Return the run's first settings; raises RunFolderError if missing or damaged."""
         if not self.settings.exists():
             raise RunFolderError(
                 f"asked to resume {self.path}, but it holds no run; begin one without --resume"
@@ -113,11 +105,7 @@ class RunFolder:
 
 
 def read_sensitivity(path: Path) -> Sensitivity:
-    """Read an earlier run's measurement from its folder, or from a file.
-
-    Raises:
-        DataError: there is none, or it is damaged.
-    """
+    """Read a measurement from a run's folder or a file; raises DataError if missing or damaged."""
     file = path / _SENSITIVITY if path.is_dir() else path
     try:
         value = json.loads(file.read_text("utf-8"))

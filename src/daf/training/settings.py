@@ -21,11 +21,7 @@ NO_BUDGET = "none"
 
 
 def read_budget(text: str) -> int | float | str | None:
-    """Parse ``--budget``: bytes, a fraction, ``"auto"``, or None for ``none``.
-
-    Raises:
-        UnitError: the text is none of these.
-    """
+    """Parse ``--budget`` (``none``: None); raises UnitError unless ``parse_budget`` reads it."""
     if text.strip().lower() == NO_BUDGET:
         return None
     request = parse_budget(text)
@@ -34,11 +30,7 @@ def read_budget(text: str) -> int | float | str | None:
 
 
 def read_bits(text: str) -> int | str:
-    """Parse ``--bits``: 1 to 8, ``exact`` or ``plain``.
-
-    Raises:
-        UnknownNameError: the text is none of these.
-    """
+    """Parse ``--bits``: 1 to 8, ``exact`` or ``plain``; raises UnknownNameError for others."""
     if text in ("exact", "plain"):
         return text
     if not text.isdigit() or not 1 <= int(text) <= 8:
@@ -192,11 +184,7 @@ class TrainSettings:
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> TrainSettings:
-        """Return the settings from their fields as JSON values.
-
-        Raises:
-            RunFolderError: a name is unknown or missing (another version wrote it).
-        """
+        """Return settings from JSON; raises RunFolderError if another version wrote it."""
         goal = value.get("goal")
         try:
             return TrainSettings(**{**value, "goal": None if goal is None else Goal(goal)})
@@ -207,11 +195,7 @@ class TrainSettings:
             ) from error
 
     def resumed_with(self, asked: Mapping[str, Any]) -> TrainSettings:
-        """Return these settings, with the changes ``asked`` that a resumed run may make.
-
-        Raises:
-            RunFolderError: ``asked`` changes something that finished steps depend on.
-        """
+        """Return these with ``asked``; raises RunFolderError if finished steps depend on them."""
         changing = {each.name for each in dataclasses.fields(self) if option_of(each).may_change}
         for name, value in asked.items():
             found = getattr(self, name)
@@ -224,11 +208,7 @@ class TrainSettings:
 
 
 def checked_choice(what: str, value: str, known: tuple[str, ...]) -> str:
-    """Return ``value`` if it is one of ``known``.
-
-    Raises:
-        UnknownNameError: ``value`` is not known.
-    """
+    """Return ``value`` if it is one of ``known``, else raise UnknownNameError."""
     if value not in known:
         raise UnknownNameError(f"unknown {what} {value!r}; known: {', '.join(known)}")
     return value

@@ -50,10 +50,9 @@ def trained_to(goal: Goal) -> Callable[[Factory], Factory]:
 
 
 class BatchOrder:
-    """A seeded permutation of each epoch's examples, indexed by step, without partial batches.
+    """Seeded permutations of each epoch's examples without partial batches, indexed by step.
 
-    Raises:
-        DataError: a batch is empty, or larger than the data.
+    Raises DataError if a batch is empty, or larger than the data.
     """
 
     def __init__(self, examples: int, batch_size: int, seed: int) -> None:
@@ -180,11 +179,7 @@ class DataSet(Protocol):
 
 
 def settle_goal(model_name: str, goal: Goal | None, data: DataSet) -> Goal:
-    """Return ``goal``, or where it is None the customary one of ``data``.
-
-    Raises:
-        DataError: the data do not serve ``goal``.
-    """
+    """Return ``goal`` (None: the customary one); raises DataError if ``data`` do not serve it."""
     if goal is None:
         return data.goals[0]
     if goal not in data.goals:
@@ -196,11 +191,7 @@ def settle_goal(model_name: str, goal: Goal | None, data: DataSet) -> Goal:
 
 
 def scores_of(output: Tensor | object) -> Tensor:
-    """Return the scores in a model's output: the tensor, or its ``logits`` (transformers).
-
-    Raises:
-        DataError: ``output`` is neither.
-    """
+    """Return a model's output, or its ``logits`` (transformers); raises DataError for others."""
     found = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(found, Tensor):
         raise DataError(

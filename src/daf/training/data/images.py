@@ -86,11 +86,7 @@ class ImageData:
         }
 
     def at_size(self, image_size: int | None) -> ImageData:
-        """Return the images with each pixel repeated up to ``image_size`` pixels per side.
-
-        Raises:
-            DataError: ``image_size`` is no multiple of the stored size.
-        """
+        """Return the images with each pixel repeated; raises DataError unless to a multiple."""
         if image_size is None:
             return self
         stored = int(self.train.images.shape[1])
@@ -109,11 +105,7 @@ class ImageData:
         memory_format: torch.memory_format = torch.channels_last,
         augment: bool | None = None,
     ) -> Task:
-        """Return the task of ``goal``; its batches have the channels of the first convolution.
-
-        Raises:
-            DataError: the model cannot read images with this many channels.
-        """
+        """Return the task of ``goal``; raises DataError for a model of other input channels."""
         channels = input_channels(model, self.channels)
         augment = self.augment if augment is None else augment
         return self.tasks[goal](self, channels, memory_format, augment)
@@ -157,11 +149,7 @@ def to_tensor(
 
 
 def checked_channels(data: ImageData, wanted: int) -> int:
-    """Return ``wanted`` if the images can have so many input channels.
-
-    Raises:
-        DataError: ``wanted`` is not the images' channel count, nor are they grey.
-    """
+    """Return ``wanted``; raises DataError unless the images are grey or have as many channels."""
     if wanted == data.channels or data.channels == 1:
         return wanted
     raise DataError(

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from daf.training.task import Goal, trained_to
 
-# From (input channels, width, stride) to a block of expansion * width output channels.
-MakeBlock = Callable[[int, int, int], nn.Module]
+MakeBlock = Callable[[int, int, int], nn.Module]  # of input channels, width and stride
 
 
 class BasicBlock(nn.Module):
