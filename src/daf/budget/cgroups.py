@@ -12,6 +12,7 @@ from daf.budget.system import System
 
 _NO_LIMIT_BYTES = 2**62  # v1 writes "no limit" as the largest multiple of pages below 2**63
 _DEFAULT_MOUNTS = {1: PurePosixPath("/sys/fs/cgroup/memory"), 2: PurePosixPath("/sys/fs/cgroup")}
+# v1's soft limit is none: it only orders reclaim once the machine itself is short.
 _LIMIT_FILES = {1: ("memory.limit_in_bytes",), 2: ("memory.max", "memory.high")}
 _USAGE_FILES = {1: "memory.usage_in_bytes", 2: "memory.current"}
 _PREFIXES = {1: "total_", 2: ""}  # in a v1 group only the total_ lines include its descendants
@@ -25,10 +26,7 @@ class MemoryGroup:
     version: int
 
     def limits(self, system: System) -> dict[str, int]:
-        """Return the limits set here (bytes) by file name, with ``memory.high``, which throttles.
-
-        v1's soft limit is none: it only orders reclaim once the machine itself is short.
-        """
+        """Return limits (bytes) by file name, those of ``memory.high``, which throttles, too."""
         read = {name: _number(system.read(self.path / name)) for name in _LIMIT_FILES[self.version]}
         return {name: value for name, value in read.items() if value is not None}
 

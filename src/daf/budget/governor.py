@@ -88,13 +88,10 @@ def _asked_bytes(request: Request, device_bytes: int) -> int | None:
 
 
 class Governor:
-    """Keeps the budget in force; thread-safe.
+    """Keeps the budget in force; thread-safe. Raises UnitError if it cannot be parsed.
 
     ``asked``: a value for ``parse_budget``, or a function that returns one at every refresh.
     ``clock``: monotonic seconds. ``bounds``: reads a device's bounds; None: the process's are read.
-
-    Raises:
-        UnitError: the budget cannot be parsed.
     """
 
     def __init__(
@@ -139,11 +136,8 @@ class Governor:
     def refresh(self, *, urgent: bool = False) -> Reading:
         """Read the user's function, the limits and, for ``"auto"``, memory pressure again.
 
-        ``urgent``: a trigger reported memory pressure.
-
-        Raises:
-            UnitError: the user's function returned no budget.
-            Exception: whatever else that function raised.
+        ``urgent``: a trigger reported memory pressure. Raises what that function raises, and
+        UnitError if it returns no budget.
         """
         request = parse_budget(self._asked()) if callable(self._asked) else self._request
         return self._move(request, urgent=urgent)

@@ -27,14 +27,10 @@ class ElementType(IntEnum):
 
 
 class Predicate(IntEnum):
-    """Which elements set their bit in a mask.
+    """Which elements set their bit in a mask."""
 
-    ``INSIDE``: ``not (x <= low or x >= high)``; NaN sets the bit; a NaN bound is no bound.
-    ``ABOVE``: ``x > low``; NaN clears the bit.
-    """
-
-    INSIDE = 0
-    ABOVE = 1
+    INSIDE = 0  # ``not (x <= low or x >= high)``: NaN sets the bit, a NaN bound is no bound
+    ABOVE = 1  # ``x > low``: NaN clears the bit
 
 
 def block_count(count: int) -> int:

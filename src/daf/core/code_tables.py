@@ -141,10 +141,7 @@ def rotated_levels(bits: int, kept_bits: int) -> Bytes:
 
 @cache
 def rotated_level_factor(bits: int, kept_bits: int) -> float:
-    """Return one level's worth in units of the header's scale, exactly a float32.
-
-    That scale was computed for all planes; the ratio of gains keeps fewer planes unbiased.
-    """
+    """Return a level's worth in units of the header's scale (of all planes), exactly a float32."""
     whole = _gain(bits, bits, _positive_levels(bits, bits))
     kept = _gain(bits, kept_bits, _positive_levels(bits, kept_bits))
     return float(np.float32(whole / kept / SCALE_UNIT))

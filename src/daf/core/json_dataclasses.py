@@ -24,11 +24,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: type[Value], plain: Any) -> Value:
-    """Restore a ``kind`` from ``to_plain``'s result.
-
-    Raises:
-        KeyError, TypeError, ValueError: ``plain`` is from something else.
-    """
+    """Restore a ``kind``; raises KeyError, TypeError or ValueError for other plain values."""
     found: Value = _read(kind, plain)
     return found
 

@@ -57,20 +57,15 @@ class Reading(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Treatment:
-    """What the plan does at a site: a method, its bits, and rotation rounds.
-
-    ``by_channel``: a range per channel, not per tensor (*ranged*). ``on_host``: a GPU tensor's code
-    waits in host memory. ``whole``: no plane may be evicted. ``codec``: a registered codec's name
-    (*registered*).
-    """
+    """What the plan does at a site: a method, its bits, and rotation rounds."""
 
     method: Method
     bits: int = 0
     rounds: int = 1
-    by_channel: bool = False
-    on_host: bool = False
-    whole: bool = False
-    codec: str = ""
+    by_channel: bool = False  # a range per channel, not per tensor (*ranged*)
+    on_host: bool = False  # a GPU tensor's code waits in host memory
+    whole: bool = False  # no plane may be evicted
+    codec: str = ""  # a registered codec's name (*registered*)
 
     @property
     def is_code(self) -> bool:
@@ -90,16 +85,12 @@ PLANNED_OPERATORS = FUSED_OPERATORS | {CHUNKED}
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One place where autograd saves a tensor; stable from step to step.
+    """One place where autograd saves a tensor; stable from step to step."""
 
-    ``module``: the path in ``model.named_modules()``; ``operator``: the torch function's name;
-    ``call`` counts that operator within the module's call; ``save`` counts this call's saves.
-    """
-
-    module: str
-    operator: str
-    call: int
-    save: int
+    module: str  # the path in ``model.named_modules()``
+    operator: str  # the torch function's name
+    call: int  # counts that operator within the module's call
+    save: int  # counts this call's saves
 
     def __str__(self) -> str:
         return f"{self.module or '<model>'}:{self.operator}#{self.call}[{self.save}]"
@@ -109,21 +100,17 @@ class Site:
 class Policy:
     """A treatment for every kind of site, with exceptions for single sites.
 
-    ``rederive``: one code may serve a normalisation, its activation and the operator behind it
-    (design, section 4). ``operators``: the fused and chunked operators that replace PyTorch's.
     ``chunk_bytes``: the most of its input that a chunked operator decodes at a time, and the chunk
     of a kept input; None: a size of negligible cost, and a kept input is used whole.
-    ``replayed``: modules (paths, nested ones allowed) whose calls hold only their inputs and run
-    again in backward.
     """
 
     name: str
     by_need: Mapping[Need, Treatment]
     by_site: Mapping[Site, Treatment] = field(default_factory=lambda: MappingProxyType({}))
-    rederive: bool = True
-    operators: frozenset[str] = frozenset()
+    rederive: bool = True  # one code may serve a normalisation, its activation and what follows
+    operators: frozenset[str] = frozenset()  # the fused and chunked ones that replace PyTorch's
     weights: Mapping[Site, float] = field(default_factory=lambda: MappingProxyType({}))
-    replayed: frozenset[str] = frozenset()
+    replayed: frozenset[str] = frozenset()  # modules that keep inputs only; backward runs them
     chunk_bytes: int | None = None
 
     @property
@@ -183,10 +170,7 @@ def coded_policy(bits: int, *, score_bits: int = SCORE_BITS) -> Policy:
     """Return ``bits`` (1 to 8) per element wherever a lossy code is sound, more where it must be.
 
     ``score_bits`` (4 to 8): of recomputed attention's q and k; fewer than the default only where
-    their noise was measured.
-
-    Raises:
-        ValueError: ``bits`` or ``score_bits`` is out of range.
+    their noise was measured. Raises ValueError if either is out of range.
     """
     if bits not in range(1, 9):
         raise ValueError(f"asked for {bits!r} bits; codes have 1 to 8 bits, or 'exact'")

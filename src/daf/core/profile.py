@@ -46,37 +46,26 @@ ZERO = Affine(0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """One tensor that autograd saves in a step; moments are indices into the timeline.
-
-    ``storage`` numbers its memory, which several savings may share; ``storage_bytes`` is all of
-    that. ``content`` numbers its part; one code serves all savings of one content. ``dies``: the
-    moment in which the program itself frees the memory. ``read``, ``released``: the moments of its
-    first read and its release. ``call``: the innermost module call (-1: none). ``parents``: sites
-    whose codes backward can compute the tensor from (design, section 4); None: it cannot.
-    ``packed_bits``: of packed integers, per element (0: unknown). ``reading``: how backward reads
-    its code. ``beside_bytes``: held under every treatment (a fused operator's mask). ``teller``:
-    the site whose kept tensor yields this one through a nonlinear function (a fused activation's
-    input).
-    """
+    """One tensor that autograd saves in a step; moments are indices into the timeline."""
 
     site: Site
     need: Need
-    storage: int
-    storage_bytes: Affine
-    content: int
+    storage: int  # the number of its memory, which several savings may share
+    storage_bytes: Affine  # of all that memory
+    content: int  # the number of its part; one code serves all savings of one content
     elements: Affine
     tensor_bytes: Affine
     saved: int
-    dies: int
-    read: int
-    released: int
-    call: int
+    dies: int  # the moment in which the program itself frees the memory
+    read: int  # the moment of its first read
+    released: int  # the moment in which autograd releases it
+    call: int  # the innermost module call (-1: none)
     treatable: bool = True
-    parents: frozenset[Site] | None = None
-    packed_bits: float = 0.0
-    reading: Reading = Reading.WHOLE
-    beside_bytes: Affine = ZERO
-    teller: Site | None = None
+    parents: frozenset[Site] | None = None  # sites whose codes yield it (design, section 4)
+    packed_bits: float = 0.0  # of packed integers, per element (0: unknown)
+    reading: Reading = Reading.WHOLE  # how backward reads its code
+    beside_bytes: Affine = ZERO  # held under every treatment (a fused operator's mask)
+    teller: Site | None = None  # whose kept tensor yields it (a fused activation's input)
 
     @property
     def may_follow(self) -> bool:
@@ -104,38 +93,29 @@ def decoded_bytes(
 
 @dataclass(frozen=True, slots=True)
 class CallProfile:
-    """One call of a module; ``parent`` is the index of the caller's call (-1: none).
-
-    Moments ``first_forward`` to ``last_forward`` passed inside. ``inputs``: (storage, bytes); -1:
-    autograd never saved it. ``replayable``: its inputs stay unchanged. ``operators``: how many ran
-    inside, nested modules included.
-    """
+    """One call of a module, in the moments ``first_forward`` to ``last_forward``."""
 
     module: str
-    parent: int
+    parent: int  # the index of the caller's call (-1: none)
     forward_ms: Affine
     first_forward: int
     last_forward: int
-    inputs: tuple[tuple[int, Affine], ...] = ()
+    inputs: tuple[tuple[int, Affine], ...] = ()  # (storage, bytes); -1: autograd never saved it
     output_bytes: Affine = ZERO
-    replayable: bool = True
-    operators: int = 1
+    replayable: bool = True  # True if its inputs stay unchanged
+    operators: int = 1  # how many ran inside, nested modules included
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpeeds:
-    """Measured speeds, in bytes of the uncoded tensor per second.
+    """Measured speeds, in bytes of the uncoded tensor per second."""
 
-    One number per method: widths differ by less than two measurements of one. ``link``: between
-    device and host memory (0: none, so nothing travels).
-    """
-
-    encode: Mapping[Method, float]
+    encode: Mapping[Method, float]  # by method: widths differ by less than two measurements of one
     decode: Mapping[Method, float]
     copy: float
     disk_write: float
     disk_read: float
-    link: float = 0.0
+    link: float = 0.0  # between device and host memory (0: none, so nothing travels)
 
     def encode_ms(self, method: Method, nbytes: float) -> float:
         """Return the time of coding or writing ``nbytes``."""
@@ -154,54 +134,38 @@ class DeviceSpeeds:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Per moment, the bytes alive beside what the planner decides on.
+    """Per moment, the bytes alive beside what the planner decides on."""
 
-    ``transient``: all but parameters, saved tensors and ``gradient_bytes``, the gradients that
-    existed when the moment began. The first ``forward`` moments are the forward pass.
-    """
-
-    transient: tuple[Affine, ...]
-    gradient_bytes: tuple[int, ...]
-    forward: int
+    transient: tuple[Affine, ...]  # all but parameters, saved tensors and ``gradient_bytes``
+    gradient_bytes: tuple[int, ...]  # of gradients that existed when the moment began
+    forward: int  # how many moments, the first ones, are the forward pass
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What a few small measured steps yield of a model, a loss and a batch (bytes, ms).
-
-    ``resident_bytes``: the process between steps, without gradients and without ``optimizer_bytes``
-    of state that does not exist yet. ``micro_batch_ms``: (examples, ms) of forward and backward
-    with everything kept. ``weights``: harm of relative error by site (default 1). A weight of 1
-    with an error of 1 adds ``noise_per_weight`` of the batch's own noise (0: not measured).
-    ``split_refusal``: why the batch must not be split, or "". ``update_bytes``: the optimizer
-    step's transient. ``passing_bytes``: the most that libraries take in passing, beside tensors.
-    ``recycles``: freed blocks are recycled under a hard limit (``memory.process_limit``).
-    ``chunk_bytes``: the chunk of the whole batch with fused operators (0: measured without).
-    ``part_bytes``: the most that a fused normalisation decodes at a time (0: next to nothing).
-    ``fusions``: which operators are fused, and why others are not.
-    """
+    """What a few small measured steps yield of a model, a loss and a batch (bytes, ms)."""
 
     floor_bytes: int
-    resident_bytes: int
+    resident_bytes: int  # between steps, without gradients and ``optimizer_bytes``
     parameter_bytes: int
     gradient_bytes: int
-    optimizer_bytes: int
+    optimizer_bytes: int  # of state that does not exist yet
     batch_size: int
     savings: tuple[Saving, ...]
     calls: tuple[CallProfile, ...]
     timeline: Timeline
-    micro_batch_ms: tuple[tuple[int, float], ...]
+    micro_batch_ms: tuple[tuple[int, float], ...]  # (examples, ms) of both passes, everything kept
     update_ms: float
     speeds: DeviceSpeeds
-    weights: Mapping[Site, float]
-    noise_per_weight: float = 0.0
-    update_bytes: int = 0
-    passing_bytes: Affine = ZERO
-    split_refusal: str = ""
-    recycles: bool = False
-    chunk_bytes: int = 0
-    part_bytes: int = 0
-    fusions: tuple[FusionReport, ...] = ()
+    weights: Mapping[Site, float]  # harm of relative error by site (default 1)
+    noise_per_weight: float = 0.0  # of error 1 at weight 1, over the batch's own (0: not measured)
+    update_bytes: int = 0  # the optimizer step's transient
+    passing_bytes: Affine = ZERO  # the most that libraries take in passing, beside tensors
+    split_refusal: str = ""  # why the batch must not be split
+    recycles: bool = False  # freed blocks, under a hard limit (``memory.process_limit``)
+    chunk_bytes: int = 0  # of the whole batch with fused operators (0: measured without)
+    part_bytes: int = 0  # the most that a fused normalisation decodes at a time
+    fusions: tuple[FusionReport, ...] = ()  # which operators are fused, and why others are not
 
     @property
     def is_fused(self) -> bool:

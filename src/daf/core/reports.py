@@ -31,20 +31,15 @@ class CaptureStats:
 
 @dataclass(frozen=True, slots=True)
 class SiteReport:
-    """What was done at one site in the last step (bytes; each counts at one site only).
-
-    ``treatment``: the one applied, *keep* where the policy's own was unsound. ``held_bytes``: at
-    the time of the save; ``evicted_bytes`` of these went since, as far as the pool's list reached.
-    ``spilled_bytes``: moved to disk, or from a GPU to the host.
-    """
+    """What was done at one site in the last step (bytes; each counts at one site only)."""
 
     site: Site
     need: Need
-    treatment: Treatment
+    treatment: Treatment  # the one applied, *keep* where the policy's own was unsound
     plain_bytes: int
-    held_bytes: int
-    evicted_bytes: int = 0
-    spilled_bytes: int = 0
+    held_bytes: int  # at the time of the save
+    evicted_bytes: int = 0  # of these, since then, as far as the pool's list reached
+    spilled_bytes: int = 0  # moved to disk, or from a GPU to the host
 
     def as_dict(self) -> dict[str, str | int]:
         """Return one row of plain values, for tables and JSON."""
@@ -62,14 +57,10 @@ class SiteReport:
 
 @dataclass(frozen=True, slots=True)
 class FusionReport:
-    """Whether and how an operator is fused with what follows it.
-
-    ``module``, ``call``, ``operator``: as in its :class:`Site`. ``pattern``: empty if not fused.
-    ``reason``: why no more of what follows is fused.
-    """
+    """Whether and how an operator, named as in its :class:`Site`, is fused with what follows it."""
 
     module: str
     call: int
-    pattern: str
-    reason: str
+    pattern: str  # empty if not fused
+    reason: str  # why no more of what follows is fused
     operator: str = "batch_norm"

@@ -24,13 +24,10 @@ _DISPLAY = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 
 
 def parse_bytes(text: str | int) -> int:
-    """Parse a byte count; return whole bytes, rounded down.
+    """Parse a byte count into whole bytes, rounded down; raises UnitError if it has none.
 
     ``text``: an int, or a number with a unit in any case, B, KB, MB, GB, TB (powers of 1000), KiB,
     MiB, GiB or TiB (powers of 1024): ``"512MB"``, ``"1.5 GiB"``, ``700_000_000``.
-
-    Raises:
-        UnitError: no number, an unknown unit, or less than one byte.
     """
     if isinstance(text, bool) or not isinstance(text, (int, str)):
         raise UnitError(f"asked for {text!r} bytes; give an int or a text such as '512MB'")

@@ -19,8 +19,7 @@ _TEMPORARY_SUFFIX = ".part"
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Write ``path`` through a temporary file that replaces it once safely on disk.
 
-    Raises:
-        RunFolderError: the disk is full or the file cannot be written; an old file is unchanged.
+    Raises RunFolderError if it cannot be written (the disk is full); an old file is unchanged.
     """
     temporary = path.with_name(path.name + _TEMPORARY_SUFFIX)
     try:
@@ -78,11 +77,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class GrowingFile:
-    """A file of lines that reach the system before ``append`` returns.
-
-    Raises:
-        RunFolderError: the file cannot be opened.
-    """
+    """A file of lines that reach the system before ``append`` returns; raises RunFolderError."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -92,11 +87,7 @@ class GrowingFile:
             raise write_error(path, error) from error
 
     def append(self, lines: str) -> None:
-        """Append text that ends in a newline.
-
-        Raises:
-            RunFolderError: the disk is full; earlier lines are kept.
-        """
+        """Append whole lines; raises RunFolderError if the disk is full (earlier lines stay)."""
         rest = memoryview(lines.encode())
         try:
             while rest:

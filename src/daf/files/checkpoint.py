@@ -29,9 +29,8 @@ def write_checkpoint(
 ) -> None:
     """Write model, optimizer, random states and ``state`` to ``path``, atomically.
 
-    Raises:
-        RunFolderError: the disk is full (the old file is kept), or ``state`` holds something that
-            is neither plain Python nor a tensor.
+    Raises RunFolderError if the disk is full (the old file is kept), or if ``state`` holds what is
+    neither plain Python nor a tensor.
     """
     whole = {"run": state, "optimizer": optimizer.state_dict(), "random": _random_states()}
     plain, tensors = to_plain(whole)
@@ -44,11 +43,7 @@ def write_checkpoint(
 def read_checkpoint(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
-    """Restore model, optimizer and random states from ``path``; return ``state``.
-
-    Raises:
-        RunFolderError: the file is missing, damaged or of another model.
-    """
+    """Restore a run and return its ``state``; raises RunFolderError if ``path`` does not fit it."""
     tensors, whole = _read(path)
     try:
         _load_model(model, tensors)
@@ -61,11 +56,7 @@ def read_checkpoint(
 
 
 def load_model(path: Path, model: nn.Module) -> int:
-    """Restore only the model from ``path``; return its step.
-
-    Raises:
-        RunFolderError: the file is missing or damaged.
-    """
+    """Restore only the model; return its step. Raises RunFolderError if missing or damaged."""
     tensors, whole = _read(path)
     _load_model(model, tensors)
     return int(whole["run"]["step"])

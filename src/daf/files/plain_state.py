@@ -17,11 +17,7 @@ _PREFIX = "state/"
 
 
 def to_plain(value: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Split ``value`` into JSON's types and the tensors that these name.
-
-    Raises:
-        RunFolderError: it holds an object of another type.
-    """
+    """Split into JSON's types and the tensors they name; raises RunFolderError for others."""
     tensors: dict[str, Tensor] = {}
 
     def convert(item: Any) -> Any:
@@ -41,11 +37,7 @@ def to_plain(value: Any) -> tuple[Any, dict[str, Tensor]]:
 
 
 def from_plain(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Restore what ``to_plain`` split; tensors are copies.
-
-    Raises:
-        RunFolderError: ``plain`` is not ``to_plain``'s result.
-    """
+    """Restore what ``to_plain`` split, tensors copied; raises RunFolderError if it is damaged."""
 
     def restore(item: Any) -> Any:
         if not isinstance(item, dict):

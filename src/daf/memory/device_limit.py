@@ -156,11 +156,9 @@ class DeviceKeeper(Keeper):
             self._apply()
 
     def _before_unbounded(self, needed_bytes: int) -> None:
-        """Free the cache where ``needed_bytes`` could pass the bound.
-
-        Without a limit the allocator takes new blocks before it frees its cache.
-        """
+        """Free the cache where ``needed_bytes`` could pass the bound."""
         with self._lock:
+            # Without a limit the allocator takes new blocks before it frees its cache.
             is_tight = self._limit_bytes is not None and not self._unbounded
             if is_tight and self._memory.held_bytes() + needed_bytes > (self._limit_bytes or 0):
                 self._memory.release_cached()

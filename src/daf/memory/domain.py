@@ -76,11 +76,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def memory_of(model: nn.Module) -> MemoryDomain:
-    """Return the memory of the device that a model's parameters are on.
-
-    Raises:
-        PlatformError: they are on several devices, or on one whose memory cannot be bounded.
-    """
+    """Return the memory of a model's device; raises PlatformError for several, or one unbounded."""
     devices = {each.device for each in model.parameters()}
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))

@@ -88,7 +88,7 @@ class Keeper(ABC):
     def unbounded(self, needed_bytes: int = 0) -> Iterator[None]:
         """Lift the bound inside, for what must not fail half-way: the optimizer's step.
 
-        At most ``needed_bytes`` are predicted to be asked for.
+        About ``needed_bytes`` will be asked for.
         """
         self._before_unbounded(needed_bytes)
         self._change_unbounded(1)

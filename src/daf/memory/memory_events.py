@@ -15,15 +15,12 @@ Frames = list[Record]
 
 @dataclass(frozen=True, slots=True)
 class MemoryEvent:
-    """One allocation (``bytes`` > 0) or free (< 0), ``time_s`` after recording began.
-
-    ``live_bytes``, after it, counts blocks born since, and large ones born before.
-    """
+    """One allocation (``bytes`` > 0) or free (< 0), ``time_s`` after recording began."""
 
     time_s: float
     address: int
     bytes: int
-    live_bytes: int
+    live_bytes: int  # after it, of blocks born since, and large ones born before
     module: str
     operator: str
 

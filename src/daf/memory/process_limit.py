@@ -99,11 +99,7 @@ class MemoryKeeper(Keeper):
         return self.refusals() > refusals_before
 
     def bound(self, expected_bytes: int, budget_bytes: int) -> None:
-        """Refuse allocations that would take the process beyond ``budget_bytes``, from now on.
-
-        Freed blocks are kept for reuse up to ``expected_bytes``, and returned to the system beyond.
-        Does nothing where nothing is recycled.
-        """
+        """Refuse what would pass the budget; keep freed blocks up to ``expected_bytes``."""
         with account_lock:
             if self._recycling is None:
                 return

@@ -72,8 +72,7 @@ class RecyclingAllocator:
         self._set(self._cap_bytes, self._limit_bytes)
         if self._reclaim is not None:
             self._hook_before = native.set_reclaim(self._reclaim)
-            # A thread that allocates while the interpreter exits must not call into it.
-            atexit.register(_clear_hook)
+            atexit.register(_clear_hook)  # threads may allocate while the interpreter exits
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -98,10 +97,7 @@ class RecyclingAllocator:
 
     @property
     def limit_bytes(self) -> int | None:
-        """The most that the account may hold; setting it returns recycled bytes at once.
-
-        Below what is live, only new allocations fail.
-        """
+        """The most that the account may hold; recycled bytes beyond it are returned at once."""
         return self._limit_bytes
 
     @limit_bytes.setter

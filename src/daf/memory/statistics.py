@@ -69,16 +69,13 @@ def phase(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One live block of 128 KiB or more: its bytes, its whole pages, its ``order`` of birth.
-
-    ``module`` and ``operator`` are "" unless a ``History`` recorded its birth.
-    """
+    """One live block of 128 KiB or more: its bytes, its whole pages, its ``order`` of birth."""
 
     address: int
     bytes: int
     held_bytes: int
     order: int
-    module: str
+    module: str  # "", as ``operator``, unless a ``History`` recorded its birth
     operator: str
 
 
@@ -104,16 +101,12 @@ def split_label(text: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """The account beside the kernel's figures, in bytes at one moment.
-
-    ``range_resident_bytes``: of the allocator's addresses; ``large_bytes`` once all blocks are
-    written.
-    """
+    """The account beside the kernel's figures, in bytes at one moment."""
 
     resident_bytes: int
-    range_resident_bytes: int
+    range_resident_bytes: int  # of the allocator's addresses
     held_bytes: int
-    large_bytes: int
+    large_bytes: int  # resident once all blocks are written
 
     @property
     def other_bytes(self) -> int:

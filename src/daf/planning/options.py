@@ -42,19 +42,15 @@ ByNeed = Mapping[Need, Treatment]
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What execution can carry out and the user permits.
-
-    ``must_release``: a whole batch's gradients are always released. ``host_bytes``: host memory for
-    a device's codes (0: none). ``passing_bytes``: device memory of codes and raw data on their way.
-    """
+    """What execution can carry out and the user permits."""
 
     methods: frozenset[Method] = frozenset(Method)
     widths: tuple[int, ...] = WIDTHS
     replay: bool = True
     release_gradients: bool = True
-    must_release: bool = False
-    host_bytes: int = 0
-    passing_bytes: int = 0
+    must_release: bool = False  # a whole batch's gradients are always released
+    host_bytes: int = 0  # host memory for a device's codes (0: none)
+    passing_bytes: int = 0  # device memory of codes and raw data on their way
 
     def within(self, tolerance: float) -> Allowed:
         """Return self, without codes if the tolerance is 0: noise measured as 0 is still noise."""
@@ -66,20 +62,15 @@ EVERYTHING = Allowed()
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way to treat a family: bytes held, time, and variance added relative to the batch's.
+    """One way to treat a family: bytes held, time, and variance added relative to the batch's."""
 
-    ``level``: ``"keep"``, ``"exact"``, ``"spill"`` or a width as text, with a suffix for fewer bits
-    of attention's q and k and for host memory. ``requires``: sites that must be coded beside it;
-    ``requires_kept``: sites that must be kept.
-    """
-
-    level: str
+    level: str  # keep, exact, spill or a width; suffixes: fewer bits of q and k, host memory
     treatments: Mapping[Site, Treatment]
     spans: tuple[Span, ...]
     cost_ms: float
     noise: float
-    requires: frozenset[Site] = frozenset()
-    requires_kept: frozenset[Site] = frozenset()
+    requires: frozenset[Site] = frozenset()  # sites that must be coded beside it
+    requires_kept: frozenset[Site] = frozenset()  # sites that must be kept
 
     @property
     def coded_sites(self) -> frozenset[Site]:

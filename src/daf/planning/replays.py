@@ -13,18 +13,14 @@ from daf.planning.options import Family
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Replaying one module's calls: the families inside, bytes held and time.
-
-    ``shared``: (storage, last moment) of inputs that others must keep and ``spans`` leaves out.
-    Such a replay stands directly before the module's self-sufficient one.
-    """
+    """Replaying one module's calls: the families inside, bytes held and time."""
 
     module: str
     families: frozenset[int]
     spans: tuple[Span, ...]
     cost_ms: float
     operators: int  # of the call with most of them
-    shared: tuple[tuple[int, int], ...] = ()
+    shared: tuple[tuple[int, int], ...] = ()  # (storage, last moment) that others must keep
 
 
 def replays_of(profile: Profile, groups: Sequence[Family], examples: int) -> tuple[Replay, ...]:

@@ -61,22 +61,16 @@ class _Open:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a candidate is sought for.
-
-    ``limit_bytes``: of the computed peak, margin excluded. ``tolerance``: the most noise, relative
-    to the batch's own. ``relative_gap``: accept a candidate within this share of the lower bound.
-    ``stop``: asked between programs; True returns the best so far. ``least_micro_batch`` and
-    ``most_ms`` exclude smaller micro-batches and larger objectives.
-    """
+    """What a candidate is sought for."""
 
     profile: Profile
-    limit_bytes: int = 0
-    tolerance: float = math.inf
+    limit_bytes: int = 0  # of the computed peak, margin excluded
+    tolerance: float = math.inf  # the most noise, relative to the batch's own
     allowed: Allowed = EVERYTHING
-    relative_gap: float = RELATIVE_GAP
-    stop: Callable[[], bool] = lambda: False
-    least_micro_batch: int = 1
-    most_ms: float = math.inf
+    relative_gap: float = RELATIVE_GAP  # accept a candidate within this share of the lower bound
+    stop: Callable[[], bool] = lambda: False  # asked between programs; True returns the best so far
+    least_micro_batch: int = 1  # smaller ones are excluded
+    most_ms: float = math.inf  # larger objectives are excluded
 
 
 class Search:

@@ -29,11 +29,7 @@ Requirement = tuple[int, tuple[int, ...]]  # a column, and those of which it nee
 
 @dataclass(frozen=True)
 class Table:
-    """All choices at one micro-batch size of ``profile`` (see ``make_table``).
-
-    Family ``f``'s options are the columns ``first[f] … first[f + 1] - 1``; replays come last.
-    ``base_bytes``: the process at each moment without saved tensors.
-    """
+    """All choices at one micro-batch size of ``profile``; columns of replays come last."""
 
     profile: Profile
     micro_batch: int
@@ -41,7 +37,7 @@ class Table:
     families: tuple[Family, ...]
     options: tuple[tuple[Option, ...], ...]
     replays: tuple[Replay, ...]
-    base_bytes: Floats
+    base_bytes: Floats  # (moments,) of the process without saved tensors
     requires: tuple[Requirement, ...]
 
     @cached_property

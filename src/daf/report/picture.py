@@ -1,7 +1,4 @@
-"""Charts as a PNG by Matplotlib, which only a process that draws imports.
-
-``python -m daf.report.picture RUN`` draws ``memory.png`` into a run's folder.
-"""
+"""Charts as a PNG by Matplotlib; ``python -m daf.report.picture RUN`` draws ``memory.png``."""
 
 from __future__ import annotations
 
@@ -29,12 +26,7 @@ _LIMIT_S = 120
 
 
 def draw(charts: Sequence[LineChart | BarChart], path: Path) -> None:
-    """Draw charts into one PNG.
-
-    Raises:
-        PlatformError: Matplotlib is not installed.
-        OSError: the file cannot be written.
-    """
+    """Draw charts into one PNG; raises PlatformError without Matplotlib, OSError if unwritable."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # large, and used only here
         from matplotlib.figure import Figure
@@ -120,12 +112,7 @@ def _dress(axes: Any, heading: str) -> None:
 
 
 def draw_memory(folder: Path) -> Path:
-    """Draw ``memory.png`` into a run's folder and return its path.
-
-    Raises:
-        RunFolderError: the folder holds no complete run.
-        PlatformError: Matplotlib is not installed.
-    """
+    """Draw a run's ``memory.png`` and return its path; raises as ``read_run`` and ``draw``."""
     run = read_run(folder)
     path = folder / "memory.png"
     draw([replace(memory_chart(run), title=run.title)], path)

@@ -62,15 +62,11 @@ _WIDEST_DERIVATIVE = 4
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """Numbers of passes, each a forward and a backward of the whole batch.
+    """Numbers of passes, each a forward and a backward of the whole batch."""
 
-    ``local`` passes redraw the inputs of products, at most ``others`` the rest, a site or alike
-    group each; ``micro_batches`` take one pass together and measure the batch's own noise.
-    """
-
-    local: int = 2
-    others: int = 24
-    micro_batches: int = 4
+    local: int = 2  # redraw the inputs of products
+    others: int = 24  # at most; redraw the rest, a site or alike group each
+    micro_batches: int = 4  # take one pass together and measure the batch's own noise
     buckets: int = BUCKETS
 
 
@@ -262,18 +258,13 @@ def _as_operated(policy: Policy, other: Policy, share: float) -> Policy:
 
 
 def _other_width(treatment: Treatment) -> Treatment:
-    """Return the code that one without seeds is compared with: 4 bits, or 2 if it has 4.
-
-    The tensor itself would not do: keeping its memory would keep what others save of it.
-    """
+    """Return the code that one without seeds is compared with: 4 bits, or 2 if it has 4."""
+    # The tensor itself would not do: keeping its memory would keep what others save of it.
     return replace(treatment, bits=2 if treatment.bits == _WIDEST_DERIVATIVE else 4)
 
 
 def _change(treatment: Treatment) -> float:
-    """Return the squared change of a gradient when a site is redrawn, over its code's variance.
-
-    Independent draws differ by twice the variance; derivative codes' errors count as uncorrelated.
-    """
+    """Return the squared change of a gradient when a site is redrawn, over its code's variance."""
     if treatment.method in _SEEDED:
         return 2.0
     return 1.0 + relative_error(_other_width(treatment)) / relative_error(treatment)
@@ -302,10 +293,8 @@ def _scatter(squares: Tensor) -> Tensor:
 
 
 def _unknown_as_usual(values: Mapping[Site, SiteSensitivity]) -> dict[Site, SiteSensitivity]:
-    """Give sites whose errors reach no gradient yet the noise that others usually add.
-
-    Before LoRA's first step its second matrix is 0, so no error in the first's inputs counts yet.
-    """
+    """Give sites whose errors reach no gradient yet the noise that others usually add."""
+    # Before LoRA's first step its second matrix is 0: no error in the first's inputs counts yet.
     known = [each.at_least for each in values.values() if each.variance_per_error > 0.0]
     usual = float(np.median(known)) if known else 0.0
     return {

@@ -50,12 +50,9 @@ class Passes:
         around: Around = nullcontext,
         elements: Tensor | None = None,
     ) -> Tensor:
-        """Return (parameters, buckets): the sketched gradient of the batch's mean loss.
+        """Return (parameters, buckets), the sketched gradient; raises NonFiniteLossError.
 
         ``elements``: (parameters,), receives how many elements of each have a gradient.
-
-        Raises:
-            NonFiniteLossError: the loss is inf or NaN.
         """
         self.snapshot.restore_random()
         examples = batch_size(batch)

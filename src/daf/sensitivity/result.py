@@ -15,15 +15,11 @@ from daf.core.policy import Site, Treatment
 
 @dataclass(frozen=True, slots=True)
 class SiteSensitivity:
-    """One site's sensitivity: squared gradient error per unit of relative code error.
+    """One site's sensitivity: squared gradient error per unit of relative code error."""
 
-    ``prior`` is the formula's value before any measurement (0: none). A value of 0 with a standard
-    error: the site's errors have not reached the gradient yet.
-    """
-
-    variance_per_error: float
+    variance_per_error: float  # 0: the site's errors have not reached the gradient yet
     standard_error: float
-    prior: float = 0.0
+    prior: float = 0.0  # the formula's value before any measurement (0: none)
 
     @property
     def at_least(self) -> float:
@@ -35,20 +31,18 @@ class SiteSensitivity:
 class Sensitivity:
     """A model's sensitivity on one batch, about the gradient of the batch's mean loss.
 
-    ``batch_variance``: the gradient's squared deviation from batch to batch, with its standard
-    error (None: a single example cannot tell). It and the codes' variances fall as 1 /
-    ``examples``, so their ratio holds for other batch sizes; ``relative`` ones need not, but do so
-    together. ``gradient_energy``: the gradient's squared length. ``passes``: forward and backward
-    passes spent. ``relative``: errors count beside each parameter's own gradient (``step_metric``).
+    ``batch_variance``: the gradient's squared deviation from batch to batch (None: a single example
+    cannot tell). It and the codes' variances fall as 1 / ``examples``, so their ratio holds for
+    other batch sizes; ``relative`` ones need not, but do so together.
     """
 
     sites: Mapping[Site, SiteSensitivity]
-    gradient_energy: float
+    gradient_energy: float  # the gradient's squared length
     examples: int
-    passes: float
+    passes: float  # forward and backward passes spent
     batch_variance: float | None = None
-    batch_variance_error: float = 0.0
-    relative: bool = False
+    batch_variance_error: float = 0.0  # its standard error
+    relative: bool = False  # errors count beside each parameter's own gradient (``step_metric``)
 
     def weights(self) -> dict[Site, float]:
         """Return planning weights, 1 on average; a site without one counts 1."""
@@ -125,11 +119,8 @@ class Sensitivity:
         return self._of_examples(examples).batch_variance
 
     def _of_examples(self, examples: int) -> Sensitivity:
-        """Return the sensitivity of another batch size: variances of a mean shrink with its size.
-
-        Relative ones do not beside gradients that are mostly noise, but only their ratios count.
-        """
-        if self.relative:
+        """Return it for another batch size: variances of a mean shrink with that."""
+        if self.relative:  # beside gradients of noise they do not; only their ratios count
             return replace(self, examples=examples)
         factor = self.examples / max(1, examples)
         sites = {

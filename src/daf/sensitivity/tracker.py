@@ -51,13 +51,10 @@ def _effort(examples: int) -> Effort:
 
 
 class Room(NamedTuple):
-    """A measurement's budget, in the profile's own measure (bytes).
+    """A measurement's budget, in the profile's own measure (bytes)."""
 
-    ``profile``: of PyTorch's own operators, which hold most; ``planned``: of those that plans run.
-    """
-
-    profile: Profile
-    planned: Profile
+    profile: Profile  # of PyTorch's own operators, which hold most
+    planned: Profile  # of those that plans run
     budget_bytes: int
 
 
@@ -164,11 +161,7 @@ class SensitivityTracker:
         return replace(profile, weights=found.weights(), noise_per_weight=found.noise_per_weight)
 
     def check(self, profiles: Iterable[Profile]) -> None:
-        """Refuse known sensitivities if none of their sites is this model's, under any operators.
-
-        Raises:
-            DataError: the sensitivities are of another model.
-        """
+        """Raise DataError if sensitivities are known, but none of a site of this model."""
         lossy = frozenset[Site]().union(*(each.lossy_sites for each in profiles))
         found = self.sensitivity
         if found is not None and lossy and not lossy & found.sites.keys():

@@ -38,13 +38,10 @@ def outline_of(job: TrainingJob, batch: Batch) -> dict[str, Any]:
 
 
 def write_plan_records(job: TrainingJob, folder: RunFolder) -> None:
-    """Write the plan in force, and the treatment of every site in the last step, for reports.
+    """Write the plan and the last step's treatments; raises RunFolderError if the disk is full.
 
     A process that made no step leaves the earlier sites. Each file is replaced as a whole, so that
     a resumed run never shows half of one.
-
-    Raises:
-        RunFolderError: the disk is full.
     """
     plan = job.session.plan
     if plan is not None:

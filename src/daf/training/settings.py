@@ -40,21 +40,15 @@ def read_bits(text: str) -> int | str:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """How the command line asks for a setting.
-
-    ``names``: instead of --SETTING. ``least``: the least number. ``parse``: what a text means,
-    where another type is typed than kept. ``is_argument``: given by place. ``of_plan``: True if
-    ``daf plan`` takes it too. ``may_change``: True if a resumed run may change it, because no
-    finished step depends on it.
-    """
+    """How the command line asks for a setting."""
 
     help: str
-    names: tuple[str, ...] = ()
-    least: float | None = None
-    parse: Callable[[str], Any] | None = None
-    is_argument: bool = False
-    of_plan: bool = False
-    may_change: bool = False
+    names: tuple[str, ...] = ()  # instead of --SETTING
+    least: float | None = None  # the least number
+    parse: Callable[[str], Any] | None = None  # from the text typed to the value kept
+    is_argument: bool = False  # given by place
+    of_plan: bool = False  # ``daf plan`` takes it too
+    may_change: bool = False  # by a resumed run: no finished step depends on it
 
 
 def _train_only(default: Any, help: str, *names: str, **how: Any) -> Any:
@@ -73,11 +67,7 @@ def option_of(field: dataclasses.Field[Any]) -> Option:
 
 @dataclass(frozen=True, slots=True)
 class TrainSettings:
-    """Everything that decides a run's result, and how often its memory is sampled.
-
-    Each field's help says what it means; None is what the help calls the default. A ``budget`` of
-    None trains plainly.
-    """
+    """What decides a run's result, and how often memory is sampled; fields' helps explain it."""
 
     model: str = _shared(dataclasses.MISSING, f"{MODELS.help()}.", is_argument=True)
     data: str = _shared(

@@ -168,13 +168,10 @@ class DataSet(Protocol):
         memory_format: torch.memory_format = torch.channels_last,
         augment: bool | None = None,
     ) -> Task:
-        """Return the task of one of ``goals``.
+        """Return the task of ``goal``; raises DataError if the model cannot read these data.
 
-        Only images have a ``memory_format`` and can be cropped and flipped (``augment``, None: as
-        customary for them).
-
-        Raises:
-            DataError: the model cannot read these data.
+        Only images have a ``memory_format``, and can be cropped and flipped (``augment``; None: as
+        customary).
         """
 
 

@@ -25,10 +25,8 @@ _NORMALISATION = Normalisation((0.305,), (0.376,), "mean and deviation over all 
 def load_digits(image_size: int | None = None) -> ImageData:
     """Read the digits; a fifth of them, always the same, are the test part.
 
-    ``image_size``: pixels per side of a batch's images, a multiple of 8; None: 32.
-
-    Raises:
-        DataError: scikit-learn is missing, its file is damaged, or the size is no multiple.
+    ``image_size``: pixels per side, a multiple of 8 (None: 32). Raises DataError for other sizes,
+    and if scikit-learn is missing or its file is damaged.
     """
     table = _read(_packaged_file())
     images = table[:, :-1].reshape(-1, _SIZE, _SIZE, 1)

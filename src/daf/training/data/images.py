@@ -43,23 +43,18 @@ class LabelledImages:
 
 @dataclass(frozen=True, slots=True)
 class ImageData:
-    """A data set of images, kept as uint8.
+    """A data set of images, kept as uint8."""
 
-    ``full_scale`` is the largest pixel value. Batches enlarge every pixel to repeat x repeat.
-    ``augment``: True if cropping and flipping is customary for it. ``tasks``: by goal, the
-    customary one first; a module may add its own.
-    """
-
-    tasks: ClassVar[dict[Goal, type[ImageTask]]] = {}
+    tasks: ClassVar[dict[Goal, type[ImageTask]]] = {}  # the customary first; modules may add
 
     name: str
     train: LabelledImages
     test: LabelledImages
     classes: tuple[str, ...]
-    full_scale: int
+    full_scale: int  # the largest pixel value
     normalisation: Normalisation
-    repeat: int = 1
-    augment: bool = False
+    repeat: int = 1  # batches enlarge every pixel to repeat x repeat
+    augment: bool = False  # True if cropping and flipping is customary for it
 
     @property
     def goals(self) -> tuple[Goal, ...]:

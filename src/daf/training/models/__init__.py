@@ -26,11 +26,8 @@ class Recipe:
         """Build the model from those of the data's ``facts`` that its factory names.
 
         Image data have ``classes``, ``channels`` and ``image_size``; texts ``vocabulary`` and
-        ``context``; sentences these and ``classes``. The name's part ``:PATH`` is ``path``.
-
-        Raises:
-            UnknownNameError: the factory needs arguments that data do not have, or returns no
-                module.
+        ``context``; sentences these and ``classes``. The name's part ``:PATH`` is ``path``. Raises
+        UnknownNameError if the factory needs other arguments, or returns no module.
         """
         name, parameters = self.found.reference, self.found.parameters()
         known: dict[str, Any] = dict(facts)
@@ -59,13 +56,9 @@ class Recipe:
 def find_model(name: str) -> Recipe:
     """Import the code of a model, without building it: the floor is measured in between.
 
-    Args:
-        name: an installed name, or ``package.module:factory``, found from the current directory
-            too; with ``:PATH`` behind it for a factory with an argument ``path``.
-
-    Raises:
-        UnknownNameError: no such model, module or factory, or it takes no path.
-        DataError: the model needs a package that is not installed.
+    ``name``: an installed one, or ``package.module:factory``, found from the current directory too;
+    with ``:PATH`` behind it for a factory with an argument ``path``. Raises UnknownNameError for
+    others, and DataError if a package is not installed.
     """
     found = MODELS.find(name)
     if found.path and "path" not in found.parameters():
