@@ -89,7 +89,6 @@ class MaskCode(_Code):
     def __init__(
         self, store: Any, tensor: Tensor, predicate: Predicate, low: float, high: float = math.nan
     ) -> None:
-        """Encode a dense tensor; ``predicate`` says which bits are set."""
         super().__init__(tensor.numel(), _planes(store, tensor.numel(), 1))
         with self._writing() as planes:
             backend_of(tensor).encode_mask(tensor, planes, predicate, low, high)

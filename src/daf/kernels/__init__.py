@@ -57,31 +57,21 @@ class ChannelAffine(NamedTuple):
 
 
 class ChannelSums(NamedTuple):
-    """Where the sums of each channel go: ``c = (i // inner) % channels`` as in ChannelAffine.
-
-    ``sums_pointer`` and ``squares_pointer``: addresses of ``channels`` float64 numbers to write.
-    ``workspace_pointer``: of ``cpu.reductions.sums_workspace_bytes`` bytes. A whole tensor is one
-    channel.
-    """
+    """Where the sums of each channel go; channels as in ChannelAffine, one for a whole tensor."""
 
     channels: int
     inner: int
-    sums_pointer: int
-    squares_pointer: int
-    workspace_pointer: int
+    sums_pointer: int  # (channels,) float64, written
+    squares_pointer: int  # likewise
+    workspace_pointer: int  # of ``cpu.reductions.sums_workspace_bytes``
 
 
 class RangeStrategy(IntEnum):
-    """How the partial ranges of threads are combined (DAF, arXiv 2507.07149); native numbers.
+    """How the partial ranges of threads are combined (DAF, arXiv 2507.07149); native numbers."""
 
-    ``TREE``: each thread's accumulators are folded pairwise. ``ATOMICS``: each element is compared
-    with its channel's shared cell, written only if beyond it. ``HYBRID``: own accumulators, then
-    one atomic comparison per thread and channel.
-    """
-
-    TREE = 0
-    ATOMICS = 1
-    HYBRID = 2
+    TREE = 0  # each thread's accumulators are folded pairwise
+    ATOMICS = 1  # each element is compared with its channel's shared cell, written if beyond it
+    HYBRID = 2  # own accumulators, then one atomic comparison per thread and channel
 
 
 class PageFields(NamedTuple):
@@ -152,21 +142,17 @@ class NormGradient(NamedTuple):
 
 
 class GradientFactors(NamedTuple):
-    """Addresses of what turns backward's first sums into the factors of its second pass.
+    """Addresses of (channels,) each, to make backward's second factors of its first sums."""
 
-    Sums and products are float64, the rest float32, ``channels`` of each. ``gamma`` may be 0; so
-    may ``of_gamma`` and ``of_beta``, which are then not written.
-    """
-
-    sums_pointer: int
-    products_pointer: int
+    sums_pointer: int  # float64
+    products_pointer: int  # float64; the rest is float32
     inverse_deviation_pointer: int
-    gamma_pointer: int
+    gamma_pointer: int  # or 0
     value_scale_pointer: int
     value_shift_pointer: int
     gradient_scale_pointer: int
-    of_gamma_pointer: int = 0
-    of_beta_pointer: int = 0
+    of_gamma_pointer: int = 0  # 0: not written
+    of_beta_pointer: int = 0  # likewise
 
 
 class RunningMoments(NamedTuple):
@@ -178,32 +164,21 @@ class RunningMoments(NamedTuple):
 
 
 class RowMoments(NamedTuple):
-    """Rows (runs of ``affine.inner``, a channel each) to measure first, writing the affine of each.
+    """Rows (runs of ``affine.inner``, a channel each) to measure first, writing the affine."""
 
-    ``(x - mean) / deviation`` if ``centred``, else ``x`` over the root of its mean square;
-    ``epsilon`` is added under the root. Scale and shift are addresses to write.
-    """
-
-    epsilon: float
-    centred: bool
+    epsilon: float  # added under the root
+    centred: bool  # ``(x - mean) / deviation``, else ``x`` over the root of its mean square
 
 
 class RowGradient(NamedTuple):
-    """Backward of a normalisation of rows of ``length`` over its normalised values (float32).
-
-    ``gradient_pointer``: of the result. ``destination_pointer``: for the input's gradient; may be
-    the gradient, or 0 for none. ``gamma_pointer``: (length,), or 0 for none. ``scale_pointer``:
-    (rows,), the scale of the rows' affine. ``sums_pointer`` and ``products_pointer``: (length,)
-    float64 each, written: sums of the gradient (beta's) and of its product with the values
-    (gamma's); 0 for neither. ``workspace_pointer``: ``rows.workspace_bytes`` bytes.
-    """
+    """Backward of a normalisation of rows of ``length`` over its normalised values (float32)."""
 
     length: int
     centred: bool
-    gradient_pointer: int
-    destination_pointer: int
-    gamma_pointer: int
-    scale_pointer: int
-    sums_pointer: int
-    products_pointer: int
-    workspace_pointer: int
+    gradient_pointer: int  # of the result
+    destination_pointer: int  # for the input's gradient: the same memory, other, or 0
+    gamma_pointer: int  # (length,), or 0
+    scale_pointer: int  # (rows,), of the rows' affine
+    sums_pointer: int  # (length,) float64, written: of the gradient (beta's); or 0
+    products_pointer: int  # likewise, of its product with the values (gamma's)
+    workspace_pointer: int  # of ``cpu.reductions.rows_workspace_bytes``

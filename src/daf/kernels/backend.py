@@ -65,8 +65,7 @@ class Backend(Protocol):
     def encode_derivative(self, source: Tensor, planes: Any, borders: Tensor) -> bool | Tensor:
         """Write how many borders lie below each element; borders (2**bits - 1,) float32, ascending.
 
-        Returns True, or () nonzero int32 on the device, if not all elements are finite: the planes
-        are then worthless.
+        Returns True, or () nonzero int32 on the device, if an element is not finite.
         """
 
     def decode_derivative(self, planes: Any, levels: Tensor, out: Tensor) -> None:

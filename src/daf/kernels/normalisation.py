@@ -16,13 +16,10 @@ from daf.kernels import ChannelAffine, Codec, RowMoments
 
 
 class Channels(NamedTuple):
-    """``value * scale[c] + shift[c]`` with ``c = (i // inner) % channels`` over memory order.
+    """``value * scale[c] + shift[c]`` with ``c = (i // inner) % channels`` over memory order."""
 
-    ``scale`` and ``shift`` are contiguous (channels,) float32 tensors on the values' device.
-    """
-
-    scale: Tensor
-    shift: Tensor
+    scale: Tensor  # (channels,) float32, contiguous, on the values' device
+    shift: Tensor  # likewise
     inner: int
 
     @property
@@ -91,18 +88,13 @@ class Sums(NamedTuple):
 
 
 class NormOutput(NamedTuple):
-    """What forward writes from its normalised values, with or without encoding them.
+    """What forward writes from its normalised values, with or without encoding them."""
 
-    ``out`` is dense and receives ``result`` (gamma and beta; None: neither) of the values plus
-    ``addend`` in the same layout. With an unwritten ``mask`` it goes through a ReLU up to ``most``,
-    which sets the mask's bits.
-    """
-
-    out: Tensor
-    result: Channels | None = None
-    addend: Tensor | None = None
-    mask: Any = None  # a code whose planes are open; to kernels, those planes
-    most: float = math.inf
+    out: Tensor  # dense
+    result: Channels | None = None  # gamma and beta
+    addend: Tensor | None = None  # in the layout of ``out``
+    mask: Any = None  # of a ReLU, an unwritten code; to kernels, its open planes
+    most: float = math.inf  # the ReLU's upper bound
 
 
 class CodedValues(NamedTuple):
@@ -130,28 +122,22 @@ Values = CodedValues | KeptValues
 
 
 class Encoding(NamedTuple):
-    """Values to read, ``channels`` of the source, and the ``output`` to write of them meanwhile.
-
-    With ``rows``, the vectors of ``channels`` are first measured and written.
-    """
+    """Values to read, ``channels`` of the source, and the ``output`` to write of them meanwhile."""
 
     source: Tensor
     channels: Channels | None = None
-    rows: RowMoments | None = None
+    rows: RowMoments | None = None  # how to measure and write the vectors of ``channels`` first
     output: NormOutput | None = None
 
 
 class Decoding(NamedTuple):
-    """Where values go: ``channels`` of them, ``accumulate`` onto ``out``, planes of a ``mask``.
-
-    ``out`` holds ``blocks`` [first, last) of 256 elements; None: all.
-    """
+    """Where values go: ``channels`` of them, ``accumulate`` onto ``out``, planes of a ``mask``."""
 
     out: Tensor
     channels: Channels | None = None
     mask: Any = None
     accumulate: bool = False
-    blocks: tuple[int, int] | None = None
+    blocks: tuple[int, int] | None = None  # [first, last) of 256 that ``out`` holds; None: all
 
 
 class MaskedGradient(NamedTuple):
@@ -163,18 +149,14 @@ class MaskedGradient(NamedTuple):
 
 
 class RowBackward(NamedTuple):
-    """The arguments of a row normalisation's backward besides values; sums only if ``summing``.
-
-    ``gradient`` is of the result; ``written`` (may be ``gradient``, or None) receives the input's.
-    ``gamma`` is (length,) or None; ``scale`` (rows,) is the affine's.
-    """
+    """The arguments of a row normalisation's backward besides values; sums only if ``summing``."""
 
     length: int
     centred: bool
-    gradient: Tensor
-    written: Tensor | None
-    gamma: Tensor | None
-    scale: Tensor
+    gradient: Tensor  # of the result
+    written: Tensor | None  # receives the input's gradient; may be ``gradient``
+    gamma: Tensor | None  # (length,)
+    scale: Tensor  # (rows,), the affine's
     summing: bool
 
 

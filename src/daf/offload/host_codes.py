@@ -43,15 +43,11 @@ class HostMemoryWarning(RuntimeWarning):
 
 @dataclass(frozen=True, slots=True)
 class HostOptions:
-    """How much may wait on the host, and pass through each device (bytes).
+    """How much may wait on the host, and pass through each device (bytes)."""
 
-    ``limit_bytes`` counts codes as PyTorch's pinned allocator does, rounded up to powers of two.
-    ``staging_bytes`` bounds codes on a device, ``raw_bytes`` raw data on their way out.
-    """
-
-    limit_bytes: int
-    staging_bytes: int = 32 * _MIB
-    raw_bytes: int = 32 * _MIB
+    limit_bytes: int  # of codes, rounded up to powers of two as PyTorch's pinned allocator does
+    staging_bytes: int = 32 * _MIB  # of codes on a device
+    raw_bytes: int = 32 * _MIB  # of raw data on their way out
 
 
 def host_options(model: nn.Module, host_bytes: str | int | None) -> HostOptions | None:
@@ -92,7 +88,6 @@ class HostCodes:
         make_store: Callable[..., HostStore] = HostStore,
         make_routes: Callable[[HostStore], Routes] = lambda store: Routes(store.transfers),
     ) -> None:
-        """Hold nothing yet; a device's store is made of the device and ``staging_bytes``."""
         self._options = options
         self.on_moved: Callable[[], None] = lambda: None  # device_bytes may have grown
         self._make_store = make_store
@@ -175,10 +170,7 @@ class HostCodes:
         channels: Channels | None,
         **options: Any,
     ) -> ValueCode | None:
-        """Encode a dense tensor's values; None: they must stay on its device.
-
-        Arguments and ``options`` are those of :class:`ValueCode`.
-        """
+        """Encode as :class:`ValueCode`, whose arguments these are; None: stay on the device."""
         store = self.room(tensor, tensor.numel(), treatment.bits)
         if store is None:
             return None

@@ -46,19 +46,13 @@ class SpillWarning(RuntimeWarning):
 
 @dataclass(frozen=True, slots=True)
 class SpillOptions:
-    """Where to spill and how much (bytes).
+    """Where to spill and how much (bytes)."""
 
-    ``directory``: None is the system's place for temporary files; one in memory (tmpfs) is refused
-    unless ``allow_memory``. ``quota_bytes`` bounds the file; None: half of what is free there.
-    ``in_flight_bytes`` may wait to be written, ``read_ahead_bytes`` may be read ahead; a larger
-    tensor is still taken, alone.
-    """
-
-    directory: str | Path | None = None
-    quota_bytes: int | None = None
-    in_flight_bytes: int = 64 * _MIB
-    read_ahead_bytes: int = 64 * _MIB
-    allow_memory: bool = False
+    directory: str | Path | None = None  # None: the system's place for temporary files
+    quota_bytes: int | None = None  # of the file; None: half of what is free there
+    in_flight_bytes: int = 64 * _MIB  # waiting to be written; a larger tensor is taken, alone
+    read_ahead_bytes: int = 64 * _MIB  # likewise read ahead
+    allow_memory: bool = False  # also a directory in memory (tmpfs), refused otherwise
 
 
 class SpillRecord:
@@ -103,10 +97,7 @@ class _Space:
 
 
 class SpillStore(RecordStore[SpillRecord]):
-    """Writes storages to disk and reads them back, from any threads; the first makes the file.
-
-    ``open_file`` makes it (tests put a failing one in its place).
-    """
+    """Writes storages to disk and reads them back, from any threads; the first makes the file."""
 
     def __init__(
         self, options: SpillOptions | None = None, open_file: Callable[[], SpillFile] | None = None

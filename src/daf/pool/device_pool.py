@@ -119,11 +119,6 @@ class DevicePagedStore:
     def __init__(
         self, device: torch.device, cap_bytes: int | None = None, *, streams: Streams | None = None
     ) -> None:
-        """Make an empty pool, on PyTorch's streams unless others are given.
-
-        ``cap_bytes`` (None: no cap) includes records, but not the device's page tables (a few
-        thousandths).
-        """
         self.device = device
         self.home = HomeStream(streams or streams_of(device))
         self._numbers = PagedStore(cap_bytes, page_bytes=None, elsewhere=True)
@@ -163,7 +158,7 @@ class DevicePagedStore:
 
     @property
     def cap_bytes(self) -> int | None:
-        """The most to hold; None: no cap."""
+        """The most to hold, with records, without page tables (a few thousandths); None: no cap."""
         return self._numbers.cap_bytes
 
     def statistics(self) -> PoolStatistics:

@@ -113,13 +113,9 @@ class HostStore(RecordStore[Record]):
         transfers: Transfers | None = None,
         streams: Streams | None = None,
     ) -> None:
-        """Make an empty store, with PyTorch's copies and streams unless others are given.
-
-        ``staging_bytes``: the most to hold on the device; a larger code is taken alone.
-        """
         super().__init__()
         self.device = device
-        self.staging_bytes = staging_bytes
+        self.staging_bytes = staging_bytes  # the most on the device; a larger code is taken alone
         self.transfers = transfers or Transfers(device)
         self.home = HomeStream(streams or streams_of(device))
         self.on_moved: Callable[[], None] = lambda: None  # device_bytes may have grown

@@ -208,10 +208,7 @@ class PagedStore:
         self._fitter.note(count, bits)
 
     def take_evictions(self) -> tuple[tuple[EvictedPlane, ...], int]:
-        """Return the planes evicted since the last call, oldest first, and how many it lost.
-
-        The pool remembers 256 entries (a plane of a tensor each); beyond that it only counts.
-        """
+        """Return up to 256 planes evicted since the last call, oldest first; and how many more."""
         entries, lost = self.native.take_evictions()
         evicted = (
             EvictedPlane(tag, handle, plane, pages, nbytes)

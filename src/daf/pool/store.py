@@ -14,18 +14,14 @@ from daf.pool.views import EvictedPlane, PlaneView
 
 
 class PlaneOptions(TypedDict, total=False):
-    """Options of planes.
+    """Options of planes."""
 
-    ``minimum_bits``: planes that are never evicted (None: all of them). ``importance``: harm per
-    byte of losing each plane, most significant first (None: ``plane_importance`` of weight 1 for up
-    to 4 bits, else 0). ``headers`` (default True): two bf16 numbers for every block, never evicted.
-    ``tag`` (64 bits, default 0): names the tensor in ``take_evictions``.
-    """
-
-    minimum_bits: int | None
+    minimum_bits: int | None  # planes that are never evicted; None: all of them
+    # Harm per byte of losing each plane, most significant first. None: ``plane_importance`` of
+    # weight 1 for up to 4 bits, else 0.
     importance: Sequence[float] | None
-    headers: bool
-    tag: int
+    headers: bool  # two bf16 numbers for every block, never evicted; default True
+    tag: int  # 64 bits, names the tensor in ``take_evictions``; default 0
 
 
 class Buffer(Protocol):
@@ -156,7 +152,6 @@ class _WholePlanes:
 
     @property
     def view(self) -> PlaneView:
-        """Where to write."""
         return PlaneView(self._fields)
 
     def seal(self) -> None:
@@ -164,7 +159,6 @@ class _WholePlanes:
 
     @contextmanager
     def pinned(self) -> Iterator[PlaneView]:
-        """Yield ``view``."""
         yield PlaneView(self._fields)
 
     filling = pinned

@@ -34,10 +34,7 @@ class Transfers:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def out(self, source: Tensor) -> tuple[Tensor, Ticket]:
-        """Begin to copy ``source``, as the current stream leaves it, to pinned memory.
-
-        PyTorch rounds pinned memory up to a power of two.
-        """
+        """Begin to copy ``source``, as the current stream leaves it, to pinned memory."""
         copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
         return copy, self.back(source, copy)
 

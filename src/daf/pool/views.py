@@ -11,17 +11,12 @@ from daf.kernels import PageFields
 
 @dataclass(frozen=True, slots=True)
 class PoolStatistics:
-    """The pool's account (bytes, pages, counts since the pool began).
+    """The pool's account (bytes, pages, counts since the pool began)."""
 
-    ``payload``: resident planes and headers. ``wasted``: behind their ends in the last page of a
-    row. ``free``: pages that have memory and no content. ``metadata``: page tables, records, tree
-    and bitmaps.
-    """
-
-    payload_bytes: int
-    wasted_bytes: int
-    free_bytes: int
-    metadata_bytes: int
+    payload_bytes: int  # resident planes and headers
+    wasted_bytes: int  # behind their ends in the last page of a row
+    free_bytes: int  # pages that have memory and no content
+    metadata_bytes: int  # page tables, records, tree and bitmaps
     cap_bytes: int | None
     live_peak_bytes: int
     held_peak_bytes: int

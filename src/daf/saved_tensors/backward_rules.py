@@ -112,10 +112,7 @@ def shows_packed_data(raw: Any) -> bool:
 
 
 def name_saves(result: Any, first_sequence_number: int) -> None:
-    """Name node, slot and need of every save of the operator that returned ``result``.
-
-    The operator created the nodes numbered from ``first_sequence_number`` on.
-    """
+    """Name the saves of the operator that made ``result`` and the nodes from this number on."""
     todo = [tensor.grad_fn for tensor in tensors_in(result) if tensor.grad_fn is not None]
     seen: set[Any] = set()
     while todo:

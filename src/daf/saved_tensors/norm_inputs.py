@@ -24,17 +24,12 @@ from daf.torch_compat.autograd_nodes import saved_value
 
 
 class Normalisation(NamedTuple):
-    """How an operator normalised its input, in memory order.
+    """How an operator normalised its input, in memory order."""
 
-    ``statistics`` are (groups,) float32; element i belongs to group ``(i // inner) % groups``.
-    ``result`` maps y to the operator's result, None where gamma and beta are not known for certain;
-    ``plain`` is True if they are absent.
-    """
-
-    statistics: Statistics
+    statistics: Statistics  # (groups,) float32; element i is of group ``(i // inner) % groups``
     inner: int
-    result: Channels | None
-    plain: bool
+    result: Channels | None  # of y, by gamma and beta; None: they are absent or uncertain
+    plain: bool  # they are absent
 
 
 class NormInput(Decoded):
@@ -55,10 +50,7 @@ class NormInput(Decoded):
 
 
 def normalisation_of(job: PackRequest) -> Normalisation | None:
-    """Return what a normalisation did to its saved input, while its saved statistics are pending.
-
-    None where that is no such map.
-    """
+    """Return what a normalisation did to its input, its saves being pending; None: no such map."""
     node, x = job.saved.node, job.tensor
     name = node.name()
     mean, inverse_deviation = _statistic(node, "result1"), _statistic(node, "result2")

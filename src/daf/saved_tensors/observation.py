@@ -21,20 +21,14 @@ SMALLEST_TIMED_BYTES = 1 << 18
 
 @dataclass(slots=True)
 class ObservedTensor:
-    """One save: its site, need and treatment, and the moments of its life.
-
-    ``content`` numbers the saved part of the memory; one code serves all of it. ``dies`` is the
-    first moment at which only autograd holds its memory. ``beside_bytes`` are held with it
-    whatever the treatment. ``teller`` is the site whose tensor, if kept, yields this one through a
-    function that is not linear.
-    """
+    """One save: its site, need and treatment, and the moments of its life."""
 
     site: Site
     need: Need
     treatment: Treatment
     storage: int
     storage_bytes: int
-    content: int
+    content: int  # numbers the saved part of the memory; one code serves all of it
     tensor_bytes: int
     elements: int
     held_bytes: int
@@ -42,20 +36,17 @@ class ObservedTensor:
     parents: frozenset[Site] | None
     call: int
     saved: int
-    dies: int = -1
+    dies: int = -1  # the first moment at which only autograd holds its memory
     read: int = -1
     released: int = -1
     reading: Reading = Reading.WHOLE
-    beside_bytes: int = 0
-    teller: Site | None = None
+    beside_bytes: int = 0  # held with it whatever the treatment
+    teller: Site | None = None  # whose tensor, if kept, yields this one by a nonlinear function
 
 
 @dataclass(slots=True)
 class ModuleCall:
-    """One call of a module; ``inputs`` are (storage or -1, bytes) of computed tensors.
-
-    ``replayable`` is True if none of its inputs was changed in place afterwards.
-    """
+    """One call of a module; ``inputs`` are (storage or -1, bytes) of computed tensors."""
 
     module: str
     parent: int
@@ -64,7 +55,7 @@ class ModuleCall:
     forward_ms: float = 0.0
     inputs: list[tuple[int, int]] = field(default_factory=list)
     output_bytes: int = 0
-    replayable: bool = True
+    replayable: bool = True  # none of its inputs was changed in place afterwards
 
     @property
     def operators(self) -> int:
@@ -92,29 +83,22 @@ class MethodTime:
 
 @dataclass(slots=True)
 class Observation:
-    """One observed step of ``examples`` examples (bytes; milliseconds).
-
-    Per moment: the peak of bytes alive beyond those before the step (``peak_bytes``), and the
-    gradients that existed when it began. The first ``forward`` moments are the forward pass.
-    ``step_ms`` is forward and backward without ``coding_ms``. Chunks that are decoded at a time had
-    at most ``chunk_bytes``, parts of a fused activation ``part_bytes``, of a normalisation
-    ``norm_part_bytes``. ``process_bytes`` is the process's peak less what it held before.
-    """
+    """One observed step of ``examples`` examples."""
 
     examples: int
-    peak_bytes: list[int] = field(default_factory=list)
-    gradient_bytes: list[int] = field(default_factory=list)
+    peak_bytes: list[int] = field(default_factory=list)  # per moment, beyond those before the step
+    gradient_bytes: list[int] = field(default_factory=list)  # that existed when each moment began
     saves: list[ObservedTensor] = field(default_factory=list)
     calls: list[ModuleCall] = field(default_factory=list)
     encode: dict[Method, MethodTime] = field(default_factory=dict)
     decode: dict[Method, MethodTime] = field(default_factory=dict)
-    forward: int = 0
-    step_ms: float = 0.0
+    forward: int = 0  # the first moments, those of the forward pass
+    step_ms: float = 0.0  # forward and backward, without ``coding_ms``
     plain_bytes: int = 0
-    chunk_bytes: int = 0
-    part_bytes: int = 0
-    norm_part_bytes: int = 0
-    process_bytes: int = 0
+    chunk_bytes: int = 0  # decoded at a time, at most
+    part_bytes: int = 0  # likewise of a fused activation
+    norm_part_bytes: int = 0  # likewise of a normalisation
+    process_bytes: int = 0  # the process's peak less what it held before
 
     @property
     def coding_ms(self) -> float:
@@ -123,13 +107,7 @@ class Observation:
 
 
 class Save(NamedTuple):
-    """One save of a tensor, with ``held`` in its place, which took ``ms`` to make.
-
-    ``ms`` is None where an operator made it while it did other things. ``is_over`` is True if the
-    tensor's memory already holds the operator's result. ``beside_bytes`` are held with it whatever
-    the treatment. ``derives`` is the function of this tensor that another saved one is;
-    ``derived_by`` the function of another that this one is.
-    """
+    """One save of a tensor, with ``held`` in its place."""
 
     saved: SavedTensor
     tensor: Tensor
@@ -139,12 +117,12 @@ class Save(NamedTuple):
     treatment: Treatment
     sources: tuple[Source, ...]
     held_bytes: int
-    ms: float | None
+    ms: float | None  # it took to make; None: an operator made it while it did other things
     treatable: bool
-    is_over: bool = False
-    beside_bytes: int = 0
-    derives: Derivation | None = None
-    derived_by: Derivation | None = None
+    is_over: bool = False  # the tensor's memory already holds the operator's result
+    beside_bytes: int = 0  # held with it whatever the treatment
+    derives: Derivation | None = None  # the function of this tensor that another saved one is
+    derived_by: Derivation | None = None  # the function of another that this one is
 
 
 class Watcher(Protocol):

@@ -26,11 +26,7 @@ class Call(NamedTuple):
 
 
 class PackRequest(NamedTuple):
-    """One saved tensor to treat.
-
-    ``weight`` is that of relative error here, beside other sites; ``tag`` is the site's name in
-    the store's reports of evictions. ``rederive`` is True if tensors may be derived from others.
-    """
+    """One saved tensor to treat."""
 
     saved: SavedTensor
     tensor: Tensor
@@ -40,9 +36,9 @@ class PackRequest(NamedTuple):
     call: Call
     site: Site
     key: int
-    weight: float
-    tag: int
-    rederive: bool
+    weight: float  # of relative error here, beside other sites
+    tag: int  # the site's name in the store's reports of evictions
+    rederive: bool  # tensors may be derived from others
 
     @property
     def content_key(self) -> tuple[Any, ...]:

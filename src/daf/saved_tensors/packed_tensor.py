@@ -233,10 +233,7 @@ class Spilled(PackedTensor):
         record.users += 1
 
     def restore(self, scratch: Scratch) -> Tensor:  # noqa: ARG002 - a storage of its own
-        """Return the tensor as saved.
-
-        SavedTensorError: it was changed in place since. SpillError: it cannot be read again.
-        """
+        """Return the tensor; SavedTensorError: changed in place since; SpillError: unreadable."""
         storage = self._store.load(self._record)
         self._ledger.note_held()
         return torch.empty(0, dtype=self._dtype).set_(storage, *self._geometry)
@@ -246,10 +243,7 @@ class Spilled(PackedTensor):
 class SavedTensor:
     """What the pack hook returns to autograd for one tensor.
 
-    ``tensor``, ``version``, ``node``, ``slot`` and ``need`` serve from pack until the operator
-    returns; from then on ``held`` stands for the tensor. ``plain`` keeps plain PyTorch's bytes in
-    the ledger while autograd holds this; ``unmade_bytes`` are those that PyTorch's own operator
-    would have made and saved instead.
+    Until the operator returns, ``tensor`` to ``need`` serve; then ``held`` stands for the tensor.
     """
 
     tensor: Tensor | None
@@ -257,9 +251,9 @@ class SavedTensor:
     node: Any = None
     slot: str = ""
     need: Need = Need.EXACT
-    unmade_bytes: int | None = None
+    unmade_bytes: int | None = None  # what PyTorch's own operator would have made and saved
     held: PackedTensor | None = None
-    plain: tuple[Plain, ...] = ()
+    plain: tuple[Plain, ...] = ()  # PyTorch's bytes in the ledger while autograd holds this
 
     def __post_init__(self) -> None:
         assert self.tensor is not None

@@ -57,8 +57,6 @@ class SiteRecord:
 
 @dataclass(slots=True, eq=False)
 class _Frame:
-    """One running module call."""
-
     module: nn.Module | None
     path: str
     calls: dict[str, int] = field(default_factory=dict)

@@ -178,8 +178,6 @@ class CpuBackend:
 
 
 class _Room:
-    """Room for sums, and the kernel's workspace."""
-
     def __init__(self, geometry: Geometry) -> None:
         channels, inner, count = geometry
         threads = torch.get_num_threads()

@@ -70,10 +70,7 @@ class Job(NamedTuple):
 
 
 def run(kernel: Callable[[str, Job], bool], job: Job, *needed: str) -> bool:
-    """Check a job and run it; False if a kernel found elements that it cannot encode.
-
-    ``needed`` are its fields that are addresses, not 0 unless there are no elements.
-    """
+    """Check a job, whose ``needed`` fields are addresses, and run it; False: elements have no code."""
     if job.emission is not None:
         job = job._replace(mask=job.emission.mask)
     if job.gradient is not None:

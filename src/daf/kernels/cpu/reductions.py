@@ -1,9 +1,9 @@
 """Ranges and sums of channels, and what normalisations make of the sums, by the native kernels.
 
 Element ``i`` in memory order is of channel ``(i // inner) % channels``; a whole tensor is one
-channel. Addresses, ``threads`` and errors are as in ``daf.kernels.cpu.codecs``. The bytes follow
-section 8 of ``docs/format.md``, whatever the threads, instruction set or strategy. A workspace may
-lie anywhere and hold anything.
+channel. Addresses, ``threads`` and KernelError are as in ``daf.kernels.cpu.codecs``. The bytes
+follow section 8 of ``docs/format.md``, whatever the threads, instruction set or strategy. A
+workspace may lie anywhere and hold anything.
 """
 
 from __future__ import annotations
@@ -83,10 +83,7 @@ def measure_ranges(
 def measure_sums(
     source: int, element_type: ElementType, count: int, sums: ChannelSums, threads: int
 ) -> None:
-    """Write the sum and the sum of squares of each channel as float64, in the format's order.
-
-    NaN and infinities follow float64 arithmetic; NaN is canonical.
-    """
+    """Write float64 sums and sums of squares of channels in the format's order; canonical NaN."""
     read(Job(threads, count, element_type, source, sums=sums))
 
 
@@ -102,9 +99,7 @@ def statistics_of_sums(
 
     The variance ``max(squares / count - mean², 0)`` is float64's. Its relative error is about 2⁻⁵²
     · (1 + mean² / variance) times the longest chain of additions: of float32's 24 bits none is lost
-    to cancellation.
-
-    KernelError: outside the contract, or fewer elements than 1 (2 with ``running``).
+    to cancellation. ``count`` is at least 1 (2 with ``running``).
     """
     fewest = 1 if running is None else 2
     if count < fewest:
@@ -118,10 +113,7 @@ def statistics_of_sums(
 
 
 def factors_of_sums(channels: int, count: int, factors: GradientFactors) -> None:
-    """Write backward's second factors from its first sums, of channels of ``count`` elements.
-
-    KernelError: outside the contract, or no elements.
-    """
+    """Write backward's second factors from its first sums, of channels of ``count`` >= 1."""
     check_channels(channels, 1)
     if count < 1:
         raise KernelError(f"asked for factors of {count} elements; the least is 1")

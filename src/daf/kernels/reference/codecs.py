@@ -272,7 +272,6 @@ def decode_steps(planes: Planes, target: Target, affine: Affine | None = None) -
 
 
 def _count_below(values: Floats, borders: Floats) -> NDArray[np.int64]:
-    """Count the borders strictly below each value."""
     count = np.zeros(values.shape, np.int64)
     for border in borders:
         count += values > border

@@ -33,10 +33,7 @@ def tile_elements(blocks):
 
 @triton.jit
 def tile(count, BLOCKS: tl.constexpr):
-    """Return this program's blocks (BLOCKS,), elements (BLOCKS, 256), and which of each exist.
-
-    In this order: blocks, elements, elements that exist, blocks that exist.
-    """
+    """Return blocks (BLOCKS,), elements (BLOCKS, 256), which elements exist, which blocks do."""
     blocks = tile_blocks(BLOCKS)
     place = tile_elements(blocks)
     return blocks, place, place < count, blocks * BLOCK_ELEMENTS < count

@@ -93,10 +93,7 @@ def write_gradient(
     VALUE_TYPE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Write ``g * of_gradient[c] + of_value(v)`` in blocks from ``first_block``, perhaps in place.
-
-    g: the masked gradient, times ``gamma``, if any, at its place in the row.
-    """
+    """Do ``channel_norm.write_gradient`` in blocks from ``first_block``, perhaps in place."""
     blocks = first_block.to(tl.int64) + tile_blocks(BLOCKS)
     place = tile_elements(blocks)
     valid = place < count

@@ -51,10 +51,7 @@ def encode_values(code: CodedValues, source: Tensor, affine: Channels | None) ->
 
 
 def decode_values(code: CodedValues, decoding: Decoding) -> None:
-    """Decode ``blocks`` or all from the resident planes; then affine, accumulate, mask, round.
-
-    KernelError: outside the contract, or a run without its first plane.
-    """
+    """Decode ``blocks`` or all from the resident planes; then affine, accumulate, mask, round."""
     planes = _checked(code.codec, code.planes)
     out, channels, mask, accumulate, blocks = decoding
     options: dict[str, Any] = {"BITS": planes.bits, "ACCUMULATE": accumulate}
@@ -119,15 +116,11 @@ def decode_mask(
 
 
 def _float32_bits(value: float) -> int:
-    """Return a number's float32 pattern as a signed integer."""
     return int(np.float32(value).view(np.int32))
 
 
 def apply_mask(planes: DevicePlanes, gradient: Tensor, destination: Tensor) -> None:
-    """Write the gradient where the bit is set, +0 elsewhere; both may be one tensor.
-
-    KernelError: outside the contract, or two dtypes.
-    """
+    """Write the gradient where the bit is set, +0 elsewhere; both may be one tensor."""
     _checked(Codec.MASK, planes)
     if gradient.dtype != destination.dtype:
         raise KernelError(f"asked for {destination.dtype} of {gradient.dtype}; give one type")

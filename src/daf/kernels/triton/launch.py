@@ -99,10 +99,7 @@ def _signed(value: int) -> int:
 
 
 def patterns(tensor: Tensor, count: int) -> tuple[Tensor, int]:
-    """Return the elements' bit patterns and the number of their type.
-
-    KernelError: not as many contiguous floats of a known type.
-    """
+    """Return the bit patterns of ``count`` floats and their type's number; else KernelError."""
     if tensor.dtype not in _PATTERN_TYPES:
         raise KernelError(f"asked for elements of {tensor.dtype}; float32, bfloat16, float16 exist")
     _check_count(tensor, count)
@@ -111,10 +108,7 @@ def patterns(tensor: Tensor, count: int) -> tuple[Tensor, int]:
 
 
 def integer_items(tensor: Tensor, count: int) -> Tensor:
-    """Return signed items of 1, 2, 4 or 8 bytes; booleans as bytes.
-
-    KernelError: not as many contiguous items of these types.
-    """
+    """Return ``count`` signed items, booleans as bytes; else KernelError."""
     if tensor.is_floating_point() or tensor.is_complex():
         raise KernelError(f"asked to pack {tensor.dtype}; integers and booleans can be packed")
     _check_count(tensor, count)
@@ -132,10 +126,7 @@ def _check_count(tensor: Tensor, count: int) -> None:
 def launch(
     kernel: Any, count: int, device: torch.device, first_block: int | None = None, **arguments: Any
 ) -> None:
-    """Run a kernel over the blocks of ``count`` elements; errors and options of ``on_device``.
-
-    ``first_block``: the first of them, for kernels that take one.
-    """
+    """Run a kernel over the blocks of ``count`` elements, from ``first_block`` if it takes one."""
     if count == 0:
         return
     interpreted = isinstance(kernel, InterpretedFunction)

@@ -218,10 +218,7 @@ def side_by_side_sums(
     SPANS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Do ``channel_span_sums`` where ``inner`` is 1 and sixteen divides ``channels``.
-
-    All elements of a channel are then in one lane, so neighbours are read together.
-    """
+    """Do ``channel_span_sums`` where ``inner`` is 1 and each channel has one of sixteen lanes."""
     channels = sides.channels
     turn = tl.program_id(0).to(tl.int64) * SPANS + tl.arange(0, SPANS)
     span = first_span.to(tl.int64) + turn

@@ -1,7 +1,8 @@
 """Ranges and sums of tensors on a GPU: three strategies, one result (format, section 8).
 
 The strategies are those of :class:`daf.kernels.RangeStrategy`. Which is fastest depends on device,
-shape and load; ``daf.kernels.autotune`` measures it. Nothing here waits for the device.
+shape and load; ``daf.kernels.autotune`` measures it. Nothing here waits for the device. Functions
+raise KernelError outside their contract.
 """
 
 from __future__ import annotations
@@ -49,8 +50,6 @@ def measure_ranges(
 
     ``source`` is contiguous float32, bfloat16 or float16; channels are ``(i // inner) % channels``.
     -0 is below +0. A channel with a NaN has it for both ends, an empty one +inf and -inf.
-
-    KernelError: outside the contract, or tensors of the CPU.
     """
     check_member("strategy", strategy, tuple(RangeStrategy))
     check_channels(channels, inner)
@@ -139,10 +138,7 @@ def _finish(keys: _Pair, ends: _Pair) -> None:
 
 
 def measure_sums(source: Tensor, channels: int = 1, inner: int = 1) -> Sums:
-    """Return sums and, as products, sums of squares, in the format's order.
-
-    Arguments are those of ``measure_ranges``. KernelError: outside the contract.
-    """
+    """Return sums and, as products, sums of squares, of what ``measure_ranges`` takes."""
     check_channels(channels, inner)
     count = source.numel()
     elements, kind = patterns(source, count)

@@ -161,7 +161,6 @@ def decode_rotated(
     """Decode every run from the planes it has: the first KEPT, or one less after ``full_runs``.
 
     ``levels`` holds the table of KEPT planes, then that of one less; ``factors`` likewise.
-    ``destination`` begins with block ``first_block``.
     """
     blocks = first_block.to(tl.int64) + tile_blocks(BLOCKS)
     there = blocks * 256 < count

@@ -1,4 +1,4 @@
-"""Normalisations of rows on a GPU (format, section 11); errors are as in ``channel_norm``."""
+"""Normalisations of rows on a GPU (format, section 11); KernelError outside the contract."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COLUMNS = 128
 
 
 def measure_rows(source: Tensor, affine: Channels, epsilon: float, *, centred: bool) -> None:
-    """Write the affine of rows of ``affine.inner``; KernelError: its room is for another number."""
+    """Write the affine that normalises rows of ``affine.inner`` elements."""
     elements, kind = patterns(source, source.numel())
     rows = _row_count(source, affine.inner)
     if rows != affine.scale.numel():
@@ -46,7 +46,7 @@ class RowProducts:
     """Backward's sums of gradient and values of a row normalisation, span of rows by span of rows.
 
     ``scale`` (rows,) is the rows' own. After all values are added, ``of_value`` is what
-    ``channel_norm.write_gradient`` takes for them. KernelError: the sizes do not match.
+    ``channel_norm.write_gradient`` takes for them.
     """
 
     def __init__(
