@@ -82,11 +82,7 @@ def _open_trigger(system: System, path: str, order: bytes) -> int | None:
 
 
 class Backoff:
-    """The share of its budget that a process cedes under memory pressure.
-
-    Each second of pressure adds a twentieth, up to a half; ten quiet seconds remove one. Fast down
-    and slow up keeps several such processes from chasing each other.
-    """
+    """The share of a budget ceded under pressure; slow to fall, lest processes chase each other."""
 
     STEP = 0.05
     MOST = 0.5

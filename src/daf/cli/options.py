@@ -52,13 +52,7 @@ def _settings(*, of_plan: bool) -> Iterator[Parameter]:
 
 
 def parsed(asked: Mapping[str, Any], *, resumes: bool = False) -> dict[str, Any]:
-    """Return the options as arguments of ``TrainSettings``.
-
-    Raises:
-        UnitError: ``--budget``, ``--pool-bytes`` or ``--host-bytes`` cannot be parsed.
-        UnknownNameError: ``--bits`` cannot be parsed.
-        BadParameter: a new run lacks its model or its budget.
-    """
+    """Return arguments of ``TrainSettings``; raises UnitError, UnknownNameError or BadParameter."""
     if not resumes and asked["model"] is None:
         raise typer.BadParameter("name a MODEL, such as resnet18")
     if not resumes and asked["budget"] is None:

@@ -1,4 +1,1 @@
-"""Values that every package shares, without torch, devices or other packages of DAF.
-
-A type belongs here when two packages that may not import each other need it.
-"""
+"""Values of packages that may not import each other: no torch, no devices, nothing else of DAF."""

@@ -168,16 +168,9 @@ def derivative_table(
     maximise the sum of ``(h(b) - h(a))**2 / (b - a)``: dynamic programming over a grid, repeated on
     finer grids around the borders found.
 
-    Args:
-        activation: h itself, not its derivative, elementwise on float64 arrays.
-        bits: 1 to 4.
-        low, high: the weighted range.
-
-    Returns:
-        (2**bits - 1,) float32 borders, ascending, and (2**bits,) float32 levels.
-
-    Raises:
-        KernelError: bits outside 1 to 4, or an empty range.
+    ``activation``: h itself, elementwise on float64 arrays. Returns (2**bits - 1,) float32 borders,
+    ascending, and (2**bits,) float32 levels. Raises KernelError unless ``bits`` is 1 to 4 and the
+    range not empty.
     """
     if bits not in range(1, 5) or not low < high:
         raise KernelError(

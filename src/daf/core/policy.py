@@ -189,10 +189,7 @@ def coded_policy(bits: int, *, score_bits: int = SCORE_BITS) -> Policy:
 
 
 def with_fused_operators(policy: Policy, *, chunked: bool = True) -> Policy:
-    """Return the policy with operators fused, and chunked if asked.
-
-    Under the exact policy, inputs of fused operators also rederive the next operators' inputs.
-    """
+    """Return the policy with fused operators; an exact one also rederives from their inputs."""
     fused = replace(policy, operators=PLANNED_OPERATORS if chunked else FUSED_OPERATORS)
     if policy.name != exact_policy().name:
         return fused

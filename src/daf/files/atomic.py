@@ -17,10 +17,7 @@ _TEMPORARY_SUFFIX = ".part"
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Write ``path`` through a temporary file that replaces it once safely on disk.
-
-    Raises RunFolderError if it cannot be written (the disk is full); an old file is unchanged.
-    """
+    """Replace ``path`` once safely on disk; raises RunFolderError, and keeps it, if that fails."""
     temporary = path.with_name(path.name + _TEMPORARY_SUFFIX)
     try:
         with temporary.open("wb") as file:

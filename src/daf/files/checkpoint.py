@@ -29,8 +29,7 @@ def write_checkpoint(
 ) -> None:
     """Write model, optimizer, random states and ``state`` to ``path``, atomically.
 
-    Raises RunFolderError if the disk is full (the old file is kept), or if ``state`` holds what is
-    neither plain Python nor a tensor.
+    Raises RunFolderError on a full disk (the old file stays), and for other objects in ``state``.
     """
     whole = {"run": state, "optimizer": optimizer.state_dict(), "random": _random_states()}
     plain, tensors = to_plain(whole)

@@ -13,16 +13,13 @@ from daf.memory import process_memory
 
 
 class Meter:
-    """Exact peaks of an allocator's live bytes: ``begin``, then ``take_peak`` after every moment.
-
-    ``live_bytes`` returns them; ``take_peak_bytes`` returns their peak and starts a new one.
-    """
+    """Exact peaks of live bytes: ``begin``, then ``take_peak`` after every moment."""
 
     is_exact = True
 
     def __init__(self, live_bytes: Callable[[], int], take_peak_bytes: Callable[[], int]) -> None:
         self._live_bytes = live_bytes
-        self._take_peak_bytes = take_peak_bytes
+        self._take_peak_bytes = take_peak_bytes  # returns the peak and starts a new one
         self._level = 0
 
     def begin(self) -> None:

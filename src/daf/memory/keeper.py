@@ -7,25 +7,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-# Asked to free at least so many bytes of other memory (a pool's); returns how many it freed.
-GiveBack = Callable[[int], int]
+GiveBack = Callable[[int], int]  # frees about so many bytes of other memory, returns how many
 
 
 class Keeper(ABC):
-    """Bounds memory while a budget is in force; ``close`` undoes that.
-
-    ``settings``: what is set now, in words. ``spare_more_bytes``: room left beside the usual while
-    something runs for the first time. ``missing_bytes``: by how much the last refused allocation
-    passed the limit, where known. ``give_back``, called at the limit, frees at least so many bytes
-    of other memory (the pool's) and returns how many it freed. ``lock`` guards the limit.
-    """
+    """Bounds memory while a budget is in force; ``close`` undoes that."""
 
     def __init__(self, give_back: GiveBack, lock: LockType) -> None:
-        self.settings: list[str] = []
-        self.spare_more_bytes = 0
-        self.missing_bytes = 0
-        self._give_back = give_back
-        self._lock = lock
+        self.settings: list[str] = []  # what is set now, in words
+        self.spare_more_bytes = 0  # beside the usual, while something runs for the first time
+        self.missing_bytes = 0  # by which the last refused allocation passed the limit, if known
+        self._give_back = give_back  # called at the limit
+        self._lock = lock  # guards the limit
         self._limit_bytes: int | None = None
         self._unbounded = 0
         self._must_finish = False
@@ -86,10 +79,7 @@ class Keeper(ABC):
 
     @contextmanager
     def unbounded(self, needed_bytes: int = 0) -> Iterator[None]:
-        """Lift the bound inside, for what must not fail half-way: the optimizer's step.
-
-        About ``needed_bytes`` will be asked for.
-        """
+        """Lift the bound inside, where about ``needed_bytes`` must not be refused: updates."""
         self._before_unbounded(needed_bytes)
         self._change_unbounded(1)
         try:

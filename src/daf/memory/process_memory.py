@@ -68,17 +68,14 @@ def warm_up(device: torch.device = CPU) -> None:
 
 
 class MemoryTimeline:
-    """Samples the resident size, or ``held_bytes``, on a thread while it is entered.
-
-    ``samples``: (seconds since entry, bytes); ``marks``: (seconds, label) that the caller set.
-    """
+    """Samples the resident size, or ``held_bytes``, on a thread while it is entered."""
 
     def __init__(
         self, interval_ms: float = 50.0, held_bytes: Callable[[], int] = resident_bytes
     ) -> None:
         self._held_bytes = held_bytes
-        self.samples: list[tuple[float, int]] = []
-        self.marks: list[tuple[float, str]] = []
+        self.samples: list[tuple[float, int]] = []  # (seconds since entry, bytes)
+        self.marks: list[tuple[float, str]] = []  # (seconds, label) that the caller set
         self._interval_s = interval_ms / 1000.0
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None

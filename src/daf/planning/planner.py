@@ -52,15 +52,14 @@ def warm_up() -> None:
 class Constraints:
     """What plans are made under.
 
-    ``policy``: a registered name; ``"optimal"`` takes the least time a step. ``tolerance``: the
-    most variance that codes may add to the gradient, relative to the batch's own (0: lossless
-    treatments only; a tuple is tried in turn). None: ``DEFAULT_TOLERANCE``, then no bound if that
-    cannot hold the budget. ``allowed``: what execution can carry out.
+    ``tolerance``: the most variance that codes may add to the gradient, relative to the batch's own
+    (0: lossless treatments only; a tuple is tried in turn). None: ``DEFAULT_TOLERANCE``, then no
+    bound if that cannot hold the budget.
     """
 
-    policy: str = "optimal"
+    policy: str = "optimal"  # a registered name; this one takes the least time a step
     tolerance: float | tuple[float, ...] | None = None
-    allowed: Allowed = EVERYTHING
+    allowed: Allowed = EVERYTHING  # what execution can carry out
 
     @property
     def strategy(self) -> Strategy:

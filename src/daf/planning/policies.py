@@ -41,15 +41,11 @@ _NOISE_GAP = 1e-3  # sensitivities are known more precisely than times
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """How a policy chooses: ``find`` within the problem's limit, ``least`` for the lowest peak.
+    """How a policy chooses; both functions return None if nothing is within the tolerance."""
 
-    Both return None if nothing is within the tolerance. ``is_level``: True if every site is treated
-    alike, as ``bits=`` asks.
-    """
-
-    find: Callable[[Problem], Candidate | None]
-    least: Callable[[Problem], Candidate | None]
-    is_level: bool = False
+    find: Callable[[Problem], Candidate | None]  # within the problem's limit
+    least: Callable[[Problem], Candidate | None]  # the lowest peak
+    is_level: bool = False  # every site is treated alike, as ``bits=`` asks
 
 
 _strategies: dict[str, Strategy] = {}

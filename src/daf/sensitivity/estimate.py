@@ -94,8 +94,7 @@ def measure_sensitivity(
         batch: any nest of tensors; a part of a training batch serves as well.
         policy: its codes are measured; two bits everywhere are a good choice.
         effort: numbers of passes; the default costs 28 training steps on ``batch`` at most.
-        seed: of the codes.
-        step_index: determines the codes' ordinary seeds.
+        seed, step_index: determine the codes' ordinary seeds.
         separate_codes: give every site a code of its own, and so a value of its own (for planning).
             False measures the policy as it runs, where one code may serve several sites and is
             charged for all of them.
@@ -266,7 +265,8 @@ def _other_width(treatment: Treatment) -> Treatment:
 def _change(treatment: Treatment) -> float:
     """Return the squared change of a gradient when a site is redrawn, over its code's variance."""
     if treatment.method in _SEEDED:
-        return 2.0
+        return 2.0  # of independent draws
+    # The errors of two derivative codes count as uncorrelated.
     return 1.0 + relative_error(_other_width(treatment)) / relative_error(treatment)
 
 

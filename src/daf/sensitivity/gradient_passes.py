@@ -23,19 +23,15 @@ Around = Callable[[], Any]
 
 @dataclass(eq=False)
 class Passes:
-    """Runs passes of one model under one capture; all start from the random state of ``snapshot``.
-
-    ``seed`` and ``step_index`` determine the codes' ordinary seeds; ``buckets`` are per parameter's
-    sketch. The passes overwrite the capture's account.
-    """
+    """Passes from the random state of ``snapshot``; they overwrite the account of ``capture``."""
 
     model: nn.Module
     loss_fn: LossFunction
     capture: Capture
-    seed: int
+    seed: int  # with ``step_index``, determines the codes' ordinary seeds
     step_index: int
     snapshot: StateSnapshot
-    buckets: int = BUCKETS
+    buckets: int = BUCKETS  # of each parameter's sketch
     examples: int = 0  # of all passes so far
 
     def __post_init__(self) -> None:

@@ -17,16 +17,13 @@ class Response(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class NoiseRecord:
-    """One measurement's noise: squared lengths of errors of gradients or steps.
-
-    ``response`` is None unless the noise exceeds ``tolerance``, its bound relative to the batch's.
-    """
+    """One measurement's noise: squared lengths of errors of gradients or steps."""
 
     step: int
     added_variance: float
     batch_variance: float
-    tolerance: float
-    response: Response | None = None
+    tolerance: float  # the bound of the noise, relative to the batch's
+    response: Response | None = None  # None unless the noise exceeds it
 
     @property
     def relative_noise(self) -> float:

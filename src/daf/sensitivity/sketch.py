@@ -21,11 +21,7 @@ _SIGN_SEED = 0x5EED
 
 
 class GradientSketcher:
-    """Sketches gradients of some parameters; the same element has the same sign every time.
-
-    ``sketch`` is a (parameters, buckets) float64 tensor. A parameter with no more elements than
-    buckets is copied instead.
-    """
+    """Sketches gradients of some parameters; the same element has the same sign every time."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], buckets: int = BUCKETS) -> None:
         self.parameters = tuple(parameters)

@@ -22,16 +22,11 @@ _MOST_TIMES = 16.0
 
 
 def relative_counts(elements: Tensor, own: Tensor, noise: Tensor, coded: Tensor) -> Tensor:
-    """Return what a squared error of each parameter's gradient counts in an optimizer's step.
+    """Return (parameters,) float64: what a squared error of each gradient counts in a step.
 
-    Args:
-        elements: (parameters,): how many have a gradient.
-        own: (parameters,): energy of the batch's gradient without codes.
-        noise: (parameters,): what of that differs from batch to batch; the larger of both counts.
-        coded: (parameters,): energy under codes.
-
-    Returns:
-        (parameters,) float64; 0 where the gradient is nothing but rounding.
+    ``elements``: how many have a gradient. ``own``: energy of the batch's gradient without codes;
+    ``coded``: with codes. ``noise``: what of ``own`` differs from batch to batch; the larger of
+    both counts. 0 where the gradient is nothing but rounding.
     """
     own = torch.maximum(own, noise)
     energy = torch.maximum(own, coded / _MOST_TIMES)

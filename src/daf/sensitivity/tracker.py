@@ -130,7 +130,6 @@ class SensitivityTracker:
         """Measure now, if it fits ``room`` (None: no budget); True if there are new numbers.
 
         ``policy`` is measured as it runs, a code serving several sites; None: every site by itself.
-        The batch's first examples are used.
         """
         if not self._is_on or self.refusal:
             return False

@@ -1,4 +1,1 @@
-"""Every private torch API that DAF uses, each behind a name of its own.
-
-Nothing here knows of codes, plans or budgets.
-"""
+"""Every private torch API that DAF uses, behind names of its own; nothing of codes or budgets."""

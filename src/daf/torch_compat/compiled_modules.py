@@ -12,15 +12,12 @@ _CALL = "_compiled_call_impl"  # of ``module.compile()``; PyTorch's own name
 
 
 class CompiledModules:
-    """The compiled modules of one model now; ``attributes``: what runs each outermost one.
-
-    Modules are told by identity: one may be called from compiled parts and from others.
-    """
+    """The compiled modules of one model, as they are now."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.attributes: dict[nn.Module, str] = {}
-        self._inside: set[nn.Module] = set()
+        self.attributes: dict[nn.Module, str] = {}  # what runs each outermost one
+        self._inside: set[nn.Module] = set()  # by identity: others may call one, too
         optimized = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", None)
         if optimized is not None:  # else nothing can be compiled
             self._find(optimized)

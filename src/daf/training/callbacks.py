@@ -12,16 +12,15 @@ from daf.core.step_report import StepReport
 class StepRecord:
     """One finished step of a run; ``step`` and ``epoch`` count from 1.
 
-    ``resident_bytes``: of the process, or reserved by PyTorch on the run's GPU. ``budget_changes``
-    lists changes since the step before: ``time_s`` (seconds of the run), bytes, reason, and bytes
-    of codes evicted at once.
+    ``budget_changes``: since the step before; each has ``time_s`` (seconds of the run), bytes,
+    reason, and bytes of codes evicted at once.
     """
 
     step: int
     epoch: int
     report: StepReport
     examples_per_s: float
-    resident_bytes: int
+    resident_bytes: int  # of the process, or reserved by PyTorch on the run's GPU
     accuracy_percent: float | None = None
     budget_changes: tuple[dict[str, Any], ...] = ()
 

@@ -123,12 +123,7 @@ def make_job(settings: TrainSettings, good_state: Path | None = None) -> Trainin
 
 
 def checked_device(name: str) -> torch.device:
-    """Return the device ``name`` after computing something on it.
-
-    Raises:
-        UnknownNameError: PyTorch knows no device of that name.
-        PlatformError: the device is not available, or its memory cannot be bounded.
-    """
+    """Return the device after computing on it; raises UnknownNameError or PlatformError."""
     try:
         device = torch.device(name)
     except RuntimeError as error:

@@ -55,9 +55,7 @@ class Names:
     def find(self, reference: str) -> Found:
         """Import what ``NAME``, ``NAME:PATH`` or ``package.module:factory[:PATH]`` refers to.
 
-        Raises:
-            UnknownNameError: no such name, module or factory.
-            DataError: a known one needs a package that is not installed.
+        Raises UnknownNameError, or DataError if a known one needs a package not installed.
         """
         known = self.all()
         name, _, path = reference.partition(":")

@@ -50,10 +50,7 @@ def trained_to(goal: Goal) -> Callable[[Factory], Factory]:
 
 
 class BatchOrder:
-    """Seeded permutations of each epoch's examples without partial batches, indexed by step.
-
-    Raises DataError if a batch is empty, or larger than the data.
-    """
+    """Each epoch's seeded order in whole batches, by step; raises DataError if there is none."""
 
     def __init__(self, examples: int, batch_size: int, seed: int) -> None:
         if not 0 < batch_size <= examples:
