@@ -79,7 +79,7 @@ class Keeper(ABC):
 
     @contextmanager
     def unbounded(self, needed_bytes: int = 0) -> Iterator[None]:
-        """Lift the bound inside, where about ``needed_bytes`` must not be refused: updates."""
+        """Lift the bound for an update, which must not fail half-way; it needs ``needed_bytes``."""
         self._before_unbounded(needed_bytes)
         self._change_unbounded(1)
         try:

@@ -44,9 +44,7 @@ def peak_is_exact() -> bool:
 
 def peak_bytes() -> int:
     """Return the most bytes held since ``reset_peak`` (Linux); elsewhere the resident bytes."""
-    if _STATUS.exists():
-        return field_bytes(_STATUS, "VmHWM")
-    return resident_bytes()
+    return field_bytes(_STATUS, "VmHWM") if _STATUS.exists() else resident_bytes()
 
 
 def reset_peak() -> bool:

@@ -92,19 +92,10 @@ class LinearProgram:
         self._highs = _new_highs()
         nothing, none = np.zeros(0), np.zeros(0, dtype=np.int32)
         kinds = np.full(len(cost), _CONTINUOUS, dtype=np.int32)
-        zeros, scaled = np.zeros(len(cost)), self._scale * cost
         size = (len(cost), 0, 0, _ROW_WISE, _MINIMISE, self._scale * fixed)
+        columns = self._scale * cost, np.zeros(len(cost)), upper
         self._highs.passModel(
-            *size,
-            scaled,
-            zeros,
-            upper,
-            nothing,
-            nothing,
-            np.zeros(1, np.int32),
-            none,
-            nothing,
-            kinds,
+            *size, *columns, nothing, nothing, np.zeros(1, np.int32), none, nothing, kinds
         )
 
     def __len__(self) -> int:
@@ -114,15 +105,8 @@ class LinearProgram:
     def add_rows(self, rows: Rows) -> int:
         """Add rows; return the number of the first."""
         first = self._highs.getNumRow()
-        self._highs.addRows(
-            len(rows.lower),
-            rows.lower,
-            rows.upper,
-            len(rows.value),
-            rows.start[:-1],
-            rows.column,
-            rows.value,
-        )
+        matrix = len(rows.value), rows.start[:-1], rows.column, rows.value
+        self._highs.addRows(len(rows.lower), rows.lower, rows.upper, *matrix)
         return int(first)
 
     def bound_row(self, row: int, upper: float) -> None:
@@ -147,10 +131,8 @@ class LinearProgram:
         return self._unscaled(_answer(highs, mixed=whole is not None))
 
     def _unscaled(self, answer: Answer) -> Answer:
-        if self._scale == 1.0:
-            return answer
-        own = answer.objective / self._scale, answer.bound / self._scale
-        return replace(answer, objective=own[0], bound=own[1])
+        objective, bound = answer.objective / self._scale, answer.bound / self._scale
+        return replace(answer, objective=objective, bound=bound)
 
 
 @cache

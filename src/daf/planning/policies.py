@@ -250,7 +250,6 @@ def lowest_level(problem: Problem, shape: Shape) -> Candidate:
 
 
 def _at_level(level: str) -> Strategy:
-
     def candidates(problem: Problem) -> Iterator[Candidate]:
         own: Allowed = replace(problem.allowed, replay=False, widths=WIDTHS)
         for shape in shapes(problem.profile, own):

@@ -27,9 +27,7 @@ def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 
 def number(value: float) -> str:
     """Return a value in at most four significant digits, with thousands separators."""
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.4g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def thinned(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -56,15 +56,11 @@ class PriorObserver:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch what runs inside; backward may run inside or after it."""
-        handles = []
-        for path, module in CompiledModules(self._model).hookable():
-            if product_weight(module) is not None or isinstance(module, _NORMS):
-                handles.append(module.register_forward_hook(self._hook(path)))
-        try:
+        with ExitStack() as hooks:
+            for path, module in CompiledModules(self._model).hookable():
+                if product_weight(module) is not None or isinstance(module, _NORMS):
+                    hooks.callback(module.register_forward_hook(self._hook(path)).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _hook(self, path: str) -> Any:
         def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:

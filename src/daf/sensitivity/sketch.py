@@ -7,8 +7,9 @@ unbiased estimate of the gradient's, with a relative variance of at most 2 / ``b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -57,33 +58,18 @@ class GradientSketcher:
         """
         sketch = self.empty()
 
-        def taker(index: int) -> Callable[[Tensor], Tensor]:
-            def take(gradient: Tensor) -> Tensor:
-                sketch[index] += self.fold(index, gradient)
-                if elements is not None:
-                    elements[index] = gradient.count_nonzero()
-                return gradient.new_zeros(()).expand(gradient.shape)  # frees the gradient itself
+        def take(index: int, gradient: Tensor) -> Tensor:
+            sketch[index] += self.fold(index, gradient)
+            if elements is not None:
+                elements[index] = gradient.count_nonzero()
+            return gradient.new_zeros(()).expand(gradient.shape)  # frees the gradient itself
 
-            return take
-
-        with _hooked(self.parameters, taker):
+        with ExitStack() as hooks:
+            for index, each in enumerate(self.parameters):
+                hook = each.register_hook(partial(take, index))  # type: ignore[no-untyped-call]
+                hooks.callback(hook.remove)
             torch.autograd.grad(loss, self.parameters, allow_unused=True)
         return sketch
-
-
-@contextmanager
-def _hooked(
-    parameters: Sequence[nn.Parameter], taker: Callable[[int], Callable[[Tensor], Tensor]]
-) -> Iterator[None]:
-    handles = [
-        each.register_hook(taker(index))  # type: ignore[no-untyped-call]
-        for index, each in enumerate(parameters)
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def sample_variance(sketches: Sequence[Tensor]) -> Tensor:

@@ -38,9 +38,7 @@ def _same(first: Any, second: Any) -> bool:
 
 
 def _like_sequence(value: Any, items: list[Any]) -> Any:
-    if hasattr(value, "_make"):
-        return value._make(items)
-    return type(value)(items)
+    return value._make(items) if hasattr(value, "_make") else type(value)(items)
 
 
 def _like_mapping(value: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
