@@ -19,9 +19,7 @@ MIB = 2**20
 # What "auto" leaves to others: a twentieth of the tightest limit, and at least this much.
 AUTO_RESERVE_FRACTION = 0.05
 AUTO_RESERVE_BYTES = 64 * MIB
-# What a budget in bytes leaves free of a limit that others share; ``growth`` adds more where they
-# fill it fast.
-RESERVE_BYTES = 16 * MIB
+RESERVE_BYTES = 16 * MIB  # left free of a limit that others share; ``growth`` adds to it
 # Live limits always move. Budgets that follow them fall in steps of this size, and rise only after
 # lasting room for two steps more, so that not every reading makes a new plan.
 STEPS = 64

@@ -10,8 +10,7 @@ MIB = 2**20
 AHEAD_S, MOST_AHEAD_S = 0.06, 0.2
 AHEAD_READINGS = 3
 LEAST_BETWEEN_S = 0.01  # readings closer together measure chance, not a rate
-# The most that a rate may cost; a jump is not a rate, and would take the whole budget.
-MOST_BYTES = 64 * MIB
+MOST_BYTES = 64 * MIB  # that a rate may cost; a jump is none, and would take the whole budget
 
 
 class Growth:

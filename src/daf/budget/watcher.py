@@ -16,8 +16,7 @@ Look = Callable[[bool], float]  # takes whether a trigger woke it; returns secon
 class Watcher:
     """A daemon thread that calls a bound method until closed or until its owner is gone.
 
-    ``look``, held weakly, takes whether a trigger woke it, and returns the seconds until the next
-    call. ``triggers``: descriptors whose POLLPRI wakes the thread; closed with the watcher.
+    ``look`` is held weakly. POLLPRI on a descriptor in ``triggers``, closed at the end, wakes it.
     """
 
     def __init__(self, look: Look, triggers: list[int]) -> None:

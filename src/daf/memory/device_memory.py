@@ -33,8 +33,7 @@ _FUNCTIONS = (
     "synchronize",
 )
 
-# From the driver and cuBLAS.
-_REFUSALS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+_REFUSALS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")  # from the driver and cuBLAS
 # From PyTorch once every algorithm was refused its workspace, but sometimes without any refusal.
 _PERHAPS_REFUSALS = (
     "unable to find an engine",

@@ -20,8 +20,7 @@ from daf.memory.statistics import stats
 # What may grow beside the account during one step: Python objects, code that oneDNN generates.
 SPARE_FRACTION = 0.0025
 SPARE_BYTES = 6 * 2**20
-# The part of it kept free when that grew further, until the next look.
-LEAST_SPARE_BYTES = 4 * 2**20
+LEAST_SPARE_BYTES = 4 * 2**20  # of it, kept free when that grew further, until the next look
 NEAR_BYTES = 16 * 2**20  # from the limit: here growth beside the account matters within ms
 
 # One lock for the process's one account. A fork takes it, or the child could find it held by a

@@ -25,13 +25,10 @@ from daf.planning.noise import expected_noise, served_weights
 from daf.planning.options import WIDTHS
 from daf.planning.table import Selection, Table, kept_selection, level_selection
 
-# Outside the account: rounded blocks, glibc's small blocks, Python objects, and pages of libraries
-# (the solver's, those that error handling touches).
+# Outside the account: rounded and small blocks, Python objects, libraries' pages (the solver's).
 MARGIN_FRACTION = 0.02
 MARGIN_BYTES = 11 * 2**20
-# The price, in steps, of noise equal to the batch's own: so small that it only decides between
-# equally fast choices, such as two widths of one code.
-NOISE_PRICE = 0.02
+NOISE_PRICE = 0.02  # steps, for noise equal to the batch's own: decides between equally fast ones
 # Bytes above the floor of plain PyTorch under glibc's defaults, over those when freed blocks are
 # returned at once: 1.3 measured on ResNet-18, rounded up. Returning blocks costs time, so the
 # defaults stay where the budget has half as much again to spare (design, section 2).

@@ -81,10 +81,7 @@ class LinearProgram:
     """``min cost @ x, 0 <= x <= upper``; rows may be added between solves, which start warm."""
 
     def __init__(self, cost: Floats, upper: Floats, fixed: float = 0.0) -> None:
-        """Take (columns,) costs and upper bounds; ``fixed`` adds to every objective and bound.
-
-        A column of negative cost needs an upper bound, else ValueError.
-        """
+        """Take (columns,) costs and bounds, and a fixed cost; raises ValueError if unbounded."""
         if np.any((cost < 0) & np.isinf(upper)):
             raise ValueError("a column without an upper bound has a negative cost")
         self._columns = np.arange(len(cost), dtype=np.int32)
@@ -99,7 +96,6 @@ class LinearProgram:
         )
 
     def __len__(self) -> int:
-        """Return the number of columns."""
         return len(self._columns)
 
     def add_rows(self, rows: Rows) -> int:
@@ -116,10 +112,7 @@ class LinearProgram:
     def solve(
         self, *, whole: NDArray[np.bool_] | None = None, relative_gap: float = 0.0, most_nodes: int
     ) -> Answer:
-        """Return the least cost; columns marked in ``whole`` (columns,) take integers only.
-
-        Integer searches end within ``relative_gap`` or after ``most_nodes`` nodes.
-        """
+        """Return the least cost; columns marked in ``whole`` (columns,) take integers only."""
         highs = self._highs
         kinds = np.full(len(self._columns), _CONTINUOUS, dtype=np.uint8)
         if whole is not None:

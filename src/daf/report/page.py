@@ -108,7 +108,6 @@ def _training(run: Run) -> Markup:
 
 
 def _tiles(run: Run) -> Markup:
-    """Return the run's key figures."""
     summary = run.summary
     cells = [_peak_tile(run)]
     error = run.prediction_error
@@ -147,7 +146,6 @@ def _peak_tile(run: Run) -> tuple[str, str]:
 
 
 def _facts(summary: Record) -> str:
-    """Return one line on what was trained, and with what."""
     data = str(summary["data"])
     kind, _, place = data.partition(":")
     named: dict[str, Any] = {

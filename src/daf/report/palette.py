@@ -8,8 +8,7 @@ from daf.report.treatments import COLOURS
 
 INK, QUIET, RULE = "#22303c", "#6d7a86", "#dfe4e8"  # of the PNG; page.css has the page's
 
-# Styles of data outside the plan: (light, dark).
-STYLES: Mapping[str, tuple[str, str]] = {
+STYLES: Mapping[str, tuple[str, str]] = {  # of data outside the plan: (light, dark)
     "memory": ("#2a78b8", "#5aa6e6"),
     "measured": ("#2a78b8", "#5aa6e6"),
     "budget": ("#c0392b", "#ff7b6b"),

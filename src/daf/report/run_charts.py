@@ -13,8 +13,7 @@ from daf.report.treatments import COLOURS, strips_of, totals_by_method
 
 ADDED, OWN = "added_variance", "batch_variance"  # variances of the gradient: squared lengths
 _NOISE_STYLES = {"the batch's own": (OWN, "memory"), "added by codes": (ADDED, "budget")}
-# Every term of ``Plan.account``, in its order.
-_TERMS = {
+_TERMS = {  # of ``Plan.account``, in its order
     "floor": "floor: Python, libraries, data",
     "parameters": "parameters",
     "gradients": "gradients",
@@ -24,8 +23,7 @@ _TERMS = {
     "transient": "transient",
     "margin": "margin for what is not foreseen",
 }
-# (key in the summary, name, style)
-_LEVELS = (
+_LEVELS = (  # (key in the summary, name, style)
     ("floor_bytes", "floor", "floor"),
     ("peak_bytes", "measured peak", "memory"),
     ("predicted_peak_bytes", "predicted peak", "predicted"),

@@ -9,8 +9,7 @@ from daf.core.policy import Method, Need
 from daf.core.units import format_bytes
 from daf.report.runs import Record, Run
 
-# In the legend's order: (name, colour on light background, colour on dark background).
-COLOURS: dict[Method, tuple[str, str, str]] = {
+COLOURS: dict[Method, tuple[str, str, str]] = {  # (name, on light, on dark), as in the legend
     Method.KEEP: ("kept", "#9aa5b1", "#748292"),
     Method.ROTATED: ("rotated code", "#2a78b8", "#5aa6e6"),
     Method.MINMAX: ("min-max code", "#0c7d7a", "#3cc2bd"),

@@ -38,11 +38,7 @@ def keep_out() -> bool:
 
 
 def step(optimizer: torch.optim.Optimizer) -> None:
-    """Call ``optimizer.step()`` without importing the compiler: the same arithmetic.
-
-    An optimizer with step hooks, a patched ``step`` (by learning rate schedulers) or
-    ``differentiable`` is stepped the ordinary way.
-    """
+    """Call ``optimizer.step()`` without importing the compiler: the same arithmetic."""
     eager = None if is_loaded() or _is_special(optimizer) else _eager_step(optimizer)
     if eager is None:
         optimizer.step()
@@ -78,6 +74,6 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 def _is_special(optimizer: torch.optim.Optimizer) -> bool:
     return (
         has_step_hooks(optimizer)
-        or "step" in vars(optimizer)
+        or "step" in vars(optimizer)  # patched, by a learning rate scheduler say
         or any(group.get("differentiable") for group in optimizer.param_groups)
     )

@@ -34,7 +34,6 @@ class OperatorMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run one operator; PyTorch calls this."""
         backward_pass = _BACKWARD_PASSES.get(func)
         if backward_pass is None:
             return self._run(func, args, kwargs or {})
@@ -57,7 +56,6 @@ def _tensor_backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """Do what ``Tensor.backward`` does."""
     _backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
 

@@ -131,7 +131,6 @@ class ForwardWatch(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run one operator; PyTorch calls this."""
         if func is Tensor.register_hook:
             self.tensor_hooks += 1
         if pack_hook() is self._own_hooks:

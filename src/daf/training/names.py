@@ -1,7 +1,6 @@
 """Models and data by name: built in, of another distribution, or ``package.module:attribute``.
 
 Another distribution adds names by entry points of the groups ``daf.models`` and ``daf.data``.
-None is imported before somebody asks for it.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import torch
 
 from daf.training.job import TrainingJob
 
-_LOSS_WINDOW_STEPS = 50
+_LOSS_WINDOW_STEPS = 50  # at most, of the last epoch
 
 
 def summarize(
@@ -22,11 +22,7 @@ def summarize(
     *,
     finished: bool,
 ) -> dict[str, Any]:
-    """Return the summary of a run; speed and loss come from its whole log.
-
-    ``loss`` is the mean over the last epoch's steps, at most 50; ``step_ms_median`` and
-    ``examples_per_s`` are medians over all steps.
-    """
+    """Return the summary of a run; speed and loss come from its whole log."""
     steps = [(line["loss"], line["step_ms"], line["examples_per_s"]) for line in metrics]
     window = min(_LOSS_WINDOW_STEPS, job.order.steps_per_epoch)
     recent = [loss for loss, _, _ in steps[-window:]]
