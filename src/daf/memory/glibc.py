@@ -11,10 +11,7 @@ import ctypes
 import ctypes.util
 import platform
 
-# <malloc.h>
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_THRESHOLD = -3
-
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 RETURN_BLOCKS_FROM_BYTES = 128 * 1024
 _GLIBC_MMAP_THRESHOLD_MAX_BYTES = 32 * 1024 * 1024  # the bound of glibc's dynamic threshold
 

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 Stream = Any  # compares; PyTorch's, or a test's
 
 
-class Streams(Protocol):
-    """The queues of one device."""
+class Streams:
+    """The queues of one device; these of a processor, which is done when a call returns."""
 
     def current(self) -> Stream:
         """Return the stream that this thread issues work to."""
+        return None
 
-    def use(self, stream: Stream) -> AbstractContextManager[object]:
+    def use(self, stream: Stream) -> AbstractContextManager[object]:  # noqa: ARG002
         """Make a stream current inside."""
+        return nullcontext()
 
     def wait(self, waiting: Stream, for_: Stream) -> None:
         """Run what ``waiting`` is given from now on after all that ``for_`` has been given."""
 
 
-class DeviceStreams:
+class DeviceStreams(Streams):
     """The streams of a GPU; the host waits for none."""
 
     def __init__(self, device: torch.device) -> None:
@@ -41,21 +43,6 @@ class DeviceStreams:
     def wait(self, waiting: Stream, for_: Stream) -> None:
         """Wait by an event, on the device."""
         waiting.wait_stream(for_)
-
-
-class NoStreams:
-    """The streams of a processor, which is done when a call returns."""
-
-    def current(self) -> Stream:
-        """Return the only stream."""
-        return None
-
-    def use(self, stream: Stream) -> AbstractContextManager[object]:  # noqa: ARG002
-        """Change nothing."""
-        return nullcontext()
-
-    def wait(self, waiting: Stream, for_: Stream) -> None:
-        """Wait for nothing."""
 
 
 class HomeStream:
@@ -101,4 +88,4 @@ class HomeStream:
 
 def streams_of(device: torch.device) -> Streams:
     """Return a device's streams."""
-    return NoStreams() if device.type == "cpu" else DeviceStreams(device)
+    return Streams() if device.type == "cpu" else DeviceStreams(device)

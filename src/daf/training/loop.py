@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -73,62 +74,57 @@ def _refuse_without_records(settings: TrainSettings) -> None:
         raise PlatformError(f"asked to record a step's memory: {reason}; leave --history out")
 
 
+@dataclass(eq=False)
 class _Run:
-    def __init__(
-        self,
-        job: TrainingJob,
-        folder: RunFolder,
-        observer: Observer,
-        watch: InterruptWatch,
-        memory: MemoryLog,
-    ) -> None:
-        self._job = job
-        self._folder = folder
-        self._observer = observer
-        self._watch = watch
-        self._memory = memory
-        self._step = 0
-        self._evaluations: list[dict[str, Any]] = []
-        self._rollbacks: list[dict[str, Any]] = []
-        self._reported_refusal = ""
-        self._reported_budgets = 0
-        all_steps = job.order.steps_per_epoch * job.settings.epochs
-        limit = job.settings.max_steps
+    job: TrainingJob
+    folder: RunFolder
+    observer: Observer
+    watch: InterruptWatch
+    memory: MemoryLog
+    _step: int = 0
+    _evaluations: list[dict[str, Any]] = field(default_factory=list)
+    _rollbacks: list[dict[str, Any]] = field(default_factory=list)
+    _reported_refusal: str = ""
+    _reported_budgets: int = 0
+
+    def __post_init__(self) -> None:
+        all_steps = self.job.order.steps_per_epoch * self.job.settings.epochs
+        limit = self.job.settings.max_steps
         self._total_steps = all_steps if limit is None else min(all_steps, limit)
 
     def prepare(self) -> None:
         """Plan a new run and write a checkpoint of its beginning."""
-        self._memory.mark("profile")
-        plan = self._job.session.prepare(
-            self._job.train_batch(0), self._job.task.loss, self._profiling
+        self.memory.mark("profile")
+        plan = self.job.session.prepare(
+            self.job.train_batch(0), self.job.task.loss, self._profiling
         )
-        self._observer.note(f"plan: {plan.reason}")
-        self._folder.begin(self._job.settings)
+        self.observer.note(f"plan: {plan.reason}")
+        self.folder.begin(self.job.settings)
         self._checkpoint()
 
     def _profiling(self, policy_name: str) -> None:
-        if self._watch.requested:
+        if self.watch.requested:
             raise KeyboardInterrupt
-        self._observer.profiling(policy_name)
+        self.observer.profiling(policy_name)
 
     def restore(self) -> None:
         """Restore the folder's checkpoint; nothing is measured or planned again."""
-        state = read_checkpoint(self._folder.checkpoint, self._job.model, self._job.optimizer)
-        self._job.session.load_state_dict(state["session"])
+        state = read_checkpoint(self.folder.checkpoint, self.job.model, self.job.optimizer)
+        self.job.session.load_state_dict(state["session"])
         self._step = state["step"]
         self._evaluations = state["evaluations"]
         self._rollbacks = state["rollbacks"]
-        self._folder.keep_metrics_until(self._step)
-        if self._job.session.plan is not None:
-            self._observer.note(f"plan: {self._job.session.plan.reason}")
+        self.folder.keep_metrics_until(self._step)
+        if self.job.session.plan is not None:
+            self.observer.note(f"plan: {self.job.session.plan.reason}")
 
     def carry_out(self) -> dict[str, Any]:
         """Train until the last step or a signal; write weights and summary."""
         self._report_conditions()
-        self._memory.write_to(self._folder)
-        self._memory.mark("train")
-        self._job.model.train()
-        self._job.session.noise.tell = self._observer.note
+        self.memory.write_to(self.folder)
+        self.memory.mark("train")
+        self.job.model.train()
+        self.job.session.noise.tell = self.observer.note
         try:
             self._steps_and_evaluations()
             return self._finish()
@@ -136,17 +132,17 @@ class _Run:
             raise NonFiniteLossError(f"{error}; {self._keep_good_weights()}") from error
 
     def _report_conditions(self) -> None:
-        for setting in self._job.session.settings:
-            self._observer.note(f"while this runs: {setting}")
-        if self._job.order.left_out_per_epoch:
-            self._observer.note(
-                f"each epoch leaves out {self._job.order.left_out_per_epoch} examples, others each "
+        for setting in self.job.session.settings:
+            self.observer.note(f"while this runs: {setting}")
+        if self.job.order.left_out_per_epoch:
+            self.observer.note(
+                f"each epoch leaves out {self.job.order.left_out_per_epoch} examples, others each "
                 "time, so that every batch is whole"
             )
-        self._observer.begin(self._total_steps, self._step, self._job.session.budget_bytes)
+        self.observer.begin(self._total_steps, self._step, self.job.session.budget_bytes)
 
     def _steps_and_evaluations(self) -> None:
-        while not self._watch.requested:
+        while not self.watch.requested:
             if self._evaluation_is_due():
                 self._evaluate()
             elif self._step < self._total_steps:
@@ -156,21 +152,21 @@ class _Run:
 
     def _train_step(self) -> None:
         start_s = time.perf_counter()
-        batch = self._job.train_batch(self._step)
-        self._job.task.tally.take_percent()
+        batch = self.job.train_batch(self._step)
+        self.job.task.tally.take_percent()
         with self._recording():
-            report = self._job.session.step(batch, self._loss)
+            report = self.job.session.step(batch, self._loss)
         if report.rolled_back_to is not None:
             self._go_back(report)
             return
         elapsed_s = time.perf_counter() - start_s
         record = StepRecord(
             self._step + 1,
-            self._step // self._job.order.steps_per_epoch + 1,
+            self._step // self.job.order.steps_per_epoch + 1,
             report,
-            examples_per_s=self._job.settings.batch_size / elapsed_s,
-            resident_bytes=self._job.session.held_bytes(),
-            accuracy_percent=self._job.task.tally.take_percent(),
+            examples_per_s=self.job.settings.batch_size / elapsed_s,
+            resident_bytes=self.job.session.held_bytes(),
+            accuracy_percent=self.job.task.tally.take_percent(),
             budget_changes=self._budget_changes(),
         )
         self._report_release(report)
@@ -179,8 +175,8 @@ class _Run:
 
     def _loss(self, model: nn.Module, batch: Any) -> Any:
         """Return the loss; while the session measures, the tally does not count."""
-        task = self._job.task
-        with task.tally.paused() if self._job.session.is_measuring else nullcontext():
+        task = self.job.task
+        with task.tally.paused() if self.job.session.is_measuring else nullcontext():
             return task.loss(model, batch)
 
     def _go_back(self, report: StepReport) -> None:
@@ -192,90 +188,90 @@ class _Run:
         )
         self._step = report.rolled_back_to
         self._evaluations = [each for each in self._evaluations if each["step"] <= self._step]
-        self._folder.keep_metrics_until(self._step)
+        self.folder.keep_metrics_until(self._step)
         self._checkpoint()
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
         due = min(HISTORY_STEP, self._total_steps - 1)
-        if not self._job.settings.history or self._step != due:
+        if not self.job.settings.history or self._step != due:
             yield
             return
-        with recorded(self._job.model) as history:
+        with recorded(self.job.model) as history:
             yield
-        history.write(self._folder.history)
+        history.write(self.folder.history)
 
     def _report_release(self, report: StepReport) -> None:
-        refusal = self._job.session.release_refusal
+        refusal = self.job.session.release_refusal
         if refusal and refusal != self._reported_refusal:
-            self._observer.note(f"gradients are not released: {refusal}")
+            self.observer.note(f"gradients are not released: {refusal}")
         self._reported_refusal = refusal
         if report.overrun_bytes:
-            self._observer.note(
+            self.observer.note(
                 f"step {self._step + 1} had begun to update parameters and needed "
                 f"{format_bytes(report.overrun_bytes)} beyond the budget to finish"
             )
 
     def _budget_changes(self) -> tuple[dict[str, Any], ...]:
         """Return the budget's changes since the last call; the first budget is no change."""
-        new = self._job.session.budget_history[self._reported_budgets :]
+        new = self.job.session.budget_history[self._reported_budgets :]
         moved = bool(self._reported_budgets)
         self._reported_budgets += len(new)
         changes = [
-            each.as_dict() | {"time_s": self._memory.note_budget(each.time_s, each.budget_bytes)}
+            each.as_dict() | {"time_s": self.memory.note_budget(each.time_s, each.budget_bytes)}
             for each in new
         ]
         return tuple(changes if moved else changes[1:])
 
     def _log(self, record: StepRecord) -> None:
-        with GrowingFile(self._folder.metrics) as metrics:
+        with GrowingFile(self.folder.metrics) as metrics:
             metrics.append(json.dumps(record.as_dict()) + "\n")
-        self._observer.stepped(record)
-        self._memory.flush_if_old()
-        every = self._job.settings.checkpoint_every
+        self.observer.stepped(record)
+        self.memory.flush_if_old()
+        every = self.job.settings.checkpoint_every
         if every is not None and self._step % every == 0:
             self._checkpoint()
 
     def _evaluation_is_due(self) -> bool:
-        ends_epoch = self._step % self._job.order.steps_per_epoch == 0
+        ends_epoch = self._step % self.job.order.steps_per_epoch == 0
         done = bool(self._evaluations) and self._evaluations[-1]["step"] == self._step
         return self._step > 0 and not done and (ends_epoch or self._step == self._total_steps)
 
     def _evaluate(self) -> None:
-        self._memory.mark("evaluate")
+        self.memory.mark("evaluate")
         metric = self._metric()
         if metric is None:
             return
-        epoch = -(-self._step // self._job.order.steps_per_epoch)
+        epoch = -(-self._step // self.job.order.steps_per_epoch)
         self._evaluations.append({"step": self._step, "epoch": epoch, "metric": metric})
-        self._observer.note(f"epoch {epoch}: {self._job.task.metric_name} {metric:.4g}")
+        self.observer.note(f"epoch {epoch}: {self.job.task.metric_name} {metric:.4g}")
         self._checkpoint()
-        self._memory.mark("train")
+        self.memory.mark("train")
 
     def _metric(self) -> float | None:
         """Return the metric over all test examples; None if a signal came first."""
         total = weight = 0.0
-        self._job.optimizer.zero_grad()  # evaluation needs their room; the next step makes its own
-        self._job.model.eval()
+        self.job.optimizer.zero_grad()  # evaluation needs their room; the next step makes its own
+        self.job.model.eval()
         try:
-            for indices in self._job.test_indices(self._evaluation_size()):
-                if self._watch.requested:
+            for indices in self.job.test_indices(self._evaluation_size()):
+                if self.watch.requested:
                     return None
                 with torch.no_grad():
-                    batch = self._job.test_batch(indices)
-                    added, added_weight = self._job.task.score(self._job.model, batch)
+                    batch = self.job.test_batch(indices)
+                    added, added_weight = self.job.task.score(self.job.model, batch)
                 total, weight = total + added, weight + added_weight
         finally:
-            self._job.model.train()
-        return self._job.task.metric(total / weight)
+            self.job.model.train()
+        return self.job.task.metric(total / weight)
 
     def _evaluation_size(self) -> int:
         """Return half a micro-batch: without codes, forward holds several whole outputs at once."""
-        plan = self._job.session.plan
-        return max(1, (plan.micro_batch if plan else self._job.settings.batch_size) // 2)
+        plan = self.job.session.plan
+        return max(1, (plan.micro_batch if plan else self.job.settings.batch_size) // 2)
 
     def _checkpoint(self) -> None:
-        if not _is_finite(self._job.model):
+        if not _is_finite(self.job.model):
             raise NonFiniteLossError(
                 f"the weights became inf or NaN at or before step {self._step} while the loss was "
                 "still finite; try a lower learning rate"
@@ -284,19 +280,19 @@ class _Run:
             "step": self._step,
             "evaluations": self._evaluations,
             "rollbacks": self._rollbacks,
-            "session": self._job.session.state_dict(),
+            "session": self.job.session.state_dict(),
         }
-        write_checkpoint(self._folder.checkpoint, self._job.model, self._job.optimizer, state)
+        write_checkpoint(self.folder.checkpoint, self.job.model, self.job.optimizer, state)
 
     def _keep_good_weights(self) -> str:
         """After a non-finite loss, write the last finite weights; return which they are."""
-        if _is_finite(self._job.model):
-            self._folder.write_weights(self._job.model)
-            return f"{self._folder.weights} holds the weights after {self._step} whole steps"
-        step = load_model(self._folder.checkpoint, self._job.model)
-        self._folder.write_weights(self._job.model)
+        if _is_finite(self.job.model):
+            self.folder.write_weights(self.job.model)
+            return f"{self.folder.weights} holds the weights after {self._step} whole steps"
+        step = load_model(self.folder.checkpoint, self.job.model)
+        self.folder.write_weights(self.job.model)
         return (
-            f"the weights were not finite any more, so {self._folder.weights} holds those of the "
+            f"the weights were not finite any more, so {self.folder.weights} holds those of the "
             f"last checkpoint, after step {step}"
         )
 
@@ -304,14 +300,14 @@ class _Run:
         finished = self._step >= self._total_steps and not self._evaluation_is_due()
         if not finished:
             self._checkpoint()
-        self._folder.write_weights(self._job.model)
+        self.folder.write_weights(self.job.model)
         summary = summarize(
-            self._job, read_lines(self._folder.metrics), self._evaluations, finished=finished
+            self.job, read_lines(self.folder.metrics), self._evaluations, finished=finished
         ) | {"rollbacks": self._rollbacks}
-        if self._job.session.sensitivity is not None:
-            write_json(self._folder.sensitivity, self._job.session.sensitivity.as_dict())
-        write_plan_records(self._job, self._folder)
-        write_json(self._folder.summary, summary)
+        if self.job.session.sensitivity is not None:
+            write_json(self.folder.sensitivity, self.job.session.sensitivity.as_dict())
+        write_plan_records(self.job, self.folder)
+        write_json(self.folder.summary, summary)
         return summary
 
 
