@@ -1,40 +1,78 @@
-"""What a step that went wrong leaves: nothing."""
+"""A snapshot restores generators, buffers and what a model keeps in Python."""
 
 from __future__ import annotations
 
 import random
+import weakref
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from daf.step.state_snapshot import StepSnapshot
+from daf.step.state_snapshot import StepSnapshot, preserved_state
 
+pytestmark = pytest.mark.smoke
 
-def test_a_step_that_is_tried_again_finds_buffers_and_generators_as_they_were() -> None:
-    """Whoever draws in a forward pass draws the same: masks, augmentation, depths that are left."""
-
-    def drawn() -> tuple[float, float, float]:
-        return torch.rand(()).item(), float(np.random.rand()), random.random()
-
-    model = nn.BatchNorm1d(4)
-    before = StepSnapshot(model)
-    first = drawn()
-    model(torch.randn(8, 4))
-    assert model.running_mean is not None
-    assert model.running_mean.abs().sum() > 0
-    before.restore()
-    assert drawn() == first
-    assert model.running_mean.abs().sum() == 0
+GLOBAL = torch.Generator().manual_seed(3)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-def test_on_a_gpu_it_drops_the_same() -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)).to(device)
-    given = torch.randn(32, 64, device=device)
-    before = StepSnapshot(model)
-    first = model(given)
-    before.restore()
-    assert torch.equal(model(given), first)
+class Own(nn.Module):
+    """Draws from generators of its own and from a global one, counts, caches and averages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.torch = torch.Generator().manual_seed(1)
+        self.numpy, self.legacy = np.random.default_rng(1), np.random.RandomState(1)
+        self.inner = {"python": random.Random(1)}
+        self.average, self.calls = torch.zeros(4), 0
+        self.seen: list[int] = []
+
+    def draws(self) -> list[float]:
+        own = torch.rand((), generator=self.torch).item()
+        drawn = [torch.rand((), generator=each).item() for each in (GLOBAL,)]
+        legacy = self.legacy.normal()
+        return [own, *drawn, self.numpy.random(), legacy, self.inner["python"].random()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(self.calls)
+        self.average.mul_(0.5).add_(x.detach().mean(0))
+        self.last = self.layer(x * sum(self.draws()))
+        return self.last
+
+    def kept(self) -> list[Any]:
+        return [self.calls, list(self.seen), hasattr(self, "last")]
+
+
+def test_a_pass_leaves_no_trace() -> None:
+    plain = Own()
+    GLOBAL.manual_seed(3)
+    expected = plain.draws(), plain.kept()
+    GLOBAL.manual_seed(3)
+    model = Own()
+    average = model.average
+    with preserved_state(model):
+        for _ in range(3):
+            model(torch.ones(2, 4))
+    assert (model.draws(), model.kept()) == expected
+    assert model.average is average
+    assert not average.any()
+
+
+def test_a_step_that_is_tried_again_holds_no_tensors() -> None:
+    model = Own()
+    model(torch.ones(2, 4))
+    held = torch.ones(1)
+    model.seen.append(held)  # type: ignore[arg-type] - what holds a tensor is left alone
+    snapshot = StepSnapshot(model)
+    expected = model.draws()
+    last = weakref.ref(model.last)
+    model(torch.ones(2, 4))
+    assert last() is None, "the snapshot holds a result of the step before"
+    snapshot.restore()
+    assert model.draws() == expected
+    assert model.calls == 1
+    assert len(model.seen) == 3

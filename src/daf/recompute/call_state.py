@@ -1,8 +1,8 @@
 """What a module call reads besides its inputs, so that it can run again as it did.
 
-That is random state, autocast state, which parts were training or frozen, and buffers. A second run
-leaves all of it as it found it: running statistics and counters advance once, and the caller's
-random numbers are not used up.
+That is random state, autocast state, which parts were training or frozen, buffers, and what parts
+keep in Python. A second run leaves all of it as it found it: running statistics and counters
+advance once, and the caller's random numbers are not used up.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from daf.core.errors import SavedTensorError
 from daf.recompute.module_tensors import ModuleTensors, Slot
+from daf.recompute.python_state import PythonState, Undo
+from daf.recompute.random_state import Generators, RandomState
 
 Count = Callable[[int], Any]  # counts bytes for as long as what it returns lives
 # A call may write a buffer and leave its value (a mean of 0, again 0). Only in a small buffer can
@@ -27,23 +30,32 @@ MOST_BYTES_SAME_BY_CHANCE = 64 * 2**10
 class CallState:
     """The state before a call: ``finish`` it afterwards, ``restored`` runs the call again."""
 
-    def __init__(self, module: nn.Module, path: str, devices: Iterable[torch.device]) -> None:
+    def __init__(
+        self, module: nn.Module, path: str, devices: Iterable[torch.device], generators: Generators
+    ) -> None:
         devices = set(devices)
         self._module = module
+        self._path = path
         self._training = tuple(part.training for part in module.modules())
         self._tensors = ModuleTensors(module, path)
         self._autocast = [_Autocast.now(kind) for kind in {"cpu"} | {d.type for d in devices}]
-        self._random: _RandomState | None = _RandomState(
-            [device for device in devices if device.type == "cuda"]
+        self._random: RandomState | None = generators.state(
+            device for device in devices if device.type == "cuda"
         )
+        self._python: PythonState | None = PythonState(module)
+        self._changes: list[Undo] = []
         self._buffers = list(_copies_of_buffers(module))
         self._maybe_written: list[tuple[nn.Module, str]] = []
         self._counts: list[Any] = []
 
     def finish(self, count: Count) -> None:
-        """End the call: keep of its beginning only what it changed, and count those bytes."""
-        if self._random is not None and not self._random.is_used():
-            self._random = None
+        """End the call: keep of its beginning only what it changed, and count those bytes.
+
+        Raises:
+            SavedTensorError: the call changed a tensor in place that cannot be restored.
+        """
+        self._random = None if self._random is None else self._random.used()
+        self._finish_python()
         same = [buffer for buffer in self._buffers if not buffer.is_changed()]
         unchanged = {buffer.slot for buffer in same}
         self._buffers = [buffer for buffer in self._buffers if buffer.slot not in unchanged]
@@ -56,6 +68,18 @@ class CallState:
         if self._random is not None:
             self._counts.append(count(self._random.nbytes))
         self._counts += [count(buffer.value.nbytes) for buffer in self._buffers]
+
+    def _finish_python(self) -> None:
+        assert self._python is not None
+        written = self._python.written()
+        if written:
+            raise SavedTensorError(
+                f"asked to replay {self._path!r}, whose forward pass changed the tensor in its "
+                f"attribute {written!r} in place, so that it cannot be run again from what it "
+                "found; register that tensor as a buffer, or replay other modules"
+            )
+        self._changes = self._python.changes()
+        self._python = None
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -73,6 +97,7 @@ class CallState:
             stack.enter_context(self._training_restored())
             stack.enter_context(self._tensors.frozen_as_then())
             stack.enter_context(self._buffers_restored())
+            stack.enter_context(self._python_restored())
             stack.enter_context(torch.enable_grad())
             yield
 
@@ -87,6 +112,16 @@ class CallState:
         finally:
             for part, now in changed:
                 part.training = now
+
+    @contextmanager
+    def _python_restored(self) -> Iterator[None]:
+        now = PythonState(self._module)
+        try:
+            for change in self._changes:
+                change.undo()
+            yield
+        finally:
+            now.put_back()
 
     @contextmanager
     def _buffers_restored(self) -> Iterator[None]:
@@ -135,33 +170,6 @@ def _copies_of_buffers(module: nn.Module) -> Iterator[_Buffer]:
             if id(buffer) not in copies:
                 copies[id(buffer)] = buffer.detach().clone()
             yield _Buffer(part, name, copies[id(buffer)], weakref.ref(buffer))
-
-
-class _RandomState:
-    """The states of PyTorch's default generators: the CPU's and those of CUDA devices."""
-
-    def __init__(self, devices: list[torch.device]) -> None:
-        self._cpu = torch.get_rng_state()
-        self._cuda = {device: torch.cuda.get_rng_state(device) for device in devices}
-
-    @property
-    def nbytes(self) -> int:
-        return self._cpu.nbytes + sum(state.nbytes for state in self._cuda.values())
-
-    def is_used(self) -> bool:
-        """True if random numbers were drawn since."""
-        return not torch.equal(torch.get_rng_state(), self._cpu) or any(
-            not torch.equal(torch.cuda.get_rng_state(device), state)
-            for device, state in self._cuda.items()
-        )
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        with torch.random.fork_rng(devices=list(self._cuda)):
-            torch.set_rng_state(self._cpu)
-            for device, state in self._cuda.items():
-                torch.cuda.set_rng_state(state, device)
-            yield
 
 
 class _Autocast(NamedTuple):

@@ -30,6 +30,7 @@ from daf.core.policy import Site
 from daf.recompute.call_inputs import Inputs, distinct_tensors
 from daf.recompute.call_state import CallState
 from daf.recompute.holder import ReplayKeeper
+from daf.recompute.random_state import Generators
 from daf.saved_tensors.ledger import Holding
 from daf.saved_tensors.packed_tensor import PackedTensor, SavedTensor
 from daf.torch_compat.autograd_graph import NO_TASK, call_after_backward, graph_task
@@ -289,6 +290,7 @@ class Replays:
         self._targets = [ReplayedForward(self, path, module) for path, module in modules.values()]
         self._running: list[ReplayedCall | Collector] = []
         self._thread = get_ident()
+        self._generators = Generators()
         self.keeper = keeper
         self.log = log
 
@@ -334,7 +336,8 @@ class Replays:
         if isinstance(outer, Collector):
             return outer.run_inner(target.forward, arguments, keywords)
         target.calls += 1
-        state = CallState(target.module, target.path, _devices(target.module, arguments, keywords))
+        devices = _devices(target.module, arguments, keywords)
+        state = CallState(target.module, target.path, devices, self._generators)
         inputs = Inputs((arguments, keywords), partial(self._hold_input, target.path, outer))
         call = ReplayedCall(self, target, inputs, state)
         self.keeper.note_reader(target.module, call)

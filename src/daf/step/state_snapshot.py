@@ -1,4 +1,4 @@
-"""Snapshots of a model's buffers and the random states, which a pass may change."""
+"""Snapshots of what a pass may change: random states, a model's buffers and its Python state."""
 
 from __future__ import annotations
 
@@ -11,18 +11,28 @@ import torch
 from torch import nn
 
 from daf.memory.domain import device_of
+from daf.recompute.python_state import PythonState, global_generators
 
 
 class StateSnapshot:
-    """Copies of a model's buffers and the random states (PyTorch, CUDA if used, NumPy, Python)."""
+    """Copies of a model's buffers, its Python state and the random states.
 
-    def __init__(self, model: nn.Module) -> None:
+    Those are PyTorch's, CUDA's if used, NumPy's, Python's, and generators that the model names.
+    ``holds_tensors``: tensors in attributes are held and copied too.
+    """
+
+    def __init__(self, model: nn.Module, *, holds_tensors: bool = True) -> None:
         self._model = model
         self._torch = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
         self._numpy = np.random.get_state()
         self._python = random.getstate()
+        self._generators = tuple(global_generators(model))
         self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        self._attributes = PythonState(model, holds_tensors=holds_tensors)
+        self._tensors = [
+            (each, each._version, each.detach().clone()) for each in self._attributes.tensors()
+        ]
 
     def restore(self) -> None:
         """Restore everything; may be called any number of times.
@@ -31,7 +41,11 @@ class StateSnapshot:
         shape now is the module's own cache and stays.
         """
         self.restore_random()
+        self._attributes.put_back()
         with torch.no_grad():
+            for tensor, version, copy in self._tensors:
+                if tensor._version != version:
+                    tensor.copy_(copy)
             for name, buffer in self._model.named_buffers():
                 value = self._buffers.get(name)
                 if value is not None and value.shape == buffer.shape:
@@ -44,6 +58,8 @@ class StateSnapshot:
             torch.cuda.set_rng_state_all(self._cuda)
         np.random.set_state(self._numpy)
         random.setstate(self._python)
+        for generator in self._generators:
+            generator.undo()
 
 
 @contextmanager
@@ -68,7 +84,7 @@ class StepSnapshot(StateSnapshot):
     """Taken before a training step that may be retried; owns a node older than its graph."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
+        super().__init__(model, holds_tensors=False)
         device = device_of(model)
         gpu = device if device.type == "cuda" else None  # its passes go through a queue of its own
         with torch.enable_grad():

@@ -1,0 +1,206 @@
+"""What a module keeps in Python: attributes of its parts; lists, dictionaries, objects among them.
+
+A call may count its calls, fill a cache, put a result aside or draw from a generator of its own.
+Its second run begins with what the first one found, and leaves no trace.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, MutableMapping
+from functools import lru_cache
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from daf.recompute.random_state import OwnGenerator
+
+_MISSING, _IGNORED = object(), object()
+# PyTorch's own entries, and those that whoever replaces a forward sets.
+_NOT_STATE = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl"}
+_UNCHANGING = frozenset({bool, int, float, str, bytes, tuple, type(None), torch.Size})
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
+_WITHOUT_STATE = (
+    *(nn.Module, Tensor, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType),
+    *(torch.dtype, torch.device),
+)
+_DEEPEST = 3  # containers and objects inside each other
+_MOST_ENTRIES = 64  # of a container whose entries are looked into
+
+
+class Change(NamedTuple):
+    """A dictionary's entry that had another value; ``_MISSING``: none."""
+
+    space: MutableMapping[str, Any]
+    name: str
+    value: Any
+
+    def undo(self) -> None:
+        """Set the value that it had."""
+        if self.value is _MISSING:
+            self.space.pop(self.name, None)
+        else:
+            self.space[self.name] = self.value
+
+
+class Contents(NamedTuple):
+    """A container whose entries were others."""
+
+    container: Any
+    entries: Any
+
+    def undo(self) -> None:
+        """Give it the entries that it had."""
+        self.container.clear()
+        if isinstance(self.container, (list, deque)):
+            self.container.extend(self.entries)
+        else:
+            self.container.update(self.entries)
+
+
+Undo = Change | Contents | OwnGenerator
+
+
+class PythonState:
+    """What a module and its parts keep in Python now.
+
+    ``holds_tensors`` False leaves alone what holds tensors, so that they are freed as without this.
+    """
+
+    def __init__(self, module: nn.Module, *, holds_tensors: bool = True) -> None:
+        self._spaces: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._contents: list[Contents] = []
+        self._tensors: list[tuple[str, Tensor, int]] = []
+        self._generators: list[OwnGenerator] = []
+        self._seen: set[int] = set()
+        self._holds_tensors = holds_tensors
+        for part in module.modules():
+            space = vars(part)
+            self._spaces.append((space, self._held(space)))
+            if not _is_of_torch(type(part)):
+                for name in space.keys() - _NOT_STATE:
+                    if type(space[name]) not in _UNCHANGING:
+                        self._look(name, space[name], 0)
+
+    def _held(self, space: dict[str, Any]) -> dict[str, Any]:
+        if self._holds_tensors:
+            return dict(space)
+        return {
+            name: _IGNORED if isinstance(value, Tensor) else value for name, value in space.items()
+        }
+
+    def _look(self, name: str, value: Any, depth: int) -> None:
+        if isinstance(value, Tensor):
+            if self._holds_tensors:
+                self._tensors.append((name, value, value._version))
+        elif type(value) in _CONTAINERS:
+            if self._is_new(value, depth):
+                self._look_into(name, value, depth)
+        elif isinstance(value, _WITHOUT_STATE) or not self._is_new(value, depth):
+            return
+        elif (generator := OwnGenerator.of(value)) is not None:
+            self._generators.append(generator)
+        elif hasattr(value, "__dict__"):
+            own = self._held(vars(value))
+            self._spaces.append((vars(value), own))
+            self._look_at(name, own.values(), depth)
+
+    def _look_into(self, name: str, container: Any, depth: int) -> None:
+        values = container.values() if isinstance(container, dict) else container
+        if self._holds_tensors or not any(isinstance(each, Tensor) for each in values):
+            self._contents.append(Contents(container, container.copy()))
+        if len(container) <= _MOST_ENTRIES:
+            self._look_at(name, values, depth)
+
+    def _look_at(self, name: str, values: Iterable[Any], depth: int) -> None:
+        for value in values:
+            if type(value) not in _UNCHANGING:
+                self._look(name, value, depth + 1)
+
+    def _is_new(self, value: Any, depth: int) -> bool:
+        if depth > _DEEPEST or id(value) in self._seen:
+            return False
+        self._seen.add(id(value))
+        return True
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors among what was found: no parameters, no buffers."""
+        return (tensor for _, tensor, _ in self._tensors)
+
+    def written(self) -> str:
+        """Return the attribute whose tensor was changed in place since; empty if none was."""
+        return next((name for name, each, then in self._tensors if each._version != then), "")
+
+    def changes(self) -> list[Undo]:
+        """Return what differs now, with what it was."""
+        found: list[Undo] = []
+        for space, own in self._spaces:
+            found += _changes_in(space, own)
+        found += [each for each in self._generators if each.is_used()]
+        return found + [each for each in self._contents if _has_other_entries(each)]
+
+    def put_back(self) -> None:
+        """Undo what was changed since, but in tensors."""
+        for change in self.changes():
+            change.undo()
+
+
+def global_generators(module: nn.Module) -> Iterator[OwnGenerator]:
+    """Yield the generators, with their states, that methods of a module's parts name as globals."""
+    found: dict[int, Any] = {}
+    for kind in {type(part) for part in module.modules()}:
+        for space, name in _globals_named(kind):  # type: ignore[arg-type]
+            found[id(space.get(name))] = space.get(name)
+    return (each for each in map(OwnGenerator.of, found.values()) if each is not None)
+
+
+@lru_cache(maxsize=1024)
+def _globals_named(kind: type) -> tuple[tuple[dict[str, Any], str], ...]:
+    own = [vars(base).values() for base in kind.__mro__ if not _is_of_torch(base)]
+    functions = [each for values in own for each in values if isinstance(each, FunctionType)]
+    return tuple((each.__globals__, name) for each in functions for name in _names(each.__code__))
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Yield the names that code, and functions made in it, look up."""
+    yield from code.co_names
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _names(each)
+
+
+def _is_of_torch(kind: type) -> bool:
+    """True if this is a module of PyTorch's own: none keeps state in containers."""
+    return kind.__module__.startswith("torch.nn.modules.")
+
+
+def _changes_in(space: dict[str, Any], own: dict[str, Any]) -> Iterator[Change]:
+    if _are_same(space, own):
+        return
+    for name in (space.keys() | own.keys()) - _NOT_STATE:
+        then = own.get(name, _MISSING)
+        if then is not _IGNORED and space.get(name, _MISSING) is not then:
+            yield Change(space, name, then)
+
+
+def _are_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """True if both have the same entries, as fast as can be; False if some may differ."""
+    try:
+        return one == other  # entries are compared by identity first
+    except (RuntimeError, ValueError, TypeError):  # of tensors and arrays, which are others
+        return False
+
+
+def _has_other_entries(found: Contents) -> bool:
+    now, then = found
+    if len(now) != len(then):
+        return True
+    if isinstance(now, dict):
+        return any(a is not b for a, b in zip(now, then, strict=True)) or any(
+            a is not b for a, b in zip(now.values(), then.values(), strict=True)
+        )
+    if isinstance(now, set):
+        return bool(now != then)
+    return any(a is not b for a, b in zip(now, then, strict=True))
