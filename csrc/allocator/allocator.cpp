@@ -23,40 +23,11 @@ constexpr uint64_t range_per_memory = 16;
 
 // True for the libraries that allocate PyTorch's tensors and oneDNN's scratch.
 bool allocates_tensors(const char* path) {
-  const char* slash = std::strrchr(path, '/');
-  const char* name = slash ? slash + 1 : path;
-  constexpr const char* prefixes[] = {"libc10.so", "libtorch_cpu.so", "libdnnl.so",
-                                      "libarm_compute"};
-  for (const char* prefix : prefixes) {
-    if (std::strncmp(name, prefix, std::strlen(prefix)) == 0) return true;
-  }
-  return false;
+  return file_starts_with(path, {"libc10.so", "libtorch_cpu.so", "libdnnl.so", "libarm_compute"});
 }
 
-int redirected_posix_memalign(void** pointer, size_t alignment, size_t bytes);
-void* redirected_aligned_alloc(size_t alignment, size_t bytes);
-void redirected_free(void* pointer);
-void free_elsewhere(void* pointer);
-void* redirected_realloc(void* pointer, size_t bytes);
-size_t redirected_usable_size(void* pointer);
-
-template <class Function>
-void* address_of(Function function) {
-  return reinterpret_cast<void*>(function);
-}
-
-// The tensor libraries may receive our blocks; any library may free them.
-constexpr uint32_t births = 0b000111, deaths = 0b111000;
-
-std::vector<Redirection> redirections() {
-  return {{"posix_memalign", address_of(redirected_posix_memalign), nullptr},
-          {"aligned_alloc", address_of(redirected_aligned_alloc), nullptr},
-          {"memalign", address_of(redirected_aligned_alloc), nullptr},
-          {"free", address_of(redirected_free), address_of(free_elsewhere)},
-          {"realloc", address_of(redirected_realloc), address_of(redirected_realloc)},
-          {"malloc_usable_size", address_of(redirected_usable_size),
-           address_of(redirected_usable_size)}};
-}
+// Below, behind the functions that it names.
+std::vector<Redirection> redirections();
 
 uint64_t physical_bytes() {
   return uint64_t(sysconf(_SC_PHYS_PAGES)) * uint64_t(sysconf(_SC_PAGESIZE));
@@ -227,18 +198,12 @@ void release_large(void* pointer) {
   errno = saved;
 }
 
-int redirected_posix_memalign(void** pointer, size_t alignment, size_t bytes) {
-  return allocate(pointer, alignment, bytes);
-}
-
 void* redirected_aligned_alloc(size_t alignment, size_t bytes) {
   void* pointer = nullptr;
   const int failed = allocate(&pointer, std::max(alignment, sizeof(void*)), bytes);
   if (failed) errno = failed;
   return failed ? nullptr : pointer;
 }
-
-void redirected_free(void* pointer) { release(pointer); }
 
 // A block that glibc serves is no longer a tensor of ours.
 void forget_small(void* pointer) {
@@ -271,6 +236,24 @@ void* redirected_realloc(void* pointer, size_t bytes) {
 size_t redirected_usable_size(void* pointer) {
   if (!state().heap.owns(pointer)) return ::malloc_usable_size(pointer);
   return state().heap.usable_bytes(pointer);
+}
+
+template <class Function>
+void* address_of(Function function) {
+  return reinterpret_cast<void*>(function);
+}
+
+// The tensor libraries may receive our blocks; any library may free them.
+constexpr uint32_t births = 0b000111, deaths = 0b111000;
+
+std::vector<Redirection> redirections() {
+  return {{"posix_memalign", address_of(allocate), nullptr},
+          {"aligned_alloc", address_of(redirected_aligned_alloc), nullptr},
+          {"memalign", address_of(redirected_aligned_alloc), nullptr},
+          {"free", address_of(release), address_of(free_elsewhere)},
+          {"realloc", address_of(redirected_realloc), address_of(redirected_realloc)},
+          {"malloc_usable_size", address_of(redirected_usable_size),
+           address_of(redirected_usable_size)}};
 }
 
 }  // namespace

@@ -50,11 +50,6 @@ void BlockHeap::close() {
   shed_locked(no_limit);
 }
 
-bool BlockHeap::is_open() {
-  const std::lock_guard<std::mutex> guard(mutex_);
-  return open_;
-}
-
 Served BlockHeap::allocate(uint64_t bytes, uint32_t label, bool must, void** pointer,
                            uint64_t* over_bytes) {
   const uint64_t page = range_.page_bytes();

@@ -53,7 +53,6 @@ class BlockHeap {
   // While closed, the heap serves nothing and returns freed blocks to the system.
   void open();
   void close();
-  bool is_open();
 
   // With over_limit, `over_bytes` must be freed first; with `must`, the limit is exceeded instead.
   Served allocate(uint64_t bytes, uint32_t label, bool must, void** pointer, uint64_t* over_bytes);

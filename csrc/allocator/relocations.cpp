@@ -83,15 +83,9 @@ uint32_t imported_end(const Dynamic& dynamic) {
 
 // True for libraries whose calls stay as they are: the C library, the linker, sanitizers.
 bool is_left_alone(const char* path) {
-  const char* slash = std::strrchr(path, '/');
-  const char* name = slash ? slash + 1 : path;
-  constexpr const char* prefixes[] = {"libc.so",  "libc-",      "ld-",       "ld64",
-                                      "libdl",    "libpthread", "libasan",   "libtsan",
-                                      "libubsan", "liblsan",    "libmemray", "linux-vdso"};
-  for (const char* prefix : prefixes) {
-    if (std::strncmp(name, prefix, std::strlen(prefix)) == 0) return true;
-  }
-  return false;
+  return file_starts_with(
+      path, {"libc.so", "libc-", "ld-", "ld64", "libdl", "libpthread", "libasan", "libtsan",
+             "libubsan", "liblsan", "libmemray", "linux-vdso"});
 }
 
 bool contains(const dl_phdr_info& info, const void* address) {
@@ -110,6 +104,15 @@ bool is_ourselves(const dl_phdr_info& info) {
 }
 
 }  // namespace
+
+bool file_starts_with(const char* path, std::initializer_list<const char*> prefixes) {
+  const char* slash = std::strrchr(path, '/');
+  const char* name = slash ? slash + 1 : path;
+  for (const char* prefix : prefixes) {
+    if (std::strncmp(name, prefix, std::strlen(prefix)) == 0) return true;
+  }
+  return false;
+}
 
 void Relocations::apply(uint32_t which) { walk(which, 0); }
 

@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <unordered_map>
 #include <vector>
 
@@ -21,6 +22,9 @@ struct Redirection {
 
 // True if the library at this path is one of the chosen.
 using Choice = bool (*)(const char* path);
+
+// True if the file's name begins with one of these.
+bool file_starts_with(const char* path, std::initializer_list<const char*> prefixes);
 
 // One object must not be used from two threads at once.
 class Relocations {

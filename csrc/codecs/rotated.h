@@ -7,8 +7,8 @@
 
 namespace {
 
-DAF_INLINE void rotate(V::Shorts& shorts, const uint32_t* signs, int rounds) {
-  V::flip_shorts(shorts, signs);
+// The transforms of all rounds, and the signs between them.
+DAF_INLINE void transform(V::Shorts& shorts, const uint32_t* signs, int rounds) {
   V::hadamard_shorts(shorts);
   if (rounds == 2) {
     V::shift_shorts<between_rounds_shift>(shorts);
@@ -17,13 +17,13 @@ DAF_INLINE void rotate(V::Shorts& shorts, const uint32_t* signs, int rounds) {
   }
 }
 
+DAF_INLINE void rotate(V::Shorts& shorts, const uint32_t* signs, int rounds) {
+  V::flip_shorts(shorts, signs);
+  transform(shorts, signs, rounds);
+}
+
 DAF_INLINE void rotate_back(V::Shorts& shorts, const uint32_t* signs, int rounds) {
-  V::hadamard_shorts(shorts);
-  if (rounds == 2) {
-    V::shift_shorts<between_rounds_shift>(shorts);
-    V::flip_shorts(shorts, signs + words_per_block);
-    V::hadamard_shorts(shorts);
-  }
+  transform(shorts, signs, rounds);
   V::flip_shorts(shorts, signs);
 }
 
@@ -206,22 +206,12 @@ bool encode_rotated_range(const Job& job, size_t first, size_t last) {
   return true;
 }
 
-template <int kept_bits, int plane = 0>
-DAF_INLINE void read_cells(const uint16_t* const (&rows)[kept_bits], int q, V::Bytes& cells) {
-  if constexpr (plane < kept_bits) {
-    uint64_t word;
-    std::memcpy(&word, rows[plane] + 4 * q, 8);
-    cells = V::add_bit_to_bytes<3 - plane>(cells, word);
-    read_cells<kept_bits, plane + 1>(rows, q, cells);
-  }
-}
-
 template <int kept_bits, int q = 0>
 DAF_INLINE void read_levels(V::Shorts& shorts, const uint16_t* const (&rows)[kept_bits],
                             V::Bytes levels) {
   if constexpr (q < 4) {
     auto cells = V::no_bytes();
-    read_cells<kept_bits>(rows, q, cells);
+    read_planes<3>(rows, q, cells);
     V::put_bytes<q>(shorts, V::lookup_bytes(levels, cells));
     read_levels<kept_bits, q + 1>(shorts, rows, levels);
   }

@@ -1,7 +1,7 @@
 #include "norms/norm_channels.h"
 
 #include <cmath>
-#include <cstring>
+#include <limits>
 
 #include "threads/float_mode.h"
 
@@ -9,11 +9,7 @@ namespace daf {
 namespace {
 
 float rounded(double value) {
-  if (value == value) return float(value);
-  float canonical;
-  const uint32_t pattern = 0x7FC00000;
-  std::memcpy(&canonical, &pattern, sizeof(canonical));
-  return canonical;
+  return value == value ? float(value) : std::numeric_limits<float>::quiet_NaN();
 }
 
 // In float32, as PyTorch multiplies a tensor by a number and adds another tensor.

@@ -8,10 +8,6 @@ namespace daf::paging {
 
 Statistics Pool::statistics() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return count_up();
-}
-
-Statistics Pool::count_up() const {
   Statistics now{};
   now.payload_bytes = payload_bytes_;
   now.wasted_bytes = live_pages_ * page_bytes_ - payload_bytes_;

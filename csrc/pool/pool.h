@@ -218,7 +218,6 @@ class Pool {
   void log_eviction(const Tensor& tensor, uint32_t plane, uint64_t pages);
   GivenUp given_up() const;
   GivenUp since(const GivenUp& before) const;
-  Statistics count_up() const;
   void note_peaks();
 
   const Options options_;

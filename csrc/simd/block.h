@@ -99,12 +99,13 @@ DAF_INLINE uint16_t load_half(const uint16_t* from) {
 
 DAF_INLINE void store_half(uint16_t* to, uint16_t value) { std::memcpy(to, &value, 2); }
 
-template <int bits, int plane>
-DAF_INLINE void read_plane(const uint16_t* const (&rows)[bits], int q, V::Bytes& bytes) {
+// Adds the planes to bytes, the first as bit `top`.
+template <int top, int planes, int plane = 0>
+DAF_INLINE void read_planes(const uint16_t* const (&rows)[planes], int q, V::Bytes& bytes) {
   uint64_t word;
   std::memcpy(&word, rows[plane] + 4 * q, 8);
-  bytes = V::add_bit_to_bytes<bits - 1 - plane>(bytes, word);
-  if constexpr (plane + 1 < bits) read_plane<bits, plane + 1>(rows, q, bytes);
+  bytes = V::add_bit_to_bytes<top - plane>(bytes, word);
+  if constexpr (plane + 1 < planes) read_planes<top, planes, plane + 1>(rows, q, bytes);
 }
 
 template <int bits, int plane>
@@ -118,7 +119,7 @@ DAF_INLINE void write_plane(uint16_t* const (&rows)[bits], int q, V::Bytes bytes
 template <int bits>
 DAF_INLINE void read_codes(const uint16_t* const (&rows)[bits], int q, V::I (&codes)[4]) {
   auto bytes = V::no_bytes();
-  read_plane<bits, 0>(rows, q, bytes);
+  read_planes<bits - 1>(rows, q, bytes);
   codes[0] = V::widen_bytes<0>(bytes);
   codes[1] = V::widen_bytes<1>(bytes);
   codes[2] = V::widen_bytes<2>(bytes);

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #define DAF_INLINE static inline
 #define DAF_MEMBER_INLINE inline
@@ -24,16 +25,18 @@ struct Vector {
     uint16_t bits;
   };
 
-  template <class Each>
-  DAF_INLINE F each(Each&& value) {
-    F result;
-    for (int i = 0; i < lanes; ++i) result.lane[i] = value(i);
+  // Lanes value(0), value(1) …; the same bytes as another type.
+  template <class Result, class Each>
+  DAF_INLINE Result each(Each&& value) {
+    Result result;
+    using Lane = std::remove_reference_t<decltype(result.lane[0])>;
+    for (int i = 0; i < int(sizeof result / sizeof(Lane)); ++i) result.lane[i] = Lane(value(i));
     return result;
   }
-  template <class Each>
-  DAF_INLINE I each_integer(Each&& value) {
-    I result;
-    for (int i = 0; i < lanes; ++i) result.lane[i] = value(i);
+  template <class Result>
+  DAF_INLINE Result copied(const void* from) {
+    Result result;
+    std::memcpy(&result, from, sizeof result);
     return result;
   }
   template <class Each>
@@ -48,28 +51,21 @@ struct Vector {
   DAF_INLINE Result name(Operand a, Operand b) {                    \
     return each([&](int i) { return a.lane[i] symbol b.lane[i]; }); \
   }
-#define DAF_CHOICE(Operand, name, each, compares)                                             \
-  DAF_INLINE Operand name(Operand a, Operand b) {                                             \
-    return each([&](int i) { return a.lane[i] compares b.lane[i] ? a.lane[i] : b.lane[i]; }); \
+#define DAF_CHOICE(Operand, name, compares)                                           \
+  DAF_INLINE Operand name(Operand a, Operand b) {                                     \
+    return each<Operand>(                                                             \
+        [&](int i) { return a.lane[i] compares b.lane[i] ? a.lane[i] : b.lane[i]; }); \
   }
 
   // Memory.
-  DAF_INLINE F load(const float* from) {
-    F result;
-    std::memcpy(result.lane, from, sizeof result);
-    return result;
-  }
-  DAF_INLINE I load(const uint32_t* from) {
-    I result;
-    std::memcpy(result.lane, from, sizeof result);
-    return result;
-  }
+  DAF_INLINE F load(const float* from) { return copied<F>(from); }
+  DAF_INLINE I load(const uint32_t* from) { return copied<I>(from); }
   DAF_INLINE void store(uint32_t* to, I x) { std::memcpy(to, x.lane, sizeof x); }
   DAF_INLINE void store(float* to, F x) { std::memcpy(to, x.lane, sizeof x); }
   DAF_INLINE void stream(float* to, F x) { store(to, x); }
   DAF_INLINE F load_bfloat16(const uint16_t* from) {
-    const Halves halves = load_halves(from);
-    return as_float(each_integer([&](int i) { return uint32_t(halves.lane[i]) << 16; }));
+    const Halves halves = copied<Halves>(from);
+    return as_float(each<I>([&](int i) { return uint32_t(halves.lane[i]) << 16; }));
   }
   DAF_INLINE void store_bfloat16(uint16_t* to, F x) {
     const I bits = as_integer(x);
@@ -79,8 +75,8 @@ struct Vector {
     });
   }
   DAF_INLINE F load_float16(const uint16_t* from) {
-    const Halves halves = load_halves(from);
-    return each([&](int i) { return widen_half(halves.lane[i]); });
+    const Halves halves = copied<Halves>(from);
+    return each<F>([&](int i) { return widen_half(halves.lane[i]); });
   }
   DAF_INLINE void store_float16(uint16_t* to, F x) {
     store_halves(to, [&](int i) { return narrow_half(x.lane[i]); });
@@ -91,13 +87,13 @@ struct Vector {
 
   // Arithmetic.
   DAF_INLINE F set(float x) {
-    return each([&](int) { return x; });
+    return each<F>([&](int) { return x; });
   }
-  DAF_LANEWISE(F, add, F, each, +)
-  DAF_LANEWISE(F, subtract, F, each, -)
-  DAF_LANEWISE(F, multiply, F, each, *)
-  DAF_CHOICE(F, least, each, <)
-  DAF_CHOICE(F, greatest, each, >)
+  DAF_LANEWISE(F, add, F, each<F>, +)
+  DAF_LANEWISE(F, subtract, F, each<F>, -)
+  DAF_LANEWISE(F, multiply, F, each<F>, *)
+  DAF_CHOICE(F, least, <)
+  DAF_CHOICE(F, greatest, >)
   DAF_INLINE F absolute(F a) { return as_float(bit_and(as_integer(a), set_integer(0x7FFFFFFF))); }
   // The greater of |a| and |b|; any number if either is NaN.
   DAF_INLINE F greatest_magnitude(F a, F b) { return greatest(absolute(a), absolute(b)); }
@@ -129,32 +125,24 @@ struct Vector {
   DAF_INLINE M same(M a, M b) { return {uint16_t(~(a.bits ^ b.bits))}; }
   DAF_INLINE M either(M a, M b) { return {uint16_t(a.bits | b.bits)}; }
   DAF_INLINE F select(M m, F yes, F no) {
-    return each([&](int i) { return m.bits >> i & 1 ? yes.lane[i] : no.lane[i]; });
+    return each<F>([&](int i) { return m.bits >> i & 1 ? yes.lane[i] : no.lane[i]; });
   }
 
   // Integers.
-  DAF_INLINE I as_integer(F a) {
-    I result;
-    std::memcpy(result.lane, a.lane, sizeof result);
-    return result;
-  }
-  DAF_INLINE F as_float(I a) {
-    F result;
-    std::memcpy(result.lane, a.lane, sizeof result);
-    return result;
-  }
+  DAF_INLINE I as_integer(F a) { return copied<I>(&a); }
+  DAF_INLINE F as_float(I a) { return copied<F>(&a); }
   DAF_INLINE I set_integer(uint32_t x) {
-    return each_integer([&](int) { return x; });
+    return each<I>([&](int) { return x; });
   }
-  DAF_LANEWISE(I, bit_and, I, each_integer, &)
+  DAF_LANEWISE(I, bit_and, I, each<I>, &)
   DAF_INLINE I bit_and_or(I a, uint32_t mask, uint32_t more) {
     return bit_or(bit_and(a, set_integer(mask)), set_integer(more));
   }
-  DAF_LANEWISE(I, bit_or, I, each_integer, |)
-  DAF_LANEWISE(I, bit_xor, I, each_integer, ^)
-  DAF_LANEWISE(I, add_integer, I, each_integer, +)
-  DAF_CHOICE(I, least_integer, each_integer, <)
-  DAF_CHOICE(I, greatest_integer, each_integer, >)
+  DAF_LANEWISE(I, bit_or, I, each<I>, |)
+  DAF_LANEWISE(I, bit_xor, I, each<I>, ^)
+  DAF_LANEWISE(I, add_integer, I, each<I>, +)
+  DAF_CHOICE(I, least_integer, <)
+  DAF_CHOICE(I, greatest_integer, >)
   DAF_INLINE uint32_t reduce_greatest(I a) {
     uint32_t result = 0;
     for (int i = 0; i < lanes; ++i) result = a.lane[i] > result ? a.lane[i] : result;
@@ -162,38 +150,36 @@ struct Vector {
   }
   template <int places>
   DAF_INLINE I shift_left(I a) {
-    return each_integer([&](int i) { return a.lane[i] << places; });
+    return each<I>([&](int i) { return a.lane[i] << places; });
   }
   template <int places>
   DAF_INLINE I shift_right(I a) {
-    return each_integer([&](int i) { return a.lane[i] >> places; });
+    return each<I>([&](int i) { return a.lane[i] >> places; });
   }
   // Both for numbers in [0, 2^31).
   DAF_INLINE I truncate(F a) {
-    return each_integer([&](int i) { return uint32_t(int32_t(a.lane[i])); });
+    return each<I>([&](int i) { return uint32_t(int32_t(a.lane[i])); });
   }
   // Nearest even, for magnitudes below 2^22: adding 1.5 * 2^23 leaves no bits for a fraction.
   DAF_INLINE I round(F a) {
-    return each_integer([&](int i) {
+    return each<I>([&](int i) {
       const float shifted = a.lane[i] + 0x1.8p23f;
-      uint32_t bits;
-      std::memcpy(&bits, &shifted, 4);
-      return bits - 0x4B400000;
+      return copied<uint32_t>(&shifted) - 0x4B400000;
     });
   }
   DAF_INLINE F to_float(I a) {
-    return each([&](int i) { return float(int32_t(a.lane[i])); });
+    return each<F>([&](int i) { return float(int32_t(a.lane[i])); });
   }
   // a, with `value` (bits that a lacks) added where the mask is set.
   DAF_INLINE I add_where(I a, M m, uint32_t value) {
-    return each_integer([&](int i) { return a.lane[i] | (m.bits >> i & 1 ? value : 0); });
+    return each<I>([&](int i) { return a.lane[i] | (m.bits >> i & 1 ? value : 0); });
   }
   DAF_INLINE M any_bit(I a, uint32_t value) {
     return each_bit([&](int i) { return (a.lane[i] & value) != 0; });
   }
   // table holds 16 floats; indices are below 16.
   DAF_INLINE F lookup(const float* table, I index) {
-    return each([&](int i) { return table[index.lane[i]]; });
+    return each<F>([&](int i) { return table[index.lane[i]]; });
   }
 
   template <int places>
@@ -207,13 +193,11 @@ struct Vector {
     uint8_t lane[64];
   };
   DAF_INLINE Bytes pack_bytes(const I (&quarters)[4]) {
-    Bytes result;
-    for (int i = 0; i < 64; ++i) result.lane[i] = uint8_t(quarters[i / 16].lane[i % 16]);
-    return result;
+    return each<Bytes>([&](int i) { return quarters[i / 16].lane[i % 16]; });
   }
   template <int quarter>
   DAF_INLINE I widen_bytes(const Bytes& bytes) {
-    return each_integer([&](int i) { return uint32_t(bytes.lane[16 * quarter + i]); });
+    return each<I>([&](int i) { return uint32_t(bytes.lane[16 * quarter + i]); });
   }
   template <int bit>
   DAF_INLINE uint64_t bit_of_bytes(const Bytes& bytes) {
@@ -229,24 +213,20 @@ struct Vector {
   }
 
   DAF_INLINE Bytes set_bytes(int8_t x) {
-    Bytes result;
-    std::memset(result.lane, uint8_t(x), sizeof result.lane);
-    return result;
+    return each<Bytes>([&](int) { return x; });
   }
   // A table of 16 signed bytes, and its entries at indices below 16.
   DAF_INLINE Bytes load_table(const int8_t* sixteen) {
-    Bytes result;
-    for (int i = 0; i < 64; ++i) result.lane[i] = uint8_t(sixteen[i % 16]);
-    return result;
+    return each<Bytes>([&](int i) { return sixteen[i % 16]; });
   }
   DAF_INLINE Bytes lookup_bytes(const Bytes& table, const Bytes& index) {
-    return each_byte([&](int i) { return table.lane[index.lane[i]]; });
+    return each<Bytes>([&](int i) { return table.lane[index.lane[i]]; });
   }
   DAF_INLINE Bytes subtract_bytes(const Bytes& a, const Bytes& b) {
-    return each_byte([&](int i) { return a.lane[i] - b.lane[i]; });
+    return each<Bytes>([&](int i) { return a.lane[i] - b.lane[i]; });
   }
   DAF_INLINE Bytes least_bytes(const Bytes& a, const Bytes& b) {  // unsigned
-    return each_byte([&](int i) { return a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]; });
+    return each<Bytes>([&](int i) { return a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]; });
   }
   // Adds `value` to `sums` where a > b, both signed; returns where.
   template <int value>
@@ -279,12 +259,12 @@ struct Vector {
   }
   template <int t>
   DAF_INLINE F shorts_to_float(const Shorts& shorts) {
-    return each([&](int i) { return float(int16_t(shorts.lane[16 * t + i])); });
+    return each<F>([&](int i) { return float(int16_t(shorts.lane[16 * t + i])); });
   }
   // Numbers 64 q … 64 q + 63, the upper halves of their products with `multiplier`, saturated.
   template <int16_t multiplier, int q>
   DAF_INLINE Bytes narrow_shorts(const Shorts& shorts) {
-    return each_byte([&](int i) {
+    return each<Bytes>([&](int i) {
       const int x = int16_t(shorts.lane[64 * q + i]) * multiplier >> 16;
       return uint8_t(x < -128 ? -128 : x > 127 ? 127 : x);
     });
@@ -321,16 +301,10 @@ struct Vector {
   struct D {
     double lane[16];
   };
-  DAF_INLINE D load(const double* from) {
-    D result;
-    std::memcpy(result.lane, from, sizeof result);
-    return result;
-  }
+  DAF_INLINE D load(const double* from) { return copied<D>(from); }
   DAF_INLINE void store(double* to, const D& x) { std::memcpy(to, x.lane, sizeof x); }
   DAF_INLINE D widen(F a) {
-    D result;
-    for (int i = 0; i < lanes; ++i) result.lane[i] = double(a.lane[i]);
-    return result;
+    return each<D>([&](int i) { return a.lane[i]; });
   }
   DAF_INLINE D add(D a, const D& b) {
     for (int i = 0; i < lanes; ++i) a.lane[i] += b.lane[i];
@@ -353,20 +327,14 @@ struct Vector {
   }
   // High words in place of low ones; the high ones are undefined.
   DAF_INLINE I high_words(I a) {
-    return each_integer([&](int i) { return a.lane[i | 1]; });
+    return each<I>([&](int i) { return a.lane[i | 1]; });
   }
   DAF_INLINE I exclusive_or(I a, I b, uint32_t c) { return bit_xor(bit_xor(a, b), set_integer(c)); }
   DAF_INLINE I pack_pairs(I low, I high) {
-    return each_integer([&](int i) { return i & 1 ? high.lane[i - 1] : low.lane[i]; });
+    return each<I>([&](int i) { return i & 1 ? high.lane[i - 1] : low.lane[i]; });
   }
 
  private:
-  template <class Each>
-  DAF_INLINE Bytes each_byte(Each&& value) {
-    Bytes result;
-    for (int i = 0; i < 64; ++i) result.lane[i] = uint8_t(value(i));
-    return result;
-  }
   DAF_INLINE uint16_t saturated_short(uint32_t bits) {
     const int32_t x = int32_t(bits);
     return uint16_t(x < -32768 ? -32768 : x > 32767 ? 32767 : x);
@@ -385,34 +353,23 @@ struct Vector {
   struct Halves {
     uint16_t lane[16];
   };
-  DAF_INLINE Halves load_halves(const uint16_t* from) {
-    Halves result;
-    std::memcpy(result.lane, from, sizeof result);
-    return result;
-  }
   template <class Each>
   DAF_INLINE void store_halves(uint16_t* to, Each&& value) {
-    Halves result;
-    for (int i = 0; i < lanes; ++i) result.lane[i] = value(i);
-    std::memcpy(to, result.lane, sizeof result);
+    const auto halves = each<Halves>(value);
+    std::memcpy(to, halves.lane, sizeof halves);
   }
   DAF_INLINE float widen_half(uint16_t half) {
     const uint32_t sign = uint32_t(half & 0x8000) << 16, rest = half & 0x7FFF;
     uint32_t bits = (rest << 13) + 0x38000000;  // rebias the exponent
     if (rest >= 0x7C00) bits = (rest << 13) | 0x7F800000;
-    float result;
-    if (rest < 0x0400) {
-      result = float(rest) * 0x1p-24f;
-      std::memcpy(&bits, &result, 4);
-    }
+    const float subnormal = float(rest) * 0x1p-24f;
+    if (rest < 0x0400) bits = copied<uint32_t>(&subnormal);
     bits |= sign;
-    std::memcpy(&result, &bits, 4);
-    return result;
+    return copied<float>(&bits);
   }
   // Nearest even; NaN becomes the canonical one.
   DAF_INLINE uint16_t narrow_half(float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
+    uint32_t bits = copied<uint32_t>(&value);
     const uint16_t sign = uint16_t(bits >> 16 & 0x8000);
     bits &= 0x7FFFFFFF;
     if (bits > 0x7F800000) return 0x7E00;
@@ -420,11 +377,8 @@ struct Vector {
     if (bits >= 0x38800000)
       return uint16_t(sign | ((bits - 0x38000000 + 0xFFF + (bits >> 13 & 1)) >> 13));
     // Below the least normal, adding 1/2 aligns fp16's last place with fp32's.
-    float magnitude;
-    std::memcpy(&magnitude, &bits, 4);
-    magnitude += 0.5f;
-    std::memcpy(&bits, &magnitude, 4);
-    return uint16_t(sign | (bits - 0x3F000000));
+    const float aligned = copied<float>(&bits) + 0.5f;
+    return uint16_t(sign | (copied<uint32_t>(&aligned) - 0x3F000000));
   }
 };
 

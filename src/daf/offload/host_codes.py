@@ -186,8 +186,8 @@ class HostCodes:
         code = ValueCode(store, tensor, treatment, key, channels, **options)
         if is_timed and store.last_copy is not None:
             after = store.transfers.mark()
-            tickets = (before, after, store.last_copy)
-            self._note(routes, Route.GPU_PACKS, tensor, treatment, tickets)
+            what = (Route.GPU_PACKS, tensor.numel(), tensor.nbytes, treatment)
+            routes.note(Sent(*what, before, after, store.last_copy))
         return code
 
     def _may_send_raw(self, store: HostStore, tensor: Tensor) -> bool:
@@ -210,7 +210,8 @@ class HostCodes:
         work = partial(encode_on_host, raw, treatment, key, words)
         packing = self._processor.submit(self._packed, leaving, store, routes, work)
         if routes.is_watching:
-            self._note(routes, Route.CPU_PACKS, tensor, treatment, (before, before, ticket))
+            what = (Route.CPU_PACKS, tensor.numel(), tensor.nbytes, treatment)
+            routes.note(Sent(*what, before, before, ticket))
         self.on_moved()
         return store.packed_elsewhere(tensor.numel(), treatment.bits, packing)
 
@@ -230,16 +231,6 @@ class HostCodes:
         words = work()
         routes.processor_took(nbytes, 1000.0 * (time.perf_counter() - begin_s))
         return words
-
-    @staticmethod
-    def _note(
-        routes: Routes,
-        route: Route,
-        tensor: Tensor,
-        treatment: Treatment,
-        tickets: tuple[Any, Any, Any],
-    ) -> None:
-        routes.note(Sent(route, tensor.numel(), tensor.nbytes, treatment, *tickets))
 
     def _place(self, device: torch.device) -> _Place:
         with self._lock:

@@ -20,7 +20,7 @@ from daf.kernels import (
     RowGradient,
     RunningMoments,
 )
-from daf.kernels.backend import element_type
+from daf.kernels.backend import Backend, element_type
 from daf.kernels.cpu import codecs, reductions
 from daf.kernels.cpu.job import Job
 from daf.kernels.normalisation import (
@@ -40,8 +40,8 @@ from daf.kernels.normalisation import (
 )
 
 
-class CpuBackend:
-    """The backend of the processor, on all of PyTorch's threads; see :class:`Backend`."""
+class CpuBackend(Backend):
+    """The backend of the processor, on all of PyTorch's threads."""
 
     def encode_values(self, code: CodedValues, encoding: Encoding) -> None:
         """Encode in one pass over the source."""
@@ -52,34 +52,28 @@ class CpuBackend:
         codecs.decode(code.codec, _writing(decoding, code.elements, **_coded(code)))
 
     def encode_steps(self, source: Tensor, planes: Any, key: int, to_steps: Channels) -> None:
-        """See the protocol."""
         job = _reading(Encoding(source, to_steps), pages=planes.fields, key=key)
         codecs.encode(Codec.STEPS, job)
 
     def decode_steps(self, planes: Any, out: Tensor, from_steps: Channels) -> None:
-        """See the protocol."""
         job = _writing(Decoding(out, from_steps), out.numel(), pages=planes.fields)
         codecs.decode(Codec.STEPS, job)
 
     def encode_mask(
         self, source: Tensor, planes: Any, predicate: Predicate, low: float, high: float
     ) -> None:
-        """See the protocol."""
         job = _reading(Encoding(source), pages=planes.fields)
         codecs.encode(Codec.MASK, job._replace(predicate=predicate, low=low, high=high))
 
     def decode_mask(self, planes: Any, off_value: float, on_value: float, out: Tensor) -> None:
-        """See the protocol."""
         job = _writing(Decoding(out), out.numel(), pages=planes.fields)
         codecs.decode(Codec.MASK, job._replace(low=off_value, high=on_value))
 
     def encode_derivative(self, source: Tensor, planes: Any, borders: Tensor) -> bool:
-        """See the protocol."""
         job = _reading(Encoding(source), pages=planes.fields, table=borders.data_ptr())
         return not codecs.encode(Codec.DERIVATIVE, job)
 
     def decode_derivative(self, planes: Any, levels: Tensor, out: Tensor) -> None:
-        """See the protocol."""
         job = _writing(Decoding(out), out.numel(), pages=planes.fields)
         codecs.decode(Codec.DERIVATIVE, job._replace(table=levels.data_ptr()))
 
@@ -89,14 +83,12 @@ class CpuBackend:
         codecs.encode(Codec.INTEGERS, job._replace(source=source.data_ptr()))
 
     def decode_integers(self, planes: Any, base: int, out: Tensor) -> None:
-        """See the protocol."""
         job = _integers(out, planes.fields, base)
         codecs.decode(Codec.INTEGERS, job._replace(destination=out.data_ptr()))
 
     def measure_ranges(
         self, items: Tensor, strategy: RangeStrategy, channels: int, inner: int
     ) -> tuple[Tensor, Tensor]:
-        """See the protocol."""
         count, threads, cut = items.numel(), torch.get_num_threads(), (channels, inner, strategy)
         size_bytes = reductions.ranges_workspace_bytes(count, threads, *cut)
         workspace = torch.empty(max(1, size_bytes), dtype=torch.uint8)
@@ -124,11 +116,9 @@ class CpuBackend:
         return found
 
     def emit(self, encoding: Encoding) -> None:
-        """See the protocol."""
         codecs.read(_reading(encoding))
 
     def derive(self, values: KeptValues, decoding: Decoding) -> None:
-        """See the protocol."""
         job = _writing(decoding, values.x.numel())
         job = job._replace(source=values.x.data_ptr(), affine=values.forward.pointers())
         codecs.copy(job)
@@ -148,7 +138,6 @@ class CpuBackend:
         gamma: Tensor | None,
         gradients: VectorGradients,
     ) -> tuple[Channels, Channels]:
-        """See the protocol."""
         channels, inner, _ = geometry
         scale, shift, of_gradient = torch.empty(3, channels, dtype=torch.float32).unbind()
         vectors = (*sums, inverse_deviation, gamma, scale, shift, of_gradient, *gradients)

@@ -70,7 +70,7 @@ class Job(NamedTuple):
 
 
 def run(kernel: Callable[[str, Job], bool], job: Job, *needed: str) -> bool:
-    """Check a job, whose ``needed`` fields are addresses, and run it; False: elements have no code."""
+    """Check a job, whose ``needed`` fields are addresses, and run it; False: it cannot encode."""
     if job.emission is not None:
         job = job._replace(mask=job.emission.mask)
     if job.gradient is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from daf.core.code_format import BLOCK_ELEMENTS, Predicate, block_count
 from daf.kernels import RangeStrategy
-from daf.kernels.backend import PART_BYTES
+from daf.kernels.backend import PART_BYTES, Backend
 from daf.kernels.normalisation import (
     Channels,
     CodedValues,
@@ -34,8 +34,8 @@ from daf.kernels.triton import channel_norm, codecs, reductions, row_norm
 from daf.kernels.triton.launch import elements_in
 
 
-class TritonBackend:
-    """The backend of GPUs, on the current stream of the tensors' device; see :class:`Backend`."""
+class TritonBackend(Backend):
+    """The backend of GPUs, on the current stream of the tensors' device."""
 
     def encode_values(self, code: CodedValues, encoding: Encoding) -> None:
         """Measure, encode and write the output, by a kernel each."""
@@ -47,34 +47,27 @@ class TritonBackend:
             self.emit(encoding._replace(rows=None))
 
     def decode_values(self, code: CodedValues, decoding: Decoding) -> None:
-        """See the protocol."""
         codecs.decode_values(code, decoding._replace(out=_items(decoding.out)))
 
     def encode_steps(self, source: Tensor, planes: Any, key: int, to_steps: Channels) -> None:
-        """See the protocol."""
         codecs.encode_steps(_items(source), planes, key, to_steps)
 
     def decode_steps(self, planes: Any, out: Tensor, from_steps: Channels) -> None:
-        """See the protocol."""
         codecs.decode_steps(planes, _items(out), from_steps)
 
     def encode_mask(
         self, source: Tensor, planes: Any, predicate: Predicate, low: float, high: float
     ) -> None:
-        """See the protocol."""
         codecs.encode_mask(_items(source), planes, predicate, low, high)
 
     def decode_mask(self, planes: Any, off_value: float, on_value: float, out: Tensor) -> None:
-        """See the protocol."""
         codecs.decode_mask(planes, off_value, on_value, _items(out))
 
     def encode_derivative(self, source: Tensor, planes: Any, borders: Tensor) -> Tensor:
-        """See the protocol."""
         table = _table_on(borders, source.device)
         return codecs.encode_derivative(_items(source), planes, table)
 
     def decode_derivative(self, planes: Any, levels: Tensor, out: Tensor) -> None:
-        """See the protocol."""
         codecs.decode_derivative(planes, _table_on(levels, out.device), _items(out))
 
     def encode_integers(self, source: Tensor, planes: Any, base: int) -> None:
@@ -82,24 +75,20 @@ class TritonBackend:
         codecs.encode_integers(_signed(_items(source)), planes, base)
 
     def decode_integers(self, planes: Any, base: int, out: Tensor) -> None:
-        """See the protocol."""
         codecs.decode_integers(planes, base, _signed(_items(out)))
 
     def measure_ranges(
         self, items: Tensor, strategy: RangeStrategy, channels: int, inner: int
     ) -> tuple[Tensor, Tensor]:
-        """See the protocol."""
         return reductions.measure_ranges(items, strategy, channels, inner)
 
     def channel_statistics(
         self, x: Tensor, geometry: Geometry, epsilon: float, running: RunningStatistics | None
     ) -> Statistics:
-        """See the protocol."""
         sums = reductions.measure_sums(_items(x), geometry.channels, geometry.inner)
         return channel_norm.channel_statistics(sums, geometry.per_channel, epsilon, running)
 
     def emit(self, encoding: Encoding) -> None:
-        """See the protocol."""
         source, forward, rows, output = encoding
         assert forward is not None
         assert output is not None
@@ -111,12 +100,10 @@ class TritonBackend:
         )
 
     def derive(self, values: KeptValues, decoding: Decoding) -> None:
-        """See the protocol."""
         x, forward = values
         channel_norm.derive(_items(x), forward, decoding._replace(out=_items(decoding.out)))
 
     def sum_gradient(self, values: Values, given: MaskedGradient, geometry: Geometry) -> Sums:
-        """See the protocol."""
         gradient, mask, written = given
         items = _items(gradient)
         if mask is not None and written is not None:
@@ -137,14 +124,12 @@ class TritonBackend:
         gamma: Tensor | None,
         gradients: VectorGradients,
     ) -> tuple[Channels, Channels]:
-        """See the protocol."""
         read = (sums, geometry, inverse_deviation, gamma)
         return channel_norm.channel_factors(*read, gradients)
 
     def write_input_gradient(
         self, values: Values, given: MaskedGradient, factors: tuple[Channels, Channels]
     ) -> None:
-        """See the protocol."""
         assert given.written is not None
         of_value, of_gradient = factors
         items, out, mask = _items(given.gradient), _items(given.written), given.mask
